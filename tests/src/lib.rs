@@ -1,1 +1,57 @@
-//! Placeholder.
+//! What the end-to-end tests and the measuring programs share: a mounted volume that cleans up after itself, trees of
+//! files to copy and compare, and the few system calls that need `unsafe`.
+//!
+//! The tests need root and `/dev/fuse`. Where either is missing each says `SKIPPED` on stderr, with the reason, and
+//! `scripts/test` counts it as skipped and not as passed.
+
+#![deny(unsafe_code)]
+
+pub mod mounted;
+pub mod programs;
+#[allow(unsafe_code)]
+pub mod sys;
+pub mod tree;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Why tests that mount cannot run here, or `None` where they can.
+pub fn why_no_mount() -> Option<&'static str> {
+    if !rustix::process::geteuid().is_root() {
+        Some("needs root")
+    } else if !Path::new("/dev/fuse").exists() {
+        Some("needs /dev/fuse")
+    } else {
+        None
+    }
+}
+
+/// Says on stderr, past the test harness's capture, that `test` did not run. `scripts/test` counts these lines.
+pub fn report_skipped(test: &str, why: &str) {
+    // Printing macros are captured for tests that pass; a direct write is not.
+    let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
+}
+
+/// Returns from the calling test, loudly, where volumes cannot be mounted.
+#[macro_export]
+macro_rules! needs_mount {
+    () => {
+        if let Some(why) = $crate::why_no_mount() {
+            $crate::report_skipped(std::thread::current().name().unwrap_or("a test"), why);
+            return;
+        }
+    };
+}
+
+/// Where images go: `$TMPDIR`, or `/var/tmp`, which unlike `/tmp` is on a disk almost everywhere.
+pub fn scratch_root() -> PathBuf {
+    std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from)
+}
+
+/// A fresh directory under [`scratch_root`], removed when it is dropped.
+///
+/// # Panics
+/// If it cannot be made.
+pub fn scratch_dir() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("gpunvme-test.").tempdir_in(scratch_root()).expect("a scratch directory")
+}

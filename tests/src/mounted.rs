@@ -1,0 +1,229 @@
+//! A formatted image and a mounted volume, made with the programs that users run, and taken down again however a test
+//! ends: no mount, daemon or image survives its test.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus};
+use tempfile::TempDir;
+
+use crate::{programs, scratch_dir};
+
+/// Bytes in a test image that did not ask for a size. The file is sparse.
+pub const IMAGE_LEN: u64 = 1 << 30;
+
+/// How long a daemon may take to end after umount(8) or a signal.
+const DAEMON_EXIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// A volume in an image file, not mounted, in a scratch directory of its own.
+#[derive(Debug)]
+pub struct Image {
+    scratch: TempDir,
+}
+
+impl Image {
+    /// A freshly formatted image of [`IMAGE_LEN`] bytes.
+    pub fn formatted() -> Self {
+        Self::formatted_with(IMAGE_LEN)
+    }
+
+    /// A freshly formatted image of `len` bytes.
+    pub fn formatted_with(len: u64) -> Self {
+        let image = Self::blank(len);
+        let output = image.mkfs(&[]);
+        assert!(output.status.success(), "mkfs.gpunvme: {}", text(&output));
+        image
+    }
+
+    /// A sparse file of `len` bytes that holds nothing.
+    pub fn blank(len: u64) -> Self {
+        let image = Self { scratch: scratch_dir() };
+        let file = File::create(image.path()).expect("an image file");
+        file.set_len(len).expect("a sparse image file");
+        image
+    }
+
+    /// The image file.
+    pub fn path(&self) -> PathBuf {
+        self.scratch.path().join("image")
+    }
+
+    /// Where this image is mounted when it is. Tests may put further files beside it, in its parent.
+    pub fn mount_point(&self) -> PathBuf {
+        self.scratch.path().join("mnt")
+    }
+
+    /// Runs `mkfs.gpunvme` on the image.
+    pub fn mkfs(&self, options: &[&str]) -> Output {
+        programs::command("mkfs.gpunvme").args(options).arg(self.path()).output().expect("mkfs.gpunvme runs")
+    }
+
+    /// Runs `mount.gpunvme` on the image and returns how that ended, for tests of refusals.
+    pub fn try_mount(&self, options: &str) -> Output {
+        std::fs::create_dir_all(self.mount_point()).expect("a mount point");
+        // The daemon becomes this process's child when mount.gpunvme goes to the background: its exit status is then ours to
+        // check.
+        rustix::process::set_child_subreaper(Some(rustix::process::getpid())).expect("to be a subreaper");
+        let mut command = programs::command("mount.gpunvme");
+        command.arg(self.path()).arg(self.mount_point()).stdin(Stdio::null());
+        if !options.is_empty() {
+            command.args(["-o", options]);
+        }
+        // Reads both pipes to their ends, so a daemon that kept them open would be seen as a hang here.
+        command.output().expect("mount.gpunvme runs")
+    }
+
+    /// Mounts the image with the default options.
+    pub fn mount(self) -> Mounted {
+        self.mount_with("")
+    }
+
+    /// Mounts the image with `options`, as in `mount -o`.
+    pub fn mount_with(self, options: &str) -> Mounted {
+        let output = self.try_mount(options);
+        assert!(output.status.success(), "mount.gpunvme: {}", text(&output));
+        assert!(is_mounted(&self.mount_point()), "mount.gpunvme returned before the mount was live");
+        let Some(daemon) = find_daemon(&self.path()) else {
+            release(&self.mount_point());
+            panic!("no daemon behind the mount");
+        };
+        Mounted { image: Some(self), daemon }
+    }
+}
+
+/// A mounted volume. Dropping it unmounts and insists that the daemon ended well.
+#[derive(Debug)]
+pub struct Mounted {
+    image: Option<Image>,
+    daemon: Pid,
+}
+
+impl Mounted {
+    /// A fresh volume of [`IMAGE_LEN`] bytes, mounted with the default options.
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Self {
+        Image::formatted().mount()
+    }
+
+    /// The root of the mounted volume.
+    pub fn root(&self) -> PathBuf {
+        self.image().mount_point()
+    }
+
+    /// A path inside the mounted volume.
+    pub fn path(&self, relative: impl AsRef<Path>) -> PathBuf {
+        self.root().join(relative)
+    }
+
+    /// The image below the mount.
+    pub fn image(&self) -> &Image {
+        self.image.as_ref().expect("an image until the volume is unmounted")
+    }
+
+    /// The process behind the mount.
+    pub fn daemon(&self) -> Pid {
+        self.daemon
+    }
+
+    /// Unmounts with umount(8), and returns the image once the daemon has ended with exit code 0.
+    pub fn unmount(mut self) -> Image {
+        self.take_down()
+    }
+
+    /// Unmounts and mounts again with the default options.
+    pub fn remount(self) -> Self {
+        self.unmount().mount()
+    }
+
+    /// Sends `signal` to the daemon, waits for its end, and returns how it ended and the image. The mount is released as
+    /// an administrator would, with `umount -l`, if the daemon left it.
+    pub fn signal(mut self, signal: Signal) -> (WaitStatus, Image) {
+        rustix::process::kill_process(self.daemon, signal).expect("a living daemon");
+        let status = wait_for_exit(self.daemon).expect("the daemon ends");
+        let image = self.image.take().expect("an image");
+        release(&image.mount_point());
+        (status, image)
+    }
+
+    fn take_down(&mut self) -> Image {
+        let image = self.image.take().expect("an image");
+        let output = Command::new("umount").arg(image.mount_point()).output().expect("umount runs");
+        if !output.status.success() {
+            abandon(self.daemon, &image.mount_point());
+            panic!("umount: {}", text(&output));
+        }
+        match wait_for_exit(self.daemon) {
+            Ok(status) => {
+                assert_eq!(status.exit_status(), Some(0), "the daemon ended with {status:?} after umount");
+            }
+            Err(error) => {
+                abandon(self.daemon, &image.mount_point());
+                panic!("after umount: {error}");
+            }
+        }
+        image
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        match &self.image {
+            Some(image) if std::thread::panicking() => abandon(self.daemon, &image.mount_point()),
+            Some(_) => drop(self.take_down()),
+            None => {}
+        }
+    }
+}
+
+/// Whether something is mounted at `dir`, without asking what is mounted there.
+pub fn is_mounted(dir: &Path) -> bool {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").expect("/proc");
+    mounts.lines().any(|line| line.split(' ').nth(1) == dir.to_str())
+}
+
+/// Both output streams of a program that ran, for a message.
+pub fn text(output: &Output) -> String {
+    format!("{}: {}{}", output.status, String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn find_daemon(image: &Path) -> Option<Pid> {
+    std::fs::read_dir("/proc").expect("/proc").flatten().find_map(|entry| {
+        let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
+        let command = std::fs::read(entry.path().join("cmdline")).ok()?;
+        let mut words = command.split(|&byte| byte == 0);
+        let ours = words.next()?.ends_with(b"mount.gpunvme") && words.any(|word| word == image.as_os_str().as_encoded_bytes());
+        if ours { Pid::from_raw(pid) } else { None }
+    })
+}
+
+fn wait_for_exit(daemon: Pid) -> io::Result<WaitStatus> {
+    let start = Instant::now();
+    loop {
+        if let Some((_, status)) = rustix::process::waitpid(Some(daemon), WaitOptions::NOHANG)? {
+            return Ok(status);
+        }
+        if start.elapsed() > DAEMON_EXIT_LIMIT {
+            return Err(io::Error::other(format!("the daemon is alive after {DAEMON_EXIT_LIMIT:?}")));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn release(mount_point: &Path) {
+    if is_mounted(mount_point) {
+        let output = Command::new("umount").arg("-l").arg(mount_point).output().expect("umount runs");
+        assert!(output.status.success(), "umount -l: {}", text(&output));
+    }
+}
+
+/// For a test that failed already: the mount and the daemon go, and nothing is said about how.
+fn abandon(daemon: Pid, mount_point: &Path) {
+    let _ = rustix::process::kill_process(daemon, Signal::KILL);
+    let _ = wait_for_exit(daemon);
+    if is_mounted(mount_point) {
+        let _ = Command::new("umount").arg("-l").arg(mount_point).status();
+    }
+}

@@ -1,0 +1,69 @@
+//! The system calls that have no safe wrapper: shared mappings, and ioctls with raw bytes.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+
+use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
+
+/// A `MAP_SHARED`, readable and writable mapping of the first `len` bytes of a file.
+#[derive(Debug)]
+pub struct Mapping {
+    address: NonNull<u8>,
+    len: usize,
+}
+
+impl Mapping {
+    /// Maps `len` bytes from the start of `file`, which must be open for reading and writing and stay at least that long.
+    pub fn shared(file: impl AsFd, len: usize) -> io::Result<Self> {
+        // SAFETY: the kernel chooses the address, so no existing mapping is replaced.
+        let address = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)?
+        };
+        let address = NonNull::new(address.cast()).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(Self { address, len })
+    }
+
+    /// Copies `out.len()` bytes at `offset` out of the mapping.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        assert!(offset + out.len() <= self.len);
+        for (i, byte) in out.iter_mut().enumerate() {
+            // SAFETY: in bounds as asserted; volatile, because other processes and the kernel change these bytes.
+            *byte = unsafe { self.address.as_ptr().add(offset + i).read_volatile() };
+        }
+    }
+
+    /// Copies `data` into the mapping at `offset`.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        assert!(offset + data.len() <= self.len);
+        for (i, byte) in data.iter().enumerate() {
+            // SAFETY: in bounds as asserted; volatile, because other processes and the kernel read these bytes.
+            unsafe { self.address.as_ptr().add(offset + i).write_volatile(*byte) };
+        }
+    }
+
+    /// Writes dirty pages back and waits for it, as msync(2) with `MS_SYNC`.
+    pub fn sync(&self) -> io::Result<()> {
+        // SAFETY: the range is this mapping's own.
+        unsafe { rustix::mm::msync(self.address.as_ptr().cast(), self.len, MsyncFlags::SYNC)? };
+        Ok(())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this object's own, and nothing borrowed from it outlives it.
+        let _ = unsafe { rustix::mm::munmap(self.address.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Sends an ioctl whose argument is `argument`, in place. The size in `command` must not be above the argument's length.
+///
+/// Tests use it to send what the library would never send.
+pub fn ioctl(fd: BorrowedFd<'_>, command: u32, argument: &mut [u8]) -> io::Result<i32> {
+    let size = (command >> 16) & 0x3fff;
+    assert!(size as usize <= argument.len(), "the command says {size} bytes");
+    // SAFETY: the kernel reads and writes at most the size in the command, which the argument has.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), command.into(), argument.as_mut_ptr()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
