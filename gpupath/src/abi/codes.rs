@@ -1,0 +1,129 @@
+//! Routes and reasons: the two small numbers with which every transfer says how its bytes moved and why not faster.
+//!
+//! Numbers are part of the ABI: they are never changed or used again, and programs must expect ones they do not know.
+
+macro_rules! codes {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $value:literal, $text:literal;)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[repr(u32)]
+        pub enum $name { $($(#[$variant_doc])* $variant = $value,)* }
+
+        impl $name {
+            /// Every code, in order of its number.
+            pub const ALL: &[$name] = &[$($name::$variant,)*];
+
+            /// The code with this number, if this version knows it.
+            pub fn from_code(code: u32) -> Option<$name> {
+                match code { $($value => Some($name::$variant),)* _ => None }
+            }
+
+            /// Its number in the ABI.
+            pub const fn code(self) -> u32 { self as u32 }
+
+            /// Its name in reports and JSON.
+            pub const fn name(self) -> &'static str {
+                match self { $($name::$variant => $text,)* }
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result { f.pad(self.name()) }
+        }
+    };
+}
+
+codes! {
+    /// How bytes move between the device and memory.
+    Route {
+        /// Nothing moved.
+        None = 0, "none";
+        /// The device's DMA engine reaches GPU memory; host memory is not touched.
+        P2p = 1, "p2p";
+        /// Through a staging pool in host memory, from which the application's process copies on.
+        Bounce = 2, "bounce";
+        /// The registered buffer is host memory.
+        Host = 3, "host";
+    }
+}
+
+codes! {
+    /// Why a faster route was not taken, or a buffer or transfer was refused.
+    Reason {
+        /// Nothing faster exists.
+        None = 0, "none";
+        /// The buffer is host memory.
+        NotGpuMemory = 1, "not-gpu-memory";
+        /// The device is not driven by the userspace NVMe driver.
+        NoVfio = 2, "no-vfio";
+        /// The GPU's driver refused to let its dma-buf be mapped.
+        MmapRefused = 3, "mmap-refused";
+        /// The VFIO container is iommufd's imitation.
+        IommufdCompat = 4, "iommufd-compat";
+        /// The IOMMU did not accept the mapping.
+        MapDmaRefused = 5, "map-dma-refused";
+        /// Bytes or their memory are not aligned.
+        Unaligned = 6, "unaligned";
+        /// Refused: the fd is no memory.
+        NotABuffer = 32, "not-a-buffer";
+        /// Refused: the memory could vanish under a transfer.
+        NotSealed = 33, "not-sealed";
+        /// Refused: there is less memory than was said.
+        TooSmall = 34, "too-small";
+        /// Refused: the fd does not allow both reading and writing.
+        NotWritable = 35, "not-writable";
+        /// Refused: the process has its share.
+        ProcessLimit = 36, "process-limit";
+        /// Refused: all processes together have what there is.
+        TotalLimit = 37, "total-limit";
+        /// Refused: the daemon may not take an fd from this process.
+        FdNotReachable = 38, "fd-not-reachable";
+        /// Refused: no such buffer belongs to this process.
+        NoSuchBuffer = 39, "no-such-buffer";
+        /// Refused: a segment reaches past the end of the buffer.
+        OutsideBuffer = 40, "outside-buffer";
+        /// Refused: the route that the caller required is not the buffer's.
+        RouteNotAvailable = 41, "route-not-available";
+    }
+}
+
+impl Reason {
+    /// One sentence that says what is the matter and what would change it.
+    pub const fn explain(self) -> &'static str {
+        match self {
+            Reason::None => "Nothing faster exists for this transfer.",
+            Reason::NotGpuMemory => "The buffer is host memory; peer to peer needs GPU memory, exported as a dma-buf.",
+            Reason::NoVfio => {
+                "The device is driven by the kernel; peer to peer needs it bound to vfio-pci and mounted as vfio:ADDRESS."
+            }
+            Reason::MmapRefused => "The GPU's driver does not let its dma-buf be mapped; CUDA 13.3 or newer does.",
+            Reason::IommufdCompat => {
+                "/dev/vfio/vfio is iommufd's imitation, which refuses device memory; a kernel with the type1 container accepts it."
+            }
+            Reason::MapDmaRefused => "The IOMMU refused to map the GPU's memory for the device; the daemon's log has the error.",
+            Reason::Unaligned => {
+                "Some bytes were copied by the CPU, because file offset, length or memory is not aligned; INFO tells the alignments."
+            }
+            Reason::NotABuffer => "The fd is neither a memfd nor a dma-buf.",
+            Reason::NotSealed => "The memfd could be shortened under a transfer; add F_SEAL_SHRINK before registering it.",
+            Reason::TooSmall => {
+                "The memfd is shorter than the length that was registered, or the length does not end on its page size."
+            }
+            Reason::NotWritable => "The memfd must be open for reading and writing, and must not be sealed against writes.",
+            Reason::ProcessLimit => {
+                "The process has as many buffers, or bytes in them, as one may have; unregister some, or raise the mount's limits."
+            }
+            Reason::TotalLimit => {
+                "All processes together have as many buffers, or bytes in them, as the mount allows; raise its limits."
+            }
+            Reason::FdNotReachable => {
+                "The daemon may not take an fd from this process; register over the socket that INFO names."
+            }
+            Reason::NoSuchBuffer => "No such buffer is registered by this process; a child process must register its own.",
+            Reason::OutsideBuffer => "A segment reaches past the end of the buffer.",
+            Reason::RouteNotAvailable => {
+                "The buffer does not take the route that was required; REGISTER told which it takes, and why."
+            }
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! From the bytes of an ioctl to a request that can be trusted in form. Total: every input gives a request or a typed error, and none panics.
+//!
+//! It guards the daemon against whatever a process puts into an ioctl or a socket message. What depends on state (does the buffer exist, does the
+//! segment lie inside it) is not decided here.
+
+use super::{
+    Command, MAGIC, MAX_OFFSET, MAX_TRANSFER, Register, RegisterFlags, Resolve, Segment, Transfer, TransferFlags, Unregister,
+    VERSION,
+};
+use super::{IOC_READ_WRITE, MAX_SIZE, Route};
+use zerocopy::{FromBytes, Immutable, KnownLayout};
+
+/// A request whose form is right.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// `INFO`.
+    Info,
+    /// `REGISTER`: `len` is not zero.
+    Register(Register),
+    /// `UNREGISTER`.
+    Unregister(Unregister),
+    /// `RESOLVE`: `offset` is a file offset, and the capacity is what the argument has room for.
+    Resolve(Resolve),
+    /// `READ`.
+    Read(TransferRequest),
+    /// `WRITE`.
+    Write(TransferRequest),
+    /// `STATS`.
+    Stats,
+}
+
+impl Request {
+    /// The command.
+    pub fn command(&self) -> Command {
+        match self {
+            Request::Info => Command::Info,
+            Request::Register(_) => Command::Register,
+            Request::Unregister(_) => Command::Unregister,
+            Request::Resolve(_) => Command::Resolve,
+            Request::Read(_) => Command::Read,
+            Request::Write(_) => Command::Write,
+            Request::Stats => Command::Stats,
+        }
+    }
+}
+
+/// A `READ` or `WRITE`: each segment ends at or before [`MAX_OFFSET`], and together they are at most [`MAX_TRANSFER`] bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TransferRequest {
+    /// The buffer.
+    pub buffer: u64,
+    /// What the caller insists on; at most one route.
+    pub flags: TransferFlags,
+    /// The pieces, in the caller's order.
+    pub segments: Vec<Segment>,
+}
+
+impl TransferRequest {
+    /// The route that the caller insists on.
+    pub fn required_route(&self) -> Option<Route> {
+        required_route(self.flags)
+    }
+}
+
+/// What is wrong with an argument.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DecodeError {
+    /// Another driver's command, or one of a later version.
+    #[error("ioctl {request:#010x} is no gpunvme command")]
+    UnknownCommand {
+        /// The ioctl request number.
+        request: u32,
+    },
+    /// The size in the request number fits the command with no number of entries.
+    #[error("{command:?} does not take an argument of {size} bytes")]
+    Size {
+        /// The command.
+        command: Command,
+        /// The size that the request number gives.
+        size: usize,
+    },
+    /// Fewer or more bytes came than the request number says.
+    #[error("{command:?} should have brought {expected} bytes, and brought {got}")]
+    Length {
+        /// The command.
+        command: Command,
+        /// The size that the request number gives.
+        expected: usize,
+        /// Bytes that came.
+        got: usize,
+    },
+    /// The structure's version is not this one.
+    #[error("{command:?} is of version {version}; this daemon speaks version {VERSION}")]
+    Version {
+        /// The command.
+        command: Command,
+        /// The version it gives.
+        version: u32,
+    },
+    /// Flags without a meaning, or that contradict each other.
+    #[error("{command:?} has flags {flags:#x}, which are unknown or exclude each other")]
+    Flags {
+        /// The command.
+        command: Command,
+        /// All its flags.
+        flags: u32,
+    },
+    /// A field has a value that it cannot have.
+    #[error("{command:?}: {field} cannot be {value}")]
+    Field {
+        /// The command.
+        command: Command,
+        /// The field, by its name in the structure.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+    },
+    /// A segment ends past the largest file offset, or past the end of any address space.
+    #[error("{command:?}: segment {segment} ends past the largest {field}")]
+    Segment {
+        /// The command.
+        command: Command,
+        /// Its index.
+        segment: usize,
+        /// The field, by its name in the structure.
+        field: &'static str,
+    },
+    /// The segments are too much for one call.
+    #[error("{command:?}: the segments add up to more than {MAX_TRANSFER} bytes")]
+    TooLong {
+        /// The command.
+        command: Command,
+    },
+}
+
+impl DecodeError {
+    /// The errno that the ioctl fails with.
+    pub fn errno(&self) -> i32 {
+        // From include/uapi/asm-generic/errno{-base,}.h; spelled out so that applications, which share this module, need no libc for it.
+        const ENOTTY: i32 = 25;
+        const EINVAL: i32 = 22;
+        const EPROTONOSUPPORT: i32 = 93;
+        match self {
+            DecodeError::UnknownCommand { .. } => ENOTTY,
+            DecodeError::Version { .. } => EPROTONOSUPPORT,
+            _ => EINVAL,
+        }
+    }
+}
+
+/// Decodes an ioctl: `request` is the kernel's `cmd`, `bytes` what came with it.
+///
+/// # Errors
+/// Names the first thing that is wrong; its [`DecodeError::errno`] is the answer to give.
+pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
+    let command = command_of(request).ok_or(DecodeError::UnknownCommand { request })?;
+    let size = (request >> 16) as usize & MAX_SIZE;
+    let entries = entries_of(command, size).ok_or(DecodeError::Size { command, size })?;
+    if bytes.len() != size {
+        return Err(DecodeError::Length { command, expected: size, got: bytes.len() });
+    }
+    let version = u32_at(bytes, 0);
+    if version != VERSION {
+        return Err(DecodeError::Version { command, version });
+    }
+    let flags = u32_at(bytes, 4);
+    if !flags_are_known(command, flags) {
+        return Err(DecodeError::Flags { command, flags });
+    }
+    match command {
+        Command::Info => Ok(Request::Info),
+        Command::Stats => Ok(Request::Stats),
+        Command::Register => register(header(bytes)),
+        Command::Unregister => Ok(Request::Unregister(header(bytes))),
+        Command::Resolve => resolve(header(bytes), entries),
+        Command::Read => transfer(command, header(bytes), entries, bytes).map(Request::Read),
+        Command::Write => transfer(command, header(bytes), entries, bytes).map(Request::Write),
+    }
+}
+
+fn command_of(request: u32) -> Option<Command> {
+    let is_ours = request & IOC_READ_WRITE == IOC_READ_WRITE && (request >> 8) as u8 == MAGIC;
+    Command::ALL.into_iter().find(|&command| is_ours && request as u8 == command as u8)
+}
+
+/// How many entries follow the header in an argument of `size` bytes.
+fn entries_of(command: Command, size: usize) -> Option<usize> {
+    let rest = size.checked_sub(command.header_size())?;
+    match command.entry_size() {
+        0 => (rest == 0).then_some(0),
+        entry => rest.is_multiple_of(entry).then_some(rest / entry),
+    }
+}
+
+/// `decode` has checked that the bytes hold the command's header, whose first two fields these are.
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn header<T: FromBytes + KnownLayout + Immutable>(bytes: &[u8]) -> T {
+    T::read_from_prefix(bytes).expect("the size of the argument was checked against the header's").0
+}
+
+fn flags_are_known(command: Command, flags: u32) -> bool {
+    match command {
+        Command::Register => RegisterFlags::from_bits(flags).is_some(),
+        Command::Read | Command::Write => {
+            TransferFlags::from_bits(flags).is_some_and(|flags| flags.intersection(ROUTES).bits().count_ones() <= 1)
+        }
+        Command::Info | Command::Unregister | Command::Resolve | Command::Stats => flags == 0,
+    }
+}
+
+const ROUTES: TransferFlags = TransferFlags::REQUIRE_P2P.union(TransferFlags::REQUIRE_BOUNCE).union(TransferFlags::REQUIRE_HOST);
+
+fn required_route(flags: TransferFlags) -> Option<Route> {
+    let routes = [
+        (TransferFlags::REQUIRE_P2P, Route::P2p),
+        (TransferFlags::REQUIRE_BOUNCE, Route::Bounce),
+        (TransferFlags::REQUIRE_HOST, Route::Host),
+    ];
+    routes.into_iter().find(|&(flag, _)| flags.contains(flag)).map(|(_, route)| route)
+}
+
+fn zero(command: Command, field: &'static str, value: u64) -> Result<(), DecodeError> {
+    if value == 0 { Ok(()) } else { Err(DecodeError::Field { command, field, value }) }
+}
+
+fn register(header: Register) -> Result<Request, DecodeError> {
+    let command = Command::Register;
+    zero(command, "reserved", header.reserved.into())?;
+    zero(command, "reserved2", header.reserved2[0] | header.reserved2[1])?;
+    // What mmap can take at all; it keeps every sum with an offset inside the buffer far from overflow.
+    if header.len == 0 || header.len > MAX_OFFSET {
+        return Err(DecodeError::Field { command, field: "len", value: header.len });
+    }
+    Ok(Request::Register(header))
+}
+
+fn resolve(header: Resolve, entries: usize) -> Result<Request, DecodeError> {
+    let command = Command::Resolve;
+    if header.capacity as usize != entries || entries == 0 {
+        return Err(DecodeError::Field { command, field: "capacity", value: header.capacity.into() });
+    }
+    if header.offset > MAX_OFFSET {
+        return Err(DecodeError::Field { command, field: "offset", value: header.offset });
+    }
+    Ok(Request::Resolve(header))
+}
+
+fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) -> Result<TransferRequest, DecodeError> {
+    zero(command, "reserved", header.reserved.into())?;
+    if header.segments as usize != entries {
+        return Err(DecodeError::Field { command, field: "segments", value: header.segments.into() });
+    }
+    let mut total = 0u64;
+    let mut segments = Vec::with_capacity(entries);
+    for (index, bytes) in bytes[size_of::<Transfer>()..].chunks_exact(size_of::<Segment>()).enumerate() {
+        let segment = Segment::read_from_bytes(bytes).expect("a chunk has the size of a segment");
+        let ends = |at: u64| at.checked_add(segment.len).is_some_and(|end| end <= MAX_OFFSET);
+        for (field, at) in [("file_offset", segment.file_offset), ("buffer_offset", segment.buffer_offset)] {
+            if !ends(at) {
+                return Err(DecodeError::Segment { command, segment: index, field });
+            }
+        }
+        total = total.saturating_add(segment.len);
+        segments.push(segment);
+    }
+    if total > MAX_TRANSFER {
+        return Err(DecodeError::TooLong { command });
+    }
+    Ok(TransferRequest { buffer: header.buffer, flags: TransferFlags::from_bits_retain(header.flags), segments })
+}
