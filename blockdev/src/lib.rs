@@ -1,1 +1,28 @@
-//! Placeholder.
+//! What a namespace is to gpunvme: one trait, and its backends. Nothing in here knows of files inside the volume.
+//!
+//! - [`open`] turns the DEVICE a user named into a [`BlockDevice`].
+//! - [`Io`] runs batches of [`Request`]s on a device's queues, with reaper threads or inline.
+//! - [`Region`] is memory that a device may read or write; [`BufferPool`] recycles regions for buffers of one owner.
+//! - [`MemoryDevice`], [`Recorder`] and [`Faulty`] are devices for tests: RAM, a log from which every state a power cut
+//!   could leave is built, and programmable failures.
+//!
+//! Offsets and lengths are bytes everywhere; logical blocks stay inside the backends.
+#![deny(unsafe_code)]
+
+mod buffer;
+mod completions;
+mod device;
+mod error;
+mod io;
+mod memory;
+#[allow(unsafe_code)]
+mod region;
+mod request;
+
+pub use buffer::{Buffer, BufferPool};
+pub use device::{BlockDevice, Geometry, OpenMode, Queue, Wait, open};
+pub use error::{Error, Result};
+pub use io::Io;
+pub use memory::{Image, MemoryDevice};
+pub use region::{Region, Span};
+pub use request::{Completion, Op, Request};

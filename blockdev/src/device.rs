@@ -1,0 +1,92 @@
+//! The trait that every backend implements, and [`open`], the one place where the DEVICE a user named becomes a backend.
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::{Completion, Error, Region, Request, Result};
+
+/// What a device can do, fixed while it is open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Geometry {
+    /// Bytes on the namespace, a multiple of `logical_block`.
+    pub len: u64,
+    /// Every offset and length on the namespace is a multiple of this. 512 to 4096, a power of two.
+    pub logical_block: u32,
+    /// The start and length of each span are multiples of this. At most 4096, a power of two.
+    pub memory_alignment: u32,
+    /// The most bytes that one command to the device carries. Requests may be larger: the backend splits them and keeps the
+    /// parts in flight together.
+    pub max_transfer: u32,
+    /// Commands in flight in one queue. Requests beyond it wait inside the queue.
+    pub queue_depth: u32,
+    /// The most queues that can be open at once.
+    pub max_queues: u32,
+    /// Whether completed writes can be lost in a power cut until a flush.
+    pub volatile_cache: bool,
+    /// Whether [`Request::discard`] works.
+    pub discard: bool,
+    /// Whether [`Request::write_zeroes`] works.
+    pub write_zeroes: bool,
+    /// Whether everything but reads and flushes is refused.
+    pub read_only: bool,
+}
+
+/// A namespace.
+pub trait BlockDevice: Send + Sync {
+    /// The DEVICE string that the user gave.
+    fn name(&self) -> &str;
+
+    /// What the device can do.
+    fn geometry(&self) -> &Geometry;
+
+    /// A new queue pair. It keeps the device open as long as it lives. Dropping it waits for the commands in flight, whose
+    /// completions are then lost.
+    fn open_queue(&self) -> Result<Box<dyn Queue>>;
+
+    /// Makes a region reachable for the device's DMA ahead of I/O. Requests on other regions work too, through a bounce
+    /// buffer where the backend needs one. The device does not keep the region alive: unmap it before its last owner drops it.
+    fn map(&self, region: &Arc<Region>) -> Result<()>;
+
+    /// Undoes [`BlockDevice::map`]. No request on the region may be in flight.
+    fn unmap(&self, region: &Region);
+}
+
+/// How long [`Queue::complete`] waits for the first completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// Not at all.
+    No,
+    /// At most this long.
+    Timeout(Duration),
+    /// Until there is one, or [`Queue::wake`] is called.
+    Forever,
+}
+
+/// One submission and completion queue pair. Submitting and completing may be done from different threads at once: each side
+/// is locked inside, and neither lock is held while the device is waited for by the other side.
+pub trait Queue: Send + Sync {
+    /// Takes all requests and leaves the vector empty. Never blocks: what exceeds the depth waits inside and goes out as
+    /// completions come in. A request that the device cannot take completes with the error.
+    fn submit(&self, requests: &mut Vec<Request>);
+
+    /// Appends completions to `out` and returns how many: every request completes exactly once. The spans of a request are
+    /// dropped before its completion is handed out. Returns 0 after the timeout, when woken, and sometimes for no reason.
+    /// An error means that the queue is broken for good.
+    fn complete(&self, wait: Wait, out: &mut Vec<Completion>) -> Result<usize>;
+
+    /// Makes a waiting [`Queue::complete`], or the next one that would wait, return.
+    fn wake(&self);
+}
+
+/// What a device is opened for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OpenMode {
+    /// Reads and flushes only.
+    ReadOnly,
+    /// Everything.
+    ReadWrite,
+}
+
+/// Opens DEVICE: the path of a block device or of an image file.
+pub fn open(device: &str, _mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
+    Err(Error::NotFound { device: device.into() })
+}

@@ -1,0 +1,231 @@
+//! Memory that devices read and write behind the compiler's back. This module guards the two rules that make that sound:
+//! the mapping lives until the last request on it is over (regions are only handed out in an `Arc`), and Rust code never
+//! holds a reference into memory that a device or another process may be changing: it copies in and out.
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use crate::{Error, Result};
+
+/// Regions of this size and more are aligned to it and ask for transparent huge pages.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Memory that devices may read or write. Always owned through an `Arc`, so that a request in flight keeps it alive.
+///
+/// It begins on a page boundary: an offset into it is aligned exactly as the address is. Copies made with [`Region::read_at`]
+/// and the like while a device writes to the same bytes see old or new bytes in any mixture; keeping them apart is the
+/// caller's business, as it is with a file.
+#[derive(Debug)]
+pub struct Region {
+    base: NonNull<u8>,
+    len: usize,
+    backing: Backing,
+}
+
+#[derive(Debug)]
+enum Backing {
+    /// Private to this process.
+    Anonymous,
+    /// Shared with whoever gave us the descriptor, who may truncate it at any time.
+    Shared { fd: OwnedFd, writable: bool },
+}
+
+/// A byte range of a region.
+#[derive(Debug, Clone)]
+pub struct Span {
+    /// The memory.
+    pub region: Arc<Region>,
+    /// First byte in it.
+    pub offset: usize,
+    /// Length in bytes.
+    pub len: usize,
+}
+
+// SAFETY: a region is an address range that stays mapped until it is dropped; no thread-bound state goes with it.
+unsafe impl Send for Region {}
+// SAFETY: through a shared reference the memory is only copied from and to through raw pointers, never borrowed
+// (`bytes` is unsafe and makes its caller rule out every other access), so that no reference can be invalidated by another thread.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Anonymous memory, page aligned and zeroed. From 2 MiB on it is aligned to 2 MiB and asks for huge pages, so that
+    /// pinning and mapping it for DMA takes few entries. `len` must not be 0.
+    pub fn allocate(len: usize) -> Result<Arc<Region>> {
+        let failed = |errno: Errno| Error::Memory { action: "allocation", len, errno: errno.raw_os_error() };
+        let slack = if len >= HUGE_PAGE { HUGE_PAGE } else { 0 };
+        let reserved = len.next_multiple_of(page_size()).checked_add(slack).ok_or_else(|| failed(Errno::NOMEM))?;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice overlaps nothing.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(ptr::null_mut(), reserved, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        }
+        .map_err(failed)?
+        .cast::<u8>();
+        let lead = if slack > 0 { start.align_offset(HUGE_PAGE) } else { 0 };
+        let mapped = len.next_multiple_of(page_size());
+        // SAFETY: the pages unmapped lie in the mapping made above, before and behind the part that is kept, and nothing
+        // points at them yet. `lead` and `mapped` are multiples of the page size.
+        let base = unsafe {
+            if lead > 0 {
+                rustix::mm::munmap(start.cast(), lead).map_err(failed)?;
+            }
+            let base = start.add(lead);
+            if slack > lead {
+                rustix::mm::munmap(base.add(mapped).cast(), slack - lead).map_err(failed)?;
+            }
+            if slack > 0 {
+                // Only advice: a kernel without transparent huge pages refuses it, and loses nothing but speed.
+                let _ = rustix::mm::madvise(base.cast(), mapped, Advice::LinuxHugepage);
+            }
+            base
+        };
+        let base = NonNull::new(base).ok_or_else(|| failed(Errno::NOMEM))?;
+        Ok(Arc::new(Region { base, len, backing: Backing::Anonymous }))
+    }
+
+    /// Maps `len` bytes of a memfd (or another file that can be mapped shared), which must be at least that long. Without
+    /// `writable` devices may only read from it. `len` must not be 0.
+    pub fn from_fd(fd: OwnedFd, len: usize, writable: bool) -> Result<Arc<Region>> {
+        let failed = |errno: Errno| Error::Memory { action: "mapping", len, errno: errno.raw_os_error() };
+        let size = rustix::fs::fstat(&fd).map_err(failed)?.st_size;
+        if u64::try_from(size).unwrap_or(0) < len as u64 {
+            return Err(Error::RegionRange { offset: 0, len, region: usize::try_from(size).unwrap_or(0) });
+        }
+        let access = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing. That its owner may change or truncate
+        // the file under us is why no code in this process ever touches the mapping: copies go through the descriptor.
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, 0) }.map_err(failed)?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| failed(Errno::NOMEM))?;
+        Ok(Arc::new(Region { base, len, backing: Backing::Shared { fd, writable } }))
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty)] // a region is never empty
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether devices and [`Region::write_at`] may change it.
+    pub fn writable(&self) -> bool {
+        matches!(self.backing, Backing::Anonymous | Backing::Shared { writable: true, .. })
+    }
+
+    /// The span of these bytes. Whether it lies inside is checked when it is used.
+    pub fn span(self: &Arc<Self>, range: Range<usize>) -> Span {
+        Span { region: self.clone(), offset: range.start, len: range.end.saturating_sub(range.start) }
+    }
+
+    /// Copies bytes out. Of a shared region's bytes this is a `pread`, so that an owner who truncated them gets us an error
+    /// ([`Error::RegionShrunk`]) and not a SIGBUS.
+    pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.check(offset, out.len())?;
+        match &self.backing {
+            Backing::Anonymous => {
+                // SAFETY: the source lies inside the mapping (checked above), and `out` is exclusively ours. A device that
+                // writes the same bytes meanwhile can make the copy a mixture, never invalid: any byte value is a u8.
+                unsafe { ptr::copy_nonoverlapping(self.base.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
+                Ok(())
+            }
+            Backing::Shared { fd, .. } => {
+                let len = out.len();
+                each_part(len, |done| rustix::io::pread(fd, &mut out[done..], (offset + done) as u64), "reading")
+            }
+        }
+    }
+
+    /// Copies bytes in. To a shared region this is a `pwrite`, for the reason given at [`Region::read_at`].
+    pub fn write_at(&self, offset: usize, data: &[u8]) -> Result<()> {
+        self.check(offset, data.len())?;
+        match &self.backing {
+            Backing::Anonymous => {
+                // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
+                unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.base.as_ptr().add(offset), data.len()) }
+                Ok(())
+            }
+            Backing::Shared { writable: false, .. } => Err(Error::RegionReadOnly),
+            Backing::Shared { fd, .. } => {
+                // A write beyond its end would grow the file again behind its owner's back.
+                let size = rustix::fs::fstat(fd).map(|stat| u64::try_from(stat.st_size).unwrap_or(0)).unwrap_or(0);
+                if size < (offset + data.len()) as u64 {
+                    return Err(Error::RegionShrunk);
+                }
+                each_part(data.len(), |done| rustix::io::pwrite(fd, &data[done..], (offset + done) as u64), "writing")
+            }
+        }
+    }
+
+    /// Fills bytes with zeroes.
+    pub fn zero_at(&self, offset: usize, len: usize) -> Result<()> {
+        static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
+        self.check(offset, len)?;
+        for start in (0..len).step_by(ZEROES.len()) {
+            self.write_at(offset + start, &ZEROES[..ZEROES.len().min(len - start)])?;
+        }
+        Ok(())
+    }
+
+    /// Whether the range lies inside.
+    pub(crate) fn check(&self, offset: usize, len: usize) -> Result<()> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(()),
+            _ => Err(Error::RegionRange { offset, len, region: self.len }),
+        }
+    }
+
+    /// Where it lies, for commands to a device. Reading or writing through it is bound by the module's rules.
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// The memory of an anonymous region that nobody else can reach: the exclusive borrow is the proof.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        assert!(matches!(self.backing, Backing::Anonymous), "shared regions are never borrowed");
+        // SAFETY: the mapping is `len` bytes of initialised memory that only this process maps; requests and other threads
+        // reach it through an `Arc` only, and `&mut self` means there is none but ours.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+    }
+
+    /// The memory of an anonymous region.
+    ///
+    /// # Safety
+    ///
+    /// While the slice lives nothing may write to the region: no request that reads into it may be in flight, and nobody
+    /// may call [`Region::write_at`] or [`Region::zero_at`].
+    pub(crate) unsafe fn bytes(&self) -> &[u8] {
+        assert!(matches!(self.backing, Backing::Anonymous), "shared regions are never borrowed");
+        // SAFETY: the mapping is `len` bytes of initialised memory; the caller rules out writers.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: base and length are those of a mapping that this region owns; the last `Arc` is gone, and with it every
+        // request and span that could name the memory.
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        if let Err(error) = unmapped {
+            tracing::error!(len = self.len, %error, "cannot unmap a region; its memory is lost until the process ends");
+        }
+    }
+}
+
+fn page_size() -> usize {
+    rustix::param::page_size()
+}
+
+/// Repeats a positioned read or write until `len` bytes are done.
+fn each_part(len: usize, mut part: impl FnMut(usize) -> rustix::io::Result<usize>, action: &'static str) -> Result<()> {
+    let mut done = 0;
+    while done < len {
+        match part(done) {
+            Ok(0) => return Err(Error::RegionShrunk),
+            Ok(n) => done += n,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(Error::Memory { action, len, errno: errno.raw_os_error() }),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,138 @@
+//! Commands and their completions. Every backend takes a request only after [`Request::check`], so that no backend has to
+//! trust its caller with ranges or alignment.
+use std::fmt;
+use std::sync::Arc;
+
+use crate::{Error, Geometry, Result, Span};
+
+/// What a command does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Op {
+    /// From the device into the spans.
+    Read,
+    /// From the spans to the device. With `fua` the data is durable when the command completes, as if a flush of this
+    /// range alone had followed.
+    Write {
+        /// Force unit access.
+        fua: bool,
+    },
+    /// Makes every write durable that *completed before this command was submitted*. Writes in flight beside it are not
+    /// covered.
+    Flush,
+    /// Tells the device that the range's contents are not needed any more. What a read finds there afterwards is not
+    /// defined.
+    Discard,
+    /// Fills the range with zeroes without moving data.
+    WriteZeroes,
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Op::Read => "read",
+            Op::Write { fua: false } => "write",
+            Op::Write { fua: true } => "durable write",
+            Op::Flush => "flush",
+            Op::Discard => "discard",
+            Op::WriteZeroes => "write zeroes",
+        })
+    }
+}
+
+/// One command. `offset` and `len` are bytes on the namespace and multiples of [`Geometry::logical_block`]; both are 0 for a
+/// flush.
+#[derive(Debug)]
+pub struct Request {
+    /// What to do.
+    pub op: Op,
+    /// First byte on the namespace.
+    pub offset: u64,
+    /// Bytes on the namespace. It may exceed [`Geometry::max_transfer`].
+    pub len: u64,
+    /// Memory of a read or write, in order; adds up to `len`. The start and length of each span are multiples of
+    /// [`Geometry::memory_alignment`]. Empty for the other operations.
+    pub spans: Vec<Span>,
+    /// Given back in the completion. [`crate::Io`] sets it; a caller of [`crate::Queue`] chooses it.
+    pub tag: u64,
+}
+
+/// The end of one request.
+#[derive(Debug)]
+pub struct Completion {
+    /// The request's tag.
+    pub tag: u64,
+    /// Whether all of it was done. After an error, any part of a write may have reached the device.
+    pub result: Result<()>,
+}
+
+impl Request {
+    /// A read of as many bytes as the spans hold.
+    pub fn read(offset: u64, spans: Vec<Span>) -> Self {
+        Self::with_spans(Op::Read, offset, spans)
+    }
+
+    /// A write of all that the spans hold.
+    pub fn write(offset: u64, spans: Vec<Span>, fua: bool) -> Self {
+        Self::with_spans(Op::Write { fua }, offset, spans)
+    }
+
+    /// A flush of the device's volatile cache.
+    pub fn flush() -> Self {
+        Self::without_spans(Op::Flush, 0, 0)
+    }
+
+    /// A discard. Only where [`Geometry::discard`] says so.
+    pub fn discard(offset: u64, len: u64) -> Self {
+        Self::without_spans(Op::Discard, offset, len)
+    }
+
+    /// A fill with zeroes. Only where [`Geometry::write_zeroes`] says so.
+    pub fn write_zeroes(offset: u64, len: u64) -> Self {
+        Self::without_spans(Op::WriteZeroes, offset, len)
+    }
+
+    fn with_spans(op: Op, offset: u64, spans: Vec<Span>) -> Self {
+        let len = spans.iter().map(|span| span.len as u64).sum();
+        Self { op, offset, len, spans, tag: 0 }
+    }
+
+    fn without_spans(op: Op, offset: u64, len: u64) -> Self {
+        Self { op, offset, len, spans: Vec::new(), tag: 0 }
+    }
+
+    /// Whether a device of this geometry can take the request.
+    pub(crate) fn check(&self, device: &Arc<str>, geometry: &Geometry) -> Result<()> {
+        let (op, offset, len) = (self.op, self.offset, self.len);
+        let device = || device.clone();
+        if geometry.read_only && op != Op::Read && op != Op::Flush {
+            return Err(Error::ReadOnly { device: device() });
+        }
+        if op == Op::Discard && !geometry.discard || op == Op::WriteZeroes && !geometry.write_zeroes {
+            return Err(Error::Unsupported { device: device(), reason: format!("has no {op} command") });
+        }
+        let misaligned = |what, required| Error::Alignment { device: device(), op, offset, len, what, required };
+        let block = u64::from(geometry.logical_block);
+        if offset % block != 0 || len % block != 0 {
+            return Err(misaligned("offset and length", geometry.logical_block));
+        }
+        if offset.checked_add(len).is_none_or(|end| end > geometry.len) {
+            return Err(Error::OutOfRange { device: device(), op, offset, len, size: geometry.len });
+        }
+        let mut spanned = 0u64;
+        for span in &self.spans {
+            span.region.check(span.offset, span.len)?;
+            if op == Op::Read && !span.region.writable() {
+                return Err(Error::RegionReadOnly);
+            }
+            if (span.offset | span.len) % geometry.memory_alignment as usize != 0 {
+                return Err(misaligned("the memory's addresses and lengths", geometry.memory_alignment));
+            }
+            spanned += span.len as u64;
+        }
+        let expected = if matches!(op, Op::Read | Op::Write { .. }) { len } else { 0 };
+        if spanned != expected {
+            return Err(Error::SpanLength { device: device(), op, offset, len, spanned });
+        }
+        Ok(())
+    }
+}
