@@ -1,0 +1,187 @@
+//! The superblock: what a volume is. Written by mkfs, in three copies, and not changed by a mount.
+//!
+//! | offset | size | field |
+//! | --- | --- | --- |
+//! | 0 | 64 | block header |
+//! | 64 | 16 | `gpunvme volume\x1a\n` |
+//! | 80 | 4 | format version |
+//! | 84 | 4 | reserved, zero |
+//! | 88 | 8 | compatible features: a mount may ignore those it does not know |
+//! | 96 | 8 | read-only compatible features: unknown ones allow reading only |
+//! | 104 | 8 | incompatible features: unknown ones refuse the mount |
+//! | 112 | 8 | total blocks |
+//! | 120 | 8 | journal blocks |
+//! | 128 | 16 | key of the name hash |
+//! | 144 | 12 | time of creation: seconds (8), nanoseconds (4) |
+//! | 156 | 4 | reserved, zero |
+//! | 160 | 64 | label, UTF-8, padded with zeros |
+
+use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
+use crate::geometry::SUPERBLOCK;
+use crate::{Block, Corrupt, Geometry, Timestamp, le};
+
+/// Version of the format that this code reads and writes.
+pub const VERSION: u32 = 1;
+/// Longest label in bytes.
+pub const LABEL_MAX: usize = 64;
+
+const SIGNATURE: &[u8; 16] = b"gpunvme volume\x1a\n";
+const AT_SIGNATURE: usize = 64;
+const AT_VERSION: usize = 80;
+const AT_COMPAT: usize = 88;
+const AT_RO_COMPAT: usize = 96;
+const AT_INCOMPAT: usize = 104;
+const AT_TOTAL: usize = 112;
+const AT_JOURNAL: usize = 120;
+const AT_HASH_KEY: usize = 128;
+const AT_CREATED: usize = 144;
+const AT_LABEL: usize = 160;
+
+/// Names of the features that the format may have one day, by bit; the message that refuses a volume uses them.
+const INCOMPAT_NAMES: [&str; 4] = ["data checksums", "shared extents", "inline data", "several devices"];
+
+/// What a volume is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Superblock {
+    /// UUID of the filesystem; in the header of every metadata block.
+    pub uuid: Uuid,
+    /// Label, at most [`LABEL_MAX`] bytes.
+    pub label: String,
+    /// Size of the volume in blocks.
+    pub total_blocks: u64,
+    /// Length of the journal in blocks.
+    pub journal_blocks: u64,
+    /// Key of the hash that orders names: nobody who does not know it can make names collide.
+    pub hash_key: [u8; 16],
+    /// When the volume was made.
+    pub created: Timestamp,
+    /// Read-only compatible features that this code does not know: the volume can be read, not written.
+    pub unknown_ro_compat: u64,
+}
+
+impl Superblock {
+    /// The layout of the volume.
+    pub fn geometry(&self) -> Geometry {
+        Geometry::new(self.total_blocks, self.journal_blocks).expect("checked when it was decoded or made")
+    }
+
+    /// The stored form of the copy at `address`, sealed.
+    pub fn encode(&self, address: u64) -> Block {
+        let mut block = Block::new(BlockKind::Superblock, address, &self.uuid);
+        let bytes = block.bytes_mut();
+        bytes[AT_SIGNATURE..AT_SIGNATURE + 16].copy_from_slice(SIGNATURE);
+        le::put_u32(bytes, AT_VERSION, VERSION);
+        le::put_u64(bytes, AT_TOTAL, self.total_blocks);
+        le::put_u64(bytes, AT_JOURNAL, self.journal_blocks);
+        bytes[AT_HASH_KEY..AT_HASH_KEY + 16].copy_from_slice(&self.hash_key);
+        le::put_u64(bytes, AT_CREATED, self.created.seconds as u64);
+        le::put_u32(bytes, AT_CREATED + 8, self.created.nanoseconds);
+        assert!(self.label.len() <= LABEL_MAX);
+        bytes[AT_LABEL..AT_LABEL + self.label.len()].copy_from_slice(self.label.as_bytes());
+        block.seal(0);
+        block
+    }
+
+    /// Whether the bytes look like a gpunvme superblock, intact or not.
+    pub fn recognize(bytes: &[u8; BLOCK_SIZE]) -> bool {
+        bytes[AT_SIGNATURE..AT_SIGNATURE + 16] == *SIGNATURE
+    }
+
+    /// Reads the copy at `address`. `device_blocks`: size of the device that it was read from.
+    ///
+    /// # Errors
+    /// Says what is wrong with the volume in words that a user can act on.
+    pub fn decode(block: &Block, address: u64, device_blocks: u64) -> Result<Superblock, Corrupt> {
+        let bytes = block.bytes();
+        let fail = |message: String| Err(Corrupt::Superblock(message));
+        if !Self::recognize(bytes) {
+            return fail("no gpunvme filesystem is here".into());
+        }
+        block.verify_content(address)?;
+        block.expect(BlockKind::Superblock)?;
+        let version = le::get_u32(bytes, AT_VERSION);
+        if version != VERSION {
+            return fail(format!("format version {version}; this program knows version {VERSION}: use a newer one"));
+        }
+        let incompat = le::get_u64(bytes, AT_INCOMPAT);
+        if incompat != 0 {
+            let names: Vec<String> = (0..64)
+                .filter(|bit| incompat >> bit & 1 == 1)
+                .map(|bit| INCOMPAT_NAMES.get(bit).map_or_else(|| format!("bit {bit}"), ToString::to_string))
+                .collect();
+            return fail(format!("uses features that this program does not know: {}; use a newer one", names.join(", ")));
+        }
+        let total_blocks = le::get_u64(bytes, AT_TOTAL);
+        let journal_blocks = le::get_u64(bytes, AT_JOURNAL);
+        if Geometry::new(total_blocks, journal_blocks).is_none() {
+            return fail(format!("impossible geometry: {total_blocks} blocks with a journal of {journal_blocks}"));
+        }
+        if total_blocks > device_blocks {
+            let (want, have) = (total_blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);
+            return fail(format!("the volume has {want} bytes, the device only {have}: it was truncated, or copied in part"));
+        }
+        let label = &bytes[AT_LABEL..AT_LABEL + LABEL_MAX];
+        let label = &label[..label.iter().position(|b| *b == 0).unwrap_or(LABEL_MAX)];
+        Ok(Superblock {
+            uuid: block.uuid(),
+            label: String::from_utf8_lossy(label).into_owned(),
+            total_blocks,
+            journal_blocks,
+            hash_key: bytes[AT_HASH_KEY..AT_HASH_KEY + 16].try_into().expect("sixteen bytes"),
+            created: Timestamp {
+                seconds: le::get_u64(bytes, AT_CREATED) as i64,
+                nanoseconds: le::get_u32(bytes, AT_CREATED + 8),
+            },
+            unknown_ro_compat: le::get_u64(bytes, AT_RO_COMPAT),
+        })
+    }
+
+    /// Address of the first copy.
+    pub const ADDRESS: u64 = SUPERBLOCK;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn superblock() -> Superblock {
+        Superblock {
+            uuid: [9; 16],
+            label: "data".into(),
+            total_blocks: 1 << 20,
+            journal_blocks: 4096,
+            hash_key: [4; 16],
+            created: Timestamp { seconds: 5, nanoseconds: 6 },
+            unknown_ro_compat: 0,
+        }
+    }
+
+    fn changed(change: impl FnOnce(&mut [u8; BLOCK_SIZE])) -> Block {
+        let mut block = superblock().encode(0);
+        change(block.bytes_mut());
+        block.seal(0);
+        block
+    }
+
+    #[test]
+    fn it_survives_the_round_trip() {
+        assert_eq!(Superblock::decode(&superblock().encode(7), 7, 1 << 20), Ok(superblock()));
+    }
+
+    #[test]
+    fn what_cannot_be_mounted_is_refused_with_its_reason() {
+        let message = |block: &Block, device| Superblock::decode(block, 0, device).unwrap_err().to_string();
+        assert!(message(&superblock().encode(0), 1000).contains("truncated"));
+        assert!(message(&changed(|b| b[AT_VERSION] = 2), 1 << 20).contains("format version 2"));
+        assert!(message(&changed(|b| b[AT_INCOMPAT] = 0b10), 1 << 20).contains("shared extents"));
+        assert!(message(&changed(|b| b[AT_INCOMPAT + 7] = 0x80), 1 << 20).contains("bit 63"));
+        assert!(message(&changed(|b| b[AT_TOTAL..AT_TOTAL + 8].fill(0xff)), 1 << 20).contains("geometry"));
+        assert!(message(&Block::from_bytes(&[0; BLOCK_SIZE]), 1 << 20).contains("no gpunvme filesystem"));
+    }
+
+    #[test]
+    fn unknown_read_only_features_are_reported() {
+        let block = changed(|b| b[AT_RO_COMPAT] = 1);
+        assert_eq!(Superblock::decode(&block, 0, 1 << 20).unwrap().unknown_ro_compat, 1);
+    }
+}
