@@ -1,0 +1,37 @@
+//! A filesystem that keeps everything in memory and forgets it when it is unmounted, on the FUSE settings of the daemon.
+//!
+//! It is the ceiling that `scripts/bench` measures against: what FUSE allows when the filesystem behind it costs nothing.
+//! It is honest about two things that a ceiling could cheat on: bytes written are kept, and read back; and it keeps the
+//! counts, times and lookups that POSIX and the FUSE protocol ask for.
+
+#![forbid(unsafe_code)]
+
+mod front;
+mod settings;
+mod store;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Mounts an empty filesystem in memory, and serves it until it is unmounted.
+#[derive(Parser)]
+struct Arguments {
+    /// Where to mount.
+    mount_point: PathBuf,
+    /// FUSE loops.
+    #[arg(long, default_value_t = 4)]
+    threads: usize,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match fuser::mount(front::MemFs::new(), &arguments.mount_point, &settings::session(arguments.threads)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("memfs: {}: {error}", arguments.mount_point.display());
+            ExitCode::FAILURE
+        }
+    }
+}
