@@ -2,6 +2,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::file::FileDevice;
 use crate::{Completion, Error, Region, Request, Result};
 
 /// What a device can do, fixed while it is open.
@@ -86,7 +87,17 @@ pub enum OpenMode {
     ReadWrite,
 }
 
-/// Opens DEVICE: the path of a block device or of an image file.
-pub fn open(device: &str, _mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
-    Err(Error::NotFound { device: device.into() })
+/// Opens DEVICE, here the path of a block device or of an image file, and locks it against other users for as long as the
+/// device or one of its queues lives: a block device exclusively whatever the mode, an image file exclusively for
+/// [`OpenMode::ReadWrite`] and shared for [`OpenMode::ReadOnly`]. [`Error::Busy`] when somebody else has it.
+pub fn open(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
+    for backend in ["vfio", "sim"] {
+        if device.strip_prefix(backend).is_some_and(|rest| rest.starts_with(':')) {
+            return Err(Error::Unsupported {
+                device: device.into(),
+                reason: format!("this build has no {backend} backend; name a block device or an image file by its path"),
+            });
+        }
+    }
+    Ok(Arc::new(FileDevice::open(device, mode)?))
 }

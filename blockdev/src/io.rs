@@ -10,6 +10,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
+use slab::Slab;
 
 use crate::{BlockDevice, Completion, Error, Queue, Request, Result, Wait};
 
@@ -38,11 +39,10 @@ struct Lane {
     stopping: AtomicBool,
 }
 
-/// Batches by number, which is the tag of their requests. Numbers are reused.
+/// Batches by the key that is the tag of their requests.
 #[derive(Default)]
 struct Batches {
-    slots: Vec<Option<Batch>>,
-    free: Vec<usize>,
+    pending: Slab<Batch>,
     /// Batches without any request, for the reaper to call.
     empty: Vec<Done>,
 }
@@ -194,9 +194,9 @@ impl Lane {
             self.queue.wake();
             return;
         };
-        let tag = self.batches.lock().insert(Batch { remaining: remaining.get(), error: None, done });
+        let tag = self.batches.lock().pending.insert(Batch { remaining: remaining.get(), error: None, done });
         for request in &mut batch {
-            request.tag = tag;
+            request.tag = tag as u64;
         }
         self.queue.submit(&mut batch);
     }
@@ -222,19 +222,10 @@ impl Lane {
 }
 
 impl Batches {
-    fn insert(&mut self, batch: Batch) -> u64 {
-        let slot = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(None);
-            self.slots.len() - 1
-        });
-        self.slots[slot] = Some(batch);
-        slot as u64
-    }
-
     /// Counts a completion; gives the batch's `done` and result if it was the last.
     fn complete(&mut self, completion: Completion) -> Option<(Done, Result<()>)> {
-        let slot = completion.tag as usize;
-        let batch = self.slots[slot].as_mut().expect("completions come for batches in flight");
+        let key = completion.tag as usize;
+        let batch = &mut self.pending[key];
         batch.remaining -= 1;
         if let Err(error) = completion.result {
             batch.error.get_or_insert(error);
@@ -242,8 +233,7 @@ impl Batches {
         if batch.remaining > 0 {
             return None;
         }
-        let batch = self.slots[slot].take()?;
-        self.free.push(slot);
+        let batch = self.pending.remove(key);
         Some((batch.done, batch.error.map_or(Ok(()), Err)))
     }
 }

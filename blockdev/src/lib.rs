@@ -13,11 +13,16 @@ mod buffer;
 mod completions;
 mod device;
 mod error;
+mod file;
 mod io;
+#[allow(unsafe_code)]
+mod lock;
 mod memory;
 #[allow(unsafe_code)]
 mod region;
 mod request;
+#[allow(unsafe_code)]
+mod uring;
 
 pub use buffer::{Buffer, BufferPool};
 pub use device::{BlockDevice, Geometry, OpenMode, Queue, Wait, open};

@@ -1,0 +1,420 @@
+//! A queue on a file or block device: an io_uring with direct I/O (io_uring(7)).
+//!
+//! It guards what the kernel cannot know: memory named by a command stays alive until the command's completion was seen,
+//! also when the queue is dropped; a request is over when its last part is; and commands that the kernel cut short or gave
+//! back because the thread that submitted them had ended are continued, unseen by the caller.
+//!
+//! Locks: `reaper` before `state`. The first is held by the one thread that collects completions, also while it waits; the
+//! second for moments only, never across a system call.
+use std::collections::VecDeque;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+use parking_lot::Mutex;
+use slab::Slab;
+
+use crate::file::{Kind, Target};
+use crate::{Completion, Error, Op, Queue, Request, Result, Span, Wait};
+
+/// Marks the completion of [`Queue::wake`]'s command; parts are numbered from 0.
+const WAKE: u64 = u64::MAX;
+/// The kernel's UIO_MAXIOV.
+const MAX_IOVECS: usize = 1024;
+
+pub(crate) struct UringQueue {
+    target: Arc<Target>,
+    ring: IoUring,
+    state: Mutex<State>,
+    /// Results taken off the ring, in a vector that keeps its memory.
+    reaper: Mutex<Vec<(u64, i32)>>,
+    /// Whether a wake command is under way.
+    waking: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    requests: Slab<Active>,
+    /// Parts of the requests: on the ring, or in `waiting`.
+    parts: Slab<Part>,
+    /// Parts that found no room in the queue's depth, or that are to be submitted again.
+    waiting: VecDeque<usize>,
+    /// Requests that are over, not yet collected.
+    finished: Vec<Completion>,
+}
+
+struct Active {
+    request: Request,
+    /// Parts not completed yet.
+    parts: usize,
+    error: Option<Error>,
+}
+
+/// A command: what is still to do of a part of a request.
+struct Part {
+    /// Key of its request.
+    request: usize,
+    offset: u64,
+    len: u64,
+    memory: Iovecs,
+    /// Whether the kernel has given it back with EFAULT before.
+    faulted: bool,
+}
+
+/// Addresses in the regions of the part's request. The kernel may read the list until the command is submitted.
+struct Iovecs(Vec<libc::iovec>);
+
+// SAFETY: the addresses lie in regions, which may be used from any thread, and are kept alive by the request.
+unsafe impl Send for Iovecs {}
+
+impl UringQueue {
+    pub(crate) fn new(target: Arc<Target>) -> Result<Self> {
+        let depth = target.geometry.queue_depth;
+        // Room for the whole depth and a wake command, on either side: neither can overflow.
+        let ring = IoUring::builder().dontfork().build(depth + 1).map_err(|error| {
+            let device = target.name.clone();
+            match error.raw_os_error() {
+                Some(libc::EPERM | libc::ENOSYS) => Error::Unsupported {
+                    device,
+                    reason: "io_uring is switched off here; set the sysctl kernel.io_uring_disabled to 0, or allow it in the \
+                             container's seccomp profile"
+                        .into(),
+                },
+                errno => Error::System { device, action: "setting up an io_uring", errno: errno.unwrap_or(libc::EIO) },
+            }
+        })?;
+        if !ring.params().is_feature_ext_arg() {
+            return Err(Error::Unsupported { device: target.name.clone(), reason: "needs Linux 5.11 or newer".into() });
+        }
+        Ok(Self { target, ring, state: Mutex::default(), reaper: Mutex::default(), waking: AtomicBool::new(false) })
+    }
+
+    /// Moves waiting parts to the ring as far as the depth allows; says how many. [`Self::enter`] has to follow.
+    fn push_waiting(&self, state: &mut State) -> usize {
+        let depth = self.target.geometry.queue_depth as usize;
+        let mut pushed = 0;
+        if state.waiting.is_empty() {
+            return 0;
+        }
+        // SAFETY: the submission side is touched with `state` locked only, and there is no other such queue object: both
+        // places that make one drop it before they unlock.
+        let mut submissions = unsafe { self.ring.submission_shared() };
+        while state.parts.len() - state.waiting.len() < depth {
+            let Some(key) = state.waiting.front().copied() else { break };
+            let part = &state.parts[key];
+            let entry = self.command(state.requests[part.request].request.op, part).user_data(key as u64);
+            // SAFETY: the file is kept open by `target`, the memory by the request in `requests` and the list of iovecs by
+            // the part; neither is dropped before the command's completion was seen, and the list is not moved by moving
+            // its vector.
+            unsafe { submissions.push(&entry) }.expect("the ring has room for the depth");
+            state.waiting.pop_front();
+            pushed += 1;
+        }
+        pushed
+    }
+
+    fn command(&self, op: Op, part: &Part) -> squeue::Entry {
+        let file = Fd(self.target.file.as_raw_fd());
+        let iovecs = &part.memory.0;
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let fallocate = |mode| opcode::Fallocate::new(file, part.len).offset(part.offset).mode(mode).build();
+        match (op, &iovecs[..]) {
+            (Op::Read, [one]) => opcode::Read::new(file, one.iov_base.cast(), one.iov_len as u32).offset(part.offset).build(),
+            (Op::Read, many) => opcode::Readv::new(file, many.as_ptr(), many.len() as u32).offset(part.offset).build(),
+            (Op::Write { fua }, memory) => {
+                let flags = if fua { libc::RWF_DSYNC } else { 0 };
+                match memory {
+                    [one] => opcode::Write::new(file, one.iov_base.cast(), one.iov_len as u32)
+                        .offset(part.offset)
+                        .rw_flags(flags)
+                        .build(),
+                    many => {
+                        opcode::Writev::new(file, many.as_ptr(), many.len() as u32).offset(part.offset).rw_flags(flags).build()
+                    }
+                }
+            }
+            (Op::Flush, _) => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
+            (Op::Discard, _) => fallocate(punch),
+            (Op::WriteZeroes, _) => fallocate(match self.target.kind {
+                Kind::Block => libc::FALLOC_FL_ZERO_RANGE,
+                Kind::File => punch,
+            }),
+        }
+    }
+
+    /// Tells the kernel of `pushed` commands. Whatever cannot be told now, [`Queue::complete`] tells.
+    fn enter(&self, mut pushed: usize) {
+        while pushed > 0 {
+            match self.ring.submitter().submit() {
+                // Another thread took ours along.
+                Ok(0) => return,
+                // Fewer than pushed: one was refused at once (its completion says so), and the rest waits.
+                Ok(taken) => pushed = pushed.saturating_sub(taken),
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EINTR) => {}
+                    // No memory for the commands at the moment; a waiting reaper would not notice that they are left.
+                    Some(libc::EAGAIN | libc::EBUSY) => std::thread::yield_now(),
+                    // The reaper gets the same error, and can return it.
+                    _ => return,
+                },
+            }
+        }
+    }
+
+    /// Takes what is on the completion ring. Says whether a wake was among it.
+    fn collect(&self, results: &mut Vec<(u64, i32)>, out: &mut Vec<Completion>) -> bool {
+        // SAFETY: the completion side is touched with `reaper` locked only (`results` is its content), and there is no other
+        // such queue object: this is the only place that makes one.
+        let completions = unsafe { self.ring.completion_shared() };
+        results.extend(completions.map(|entry| (entry.user_data(), entry.result())));
+        let mut woken = false;
+        let mut state = self.state.lock();
+        for (key, result) in results.drain(..) {
+            if key == WAKE {
+                // What the waker did before is seen after this, and a wake from here on sends a new command.
+                self.waking.swap(false, Ordering::AcqRel);
+                woken = true;
+            } else {
+                self.completed(&mut state, key as usize, result);
+            }
+        }
+        let pushed = self.push_waiting(&mut state);
+        out.append(&mut state.finished);
+        drop(state);
+        self.enter(pushed);
+        woken
+    }
+
+    /// Accounts for the end of a command.
+    fn completed(&self, state: &mut State, key: usize, result: i32) {
+        let part = &mut state.parts[key];
+        let active = &mut state.requests[part.request];
+        let failed = match result {
+            done @ 0.. if matches!(active.request.op, Op::Read | Op::Write { .. }) => {
+                // Cut short somewhere inside a block: that block is done again.
+                let done = done as u64 - done as u64 % u64::from(self.target.geometry.logical_block);
+                part.advance(done);
+                if part.len > 0 && done > 0 {
+                    state.waiting.push_back(key);
+                    return;
+                }
+                // Nothing at all: the file ends here, although it did not when it was opened.
+                (part.len > 0).then_some(libc::EIO)
+            }
+            0.. => None,
+            error => match -error {
+                // Given back: a signal, no memory, or the thread that had submitted it ended before it was started. (The
+                // last may also say EFAULT, which is final only when it comes again.) From here it is submitted by a thread
+                // that is alive.
+                libc::EINTR | libc::EAGAIN | libc::ECANCELED => {
+                    state.waiting.push_back(key);
+                    return;
+                }
+                libc::EFAULT if !part.faulted => {
+                    part.faulted = true;
+                    state.waiting.push_back(key);
+                    return;
+                }
+                errno => Some(errno),
+            },
+        };
+        if let Some(errno) = failed {
+            let error = self.error(&active.request, errno);
+            active.error.get_or_insert(error);
+        }
+        active.parts -= 1;
+        let request = part.request;
+        state.parts.remove(key);
+        if active.parts == 0 {
+            let active = state.requests.remove(request);
+            let result = active.error.map_or(Ok(()), Err);
+            state.finished.push(Completion { tag: active.request.tag, result });
+        }
+    }
+
+    fn error(&self, request: &Request, errno: i32) -> Error {
+        let device = self.target.name.clone();
+        match errno {
+            libc::ENODEV | libc::ENXIO | libc::ENOMEDIUM => Error::Gone { device },
+            _ => Error::Io { device, op: request.op, offset: request.offset, len: request.len, errno },
+        }
+    }
+
+    /// Waits for a completion, and submits what [`Self::enter`] left.
+    fn wait(&self, timeout: Option<Duration>) -> Result<()> {
+        let submitter = self.ring.submitter();
+        let waited = match timeout {
+            None => submitter.submit_and_wait(1),
+            Some(timeout) => {
+                let timeout = Timespec::from(timeout);
+                submitter.submit_with_args(1, &SubmitArgs::new().timespec(&timeout))
+            }
+        };
+        match waited.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)) {
+            Ok(_) | Err(libc::ETIME | libc::EINTR | libc::EAGAIN | libc::EBUSY) => Ok(()),
+            Err(errno) => Err(Error::System { device: self.target.name.clone(), action: "waiting on its io_uring", errno }),
+        }
+    }
+}
+
+impl Queue for UringQueue {
+    fn submit(&self, requests: &mut Vec<Request>) {
+        let mut state = self.state.lock();
+        for request in requests.drain(..) {
+            state.accept(request, &self.target);
+        }
+        let pushed = self.push_waiting(&mut state);
+        let finished = !state.finished.is_empty();
+        drop(state);
+        self.enter(pushed);
+        if finished {
+            self.wake();
+        }
+    }
+
+    fn complete(&self, wait: Wait, out: &mut Vec<Completion>) -> Result<usize> {
+        let before = out.len();
+        let mut results = self.reaper.lock();
+        let deadline = match wait {
+            Wait::Timeout(timeout) => Instant::now().checked_add(timeout),
+            Wait::No | Wait::Forever => None,
+        };
+        loop {
+            let woken = self.collect(&mut results, out);
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if out.len() > before || woken || wait == Wait::No || left == Some(Duration::ZERO) {
+                return Ok(out.len() - before);
+            }
+            self.wait(left)?;
+        }
+    }
+
+    fn wake(&self) {
+        if self.waking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let entry = opcode::Nop::new().build().user_data(WAKE);
+        let state = self.state.lock();
+        // SAFETY: as in `push_waiting`; the command names no memory.
+        unsafe { self.ring.submission_shared().push(&entry) }.expect("the ring has room for one wake command");
+        drop(state);
+        self.enter(1);
+    }
+}
+
+impl Drop for UringQueue {
+    fn drop(&mut self) {
+        let mut results = std::mem::take(&mut *self.reaper.lock());
+        let mut ignored = Vec::new();
+        loop {
+            {
+                let mut state = self.state.lock();
+                while let Some(key) = state.waiting.pop_front() {
+                    state.parts.remove(key);
+                }
+                if state.parts.is_empty() {
+                    return;
+                }
+            }
+            if let Err(error) = self.wait(None) {
+                tracing::error!(%error, "commands may still be running; their memory is kept until the process ends");
+                std::mem::forget(std::mem::take(&mut *self.state.lock()));
+                return;
+            }
+            self.collect(&mut results, &mut ignored);
+        }
+    }
+}
+
+impl State {
+    /// Takes a request in: refuses it, or cuts it into parts.
+    fn accept(&mut self, request: Request, target: &Target) {
+        let geometry = &target.geometry;
+        let checked = request.check(&target.name, geometry);
+        if checked.is_err() || request.len == 0 && request.op != Op::Flush {
+            let tag = request.tag;
+            drop(request);
+            self.finished.push(Completion { tag, result: checked });
+            return;
+        }
+        let entry = self.requests.vacant_entry();
+        let mut parts = 0;
+        let mut add = |offset, len, memory| {
+            let part = Part { request: entry.key(), offset, len, memory: Iovecs(memory), faulted: false };
+            self.waiting.push_back(self.parts.insert(part));
+            parts += 1;
+        };
+        if request.spans.is_empty() {
+            add(request.offset, request.len, Vec::new());
+        } else {
+            let mut offset = request.offset;
+            for (len, memory) in cut(&request.spans, geometry.max_transfer as usize) {
+                add(offset, len as u64, memory);
+                offset += len as u64;
+            }
+        }
+        entry.insert(Active { request, parts, error: None });
+    }
+}
+
+/// Cuts memory into commands of at most `max_transfer` bytes and [`MAX_IOVECS`] pieces. Adjacent spans become one piece.
+/// Every span is a multiple of the logical block, so that every cut is.
+fn cut(spans: &[Span], max_transfer: usize) -> Vec<(usize, Vec<libc::iovec>)> {
+    let mut commands: Vec<(usize, Vec<libc::iovec>)> = Vec::with_capacity(1);
+    for span in spans {
+        let mut at = span.region.as_ptr().wrapping_add(span.offset);
+        let mut left = span.len;
+        while left > 0 {
+            let room = match commands.last() {
+                Some((len, memory)) if *len < max_transfer => {
+                    let adjacent = memory.last().is_some_and(|last| ends_at(last, at));
+                    if adjacent || memory.len() < MAX_IOVECS { max_transfer - len } else { 0 }
+                }
+                _ => 0,
+            };
+            if room == 0 {
+                commands.push((0, Vec::with_capacity(1)));
+                continue;
+            }
+            let Some((len, memory)) = commands.last_mut() else { continue };
+            let piece = left.min(room);
+            match memory.last_mut() {
+                Some(last) if ends_at(last, at) => last.iov_len += piece,
+                _ => memory.push(libc::iovec { iov_base: at.cast(), iov_len: piece }),
+            }
+            *len += piece;
+            at = at.wrapping_add(piece);
+            left -= piece;
+        }
+    }
+    commands
+}
+
+fn ends_at(iovec: &libc::iovec, address: *mut u8) -> bool {
+    iovec.iov_base.cast::<u8>().wrapping_add(iovec.iov_len) == address
+}
+
+impl Part {
+    /// Drops the first `done` bytes, which the kernel did.
+    fn advance(&mut self, done: u64) {
+        self.offset += done;
+        self.len -= done;
+        let mut done = done as usize;
+        let whole = self.memory.0.iter().take_while(|iovec| {
+            let whole = iovec.iov_len <= done;
+            if whole {
+                done -= iovec.iov_len;
+            }
+            whole
+        });
+        let whole = whole.count();
+        self.memory.0.drain(..whole);
+        if let Some(first) = self.memory.0.first_mut() {
+            first.iov_base = first.iov_base.cast::<u8>().wrapping_add(done).cast();
+            first.iov_len -= done;
+        }
+    }
+}
