@@ -410,7 +410,7 @@ impl Moved {
 
 /// Copies `text` into a fixed field, cut at a character boundary so that a zero byte remains.
 pub fn put_text<const N: usize>(field: &mut [u8; N], text: &str) {
-    let end = text.floor_char_boundary(N - 1);
+    let end = (0..N.min(text.len() + 1)).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
     field.fill(0);
     field[..end].copy_from_slice(&text.as_bytes()[..end]);
 }

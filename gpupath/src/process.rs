@@ -1,0 +1,79 @@
+//! Who is calling: from the thread id in a FUSE request, or the credentials of a socket, to a process that cannot be mistaken for another.
+//!
+//! It guards ownership of buffers against process ids being used again. While a thread waits for the answer to its FUSE request it cannot be reaped,
+//! so its id names it and nobody else until the daemon answers; everything here that starts from an id happens before that. What outlives
+//! the request holds a pidfd and a directory of `/proc`, which refer to the process itself.
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// A process, held so that its id cannot deceive.
+#[derive(Debug)]
+pub(crate) struct Process {
+    /// Its id (that of its thread group) in this process's pid namespace.
+    pub id: u32,
+    /// Readable once the whole process is dead.
+    pidfd: OwnedFd,
+    /// `/proc/ID/task`: has an entry for each thread, and none once the process is dead.
+    threads: OwnedFd,
+}
+
+impl Process {
+    /// The process that a live thread belongs to.
+    ///
+    /// # Errors
+    /// `ESRCH` where the id is 0 (the caller is in a pid namespace that is not visible here) or names nothing.
+    pub fn of_thread(thread: u32) -> Result<Process, Errno> {
+        let status = std::fs::read_to_string(format!("/proc/{thread}/status")).map_err(|_| Errno::SRCH)?;
+        let id = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Tgid:"))
+            .and_then(|id| id.trim().parse().ok())
+            .ok_or(Errno::SRCH)?;
+        Process::open(id)
+    }
+
+    /// The process with this id, which must be known to be alive and not yet reaped, or is taken for whichever has the id now.
+    pub fn open(id: u32) -> Result<Process, Errno> {
+        let pid = i32::try_from(id).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
+        Process::with_pidfd(id, rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
+    }
+
+    /// The process of a pidfd, whose id this is or was.
+    pub fn with_pidfd(id: u32, pidfd: OwnedFd) -> Result<Process, Errno> {
+        let directory = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let threads = rustix::fs::open(format!("/proc/{id}/task"), directory, Mode::empty())?;
+        let process = Process { id, pidfd, threads };
+        // Alive now, so the id was its own when the directory was opened.
+        if process.is_alive() { Ok(process) } else { Err(Errno::SRCH) }
+    }
+
+    /// Whether any of its threads is alive.
+    pub fn is_alive(&self) -> bool {
+        let mut polled = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        matches!(rustix::event::poll(&mut polled, Some(&now)), Ok(0))
+    }
+
+    /// Whether a live thread belongs to it. One system call: it is on the way of every transfer.
+    pub fn has_thread(&self, thread: u32) -> bool {
+        rustix::fs::statat(&self.threads, thread.to_string(), AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// A copy of one of its descriptors.
+    ///
+    /// # Errors
+    /// `EBADF` where it has no such descriptor; `EPERM` where this process may not trace it (another user, Yama, a user namespace).
+    pub fn take_fd(&self, number: i32) -> Result<OwnedFd, Errno> {
+        rustix::process::pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())
+    }
+}
+
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}

@@ -1,0 +1,373 @@
+//! The buffers that processes have registered.
+//!
+//! It guards three things: a buffer is used only by the process that registered it; its memory stays mapped for as long as a transfer uses it; and
+//! it is gone when its process is, however that ends. One thread watches the processes.
+//!
+//! Locks: `State` alone, held for map operations only. Nothing is mapped, unmapped or closed under it.
+
+use crate::abi::{Reason, Register, RegisterFlags, Route};
+use crate::foreign;
+use crate::process::Process;
+use gpunvme_blockdev::{BlockDevice, Region};
+use parking_lot::RwLock;
+use rustc_hash::FxHashMap;
+use rustix::event::{EventfdFlags, epoll};
+use rustix::io::Errno;
+use rustix::process::Resource;
+use std::collections::hash_map;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// How much may be registered. Memory is charged to the processes that own it; a buffer costs the daemon a mapping and a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Buffers of one process.
+    pub buffers_per_process: u32,
+    /// Bytes in the buffers of one process.
+    pub bytes_per_process: u64,
+    /// Buffers of all processes. [`Registry::new`] lowers it to what the process's descriptor limit allows.
+    pub buffers: u32,
+    /// Bytes in the buffers of all processes.
+    pub bytes: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        // The kernel allows a process 65,530 mappings (vm.max_map_count).
+        Limits { buffers_per_process: 4096, bytes_per_process: 1 << 40, buffers: 32768, bytes: 1 << 42 }
+    }
+}
+
+/// Registered memory. A transfer holds it from before its first command until after its last completion: dropping the last handle takes
+/// the memory out of the device's reach.
+pub struct Buffer {
+    /// Its name in the ABI.
+    pub id: u64,
+    /// The memory.
+    pub region: Arc<Region>,
+    /// The route of transfers to and from it.
+    pub route: Route,
+    /// Why that is not a faster one.
+    pub reason: Reason,
+    device: Arc<dyn BlockDevice>,
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.device.unmap(&self.region);
+    }
+}
+
+/// Why a buffer was not registered, not unregistered or not found.
+#[derive(Debug, thiserror::Error)]
+pub enum RegistryError {
+    /// The calling process cannot be told from its thread id.
+    #[error("the calling process is not visible from here ({0}); it can register over the socket")]
+    UnknownCaller(Errno),
+    /// The descriptor cannot be taken from the caller.
+    #[error("may not take a descriptor from process {process} ({errno}); it can register over the socket")]
+    NotReachable {
+        /// The process.
+        process: u32,
+        /// What the kernel said.
+        errno: Errno,
+    },
+    /// The caller has no such descriptor, or sent none.
+    #[error("process {process} has no descriptor {fd}")]
+    BadFd {
+        /// The process.
+        process: u32,
+        /// The number it gave.
+        fd: i32,
+    },
+    /// The descriptor, or the length, cannot be a buffer; or there are too many.
+    #[error("refused: {}", .0.explain())]
+    Refused(Reason),
+    /// The daemon could not map it.
+    #[error(transparent)]
+    Device(#[from] gpunvme_blockdev::Error),
+    /// The kernel refused what watching the process takes.
+    #[error("cannot watch process {process}: {errno}")]
+    Watch {
+        /// The process.
+        process: u32,
+        /// What the kernel said.
+        errno: Errno,
+    },
+}
+
+impl RegistryError {
+    /// The errno that the ioctl fails with.
+    pub fn errno(&self) -> i32 {
+        match self {
+            RegistryError::UnknownCaller(errno)
+            | RegistryError::NotReachable { errno, .. }
+            | RegistryError::Watch { errno, .. } => errno.raw_os_error(),
+            RegistryError::BadFd { .. } => libc::EBADF,
+            RegistryError::Refused(reason) => match reason {
+                Reason::ProcessLimit | Reason::TotalLimit => libc::ENOSPC,
+                Reason::NoSuchBuffer => libc::ENOENT,
+                Reason::NotWritable => libc::EACCES,
+                Reason::NoVfio => libc::EOPNOTSUPP,
+                _ => libc::EINVAL,
+            },
+            RegistryError::Device(error) => error.errno(),
+        }
+    }
+
+    /// The reason for [`Register::reason`].
+    pub fn reason(&self) -> Reason {
+        match self {
+            RegistryError::UnknownCaller(_) | RegistryError::NotReachable { .. } => Reason::FdNotReachable,
+            RegistryError::Refused(reason) => *reason,
+            RegistryError::BadFd { .. } => Reason::NotABuffer,
+            RegistryError::Device(_) | RegistryError::Watch { .. } => Reason::None,
+        }
+    }
+}
+
+/// What is registered now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Buffers.
+    pub buffers: u64,
+    /// Bytes in them.
+    pub bytes: u64,
+    /// Processes that own them.
+    pub processes: u64,
+}
+
+/// The buffers of all processes.
+pub struct Registry {
+    shared: Arc<Shared>,
+    stop: OwnedFd,
+    watcher: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    device: Arc<dyn BlockDevice>,
+    limits: Limits,
+    epoll: OwnedFd,
+    state: RwLock<State>,
+}
+
+#[derive(Default)]
+struct State {
+    owners: FxHashMap<u32, Owner>,
+    buffers: FxHashMap<u64, Entry>,
+    bytes: u64,
+    last_id: u64,
+}
+
+struct Owner {
+    process: Arc<Process>,
+    buffers: u32,
+    bytes: u64,
+}
+
+struct Entry {
+    buffer: Arc<Buffer>,
+    owner: Arc<Process>,
+}
+
+/// The watcher's own event; no process has this id.
+const STOP: u64 = u64::MAX;
+
+impl Registry {
+    /// A registry for a device, with a thread that watches its clients.
+    ///
+    /// # Errors
+    /// When the kernel gives no epoll, eventfd or thread.
+    pub fn new(device: Arc<dyn BlockDevice>, limits: Limits) -> std::io::Result<Registry> {
+        // A buffer takes a descriptor, and with its process two more. A quarter of the limit leaves the daemon enough for itself.
+        let descriptors = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let buffers = limits.buffers.min(u32::try_from(descriptors / 4).unwrap_or(u32::MAX));
+        let limits = Limits { buffers, buffers_per_process: limits.buffers_per_process.min(buffers), ..limits };
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
+        let shared = Arc::new(Shared { device, limits, epoll, state: RwLock::default() });
+        let watcher = std::thread::Builder::new().name("buffer-owners".into()).spawn({
+            let shared = shared.clone();
+            move || shared.watch()
+        })?;
+        Ok(Registry { shared, stop, watcher: Some(watcher) })
+    }
+
+    /// The limits in force.
+    pub fn limits(&self) -> Limits {
+        self.shared.limits
+    }
+
+    /// What is registered now.
+    pub fn usage(&self) -> Usage {
+        let state = self.shared.state.read();
+        Usage { buffers: state.buffers.len() as u64, bytes: state.bytes, processes: state.owners.len() as u64 }
+    }
+
+    /// Registers a descriptor that a process names by its number. `thread` is the caller's thread id, and the call that it makes must not have
+    /// been answered yet.
+    ///
+    /// # Errors
+    /// See [`RegistryError`]. Nothing is kept of a buffer that was refused.
+    pub fn register(&self, thread: u32, request: &Register) -> Result<Arc<Buffer>, RegistryError> {
+        let process = Process::of_thread(thread).map_err(RegistryError::UnknownCaller)?;
+        if !foreign::may_accept() {
+            return Err(RegistryError::Refused(Reason::TotalLimit));
+        }
+        let fd = process.take_fd(request.fd).map_err(|errno| match errno {
+            Errno::BADF => RegistryError::BadFd { process: process.id, fd: request.fd },
+            errno => RegistryError::NotReachable { process: process.id, errno },
+        })?;
+        self.adopt(process, fd, request)
+    }
+
+    /// Registers a descriptor that was received from a process.
+    pub(crate) fn adopt(&self, process: Process, fd: OwnedFd, request: &Register) -> Result<Arc<Buffer>, RegistryError> {
+        let memory = foreign::accept(fd, request.len).map_err(RegistryError::Refused)?;
+        let region = Region::from_fd(memory.fd, memory.len, true)?;
+        self.shared.device.map(&region)?;
+        // Of the two routes that end in host memory, only its owner knows which it is for.
+        let staging = RegisterFlags::from_bits_retain(request.flags).contains(RegisterFlags::STAGING);
+        let route = if staging { Route::Bounce } else { Route::Host };
+        let device = self.shared.device.clone();
+        self.shared.insert(process, Buffer { id: 0, region, route, reason: Reason::NotGpuMemory, device })
+    }
+
+    /// Forgets a buffer. Transfers in flight on it keep its memory until they are done.
+    ///
+    /// # Errors
+    /// [`Reason::NoSuchBuffer`] where the caller owns no such buffer.
+    pub fn unregister(&self, thread: u32, id: u64) -> Result<(), RegistryError> {
+        self.lookup(thread, id)?;
+        let removed = self.shared.state.write().remove(id, &self.shared.epoll);
+        removed.map(drop).ok_or(RegistryError::Refused(Reason::NoSuchBuffer))
+    }
+
+    /// A buffer that the process of this thread owns. The call that the thread makes must not have been answered yet.
+    ///
+    /// # Errors
+    /// [`Reason::NoSuchBuffer`] where the caller owns no such buffer.
+    pub fn lookup(&self, thread: u32, id: u64) -> Result<Arc<Buffer>, RegistryError> {
+        let found = self.shared.state.read().buffers.get(&id).map(|entry| (entry.buffer.clone(), entry.owner.clone()));
+        match found {
+            Some((buffer, owner)) if owner.has_thread(thread) => Ok(buffer),
+            _ => Err(RegistryError::Refused(Reason::NoSuchBuffer)),
+        }
+    }
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        let woken = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let (Ok(_), Some(watcher)) = (woken, self.watcher.take()) {
+            let _ = watcher.join(); // a panic there was reported there
+        }
+    }
+}
+
+impl Shared {
+    /// A buffer that is refused is dropped after the lock, because it was made before it.
+    fn insert(&self, process: Process, mut buffer: Buffer) -> Result<Arc<Buffer>, RegistryError> {
+        let len = buffer.region.len() as u64;
+        let id = process.id;
+        // Whoever had this process id before, if it is not the same process still.
+        self.reap(id);
+        let mut state = self.state.write();
+        let (owned, owned_bytes) = state.owners.get(&id).map_or((0, 0), |owner| (owner.buffers, owner.bytes));
+        let refused = if owned >= self.limits.buffers_per_process || owned_bytes + len > self.limits.bytes_per_process {
+            Some(Reason::ProcessLimit)
+        } else if state.buffers.len() as u64 >= self.limits.buffers.into() || state.bytes + len > self.limits.bytes {
+            Some(Reason::TotalLimit)
+        } else {
+            None
+        };
+        if let Some(reason) = refused {
+            return Err(RegistryError::Refused(reason));
+        }
+        let State { owners, last_id, .. } = &mut *state;
+        let owner = match owners.entry(id) {
+            hash_map::Entry::Occupied(owner) => owner.into_mut(),
+            hash_map::Entry::Vacant(vacant) => {
+                let data = epoll::EventData::new_u64(id.into());
+                // Under the lock, so that the event of a process that dies now waits for the entry.
+                epoll::add(&self.epoll, &process, data, epoll::EventFlags::IN)
+                    .map_err(|errno| RegistryError::Watch { process: id, errno })?;
+                vacant.insert(Owner { process: Arc::new(process), buffers: 0, bytes: 0 })
+            }
+        };
+        owner.buffers += 1;
+        owner.bytes += len;
+        *last_id += 1;
+        buffer.id = *last_id;
+        let buffer = Arc::new(buffer);
+        let entry = Entry { buffer: buffer.clone(), owner: owner.process.clone() };
+        state.bytes += len;
+        state.buffers.insert(buffer.id, entry);
+        Ok(buffer)
+    }
+
+    /// The watcher thread.
+    fn watch(&self) {
+        let mut events = Vec::with_capacity(64);
+        loop {
+            events.clear();
+            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => {
+                    tracing::error!(%errno, "cannot watch the processes that own buffers; buffers of those that end stay until unmount");
+                    return;
+                }
+            }
+            for event in &events {
+                let data = event.data.u64();
+                if data == STOP {
+                    return;
+                }
+                self.reap(data as u32);
+            }
+        }
+    }
+
+    /// Drops the buffers of the process with this id if it is dead. It need not be: the id may be another's by now.
+    fn reap(&self, id: u32) {
+        let mut state = self.state.write();
+        if state.owners.get(&id).is_some_and(|owner| !owner.process.is_alive()) {
+            let buffers = state.remove_owner(id, &self.epoll);
+            drop(state);
+            tracing::debug!(process = id, buffers = buffers.len(), "a process ended; its buffers are gone");
+        }
+    }
+}
+
+impl State {
+    /// Removes a buffer, and its owner with the last one. What is returned must be dropped without the lock.
+    fn remove(&mut self, id: u64, epoll: &OwnedFd) -> Option<Entry> {
+        let entry = self.buffers.remove(&id)?;
+        let len = entry.buffer.region.len() as u64;
+        self.bytes -= len;
+        let owner = self.owners.get_mut(&entry.owner.id).expect("a buffer's owner stays as long as it");
+        owner.buffers -= 1;
+        owner.bytes -= len;
+        if owner.buffers == 0 {
+            forget(epoll, &entry.owner);
+            self.owners.remove(&entry.owner.id);
+        }
+        Some(entry)
+    }
+
+    /// Removes a process and all its buffers. What is returned must be dropped without the lock.
+    fn remove_owner(&mut self, process: u32, epoll: &OwnedFd) -> Vec<Entry> {
+        let ids: Vec<u64> =
+            self.buffers.values().filter(|entry| entry.owner.id == process).map(|entry| entry.buffer.id).collect();
+        ids.into_iter().filter_map(|id| self.remove(id, epoll)).collect()
+    }
+}
+
+/// Ends the watch over a process. Closing the pidfd would not while a lookup still holds it.
+fn forget(epoll: &OwnedFd, process: &Process) {
+    if let Err(errno) = epoll::delete(epoll, process) {
+        tracing::warn!(process = process.id, %errno, "cannot end the watch over a process");
+    }
+}

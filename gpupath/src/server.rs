@@ -1,0 +1,238 @@
+//! What the daemon answers, apart from what needs the filesystem.
+//!
+//! The FUSE front end decodes an ioctl with [`abi::decode`], hands `REGISTER`, `UNREGISTER` and `STATS` to the [`Server`], and frames `READ`
+//! and `WRITE` with [`Server::admit`] and [`Server::finish`]. Every answer is a [`Reply`], and every call is counted once. The registration
+//! socket uses the same server.
+
+use crate::abi::{self, Command, Moved, Reason, Register, Route, Transfer, TransferFlags, TransferRequest, Unregister};
+use crate::planner::{self, Direction, Plan};
+use crate::process::Process;
+use crate::registry::{Buffer, Registry, RegistryError};
+use crate::stats::Stats;
+use crate::transfer::Failed;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use zerocopy::{Immutable, IntoBytes};
+
+/// The answer to an ioctl: what FUSE's ioctl reply takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reply {
+    /// 0, or a negative errno. The kernel copies `data` out in either case.
+    pub result: i32,
+    /// What is copied back over the argument, from its beginning.
+    pub data: Vec<u8>,
+}
+
+impl Reply {
+    /// An answer with a structure; `errno` is 0 or positive.
+    pub fn new<T: IntoBytes + Immutable>(errno: i32, value: &T) -> Reply {
+        Reply { result: -errno, data: value.as_bytes().to_vec() }
+    }
+
+    /// An answer with a structure and the entries behind it.
+    pub fn with_entries<T: IntoBytes + Immutable, E: IntoBytes + Immutable>(value: &T, entries: &[E]) -> Reply {
+        let mut data = value.as_bytes().to_vec();
+        data.extend_from_slice(entries.as_bytes());
+        Reply { result: 0, data }
+    }
+
+    /// A failure that has nothing more to say.
+    pub fn error(errno: i32) -> Reply {
+        Reply { result: -errno, data: Vec::new() }
+    }
+}
+
+/// How a transfer ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// What was moved, without a gap from the first byte of the first segment on.
+    pub moved: Moved,
+    /// Errno of what ended it early; 0 where nothing did.
+    pub status: i32,
+    /// The segment that `status` is about.
+    pub failed_segment: Option<u32>,
+}
+
+impl Outcome {
+    /// All that was planned has been done.
+    pub fn done(buffer: &Buffer, plan: &Plan) -> Outcome {
+        Outcome::moved(buffer, plan.direct, plan.hole, plan.edge)
+    }
+
+    /// These bytes have been moved.
+    pub fn moved(buffer: &Buffer, direct: u64, hole: u64, edge: u64) -> Outcome {
+        let mut moved = Moved { hole, edge, ..Moved::default() };
+        match buffer.route {
+            Route::P2p => moved.p2p = direct,
+            Route::Bounce => moved.bounce = direct,
+            Route::Host | Route::None => moved.host = direct,
+        }
+        Outcome { moved, ..Outcome::default() }
+    }
+
+    /// Nothing counts as moved.
+    pub fn failed(errno: i32, segment: Option<u32>) -> Outcome {
+        Outcome { status: errno, failed_segment: segment, ..Outcome::default() }
+    }
+}
+
+impl From<Failed> for Outcome {
+    fn from(failed: Failed) -> Self {
+        Outcome::failed(failed.error.errno(), failed.segment)
+    }
+}
+
+/// The daemon's end of the direct path for one mount.
+pub struct Server {
+    /// The buffers.
+    pub registry: Registry,
+    /// The counters.
+    pub stats: Stats,
+}
+
+impl Server {
+    /// A server that has counted nothing.
+    pub fn new(registry: Registry) -> Server {
+        Server { registry, stats: Stats::default() }
+    }
+
+    /// `REGISTER` by ioctl. `thread` is the caller's id in the FUSE request, which must not have been answered.
+    ///
+    /// It may wait for nothing but memory, yet it maps and pins: not for the thread that everybody waits for.
+    pub fn register(&self, thread: u32, request: &Register) -> Reply {
+        self.registered(request, self.registry.register(thread, request))
+    }
+
+    /// `REGISTER` by socket.
+    pub(crate) fn register_received(&self, process: Process, fd: OwnedFd, request: &Register) -> Reply {
+        self.registered(request, self.registry.adopt(process, fd, request))
+    }
+
+    fn registered(&self, request: &Register, result: Result<Arc<Buffer>, RegistryError>) -> Reply {
+        self.stats.call(Command::Register, result.is_err());
+        match result {
+            Ok(buffer) => {
+                let (route, reason) = (buffer.route.code(), buffer.reason.code());
+                Reply::new(0, &Register { buffer: buffer.id, route, reason, ..request.clone() })
+            }
+            Err(error) => {
+                tracing::debug!(%error, "REGISTER refused");
+                let refusal = Register { buffer: 0, route: Route::None.code(), reason: error.reason().code(), ..request.clone() };
+                Reply::new(error.errno(), &refusal)
+            }
+        }
+    }
+
+    /// `UNREGISTER`. `thread` as in [`Server::register`].
+    pub fn unregister(&self, thread: u32, request: &Unregister) -> Reply {
+        let result = self.registry.unregister(thread, request.buffer);
+        self.stats.call(Command::Unregister, result.is_err());
+        match result {
+            Ok(()) => Reply::new(0, request),
+            Err(error) => Reply::new(error.errno(), request),
+        }
+    }
+
+    /// `STATS`.
+    pub fn stats(&self) -> Reply {
+        self.stats.call(Command::Stats, false);
+        Reply::new(0, &self.stats.snapshot(self.registry.usage()))
+    }
+
+    /// The buffer of a `READ` or `WRITE`, if the caller owns it, every segment lies in it, and its route is the one required. `thread` as in
+    /// [`Server::register`].
+    ///
+    /// # Errors
+    /// The answer to give.
+    pub fn admit(&self, thread: u32, direction: Direction, request: &TransferRequest) -> Result<Arc<Buffer>, Reply> {
+        let buffer = self
+            .registry
+            .lookup(thread, request.buffer)
+            .map_err(|error| self.refuse(direction, request, error.errno(), error.reason(), None))?;
+        if let Some(segment) = planner::outside(request, buffer.region.len() as u64) {
+            return Err(self.refuse(direction, request, libc::EINVAL, Reason::OutsideBuffer, Some(segment)));
+        }
+        if request.required_route().is_some_and(|route| route != buffer.route) {
+            return Err(self.refuse(direction, request, libc::EOPNOTSUPP, Reason::RouteNotAvailable, None));
+        }
+        Ok(buffer)
+    }
+
+    /// Whether a plan keeps to what the caller insists on. To be asked before anything of it is carried out.
+    ///
+    /// # Errors
+    /// The answer to give.
+    pub fn admit_plan(&self, direction: Direction, request: &TransferRequest, plan: &Plan) -> Result<(), Reply> {
+        match plan.edges.first() {
+            Some(edge) if request.flags.contains(TransferFlags::REQUIRE_DIRECT) => {
+                Err(self.refuse(direction, request, libc::EOPNOTSUPP, Reason::Unaligned, Some(edge.segment)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The answer to a transfer that was begun.
+    pub fn finish(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer, outcome: &Outcome) -> Reply {
+        let Outcome { moved, status, failed_segment } = outcome;
+        let bytes = moved.total();
+        let reason = if moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
+        // Where a part was done the caller must learn how much, which an errno alone would not tell.
+        let failed = *status != 0 && bytes == 0;
+        self.stats.moved(direction, moved, reason);
+        self.answer(direction, request, if failed { *status } else { 0 }, moved, reason, *status, *failed_segment)
+    }
+
+    /// The answer to a transfer that is refused.
+    pub fn refuse(
+        &self,
+        direction: Direction,
+        request: &TransferRequest,
+        errno: i32,
+        reason: Reason,
+        segment: Option<u32>,
+    ) -> Reply {
+        self.answer(direction, request, errno, &Moved::default(), reason, errno, segment)
+    }
+
+    #[allow(clippy::too_many_arguments)] // the one place where they all become the structure
+    fn answer(
+        &self,
+        direction: Direction,
+        request: &TransferRequest,
+        errno: i32,
+        moved: &Moved,
+        reason: Reason,
+        status: i32,
+        segment: Option<u32>,
+    ) -> Reply {
+        let command = match direction {
+            Direction::Read => Command::Read,
+            Direction::Write => Command::Write,
+        };
+        self.stats.call(command, errno != 0);
+        let header = Transfer {
+            flags: request.flags.bits(),
+            buffer: request.buffer,
+            segments: request.segments.len() as u32,
+            bytes: moved.total(),
+            p2p: moved.p2p,
+            bounce: moved.bounce,
+            host: moved.host,
+            hole: moved.hole,
+            edge: moved.edge,
+            reason: reason.code(),
+            status,
+            failed_segment: segment.unwrap_or(u32::MAX),
+            ..Transfer::default()
+        };
+        Reply::new(errno, &header)
+    }
+}
+
+/// The answer to an argument that [`abi::decode`] refused.
+impl From<abi::DecodeError> for Reply {
+    fn from(error: abi::DecodeError) -> Self {
+        tracing::debug!(%error, "ioctl refused");
+        Reply::error(error.errno())
+    }
+}
