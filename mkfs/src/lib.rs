@@ -1,1 +1,123 @@
-//! Placeholder.
+//! mkfs.gpunvme: formats a device as a gpunvme volume.
+//!
+//! The format itself is written by `gpunvme_fs::format`. This crate is what stands around it: it looks before it leaps
+//! ([`contents`], [`in_use`]), clears what the device was recognised by before ([`wipe`]), and says what it made
+//! ([`report`]).
+
+#![forbid(unsafe_code)]
+
+pub mod arguments;
+pub mod contents;
+pub mod in_use;
+pub mod report;
+pub mod wipe;
+
+use std::ffi::OsString;
+use std::io;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::Parser;
+use gpunvme_blockdev::{BlockDevice, OpenMode};
+use gpunvme_fs::FormatOptions;
+use gpunvme_fs::daemon::claim::{claim, reason};
+use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
+use gpunvme_layout::{BLOCK_SIZE, Geometry};
+use uuid::Uuid;
+
+use arguments::Arguments;
+use report::{Binary, Report};
+
+/// Exit code when the device was not formatted.
+const FAILED: u8 = 1;
+
+/// Runs the program with `args`, the first being its name. Returns its exit code: 0 formatted, 1 not formatted, 2 wrong
+/// command line (after clap has said why and ended the process).
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    let arguments = Arguments::parse_from(args);
+    match make(&arguments) {
+        Ok(report) if arguments.json => println!("{}", serde_json::to_string_pretty(&report).expect("strings and numbers")),
+        Ok(_) if arguments.quiet => {}
+        Ok(report) => println!("{report}"),
+        Err(error) => {
+            eprintln!("mkfs.gpunvme: {}: {error}", arguments.device);
+            return FAILED;
+        }
+    }
+    0
+}
+
+/// Does what the command line asks for.
+///
+/// # Errors
+/// A text that says why the device was not formatted. It does not repeat the device's name.
+pub fn make(arguments: &Arguments) -> Result<Report, String> {
+    let name = &arguments.device;
+    let device = open(name, arguments.dry_run)?;
+    if let Some(user) = in_use::find(name) {
+        return Err(user);
+    }
+    let geometry = plan(device.geometry().len)?;
+    if !arguments.force
+        && let Some(found) = contents::find(&device)?
+    {
+        return Err(format!("carries {found}; --force formats it all the same, and that is lost"));
+    }
+    let uuid = arguments.uuid.unwrap_or_else(Uuid::new_v4);
+    let report = Report::new(name, &geometry, uuid, &arguments.label, arguments.dry_run);
+    if arguments.dry_run {
+        return Ok(report);
+    }
+    let failed = |error: &dyn ToString| reason(name, &error.to_string());
+    let options = FormatOptions { label: arguments.label.clone(), uuid: uuid.into_bytes(), hash_key: random()?, now: now() };
+    wipe::wipe(&device).map_err(|error| failed(&error))?;
+    gpunvme_fs::format(&device, &options).map_err(|error| failed(&error))?;
+    Ok(report)
+}
+
+fn open(name: &str, dry_run: bool) -> Result<Arc<dyn BlockDevice>, String> {
+    if let Err(error) = std::fs::metadata(name)
+        && error.kind() == io::ErrorKind::NotFound
+        && !name.contains(':')
+    {
+        return Err(format!("no such file; `truncate -s 10G {name}` makes an image file of 10 GiB"));
+    }
+    claim(name, if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite }).map_err(|error| error.to_string())
+}
+
+/// Where everything will lie on a device of `len` bytes.
+fn plan(len: u64) -> Result<Geometry, String> {
+    let blocks = len / BLOCK_SIZE as u64;
+    Geometry::new(blocks, Geometry::default_journal_blocks(blocks)).ok_or_else(|| {
+        let min = TOTAL_BLOCKS_MIN * BLOCK_SIZE as u64;
+        format!("a device of {} cannot hold a volume: {} is the least", Binary(len), Binary(min))
+    })
+}
+
+fn random() -> Result<[u8; 16], String> {
+    let mut key = [0; 16];
+    match rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty()) {
+        Ok(16) => Ok(key),
+        Ok(_) => Err("the system gave too few random bytes".to_owned()),
+        Err(error) => Err(format!("random bytes: {error}")),
+    }
+}
+
+/// Seconds and nanoseconds since 1970.
+fn now() -> (i64, u32) {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    (now.as_secs() as i64, now.subsec_nanos())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_below_the_minimum_is_refused_with_both_sizes() {
+        assert_eq!(plan(1 << 20).unwrap_err(), "a device of 1 MiB cannot hold a volume: 16 MiB is the least");
+        assert!(plan((16 << 20) - 1).is_err());
+        assert!(plan(16 << 20).is_ok());
+        assert!(plan(16 << 40).is_ok());
+    }
+}

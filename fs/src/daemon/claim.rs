@@ -1,0 +1,94 @@
+//! Taking a device for oneself.
+//!
+//! umount(8) returns when the mount is gone, a moment before its daemon has written everything down and let go of the device.
+//! Whoever comes next waits that moment, and learns at once if the device is held for longer: because it is mounted.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use gpunvme_blockdev::{BlockDevice, Error, OpenMode};
+
+use super::mounts::Mount;
+
+/// How long a daemon that is no longer mounted may take to let go of its device.
+const RELEASE_LIMIT: Duration = Duration::from_secs(10);
+/// Time between two looks at a held device.
+const RELEASE_POLL: Duration = Duration::from_millis(20);
+
+/// Why a device cannot be had. The text does not repeat the device's name.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// It is mounted.
+    #[error("already mounted on {} (type {})", .0.dir.display(), .0.fs_type)]
+    Mounted(Mount),
+    /// Another process has it, and it is not mounted.
+    #[error("in use by another program, and has been for {} seconds", RELEASE_LIMIT.as_secs())]
+    Held,
+    /// The caller may not open it.
+    #[error("permission denied: run as root, or as a user who may open it")]
+    Permission,
+    /// Anything else.
+    #[error("{0}")]
+    Device(String),
+}
+
+/// Opens `device` with its lock, and waits for a daemon that is about to let go of it.
+///
+/// # Errors
+/// The device is mounted, in use, or cannot be opened.
+pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
+    let start = Instant::now();
+    loop {
+        match gpunvme_blockdev::open(device, mode) {
+            Ok(opened) => {
+                // A reader's lock admits other readers, so having it does not tell that there is no mount.
+                return match live_mount(device)? {
+                    Some(mount) => Err(ClaimError::Mounted(mount)),
+                    None => Ok(opened),
+                };
+            }
+            Err(Error::Busy { .. }) => match live_mount(device)? {
+                Some(mount) => return Err(ClaimError::Mounted(mount)),
+                None if start.elapsed() > RELEASE_LIMIT => return Err(ClaimError::Held),
+                None => std::thread::sleep(RELEASE_POLL),
+            },
+            Err(Error::Permission { .. }) => return Err(ClaimError::Permission),
+            Err(error) => return Err(ClaimError::Device(reason(device, &error))),
+        }
+    }
+}
+
+/// An error's text without the device's name before it: the caller has that already.
+pub fn reason(device: &str, error: &impl ToString) -> String {
+    let text = error.to_string();
+    match text.strip_prefix(device).and_then(|rest| rest.strip_prefix(": ")) {
+        Some(reason) => reason.to_owned(),
+        None => text,
+    }
+}
+
+fn live_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
+    let mounts = Mount::all_of(device).map_err(|error| ClaimError::Device(format!("/proc/self/mountinfo: {error}")))?;
+    Ok(mounts.into_iter().find(|mount| !mount.is_dead()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_device_is_named_once() {
+        let error = Error::NotFound { device: "/dev/nvme9n1".into() };
+        assert_eq!(reason("/dev/nvme9n1", &error), "no such file or device");
+        assert_eq!(reason("/dev/nvme9n2", &error), "/dev/nvme9n1: no such file or device");
+    }
+
+    #[test]
+    fn the_device_of_a_kernel_mount_is_found_mounted() {
+        let mounts = Mount::all().unwrap();
+        // Any filesystem on a real block device will do; a machine without one has nothing to check.
+        let Some(mount) = mounts.iter().find(|mount| mount.source.as_encoded_bytes().starts_with(b"/dev/")) else { return };
+        let Some(device) = mount.source.to_str().filter(|source| std::fs::metadata(source).is_ok()) else { return };
+        assert!(live_mount(device).unwrap().is_some(), "{mount:?}");
+    }
+}

@@ -1,0 +1,118 @@
+//! Where the daemon's log goes: to stderr in the foreground, to the system's log in the background.
+
+use std::io::{self, Write};
+use std::os::unix::net::UnixDatagram;
+
+use tracing::{Level, Metadata};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+use super::error::MountError;
+
+/// Where syslog daemons and systemd's journal listen.
+const SYSLOG_SOCKET: &str = "/dev/log";
+/// The facility `daemon` of syslog(3).
+const FACILITY_DAEMON: u8 = 3;
+
+/// Starts logging what `filter` lets through; `RUST_LOG`, if set, is asked instead.
+///
+/// # Errors
+/// If the filter is not in the syntax of `RUST_LOG`.
+pub fn start(filter: &str, foreground: bool) -> Result<(), MountError> {
+    let filter = parse(&std::env::var("RUST_LOG").unwrap_or_else(|_| filter.to_owned()))?;
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
+    let started = if foreground {
+        log.with_writer(io::stderr).try_init()
+    } else {
+        log.with_ansi(false).without_time().with_level(false).with_writer(Syslog::new()).try_init()
+    };
+    started.map_err(|error| MountError::Internal(format!("logging: {error}")))
+}
+
+fn parse(filter: &str) -> Result<EnvFilter, MountError> {
+    EnvFilter::try_new(filter).map_err(|error| MountError::Usage(format!("option \"log\": {filter:?}: {error}")))
+}
+
+/// Sends each event as one datagram in the form of RFC 3164, as syslog(3) does. Where nobody listens, events are lost.
+struct Syslog {
+    socket: Option<UnixDatagram>,
+    tag: String,
+}
+
+impl Syslog {
+    fn new() -> Self {
+        // A full socket must not hold up the mount.
+        let socket = UnixDatagram::unbound().and_then(|socket| socket.set_nonblocking(true).map(|()| socket));
+        Self { socket: socket.ok(), tag: format!("mount.gpunvme[{}]", std::process::id()) }
+    }
+}
+
+impl<'a> MakeWriter<'a> for Syslog {
+    type Writer = Event<'a>;
+
+    fn make_writer(&'a self) -> Event<'a> {
+        Event { syslog: self, severity: severity(Level::INFO) }
+    }
+
+    fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> Event<'a> {
+        Event { syslog: self, severity: severity(*metadata.level()) }
+    }
+}
+
+/// syslog(3)'s number for a level.
+fn severity(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        Level::DEBUG | Level::TRACE => 7,
+    }
+}
+
+/// One event on its way out.
+struct Event<'a> {
+    syslog: &'a Syslog,
+    severity: u8,
+}
+
+impl Event<'_> {
+    fn datagram(&self, text: &[u8]) -> Vec<u8> {
+        let mut datagram = format!("<{}>{}: ", FACILITY_DAEMON << 3 | self.severity, self.syslog.tag).into_bytes();
+        datagram.extend_from_slice(text.trim_ascii());
+        datagram
+    }
+}
+
+impl Write for Event<'_> {
+    /// tracing-subscriber hands over each event whole.
+    fn write(&mut self, event: &[u8]) -> io::Result<usize> {
+        if let Some(socket) = &self.syslog.socket {
+            // Sent by name each time, so that a log daemon that was restarted is found again.
+            let _ = socket.send_to(&self.datagram(event), SYSLOG_SOCKET);
+        }
+        Ok(event.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_syslog_datagrams() {
+        let syslog = Syslog { socket: None, tag: "mount.gpunvme[7]".to_owned() };
+        let event = Event { syslog: &syslog, severity: severity(Level::WARN) };
+        assert_eq!(event.datagram(b"  the journal was replayed\n"), b"<28>mount.gpunvme[7]: the journal was replayed");
+    }
+
+    #[test]
+    fn a_wrong_filter_is_refused() {
+        let error = parse("info,fuser=loud").unwrap_err();
+        assert!(error.to_string().starts_with("option \"log\": "), "{error}");
+        assert_eq!(error.exit_code(), 1);
+    }
+}

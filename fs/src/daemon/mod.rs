@@ -1,0 +1,124 @@
+//! The program mount.gpunvme: from a command line to a live mount, and from the end of a mount to a clean volume.
+//!
+//! 1. [`options`] and [`settings`] understand what was asked, on the command line and in the configuration file.
+//! 2. [`background`] splits the process: the caller waits for a verdict, the daemon works towards one.
+//! 3. [`claim`] takes the device, waiting for a daemon that is just letting go of it.
+//! 4. [`serve`] starts the engine and the FUSE session, and writes the volume down when the mount has ended.
+//! 5. [`lifecycle`] knows which stage the mount is in and what a signal means there.
+
+pub mod background;
+pub mod claim;
+pub mod error;
+pub mod lifecycle;
+pub mod log;
+pub mod mounts;
+pub mod options;
+mod readahead;
+mod serve;
+pub mod settings;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use background::{Report, Side};
+use error::MountError;
+use lifecycle::Lifecycle;
+use mounts::Mount;
+use options::{Command, Options};
+
+/// Runs the program with `args`, the first being its name, and returns its exit code in mount(8)'s terms.
+///
+/// Must be called from a process that has one thread and has opened nothing: see [`background`].
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    background::close_inherited();
+    let options = match Command::parse(args) {
+        Ok(Command::Mount(options)) => options,
+        Ok(Command::Print(text)) => {
+            print!("{text}");
+            return 0;
+        }
+        Err(refusal) => return refuse(refusal.device.as_deref(), &refusal.error),
+    };
+    if let Err(error) = enter_namespace(&options) {
+        return refuse(Some(&options.device), &error);
+    }
+    if options.fake {
+        return match serve::check(&options) {
+            Ok(()) => 0,
+            Err(error) => refuse(Some(&options.device), &error),
+        };
+    }
+    if options.foreground {
+        return daemon(&options, Report::InForeground);
+    }
+    match background::split() {
+        Ok(Side::Caller(caller)) => {
+            let (code, text) = caller.wait();
+            if code != 0 {
+                eprintln!("mount.gpunvme: {}: {text}", options.device);
+            } else if options.verbose {
+                println!("mount.gpunvme: {} mounted on {}.", options.device, options.dir.display());
+            }
+            code
+        }
+        Ok(Side::Daemon(report)) => daemon(&options, report),
+        Err(error) => refuse(Some(&options.device), &MountError::System(format!("going to the background: {error}"))),
+    }
+}
+
+/// Everything from the device to the end of the mount. Returns the exit code.
+fn daemon(options: &Options, report: Report) -> u8 {
+    let foreground = matches!(report, Report::InForeground);
+    let result = Lifecycle::start(&options.device, report).and_then(|lifecycle| {
+        let result = log::start(&options.settings.log, foreground).and_then(|()| serve::serve(options, &lifecycle));
+        if let Err(error) = &result {
+            lifecycle.failed(error);
+        }
+        result
+    });
+    result.map_or_else(|error| error.exit_code(), |()| 0)
+}
+
+fn refuse(device: Option<&str>, error: &MountError) -> u8 {
+    match device {
+        Some(device) => eprintln!("mount.gpunvme: {device}: {error}"),
+        None => eprintln!("mount.gpunvme: {error}"),
+    }
+    error.exit_code()
+}
+
+/// Enters the mount namespace that `-N` names; device, directory and configuration are then looked up there.
+fn enter_namespace(options: &Options) -> Result<(), MountError> {
+    let Some(name) = &options.namespace else { return Ok(()) };
+    let path = match name.parse::<u32>() {
+        Ok(pid) => PathBuf::from(format!("/proc/{pid}/ns/mnt")),
+        Err(_) => PathBuf::from(name),
+    };
+    let failed = |error: std::io::Error| MountError::Usage(format!("namespace {}: {error}", path.display()));
+    let namespace = std::fs::File::open(&path).map_err(failed)?;
+    move_into_link_name_space(std::os::fd::AsFd::as_fd(&namespace), Some(LinkNameSpaceType::Mount))
+        .map_err(|error| failed(error.into()))
+}
+
+/// The directory to mount on, by its real path.
+fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
+    let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("mount point {}: {why}", dir.display()));
+    let real = dir.canonicalize().map_err(|error| failed(&error))?;
+    if real.is_dir() { Ok(real) } else { Err(failed(&"not a directory")) }
+}
+
+/// Releases mounts of `device` whose daemon was killed: they answer every access with an error, and no daemon will come back
+/// to them. The caller holds the device, so none of them is alive.
+fn release_dead_mounts(device: &str) {
+    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(Mount::is_dead) {
+        match unmount(&mount.dir, UnmountFlags::DETACH) {
+            Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),
+            Err(Errno::PERM) => {}
+            Err(error) => tracing::warn!("{}: a dead mount cannot be released: {error}", mount.dir.display()),
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! What is mounted where, from `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+
+/// The type under which the kernel lists our mounts.
+pub const FS_TYPE: &str = "fuse.gpunvme";
+
+/// One mount of this process's mount namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mount {
+    /// The device number that files on it show in `st_dev`.
+    pub dev: u64,
+    /// The mount point.
+    pub dir: PathBuf,
+    /// The filesystem type, as in `ext4` or `fuse.gpunvme`.
+    pub fs_type: String,
+    /// What was mounted: a device, or any other name.
+    pub source: OsString,
+}
+
+impl Mount {
+    /// All mounts.
+    ///
+    /// # Errors
+    /// If `/proc` is not there to ask.
+    pub fn all() -> io::Result<Vec<Self>> {
+        let table = std::fs::read("/proc/self/mountinfo")?;
+        Ok(table.split(|&byte| byte == b'\n').filter_map(Self::parse).collect())
+    }
+
+    /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that name it as their source.
+    ///
+    /// # Errors
+    /// If `/proc` is not there to ask.
+    pub fn all_of(device: &str) -> io::Result<Vec<Self>> {
+        let status = std::fs::metadata(device).ok();
+        let rdev = status.filter(|status| status.file_type().is_block_device()).map(|status| status.rdev());
+        let uses = |mount: &Self| Some(mount.dev) == rdev || (mount.fs_type == FS_TYPE && is_same(&mount.source, device));
+        Ok(Self::all()?.into_iter().filter(uses).collect())
+    }
+
+    /// Whether this is one of our mounts whose daemon died without unmounting it. Asks the daemon if there is one.
+    pub fn is_dead(&self) -> bool {
+        self.fs_type == FS_TYPE && rustix::fs::statfs(&self.dir).is_err_and(|error| error == Errno::NOTCONN)
+    }
+
+    fn parse(line: &[u8]) -> Option<Self> {
+        let mut fields = line.split(|&byte| byte == b' ');
+        let (major, minor) = std::str::from_utf8(fields.nth(2)?).ok()?.split_once(':')?;
+        let dir = unescape(fields.nth(1)?);
+        let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
+        Some(Self {
+            dev: rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?),
+            dir: dir.into(),
+            fs_type: String::from_utf8_lossy(fields.next()?).into_owned(),
+            source: unescape(fields.next()?),
+        })
+    }
+}
+
+/// Whether both name the same device: the same text, or the same file.
+fn is_same(source: &OsStr, device: &str) -> bool {
+    let identity = |path: &Path| std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
+    source == device || matches!((identity(source.as_ref()), identity(device.as_ref())), (Some(a), Some(b)) if a == b)
+}
+
+/// The kernel writes space, tab, newline and backslash as `\` and three octal digits.
+fn unescape(field: &[u8]) -> OsString {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, tail @ ..] = rest {
+        let code = tail.get(..3).and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        match code {
+            Some(code) if *first == b'\\' => {
+                bytes.push(code);
+                rest = &tail[3..];
+            }
+            _ => {
+                bytes.push(*first);
+                rest = tail;
+            }
+        }
+    }
+    OsString::from_vec(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_a_line_with_optional_fields_and_escapes() {
+        let line = br"36 35 98:5 /mnt1 /mnt/my\040data rw,noatime master:1 shared:2 - fuse.gpunvme /img/a\134b rw,user_id=0";
+        let mount = Mount::parse(line).unwrap();
+        assert_eq!(mount.dev, rustix::fs::makedev(98, 5));
+        assert_eq!(mount.dir, PathBuf::from("/mnt/my data"));
+        assert_eq!(mount.fs_type, "fuse.gpunvme");
+        assert_eq!(mount.source, OsString::from(r"/img/a\b"));
+        let plain = Mount::parse(b"22 1 0:20 / /sys rw - sysfs sysfs rw").unwrap();
+        assert_eq!(plain.fs_type, "sysfs");
+        assert_eq!(Mount::parse(b""), None);
+    }
+
+    #[test]
+    fn finds_proc_itself() {
+        let mounts = Mount::all().unwrap();
+        assert!(mounts.iter().any(|mount| mount.fs_type == "proc" && mount.dir == Path::new("/proc")));
+    }
+
+    #[test]
+    fn names_and_hard_links_of_one_file_are_the_same_device() {
+        let dir = tempfile::tempdir().unwrap();
+        let (image, link, other) = (dir.path().join("image"), dir.path().join("link"), dir.path().join("other"));
+        std::fs::write(&image, "").unwrap();
+        std::fs::write(&other, "").unwrap();
+        std::fs::hard_link(&image, &link).unwrap();
+        assert!(is_same(image.as_os_str(), link.to_str().unwrap()));
+        assert!(!is_same(image.as_os_str(), other.to_str().unwrap()));
+        assert!(is_same("vfio:0000:01:00.0".as_ref(), "vfio:0000:01:00.0"));
+        assert!(!is_same("vfio:0000:01:00.0".as_ref(), "vfio:0000:02:00.0"));
+    }
+}

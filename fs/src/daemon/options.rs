@@ -1,0 +1,359 @@
+//! The command line of mount.gpunvme, and what mount(8) puts on it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::Parser;
+use rustix::mount::MountFlags;
+
+use super::error::MountError;
+use super::settings::{Partial, Settings};
+
+/// Mounts a gpunvme volume. Usually called by mount(8): mount -t gpunvme DEVICE DIR
+#[derive(Debug, Parser)]
+#[command(name = "mount.gpunvme", version, disable_help_subcommand = true)]
+struct Arguments {
+    /// A block device or image file that mkfs.gpunvme has formatted
+    device: String,
+    /// The directory to mount it on
+    dir: PathBuf,
+    /// Mount options, separated by commas; mount.gpunvme(8) lists them
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// Stay in the foreground and log to stderr
+    #[arg(long)]
+    foreground: bool,
+    /// Ignore unknown options
+    #[arg(short = 's')]
+    sloppy: bool,
+    /// Check everything, but mount nothing
+    #[arg(short = 'f')]
+    fake: bool,
+    /// Accepted for mount(8): there is no mtab to leave alone
+    #[arg(short = 'n')]
+    #[allow(dead_code, reason = "mount(8) passes it; there is nothing to do")]
+    no_mtab: bool,
+    /// Say what was mounted
+    #[arg(short = 'v')]
+    verbose: bool,
+    /// The mount namespace to work in: a process id or the path of a namespace
+    #[arg(short = 'N', value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// The filesystem type: gpunvme, or fuse.gpunvme
+    #[arg(short = 't', value_name = "TYPE")]
+    fs_type: Option<String>,
+}
+
+/// Everything that one mount was asked to be.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The device as the caller named it, or the file's real path: the kernel shows it as the mount's source, so that
+    /// `umount DEVICE` and `mount -a` find it again.
+    pub device: String,
+    /// The directory to mount on, as the caller named it.
+    pub dir: PathBuf,
+    /// What the daemon was set to.
+    pub settings: Settings,
+    /// What the kernel was asked to do with the mount (`nodev`, `nosuid`, ...), without `ro`.
+    pub flags: MountFlags,
+    /// Stay in the foreground and log to stderr.
+    pub foreground: bool,
+    /// Check everything, but mount nothing.
+    pub fake: bool,
+    /// Say what was mounted.
+    pub verbose: bool,
+    /// The mount namespace to work in: a process id or the path of a namespace.
+    pub namespace: Option<String>,
+}
+
+/// What a command line asks for: a mount, or a text on stdout (`--help`, `--version`).
+#[derive(Debug)]
+pub enum Command {
+    /// Mount.
+    Mount(Box<Options>),
+    /// Print this and be done.
+    Print(String),
+}
+
+/// A command line that asks for nothing that can be done.
+#[derive(Debug)]
+pub struct UsageError {
+    /// The device, as far as it was understood.
+    pub device: Option<String>,
+    /// What is wrong.
+    pub error: MountError,
+}
+
+impl Command {
+    /// Understands a command line, `args[0]` being the program's name, and reads the configuration file that it names.
+    ///
+    /// # Errors
+    /// An argument or option that does not exist or has a value that it cannot have, by its name.
+    pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Self, UsageError> {
+        let arguments = match Arguments::try_parse_from(args) {
+            Ok(arguments) => arguments,
+            Err(error) if !error.use_stderr() => return Ok(Self::Print(error.to_string())),
+            Err(error) => {
+                let text = error.to_string();
+                let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end().to_owned();
+                return Err(UsageError { device: None, error: MountError::Usage(text) });
+            }
+        };
+        let device = arguments.device.clone();
+        Options::from_arguments(arguments)
+            .map(|options| Self::Mount(Box::new(options)))
+            .map_err(|error| UsageError { device: Some(device), error })
+    }
+}
+
+impl Options {
+    fn from_arguments(arguments: Arguments) -> Result<Self, MountError> {
+        if let Some(fs_type) = &arguments.fs_type
+            && !["gpunvme", "fuse.gpunvme"].contains(&fs_type.as_str())
+        {
+            return Err(MountError::Usage(format!("this mounts type gpunvme, not {fs_type}")));
+        }
+        let mut list = OptionList::default();
+        for options in &arguments.options {
+            list.add(options, arguments.sloppy)?;
+        }
+        let config = Partial::from_config(list.config.as_deref())?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let settings = list.partial.over(config).complete(rustix::process::geteuid().is_root(), cores)?;
+        Ok(Self {
+            device: source_name(arguments.device),
+            dir: arguments.dir,
+            settings,
+            flags: list.flags,
+            foreground: arguments.foreground || list.foreground,
+            fake: arguments.fake,
+            verbose: arguments.verbose,
+            namespace: arguments.namespace,
+        })
+    }
+}
+
+/// A path is made absolute and free of links, as mount(8) does it; names of other backends stay as they are.
+fn source_name(device: String) -> String {
+    match std::fs::canonicalize(&device) {
+        Ok(path) => path.into_os_string().into_string().unwrap_or(device),
+        Err(_) => device,
+    }
+}
+
+/// What the `-o` options said so far; the last word on anything wins.
+#[derive(Debug)]
+struct OptionList {
+    partial: Partial,
+    flags: MountFlags,
+    config: Option<PathBuf>,
+    foreground: bool,
+}
+
+impl Default for OptionList {
+    fn default() -> Self {
+        Self { partial: Partial::default(), flags: MountFlags::empty(), config: None, foreground: false }
+    }
+}
+
+/// Options that are flags of the mount in the kernel: name, bits that it sets, bits that it clears.
+///
+/// The kernel keeps no access times for a FUSE mount, so those flags only show; they are taken because fstab has them.
+const FLAGS: &[(&str, MountFlags, MountFlags)] = {
+    const NONE: MountFlags = MountFlags::empty();
+    &[
+        ("dev", NONE, MountFlags::NODEV),
+        ("nodev", MountFlags::NODEV, NONE),
+        ("suid", NONE, MountFlags::NOSUID),
+        ("nosuid", MountFlags::NOSUID, NONE),
+        ("exec", NONE, MountFlags::NOEXEC),
+        ("noexec", MountFlags::NOEXEC, NONE),
+        ("sync", MountFlags::SYNCHRONOUS, NONE),
+        ("async", NONE, MountFlags::SYNCHRONOUS),
+        ("dirsync", MountFlags::DIRSYNC, NONE),
+        ("atime", NONE, MountFlags::NOATIME),
+        ("noatime", MountFlags::NOATIME, MountFlags::RELATIME.union(MountFlags::STRICTATIME)),
+        ("relatime", MountFlags::RELATIME, MountFlags::NOATIME.union(MountFlags::STRICTATIME)),
+        ("norelatime", NONE, MountFlags::RELATIME),
+        ("strictatime", MountFlags::STRICTATIME, MountFlags::NOATIME.union(MountFlags::RELATIME)),
+        ("nostrictatime", NONE, MountFlags::STRICTATIME),
+        ("diratime", NONE, MountFlags::NODIRATIME),
+        ("nodiratime", MountFlags::NODIRATIME, NONE),
+        ("lazytime", MountFlags::LAZYTIME, NONE),
+        ("nolazytime", NONE, MountFlags::LAZYTIME),
+    ]
+};
+
+/// Options of fstab(5) that speak to mount(8), systemd and the like, not to us. Permissions are always checked by the kernel.
+const USERSPACE: &str =
+    "defaults auto noauto nofail _netdev owner noowner group nogroup user nouser users nousers default_permissions";
+
+impl OptionList {
+    fn add(&mut self, options: &str, sloppy: bool) -> Result<(), MountError> {
+        for option in split(options) {
+            let (name, value) = match option.split_once('=') {
+                Some((name, value)) => (name, Some(unquote(value))),
+                None => (option, None),
+            };
+            if !self.set(name, value)? && !sloppy {
+                let why = format!("unknown option {name:?} (mount.gpunvme(8) lists them; -s ignores unknown ones)");
+                return Err(MountError::Usage(why));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes one option; false if there is none of this name.
+    fn set(&mut self, name: &str, value: Option<&str>) -> Result<bool, MountError> {
+        let needed = || value.ok_or_else(|| MountError::Usage(format!("option {name:?} needs a value: {name}=...")));
+        let invalid = |why: String| MountError::Usage(format!("option {name:?}: {why}"));
+        let number = |text: &str| text.parse().map_err(|_| invalid(format!("{text:?} is not a number")));
+        match name {
+            "cache" => self.partial.cache = Some(needed()?.parse().map_err(invalid)?),
+            "write_buffer" => self.partial.write_buffer = Some(needed()?.parse().map_err(invalid)?),
+            "threads" => self.partial.threads = Some(number(needed()?)? as usize),
+            "commit" => self.partial.commit = Some(number(needed()?)?),
+            "log" => self.partial.log = Some(needed()?.to_owned()),
+            "config" => self.config = Some(PathBuf::from(needed()?)),
+            _ if name.starts_with("x-") || name.starts_with("X-") || name == "comment" || name == "uhelper" => {}
+            _ if value.is_some() => return Ok(false),
+            "ro" => self.partial.ro = Some(true),
+            "rw" => self.partial.ro = Some(false),
+            "allow_other" => self.partial.allow_other = Some(true),
+            "noallow_other" => self.partial.allow_other = Some(false),
+            "foreground" => self.foreground = true,
+            "remount" => {
+                return Err(MountError::Usage("a mounted volume cannot change its options: unmount it first".to_owned()));
+            }
+            "" => {}
+            _ if USERSPACE.split(' ').any(|word| word == name) => {}
+            _ => match FLAGS.iter().find(|flag| flag.0 == name) {
+                Some(&(_, set, clear)) => self.flags = self.flags.difference(clear).union(set),
+                None => return Ok(false),
+            },
+        }
+        Ok(true)
+    }
+}
+
+/// Splits at commas, but for those between double quotes: `log="info,fuser=debug",ro`.
+fn split(options: &str) -> impl Iterator<Item = &str> {
+    let mut quoted = false;
+    options.split(move |c| {
+        quoted ^= c == '"';
+        c == ',' && !quoted
+    })
+}
+
+fn unquote(value: &str) -> &str {
+    value.strip_prefix('"').and_then(|inner| inner.strip_suffix('"')).unwrap_or(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Options, UsageError> {
+        let args = ["mount.gpunvme"].iter().chain(args).map(OsString::from);
+        match Command::parse(args)? {
+            Command::Mount(options) => Ok(*options),
+            Command::Print(text) => panic!("printed {text}"),
+        }
+    }
+
+    fn refused(args: &[&str]) -> String {
+        let refusal = parse(args).unwrap_err();
+        assert_eq!(refusal.error.exit_code(), 1);
+        refusal.error.to_string()
+    }
+
+    #[test]
+    fn takes_what_mount_passes() {
+        let options = parse(&["vfio:0000:01:00.0", "/data", "-n", "-s", "-f", "-v", "-o", "rw", "-t", "gpunvme"]).unwrap();
+        assert_eq!(options.device, "vfio:0000:01:00.0");
+        assert_eq!(options.dir, PathBuf::from("/data"));
+        assert!(options.fake && options.verbose && !options.foreground);
+        assert!(!options.settings.read_only);
+        let options = parse(&["dev", "/data", "-sfnv", "-N", "/proc/1/ns/mnt"]).unwrap();
+        assert_eq!(options.namespace.as_deref(), Some("/proc/1/ns/mnt"));
+    }
+
+    #[test]
+    fn own_options_reach_the_settings() {
+        let list = "ro,noallow_other,cache=1G,write_buffer=32M,threads=3,commit=7,log=\"info,fuser=debug\",foreground";
+        let options = parse(&["dev", "/data", "-o", list]).unwrap();
+        assert_eq!(
+            options.settings,
+            Settings {
+                read_only: true,
+                allow_other: false,
+                cache: 1 << 30,
+                write_buffer: 32 << 20,
+                threads: 3,
+                commit: Duration::from_secs(7),
+                log: "info,fuser=debug".to_owned(),
+            }
+        );
+        assert!(options.foreground);
+    }
+
+    #[test]
+    fn the_last_word_wins() {
+        let options = parse(&["dev", "/data", "-o", "ro,noexec,commit=3", "-o", "rw,exec,commit=4"]).unwrap();
+        assert!(!options.settings.read_only);
+        assert!(options.flags.is_empty());
+        assert_eq!(options.settings.commit, Duration::from_secs(4));
+        let options = parse(&["dev", "/data", "-o", "noatime,relatime"]).unwrap();
+        assert_eq!(options.flags, MountFlags::RELATIME);
+    }
+
+    #[test]
+    fn kernel_flags_are_collected_and_userspace_options_ignored() {
+        let list =
+            "defaults,noauto,nofail,_netdev,user,x-systemd.requires=network.target,comment=mine,nodev,nosuid,noexec,noatime";
+        let options = parse(&["dev", "/data", "-o", list]).unwrap();
+        let expected = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::NOATIME;
+        assert_eq!(options.flags, expected);
+    }
+
+    #[test]
+    fn the_command_line_wins_over_the_configuration_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "commit = 30\nthreads = 9\nro = true\n").unwrap();
+        let list = format!("config={},threads=2,rw", file.path().display());
+        let options = parse(&["dev", "/data", "-o", &list]).unwrap();
+        assert_eq!(options.settings.threads, 2);
+        assert!(!options.settings.read_only);
+        assert_eq!(options.settings.commit, Duration::from_secs(30));
+    }
+
+    #[test]
+    fn unknown_options_are_refused_by_name_unless_sloppy() {
+        assert!(refused(&["dev", "/data", "-o", "ro,journal=off"]).starts_with("unknown option \"journal\""));
+        assert!(refused(&["dev", "/data", "-o", "ro=yes"]).starts_with("unknown option \"ro\""));
+        assert!(parse(&["dev", "/data", "-s", "-o", "ro,journal=off"]).unwrap().settings.read_only);
+    }
+
+    #[test]
+    fn wrong_values_are_refused_even_if_sloppy() {
+        assert_eq!(refused(&["dev", "/data", "-s", "-o", "cache"]), "option \"cache\" needs a value: cache=...");
+        assert!(refused(&["dev", "/data", "-s", "-o", "cache=big"]).starts_with("option \"cache\": \"big\" is not a size"));
+        assert_eq!(refused(&["dev", "/data", "-o", "commit=x"]), "option \"commit\": \"x\" is not a number");
+        assert!(refused(&["dev", "/data", "-o", "threads=0"]).starts_with("threads=0 is out of range"));
+        assert!(refused(&["dev", "/data", "-o", "remount,ro"]).contains("unmount it first"));
+        assert!(refused(&["dev", "/data", "-t", "ext4"]).contains("not ext4"));
+        assert!(refused(&["dev"]).contains("<DIR>"));
+    }
+
+    #[test]
+    fn paths_become_real_paths() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().canonicalize().unwrap().join("image");
+        std::fs::write(&image, "").unwrap();
+        std::os::unix::fs::symlink("image", dir.path().join("link")).unwrap();
+        let options = parse(&[dir.path().join("link").to_str().unwrap(), "/data"]).unwrap();
+        assert_eq!(options.device, image.to_str().unwrap());
+    }
+}

@@ -1,0 +1,139 @@
+//! What a device carries already, so that nobody loses it to a typing error.
+//!
+//! Foreign filesystems and partition tables are recognised by libblkid, which knows all that Linux knows, through blkid(8):
+//! util-linux has both on every system, and a program needs no C headers to be built.
+
+use std::fmt;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use gpunvme_blockdev::BlockDevice;
+use uuid::Uuid;
+
+/// blkid's exit code when it recognises nothing.
+const BLKID_NOTHING: i32 = 2;
+/// blkid's exit code when it recognises several things that exclude each other.
+const BLKID_AMBIVALENT: i32 = 8;
+/// blkid is in /usr/sbin, which is not in everybody's PATH.
+const SBIN: &str = "/usr/sbin:/sbin";
+
+/// Something that formatting would destroy. Reads as an English noun phrase.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Contents {
+    what: String,
+    label: Option<String>,
+    uuid: Option<String>,
+}
+
+impl fmt::Display for Contents {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.what)?;
+        match (&self.label, &self.uuid) {
+            (Some(label), Some(uuid)) => write!(f, " ({label:?}, UUID {uuid})"),
+            (Some(label), None) => write!(f, " ({label:?})"),
+            (None, Some(uuid)) => write!(f, " (UUID {uuid})"),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+/// What `device` carries, `None` if nothing is recognised.
+///
+/// # Errors
+/// A text: the device cannot be read, or blkid cannot be run.
+pub fn find(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, String> {
+    Ok(find_own(device).or(find_foreign(device.name())?))
+}
+
+/// A volume of ours.
+fn find_own(device: &Arc<dyn BlockDevice>) -> Option<Contents> {
+    match gpunvme_fs::probe(device) {
+        Ok(superblock) => superblock.map(|superblock| Contents {
+            what: "a gpunvme volume".to_owned(),
+            label: Some(superblock.label).filter(|label| !label.is_empty()),
+            uuid: Some(Uuid::from_bytes(superblock.uuid).to_string()),
+        }),
+        Err(error) => Some(Contents { what: format!("a gpunvme volume that cannot be read ({error})"), label: None, uuid: None }),
+    }
+}
+
+/// Anything that libblkid knows. Devices that are not files hold nothing that the kernel could have put there.
+fn find_foreign(device: &str) -> Result<Option<Contents>, String> {
+    if !Path::new(device).exists() {
+        return Ok(None);
+    }
+    let path = std::env::var("PATH").map_or(SBIN.to_owned(), |path| format!("{path}:{SBIN}"));
+    let output = Command::new("blkid")
+        .env("PATH", path)
+        .args(["-p", "-o", "export", "--"])
+        .arg(device)
+        .output()
+        .map_err(|error| format!("blkid, of util-linux, cannot be run: {error}; --force formats without looking"))?;
+    match output.status.code() {
+        Some(0) => Ok(parse(&String::from_utf8_lossy(&output.stdout))),
+        Some(BLKID_NOTHING) if output.stderr.is_empty() => Ok(None),
+        Some(BLKID_AMBIVALENT) => {
+            Ok(Some(Contents { what: "signatures of several filesystems".to_owned(), label: None, uuid: None }))
+        }
+        _ => {
+            let why = String::from_utf8_lossy(&output.stderr);
+            Err(format!("blkid failed ({}): {}; --force formats without looking", output.status, why.trim()))
+        }
+    }
+}
+
+/// Understands `blkid -p -o export`: lines of KEY=value, in which the shell's special characters are escaped.
+fn parse(export: &str) -> Option<Contents> {
+    let value = |key: &str| {
+        let line = export.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='))?;
+        Some(line.replace('\\', ""))
+    };
+    let what = match (value("TYPE"), value("PTTYPE")) {
+        (Some(name), _) => format!("a filesystem or volume of type {name}"),
+        (None, Some(name)) => format!("a partition table of type {name}"),
+        (None, None) => return None,
+    };
+    Some(Contents { what, label: value("LABEL"), uuid: value("UUID").or_else(|| value("PTUUID")) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn reads_the_export_format() {
+        let export = "DEVNAME=/dev/sdb1\nLABEL=my\\ data\nUUID=f254-1bc2\nTYPE=ext4\nUSAGE=filesystem\n";
+        assert_eq!(parse(export).unwrap().to_string(), "a filesystem or volume of type ext4 (\"my data\", UUID f254-1bc2)");
+        let table = "DEVNAME=/dev/sdb\nPTUUID=7ff9\nPTTYPE=gpt\n";
+        assert_eq!(parse(table).unwrap().to_string(), "a partition table of type gpt (UUID 7ff9)");
+        let bare_partition = "DEVNAME=/dev/sdb1\nPART_ENTRY_SCHEME=gpt\nPART_ENTRY_TYPE=0fc6\n";
+        assert_eq!(parse(bare_partition), None);
+    }
+
+    #[test]
+    fn blkid_recognises_real_signatures() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        let image = File::create(&path).unwrap();
+        image.set_len(64 << 20).unwrap();
+        let look = || find_foreign(path.to_str().unwrap()).unwrap().map(|contents| contents.to_string());
+        assert_eq!(look(), None);
+
+        // A partition table in the style of DOS with one Linux partition.
+        let mut sector = [0; 512];
+        sector[446..462].copy_from_slice(&[0, 0, 2, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 0, 1, 0]);
+        sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        image.write_all_at(&sector, 0).unwrap();
+        assert!(look().unwrap().starts_with("a partition table of type dos"), "{:?}", look());
+
+        image.write_all_at(&[0; 512], 0).unwrap();
+        let made =
+            Command::new("mkswap").env("PATH", format!("/usr/bin:/bin:{SBIN}")).args(["-L", "my swap"]).arg(&path).output();
+        assert!(made.unwrap().status.success());
+        assert!(look().unwrap().starts_with("a filesystem or volume of type swap (\"my swap\", UUID "), "{:?}", look());
+    }
+}
