@@ -216,7 +216,8 @@ impl Registry {
         if !foreign::may_accept() {
             return Err(RegistryError::Refused(Reason::TotalLimit));
         }
-        let fd = process.take_fd(request.fd).map_err(|errno| match errno {
+        let taken = if request.fd < 0 { Err(Errno::BADF) } else { process.take_fd(request.fd) };
+        let fd = taken.map_err(|errno| match errno {
             Errno::BADF => RegistryError::BadFd { process: process.id, fd: request.fd },
             errno => RegistryError::NotReachable { process: process.id, errno },
         })?;

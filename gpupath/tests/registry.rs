@@ -1,0 +1,442 @@
+//! Ownership of buffers, between real processes: this test binary starts itself again as the client.
+
+use gpunvme_blockdev::MemoryDevice;
+use gpunvme_gpupath::abi::{
+    Command, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer, TransferRequest,
+    Unregister, decode,
+};
+use gpunvme_gpupath::planner::Direction;
+use gpunvme_gpupath::registry::{Limits, Registry, RegistryError};
+use gpunvme_gpupath::server::{Outcome, Server};
+use gpunvme_gpupath::socket::Listener;
+use rustix::fs::{MemfdFlags, Mode, SealFlags};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use std::io::{BufRead, BufReader, IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use zerocopy::{FromBytes, IntoBytes};
+
+const LEN: u64 = 64 << 10;
+
+fn registry(limits: Limits) -> Registry {
+    Registry::new(MemoryDevice::new(1 << 20), limits).unwrap()
+}
+
+fn request(fd: i32) -> Register {
+    Register { fd, len: LEN, ..Register::default() }
+}
+
+fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
+    let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&fd, len).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
+/// Another process, which does on demand what an application does.
+struct Client {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Client {
+    fn start() -> Client {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "the_other_process", "--ignored", "--nocapture"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (stdin, stdout) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        Client { child, stdin, stdout }
+    }
+
+    /// Sends a line, and returns the numbers in the answer.
+    fn ask(&mut self, line: &str) -> Vec<i64> {
+        writeln!(self.stdin, "{line}").unwrap();
+        loop {
+            let mut answer = String::new();
+            assert_ne!(self.stdout.read_line(&mut answer).unwrap(), 0, "the client ended");
+            // The test harness of the other process prints lines of its own.
+            if let Some((_, numbers)) = answer.split_once("=> ") {
+                return numbers.split_whitespace().map(|number| number.parse().unwrap()).collect();
+            }
+        }
+    }
+
+    /// Has it make a sealed memfd on its main thread or on a new one: thread id and descriptor.
+    fn memfd(&mut self, on: &str) -> (u32, i32) {
+        let answer = self.ask(&format!("memfd {on}"));
+        (answer[0] as u32, answer[1] as i32)
+    }
+
+    fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill(); // it may have ended by itself
+        let _ = self.child.wait();
+    }
+}
+
+/// Not a test: what [`Client::start`] runs.
+#[test]
+#[ignore = "the other process of the tests beside it"]
+fn the_other_process() {
+    let mut sockets = Vec::new();
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let words: Vec<_> = line.split_whitespace().collect();
+        match words[..] {
+            ["memfd", "main"] => answer_memfd(),
+            // The thread stays: it is the one that will be said to have called.
+            ["memfd", "thread"] => {
+                std::thread::spawn(|| {
+                    answer_memfd();
+                    loop {
+                        std::thread::park();
+                    }
+                });
+            }
+            ["connect", path] => {
+                let socket = connect(Path::new(path));
+                let (status, reply) = register_over(&socket, memfd(LEN, SealFlags::SHRINK).as_fd());
+                sockets.push(socket);
+                println!("=> {status} {}", reply.buffer);
+            }
+            _ => panic!("unknown command {line}"),
+        }
+    }
+}
+
+fn answer_memfd() {
+    let fd = memfd(LEN, SealFlags::SHRINK).into_raw_fd();
+    println!("=> {} {fd}", rustix::thread::gettid().as_raw_nonzero());
+}
+
+fn connect(path: &Path) -> OwnedFd {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    socket
+}
+
+fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
+}
+
+fn receive(socket: &OwnedFd) -> Vec<u8> {
+    let mut bytes = [0; 256];
+    let (_, len) = rustix::net::recv(socket, &mut bytes, rustix::net::RecvFlags::empty()).unwrap();
+    bytes[..len].to_vec()
+}
+
+fn register_over(socket: &OwnedFd, fd: BorrowedFd) -> (i32, Register) {
+    let message = Message { request: Command::Register.request(0), status: 0 };
+    let register = Register { fd: -1, len: LEN, ..Register::default() };
+    send(socket, &[message.as_bytes(), register.as_bytes()].concat(), &[fd]);
+    let answer = receive(socket);
+    let (message, rest) = Message::read_from_prefix(&answer).unwrap();
+    (message.status, Register::read_from_bytes(rest).unwrap_or_default())
+}
+
+fn wait_for(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(10), "waited 10 s for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn reason<T>(result: Result<T, RegistryError>) -> (Reason, i32) {
+    let error = result.err().expect("it should have been refused");
+    (error.reason(), error.errno())
+}
+
+#[test]
+fn any_thread_of_the_owner_may_use_a_buffer() {
+    let registry = registry(Limits::default());
+    let mut client = Client::start();
+    let (thread, fd) = client.memfd("thread");
+    assert_ne!(thread, client.id());
+    let buffer = registry.register(thread, &request(fd)).unwrap();
+    assert_eq!((buffer.route, buffer.reason, buffer.region.len() as u64), (Route::Host, Reason::NotGpuMemory, LEN));
+    let (other, _) = client.memfd("thread");
+    for caller in [thread, other, client.id()] {
+        assert!(Arc::ptr_eq(&registry.lookup(caller, buffer.id).unwrap(), &buffer));
+    }
+    registry.unregister(other, buffer.id).unwrap();
+    assert_eq!(reason(registry.lookup(thread, buffer.id)), (Reason::NoSuchBuffer, libc::ENOENT));
+    assert_eq!(registry.usage(), Default::default());
+}
+
+#[test]
+fn nobody_else_may_use_a_buffer() {
+    let registry = registry(Limits::default());
+    let (mut owner, mut other) = (Client::start(), Client::start());
+    let (thread, fd) = owner.memfd("main");
+    let id = registry.register(thread, &request(fd)).unwrap().id;
+    let (stranger, fd) = other.memfd("thread");
+    let strangers_id = registry.register(stranger, &request(fd)).unwrap().id;
+    for caller in [stranger, other.id(), std::process::id(), 1, 0, u32::MAX] {
+        assert_eq!(reason(registry.lookup(caller, id)), (Reason::NoSuchBuffer, libc::ENOENT));
+        assert_eq!(reason(registry.unregister(caller, id)), (Reason::NoSuchBuffer, libc::ENOENT));
+    }
+    assert_eq!(reason(registry.lookup(thread, strangers_id)).0, Reason::NoSuchBuffer);
+    assert_eq!(reason(registry.lookup(thread, 0)).0, Reason::NoSuchBuffer);
+    assert_eq!(registry.usage().processes, 2);
+    registry.lookup(thread, id).unwrap();
+}
+
+#[test]
+fn the_buffer_is_the_clients_memory() {
+    let registry = registry(Limits::default());
+    let fd = memfd(LEN, SealFlags::SHRINK);
+    let buffer = registry.register(std::process::id(), &request(fd.as_raw_fd())).unwrap();
+    buffer.region.write_at(4000, b"from the daemon").unwrap();
+    let mut bytes = [0; 15];
+    rustix::io::pread(&fd, &mut bytes, 4000).unwrap();
+    assert_eq!(&bytes, b"from the daemon");
+}
+
+#[test]
+fn buffers_go_with_their_process() {
+    let registry = registry(Limits::default());
+    let (mut dies, mut lives) = (Client::start(), Client::start());
+    let (thread, fd) = dies.memfd("thread");
+    let held = registry.register(thread, &request(fd)).unwrap();
+    registry.register(thread, &request(fd)).unwrap();
+    let (survivor, fd) = lives.memfd("main");
+    let kept = registry.register(survivor, &request(fd)).unwrap();
+    assert_eq!(registry.usage().buffers, 3);
+    dies.kill();
+    wait_for("the buffers to go", || registry.usage().buffers == 1);
+    assert_eq!(registry.usage().processes, 1);
+    assert_eq!(reason(registry.lookup(thread, held.id)).0, Reason::NoSuchBuffer);
+    registry.lookup(survivor, kept.id).unwrap();
+    // A transfer in flight would hold the buffer like this, and its memory stays.
+    held.region.write_at(0, b"still mapped").unwrap();
+}
+
+#[test]
+fn a_buffer_does_not_outlive_its_owner_even_unobserved() {
+    let registry = registry(Limits::default());
+    let mut client = Client::start();
+    let (thread, fd) = client.memfd("main");
+    let id = registry.register(thread, &request(fd)).unwrap().id;
+    client.kill();
+    // Whether or not the watcher has seen it by now.
+    assert_eq!(reason(registry.lookup(thread, id)).0, Reason::NoSuchBuffer);
+    assert!(matches!(registry.register(thread, &request(fd)), Err(RegistryError::UnknownCaller(_))));
+}
+
+#[test]
+fn what_is_no_buffer_is_refused() {
+    let registry = registry(Limits::default());
+    let me = std::process::id();
+    let refused = |fd: BorrowedFd, len| reason(registry.register(me, &Register { len, ..request(fd.as_raw_fd()) }));
+    assert_eq!(refused(memfd(LEN, SealFlags::GROW).as_fd(), LEN), (Reason::NotSealed, libc::EINVAL));
+    assert_eq!(refused(memfd(LEN - 1, SealFlags::SHRINK).as_fd(), LEN), (Reason::TooSmall, libc::EINVAL));
+    assert_eq!(refused(memfd(LEN, SealFlags::SHRINK).as_fd(), u64::MAX >> 1), (Reason::TooSmall, libc::EINVAL));
+    assert_eq!(refused(memfd(LEN, SealFlags::SHRINK | SealFlags::WRITE).as_fd(), LEN), (Reason::NotWritable, libc::EACCES));
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(LEN).unwrap();
+    assert_eq!(refused(file.as_fd(), LEN).0, if on_tmpfs(&file) { Reason::NotSealed } else { Reason::NotABuffer });
+    let (pipe, _other) = rustix::pipe::pipe().unwrap();
+    assert_eq!(refused(pipe.as_fd(), LEN), (Reason::NotABuffer, libc::EINVAL));
+    let directory = std::fs::File::open("/").unwrap();
+    assert_eq!(refused(directory.as_fd(), LEN), (Reason::NotABuffer, libc::EINVAL));
+    let read_only = memfd(LEN, SealFlags::SHRINK);
+    let read_only = std::fs::File::open(format!("/proc/self/fd/{}", read_only.as_raw_fd())).unwrap();
+    assert_eq!(refused(read_only.as_fd(), LEN), (Reason::NotWritable, libc::EACCES));
+    assert_eq!(reason(registry.register(me, &request(987_654))), (Reason::NotABuffer, libc::EBADF));
+    assert_eq!(reason(registry.register(me, &request(-1))), (Reason::NotABuffer, libc::EBADF));
+    assert_eq!(reason(registry.register(0, &request(0))), (Reason::FdNotReachable, libc::ESRCH));
+    assert_eq!(registry.usage(), Default::default());
+}
+
+fn on_tmpfs(file: &std::fs::File) -> bool {
+    rustix::fs::fstatfs(file).unwrap().f_type == 0x0102_1994 // TMPFS_MAGIC
+}
+
+#[test]
+fn a_refused_descriptor_is_closed() {
+    let registry = registry(Limits::default());
+    let (read, write) = rustix::pipe::pipe().unwrap();
+    let number = write.as_raw_fd();
+    assert_eq!(reason(registry.register(std::process::id(), &request(number))).0, Reason::NotABuffer);
+    drop(write);
+    // End of file arrives once the daemon's copy is closed too.
+    let mut byte = [0];
+    assert_eq!(rustix::io::read(&read, &mut byte).unwrap(), 0);
+}
+
+#[test]
+fn limits_hold_for_a_process_and_for_all() {
+    let limits = Limits { buffers_per_process: 2, bytes_per_process: 3 * LEN, buffers: 3, bytes: 4 * LEN };
+    let registry = registry(limits);
+    let (mut one, mut two) = (Client::start(), Client::start());
+    let (one, two) = (one.memfd("main"), two.memfd("main"));
+    let ids: Vec<_> = (0..2).map(|_| registry.register(one.0, &request(one.1)).unwrap().id).collect();
+    assert_eq!(reason(registry.register(one.0, &request(one.1))), (Reason::ProcessLimit, libc::ENOSPC));
+    registry.register(two.0, &request(two.1)).unwrap();
+    assert_eq!(reason(registry.register(two.0, &request(two.1))), (Reason::TotalLimit, libc::ENOSPC));
+    registry.unregister(one.0, ids[0]).unwrap();
+    assert_eq!(registry.usage().bytes, 2 * LEN);
+    registry.register(two.0, &request(two.1)).unwrap();
+}
+
+#[test]
+fn bytes_are_limited_too() {
+    let me = std::process::id();
+    let fd = memfd(4 * LEN, SealFlags::SHRINK);
+    let of = |len| Register { len, ..request(fd.as_raw_fd()) };
+    let registry_of = |per_process, all| registry(Limits { bytes_per_process: per_process, bytes: all, ..Limits::default() });
+    assert_eq!(reason(registry_of(3 * LEN, 8 * LEN).register(me, &of(4 * LEN))).0, Reason::ProcessLimit);
+    assert_eq!(reason(registry_of(8 * LEN, 3 * LEN).register(me, &of(4 * LEN))).0, Reason::TotalLimit);
+    registry_of(4 * LEN, 4 * LEN).register(me, &of(4 * LEN)).unwrap();
+}
+
+struct Service {
+    server: Arc<Server>,
+    listener: Listener,
+    _directory: tempfile::TempDir,
+}
+
+fn service() -> Service {
+    let directory = tempfile::tempdir().unwrap();
+    let server = Arc::new(Server::new(registry(Limits::default())));
+    let listener = Listener::bind(&directory.path().join("socket"), Mode::from_raw_mode(0o600), server.clone()).unwrap();
+    Service { server, listener, _directory: directory }
+}
+
+#[test]
+fn a_descriptor_sent_belongs_to_its_sender() {
+    let service = service();
+    let mut client = Client::start();
+    let answer = client.ask(&format!("connect {}", service.listener.path().display()));
+    assert_eq!(answer[0], 0);
+    let id = answer[1] as u64;
+    let (thread, _) = client.memfd("thread");
+    let registry = &service.server.registry;
+    registry.lookup(thread, id).unwrap();
+    assert_eq!(reason(registry.lookup(std::process::id(), id)).0, Reason::NoSuchBuffer);
+    client.kill();
+    wait_for("the buffer to go", || registry.usage().buffers == 0);
+}
+
+#[test]
+fn the_socket_refuses_what_the_ioctl_refuses() {
+    let service = service();
+    let socket = connect(service.listener.path());
+    let (status, reply) = register_over(&socket, memfd(LEN, SealFlags::GROW).as_fd());
+    assert_eq!((status, reply.reason), (libc::EINVAL, Reason::NotSealed.code()));
+    let (status, reply) = register_over(&socket, memfd(LEN, SealFlags::SHRINK).as_fd());
+    assert_eq!((status, reply.route), (0, Route::Host.code()));
+
+    let fd = memfd(LEN, SealFlags::SHRINK);
+    let status_of = |request: u32, argument: &[u8], fds: &[BorrowedFd]| {
+        send(&socket, &[Message { request, status: 0 }.as_bytes(), argument].concat(), fds);
+        Message::read_from_prefix(&receive(&socket)).unwrap().0.status
+    };
+    let register = Register { fd: -1, len: LEN, ..Register::default() };
+    assert_eq!(status_of(Command::Register.request(0), register.as_bytes(), &[]), libc::EBADF);
+    assert_eq!(status_of(Command::Register.request(0), register.as_bytes(), &[fd.as_fd(), fd.as_fd()]), libc::EBADF);
+    assert_eq!(status_of(Command::Register.request(0), &[0; 3], &[fd.as_fd()]), libc::EINVAL);
+    assert_eq!(status_of(Command::Register.request(0), &[0; 200], &[fd.as_fd()]), libc::EINVAL);
+    assert_eq!(status_of(0, &[], &[fd.as_fd()]), libc::ENOTTY);
+    assert_eq!(status_of(Command::Stats.request(0), Stats::default().as_bytes(), &[]), libc::EINVAL);
+    let unregister = |buffer| Unregister { buffer, ..Unregister::default() };
+    assert_eq!(status_of(Command::Unregister.request(0), unregister(reply.buffer).as_bytes(), &[]), 0);
+    assert_eq!(status_of(Command::Unregister.request(0), unregister(reply.buffer).as_bytes(), &[]), libc::ENOENT);
+    assert_eq!(service.server.registry.usage().buffers, 0);
+}
+
+/// Clients that send rubbish, never read, or hold hundreds of connections: the next one is served.
+#[test]
+fn hostile_clients_do_not_wedge_the_socket() {
+    let service = service();
+    let rude = connect(service.listener.path());
+    send(&rude, b"abc", &[memfd(LEN, SealFlags::SHRINK).as_fd()]);
+    let deaf = connect(service.listener.path());
+    let rubbish = [0xff; 64];
+    while rustix::net::send(&deaf, &rubbish, SendFlags::NOSIGNAL | SendFlags::DONTWAIT).is_ok() {}
+    let idle: Vec<_> = (0..300).map(|_| connect(service.listener.path())).collect();
+    let socket = connect(service.listener.path());
+    let (status, _) = register_over(&socket, memfd(LEN, SealFlags::SHRINK).as_fd());
+    assert_eq!(status, 0);
+    drop(idle);
+    let path = service.listener.path().to_owned();
+    drop(service);
+    assert!(!path.exists());
+}
+
+/// The checks and answers around a transfer.
+#[test]
+fn transfers_are_admitted_and_answered() {
+    let server = Server::new(registry(Limits::default()));
+    let fd = memfd(LEN, SealFlags::SHRINK);
+    let me = std::process::id();
+    let reply = server.register(me, &Register { flags: RegisterFlags::STAGING.bits(), ..request(fd.as_raw_fd()) });
+    let registered = Register::read_from_bytes(&reply.data).unwrap();
+    assert_eq!((reply.result, registered.route), (0, Route::Bounce.code()));
+
+    let transfer = |buffer, flags: u32, segments: &[Segment]| -> TransferRequest {
+        let header = Transfer { buffer, flags, segments: segments.len() as u32, ..Transfer::default() };
+        match decode(Command::Read.request(segments.len()), &[header.as_bytes(), segments.as_bytes()].concat()).unwrap() {
+            Request::Read(request) => request,
+            other => panic!("{other:?}"),
+        }
+    };
+    let segment = |buffer_offset, len| Segment { file_offset: 0, buffer_offset, len };
+    let refused = |request: &TransferRequest| {
+        let reply = server.admit(me, Direction::Read, request).err().expect("it should have been refused");
+        let header = Transfer::read_from_bytes(&reply.data).unwrap();
+        (reply.result, Reason::from_code(header.reason).unwrap(), header.failed_segment)
+    };
+    let id = registered.buffer;
+    assert_eq!(refused(&transfer(id + 1, 0, &[])), (-libc::ENOENT, Reason::NoSuchBuffer, u32::MAX));
+    let out = transfer(id, 0, &[segment(0, LEN), segment(1, LEN)]);
+    assert_eq!(refused(&out), (-libc::EINVAL, Reason::OutsideBuffer, 1));
+    assert_eq!(refused(&transfer(id, 1, &[])), (-libc::EOPNOTSUPP, Reason::RouteNotAvailable, u32::MAX));
+
+    let request = transfer(id, 2, &[segment(0, 100)]);
+    let buffer = server.admit(me, Direction::Read, &request).unwrap();
+    let finished = |outcome: Outcome| {
+        let reply = server.finish(Direction::Read, &request, &buffer, &outcome);
+        (reply.result, Transfer::read_from_bytes(&reply.data).unwrap())
+    };
+    let (result, header) = finished(Outcome::moved(&buffer, 64, 32, 4));
+    assert_eq!((result, header.bytes, header.bounce, header.hole, header.edge), (0, 100, 64, 32, 4));
+    assert_eq!((header.status, header.reason, header.failed_segment), (0, Reason::Unaligned.code(), u32::MAX));
+    // Half done: the errno is in the structure. Nothing done: it is the ioctl's.
+    let half = Outcome { status: libc::ENOSPC, failed_segment: Some(0), ..Outcome::moved(&buffer, 64, 0, 0) };
+    let (result, header) = finished(half);
+    assert_eq!((result, header.status, header.bytes, header.failed_segment), (0, libc::ENOSPC, 64, 0));
+    let (result, header) = finished(Outcome::failed(libc::EIO, Some(0)));
+    assert_eq!((result, header.status, header.bytes), (-libc::EIO, libc::EIO, 0));
+
+    let stats = Stats::read_from_bytes(&server.stats().data).unwrap();
+    assert_eq!(stats.read, Moved { bounce: 128, hole: 32, edge: 4, ..Moved::default() });
+    assert_eq!(stats.calls[..7], [0, 1, 0, 0, 6, 0, 1]);
+    assert_eq!((stats.failed, stats.buffers, stats.buffer_bytes, stats.processes), (4, 1, LEN, 1));
+    assert_eq!(stats.reasons[Reason::Unaligned as usize], 1);
+}
