@@ -1,32 +1,36 @@
-//! Completions of devices that run their requests at once: a list with a wait, a wake and a timeout.
+//! What devices that run their requests at once have finished: a list with a wait, a wake and a timeout.
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Completion, Wait};
+use crate::Wait;
 
 /// Where finished requests wait to be collected.
-#[derive(Default)]
-pub(crate) struct Completions {
-    state: Mutex<State>,
+pub(crate) struct Completions<T> {
+    state: Mutex<State<T>>,
     changed: Condvar,
 }
 
-#[derive(Default)]
-struct State {
-    finished: Vec<Completion>,
+struct State<T> {
+    finished: Vec<T>,
     woken: bool,
 }
 
-impl Completions {
+impl<T> Default for Completions<T> {
+    fn default() -> Self {
+        Self { state: Mutex::new(State { finished: Vec::new(), woken: false }), changed: Condvar::new() }
+    }
+}
+
+impl<T> Completions<T> {
     /// Adds finished requests.
-    pub(crate) fn extend(&self, completions: impl IntoIterator<Item = Completion>) {
+    pub(crate) fn extend(&self, completions: impl IntoIterator<Item = T>) {
         self.state.lock().finished.extend(completions);
         self.changed.notify_all();
     }
 
-    /// As [`crate::Queue::complete`].
-    pub(crate) fn take(&self, wait: Wait, out: &mut Vec<Completion>) -> usize {
+    /// Takes all that finished; waits for the first as [`crate::Queue::complete`] does.
+    pub(crate) fn take(&self, wait: Wait) -> Vec<T> {
         let deadline = match wait {
             Wait::Timeout(timeout) => Instant::now().checked_add(timeout),
             Wait::No | Wait::Forever => None,
@@ -40,9 +44,7 @@ impl Completions {
             }
         }
         state.woken = false;
-        let count = state.finished.len();
-        out.append(&mut state.finished);
-        count
+        std::mem::take(&mut state.finished)
     }
 
     /// As [`crate::Queue::wake`].

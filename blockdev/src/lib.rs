@@ -13,11 +13,13 @@ mod buffer;
 mod completions;
 mod device;
 mod error;
+mod faulty;
 mod file;
 mod io;
 #[allow(unsafe_code)]
 mod lock;
 mod memory;
+mod recorder;
 #[allow(unsafe_code)]
 mod region;
 mod request;
@@ -27,7 +29,9 @@ mod uring;
 pub use buffer::{Buffer, BufferPool};
 pub use device::{BlockDevice, Geometry, OpenMode, Queue, Wait, open};
 pub use error::{Error, Result};
+pub use faulty::{Faulty, On, Rule};
 pub use io::Io;
 pub use memory::{Image, MemoryDevice};
+pub use recorder::{Event, Log, PowerCuts, Recorder, SECTOR};
 pub use region::{Region, Span};
 pub use request::{Completion, Op, Request};

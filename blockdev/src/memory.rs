@@ -114,9 +114,7 @@ fn for_each_page(offset: u64, len: usize, mut each: impl FnMut(u64, usize, std::
 
 /// A namespace in RAM. Requests run when they are submitted, so that completions wait for nothing.
 pub struct MemoryDevice {
-    name: Arc<str>,
-    geometry: Geometry,
-    image: Arc<Mutex<Image>>,
+    memory: Arc<Memory>,
 }
 
 impl MemoryDevice {
@@ -127,8 +125,29 @@ impl MemoryDevice {
 
     /// A device that begins with these contents.
     pub fn from_image(image: Image) -> Arc<Self> {
-        let geometry = Geometry {
-            len: image.len(),
+        let geometry = Geometry::of_memory(image.len());
+        Self::with_geometry(image, geometry)
+    }
+
+    /// A device of any geometry, for tests of what depends on it. Panics unless `geometry.len` is the image's length and a
+    /// multiple of the logical block.
+    pub fn with_geometry(image: Image, geometry: Geometry) -> Arc<Self> {
+        assert_eq!(geometry.len, image.len());
+        assert_eq!(geometry.len % u64::from(geometry.logical_block), 0);
+        Arc::new(Self { memory: Memory::new("memory", image, geometry) })
+    }
+
+    /// The contents now.
+    pub fn snapshot(&self) -> Image {
+        self.memory.snapshot()
+    }
+}
+
+impl Geometry {
+    /// Everything supported, in blocks of 512 bytes.
+    pub(crate) fn of_memory(len: u64) -> Self {
+        Geometry {
+            len,
             logical_block: 512,
             memory_alignment: 512,
             max_transfer: u32::MAX,
@@ -138,40 +157,21 @@ impl MemoryDevice {
             discard: true,
             write_zeroes: true,
             read_only: false,
-        };
-        Self::with_geometry(image, geometry)
-    }
-
-    /// A device of any geometry, for tests of what depends on it. Panics unless `geometry.len` is the image's length and a
-    /// multiple of the logical block.
-    pub fn with_geometry(image: Image, geometry: Geometry) -> Arc<Self> {
-        assert_eq!(geometry.len, image.len());
-        assert_eq!(geometry.len % u64::from(geometry.logical_block), 0);
-        Arc::new(Self { name: "memory".into(), geometry, image: Arc::new(Mutex::new(image)) })
-    }
-
-    /// The contents now.
-    pub fn snapshot(&self) -> Image {
-        self.image.lock().clone()
+        }
     }
 }
 
 impl BlockDevice for MemoryDevice {
     fn name(&self) -> &str {
-        &self.name
+        &self.memory.name
     }
 
     fn geometry(&self) -> &Geometry {
-        &self.geometry
+        &self.memory.geometry
     }
 
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(MemoryQueue {
-            name: self.name.clone(),
-            geometry: self.geometry.clone(),
-            image: self.image.clone(),
-            completions: Completions::default(),
-        }))
+        Ok(Box::new(MemoryQueue { memory: self.memory.clone(), completions: Completions::default() }))
     }
 
     fn map(&self, _region: &Arc<Region>) -> Result<()> {
@@ -181,15 +181,23 @@ impl BlockDevice for MemoryDevice {
     fn unmap(&self, _region: &Region) {}
 }
 
-struct MemoryQueue {
-    name: Arc<str>,
-    geometry: Geometry,
-    image: Arc<Mutex<Image>>,
-    completions: Completions,
+/// What a device in RAM and its queues share.
+pub(crate) struct Memory {
+    pub(crate) name: Arc<str>,
+    pub(crate) geometry: Geometry,
+    image: Mutex<Image>,
 }
 
-impl MemoryQueue {
-    fn run(&self, request: &Request) -> Result<()> {
+impl Memory {
+    pub(crate) fn new(name: &str, image: Image, geometry: Geometry) -> Arc<Self> {
+        Arc::new(Self { name: name.into(), geometry, image: Mutex::new(image) })
+    }
+
+    pub(crate) fn snapshot(&self) -> Image {
+        self.image.lock().clone()
+    }
+
+    pub(crate) fn run(&self, request: &Request) -> Result<()> {
         request.check(&self.name, &self.geometry)?;
         match request.op {
             Op::Read => {
@@ -233,15 +241,23 @@ fn scatter(request: &Request, mut data: &[u8]) -> Result<()> {
     Ok(())
 }
 
+struct MemoryQueue {
+    memory: Arc<Memory>,
+    completions: Completions<Completion>,
+}
+
 impl Queue for MemoryQueue {
     fn submit(&self, requests: &mut Vec<Request>) {
-        let finished: Vec<Completion> =
-            requests.drain(..).map(|request| Completion { tag: request.tag, result: self.run(&request) }).collect();
+        let run = |request: Request| Completion { tag: request.tag, result: self.memory.run(&request) };
+        let finished: Vec<Completion> = requests.drain(..).map(run).collect();
         self.completions.extend(finished);
     }
 
     fn complete(&self, wait: Wait, out: &mut Vec<Completion>) -> Result<usize> {
-        Ok(self.completions.take(wait, out))
+        let finished = self.completions.take(wait);
+        let count = finished.len();
+        out.extend(finished);
+        Ok(count)
     }
 
     fn wake(&self) {

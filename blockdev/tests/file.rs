@@ -199,8 +199,7 @@ fn submitters_on_many_threads_share_a_queue() {
 
 #[test]
 fn requests_outlive_the_thread_that_submitted_them() {
-    // The kernel gives back what a thread had submitted and not started when it ended: flushes and hole punches above all,
-    // which always start late.
+    // Flushes and hole punches start late, in a worker that the kernel keeps for the thread that submitted them.
     on_each_place(16 * MIB as u64, |image| {
         let device = image.open(OpenMode::ReadWrite);
         let queue: Arc<dyn Queue> = device.open_queue().expect("a queue").into();
