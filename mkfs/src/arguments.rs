@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 /// Formats a device as a gpunvme volume. Everything on the device is lost.
 #[derive(Debug, Parser)]
-#[command(name = "mkfs.gpunvme", version)]
+#[command(name = "mkfs.gpunvme", bin_name = "mkfs.gpunvme", version)]
 pub struct Arguments {
     /// A block device (/dev/nvme1n1) or an image file
     pub device: String,

@@ -8,7 +8,11 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev::{BlockDevice, Io, Region, Request};
+use gpunvme_fs::FsError;
+use gpunvme_fs::daemon::claim::reason;
+use gpunvme_layout::geometry::SUPERBLOCK;
+use gpunvme_layout::{BLOCK_SIZE, Geometry, Superblock};
 use uuid::Uuid;
 
 /// blkid's exit code when it recognises nothing.
@@ -43,19 +47,27 @@ impl fmt::Display for Contents {
 /// # Errors
 /// A text: the device cannot be read, or blkid cannot be run.
 pub fn find(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, String> {
-    Ok(find_own(device).or(find_foreign(device.name())?))
+    let own = find_own(device).map_err(|error| reason(device.name(), &error))?;
+    Ok(own.or(find_foreign(device.name())?))
 }
 
-/// A volume of ours.
-fn find_own(device: &Arc<dyn BlockDevice>) -> Option<Contents> {
-    match gpunvme_fs::probe(device) {
-        Ok(superblock) => superblock.map(|superblock| Contents {
+/// A volume of ours, even one that is damaged or newer than this program.
+fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> {
+    if let Some(superblock) = gpunvme_fs::probe(device)? {
+        return Ok(Some(Contents {
             what: "a gpunvme volume".to_owned(),
             label: Some(superblock.label).filter(|label| !label.is_empty()),
             uuid: Some(Uuid::from_bytes(superblock.uuid).to_string()),
-        }),
-        Err(error) => Some(Contents { what: format!("a gpunvme volume that cannot be read ({error})"), label: None, uuid: None }),
+        }));
     }
+    let mut bytes = [0; BLOCK_SIZE];
+    if device.geometry().len >= BLOCK_SIZE as u64 {
+        let region = Region::allocate(BLOCK_SIZE)?;
+        Io::inline(Arc::clone(device))?.run(vec![Request::read(Geometry::byte(SUPERBLOCK), vec![region.span(0..BLOCK_SIZE)])])?;
+        region.read_at(0, &mut bytes)?;
+    }
+    let unreadable = "a gpunvme volume that is damaged or newer than this program";
+    Ok(Superblock::recognize(&bytes).then(|| Contents { what: unreadable.to_owned(), label: None, uuid: None }))
 }
 
 /// Anything that libblkid knows. Devices that are not files hold nothing that the kernel could have put there.

@@ -22,7 +22,7 @@ use gpunvme_blockdev::{BlockDevice, OpenMode};
 use gpunvme_fs::FormatOptions;
 use gpunvme_fs::daemon::claim::{claim, reason};
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
-use gpunvme_layout::{BLOCK_SIZE, Geometry};
+use gpunvme_layout::{BLOCK_SIZE, Geometry, Timestamp};
 use uuid::Uuid;
 
 use arguments::Arguments;
@@ -69,7 +69,13 @@ pub fn make(arguments: &Arguments) -> Result<Report, String> {
         return Ok(report);
     }
     let failed = |error: &dyn ToString| reason(name, &error.to_string());
-    let options = FormatOptions { label: arguments.label.clone(), uuid: uuid.into_bytes(), hash_key: random()?, now: now() };
+    let options = FormatOptions {
+        label: arguments.label.clone(),
+        uuid: uuid.into_bytes(),
+        hash_key: random()?,
+        now: now(),
+        owner: (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw()),
+    };
     wipe::wipe(&device).map_err(|error| failed(&error))?;
     gpunvme_fs::format(&device, &options).map_err(|error| failed(&error))?;
     Ok(report)
@@ -79,6 +85,7 @@ fn open(name: &str, dry_run: bool) -> Result<Arc<dyn BlockDevice>, String> {
     if let Err(error) = std::fs::metadata(name)
         && error.kind() == io::ErrorKind::NotFound
         && !name.contains(':')
+        && !name.starts_with("/dev/")
     {
         return Err(format!("no such file; `truncate -s 10G {name}` makes an image file of 10 GiB"));
     }
@@ -103,10 +110,9 @@ fn random() -> Result<[u8; 16], String> {
     }
 }
 
-/// Seconds and nanoseconds since 1970.
-fn now() -> (i64, u32) {
+fn now() -> Timestamp {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    (now.as_secs() as i64, now.subsec_nanos())
+    Timestamp { seconds: now.as_secs() as i64, nanoseconds: now.subsec_nanos() }
 }
 
 #[cfg(test)]

@@ -50,7 +50,8 @@ impl fmt::Display for Report {
         writeln!(f, "  label       {}", if self.label.is_empty() { "none" } else { &self.label })?;
         writeln!(f, "  UUID        {}", self.uuid)?;
         writeln!(f, "  size        {} ({size_bytes} bytes)", Binary(*size_bytes))?;
-        writeln!(f, "  data area   {} in {groups} groups of up to {}", Binary(self.data_bytes), Binary(self.group_bytes))?;
+        let plural = if *groups == 1 { "group" } else { "groups" };
+        writeln!(f, "  data area   {} in {groups} {plural} of up to {}", Binary(self.data_bytes), Binary(self.group_bytes))?;
         writeln!(f, "  journal     {}", Binary(self.journal_bytes))?;
         write!(f, "  block size  {block_bytes} bytes")
     }

@@ -9,7 +9,6 @@
 //! The signals are blocked in every thread and taken by one of their own, so that they interrupt nothing.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,10 +16,11 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, Signal};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
-use rustix::mount::{UnmountFlags, unmount};
+use rustix::mount::UnmountFlags;
 
 use super::background::Report;
 use super::error::MountError;
+use super::unmount::release;
 
 /// How long files may stay open after a signal before they are cut off.
 const GRACE: Duration = Duration::from_secs(5);
@@ -131,7 +131,7 @@ impl Lifecycle {
             }
             Stage::Live(dir) => {
                 tracing::info!("{signal}: unmounting {}", dir.display());
-                release(&dir);
+                detach(&dir);
                 *stage = Stage::Stopping(Instant::now() + GRACE);
             }
             other => *stage = other,
@@ -141,17 +141,12 @@ impl Lifecycle {
 }
 
 /// Takes the mount out of the directory tree, whether or not files on it are open.
-fn release(dir: &Path) {
-    let result = match unmount(dir, UnmountFlags::empty()) {
+fn detach(dir: &Path) {
+    let result = match release(dir, UnmountFlags::empty()) {
         Err(Errno::BUSY) => {
             tracing::warn!("{}: in use; what is open there is cut off in {} seconds", dir.display(), GRACE.as_secs());
-            unmount(dir, UnmountFlags::DETACH)
+            release(dir, UnmountFlags::DETACH)
         }
-        // Only root may unmount by itself; for others the setuid helper that mounted does it.
-        Err(Errno::PERM) => match Command::new("fusermount3").args(["-u", "-q", "-z", "--"]).arg(dir).status() {
-            Ok(status) if status.success() => Ok(()),
-            _ => Err(Errno::PERM),
-        },
         result => result,
     };
     if let Err(error) = result {

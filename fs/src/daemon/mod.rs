@@ -1,4 +1,5 @@
-//! The program mount.gpunvme: from a command line to a live mount, and from the end of a mount to a clean volume.
+//! The program mount.gpunvme: from a command line to a live mount, and from the end of a mount to a clean volume. Called as
+//! umount.fuse.gpunvme it is umount(8)'s helper instead ([`unmount`]).
 //!
 //! 1. [`options`] and [`settings`] understand what was asked, on the command line and in the configuration file.
 //! 2. [`background`] splits the process: the caller waits for a verdict, the daemon works towards one.
@@ -16,12 +17,14 @@ pub mod options;
 mod readahead;
 mod serve;
 pub mod settings;
+mod unmount;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use clap::Parser;
 use rustix::io::Errno;
-use rustix::mount::{UnmountFlags, unmount};
+use rustix::mount::UnmountFlags;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use background::{Report, Side};
@@ -35,6 +38,29 @@ use options::{Command, Options};
 /// Must be called from a process that has one thread and has opened nothing: see [`background`].
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     background::close_inherited();
+    let args: Vec<OsString> = args.into_iter().collect();
+    let name = args.first().and_then(|name| Path::new(name).file_name()).unwrap_or_default();
+    if name.as_encoded_bytes().starts_with(b"umount") { run_unmount(args) } else { run_mount(args) }
+}
+
+fn run_unmount(args: Vec<OsString>) -> u8 {
+    let arguments = match unmount::Arguments::try_parse_from(args) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Nobody is left to tell if the terminal is gone.
+            let _ = error.print();
+            return u8::from(error.use_stderr());
+        }
+    };
+    let result = enter_namespace(arguments.namespace.as_deref()).and_then(|()| arguments.unmount());
+    if let Err(error) = result {
+        eprintln!("umount.fuse.gpunvme: {error}");
+        return error.exit_code();
+    }
+    0
+}
+
+fn run_mount(args: Vec<OsString>) -> u8 {
     let options = match Command::parse(args) {
         Ok(Command::Mount(options)) => options,
         Ok(Command::Print(text)) => {
@@ -43,7 +69,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         }
         Err(refusal) => return refuse(refusal.device.as_deref(), &refusal.error),
     };
-    if let Err(error) = enter_namespace(&options) {
+    if let Err(error) = enter_namespace(options.namespace.as_deref()) {
         return refuse(Some(&options.device), &error);
     }
     if options.fake {
@@ -92,8 +118,8 @@ fn refuse(device: Option<&str>, error: &MountError) -> u8 {
 }
 
 /// Enters the mount namespace that `-N` names; device, directory and configuration are then looked up there.
-fn enter_namespace(options: &Options) -> Result<(), MountError> {
-    let Some(name) = &options.namespace else { return Ok(()) };
+fn enter_namespace(name: Option<&str>) -> Result<(), MountError> {
+    let Some(name) = name else { return Ok(()) };
     let path = match name.parse::<u32>() {
         Ok(pid) => PathBuf::from(format!("/proc/{pid}/ns/mnt")),
         Err(_) => PathBuf::from(name),
@@ -115,7 +141,7 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
 /// to them. The caller holds the device, so none of them is alive.
 fn release_dead_mounts(device: &str) {
     for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(Mount::is_dead) {
-        match unmount(&mount.dir, UnmountFlags::DETACH) {
+        match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),
             Err(Errno::PERM) => {}
             Err(error) => tracing::warn!("{}: a dead mount cannot be released: {error}", mount.dir.display()),

@@ -11,7 +11,7 @@ use super::settings::{Partial, Settings};
 
 /// Mounts a gpunvme volume. Usually called by mount(8): mount -t gpunvme DEVICE DIR
 #[derive(Debug, Parser)]
-#[command(name = "mount.gpunvme", version, disable_help_subcommand = true)]
+#[command(name = "mount.gpunvme", bin_name = "mount.gpunvme", version)]
 struct Arguments {
     /// A block device or image file that mkfs.gpunvme has formatted
     device: String,

@@ -1,0 +1,77 @@
+//! The program umount.fuse.gpunvme: unmounts, and waits until the daemon has written everything down and let go of the device.
+//!
+//! umount(8) calls it, where it is installed. Without it umount(8) unmounts just as well, but returns a moment before the
+//! volume is clean, since the kernel does not wait for FUSE daemons.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Parser;
+use gpunvme_blockdev::OpenMode;
+use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
+
+use super::claim::{ClaimError, claim};
+use super::error::MountError;
+use super::mounts::{FS_TYPE, Mount};
+
+/// Unmounts a gpunvme volume. Usually called by umount(8)
+#[derive(Debug, Parser)]
+#[command(name = "umount.fuse.gpunvme", bin_name = "umount.fuse.gpunvme", version)]
+#[allow(clippy::struct_excessive_bools, reason = "they are umount(8)'s flags")]
+pub(super) struct Arguments {
+    /// The directory that the volume is mounted on
+    dir: PathBuf,
+    /// Detach from the directory tree now, and let what is open go on
+    #[arg(short = 'l')]
+    lazy: bool,
+    /// Cut off what is open
+    #[arg(short = 'f')]
+    force: bool,
+    /// The mount namespace to work in: a process id or the path of a namespace
+    #[arg(short = 'N', value_name = "NAMESPACE")]
+    pub(super) namespace: Option<String>,
+    /// Accepted for umount(8)
+    #[arg(short = 'n', short_aliases = ['r', 'v'], action = clap::ArgAction::Count)]
+    #[allow(dead_code, reason = "umount(8) passes them; there is nothing to do")]
+    ignored: u8,
+    /// Accepted for umount(8)
+    #[arg(short = 't', value_name = "TYPE")]
+    #[allow(dead_code, reason = "umount(8) passes it; the mount table knows better")]
+    fs_type: Option<String>,
+}
+
+impl Arguments {
+    /// Unmounts as these arguments say.
+    pub(super) fn unmount(&self) -> Result<(), MountError> {
+        let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", self.dir.display()));
+        let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
+        let mounts = Mount::all().map_err(|error| failed(&error))?;
+        let mount = mounts.into_iter().rfind(|mount| mount.dir == dir).filter(|mount| mount.fs_type == FS_TYPE);
+        let Some(mount) = mount else { return Err(failed(&"no gpunvme volume is mounted there")) };
+
+        let mut flags = UnmountFlags::empty();
+        flags.set(UnmountFlags::DETACH, self.lazy);
+        flags.set(UnmountFlags::FORCE, self.force);
+        release(&dir, flags).map_err(|error| failed(&error))?;
+        if self.lazy {
+            return Ok(());
+        }
+        // Having the device, if only to read, means that its daemon is done.
+        match claim(&mount.source.to_string_lossy(), OpenMode::ReadOnly) {
+            Err(ClaimError::Held) => Err(failed(&"unmounted, but the daemon is still writing")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Unmounts `dir`, with the help of fusermount3 where only root may.
+pub(super) fn release(dir: &Path, flags: UnmountFlags) -> rustix::io::Result<()> {
+    match unmount(dir, flags) {
+        Err(Errno::PERM) => match Command::new("fusermount3").args(["-u", "-q", "-z", "--"]).arg(dir).status() {
+            Ok(status) if status.success() => Ok(()),
+            _ => Err(Errno::PERM),
+        },
+        result => result,
+    }
+}

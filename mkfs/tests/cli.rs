@@ -1,0 +1,172 @@
+//! mkfs.gpunvme as its users run it, on image files.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+use gpunvme_blockdev::{OpenMode, open};
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+struct Image {
+    _dir: TempDir,
+    path: PathBuf,
+}
+
+impl Image {
+    fn new(len: u64) -> Self {
+        // Not in /tmp, which may be in memory and refuse direct I/O.
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = dir.path().join("image");
+        File::create(&path).unwrap().set_len(len).unwrap();
+        Self { _dir: dir, path }
+    }
+
+    fn mkfs(&self, args: &[&str]) -> Output {
+        mkfs(&self.path, args)
+    }
+
+    fn superblock(&self) -> Option<gpunvme_layout::Superblock> {
+        let device = open(self.path.to_str().unwrap(), OpenMode::ReadOnly).unwrap();
+        gpunvme_fs::probe(&device).unwrap()
+    }
+}
+
+fn mkfs(path: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_mkfs-gpunvme")).args(args).arg(path).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// The reason that is given for a refusal, after the program's and the device's names.
+fn refusal(output: &Output, path: &Path) -> String {
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "");
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    let prefix = format!("mkfs.gpunvme: {}: ", path.display());
+    text.strip_prefix(&prefix).unwrap_or_else(|| panic!("{text}")).trim_end().to_owned()
+}
+
+#[test]
+fn what_was_asked_for_is_what_was_made() {
+    let image = Image::new(64 * MIB);
+    let uuid = "6bf5c1f4-27b3-46a8-9d5a-1c5f5c8b7a10";
+    let text = stdout(&image.mkfs(&["-L", "my data", "-U", uuid]));
+    assert!(text.contains("my data") && text.contains(uuid) && text.contains("64 MiB"), "{text}");
+    let superblock = image.superblock().unwrap();
+    assert_eq!(superblock.label, "my data");
+    assert_eq!(uuid::Uuid::from_bytes(superblock.uuid).to_string(), uuid);
+    assert_eq!(superblock.total_blocks, 64 * MIB / 4096);
+}
+
+#[test]
+fn json_is_for_programs_and_quiet_for_scripts() {
+    let image = Image::new(64 * MIB);
+    let report: serde_json::Value = serde_json::from_str(&stdout(&image.mkfs(&["--json", "-L", "data"]))).unwrap();
+    assert_eq!(report["label"], "data");
+    assert_eq!(report["size_bytes"], 64 * MIB);
+    let uuid = uuid::Uuid::from_bytes(image.superblock().unwrap().uuid).to_string();
+    assert_eq!(report["uuid"], uuid);
+    assert_eq!(stdout(&image.mkfs(&["--force", "--quiet"])), "");
+    assert_ne!(uuid::Uuid::from_bytes(image.superblock().unwrap().uuid).to_string(), uuid, "a second volume has its own UUID");
+}
+
+#[test]
+fn a_sparse_image_of_a_tebibyte_stays_sparse() {
+    let image = Image::new(1 << 40);
+    stdout(&image.mkfs(&[]));
+    let written = fs::metadata(&image.path).unwrap().blocks() * 512;
+    assert!(written < 8 * MIB, "{written} bytes were written");
+}
+
+#[test]
+fn a_volume_is_not_formatted_twice_by_accident() {
+    let image = Image::new(64 * MIB);
+    stdout(&image.mkfs(&["-L", "precious"]));
+    let before = image.superblock();
+    let why = refusal(&image.mkfs(&[]), &image.path);
+    assert!(why.starts_with("carries a gpunvme volume (\"precious\", UUID "), "{why}");
+    assert!(why.contains("--force"), "{why}");
+    assert_eq!(image.superblock(), before);
+    stdout(&image.mkfs(&["--force", "-L", "new"]));
+    assert_eq!(image.superblock().unwrap().label, "new");
+}
+
+#[test]
+fn a_damaged_volume_is_recognised() {
+    let image = Image::new(64 * MIB);
+    stdout(&image.mkfs(&[]));
+    // One byte changed, and the checksum no longer matches.
+    let file = OpenOptions::new().read(true).write(true).open(&image.path).unwrap();
+    for offset in [0, 64 * MIB - 4096] {
+        let mut block = [0; 4096];
+        file.read_exact_at(&mut block, offset).unwrap();
+        block[4000] ^= 1;
+        file.write_all_at(&block, offset).unwrap();
+    }
+    let why = refusal(&image.mkfs(&[]), &image.path);
+    assert!(why.starts_with("carries a gpunvme volume that is damaged or newer"), "{why}");
+}
+
+#[test]
+fn a_foreign_filesystem_is_kept_and_with_force_leaves_no_trace() {
+    let image = Image::new(64 * MIB);
+    let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap());
+    let made = Command::new("mkswap").env("PATH", &path).args(["-L", "my swap"]).arg(&image.path).output().unwrap();
+    assert!(made.status.success());
+    let before = fs::read(&image.path).unwrap();
+    let why = refusal(&image.mkfs(&[]), &image.path);
+    assert!(why.starts_with("carries a filesystem or volume of type swap (\"my swap\", UUID "), "{why}");
+    assert!(fs::read(&image.path).unwrap() == before, "a refused device was written to");
+    stdout(&image.mkfs(&["-f"]));
+    let blkid = Command::new("blkid").env("PATH", &path).arg("-p").arg(&image.path).output().unwrap();
+    assert_eq!(blkid.status.code(), Some(2), "blkid still sees {}", String::from_utf8_lossy(&blkid.stdout));
+    assert!(image.superblock().is_some());
+}
+
+#[test]
+fn a_dry_run_says_the_same_and_writes_nothing() {
+    let image = Image::new(64 * MIB);
+    let text = stdout(&image.mkfs(&["-n", "-L", "data"]));
+    assert!(text.contains("dry run") && text.contains("data"), "{text}");
+    assert_eq!(fs::metadata(&image.path).unwrap().blocks(), 0);
+    assert!(image.superblock().is_none());
+}
+
+#[test]
+fn a_device_in_use_is_refused_even_with_force() {
+    let image = Image::new(64 * MIB);
+    let device = open(image.path.to_str().unwrap(), OpenMode::ReadWrite).unwrap();
+    let held = Arc::clone(&device);
+    let waiting = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        drop(held);
+    });
+    drop(device);
+    // A daemon that is letting go is waited for.
+    stdout(&image.mkfs(&["-f"]));
+    waiting.join().unwrap();
+
+    let _device = open(image.path.to_str().unwrap(), OpenMode::ReadWrite).unwrap();
+    let why = refusal(&image.mkfs(&["-f"]), &image.path);
+    assert!(why.starts_with("in use by another program"), "{why}");
+}
+
+#[test]
+fn what_cannot_be_formatted_is_refused_with_the_way_out() {
+    let image = Image::new(MIB);
+    assert_eq!(refusal(&image.mkfs(&[]), &image.path), "a device of 1 MiB cannot hold a volume: 16 MiB is the least");
+    let missing = image.path.with_file_name("missing");
+    assert!(refusal(&mkfs(&missing, &[]), &missing).contains("truncate -s 10G"));
+    let folder = image.path.parent().unwrap();
+    assert!(refusal(&mkfs(folder, &[]), folder).contains("neither a block device nor a regular file"));
+    let usage = Command::new(env!("CARGO_BIN_EXE_mkfs-gpunvme")).arg("--colour").output().unwrap();
+    assert_eq!(usage.status.code(), Some(2));
+}
