@@ -6,6 +6,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod direct;
 pub mod mounted;
 pub mod programs;
 #[allow(unsafe_code)]

@@ -4,7 +4,7 @@
 //! built in, so that `cargo test` alone never runs a stale daemon.
 
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
 /// The folder with `mkfs.gpunvme`, `mount.gpunvme`, `gpunvme` and `libgpunvme.so`.
@@ -38,15 +38,11 @@ fn build() -> PathBuf {
     // A test executable lies at TARGET/PROFILE/deps/NAME.
     let executable = std::env::current_exe().expect("the path of this test");
     let folder = executable.ancestors().nth(2).expect("a test in TARGET/PROFILE/deps").to_path_buf();
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo
-        .args(["build", "--quiet", "-p", "gpunvme-mkfs", "-p", "gpunvme-fs", "-p", "gpunvme"])
-        .arg("--target-dir")
-        .arg(folder.parent().expect("a target folder"))
-        .current_dir(env!("CARGO_MANIFEST_DIR"));
-    if folder.ends_with("release") {
-        cargo.arg("--release");
+    let mut build = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/build"));
+    build.env("CARGO_TARGET_DIR", folder.parent().expect("a target folder")).stdout(Stdio::null());
+    if folder.ends_with("debug") {
+        build.arg("--debug");
     }
-    assert!(cargo.status().expect("cargo").success(), "the programs do not build");
+    assert!(build.status().expect("scripts/build runs").success(), "the programs do not build");
     folder
 }

@@ -1,0 +1,173 @@
+//! The direct path and ordinary reads, writes and mappings of the same file see each other's bytes, in every order.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+
+use gpunvme_tests::direct::Buffer;
+use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::sys::Mapping;
+use gpunvme_tests::{needs_mount, tree};
+
+const LEN: usize = 1 << 20;
+
+fn volume_with_file() -> (Mounted, File, Vec<u8>) {
+    let volume = Mounted::new();
+    let data = tree::pattern(21, LEN);
+    fs::write(volume.path("file"), &data).unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(volume.path("file")).unwrap();
+    (volume, file, data)
+}
+
+#[test]
+fn a_direct_read_sees_a_write_that_was_not_synced() {
+    needs_mount!();
+    let (_volume, file, mut data) = volume_with_file();
+    let buffer = Buffer::new(&file, LEN as u64);
+    for round in 0..50 {
+        let offset = round * 20_011;
+        let piece = tree::pattern(round as u64, 1 + round * 97);
+        file.write_all_at(&piece, offset as u64).unwrap();
+        data[offset..offset + piece.len()].copy_from_slice(&piece);
+        assert_eq!(buffer.read(&file, 0, LEN as u64).unwrap().bytes, LEN as u64);
+        assert!(buffer.get(0, LEN) == data, "round {round}");
+    }
+}
+
+#[test]
+fn a_direct_read_sees_a_dirty_page_of_a_mapping() {
+    needs_mount!();
+    let (_volume, file, mut data) = volume_with_file();
+    let buffer = Buffer::new(&file, LEN as u64);
+    let mapping = Mapping::shared(&file, LEN).unwrap();
+    for round in 0..20 {
+        let piece = tree::pattern(round, 5000);
+        let offset = round as usize * 50_001;
+        mapping.write(offset, &piece);
+        data[offset..offset + 5000].copy_from_slice(&piece);
+        buffer.read(&file, 0, LEN as u64).unwrap();
+        assert!(buffer.get(0, LEN) == data, "round {round}");
+    }
+}
+
+#[test]
+fn an_ordinary_read_sees_a_direct_write_in_place_of_what_was_cached() {
+    needs_mount!();
+    let (volume, file, mut data) = volume_with_file();
+    let other = File::open(volume.path("file")).unwrap();
+    let buffer = Buffer::new(&file, LEN as u64);
+    for round in 0..50 {
+        // Everything is in the kernel's cache now.
+        assert!(fs::read(volume.path("file")).unwrap() == data, "round {round}");
+        let offset = round * 19_997;
+        let piece = tree::pattern(100 + round as u64, 1 + round * 113);
+        buffer.put(0, &piece);
+        buffer.write(&file, offset as u64, piece.len() as u64).unwrap();
+        data[offset..offset + piece.len()].copy_from_slice(&piece);
+        let mut read = vec![0; piece.len()];
+        other.read_exact_at(&mut read, offset as u64).unwrap();
+        assert!(read == piece, "round {round}");
+    }
+}
+
+#[test]
+fn a_mapping_sees_a_direct_write() {
+    needs_mount!();
+    let (_volume, file, data) = volume_with_file();
+    let buffer = Buffer::new(&file, LEN as u64);
+    let mapping = Mapping::shared(&file, LEN).unwrap();
+    let mut mapped = vec![0; LEN];
+    mapping.read(0, &mut mapped);
+    assert!(mapped == data);
+    let piece = tree::pattern(22, 100_000);
+    buffer.put(0, &piece);
+    buffer.write(&file, 300_000, 100_000).unwrap();
+    mapping.read(0, &mut mapped);
+    assert!(mapped[300_000..400_000] == piece);
+    assert!(mapped[..300_000] == data[..300_000]);
+}
+
+#[test]
+fn a_direct_write_keeps_what_a_mapping_dirtied_beside_it() {
+    needs_mount!();
+    let (volume, file, mut data) = volume_with_file();
+    let buffer = Buffer::new(&file, LEN as u64);
+    let mapping = Mapping::shared(&file, LEN).unwrap();
+    // In the same page, before and after what the direct write covers, and in pages around it.
+    for offset in [8192, 8192 + 4000, 4000, 16_384] {
+        mapping.write(offset, b"mapped");
+        data[offset..offset + 6].copy_from_slice(b"mapped");
+    }
+    buffer.put(0, &tree::pattern(23, 1000));
+    buffer.write(&file, 8192 + 1000, 1000).unwrap();
+    data[9192..10_192].copy_from_slice(&tree::pattern(23, 1000));
+    mapping.sync().unwrap();
+    assert!(fs::read(volume.path("file")).unwrap() == data);
+    drop((mapping, file));
+    let volume = volume.remount();
+    assert!(fs::read(volume.path("file")).unwrap() == data);
+}
+
+#[test]
+fn the_length_after_a_direct_write_is_everybodys() {
+    needs_mount!();
+    let (volume, file, _) = volume_with_file();
+    let other = File::open(volume.path("file")).unwrap();
+    assert_eq!(other.metadata().unwrap().len(), LEN as u64);
+    let buffer = Buffer::new(&file, LEN as u64);
+    buffer.put(0, &tree::pattern(24, LEN));
+    buffer.write(&file, LEN as u64 + 5, 1000).unwrap();
+    assert_eq!(other.metadata().unwrap().len(), LEN as u64 + 1005);
+    assert_eq!(fs::metadata(volume.path("file")).unwrap().len(), LEN as u64 + 1005);
+    let mut read = [1; 1005];
+    other.read_exact_at(&mut read, LEN as u64).unwrap();
+    assert!(read[..5] == [0; 5] && read[5..] == tree::pattern(24, LEN)[..1000]);
+}
+
+#[test]
+fn truncation_and_punching_are_seen_by_direct_reads() {
+    needs_mount!();
+    let (_volume, file, data) = volume_with_file();
+    let buffer = Buffer::new(&file, LEN as u64);
+    let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(&file, punch, 100_000, 50_000).unwrap();
+    buffer.read(&file, 0, LEN as u64).unwrap();
+    assert!(buffer.get(100_000, 50_000).iter().all(|&byte| byte == 0));
+    assert!(buffer.get(0, 100_000) == data[..100_000]);
+    file.set_len(5000).unwrap();
+    assert_eq!(buffer.read(&file, 0, LEN as u64).unwrap().bytes, 5000);
+    file.set_len(LEN as u64).unwrap();
+    assert_eq!(buffer.read(&file, 0, LEN as u64).unwrap().bytes, LEN as u64);
+    assert!(buffer.get(5000, LEN - 5000).iter().all(|&byte| byte == 0), "what was cut does not come back");
+}
+
+#[test]
+fn readers_beside_a_direct_writer_see_old_or_new_blocks_and_nothing_else() {
+    needs_mount!();
+    let (volume, file, _) = volume_with_file();
+    let buffer = Buffer::new(&file, LEN as u64);
+    let fill = |value: u8| {
+        buffer.put(0, &vec![value; LEN]);
+        assert_eq!(buffer.write(&file, 0, LEN as u64).unwrap().bytes, LEN as u64);
+    };
+    fill(0);
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let file = File::open(volume.path("file")).unwrap();
+                let mut block = vec![0; 4096];
+                let mut at = 0;
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    file.read_exact_at(&mut block, at).unwrap();
+                    assert!(block.iter().all(|&byte| byte <= 60), "a byte that nobody wrote");
+                    at = (at + 36_864) % LEN as u64;
+                }
+            });
+        }
+        for value in 1..=60 {
+            fill(value);
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert!(fs::read(volume.path("file")).unwrap().iter().all(|&byte| byte == 60));
+}

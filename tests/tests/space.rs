@@ -1,0 +1,136 @@
+//! A full volume: the write that does not fit fails, what was there stays, deleting makes room, and life goes on.
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+
+use gpunvme_tests::mounted::{Image, Mounted};
+use gpunvme_tests::{needs_mount, tree};
+
+fn small_volume() -> Mounted {
+    Image::formatted_with(96 << 20).mount()
+}
+
+fn free(volume: &Mounted) -> u64 {
+    let statfs = rustix::fs::statvfs(volume.root()).unwrap();
+    statfs.f_bavail * statfs.f_frsize
+}
+
+/// Writes until nothing more fits; how many bytes of each file were accepted and synced.
+fn fill(volume: &Mounted, prefix: &str, step: usize) -> Vec<usize> {
+    let mut lens = Vec::new();
+    loop {
+        let data = tree::pattern(lens.len() as u64, 7 << 20);
+        let path = volume.path(format!("{prefix}{}", lens.len()));
+        let mut file = match File::create(&path) {
+            Ok(file) => file,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::StorageFull);
+                return lens;
+            }
+        };
+        let mut len = 0;
+        while len < data.len() {
+            match file.write(&data[len..data.len().min(len + step)]) {
+                Ok(n) => len += n,
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::StorageFull, "{error}");
+                    file.sync_all().expect("what was accepted has its place");
+                    lens.push(len);
+                    return lens;
+                }
+            }
+        }
+        file.sync_all().expect("what was accepted has its place");
+        lens.push(len);
+    }
+}
+
+fn assert_kept(volume: &Mounted, prefix: &str, lens: &[usize]) {
+    for (number, &len) in lens.iter().enumerate() {
+        let read = fs::read(volume.path(format!("{prefix}{number}"))).unwrap();
+        assert!(read == tree::pattern(number as u64, 7 << 20)[..len], "file {number}");
+    }
+}
+
+#[test]
+fn enospc_in_the_middle_of_a_write_loses_nothing_and_deletes_make_room() {
+    needs_mount!();
+    let mut volume = small_volume();
+    let empty = free(&volume);
+    for (round, step) in [1 << 20, 4096, 100_000].into_iter().enumerate() {
+        let lens = fill(&volume, "file", step);
+        let written: usize = lens.iter().sum();
+        assert!(written as u64 > empty * 8 / 10, "round {round}: {written} of {empty} bytes fitted");
+        assert_kept(&volume, "file", &lens);
+        // On a full volume everything that needs no room works.
+        fs::metadata(volume.path("file0")).unwrap();
+        fs::rename(volume.path("file0"), volume.path("renamed")).unwrap();
+        fs::rename(volume.path("renamed"), volume.path("file0")).unwrap();
+        volume = volume.remount();
+        assert_kept(&volume, "file", &lens);
+        for number in 0..lens.len() {
+            fs::remove_file(volume.path(format!("file{number}"))).unwrap();
+        }
+        volume = volume.remount();
+        assert!(free(&volume) + (1 << 20) >= empty, "round {round}: {} of {empty} bytes came back", free(&volume));
+    }
+}
+
+#[test]
+fn room_made_by_truncation_is_usable_at_once() {
+    needs_mount!();
+    let volume = small_volume();
+    let lens = fill(&volume, "file", 1 << 20);
+    for round in 0..20_u64 {
+        File::options().write(true).open(volume.path("file1")).unwrap().set_len(0).unwrap();
+        let data = tree::pattern(round, 5 << 20);
+        let mut file = File::create(volume.path("file1")).unwrap();
+        file.write_all(&data).unwrap_or_else(|error| panic!("round {round}: {error}"));
+        file.sync_all().unwrap();
+        drop(file);
+        assert!(fs::read(volume.path("file1")).unwrap() == data);
+    }
+    assert!(lens.len() > 2);
+}
+
+#[test]
+fn a_volume_full_of_small_files_can_be_emptied() {
+    needs_mount!();
+    let volume = small_volume();
+    let mut made = 0;
+    let refusal = loop {
+        let folder = volume.path(format!("{}", made / 500));
+        let result =
+            fs::create_dir_all(&folder).and_then(|()| fs::write(folder.join(format!("{made}")), tree::pattern(made, 6000)));
+        match result {
+            Ok(()) => made += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(refusal.kind(), ErrorKind::StorageFull);
+    assert!(made > 5000, "only {made} files fitted");
+    let volume = volume.remount();
+    for number in (0..made).step_by(97) {
+        let path = volume.path(format!("{}/{number}", number / 500));
+        assert!(fs::read(path).unwrap() == tree::pattern(number, 6000));
+    }
+    for entry in fs::read_dir(volume.root()).unwrap() {
+        fs::remove_dir_all(entry.unwrap().path()).unwrap();
+    }
+    fs::write(volume.path("after"), tree::pattern(1, 40 << 20)).unwrap();
+}
+
+#[test]
+fn fallocate_that_does_not_fit_is_refused_and_reserves_nothing() {
+    needs_mount!();
+    let volume = small_volume();
+    let before = free(&volume);
+    let file = File::create(volume.path("file")).unwrap();
+    let result = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, 1 << 30);
+    assert_eq!(result, Err(rustix::io::Errno::NOSPC));
+    drop(file);
+    fs::remove_file(volume.path("file")).unwrap();
+    let volume = volume.remount();
+    assert!(free(&volume) + (1 << 20) >= before);
+    fs::write(volume.path("file"), tree::pattern(1, 50 << 20)).unwrap();
+}
