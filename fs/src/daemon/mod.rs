@@ -14,6 +14,7 @@ pub mod lifecycle;
 pub mod log;
 pub mod mounts;
 pub mod options;
+mod privileges;
 mod readahead;
 mod serve;
 pub mod settings;
@@ -99,6 +100,11 @@ fn run_mount(args: Vec<OsString>) -> u8 {
 /// Everything from the device to the end of the mount. Returns the exit code.
 fn daemon(options: &Options, report: Report) -> u8 {
     let foreground = matches!(report, Report::InForeground);
+    if let Err(error) = privileges::drop_unneeded() {
+        let error = MountError::System(format!("giving up privileges: {error}"));
+        report.failed(&options.device, &error);
+        return error.exit_code();
+    }
     let result = Lifecycle::start(&options.device, report).and_then(|lifecycle| {
         let result = log::start(&options.settings.log, foreground).and_then(|()| serve::serve(options, &lifecycle));
         if let Err(error) = &result {

@@ -31,7 +31,7 @@ pub const MAX_COMMIT: u64 = 300;
 /// More FUSE loops than this cost memory and win nothing.
 pub const MAX_THREADS: usize = 256;
 /// What is logged when nothing else is said.
-pub const DEFAULT_LOG: &str = "info,fuser=warn";
+pub const DEFAULT_LOG: &str = "info,fuser=error";
 
 /// A number of bytes, written as a plain number or with a suffix: `64M`, `1G`, `512KiB`. Suffixes are powers of 1024.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
