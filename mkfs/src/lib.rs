@@ -97,7 +97,7 @@ fn plan(len: u64) -> Result<Geometry, String> {
     let blocks = len / BLOCK_SIZE as u64;
     Geometry::new(blocks, Geometry::default_journal_blocks(blocks)).ok_or_else(|| {
         let min = TOTAL_BLOCKS_MIN * BLOCK_SIZE as u64;
-        format!("a device of {} cannot hold a volume: {} is the least", Binary(len), Binary(min))
+        format!("too small: a volume needs {} at the least, and this has {}", Binary(min), Binary(len))
     })
 }
 
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_device_below_the_minimum_is_refused_with_both_sizes() {
-        assert_eq!(plan(1 << 20).unwrap_err(), "a device of 1 MiB cannot hold a volume: 16 MiB is the least");
+        assert_eq!(plan(1 << 20).unwrap_err(), "too small: a volume needs 16 MiB at the least, and this has 1 MiB");
         assert!(plan((16 << 20) - 1).is_err());
         assert!(plan(16 << 20).is_ok());
         assert!(plan(16 << 40).is_ok());
