@@ -1,1 +1,33 @@
-//! Placeholder.
+//! Files of a gpunvme mount, read and written straight into memory that the device reaches.
+//!
+//! ```no_run
+//! use gpunvme::{Buffer, File, Segment};
+//!
+//! let file = File::open("/data/model.bin")?;
+//! let mut buffer = file.mount()?.register(Buffer::memfd(64 << 20)?)?; // once
+//! let done = file.read(&mut buffer, &[Segment { file_offset: 0, buffer_offset: 0, len: 64 << 20 }])?;
+//! println!("{} bytes, {} of them by the device itself: {:?}", done.bytes(), done.moved.host, &buffer[..16]);
+//! # Ok::<(), gpunvme::Error>(())
+//! ```
+//!
+//! A [`Mount`] knows buffers, a [`File`] moves bytes between itself and them, and each [`Transfer`] says how many bytes took which [`Route`], and
+//! why not a faster one ([`Reason`]). Nothing falls back in silence: [`Require`] turns falling back into an error.
+//!
+//! The same in C is `include/gpunvme.h`; the ioctls under it are in `include/gpunvme_abi.h` and `docs/ioctl.md`.
+#![deny(unsafe_code)]
+
+mod buffer;
+#[allow(unsafe_code)]
+mod capi;
+mod error;
+mod file;
+mod mount;
+mod socket;
+#[allow(unsafe_code)]
+mod sys;
+
+pub use buffer::{Buffer, Registered, RegisteredBy};
+pub use error::{Error, Result};
+pub use file::{Extents, File, Require, Transfer};
+pub use gpunvme_gpupath::abi::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
+pub use mount::{Info, Mount, Stats};

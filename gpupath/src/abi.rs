@@ -401,6 +401,13 @@ wire! {
 
 versioned!(Info, Register, Unregister, Resolve, Transfer, Stats);
 
+impl Extent {
+    /// Its flags, as far as this version knows them.
+    pub fn flags(&self) -> ExtentFlags {
+        ExtentFlags::from_bits_truncate(self.flags)
+    }
+}
+
 impl Moved {
     /// Bytes moved by any means.
     pub fn total(&self) -> u64 {

@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, epoll};
 use rustix::io::Errno;
 use rustix::process::Resource;
 use std::collections::hash_map;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -187,7 +188,10 @@ impl Registry {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
-        let shared = Arc::new(Shared { device, limits, epoll, state: RwLock::default() });
+        // Names begin anywhere, so that one mount's name for a buffer means nothing to another mount.
+        let last_id = RandomState::new().build_hasher().finish() >> 1;
+        let state = RwLock::new(State { last_id, ..State::default() });
+        let shared = Arc::new(Shared { device, limits, epoll, state });
         let watcher = std::thread::Builder::new().name("buffer-owners".into()).spawn({
             let shared = shared.clone();
             move || shared.watch()

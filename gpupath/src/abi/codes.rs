@@ -84,6 +84,8 @@ codes! {
         OutsideBuffer = 40, "outside-buffer";
         /// Refused: the route that the caller required is not the buffer's.
         RouteNotAvailable = 41, "route-not-available";
+        /// A reason of a later version than this program's.
+        Unknown = 63, "unknown";
     }
 }
 
@@ -119,8 +121,9 @@ impl Reason {
             Reason::FdNotReachable => {
                 "The daemon may not take an fd from this process; register over the socket that INFO names."
             }
-            Reason::NoSuchBuffer => "No such buffer is registered by this process; a child process must register its own.",
+            Reason::NoSuchBuffer => "This process has registered no such buffer with this mount; a child process must register its own.",
             Reason::OutsideBuffer => "A segment reaches past the end of the buffer.",
+            Reason::Unknown => "This program is older than the daemon and does not know the reason.",
             Reason::RouteNotAvailable => {
                 "The buffer does not take the route that was required; REGISTER told which it takes, and why."
             }

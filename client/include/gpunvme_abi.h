@@ -1,0 +1,192 @@
+/*
+ * The ioctls of a gpunvme mount: what the library makes, for programs that would rather make them themselves. docs/ioctl.md explains them.
+ *
+ * All structures are little-endian. `version` is GPUNVME_VERSION; reserved fields are zero; unknown flags are refused with EINVAL. Fields marked "out" are
+ * ignored on the way in.
+ *
+ * SPDX-License-Identifier: MIT OR Apache-2.0
+ */
+#ifndef GPUNVME_ABI_H
+#define GPUNVME_ABI_H
+
+#include <stdint.h>
+#include <sys/ioctl.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define GPUNVME_VERSION 1u
+#define GPUNVME_MAX_SIZE 16383u          /* bytes of one ioctl's argument */
+#define GPUNVME_MAX_SEGMENTS 678u        /* of one READ or WRITE */
+#define GPUNVME_MAX_EXTENTS 510u         /* of one RESOLVE */
+#define GPUNVME_MAX_TRANSFER (1ull << 30) /* bytes of one READ or WRITE */
+
+/* Routes. */
+#define GPUNVME_ROUTE_NONE 0u
+#define GPUNVME_ROUTE_P2P 1u
+#define GPUNVME_ROUTE_BOUNCE 2u
+#define GPUNVME_ROUTE_HOST 3u
+
+/* Reasons. New ones may come; gpunvme_reason_explain() puts them into words. */
+#define GPUNVME_REASON_NONE 0u
+#define GPUNVME_REASON_NOT_GPU_MEMORY 1u
+#define GPUNVME_REASON_NO_VFIO 2u
+#define GPUNVME_REASON_MMAP_REFUSED 3u
+#define GPUNVME_REASON_IOMMUFD_COMPAT 4u
+#define GPUNVME_REASON_MAP_DMA_REFUSED 5u
+#define GPUNVME_REASON_UNALIGNED 6u
+#define GPUNVME_REASON_NOT_A_BUFFER 32u
+#define GPUNVME_REASON_NOT_SEALED 33u
+#define GPUNVME_REASON_TOO_SMALL 34u
+#define GPUNVME_REASON_NOT_WRITABLE 35u
+#define GPUNVME_REASON_PROCESS_LIMIT 36u
+#define GPUNVME_REASON_TOTAL_LIMIT 37u
+#define GPUNVME_REASON_FD_NOT_REACHABLE 38u
+#define GPUNVME_REASON_NO_SUCH_BUFFER 39u
+#define GPUNVME_REASON_OUTSIDE_BUFFER 40u
+#define GPUNVME_REASON_ROUTE_NOT_AVAILABLE 41u
+#define GPUNVME_REASON_UNKNOWN 63u
+
+/* INFO: on any file or directory of the mount. Texts are UTF-8 and end in a zero byte. */
+struct gpunvme_info {
+	uint32_t version;
+	uint32_t flags;
+	uint8_t magic[8];                /* out: "gpunvme" */
+	uint64_t features;               /* out: GPUNVME_FEATURE_* */
+	uint8_t uuid[16];                /* out */
+	uint64_t capacity;               /* out: bytes */
+	uint64_t free;                   /* out: bytes */
+	uint64_t max_transfer;           /* out: bytes of one READ or WRITE */
+	uint64_t max_buffer_bytes;       /* out: of one process */
+	uint32_t max_buffers;            /* out: of one process */
+	uint32_t max_segments;           /* out: of one READ or WRITE */
+	uint32_t block_size;             /* out: writes of whole blocks go direct */
+	uint32_t logical_block;          /* out: reads of whole logical blocks go direct */
+	uint32_t memory_alignment;       /* out: of offsets and lengths in a buffer, to go direct */
+	uint32_t devices;                /* out */
+	uint32_t route;                  /* out: the fastest that GPU memory can take here */
+	uint32_t reason;                 /* out: why that is not p2p */
+	uint64_t reserved[8];
+	char label[64];                  /* out */
+	char socket[112];                /* out: path of the registration socket, or empty */
+	char device[256];                /* out */
+	char daemon[40];                 /* out */
+};
+#define GPUNVME_FEATURE_READ_ONLY (1ull << 0)
+
+/* REGISTER: on any file or directory of the mount, and over the socket. */
+struct gpunvme_register {
+	uint32_t version;
+	uint32_t flags;                  /* GPUNVME_REGISTER_* */
+	int32_t fd;                      /* of a memfd with F_SEAL_SHRINK; over the socket -1 */
+	uint32_t reserved;
+	uint64_t len;                    /* bytes */
+	uint64_t buffer;                 /* out: the buffer's name */
+	uint32_t route;                  /* out */
+	uint32_t reason;                 /* out: why that is not p2p, or why it was refused */
+	uint64_t reserved2[2];
+};
+#define GPUNVME_REGISTER_STAGING (1u << 0) /* its bytes go on to a GPU: count them as bounce */
+
+/* UNREGISTER: on any file or directory of the mount, and over the socket. */
+struct gpunvme_unregister {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t buffer;
+};
+
+/* RESOLVE: on a regular file. `capacity` extents follow. */
+struct gpunvme_resolve {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t offset;                 /* bytes */
+	uint64_t len;                    /* bytes; UINT64_MAX for the rest of the file */
+	uint64_t next;                   /* out: where the next call should begin */
+	uint64_t file_size;              /* out: bytes */
+	uint32_t capacity;
+	uint32_t count;                  /* out: extents filled in */
+};
+struct gpunvme_extent {
+	uint64_t file_offset;            /* bytes */
+	uint64_t device_offset;          /* bytes */
+	uint64_t len;                    /* bytes */
+	uint32_t device;
+	uint32_t flags;                  /* GPUNVME_EXTENT_* */
+};
+#define GPUNVME_EXTENT_UNWRITTEN (1u << 0) /* reads as zeros */
+#define GPUNVME_EXTENT_LAST (1u << 1)      /* of the file */
+
+/* READ and WRITE: on a regular file that is open for it. `segments` segments follow. */
+struct gpunvme_transfer {
+	uint32_t version;
+	uint32_t flags;                  /* GPUNVME_REQUIRE_* */
+	uint64_t buffer;
+	uint32_t segments;
+	uint32_t reserved;
+	uint64_t bytes;                  /* out: p2p + bounce + host + hole + edge */
+	uint64_t p2p;                    /* out */
+	uint64_t bounce;                 /* out */
+	uint64_t host;                   /* out */
+	uint64_t hole;                   /* out: filled with zeros */
+	uint64_t edge;                   /* out: copied by the CPU, for lack of alignment */
+	uint32_t reason;                 /* out */
+	int32_t status;                  /* out: errno of what ended it early, or 0 */
+	uint32_t failed_segment;         /* out: that status is about, or UINT32_MAX */
+	uint32_t reserved2;
+};
+struct gpunvme_segment {
+	uint64_t file_offset;            /* bytes */
+	uint64_t buffer_offset;          /* bytes */
+	uint64_t len;                    /* bytes */
+};
+#define GPUNVME_REQUIRE_P2P (1u << 0)
+#define GPUNVME_REQUIRE_BOUNCE (1u << 1)
+#define GPUNVME_REQUIRE_HOST (1u << 2)
+#define GPUNVME_REQUIRE_DIRECT (1u << 3) /* no byte may be copied by the CPU */
+
+/* Bytes moved, by route. */
+struct gpunvme_moved {
+	uint64_t p2p;
+	uint64_t bounce;
+	uint64_t host;
+	uint64_t hole;
+	uint64_t edge;
+};
+
+/* STATS: on any file or directory of the mount. Counters since mount, of all processes. */
+struct gpunvme_stats {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t calls[8];               /* out: by command number */
+	uint64_t failed;                 /* out: calls */
+	struct gpunvme_moved read;       /* out */
+	struct gpunvme_moved write;      /* out */
+	uint64_t buffers;                /* out: registered now */
+	uint64_t buffer_bytes;           /* out */
+	uint64_t processes;              /* out: that own them */
+	uint64_t reasons[64];            /* out: transfers, by reason */
+	uint64_t reserved[4];
+};
+
+/* Precedes a gpunvme_register or gpunvme_unregister in a datagram of the registration socket (AF_UNIX, SOCK_SEQPACKET), both ways. */
+struct gpunvme_message {
+	uint32_t request;                /* GPUNVME_REGISTER or GPUNVME_UNREGISTER */
+	int32_t status;                  /* in: 0; out: 0 or an errno */
+};
+
+/* The size is part of the number: for RESOLVE, READ and WRITE it counts the entries that follow the header. */
+#define GPUNVME_IOC(nr, size) _IOC(_IOC_READ | _IOC_WRITE, 'G', (nr), (size))
+#define GPUNVME_INFO GPUNVME_IOC(0, sizeof(struct gpunvme_info))
+#define GPUNVME_REGISTER GPUNVME_IOC(1, sizeof(struct gpunvme_register))
+#define GPUNVME_UNREGISTER GPUNVME_IOC(2, sizeof(struct gpunvme_unregister))
+#define GPUNVME_RESOLVE(n) GPUNVME_IOC(3, sizeof(struct gpunvme_resolve) + (n) * sizeof(struct gpunvme_extent))
+#define GPUNVME_READ(n) GPUNVME_IOC(4, sizeof(struct gpunvme_transfer) + (n) * sizeof(struct gpunvme_segment))
+#define GPUNVME_WRITE(n) GPUNVME_IOC(5, sizeof(struct gpunvme_transfer) + (n) * sizeof(struct gpunvme_segment))
+#define GPUNVME_STATS GPUNVME_IOC(6, sizeof(struct gpunvme_stats))
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,129 @@
+//! What can go wrong, in words that say what to do.
+
+use crate::{Reason, Transfer};
+use rustix::io::Errno;
+use std::path::PathBuf;
+
+/// What the functions of this library return.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why something did not happen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The path does not lie on a gpunvme mount.
+    #[error("{path}: not on a gpunvme mount (`mount -t fuse.gpunvme` lists those there are)")]
+    NotGpunvme {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The path is neither a regular file nor a directory, or is a directory where a file is needed.
+    #[error("{path}: {needed}")]
+    WrongKind {
+        /// The path.
+        path: PathBuf,
+        /// What it should be.
+        needed: &'static str,
+    },
+    /// The daemon speaks another version of the ioctls.
+    #[error("{path}: the daemon of this mount speaks another version of the ioctls; use the gpunvme that it was installed with")]
+    OtherVersion {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The kernel, or the daemon, refused an operation on a path.
+    #[error("{path}: cannot {action}: {}", message(*errno))]
+    Path {
+        /// The path.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// The error number.
+        errno: Errno,
+    },
+    /// Memory for a buffer could not be had.
+    #[error("cannot get a buffer of {len} bytes: {}", message(*errno))]
+    Memory {
+        /// Its length in bytes.
+        len: usize,
+        /// The error number.
+        errno: Errno,
+    },
+    /// The daemon did not take a buffer.
+    #[error("the mount does not take the buffer: {} ({})", reason.explain(), message(*errno))]
+    Refused {
+        /// Why.
+        reason: Reason,
+        /// The error number.
+        errno: Errno,
+    },
+    /// The daemon may not fetch the buffer from this process, and its socket is no way either.
+    #[error("cannot register a buffer: the daemon may not take it from this process ({}), and its socket {socket:?} does not work ({})", message(*ioctl), message(*errno))]
+    NotReachable {
+        /// What the ioctl said.
+        ioctl: Errno,
+        /// The socket's path, as the daemon gives it; empty where it has none.
+        socket: String,
+        /// What connecting or sending said.
+        errno: Errno,
+    },
+    /// A segment reaches past the end of the buffer.
+    #[error("segment {segment} ends at {end}, and the buffer at {len}")]
+    OutsideBuffer {
+        /// Its index.
+        segment: usize,
+        /// Where it ends, in bytes; `u64::MAX` if past that.
+        end: u64,
+        /// The buffer's length in bytes.
+        len: usize,
+    },
+    /// A transfer ended early.
+    #[error("{path}: cannot {action}{}: {}{}", at(*segment), message(*errno), because(*reason))]
+    Transfer {
+        /// The file.
+        path: PathBuf,
+        /// `read` or `write`.
+        action: &'static str,
+        /// The error number.
+        errno: Errno,
+        /// More about it, where there is more to say.
+        reason: Reason,
+        /// The segment that it is about, by its index in the call.
+        segment: Option<usize>,
+        /// What had been moved before, from the first byte of the first segment on.
+        done: Transfer,
+    },
+}
+
+impl Error {
+    /// The error number that fits it best, for callers that know nothing else.
+    pub fn errno(&self) -> Errno {
+        match self {
+            Error::NotGpunvme { .. } => Errno::NOTTY,
+            Error::WrongKind { .. } | Error::OutsideBuffer { .. } => Errno::INVAL,
+            Error::OtherVersion { .. } => Errno::PROTONOSUPPORT,
+            Error::Path { errno, .. }
+            | Error::Memory { errno, .. }
+            | Error::Refused { errno, .. }
+            | Error::Transfer { errno, .. }
+            | Error::NotReachable { ioctl: errno, .. } => *errno,
+        }
+    }
+}
+
+/// The kernel's words without Rust's "(os error N)".
+fn message(errno: Errno) -> String {
+    let text = std::io::Error::from(errno).to_string();
+    text.split(" (os error").next().unwrap_or_default().to_lowercase()
+}
+
+fn at(segment: Option<usize>) -> String {
+    segment.map_or(String::new(), |segment| format!(" segment {segment}"))
+}
+
+fn because(reason: Reason) -> String {
+    match reason {
+        Reason::None => String::new(),
+        reason => format!(" ({})", reason.explain()),
+    }
+}

@@ -1,0 +1,380 @@
+//! Files, moved to and from registered buffers.
+//!
+//! It guards the promise that a call does what it says whatever its size: more segments, or more bytes, than one ioctl carries become several, and what is
+//! reported is their sum.
+
+use crate::buffer::Registered;
+use crate::error::{Error, Result};
+use crate::mount::{Connection, Mount, failed, reason};
+use crate::{Extent, Reason, Route, Segment, sys};
+use gpunvme_gpupath::abi::{self, Command, Moved, TransferFlags};
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use zerocopy::{FromBytes, IntoBytes};
+
+/// An open regular file of a mount.
+#[derive(Debug)]
+pub struct File {
+    file: OwnedFd,
+    path: PathBuf,
+    connection: Arc<Connection>,
+}
+
+/// What a transfer moved, and how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Transfer {
+    /// Bytes, by route: a disjoint sum.
+    pub moved: Moved,
+    /// Why not every byte went the fastest way; [`Reason::None`] where each did.
+    pub reason: Option<Reason>,
+}
+
+impl Transfer {
+    /// Bytes moved. Less than was asked for means that the file ended.
+    pub fn bytes(&self) -> u64 {
+        self.moved.total()
+    }
+
+    /// Adds what another transfer moved.
+    pub fn add(&mut self, other: &Transfer) {
+        for (sum, more) in [
+            (&mut self.moved.p2p, other.moved.p2p),
+            (&mut self.moved.bounce, other.moved.bounce),
+            (&mut self.moved.host, other.moved.host),
+            (&mut self.moved.hole, other.moved.hole),
+            (&mut self.moved.edge, other.moved.edge),
+        ] {
+            *sum += more;
+        }
+        // Of several, that of bytes which the CPU had to copy says most.
+        if self.reason != Some(Reason::Unaligned) {
+            self.reason = other.reason.or(self.reason);
+        }
+    }
+}
+
+/// What a caller insists on: instead of falling back the transfer fails, before anything has moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Require {
+    /// This route and no other.
+    pub route: Option<Route>,
+    /// No byte may be copied by the CPU.
+    pub direct: bool,
+}
+
+impl Require {
+    fn flags(self) -> TransferFlags {
+        let route = match self.route {
+            Some(Route::P2p) => TransferFlags::REQUIRE_P2P,
+            Some(Route::Bounce) => TransferFlags::REQUIRE_BOUNCE,
+            Some(Route::Host) => TransferFlags::REQUIRE_HOST,
+            Some(Route::None) | None => TransferFlags::empty(),
+        };
+        route | if self.direct { TransferFlags::REQUIRE_DIRECT } else { TransferFlags::empty() }
+    }
+}
+
+impl File {
+    /// Opens a file for reading.
+    ///
+    /// # Errors
+    /// [`Error::NotGpunvme`] where it lies on another filesystem.
+    pub fn open(path: impl AsRef<Path>) -> Result<File> {
+        File::with_flags(path.as_ref(), OFlags::RDONLY, Mode::empty())
+    }
+
+    /// Opens a file for reading and writing, and creates it where there is none.
+    ///
+    /// # Errors
+    /// As [`File::open`]. A file that was created on another filesystem stays.
+    pub fn create(path: impl AsRef<Path>) -> Result<File> {
+        File::with_flags(path.as_ref(), OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666))
+    }
+
+    pub(crate) fn with_flags(path: &Path, flags: OFlags, mode: Mode) -> Result<File> {
+        let file = rustix::fs::open(path, flags | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY, mode)
+            .map_err(|errno| Error::Path { path: path.to_owned(), action: "open it", errno })?;
+        File::of(file, path)
+    }
+
+    /// A file that is open already; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`File::open`].
+    pub fn of(file: impl Into<OwnedFd>, path: impl AsRef<Path>) -> Result<File> {
+        let (file, path) = (file.into(), path.as_ref());
+        let lost = |errno| Error::Path { path: path.to_owned(), action: "ask what it is", errno };
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(lost)?.st_mode);
+        if kind != FileType::RegularFile {
+            return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file" });
+        }
+        let mount =
+            Mount::of(file.try_clone().map_err(|error| lost(Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?, path)?;
+        Ok(File { file, path: path.to_owned(), connection: mount.connection().clone() })
+    }
+
+    /// Its size in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn size(&self) -> Result<u64> {
+        let stat = rustix::fs::fstat(&self.file).map_err(|errno| self.failed("ask its size", errno))?;
+        Ok(stat.st_size as u64)
+    }
+
+    /// Sets its size in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn set_size(&self, size: u64) -> Result<()> {
+        rustix::fs::ftruncate(&self.file, size).map_err(|errno| self.failed("change its size", errno))
+    }
+
+    /// The mount it lies on.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn mount(&self) -> Result<Mount> {
+        let file = self
+            .file
+            .try_clone()
+            .map_err(|error| self.failed("use it twice", Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?;
+        Mount::of(file, &self.path)
+    }
+
+    /// Reads each segment into the buffer. Any offset and length will do; those that [`crate::Info`] calls aligned move without a copy.
+    ///
+    /// Ends early, and successfully, where the file does; the segments behind that are then not read.
+    ///
+    /// # Errors
+    /// [`Error::Transfer`] says what was moved before. The buffer may have changed in all of the segments then.
+    pub fn read(&self, buffer: &mut Registered, segments: &[Segment]) -> Result<Transfer> {
+        self.read_requiring(buffer, segments, Require::default())
+    }
+
+    /// [`File::read`], with demands on the way it is done.
+    ///
+    /// # Errors
+    /// Those of [`File::read`].
+    pub fn read_requiring(&self, buffer: &mut Registered, segments: &[Segment], require: Require) -> Result<Transfer> {
+        self.transfer(Command::Read, buffer, segments, require.flags())
+    }
+
+    /// Writes each segment from the buffer, extending the file where it ends before.
+    ///
+    /// # Errors
+    /// [`Error::Transfer`] says what was moved before.
+    pub fn write(&self, buffer: &Registered, segments: &[Segment]) -> Result<Transfer> {
+        self.write_requiring(buffer, segments, Require::default())
+    }
+
+    /// [`File::write`], with demands on the way it is done.
+    ///
+    /// # Errors
+    /// Those of [`File::write`].
+    pub fn write_requiring(&self, buffer: &Registered, segments: &[Segment], require: Require) -> Result<Transfer> {
+        self.transfer(Command::Write, buffer, segments, require.flags())
+    }
+
+    /// Where its bytes lie on the device: the extents that touch the range, in order. What is not covered is a hole.
+    pub fn resolve(&self, offset: u64, len: u64) -> Extents<'_> {
+        Extents { file: self, next: offset, end: offset.saturating_add(len), found: VecDeque::new(), over: len == 0 }
+    }
+
+    /// A caller who reads must see to it that nobody else uses those parts of the buffer meanwhile; [`File::read`] borrows it mutably.
+    pub(crate) fn transfer(
+        &self,
+        command: Command,
+        buffer: &Registered,
+        segments: &[Segment],
+        flags: TransferFlags,
+    ) -> Result<Transfer> {
+        // Asked of the mapping, because a slice of bytes that the device may be changing must not even exist.
+        let len = buffer.mapping().len();
+        for (index, segment) in segments.iter().enumerate() {
+            let end = segment.buffer_offset.saturating_add(segment.len);
+            if end > len as u64 {
+                return Err(Error::OutsideBuffer { segment: index, end, len });
+            }
+        }
+        let mut done = Transfer::default();
+        let mut batch = Batch::new(self.connection.limits.segments, self.connection.limits.bytes, segments);
+        let mut argument = Vec::new();
+        while let Some((first, part)) = batch.next() {
+            let asked: u64 = part.iter().map(|segment| segment.len).sum();
+            let header =
+                abi::Transfer { buffer: buffer.id, flags: flags.bits(), segments: part.len() as u32, ..abi::Transfer::default() };
+            argument.clear();
+            argument.extend_from_slice(header.as_bytes());
+            argument.extend_from_slice(part.as_bytes());
+            let result = sys::ioctl(self.file.as_fd(), command.request(part.len()), &mut argument);
+            let (answer, _) = abi::Transfer::read_from_prefix(&argument).expect("the argument begins with a header");
+            let step = result.err().or((answer.status != 0).then(|| Errno::from_raw_os_error(answer.status)));
+            let moved = Moved { p2p: answer.p2p, bounce: answer.bounce, host: answer.host, hole: answer.hole, edge: answer.edge };
+            let why = (answer.reason != 0).then(|| reason(answer.reason));
+            if result.is_ok() {
+                done.add(&Transfer { moved, reason: why });
+            }
+            if let Some(errno) = step {
+                let segment =
+                    (answer.status != 0 && answer.failed_segment != u32::MAX).then(|| first + answer.failed_segment as usize);
+                return Err(self.transfer_failed(command, errno, why.unwrap_or(Reason::None), segment, done));
+            }
+            if moved.total() < asked {
+                break;
+            }
+        }
+        Ok(done)
+    }
+
+    fn transfer_failed(&self, command: Command, errno: Errno, reason: Reason, segment: Option<usize>, done: Transfer) -> Error {
+        let action = if command == Command::Read { "read" } else { "write" };
+        Error::Transfer { path: self.path.clone(), action, errno, reason, segment, done }
+    }
+
+    fn failed(&self, action: &'static str, errno: Errno) -> Error {
+        Error::Path { path: self.path.clone(), action, errno }
+    }
+}
+
+impl AsFd for File {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Cuts segments into what one ioctl carries.
+struct Batch<'a> {
+    max_segments: usize,
+    max_bytes: u64,
+    segments: &'a [Segment],
+    /// The first segment not yet done, and how much of it is.
+    at: usize,
+    within: u64,
+    part: Vec<Segment>,
+}
+
+impl<'a> Batch<'a> {
+    fn new(max_segments: usize, max_bytes: u64, segments: &'a [Segment]) -> Self {
+        Batch { max_segments, max_bytes, segments, at: 0, within: 0, part: Vec::with_capacity(segments.len().min(max_segments)) }
+    }
+
+    /// The index of the segment that the next part begins with, and the part.
+    fn next(&mut self) -> Option<(usize, &[Segment])> {
+        let first = self.at;
+        let mut room = self.max_bytes;
+        self.part.clear();
+        while let Some(segment) = self.segments.get(self.at)
+            && self.part.len() < self.max_segments
+            && room > 0
+        {
+            let len = (segment.len - self.within).min(room);
+            self.part.push(Segment {
+                file_offset: segment.file_offset + self.within,
+                buffer_offset: segment.buffer_offset + self.within,
+                len,
+            });
+            room -= len;
+            self.within += len;
+            if self.within == segment.len {
+                self.at += 1;
+                self.within = 0;
+            }
+        }
+        (!self.part.is_empty()).then_some((first, &self.part[..]))
+    }
+}
+
+/// The extents of a range of a file: see [`File::resolve`].
+#[derive(Debug)]
+pub struct Extents<'a> {
+    file: &'a File,
+    next: u64,
+    end: u64,
+    found: VecDeque<Extent>,
+    over: bool,
+}
+
+impl Extents<'_> {
+    fn fetch(&mut self) -> Result<()> {
+        let header = abi::Resolve {
+            offset: self.next,
+            len: self.end - self.next,
+            capacity: abi::MAX_EXTENTS as u32,
+            ..abi::Resolve::default()
+        };
+        let mut argument = header.as_bytes().to_vec();
+        argument.resize(argument.len() + abi::MAX_EXTENTS * size_of::<Extent>(), 0);
+        sys::ioctl(self.file.as_fd(), Command::Resolve.request(abi::MAX_EXTENTS), &mut argument)
+            .map_err(|errno| failed(&self.file.path, "tell where it lies", errno))?;
+        let (answer, extents) = abi::Resolve::read_from_prefix(&argument).expect("the argument begins with a header");
+        for extent in extents.chunks_exact(size_of::<Extent>()).take(answer.count as usize) {
+            self.found.push_back(Extent::read_from_bytes(extent).expect("a chunk has the size of an extent"));
+        }
+        // A daemon that does not get on would be asked for ever.
+        self.over = answer.next >= self.end.min(answer.file_size) || answer.next <= self.next;
+        self.next = answer.next;
+        Ok(())
+    }
+}
+
+impl Iterator for Extents<'_> {
+    type Item = Result<Extent>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while self.found.is_empty() && !self.over {
+            if let Err(error) = self.fetch() {
+                self.over = true;
+                return Some(Err(error));
+            }
+        }
+        self.found.pop_front().map(Ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(file_offset: u64, buffer_offset: u64, len: u64) -> Segment {
+        Segment { file_offset, buffer_offset, len }
+    }
+
+    /// Whatever the limits, the parts put together are the segments.
+    #[test]
+    fn batches_add_up() {
+        let segments = [segment(0, 100, 10), segment(50, 0, 0), segment(1000, 200, 95), segment(7, 300, 1)];
+        let bytes = |segments: &[Segment]| -> Vec<(u64, u64)> {
+            segments.iter().flat_map(|s| (0..s.len).map(|at| (s.file_offset + at, s.buffer_offset + at))).collect()
+        };
+        for max_segments in 1..5 {
+            for max_bytes in [1, 3, 10, 64, 1000] {
+                let mut batch = Batch::new(max_segments, max_bytes, &segments);
+                let mut all = Vec::new();
+                while let Some((first, part)) = batch.next() {
+                    assert!(part.len() <= max_segments && part.iter().map(|s| s.len).sum::<u64>() <= max_bytes);
+                    let origin = segments[first];
+                    assert!(part[0].file_offset >= origin.file_offset && part[0].file_offset <= origin.file_offset + origin.len);
+                    all.extend(bytes(part));
+                }
+                assert_eq!(all, bytes(&segments));
+            }
+        }
+    }
+
+    #[test]
+    fn sums_keep_the_reason_that_says_most() {
+        let transfer = |host, edge, reason| Transfer { moved: Moved { host, edge, ..Moved::default() }, reason: Some(reason) };
+        let mut sum = transfer(5, 1, Reason::Unaligned);
+        sum.add(&transfer(7, 0, Reason::NotGpuMemory));
+        assert_eq!((sum.bytes(), sum.reason), (13, Some(Reason::Unaligned)));
+        let mut sum = Transfer::default();
+        sum.add(&transfer(7, 0, Reason::NotGpuMemory));
+        assert_eq!(sum.reason, Some(Reason::NotGpuMemory));
+    }
+}

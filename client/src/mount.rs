@@ -1,0 +1,264 @@
+//! A mount: what it is, what it did, and the buffers it knows.
+
+use crate::buffer::{Buffer, Registered, RegisteredBy};
+use crate::error::{Error, Result};
+use crate::{Reason, Route, socket, sys};
+use gpunvme_gpupath::abi::{self, Command, Features, Moved};
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+/// A mounted volume.
+#[derive(Clone, Debug)]
+pub struct Mount {
+    connection: Arc<Connection>,
+}
+
+/// What a mount is and can do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Info {
+    /// The device, as it was named to `mount.gpunvme`.
+    pub device: String,
+    /// Label of the volume.
+    pub label: String,
+    /// UUID of the volume.
+    pub uuid: [u8; 16],
+    /// Name and version of the daemon.
+    pub daemon: String,
+    /// Whether it is mounted read-only.
+    pub read_only: bool,
+    /// Bytes that the volume can hold.
+    pub capacity: u64,
+    /// Bytes of it that are free.
+    pub free: u64,
+    /// Block size of the filesystem in bytes: writes of whole blocks go direct.
+    pub block_size: u32,
+    /// Logical block of the device in bytes: reads of whole logical blocks go direct.
+    pub logical_block: u32,
+    /// What addresses and lengths of memory must be a multiple of to go direct, in bytes.
+    pub memory_alignment: u32,
+    /// Number of devices under the volume.
+    pub devices: u32,
+    /// Most bytes that one ioctl moves. The library cuts what is longer.
+    pub max_transfer: u64,
+    /// Most segments of one ioctl. The library cuts what are more.
+    pub max_segments: u32,
+    /// Most buffers of one process.
+    pub max_buffers: u32,
+    /// Most bytes in the buffers of one process.
+    pub max_buffer_bytes: u64,
+    /// The fastest route that GPU memory can take here.
+    pub route: Route,
+    /// Why that is not `p2p`.
+    pub reason: Reason,
+    /// Path of the registration socket; empty where there is none.
+    pub socket: String,
+}
+
+/// Counters of a mount since it was mounted, over all processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Calls, by command.
+    pub calls: [(&'static str, u64); 7],
+    /// Calls that failed.
+    pub failed: u64,
+    /// Bytes read, by route.
+    pub read: Moved,
+    /// Bytes written, by route.
+    pub write: Moved,
+    /// Buffers registered now.
+    pub buffers: u64,
+    /// Bytes in them.
+    pub buffer_bytes: u64,
+    /// Processes that own them.
+    pub processes: u64,
+    /// Transfers by the reason they reported, where there were any.
+    pub reasons: Vec<(Reason, u64)>,
+}
+
+impl Mount {
+    /// The mount that a file or directory lies on. It must be readable by the caller.
+    ///
+    /// # Errors
+    /// [`Error::NotGpunvme`] where it lies on another filesystem.
+    pub fn open(path: impl AsRef<Path>) -> Result<Mount> {
+        let path = path.as_ref();
+        // Nonblocking, so that a FIFO is refused and not waited for.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| Error::Path {
+            path: path.to_owned(),
+            action: "open it",
+            errno,
+        })?;
+        Mount::of(file, path)
+    }
+
+    pub(crate) fn of(file: OwnedFd, path: &Path) -> Result<Mount> {
+        let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(failed)?.st_mode);
+        if !matches!(kind, FileType::RegularFile | FileType::Directory) {
+            return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file or a directory" });
+        }
+        let connection = Connection { file, path: path.to_owned(), limits: Limits::default(), socket: String::new() };
+        let info = connection.info()?;
+        let limits =
+            Limits { segments: (info.max_segments as usize).clamp(1, abi::MAX_SEGMENTS), bytes: info.max_transfer.max(1) };
+        Ok(Mount { connection: Arc::new(Connection { limits, socket: info.socket, ..connection }) })
+    }
+
+    pub(crate) fn connection(&self) -> &Arc<Connection> {
+        &self.connection
+    }
+
+    /// What it is and can do, now.
+    ///
+    /// # Errors
+    /// [`Error::Path`] where the daemon does not answer.
+    pub fn info(&self) -> Result<Info> {
+        self.connection.info()
+    }
+
+    /// What it did so far.
+    ///
+    /// # Errors
+    /// [`Error::Path`] where the daemon does not answer.
+    pub fn stats(&self) -> Result<Stats> {
+        let stats = self.connection.raw_stats()?;
+        const NAMES: [&str; 7] = ["info", "register", "unregister", "resolve", "read", "write", "stats"];
+        let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
+        Ok(Stats {
+            calls: std::array::from_fn(|at| (NAMES[at], stats.calls[at])),
+            failed: stats.failed,
+            read: stats.read,
+            write: stats.write,
+            buffers: stats.buffers,
+            buffer_bytes: stats.buffer_bytes,
+            processes: stats.processes,
+            reasons: counted.map(|(code, count)| (reason(code as u32), *count)).collect(),
+        })
+    }
+
+    /// Makes a buffer known to the mount. Registering costs a system call or two and is meant to be done once, not for each transfer.
+    ///
+    /// Where the daemon may not fetch the buffer from this process, it is sent over the mount's socket;
+    /// [`Registered::registered_by`] tells.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] with the reason, and [`Error::NotReachable`] where neither way is open.
+    pub fn register(&self, buffer: Buffer) -> Result<Registered> {
+        let request = abi::Register { fd: buffer.memory.as_raw_fd(), len: buffer.len() as u64, ..abi::Register::default() };
+        let mut answer = request.clone();
+        let (answer, by) = match sys::ioctl(self.connection.file.as_fd(), Command::Register.request(0), answer.as_mut_bytes()) {
+            Ok(()) => (answer, RegisteredBy::Ioctl),
+            Err(ioctl @ (Errno::PERM | Errno::SRCH)) => {
+                (self.send(buffer.memory.as_fd(), &request, ioctl)?, RegisteredBy::Socket)
+            }
+            Err(errno) => return Err(Error::Refused { reason: reason(answer.reason), errno }),
+        };
+        let connection = self.connection.clone();
+        Ok(Registered { buffer, id: answer.buffer, connection, route: route(answer.route), reason: reason(answer.reason), by })
+    }
+
+    fn send(&self, memory: BorrowedFd<'_>, request: &abi::Register, ioctl: Errno) -> Result<abi::Register> {
+        let path = &self.connection.socket;
+        let answer = socket::register(path, memory, &abi::Register { fd: -1, ..request.clone() });
+        match answer.map_err(|errno| Error::NotReachable { ioctl, socket: path.clone(), errno })? {
+            (Errno::SRCH, _) => Err(Error::NotReachable { ioctl, socket: path.clone(), errno: Errno::SRCH }),
+            (errno, answer) if errno.raw_os_error() != 0 => Err(Error::Refused { reason: reason(answer.reason), errno }),
+            (_, answer) => Ok(answer),
+        }
+    }
+}
+
+/// An open file of the mount, through which it is talked to, and what was learnt from it at first.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    file: OwnedFd,
+    pub path: PathBuf,
+    pub limits: Limits,
+    socket: String,
+}
+
+/// What one ioctl may carry.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Limits {
+    pub segments: usize,
+    pub bytes: u64,
+}
+
+impl Connection {
+    /// `INFO`, as the daemon answers it.
+    pub fn raw_info(&self) -> Result<abi::Info> {
+        let info = self.call(Command::Info, abi::Info::default(), "ask it about its filesystem")?;
+        if info.magic != abi::INFO_MAGIC {
+            return Err(Error::NotGpunvme { path: self.path.clone() });
+        }
+        Ok(info)
+    }
+
+    /// `STATS`, as the daemon answers it.
+    pub fn raw_stats(&self) -> Result<abi::Stats> {
+        self.call(Command::Stats, abi::Stats::default(), "read its counters")
+    }
+
+    fn info(&self) -> Result<Info> {
+        let info = self.raw_info()?;
+        Ok(Info {
+            device: abi::get_text(&info.device),
+            label: abi::get_text(&info.label),
+            uuid: info.uuid,
+            daemon: abi::get_text(&info.daemon),
+            read_only: Features::from_bits_truncate(info.features).contains(Features::READ_ONLY),
+            capacity: info.capacity,
+            free: info.free,
+            block_size: info.block_size,
+            logical_block: info.logical_block,
+            memory_alignment: info.memory_alignment,
+            devices: info.devices,
+            max_transfer: info.max_transfer,
+            max_segments: info.max_segments,
+            max_buffers: info.max_buffers,
+            max_buffer_bytes: info.max_buffer_bytes,
+            route: route(info.route),
+            reason: reason(info.reason),
+            socket: abi::get_text(&info.socket),
+        })
+    }
+
+    /// A command whose argument is one structure.
+    fn call<T: IntoBytes + FromBytes + Immutable>(&self, command: Command, mut argument: T, action: &'static str) -> Result<T> {
+        sys::ioctl(self.file.as_fd(), command.request(0), argument.as_mut_bytes())
+            .map_err(|errno| failed(&self.path, action, errno))?;
+        Ok(argument)
+    }
+
+    /// Nothing can be done about a failure: either the buffer is gone already, or the daemon is.
+    pub fn unregister(&self, buffer: u64) {
+        let mut argument = abi::Unregister { buffer, ..abi::Unregister::default() };
+        let _ = sys::ioctl(self.file.as_fd(), Command::Unregister.request(0), argument.as_mut_bytes());
+    }
+}
+
+/// What the errno of an ioctl means before anything is known of the file.
+pub(crate) fn failed(path: &Path, action: &'static str, errno: Errno) -> Error {
+    let path = path.to_owned();
+    match errno {
+        // What filesystems say to ioctls that they do not know.
+        Errno::NOTTY | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL => Error::NotGpunvme { path },
+        Errno::PROTONOSUPPORT => Error::OtherVersion { path },
+        errno => Error::Path { path, action, errno },
+    }
+}
+
+pub(crate) fn reason(code: u32) -> Reason {
+    Reason::from_code(code).unwrap_or(Reason::Unknown)
+}
+
+fn route(code: u32) -> Route {
+    Route::from_code(code).unwrap_or(Route::None)
+}
