@@ -93,6 +93,11 @@ impl Key {
     pub fn successor(self) -> Option<Key> {
         self.0.checked_add(1).map(Key)
     }
+
+    /// The key before, if there is one.
+    pub fn predecessor(self) -> Option<Key> {
+        self.0.checked_sub(1).map(Key)
+    }
 }
 
 /// Bits of a directory offset that tell entries with the same hash apart.

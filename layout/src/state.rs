@@ -7,7 +7,8 @@
 //! | 72 | 8 | next inode number |
 //! | 80 | 8 | inodes in use |
 //! | 88 | 8 | free blocks, those inside metadata chunks not counted |
-//! | 96 | 1 | level of the root node |
+//! | 96 | 8 | wholly free chunks |
+//! | 104 | 1 | level of the root node |
 
 use crate::block::{BlockKind, Uuid};
 use crate::geometry::STATE;
@@ -28,13 +29,16 @@ pub struct State {
     pub inodes: u64,
     /// Free blocks, those inside metadata chunks not counted.
     pub free_blocks: u64,
+    /// Wholly free chunks.
+    pub free_chunks: u64,
 }
 
 const ROOT: usize = 64;
 const NEXT_INO: usize = 72;
 const INODES: usize = 80;
 const FREE_BLOCKS: usize = 88;
-const LEVEL: usize = 96;
+const FREE_CHUNKS: usize = 96;
+const LEVEL: usize = 104;
 
 impl State {
     /// A new block with this state.
@@ -51,6 +55,7 @@ impl State {
         le::put_u64(bytes, NEXT_INO, self.next_ino);
         le::put_u64(bytes, INODES, self.inodes);
         le::put_u64(bytes, FREE_BLOCKS, self.free_blocks);
+        le::put_u64(bytes, FREE_CHUNKS, self.free_chunks);
         bytes[LEVEL] = self.level;
     }
 
@@ -64,6 +69,7 @@ impl State {
             next_ino: le::get_u64(bytes, NEXT_INO),
             inodes: le::get_u64(bytes, INODES),
             free_blocks: le::get_u64(bytes, FREE_BLOCKS),
+            free_chunks: le::get_u64(bytes, FREE_CHUNKS),
         };
         let fail = |what| Err(Corrupt::Field { address: STATE, what });
         if !geometry.contains_data(state.root, 1) || state.level > LEVEL_MAX {
@@ -72,7 +78,7 @@ impl State {
         if state.next_ino <= INO_ROOT || state.next_ino > INO_MAX {
             return fail("next inode number is out of range");
         }
-        if state.free_blocks > geometry.data_blocks() || state.inodes >= state.next_ino {
+        if state.free_blocks > geometry.data_blocks() || state.free_chunks > geometry.chunks || state.inodes >= state.next_ino {
             return fail("counters of the volume are impossible");
         }
         Ok(state)
@@ -86,7 +92,7 @@ mod tests {
     #[test]
     fn it_survives_the_round_trip_and_refuses_the_impossible() {
         let geometry = Geometry::new(1 << 20, 4096).unwrap();
-        let state = State { root: geometry.data, level: 3, next_ino: 100, inodes: 4, free_blocks: 77 };
+        let state = State { root: geometry.data, level: 3, next_ino: 100, inodes: 4, free_blocks: 77, free_chunks: 0 };
         assert_eq!(State::decode(&state.encode(&[1; 16]), &geometry), Ok(state));
         for bad in [
             State { root: 5, ..state },

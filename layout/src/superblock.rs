@@ -28,7 +28,6 @@ pub const LABEL_MAX: usize = 64;
 const SIGNATURE: &[u8; 16] = b"gpunvme volume\x1a\n";
 const AT_SIGNATURE: usize = 64;
 const AT_VERSION: usize = 80;
-const AT_COMPAT: usize = 88;
 const AT_RO_COMPAT: usize = 96;
 const AT_INCOMPAT: usize = 104;
 const AT_TOTAL: usize = 112;

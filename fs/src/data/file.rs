@@ -1,0 +1,122 @@
+//! Files in memory: what is known of a file that is open, or whose data is not on the device yet.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use gpunvme_layout::Timestamp;
+use parking_lot::{Condvar, Mutex};
+use rustc_hash::FxHashMap;
+
+use super::pages::Page;
+use crate::error::FsError;
+use crate::volume::Run;
+
+/// A page of a file that is in memory.
+pub(crate) struct FilePage {
+    /// Its content.
+    pub page: Page,
+    /// It differs from the device.
+    pub dirty: bool,
+    /// A block was promised for it: the file has none there yet.
+    pub promised: bool,
+}
+
+/// What the file's lock guards.
+#[derive(Default)]
+pub(crate) struct FileState {
+    /// Times that it is open.
+    pub opens: u32,
+    /// Times that it is open so that it can be mapped shared and writable: the kernel may hold dirty pages.
+    pub mappable: u32,
+    /// Pages to be written, by block of the file.
+    pub pages: BTreeMap<u64, FilePage>,
+    /// Pages of them that are dirty.
+    pub dirty: u64,
+    /// Pages of them that a block was promised for.
+    pub promised: u64,
+    /// Counts whatever changes content: what was read from the device before may be out of date.
+    pub version: u64,
+    /// Pages that are being written. They do not change any more.
+    pub writing: BTreeMap<u64, Arc<Page>>,
+    /// Batches of writes that are under way.
+    pub flights: u32,
+    /// Size, when it is larger than the inode says.
+    pub size: Option<u64>,
+    /// Time of the last write that the inode does not know of.
+    pub changed: Option<Timestamp>,
+    /// What a write in the background failed with; the next fsync or close reports it.
+    pub error: Option<FsError>,
+    /// Where the next new block of the file best goes: (block of the file, block of the device).
+    pub goal: Option<(u64, u64)>,
+    /// Blocks reserved beyond the last write of a file that grows.
+    pub window: Option<Run>,
+    /// The bytes beyond the end, in the last block on the device, are known to be zeros.
+    pub tail_is_zero: bool,
+}
+
+impl FileState {
+    /// Whether nothing in memory is newer than the device.
+    pub fn is_clean(&self) -> bool {
+        self.flights == 0 && self.dirty == 0 && self.size.is_none() && self.changed.is_none()
+    }
+}
+
+/// A file in memory.
+pub(crate) struct File {
+    /// Inode.
+    pub ino: u64,
+    /// Taken before the journal's and the metadata's locks, and never two files' at a time.
+    pub state: Mutex<FileState>,
+    /// A batch of writes ended.
+    pub landed: Condvar,
+}
+
+/// Shards of the table: threads that look up different files rarely meet.
+const SHARDS: usize = 16;
+
+/// The files in memory.
+pub(crate) struct Files {
+    shards: [Mutex<FxHashMap<u64, Arc<File>>>; SHARDS],
+}
+
+impl Files {
+    /// No files.
+    pub fn new() -> Files {
+        Files { shards: std::array::from_fn(|_| Mutex::default()) }
+    }
+
+    fn shard(&self, ino: u64) -> &Mutex<FxHashMap<u64, Arc<File>>> {
+        &self.shards[ino as usize % SHARDS]
+    }
+
+    /// The file, if it is in memory.
+    pub fn find(&self, ino: u64) -> Option<Arc<File>> {
+        self.shard(ino).lock().get(&ino).cloned()
+    }
+
+    /// The file, taken into memory when it was not there.
+    pub fn get(&self, ino: u64) -> Arc<File> {
+        let mut shard = self.shard(ino).lock();
+        let file = || Arc::new(File { ino, state: Mutex::default(), landed: Condvar::new() });
+        shard.entry(ino).or_insert_with(file).clone()
+    }
+
+    /// Lets go of a file that nobody has open and that has nothing to write. Returns the blocks it had reserved ahead.
+    pub fn release(&self, file: &Arc<File>) -> Option<Run> {
+        let mut shard = self.shard(file.ino).lock();
+        let mut state = file.state.lock();
+        // Two handles: the table's, and the caller's. With more, somebody is about to use it.
+        if state.opens > 0 || !state.is_clean() || state.error.is_some() || Arc::strong_count(file) > 2 {
+            return None;
+        }
+        let window = state.window.take();
+        drop(state);
+        shard.remove(&file.ino);
+        window
+    }
+
+    /// All files in memory.
+    pub fn all(&self) -> Vec<Arc<File>> {
+        self.shards.iter().flat_map(|s| s.lock().values().cloned().collect::<Vec<_>>()).collect()
+    }
+}

@@ -1,0 +1,327 @@
+//! The data path: what is in files, between callers, the write buffer and the device.
+//!
+//! A write goes into the write buffer and is answered; its place on the device is chosen when it is written out, together
+//! with what came before and after it ([`flush`]). A read takes what is in the write buffer from there, holes from nowhere,
+//! and the rest from the device, straight into the caller's buffer ([`read`]). Direct transfers of registered buffers
+//! ([`direct`]) go past the write buffer, which is written out for them first.
+//!
+//! [`Filesystem`] is the whole filesystem for a front end: the volume's operations on names, and these on data. Operations
+//! are attempts ([`crate::volume`]); what waits for the device is answered by a callback from its completion.
+
+use std::sync::Arc;
+
+use gpunvme_blockdev::{BufferPool, Io};
+use gpunvme_layout::Timestamp;
+
+use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes, Usage, Volume, VolumeOptions, Waiter};
+
+mod copy;
+
+mod file;
+mod flush;
+mod pages;
+mod place;
+mod read;
+mod resize;
+mod write;
+
+use file::{File, FileState, Files};
+use pages::PagePool;
+pub use read::Read;
+
+/// Where an operation goes on that cannot on the thread it is on.
+pub trait Spawn: Send + Sync {
+    /// Runs a task on a thread that may wait for the device.
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>);
+}
+
+/// Runs tasks where they are: for tests, whose device answers at once.
+pub struct Inline;
+
+impl Spawn for Inline {
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
+        task();
+    }
+}
+
+/// How a filesystem is opened.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// How its volume is opened.
+    pub volume: VolumeOptions,
+    /// Size of the write buffer in bytes.
+    pub write_buffer: usize,
+}
+
+/// An open filesystem.
+pub struct Filesystem {
+    volume: Volume,
+    files: Files,
+    pages: Arc<PagePool>,
+    buffers: Arc<BufferPool>,
+    /// For what completions cannot do themselves. Its threads never wait for a file.
+    completions: Arc<dyn Spawn>,
+}
+
+/// Bytes of read buffers kept for reuse.
+const READ_BUFFERS: usize = 64 << 20;
+
+impl Filesystem {
+    /// Opens the filesystem on a device.
+    ///
+    /// # Errors
+    /// Says what is wrong with the volume or the device.
+    pub fn open(io: Arc<Io>, options: Options, completions: Arc<dyn Spawn>) -> Result<Arc<Filesystem>, FsError> {
+        let device = io.device().clone();
+        let pages = PagePool::new(&device, options.write_buffer)?;
+        let volume = Volume::open(io, options.volume)?;
+        Ok(Arc::new(Filesystem {
+            volume,
+            files: Files::new(),
+            pages,
+            buffers: BufferPool::new(device, READ_BUFFERS),
+            completions,
+        }))
+    }
+
+    /// Writes everything out and closes the volume.
+    ///
+    /// # Errors
+    /// The device failed; the volume is recovered when it is opened again.
+    pub fn close(self: &Arc<Self>) -> Result<(), FsError> {
+        let written = self.flush_all();
+        for file in self.files.all() {
+            self.drop_window(&mut file.state.lock());
+        }
+        written.and(self.volume.close())
+    }
+
+    /// The volume.
+    pub fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// Runs an operation to its end; for threads that may wait.
+    ///
+    /// # Errors
+    /// The operation's own error, or that of what it had to wait for.
+    pub fn wait<T>(self: &Arc<Self>, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
+        let mut waiter = Waiter::default();
+        loop {
+            match attempt() {
+                Ok(result) => return Ok(result),
+                Err(Fail::Error(error)) => return Err(error),
+                Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
+                Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
+                Err(Fail::Stall(Stall::File { ino })) => self.flush_file(ino)?,
+                Err(Fail::Stall(stall)) => {
+                    if stall == Stall::Reuse {
+                        self.drop_windows();
+                    }
+                    self.volume.resolve(stall, &mut waiter)?;
+                }
+            }
+        }
+    }
+
+    /// Counters of the volume.
+    pub fn usage(&self) -> Usage {
+        self.volume.usage()
+    }
+
+    /// Inode behind a name.
+    pub fn lookup(&self, dir: u64, name: &[u8]) -> Attempt<Attributes> {
+        self.attributes(self.volume.lookup(dir, name)?)
+    }
+
+    /// Attributes of an inode.
+    pub fn attributes(&self, ino: u64) -> Attempt<Attributes> {
+        let Some(file) = self.files.find(ino) else { return self.volume.stored_attributes(ino) };
+        let state = file.state.lock();
+        let mut attributes = self.volume.stored_attributes(ino)?;
+        overlay(&state, &mut attributes);
+        Ok(attributes)
+    }
+
+    /// Changes attributes other than the size.
+    pub fn set_attributes(&self, context: &Context, ino: u64, set: &SetAttributes) -> Attempt<Attributes> {
+        let Some(file) = self.files.find(ino) else { return Ok(self.volume.set_attributes(context, ino, set)?.0) };
+        let mut state = file.state.lock();
+        // The time of a write before this change must not come back when that write lands.
+        let set = SetAttributes { mtime: set.mtime.or(state.changed), ..*set };
+        let (mut attributes, _) = self.volume.set_attributes(context, ino, &set)?;
+        state.changed = None;
+        overlay(&state, &mut attributes);
+        Ok(attributes)
+    }
+
+    /// Creates a node.
+    pub fn create(&self, context: &Context, parent: u64, name: &[u8], new: &NewNode) -> Attempt<Attributes> {
+        Ok(self.volume.create(context, parent, name, new)?.0)
+    }
+
+    /// Gives an inode another name.
+    pub fn link(&self, context: &Context, ino: u64, parent: u64, name: &[u8]) -> Attempt<Attributes> {
+        self.volume.link(context, ino, parent, name)?;
+        self.attributes(ino)
+    }
+
+    /// Removes a name of anything but a directory. Returns the inode when it was its last name.
+    pub fn unlink(&self, context: &Context, parent: u64, name: &[u8]) -> Attempt<Option<u64>> {
+        let (ino, left) = self.volume.unlink(context, parent, name)?;
+        Ok((left == 0).then_some(ino))
+    }
+
+    /// Removes an empty directory. Returns its inode.
+    pub fn rmdir(&self, context: &Context, parent: u64, name: &[u8]) -> Attempt<u64> {
+        self.volume.rmdir(context, parent, name)
+    }
+
+    /// Renames. Returns the inode that lost its last name, if one did.
+    ///
+    /// A file that takes another's name is written out first: whoever replaces a file by a new one without fsync shall not
+    /// find it empty after a crash.
+    pub fn rename(&self, context: &Context, from: (u64, &[u8]), to: (u64, &[u8]), mode: RenameMode) -> Attempt<Option<u64>> {
+        if mode == RenameMode::Replace && self.volume.lookup(to.0, to.1).is_ok() {
+            let ino = self.volume.lookup(from.0, from.1)?;
+            if self.files.find(ino).is_some_and(|file| !file.state.lock().is_clean()) {
+                return Err(Fail::Stall(Stall::File { ino }));
+            }
+        }
+        self.volume.rename(context, from.0, from.1, to.0, to.1, mode)
+    }
+
+    /// Target of a symbolic link.
+    pub fn read_link(&self, ino: u64) -> Attempt<Vec<u8>> {
+        self.volume.read_link(ino)
+    }
+
+    /// Entries of a directory after `cookie`.
+    pub fn read_dir(&self, dir: u64, cookie: u64, limit: usize) -> Attempt<Vec<DirEntry>> {
+        self.volume.read_dir(dir, cookie, limit)
+    }
+
+    /// The value of an extended attribute.
+    pub fn get_xattr(&self, ino: u64, name: &[u8]) -> Attempt<Vec<u8>> {
+        self.volume.get_xattr(ino, name)
+    }
+
+    /// The names of the extended attributes, each with a zero byte after it.
+    pub fn list_xattrs(&self, ino: u64) -> Attempt<Vec<u8>> {
+        self.volume.list_xattrs(ino)
+    }
+
+    /// Sets an extended attribute. `create`: it must not exist; `replace`: it must.
+    pub fn set_xattr(&self, context: &Context, ino: u64, name: &[u8], value: &[u8], create: bool, replace: bool) -> Attempt<()> {
+        self.volume.set_xattr(context, ino, name, value, create, replace)
+    }
+
+    /// Removes an extended attribute.
+    pub fn remove_xattr(&self, context: &Context, ino: u64, name: &[u8]) -> Attempt<()> {
+        self.volume.remove_xattr(context, ino, name)
+    }
+
+    /// Notes that a file was opened. `mappable`: for reading and writing, so that it can be mapped shared and writable.
+    pub fn open_file(&self, ino: u64, mappable: bool) {
+        let file = self.files.get(ino);
+        let mut state = file.state.lock();
+        state.opens += 1;
+        state.mappable += u32::from(mappable);
+    }
+
+    /// Notes that a file was closed.
+    pub fn close_file(&self, ino: u64, mappable: bool) {
+        let Some(file) = self.files.find(ino) else { return };
+        let mut state = file.state.lock();
+        state.opens -= 1;
+        state.mappable -= u32::from(mappable);
+        if state.opens == 0 {
+            self.drop_window(&mut state);
+        }
+        drop(state);
+        self.release(&file);
+    }
+
+    /// Whether the kernel may hold dirty pages of a file: somebody has it open so that it can be mapped shared and writable.
+    pub fn is_mappable(&self, ino: u64) -> bool {
+        self.files.find(ino).is_some_and(|file| file.state.lock().mappable > 0)
+    }
+
+    /// Removes an inode that has no name when nobody has it any more. Returns whether there is more to remove.
+    pub fn reap_step(&self, ino: u64) -> Attempt<bool> {
+        if let Some(file) = self.files.find(ino) {
+            let mut state = file.state.lock();
+            self.drop_pages(&mut state, 0);
+            if state.flights > 0 {
+                return Err(Fail::Stall(Stall::File { ino }));
+            }
+            (state.size, state.changed, state.error) = (None, None, None);
+        }
+        self.volume.reap_step(ino)
+    }
+
+    /// Whether an inode has lost its last name.
+    pub fn is_orphan(&self, ino: u64) -> Attempt<bool> {
+        match self.volume.stored_attributes(ino) {
+            Ok(attributes) => Ok(attributes.inode.nlink == 0),
+            Err(Fail::Error(FsError::NotFound)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes out what is in memory of a file and makes it, and everything done before, durable.
+    ///
+    /// # Errors
+    /// Also the error of an earlier write in the background; it is reported once.
+    pub fn sync_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
+        self.flush_file(ino)?;
+        self.take_error(ino)?;
+        self.volume.commit()
+    }
+
+    /// Makes everything done so far durable, but for data that is still in the write buffer.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn commit(&self) -> Result<(), FsError> {
+        self.volume.commit()
+    }
+
+    /// The error of an earlier write in the background, once.
+    ///
+    /// # Errors
+    /// That error.
+    pub fn take_error(&self, ino: u64) -> Result<(), FsError> {
+        let error = self.files.find(ino).and_then(|file| file.state.lock().error.take());
+        error.map_or(Ok(()), Err)
+    }
+
+    fn release(&self, file: &Arc<File>) {
+        if let Some(window) = self.files.release(file) {
+            self.volume.unreserve_window(window);
+        }
+    }
+}
+
+/// Adds what memory knows better than the inode.
+fn overlay(state: &FileState, attributes: &mut Attributes) {
+    let inode = &mut attributes.inode;
+    if let Some(size) = state.size {
+        inode.size = inode.size.max(size);
+    }
+    if let Some(changed) = state.changed {
+        (inode.mtime, inode.ctime) = (changed, inode.ctime.max(changed));
+    }
+    // What has no block yet will have one: du(1) shows what a file costs, not when it is paid.
+    inode.blocks += state.promised;
+}
+
+/// Now, by the system's clock.
+pub fn system_time() -> Timestamp {
+    let now = std::time::SystemTime::now();
+    match now.duration_since(std::time::UNIX_EPOCH) {
+        Ok(since) => Timestamp { seconds: since.as_secs() as i64, nanoseconds: since.subsec_nanos() },
+        Err(before) => Timestamp { seconds: -(before.duration().as_secs() as i64) - 1, nanoseconds: 0 },
+    }
+}

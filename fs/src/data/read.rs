@@ -1,0 +1,117 @@
+//! Reading: holes as zeros, what is in memory from there, the rest from the device into the caller's buffer.
+
+use std::ops::Range;
+
+use gpunvme_blockdev::{Buffer, Request};
+use gpunvme_layout::Geometry;
+use gpunvme_layout::block::BLOCK_SIZE;
+
+use super::Filesystem;
+use crate::error::{Attempt, FsError};
+use crate::volume::epoch::Guard;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// A read that is ready to go to the device.
+pub struct ReadPlan {
+    buffer: Option<Buffer>,
+    range: Range<usize>,
+    requests: Vec<Request>,
+    guard: Option<Guard>,
+}
+
+/// Bytes that were read.
+pub struct Read {
+    buffer: Option<Buffer>,
+    range: Range<usize>,
+}
+
+impl Read {
+    /// The bytes; fewer than were asked for where the file ends.
+    pub fn bytes(&self) -> &[u8] {
+        self.buffer.as_ref().map_or(&[], |buffer| &buffer.bytes()[self.range.clone()])
+    }
+}
+
+impl Filesystem {
+    /// Looks up where the bytes are, and gathers what is not on the device.
+    pub fn plan_read(&self, ino: u64, offset: u64, len: usize) -> Attempt<ReadPlan> {
+        let file = self.files.find(ino);
+        let state = file.as_ref().map(|file| file.state.lock());
+        let size = match &state {
+            Some(state) => self.size_of_regular(state, ino)?,
+            None => self.size_of_regular(&Default::default(), ino)?,
+        };
+        let end = offset.saturating_add(len as u64).min(size);
+        if offset >= end {
+            return Ok(ReadPlan { buffer: None, range: 0..0, requests: Vec::new(), guard: None });
+        }
+        let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
+        let guard = self.volume.epochs.enter();
+        let mappings = self.volume.map(ino, first, last + 1, usize::MAX)?;
+        let mut buffer = self.buffers.get(((last + 1 - first) * BLOCK) as usize).map_err(FsError::from)?;
+        let place = |block: u64| ((block - first) * BLOCK) as usize;
+
+        let mut requests = Vec::new();
+        let mut at = first;
+        for mapping in &mappings {
+            buffer.bytes_mut()[place(at)..place(mapping.offset)].fill(0);
+            at = mapping.end();
+            if mapping.extent.unwritten {
+                buffer.bytes_mut()[place(mapping.offset)..place(at)].fill(0);
+            }
+        }
+        buffer.bytes_mut()[place(at)..place(last + 1)].fill(0);
+        let newer = |block| {
+            state.as_ref().and_then(|s| s.pages.get(&block).map(|p| &p.page).or_else(|| s.writing.get(&block).map(|p| &**p)))
+        };
+        if state.as_ref().is_some_and(|s| !s.pages.is_empty() || !s.writing.is_empty()) {
+            for block in first..=last {
+                if let Some(page) = newer(block) {
+                    page.read(0, &mut buffer.bytes_mut()[place(block)..place(block + 1)])?;
+                }
+            }
+        }
+        for mapping in mappings.iter().filter(|m| !m.extent.unwritten) {
+            // Runs of blocks that only the device has.
+            let mut blocks = (mapping.offset..mapping.end()).filter(|block| newer(*block).is_none()).peekable();
+            while let Some(start) = blocks.next() {
+                let mut stop = start + 1;
+                while blocks.next_if_eq(&stop).is_some() {
+                    stop += 1;
+                }
+                let device = Geometry::byte(mapping.extent.block + (start - mapping.offset));
+                requests.push(Request::read(device, vec![buffer.span(place(start)..place(stop))]));
+            }
+        }
+        let skip = (offset - first * BLOCK) as usize;
+        Ok(ReadPlan { buffer: Some(buffer), range: skip..skip + (end - offset) as usize, requests, guard: Some(guard) })
+    }
+
+    /// Reads from the device what the plan needs; `done` gets the bytes, from a thread that completes I/O when there was any.
+    pub fn submit_read(&self, plan: ReadPlan, done: impl FnOnce(Result<Read, FsError>) + Send + 'static) {
+        let ReadPlan { buffer, range, requests, guard } = plan;
+        let read = Read { buffer, range };
+        if requests.is_empty() {
+            return done(Ok(read));
+        }
+        self.volume.io.submit(requests, move |result| {
+            drop(guard);
+            done(result.map(|()| read).map_err(FsError::from));
+        });
+    }
+
+    /// Reads and waits.
+    ///
+    /// # Errors
+    /// The device failed, or the inode is no regular file.
+    pub fn read(self: &std::sync::Arc<Self>, ino: u64, offset: u64, len: usize) -> Result<Vec<u8>, FsError> {
+        let plan = self.wait(|| self.plan_read(ino, offset, len))?;
+        let (sender, receiver) = std::sync::mpsc::channel();
+        self.submit_read(plan, move |result| {
+            // The receiver waits below.
+            let _ = sender.send(result.map(|read| read.bytes().to_vec()));
+        });
+        receiver.recv().expect("a read is always answered")
+    }
+}

@@ -1,0 +1,195 @@
+//! Sizes, holes and preallocation: truncate, fallocate and lseek.
+
+use std::sync::Arc;
+
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::item::FILE_SIZE_MAX;
+
+use super::Filesystem;
+use super::file::FileState;
+use super::write::mark_dirty;
+use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::{Attributes, Context, Stamp};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// What fallocate(2) is asked to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Allocate {
+    /// Preallocate; the file grows when `grow` is set.
+    Reserve {
+        /// Without `FALLOC_FL_KEEP_SIZE`.
+        grow: bool,
+    },
+    /// Make a hole (`FALLOC_FL_PUNCH_HOLE`).
+    Punch,
+    /// Make zeros that are allocated (`FALLOC_FL_ZERO_RANGE`).
+    Zero {
+        /// Without `FALLOC_FL_KEEP_SIZE`.
+        grow: bool,
+    },
+}
+
+impl Filesystem {
+    /// Sets the size of a file. Writes under way end first.
+    pub fn set_size(&self, context: &Context, ino: u64, size: u64) -> Attempt<Attributes> {
+        if size > FILE_SIZE_MAX {
+            return Err(FsError::FileTooLarge.into());
+        }
+        let file = self.files.get(ino);
+        let mut state = file.state.lock();
+        let result = self.resize(&mut state, context, ino, size);
+        drop(state);
+        self.release(&file);
+        result?;
+        self.attributes(ino)
+    }
+
+    fn resize(&self, state: &mut FileState, context: &Context, ino: u64, size: u64) -> Attempt<()> {
+        let old = self.size_of_regular(state, ino)?;
+        self.volume.writable()?;
+        if state.flights > 0 {
+            return Err(Fail::Stall(Stall::File { ino }));
+        }
+        if size > old {
+            self.zero_tail(state, ino, old, size)?;
+        }
+        let more = self.volume.set_size(context, ino, size)?;
+        self.drop_pages(state, size.div_ceil(BLOCK));
+        self.drop_window(state);
+        if let Some(page) = state.pages.get(&(size / BLOCK)) {
+            page.page.zero((size % BLOCK) as usize..BLOCK_SIZE)?;
+        }
+        // The inode has the new size; what is still in memory lies below it.
+        (state.size, state.changed, state.goal) = (None, None, None);
+        state.tail_is_zero &= size >= old;
+        if more {
+            // Writes wait for the file's lock; the rest is freed before anybody can map blocks there again.
+            self.volume.wait(|| self.volume.truncate_step(ino).and_then(again))?;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that what lies between the old end of a file that grows and the end of its block is zeros on the device.
+    fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<()> {
+        let next = new.div_ceil(BLOCK);
+        let Some(tail) = self.tail_before(state, ino, old, next)? else { return Ok(()) };
+        // The page has zeros there; it has to be on the device before the size is.
+        mark_dirty(state, tail);
+        Err(Fail::Stall(Stall::File { ino }))
+    }
+
+    /// Preallocates, punches or zeroes a range of a file. Waits for the device.
+    ///
+    /// # Errors
+    /// No space, the file would grow too large, or it is no regular file.
+    pub fn allocate(self: &Arc<Self>, context: &Context, ino: u64, offset: u64, len: u64, what: Allocate) -> Result<(), FsError> {
+        let end = offset.checked_add(len).filter(|end| *end <= FILE_SIZE_MAX).ok_or(FsError::FileTooLarge)?;
+        if len == 0 {
+            return Err(FsError::Invalid("an empty range"));
+        }
+        self.flush_file(ino)?;
+        let grow = matches!(what, Allocate::Reserve { grow: true } | Allocate::Zero { grow: true });
+        let size = self.wait(|| self.attributes(ino))?.inode.size;
+        if grow && end > size {
+            // Fails early where the size cannot be.
+            self.grow(ino, size)?;
+        }
+        match what {
+            Allocate::Reserve { .. } => self.volume.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?,
+            Allocate::Punch => self.clear(context, ino, offset, end, size, false)?,
+            Allocate::Zero { .. } => {
+                self.clear(context, ino, offset, end, size, true)?;
+                self.volume.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?;
+            }
+        }
+        let stamp = Stamp { size: grow.then_some(end), changed: Some(context.now) };
+        self.touched(ino);
+        self.volume.wait(|| self.volume.stamp(ino, &stamp)).map(|_| ())
+    }
+
+    /// Puts zeros behind the end of a file in its last block, on the device, before the file grows.
+    fn grow(self: &Arc<Self>, ino: u64, size: u64) -> Result<(), FsError> {
+        let file = self.files.get(ino);
+        let result = self.wait(|| self.zero_tail(&mut file.state.lock(), ino, size, size + BLOCK));
+        self.release(&file);
+        result
+    }
+
+    /// Makes a range read as zeros: whole blocks by their mapping, the edges by writing.
+    fn clear(
+        self: &Arc<Self>,
+        context: &Context,
+        ino: u64,
+        offset: u64,
+        end: u64,
+        size: u64,
+        keep_blocks: bool,
+    ) -> Result<(), FsError> {
+        let (first, last) = (offset.div_ceil(BLOCK), end / BLOCK);
+        let edges = if first > last { vec![(offset, end)] } else { vec![(offset, first * BLOCK), (last * BLOCK, end)] };
+        for (from, to) in edges {
+            let to = to.min(size);
+            if from < to && !self.is_hole(ino, from / BLOCK)? {
+                let zeros = [0; BLOCK_SIZE];
+                self.wait(|| self.write(ino, from, &zeros[..(to - from) as usize], context.now))?;
+            }
+        }
+        self.flush_file(ino)?;
+        let mut at = Some(first).filter(|first| *first < last);
+        while let Some(from) = at {
+            at = self.volume.wait(|| {
+                if keep_blocks {
+                    self.volume.unwrite_step(context, ino, from, last)
+                } else {
+                    self.volume.punch_step(context, ino, from, last)
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    fn is_hole(&self, ino: u64, block: u64) -> Result<bool, FsError> {
+        Ok(self.volume.wait(|| self.volume.map(ino, block, block + 1, 1))?.is_empty())
+    }
+
+    /// Notes that content changed without the write buffer.
+    pub(super) fn touched(&self, ino: u64) {
+        if let Some(file) = self.files.find(ino) {
+            let mut state = file.state.lock();
+            state.version += 1;
+            state.goal = None;
+        }
+    }
+
+    /// The next data (`SEEK_DATA`) or hole (`SEEK_HOLE`) from `offset` on; the end of a file counts as a hole. Waits for the
+    /// device: what is in memory is written out first.
+    ///
+    /// # Errors
+    /// [`FsError::BeyondEnd`] when there is none, or the offset is not inside the file.
+    pub fn seek(self: &Arc<Self>, ino: u64, offset: u64, hole: bool) -> Result<u64, FsError> {
+        self.flush_file(ino)?;
+        let size = self.wait(|| self.attributes(ino))?.inode.size;
+        if offset >= size {
+            return Err(FsError::BeyondEnd);
+        }
+        let mut at = offset / BLOCK;
+        let end = size.div_ceil(BLOCK);
+        while at < end {
+            let next = self.volume.wait(|| self.volume.map(ino, at, end, 1))?.first().copied();
+            match next {
+                None if hole => return Ok(offset.max(at * BLOCK)),
+                None => return Err(FsError::BeyondEnd),
+                Some(mapping) if hole && (mapping.offset > at || mapping.extent.unwritten) => return Ok(offset.max(at * BLOCK)),
+                Some(mapping) if !hole && !mapping.extent.unwritten => return Ok(offset.max(mapping.offset * BLOCK)),
+                Some(mapping) => at = mapping.end(),
+            }
+        }
+        if hole { Ok(size) } else { Err(FsError::BeyondEnd) }
+    }
+}
+
+/// Turns "there is more" into another attempt: each step is an operation of its own, and needs no loading in between.
+fn again(more: bool) -> Attempt<()> {
+    if more { Err(Fail::Stall(Stall::Commit)) } else { Ok(()) }
+}

@@ -1,0 +1,82 @@
+//! Inodes: reading, storing and changing their attributes.
+
+use gpunvme_layout::{Inode, Key, Timestamp};
+
+use super::op::{Blocks, Op};
+use super::{Context, Volume, acl, tree};
+use crate::error::{Attempt, FsError};
+
+/// Permission bits that chmod can set.
+const PERMISSIONS: u32 = 0o7777;
+
+/// An inode and its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Attributes {
+    /// Inode number.
+    pub ino: u64,
+    /// Content of the inode.
+    pub inode: Inode,
+}
+
+/// Attributes to change; what is none stays.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SetAttributes {
+    /// Permission bits; the type bits are ignored.
+    pub mode: Option<u32>,
+    /// Owner.
+    pub uid: Option<u32>,
+    /// Group.
+    pub gid: Option<u32>,
+    /// Last access.
+    pub atime: Option<Timestamp>,
+    /// Last change of content.
+    pub mtime: Option<Timestamp>,
+}
+
+/// The inode.
+pub(crate) fn load(blocks: &impl Blocks, ino: u64) -> Attempt<Inode> {
+    if ino == 0 || ino > gpunvme_layout::key::INO_MAX {
+        return Err(FsError::NotFound.into());
+    }
+    match tree::get(blocks, Key::inode(ino))? {
+        Some(bytes) => Ok(Inode::decode(ino, bytes)?),
+        None => Err(FsError::NotFound.into()),
+    }
+}
+
+/// Stores an inode that exists already.
+pub(crate) fn store(op: &mut Op, ino: u64, inode: &Inode) -> Attempt<()> {
+    tree::put(op, Key::inode(ino), &inode.encode())
+}
+
+/// Loads an inode, changes it and stores it.
+pub(crate) fn change<T>(op: &mut Op, ino: u64, change: impl FnOnce(&mut Inode) -> T) -> Attempt<T> {
+    let mut inode = load(op, ino)?;
+    let result = change(&mut inode);
+    store(op, ino, &inode)?;
+    Ok(result)
+}
+
+impl Volume {
+    /// Attributes as the tree has them; a file that is being written has newer ones in memory.
+    pub(crate) fn stored_attributes(&self, ino: u64) -> Attempt<Attributes> {
+        Ok(Attributes { ino, inode: load(&*self.meta.read(), ino)? })
+    }
+
+    /// Changes attributes. The permission bits and an access ACL are kept in step.
+    pub(crate) fn set_attributes(&self, context: &Context, ino: u64, set: &SetAttributes) -> Attempt<(Attributes, u64)> {
+        let mut op = self.begin()?;
+        let mut inode = load(&op, ino)?;
+        if let Some(mode) = set.mode {
+            inode.mode = inode.mode & !PERMISSIONS | mode & PERMISSIONS;
+            acl::follow_mode(&mut op, ino, inode.mode)?;
+        }
+        inode.uid = set.uid.unwrap_or(inode.uid);
+        inode.gid = set.gid.unwrap_or(inode.gid);
+        inode.atime = set.atime.unwrap_or(inode.atime);
+        inode.mtime = set.mtime.unwrap_or(inode.mtime);
+        inode.ctime = context.now;
+        store(&mut op, ino, &inode)?;
+        Ok((Attributes { ino, inode }, op.finish()))
+    }
+}

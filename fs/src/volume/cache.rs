@@ -1,0 +1,137 @@
+//! Metadata blocks in memory.
+//!
+//! Bounded: clean blocks are dropped by the clock algorithm when there are more than the limit. A block that the running
+//! transaction changed, or whose committed image has not been written home yet, cannot be dropped: the journal bounds those.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use gpunvme_layout::Block;
+use gpunvme_layout::geometry::STATE;
+use rustc_hash::FxHashMap;
+
+/// A block in memory.
+pub(crate) struct Entry {
+    /// Content, as the latest operation left it.
+    pub block: Arc<Block>,
+    /// The running transaction has changed it.
+    pub running: bool,
+    /// The latest committed image that is not at home yet, with the sequence of its transaction.
+    pub image: Option<(u64, Arc<Block>)>,
+    recent: AtomicBool,
+}
+
+/// The metadata blocks in memory, by address.
+pub(crate) struct Cache {
+    entries: FxHashMap<u64, Entry>,
+    clock: VecDeque<u64>,
+    limit: usize,
+}
+
+impl Cache {
+    /// An empty cache of at most `limit` clean blocks.
+    pub fn new(limit: usize) -> Cache {
+        Cache { entries: FxHashMap::default(), clock: VecDeque::new(), limit }
+    }
+
+    /// The entry of a block, if it is in memory.
+    pub fn get(&self, address: u64) -> Option<&Entry> {
+        let entry = self.entries.get(&address)?;
+        if !entry.recent.load(Ordering::Relaxed) {
+            entry.recent.store(true, Ordering::Relaxed);
+        }
+        Some(entry)
+    }
+
+    /// The entry of a block, to change.
+    pub fn get_mut(&mut self, address: u64) -> Option<&mut Entry> {
+        self.entries.get_mut(&address)
+    }
+
+    /// Takes a block into memory. One that is there already keeps its image and its place.
+    pub fn put(&mut self, address: u64, block: Arc<Block>) -> &mut Entry {
+        if !self.entries.contains_key(&address) {
+            self.make_room();
+            self.clock.push_back(address);
+        }
+        let entry = self.entries.entry(address).or_insert_with(|| Entry {
+            block: block.clone(),
+            running: false,
+            image: None,
+            recent: AtomicBool::new(true),
+        });
+        entry.block = block;
+        entry
+    }
+
+    /// Forgets a block.
+    pub fn remove(&mut self, address: u64) {
+        self.entries.remove(&address);
+    }
+
+    /// The committed images that are not at home yet: address, sequence, content.
+    pub fn images(&self) -> Vec<(u64, u64, Arc<Block>)> {
+        let images = self.entries.iter().filter_map(|(a, e)| e.image.as_ref().map(|(s, b)| (*a, *s, b.clone())));
+        images.collect()
+    }
+
+    /// Number of blocks in memory.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Number of clean blocks that it may hold.
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
+    fn make_room(&mut self) {
+        // Two rounds at the most: the first takes the marks away. The bound keeps one insertion short when all is pinned.
+        let mut tries = (2 * self.clock.len()).min(64);
+        while self.entries.len() >= self.limit && tries > 0 {
+            tries -= 1;
+            let Some(address) = self.clock.pop_front() else { return };
+            let Some(entry) = self.entries.get(&address) else { continue };
+            // A block that somebody else holds, too, was loaded for an operation that is not done yet.
+            let held = Arc::strong_count(&entry.block) > 1;
+            let pinned = held || entry.running || entry.image.is_some() || address == STATE;
+            if pinned || entry.recent.swap(false, Ordering::Relaxed) {
+                self.clock.push_back(address);
+            } else {
+                self.entries.remove(&address);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpunvme_layout::BlockKind;
+
+    use super::*;
+
+    fn block(address: u64) -> Arc<Block> {
+        Arc::new(Block::new(BlockKind::Node, address, &[0; 16]))
+    }
+
+    #[test]
+    fn clean_blocks_are_dropped_at_the_limit_and_pinned_ones_never() {
+        let mut cache = Cache::new(100);
+        for address in 1000..1050 {
+            cache.put(address, block(address)).running = true;
+        }
+        for address in 2000..4000 {
+            cache.put(address, block(address));
+        }
+        assert!(cache.len() <= 101, "{}", cache.len());
+        assert!((1000..1050).all(|a| cache.get(a).is_some()));
+        for address in 1000..1050 {
+            cache.get_mut(address).unwrap().running = false;
+        }
+        for address in 5000..6000 {
+            cache.put(address, block(address));
+        }
+        assert!(!(1000..1050).any(|a| cache.entries.contains_key(&a)));
+    }
+}

@@ -1,0 +1,128 @@
+//! Directories: entries by the hash of their name, and reading them in a stable order.
+
+use std::ops::ControlFlow;
+
+use gpunvme_layout::item::NAME_MAX;
+use gpunvme_layout::key::{DIRENT_SLOTS, dirent_offset};
+use gpunvme_layout::{Dirent, FileType, Inode, Key, Kind};
+
+use super::op::{Blocks, Op};
+use super::{Volume, attr, tree};
+use crate::error::{Attempt, FsError};
+
+/// Cookies of the two entries that no directory stores.
+const DOT: u64 = 1;
+const DOTDOT: u64 = 2;
+
+/// An entry, as a reader gets it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DirEntry {
+    /// Inode.
+    pub ino: u64,
+    /// Type of the inode.
+    pub file_type: FileType,
+    /// Name.
+    pub name: Vec<u8>,
+    /// Where reading goes on after this entry. It stays valid whatever happens to other entries.
+    pub cookie: u64,
+}
+
+/// An entry that was found.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Found {
+    /// Its key.
+    pub key: Key,
+    /// Inode.
+    pub ino: u64,
+    /// Type of the inode.
+    pub file_type: FileType,
+}
+
+/// Checks a name for a new entry.
+pub(crate) fn check_name(name: &[u8]) -> Result<(), FsError> {
+    if name.len() > NAME_MAX {
+        return Err(FsError::NameTooLong);
+    }
+    if name.is_empty() || name == b"." || name == b".." || name.contains(&b'/') || name.contains(&0) {
+        return Err(FsError::Invalid("not a possible file name"));
+    }
+    Ok(())
+}
+
+/// The inode of a directory.
+pub(crate) fn load(blocks: &impl Blocks, dir: u64) -> Attempt<Inode> {
+    let inode = attr::load(blocks, dir)?;
+    if !inode.is_dir() {
+        return Err(FsError::NotDirectory.into());
+    }
+    Ok(inode)
+}
+
+/// The entry of that name.
+pub(crate) fn find(blocks: &impl Blocks, dir: u64, name: &[u8]) -> Attempt<Option<Found>> {
+    if name.len() > NAME_MAX {
+        return Err(FsError::NameTooLong.into());
+    }
+    let first = dirent_offset(&blocks.meta().hash_key, name);
+    tree::scan(blocks, Key::new(dir, Kind::Dirent, first), |key, value| {
+        if !key.is(dir, Kind::Dirent) || key.offset() >= first + DIRENT_SLOTS {
+            return Ok(ControlFlow::Break(None));
+        }
+        let entry = Dirent::decode(dir, value)?;
+        if entry.name == name {
+            return Ok(ControlFlow::Break(Some(Found { key, ino: entry.ino, file_type: entry.file_type })));
+        }
+        Ok(ControlFlow::Continue(()))
+    })
+    .map(Option::flatten)
+}
+
+/// Adds an entry. The name must not be there.
+pub(crate) fn add(op: &mut Op, dir: u64, entry: &Dirent) -> Attempt<()> {
+    let first = dirent_offset(&op.meta().hash_key, entry.name);
+    let value = entry.encode();
+    for slot in 0..DIRENT_SLOTS {
+        if tree::insert(op, Key::new(dir, Kind::Dirent, first + slot), &value)? {
+            return Ok(());
+        }
+    }
+    // 256 names with the same 55 bits of a keyed hash: only who knows the key can make them.
+    Err(FsError::NoSpace.into())
+}
+
+/// Whether the directory has no entries.
+pub(crate) fn is_empty(blocks: &impl Blocks, dir: u64) -> Attempt<bool> {
+    let first = tree::scan(blocks, Key::new(dir, Kind::Dirent, 0), |key, _| Ok(ControlFlow::Break(key)))?;
+    Ok(!first.is_some_and(|key| key.is(dir, Kind::Dirent)))
+}
+
+impl Volume {
+    /// Inode behind a name.
+    pub(crate) fn lookup(&self, dir: u64, name: &[u8]) -> Attempt<u64> {
+        let meta = self.meta.read();
+        load(&*meta, dir)?;
+        Ok(find(&*meta, dir, name)?.ok_or(FsError::NotFound)?.ino)
+    }
+
+    /// Entries after `cookie` (0: from the beginning), at most `limit`, in the order of their cookies.
+    pub(crate) fn read_dir(&self, dir: u64, cookie: u64, limit: usize) -> Attempt<Vec<DirEntry>> {
+        let meta = self.meta.read();
+        let inode = load(&*meta, dir)?;
+        let mut entries = Vec::new();
+        let own = [(DOT, dir, &b"."[..]), (DOTDOT, inode.parent, b"..")];
+        for (own_cookie, ino, name) in own.into_iter().filter(|(c, _, _)| *c > cookie) {
+            entries.push(DirEntry { ino, file_type: FileType::Directory, name: name.to_vec(), cookie: own_cookie });
+        }
+        let from = Key::new(dir, Kind::Dirent, cookie.saturating_add(1).max(DIRENT_SLOTS));
+        tree::scan(&*meta, from, |key, value| {
+            if !key.is(dir, Kind::Dirent) || entries.len() >= limit {
+                return Ok(ControlFlow::Break(()));
+            }
+            let entry = Dirent::decode(dir, value)?;
+            let (ino, file_type, name) = (entry.ino, entry.file_type, entry.name.to_vec());
+            entries.push(DirEntry { ino, file_type, name, cookie: key.offset() });
+            Ok(ControlFlow::Continue(()))
+        })?;
+        Ok(entries)
+    }
+}

@@ -1,0 +1,160 @@
+//! Extents of files: which blocks of the device hold which blocks of a file. What no extent covers is a hole.
+
+use std::ops::ControlFlow;
+
+use gpunvme_layout::geometry::GROUP_BLOCKS;
+use gpunvme_layout::item::EXTENT_BLOCKS_MAX;
+use gpunvme_layout::{Corrupt, Extent, Key, Kind};
+
+use super::alloc::Run;
+use super::op::{Blocks, Op};
+use super::tree;
+use crate::error::Attempt;
+
+/// Extents that one operation removes at the most: it keeps operations bounded.
+const EXTENTS_PER_OP: usize = 32;
+/// Blocks that one operation takes or frees at the most, for the same reason.
+pub(crate) const BLOCKS_PER_OP: u64 = 32 * GROUP_BLOCKS;
+
+/// A part of a file and where it lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mapping {
+    /// First block of the file.
+    pub offset: u64,
+    /// Where it lies.
+    pub extent: Extent,
+}
+
+impl Mapping {
+    /// First block of the file beyond it.
+    pub fn end(&self) -> u64 {
+        self.offset + u64::from(self.extent.len)
+    }
+
+    /// The part of it within `from..to`.
+    fn clip(&self, from: u64, to: u64) -> Mapping {
+        let (start, end) = (self.offset.max(from), self.end().min(to));
+        Mapping {
+            offset: start,
+            extent: Extent { block: self.extent.block + (start - self.offset), len: (end - start) as u32, ..self.extent },
+        }
+    }
+
+    fn run(&self) -> Run {
+        Run { start: self.extent.block, len: self.extent.len.into() }
+    }
+}
+
+/// The mappings within blocks `from..to` of a file, clipped to it, in order; at most `limit`.
+pub(crate) fn map(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
+    let whole = map_whole(blocks, ino, from, to, limit)?;
+    Ok(whole.into_iter().map(|m| m.clip(from, to)).collect())
+}
+
+/// The mappings that overlap blocks `from..to` of a file, in order; at most `limit`.
+fn map_whole(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
+    let mut found = Vec::new();
+    let mut start = Key::new(ino, Kind::Extent, from);
+    if let Some((key, _)) = tree::floor(blocks, start)?
+        && key.is(ino, Kind::Extent)
+    {
+        start = key;
+    }
+    let mut end = 0;
+    tree::scan(blocks, start, |key, value| {
+        if !key.is(ino, Kind::Extent) || key.offset() >= to || found.len() >= limit {
+            return Ok(ControlFlow::Break(()));
+        }
+        let mapping = Mapping { offset: key.offset(), extent: Extent::decode(ino, key.offset(), value)? };
+        if mapping.offset < end || !blocks.meta().geometry.contains_data(mapping.extent.block, mapping.extent.len.into()) {
+            return Err(Corrupt::Item { ino, what: "extents overlap, or lie outside the data area" }.into());
+        }
+        end = mapping.end();
+        if mapping.end() > from {
+            found.push(mapping);
+        }
+        Ok(ControlFlow::Continue(()))
+    })?;
+    Ok(found)
+}
+
+/// Maps blocks of a file that are a hole; joins the neighbours where they continue one another.
+pub(crate) fn insert(op: &mut Op, ino: u64, mut new: Mapping) -> Attempt<()> {
+    let fits = |a: &Mapping, b: &Mapping| {
+        a.end() == b.offset
+            && a.extent.block + u64::from(a.extent.len) == b.extent.block
+            && a.extent.unwritten == b.extent.unwritten
+            && u64::from(a.extent.len) + u64::from(b.extent.len) <= EXTENT_BLOCKS_MAX
+    };
+    let near = map_whole(op, ino, new.offset.saturating_sub(1), new.end() + 1, 3)?;
+    let before = near.iter().find(|m| fits(m, &new)).copied();
+    let after = near.iter().find(|m| fits(&new, m)).copied();
+    if let Some(after) = after {
+        tree::remove(op, Key::new(ino, Kind::Extent, after.offset))?;
+        new.extent.len += after.extent.len;
+    }
+    match before {
+        Some(before) if fits(&before, &new) => {
+            let extent = Extent { len: before.extent.len + new.extent.len, ..before.extent };
+            tree::put(op, Key::new(ino, Kind::Extent, before.offset), &extent.encode())
+        }
+        _ => tree::put(op, Key::new(ino, Kind::Extent, new.offset), &new.extent.encode()),
+    }
+}
+
+/// How far a step came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Step {
+    /// Blocks that changed hands.
+    pub blocks: u64,
+    /// Block of the file to go on from; none when the range is done.
+    pub next: Option<u64>,
+}
+
+/// Makes blocks `from..to` of a file a hole, as far as one operation goes, and frees what they had.
+pub(crate) fn remove(op: &mut Op, ino: u64, from: u64, to: u64) -> Attempt<Step> {
+    let found = map_whole(op, ino, from, to, EXTENTS_PER_OP)?;
+    let mut freed = 0;
+    for whole in &found {
+        let cut = whole.clip(from, to);
+        let cut = cut.clip(cut.offset, cut.offset + (BLOCKS_PER_OP - freed));
+        take_out(op, ino, whole, &cut)?;
+        op.release(cut.run())?;
+        freed += u64::from(cut.extent.len);
+        if freed == BLOCKS_PER_OP {
+            return Ok(Step { blocks: freed, next: Some(cut.end()).filter(|next| *next < to) });
+        }
+    }
+    let next = found.last().filter(|_| found.len() == EXTENTS_PER_OP).map(Mapping::end).filter(|next| *next < to);
+    Ok(Step { blocks: freed, next })
+}
+
+/// Makes preallocated blocks `from..to` of a file written ones (`unwritten` false), or written ones preallocated, which read
+/// as zeros; holes stay holes. As far as one operation goes.
+pub(crate) fn convert(op: &mut Op, ino: u64, from: u64, to: u64, unwritten: bool) -> Attempt<Step> {
+    let found = map_whole(op, ino, from, to, EXTENTS_PER_OP)?;
+    let mut converted = 0;
+    for whole in found.iter().filter(|m| m.extent.unwritten != unwritten) {
+        let cut = whole.clip(from, to);
+        take_out(op, ino, whole, &cut)?;
+        insert(op, ino, Mapping { extent: Extent { unwritten, ..cut.extent }, ..cut })?;
+        converted += u64::from(cut.extent.len);
+    }
+    let next = found.last().filter(|_| found.len() == EXTENTS_PER_OP).map(Mapping::end).filter(|next| *next < to);
+    Ok(Step { blocks: converted, next })
+}
+
+/// Takes the part `cut` out of the extent `whole`; what is left and right of it stays.
+fn take_out(op: &mut Op, ino: u64, whole: &Mapping, cut: &Mapping) -> Attempt<()> {
+    if whole.offset < cut.offset {
+        let left = whole.clip(whole.offset, cut.offset);
+        tree::put(op, Key::new(ino, Kind::Extent, left.offset), &left.extent.encode())?;
+    } else {
+        tree::remove(op, Key::new(ino, Kind::Extent, whole.offset))?;
+    }
+    if cut.end() < whole.end() {
+        let right = whole.clip(cut.end(), whole.end());
+        tree::put(op, Key::new(ino, Kind::Extent, right.offset), &right.extent.encode())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,379 @@
+//! The journal: commits, checkpoints and recovery.
+//!
+//! Four rules hold, and everything in this file is there to keep them.
+//!
+//! 1. A metadata block is written home only after the transaction that holds its image is durable.
+//! 2. New data is on the device, flushed, before the transaction that exposes it: an operation that maps data begins after
+//!    its write completed, and a commit flushes the device first when data was written since the last flush.
+//! 3. Freed blocks are not reused before the free is durable and no transfer touches them ([`super::epoch`]).
+//! 4. A metadata block that was freed is not reused for data while an older image of it is in the live journal: a chunk of
+//!    metadata goes back to all uses only after a checkpoint has passed the transaction that emptied it.
+//!
+//! A commit freezes the running transaction under the metadata lock (content is shared, and copied by whoever changes it
+//! next), then writes it without holding that lock. Commits wait for each other; those who wait for the same one share it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use gpunvme_blockdev::{Io, Region, Request, Span};
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::{Anchor, Block, Corrupt, Geometry, Superblock, journal};
+
+use super::alloc::Run;
+use super::op::Op;
+use super::{Volume, read_blocks};
+use crate::error::{Fail, FsError};
+
+/// Sequences that recovery leaves out, so that a torn transaction's images can never complete a later one.
+const SEQUENCE_GAP: u64 = 1024;
+
+/// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap; their place on the device is
+/// the position modulo the length of the journal.
+pub(crate) struct Journal {
+    /// Where the next transaction goes.
+    head: u64,
+    /// Where the oldest live transaction begins.
+    tail: u64,
+    /// Generation of the last anchor written.
+    generation: u64,
+    /// Frees of transactions that are not durable.
+    freed: Vec<Run>,
+    /// Buffer that transactions are put together in.
+    buffer: Option<Arc<Region>>,
+}
+
+/// What recovery found.
+pub(crate) struct Recovered {
+    /// Journal to go on with.
+    pub journal: Journal,
+    /// Sequence of the next transaction.
+    pub sequence: u64,
+    /// The latest image of each block in the live journal.
+    pub images: BTreeMap<u64, Block>,
+    /// Transactions that were found.
+    pub transactions: u64,
+}
+
+/// Reads the live transactions. Writes nothing: the images are put into the cache, and a checkpoint writes them home.
+pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsError> {
+    let geometry = superblock.geometry();
+    let [a, b] = gpunvme_layout::geometry::ANCHORS.map(|address| -> Result<_, FsError> {
+        let block = &read_blocks(io, address, 1)?[0];
+        Ok(Anchor::decode(block, address, &superblock.uuid, &geometry))
+    });
+    let anchor = Anchor::choose([a?, b?])?;
+    let (mut head, mut sequence) = (anchor.tail, anchor.sequence);
+    let mut images = BTreeMap::new();
+    let mut transactions = 0;
+    while !anchor.clean && head - anchor.tail < geometry.journal_blocks {
+        let room = geometry.journal_blocks - (head - anchor.tail);
+        let Some((blocks, found)) = read_transaction(io, superblock, &geometry, head, sequence, room)? else { break };
+        images.extend(found);
+        head += blocks;
+        sequence += 1;
+        transactions += 1;
+    }
+    let journal = Journal { head, tail: anchor.tail, generation: anchor.generation, freed: Vec::new(), buffer: None };
+    Ok(Recovered { journal, sequence: sequence + SEQUENCE_GAP, images, transactions })
+}
+
+/// The transaction `sequence` at `position`: its length in the journal, and its images. None when it is not all there.
+fn read_transaction(
+    io: &Io,
+    superblock: &Superblock,
+    geometry: &Geometry,
+    position: u64,
+    sequence: u64,
+    room: u64,
+) -> Result<Option<(u64, Vec<(u64, Block)>)>, FsError> {
+    let mut homes = Vec::new();
+    let (mut images, mut descriptors) = (0, 0);
+    while descriptors == 0 || descriptors < journal::descriptor_blocks(images) {
+        let block = &read_ring(io, geometry, position + descriptors, 1)?[0];
+        let decoded =
+            journal::decode_descriptor(geometry, position + descriptors, sequence, descriptors, block, &superblock.uuid);
+        let Ok((count, part)) = decoded else { return Ok(None) };
+        if descriptors > 0 && count != images {
+            return Ok(None);
+        }
+        images = count;
+        homes.extend(part);
+        descriptors += 1;
+    }
+    if journal::transaction_blocks(images) > room {
+        return Ok(None);
+    }
+    let blocks = read_ring(io, geometry, position + descriptors, images)?;
+    for (home, block) in homes.iter().zip(&blocks) {
+        if block.sequence() != sequence || block.verify_any_kind(*home, &superblock.uuid).is_err() {
+            return Ok(None);
+        }
+        let in_fixed_area = *home >= STATE && *home < geometry.bitmaps + geometry.groups;
+        if !in_fixed_area && !geometry.contains_data(*home, 1) {
+            return Err(Corrupt::Field { address: *home, what: "journal holds an image of a block that has none" }.into());
+        }
+    }
+    Ok(Some((descriptors + images, homes.into_iter().zip(blocks).collect())))
+}
+
+fn read_ring(io: &Io, geometry: &Geometry, position: u64, count: u64) -> Result<Vec<Block>, FsError> {
+    let mut blocks = Vec::with_capacity(count as usize);
+    for (address, len) in ring_parts(geometry, position, count) {
+        blocks.extend(read_blocks(io, address, len)?);
+    }
+    Ok(blocks)
+}
+
+/// The pieces of the device that `count` blocks from `position` on take: one, or two where the ring wraps.
+fn ring_parts(geometry: &Geometry, position: u64, count: u64) -> impl Iterator<Item = (u64, u64)> {
+    let at = position % geometry.journal_blocks;
+    let first = count.min(geometry.journal_blocks - at);
+    let parts = [(geometry.journal + at, first), (geometry.journal, count - first)];
+    parts.into_iter().filter(|(_, len)| *len > 0)
+}
+
+impl Volume {
+    /// Makes every operation that was finished before the call durable.
+    pub fn commit(&self) -> Result<(), FsError> {
+        let wanted = {
+            let meta = self.meta.read();
+            if meta.running.is_empty() { meta.sequence - 1 } else { meta.sequence }
+        };
+        self.commit_through(wanted)
+    }
+
+    /// Makes the transaction `sequence`, and what came before it, durable, together with all data written so far.
+    pub(crate) fn commit_through(&self, sequence: u64) -> Result<(), FsError> {
+        let mut journal = self.journal.lock();
+        self.writable()?;
+        if self.durable.load(Ordering::Acquire) >= sequence {
+            return self.flush_data().map_err(|e| self.fail(e));
+        }
+        self.write_transaction(&mut journal).map_err(|e| self.fail(e))
+    }
+
+    /// Flushes the device when data was written since the last flush.
+    fn flush_data(&self) -> Result<(), FsError> {
+        let written = self.data_written.swap(false, Ordering::AcqRel);
+        if written && self.io.device().geometry().volatile_cache {
+            self.io.run(vec![Request::flush()])?;
+        }
+        Ok(())
+    }
+
+    fn write_transaction(&self, journal: &mut Journal) -> Result<(), FsError> {
+        let geometry = self.superblock.geometry();
+        let room = geometry.journal_blocks - (journal.head - journal.tail);
+        let estimate = self.meta.read().running.len() as u64 + 64;
+        if journal::transaction_blocks(estimate) > room {
+            self.checkpoint_locked(journal)?;
+        }
+        let (sequence, homes, images) = {
+            let mut meta = self.meta.write();
+            let meta = &mut *meta;
+            if meta.running.is_empty() {
+                return self.flush_data();
+            }
+            let sequence = meta.sequence;
+            let mut homes = std::mem::take(&mut meta.running);
+            homes.sort_unstable();
+            let mut images = Vec::with_capacity(homes.len());
+            for home in &homes {
+                let entry = meta.cache.get_mut(*home).expect("blocks of the running transaction stay in memory");
+                Arc::make_mut(&mut entry.block).seal(sequence);
+                entry.running = false;
+                entry.image = Some((sequence, entry.block.clone()));
+                images.push(entry.block.clone());
+            }
+            meta.sequence += 1;
+            journal.freed.append(&mut meta.freed);
+            (sequence, homes, images)
+        };
+        let blocks = journal::transaction_blocks(images.len() as u64);
+        if blocks > geometry.journal_blocks - (journal.head - journal.tail) {
+            self.checkpoint_before(journal, sequence)?;
+        }
+        self.flush_data()?;
+        let descriptors = journal::encode_descriptors(&geometry, journal.head, sequence, &homes, &self.superblock.uuid);
+        let region = journal_buffer(journal, blocks as usize * BLOCK_SIZE)?;
+        let all = descriptors.iter().chain(images.iter().map(Arc::as_ref));
+        for (i, block) in all.enumerate() {
+            region.write_at(i * BLOCK_SIZE, block.bytes())?;
+        }
+        self.write_ring(&geometry, journal.head, blocks, &region)?;
+        journal.head += blocks;
+        self.durable.store(sequence, Ordering::Release);
+        self.epochs.retire(std::mem::take(&mut journal.freed));
+        self.reuse_freed();
+        Ok(())
+    }
+
+    /// Writes blocks into the ring, durably.
+    fn write_ring(&self, geometry: &Geometry, position: u64, blocks: u64, region: &Arc<Region>) -> Result<(), FsError> {
+        let volatile = self.io.device().geometry().volatile_cache;
+        let parts: Vec<_> = ring_parts(geometry, position, blocks).collect();
+        let fua = volatile && parts.len() == 1;
+        let mut at = 0;
+        let requests = parts.iter().map(|(address, len)| {
+            let len = *len as usize * BLOCK_SIZE;
+            let span = Span { region: region.clone(), offset: at, len };
+            at += len;
+            Request::write(Geometry::byte(*address), vec![span], fua)
+        });
+        self.io.run(requests.collect())?;
+        if volatile && !fua {
+            self.io.run(vec![Request::flush()])?;
+        }
+        Ok(())
+    }
+
+    /// Lets the allocator have the freed blocks that nothing holds back any more, and tells the device of them.
+    pub(crate) fn reuse_freed(&self) {
+        let runs = self.epochs.reusable();
+        if runs.is_empty() {
+            return;
+        }
+        let mut meta = self.meta.write();
+        for run in &runs {
+            meta.busy.remove(*run);
+            meta.pending -= run.len;
+        }
+    }
+
+    /// Writes all committed images home and frees their part of the journal.
+    pub fn checkpoint(&self) -> Result<(), FsError> {
+        let mut journal = self.journal.lock();
+        self.writable()?;
+        self.checkpoint_locked(&mut journal).map_err(|e| self.fail(e))
+    }
+
+    /// Whether the journal is full enough for a checkpoint to be due.
+    pub fn wants_checkpoint(&self) -> bool {
+        let journal = self.journal.lock();
+        journal.head - journal.tail > self.superblock.geometry().journal_blocks / 2
+    }
+
+    fn checkpoint_locked(&self, journal: &mut Journal) -> Result<(), FsError> {
+        let sequence = self.meta.read().sequence;
+        self.checkpoint_before(journal, sequence)?;
+        self.free_emptied_chunks(sequence)
+    }
+
+    /// Writes home the images of all transactions before `sequence`, the next one to be written to the journal.
+    fn checkpoint_before(&self, journal: &mut Journal, sequence: u64) -> Result<(), FsError> {
+        let mut images = self.meta.read().cache.images();
+        images.retain(|(_, s, _)| *s < sequence);
+        self.write_home(&mut images)?;
+        let anchor = Anchor {
+            generation: journal.generation + 1,
+            tail: journal.head % self.superblock.geometry().journal_blocks,
+            sequence,
+            clean: false,
+        };
+        self.write_anchor(journal, &anchor)?;
+        let mut meta = self.meta.write();
+        meta.checkpoints += 1;
+        for (address, sequence, _) in images {
+            let entry = meta.cache.get_mut(address).expect("a block with an image stays in memory");
+            if entry.image.as_ref().is_some_and(|(s, _)| *s == sequence) {
+                entry.image = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_home(&self, images: &mut [(u64, u64, Arc<Block>)]) -> Result<(), FsError> {
+        images.sort_unstable_by_key(|(address, _, _)| *address);
+        // A megabyte in flight keeps a device busy; the buffer stays small.
+        for part in images.chunks(256) {
+            let region = Region::allocate(part.len() * BLOCK_SIZE)?;
+            let mut requests: Vec<Request> = Vec::new();
+            for (i, (address, _, block)) in part.iter().enumerate() {
+                region.write_at(i * BLOCK_SIZE, block.bytes())?;
+                let (byte, offset) = (Geometry::byte(*address), i * BLOCK_SIZE);
+                match requests.last_mut() {
+                    Some(last) if last.offset + last.len == byte => {
+                        last.len += BLOCK_SIZE as u64;
+                        last.spans[0].len += BLOCK_SIZE;
+                    }
+                    _ => {
+                        let span = Span { region: region.clone(), offset, len: BLOCK_SIZE };
+                        requests.push(Request::write(byte, vec![span], false));
+                    }
+                }
+            }
+            self.io.run(requests)?;
+        }
+        if self.io.device().geometry().volatile_cache {
+            self.io.run(vec![Request::flush()])?;
+        }
+        Ok(())
+    }
+
+    fn write_anchor(&self, journal: &mut Journal, anchor: &Anchor) -> Result<(), FsError> {
+        write_block(&self.io, &anchor.encode(&self.superblock.uuid), anchor.address())?;
+        journal.generation = anchor.generation;
+        journal.tail = journal.head;
+        Ok(())
+    }
+
+    /// Gives chunks back whose last node was freed by a transaction before `sequence`: no image of them is live any more.
+    fn free_emptied_chunks(&self, sequence: u64) -> Result<(), FsError> {
+        let mut meta = self.meta.write();
+        let (due, later) = std::mem::take(&mut meta.emptied).into_iter().partition::<Vec<_>, _>(|(_, s)| *s < sequence);
+        meta.emptied = later;
+        drop(meta);
+        for (chunk, emptied) in due {
+            let attempt = || {
+                let mut op = Op::begin(self.meta.write())?;
+                op.free_metadata_chunk(chunk)?;
+                op.finish();
+                Ok(())
+            };
+            match attempt() {
+                // Not worth waiting for: the next checkpoint comes by again.
+                Err(Fail::Stall(_)) => self.meta.write().emptied.push((chunk, emptied)),
+                Err(Fail::Error(error)) => return Err(error),
+                Ok(()) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Commits, writes everything home, and says in the anchor that nothing is left to recover.
+    pub(crate) fn close_journal(&self) -> Result<(), FsError> {
+        self.commit()?;
+        self.checkpoint()?;
+        // The checkpoint may have given chunks back.
+        self.commit()?;
+        let mut journal = self.journal.lock();
+        let sequence = self.meta.read().sequence;
+        self.checkpoint_before(&mut journal, sequence)?;
+        let anchor = Anchor {
+            generation: journal.generation + 1,
+            tail: journal.head % self.superblock.geometry().journal_blocks,
+            sequence,
+            clean: true,
+        };
+        self.write_anchor(&mut journal, &anchor)
+    }
+}
+
+/// Writes one block, durably.
+pub(crate) fn write_block(io: &Io, block: &Block, address: u64) -> Result<(), FsError> {
+    let region = Region::allocate(BLOCK_SIZE)?;
+    region.write_at(0, block.bytes())?;
+    let span = Span { region, offset: 0, len: BLOCK_SIZE };
+    Ok(io.run(vec![Request::write(Geometry::byte(address), vec![span], true)])?)
+}
+
+fn journal_buffer(journal: &mut Journal, len: usize) -> Result<Arc<Region>, FsError> {
+    if let Some(region) = journal.buffer.as_ref().filter(|r| r.len() >= len) {
+        return Ok(region.clone());
+    }
+    let region = Region::allocate(len.next_power_of_two())?;
+    journal.buffer = Some(region.clone());
+    Ok(region)
+}

@@ -1,0 +1,338 @@
+//! The volume: metadata, its journal, and the operations on names and attributes. Data goes by [`crate::data`].
+//!
+//! Everything is an attempt: an operation runs on what is in memory, and ends with a [`Stall`] when it needs something else.
+//! [`Volume::wait`] resolves stalls and tries again; it is for threads that may wait for the device. A front end tries once
+//! where it must not wait, and hands the operation to such a thread when that stalls.
+//!
+//! The volume has no threads and no clock: whoever drives it calls [`Volume::commit`], [`Volume::checkpoint`] and
+//! [`Volume::reap`], and passes the time in a [`Context`].
+//!
+//! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the journal lock, the metadata lock, the
+//! epochs' lock. The metadata lock is never held across I/O.
+
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+use gpunvme_blockdev::{BlockDevice, Io, Region, Request, Span};
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::{Block, Geometry, State, Superblock, Timestamp};
+use parking_lot::{Mutex, RwLock};
+
+use crate::error::{Attempt, Fail, FsError, Stall};
+
+mod acl;
+mod alloc;
+mod attr;
+mod busy;
+mod cache;
+mod dir;
+pub(crate) mod epoch;
+pub(crate) mod extents;
+mod format;
+mod journal;
+mod namespace;
+pub(crate) mod op;
+mod orphan;
+mod space;
+mod tree;
+mod xattr;
+
+pub use alloc::Run;
+pub use attr::{Attributes, SetAttributes};
+pub use dir::DirEntry;
+pub use extents::Mapping;
+pub use format::{FormatOptions, FormatReport, format, probe};
+pub use namespace::{NewNode, RenameMode};
+pub(crate) use space::{Piece, Stamp};
+
+use epoch::Epochs;
+use journal::Journal;
+use op::{Meta, Op};
+
+/// How a volume is opened.
+#[derive(Debug, Clone, Copy)]
+pub struct VolumeOptions {
+    /// Nothing is written, not even the journal's recovery.
+    pub read_only: bool,
+    /// Clean metadata kept in memory, in bytes.
+    pub cache: usize,
+}
+
+/// Who asks for an operation, and when.
+#[derive(Debug, Clone, Copy)]
+pub struct Context {
+    /// User of the caller.
+    pub uid: u32,
+    /// Group of the caller.
+    pub gid: u32,
+    /// The time that the operation stamps.
+    pub now: Timestamp,
+}
+
+/// Counters of a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Blocks that files can have, free or not.
+    pub blocks: u64,
+    /// Free blocks.
+    pub free: u64,
+    /// Free blocks that data can still get.
+    pub available: u64,
+    /// Inodes in use.
+    pub inodes: u64,
+}
+
+/// Rounds in which an operation waits for freed blocks before it reports that there are none.
+const REUSES_MAX: u32 = 100;
+
+/// What an operation that waits has waited for so far.
+#[derive(Default)]
+pub(crate) struct Waiter {
+    /// Blocks loaded for it: they stay in memory until it is done, however small the cache.
+    held: Vec<Arc<Block>>,
+    reuses: u32,
+}
+
+/// An open volume.
+pub struct Volume {
+    pub(crate) io: Arc<Io>,
+    superblock: Superblock,
+    read_only: bool,
+    pub(crate) meta: RwLock<Meta>,
+    journal: Mutex<Journal>,
+    /// Sequence of the last durable transaction.
+    durable: AtomicU64,
+    pub(crate) epochs: Arc<Epochs>,
+    /// Data was written since the device was last flushed.
+    pub(crate) data_written: AtomicBool,
+    failed: OnceLock<String>,
+    /// Inodes that were without a name when the volume was opened.
+    orphans: Mutex<Vec<u64>>,
+}
+
+impl Volume {
+    /// Opens the volume on a device, and recovers it when it was not closed cleanly.
+    ///
+    /// # Errors
+    /// Says what is wrong with the volume or the device.
+    pub fn open(io: Arc<Io>, options: VolumeOptions) -> Result<Volume, FsError> {
+        let superblock = read_superblock(&io)?;
+        let read_only = options.read_only || io.device().geometry().read_only;
+        if superblock.unknown_ro_compat != 0 && !read_only {
+            let what = format!(
+                "uses features that this program can only read (bits {:#x}): mount it with -o ro, or use a newer program",
+                superblock.unknown_ro_compat
+            );
+            return Err(gpunvme_layout::Corrupt::Superblock(what).into());
+        }
+        let recovered = journal::recover(&io, &superblock)?;
+        if recovered.transactions > 0 {
+            tracing::info!(transactions = recovered.transactions, blocks = recovered.images.len(), "recovering from the journal");
+        }
+        let state_block = match recovered.images.get(&STATE) {
+            Some(block) => block.clone(),
+            None => read_blocks(&io, STATE, 1)?.swap_remove(0),
+        };
+        state_block.verify_any_kind(STATE, &superblock.uuid)?;
+        let state = State::decode(&state_block, &superblock.geometry())?;
+        let cache_blocks = (options.cache / BLOCK_SIZE).max(256);
+        let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, cache_blocks);
+        for (address, block) in recovered.images {
+            meta.check(address, &block)?;
+            let block = Arc::new(block);
+            meta.cache.put(address, block.clone()).image = Some((block.sequence(), block.clone()));
+        }
+        let volume = Volume {
+            io,
+            superblock,
+            read_only,
+            meta: RwLock::new(meta),
+            journal: Mutex::new(recovered.journal),
+            durable: AtomicU64::new(recovered.sequence - 1),
+            epochs: Arc::default(),
+            data_written: AtomicBool::new(false),
+            failed: OnceLock::new(),
+            orphans: Mutex::default(),
+        };
+        if !read_only {
+            // Also marks the volume as not cleanly unmounted, before the first change.
+            volume.checkpoint()?;
+            volume.finish_truncations()?;
+        }
+        Ok(volume)
+    }
+
+    /// Makes everything durable and leaves nothing to recover. Data has to be written before.
+    pub fn close(&self) -> Result<(), FsError> {
+        if self.read_only || self.failed.get().is_some() {
+            return Ok(());
+        }
+        self.finish_truncations()?;
+        self.reap(usize::MAX)?;
+        self.close_journal()
+    }
+
+    /// What the volume is.
+    pub fn superblock(&self) -> &Superblock {
+        &self.superblock
+    }
+
+    /// Whether nothing can be written: mounted so, or after a failure.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only || self.failed.get().is_some()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn BlockDevice> {
+        self.io.device()
+    }
+
+    /// The executor of the device's queues.
+    pub fn io(&self) -> &Arc<Io> {
+        &self.io
+    }
+
+    /// Counters of the volume.
+    pub fn usage(&self) -> Usage {
+        let meta = self.meta.read();
+        let free = meta.state.free_blocks.saturating_sub(meta.reserved);
+        Usage { blocks: meta.geometry.data_blocks(), free, available: meta.available(), inodes: meta.state.inodes }
+    }
+
+    /// Runs an operation to its end: resolves what it stalls on, and tries again.
+    ///
+    /// # Errors
+    /// The operation's own error, or that of resolving a stall.
+    pub fn wait<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
+        let mut waiter = Waiter::default();
+        loop {
+            match attempt() {
+                Ok(result) => return Ok(result),
+                Err(Fail::Error(error)) => return Err(error),
+                Err(Fail::Stall(stall)) => self.resolve(stall, &mut waiter)?,
+            }
+        }
+    }
+
+    /// Waits for what an operation stalled on.
+    ///
+    /// # Errors
+    /// The device failed, or what is waited for cannot come.
+    pub(crate) fn resolve(&self, stall: Stall, waiter: &mut Waiter) -> Result<(), FsError> {
+        match stall {
+            Stall::Load { address } => waiter.held.push(self.load(address)?),
+            Stall::Commit => self.commit()?,
+            Stall::Reuse => {
+                waiter.reuses += 1;
+                if waiter.reuses > REUSES_MAX {
+                    return Err(FsError::NoSpace);
+                }
+                self.commit()?;
+                self.reuse_freed();
+                if waiter.reuses > 1 {
+                    // A transfer still holds the blocks; it ends when the device answers.
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                }
+            }
+            Stall::Memory | Stall::Page { .. } | Stall::File { .. } => unreachable!("only operations on data stall so"),
+        }
+        Ok(())
+    }
+
+    /// Reads a metadata block into memory.
+    fn load(&self, address: u64) -> Result<Arc<Block>, FsError> {
+        loop {
+            let before = self.meta.read().checkpoints;
+            let block = read_blocks(&self.io, address, 1)?.swap_remove(0);
+            let mut meta = self.meta.write();
+            if let Some(entry) = meta.cache.get(address) {
+                return Ok(entry.block.clone());
+            }
+            // What was read may be older than what a checkpoint has written, and the cache dropped, in the meantime.
+            if meta.checkpoints == before {
+                meta.check(address, &block)?;
+                let block = Arc::new(block);
+                meta.cache.put(address, block.clone());
+                return Ok(block);
+            }
+        }
+    }
+
+    /// Begins an operation that changes metadata.
+    pub(crate) fn begin(&self) -> Attempt<Op<'_>> {
+        self.writable()?;
+        Op::begin(self.meta.write())
+    }
+
+    /// Fails when the volume cannot be written.
+    pub(crate) fn writable(&self) -> Result<(), FsError> {
+        match self.failed.get() {
+            Some(reason) => Err(FsError::Failed(reason.clone())),
+            None if self.read_only => Err(FsError::ReadOnly),
+            None => Ok(()),
+        }
+    }
+
+    /// Stops all writing after a failure that leaves memory and device apart.
+    fn fail(&self, error: FsError) -> FsError {
+        if matches!(error, FsError::ReadOnly | FsError::Failed(_)) {
+            return error;
+        }
+        if self.failed.set(error.to_string()).is_ok() {
+            tracing::error!(
+                device = self.io.device().name(),
+                %error,
+                "metadata could not be written: the volume is read-only from now on; unmount it, repair the device, mount it again"
+            );
+        }
+        error
+    }
+}
+
+/// Reads the superblock: the first copy, or another when that is damaged.
+pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
+    let device_blocks = io.device().geometry().len / BLOCK_SIZE as u64;
+    let short = || {
+        let message = format!("{} bytes are too few for a gpunvme filesystem", io.device().geometry().len);
+        FsError::from(gpunvme_layout::Corrupt::Superblock(message))
+    };
+    if device_blocks == 0 {
+        return Err(short());
+    }
+    let read = |address| -> Result<Superblock, FsError> {
+        let block = read_blocks(io, address, 1)?.swap_remove(0);
+        Ok(Superblock::decode(&block, address, device_blocks)?)
+    };
+    match read(Superblock::ADDRESS) {
+        Ok(superblock) => Ok(superblock),
+        // The last copy lies at the end of the device, unless the device grew.
+        Err(error) => match read(device_blocks - 1) {
+            Ok(superblock) => {
+                tracing::warn!(%error, "the first superblock is damaged; using the copy at the end of the device");
+                Ok(superblock)
+            }
+            Err(_) => Err(error),
+        },
+    }
+}
+
+/// Reads blocks; nothing is checked.
+pub(crate) fn read_blocks(io: &Io, address: u64, count: u64) -> Result<Vec<Block>, FsError> {
+    let len = count as usize * BLOCK_SIZE;
+    let region = Region::allocate(len)?;
+    io.run(vec![Request::read(Geometry::byte(address), vec![Span { region: region.clone(), offset: 0, len }])])?;
+    let mut bytes = [0; BLOCK_SIZE];
+    let mut blocks = Vec::with_capacity(count as usize);
+    for i in 0..count as usize {
+        region.read_at(i * BLOCK_SIZE, &mut bytes)?;
+        blocks.push(Block::from_bytes(&bytes));
+    }
+    Ok(blocks)
+}
+
+/// Rounds up to whole blocks.
+pub(crate) fn blocks_of(bytes: u64) -> u64 {
+    bytes.div_ceil(BLOCK_SIZE as u64)
+}

@@ -1,0 +1,254 @@
+//! Metadata in memory, and the operations that change it.
+//!
+//! [`Meta`] is everything that the volume's one metadata lock guards. An [`Op`] is one operation that changes it: all or
+//! nothing. Whatever ends it before [`Op::finish`] (an error, a block that has to be loaded first, a panic) puts every block
+//! back as it was; so operations are written straight down, without planning what they may need.
+
+use std::sync::Arc;
+
+use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid, group, node};
+use parking_lot::RwLockWriteGuard;
+
+use super::alloc::{Hints, Run};
+use super::busy::Busy;
+use super::cache::Cache;
+use crate::error::{Attempt, Fail, FsError, Stall};
+
+/// Everything that the metadata lock guards.
+pub(crate) struct Meta {
+    /// Layout of the volume.
+    pub geometry: Geometry,
+    /// UUID of the filesystem.
+    pub uuid: Uuid,
+    /// Key of the name hash.
+    pub hash_key: [u8; 16],
+    /// Root and counters, as the latest operation left them.
+    pub state: State,
+    /// Blocks in memory.
+    pub cache: Cache,
+    /// Addresses that the running transaction has changed.
+    pub running: Vec<u64>,
+    /// Sequence of the running transaction.
+    pub sequence: u64,
+    /// Blocks that the running transaction may change at the most.
+    pub transaction_max: usize,
+    /// Data blocks freed by the running transaction.
+    pub freed: Vec<Run>,
+    /// Blocks that are not to be allocated although their bits say that they are free.
+    pub busy: Busy,
+    /// Freed blocks that may not be reused yet.
+    pub pending: u64,
+    /// Blocks promised to data that waits in memory for its place on the device.
+    pub reserved: u64,
+    /// Metadata chunks that became empty, with the sequence of the transaction that emptied them.
+    pub emptied: Vec<(u64, u64)>,
+    /// Where the allocator looks first.
+    pub hints: Hints,
+    /// Times that images were written home; tells a load that what it read may be out of date.
+    pub checkpoints: u64,
+}
+
+/// Blocks that one operation may change at the most; all of them are bounded by the depth of the tree.
+pub(crate) const OP_BLOCKS_MAX: usize = 160;
+/// Blocks that a transaction holds at the most: what a commit writes at once stays below 32 MiB.
+const TRANSACTION_MAX: u64 = 8000;
+
+/// Whoever can look at metadata blocks: [`Meta`] itself, or an operation under way.
+pub(crate) trait Blocks {
+    /// The metadata.
+    fn meta(&self) -> &Meta;
+
+    /// A block that is in memory, of the kind that the caller expects.
+    fn block(&self, address: u64, kind: BlockKind) -> Attempt<&Block> {
+        let Some(entry) = self.meta().cache.get(address) else {
+            return Err(Fail::Stall(Stall::Load { address }));
+        };
+        entry.block.expect(kind)?;
+        Ok(&entry.block)
+    }
+}
+
+impl Blocks for Meta {
+    fn meta(&self) -> &Meta {
+        self
+    }
+}
+
+impl Meta {
+    /// Metadata of a volume whose state block was read.
+    pub fn new(superblock: &Superblock, state_block: Block, state: State, sequence: u64, cache_blocks: usize) -> Meta {
+        let geometry = superblock.geometry();
+        let mut cache = Cache::new(cache_blocks);
+        cache.put(state_block.address(), Arc::new(state_block));
+        Meta {
+            geometry,
+            uuid: superblock.uuid,
+            hash_key: superblock.hash_key,
+            state,
+            cache,
+            running: Vec::new(),
+            sequence,
+            transaction_max: (geometry.journal_blocks / 2 - 8).min(TRANSACTION_MAX) as usize,
+            freed: Vec::new(),
+            busy: Busy::default(),
+            pending: 0,
+            reserved: 0,
+            emptied: Vec::new(),
+            hints: Hints::default(),
+            checkpoints: 0,
+        }
+    }
+
+    /// Checks a block that was read from a device: its header, and what can be said of its content.
+    pub fn check(&self, address: u64, block: &Block) -> Result<(), FsError> {
+        block.verify_any_kind(address, &self.uuid)?;
+        if block.expect(BlockKind::Node).is_ok() {
+            node::check(block)?;
+        } else if block.expect(BlockKind::Bitmap).is_ok() {
+            group::check_bitmap(block)?;
+        }
+        Ok(())
+    }
+}
+
+struct Undo {
+    address: u64,
+    /// Content before the operation; none for a block that was not in memory.
+    block: Option<Arc<Block>>,
+    running: bool,
+}
+
+/// One operation that changes metadata.
+pub(crate) struct Op<'a> {
+    meta: RwLockWriteGuard<'a, Meta>,
+    undo: Vec<Undo>,
+    state: State,
+    running: usize,
+    /// Data blocks that the operation frees.
+    pub freed: Vec<Run>,
+    /// Busy blocks that the operation makes a file's.
+    pub claimed: Vec<Run>,
+    /// Metadata chunks that the operation emptied.
+    pub emptied: Vec<u64>,
+    /// Promised blocks that the operation redeems.
+    pub redeemed: u64,
+    finished: bool,
+}
+
+impl Blocks for Op<'_> {
+    fn meta(&self) -> &Meta {
+        &self.meta
+    }
+}
+
+impl<'a> Op<'a> {
+    /// Begins an operation.
+    ///
+    /// # Errors
+    /// [`Stall::Commit`] when the running transaction is full.
+    pub fn begin(meta: RwLockWriteGuard<'a, Meta>) -> Attempt<Op<'a>> {
+        if meta.running.len() + OP_BLOCKS_MAX > meta.transaction_max {
+            return Err(Fail::Stall(Stall::Commit));
+        }
+        let (state, running) = (meta.state, meta.running.len());
+        Ok(Op {
+            meta,
+            undo: Vec::new(),
+            state,
+            running,
+            freed: Vec::new(),
+            claimed: Vec::new(),
+            emptied: Vec::new(),
+            redeemed: 0,
+            finished: false,
+        })
+    }
+
+    /// Root and counters, to change.
+    pub fn state_mut(&mut self) -> &mut State {
+        &mut self.meta.state
+    }
+
+    /// Where the allocator looks first; a wrong hint only costs time, so it is not put back.
+    pub fn hints(&mut self) -> &mut Hints {
+        &mut self.meta.hints
+    }
+
+    /// A block that is in memory, to change.
+    pub fn block_mut(&mut self, address: u64, kind: BlockKind) -> Attempt<&mut Block> {
+        self.block(address, kind)?;
+        self.touch(address);
+        let entry = self.meta.cache.get_mut(address).expect("looked up above");
+        Ok(Arc::make_mut(&mut entry.block))
+    }
+
+    /// A new block; whatever was known of that address is gone.
+    pub fn create(&mut self, block: Block) {
+        let address = block.address();
+        self.touch(address);
+        self.meta.cache.put(address, Arc::new(block)).running = true;
+    }
+
+    /// Notes the block as changed, and how it was.
+    fn touch(&mut self, address: u64) {
+        if self.undo.iter().any(|u| u.address == address) {
+            return;
+        }
+        let meta = &mut *self.meta;
+        let entry = meta.cache.get_mut(address);
+        let running = entry.as_ref().is_some_and(|e| e.running);
+        self.undo.push(Undo { address, block: entry.as_ref().map(|e| e.block.clone()), running });
+        if !running {
+            meta.running.push(address);
+            if let Some(entry) = entry {
+                entry.running = true;
+            }
+        }
+        assert!(self.undo.len() <= OP_BLOCKS_MAX, "an operation changes a bounded number of blocks");
+    }
+
+    /// Makes the changes part of the running transaction, and returns its sequence.
+    pub fn finish(mut self) -> u64 {
+        if self.meta.state != self.state {
+            let state = self.meta.state;
+            let address = gpunvme_layout::geometry::STATE;
+            state.store(self.block_mut(address, BlockKind::State).expect("the state block stays in memory"));
+        }
+        for run in std::mem::take(&mut self.claimed) {
+            self.meta.busy.remove(run);
+        }
+        for run in std::mem::take(&mut self.freed) {
+            self.meta.busy.insert(run);
+            self.meta.pending += run.len;
+            self.meta.freed.push(run);
+        }
+        self.meta.reserved -= self.redeemed;
+        let sequence = self.meta.sequence;
+        for chunk in std::mem::take(&mut self.emptied) {
+            self.meta.emptied.push((chunk, sequence));
+        }
+        self.finished = true;
+        sequence
+    }
+}
+
+impl Drop for Op<'_> {
+    fn drop(&mut self) {
+        if self.finished {
+            return;
+        }
+        let meta = &mut *self.meta;
+        meta.state = self.state;
+        meta.running.truncate(self.running);
+        for undo in self.undo.drain(..).rev() {
+            match undo.block {
+                Some(block) => {
+                    let entry = meta.cache.get_mut(undo.address).expect("changed blocks stay in memory");
+                    entry.block = block;
+                    entry.running = undo.running;
+                }
+                None => meta.cache.remove(undo.address),
+            }
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Orphans: inodes that lost their last name while somebody still had them, and files whose truncation takes more than one
+//! operation. An item of the tree remembers each, so that a mount after a crash finishes what was begun.
+
+use std::ops::ControlFlow;
+
+use gpunvme_layout::key::INO_NONE;
+use gpunvme_layout::{Key, Kind};
+
+use super::op::{Blocks, Op};
+use super::{Volume, attr, blocks_of, extents, tree};
+use crate::error::{Attempt, Fail, FsError};
+
+/// Items of one inode that one operation removes at the most.
+const ITEMS_PER_OP: usize = 32;
+
+fn key(ino: u64) -> Key {
+    Key::new(INO_NONE, Kind::Orphan, ino)
+}
+
+/// Remembers an inode; one that is remembered already stays so.
+pub(crate) fn add(op: &mut Op, ino: u64) -> Attempt<()> {
+    tree::insert(op, key(ino), &[]).map(|_| ())
+}
+
+/// Forgets an inode.
+pub(crate) fn remove(op: &mut Op, ino: u64) -> Attempt<()> {
+    tree::remove(op, key(ino)).map(|_| ())
+}
+
+/// Up to `limit` orphans whose number is not below `from`.
+fn list(blocks: &impl Blocks, from: u64, limit: usize) -> Attempt<Vec<u64>> {
+    let mut found = Vec::new();
+    tree::scan(blocks, key(from), |key, _| {
+        if !key.is(INO_NONE, Kind::Orphan) || found.len() >= limit {
+            return Ok(ControlFlow::Break(()));
+        }
+        found.push(key.offset());
+        Ok(ControlFlow::Continue(()))
+    })?;
+    Ok(found)
+}
+
+impl Volume {
+    /// Ends truncations that a crash interrupted, and notes the inodes that nobody can have any more.
+    pub(crate) fn finish_truncations(&self) -> Result<(), FsError> {
+        let mut from = 0;
+        loop {
+            let found = self.wait(|| list(&*self.meta.read(), from, 1000))?;
+            for ino in &found {
+                match self.wait(|| self.stored_attributes(*ino)) {
+                    Ok(attributes) if attributes.inode.nlink > 0 => while self.wait(|| self.truncate_step(*ino))? {},
+                    Ok(_) | Err(FsError::NotFound) => self.orphans.lock().push(*ino),
+                    Err(error) => return Err(error),
+                }
+            }
+            match found.last() {
+                Some(last) => from = last + 1,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Removes up to `limit` of the inodes that a crash or the last unmount left without a name. Returns whether none is left.
+    pub fn reap(&self, limit: usize) -> Result<bool, FsError> {
+        for _ in 0..limit {
+            let Some(ino) = self.orphans.lock().pop() else { return Ok(true) };
+            self.reap_inode(ino)?;
+        }
+        Ok(self.orphans.lock().is_empty())
+    }
+
+    /// Removes an inode without a name and all that it has. Nobody may have it open.
+    pub(crate) fn reap_inode(&self, ino: u64) -> Result<(), FsError> {
+        while self.wait(|| self.reap_step(ino))? {}
+        Ok(())
+    }
+
+    /// Removes a part of an inode without a name, as much as one operation can. Returns whether there is more.
+    pub(crate) fn reap_step(&self, ino: u64) -> Attempt<bool> {
+        let mut op = self.begin()?;
+        let inode = match attr::load(&op, ino) {
+            Ok(inode) => inode,
+            Err(Fail::Error(FsError::NotFound)) => {
+                remove(&mut op, ino)?;
+                op.finish();
+                return Ok(false);
+            }
+            Err(error) => return Err(error),
+        };
+        if inode.nlink > 0 {
+            return Ok(false);
+        }
+        let step = extents::remove(&mut op, ino, 0, u64::MAX)?;
+        attr::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
+        if step.next.is_none() && remove_items(&mut op, ino)? {
+            remove(&mut op, ino)?;
+            op.state_mut().inodes = op.meta().state.inodes.saturating_sub(1);
+            op.finish();
+            return Ok(false);
+        }
+        op.finish();
+        Ok(true)
+    }
+
+    /// Frees a part of what a file has beyond its size. Returns whether there is more.
+    pub(crate) fn truncate_step(&self, ino: u64) -> Attempt<bool> {
+        let mut op = self.begin()?;
+        let size = attr::load(&op, ino)?.size;
+        let step = extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?;
+        attr::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
+        if step.next.is_none() {
+            remove(&mut op, ino)?;
+        }
+        op.finish();
+        Ok(step.next.is_some())
+    }
+}
+
+/// Removes items of an inode, the inode itself last. Returns whether all are gone.
+fn remove_items(op: &mut Op, ino: u64) -> Attempt<bool> {
+    let mut keys = Vec::new();
+    tree::scan(op, Key::inode(ino), |key, _| {
+        if key.ino() != ino || keys.len() > ITEMS_PER_OP {
+            return Ok(ControlFlow::Break(()));
+        }
+        keys.push(key);
+        Ok(ControlFlow::Continue(()))
+    })?;
+    let all = keys.len() <= ITEMS_PER_OP;
+    for key in keys.into_iter().filter(|key| all || *key != Key::inode(ino)) {
+        tree::remove(op, key)?;
+    }
+    Ok(all)
+}

@@ -1,0 +1,226 @@
+//! Space of files: taking blocks, mapping them once their data is on the device, sizes, holes and preallocation.
+//!
+//! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when their place is chosen,
+//! [`Volume::attach`] when they are on the device. Only the last one changes metadata.
+
+use gpunvme_layout::item::FILE_SIZE_MAX;
+use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
+
+use super::alloc::Run;
+use super::extents::{self, BLOCKS_PER_OP, Mapping};
+use super::op::Op;
+use super::{Context, Volume, attr, blocks_of, orphan};
+use crate::error::{Attempt, Fail, FsError, Stall};
+
+/// A part of a file whose data is on the device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Piece {
+    /// First block of the file.
+    pub offset: u64,
+    /// Where the data is.
+    pub run: Run,
+    /// The blocks were reserved for this write; else they were preallocated to the file.
+    pub reserved: bool,
+}
+
+/// What an operation on a file's content leaves in its inode.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Stamp {
+    /// The size grows to this, if it is smaller.
+    pub size: Option<u64>,
+    /// Times of change.
+    pub changed: Option<Timestamp>,
+}
+
+impl Stamp {
+    fn apply(&self, inode: &mut Inode) {
+        inode.size = inode.size.max(self.size.unwrap_or(0));
+        if let Some(changed) = self.changed {
+            (inode.mtime, inode.ctime) = (changed, changed);
+        }
+    }
+}
+
+/// The inode of a regular file.
+fn regular(op: &Op, ino: u64) -> Attempt<Inode> {
+    let inode = attr::load(op, ino)?;
+    match inode.file_type() {
+        FileType::Regular => Ok(inode),
+        FileType::Directory => Err(FsError::IsDirectory.into()),
+        _ => Err(FsError::Invalid("not a regular file").into()),
+    }
+}
+
+impl Volume {
+    /// Keeps `blocks` blocks free for data that waits in memory.
+    pub(crate) fn promise(&self, blocks: u64) -> Attempt<()> {
+        self.writable()?;
+        let mut meta = self.meta.write();
+        if meta.available() < blocks {
+            return Err(if meta.pending > 0 { Fail::Stall(Stall::Reuse) } else { FsError::NoSpace.into() });
+        }
+        meta.reserved += blocks;
+        Ok(())
+    }
+
+    /// Takes a promise back.
+    pub(crate) fn forget_promise(&self, blocks: u64) {
+        self.meta.write().reserved -= blocks;
+    }
+
+    /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What it takes beyond `want` is a
+    /// window that the caller may need later, and gives back when others need it more.
+    pub(crate) fn reserve(&self, goal: Option<u64>, want: u64, ahead: u64) -> Attempt<Run> {
+        let mut meta = self.meta.write();
+        let run = meta.reserve(goal, want + ahead)?;
+        meta.pending += run.len.saturating_sub(want);
+        Ok(run)
+    }
+
+    /// Turns blocks of a window into reserved ones.
+    pub(crate) fn take_from_window(&self, blocks: u64) {
+        self.meta.write().pending -= blocks;
+    }
+
+    /// Gives a window back.
+    pub(crate) fn unreserve_window(&self, window: Run) {
+        let mut meta = self.meta.write();
+        meta.pending -= window.len;
+        meta.unreserve(window);
+    }
+
+    /// Gives reserved blocks back.
+    pub(crate) fn unreserve(&self, run: Run) {
+        self.meta.write().unreserve(run);
+    }
+
+    /// Mappings of blocks `from..to` of a file, in order; at most `limit`.
+    pub(crate) fn map(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
+        extents::map(&*self.meta.read(), ino, from, to, limit)
+    }
+
+    /// Maps data that is on the device, and redeems `promised` blocks. Returns the sequence of the transaction.
+    pub(crate) fn attach(&self, ino: u64, pieces: &[Piece], promised: u64, stamp: &Stamp) -> Attempt<u64> {
+        let mut op = self.begin()?;
+        let mut inode = regular(&op, ino)?;
+        for piece in pieces {
+            let end = piece.offset + piece.run.len;
+            if piece.reserved {
+                // Somebody may have mapped the range meanwhile; the last writer wins.
+                let step = extents::remove(&mut op, ino, piece.offset, end)?;
+                if step.next.is_some() {
+                    return Err(FsError::Invalid("a write meets more extents than one operation can replace").into());
+                }
+                op.claim(piece.run)?;
+                let extent = Extent { block: piece.run.start, len: piece.run.len as u32, unwritten: false, device: 0 };
+                extents::insert(&mut op, ino, Mapping { offset: piece.offset, extent })?;
+                inode.blocks = (inode.blocks + piece.run.len).saturating_sub(step.blocks);
+            } else if is_mapped_to(&op, ino, piece)? {
+                extents::convert(&mut op, ino, piece.offset, end, false)?;
+            }
+        }
+        stamp.apply(&mut inode);
+        attr::store(&mut op, ino, &inode)?;
+        op.redeemed = promised;
+        Ok(op.finish())
+    }
+
+    /// Sets the size. Returns whether [`Volume::truncate_step`] has to free more.
+    pub(crate) fn set_size(&self, context: &Context, ino: u64, size: u64) -> Attempt<bool> {
+        if size > FILE_SIZE_MAX {
+            return Err(FsError::FileTooLarge.into());
+        }
+        let mut op = self.begin()?;
+        let mut inode = regular(&op, ino)?;
+        let step = extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?;
+        inode.size = size;
+        inode.blocks = inode.blocks.saturating_sub(step.blocks);
+        (inode.mtime, inode.ctime) = (context.now, context.now);
+        attr::store(&mut op, ino, &inode)?;
+        if step.next.is_some() {
+            orphan::add(&mut op, ino)?;
+        }
+        op.finish();
+        Ok(step.next.is_some())
+    }
+
+    /// Makes blocks `from..to` a hole, as far as one operation goes. Returns the block to go on from.
+    pub(crate) fn punch_step(&self, context: &Context, ino: u64, from: u64, to: u64) -> Attempt<Option<u64>> {
+        let mut op = self.begin()?;
+        let mut inode = regular(&op, ino)?;
+        let step = extents::remove(&mut op, ino, from, to)?;
+        inode.blocks = inode.blocks.saturating_sub(step.blocks);
+        (inode.mtime, inode.ctime) = (context.now, context.now);
+        attr::store(&mut op, ino, &inode)?;
+        op.finish();
+        Ok(step.next)
+    }
+
+    /// Makes written blocks of `from..to` read as zeros while they stay allocated. Returns the block to go on from.
+    pub(crate) fn unwrite_step(&self, context: &Context, ino: u64, from: u64, to: u64) -> Attempt<Option<u64>> {
+        let mut op = self.begin()?;
+        regular(&op, ino)?;
+        let step = extents::convert(&mut op, ino, from, to, true)?;
+        attr::change(&mut op, ino, |inode| (inode.mtime, inode.ctime) = (context.now, context.now))?;
+        op.finish();
+        Ok(step.next)
+    }
+
+    /// Preallocates the holes in blocks `from..to`.
+    pub(crate) fn preallocate(&self, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
+        let mut at = from;
+        while at < to {
+            let next = self.wait(|| self.map(ino, at, to, 1))?.first().copied();
+            let hole_end = next.map_or(to, |m| m.offset);
+            if at == hole_end {
+                at = next.map_or(to, |m| m.end());
+                continue;
+            }
+            let goal = match at.checked_sub(1) {
+                Some(before) => self.wait(|| self.map(ino, before, at, 1))?.first().map(|m| m.extent.block + 1),
+                None => None,
+            };
+            let want = (hole_end - at).min(BLOCKS_PER_OP);
+            self.wait(|| self.promise(want))?;
+            let run = self.wait(|| self.reserve(goal, want, 0));
+            let attached = run.and_then(|run| {
+                self.wait(|| self.attach_unwritten(ino, at, run, want)).inspect_err(|_| self.unreserve(run)).map(|()| run)
+            });
+            at += attached.inspect_err(|_| self.forget_promise(want))?.len;
+        }
+        Ok(())
+    }
+
+    fn attach_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<()> {
+        let mut op = self.begin()?;
+        regular(&op, ino)?;
+        op.claim(run)?;
+        let extent = Extent { block: run.start, len: run.len as u32, unwritten: true, device: 0 };
+        extents::insert(&mut op, ino, Mapping { offset, extent })?;
+        attr::change(&mut op, ino, |inode| inode.blocks += run.len)?;
+        op.redeemed = promised;
+        op.finish();
+        Ok(())
+    }
+
+    /// Changes size and times of a file without touching its blocks.
+    pub(crate) fn stamp(&self, ino: u64, stamp: &Stamp) -> Attempt<u64> {
+        let mut op = self.begin()?;
+        let mut inode = regular(&op, ino)?;
+        stamp.apply(&mut inode);
+        attr::store(&mut op, ino, &inode)?;
+        Ok(op.finish())
+    }
+}
+
+/// Whether the file still has exactly these blocks there.
+fn is_mapped_to(op: &Op, ino: u64, piece: &Piece) -> Attempt<bool> {
+    let mut at = piece.offset;
+    for mapping in extents::map(op, ino, piece.offset, piece.offset + piece.run.len, usize::MAX)? {
+        if mapping.offset != at || mapping.extent.block != piece.run.start + (at - piece.offset) {
+            return Ok(false);
+        }
+        at = mapping.end();
+    }
+    Ok(at == piece.offset + piece.run.len)
+}

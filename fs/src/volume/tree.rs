@@ -1,0 +1,293 @@
+//! The tree: one B+tree of typed items, in place.
+//!
+//! Inner nodes route by lowest key; the key in slot 0 counts as lower than any. Leaves split where they are full, and a leaf
+//! filled in ascending order stays full. A node that becomes empty is freed, one that becomes thin joins a neighbour under the
+//! same parent when that is in memory.
+
+use std::ops::ControlFlow;
+
+use gpunvme_layout::{Block, BlockKind, Corrupt, Key, node};
+
+use super::op::{Blocks, Op};
+use crate::error::{Attempt, Fail};
+
+/// Nodes with fewer bytes in use than this look for a neighbour to join.
+const THIN: usize = 1000;
+/// Two nodes join only when the result has room to grow, so that they do not split again at once.
+const JOINED_MAX: usize = 3000;
+
+/// A leaf, and the keys that may be in it.
+struct Leaf<'b> {
+    block: &'b Block,
+    lower: Key,
+    /// First key beyond it.
+    upper: Option<Key>,
+}
+
+/// Inner nodes from the root down, with the slot that was followed, and the leaf.
+struct Path {
+    inner: Vec<(u64, usize)>,
+    leaf: u64,
+}
+
+/// Goes down to the leaf that covers `key`, and calls `visit` with each inner node's address and the slot that is followed.
+fn descend<'b>(blocks: &'b impl Blocks, key: Key, mut visit: impl FnMut(u64, usize)) -> Attempt<(u64, Leaf<'b>)> {
+    let (mut address, mut level) = (blocks.meta().state.root, blocks.meta().state.level);
+    let (mut lower, mut upper) = (Key::MIN, None);
+    loop {
+        let block = load(blocks, address, level)?;
+        let count = node::count(block);
+        let first = usize::from(level > 0);
+        if count > first && (node::key(block, first) < lower || upper.is_some_and(|u| node::key(block, count - 1) >= u)) {
+            return Err(Corrupt::Field { address, what: "node has keys that do not belong there" }.into());
+        }
+        if level == 0 {
+            return Ok((address, Leaf { block, lower, upper }));
+        }
+        let slot = node::child_slot(block, key);
+        if slot > 0 {
+            lower = node::key(block, slot);
+        }
+        if slot + 1 < count {
+            upper = Some(node::key(block, slot + 1));
+        }
+        visit(address, slot);
+        address = node::child(block, slot);
+        level -= 1;
+    }
+}
+
+/// The node at `address`, which its parent expects to be of that level.
+fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Block> {
+    if !blocks.meta().geometry.contains_data(address, 1) {
+        return Err(Corrupt::Field { address, what: "tree points outside the data area" }.into());
+    }
+    let block = blocks.block(address, BlockKind::Node)?;
+    if node::level(block) != level {
+        return Err(Corrupt::Field { address, what: "node is not of the level that its parent expects" }.into());
+    }
+    Ok(block)
+}
+
+fn path(blocks: &impl Blocks, key: Key) -> Attempt<Path> {
+    let mut inner = Vec::new();
+    let (leaf, _) = descend(blocks, key, |address, slot| inner.push((address, slot)))?;
+    Ok(Path { inner, leaf })
+}
+
+/// The value of an item.
+pub(crate) fn get(blocks: &impl Blocks, key: Key) -> Attempt<Option<&[u8]>> {
+    let (_, leaf) = descend(blocks, key, |_, _| {})?;
+    Ok(node::search(leaf.block, key).ok().map(|slot| node::value(leaf.block, slot)))
+}
+
+/// The last item whose key is not above `key`.
+pub(crate) fn floor(blocks: &impl Blocks, key: Key) -> Attempt<Option<(Key, &[u8])>> {
+    let mut target = key;
+    loop {
+        let (_, leaf) = descend(blocks, target, |_, _| {})?;
+        let slot = match node::search(leaf.block, target) {
+            Ok(slot) => Some(slot),
+            Err(slot) => slot.checked_sub(1),
+        };
+        if let Some(slot) = slot {
+            return Ok(Some((node::key(leaf.block, slot), node::value(leaf.block, slot))));
+        }
+        match leaf.lower.predecessor() {
+            Some(before) => target = before,
+            None => return Ok(None),
+        }
+    }
+}
+
+/// Calls `visit` with the items from `from` on, in order, until it breaks.
+pub(crate) fn scan<B>(
+    blocks: &impl Blocks,
+    from: Key,
+    mut visit: impl FnMut(Key, &[u8]) -> Attempt<ControlFlow<B>>,
+) -> Attempt<Option<B>> {
+    let mut from = from;
+    loop {
+        let (_, leaf) = descend(blocks, from, |_, _| {})?;
+        let start = node::search(leaf.block, from).unwrap_or_else(|slot| slot);
+        for slot in start..node::count(leaf.block) {
+            if let ControlFlow::Break(result) = visit(node::key(leaf.block, slot), node::value(leaf.block, slot))? {
+                return Ok(Some(result));
+            }
+        }
+        match leaf.upper {
+            Some(upper) => from = upper,
+            None => return Ok(None),
+        }
+    }
+}
+
+/// Inserts an item. Returns false, and changes nothing, when the key is taken.
+pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
+    let path = path(op, key)?;
+    let leaf = op.block(path.leaf, BlockKind::Node)?;
+    let Err(slot) = node::search(leaf, key) else { return Ok(false) };
+    if node::leaf_fits(leaf, value.len()) {
+        node::leaf_insert(op.block_mut(path.leaf, BlockKind::Node)?, slot, key, value);
+        return Ok(true);
+    }
+    // A leaf that grows at its end stays full: the new item begins the next one.
+    let count = node::count(leaf);
+    let at = if slot == count { count } else { node::middle(leaf) };
+    let mut right = new_node(op, 0)?;
+    let left = op.block_mut(path.leaf, BlockKind::Node)?;
+    node::split(left, at, &mut right);
+    if slot < at {
+        node::leaf_insert(left, slot, key, value);
+    } else {
+        node::leaf_insert(&mut right, slot - at, key, value);
+    }
+    let (first, address) = (node::key(&right, 0), right.address());
+    op.create(right);
+    add_child(op, path.inner, first, address)?;
+    Ok(true)
+}
+
+/// Changes the value of an item in place; its length stays. The item must be there.
+pub(crate) fn update(op: &mut Op, key: Key, change: impl FnOnce(&mut [u8])) -> Attempt<()> {
+    let (address, leaf) = descend(op, key, |_, _| {})?;
+    let Ok(slot) = node::search(leaf.block, key) else {
+        return Err(Corrupt::Item { ino: key.ino(), what: "item is missing from the tree" }.into());
+    };
+    change(node::value_mut(op.block_mut(address, BlockKind::Node)?, slot));
+    Ok(())
+}
+
+/// Gives an item another value of any length, or inserts it.
+pub(crate) fn put(op: &mut Op, key: Key, value: &[u8]) -> Attempt<()> {
+    match get(op, key)? {
+        Some(old) if old.len() == value.len() => update(op, key, |bytes| bytes.copy_from_slice(value)),
+        Some(_) => {
+            remove(op, key)?;
+            insert(op, key, value).map(|_| ())
+        }
+        None => insert(op, key, value).map(|_| ()),
+    }
+}
+
+/// Removes an item. Returns whether it was there.
+pub(crate) fn remove(op: &mut Op, key: Key) -> Attempt<bool> {
+    let path = path(op, key)?;
+    let Ok(slot) = node::search(op.block(path.leaf, BlockKind::Node)?, key) else { return Ok(false) };
+    node::remove(op.block_mut(path.leaf, BlockKind::Node)?, slot);
+    thin_out(op, path.inner, path.leaf)?;
+    Ok(true)
+}
+
+fn new_node(op: &mut Op, level: u8) -> Attempt<Block> {
+    let address = op.allocate_node()?;
+    let mut block = Block::new(BlockKind::Node, address, &op.meta().uuid);
+    node::init(&mut block, level);
+    Ok(block)
+}
+
+/// Adds a child to the last node of the path; splits upwards as far as needed.
+fn add_child(op: &mut Op, mut path: Vec<(u64, usize)>, key: Key, child: u64) -> Attempt<()> {
+    let Some((address, slot)) = path.pop() else { return grow(op, key, child) };
+    let at = slot + 1;
+    let block = op.block_mut(address, BlockKind::Node)?;
+    if node::inner_fits(block) {
+        node::inner_insert(block, at, key, child);
+        return Ok(());
+    }
+    let (level, count) = (node::level(block), node::count(block));
+    let middle = if at == count { count - 1 } else { count / 2 };
+    let mut right = new_node(op, level)?;
+    let left = op.block_mut(address, BlockKind::Node)?;
+    node::split(left, middle, &mut right);
+    if at <= middle {
+        node::inner_insert(left, at, key, child);
+    } else {
+        node::inner_insert(&mut right, at - middle, key, child);
+    }
+    let (first, right_address) = (node::key(&right, 0), right.address());
+    op.create(right);
+    add_child(op, path, first, right_address)
+}
+
+/// Puts a new root above the old one.
+fn grow(op: &mut Op, key: Key, child: u64) -> Attempt<()> {
+    let level = op.meta().state.level + 1;
+    if level > node::LEVEL_MAX {
+        return Err(Corrupt::Field { address: op.meta().state.root, what: "tree is deeper than it can be" }.into());
+    }
+    let mut root = new_node(op, level)?;
+    node::inner_insert(&mut root, 0, Key::MIN, op.meta().state.root);
+    node::inner_insert(&mut root, 1, key, child);
+    let state = op.state_mut();
+    (state.root, state.level) = (root.address(), level);
+    op.create(root);
+    Ok(())
+}
+
+/// After a removal from `address`: frees it when it is empty, joins it with a neighbour when it is thin.
+fn thin_out(op: &mut Op, mut path: Vec<(u64, usize)>, address: u64) -> Attempt<()> {
+    let Some((parent, slot)) = path.pop() else { return shrink(op) };
+    let block = op.block(address, BlockKind::Node)?;
+    if node::count(block) == 0 {
+        node::remove(op.block_mut(parent, BlockKind::Node)?, slot);
+        op.release_node(address)?;
+        return thin_out(op, path, parent);
+    }
+    if node::used(block) >= THIN {
+        return Ok(());
+    }
+    for left in [slot.checked_sub(1), Some(slot)].into_iter().flatten() {
+        if join(op, parent, left)? {
+            return thin_out(op, path, parent);
+        }
+    }
+    Ok(())
+}
+
+/// Joins the children in slots `left` and `left + 1`, when both are in memory and fit well.
+fn join(op: &mut Op, parent: u64, left: usize) -> Attempt<bool> {
+    let block = op.block(parent, BlockKind::Node)?;
+    if left + 1 >= node::count(block) {
+        return Ok(false);
+    }
+    let (a, b, key) = (node::child(block, left), node::child(block, left + 1), node::key(block, left + 1));
+    let level = node::level(block) - 1;
+    let (first, second) = match (load(op, a, level), load(op, b, level)) {
+        (Ok(first), Ok(second)) => (first, second),
+        // It is not worth waiting for.
+        (Err(Fail::Stall(_)), _) | (_, Err(Fail::Stall(_))) => return Ok(false),
+        (Err(error), _) | (_, Err(error)) => return Err(error),
+    };
+    if node::used(first) + node::used(second) > JOINED_MAX {
+        return Ok(false);
+    }
+    let mut second = second.clone();
+    if level > 0 {
+        // Slot 0 counted as lower than any; inside the joined node its key has to be true.
+        node::set_key(&mut second, 0, key);
+    }
+    node::append(op.block_mut(a, BlockKind::Node)?, &second, 0);
+    node::remove(op.block_mut(parent, BlockKind::Node)?, left + 1);
+    op.release_node(b)?;
+    Ok(true)
+}
+
+/// Takes away a root that has only one child.
+fn shrink(op: &mut Op) -> Attempt<()> {
+    loop {
+        let (root, level) = (op.meta().state.root, op.meta().state.level);
+        let block = load(op, root, level)?;
+        if level == 0 || node::count(block) != 1 {
+            return Ok(());
+        }
+        let child = node::child(block, 0);
+        let state = op.state_mut();
+        (state.root, state.level) = (child, level - 1);
+        op.release_node(root)?;
+        // The next round looks at the child; if it is not in memory, it can wait for another time.
+        if matches!(load(op, child, level - 1), Err(Fail::Stall(_))) {
+            return Ok(());
+        }
+    }
+}

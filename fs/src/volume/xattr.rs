@@ -1,0 +1,158 @@
+//! Extended attributes: small items, long values in several of them.
+
+use std::ops::ControlFlow;
+
+use gpunvme_layout::item::{PIECE, XATTR_MAX};
+use gpunvme_layout::key::{XATTR_PIECES, XATTR_SLOTS, xattr_offset};
+use gpunvme_layout::{Corrupt, Key, Kind, XattrHead};
+
+use super::op::{Blocks, Op};
+use super::{Context, Volume, acl, attr, tree};
+use crate::error::{Attempt, FsError};
+
+/// Longest name of an extended attribute in bytes (`XATTR_NAME_MAX` of linux/limits.h).
+const XATTR_NAME_MAX: usize = 255;
+
+/// Offset of the first piece of an attribute.
+fn find(blocks: &impl Blocks, ino: u64, name: &[u8]) -> Attempt<Option<u64>> {
+    let first = xattr_offset(&blocks.meta().hash_key, name);
+    for slot in 0..XATTR_SLOTS {
+        let offset = first + slot * XATTR_PIECES;
+        let from = Key::new(ino, Kind::Xattr, offset);
+        let next = tree::scan(blocks, from, |key, value| {
+            let same_hash = key.is(ino, Kind::Xattr) && key.offset() < first + XATTR_SLOTS * XATTR_PIECES;
+            let found = key == from && XattrHead::decode(ino, value)?.name == name;
+            Ok(ControlFlow::Break((same_hash, found)))
+        })?;
+        match next {
+            Some((_, true)) => return Ok(Some(offset)),
+            Some((true, false)) => {}
+            _ => return Ok(None),
+        }
+    }
+    Ok(None)
+}
+
+/// The value of an attribute.
+pub(crate) fn get(blocks: &impl Blocks, ino: u64, name: &[u8]) -> Attempt<Option<Vec<u8>>> {
+    let Some(offset) = find(blocks, ino, name)? else { return Ok(None) };
+    let head = tree::get(blocks, Key::new(ino, Kind::Xattr, offset))?.expect("found above");
+    let head = XattrHead::decode(ino, head)?;
+    let len = head.value_len as usize;
+    let mut value = head.start.to_vec();
+    let mut piece = 1;
+    while value.len() < len {
+        match tree::get(blocks, Key::new(ino, Kind::Xattr, offset + piece))? {
+            Some(bytes) if !bytes.is_empty() && value.len() + bytes.len() <= len => value.extend(bytes),
+            _ => return Err(Corrupt::Item { ino, what: "value of an extended attribute is incomplete" }.into()),
+        }
+        piece += 1;
+    }
+    Ok(Some(value))
+}
+
+/// Removes an attribute. Returns whether it was there.
+pub(crate) fn remove(op: &mut Op, ino: u64, name: &[u8]) -> Attempt<bool> {
+    let Some(offset) = find(op, ino, name)? else { return Ok(false) };
+    let mut piece = 0;
+    while tree::remove(op, Key::new(ino, Kind::Xattr, offset + piece))? {
+        piece += 1;
+    }
+    Ok(true)
+}
+
+/// Sets an attribute.
+pub(crate) fn set(op: &mut Op, ino: u64, name: &[u8], value: &[u8]) -> Attempt<()> {
+    remove(op, ino, name)?;
+    let first = xattr_offset(&op.meta().hash_key, name);
+    let (start, rest) = value.split_at(value.len().min(XattrHead::room(name)));
+    let head = XattrHead { value_len: value.len() as u32, name, start }.encode();
+    for slot in 0..XATTR_SLOTS {
+        let offset = first + slot * XATTR_PIECES;
+        if !tree::insert(op, Key::new(ino, Kind::Xattr, offset), &head)? {
+            continue;
+        }
+        for (i, piece) in rest.chunks(PIECE).enumerate() {
+            tree::insert(op, Key::new(ino, Kind::Xattr, offset + 1 + i as u64), piece)?;
+        }
+        return Ok(());
+    }
+    Err(FsError::NoSpace.into())
+}
+
+impl Volume {
+    /// The value of an extended attribute.
+    pub(crate) fn get_xattr(&self, ino: u64, name: &[u8]) -> Attempt<Vec<u8>> {
+        Ok(get(&*self.meta.read(), ino, name)?.ok_or(FsError::NoData)?)
+    }
+
+    /// The names of the extended attributes, each with a zero byte after it.
+    pub(crate) fn list_xattrs(&self, ino: u64) -> Attempt<Vec<u8>> {
+        let mut names = Vec::new();
+        tree::scan(&*self.meta.read(), Key::new(ino, Kind::Xattr, 0), |key, value| {
+            if !key.is(ino, Kind::Xattr) || names.len() > XATTR_MAX {
+                return Ok(ControlFlow::Break(()));
+            }
+            if key.offset() % XATTR_PIECES == 0 {
+                names.extend(XattrHead::decode(ino, value)?.name);
+                names.push(0);
+            }
+            Ok(ControlFlow::Continue(()))
+        })?;
+        Ok(names)
+    }
+
+    /// Sets an extended attribute. `create`: it must not exist; `replace`: it must. An ACL changes the permission bits, too.
+    pub(crate) fn set_xattr(
+        &self,
+        context: &Context,
+        ino: u64,
+        name: &[u8],
+        value: &[u8],
+        create: bool,
+        replace: bool,
+    ) -> Attempt<()> {
+        if name.is_empty() || name.len() > XATTR_NAME_MAX {
+            return Err(FsError::Range.into());
+        }
+        if value.len() > XATTR_MAX {
+            return Err(FsError::TooBig.into());
+        }
+        let mut op = self.begin()?;
+        if !op.meta().has_room_for_names() {
+            return Err(FsError::NoSpace.into());
+        }
+        let mut inode = attr::load(&op, ino)?;
+        match find(&op, ino, name)? {
+            Some(_) if create => return Err(FsError::Exists.into()),
+            None if replace => return Err(FsError::NoData.into()),
+            _ => {}
+        }
+        match acl::mode_of(name, value, inode.mode, inode.is_dir())? {
+            acl::Effect::None => set(&mut op, ino, name, value)?,
+            acl::Effect::Mode { mode, store } => {
+                inode.mode = mode;
+                if store {
+                    set(&mut op, ino, name, value)?;
+                } else {
+                    remove(&mut op, ino, name)?;
+                }
+            }
+        }
+        inode.ctime = context.now;
+        attr::store(&mut op, ino, &inode)?;
+        op.finish();
+        Ok(())
+    }
+
+    /// Removes an extended attribute.
+    pub(crate) fn remove_xattr(&self, context: &Context, ino: u64, name: &[u8]) -> Attempt<()> {
+        let mut op = self.begin()?;
+        if !remove(&mut op, ino, name)? {
+            return Err(FsError::NoData.into());
+        }
+        attr::change(&mut op, ino, |inode| inode.ctime = context.now)?;
+        op.finish();
+        Ok(())
+    }
+}
