@@ -20,6 +20,9 @@ pub struct MemFs {
     store: Store,
 }
 
+/// Longest name in bytes. The kernel lets longer ones through.
+const NAME_MAX: usize = 255;
+
 /// What a new inode is to be.
 struct New {
     kind: FileType,
@@ -50,13 +53,18 @@ impl MemFs {
         Self { store: Store::new() }
     }
 
+    /// The inode of a folder in which `name` is to be found or made.
+    fn parent(&self, number: INodeNo, name: &OsStr) -> Result<Arc<Inode>, Errno> {
+        if name.len() > NAME_MAX { Err(Errno::ENAMETOOLONG) } else { self.inode(number) }
+    }
+
     fn inode(&self, number: INodeNo) -> Result<Arc<Inode>, Errno> {
         self.store.get(number.0).ok_or(Errno::ESTALE)
     }
 
     /// Makes an inode and an entry for it.
     fn add(&self, req: &Request, parent: INodeNo, name: &OsStr, new: New) -> Result<FileAttr, Errno> {
-        let parent = self.inode(parent)?;
+        let parent = self.parent(parent, name)?;
         let mut entries = parent.folder().ok_or(Errno::ENOTDIR)?.write();
         if entries.get(name).is_some() {
             return Err(Errno::EEXIST);
@@ -78,7 +86,7 @@ impl MemFs {
 
     /// Removes an entry, of a folder or of anything else.
     fn remove(&self, parent: INodeNo, name: &OsStr, folder: bool) -> Result<(), Errno> {
-        let parent = self.inode(parent)?;
+        let parent = self.parent(parent, name)?;
         let mut entries = parent.folder().ok_or(Errno::ENOTDIR)?.write();
         let inode = entries.get(name).and_then(|number| self.store.get(number)).ok_or(Errno::ENOENT)?;
         match (inode.folder(), folder) {
@@ -97,8 +105,8 @@ impl MemFs {
         if !(flags & !RenameFlags::RENAME_NOREPLACE).is_empty() {
             return Err(Errno::EINVAL);
         }
-        let source = self.inode(from)?;
-        let target = self.inode(to)?;
+        let source = self.parent(from, name)?;
+        let target = self.parent(to, new_name)?;
         let source_folder = source.folder().ok_or(Errno::ENOTDIR)?;
         let target_folder = target.folder().ok_or(Errno::ENOTDIR)?;
         // The kernel holds its rename lock: folders do not move around meanwhile, and never below themselves.
@@ -197,7 +205,7 @@ impl Filesystem for MemFs {
     }
 
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let found = self.inode(parent).and_then(|parent| {
+        let found = self.parent(parent, name).and_then(|parent| {
             let number = parent.folder().ok_or(Errno::ENOTDIR)?.read().get(name);
             number.and_then(|number| self.store.get(number)).ok_or(Errno::ENOENT)
         });
@@ -303,7 +311,7 @@ impl Filesystem for MemFs {
 
     fn link(&self, _req: &Request, ino: INodeNo, newparent: INodeNo, newname: &OsStr, reply: ReplyEntry) {
         let linked = self.inode(ino).and_then(|inode| {
-            let parent = self.inode(newparent)?;
+            let parent = self.parent(newparent, newname)?;
             let mut entries = parent.folder().ok_or(Errno::ENOTDIR)?.write();
             if entries.get(newname).is_some() {
                 return Err(Errno::EEXIST);
@@ -419,7 +427,7 @@ impl Filesystem for MemFs {
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        reply.statfs(1 << 30, 1 << 30, 1 << 30, 1 << 40, 1 << 40, 4096, 255, 4096);
+        reply.statfs(1 << 30, 1 << 30, 1 << 30, 1 << 40, 1 << 40, 4096, NAME_MAX as u32, 4096);
     }
 
     fn getxattr(&self, _req: &Request, _ino: INodeNo, _name: &OsStr, _size: u32, reply: ReplyXattr) {
@@ -435,6 +443,7 @@ impl Filesystem for MemFs {
             Ok(inode) => {
                 let mut state = inode.state.lock();
                 state.len = state.len.max(offset + length);
+                state.changed = SystemTime::now();
                 reply.ok();
             }
             Err(error) => reply.error(error),

@@ -174,7 +174,10 @@ impl Store {
         let end = offset + data.len() as u64;
         let count = end.div_ceil(CHUNK as u64) as usize;
         if chunks.read().len() < count {
-            chunks.write().resize_with(count, RwLock::default);
+            let mut chunks = chunks.write();
+            // Another write may have come first and gone further.
+            let count = count.max(chunks.len());
+            chunks.resize_with(count, RwLock::default);
         }
         let chunks = chunks.read();
         let mut done = 0;

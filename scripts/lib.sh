@@ -1,0 +1,65 @@
+# What the scripts share. To be sourced from a script in this folder.
+# shellcheck shell=bash
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+
+say() { printf '%s\n' "== $*" >&2; }
+die() { printf '%s\n' "${0##*/}: $*" >&2; exit 1; }
+
+# Runs a command as root, for what needs it: mounting, loop devices, packages.
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo --preserve-env=GPUNVME_BIN,TMPDIR,CARGO_TARGET_DIR,CARGO_HOME,RUSTUP_HOME env "PATH=$PATH" "$@"; fi
+}
+
+# Stops unless this machine can mount at all.
+need_mounts() {
+    if [ "$(id -u)" != 0 ] && ! command -v sudo >/dev/null; then die "mounting needs root: run this as root, or install sudo"; fi
+    [ -c /dev/fuse ] || as_root modprobe fuse 2>/dev/null || true
+    [ -c /dev/fuse ] || die "this machine has no /dev/fuse: load the kernel's fuse module, or give the container the device"
+}
+
+# Installs those Debian packages that are missing.
+need_packages() {
+    local package missing=()
+    for package; do
+        [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || missing+=("$package")
+    done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    say "installing ${missing[*]}"
+    as_root env DEBIAN_FRONTEND=noninteractive sh -c \
+        'apt-get -qq update && apt-get -qq -y --no-install-recommends install "$@" >/dev/null 2>&1' sh "${missing[@]}" ||
+        die "cannot install ${missing[*]}: see what apt-get says about them"
+}
+
+# Stops unless there is a Rust toolchain.
+need_rust() {
+    [ -n "${CARGO_HOME-}" ] || PATH=$PATH:$HOME/.cargo/bin
+    command -v cargo >/dev/null || die "cargo is missing: install Rust from https://rustup.rs"
+    command -v cc >/dev/null || need_packages gcc libc6-dev
+}
+
+# Makes $work, an empty folder for images and mount points, which goes when the script ends, with all that is mounted in it.
+make_work() {
+    work=$(mktemp -d "${TMPDIR:-/var/tmp}/gpunvme-${0##*/}.XXXXXX")
+    trap 'exit 130' INT TERM
+    trap remove_work EXIT
+}
+
+remove_work() {
+    local dir device
+    cd /
+    # The innermost mounts first. A daemon that hangs must not keep the script from ending: what does not unmount is detached.
+    for dir in $(awk -v work="$work/" 'index($2, work) == 1 { print $2 }' /proc/self/mounts | tac); do
+        as_root timeout 60 umount "$dir" 2>/dev/null || as_root umount -l "$dir" || true
+    done
+    for device in $(losetup --noheadings --output NAME,BACK-FILE --list | awk -v work="$work/" 'index($2, work) == 1 { print $1 }'); do
+        as_root losetup --detach "$device" || true
+    done
+    as_root rm -rf --one-file-system "$work"
+}
+
+# Mounts an image on a directory, which it makes, with the program in the folder $bin. Further arguments are the program's.
+mount_volume() {
+    mkdir -p "$2"
+    as_root "${bin:?}/mount.gpunvme" "$@"
+}
