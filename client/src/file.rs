@@ -226,7 +226,11 @@ impl File {
                 return Err(self.transfer_failed(command, errno, why.unwrap_or(Reason::None), segment, done));
             }
             if moved.total() < asked {
-                break;
+                if command == Command::Read {
+                    break;
+                }
+                // The daemon owes a status for this; a file with a gap in it must not pass for written.
+                return Err(self.transfer_failed(command, Errno::IO, Reason::None, None, done));
             }
         }
         Ok(done)

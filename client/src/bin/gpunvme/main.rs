@@ -1,1 +1,47 @@
-fn main() {}
+//! `gpunvme`: what an administrator or a script does with a mount by hand.
+
+mod args;
+mod describe;
+mod meter;
+mod read;
+mod report;
+mod write;
+
+use args::{Args, Command};
+use clap::Parser;
+use report::{Failure, Report};
+use std::io::Write;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let result = match &args.command {
+        Command::Info { mount } => describe::info(mount),
+        Command::Map { file } => describe::map(file),
+        Command::Stats { mount } => describe::stats(mount),
+        Command::Read(read) => read::run(read),
+        Command::Write(write) => write::run(write),
+    };
+    match result.and_then(|report| print(&report, args.json)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure(message)) => {
+            eprintln!("gpunvme: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// On standard output, unless that is where the data went.
+fn print(report: &Report, json: bool) -> Result<(), Failure> {
+    let text = if json { format!("{:#}\n", report.json) } else { report.text.clone() };
+    let written = if report.to_stderr {
+        std::io::stderr().write_all(text.as_bytes())
+    } else {
+        std::io::stdout().write_all(text.as_bytes())
+    };
+    match written {
+        // Whoever stops reading, as head does, has what it wanted.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        written => Ok(written?),
+    }
+}

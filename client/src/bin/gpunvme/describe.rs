@@ -1,0 +1,123 @@
+//! `info`, `map` and `stats`: what there is to know without moving anything.
+
+use crate::report::{self, Failure, Report};
+use gpunvme::{ExtentFlags, File, Mount};
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::path::Path;
+
+pub fn info(path: &Path) -> Result<Report, Failure> {
+    let info = Mount::open(path)?.info()?;
+    let mut report = Report::new(json!({
+        "device": info.device,
+        "label": info.label,
+        "uuid": report::uuid(&info.uuid),
+        "daemon": info.daemon,
+        "read_only": info.read_only,
+        "capacity": info.capacity,
+        "free": info.free,
+        "block_size": info.block_size,
+        "logical_block": info.logical_block,
+        "memory_alignment": info.memory_alignment,
+        "devices": info.devices,
+        "max_transfer": info.max_transfer,
+        "max_segments": info.max_segments,
+        "max_buffers": info.max_buffers,
+        "max_buffer_bytes": info.max_buffer_bytes,
+        "gpu_route": info.route.name(),
+        "gpu_reason": info.reason.name(),
+        "socket": info.socket,
+    }));
+    report.line("device", &info.device);
+    report.line("label", if info.label.is_empty() { "none" } else { &info.label });
+    report.line("uuid", report::uuid(&info.uuid));
+    report.line("mounted", format!("{}, by {}", if info.read_only { "read-only" } else { "read-write" }, info.daemon));
+    report.line("capacity", format!("{}, {} free", report::size(info.capacity), report::size(info.free)));
+    report.line("blocks", format!("{} bytes, on logical blocks of {}", info.block_size, info.logical_block));
+    report.line("memory", format!("goes direct when aligned to {} bytes", info.memory_alignment));
+    report.line("buffers", format!("at most {} of a process, {} in them", info.max_buffers, report::size(info.max_buffer_bytes)));
+    report.line("one ioctl", format!("at most {}, in {} segments", report::size(info.max_transfer), info.max_segments));
+    report.line("socket", if info.socket.is_empty() { "none" } else { &info.socket });
+    report.line("gpu route", info.route);
+    report.line("reason", report::reason(info.reason));
+    Ok(report)
+}
+
+pub fn map(path: &Path) -> Result<Report, Failure> {
+    let file = File::open(path)?;
+    let info = file.mount()?.info()?;
+    let size = file.size()?;
+    let block = u64::from(info.logical_block.max(1));
+    let mut extents: Vec<Value> = Vec::new();
+    let mut lines = String::new();
+    for extent in file.resolve(0, u64::MAX) {
+        let extent = extent?;
+        let unwritten = extent.flags().contains(ExtentFlags::UNWRITTEN);
+        let (lba, blocks) = (extent.device_offset / block, extent.len / block);
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            lines,
+            "{:>5} {:>16} {:>16} {:>6} {:>16} {:>14}{}",
+            extents.len(),
+            extent.file_offset,
+            extent.len,
+            extent.device,
+            lba,
+            blocks,
+            if unwritten { "  unwritten" } else { "" }
+        );
+        extents.push(json!({
+            "file_offset": extent.file_offset,
+            "device_offset": extent.device_offset,
+            "length": extent.len,
+            "device": extent.device,
+            "lba": lba,
+            "unwritten": unwritten,
+        }));
+    }
+    let mut report = Report::new(json!({
+        "file": path.to_string_lossy(),
+        "size": size,
+        "device": info.device,
+        "logical_block": info.logical_block,
+        "extents": extents,
+    }));
+    let count = report.json["extents"].as_array().map_or(0, Vec::len);
+    let noun = if count == 1 { "extent" } else { "extents" };
+    report.text =
+        format!("{}: {size} bytes, {count} {noun} on {} (logical blocks of {block} bytes)\n", path.display(), info.device);
+    if count > 0 {
+        report.text +=
+            &format!("{:>5} {:>16} {:>16} {:>6} {:>16} {:>14}\n", "#", "file offset", "length", "device", "first LBA", "LBAs");
+        report.text += &lines;
+    }
+    Ok(report)
+}
+
+pub fn stats(path: &Path) -> Result<Report, Failure> {
+    let stats = Mount::open(path)?.stats()?;
+    let calls: serde_json::Map<_, _> = stats.calls.iter().map(|(name, count)| ((*name).to_owned(), json!(count))).collect();
+    let reasons: serde_json::Map<_, _> =
+        stats.reasons.iter().map(|(reason, count)| (reason.name().to_owned(), json!(count))).collect();
+    let mut report = Report::new(json!({
+        "calls": calls,
+        "failed": stats.failed,
+        "read": report::routes_json(&stats.read),
+        "write": report::routes_json(&stats.write),
+        "reasons": reasons,
+        "buffers": stats.buffers,
+        "buffer_bytes": stats.buffer_bytes,
+        "processes": stats.processes,
+    }));
+    let counted: Vec<_> =
+        stats.calls.iter().filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")).collect();
+    report.line("calls", format!("{}; {} failed", counted.join(", "), stats.failed));
+    report.line("read", format!("{}: {}", report::size(stats.read.total()), report::routes(&stats.read)));
+    report.line("written", format!("{}: {}", report::size(stats.write.total()), report::routes(&stats.write)));
+    let held = report::size(stats.buffer_bytes);
+    report.line("buffers", format!("{} of {} processes, {held} in them", stats.buffers, stats.processes));
+    for (reason, count) in &stats.reasons {
+        report.line("reason", format!("{} ({count} transfers)", report::reason(*reason)));
+    }
+    Ok(report)
+}

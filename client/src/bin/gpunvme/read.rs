@@ -1,0 +1,86 @@
+//! `read`: through two buffers, so that the next part is on its way while the last one is looked at.
+
+use crate::args::{Memory, Read};
+use crate::meter::Meter;
+use crate::report::{Failure, Report};
+use crate::write;
+use gpunvme::{Buffer, Error, File, Registered, Segment};
+use sha2::{Digest, Sha256};
+use std::io::Write;
+use std::path::Path;
+use std::sync::mpsc::sync_channel;
+
+/// Bytes of one buffer.
+pub const PART: u64 = 32 << 20;
+
+pub fn run(args: &Read) -> Result<Report, Failure> {
+    let Memory::Host = args.to;
+    let file = File::open(&args.file)?;
+    let rest = file.size()?.saturating_sub(args.offset);
+    let len = args.length.map_or(rest, |length| length.min(rest));
+    let mut output = args.output.as_deref().map(open).transpose()?;
+    let mut hash = args.checksum.then(Sha256::new);
+    let mut meter = Meter::new(Some(len));
+    let mut by = None;
+
+    // Filled buffers come one way, empty ones go the other.
+    let (filled, arrived) = sync_channel::<(Registered, u64)>(2);
+    let (empty, returned) = sync_channel::<Registered>(2);
+    for buffer in buffers(&file, len)? {
+        by = Some((buffer.route(), buffer.reason()));
+        empty.send(buffer).map_err(|_| Failure("a channel is closed that nobody has closed".into()))?;
+    }
+    std::thread::scope(|scope| {
+        // Dropped when this end gives up, so that the other does not wait for a buffer.
+        let empty = empty;
+        let (file, meter) = (&file, &mut meter);
+        let reader = scope.spawn(move || -> Result<(), Error> {
+            let mut at = 0;
+            while at < len {
+                // Either end may have given up; the other one knows why.
+                let Ok(mut buffer) = returned.recv() else { return Ok(()) };
+                let part = Segment { file_offset: args.offset + at, buffer_offset: 0, len: PART.min(len - at) };
+                let bytes = meter.time(|| file.read(&mut buffer, &[part]))?;
+                at += bytes;
+                if filled.send((buffer, bytes)).is_err() || bytes < part.len {
+                    break;
+                }
+            }
+            Ok(())
+        });
+        for (buffer, bytes) in arrived {
+            let bytes = &buffer[..bytes as usize];
+            if let Some(hash) = &mut hash {
+                hash.update(bytes);
+            }
+            if let Some(output) = &mut output {
+                output.write_all(bytes).map_err(|error| Failure(format!("cannot write what arrived: {error}")))?;
+            }
+            let _ = empty.send(buffer); // nobody waits for it at the end
+        }
+        reader.join().map_err(|_| Failure("the reading thread panicked".into()))?.map_err(Failure::from)
+    })?;
+    let mut report = write::outcome(&args.file, args.offset, meter, hash, by);
+    report.to_stderr = args.output.as_deref().is_some_and(is_stdout);
+    Ok(report)
+}
+
+fn is_stdout(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
+fn open(path: &Path) -> Result<Box<dyn Write>, Failure> {
+    if is_stdout(path) {
+        return Ok(Box::new(std::io::stdout().lock()));
+    }
+    let file = std::fs::File::create(path).map_err(|error| Failure(format!("{}: {error}", path.display())))?;
+    Ok(Box::new(file))
+}
+
+/// As many as keep both ends busy, and no larger than the whole.
+pub fn buffers(file: &File, len: u64) -> Result<Vec<Registered>, Error> {
+    let mount = file.mount()?;
+    let size = len.clamp(1, PART).next_multiple_of(4096);
+    let count = if len > PART { 2 } else { 1 };
+    (0..count).map(|_| mount.register(Buffer::memfd(size as usize)?)).collect()
+}

@@ -1,0 +1,124 @@
+//! The C headers and the C ABI, by compiling C.
+
+use gpunvme::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
+use gpunvme_gpupath::abi::{self, Command};
+use std::fmt::Write;
+use std::mem::offset_of;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+const INCLUDE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/include");
+
+/// Compiles a C program, with every warning an error.
+fn compile(source: &Path, program: &Path, libraries: &[&str]) -> Result<(), String> {
+    let output = std::process::Command::new("cc")
+        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-D_GNU_SOURCE", "-I", INCLUDE, "-o"])
+        .arg(program)
+        .arg(source)
+        .args(libraries)
+        .output()
+        .expect("a C compiler is needed for this test");
+    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
+}
+
+macro_rules! layout {
+    ($program:ident, $($rust:ty as $c:literal { $($field:ident),* })*) => { $(
+        let c = $c;
+        assert_that($program, &format!("sizeof(struct {c})"), size_of::<$rust>() as u64);
+        $( assert_that($program, &format!("offsetof(struct {c}, {})", stringify!($field)), offset_of!($rust, $field) as u64); )*
+        // Every byte belongs to a field that both name: what is not listed here would show as a gap.
+        let sizes = [$( format!("sizeof(((struct {c} *)0)->{})", stringify!($field)) ),*].join(" + ");
+        assert_that($program, &sizes, size_of::<$rust>() as u64);
+    )* };
+}
+
+fn assert_that(program: &mut String, expression: &str, value: u64) {
+    writeln!(program, "_Static_assert(({expression}) == {value}ull, \"{expression} is not {value}\");").unwrap();
+}
+
+/// The header says the same as the Rust structures, by assertions that the C compiler checks.
+#[test]
+fn the_header_is_the_abi() {
+    let mut source = String::from("#include \"gpunvme.h\"\n");
+    let program = &mut source;
+    layout! { program,
+        abi::Info as "gpunvme_info" { version, flags, magic, features, uuid, capacity, free, max_transfer, max_buffer_bytes, max_buffers,
+            max_segments, block_size, logical_block, memory_alignment, devices, route, reason, reserved, label, socket, device, daemon }
+        abi::Register as "gpunvme_register" { version, flags, fd, reserved, len, buffer, route, reason, reserved2 }
+        abi::Unregister as "gpunvme_unregister" { version, flags, buffer }
+        abi::Resolve as "gpunvme_resolve" { version, flags, offset, len, next, file_size, capacity, count }
+        Extent as "gpunvme_extent" { file_offset, device_offset, len, device, flags }
+        abi::Transfer as "gpunvme_transfer" { version, flags, buffer, segments, reserved, bytes, p2p, bounce, host, hole, edge, reason,
+            status, failed_segment, reserved2 }
+        Segment as "gpunvme_segment" { file_offset, buffer_offset, len }
+        Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
+        abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
+        abi::Message as "gpunvme_message" { request, status }
+    }
+    for (name, value) in [
+        ("GPUNVME_VERSION", abi::VERSION.into()),
+        ("GPUNVME_MAX_SIZE", abi::MAX_SIZE as u64),
+        ("GPUNVME_MAX_SEGMENTS", abi::MAX_SEGMENTS as u64),
+        ("GPUNVME_MAX_EXTENTS", abi::MAX_EXTENTS as u64),
+        ("GPUNVME_MAX_TRANSFER", abi::MAX_TRANSFER),
+        ("GPUNVME_FEATURE_READ_ONLY", abi::Features::READ_ONLY.bits()),
+        ("GPUNVME_REGISTER_STAGING", abi::RegisterFlags::STAGING.bits().into()),
+        ("GPUNVME_EXTENT_UNWRITTEN", ExtentFlags::UNWRITTEN.bits().into()),
+        ("GPUNVME_EXTENT_LAST", ExtentFlags::LAST.bits().into()),
+        ("GPUNVME_REQUIRE_P2P", abi::TransferFlags::REQUIRE_P2P.bits().into()),
+        ("GPUNVME_REQUIRE_BOUNCE", abi::TransferFlags::REQUIRE_BOUNCE.bits().into()),
+        ("GPUNVME_REQUIRE_HOST", abi::TransferFlags::REQUIRE_HOST.bits().into()),
+        ("GPUNVME_REQUIRE_DIRECT", abi::TransferFlags::REQUIRE_DIRECT.bits().into()),
+        ("GPUNVME_INFO", Command::Info.request(0).into()),
+        ("GPUNVME_REGISTER", Command::Register.request(0).into()),
+        ("GPUNVME_UNREGISTER", Command::Unregister.request(0).into()),
+        ("GPUNVME_RESOLVE(3)", Command::Resolve.request(3).into()),
+        ("GPUNVME_READ(3)", Command::Read.request(3).into()),
+        ("GPUNVME_WRITE(GPUNVME_MAX_SEGMENTS)", Command::Write.request(abi::MAX_SEGMENTS).into()),
+        ("GPUNVME_STATS", Command::Stats.request(0).into()),
+    ] {
+        assert_that(program, name, value);
+    }
+    let in_c = |name: &str| name.replace('-', "_").to_uppercase();
+    for route in Route::ALL {
+        assert_that(program, &format!("GPUNVME_ROUTE_{}", in_c(route.name())), route.code().into());
+    }
+    for reason in Reason::ALL {
+        assert_that(program, &format!("GPUNVME_REASON_{}", in_c(reason.name())), reason.code().into());
+    }
+    source += "int main(void) { return 0; }\n";
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("layout.c");
+    std::fs::write(&path, source).unwrap();
+    if let Err(errors) = compile(&path, &directory.path().join("layout"), &[]) {
+        panic!("{errors}");
+    }
+}
+
+/// Runs the example with the library that cargo built beside this test.
+fn example(argument: &Path) -> Output {
+    let beside = std::env::current_exe().unwrap().parent().unwrap().to_owned();
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("copy");
+    let library = format!("-L{}", beside.display());
+    let source = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/copy.c"));
+    if let Err(errors) = compile(&source, &program, &[&library, &format!("-Wl,-rpath,{}", beside.display()), "-lgpunvme"]) {
+        panic!("{errors}");
+    }
+    std::process::Command::new(program).arg(argument).arg("unused").output().unwrap()
+}
+
+/// A C program links, runs, and is told in words what is wrong.
+#[test]
+fn a_c_program_uses_the_library() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
+    std::fs::write(&file, "not on a gpunvme mount").unwrap();
+    let output = example(&file);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains(&format!("{}: not on a gpunvme mount", file.display())), "{message}");
+    let output = example(Path::new("/nonexistent"));
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(message.contains("/nonexistent: cannot open it: no such file or directory"), "{message}");
+}
