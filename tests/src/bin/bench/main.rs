@@ -1,0 +1,159 @@
+//! Measures gpunvme side by side with what limits it and with what a user would pick instead, all in one run.
+//!
+//! | subject | what it is |
+//! | --- | --- |
+//! | gpunvme | a volume on an image file, mounted, through read(2) and write(2) |
+//! | ioctl | the same volume, through the ioctl into registered memory |
+//! | ext4 | ext4 on a loop device with direct I/O, on an image file beside the first |
+//! | FUSE ceiling | memfs: a filesystem in memory, on the same FUSE settings |
+//! | device ceiling | a third such image file, through io_uring with O_DIRECT |
+//!
+//! It prints medians and judges nothing: times belong to the machine that they were taken on.
+
+#![forbid(unsafe_code)]
+
+mod data;
+mod machine;
+mod mover;
+mod names;
+mod report;
+mod subject;
+
+use std::time::Duration;
+
+use clap::Parser;
+
+use data::Data;
+use report::{Report, Row, Section};
+use subject::Subjects;
+
+/// Compares gpunvme with its ceilings and with ext4. Images go to $TMPDIR, or /var/tmp.
+#[derive(Parser)]
+#[command(name = "bench")]
+struct Arguments {
+    /// A few short measurements: whether it works, not how fast
+    #[arg(long)]
+    quick: bool,
+    /// Print JSON, with every run
+    #[arg(long)]
+    json: bool,
+    /// Runs of which the median is shown
+    #[arg(long)]
+    runs: Option<usize>,
+    /// Measure only what has this word in its name, as in "random" or "1 MiB"
+    #[arg(long)]
+    only: Vec<String>,
+}
+
+/// How much is measured.
+pub struct Scale {
+    runs: usize,
+    /// Longest time of one measurement.
+    time: Duration,
+    /// Bytes of each file that data is read from and written to; one file a thread.
+    file_len: u64,
+    blocks: &'static [u64],
+    threads: &'static [usize],
+    /// Files that are made, listed and removed.
+    names: usize,
+}
+
+const FULL: Scale = Scale {
+    runs: 3,
+    time: Duration::from_millis(500),
+    file_len: 128 << 20,
+    blocks: &[4 << 10, 64 << 10, 1 << 20, 16 << 20],
+    threads: &[1, 2, 8],
+    names: 100_000,
+};
+
+const QUICK: Scale = Scale {
+    runs: 1,
+    time: Duration::from_millis(100),
+    file_len: 32 << 20,
+    blocks: &[4 << 10, 1 << 20],
+    threads: &[1, 2],
+    names: 2_000,
+};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments = Arguments::parse();
+    let mut scale = if arguments.quick { QUICK } else { FULL };
+    scale.runs = arguments.runs.unwrap_or(scale.runs).max(1);
+    let chosen = |name: &str| arguments.only.iter().all(|word| name.contains(word.as_str()));
+
+    let subjects = Subjects::set_up(scale.file_len * *scale.threads.last().expect("thread counts") as u64)?;
+    let mut report = Report::new(machine::describe(subjects.scratch()), &scale);
+    for section in sections(&scale) {
+        let mut rows = Vec::new();
+        for work in section.work.into_iter().filter(|work| chosen(&format!("{} {}", section.title, work.name()))) {
+            eprint!("{}: {} ...\r\x1b[K", section.title, work.name());
+            rows.extend(work.measure(&subjects, &scale)?);
+        }
+        report.sections.push(Section { title: section.title, unit: section.unit, rows });
+    }
+    if arguments.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print!("{report}");
+    }
+    Ok(())
+}
+
+struct Plan {
+    title: &'static str,
+    unit: &'static str,
+    work: Vec<Work>,
+}
+
+/// One thing to measure: a row of a table, or, for names, a row for each operation.
+enum Work {
+    Data(Data),
+    Names { clients: usize },
+}
+
+impl Work {
+    fn name(&self) -> String {
+        match self {
+            Work::Data(data) => data.to_string(),
+            Work::Names { clients } => format!("{clients} clients"),
+        }
+    }
+
+    fn measure(&self, subjects: &Subjects, scale: &Scale) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
+        match self {
+            Work::Data(data) => Ok(vec![data.measure(subjects, scale)?]),
+            Work::Names { clients } => names::measure(subjects, *clients, scale),
+        }
+    }
+}
+
+fn sections(scale: &Scale) -> Vec<Plan> {
+    let mut direct = Vec::new();
+    for (random, write) in [(false, false), (false, true), (true, false), (true, true)] {
+        for &block in scale.blocks {
+            for &threads in scale.threads {
+                direct.push(Work::Data(Data { random, write, block, threads, depth: 1, direct: true }));
+            }
+        }
+    }
+    for write in [false, true] {
+        for depth in [32, 64] {
+            direct.push(Work::Data(Data { random: true, write, block: 4096, threads: 1, depth, direct: true }));
+        }
+    }
+    let mut buffered = Vec::new();
+    for write in [false, true] {
+        for &block in scale.blocks {
+            for &threads in scale.threads {
+                buffered.push(Work::Data(Data { random: false, write, block, threads, depth: 1, direct: false }));
+            }
+        }
+    }
+    let names = scale.threads.iter().filter(|&&clients| clients <= 2).map(|&clients| Work::Names { clients });
+    vec![
+        Plan { title: "O_DIRECT", unit: "MB/s", work: direct },
+        Plan { title: "through the page cache, which is cold for reads; writes end with fsync", unit: "MB/s", work: buffered },
+        Plan { title: "names", unit: "thousand a second", work: names.collect() },
+    ]
+}
