@@ -7,11 +7,25 @@ use crate::write;
 use gpunvme::{Buffer, Error, File, Registered, Segment};
 use sha2::{Digest, Sha256};
 use std::io::Write;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::sync_channel;
 
 /// Bytes of one buffer.
-pub const PART: u64 = 32 << 20;
+const PART: u64 = 32 << 20;
+/// The coarsest alignment that transfers profit from.
+const BLOCK: u64 = 4096;
+
+/// What of the file goes through a buffer next. It lies in the buffer as it lies in its block, so that all but its ends goes direct.
+pub fn part(file_offset: u64, len: u64, buffer: &[u8]) -> Segment {
+    let buffer_offset = file_offset % BLOCK;
+    Segment { file_offset, buffer_offset, len: len.min(buffer.len() as u64 - buffer_offset) }
+}
+
+/// Where a part lies in its buffer.
+pub fn range(part: &Segment) -> Range<usize> {
+    part.buffer_offset as usize..(part.buffer_offset + part.len) as usize
+}
 
 pub fn run(args: &Read) -> Result<Report, Failure> {
     let Memory::Host = args.to;
@@ -24,7 +38,7 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
     let mut by = None;
 
     // Filled buffers come one way, empty ones go the other.
-    let (filled, arrived) = sync_channel::<(Registered, u64)>(2);
+    let (filled, arrived) = sync_channel::<(Registered, Segment)>(2);
     let (empty, returned) = sync_channel::<Registered>(2);
     for buffer in buffers(&file, len)? {
         by = Some((buffer.route(), buffer.reason()));
@@ -39,17 +53,17 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
             while at < len {
                 // Either end may have given up; the other one knows why.
                 let Ok(mut buffer) = returned.recv() else { return Ok(()) };
-                let part = Segment { file_offset: args.offset + at, buffer_offset: 0, len: PART.min(len - at) };
+                let part = part(args.offset + at, len - at, &buffer);
                 let bytes = meter.time(|| file.read(&mut buffer, &[part]))?;
                 at += bytes;
-                if filled.send((buffer, bytes)).is_err() || bytes < part.len {
+                if filled.send((buffer, Segment { len: bytes, ..part })).is_err() || bytes < part.len {
                     break;
                 }
             }
             Ok(())
         });
-        for (buffer, bytes) in arrived {
-            let bytes = &buffer[..bytes as usize];
+        for (buffer, part) in arrived {
+            let bytes = &buffer[range(&part)];
             if let Some(hash) = &mut hash {
                 hash.update(bytes);
             }
@@ -80,7 +94,8 @@ fn open(path: &Path) -> Result<Box<dyn Write>, Failure> {
 /// As many as keep both ends busy, and no larger than the whole.
 pub fn buffers(file: &File, len: u64) -> Result<Vec<Registered>, Error> {
     let mount = file.mount()?;
-    let size = len.clamp(1, PART).next_multiple_of(4096);
-    let count = if len > PART { 2 } else { 1 };
+    // One block more, for where the first part begins in its block.
+    let size = len.saturating_add(BLOCK).next_multiple_of(BLOCK).min(PART);
+    let count = if size == PART { 2 } else { 1 };
     (0..count).map(|_| mount.register(Buffer::memfd(size as usize)?)).collect()
 }

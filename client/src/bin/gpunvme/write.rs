@@ -2,7 +2,7 @@
 
 use crate::args::{Memory, Write};
 use crate::meter::Meter;
-use crate::read::buffers;
+use crate::read::{buffers, part, range};
 use crate::report::{self, Failure, Report};
 use gpunvme::{Error, File, Reason, Registered, Route, Segment};
 use serde_json::json;
@@ -23,7 +23,7 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     let mut meter = Meter::new(expected);
     let mut by = None;
 
-    let (filled, coming) = sync_channel::<(Registered, u64)>(2);
+    let (filled, coming) = sync_channel::<(Registered, Segment)>(2);
     let (empty, returned) = sync_channel::<Registered>(2);
     for buffer in buffers(&file, expected.unwrap_or(u64::MAX))? {
         by = Some((buffer.route(), buffer.reason()));
@@ -32,20 +32,24 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     std::thread::scope(|scope| {
         let (file, meter) = (&file, &mut meter);
         let writer = scope.spawn(move || -> Result<(), Error> {
-            let mut at = offset;
-            for (buffer, len) in coming {
-                at += meter.time(|| file.write(&buffer, &[Segment { file_offset: at, buffer_offset: 0, len }]))?;
+            for (buffer, part) in coming {
+                meter.time(|| file.write(&buffer, &[part]))?;
                 let _ = empty.send(buffer); // nobody waits for it at the end
             }
             Ok(())
         });
         // Ends too when the writer has: its error is the one to tell.
+        let mut at = offset;
         while let Ok(mut buffer) = returned.recv() {
-            let len = fill(&mut input, &mut buffer).map_err(|error| Failure(format!("cannot read the input: {error}")))?;
+            let mut part = part(at, u64::MAX, &buffer);
+            let len = fill(&mut input, &mut buffer[range(&part)])
+                .map_err(|error| Failure(format!("cannot read the input: {error}")))?;
+            part.len = len as u64;
+            at += part.len;
             if let Some(hash) = &mut hash {
-                hash.update(&buffer[..len]);
+                hash.update(&buffer[range(&part)]);
             }
-            if len == 0 || filled.send((buffer, len as u64)).is_err() {
+            if len == 0 || filled.send((buffer, part)).is_err() {
                 break;
             }
         }
