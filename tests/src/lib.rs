@@ -54,5 +54,13 @@ pub fn scratch_root() -> PathBuf {
 /// # Panics
 /// If it cannot be made.
 pub fn scratch_dir() -> tempfile::TempDir {
-    tempfile::Builder::new().prefix("gpunvme-test.").tempdir_in(scratch_root()).expect("a scratch directory")
+    scratch_dir_in(&scratch_root())
+}
+
+/// As [`scratch_dir`], in a folder of one's choice.
+///
+/// # Panics
+/// If it cannot be made.
+pub fn scratch_dir_in(folder: &Path) -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("gpunvme-test.").tempdir_in(folder).expect("a scratch directory")
 }

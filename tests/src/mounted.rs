@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus};
 use tempfile::TempDir;
 
-use crate::{programs, scratch_dir};
+use crate::{programs, scratch_dir_in, scratch_root};
 
 /// Bytes in a test image that did not ask for a size. The file is sparse.
 pub const IMAGE_LEN: u64 = 1 << 30;
@@ -40,7 +40,12 @@ impl Image {
 
     /// A sparse file of `len` bytes that holds nothing.
     pub fn blank(len: u64) -> Self {
-        let image = Self { scratch: scratch_dir() };
+        Self::blank_in(&scratch_root(), len)
+    }
+
+    /// As [`Image::blank`], in a folder of one's choice.
+    pub fn blank_in(folder: &Path, len: u64) -> Self {
+        let image = Self { scratch: scratch_dir_in(folder) };
         let file = File::create(image.path()).expect("an image file");
         file.set_len(len).expect("a sparse image file");
         image
