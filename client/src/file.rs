@@ -5,7 +5,7 @@
 
 use crate::buffer::Registered;
 use crate::error::{Error, Result};
-use crate::mount::{Connection, Mount, failed, reason};
+use crate::mount::{Connection, Mount, failed, reason, status};
 use crate::{Extent, Reason, Route, Segment, sys};
 use gpunvme_gpupath::abi::{self, Command, Moved, TransferFlags};
 use rustix::fs::{FileType, Mode, OFlags};
@@ -214,13 +214,13 @@ impl File {
             argument.extend_from_slice(part.as_bytes());
             let result = sys::ioctl(self.file.as_fd(), command.request(part.len()), &mut argument);
             let (answer, _) = abi::Transfer::read_from_prefix(&argument).expect("the argument begins with a header");
-            let step = result.err().or((answer.status != 0).then(|| Errno::from_raw_os_error(answer.status)));
+            let failed = result.err().or(status(answer.status));
             let moved = Moved { p2p: answer.p2p, bounce: answer.bounce, host: answer.host, hole: answer.hole, edge: answer.edge };
             let why = (answer.reason != 0).then(|| reason(answer.reason));
             if result.is_ok() {
                 done.add(&Transfer { moved, reason: why });
             }
-            if let Some(errno) = step {
+            if let Some(errno) = failed {
                 let segment =
                     (answer.status != 0 && answer.failed_segment != u32::MAX).then(|| first + answer.failed_segment as usize);
                 return Err(self.transfer_failed(command, errno, why.unwrap_or(Reason::None), segment, done));

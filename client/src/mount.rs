@@ -168,9 +168,9 @@ impl Mount {
         let path = &self.connection.socket;
         let answer = socket::register(path, memory, &abi::Register { fd: -1, ..request.clone() });
         match answer.map_err(|errno| Error::NotReachable { ioctl, socket: path.clone(), errno })? {
-            (Errno::SRCH, _) => Err(Error::NotReachable { ioctl, socket: path.clone(), errno: Errno::SRCH }),
-            (errno, answer) if errno.raw_os_error() != 0 => Err(Error::Refused { reason: reason(answer.reason), errno }),
-            (_, answer) => Ok(answer),
+            (None, answer) => Ok(answer),
+            (Some(errno @ Errno::SRCH), _) => Err(Error::NotReachable { ioctl, socket: path.clone(), errno }),
+            (Some(errno), answer) => Err(Error::Refused { reason: reason(answer.reason), errno }),
         }
     }
 }
@@ -252,6 +252,15 @@ pub(crate) fn failed(path: &Path, action: &'static str, errno: Errno) -> Error {
         Errno::NOTTY | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL => Error::NotGpunvme { path },
         Errno::PROTONOSUPPORT => Error::OtherVersion { path },
         errno => Error::Path { path, action, errno },
+    }
+}
+
+/// An errno that the daemon gives as a number; 0 is none.
+pub(crate) fn status(number: i32) -> Option<Errno> {
+    match number {
+        0 => None,
+        1..4096 => Some(Errno::from_raw_os_error(number)),
+        _ => Some(Errno::IO),
     }
 }
 

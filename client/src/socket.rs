@@ -1,5 +1,6 @@
 //! The application's end of the registration socket (`docs/ioctl.md`): one datagram out with the descriptor, one back.
 
+use crate::mount::status;
 use gpunvme_gpupath::abi::{Command, Message, Register};
 use rustix::io::Errno;
 use rustix::net::{
@@ -10,11 +11,11 @@ use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Registers a descriptor: the daemon's errno (0 where it took it) and answer.
+/// Registers a descriptor: the daemon's errno, where it refused, and its answer.
 ///
 /// # Errors
 /// What kept the message from being exchanged.
-pub(crate) fn register(path: &str, memory: BorrowedFd<'_>, request: &Register) -> Result<(Errno, Register), Errno> {
+pub(crate) fn register(path: &str, memory: BorrowedFd<'_>, request: &Register) -> Result<(Option<Errno>, Register), Errno> {
     if path.is_empty() {
         return Err(Errno::NOENT);
     }
@@ -30,5 +31,40 @@ pub(crate) fn register(path: &str, memory: BorrowedFd<'_>, request: &Register) -
     let mut answer = [0u8; size_of::<Message>() + size_of::<Register>()];
     let (_, len) = rustix::net::recv(&socket, &mut answer, RecvFlags::empty())?;
     let (message, register) = Message::read_from_prefix(&answer[..len]).map_err(|_| Errno::CONNRESET)?;
-    Ok((Errno::from_raw_os_error(message.status), Register::read_from_bytes(register).unwrap_or_default()))
+    Ok((status(message.status), Register::read_from_bytes(register).unwrap_or_default()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Buffer;
+    use gpunvme_blockdev::MemoryDevice;
+    use gpunvme_gpupath::abi::{Reason, Route};
+    use gpunvme_gpupath::registry::{Limits, Registry};
+    use gpunvme_gpupath::server::Server;
+    use gpunvme_gpupath::socket::Listener;
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_buffer_reaches_the_daemon() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let registry = Registry::new(MemoryDevice::new(1 << 20), Limits::default()).unwrap();
+        let server = Arc::new(Server::new(registry));
+        let _listener = Listener::bind(&path, rustix::fs::Mode::RWXU, server.clone()).unwrap();
+        let path = path.to_str().unwrap();
+        let mut buffer = Buffer::memfd(10_000).unwrap();
+        buffer[9_999] = 7;
+        let request = Register { fd: -1, len: 10_000, ..Register::default() };
+        let (refused, answer) = register(path, buffer.memory.as_fd(), &request).unwrap();
+        assert_eq!((refused, answer.route), (None, Route::Host.code()));
+        let registered = server.registry.lookup(std::process::id(), answer.buffer).unwrap();
+        let mut byte = [0];
+        registered.region.read_at(9_999, &mut byte).unwrap();
+        assert_eq!(byte, [7]);
+        let (refused, answer) = register(path, buffer.memory.as_fd(), &Register { len: 10_001, ..request.clone() }).unwrap();
+        assert_eq!((refused, answer.reason), (Some(Errno::INVAL), Reason::TooSmall.code()));
+        assert_eq!(register("", buffer.memory.as_fd(), &request).unwrap_err(), Errno::NOENT);
+    }
 }
