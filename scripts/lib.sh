@@ -6,10 +6,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 say() { printf '%s\n' "== $*" >&2; }
 die() { printf '%s\n' "${0##*/}: $*" >&2; exit 1; }
 
-# Runs a command as root, for what needs it: mounting, loop devices, packages.
-as_root() {
-    if [ "$(id -u)" = 0 ]; then "$@"; else sudo --preserve-env=GPUNVME_BIN,TMPDIR,CARGO_TARGET_DIR,CARGO_HOME,RUSTUP_HOME env "PATH=$PATH" "$@"; fi
-}
+# What makes a command run as root, for what needs it: mounting, loop devices, packages. Empty for root, who may have no sudo.
+sudo=()
+if [ "$(id -u)" != 0 ]; then
+    sudo=(sudo "--preserve-env=GPUNVME_BIN,TMPDIR,CARGO_TARGET_DIR,CARGO_HOME,RUSTUP_HOME" env "PATH=$PATH")
+fi
+as_root() { "${sudo[@]}" "$@"; }
 
 # Stops unless this machine can mount at all.
 need_mounts() {
