@@ -12,6 +12,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The most foreign descriptors that may be waiting to be closed.
 const MAX_CLOSING: usize = 64;
 
+/// `include/uapi/linux/magic.h`.
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+
 static CLOSING: AtomicUsize = AtomicUsize::new(0);
 
 /// A memfd whose first `len` bytes cannot vanish while they are mapped, open for reading and writing.
@@ -42,10 +45,8 @@ fn check(fd: &OwnedFd, len: u64) -> Result<usize, Reason> {
     let Ok(seals) = rustix::fs::fcntl_get_seals(fd) else {
         return Err(if is_dma_buf(fd) { Reason::NoVfio } else { Reason::NotABuffer });
     };
-    let stat = rustix::fs::fstat(fd).map_err(|_| Reason::NotABuffer)?;
-    let page = rustix::param::page_size() as u64;
-    if stat.st_blksize as u64 != page {
-        // Huge pages: hugetlbfs has no write(), which is how the daemon fills in what is not aligned.
+    // hugetlbfs has no write(), which is how the daemon fills in what is not aligned.
+    if rustix::fs::fstatfs(fd).is_ok_and(|filesystem| filesystem.f_type == HUGETLBFS_MAGIC) {
         return Err(Reason::NotABuffer);
     }
     if !seals.contains(SealFlags::SHRINK) {
@@ -55,6 +56,7 @@ fn check(fd: &OwnedFd, len: u64) -> Result<usize, Reason> {
     if mode & OFlags::RWMODE != OFlags::RDWR || seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
         return Err(Reason::NotWritable);
     }
+    let stat = rustix::fs::fstat(fd).map_err(|_| Reason::NotABuffer)?;
     match usize::try_from(len) {
         Ok(len) if len as u64 <= u64::try_from(stat.st_size).unwrap_or(0) => Ok(len),
         _ => Err(Reason::TooSmall),

@@ -1,6 +1,6 @@
 //! Plans against a model that looks at every byte, and plans carried out on a device in memory.
 
-use gpunvme_blockdev::{BlockDevice, BufferPool, Geometry, Image, Io, MemoryDevice, Region};
+use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Faulty, Geometry, Image, Io, MemoryDevice, On, Region, Rule};
 use gpunvme_gpupath::abi::{Register, Segment};
 use gpunvme_gpupath::planner::{self, Alignment, Direction, Extent, Plan};
 use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
@@ -249,8 +249,8 @@ struct Bench {
     io: Arc<Io>,
     pool: Arc<BufferPool>,
     buffer: Arc<Buffer>,
-    _registry: Registry,
-    _memory: OwnedFd,
+    registry: Registry,
+    memory: OwnedFd,
 }
 
 impl Bench {
@@ -261,13 +261,7 @@ impl Bench {
         let registry = Registry::new(device.clone(), Limits::default()).unwrap();
         let request = Register { fd: memory.as_raw_fd(), len: 8 << 20, ..Register::default() };
         let buffer = registry.register(std::process::id(), &request).unwrap();
-        Bench {
-            io: Io::inline(device.clone()).unwrap(),
-            pool: BufferPool::new(device, 4 << 20),
-            buffer,
-            _registry: registry,
-            _memory: memory,
-        }
+        Bench { io: Io::inline(device.clone()).unwrap(), pool: BufferPool::new(device, 4 << 20), buffer, registry, memory }
     }
 
     fn read(&self, alignment: Alignment, plan: Plan) -> Result<(), transfer::Failed> {
@@ -287,16 +281,66 @@ fn a_large_unaligned_read_arrives() {
     let alignment = Alignment::for_reads(device.geometry());
     let bench = Bench::new(device);
     let segment = Segment { file_offset: 700, buffer_offset: 1001, len: (4 << 20) - 700 };
-    let extents = |_, found: &mut Vec<Extent>| -> Result<(), Infallible> {
-        found.push(Extent { file_offset: 0, device_offset: 0, len: 4 << 20, written: true });
-        Ok(())
-    };
-    let plan = planner::plan(Direction::Read, &[segment], 4 << 20, &bench.buffer.region, alignment, extents).unwrap();
+    let plan = planner::plan(Direction::Read, &[segment], 4 << 20, &bench.buffer.region, alignment, whole_device).unwrap();
     assert_eq!((plan.direct, plan.edge), (0, segment.len));
     bench.read(alignment, plan).unwrap();
     let mut got = vec![0; segment.len as usize];
     bench.buffer.region.read_at(1001, &mut got).unwrap();
     assert!(got == content[700..]);
+}
+
+/// All of the device, as one file.
+fn whole_device(range: Range<u64>, found: &mut Vec<Extent>) -> Result<(), Infallible> {
+    found.push(Extent { file_offset: range.start, device_offset: range.start, len: range.end - range.start, written: true });
+    Ok(())
+}
+
+#[test]
+fn a_device_error_names_its_segment() {
+    let faulty = Faulty::new(MemoryDevice::new(DEVICE));
+    let bench = Bench::new(faulty.clone());
+    let alignment = Alignment::for_reads(faulty.geometry());
+    let segments = [
+        Segment { file_offset: 0, buffer_offset: 0, len: 8192 },
+        Segment { file_offset: 100_000, buffer_offset: 100_000, len: 100 },
+        Segment { file_offset: 1 << 20, buffer_offset: 512, len: 4096 },
+    ];
+    for (bad, segment) in [(4096..4608, 0), (99_840..100_352, 1), ((1 << 20)..(1 << 20) + 512, 2)] {
+        faulty.clear();
+        faulty.add(Rule::fail(On::Read, libc::EIO).within(bad));
+        let plan = planner::plan(Direction::Read, &segments, DEVICE, &bench.buffer.region, alignment, whole_device).unwrap();
+        let failed = bench.read(alignment, plan).unwrap_err();
+        assert!(matches!(failed.error, Error::Io { errno: libc::EIO, .. }), "{failed}");
+        assert_eq!(failed.segment, Some(segment));
+        assert_eq!(Outcome::from(failed), Outcome::failed(libc::EIO, Some(segment)));
+    }
+}
+
+/// Unregistering neither waits for a transfer nor takes the memory away under it.
+#[test]
+fn a_transfer_in_flight_outlives_its_registration() {
+    let mut image = Image::new(DEVICE);
+    image.write_at(0, &[7; 8192]);
+    let faulty = Faulty::new(MemoryDevice::from_image(image));
+    faulty.add(Rule::hold(On::Read));
+    let mut bench = Bench::new(faulty.clone());
+    bench.io = Io::threaded(faulty.clone(), 1).unwrap();
+    let Bench { io, pool, buffer, registry, memory } = bench;
+    let alignment = Alignment::for_reads(faulty.geometry());
+    let segment = Segment { file_offset: 100, buffer_offset: 100, len: 8000 };
+    let plan = planner::plan(Direction::Read, &[segment], DEVICE, &buffer.region, alignment, whole_device).unwrap();
+    let (sender, receiver) = mpsc::channel();
+    let id = buffer.id;
+    transfer::read(&io, &pool, alignment, plan, buffer, move |result| sender.send(result).unwrap());
+    registry.unregister(std::process::id(), id).unwrap();
+    assert_eq!(registry.usage().buffers, 0);
+    assert!(receiver.try_recv().is_err());
+    faulty.clear();
+    faulty.release();
+    receiver.recv().unwrap().unwrap();
+    let mut bytes = vec![0; 8192];
+    rustix::io::pread(&memory, &mut bytes, 0).unwrap();
+    assert!(bytes[..100].iter().chain(&bytes[8100..]).all(|&byte| byte == 0) && bytes[100..8100].iter().all(|&byte| byte == 7));
 }
 
 /// Neighbouring segments that are neighbours on the device too are one command.

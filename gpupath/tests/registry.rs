@@ -267,6 +267,12 @@ fn what_is_no_buffer_is_refused() {
     let read_only = memfd(LEN, SealFlags::SHRINK);
     let read_only = std::fs::File::open(format!("/proc/self/fd/{}", read_only.as_raw_fd())).unwrap();
     assert_eq!(refused(read_only.as_fd(), LEN), (Reason::NotWritable, libc::EACCES));
+    // Where the kernel has huge pages at all; none need be free for it.
+    if let Ok(huge) = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB) {
+        rustix::fs::ftruncate(&huge, 2 << 20).unwrap();
+        rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
+        assert_eq!(refused(huge.as_fd(), LEN), (Reason::NotABuffer, libc::EINVAL));
+    }
     assert_eq!(reason(registry.register(me, &request(987_654))), (Reason::NotABuffer, libc::EBADF));
     assert_eq!(reason(registry.register(me, &request(-1))), (Reason::NotABuffer, libc::EBADF));
     assert_eq!(reason(registry.register(0, &request(0))), (Reason::FdNotReachable, libc::ESRCH));
@@ -313,6 +319,27 @@ fn bytes_are_limited_too() {
     assert_eq!(reason(registry_of(3 * LEN, 8 * LEN).register(me, &of(4 * LEN))).0, Reason::ProcessLimit);
     assert_eq!(reason(registry_of(8 * LEN, 3 * LEN).register(me, &of(4 * LEN))).0, Reason::TotalLimit);
     registry_of(4 * LEN, 4 * LEN).register(me, &of(4 * LEN)).unwrap();
+}
+
+#[test]
+fn many_threads_register_at_once() {
+    let registry = registry(Limits::default());
+    let me = std::process::id();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let fd = memfd(LEN, SealFlags::SHRINK);
+                let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+                for _ in 0..50 {
+                    let buffer = registry.register(thread, &request(fd.as_raw_fd())).unwrap();
+                    registry.lookup(me, buffer.id).unwrap();
+                    registry.unregister(thread, buffer.id).unwrap();
+                    assert_eq!(reason(registry.unregister(thread, buffer.id)).0, Reason::NoSuchBuffer);
+                }
+            });
+        }
+    });
+    assert_eq!(registry.usage(), Default::default());
 }
 
 struct Service {

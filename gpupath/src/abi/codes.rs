@@ -106,11 +106,9 @@ impl Reason {
             Reason::Unaligned => {
                 "Some bytes were copied by the CPU, because file offset, length or memory is not aligned; INFO tells the alignments."
             }
-            Reason::NotABuffer => "The fd is neither a memfd nor a dma-buf.",
+            Reason::NotABuffer => "The fd is neither a memfd of ordinary pages nor a dma-buf.",
             Reason::NotSealed => "The memfd could be shortened under a transfer; add F_SEAL_SHRINK before registering it.",
-            Reason::TooSmall => {
-                "The memfd is shorter than the length that was registered, or the length does not end on its page size."
-            }
+            Reason::TooSmall => "The memfd is shorter than the length that was to be registered.",
             Reason::NotWritable => "The memfd must be open for reading and writing, and must not be sealed against writes.",
             Reason::ProcessLimit => {
                 "The process has as many buffers, or bytes in them, as one may have; unregister some, or raise the mount's limits."
@@ -121,7 +119,9 @@ impl Reason {
             Reason::FdNotReachable => {
                 "The daemon may not take an fd from this process; register over the socket that INFO names."
             }
-            Reason::NoSuchBuffer => "This process has registered no such buffer with this mount; a child process must register its own.",
+            Reason::NoSuchBuffer => {
+                "This process has registered no such buffer with this mount; a child process must register its own."
+            }
             Reason::OutsideBuffer => "A segment reaches past the end of the buffer.",
             Reason::Unknown => "This program is older than the daemon and does not know the reason.",
             Reason::RouteNotAvailable => {
