@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+mod appends;
 mod data;
 mod machine;
 mod mover;
@@ -109,6 +110,7 @@ struct Plan {
 /// One thing to measure: a row of a table, or, for names, a row for each operation.
 enum Work {
     Data(Data),
+    Appends { threads: usize },
     Names { clients: usize },
 }
 
@@ -116,6 +118,7 @@ impl Work {
     fn name(&self) -> String {
         match self {
             Work::Data(data) => data.to_string(),
+            Work::Appends { threads } => format!("append and fsync, {threads} threads"),
             Work::Names { clients } => format!("{clients} clients"),
         }
     }
@@ -123,6 +126,7 @@ impl Work {
     fn measure(&self, subjects: &Subjects, scale: &Scale) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
         match self {
             Work::Data(data) => Ok(vec![data.measure(subjects, scale)?]),
+            Work::Appends { threads } => appends::measure(subjects, *threads, scale),
             Work::Names { clients } => names::measure(subjects, *clients, scale),
         }
     }
@@ -150,10 +154,12 @@ fn sections(scale: &Scale) -> Vec<Plan> {
             }
         }
     }
+    let appends = scale.threads.iter().map(|&threads| Work::Appends { threads });
     let names = scale.threads.iter().filter(|&&clients| clients <= 2).map(|&clients| Work::Names { clients });
     vec![
         Plan { title: "O_DIRECT", unit: "MB/s", work: direct },
         Plan { title: "through the page cache, which is cold for reads; writes end with fsync", unit: "MB/s", work: buffered },
+        Plan { title: "fsync", unit: "thousand a second", work: appends.collect() },
         Plan { title: "names", unit: "thousand a second", work: names.collect() },
     ]
 }

@@ -13,7 +13,7 @@ use crate::subject::{Subject, Subjects};
 type Operation = fn(&Path, usize) -> io::Result<()>;
 
 /// In this order: each finds what the one before left.
-const OPERATIONS: [(&str, Operation); 4] = [
+const OPERATIONS: [(&str, Operation); 5] = [
     ("create", |folder, count| (0..count).try_for_each(|n| File::create_new(file(folder, n)).map(drop))),
     ("stat", |folder, count| (0..count).try_for_each(|n| fs::symlink_metadata(file(folder, n)).map(drop))),
     ("readdir and stat, caches dropped", |folder, count| {
@@ -24,11 +24,16 @@ const OPERATIONS: [(&str, Operation); 4] = [
         }
         if seen == count { Ok(()) } else { Err(io::Error::other(format!("{seen} entries of {count} are listed"))) }
     }),
-    ("unlink", |folder, count| (0..count).try_for_each(|n| fs::remove_file(file(folder, n)))),
+    ("rename", |folder, count| (0..count).try_for_each(|n| fs::rename(file(folder, n), moved(folder, n)))),
+    ("unlink", |folder, count| (0..count).try_for_each(|n| fs::remove_file(moved(folder, n)))),
 ];
 
 fn file(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("file.{number}"))
+}
+
+fn moved(folder: &Path, number: usize) -> PathBuf {
+    folder.join(format!("moved.{number}"))
 }
 
 /// A row for each operation. Clients share the files out among themselves, and each has a folder of its own.
