@@ -143,7 +143,7 @@ pub fn aligned_middle(segment: &Segment, alignment: Alignment) -> Range<u64> {
 /// Plans a transfer between a file and a buffer.
 ///
 /// `extents` appends what the file has in the range of offsets it is given: sorted, not overlapping, possibly reaching out of the range on both sides.
-/// It is asked once for each segment, in order. Reads end at `file_size`, and the segments behind the one that it cuts short are not
+/// It is asked once for each segment, in order, also where the range is empty. Reads end at `file_size`, and the segments behind the one that it cuts short are not
 /// looked at. In a plan to write it must know a place for all of each segment's [`aligned_middle`].
 ///
 /// # Errors
@@ -168,11 +168,9 @@ pub fn plan<E>(
             Direction::Write => segment.len,
         };
         let cut = Segment { len, ..*segment };
-        if len > 0 {
-            found.clear();
-            extents(cut.file_offset..cut.file_offset + len, &mut found)?;
-            builder.segment(index as u32, &cut, &found);
-        }
+        found.clear();
+        extents(cut.file_offset..cut.file_offset + len, &mut found)?;
+        builder.segment(index as u32, &cut, &found);
         if len < segment.len {
             break;
         }

@@ -27,6 +27,8 @@ use zerocopy::{FromBytes, IntoBytes};
 
 /// Connections held at a time. A client needs one for a moment, so the oldest goes when one more comes.
 const MAX_CONNECTIONS: usize = 128;
+/// More than any command is that has no entries, so that what is merely out of place is told apart from what is malformed.
+const MAX_DATAGRAM: usize = 1024;
 const STOP: u64 = 0;
 const LISTEN: u64 = 1;
 
@@ -167,7 +169,7 @@ impl Service {
 
 /// One datagram and its answer.
 fn exchange(server: &Server, socket: BorrowedFd<'_>) -> Result<(), End> {
-    let mut bytes = [0u8; size_of::<Message>() + size_of::<abi::Register>() + 1];
+    let mut bytes = [0u8; MAX_DATAGRAM];
     let (len, mut fds) = match receive(socket, &mut bytes) {
         Ok((0, _)) => return Err(End::Client),
         Ok(received) => received,

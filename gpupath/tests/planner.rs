@@ -343,6 +343,21 @@ fn a_transfer_in_flight_outlives_its_registration() {
     assert!(bytes[..100].iter().chain(&bytes[8100..]).all(|&byte| byte == 0) && bytes[100..8100].iter().all(|&byte| byte == 7));
 }
 
+/// Whoever answers for extents may count on being asked in step with the segments.
+#[test]
+fn extents_are_asked_for_segment_by_segment() {
+    let segment = |file_offset, len| Segment { file_offset, buffer_offset: 0, len };
+    let segments = [segment(0, 0), segment(8192, 4096), segment(4096, 0), segment(0, 4096)];
+    let mut asked = Vec::new();
+    let alignment = Alignment { block: BLOCK, memory: 512 };
+    let plan = planner::plan(Direction::Write, &segments, 0, &REGION, alignment, |range, found| {
+        asked.push(range.clone());
+        whole_device(range, found)
+    });
+    assert_eq!(asked, [0..0, 8192..12288, 4096..4096, 0..4096]);
+    assert_eq!(plan.unwrap().direct, 8192);
+}
+
 /// Neighbouring segments that are neighbours on the device too are one command.
 #[test]
 fn neighbours_are_merged() {
