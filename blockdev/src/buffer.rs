@@ -38,7 +38,7 @@ impl BufferPool {
     /// A buffer of at least `len` bytes. Its contents are whatever its last user left. Beyond 4 MiB it is allocated for this
     /// one use.
     pub fn get(self: &Arc<Self>, len: usize) -> Result<Buffer> {
-        let size = len.next_power_of_two().max(SMALLEST);
+        let size = len.checked_next_power_of_two().unwrap_or(len).max(SMALLEST);
         let recycled = class(size).and_then(|class| {
             let mut cache = self.cache.lock();
             let region = cache.classes[class].pop()?;

@@ -66,7 +66,8 @@ impl Rule {
         Self::new(on, Effect::Delay(delay))
     }
 
-    /// The command reaches the device when [`Faulty::release`] is called.
+    /// The command reaches the device when [`Faulty::release`] is called. An [`crate::Io`] that is dropped before waits for it
+    /// for ever, as it would for a device that never answers.
     pub fn hold(on: On) -> Self {
         Self::new(on, Effect::Hold)
     }

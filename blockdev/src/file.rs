@@ -150,18 +150,22 @@ fn block_geometry(name: &Arc<str>, file: &File, mode: OpenMode) -> Result<Geomet
     let len = rustix::fs::seek(file, SeekFrom::End(0)).map_err(failed)?;
     let (memory, _) = direct_alignment(name, file)?.unwrap_or((logical_block, logical_block));
     let number = rustix::fs::fstat(file).map_err(failed)?.st_rdev;
-    let queue = BlockQueue::of(rustix::fs::major(number), rustix::fs::minor(number));
+    let sysfs = Sysfs::of(rustix::fs::major(number), rustix::fs::minor(number));
+    let writable = mode == OpenMode::ReadWrite;
+    // Some kernels open a write protected device for writing, and then fail each write.
+    if writable && sysfs.device("ro").as_deref() == Some("1") {
+        return Err(Error::ReadOnly { device: name.clone() });
+    }
     // Holes are punched, and ranges zeroed, by the kernel's one write-zeroes command; without it the first fails and the
     // second writes zeroes page by page.
-    let zeroes = queue.read("write_zeroes_max_bytes").and_then(|bytes| bytes.parse().ok()).is_some_and(|bytes: u64| bytes > 0);
-    let writable = mode == OpenMode::ReadWrite;
+    let zeroes = sysfs.queue("write_zeroes_max_bytes").and_then(|bytes| bytes.parse().ok()).is_some_and(|bytes: u64| bytes > 0);
     geometry(
         name,
         len,
         logical_block,
         memory,
         Geometry {
-            volatile_cache: queue.read("write_cache").as_deref() != Some("write through"),
+            volatile_cache: sysfs.queue("write_cache").as_deref() != Some("write through"),
             discard: writable && zeroes,
             write_zeroes: writable && zeroes,
             read_only: !writable,
@@ -241,19 +245,22 @@ fn punches_holes(file: &File, len: u64) -> bool {
     rustix::fs::fallocate(file, hole, behind, u64::from(MAX_LOGICAL_BLOCK)).is_ok()
 }
 
-/// The request queue's attributes in sysfs (Documentation/ABI/stable/sysfs-block).
-struct BlockQueue(PathBuf);
+/// A block device's directory in sysfs (Documentation/ABI/stable/sysfs-block).
+struct Sysfs(PathBuf);
 
-impl BlockQueue {
+impl Sysfs {
     fn of(major: u32, minor: u32) -> Self {
-        let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-        // A partition's queue is that of the disk, the directory above.
-        let queue = device.join("queue");
-        Self(if queue.exists() { queue } else { device.join("../queue") })
+        Self(PathBuf::from(format!("/sys/dev/block/{major}:{minor}")))
     }
 
-    fn read(&self, attribute: &str) -> Option<String> {
+    /// An attribute of the disk or partition.
+    fn device(&self, attribute: &str) -> Option<String> {
         Some(std::fs::read_to_string(self.0.join(attribute)).ok()?.trim().to_owned())
+    }
+
+    /// An attribute of the request queue. A partition's is that of the disk, in the directory above.
+    fn queue(&self, attribute: &str) -> Option<String> {
+        self.device(&format!("queue/{attribute}")).or_else(|| self.device(&format!("../queue/{attribute}")))
     }
 }
 

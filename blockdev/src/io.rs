@@ -34,7 +34,7 @@ enum Mode {
 struct Lane {
     queue: Box<dyn Queue>,
     batches: Mutex<Batches>,
-    /// Batches whose `done` has not returned yet.
+    /// Batches whose `done` was not called yet.
     in_flight: AtomicUsize,
     stopping: AtomicBool,
 }
@@ -108,7 +108,7 @@ impl Io {
         &self.device
     }
 
-    /// Batches submitted whose `done` has not returned yet.
+    /// Batches submitted whose `done` was not called yet.
     pub fn in_flight(&self) -> usize {
         match &self.mode {
             Mode::Inline(_) => 0,
@@ -214,8 +214,8 @@ impl Lane {
             finished.extend(completions.drain(..).filter_map(|completion| batches.complete(completion)));
             drop(batches);
             for (done, result) in finished.drain(..) {
-                done(result);
                 self.in_flight.fetch_sub(1, Ordering::AcqRel);
+                done(result);
             }
         }
     }

@@ -56,8 +56,9 @@ impl Region {
     /// pinning and mapping it for DMA takes few entries. `len` must not be 0.
     pub fn allocate(len: usize) -> Result<Arc<Region>> {
         let failed = |errno: Errno| Error::Memory { action: "allocation", len, errno: errno.raw_os_error() };
+        let mapped = len.checked_next_multiple_of(page_size()).ok_or_else(|| failed(Errno::NOMEM))?;
         let slack = if len >= HUGE_PAGE { HUGE_PAGE } else { 0 };
-        let reserved = len.next_multiple_of(page_size()).checked_add(slack).ok_or_else(|| failed(Errno::NOMEM))?;
+        let reserved = mapped.checked_add(slack).ok_or_else(|| failed(Errno::NOMEM))?;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice overlaps nothing.
         let start = unsafe {
             rustix::mm::mmap_anonymous(ptr::null_mut(), reserved, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
@@ -65,7 +66,6 @@ impl Region {
         .map_err(failed)?
         .cast::<u8>();
         let lead = if slack > 0 { start.align_offset(HUGE_PAGE) } else { 0 };
-        let mapped = len.next_multiple_of(page_size());
         // SAFETY: the pages unmapped lie in the mapping made above, before and behind the part that is kept, and nothing
         // points at them yet. `lead` and `mapped` are multiples of the page size.
         let base = unsafe {

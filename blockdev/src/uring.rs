@@ -218,6 +218,9 @@ impl UringQueue {
                     state.waiting.push_back(key);
                     return;
                 }
+                // A hint that a device need not heed, and some stop heeding while in use: the kernel withdraws the command
+                // once it has failed below.
+                libc::EOPNOTSUPP if active.request.op == Op::Discard => None,
                 errno => Some(errno),
             },
         };
