@@ -120,15 +120,7 @@ impl fmt::Display for Section {
         for row in &self.rows {
             write!(f, "| {:width$} |", row.work)?;
             for &subject in &subjects {
-                write!(
-                    f,
-                    " {:>14} |",
-                    number(row.median(subject), |value| if value < 100.0 {
-                        format!("{value:.1}")
-                    } else {
-                        format!("{value:.0}")
-                    })
-                )?;
+                write!(f, " {:>14} |", number(row.median(subject), significant))?;
             }
             let ratio = |value: Option<f64>| number(value, |value| format!("{value:.2}"));
             writeln!(f, " {:>10} | {:>9} | {:>7} |", ratio(row.of_ceiling()), ratio(row.of_device()), ratio(row.of_ext4()))?;
@@ -139,4 +131,13 @@ impl fmt::Display for Section {
 
 fn number(value: Option<f64>, format: impl Fn(f64) -> String) -> String {
     value.map(format).unwrap_or_default()
+}
+
+/// Three digits or more.
+fn significant(value: f64) -> String {
+    match value {
+        0.0..10.0 => format!("{value:.2}"),
+        10.0..100.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
 }
