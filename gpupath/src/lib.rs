@@ -17,7 +17,8 @@
 //!             reply(server.finish(Direction::Read, &t, &buffer, &outcome))
 //!         })
 //!     }
-//!     Write(t)      => // admit; allocate planner::aligned_middle of each segment; plan; copy plan.edges as ordinary writes; Io::submit(plan.requests); finish
+//!     Write(t)      => // admit; then for each of planner::disjoint(&t.segments): allocate planner::aligned_middle of each segment; plan;
+//!                      // copy plan.edges as ordinary writes; Io::submit(plan.requests). finish with the sum.
 //!     Info, Resolve => // the filesystem's: fill abi::Info, or abi::Resolve and its extents, into a Reply
 //! }
 //! ```

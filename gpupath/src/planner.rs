@@ -5,6 +5,7 @@
 
 use crate::abi::{Segment, TransferRequest};
 use gpunvme_blockdev::{Geometry, Region, Request};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -181,6 +182,28 @@ pub fn plan<E>(
 /// The first segment that reaches out of a buffer of `len` bytes.
 pub fn outside(request: &TransferRequest, len: u64) -> Option<u32> {
     request.segments.iter().position(|segment| segment.buffer_offset + segment.len > len).map(|index| index as u32)
+}
+
+/// Cuts the segments of a write into the longest groups, in order, whose members do not overlap in the file.
+///
+/// What a plan does has no order, so a write is planned and carried out group by group: then segments that overlap leave behind what
+/// they would one after the other. Almost always there is one group.
+pub fn disjoint(segments: &[Segment]) -> Vec<&[Segment]> {
+    let mut groups = Vec::new();
+    // Ends by starts, of the group that begins at `first`.
+    let mut taken = BTreeMap::new();
+    let mut first = 0;
+    for (index, segment) in segments.iter().enumerate().filter(|(_, segment)| segment.len > 0) {
+        let end = segment.file_offset + segment.len;
+        if taken.range(..end).next_back().is_some_and(|(_, &taken_end)| taken_end > segment.file_offset) {
+            groups.push(&segments[first..index]);
+            taken.clear();
+            first = index;
+        }
+        taken.insert(segment.file_offset, end);
+    }
+    groups.push(&segments[first..]);
+    groups
 }
 
 struct Builder {

@@ -208,6 +208,22 @@ proptest! {
         prop_assert_eq!(file.plan(Direction::Write, &segments, &REGION, alignment).direct, expected);
     }
 
+    /// Groups put together are the segments; within one nothing overlaps, and one is closed only by a segment that does.
+    #[test]
+    fn groups_of_a_write_do_not_overlap(segments in segments()) {
+        let groups = planner::disjoint(&segments);
+        prop_assert_eq!(groups.concat(), segments);
+        let overlap = |a: &Segment, b: &Segment| a.len > 0 && b.len > 0 && a.file_offset < b.file_offset + b.len && b.file_offset < a.file_offset + a.len;
+        for (number, group) in groups.iter().enumerate() {
+            for (at, a) in group.iter().enumerate() {
+                prop_assert!(!group[..at].iter().any(|b| overlap(a, b)));
+            }
+            if let Some(next) = groups.get(number + 1) {
+                prop_assert!(group.iter().any(|a| overlap(a, &next[0])));
+            }
+        }
+    }
+
     /// A plan to read, carried out: the buffer holds the file where segments are, and is otherwise untouched.
     #[test]
     fn reads_bring_the_file(file in file(), segments in segments(), geometry in geometry()) {
