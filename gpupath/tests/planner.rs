@@ -212,7 +212,7 @@ proptest! {
     #[test]
     fn groups_of_a_write_do_not_overlap(segments in segments()) {
         let groups = planner::disjoint(&segments);
-        prop_assert_eq!(groups.concat(), segments);
+        prop_assert_eq!(&groups.concat(), &segments);
         let overlap = |a: &Segment, b: &Segment| a.len > 0 && b.len > 0 && a.file_offset < b.file_offset + b.len && b.file_offset < a.file_offset + a.len;
         for (number, group) in groups.iter().enumerate() {
             for (at, a) in group.iter().enumerate() {
