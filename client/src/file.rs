@@ -91,9 +91,20 @@ impl File {
     /// Opens a file for reading and writing, and creates it where there is none.
     ///
     /// # Errors
-    /// As [`File::open`]. A file that was created on another filesystem stays.
+    /// As [`File::open`].
     pub fn create(path: impl AsRef<Path>) -> Result<File> {
-        File::with_flags(path.as_ref(), OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666))
+        let path = path.as_ref();
+        match File::with_flags(path, OFlags::RDWR, Mode::empty()) {
+            Err(Error::Path { errno: Errno::NOENT, .. }) => {
+                // So that a mistyped path leaves no empty file on another filesystem.
+                let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
+                if let Err(Error::NotGpunvme { .. }) = Mount::open(directory) {
+                    return Err(Error::NotGpunvme { path: path.to_owned() });
+                }
+                File::with_flags(path, OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666))
+            }
+            opened => opened,
+        }
     }
 
     pub(crate) fn with_flags(path: &Path, flags: OFlags, mode: Mode) -> Result<File> {

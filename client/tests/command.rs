@@ -32,14 +32,17 @@ fn files_elsewhere_are_refused() {
     assert!(fails(&["info", fifo.to_str().unwrap()], 1).contains("must be a regular file"));
 }
 
-/// The file that is to be replaced must still be there when it turns out that it cannot be.
+/// What turns out to lie elsewhere is neither emptied nor created.
 #[test]
-fn a_file_elsewhere_is_not_replaced() {
+fn files_elsewhere_are_not_written() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("precious");
     std::fs::write(&file, "content").unwrap();
     fails(&["write", file.to_str().unwrap(), "--input", "/etc/hostname"], 1);
     assert_eq!(std::fs::read(&file).unwrap(), b"content");
+    let new = directory.path().join("new");
+    let message = fails(&["write", new.to_str().unwrap(), "--input", "/etc/hostname"], 1);
+    assert!(message.contains("new: not on a gpunvme mount") && !new.exists(), "{message}");
 }
 
 #[test]
