@@ -13,7 +13,7 @@ use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use rustix::event::{EventfdFlags, epoll};
 use rustix::io::Errno;
-use rustix::process::Resource;
+use rustix::process::{Resource, Rlimit};
 use std::collections::hash_map;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
@@ -27,7 +27,7 @@ pub struct Limits {
     pub buffers_per_process: u32,
     /// Bytes in the buffers of one process.
     pub bytes_per_process: u64,
-    /// Buffers of all processes. [`Registry::new`] lowers it to what the process's descriptor limit allows.
+    /// Buffers of all processes. [`Registry::new`] lowers it to what the hard limit of descriptors allows.
     pub buffers: u32,
     /// Bytes in the buffers of all processes.
     pub bytes: u64,
@@ -176,12 +176,15 @@ struct Entry {
 const STOP: u64 = u64::MAX;
 
 impl Registry {
-    /// A registry for a device, with a thread that watches its clients.
+    /// A registry for a device, with a thread that watches its clients. Raises the process's limit of descriptors as far as it may.
     ///
     /// # Errors
     /// When the kernel gives no epoll, eventfd or thread.
     pub fn new(device: Arc<dyn BlockDevice>, limits: Limits) -> std::io::Result<Registry> {
-        // A buffer takes a descriptor, and with its process two more. A quarter of the limit leaves the daemon enough for itself.
+        // A buffer takes a descriptor, and with its process two more. The soft limit is as low as it usually is for the sake of select(), which
+        // is not used here. A quarter of the hard one leaves the daemon enough for itself.
+        let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
+        let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }); // what it is, is asked for next
         let descriptors = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let buffers = limits.buffers.min(u32::try_from(descriptors / 4).unwrap_or(u32::MAX));
         let limits = Limits { buffers, buffers_per_process: limits.buffers_per_process.min(buffers), ..limits };
