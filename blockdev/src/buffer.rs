@@ -2,7 +2,6 @@
 //! without another copy; this module guards the borrow: it exists only while no request is in flight on the buffer.
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 use parking_lot::Mutex;
 
@@ -53,7 +52,7 @@ impl BufferPool {
                 region
             }
         };
-        Ok(Buffer { pool: self.clone(), region: Some(region) })
+        Ok(Buffer { pool: self.clone(), len: region.len(), region: Mutex::new(Some(region)) })
     }
 
     fn put(&self, region: Arc<Region>) {
@@ -97,19 +96,21 @@ impl Drop for BufferPool {
 /// Memory of one owner: for requests as spans, and between them as plain bytes. Goes back to its pool when dropped.
 pub struct Buffer {
     pool: Arc<BufferPool>,
-    /// `None` only while being dropped.
-    region: Option<Arc<Region>>,
+    len: usize,
+    /// `None` only while being dropped. Locked for moments, to look whether the region is held by spans as well.
+    region: Mutex<Option<Arc<Region>>>,
 }
 
-impl Buffer {
-    fn region(&self) -> &Arc<Region> {
-        self.region.as_ref().expect("a buffer has its region until it is dropped")
-    }
+/// Why the region is there.
+const UNTIL_DROPPED: &str = "a buffer has its region until it is dropped";
+/// Why the bytes are not to be had.
+const IN_FLIGHT: &str = "a buffer's bytes were asked for while a request was in flight on it";
 
+impl Buffer {
     /// Bytes it holds: at least what was asked for.
     #[allow(clippy::len_without_is_empty)] // a buffer is never empty
     pub fn len(&self) -> usize {
-        self.region().len()
+        self.len
     }
 
     /// A range of it for a request. Exclusive, so that no borrowed [`Buffer::bytes`] can be alive while a request may change
@@ -119,8 +120,8 @@ impl Buffer {
     ///
     /// If the range reaches beyond the buffer's end.
     pub fn span(&mut self, range: Range<usize>) -> Span {
-        assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of a buffer of {}", self.len());
-        self.region().span(range)
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a buffer of {}", self.len);
+        self.region.get_mut().as_ref().expect(UNTIL_DROPPED).span(range)
     }
 
     /// Its bytes.
@@ -130,13 +131,11 @@ impl Buffer {
     /// While a span of it is still alive, which is to say, a request may be in flight.
     #[allow(unsafe_code)]
     pub fn bytes(&self) -> &[u8] {
-        let region = self.region();
-        assert_eq!(Arc::strong_count(region), 1, "a buffer's bytes were asked for while a request was in flight on it");
-        // Pairs with the release of the span dropped last: what its holder wrote is seen below.
-        fence(Ordering::Acquire);
-        // SAFETY: the only other handles on the region are spans. None is alive (the count is 1), and none can be made while
-        // the slice lives, because that takes `&mut self`. Without a span there is neither request nor writer.
-        unsafe { region.bytes() }
+        let mut region = self.region.lock();
+        let region: *const Region = Arc::get_mut(region.as_mut().expect(UNTIL_DROPPED)).expect(IN_FLIGHT);
+        // SAFETY: the region stays where it is until the buffer is dropped. Nobody else had a handle on it, weak or strong,
+        // a moment ago, and none can be made while the slice lives, because that takes `&mut self`: no request and no writer.
+        unsafe { (*region).bytes() }
     }
 
     /// Its bytes, to be changed.
@@ -145,15 +144,14 @@ impl Buffer {
     ///
     /// As [`Buffer::bytes`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let region = self.region.as_mut().expect("a buffer has its region until it is dropped");
-        let region = Arc::get_mut(region).expect("a buffer's bytes were asked for while a request was in flight on it");
-        region.bytes_mut()
+        let region = self.region.get_mut().as_mut().expect(UNTIL_DROPPED);
+        Arc::get_mut(region).expect(IN_FLIGHT).bytes_mut()
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(region) = self.region.take() {
+        if let Some(region) = self.region.get_mut().take() {
             self.pool.put(region);
         }
     }

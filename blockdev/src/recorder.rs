@@ -254,7 +254,8 @@ impl PowerCuts<'_> {
             Event::Write { fua, .. } => fua,
             _ => false,
         };
-        if let Some(change) = self.unsettled.iter_mut().find(|change| change.event == of) {
+        if let Ok(place) = self.unsettled.binary_search_by_key(&of, |change| change.event) {
+            let change = &mut self.unsettled[place];
             change.done = Some(number);
             change.durable |= fua;
         }
