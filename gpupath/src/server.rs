@@ -173,13 +173,11 @@ impl Server {
 
     /// The answer to a transfer that was begun.
     pub fn finish(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer, outcome: &Outcome) -> Reply {
-        let Outcome { moved, status, failed_segment } = outcome;
-        let bytes = moved.total();
-        let reason = if moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
+        let reason = if outcome.moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
+        self.stats.moved(direction, &outcome.moved, reason);
         // Where a part was done the caller must learn how much, which an errno alone would not tell.
-        let failed = *status != 0 && bytes == 0;
-        self.stats.moved(direction, moved, reason);
-        self.answer(direction, request, if failed { *status } else { 0 }, moved, reason, *status, *failed_segment)
+        let errno = if outcome.moved.total() == 0 { outcome.status } else { 0 };
+        self.answer(direction, request, errno, reason, outcome)
     }
 
     /// The answer to a transfer that is refused.
@@ -191,20 +189,11 @@ impl Server {
         reason: Reason,
         segment: Option<u32>,
     ) -> Reply {
-        self.answer(direction, request, errno, &Moved::default(), reason, errno, segment)
+        self.answer(direction, request, errno, reason, &Outcome::failed(errno, segment))
     }
 
-    #[allow(clippy::too_many_arguments)] // the one place where they all become the structure
-    fn answer(
-        &self,
-        direction: Direction,
-        request: &TransferRequest,
-        errno: i32,
-        moved: &Moved,
-        reason: Reason,
-        status: i32,
-        segment: Option<u32>,
-    ) -> Reply {
+    fn answer(&self, direction: Direction, request: &TransferRequest, errno: i32, reason: Reason, outcome: &Outcome) -> Reply {
+        let Outcome { moved, status, failed_segment } = outcome;
         let command = match direction {
             Direction::Read => Command::Read,
             Direction::Write => Command::Write,
@@ -221,8 +210,8 @@ impl Server {
             hole: moved.hole,
             edge: moved.edge,
             reason: reason.code(),
-            status,
-            failed_segment: segment.unwrap_or(u32::MAX),
+            status: *status,
+            failed_segment: failed_segment.unwrap_or(u32::MAX),
             ..Transfer::default()
         };
         Reply::new(errno, &header)
