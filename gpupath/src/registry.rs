@@ -284,9 +284,12 @@ impl Shared {
         self.reap(id);
         let mut state = self.state.write();
         let (owned, owned_bytes) = state.owners.get(&id).map_or((0, 0), |owner| (owner.buffers, owner.bytes));
-        let refused = if owned >= self.limits.buffers_per_process || owned_bytes + len > self.limits.bytes_per_process {
+        let refused = if owned >= self.limits.buffers_per_process
+            || owned_bytes.saturating_add(len) > self.limits.bytes_per_process
+        {
             Some(Reason::ProcessLimit)
-        } else if state.buffers.len() as u64 >= self.limits.buffers.into() || state.bytes + len > self.limits.bytes {
+        } else if state.buffers.len() as u64 >= self.limits.buffers.into() || state.bytes.saturating_add(len) > self.limits.bytes
+        {
             Some(Reason::TotalLimit)
         } else {
             None

@@ -1,7 +1,7 @@
 //! Carrying out a plan to read: commands straight into the buffer, and beside them reads of the blocks that hold the edges, from which the CPU copies.
 //!
 //! It guards the buffer's life (it is held until the last byte has arrived) and the daemon's memory: however much of a transfer is edges, they go
-//! through at most [`EDGE_BYTES`] at a time.
+//! through at most 1 MiB at a time.
 
 use crate::planner::{Alignment, Plan};
 use crate::registry::Buffer;
