@@ -2,6 +2,7 @@
 //! that puts them together ([`daemon`]). The engine and the data path can be driven without FUSE, on any device.
 #![deny(unsafe_code)]
 
+pub mod check;
 pub mod data;
 pub mod error;
 pub mod volume;

@@ -106,7 +106,8 @@ impl Files {
         let mut shard = self.shard(file.ino).lock();
         let mut state = file.state.lock();
         // Two handles: the table's, and the caller's. With more, somebody is about to use it.
-        if state.opens > 0 || !state.is_clean() || state.error.is_some() || Arc::strong_count(file) > 2 {
+        let idle = state.opens == 0 && state.is_clean() && state.pages.is_empty() && state.error.is_none();
+        if !idle || Arc::strong_count(file) > 2 {
             return None;
         }
         let window = state.window.take();

@@ -9,7 +9,7 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use super::Filesystem;
 use super::file::{File, FileState};
 use super::pages::{Page, push_span};
-use super::place::Placed;
+use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError};
 use crate::volume::Stamp;
 use crate::volume::epoch::Guard;
@@ -21,11 +21,13 @@ const BATCH_MAX: usize = 2048;
 
 /// A batch of writes under way.
 struct Batch {
-    placed: Vec<Placed>,
+    placed: Placement,
     pages: Vec<(u64, Arc<Page>)>,
     promised: u64,
     /// First byte of the file beyond the batch.
     end: u64,
+    /// Size of the file when it was put together.
+    size: u64,
     _guard: Guard,
 }
 
@@ -51,17 +53,9 @@ impl Filesystem {
         let end = (last + 1) * BLOCK_SIZE as u64;
         let guard = self.volume.epochs.enter();
         let size = self.size_of_regular(state, file.ino)?;
-        let mut placed: Vec<Placed> = Vec::new();
-        for run in blocks.chunk_by(|a, b| a + 1 == *b) {
-            match self.place(state, file.ino, size, run[0], run[0] + run.len() as u64) {
-                Ok(part) => placed.extend(part),
-                Err(fail) => {
-                    self.unplace(&placed);
-                    return Err(fail);
-                }
-            }
-        }
-        let mut batch = Batch { placed, pages: Vec::with_capacity(blocks.len()), promised: 0, end, _guard: guard };
+        let runs = blocks.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u64);
+        let placed = self.place(state, file.ino, size, runs)?;
+        let mut batch = Batch { placed, pages: Vec::with_capacity(blocks.len()), promised: 0, end, size, _guard: guard };
         for block in &blocks {
             let page = state.pages.remove(block).expect("listed above");
             batch.promised += u64::from(page.promised);
@@ -76,14 +70,14 @@ impl Filesystem {
     }
 
     /// The data of a batch is on the device: maps it.
-    fn landed(self: &Arc<Self>, file: &Arc<File>, batch: Batch) {
+    fn landed(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch) {
         self.volume.data_written.store(true, std::sync::atomic::Ordering::Release);
-        match self.map_batch(file, &batch) {
+        match self.map_batch(file, &mut batch) {
             Ok(()) => self.ended(file, batch),
             Err(Fail::Error(error)) => self.lost(file, batch, error),
             Err(Fail::Stall(_)) => {
                 let (fs, file) = (self.clone(), file.clone());
-                self.completions.spawn(Box::new(move || match fs.volume.wait(|| fs.map_batch(&file, &batch)) {
+                self.completions.spawn(Box::new(move || match fs.volume.wait(|| fs.map_batch(&file, &mut batch)) {
                     Ok(()) => fs.ended(&file, batch),
                     Err(error) => fs.lost(&file, batch, error),
                 }));
@@ -91,28 +85,22 @@ impl Filesystem {
         }
     }
 
-    fn map_batch(&self, file: &File, batch: &Batch) -> Attempt<()> {
+    fn map_batch(&self, file: &File, batch: &mut Batch) -> Attempt<()> {
         let mut state = file.state.lock();
         let stamp = Stamp { size: state.size.map(|size| size.min(batch.end)), changed: state.changed };
-        let pieces: Vec<_> = batch.placed.iter().filter(|p| !p.in_place).map(|p| p.piece).collect();
-        self.volume.attach(file.ino, &pieces, batch.promised, &stamp)?;
+        self.attach(file.ino, &mut batch.placed, batch.promised, &stamp)?;
         state.changed = None;
-        if let Some(size) = state.size
-            && size <= batch.end
-        {
-            state.size = None;
-            // Pages are zeros beyond the end.
-            state.tail_is_zero = true;
-        }
+        // Pages are zeros beyond the end.
+        state.tail_is_zero |= state.size.unwrap_or(batch.size) <= batch.end;
+        state.size = state.size.filter(|size| *size > batch.end);
         Ok(())
     }
 
     /// A batch failed: its data is lost, and somebody has to be told.
     fn lost(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch, error: FsError) {
         tracing::error!(ino = file.ino, %error, "data could not be written out and is lost");
-        self.unplace(&batch.placed);
+        self.unplace(&mut batch.placed);
         self.volume.forget_promise(batch.promised);
-        batch.placed.clear();
         file.state.lock().error.get_or_insert(error);
         self.ended(file, batch);
     }
@@ -223,12 +211,12 @@ impl Filesystem {
 /// One write for each piece of the device that the batch goes to.
 fn requests(batch: &Batch) -> Vec<Request> {
     let mut pages = batch.pages.iter();
-    let pieces = batch.placed.iter().map(|part| {
+    let pieces = batch.placed.pieces().map(|piece| {
         let mut spans: Vec<Span> = Vec::new();
-        for (_, page) in pages.by_ref().take(part.piece.run.len as usize) {
+        for (_, page) in pages.by_ref().take(piece.run.len as usize) {
             push_span(&mut spans, page.span());
         }
-        (Geometry::byte(part.piece.run.start), spans)
+        (Geometry::byte(piece.run.start), spans)
     });
     pieces.map(|(offset, spans)| Request::write(offset, spans, false)).collect()
 }

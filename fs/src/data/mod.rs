@@ -17,13 +17,14 @@ use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes, Usage, Volume, VolumeOptions, Waiter};
 
 mod copy;
+pub mod direct;
 
 mod file;
 mod flush;
 mod pages;
 mod place;
 mod read;
-mod resize;
+pub mod resize;
 mod write;
 
 use file::{File, FileState, Files};

@@ -1,77 +1,103 @@
 //! Where the blocks of a file go that are about to be written.
 
+use std::ops::Range;
+
 use super::Filesystem;
 use super::file::FileState;
 use crate::error::Attempt;
-use crate::volume::{Piece, Run};
+use crate::volume::{Piece, Run, Stamp};
 
 /// Blocks that a growing file reserves ahead, at least and at most: 8 MiB and 128 MiB.
 const WINDOW: std::ops::RangeInclusive<u64> = 2048..=32768;
 /// Files below this size reserve nothing ahead.
 const GROWS_FROM: u64 = 1 << 20;
 
-/// Blocks of a file that have a place on the device.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Placed {
-    /// Blocks of the file and of the device, and whether the place was reserved for this write.
-    pub piece: Piece,
-    /// Mapping them needs no change of metadata: they were written before.
-    pub in_place: bool,
+/// Where the blocks of one batch go, and how far their mapping has come.
+#[derive(Default)]
+pub(super) struct Placement {
+    /// In the order of the blocks.
+    pieces: Vec<Placed>,
+    /// Pieces that are mapped.
+    mapped: usize,
+    /// Blocks that were reserved.
+    pub reserved: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Placed {
+    piece: Piece,
+    /// The blocks were written before: nothing in the metadata changes.
+    in_place: bool,
+}
+
+impl Placement {
+    /// All pieces, in the order of the blocks that were asked for.
+    pub fn pieces(&self) -> impl Iterator<Item = &Piece> {
+        self.pieces.iter().map(|p| &p.piece)
+    }
 }
 
 impl Filesystem {
-    /// Finds or reserves a place for blocks `from..to` of a file of `size` bytes. All or nothing.
-    pub(super) fn place(&self, state: &mut FileState, ino: u64, size: u64, from: u64, to: u64) -> Attempt<Vec<Placed>> {
-        let mut placed = Vec::new();
-        let result = self.place_each(state, ino, size, from, to, &mut placed);
-        if let Err(fail) = result {
-            self.unplace(&placed);
-            state.goal = None;
-            return Err(fail);
+    /// Finds or reserves a place for runs of blocks of a file of `size` bytes. All or nothing.
+    pub(super) fn place(
+        &self,
+        state: &mut FileState,
+        ino: u64,
+        size: u64,
+        runs: impl IntoIterator<Item = Range<u64>>,
+    ) -> Attempt<Placement> {
+        let mut placement = Placement::default();
+        for run in runs {
+            if let Err(fail) = self.place_run(state, ino, size, run, &mut placement) {
+                self.unplace(&mut placement);
+                state.goal = None;
+                return Err(fail);
+            }
         }
-        Ok(placed)
+        Ok(placement)
     }
 
-    /// Gives back what was reserved.
-    pub(super) fn unplace(&self, placed: &[Placed]) {
-        for part in placed.iter().filter(|p| p.piece.reserved) {
+    /// Gives back what was reserved and is not mapped.
+    pub(super) fn unplace(&self, placement: &mut Placement) {
+        for part in placement.pieces.drain(..).skip(placement.mapped).filter(|p| p.piece.reserved) {
             self.volume.unreserve(part.piece.run);
         }
     }
 
-    fn place_each(
-        &self,
-        state: &mut FileState,
-        ino: u64,
-        size: u64,
-        from: u64,
-        to: u64,
-        placed: &mut Vec<Placed>,
-    ) -> Attempt<()> {
-        let mut at = from;
-        for mapping in self.volume.map(ino, from, to, usize::MAX)? {
-            self.place_hole(state, ino, size, at, mapping.offset, placed)?;
-            let run = Run { start: mapping.extent.block, len: mapping.extent.len.into() };
-            let piece = Piece { offset: mapping.offset, run, reserved: false };
-            placed.push(Placed { piece, in_place: !mapping.extent.unwritten });
-            at = mapping.end();
+    /// Maps what was placed, once its data is on the device. An attempt that stalls goes on where it was.
+    pub(super) fn attach(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<()> {
+        if placement.mapped == 0 {
+            // Those that change nothing go first, so that the rest is one slice.
+            placement.pieces.sort_by_key(|p| !p.in_place);
+            placement.mapped = placement.pieces.iter().filter(|p| p.in_place).count();
         }
-        self.place_hole(state, ino, size, at, to, placed)
+        loop {
+            let pieces: Vec<Piece> = placement.pieces[placement.mapped..].iter().map(|p| p.piece).collect();
+            placement.mapped += self.volume.attach(ino, &pieces, promised, stamp)?;
+            if placement.mapped == placement.pieces.len() {
+                return Ok(());
+            }
+        }
     }
 
-    fn place_hole(
-        &self,
-        state: &mut FileState,
-        ino: u64,
-        size: u64,
-        from: u64,
-        to: u64,
-        placed: &mut Vec<Placed>,
-    ) -> Attempt<()> {
-        let mut at = from;
-        while at < to {
-            let run = self.reserve(state, ino, size, at, to - at)?;
-            placed.push(Placed { piece: Piece { offset: at, run, reserved: true }, in_place: false });
+    fn place_run(&self, state: &mut FileState, ino: u64, size: u64, run: Range<u64>, placement: &mut Placement) -> Attempt<()> {
+        let mut at = run.start;
+        for mapping in self.volume.map(ino, run.start, run.end, usize::MAX)? {
+            self.place_hole(state, ino, size, at..mapping.offset, placement)?;
+            let run = Run { start: mapping.extent.block, len: mapping.extent.len.into() };
+            let piece = Piece { offset: mapping.offset, run, reserved: false };
+            placement.pieces.push(Placed { piece, in_place: !mapping.extent.unwritten });
+            at = mapping.end();
+        }
+        self.place_hole(state, ino, size, at..run.end, placement)
+    }
+
+    fn place_hole(&self, state: &mut FileState, ino: u64, size: u64, hole: Range<u64>, placement: &mut Placement) -> Attempt<()> {
+        let mut at = hole.start;
+        while at < hole.end {
+            let run = self.reserve(state, ino, size, at, hole.end - at)?;
+            placement.pieces.push(Placed { piece: Piece { offset: at, run, reserved: true }, in_place: false });
+            placement.reserved += run.len;
             at += run.len;
             state.goal = Some((at, run.end()));
         }

@@ -51,8 +51,11 @@ impl Filesystem {
         if state.flights > 0 {
             return Err(Fail::Stall(Stall::File { ino }));
         }
-        if size > old {
-            self.zero_tail(state, ino, old, size)?;
+        if size > old && self.zero_tail(state, ino, old, size)? {
+            // As after a write: the inode learns of the size when the zeros are on the device.
+            (state.size, state.changed) = (Some(size), Some(context.now));
+            state.version += 1;
+            return Ok(());
         }
         let more = self.volume.set_size(context, ino, size)?;
         self.drop_pages(state, size.div_ceil(BLOCK));
@@ -70,13 +73,12 @@ impl Filesystem {
         Ok(())
     }
 
-    /// Makes sure that what lies between the old end of a file that grows and the end of its block is zeros on the device.
-    fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<()> {
-        let next = new.div_ceil(BLOCK);
-        let Some(tail) = self.tail_before(state, ino, old, next)? else { return Ok(()) };
-        // The page has zeros there; it has to be on the device before the size is.
+    /// Has zeros written between the old end of a file that grows and the end of its block, unless they are there. Returns
+    /// whether that page is waiting to be written out.
+    fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<bool> {
+        let Some(tail) = self.tail_before(state, ino, old, new.div_ceil(BLOCK))? else { return Ok(false) };
         mark_dirty(state, tail);
-        Err(Fail::Stall(Stall::File { ino }))
+        Ok(true)
     }
 
     /// Preallocates, punches or zeroes a range of a file. Waits for the device.
@@ -105,15 +107,16 @@ impl Filesystem {
         }
         let stamp = Stamp { size: grow.then_some(end), changed: Some(context.now) };
         self.touched(ino);
-        self.volume.wait(|| self.volume.stamp(ino, &stamp)).map(|_| ())
+        self.volume.wait(|| self.volume.stamp(ino, &stamp))
     }
 
     /// Puts zeros behind the end of a file in its last block, on the device, before the file grows.
     fn grow(self: &Arc<Self>, ino: u64, size: u64) -> Result<(), FsError> {
         let file = self.files.get(ino);
-        let result = self.wait(|| self.zero_tail(&mut file.state.lock(), ino, size, size + BLOCK));
+        let waiting = self.wait(|| self.zero_tail(&mut file.state.lock(), ino, size, size + BLOCK));
+        let flushed = waiting.and_then(|waiting| if waiting { self.flush_file(ino) } else { Ok(()) });
         self.release(&file);
-        result
+        flushed
     }
 
     /// Makes a range read as zeros: whole blocks by their mapping, the edges by writing.

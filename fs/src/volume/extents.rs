@@ -12,9 +12,9 @@ use super::tree;
 use crate::error::Attempt;
 
 /// Extents that one operation removes at the most: it keeps operations bounded.
-const EXTENTS_PER_OP: usize = 32;
+const EXTENTS_PER_OP: usize = 16;
 /// Blocks that one operation takes or frees at the most, for the same reason.
-pub(crate) const BLOCKS_PER_OP: u64 = 32 * GROUP_BLOCKS;
+pub(crate) const BLOCKS_PER_OP: u64 = 16 * GROUP_BLOCKS;
 
 /// A part of a file and where it lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -36,7 +36,7 @@ mod namespace;
 pub(crate) mod op;
 mod orphan;
 mod space;
-mod tree;
+pub(crate) mod tree;
 mod xattr;
 
 pub use alloc::Run;

@@ -36,7 +36,7 @@ pub(crate) struct Meta {
     pub freed: Vec<Run>,
     /// Blocks that are not to be allocated although their bits say that they are free.
     pub busy: Busy,
-    /// Freed blocks that may not be reused yet.
+    /// Busy blocks that become free by waiting or asking: freed ones that may not be reused yet, and windows of growing files.
     pub pending: u64,
     /// Blocks promised to data that waits in memory for its place on the device.
     pub reserved: u64,
@@ -167,6 +167,11 @@ impl<'a> Op<'a> {
     /// Root and counters, to change.
     pub fn state_mut(&mut self) -> &mut State {
         &mut self.meta.state
+    }
+
+    /// Blocks that it has changed so far.
+    pub fn changed_blocks(&self) -> usize {
+        self.undo.len()
     }
 
     /// Where the allocator looks first; a wrong hint only costs time, so it is not put back.

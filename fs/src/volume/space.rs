@@ -8,7 +8,7 @@ use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
 
 use super::alloc::Run;
 use super::extents::{self, BLOCKS_PER_OP, Mapping};
-use super::op::Op;
+use super::op::{OP_BLOCKS_MAX, Op};
 use super::{Context, Volume, attr, blocks_of, orphan};
 use crate::error::{Attempt, Fail, FsError, Stall};
 
@@ -99,11 +99,18 @@ impl Volume {
         extents::map(&*self.meta.read(), ino, from, to, limit)
     }
 
-    /// Maps data that is on the device, and redeems `promised` blocks. Returns the sequence of the transaction.
-    pub(crate) fn attach(&self, ino: u64, pieces: &[Piece], promised: u64, stamp: &Stamp) -> Attempt<u64> {
+    /// Maps data that is on the device: as many pieces as one operation can take, from the first on. With the last of them it
+    /// redeems `promised` blocks and applies the stamp. Returns how many pieces it mapped.
+    pub(crate) fn attach(&self, ino: u64, pieces: &[Piece], promised: u64, stamp: &Stamp) -> Attempt<usize> {
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
+        let mut mapped = 0;
         for piece in pieces {
+            if op.changed_blocks() > OP_BLOCKS_MAX / 3 {
+                attr::store(&mut op, ino, &inode)?;
+                op.finish();
+                return Ok(mapped);
+            }
             let end = piece.offset + piece.run.len;
             if piece.reserved {
                 // Somebody may have mapped the range meanwhile; the last writer wins.
@@ -118,11 +125,13 @@ impl Volume {
             } else if is_mapped_to(&op, ino, piece)? {
                 extents::convert(&mut op, ino, piece.offset, end, false)?;
             }
+            mapped += 1;
         }
         stamp.apply(&mut inode);
         attr::store(&mut op, ino, &inode)?;
         op.redeemed = promised;
-        Ok(op.finish())
+        op.finish();
+        Ok(mapped)
     }
 
     /// Sets the size. Returns whether [`Volume::truncate_step`] has to free more.
@@ -204,12 +213,13 @@ impl Volume {
     }
 
     /// Changes size and times of a file without touching its blocks.
-    pub(crate) fn stamp(&self, ino: u64, stamp: &Stamp) -> Attempt<u64> {
+    pub(crate) fn stamp(&self, ino: u64, stamp: &Stamp) -> Attempt<()> {
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
         stamp.apply(&mut inode);
         attr::store(&mut op, ino, &inode)?;
-        Ok(op.finish())
+        op.finish();
+        Ok(())
     }
 }
 

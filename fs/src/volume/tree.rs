@@ -58,7 +58,7 @@ fn descend<'b>(blocks: &'b impl Blocks, key: Key, mut visit: impl FnMut(u64, usi
 }
 
 /// The node at `address`, which its parent expects to be of that level.
-fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Block> {
+pub(crate) fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Block> {
     if !blocks.meta().geometry.contains_data(address, 1) {
         return Err(Corrupt::Field { address, what: "tree points outside the data area" }.into());
     }

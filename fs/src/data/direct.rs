@@ -1,0 +1,249 @@
+//! Direct transfers between files and registered buffers, past the write buffer.
+//!
+//! A transfer of what the write buffer still holds stalls until that is written out. Blocks that a write needs are reserved
+//! first and mapped when the device has their data, as for any other write. Who plans has to submit or drop: both give the
+//! blocks back that do not become the file's.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use gpunvme_blockdev::Region;
+use gpunvme_gpupath::abi::Segment;
+use gpunvme_gpupath::planner::{self, Alignment, Direction, Extent, Plan};
+use gpunvme_gpupath::transfer::Failed;
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::item::FILE_SIZE_MAX;
+use gpunvme_layout::{Geometry, Timestamp};
+
+use super::Filesystem;
+use super::file::File;
+use super::place::Placement;
+use super::write::mark_dirty;
+use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::epoch::Guard;
+use crate::volume::{Mapping, Stamp};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// A direct read that was looked up.
+pub struct DirectRead {
+    /// What is to be done.
+    pub plan: Plan,
+    /// The alignment it was planned for.
+    pub alignment: Alignment,
+    /// Keeps the blocks from being reused; to be held until the last byte has arrived.
+    pub guard: Guard,
+}
+
+/// A direct write whose blocks have a place.
+pub struct DirectWrite {
+    /// What is to be done. Its edges go by [`Filesystem::write_edges`], before it is submitted.
+    pub plan: Plan,
+    flight: Flight,
+}
+
+/// The part of a write that ends with it, however it ends.
+struct Flight {
+    fs: Arc<Filesystem>,
+    file: Arc<File>,
+    placement: Placement,
+    stamp: Stamp,
+    _guard: Guard,
+}
+
+/// How a direct write can fail.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum WriteFailed {
+    /// The device failed.
+    #[error(transparent)]
+    Device(Failed),
+    /// The data is on the device, and could not be made the file's.
+    #[error(transparent)]
+    Mapping(#[from] FsError),
+}
+
+impl Filesystem {
+    /// Looks up where the bytes of a direct read are. The segments must lie inside the region.
+    pub fn plan_direct_read(&self, ino: u64, segments: &[Segment], region: &Arc<Region>) -> Attempt<DirectRead> {
+        let file = self.files.find(ino);
+        let state = file.as_ref().map(|file| file.state.lock());
+        if let Some(state) = &state {
+            let dirty = |s: &Segment| state.has_dirty(s.file_offset / BLOCK, s.file_offset.saturating_add(s.len).div_ceil(BLOCK));
+            if segments.iter().any(dirty) {
+                return Err(Fail::Stall(Stall::File { ino }));
+            }
+        }
+        let size = self.size_of_regular(state.as_deref().unwrap_or(&Default::default()), ino)?;
+        let guard = self.volume.epochs.enter();
+        let alignment = Alignment::for_reads(self.volume.device().geometry());
+        let plan = planner::plan(Direction::Read, segments, size, region, alignment, |range, extents| -> Attempt<()> {
+            let mappings = self.volume.map(ino, range.start / BLOCK, range.end.div_ceil(BLOCK), usize::MAX)?;
+            extents.extend(mappings.iter().map(extent));
+            Ok(())
+        })?;
+        Ok(DirectRead { plan, alignment, guard })
+    }
+
+    /// Finds a place for a direct write. The segments must lie inside the region.
+    pub fn plan_direct_write(
+        self: &Arc<Self>,
+        ino: u64,
+        segments: &[Segment],
+        region: &Arc<Region>,
+        now: Timestamp,
+    ) -> Attempt<DirectWrite> {
+        let end = segments.iter().map(|s| s.file_offset.saturating_add(s.len)).max().unwrap_or(0);
+        if end > FILE_SIZE_MAX {
+            return Err(FsError::FileTooLarge.into());
+        }
+        self.volume.writable()?;
+        let alignment = Alignment::for_writes(BLOCK_SIZE as u32, self.volume.device().geometry());
+        let middles: Vec<Range<u64>> = segments.iter().map(|s| planner::aligned_middle(s, alignment)).collect();
+        let runs = || middles.iter().filter(|m| !m.is_empty()).map(|m| m.start / BLOCK..m.end / BLOCK);
+        let file = self.files.get(ino);
+        let mut state = file.state.lock();
+        let size = self.size_of_regular(&state, ino)?;
+        if runs().any(|run| state.pages.range(run.clone()).next().is_some() || state.writing.range(run).next().is_some()) {
+            return Err(Fail::Stall(Stall::File { ino }));
+        }
+        let last = runs().map(|run| run.end).max().unwrap_or(0);
+        if last * BLOCK > size
+            && let Some(tail) = self.tail_before(&state, ino, size, last)?
+            && !runs().any(|run| run.contains(&tail))
+        {
+            mark_dirty(&mut state, tail);
+            return Err(Fail::Stall(Stall::File { ino }));
+        }
+        let mut new = 0;
+        for run in runs() {
+            let mapped = self.volume.map(ino, run.start, run.end, usize::MAX)?;
+            new += run.end - run.start - mapped.iter().map(|m| u64::from(m.extent.len)).sum::<u64>();
+        }
+        let guard = self.volume.epochs.enter();
+        self.volume.promise(new)?;
+        let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
+        debug_assert_eq!(placement.reserved, new);
+        state.flights += 1;
+        state.version += 1;
+        let mut places = placement.pieces().map(|p| Extent {
+            file_offset: p.offset * BLOCK,
+            device_offset: Geometry::byte(p.run.start),
+            len: p.run.len * BLOCK,
+            written: true,
+        });
+        let mut middles = middles.iter();
+        let plan = planner::plan(Direction::Write, segments, size, region, alignment, |_, extents| -> Result<(), FsError> {
+            let middle = middles.next().expect("asked once for each segment");
+            let mut missing = middle.end - middle.start;
+            while missing > 0 {
+                let place = places.next().expect("every block of the middle has a place");
+                missing -= place.len;
+                extents.push(place);
+            }
+            Ok(())
+        })?;
+        drop(places);
+        drop(state);
+        let stamp = Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) };
+        Ok(DirectWrite { plan, flight: Flight { fs: self.clone(), file, placement, stamp, _guard: guard } })
+    }
+
+    /// Writes the edges of a direct write as ordinary bytes. Waits for the device where it has to.
+    ///
+    /// # Errors
+    /// As an ordinary write; the buffer's owner has shrunk it.
+    pub fn write_edges(self: &Arc<Self>, ino: u64, plan: &Plan, region: &Region, now: Timestamp) -> Result<(), FsError> {
+        let mut bytes = Vec::new();
+        for edge in &plan.edges {
+            let mut done = 0;
+            while done < edge.len {
+                let step = (edge.len - done).min(1 << 20);
+                bytes.resize(step as usize, 0);
+                region.read_at((edge.buffer_offset + done) as usize, &mut bytes)?;
+                self.wait(|| self.write(ino, edge.file_offset + done, &bytes, now))?;
+                done += step;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes from the buffer to the device; `done` is called when the data is there and the file's.
+    pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<(), WriteFailed>) + Send + 'static) {
+        let DirectWrite { mut plan, mut flight } = write;
+        let requests = std::mem::take(&mut plan.requests);
+        self.volume.io.submit(requests, move |result| {
+            if let Err(error) = result {
+                drop(flight);
+                return done(Err(WriteFailed::Device(Failed::new(error, &plan))));
+            }
+            flight.fs.volume.data_written.store(true, std::sync::atomic::Ordering::Release);
+            match flight.map() {
+                Ok(()) => {
+                    drop(flight);
+                    done(Ok(()));
+                }
+                Err(Fail::Error(error)) => {
+                    drop(flight);
+                    done(Err(error.into()));
+                }
+                Err(Fail::Stall(_)) => {
+                    let fs = flight.fs.clone();
+                    let completions = fs.completions.clone();
+                    completions.spawn(Box::new(move || {
+                        let result = fs.volume.wait(|| flight.map());
+                        drop(flight);
+                        done(result.map_err(WriteFailed::from));
+                    }));
+                }
+            }
+        });
+    }
+
+    /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size of the file. What is in
+    /// memory has to be written out first; it stalls until then.
+    pub fn resolve(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<(Vec<Mapping>, u64)> {
+        let file = self.files.find(ino);
+        let state = file.as_ref().map(|file| file.state.lock());
+        if state.as_ref().is_some_and(|s| s.has_dirty(from, to)) {
+            return Err(Fail::Stall(Stall::File { ino }));
+        }
+        let size = self.size_of_regular(state.as_deref().unwrap_or(&Default::default()), ino)?;
+        Ok((self.volume.map(ino, from, to, limit)?, size))
+    }
+}
+
+impl Flight {
+    /// Makes the written blocks the file's.
+    fn map(&mut self) -> Attempt<()> {
+        let mut state = self.file.state.lock();
+        let promised = self.placement.reserved;
+        self.fs.attach(self.file.ino, &mut self.placement, promised, &self.stamp)?;
+        // A later write in the buffer keeps its own time.
+        state.tail_is_zero = false;
+        self.placement = Placement::default();
+        Ok(())
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        let promised = self.placement.reserved;
+        self.fs.unplace(&mut self.placement);
+        self.fs.volume.forget_promise(promised);
+        let mut state = self.file.state.lock();
+        state.flights -= 1;
+        state.version += 1;
+        drop(state);
+        self.file.landed.notify_all();
+        self.fs.release(&self.file);
+    }
+}
+
+fn extent(mapping: &Mapping) -> Extent {
+    Extent {
+        file_offset: mapping.offset * BLOCK,
+        device_offset: Geometry::byte(mapping.extent.block),
+        len: u64::from(mapping.extent.len) * BLOCK,
+        written: !mapping.extent.unwritten,
+    }
+}
