@@ -61,6 +61,10 @@ impl FileDevice {
         tracing::debug!(device, ?kind, ?geometry, "opened");
         Ok(Self { target: Arc::new(Target { name, geometry, file, kind }) })
     }
+
+    pub(crate) fn queue(&self) -> Result<UringQueue> {
+        UringQueue::new(self.target.clone())
+    }
 }
 
 impl BlockDevice for FileDevice {
@@ -73,7 +77,7 @@ impl BlockDevice for FileDevice {
     }
 
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(UringQueue::new(self.target.clone())?))
+        Ok(Box::new(self.queue()?))
     }
 
     /// The kernel pins the pages of each request by itself.

@@ -93,6 +93,27 @@ fn every_command_works_in_blocks_of_both_sizes() {
 }
 
 #[test]
+fn flushes_and_durable_writes_reach_the_device_and_plain_writes_cause_none() {
+    let Some(device) = LoopDevice::new() else { return };
+    let flushes = || -> u64 {
+        // Documentation/block/stat.rst: the 16th number counts the flushes that completed.
+        let path = device.name.replace("/dev", "/sys/block") + "/stat";
+        let stat = std::fs::read_to_string(path).expect("the device has statistics");
+        stat.split_whitespace().nth(15).expect("16 numbers").parse().expect("a number")
+    };
+    let io = Io::inline(device.open(OpenMode::ReadWrite)).expect("io");
+    let caused = |request: Request| {
+        let before = flushes();
+        io.run(vec![request]).expect("done");
+        flushes() - before
+    };
+    let write = |fua| Request::write(0, vec![region_with(1, 4096).span(0..4096)], fua);
+    assert_eq!(caused(write(false)), 0);
+    assert_eq!(caused(Request::flush()), 1);
+    assert_eq!(caused(write(true)), 1, "a loop device has no FUA: the kernel flushes behind the write");
+}
+
+#[test]
 fn a_block_device_has_one_user() {
     let Some(device) = LoopDevice::new() else { return };
     let busy = |mode| matches!(open(&device.name, mode), Err(Error::Busy { .. }));

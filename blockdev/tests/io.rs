@@ -1,9 +1,10 @@
 //! The executor and the faulty device: batches end exactly once, whatever the device does.
+use std::fs::File;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{Error, Faulty, Io, MemoryDevice, On, Op, Region, Request, Rule};
+use gpunvme_blockdev::{Error, Faulty, Io, MemoryDevice, On, Op, OpenMode, Region, Request, Rule, open};
 
 const LEN: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(20);
@@ -26,17 +27,27 @@ fn read(io: &Io, offset: u64) -> Result<u8, Error> {
     Ok(byte[0])
 }
 
-/// Both kinds of executor.
-fn each_kind(device: impl Fn() -> Arc<Faulty>, test: impl Fn(&Faulty, &Arc<Io>)) {
-    let faulty = device();
-    test(&faulty, &Io::inline(faulty.clone()).expect("io"));
-    let faulty = device();
-    test(&faulty, &Io::threaded(faulty.clone(), 3).expect("io"));
+/// The same over an image file, and so over the kernel.
+fn faulty_file() -> Arc<Faulty> {
+    let directory = tempfile::tempdir_in("/dev/shm").expect("a temporary directory");
+    let path = directory.path().join("image");
+    File::create(&path).expect("an image").set_len(LEN).expect("its length");
+    Faulty::new(open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadWrite).expect("the image opens"))
+}
+
+/// Both kinds of executor, on memory and on the kernel.
+fn each_kind(test: impl Fn(&Faulty, &Arc<Io>)) {
+    for device in [faulty, faulty_file] {
+        let faulty = device();
+        test(&faulty, &Io::inline(faulty.clone()).expect("io"));
+        let faulty = device();
+        test(&faulty, &Io::threaded(faulty.clone(), 3).expect("io"));
+    }
 }
 
 #[test]
 fn a_batch_tells_the_failure_of_one_of_its_requests_after_all_are_over() {
-    each_kind(faulty, |faulty, io| {
+    each_kind(|faulty, io| {
         faulty.add(Rule::fail(On::Write, libc::EIO).within(1024..1536));
         let result = io.run(vec![write(0, 1), write(1024, 2), write(2048, 3)]);
         assert!(matches!(result, Err(Error::Io { op: Op::Write { .. }, offset: 1024, errno: libc::EIO, .. })), "{result:?}");
@@ -47,7 +58,7 @@ fn a_batch_tells_the_failure_of_one_of_its_requests_after_all_are_over() {
 
 #[test]
 fn rules_count_match_and_end() {
-    each_kind(faulty, |faulty, io| {
+    each_kind(|faulty, io| {
         faulty.add(Rule::fail(On::Flush, libc::ENOSPC).after(2).once());
         let flush = || io.run(vec![Request::flush()]).map_err(|error| error.errno());
         assert_eq!([flush(), flush(), flush(), flush()], [Ok(()), Ok(()), Err(libc::ENOSPC), Ok(())]);
@@ -64,27 +75,28 @@ fn rules_count_match_and_end() {
 
 #[test]
 fn slow_commands_hold_up_nobody_else() {
-    let faulty = faulty();
-    let io = Io::threaded(faulty.clone(), 1).expect("io");
-    faulty.add(Rule::hold(On::Read).within(0..512).once());
-    let (sender, receiver) = mpsc::channel();
-    let region = Region::allocate(512).expect("memory");
-    io.submit(vec![Request::read(0, vec![region.span(0..512)])], move |result| sender.send(result).expect("somebody waits"));
-    for _ in 0..100 {
-        io.run(vec![write(0, 9), Request::flush()]).expect("others go on");
+    for faulty in [faulty(), faulty_file()] {
+        let io = Io::threaded(faulty.clone(), 1).expect("io");
+        faulty.add(Rule::hold(On::Read).within(0..512).once());
+        let (sender, receiver) = mpsc::channel();
+        let region = Region::allocate(512).expect("memory");
+        io.submit(vec![Request::read(0, vec![region.span(0..512)])], move |result| sender.send(result).expect("somebody waits"));
+        for _ in 0..100 {
+            io.run(vec![write(0, 9), Request::flush()]).expect("others go on");
+        }
+        let meanwhile = (io.in_flight(), receiver.try_recv());
+        faulty.release(); // before anything that may fail: dropping `io` waits for it
+        assert_eq!(meanwhile, (1, Err(mpsc::TryRecvError::Empty)));
+        assert_eq!(receiver.recv_timeout(SOON), Ok(Ok(())));
+        let mut byte = [0];
+        region.read_at(0, &mut byte).expect("inside");
+        assert_eq!(byte, [9], "it ran when it was released");
     }
-    let meanwhile = (io.in_flight(), receiver.try_recv());
-    faulty.release(); // before anything that may fail: dropping `io` waits for it
-    assert_eq!(meanwhile, (1, Err(mpsc::TryRecvError::Empty)));
-    assert_eq!(receiver.recv_timeout(SOON), Ok(Ok(())));
-    let mut byte = [0];
-    region.read_at(0, &mut byte).expect("inside");
-    assert_eq!(byte, [9], "it ran when it was released");
 }
 
 #[test]
 fn delays_pass() {
-    each_kind(faulty, |faulty, io| {
+    each_kind(|faulty, io| {
         faulty.add(Rule::delay(On::Write, Duration::from_millis(30)));
         let before = Instant::now();
         io.run(vec![write(0, 4), write(512, 4)]).expect("written");
@@ -95,12 +107,12 @@ fn delays_pass() {
 
 #[test]
 fn an_empty_batch_ends_too() {
-    each_kind(faulty, |_, io| assert_eq!(io.run(vec![]), Ok(())));
+    each_kind(|_, io| assert_eq!(io.run(vec![]), Ok(())));
 }
 
 #[test]
 fn memory_is_free_when_done_is_called() {
-    each_kind(faulty, |_, io| {
+    each_kind(|_, io| {
         let region = Region::allocate(4096).expect("memory");
         let (sender, receiver) = mpsc::channel();
         let watched = region.clone();
@@ -122,7 +134,7 @@ fn completions_may_submit() {
             }
         });
     }
-    each_kind(faulty, |_, io| {
+    each_kind(|_, io| {
         let (sender, receiver) = mpsc::channel();
         chain(io.clone(), 100, sender);
         assert_eq!(receiver.recv_timeout(SOON), Ok(0));
@@ -131,7 +143,7 @@ fn completions_may_submit() {
 
 #[test]
 fn every_batch_of_many_threads_ends_exactly_once() {
-    each_kind(faulty, |_, io| {
+    each_kind(|_, io| {
         let ended = Arc::new(AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for thread in 0..4u64 {
