@@ -3,8 +3,10 @@
 #![deny(unsafe_code)]
 
 pub mod check;
+pub mod daemon;
 pub mod data;
 pub mod error;
+pub mod front;
 pub mod volume;
 
 pub use data::Filesystem;

@@ -191,6 +191,28 @@ impl Filesystem {
         result
     }
 
+    /// Begins writing out what is in memory of all files, and lets go of those that nobody has open when that has landed. Unlike
+    /// [`Filesystem::flush_all`] it does not wait for writers to pause.
+    ///
+    /// # Errors
+    /// As [`Filesystem::flush_all`].
+    pub fn write_back(self: &Arc<Self>) -> Result<(), FsError> {
+        let files = self.files.all();
+        let mut result = Ok(());
+        for file in &files {
+            if file.state.lock().dirty > 0 {
+                result = result.and(self.wait_for_space(|| self.start_flush(file)));
+            }
+        }
+        for file in files {
+            if file.state.lock().opens == 0 {
+                result = result.and(self.flush_until_clean(&file));
+            }
+            self.release(&file);
+        }
+        result
+    }
+
     /// Waits until there is room in the write buffer.
     pub(super) fn make_room(self: &Arc<Self>) -> Result<(), FsError> {
         for file in self.files.all() {

@@ -103,6 +103,11 @@ impl Filesystem {
         &self.volume
     }
 
+    /// Buffers that the device can reach.
+    pub fn buffers(&self) -> &Arc<BufferPool> {
+        &self.buffers
+    }
+
     /// Runs an operation to its end; for threads that may wait.
     ///
     /// # Errors

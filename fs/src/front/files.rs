@@ -1,0 +1,194 @@
+//! Operations on the content of files.
+
+use std::sync::Arc;
+
+use super::Front;
+use super::handles::Handle;
+use crate::data::resize::Allocate;
+use crate::data::{Filesystem, Read, system_time};
+use crate::error::{Fail, FsError};
+use crate::volume::Context;
+
+/// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
+const COPY_MAX: u64 = 64 << 20;
+
+/// What a write waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Until {
+    /// The write buffer has it.
+    Taken,
+    /// The device has it (`O_DIRECT`).
+    Written,
+    /// It is durable (`O_DIRECT` and `O_SYNC`; without `O_DIRECT` the kernel sends an fsync of its own).
+    Durable,
+}
+
+impl Until {
+    /// For a file opened with these flags of open(2).
+    pub fn of(flags: i32) -> Until {
+        match (flags & libc::O_DIRECT != 0, flags & (libc::O_SYNC | libc::O_DSYNC) != 0) {
+            (true, true) => Until::Durable,
+            (true, false) => Until::Written,
+            (false, _) => Until::Taken,
+        }
+    }
+}
+
+impl Front {
+    /// Opens a file with these flags of open(2).
+    pub fn open(
+        self: &Arc<Self>,
+        context: Context,
+        ino: u64,
+        flags: i32,
+        done: impl FnOnce(Result<Handle, FsError>) + Send + 'static,
+    ) {
+        let handle = Handle::new(flags);
+        let front = self.clone();
+        let opened = move |emptied: Result<(), FsError>| {
+            done(emptied.map(|()| {
+                front.fs.open_file(ino, handle.is_mappable());
+                handle
+            }));
+        };
+        if flags & libc::O_TRUNC != 0 {
+            // Freeing what a file had can take long.
+            self.wait(move |fs| fs.wait(|| fs.set_size(&context, ino, 0)).map(drop), opened);
+        } else {
+            opened(Ok(()));
+        }
+    }
+
+    /// Closes a file.
+    pub fn release(&self, ino: u64, handle: Handle) {
+        self.fs.close_file(ino, handle.is_mappable());
+    }
+
+    /// Reads.
+    pub fn read(
+        self: &Arc<Self>,
+        ino: u64,
+        handle: Handle,
+        offset: u64,
+        len: usize,
+        done: impl FnOnce(Result<Read, FsError>) + Send + 'static,
+    ) {
+        if let Err(error) = handle.readable() {
+            return done(Err(error));
+        }
+        let front = self.clone();
+        self.attempt(
+            move |fs| fs.plan_read(ino, offset, len),
+            move |plan| match plan {
+                Ok(plan) => front.fs.submit_read(plan, done),
+                Err(error) => done(Err(error)),
+            },
+        );
+    }
+
+    /// Writes.
+    pub fn write(
+        self: &Arc<Self>,
+        ino: u64,
+        handle: Handle,
+        offset: u64,
+        data: &[u8],
+        until: Until,
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        if let Err(error) = handle.writable() {
+            return done(Err(error));
+        }
+        let now = system_time();
+        match self.fs.write(ino, offset, data, now) {
+            Ok(()) if until == Until::Taken => done(Ok(())),
+            Ok(()) => self.wait(move |fs| settle(fs, ino, until), done),
+            Err(Fail::Error(error)) => done(Err(error)),
+            Err(Fail::Stall(_)) => {
+                // The bytes are the transport's, which takes its next request into the same place.
+                let data = data.to_vec();
+                self.wait(
+                    move |fs| {
+                        fs.wait(|| fs.write(ino, offset, &data, now))?;
+                        settle(fs, ino, until)
+                    },
+                    done,
+                );
+            }
+        }
+    }
+
+    /// The error of an earlier write in the background, once: what close(2) reports.
+    pub fn flush(&self, ino: u64) -> Result<(), FsError> {
+        self.fs.take_error(ino)
+    }
+
+    /// Makes a file durable.
+    pub fn sync(self: &Arc<Self>, ino: u64, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
+        self.wait(move |fs| fs.sync_file(ino), done);
+    }
+
+    /// Makes everything that was done to names durable.
+    pub fn sync_names(self: &Arc<Self>, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
+        self.wait(|fs| fs.commit(), done);
+    }
+
+    /// fallocate(2) with this mode.
+    pub fn allocate(
+        self: &Arc<Self>,
+        context: Context,
+        ino: u64,
+        handle: Handle,
+        (offset, len): (u64, u64),
+        mode: i32,
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        const KEEP: i32 = libc::FALLOC_FL_KEEP_SIZE;
+        const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
+        const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
+        let what = match mode {
+            0 | KEEP => Ok(Allocate::Reserve { grow: mode == 0 }),
+            PUNCH => Ok(Allocate::Punch),
+            ZERO => Ok(Allocate::Zero { grow: true }),
+            _ if mode == ZERO | KEEP => Ok(Allocate::Zero { grow: false }),
+            _ => Err(FsError::NotSupported),
+        };
+        match handle.writable().and(what) {
+            Ok(what) => self.wait(move |fs| fs.allocate(&context, ino, offset, len, what), done),
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    /// The next data, or the next hole.
+    pub fn seek(self: &Arc<Self>, ino: u64, offset: u64, hole: bool, done: impl FnOnce(Result<u64, FsError>) + Send + 'static) {
+        self.wait(move |fs| fs.seek(ino, offset, hole), done);
+    }
+
+    /// Copies between files. Each place is an inode, its handle and an offset. Returns the bytes copied.
+    pub fn copy(
+        self: &Arc<Self>,
+        from: (u64, Handle, u64),
+        to: (u64, Handle, u64),
+        len: u64,
+        done: impl FnOnce(Result<u64, FsError>) + Send + 'static,
+    ) {
+        if let Err(error) = from.1.readable().and(to.1.writable()) {
+            return done(Err(error));
+        }
+        let len = len.min(COPY_MAX);
+        let front = self.clone();
+        let source = from.2..from.2.saturating_add(len);
+        self.written_back(from.0, vec![source], move || {
+            front.wait(move |fs| fs.copy_range((from.0, from.2), (to.0, to.2), len, system_time()), done);
+        });
+    }
+}
+
+/// Waits as long as a write that was taken has to.
+fn settle(fs: &Arc<Filesystem>, ino: u64, until: Until) -> Result<(), FsError> {
+    match until {
+        Until::Taken => Ok(()),
+        Until::Written => fs.flush_file(ino).and_then(|()| fs.take_error(ino)),
+        Until::Durable => fs.sync_file(ino),
+    }
+}

@@ -1,0 +1,515 @@
+//! The adapter to fuser 0.18: its requests to the operations of [`Front`], their results to its replies, and what is agreed
+//! with the kernel when a mount begins. Why each setting is as it is stands in `docs/architecture.md`.
+
+use std::ffi::OsStr;
+use std::io;
+use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use fuser::{
+    BackgroundSession, BsdFileFlags, Config, CopyFileRangeFlags, Errno, FileHandle, FopenFlags, Generation, INodeNo, InitFlags,
+    IoctlFlags, KernelConfig, LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
+    SessionACL, TimeOrNow, WriteFlags,
+};
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::item::NAME_MAX;
+use rustix::mount::MountFlags;
+
+use super::files::Until;
+use super::handles::Handle;
+use super::names::Listing;
+use super::session::Settings;
+use super::{Front, KernelCache, attr, context};
+use crate::error::FsError;
+use crate::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
+
+/// How long the kernel may keep entries and attributes. Nobody but this mount changes them.
+const LIFETIME: Duration = Duration::from_secs(3600);
+/// The largest request, in bytes; the kernel's own limit (`fs.fuse.max_pages_limit`) is the same.
+const MAX_WRITE: u32 = 1 << 20;
+/// Requests that nobody waits for which the kernel sends at once: read-ahead, and direct I/O.
+const MAX_BACKGROUND: u16 = 256;
+/// From so many of them on, the kernel calls the mount congested.
+const CONGESTION: u16 = 192;
+/// Inode numbers are never used again, so one generation is enough.
+const GENERATION: Generation = Generation(0);
+/// Inodes that statfs(2) promises for each free block: an inode, its entry and what a tree needs around them take no more.
+const INODES_PER_BLOCK: u64 = 8;
+
+/// What is asked of the kernel, as far as it has it. Not asked for:
+/// - `WRITEBACK_CACHE` hides dirty pages from the direct path, and slows large writes down;
+/// - `HANDLE_KILLPRIV` (both versions): the kernel then takes set-user-id bits away itself, which it does exactly; the second
+///   needs flags that fuser does not pass on;
+/// - `SETXATTR_EXT`, `SECURITY_CTX`, `CREATE_SUPP_GROUP`, `OVER_IO_URING`: change requests in ways that fuser does not know.
+const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
+    .union(InitFlags::FUSE_READDIRPLUS_AUTO)
+    .union(InitFlags::FUSE_PARALLEL_DIROPS)
+    .union(InitFlags::FUSE_ASYNC_DIO)
+    .union(InitFlags::FUSE_CACHE_SYMLINKS)
+    .union(InitFlags::FUSE_MAX_PAGES)
+    .union(InitFlags::FUSE_POSIX_ACL)
+    .union(InitFlags::FUSE_DONT_MASK)
+    .union(InitFlags::FUSE_ATOMIC_O_TRUNC)
+    .union(InitFlags::FUSE_HAS_IOCTL_DIR)
+    // Content changes behind the kernel's back only in direct writes, which say so.
+    .union(InitFlags::FUSE_EXPLICIT_INVAL_DATA)
+    // A directory needs no handle: the answer to opendir is ENOSYS, once.
+    .union(InitFlags::FUSE_NO_OPENDIR_SUPPORT);
+
+/// Mounts and begins to serve.
+pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::Result<BackgroundSession> {
+    let mut config = Config::default();
+    config.acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
+    config.n_threads = Some(settings.loops);
+    config.clone_fd = true;
+    config.mount_options = vec![
+        MountOption::FSName(settings.source.clone()),
+        // As `MountOption::Subtype` it would not reach the kernel where no helper program mounts.
+        MountOption::CUSTOM("subtype=gpunvme".to_owned()),
+        MountOption::DefaultPermissions,
+        if settings.read_only { MountOption::RO } else { MountOption::RW },
+        // fuser adds nodev and nosuid where it is not told otherwise.
+        if settings.flags.contains(MountFlags::NODEV) { MountOption::NoDev } else { MountOption::Dev },
+        if settings.flags.contains(MountFlags::NOSUID) { MountOption::NoSuid } else { MountOption::Suid },
+    ];
+    for (flag, option) in [
+        (MountFlags::NOEXEC, MountOption::NoExec),
+        (MountFlags::NOATIME, MountOption::NoAtime),
+        (MountFlags::SYNCHRONOUS, MountOption::Sync),
+        (MountFlags::DIRSYNC, MountOption::DirSync),
+    ] {
+        if settings.flags.contains(flag) {
+            config.mount_options.push(option);
+        }
+    }
+    let session = fuser::Session::new(Adapter { front: front.clone() }, dir, &config)?;
+    let set = front.kernel.set(Box::new(Notifier(session.notifier())));
+    assert!(set.is_ok(), "a front end is mounted once");
+    session.spawn()
+}
+
+struct Notifier(fuser::Notifier);
+
+impl KernelCache for Notifier {
+    fn invalidate(&self, ino: u64, range: Range<u64>) {
+        let offset = i64::try_from(range.start).unwrap_or(i64::MAX);
+        let len = i64::try_from(range.end - range.start).unwrap_or(i64::MAX);
+        if let Err(error) = self.0.inval_inode(INodeNo(ino), offset, len) {
+            tracing::warn!(ino, %error, "the kernel did not take an invalidation: it may show old bytes of this file");
+        }
+    }
+}
+
+/// Logs what is not the caller's doing, and returns what the caller gets.
+fn refuse(operation: &'static str, ino: u64, error: &FsError) -> Errno {
+    match error {
+        FsError::Device(_) => tracing::error!(operation, ino, "{error}"),
+        FsError::Corrupt(_) => tracing::error!(operation, ino, "{error}"),
+        _ => {}
+    }
+    Errno::from_i32(error.errno())
+}
+
+fn entry(operation: &'static str, ino: u64, result: Result<Attributes, FsError>, reply: ReplyEntry) {
+    match result {
+        Ok(attributes) => reply.entry(&LIFETIME, &attr::to_fuse(&attributes), GENERATION),
+        Err(error) => reply.error(refuse(operation, ino, &error)),
+    }
+}
+
+fn attributes(operation: &'static str, ino: u64, result: Result<Attributes, FsError>, reply: ReplyAttr) {
+    match result {
+        Ok(attributes) => reply.attr(&LIFETIME, &attr::to_fuse(&attributes)),
+        Err(error) => reply.error(refuse(operation, ino, &error)),
+    }
+}
+
+fn empty(operation: &'static str, ino: u64, result: Result<(), FsError>, reply: ReplyEmpty) {
+    match result {
+        Ok(()) => reply.ok(),
+        Err(error) => reply.error(refuse(operation, ino, &error)),
+    }
+}
+
+/// The value of an extended attribute, or its length: `size` is what the caller has room for.
+fn value(operation: &'static str, ino: u64, size: u32, result: Result<Vec<u8>, FsError>, reply: ReplyXattr) {
+    match result {
+        Ok(value) if size == 0 => reply.size(value.len() as u32),
+        Ok(value) if value.len() > size as usize => reply.error(Errno::ERANGE),
+        Ok(value) => reply.data(&value),
+        Err(error) => reply.error(refuse(operation, ino, &error)),
+    }
+}
+
+/// What open(2) agrees with the kernel for a file opened with these flags.
+fn opened(flags: i32) -> FopenFlags {
+    let always = FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
+    // close(2) of a file that was written reports what went wrong in the background; there is nothing to say of others.
+    if flags & libc::O_ACCMODE == libc::O_RDONLY { always | FopenFlags::FOPEN_NOFLUSH } else { always }
+}
+
+impl Listing for ReplyDirectory {
+    const ATTRIBUTES: bool = false;
+
+    fn add(&mut self, entry: &DirEntry, _: Option<&Attributes>) -> bool {
+        let name = OsStr::from_bytes(&entry.name);
+        !ReplyDirectory::add(self, INodeNo(entry.ino), entry.cookie, attr::kind(entry.file_type), name)
+    }
+}
+
+impl Listing for ReplyDirectoryPlus {
+    const ATTRIBUTES: bool = true;
+
+    fn add(&mut self, entry: &DirEntry, attributes: Option<&Attributes>) -> bool {
+        let attributes = attributes.map_or(attr::NOTHING, attr::to_fuse);
+        let name = OsStr::from_bytes(&entry.name);
+        !ReplyDirectoryPlus::add(self, INodeNo(entry.ino), entry.cookie, name, &LIFETIME, &attributes, GENERATION)
+    }
+}
+
+struct Adapter {
+    front: Arc<Front>,
+}
+
+impl fuser::Filesystem for Adapter {
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let unsupported = |_| io::Error::from(io::ErrorKind::Unsupported);
+        config.add_capabilities(CAPABILITIES & config.capabilities()).map_err(unsupported)?;
+        config.set_max_write(MAX_WRITE).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        config.set_max_background(MAX_BACKGROUND).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        config.set_congestion_threshold(CONGESTION).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(())
+    }
+
+    fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        self.front.lookup(parent.0, name.as_bytes(), move |found| match found {
+            // With a lifetime, unlike an error: the kernel does not ask again.
+            Ok(None) => reply.entry(&LIFETIME, &attr::NOTHING, GENERATION),
+            Ok(Some(found)) => entry("lookup", parent.0, Ok(found), reply),
+            Err(error) => entry("lookup", parent.0, Err(error), reply),
+        });
+    }
+
+    fn forget(&self, _: &Request, ino: INodeNo, lookups: u64) {
+        self.front.forget(ino.0, lookups);
+    }
+
+    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        self.front.attributes(ino.0, move |found| attributes("getattr", ino.0, found, reply));
+    }
+
+    fn setattr(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        atime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        _handle: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let context = context(request.uid(), request.gid());
+        let set =
+            SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse) };
+        self.front.set_attributes(context, ino.0, size, set, move |done| attributes("setattr", ino.0, done, reply));
+    }
+
+    fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
+        self.front.attempt(
+            move |fs| fs.read_link(ino.0),
+            move |target| match target {
+                Ok(target) => reply.data(&target),
+                Err(error) => reply.error(refuse("readlink", ino.0, &error)),
+            },
+        );
+    }
+
+    fn mknod(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        let context = context(request.uid(), request.gid());
+        let new = NewNode { mode, umask, rdev, target: &[] };
+        self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("mknod", parent.0, new, reply));
+    }
+
+    fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+        let context = context(request.uid(), request.gid());
+        let mode = mode & !libc::S_IFMT | libc::S_IFDIR;
+        let new = NewNode { mode, umask, rdev: 0, target: &[] };
+        self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("mkdir", parent.0, new, reply));
+    }
+
+    fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+        let context = context(request.uid(), request.gid());
+        let target = target.as_os_str().as_bytes();
+        let new = NewNode { mode: libc::S_IFLNK | 0o777, umask: 0, rdev: 0, target };
+        self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("symlink", parent.0, new, reply));
+    }
+
+    fn link(&self, request: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let context = context(request.uid(), request.gid());
+        self.front.link(context, ino.0, parent.0, name.as_bytes(), move |linked| entry("link", ino.0, linked, reply));
+    }
+
+    fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let context = context(request.uid(), request.gid());
+        self.front.unlink(context, parent.0, name.as_bytes(), move |done| empty("unlink", parent.0, done, reply));
+    }
+
+    fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let context = context(request.uid(), request.gid());
+        self.front.rmdir(context, parent.0, name.as_bytes(), move |done| empty("rmdir", parent.0, done, reply));
+    }
+
+    fn rename(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let mode = match flags {
+            RenameFlags::RENAME_NOREPLACE => RenameMode::NoReplace,
+            RenameFlags::RENAME_EXCHANGE => RenameMode::Exchange,
+            flags if flags.is_empty() => RenameMode::Replace,
+            _ => return reply.error(Errno::EINVAL),
+        };
+        let context = context(request.uid(), request.gid());
+        let (from, to) = ((parent.0, name.as_bytes()), (new_parent.0, new_name.as_bytes()));
+        self.front.rename(context, from, to, mode, move |done| empty("rename", parent.0, done, reply));
+    }
+
+    fn create(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
+        let context = context(request.uid(), request.gid());
+        let mode = mode & !libc::S_IFMT | libc::S_IFREG;
+        let new = NewNode { mode, umask, rdev: 0, target: &[] };
+        let front = self.front.clone();
+        self.front.create(context, parent.0, name.as_bytes(), new, move |new| match new {
+            // A new file is empty: there is nothing to take away.
+            Ok(new) => front.open(context, new.ino, flags & !libc::O_TRUNC, move |handle| match handle {
+                Ok(handle) => {
+                    reply.created(&LIFETIME, &attr::to_fuse(&new), GENERATION, FileHandle(handle.0), opened(flags));
+                }
+                Err(error) => reply.error(refuse("create", new.ino, &error)),
+            }),
+            Err(error) => reply.error(refuse("create", parent.0, &error)),
+        });
+    }
+
+    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let context = context(request.uid(), request.gid());
+        self.front.open(context, ino.0, flags.0, move |handle| match handle {
+            Ok(handle) => reply.opened(FileHandle(handle.0), opened(flags.0)),
+            Err(error) => reply.error(refuse("open", ino.0, &error)),
+        });
+    }
+
+    fn release(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        _: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.front.release(ino.0, Handle(handle.0));
+        reply.ok();
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        self.front.read(ino.0, Handle(handle.0), offset, size as usize, move |read| match read {
+            Ok(read) => reply.data(read.bytes()),
+            Err(error) => reply.error(refuse("read", ino.0, &error)),
+        });
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _: WriteFlags,
+        flags: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let len = data.len() as u32;
+        self.front.write(ino.0, Handle(handle.0), offset, data, Until::of(flags.0), move |done| match done {
+            Ok(()) => reply.written(len),
+            Err(error) => reply.error(refuse("write", ino.0, &error)),
+        });
+    }
+
+    fn flush(&self, _: &Request, ino: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        empty("flush", ino.0, self.front.flush(ino.0), reply);
+    }
+
+    fn fsync(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        self.front.sync(ino.0, move |done| empty("fsync", ino.0, done, reply));
+    }
+
+    fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        self.front.sync_names(move |done| empty("fsyncdir", ino.0, done, reply));
+    }
+
+    fn opendir(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn readdir(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, reply: ReplyDirectory) {
+        self.front.read_dir(ino.0, offset, reply, move |reply, filled| match filled {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(refuse("readdir", ino.0, &error)),
+        });
+    }
+
+    fn readdirplus(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, reply: ReplyDirectoryPlus) {
+        self.front.read_dir(ino.0, offset, reply, move |reply, filled| match filled {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(refuse("readdir", ino.0, &error)),
+        });
+    }
+
+    fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
+        let usage = self.front.fs.usage();
+        let unused = usage.available.saturating_mul(INODES_PER_BLOCK);
+        let block = BLOCK_SIZE as u32;
+        reply.statfs(usage.blocks, usage.free, usage.available, usage.inodes + unused, unused, block, NAME_MAX as u32, block);
+    }
+
+    fn setxattr(&self, request: &Request, ino: INodeNo, name: &OsStr, value: &[u8], flags: i32, _: u32, reply: ReplyEmpty) {
+        let context = context(request.uid(), request.gid());
+        let (name, value) = (name.as_bytes().to_vec(), value.to_vec());
+        let (create, replace) = (flags & libc::XATTR_CREATE != 0, flags & libc::XATTR_REPLACE != 0);
+        self.front.attempt(
+            move |fs| fs.set_xattr(&context, ino.0, &name, &value, create, replace),
+            move |done| empty("setxattr", ino.0, done, reply),
+        );
+    }
+
+    fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let name = name.as_bytes().to_vec();
+        self.front
+            .attempt(move |fs| fs.get_xattr(ino.0, &name), move |found| value("getxattr", ino.0, size, found, reply));
+    }
+
+    fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        self.front.attempt(move |fs| fs.list_xattrs(ino.0), move |found| value("listxattr", ino.0, size, found, reply));
+    }
+
+    fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let context = context(request.uid(), request.gid());
+        let name = name.as_bytes().to_vec();
+        self.front.attempt(
+            move |fs| fs.remove_xattr(&context, ino.0, &name),
+            move |done| empty("removexattr", ino.0, done, reply),
+        );
+    }
+
+    fn fallocate(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        len: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        let context = context(request.uid(), request.gid());
+        let done = move |done| empty("fallocate", ino.0, done, reply);
+        self.front.allocate(context, ino.0, Handle(handle.0), (offset, len), mode, done);
+    }
+
+    fn lseek(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+        let (Ok(offset), true) = (u64::try_from(offset), matches!(whence, libc::SEEK_DATA | libc::SEEK_HOLE)) else {
+            return reply.error(Errno::EINVAL);
+        };
+        self.front.seek(ino.0, offset, whence == libc::SEEK_HOLE, move |found| match found {
+            Ok(found) => reply.offset(found as i64),
+            Err(error) => reply.error(refuse("lseek", ino.0, &error)),
+        });
+    }
+
+    fn copy_file_range(
+        &self,
+        _: &Request,
+        from: INodeNo,
+        from_handle: FileHandle,
+        from_offset: u64,
+        to: INodeNo,
+        to_handle: FileHandle,
+        to_offset: u64,
+        len: u64,
+        _: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        let from = (from.0, Handle(from_handle.0), from_offset);
+        let to = (to.0, Handle(to_handle.0), to_offset);
+        self.front.copy(from, to, len, move |copied| match copied {
+            Ok(copied) => reply.written(copied as u32),
+            Err(error) => reply.error(refuse("copy_file_range", to.0, &error)),
+        });
+    }
+
+    fn ioctl(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        _: IoctlFlags,
+        command: u32,
+        argument: &[u8],
+        _: u32,
+        reply: ReplyIoctl,
+    ) {
+        self.front.ioctl(request.pid(), ino.0, Handle(handle.0), command, argument, move |answer| {
+            reply.ioctl(answer.result, &answer.data);
+        });
+    }
+}

@@ -1,0 +1,37 @@
+//! Handles of open files. A handle is a number that the kernel keeps for us and sends with every request on the file: what
+//! the file was opened for. It names nothing in our memory, so no value of it can do harm, and none has to be looked up.
+
+use crate::error::FsError;
+
+const READ: u64 = 1;
+const WRITE: u64 = 2;
+
+/// What an open file was opened for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Handle(pub u64);
+
+impl Handle {
+    /// For a file opened with these flags of open(2).
+    pub fn new(flags: i32) -> Handle {
+        Handle(match flags & libc::O_ACCMODE {
+            libc::O_WRONLY => WRITE,
+            libc::O_RDWR => READ | WRITE,
+            _ => READ,
+        })
+    }
+
+    /// Fails unless the file is open for reading.
+    pub fn readable(self) -> Result<(), FsError> {
+        if self.0 & READ != 0 { Ok(()) } else { Err(FsError::BadAccess) }
+    }
+
+    /// Fails unless the file is open for writing.
+    pub fn writable(self) -> Result<(), FsError> {
+        if self.0 & WRITE != 0 { Ok(()) } else { Err(FsError::BadAccess) }
+    }
+
+    /// Whether it can be mapped shared and writable.
+    pub fn is_mappable(self) -> bool {
+        self.0 & (READ | WRITE) == READ | WRITE
+    }
+}

@@ -1,0 +1,82 @@
+//! What nobody asks for and has to be done all the same: writing out what was written, committing what was done, moving
+//! metadata from the journal to its place, removing what a crash left.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::data::Filesystem;
+
+/// How long written data stays in memory at the most, as long as nobody asks for more.
+const WRITE_BACK: Duration = Duration::from_secs(1);
+/// How often the thread looks.
+const TICK: Duration = Duration::from_millis(200);
+/// Inodes without a name that are removed at a time.
+const REAP: usize = 16;
+
+/// The thread that keeps house. Dropping it ends the thread.
+pub(super) struct Housekeeping {
+    ending: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Housekeeping {
+    /// Starts the thread. `commit`: the time between two commits.
+    ///
+    /// # Errors
+    /// If the system has no thread to give.
+    pub fn start(fs: Arc<Filesystem>, commit: Duration) -> io::Result<Housekeeping> {
+        let ending = Arc::new((Mutex::new(false), Condvar::new()));
+        let thread = thread::Builder::new().name("housekeeping".into()).spawn({
+            let ending = ending.clone();
+            move || keep(&fs, commit, &ending)
+        })?;
+        Ok(Housekeeping { ending, thread: Some(thread) })
+    }
+}
+
+impl Drop for Housekeeping {
+    fn drop(&mut self) {
+        *self.ending.0.lock() = true;
+        self.ending.1.notify_all();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // a panic there was reported there
+        }
+    }
+}
+
+fn keep(fs: &Arc<Filesystem>, commit: Duration, (ending, changed): &(Mutex<bool>, Condvar)) {
+    let (mut written, mut committed, mut reaped) = (Instant::now(), Instant::now(), false);
+    loop {
+        {
+            let mut ending = ending.lock();
+            if !*ending {
+                changed.wait_for(&mut ending, TICK);
+            }
+            if *ending {
+                return;
+            }
+        }
+        if fs.volume().is_read_only() {
+            continue;
+        }
+        // Whoever writes or syncs learns of an error, and a failed commit is logged where it fails: nothing to add here.
+        if written.elapsed() >= WRITE_BACK || fs.wants_flush() {
+            let _ = fs.write_back();
+            written = Instant::now();
+        }
+        if committed.elapsed() >= commit {
+            let _ = fs.commit();
+            committed = Instant::now();
+        }
+        if fs.volume().wants_checkpoint() {
+            let _ = fs.volume().checkpoint();
+        }
+        if !reaped {
+            reaped = fs.volume().reap(REAP).unwrap_or(true);
+        }
+    }
+}

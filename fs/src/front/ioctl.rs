@@ -1,0 +1,326 @@
+//! The ioctls of the direct path (`docs/ioctl.md`) on open files and directories.
+//!
+//! Ordinary and direct access to a file see each other's bytes: the kernel's dirty pages are written back before a direct
+//! transfer looks, and what it has cached of a range is forgotten after a direct write. Both wait for the kernel, and so does
+//! nothing that the kernel waits for.
+
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, TransferRequest};
+use gpunvme_gpupath::planner::Direction;
+use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
+use gpunvme_gpupath::server::{Outcome, Reply, Server};
+use gpunvme_gpupath::socket::Listener;
+use gpunvme_gpupath::transfer;
+use gpunvme_layout::Geometry;
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::item::FILE_SIZE_MAX;
+use rustix::fs::Mode;
+
+use super::Front;
+use super::handles::Handle;
+use crate::data::direct::{DirectRead, DirectWrite, WriteFailed};
+use crate::data::{Filesystem, system_time};
+use crate::error::FsError;
+use crate::volume::Mapping;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Where the registration sockets are.
+const SOCKETS: &str = "/run/gpunvme";
+/// Filling more than this with zeros is not for a loop of the transport.
+const QUICK_ZEROES: u64 = 256 << 10;
+
+/// The daemon's end of the direct path for one mount.
+pub(super) struct Direct {
+    server: Arc<Server>,
+    /// None where nothing can be put into [`SOCKETS`]: whoever is not root registers by ioctl.
+    socket: Option<Listener>,
+    device: String,
+}
+
+/// A transfer that was admitted.
+struct Transfer {
+    direction: Direction,
+    ino: u64,
+    request: TransferRequest,
+    buffer: Arc<Buffer>,
+}
+
+impl Transfer {
+    fn ranges(&self) -> Vec<Range<u64>> {
+        let segments = self.request.segments.iter().filter(|s| s.len > 0);
+        segments.map(|s| s.file_offset..s.file_offset + s.len).collect()
+    }
+}
+
+impl Direct {
+    /// The direct path to a filesystem, whose device the user called `device`.
+    ///
+    /// # Errors
+    /// If the system has no thread or descriptor to give.
+    pub fn new(fs: &Filesystem, device: &str) -> io::Result<Direct> {
+        let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
+        let server = Arc::new(Server::new(registry));
+        let path = socket_path(fs, device);
+        let socket = std::fs::create_dir_all(SOCKETS)
+            // Everybody may register: what buffers can be used for, the mount's permissions decide.
+            .and_then(|()| Listener::bind(&path, Mode::from_raw_mode(0o666), server.clone()))
+            .inspect_err(|error| tracing::debug!("{}: {error}", path.display()))
+            .ok();
+        Ok(Direct { server, socket, device: device.to_owned() })
+    }
+
+    fn info(&self, fs: &Filesystem) -> Info {
+        let superblock = fs.volume().superblock();
+        let geometry = fs.volume().device().geometry();
+        let usage = fs.usage();
+        let limits = self.server.registry.limits();
+        let mut features = abi::Features::empty();
+        features.set(abi::Features::READ_ONLY, fs.volume().is_read_only());
+        let mut info = Info {
+            magic: abi::INFO_MAGIC,
+            features: features.bits(),
+            uuid: superblock.uuid,
+            capacity: usage.blocks * BLOCK,
+            free: usage.available * BLOCK,
+            max_transfer: abi::MAX_TRANSFER,
+            max_buffer_bytes: limits.bytes_per_process,
+            max_buffers: limits.buffers_per_process,
+            max_segments: abi::MAX_SEGMENTS as u32,
+            block_size: BLOCK_SIZE as u32,
+            logical_block: geometry.logical_block,
+            memory_alignment: geometry.memory_alignment,
+            devices: 1,
+            route: Route::Bounce.code(),
+            reason: Reason::NoVfio.code(),
+            ..Info::default()
+        };
+        let path = self.socket.as_ref().map_or(Path::new(""), Listener::path);
+        abi::put_text(&mut info.label, &superblock.label);
+        abi::put_text(&mut info.socket, &path.to_string_lossy());
+        abi::put_text(&mut info.device, &self.device);
+        abi::put_text(&mut info.daemon, concat!("mount.gpunvme ", env!("CARGO_PKG_VERSION")));
+        info
+    }
+}
+
+/// A path of its own for each mount: copies of a volume share its UUID.
+fn socket_path(fs: &Filesystem, device: &str) -> PathBuf {
+    use std::hash::Hasher;
+    let mut hasher = rustc_hash::FxHasher::default();
+    hasher.write(device.as_bytes());
+    let uuid = u128::from_be_bytes(fs.volume().superblock().uuid);
+    Path::new(SOCKETS).join(format!("{uuid:032x}-{:016x}.sock", hasher.finish()))
+}
+
+impl Front {
+    /// An ioctl with this request number and argument, called by `thread` on an open file or directory.
+    pub fn ioctl(
+        self: &Arc<Self>,
+        thread: u32,
+        ino: u64,
+        handle: Handle,
+        request: u32,
+        argument: &[u8],
+        done: impl FnOnce(Reply) + Send + 'static,
+    ) {
+        let front = self.clone();
+        let server = &self.direct.server;
+        match abi::decode(request, argument) {
+            Err(error) => done(error.into()),
+            Ok(Request::Info) => {
+                server.stats.call(Command::Info, false);
+                done(Reply::new(0, &self.direct.info(&self.fs)));
+            }
+            Ok(Request::Stats) => done(server.stats()),
+            Ok(Request::Register(register)) => {
+                self.general.run(move || done(front.direct.server.register(thread, &register)));
+            }
+            Ok(Request::Unregister(unregister)) => {
+                self.general.run(move || done(front.direct.server.unregister(thread, &unregister)));
+            }
+            Ok(Request::Resolve(resolve)) => self.resolve(ino, resolve, done),
+            Ok(Request::Read(request)) => {
+                let access = handle.readable();
+                self.transfer(Direction::Read, thread, ino, request, access, done);
+            }
+            Ok(Request::Write(request)) => {
+                let access = handle.writable().and_then(|()| if front.fs.volume().is_read_only() { Err(FsError::ReadOnly) } else { Ok(()) });
+                self.transfer(Direction::Write, thread, ino, request, access, done);
+            }
+        }
+    }
+
+    fn transfer(
+        self: &Arc<Self>,
+        direction: Direction,
+        thread: u32,
+        ino: u64,
+        request: TransferRequest,
+        access: Result<(), FsError>,
+        done: impl FnOnce(Reply) + Send + 'static,
+    ) {
+        let server = &self.direct.server;
+        if let Err(error) = access {
+            return done(server.refuse(direction, &request, error.errno(), Reason::None, None));
+        }
+        let buffer = match server.admit(thread, direction, &request) {
+            Ok(buffer) => buffer,
+            Err(refusal) => return done(refusal),
+        };
+        let transfer = Arc::new(Transfer { direction, ino, request, buffer });
+        let front = self.clone();
+        self.written_back(ino, transfer.ranges(), move || match direction {
+            Direction::Read => front.direct_read(transfer, done),
+            Direction::Write => front.direct_write(transfer, done),
+        });
+    }
+
+    fn direct_read(self: &Arc<Self>, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
+        let (front, planned) = (self.clone(), transfer.clone());
+        self.attempt(
+            move |fs| fs.plan_direct_read(planned.ino, &planned.request.segments, &planned.buffer.region),
+            move |read| match front.admitted(&transfer, read, |read| &read.plan) {
+                // Holes are filled by the thread that begins the transfer.
+                Ok(read) if read.plan.hole > QUICK_ZEROES => {
+                    let general = front.general.clone();
+                    general.run(move || front.begin_read(read, transfer, done));
+                }
+                Ok(read) => front.begin_read(read, transfer, done),
+                Err(refusal) => done(refusal),
+            },
+        );
+    }
+
+    fn begin_read(self: &Arc<Self>, read: DirectRead, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
+        let DirectRead { plan, alignment, guard } = read;
+        let front = self.clone();
+        let complete = Outcome::done(&transfer.buffer, &plan);
+        let buffer = transfer.buffer.clone();
+        transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
+            drop(guard);
+            let outcome = result.map_or_else(Outcome::from, |()| complete);
+            done(front.finished(&transfer, &outcome));
+        });
+    }
+
+    fn direct_write(self: &Arc<Self>, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
+        let (front, planned) = (self.clone(), transfer.clone());
+        let now = system_time();
+        self.attempt(
+            move |fs| fs.plan_direct_write(planned.ino, &planned.request.segments, &planned.buffer.region, now),
+            move |write| match front.admitted(&transfer, write, |write| &write.plan) {
+                Ok(write) if write.plan.edges.is_empty() => front.begin_write(write, transfer, done),
+                Ok(write) => {
+                    let general = front.general.clone();
+                    general.run(move || {
+                        let edges = front.fs.write_edges(transfer.ino, &write.plan, &transfer.buffer.region, now);
+                        match edges {
+                            Ok(()) => front.begin_write(write, transfer, done),
+                            Err(error) => {
+                                drop(write);
+                                front.end_write(transfer, Outcome::failed(error.errno(), None), done);
+                            }
+                        }
+                    });
+                }
+                Err(refusal) => done(refusal),
+            },
+        );
+    }
+
+    fn begin_write(self: &Arc<Self>, write: DirectWrite, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
+        let front = self.clone();
+        let complete = Outcome::done(&transfer.buffer, &write.plan);
+        self.fs.submit_direct_write(write, move |result| {
+            let outcome = match result {
+                Ok(()) => complete,
+                Err(WriteFailed::Device(failed)) => failed.into(),
+                Err(WriteFailed::Mapping(error)) => Outcome::failed(error.errno(), None),
+            };
+            front.end_write(transfer, outcome, done);
+        });
+    }
+
+    /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it knew of them, and answers.
+    fn end_write(self: &Arc<Self>, transfer: Arc<Transfer>, outcome: Outcome, done: impl FnOnce(Reply) + Send + 'static) {
+        let front = self.clone();
+        self.invalidations.run(move || {
+            front.invalidate(transfer.ino, transfer.ranges());
+            done(front.finished(&transfer, &outcome));
+        });
+    }
+
+    /// Whether a transfer that was planned may begin; the answer to give where not.
+    fn admitted<P>(
+        &self,
+        transfer: &Transfer,
+        planned: Result<P, FsError>,
+        plan: impl FnOnce(&P) -> &gpunvme_gpupath::planner::Plan,
+    ) -> Result<P, Reply> {
+        let Transfer { direction, request, .. } = transfer;
+        let server = &self.direct.server;
+        let planned = planned.map_err(|error| server.refuse(*direction, request, error.errno(), Reason::None, None))?;
+        server.admit_plan(*direction, request, plan(&planned))?;
+        Ok(planned)
+    }
+
+    fn finished(&self, transfer: &Transfer, outcome: &Outcome) -> Reply {
+        if outcome.status == libc::EIO {
+            tracing::error!(ino = transfer.ino, direction = ?transfer.direction, "a direct transfer failed: the device reported an error");
+        }
+        self.direct.server.finish(transfer.direction, &transfer.request, &transfer.buffer, outcome)
+    }
+
+    fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {
+        let front = self.clone();
+        let end = request.offset.saturating_add(request.len).min(FILE_SIZE_MAX);
+        let start = request.offset.min(end);
+        self.written_back(ino, vec![start..end], move || {
+            let (from, file_end) = (start / BLOCK, FILE_SIZE_MAX.div_ceil(BLOCK));
+            let finish = front.clone();
+            front.attempt(
+                // One more than there is room for says whether there is more.
+                move |fs| fs.resolve(ino, from, file_end, request.capacity as usize + 1),
+                move |resolved| {
+                    finish.direct.server.stats.call(Command::Resolve, resolved.is_err());
+                    done(match resolved {
+                        Ok((mappings, size)) => resolved_reply(&request, end, &mappings, size),
+                        Err(error) => Reply::new(error.errno(), &request),
+                    });
+                },
+            );
+        });
+    }
+}
+
+/// The answer to `RESOLVE`: of what a file has from the offset on, what lies before `end` and fits.
+fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: u64) -> Reply {
+    let capacity = request.capacity as usize;
+    let is_all = mappings.len() <= capacity;
+    let mut extents: Vec<abi::Extent> = mappings.iter().take(capacity).map(extent).collect();
+    if is_all && let Some(last) = extents.last_mut() {
+        last.flags |= abi::ExtentFlags::LAST.bits();
+    }
+    extents.retain(|extent| extent.file_offset < end);
+    let next = match extents.last() {
+        Some(last) if !is_all && extents.len() == capacity => last.file_offset + last.len,
+        _ => end,
+    };
+    let count = extents.len() as u32;
+    Reply::with_entries(&Resolve { next, file_size, count, ..request.clone() }, &extents)
+}
+
+fn extent(mapping: &Mapping) -> abi::Extent {
+    let flags = if mapping.extent.unwritten { abi::ExtentFlags::UNWRITTEN } else { abi::ExtentFlags::empty() };
+    abi::Extent {
+        file_offset: mapping.offset * BLOCK,
+        device_offset: Geometry::byte(mapping.extent.block),
+        len: u64::from(mapping.extent.len) * BLOCK,
+        device: 0,
+        flags: flags.bits(),
+    }
+}

@@ -1,0 +1,129 @@
+//! The FUSE front end: the kernel's requests become operations of a [`Filesystem`], and their ends become answers.
+//!
+//! - [`Session`] mounts, serves and ends.
+//! - `fuse` is the adapter to the fuser library and the only module that knows its requests and replies. Another transport
+//!   would stand beside it.
+//! - `names` and `files` are the operations that it calls, `ioctl` those of the direct path. Each takes a `done` that gets the
+//!   result, on whatever thread it comes.
+//! - `nodes` knows what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for.
+//!
+//! A loop of the transport never waits for a device. It tries an operation on what is in memory, which is almost always
+//! enough; an operation that stalls goes to a thread that may wait and is answered from there.
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use crate::data::{Filesystem, system_time};
+use crate::error::{Attempt, Fail, FsError};
+use crate::volume::Context;
+
+mod attr;
+mod files;
+mod fuse;
+mod handles;
+mod housekeeping;
+mod ioctl;
+mod names;
+mod nodes;
+mod session;
+mod workers;
+
+pub use session::{Session, Settings};
+pub use workers::Workers;
+
+use ioctl::Direct;
+use nodes::Nodes;
+
+/// Threads for operations that wait. Each may hold a device queue's worth of requests; more threads would only wait longer.
+const GENERAL_THREADS: usize = 64;
+/// Threads that wait for the kernel.
+const INVALIDATION_THREADS: usize = 16;
+
+/// What the kernel keeps of files and may be told to let go of.
+trait KernelCache: Send + Sync {
+    /// Has the kernel write back what is dirty of a range of a file, and forget the range and the file's attributes. Waits
+    /// for both; must not be called where the kernel waits for an answer.
+    fn invalidate(&self, ino: u64, range: Range<u64>);
+}
+
+/// What the operations of one mount share.
+struct Front {
+    fs: Arc<Filesystem>,
+    nodes: Nodes,
+    general: Arc<Workers>,
+    invalidations: Arc<Workers>,
+    direct: Direct,
+    /// Set when the mount is there.
+    kernel: OnceLock<Box<dyn KernelCache>>,
+}
+
+impl Front {
+    /// Tries an operation here, and where it has to wait goes on with it on a thread that may.
+    fn attempt<T>(
+        self: &Arc<Self>,
+        mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,
+        done: impl FnOnce(Result<T, FsError>) + Send + 'static,
+    ) {
+        match attempt(&self.fs) {
+            Ok(result) => done(Ok(result)),
+            Err(Fail::Error(error)) => done(Err(error)),
+            Err(Fail::Stall(_)) => self.wait(move |fs| fs.wait(|| attempt(fs)), done),
+        }
+    }
+
+    /// Runs an operation on a thread that may wait.
+    fn wait<T>(
+        self: &Arc<Self>,
+        operation: impl FnOnce(&Arc<Filesystem>) -> Result<T, FsError> + Send + 'static,
+        done: impl FnOnce(Result<T, FsError>) + Send + 'static,
+    ) {
+        let fs = self.fs.clone();
+        self.general.run(move || done(operation(&fs)));
+    }
+
+    /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have. It does not run on a
+    /// thread that the kernel waits for where the kernel has to be asked.
+    fn written_back(self: &Arc<Self>, ino: u64, ranges: Vec<Range<u64>>, then: impl FnOnce() + Send + 'static) {
+        if !self.fs.is_mappable(ino) {
+            return then();
+        }
+        let front = self.clone();
+        self.invalidations.run(move || {
+            front.invalidate(ino, ranges);
+            then();
+        });
+    }
+
+    /// Has the kernel write back and forget ranges of a file.
+    fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>) {
+        if let Some(kernel) = self.kernel.get() {
+            ranges.into_iter().for_each(|range| kernel.invalidate(ino, range));
+        }
+    }
+
+    /// Removes an inode that is an orphan nobody has.
+    fn remove(self: &Arc<Self>, ino: u64) {
+        let front = self.clone();
+        let rest = move |fs: &Arc<Filesystem>| -> Result<(), FsError> {
+            while fs.wait(|| fs.reap_step(ino))? {}
+            Ok(())
+        };
+        let done = move |result: Result<(), FsError>| {
+            if let Err(error) = result {
+                // The next mount tries again.
+                tracing::warn!(ino, %error, "an inode without a name could not be removed");
+            }
+            front.nodes.removed(ino);
+        };
+        match self.fs.reap_step(ino) {
+            Ok(false) => done(Ok(())),
+            Err(Fail::Error(error)) => done(Err(error)),
+            Ok(true) | Err(Fail::Stall(_)) => self.wait(rest, done),
+        }
+    }
+}
+
+/// Who asks, and now.
+fn context(uid: u32, gid: u32) -> Context {
+    Context { uid, gid, now: system_time() }
+}

@@ -1,0 +1,227 @@
+//! Operations on names and attributes.
+
+use std::sync::Arc;
+
+use super::Front;
+use crate::error::{Attempt, Fail, FsError};
+use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
+
+/// Entries of a directory that are fetched at once.
+const BATCH: usize = 64;
+
+/// Where the entries of a directory go.
+pub(super) trait Listing: Send + 'static {
+    /// Whether entries are to come with their attributes.
+    const ATTRIBUTES: bool;
+
+    /// Takes an entry; false when there is no room for it.
+    fn add(&mut self, entry: &DirEntry, attributes: Option<&Attributes>) -> bool;
+}
+
+impl Front {
+    /// The node behind a name; none where there is none.
+    pub fn lookup(
+        self: &Arc<Self>,
+        parent: u64,
+        name: &[u8],
+        done: impl FnOnce(Result<Option<Attributes>, FsError>) + Send + 'static,
+    ) {
+        let (front, name) = (self.clone(), name.to_vec());
+        self.attempt(
+            move |fs| match fs.lookup(parent, &name) {
+                Err(Fail::Error(FsError::NotFound)) => Ok(None),
+                found => found.map(Some),
+            },
+            move |found| done(found.map(|found| found.filter(|found| front.nodes.look_up(found.ino)))),
+        );
+    }
+
+    /// The kernel has forgotten answers that gave it an inode.
+    pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
+        if self.nodes.forget(ino, lookups) {
+            self.remove(ino);
+        }
+    }
+
+    /// Creates a node; it is given to the kernel.
+    pub fn create(
+        self: &Arc<Self>,
+        context: Context,
+        parent: u64,
+        name: &[u8],
+        new: NewNode<'_>,
+        done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
+    ) {
+        let (front, name, target) = (self.clone(), name.to_vec(), new.target.to_vec());
+        let (mode, umask, rdev) = (new.mode, new.umask, new.rdev);
+        self.attempt(
+            move |fs| fs.create(&context, parent, &name, &NewNode { mode, umask, rdev, target: &target }),
+            move |created| done(front.given(created)),
+        );
+    }
+
+    /// Gives an inode another name; it is given to the kernel again.
+    pub fn link(
+        self: &Arc<Self>,
+        context: Context,
+        ino: u64,
+        parent: u64,
+        name: &[u8],
+        done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
+    ) {
+        let (front, name) = (self.clone(), name.to_vec());
+        self.attempt(
+            move |fs| fs.link(&context, ino, parent, &name),
+            move |linked| {
+                if linked.is_ok() {
+                    front.nodes.named(ino);
+                }
+                done(front.given(linked));
+            },
+        );
+    }
+
+    /// Counts a node that is about to be given to the kernel.
+    fn given(&self, node: Result<Attributes, FsError>) -> Result<Attributes, FsError> {
+        node.and_then(|node| if self.nodes.look_up(node.ino) { Ok(node) } else { Err(FsError::NotFound) })
+    }
+
+    /// Removes a name of anything but a directory.
+    pub fn unlink(
+        self: &Arc<Self>,
+        context: Context,
+        parent: u64,
+        name: &[u8],
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        let (front, name) = (self.clone(), name.to_vec());
+        self.attempt(move |fs| fs.unlink(&context, parent, &name), move |orphan| done(front.orphaned(orphan)));
+    }
+
+    /// Removes an empty directory.
+    pub fn rmdir(
+        self: &Arc<Self>,
+        context: Context,
+        parent: u64,
+        name: &[u8],
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        let (front, name) = (self.clone(), name.to_vec());
+        self.attempt(move |fs| fs.rmdir(&context, parent, &name).map(Some), move |orphan| done(front.orphaned(orphan)));
+    }
+
+    /// Renames.
+    pub fn rename(
+        self: &Arc<Self>,
+        context: Context,
+        from: (u64, &[u8]),
+        to: (u64, &[u8]),
+        mode: RenameMode,
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        let (front, from, to) = (self.clone(), (from.0, from.1.to_vec()), (to.0, to.1.to_vec()));
+        self.attempt(
+            move |fs| fs.rename(&context, (from.0, &from.1), (to.0, &to.1), mode),
+            move |orphan| done(front.orphaned(orphan)),
+        );
+    }
+
+    /// Notes the inode that lost its last name.
+    fn orphaned(self: &Arc<Self>, orphan: Result<Option<u64>, FsError>) -> Result<(), FsError> {
+        if let Some(ino) = orphan?
+            && self.nodes.orphaned(ino)
+        {
+            self.remove(ino);
+        }
+        Ok(())
+    }
+
+    /// Attributes of an inode.
+    pub fn attributes(self: &Arc<Self>, ino: u64, done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static) {
+        self.attempt(move |fs| fs.attributes(ino), done);
+    }
+
+    /// Changes attributes, the size first.
+    pub fn set_attributes(
+        self: &Arc<Self>,
+        context: Context,
+        ino: u64,
+        size: Option<u64>,
+        set: SetAttributes,
+        done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
+    ) {
+        let SetAttributes { mode, uid, gid, atime, mtime } = set;
+        let others = mode.or(uid).or(gid).is_some() || atime.or(mtime).is_some();
+        match size {
+            // Freeing what a file had beyond its size can take long.
+            Some(size) => self.wait(
+                move |fs| {
+                    let resized = fs.wait(|| fs.set_size(&context, ino, size))?;
+                    if others { fs.wait(|| fs.set_attributes(&context, ino, &set)) } else { Ok(resized) }
+                },
+                done,
+            ),
+            None if others => self.attempt(move |fs| fs.set_attributes(&context, ino, &set), done),
+            None => self.attributes(ino, done),
+        }
+    }
+
+    /// Fills a listing with the entries of a directory after `cookie`. Those that come with attributes are given to the kernel,
+    /// but for `.` and `..`.
+    pub fn read_dir<L: Listing>(
+        self: &Arc<Self>,
+        dir: u64,
+        cookie: u64,
+        listing: L,
+        done: impl FnOnce(L, Result<(), FsError>) + Send + 'static,
+    ) {
+        let mut reading = Reading { front: self.clone(), dir, cookie, listing };
+        match reading.fill() {
+            Ok(()) => done(reading.listing, Ok(())),
+            Err(Fail::Error(error)) => done(reading.listing, Err(error)),
+            Err(Fail::Stall(_)) => self.general.run(move || {
+                let fs = reading.front.fs.clone();
+                let filled = fs.wait(|| reading.fill());
+                done(reading.listing, filled);
+            }),
+        }
+    }
+}
+
+/// A directory being read, as far as it has been.
+struct Reading<L> {
+    front: Arc<Front>,
+    dir: u64,
+    /// Of the last entry that is in the listing.
+    cookie: u64,
+    listing: L,
+}
+
+impl<L: Listing> Reading<L> {
+    /// Goes on until the listing is full or the directory at its end.
+    fn fill(&mut self) -> Attempt<()> {
+        let fs = &self.front.fs;
+        loop {
+            let entries = fs.read_dir(self.dir, self.cookie, BATCH)?;
+            if entries.is_empty() {
+                return Ok(());
+            }
+            for entry in &entries {
+                let attributes = if L::ATTRIBUTES { Some(fs.attributes(entry.ino)?) } else { None };
+                // Counted first: the listing cannot take an entry back.
+                let counted = L::ATTRIBUTES && !matches!(&entry.name[..], b"." | b"..");
+                if counted && !self.front.nodes.look_up(entry.ino) {
+                    self.cookie = entry.cookie;
+                    continue;
+                }
+                if !self.listing.add(entry, attributes.as_ref()) {
+                    if counted {
+                        self.front.forget(entry.ino, 1);
+                    }
+                    return Ok(());
+                }
+                self.cookie = entry.cookie;
+            }
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Threads for what a loop of the transport must not do: wait.
+//!
+//! There are three pools, so that no task waits for another of its own pool. Threads of a later one may wait for those of an
+//! earlier one, never the other way round:
+//! 1. *completions*: ends what I/O began. Waits for the journal, never for a file or for room in the write buffer.
+//! 2. *general*: operations that stalled. May wait for anything inside the filesystem.
+//! 3. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a write.
+
+use std::collections::VecDeque;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::data::Spawn;
+
+/// How long a thread beyond the first waits for another task before it ends.
+const LINGER: Duration = Duration::from_secs(10);
+
+type Task = Box<dyn FnOnce() + Send>;
+
+/// A pool of threads: one always there, more while there is work for them.
+pub struct Workers {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    name: &'static str,
+    limit: usize,
+    state: Mutex<State>,
+    /// There is a task, or the pool ends.
+    work: Condvar,
+    /// A thread ended.
+    left: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    tasks: VecDeque<Task>,
+    threads: usize,
+    idle: usize,
+    ending: bool,
+}
+
+impl Workers {
+    /// A pool of at most `limit` threads.
+    ///
+    /// # Errors
+    /// If the system has no thread to give.
+    pub fn new(name: &'static str, limit: usize) -> io::Result<Arc<Workers>> {
+        let shared = Shared { name, limit, state: Mutex::default(), work: Condvar::new(), left: Condvar::new() };
+        let workers = Workers { shared: Arc::new(shared) };
+        workers.shared.state.lock().threads = 1;
+        Shared::start(&workers.shared)?;
+        Ok(Arc::new(workers))
+    }
+
+    /// Runs a task on a thread of the pool, in the order in which tasks come as long as there are fewer threads than tasks.
+    pub fn run(&self, task: impl FnOnce() + Send + 'static) {
+        self.spawn(Box::new(task));
+    }
+
+    /// Waits until all tasks are done, and ends the threads. Tasks that come later are dropped.
+    pub fn end(&self) {
+        let mut state = self.shared.state.lock();
+        state.ending = true;
+        self.shared.work.notify_all();
+        while state.threads > 0 {
+            self.shared.left.wait(&mut state);
+        }
+        state.tasks.clear();
+    }
+}
+
+impl Spawn for Workers {
+    fn spawn(&self, task: Task) {
+        let mut state = self.shared.state.lock();
+        state.tasks.push_back(task);
+        let wanted = state.tasks.len() > state.idle && state.threads < self.shared.limit;
+        state.threads += usize::from(wanted);
+        drop(state);
+        self.shared.work.notify_one();
+        if wanted && let Err(error) = Shared::start(&self.shared) {
+            // The threads there are will come to the task.
+            self.shared.state.lock().threads -= 1;
+            tracing::warn!(pool = self.shared.name, %error, "no thread to be had");
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Shared {
+    fn start(shared: &Arc<Shared>) -> io::Result<()> {
+        let worker = shared.clone();
+        thread::Builder::new().name(shared.name.into()).spawn(move || worker.work()).map(drop)
+    }
+
+    fn work(&self) {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(task) = state.tasks.pop_front() {
+                drop(state);
+                // What a task that panics was doing to the volume is unknown: nothing of it may reach the device.
+                if catch_unwind(AssertUnwindSafe(task)).is_err() {
+                    std::process::abort();
+                }
+                state = self.state.lock();
+                continue;
+            }
+            if state.ending {
+                break;
+            }
+            state.idle += 1;
+            let late = self.work.wait_for(&mut state, LINGER).timed_out();
+            state.idle -= 1;
+            if late && state.tasks.is_empty() && state.threads > 1 {
+                break;
+            }
+        }
+        state.threads -= 1;
+        self.left.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn tasks_that_wait_for_each_other_run_at_once_up_to_the_limit() {
+        let workers = Workers::new("test", 3).unwrap();
+        let barrier = Arc::new(std::sync::Barrier::new(3));
+        let (sender, receiver) = mpsc::channel();
+        for _ in 0..3 {
+            let (barrier, sender) = (barrier.clone(), sender.clone());
+            workers.run(move || {
+                barrier.wait();
+                sender.send(()).unwrap();
+            });
+        }
+        for _ in 0..3 {
+            receiver.recv_timeout(Duration::from_secs(10)).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_end_waits_for_what_was_begun() {
+        let workers = Workers::new("test", 2).unwrap();
+        let done = Arc::new(AtomicUsize::new(0));
+        for _ in 0..50 {
+            let done = done.clone();
+            workers.run(move || {
+                thread::sleep(Duration::from_millis(1));
+                done.fetch_add(1, Ordering::Relaxed);
+            });
+        }
+        workers.end();
+        assert_eq!(done.load(Ordering::Relaxed), 50);
+    }
+}
