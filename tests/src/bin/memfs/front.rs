@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use fuser::{
-    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, KernelConfig, LockOwner,
-    OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
-    ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, KernelConfig, LockOwner, OpenFlags,
+    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyOpen,
+    ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use parking_lot::RwLock;
 
@@ -335,14 +335,14 @@ impl Filesystem for MemFs {
         {
             self.store.set_len(&inode, chunks, 0);
         }
-        reply.opened(FileHandle(0), settings::OPENED);
+        reply.opened(FileHandle(0), settings::opened(flags.0));
     }
 
-    fn create(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, _flags: i32, reply: ReplyCreate) {
+    fn create(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
         let body = Body::File(RwLock::default());
         let new = New { kind: FileType::RegularFile, mode: mode & !umask, device: 0, body };
         match self.add(req, parent, name, new) {
-            Ok(attributes) => reply.created(&settings::LIFETIME, &attributes, GENERATION, FileHandle(0), settings::OPENED),
+            Ok(attributes) => reply.created(&settings::LIFETIME, &attributes, GENERATION, FileHandle(0), settings::opened(flags)),
             Err(error) => reply.error(error),
         }
     }
@@ -400,7 +400,12 @@ impl Filesystem for MemFs {
     }
 
     fn opendir(&self, _req: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_CACHE_DIR);
+        // A folder needs no handle: the kernel stops asking.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn flush(&self, _req: &Request, _ino: INodeNo, _fh: FileHandle, _lock_owner: LockOwner, reply: ReplyEmpty) {
+        reply.ok();
     }
 
     fn readdir(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {

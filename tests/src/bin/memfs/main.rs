@@ -20,14 +20,15 @@ use clap::Parser;
 struct Arguments {
     /// Where to mount.
     mount_point: PathBuf,
-    /// FUSE loops.
-    #[arg(long, default_value_t = 4)]
-    threads: usize,
+    /// FUSE loops [default: as many as there are processors, from 2 to 16]
+    #[arg(long)]
+    threads: Option<usize>,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match fuser::mount(front::MemFs::new(), &arguments.mount_point, &settings::session(arguments.threads)) {
+    let threads = arguments.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
+    match fuser::mount(front::MemFs::new(), &arguments.mount_point, &settings::session(threads)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("memfs: {}: {error}", arguments.mount_point.display());

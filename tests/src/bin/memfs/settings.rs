@@ -1,4 +1,4 @@
-//! The settings of the FUSE transport, those of the daemon's own front end, so that the two differ in what answers the
+//! The settings of the FUSE transport: those of the daemon, in `fs/src/front/fuse.rs`, so that the two differ in what answers the
 //! requests and in nothing else.
 
 use std::time::{Duration, SystemTime};
@@ -10,9 +10,11 @@ pub const LIFETIME: Duration = Duration::from_secs(3600);
 /// The largest request.
 const MAX_WRITE: u32 = 1 << 20;
 
-/// What an opened file may do.
-pub const OPENED: FopenFlags =
-    FopenFlags::FOPEN_KEEP_CACHE.union(FopenFlags::FOPEN_NOFLUSH).union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
+/// What the kernel may do with an opened file. Closing one that was written is announced, so that an error can be reported.
+pub fn opened(flags: i32) -> FopenFlags {
+    let always = FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
+    if flags & libc::O_ACCMODE == libc::O_RDONLY { always | FopenFlags::FOPEN_NOFLUSH } else { always }
+}
 
 /// Attributes of inode 0, for the answer that there is nothing of a name.
 pub const NOTHING: FileAttr = FileAttr {
@@ -51,13 +53,18 @@ pub fn session(threads: usize) -> Config {
 
 /// What is agreed with the kernel when the session starts.
 pub fn negotiate(config: &mut KernelConfig) {
-    let wanted = InitFlags::FUSE_ATOMIC_O_TRUNC
-        | InitFlags::FUSE_PARALLEL_DIROPS
-        | InitFlags::FUSE_DO_READDIRPLUS
+    let wanted = InitFlags::FUSE_DO_READDIRPLUS
         | InitFlags::FUSE_READDIRPLUS_AUTO
+        | InitFlags::FUSE_PARALLEL_DIROPS
         | InitFlags::FUSE_ASYNC_DIO
         | InitFlags::FUSE_CACHE_SYMLINKS
-        | InitFlags::FUSE_HANDLE_KILLPRIV;
+        | InitFlags::FUSE_MAX_PAGES
+        | InitFlags::FUSE_POSIX_ACL
+        | InitFlags::FUSE_DONT_MASK
+        | InitFlags::FUSE_ATOMIC_O_TRUNC
+        | InitFlags::FUSE_HAS_IOCTL_DIR
+        | InitFlags::FUSE_EXPLICIT_INVAL_DATA
+        | InitFlags::FUSE_NO_OPENDIR_SUPPORT;
     // What an older kernel lacks is left out.
     let _ = config.add_capabilities(wanted & config.capabilities());
     let _ = config.set_max_write(MAX_WRITE);

@@ -298,7 +298,7 @@ impl Inode {
             uid: state.uid,
             gid: state.gid,
             rdev: self.device,
-            blksize: 4096,
+            blksize: 64 << 10,
             flags: 0,
         }
     }
