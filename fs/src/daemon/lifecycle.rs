@@ -3,7 +3,7 @@
 //! | stage    | SIGTERM, SIGINT, SIGHUP                                                                       |
 //! | -------- | --------------------------------------------------------------------------------------------- |
 //! | starting | end at once; nothing is mounted, and the volume recovers from this like from a crash          |
-//! | live     | unmount; if files are open, detach from the directory tree and give their owners a moment     |
+//! | live     | unmount; if that fails because the mount is in use, try for a moment, then cut off its users  |
 //! | ended    | nothing: the volume is being written down, which is what the signal asks for                  |
 //!
 //! The signals are blocked in every thread and taken by one of their own, so that they interrupt nothing.
@@ -14,7 +14,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
@@ -22,14 +23,15 @@ use super::background::Report;
 use super::error::MountError;
 use super::unmount::release;
 
-/// How long files may stay open after a signal before they are cut off.
+/// How long a mount in use may stay after a signal before it is cut off.
 const GRACE: Duration = Duration::from_secs(5);
+/// Time between two attempts to unmount.
+const GRACE_POLL: Duration = Duration::from_millis(50);
 
 /// Where a mount is in its life.
 pub struct Lifecycle {
     device: String,
     stage: Mutex<Stage>,
-    changed: Condvar,
 }
 
 enum Stage {
@@ -37,19 +39,8 @@ enum Stage {
     Starting(Report),
     /// Mounted on this directory.
     Live(PathBuf),
-    /// A signal came: what is still open at this time is cut off.
-    Stopping(Instant),
-    /// The kernel has let go of the mount.
+    /// The kernel has let go of the mount, or is about to.
     Ended,
-}
-
-/// How a live mount ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    /// The kernel has let go of it.
-    Unmounted,
-    /// After a signal, with files still open.
-    CutOff,
 }
 
 impl Lifecycle {
@@ -61,8 +52,7 @@ impl Lifecycle {
         let system = |what: &str, error: &dyn ToString| MountError::System(format!("{what}: {}", error.to_string()));
         let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
         signals.thread_block().map_err(|error| system("blocking signals", &error))?;
-        let lifecycle =
-            Arc::new(Self { device: device.to_owned(), stage: Mutex::new(Stage::Starting(report)), changed: Condvar::new() });
+        let lifecycle = Arc::new(Self { device: device.to_owned(), stage: Mutex::new(Stage::Starting(report)) });
         let shared = Arc::clone(&lifecycle);
         thread::Builder::new()
             .name("signals".to_owned())
@@ -78,15 +68,15 @@ impl Lifecycle {
     /// Mounts on `dir` by calling `mount`, and tells the caller who waits that the mount is live. A signal in between waits.
     ///
     /// # Errors
-    /// What `mount` returns, or that nobody waits any longer; then the session just made must be dropped.
+    /// What `mount` returns.
     pub fn go_live<S>(&self, dir: &Path, mount: impl FnOnce() -> Result<S, MountError>) -> Result<S, MountError> {
         let mut stage = self.stage.lock();
         let session = mount()?;
         if let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Live(dir.to_owned()))
-            && report.live().is_err()
+            && let Err(error) = report.live()
         {
-            *stage = Stage::Ended;
-            return Err(MountError::Interrupted);
+            tracing::warn!("{}: nobody waits for this mount any more ({error}): unmounting", dir.display());
+            release(dir, UnmountFlags::DETACH).map_err(|error| MountError::Failed(format!("unmounting: {error}")))?;
         }
         Ok(session)
     }
@@ -94,23 +84,6 @@ impl Lifecycle {
     /// To be called when the kernel has let go of the mount.
     pub fn ended(&self) {
         *self.stage.lock() = Stage::Ended;
-        self.changed.notify_all();
-    }
-
-    /// Waits until a live mount ends.
-    pub fn wait(&self) -> End {
-        let mut stage = self.stage.lock();
-        loop {
-            match *stage {
-                Stage::Ended => return End::Unmounted,
-                Stage::Stopping(until) => {
-                    if self.changed.wait_until(&mut stage, until).timed_out() && matches!(*stage, Stage::Stopping(_)) {
-                        return End::CutOff;
-                    }
-                }
-                _ => self.changed.wait(&mut stage),
-            }
-        }
     }
 
     /// Says why it went wrong: to the caller while there is one, later to the log.
@@ -123,33 +96,50 @@ impl Lifecycle {
 
     fn stop(&self, signal: Signal) {
         let mut stage = self.stage.lock();
-        match std::mem::replace(&mut *stage, Stage::Ended) {
-            Stage::Starting(report) => {
+        match &*stage {
+            Stage::Starting(_) => {
+                let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Ended) else { unreachable!("just seen") };
                 let error = MountError::Interrupted;
                 report.failed(&self.device, &error);
                 std::process::exit(error.exit_code().into());
             }
             Stage::Live(dir) => {
+                let dir = dir.clone();
+                drop(stage);
                 tracing::info!("{signal}: unmounting {}", dir.display());
-                detach(&dir);
-                *stage = Stage::Stopping(Instant::now() + GRACE);
+                if let Err(error) = self.unmount(&dir) {
+                    tracing::error!("{}: unmounting: {error}", dir.display());
+                }
             }
-            other => *stage = other,
+            Stage::Ended => {}
         }
-        self.changed.notify_all();
     }
-}
 
-/// Takes the mount out of the directory tree, whether or not files on it are open.
-fn detach(dir: &Path) {
-    let result = match release(dir, UnmountFlags::empty()) {
-        Err(Errno::BUSY) => {
-            tracing::warn!("{}: in use; what is open there is cut off in {} seconds", dir.display(), GRACE.as_secs());
-            release(dir, UnmountFlags::DETACH)
+    /// Unmounts, and cuts off whoever uses the mount for longer than [`GRACE`].
+    fn unmount(&self, dir: &Path) -> rustix::io::Result<()> {
+        let until = Instant::now() + GRACE;
+        let mut warned = false;
+        while let Err(error) = release(dir, UnmountFlags::empty()) {
+            if matches!(*self.stage.lock(), Stage::Ended) {
+                return Ok(());
+            }
+            if error != Errno::BUSY {
+                return Err(error);
+            }
+            if Instant::now() > until {
+                tracing::warn!("{}: still in use: cutting off what is open", dir.display());
+                // What is dirty in shared mappings goes to the daemon while it can still be reached.
+                let root = rustix::fs::open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+                rustix::fs::syncfs(&root)?;
+                drop(root);
+                return release(dir, UnmountFlags::FORCE | UnmountFlags::DETACH);
+            }
+            if !warned {
+                tracing::warn!("{}: in use; what is open there is cut off in {} seconds", dir.display(), GRACE.as_secs());
+                warned = true;
+            }
+            thread::sleep(GRACE_POLL);
         }
-        result => result,
-    };
-    if let Err(error) = result {
-        tracing::error!("{}: unmounting: {error}", dir.display());
+        Ok(())
     }
 }

@@ -1,49 +1,73 @@
 //! The one place where the mount program, the engine and the FUSE front end meet.
 
+use std::path::Path;
 use std::sync::Arc;
-use std::thread;
 
-use gpunvme_blockdev::{BlockDevice, OpenMode};
+use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
+use gpunvme_layout::Corrupt;
 
 use super::claim::{claim, reason};
 use super::error::MountError;
-use super::lifecycle::{End, Lifecycle};
+use super::lifecycle::Lifecycle;
 use super::options::Options;
 use super::{mount_point, readahead, release_dead_mounts};
-use crate::front::Session;
-use crate::volume::Volume;
+use crate::data::{self, Filesystem};
+use crate::error::FsError;
+use crate::front::{self, Session, Workers};
+use crate::volume::VolumeOptions;
+
+/// Threads that end what I/O began.
+const COMPLETION_THREADS: usize = 8;
 
 /// Serves one mount from the opening of the device until the volume is written down again.
 ///
 /// # Errors
 /// Why there is no mount; or, after the mount was live, why the volume could not be written down.
-pub fn serve(options: &Options, lifecycle: &Arc<Lifecycle>) -> Result<(), MountError> {
-    let failed = |error: &dyn ToString| MountError::Failed(reason(&options.device, &error.to_string()));
-    let device = open(options, !options.settings.read_only)?;
+pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError> {
+    let settings = &options.settings;
+    let device = open(options, if settings.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite })?;
     release_dead_mounts(&options.device);
     let dir = mount_point(&options.dir)?;
 
-    let volume = Volume::mount(device, options).map_err(|error| failed(&error))?;
+    let completions = Workers::new("completion", COMPLETION_THREADS)
+        .map_err(|error| MountError::System(format!("starting a thread: {error}")))?;
+    let fs = open_filesystem(device, options, completions).map_err(|error| failed(options, &error))?;
+    let front = front::Settings {
+        source: options.device.clone(),
+        allow_other: settings.allow_other,
+        read_only: settings.read_only,
+        flags: options.flags,
+        loops: settings.threads,
+        commit: settings.commit,
+    };
     let session = lifecycle.go_live(&dir, || {
-        let session = Session::mount(Arc::clone(&volume), &dir, options).map_err(|error| failed(&error))?;
+        let session = Session::mount(Arc::clone(&fs), &dir, &front).map_err(|error| cannot_mount(&dir, &error))?;
         readahead::raise(&dir);
         Ok(session)
     })?;
     tracing::info!("{} mounted on {}", options.device, dir.display());
 
-    let ended = Arc::clone(lifecycle);
-    thread::spawn(move || {
-        if let Err(error) = session.join() {
-            tracing::error!("FUSE session: {error}");
-        }
-        ended.ended();
-    });
-    if lifecycle.wait() == End::CutOff {
-        tracing::warn!("{}: files that were open are cut off", dir.display());
+    if let Err(error) = session.join() {
+        tracing::error!("{}: the kernel's requests cannot be had: {error}", dir.display());
     }
-    volume.unmount().map_err(|error| failed(&error))?;
-    tracing::info!("{} is clean", options.device);
+    lifecycle.ended();
+    session.end().and_then(|()| fs.close()).map_err(|error| failed(options, &error))?;
+    tracing::info!("{} unmounted", options.device);
     Ok(())
+}
+
+fn open_filesystem(
+    device: Arc<dyn BlockDevice>,
+    options: &Options,
+    completions: Arc<Workers>,
+) -> Result<Arc<Filesystem>, FsError> {
+    let settings = &options.settings;
+    let io = Io::threaded(device, settings.threads)?;
+    let options = data::Options {
+        volume: VolumeOptions { read_only: settings.read_only, cache: settings.cache as usize },
+        write_buffer: settings.write_buffer as usize,
+    };
+    Filesystem::open(io, options, completions)
 }
 
 /// Checks what a mount would need, without mounting.
@@ -51,16 +75,36 @@ pub fn serve(options: &Options, lifecycle: &Arc<Lifecycle>) -> Result<(), MountE
 /// # Errors
 /// Why the mount would fail.
 pub fn check(options: &Options) -> Result<(), MountError> {
-    let device = open(options, false)?;
+    let device = open(options, OpenMode::ReadOnly)?;
     mount_point(&options.dir)?;
     match crate::probe(&device) {
         Ok(Some(_)) => Ok(()),
-        Ok(None) => Err(MountError::Failed("no gpunvme volume: format it with mkfs.gpunvme".to_owned())),
-        Err(error) => Err(MountError::Failed(reason(&options.device, &error))),
+        Ok(None) => Err(MountError::Failed("no gpunvme filesystem is here: mkfs.gpunvme makes one".to_owned())),
+        Err(error) => Err(failed(options, &error)),
     }
 }
 
-fn open(options: &Options, write: bool) -> Result<Arc<dyn BlockDevice>, MountError> {
-    let mode = if write { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
+fn open(options: &Options, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, MountError> {
     claim(&options.device, mode).map_err(|error| MountError::Failed(error.to_string()))
+}
+
+/// The engine's errors in the words of somebody who mounts.
+fn failed(options: &Options, error: &FsError) -> MountError {
+    MountError::Failed(match error {
+        FsError::Corrupt(Corrupt::Superblock(why)) => why.clone(),
+        error => reason(&options.device, error),
+    })
+}
+
+/// Why FUSE did not mount.
+fn cannot_mount(dir: &Path, error: &std::io::Error) -> MountError {
+    let text = error.to_string();
+    let hint = if !Path::new("/dev/fuse").exists() {
+        "; /dev/fuse is missing: load the kernel module with `modprobe fuse`"
+    } else if !rustix::process::geteuid().is_root() {
+        "; users other than root need access to /dev/fuse and the program fusermount3"
+    } else {
+        ""
+    };
+    MountError::Failed(format!("mount point {}: {}{hint}", dir.display(), text.trim()))
 }

@@ -65,13 +65,22 @@ impl Arguments {
     }
 }
 
-/// Unmounts `dir`, with the help of fusermount3 where only root may.
+/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, which knows no [`UnmountFlags::FORCE`]: who has
+/// files open then keeps them, and the daemon, until they are closed.
 pub(super) fn release(dir: &Path, flags: UnmountFlags) -> rustix::io::Result<()> {
     match unmount(dir, flags) {
-        Err(Errno::PERM) => match Command::new("fusermount3").args(["-u", "-q", "-z", "--"]).arg(dir).status() {
-            Ok(status) if status.success() => Ok(()),
-            _ => Err(Errno::PERM),
-        },
+        Err(Errno::PERM) => {
+            let mut helper = Command::new("fusermount3");
+            helper.args(["-u", "-q"]);
+            if flags.contains(UnmountFlags::DETACH) {
+                helper.arg("-z");
+            }
+            match helper.arg("--").arg(dir).status() {
+                Ok(status) if status.success() => Ok(()),
+                Ok(_) => Err(Errno::BUSY),
+                Err(_) => Err(Errno::PERM),
+            }
+        }
         result => result,
     }
 }
