@@ -1,0 +1,196 @@
+//! Power cuts at every point of random workloads, with any subset of the writes that were not flushed lost or torn, and
+//! again during recovery. After each, the volume has to open by itself, the checker has to find nothing, the names have to
+//! be those between two operations that followed the last commit, files that were synced and not touched since have to be
+//! whole, and nothing may show what was on the device before.
+//!
+//! `CRASH_SECONDS` sets the time budget (20 by default), `CRASH_SEED` replays one seed from its start.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{Model, Node, Pair, ROOT, Random, assert_sound, make, open};
+use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice, Recorder};
+use gpunvme_fs::Filesystem;
+use gpunvme_layout::FileType;
+
+const BYTES: u64 = 32 << 20;
+const STEPS: usize = 120;
+/// What the device holds before it is formatted: nobody may ever read it through a file.
+const POISON: &[u8; 16] = b"*what was there*";
+
+/// Every name with its inode, by directory: what a crash must leave as it was between two operations.
+type Names = BTreeMap<u64, BTreeMap<Vec<u8>, u64>>;
+
+fn names(model: &Model) -> Names {
+    let dirs = model.nodes.iter().filter_map(|(ino, n)| if let Node::Dir(e) = n { Some((*ino, e.clone())) } else { None });
+    dirs.collect()
+}
+
+/// The names that a filesystem has, and its files.
+fn walk(fs: &Arc<Filesystem>) -> (Names, Vec<u64>) {
+    let (mut found, mut files, mut todo) = (Names::new(), Vec::new(), vec![ROOT]);
+    while let Some(dir) = todo.pop() {
+        let entries = fs.wait(|| fs.read_dir(dir, 2, usize::MAX)).expect("a sound volume can be read");
+        for entry in &entries {
+            match entry.file_type {
+                FileType::Directory => todo.push(entry.ino),
+                FileType::Regular => files.push(entry.ino),
+                _ => {}
+            }
+        }
+        found.insert(dir, entries.into_iter().map(|e| (e.name, e.ino)).collect());
+    }
+    files.sort_unstable();
+    files.dedup();
+    (found, files)
+}
+
+/// What was promised at a point of the log.
+struct Promise {
+    /// Events of the log when the promise was given.
+    position: usize,
+    /// Steps done then.
+    step: usize,
+    /// Content of files that were on the device then.
+    files: BTreeMap<u64, Vec<u8>>,
+}
+
+struct Run {
+    /// Names after each step.
+    history: Vec<Names>,
+    /// Events of the log before each step began.
+    began: Vec<usize>,
+    /// Step that last changed a file.
+    changed: BTreeMap<u64, Vec<usize>>,
+    promises: Vec<Promise>,
+}
+
+fn poisoned() -> Image {
+    let mut image = Image::new(BYTES);
+    let block: Vec<u8> = POISON.iter().copied().cycle().take(1 << 20).collect();
+    for at in (0..BYTES).step_by(block.len()) {
+        image.write_at(at, &block);
+    }
+    image
+}
+
+/// Runs a workload on a recorder, and notes what it was promised.
+fn work(recorder: &Arc<Recorder>, random: &mut Random) -> (usize, Run) {
+    let device: Arc<dyn BlockDevice> = recorder.clone();
+    make(&device);
+    let mut pair = Pair::new(open(&device).expect("a new volume can be opened"));
+    pair.reach = 400_000;
+    let start = recorder.position();
+    let mut run = Run { history: vec![names(&pair.model)], began: Vec::new(), changed: BTreeMap::new(), promises: Vec::new() };
+    run.promises.push(Promise { position: start, step: 0, files: BTreeMap::new() });
+    for step in 0..STEPS {
+        run.began.push(recorder.position());
+        let before = pair.model.clone();
+        pair.step(random);
+        for (ino, node) in &pair.model.nodes {
+            if matches!(node, Node::File(_)) && before.nodes.get(ino) != Some(node) {
+                run.changed.entry(*ino).or_default().push(step);
+            }
+        }
+        if random.below(8) == 0 {
+            pair.fs.flush_all().expect("nothing fails");
+            pair.fs.commit().expect("nothing fails");
+            let files = pair.model.nodes.iter().filter_map(|(i, n)| if let Node::File(c) = n { Some((*i, c.clone())) } else { None });
+            run.promises.push(Promise { position: recorder.position(), step: step + 1, files: files.collect() });
+        }
+        run.history.push(names(&pair.model));
+    }
+    (start, run)
+}
+
+/// Opens the volume after a crash and holds it to what was promised.
+fn verify(image: Image, cut: usize, run: &Run, what: &str) {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
+    let fs = open(&device).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_sound(&fs, what);
+    let (found, files) = walk(&fs);
+    let promise = run.promises.iter().rev().find(|p| p.position <= cut).expect("the first one holds from the start");
+    let last = run.began.iter().filter(|began| **began < cut).count();
+    let possible = &run.history[promise.step..=last.max(promise.step)];
+    assert!(possible.contains(&found), "{what}: names are of no moment since step {}: {found:?}", promise.step);
+    for (ino, content) in &promise.files {
+        let touched = run.changed.get(ino).is_some_and(|steps| steps.iter().any(|s| *s >= promise.step && *s < last));
+        if files.contains(ino) && !touched {
+            let read = fs.read(*ino, 0, content.len() + 1).expect("a sound volume can be read");
+            assert!(read == *content, "{what}: inode {ino} was synced and is not whole ({} bytes of {})", read.len(), content.len());
+        }
+    }
+    for ino in files {
+        let size = fs.wait(|| fs.attributes(ino)).expect("it was listed").inode.size;
+        let read = fs.read(ino, 0, size as usize).expect("a sound volume can be read");
+        assert!(!read.windows(POISON.len()).any(|w| w == POISON), "{what}: inode {ino} shows what was on the device before");
+    }
+    // It has to be usable, too, and close.
+    fs.close().expect("a recovered volume can be closed");
+}
+
+/// One way of losing writes.
+fn survives(mode: u64, random: &mut Random) -> impl FnMut(usize, u64) -> bool + '_ {
+    let mut whole: BTreeMap<usize, bool> = BTreeMap::new();
+    move |event, _sector| match mode {
+        0 => false,
+        1 => true,
+        2 => *whole.entry(event).or_insert_with(|| random.below(2) == 0),
+        _ => random.below(2) == 0,
+    }
+}
+
+fn crash(seed: u64, deadline: Instant) -> u64 {
+    let mut random = Random(seed);
+    let recorder = Recorder::new(poisoned());
+    let (start, run) = work(&recorder, &mut random);
+    let log = recorder.log();
+    let cuts: Vec<usize> = log.cuts().filter(|cut| *cut >= start).collect();
+    let mut power_cuts = log.power_cuts();
+    let mut states = 0;
+    for cut in cuts {
+        for mode in 0..4 {
+            if Instant::now() > deadline {
+                return states;
+            }
+            let image = power_cuts.image(cut, survives(mode, &mut random));
+            let what = format!("CRASH_SEED={seed} cut {cut} mode {mode}");
+            if random.below(10) == 0 {
+                // Power fails again while the volume recovers.
+                let again = Recorder::new(image.clone());
+                let device: Arc<dyn BlockDevice> = again.clone();
+                open(&device).unwrap_or_else(|error| panic!("{what}: {error}"));
+                let log = again.log();
+                let cuts: Vec<usize> = log.cuts().collect();
+                let second = cuts[random.below(cuts.len() as u64) as usize];
+                let image = log.power_cuts().image(second, survives(mode, &mut random));
+                verify(image, cut, &run, &format!("{what}, then at {second} of recovery"));
+                states += 1;
+            }
+            verify(image, cut, &run, &what);
+            states += 1;
+        }
+    }
+    states
+}
+
+#[test]
+fn a_power_cut_anywhere_leaves_a_sound_volume_with_everything_that_was_promised() {
+    let number = |name: &str| std::env::var(name).ok().map(|v| v.parse::<u64>().expect("a number"));
+    let deadline = Instant::now() + Duration::from_secs(number("CRASH_SECONDS").unwrap_or(20));
+    let (mut states, mut seeds) = (0, 0);
+    match number("CRASH_SEED") {
+        Some(seed) => states += crash(seed, deadline),
+        None => {
+            while Instant::now() < deadline {
+                states += crash(seeds, deadline);
+                seeds += 1;
+            }
+        }
+    }
+    println!("{states} states after power cuts, {seeds} workloads");
+    assert!(states > 0);
+}
