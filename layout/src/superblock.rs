@@ -94,7 +94,7 @@ impl Superblock {
         let bytes = block.bytes();
         let fail = |message: String| Err(Corrupt::Superblock(message));
         if !Self::recognize(bytes) {
-            return fail("no gpunvme filesystem is here".into());
+            return fail("no gpunvme filesystem is here: mkfs.gpunvme makes one".into());
         }
         block.verify_content(address)?;
         block.expect(BlockKind::Superblock)?;
