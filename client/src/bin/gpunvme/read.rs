@@ -95,7 +95,7 @@ fn open(path: &Path) -> Result<Box<dyn Write>, Failure> {
 pub fn buffers(file: &File, len: u64) -> Result<Vec<Registered>, Error> {
     let mount = file.mount()?;
     // One block more, for where the first part begins in its block.
-    let size = len.saturating_add(BLOCK).next_multiple_of(BLOCK).min(PART);
+    let size = (len.min(PART) + BLOCK).next_multiple_of(BLOCK).min(PART);
     let count = if size == PART { 2 } else { 1 };
     (0..count).map(|_| mount.register(Buffer::memfd(size as usize)?)).collect()
 }
