@@ -210,7 +210,7 @@ fn what_is_no_volume_or_a_newer_one_is_refused_by_name() {
 
     let readable = Image::formatted_with(64 << 20);
     change_superblocks(&readable, |bytes| bytes[96] = 1);
-    assert_refused(&readable.try_mount(""), MOUNT_FAILURE, &["read-only"]);
+    assert_refused(&readable.try_mount(""), MOUNT_FAILURE, &["-o ro"]);
     let volume = readable.mount_with("ro");
     assert_eq!(fs::read_dir(volume.root()).unwrap().count(), 0);
 }
