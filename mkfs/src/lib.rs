@@ -1,14 +1,13 @@
 //! mkfs.gpunvme: formats a device as a gpunvme volume.
 //!
 //! The format itself is written by `gpunvme_fs::format`. This crate is what stands around it: it looks before it leaps
-//! ([`contents`], [`in_use`]), clears what the device was recognised by before ([`wipe`]), and says what it made
+//! ([`contents`]), clears what the device was recognised by before ([`wipe`]), and says what it made
 //! ([`report`]).
 
 #![forbid(unsafe_code)]
 
 pub mod arguments;
 pub mod contents;
-pub mod in_use;
 pub mod report;
 pub mod wipe;
 
@@ -54,9 +53,6 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 pub fn make(arguments: &Arguments) -> Result<Report, String> {
     let name = &arguments.device;
     let device = open(name, arguments.dry_run)?;
-    if let Some(user) = in_use::find(name) {
-        return Err(user);
-    }
     let geometry = plan(device.geometry().len)?;
     if !arguments.force
         && let Some(found) = contents::find(&device)?

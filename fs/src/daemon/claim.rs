@@ -3,11 +3,13 @@
 //! umount(8) returns when the mount is gone, a moment before its daemon has written everything down and let go of the device.
 //! Whoever comes next waits that moment, and learns at once if the device is held for longer: because it is mounted.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Error, OpenMode};
 
+use super::loops;
 use super::mounts::Mount;
 
 /// How long a daemon that is no longer mounted may take to let go of its device.
@@ -24,6 +26,9 @@ pub enum ClaimError {
     /// Another process has it, and it is not mounted.
     #[error("in use by another program, and has been for {} seconds", RELEASE_LIMIT.as_secs())]
     Held,
+    /// It is an image file that a loop device has.
+    #[error("attached to {}; `losetup -d {}` detaches it", .0.display(), .0.display())]
+    Attached(PathBuf),
     /// The caller may not open it.
     #[error("permission denied: run as root, or as a user who may open it")]
     Permission,
@@ -37,6 +42,9 @@ pub enum ClaimError {
 /// # Errors
 /// The device is mounted, in use, or cannot be opened.
 pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
+    if let Some(attached) = loops::attached_to(Path::new(device)) {
+        return Err(ClaimError::Attached(attached));
+    }
     let start = Instant::now();
     loop {
         match gpunvme_blockdev::open(device, mode) {
@@ -67,8 +75,13 @@ pub fn reason(device: &str, error: &impl ToString) -> String {
     }
 }
 
+/// The mount that has `device`, or the image file behind it.
 fn live_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
-    let mounts = Mount::all_of(device).map_err(|error| ClaimError::Device(format!("/proc/self/mountinfo: {error}")))?;
+    let unknown = |error| ClaimError::Device(format!("/proc/self/mountinfo: {error}"));
+    let mut mounts = Mount::all_of(device).map_err(unknown)?;
+    if let Some(image) = loops::backing_file(Path::new(device)) {
+        mounts.extend(Mount::all_of(&image.to_string_lossy()).map_err(unknown)?);
+    }
     Ok(mounts.into_iter().find(|mount| !mount.is_dead()))
 }
 

@@ -12,6 +12,7 @@ pub mod claim;
 pub mod error;
 pub mod lifecycle;
 pub mod log;
+mod loops;
 pub mod mounts;
 pub mod options;
 mod privileges;
