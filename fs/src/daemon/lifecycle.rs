@@ -8,7 +8,7 @@
 //!
 //! The signals are blocked in every thread and taken by one of their own, so that they interrupt nothing.
 
-use std::path::{Path, PathBuf};
+use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,6 +21,8 @@ use rustix::mount::UnmountFlags;
 
 use super::background::Report;
 use super::error::MountError;
+use super::fusectl;
+use super::mounts::Mount;
 use super::unmount::release;
 
 /// How long a mount in use may stay after a signal before it is cut off.
@@ -37,8 +39,8 @@ pub struct Lifecycle {
 enum Stage {
     /// Not mounted yet. Holds whom to tell when it is, or fails to be.
     Starting(Report),
-    /// Mounted on this directory.
-    Live(PathBuf),
+    /// Mounted.
+    Live(Mount),
     /// The kernel has let go of the mount, or is about to.
     Ended,
 }
@@ -65,18 +67,19 @@ impl Lifecycle {
         Ok(lifecycle)
     }
 
-    /// Mounts on `dir` by calling `mount`, and tells the caller who waits that the mount is live. A signal in between waits.
+    /// Mounts by calling `mount`, and tells the caller who waits that the mount is live. A signal in between waits.
     ///
     /// # Errors
     /// What `mount` returns.
-    pub fn go_live<S>(&self, dir: &Path, mount: impl FnOnce() -> Result<S, MountError>) -> Result<S, MountError> {
+    pub fn go_live<S>(&self, mount: impl FnOnce() -> Result<(S, Mount), MountError>) -> Result<S, MountError> {
         let mut stage = self.stage.lock();
-        let session = mount()?;
-        if let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Live(dir.to_owned()))
+        let (session, mount) = mount()?;
+        let dir = mount.dir.clone();
+        if let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Live(mount))
             && let Err(error) = report.live()
         {
             tracing::warn!("{}: nobody waits for this mount any more ({error}): unmounting", dir.display());
-            release(dir, UnmountFlags::DETACH).map_err(|error| MountError::Failed(format!("unmounting: {error}")))?;
+            release(&dir, UnmountFlags::DETACH).map_err(|error| MountError::Failed(format!("unmounting: {error}")))?;
         }
         Ok(session)
     }
@@ -96,50 +99,54 @@ impl Lifecycle {
 
     fn stop(&self, signal: Signal) {
         let mut stage = self.stage.lock();
-        match &*stage {
-            Stage::Starting(_) => {
-                let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Ended) else { unreachable!("just seen") };
+        match std::mem::replace(&mut *stage, Stage::Ended) {
+            Stage::Starting(report) => {
                 let error = MountError::Interrupted;
                 report.failed(&self.device, &error);
                 std::process::exit(error.exit_code().into());
             }
-            Stage::Live(dir) => {
-                let dir = dir.clone();
+            Stage::Live(mount) => {
+                *stage = Stage::Live(mount.clone());
                 drop(stage);
-                tracing::info!("{signal}: unmounting {}", dir.display());
-                if let Err(error) = self.unmount(&dir) {
-                    tracing::error!("{}: unmounting: {error}", dir.display());
+                tracing::info!("{signal}: unmounting {}", mount.dir.display());
+                if let Err(error) = self.unmount(&mount) {
+                    tracing::error!("{}: unmounting: {error}", mount.dir.display());
                 }
             }
             Stage::Ended => {}
         }
     }
 
-    /// Unmounts, and cuts off whoever uses the mount for longer than [`GRACE`].
-    fn unmount(&self, dir: &Path) -> rustix::io::Result<()> {
+    /// Unmounts, and cuts off whoever uses the mount for longer than [`GRACE`]: with open files, or in another mount namespace.
+    fn unmount(&self, mount: &Mount) -> io::Result<()> {
         let until = Instant::now() + GRACE;
-        let mut warned = false;
-        while let Err(error) = release(dir, UnmountFlags::empty()) {
-            if matches!(*self.stage.lock(), Stage::Ended) {
-                return Ok(());
-            }
-            if error != Errno::BUSY {
-                return Err(error);
-            }
-            if Instant::now() > until {
-                tracing::warn!("{}: still in use: cutting off what is open", dir.display());
-                // What is dirty in shared mappings goes to the daemon while it can still be reached.
-                let root = rustix::fs::open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-                rustix::fs::syncfs(&root)?;
-                drop(root);
-                return release(dir, UnmountFlags::FORCE | UnmountFlags::DETACH);
-            }
-            if !warned {
-                tracing::warn!("{}: in use; what is open there is cut off in {} seconds", dir.display(), GRACE.as_secs());
-                warned = true;
+        let mut released = false;
+        while !self.has_ended() && Instant::now() < until {
+            if !released {
+                match release(&mount.dir, UnmountFlags::empty()) {
+                    Ok(()) => released = true,
+                    Err(Errno::BUSY) => {}
+                    Err(error) => return Err(error.into()),
+                }
             }
             thread::sleep(GRACE_POLL);
         }
-        Ok(())
+        if self.has_ended() {
+            return Ok(());
+        }
+        tracing::warn!("{}: still in use: cutting off what is open", mount.dir.display());
+        if released {
+            return fusectl::abort(mount.dev);
+        }
+        // What is dirty in shared mappings goes to the daemon while it can still be reached.
+        let root = rustix::fs::open(&mount.dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        rustix::fs::syncfs(&root)?;
+        drop(root);
+        release(&mount.dir, UnmountFlags::DETACH)?;
+        fusectl::abort(mount.dev)
+    }
+
+    fn has_ended(&self) -> bool {
+        matches!(*self.stage.lock(), Stage::Ended)
     }
 }

@@ -10,6 +10,7 @@
 pub mod background;
 pub mod claim;
 pub mod error;
+mod fusectl;
 pub mod lifecycle;
 pub mod log;
 mod loops;

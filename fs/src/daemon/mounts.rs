@@ -34,6 +34,16 @@ impl Mount {
         Ok(table.split(|&byte| byte == b'\n').filter_map(Self::parse).collect())
     }
 
+    /// The mount on `dir`, a real path; the uppermost if there are several. Asks the mount table and not the mount, which would
+    /// wait for its daemon.
+    ///
+    /// # Errors
+    /// If nothing is mounted there.
+    pub fn on(dir: &Path) -> io::Result<Self> {
+        let missing = || io::Error::new(io::ErrorKind::NotFound, "nothing is mounted there");
+        Self::all()?.into_iter().rfind(|mount| mount.dir == dir).ok_or_else(missing)
+    }
+
     /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that name it as their source.
     ///
     /// # Errors

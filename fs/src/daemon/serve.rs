@@ -9,6 +9,7 @@ use gpunvme_layout::Corrupt;
 use super::claim::{claim, reason};
 use super::error::MountError;
 use super::lifecycle::Lifecycle;
+use super::mounts::Mount;
 use super::options::Options;
 use super::{mount_point, readahead, release_dead_mounts};
 use crate::data::{self, Filesystem};
@@ -40,10 +41,11 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
         loops: settings.threads,
         commit: settings.commit,
     };
-    let session = lifecycle.go_live(&dir, || {
+    let session = lifecycle.go_live(|| {
         let session = Session::mount(Arc::clone(&fs), &dir, &front).map_err(|error| cannot_mount(&dir, &error))?;
-        readahead::raise(&dir);
-        Ok(session)
+        let mount = Mount::on(&dir).map_err(|error| cannot_mount(&dir, &error))?;
+        readahead::raise(&mount);
+        Ok((session, mount))
     })?;
     tracing::info!("{} mounted on {}", options.device, dir.display());
 

@@ -46,9 +46,10 @@ impl Arguments {
     pub(super) fn unmount(&self) -> Result<(), MountError> {
         let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", self.dir.display()));
         let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
-        let mounts = Mount::all().map_err(|error| failed(&error))?;
-        let mount = mounts.into_iter().rfind(|mount| mount.dir == dir).filter(|mount| mount.fs_type == FS_TYPE);
-        let Some(mount) = mount else { return Err(failed(&"no gpunvme volume is mounted there")) };
+        let mount = Mount::on(&dir).map_err(|error| failed(&error))?;
+        if mount.fs_type != FS_TYPE {
+            return Err(failed(&"not the mount of a gpunvme volume"));
+        }
 
         let mut flags = UnmountFlags::empty();
         flags.set(UnmountFlags::DETACH, self.lazy);
@@ -58,15 +59,16 @@ impl Arguments {
             return Ok(());
         }
         // Having the device, if only to read, means that its daemon is done.
-        match claim(&mount.source.to_string_lossy(), OpenMode::ReadOnly) {
-            Err(ClaimError::Held) => Err(failed(&"unmounted, but the daemon is still writing")),
-            _ => Ok(()),
+        if let Err(ClaimError::Held) = claim(&mount.source.to_string_lossy(), OpenMode::ReadOnly) {
+            let why = "the daemon still has the device: mounted in another namespace too, or a slow device";
+            eprintln!("umount.fuse.gpunvme: {}: unmounted, but {why}", self.dir.display());
         }
+        Ok(())
     }
 }
 
-/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, which knows no [`UnmountFlags::FORCE`]: who has
-/// files open then keeps them, and the daemon, until they are closed.
+/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, which knows no other flag than
+/// [`UnmountFlags::DETACH`].
 pub(super) fn release(dir: &Path, flags: UnmountFlags) -> rustix::io::Result<()> {
     match unmount(dir, flags) {
         Err(Errno::PERM) => {

@@ -1,0 +1,22 @@
+//! The kernel's control files for FUSE connections (Documentation/filesystems/fuse/fuse.rst, "Control filesystem").
+
+use std::fs::File;
+use std::io::{self, Write};
+
+use rustix::fs::{Mode, OFlags, openat};
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
+
+/// Ends the connection behind the mount with the device number `dev`: its requests and all that is open on it fail from now
+/// on, wherever it is mounted.
+///
+/// # Errors
+/// If the caller is not root, or the connection has gone.
+pub fn abort(dev: u64) -> io::Result<()> {
+    // A mount of one's own, attached nowhere: /sys/fs/fuse/connections is empty in containers.
+    let context = fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_create(&context)?;
+    let root = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
+    let path = format!("{}/abort", rustix::fs::minor(dev));
+    let mut control = File::from(openat(&root, path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?);
+    control.write_all(b"1")
+}
