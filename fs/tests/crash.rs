@@ -98,7 +98,8 @@ fn work(recorder: &Arc<Recorder>, random: &mut Random) -> (usize, Run) {
         if random.below(8) == 0 {
             pair.fs.flush_all().expect("nothing fails");
             pair.fs.commit().expect("nothing fails");
-            let files = pair.model.nodes.iter().filter_map(|(i, n)| if let Node::File(c) = n { Some((*i, c.clone())) } else { None });
+            let files =
+                pair.model.nodes.iter().filter_map(|(i, n)| if let Node::File(c) = n { Some((*i, c.clone())) } else { None });
             run.promises.push(Promise { position: recorder.position(), step: step + 1, files: files.collect() });
         }
         run.history.push(names(&pair.model));
@@ -120,7 +121,12 @@ fn verify(image: Image, cut: usize, run: &Run, what: &str) {
         let touched = run.changed.get(ino).is_some_and(|steps| steps.iter().any(|s| *s >= promise.step && *s < last));
         if files.contains(ino) && !touched {
             let read = fs.read(*ino, 0, content.len() + 1).expect("a sound volume can be read");
-            assert!(read == *content, "{what}: inode {ino} was synced and is not whole ({} bytes of {})", read.len(), content.len());
+            assert!(
+                read == *content,
+                "{what}: inode {ino} was synced and is not whole ({} bytes of {})",
+                read.len(),
+                content.len()
+            );
         }
     }
     for ino in files {

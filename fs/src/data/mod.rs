@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BufferPool, Io};
-use gpunvme_layout::Timestamp;
+use gpunvme_layout::{Block, Key, Timestamp};
 
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes, Usage, Volume, VolumeOptions, Waiter};
@@ -63,6 +63,11 @@ pub struct Filesystem {
     buffers: Arc<BufferPool>,
     /// For what completions cannot do themselves. Its threads never wait for a file.
     completions: Arc<dyn Spawn>,
+}
+
+/// Keeps in memory what was brought there for an operation.
+pub struct Preloaded {
+    _blocks: Vec<Arc<Block>>,
 }
 
 /// Bytes of read buffers kept for reuse.
@@ -206,6 +211,17 @@ impl Filesystem {
     /// Entries of a directory after `cookie`.
     pub fn read_dir(&self, dir: u64, cookie: u64, limit: usize) -> Attempt<Vec<DirEntry>> {
         self.volume.read_dir(dir, cookie, limit)
+    }
+
+    /// Brings into memory what the next `limit` entries of a directory after `cookie` are and name. Waits for the device, once
+    /// for each level of the tree and not for each entry.
+    ///
+    /// # Errors
+    /// The device failed, or the volume is damaged.
+    pub fn preload_dir(&self, dir: u64, cookie: u64, limit: usize) -> Result<Preloaded, FsError> {
+        let entries = self.volume.wait(|| self.volume.read_dir(dir, cookie, limit))?;
+        let keys: Vec<Key> = entries.iter().map(|entry| Key::inode(entry.ino)).collect();
+        Ok(Preloaded { _blocks: self.volume.preload(&keys)? })
     }
 
     /// The value of an extended attribute.

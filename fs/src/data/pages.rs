@@ -73,11 +73,6 @@ impl PagePool {
         let mut free = self.free.lock();
         self.freed.wait_for(&mut free, std::time::Duration::from_millis(10));
     }
-
-    /// Bytes of the whole buffer.
-    pub fn len(&self) -> usize {
-        self.region.len()
-    }
 }
 
 impl Page {

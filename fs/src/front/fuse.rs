@@ -221,8 +221,7 @@ impl fuser::Filesystem for Adapter {
         reply: ReplyAttr,
     ) {
         let context = context(request.uid(), request.gid());
-        let set =
-            SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse) };
+        let set = SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse) };
         self.front.set_attributes(context, ino.0, size, set, move |done| attributes("setattr", ino.0, done, reply));
     }
 
@@ -236,16 +235,7 @@ impl fuser::Filesystem for Adapter {
         );
     }
 
-    fn mknod(
-        &self,
-        request: &Request,
-        parent: INodeNo,
-        name: &OsStr,
-        mode: u32,
-        umask: u32,
-        rdev: u32,
-        reply: ReplyEntry,
-    ) {
+    fn mknod(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, rdev: u32, reply: ReplyEntry) {
         let context = context(request.uid(), request.gid());
         let new = NewNode { mode, umask, rdev, target: &[] };
         self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("mknod", parent.0, new, reply));
@@ -301,16 +291,7 @@ impl fuser::Filesystem for Adapter {
         self.front.rename(context, from, to, mode, move |done| empty("rename", parent.0, done, reply));
     }
 
-    fn create(
-        &self,
-        request: &Request,
-        parent: INodeNo,
-        name: &OsStr,
-        mode: u32,
-        umask: u32,
-        flags: i32,
-        reply: ReplyCreate,
-    ) {
+    fn create(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
         let context = context(request.uid(), request.gid());
         let mode = mode & !libc::S_IFMT | libc::S_IFREG;
         let new = NewNode { mode, umask, rdev: 0, target: &[] };
@@ -434,8 +415,7 @@ impl fuser::Filesystem for Adapter {
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let name = name.as_bytes().to_vec();
-        self.front
-            .attempt(move |fs| fs.get_xattr(ino.0, &name), move |found| value("getxattr", ino.0, size, found, reply));
+        self.front.attempt(move |fs| fs.get_xattr(ino.0, &name), move |found| value("getxattr", ino.0, size, found, reply));
     }
 
     fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
@@ -445,10 +425,8 @@ impl fuser::Filesystem for Adapter {
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let context = context(request.uid(), request.gid());
         let name = name.as_bytes().to_vec();
-        self.front.attempt(
-            move |fs| fs.remove_xattr(&context, ino.0, &name),
-            move |done| empty("removexattr", ino.0, done, reply),
-        );
+        self.front
+            .attempt(move |fs| fs.remove_xattr(&context, ino.0, &name), move |done| empty("removexattr", ino.0, done, reply));
     }
 
     fn fallocate(

@@ -148,7 +148,9 @@ impl Front {
                 self.transfer(Direction::Read, thread, ino, request, access, done);
             }
             Ok(Request::Write(request)) => {
-                let access = handle.writable().and_then(|()| if front.fs.volume().is_read_only() { Err(FsError::ReadOnly) } else { Ok(()) });
+                let access = handle
+                    .writable()
+                    .and_then(|()| if front.fs.volume().is_read_only() { Err(FsError::ReadOnly) } else { Ok(()) });
                 self.transfer(Direction::Write, thread, ino, request, access, done);
             }
         }

@@ -180,13 +180,15 @@ impl Front {
             Ok(()) => done(reading.listing, Ok(())),
             Err(Fail::Error(error)) => done(reading.listing, Err(error)),
             Err(Fail::Stall(_)) => self.general.run(move || {
-                let fs = reading.front.fs.clone();
-                let filled = fs.wait(|| reading.fill());
+                let filled = reading.fill_waiting();
                 done(reading.listing, filled);
             }),
         }
     }
 }
+
+/// Entries whose inodes are brought into memory together: several requests' worth, so that the device is asked rarely.
+const PRELOAD: usize = 1024;
 
 /// A directory being read, as far as it has been.
 struct Reading<L> {
@@ -198,6 +200,19 @@ struct Reading<L> {
 }
 
 impl<L: Listing> Reading<L> {
+    /// As `fill`, waiting for the device.
+    fn fill_waiting(&mut self) -> Result<(), FsError> {
+        let mut preloaded = None;
+        loop {
+            match self.fill() {
+                Ok(()) => return Ok(()),
+                Err(Fail::Error(error)) => return Err(error),
+                // What is not in memory is all that it can need.
+                Err(Fail::Stall(_)) => drop(preloaded.replace(self.front.fs.preload_dir(self.dir, self.cookie, PRELOAD)?)),
+            }
+        }
+    }
+
     /// Goes on until the listing is full or the directory at its end.
     fn fill(&mut self) -> Attempt<()> {
         let fs = &self.front.fs;

@@ -77,13 +77,9 @@ impl Cache {
     }
 
     /// Number of blocks in memory.
+    #[cfg(test)]
     pub fn len(&self) -> usize {
         self.entries.len()
-    }
-
-    /// Number of clean blocks that it may hold.
-    pub fn limit(&self) -> usize {
-        self.limit
     }
 
     fn make_room(&mut self) {

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
-use gpunvme_layout::{Block, Geometry, State, Superblock, Timestamp};
+use gpunvme_layout::{Block, Geometry, Key, State, Superblock, Timestamp};
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::{Attempt, Fail, FsError, Stall};
@@ -243,20 +243,53 @@ impl Volume {
 
     /// Reads a metadata block into memory.
     fn load(&self, address: u64) -> Result<Arc<Block>, FsError> {
+        Ok(self.load_all(&[address])?.swap_remove(0))
+    }
+
+    /// Reads metadata blocks into memory, all at once.
+    fn load_all(&self, addresses: &[u64]) -> Result<Vec<Arc<Block>>, FsError> {
         loop {
             let before = self.meta.read().checkpoints;
-            let block = read_blocks(&self.io, address, 1)?.swap_remove(0);
+            let read = read_scattered(&self.io, addresses)?;
             let mut meta = self.meta.write();
-            if let Some(entry) = meta.cache.get(address) {
-                return Ok(entry.block.clone());
-            }
             // What was read may be older than what a checkpoint has written, and the cache dropped, in the meantime.
-            if meta.checkpoints == before {
-                meta.check(address, &block)?;
-                let block = Arc::new(block);
-                meta.cache.put(address, block.clone());
-                return Ok(block);
+            if meta.checkpoints != before {
+                continue;
             }
+            let take = |(address, block): (&u64, Block)| match meta.cache.get(*address) {
+                Some(entry) => Ok(entry.block.clone()),
+                None => {
+                    meta.check(*address, &block)?;
+                    let block = Arc::new(block);
+                    meta.cache.put(*address, block.clone());
+                    Ok(block)
+                }
+            };
+            return addresses.iter().zip(read).map(take).collect();
+        }
+    }
+
+    /// Brings the nodes that lead to these items into memory, level by level, each level at once. They stay there as long as
+    /// what is returned lives.
+    pub(crate) fn preload(&self, keys: &[Key]) -> Result<Vec<Arc<Block>>, FsError> {
+        let mut held = Vec::new();
+        loop {
+            let mut missing: Vec<u64> = Vec::new();
+            let meta = self.meta.read();
+            for key in keys {
+                match tree::get(&*meta, *key) {
+                    Err(Fail::Stall(Stall::Load { address })) => missing.push(address),
+                    Err(Fail::Error(error)) => return Err(error),
+                    _ => {}
+                }
+            }
+            drop(meta);
+            if missing.is_empty() {
+                return Ok(held);
+            }
+            missing.sort_unstable();
+            missing.dedup();
+            held.extend(self.load_all(&missing)?);
         }
     }
 
@@ -318,14 +351,28 @@ pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
     }
 }
 
-/// Reads blocks; nothing is checked.
+/// Reads blocks from anywhere, all at once; nothing is checked.
+fn read_scattered(io: &Io, addresses: &[u64]) -> Result<Vec<Block>, FsError> {
+    let region = Region::allocate(addresses.len() * BLOCK_SIZE)?;
+    let request = |(i, address): (usize, &u64)| {
+        Request::read(Geometry::byte(*address), vec![Span { region: region.clone(), offset: i * BLOCK_SIZE, len: BLOCK_SIZE }])
+    };
+    io.run(addresses.iter().enumerate().map(request).collect())?;
+    copy_out(&region, addresses.len())
+}
+
+/// Reads blocks that follow one another; nothing is checked.
 pub(crate) fn read_blocks(io: &Io, address: u64, count: u64) -> Result<Vec<Block>, FsError> {
     let len = count as usize * BLOCK_SIZE;
     let region = Region::allocate(len)?;
     io.run(vec![Request::read(Geometry::byte(address), vec![Span { region: region.clone(), offset: 0, len }])])?;
+    copy_out(&region, count as usize)
+}
+
+fn copy_out(region: &Region, count: usize) -> Result<Vec<Block>, FsError> {
     let mut bytes = [0; BLOCK_SIZE];
-    let mut blocks = Vec::with_capacity(count as usize);
-    for i in 0..count as usize {
+    let mut blocks = Vec::with_capacity(count);
+    for i in 0..count {
         region.read_at(i * BLOCK_SIZE, &mut bytes)?;
         blocks.push(Block::from_bytes(&bytes));
     }
