@@ -102,6 +102,7 @@ fn run_mount(args: Vec<OsString>) -> u8 {
 /// Everything from the device to the end of the mount. Returns the exit code.
 fn daemon(options: &Options, report: Report) -> u8 {
     let foreground = matches!(report, Report::InForeground);
+    end_at_a_panic();
     if let Err(error) = privileges::drop_unneeded() {
         let error = MountError::System(format!("giving up privileges: {error}"));
         report.failed(&options.device, &error);
@@ -115,6 +116,17 @@ fn daemon(options: &Options, report: Report) -> u8 {
         result
     });
     result.map_or_else(|error| error.exit_code(), |()| 0)
+}
+
+/// Makes a panic of any thread the end of the daemon. What that thread was doing is unknown, so nothing more may reach the device;
+/// the next mount recovers from this like from a crash.
+fn end_at_a_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        tracing::error!("{panic}");
+        report(panic);
+        std::process::abort();
+    }));
 }
 
 fn refuse(device: Option<&str>, error: &MountError) -> u8 {

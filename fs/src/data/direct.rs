@@ -190,7 +190,7 @@ impl Filesystem {
                     let fs = flight.fs.clone();
                     let completions = fs.completions.clone();
                     completions.spawn(Box::new(move || {
-                        let result = fs.volume.wait(|| flight.map());
+                        let result = fs.wait_for_space(|| flight.map());
                         drop(flight);
                         done(result.map_err(WriteFailed::from));
                     }));

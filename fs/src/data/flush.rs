@@ -77,7 +77,7 @@ impl Filesystem {
             Err(Fail::Error(error)) => self.lost(file, batch, error),
             Err(Fail::Stall(_)) => {
                 let (fs, file) = (self.clone(), file.clone());
-                self.completions.spawn(Box::new(move || match fs.volume.wait(|| fs.map_batch(&file, &mut batch)) {
+                self.completions.spawn(Box::new(move || match fs.wait_for_space(|| fs.map_batch(&file, &mut batch)) {
                     Ok(()) => fs.ended(&file, batch),
                     Err(error) => fs.lost(&file, batch, error),
                 }));
@@ -149,7 +149,7 @@ impl Filesystem {
     }
 
     /// As [`crate::volume::Volume::wait`], but lets go of what files have reserved ahead before it gives up.
-    fn wait_for_space<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
+    pub(super) fn wait_for_space<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
         self.volume.wait(|| {
             attempt().inspect_err(|fail| {
                 if matches!(fail, Fail::Stall(crate::error::Stall::Reuse)) {

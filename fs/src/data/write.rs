@@ -174,7 +174,7 @@ impl Filesystem {
         let (fs, file) = (self.clone(), file.clone());
         self.completions.spawn(Box::new(move || {
             // What fails here fails again, and is reported, when somebody waits for it.
-            if let Err(error) = fs.volume.wait(|| fs.start_flush(&file)) {
+            if let Err(error) = fs.wait_for_space(|| fs.start_flush(&file)) {
                 tracing::debug!(ino = file.ino, %error, "writing out was put off");
             }
         }));

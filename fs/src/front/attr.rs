@@ -40,7 +40,7 @@ pub(super) fn to_fuse(attributes: &Attributes) -> FileAttr {
         ino: INodeNo(*ino),
         // The inode of a directory counts its entries.
         size: if inode.is_dir() { inode.size.saturating_mul(ENTRY_SIZE).max(BLOCK_SIZE as u64) } else { inode.size },
-        blocks: inode.blocks * (BLOCK_SIZE as u64 / 512),
+        blocks: inode.blocks.saturating_mul(BLOCK_SIZE as u64 / 512),
         atime: to_system(inode.atime),
         mtime: to_system(inode.mtime),
         ctime: to_system(inode.ctime),

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::Front;
 use super::handles::Handle;
+use super::names::stripped;
 use crate::data::resize::Allocate;
 use crate::data::{Filesystem, Read, system_time};
-use crate::error::{Fail, FsError};
-use crate::volume::Context;
+use crate::error::{Attempt, Fail, FsError};
+use crate::volume::{Context, SetAttributes};
 
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
 const COPY_MAX: u64 = 64 << 20;
@@ -34,6 +35,19 @@ impl Until {
     }
 }
 
+/// How a write is done.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Write {
+    /// What the file was opened for.
+    pub handle: Handle,
+    /// Where in the file, in bytes.
+    pub offset: u64,
+    /// The set-user-id bits of the file go.
+    pub strip: bool,
+    /// What it waits for.
+    pub until: Until,
+}
+
 impl Front {
     /// Opens a file with these flags of open(2).
     pub fn open(
@@ -53,7 +67,14 @@ impl Front {
         };
         if flags & libc::O_TRUNC != 0 {
             // Freeing what a file had can take long.
-            self.wait(move |fs| fs.wait(|| fs.set_size(&context, ino, 0)).map(drop), opened);
+            self.wait(
+                move |fs| {
+                    fs.wait(|| fs.set_size(&context, ino, 0))?;
+                    // Root keeps the right to the bits that everybody else gives up by writing.
+                    if context.uid == 0 { Ok(()) } else { fs.wait(|| strip(fs, &context, ino)) }
+                },
+                opened,
+            );
         } else {
             opened(Ok(()));
         }
@@ -89,28 +110,32 @@ impl Front {
     /// Writes.
     pub fn write(
         self: &Arc<Self>,
+        context: Context,
         ino: u64,
-        handle: Handle,
-        offset: u64,
         data: &[u8],
-        until: Until,
+        how: Write,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        if let Err(error) = handle.writable() {
+        if let Err(error) = how.handle.writable() {
             return done(Err(error));
         }
-        let now = system_time();
-        match self.fs.write(ino, offset, data, now) {
-            Ok(()) if until == Until::Taken => done(Ok(())),
-            Ok(()) => self.wait(move |fs| settle(fs, ino, until), done),
+        let attempt = move |fs: &Arc<Filesystem>, data: &[u8]| {
+            if how.strip {
+                strip(fs, &context, ino)?;
+            }
+            fs.write(ino, how.offset, data, context.now)
+        };
+        match attempt(&self.fs, data) {
+            Ok(()) if how.until == Until::Taken => done(Ok(())),
+            Ok(()) => self.wait(move |fs| settle(fs, ino, how.until), done),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
                 let data = data.to_vec();
                 self.wait(
                     move |fs| {
-                        fs.wait(|| fs.write(ino, offset, &data, now))?;
-                        settle(fs, ino, until)
+                        fs.wait(|| attempt(fs, &data))?;
+                        settle(fs, ino, how.until)
                     },
                     done,
                 );
@@ -178,10 +203,18 @@ impl Front {
         let len = len.min(COPY_MAX);
         let front = self.clone();
         let source = from.2..from.2.saturating_add(len);
-        self.written_back(from.0, vec![source], move || {
+        self.written_back(from.0, std::iter::once(source).collect(), move || {
             front.wait(move |fs| fs.copy_range((from.0, from.2), (to.0, to.2), len, system_time()), done);
         });
     }
+}
+
+/// Takes the set-user-id bits from a file.
+fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<()> {
+    if let Some(mode) = stripped(&fs.attributes(ino)?.inode) {
+        fs.set_attributes(context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
+    }
+    Ok(())
 }
 
 /// Waits as long as a write that was taken has to.

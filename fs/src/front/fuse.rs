@@ -19,7 +19,7 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::NAME_MAX;
 use rustix::mount::MountFlags;
 
-use super::files::Until;
+use super::files::{Until, Write};
 use super::handles::Handle;
 use super::names::Listing;
 use super::session::Settings;
@@ -42,8 +42,6 @@ const INODES_PER_BLOCK: u64 = 8;
 
 /// What is asked of the kernel, as far as it has it. Not asked for:
 /// - `WRITEBACK_CACHE` hides dirty pages from the direct path, and slows large writes down;
-/// - `HANDLE_KILLPRIV` (both versions): the kernel then takes set-user-id bits away itself, which it does exactly; the second
-///   needs flags that fuser does not pass on;
 /// - `SETXATTR_EXT`, `SECURITY_CTX`, `CREATE_SUPP_GROUP`, `OVER_IO_URING`: change requests in ways that fuser does not know.
 const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_READDIRPLUS_AUTO)
@@ -57,6 +55,8 @@ const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_HAS_IOCTL_DIR)
     // Content changes behind the kernel's back only in direct writes, which say so.
     .union(InitFlags::FUSE_EXPLICIT_INVAL_DATA)
+    // Without it the kernel asks for an extended attribute before each write. What it leaves to us in return: see `strips`.
+    .union(InitFlags::FUSE_HANDLE_KILLPRIV_V2)
     // A directory needs no handle: the answer to opendir is ENOSYS, once.
     .union(InitFlags::FUSE_NO_OPENDIR_SUPPORT);
 
@@ -152,6 +152,17 @@ fn opened(flags: i32) -> FopenFlags {
     if flags & libc::O_ACCMODE == libc::O_RDONLY { always | FopenFlags::FOPEN_NOFLUSH } else { always }
 }
 
+/// Whether a change of attributes takes the set-user-id bits along.
+///
+/// fuser 0.18 does not pass on the flags by which the kernel says so, but it follows from the rest of the request (`fs/fuse/dir.c`,
+/// `fs/attr.c`): a new owner always does; a new size does unless the caller is privileged, which is taken to mean root; and a
+/// request that changes nothing is how the kernel asks for that and nothing else, ahead of a write.
+fn strips(caller: u32, size: Option<u64>, set: &SetAttributes) -> bool {
+    let owner = set.uid.or(set.gid).is_some();
+    let others = set.mode.is_some() || set.atime.or(set.mtime).is_some();
+    owner || size.is_some() && caller != 0 || size.is_none() && !others
+}
+
 impl Listing for ReplyDirectory {
     const ATTRIBUTES: bool = false;
 
@@ -222,7 +233,9 @@ impl fuser::Filesystem for Adapter {
     ) {
         let context = context(request.uid(), request.gid());
         let set = SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse) };
-        self.front.set_attributes(context, ino.0, size, set, move |done| attributes("setattr", ino.0, done, reply));
+        let strip = strips(request.uid(), size, &set);
+        let done = move |done| attributes("setattr", ino.0, done, reply);
+        self.front.set_attributes(context, ino.0, size, set, strip, done);
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
@@ -349,18 +362,25 @@ impl fuser::Filesystem for Adapter {
 
     fn write(
         &self,
-        _: &Request,
+        request: &Request,
         ino: INodeNo,
         handle: FileHandle,
         offset: u64,
         data: &[u8],
-        _: WriteFlags,
+        write_flags: WriteFlags,
         flags: OpenFlags,
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
         let len = data.len() as u32;
-        self.front.write(ino.0, Handle(handle.0), offset, data, Until::of(flags.0), move |done| match done {
+        let context = context(request.uid(), request.gid());
+        let how = Write {
+            handle: Handle(handle.0),
+            offset,
+            strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),
+            until: Until::of(flags.0),
+        };
+        self.front.write(context, ino.0, data, how, move |done| match done {
             Ok(()) => reply.written(len),
             Err(error) => reply.error(refuse("write", ino.0, &error)),
         });

@@ -281,7 +281,7 @@ impl Front {
         let front = self.clone();
         let end = request.offset.saturating_add(request.len).min(FILE_SIZE_MAX);
         let start = request.offset.min(end);
-        self.written_back(ino, vec![start..end], move || {
+        self.written_back(ino, std::iter::once(start..end).collect(), move || {
             let (from, file_end) = (start / BLOCK, FILE_SIZE_MAX.div_ceil(BLOCK));
             let finish = front.clone();
             front.attempt(

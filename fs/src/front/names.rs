@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use gpunvme_layout::Inode;
+
 use super::Front;
+use crate::data::Filesystem;
 use crate::error::{Attempt, Fail, FsError};
 use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
 
@@ -141,28 +144,33 @@ impl Front {
         self.attempt(move |fs| fs.attributes(ino), done);
     }
 
-    /// Changes attributes, the size first.
+    /// Changes attributes, the size first. `strip`: the set-user-id bits go, too ([`stripped`]).
     pub fn set_attributes(
         self: &Arc<Self>,
         context: Context,
         ino: u64,
         size: Option<u64>,
         set: SetAttributes,
+        strip: bool,
         done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
-        let SetAttributes { mode, uid, gid, atime, mtime } = set;
-        let others = mode.or(uid).or(gid).is_some() || atime.or(mtime).is_some();
+        let others = move |fs: &Arc<Filesystem>| {
+            let now = fs.attributes(ino)?;
+            let set = SetAttributes { mode: set.mode.or_else(|| stripped(&now.inode).filter(|_| strip)), ..set };
+            let SetAttributes { mode, uid, gid, atime, mtime } = set;
+            let changes = mode.or(uid).or(gid).is_some() || atime.or(mtime).is_some();
+            if changes { fs.set_attributes(&context, ino, &set) } else { Ok(now) }
+        };
         match size {
             // Freeing what a file had beyond its size can take long.
             Some(size) => self.wait(
                 move |fs| {
-                    let resized = fs.wait(|| fs.set_size(&context, ino, size))?;
-                    if others { fs.wait(|| fs.set_attributes(&context, ino, &set)) } else { Ok(resized) }
+                    fs.wait(|| fs.set_size(&context, ino, size))?;
+                    fs.wait(|| others(fs))
                 },
                 done,
             ),
-            None if others => self.attempt(move |fs| fs.set_attributes(&context, ino, &set), done),
-            None => self.attributes(ino, done),
+            None => self.attempt(others, done),
         }
     }
 
@@ -175,7 +183,7 @@ impl Front {
         listing: L,
         done: impl FnOnce(L, Result<(), FsError>) + Send + 'static,
     ) {
-        let mut reading = Reading { front: self.clone(), dir, cookie, listing };
+        let mut reading = Reading { front: self.clone(), dir, cookie, started: false, listing };
         match reading.fill() {
             Ok(()) => done(reading.listing, Ok(())),
             Err(Fail::Error(error)) => done(reading.listing, Err(error)),
@@ -190,12 +198,22 @@ impl Front {
 /// Entries whose inodes are brought into memory together: several requests' worth, so that the device is asked rarely.
 const PRELOAD: usize = 1024;
 
+/// The mode of a file without its set-user-id bit, and without its set-group-id bit where that is one (on a file that its
+/// group cannot execute it is not); none where there is nothing to take.
+pub(super) fn stripped(inode: &Inode) -> Option<u32> {
+    let sgid = if inode.mode & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
+    let mode = inode.mode & !(libc::S_ISUID | sgid);
+    (mode != inode.mode && !inode.is_dir()).then_some(mode)
+}
+
 /// A directory being read, as far as it has been.
 struct Reading<L> {
     front: Arc<Front>,
     dir: u64,
     /// Of the last entry that is in the listing.
     cookie: u64,
+    /// Whether there is one.
+    started: bool,
     listing: L,
 }
 
@@ -213,8 +231,16 @@ impl<L: Listing> Reading<L> {
         }
     }
 
-    /// Goes on until the listing is full or the directory at its end.
+    /// Goes on until the listing is full or the directory at its end. What comes before an error is a listing of its own: the
+    /// reader meets the error when it asks for more.
     fn fill(&mut self) -> Attempt<()> {
+        match self.add_entries() {
+            Err(Fail::Error(_)) if self.started => Ok(()),
+            filled => filled,
+        }
+    }
+
+    fn add_entries(&mut self) -> Attempt<()> {
         let fs = &self.front.fs;
         loop {
             let entries = fs.read_dir(self.dir, self.cookie, BATCH)?;
@@ -235,7 +261,7 @@ impl<L: Listing> Reading<L> {
                     }
                     return Ok(());
                 }
-                self.cookie = entry.cookie;
+                (self.cookie, self.started) = (entry.cookie, true);
             }
         }
     }

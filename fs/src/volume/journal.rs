@@ -229,7 +229,7 @@ impl Volume {
         Ok(())
     }
 
-    /// Lets the allocator have the freed blocks that nothing holds back any more, and tells the device of them.
+    /// Lets the allocator have the freed blocks that nothing holds back any more.
     pub(crate) fn reuse_freed(&self) {
         let runs = self.epochs.reusable();
         if runs.is_empty() {

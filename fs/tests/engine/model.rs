@@ -1,11 +1,9 @@
 //! Random workloads on the engine, compared with a model at every step, with remounts in between; the checker has the last
 //! word. A failure names its seed.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{Pair, Random, assert_sound, make, open};
+use crate::common::{Pair, Random, assert_sound, make, open};
 use gpunvme_blockdev::{BlockDevice, MemoryDevice};
 
 fn run(seed: u64, bytes: u64, steps: u32, reach: u64) {

@@ -5,13 +5,11 @@
 //!
 //! `CRASH_SECONDS` sets the time budget (20 by default), `CRASH_SEED` replays one seed from its start.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Model, Node, Pair, ROOT, Random, assert_sound, make, open};
+use crate::common::{Model, Node, Pair, ROOT, Random, assert_sound, make, open};
 use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice, Recorder};
 use gpunvme_fs::Filesystem;
 use gpunvme_layout::FileType;

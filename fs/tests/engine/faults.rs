@@ -1,0 +1,119 @@
+//! A device that fails: the error reaches the operation that suffered it, nothing else is lost, and what metadata could not be
+//! written to is read-only from then on.
+
+use std::sync::Arc;
+
+use crate::common::{ROOT, assert_sound, make, open};
+use gpunvme_blockdev::{BlockDevice, Faulty, MemoryDevice, On, Rule};
+use gpunvme_fs::error::FsError;
+use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_fs::{Filesystem, Volume};
+use gpunvme_layout::Timestamp;
+
+const NOW: Timestamp = Timestamp { seconds: 1, nanoseconds: 0 };
+const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
+
+fn setup() -> (Arc<Faulty>, Arc<dyn BlockDevice>, Arc<Filesystem>) {
+    let faulty = Faulty::new(MemoryDevice::new(64 << 20));
+    let device: Arc<dyn BlockDevice> = faulty.clone();
+    make(&device);
+    let fs = open(&device).expect("nothing fails yet");
+    (faulty, device, fs)
+}
+
+fn file(fs: &Arc<Filesystem>, name: &[u8]) -> u64 {
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    fs.wait(|| fs.create(&WHO, ROOT, name, &new)).expect("nothing fails").ino
+}
+
+fn data_area(volume: &Volume) -> std::ops::Range<u64> {
+    let geometry = volume.superblock().geometry();
+    geometry.data * 4096..geometry.data_end() * 4096
+}
+
+#[test]
+fn a_read_that_fails_is_an_error_once_and_the_next_one_succeeds() {
+    let (faulty, _, fs) = setup();
+    let ino = file(&fs, b"a");
+    fs.wait(|| fs.write(ino, 0, &[7; 9000], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    faulty.add(Rule::fail(On::Read, libc::EIO).within(data_area(fs.volume())).once());
+    let error = fs.read(ino, 0, 9000).unwrap_err();
+    assert!(matches!(&error, FsError::Device(_)) && error.errno() == libc::EIO, "{error}");
+    assert_eq!(fs.read(ino, 0, 9000).unwrap(), [7; 9000]);
+}
+
+#[test]
+fn data_that_cannot_be_written_is_reported_by_fsync_once_and_leaks_nothing() {
+    let (faulty, device, fs) = setup();
+    let ino = file(&fs, b"a");
+    fs.commit().unwrap();
+    let before = fs.usage();
+    fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
+    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO);
+    assert_eq!(fs.usage(), before, "the promise and the blocks are given back");
+    fs.sync_file(ino).expect("reported once");
+    assert_eq!(fs.read(ino, 0, 100).unwrap(), [], "what was lost is not in the file");
+    fs.wait(|| fs.write(ino, 0, &[8; 50_000], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    fs.close().unwrap();
+    let fs = open(&device).unwrap();
+    assert_eq!(fs.read(ino, 0, 50_000).unwrap(), [8; 50_000]);
+    assert_sound(&fs, "after a lost write");
+}
+
+#[test]
+fn metadata_that_cannot_be_written_makes_the_volume_read_only_until_it_is_opened_again() {
+    let (faulty, device, fs) = setup();
+    let kept = file(&fs, b"kept");
+    fs.wait(|| fs.write(kept, 0, &[1; 5000], NOW)).unwrap();
+    fs.sync_file(kept).unwrap();
+    let geometry = fs.volume().superblock().geometry();
+    let journal = geometry.journal * 4096..(geometry.journal + geometry.journal_blocks) * 4096;
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(journal));
+    file(&fs, b"lost");
+    assert_eq!(fs.commit().unwrap_err().errno(), libc::EIO);
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let error = fs.wait(|| fs.create(&WHO, ROOT, b"more", &new)).unwrap_err();
+    assert!(matches!(&error, FsError::Failed(_)) && error.errno() == libc::EROFS, "{error}");
+    assert_eq!(fs.wait(|| fs.write(kept, 0, &[2; 10], NOW)).unwrap_err().errno(), libc::EROFS);
+    assert_eq!(fs.read(kept, 0, 5000).unwrap(), [1; 5000], "reading goes on");
+    drop(fs);
+    faulty.clear();
+    let fs = open(&device).expect("the device is well again");
+    assert_sound(&fs, "after a failed commit");
+    assert_eq!(fs.read(kept, 0, 5000).unwrap(), [1; 5000]);
+    file(&fs, b"more");
+}
+
+#[test]
+fn a_device_that_fails_flushes_promises_nothing() {
+    let (faulty, _, fs) = setup();
+    let ino = file(&fs, b"a");
+    fs.commit().unwrap();
+    fs.wait(|| fs.write(ino, 0, &[7; 5000], NOW)).unwrap();
+    faulty.add(Rule::fail(On::Flush, libc::EIO));
+    assert!(fs.sync_file(ino).is_err());
+    assert!(fs.sync_file(ino).is_err(), "a flush that failed is not forgotten");
+}
+
+#[test]
+fn damaged_metadata_is_named_and_nothing_panics() {
+    let (_, device, fs) = setup();
+    for i in 0..500u32 {
+        file(&fs, i.to_string().as_bytes());
+    }
+    fs.close().unwrap();
+    let geometry = fs.volume().superblock().geometry();
+    drop(fs);
+    // The root of the tree, somewhere in the first chunk.
+    let io = gpunvme_blockdev::Io::inline(device.clone()).unwrap();
+    let region = gpunvme_blockdev::Region::allocate(4096).unwrap();
+    for block in geometry.data..geometry.data + 40 {
+        io.run(vec![gpunvme_blockdev::Request::write(block * 4096, vec![region.span(0..4096)], false)]).unwrap();
+    }
+    let Err(error) = open(&device) else { panic!("the tree is gone") };
+    assert_eq!(error.errno(), libc::EUCLEAN);
+    assert!(error.to_string().contains("block ") && error.to_string().contains("fsck.gpunvme"), "{error}");
+}

@@ -1,0 +1,7 @@
+//! The engine without FUSE: on devices in memory and on real files, against a model, through power cuts and failures.
+
+mod common;
+mod crash;
+mod faults;
+mod model;
+mod threads;

@@ -1,0 +1,86 @@
+//! Several threads at once on a real file through io_uring, each below a directory of its own and held to its own model, with
+//! commits, checkpoints and write-out by all of them in between.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+
+use crate::common::{Pair, ROOT, Random, assert_sound, make};
+use gpunvme_blockdev::{Io, OpenMode};
+use gpunvme_fs::data::{Filesystem, Options, Spawn};
+use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_fs::{VolumeOptions, error::FsError};
+use gpunvme_layout::Timestamp;
+
+/// One thread for what completions cannot do themselves.
+struct Worker(Sender<Box<dyn FnOnce() + Send>>);
+
+impl Spawn for Worker {
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
+        self.0.send(task).expect("the worker runs as long as the filesystem");
+    }
+}
+
+fn open(path: &str) -> Result<Arc<Filesystem>, FsError> {
+    let (sender, receiver) = channel::<Box<dyn FnOnce() + Send>>();
+    std::thread::spawn(move || receiver.into_iter().for_each(|task| task()));
+    let io = Io::threaded(gpunvme_blockdev::open(path, OpenMode::ReadWrite)?, 2)?;
+    // Little memory: blocks are evicted and pages run short all the time.
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
+    Filesystem::open(io, options, Arc::new(Worker(sender)))
+}
+
+fn run(seed: u64, bytes: u64) {
+    let image = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("there is room on the disk");
+    image.as_file().set_len(bytes).expect("the size is possible");
+    let path = image.path().to_str().expect("the path is UTF-8");
+    make(&gpunvme_blockdev::open(path, OpenMode::ReadWrite).expect("nobody else has it"));
+    let fs = open(path).expect("a new volume can be opened");
+    let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let pairs: Vec<Pair> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4u64)
+            .map(|thread| {
+                let fs = fs.clone();
+                scope.spawn(move || {
+                    let new = NewNode { mode: 0o040755, umask: 0, rdev: 0, target: &[] };
+                    let name = thread.to_string();
+                    let dir = fs.wait(|| fs.create(&context, ROOT, name.as_bytes(), &new)).expect("there is room").ino;
+                    let mut pair = Pair::below(fs, dir);
+                    let mut random = Random(seed * 100 + thread);
+                    for _ in 0..700 {
+                        pair.step(&mut random);
+                    }
+                    pair.compare();
+                    pair
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().expect("no thread fails")).collect()
+    });
+    fs.close().expect("nothing fails");
+    drop(fs);
+    let models: Vec<_> = pairs.into_iter().map(|pair| pair.model).collect();
+    let fs = open(path).expect("it was closed cleanly");
+    for model in models {
+        let dir = *model.nodes.keys().min().expect("its own directory");
+        let mut pair = Pair::below(fs.clone(), dir);
+        pair.model = model;
+        pair.compare();
+    }
+    assert_sound(&fs, &format!("seed {seed}"));
+}
+
+#[test]
+fn threads_that_work_side_by_side_do_not_disturb_each_other() {
+    for seed in 0..3 {
+        println!("seed {seed}");
+        run(seed, 512 << 20);
+    }
+}
+
+#[test]
+fn threads_that_share_too_little_space_lose_nothing() {
+    for seed in 10..13 {
+        println!("seed {seed}");
+        run(seed, 32 << 20);
+    }
+}
