@@ -59,8 +59,12 @@ impl Front {
     ) {
         let handle = Handle::new(flags);
         let front = self.clone();
-        let opened = move |emptied: Result<(), FsError>| {
-            done(emptied.map(|()| {
+        let opened = move |stripped: Result<bool, FsError>| {
+            if let (Ok(true), Some(kernel)) = (&stripped, front.kernel.get()) {
+                // The answer to open(2) has no attributes to say so.
+                kernel.invalidate_attributes(ino);
+            }
+            done(stripped.map(|_| {
                 front.fs.open_file(ino, handle.is_mappable());
                 handle
             }));
@@ -70,13 +74,13 @@ impl Front {
             self.wait(
                 move |fs| {
                     fs.wait(|| fs.set_size(&context, ino, 0))?;
-                    // Root keeps the right to the bits that everybody else gives up by writing.
-                    if context.uid == 0 { Ok(()) } else { fs.wait(|| strip(fs, &context, ino)) }
+                    // Root keeps the bits that everybody else takes away by writing.
+                    if context.uid == 0 { Ok(false) } else { fs.wait(|| strip(fs, &context, ino)) }
                 },
                 opened,
             );
         } else {
-            opened(Ok(()));
+            opened(Ok(false));
         }
     }
 
@@ -209,12 +213,11 @@ impl Front {
     }
 }
 
-/// Takes the set-user-id bits from a file.
-fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<()> {
-    if let Some(mode) = stripped(&fs.attributes(ino)?.inode) {
-        fs.set_attributes(context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
-    }
-    Ok(())
+/// Takes the set-user-id bits from a file. Returns whether it had any.
+fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<bool> {
+    let Some(mode) = stripped(&fs.attributes(ino)?.inode) else { return Ok(false) };
+    fs.set_attributes(context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
+    Ok(true)
 }
 
 /// Waits as long as a write that was taken has to.

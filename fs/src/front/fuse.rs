@@ -94,13 +94,23 @@ pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::
 
 struct Notifier(fuser::Notifier);
 
+impl Notifier {
+    fn send(&self, ino: u64, offset: i64, len: i64) {
+        if let Err(error) = self.0.inval_inode(INodeNo(ino), offset, len) {
+            tracing::warn!(ino, %error, "the kernel did not take an invalidation: it may show what this file was before");
+        }
+    }
+}
+
 impl KernelCache for Notifier {
     fn invalidate(&self, ino: u64, range: Range<u64>) {
         let offset = i64::try_from(range.start).unwrap_or(i64::MAX);
-        let len = i64::try_from(range.end - range.start).unwrap_or(i64::MAX);
-        if let Err(error) = self.0.inval_inode(INodeNo(ino), offset, len) {
-            tracing::warn!(ino, %error, "the kernel did not take an invalidation: it may show old bytes of this file");
-        }
+        self.send(ino, offset, i64::try_from(range.end - range.start).unwrap_or(i64::MAX));
+    }
+
+    fn invalidate_attributes(&self, ino: u64) {
+        // A negative offset stands for no content at all (`fuse_reverse_inval_inode`).
+        self.send(ino, -1, 0);
     }
 }
 

@@ -44,6 +44,9 @@ trait KernelCache: Send + Sync {
     /// Has the kernel write back what is dirty of a range of a file, and forget the range and the file's attributes. Waits
     /// for both; must not be called where the kernel waits for an answer.
     fn invalidate(&self, ino: u64, range: Range<u64>);
+
+    /// Has the kernel forget the attributes of a file. Does not wait.
+    fn invalidate_attributes(&self, ino: u64);
 }
 
 /// What the operations of one mount share.
