@@ -110,7 +110,7 @@ impl Filesystem {
     /// zeros on the device before the new size is. They are unknown when the file was shortened before.
     pub(super) fn tail_before(&self, state: &FileState, ino: u64, size: u64, next: u64) -> Attempt<Option<u64>> {
         let tail = size / BLOCK;
-        if size % BLOCK == 0 || tail >= next || state.tail_is_zero || state.writing.contains_key(&tail) {
+        if size.is_multiple_of(BLOCK) || tail >= next || state.tail_is_zero || state.writing.contains_key(&tail) {
             return Ok(None);
         }
         if state.pages.contains_key(&tail) {

@@ -69,9 +69,9 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
     let mut transactions = 0;
     while !anchor.clean && head - anchor.tail < geometry.journal_blocks {
         let room = geometry.journal_blocks - (head - anchor.tail);
-        let Some((blocks, found)) = read_transaction(io, superblock, &geometry, head, sequence, room)? else { break };
-        images.extend(found);
-        head += blocks;
+        let Some(found) = read_transaction(io, superblock, &geometry, head, sequence, room)? else { break };
+        images.extend(found.images);
+        head += found.blocks;
         sequence += 1;
         transactions += 1;
     }
@@ -79,7 +79,15 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
     Ok(Recovered { journal, sequence: sequence + SEQUENCE_GAP, images, transactions })
 }
 
-/// The transaction `sequence` at `position`: its length in the journal, and its images. None when it is not all there.
+/// A transaction that is all in the journal.
+struct Found {
+    /// Its length in the journal.
+    blocks: u64,
+    /// Home addresses and images.
+    images: Vec<(u64, Block)>,
+}
+
+/// The transaction `sequence` at `position`. None when it is not all there.
 fn read_transaction(
     io: &Io,
     superblock: &Superblock,
@@ -87,7 +95,7 @@ fn read_transaction(
     position: u64,
     sequence: u64,
     room: u64,
-) -> Result<Option<(u64, Vec<(u64, Block)>)>, FsError> {
+) -> Result<Option<Found>, FsError> {
     let mut homes = Vec::new();
     let (mut images, mut descriptors) = (0, 0);
     while descriptors == 0 || descriptors < journal::descriptor_blocks(images) {
@@ -115,7 +123,7 @@ fn read_transaction(
             return Err(Corrupt::Field { address: *home, what: "journal holds an image of a block that has none" }.into());
         }
     }
-    Ok(Some((descriptors + images, homes.into_iter().zip(blocks).collect())))
+    Ok(Some(Found { blocks: descriptors + images, images: homes.into_iter().zip(blocks).collect() }))
 }
 
 fn read_ring(io: &Io, geometry: &Geometry, position: u64, count: u64) -> Result<Vec<Block>, FsError> {

@@ -3,5 +3,6 @@
 mod common;
 mod crash;
 mod faults;
+mod hostile;
 mod model;
 mod threads;
