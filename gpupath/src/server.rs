@@ -76,6 +76,24 @@ impl Outcome {
     }
 }
 
+impl Outcome {
+    /// This, and then what a later group of the same transfer's segments came to, of which `first` is the first.
+    pub fn then(self, next: Outcome, first: u32) -> Outcome {
+        let (a, b) = (self.moved, next.moved);
+        Outcome {
+            moved: Moved {
+                p2p: a.p2p + b.p2p,
+                bounce: a.bounce + b.bounce,
+                host: a.host + b.host,
+                hole: a.hole + b.hole,
+                edge: a.edge + b.edge,
+            },
+            status: next.status,
+            failed_segment: next.failed_segment.map(|segment| first + segment),
+        }
+    }
+}
+
 impl From<Failed> for Outcome {
     fn from(failed: Failed) -> Self {
         Outcome::failed(failed.error.errno(), failed.segment)

@@ -458,6 +458,9 @@ fn transfers_are_admitted_and_answered() {
     let half = Outcome { status: libc::ENOSPC, failed_segment: Some(0), ..Outcome::moved(&buffer, 64, 0, 0) };
     let (result, header) = finished(half);
     assert_eq!((result, header.status, header.bytes, header.failed_segment), (0, libc::ENOSPC, 64, 0));
+    // Of a transfer in groups, a later group that fails leaves what the earlier ones did.
+    let groups = Outcome::moved(&buffer, 64, 0, 3).then(Outcome::failed(libc::ENOSPC, Some(1)), 5);
+    assert_eq!((groups.moved.total(), groups.status, groups.failed_segment), (67, libc::ENOSPC, Some(6)));
     let (result, header) = finished(Outcome::failed(libc::EIO, Some(0)));
     assert_eq!((result, header.status, header.bytes), (-libc::EIO, libc::EIO, 0));
 
