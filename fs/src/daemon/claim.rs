@@ -24,7 +24,7 @@ pub enum ClaimError {
     #[error("already mounted on {} (type {})", .0.dir.display(), .0.fs_type)]
     Mounted(Mount),
     /// Another process has it, and it is not mounted.
-    #[error("in use by another program, and has been for {} seconds", RELEASE_LIMIT.as_secs())]
+    #[error("in use by another program, or mounted in another mount namespace ({} seconds were waited for its release)", RELEASE_LIMIT.as_secs())]
     Held,
     /// It is an image file that a loop device has.
     #[error("attached to {}; `losetup -d {}` detaches it", .0.display(), .0.display())]
