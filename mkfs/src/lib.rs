@@ -1,4 +1,4 @@
-//! mkfs.gpunvme: formats a device as a gpunvme volume.
+//! mkfs.gpunvme: formats a device as a gpunvme volume; and fsck.gpunvme, which checks one ([`fsck`]).
 //!
 //! The format itself is written by `gpunvme_fs::format`. This crate is what stands around it: it looks before it leaps
 //! ([`contents`]), clears what the device was recognised by before ([`wipe`]), and says what it made
@@ -8,6 +8,7 @@
 
 pub mod arguments;
 pub mod contents;
+pub mod fsck;
 pub mod report;
 pub mod wipe;
 

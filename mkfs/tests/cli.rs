@@ -162,3 +162,33 @@ fn what_cannot_be_formatted_is_refused_with_the_way_out() {
     let usage = Command::new(env!("CARGO_BIN_EXE_mkfs-gpunvme")).arg("--colour").output().unwrap();
     assert_eq!(usage.status.code(), Some(2));
 }
+
+fn fsck(path: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_fsck-gpunvme")).args(args).arg(path).output().unwrap()
+}
+
+#[test]
+fn fsck_finds_nothing_on_a_new_volume_and_names_what_is_damaged() {
+    let image = Image::new(64 * MIB);
+    assert!(image.mkfs(&["-q"]).status.success());
+    let clean = fsck(&image.path, &["-n"]);
+    assert_eq!(clean.status.code(), Some(0), "{clean:?}");
+    assert!(String::from_utf8_lossy(&clean.stdout).contains("clean, 1 inodes"), "{clean:?}");
+
+    // Somebody counts one inode too many: the state block, with a checksum that fits.
+    let file = OpenOptions::new().read(true).write(true).open(&image.path).unwrap();
+    let mut bytes = [0; 4096];
+    file.read_exact_at(&mut bytes, 3 * 4096).unwrap();
+    let mut block = gpunvme_layout::Block::from_bytes(&bytes);
+    block.bytes_mut()[72] = 9;
+    block.bytes_mut()[80] = 2;
+    block.seal(0);
+    file.write_all_at(block.bytes(), 3 * 4096).unwrap();
+    let damaged = fsck(&image.path, &["--json", "-n"]);
+    assert_eq!(damaged.status.code(), Some(4), "{damaged:?}");
+    let report: serde_json::Value = serde_json::from_slice(&damaged.stdout).unwrap();
+    assert_eq!(report["findings"][0]["what"], "counts 2 inodes, there are 1");
+
+    let missing = fsck(Path::new("/var/tmp/no such image"), &[]);
+    assert_eq!(missing.status.code(), Some(8), "{missing:?}");
+}

@@ -1,0 +1,9 @@
+//! fsck.gpunvme: checks a gpunvme volume; see fsck.gpunvme(8).
+//!
+//! Cargo allows no dot in the name of this file: scripts/build and scripts/install give the program its own.
+
+#![forbid(unsafe_code)]
+
+fn main() -> std::process::ExitCode {
+    gpunvme_mkfs::fsck::run(std::env::args_os()).into()
+}
