@@ -248,7 +248,15 @@ impl<L: Listing> Reading<L> {
                 return Ok(());
             }
             for entry in &entries {
-                let attributes = if L::ATTRIBUTES { Some(fs.attributes(entry.ino)?) } else { None };
+                let attributes = match L::ATTRIBUTES.then(|| fs.attributes(entry.ino)).transpose() {
+                    Ok(attributes) => attributes,
+                    // Removed since the entry was read: it is not in the directory any more.
+                    Err(Fail::Error(FsError::NotFound)) => {
+                        self.cookie = entry.cookie;
+                        continue;
+                    }
+                    Err(fail) => return Err(fail),
+                };
                 // Counted first: the listing cannot take an entry back.
                 let counted = L::ATTRIBUTES && !matches!(&entry.name[..], b"." | b"..");
                 if counted && !self.front.nodes.look_up(entry.ino) {
