@@ -13,28 +13,6 @@ use crate::volume::{Context, SetAttributes};
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
 const COPY_MAX: u64 = 64 << 20;
 
-/// What a write waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Until {
-    /// The write buffer has it.
-    Taken,
-    /// The device has it (`O_DIRECT`).
-    Written,
-    /// It is durable (`O_DIRECT` and `O_SYNC`; without `O_DIRECT` the kernel sends an fsync of its own).
-    Durable,
-}
-
-impl Until {
-    /// For a file opened with these flags of open(2).
-    pub fn of(flags: i32) -> Until {
-        match (flags & libc::O_DIRECT != 0, flags & (libc::O_SYNC | libc::O_DSYNC) != 0) {
-            (true, true) => Until::Durable,
-            (true, false) => Until::Written,
-            (false, _) => Until::Taken,
-        }
-    }
-}
-
 /// How a write is done.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Write {
@@ -44,8 +22,9 @@ pub(super) struct Write {
     pub offset: u64,
     /// The set-user-id bits of the file go.
     pub strip: bool,
-    /// What it waits for.
-    pub until: Until,
+    /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With `O_SYNC` the kernel sends an
+    /// fsync after each write.
+    pub direct: bool,
 }
 
 impl Front {
@@ -130,8 +109,8 @@ impl Front {
             fs.write(ino, how.offset, data, context.now)
         };
         match attempt(&self.fs, data) {
-            Ok(()) if how.until == Until::Taken => done(Ok(())),
-            Ok(()) => self.wait(move |fs| settle(fs, ino, how.until), done),
+            Ok(()) if how.direct => self.wait(move |fs| land(fs, ino), done),
+            Ok(()) => done(Ok(())),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
@@ -139,7 +118,7 @@ impl Front {
                 self.wait(
                     move |fs| {
                         fs.wait(|| attempt(fs, &data))?;
-                        settle(fs, ino, how.until)
+                        if how.direct { land(fs, ino) } else { Ok(()) }
                     },
                     done,
                 );
@@ -220,11 +199,8 @@ fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<bool> {
     Ok(true)
 }
 
-/// Waits as long as a write that was taken has to.
-fn settle(fs: &Arc<Filesystem>, ino: u64, until: Until) -> Result<(), FsError> {
-    match until {
-        Until::Taken => Ok(()),
-        Until::Written => fs.flush_file(ino).and_then(|()| fs.take_error(ino)),
-        Until::Durable => fs.sync_file(ino),
-    }
+/// Waits until the device has what was written to a file.
+fn land(fs: &Arc<Filesystem>, ino: u64) -> Result<(), FsError> {
+    fs.flush_file(ino)?;
+    fs.take_error(ino)
 }

@@ -1,5 +1,5 @@
 //! The adapter to fuser 0.18: its requests to the operations of [`Front`], their results to its replies, and what is agreed
-//! with the kernel when a mount begins. Why each setting is as it is stands in `docs/architecture.md`.
+//! with the kernel when a mount begins.
 
 use std::ffi::OsStr;
 use std::io;
@@ -19,7 +19,7 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::NAME_MAX;
 use rustix::mount::MountFlags;
 
-use super::files::{Until, Write};
+use super::files::Write;
 use super::handles::Handle;
 use super::names::Listing;
 use super::session::Settings;
@@ -72,10 +72,14 @@ pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::
         MountOption::CUSTOM("subtype=gpunvme".to_owned()),
         MountOption::DefaultPermissions,
         if settings.read_only { MountOption::RO } else { MountOption::RW },
-        // fuser adds nodev and nosuid where it is not told otherwise.
-        if settings.flags.contains(MountFlags::NODEV) { MountOption::NoDev } else { MountOption::Dev },
-        if settings.flags.contains(MountFlags::NOSUID) { MountOption::NoSuid } else { MountOption::Suid },
     ];
+    // fuser adds nodev and nosuid where it is not told otherwise, and nobody but root may tell it.
+    let is_root = rustix::process::geteuid().is_root();
+    for (flag, option) in [(MountFlags::NODEV, MountOption::Dev), (MountFlags::NOSUID, MountOption::Suid)] {
+        if is_root && !settings.flags.contains(flag) {
+            config.mount_options.push(option);
+        }
+    }
     for (flag, option) in [
         (MountFlags::NOEXEC, MountOption::NoExec),
         (MountFlags::NOATIME, MountOption::NoAtime),
@@ -388,7 +392,7 @@ impl fuser::Filesystem for Adapter {
             handle: Handle(handle.0),
             offset,
             strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),
-            until: Until::of(flags.0),
+            direct: flags.0 & libc::O_DIRECT != 0,
         };
         self.front.write(context, ino.0, data, how, move |done| match done {
             Ok(()) => reply.written(len),

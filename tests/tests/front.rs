@@ -1,0 +1,89 @@
+//! What the kernel leaves to the front end of a FUSE filesystem, and would not notice if it were wrong.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::needs_mount;
+
+/// Neither root nor anybody's group.
+const USER: u32 = 4711;
+
+#[test]
+fn set_user_id_bits_go_when_somebody_else_could_have_changed_the_file() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::set_permissions(volume.root(), fs::Permissions::from_mode(0o777)).unwrap();
+    let path = volume.path("program");
+    let after = |mode: u32, user: u32, script: &str| {
+        let _ = fs::remove_file(&path);
+        fs::write(&path, "content").unwrap();
+        chown(&path, Some(USER), Some(USER)).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        let mut shell = Command::new("sh");
+        let done = shell.args(["-c", script]).current_dir(volume.root()).uid(user).gid(user).status().unwrap();
+        assert!(done.success(), "{script}");
+        fs::metadata(&path).unwrap().mode() & 0o7777
+    };
+    for script in [
+        "echo more >> program",
+        ": > program",
+        "truncate -s 3 program",
+        "truncate -s 9000 program",
+        "fallocate -l 9000 program",
+        "dd if=/dev/zero of=program bs=4096 count=1 conv=notrunc oflag=direct status=none",
+    ] {
+        assert_eq!(after(0o6755, USER, script), 0o755, "{script}, by its owner");
+        assert_eq!(after(0o6755, 0, script), 0o6755, "{script}, by root");
+        assert_eq!(after(0o2644, USER, script), 0o2644, "{script}: a set-group-id bit that is none");
+    }
+    assert_eq!(after(0o6755, USER, "chown 4711 program"), 0o755);
+    assert_eq!(after(0o6755, 0, "chown 0:0 program"), 0o755, "a new owner, whoever says so");
+    assert_eq!(after(0o6755, USER, "touch program"), 0o6755, "content and owner stay");
+}
+
+#[test]
+fn the_earliest_time_there_is_does_no_harm() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let path = volume.path("file");
+    File::create(&path).unwrap();
+    for _ in 0..3 {
+        let status = Command::new("touch").arg("-d").arg(format!("@{}", i64::MIN)).arg(&path).status().unwrap();
+        assert!(status.success());
+        assert_eq!(fs::metadata(&path).unwrap().mtime(), i64::MIN);
+    }
+}
+
+#[test]
+fn what_nobody_has_any_more_gives_its_space_back() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let free = || rustix::fs::statvfs(volume.root()).unwrap().f_bfree;
+    let empty = free();
+    let mut open = Vec::new();
+    for i in 0..20 {
+        let path = volume.path(format!("file {i}"));
+        fs::write(&path, vec![7; 1 << 20]).unwrap();
+        // Known by one name, by two, by none while it is open, and by none at all.
+        if i % 2 == 0 {
+            open.push(File::open(&path).unwrap());
+            fs::hard_link(&path, volume.path("second name")).unwrap();
+            fs::remove_file(volume.path("second name")).unwrap();
+        }
+        fs::remove_file(&path).unwrap();
+    }
+    for file in &open {
+        assert_eq!((file.metadata().unwrap().nlink(), file.metadata().unwrap().len()), (0, 1 << 20));
+    }
+    drop(open);
+    // Space comes back with the transaction that frees it.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while free() < empty {
+        assert!(Instant::now() < deadline, "{} blocks of {empty} are free", free());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
