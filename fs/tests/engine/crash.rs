@@ -12,10 +12,13 @@ use std::time::{Duration, Instant};
 use crate::common::{Model, Node, Pair, ROOT, Random, assert_sound, make, open};
 use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice, Recorder};
 use gpunvme_fs::Filesystem;
-use gpunvme_layout::FileType;
+use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_layout::{FileType, Timestamp};
 
 const BYTES: u64 = 32 << 20;
 const STEPS: usize = 120;
+/// Crashes that a volume goes through after the first.
+const LIVES: u32 = 2;
 /// What the device holds before it is formatted: nobody may ever read it through a file.
 const POISON: &[u8; 16] = b"*what was there*";
 
@@ -27,9 +30,9 @@ fn names(model: &Model) -> Names {
     dirs.collect()
 }
 
-/// The names that a filesystem has, and its files.
-fn walk(fs: &Arc<Filesystem>) -> (Names, Vec<u64>) {
-    let (mut found, mut files, mut todo) = (Names::new(), Vec::new(), vec![ROOT]);
+/// The names below a directory, and the files.
+fn walk(fs: &Arc<Filesystem>, root: u64) -> (Names, Vec<u64>) {
+    let (mut found, mut files, mut todo) = (Names::new(), Vec::new(), vec![root]);
     while let Some(dir) = todo.pop() {
         let entries = fs.wait(|| fs.read_dir(dir, 2, usize::MAX)).expect("a sound volume can be read");
         for entry in &entries {
@@ -57,6 +60,8 @@ struct Promise {
 }
 
 struct Run {
+    /// Directory that everything happens below.
+    root: u64,
     /// Names after each step.
     history: Vec<Names>,
     /// Events of the log before each step began.
@@ -75,14 +80,20 @@ fn poisoned() -> Image {
     image
 }
 
-/// Runs a workload on a recorder, and notes what it was promised.
+/// Runs a workload below a new directory of the volume on a recorder, and notes what it was promised.
 fn work(recorder: &Arc<Recorder>, random: &mut Random) -> (usize, Run) {
     let device: Arc<dyn BlockDevice> = recorder.clone();
-    make(&device);
-    let mut pair = Pair::new(open(&device).expect("a new volume can be opened"));
+    let fs = open(&device).expect("the volume can be opened");
+    let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let new = NewNode { mode: 0o040755, umask: 0, rdev: 0, target: &[] };
+    let name = format!("work {}", random.below(u64::MAX));
+    let root = fs.wait(|| fs.create(&context, ROOT, name.as_bytes(), &new)).expect("there is room").ino;
+    fs.commit().expect("nothing fails");
+    let mut pair = Pair::below(fs, root);
     pair.reach = 400_000;
     let start = recorder.position();
-    let mut run = Run { history: vec![names(&pair.model)], began: Vec::new(), changed: BTreeMap::new(), promises: Vec::new() };
+    let history = vec![names(&pair.model)];
+    let mut run = Run { root, history, began: Vec::new(), changed: BTreeMap::new(), promises: Vec::new() };
     run.promises.push(Promise { position: start, step: 0, files: BTreeMap::new() });
     for step in 0..STEPS {
         run.began.push(recorder.position());
@@ -110,7 +121,7 @@ fn verify(image: Image, cut: usize, run: &Run, what: &str) {
     let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
     let fs = open(&device).unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_sound(&fs, what);
-    let (found, files) = walk(&fs);
+    let (found, files) = walk(&fs, run.root);
     let promise = run.promises.iter().rev().find(|p| p.position <= cut).expect("the first one holds from the start");
     let last = run.began.iter().filter(|began| **began < cut).count();
     let possible = &run.history[promise.step..=last.max(promise.step)];
@@ -136,32 +147,47 @@ fn verify(image: Image, cut: usize, run: &Run, what: &str) {
     fs.close().expect("a recovered volume can be closed");
 }
 
+/// Ways of losing writes: all, none, whole ones, blocks of them, sectors of them.
+const MODES: u64 = 5;
+
 /// One way of losing writes.
 fn survives(mode: u64, random: &mut Random) -> impl FnMut(usize, u64) -> bool + '_ {
-    let mut whole: BTreeMap<usize, bool> = BTreeMap::new();
-    move |event, _sector| match mode {
+    let mut drawn: BTreeMap<(usize, u64), bool> = BTreeMap::new();
+    move |event, sector| match mode {
         0 => false,
         1 => true,
-        2 => *whole.entry(event).or_insert_with(|| random.below(2) == 0),
+        2 => *drawn.entry((event, 0)).or_insert_with(|| random.below(2) == 0),
+        3 => *drawn.entry((event, sector / 8)).or_insert_with(|| random.below(2) == 0),
         _ => random.below(2) == 0,
     }
 }
 
-fn crash(seed: u64, deadline: Instant) -> u64 {
-    let mut random = Random(seed);
-    let recorder = Recorder::new(poisoned());
-    let (start, run) = work(&recorder, &mut random);
+/// A new volume on a device that held something else.
+fn fresh() -> Image {
+    let memory = MemoryDevice::from_image(poisoned());
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    make(&device);
+    memory.snapshot()
+}
+
+/// Cuts the power at every point of a workload. Sometimes life goes on after a recovery, and the power is cut again: the
+/// journal then goes over what the first crash left in it. Returns how many states were verified.
+fn crash(base: Image, random: &mut Random, lives: u32, seed: u64, deadline: Instant) -> u64 {
+    let recorder = Recorder::new(base);
+    let (start, run) = work(&recorder, random);
     let log = recorder.log();
     let cuts: Vec<usize> = log.cuts().filter(|cut| *cut >= start).collect();
     let mut power_cuts = log.power_cuts();
     let mut states = 0;
-    for cut in cuts {
-        for mode in 0..4 {
+    // Of a later life a few cuts are enough: there are many of them.
+    let stride = if lives == LIVES { 1 } else { 1 + cuts.len() / 5 };
+    for cut in cuts.into_iter().step_by(stride) {
+        for mode in 0..MODES {
             if Instant::now() > deadline {
                 return states;
             }
-            let image = power_cuts.image(cut, survives(mode, &mut random));
-            let what = format!("CRASH_SEED={seed} cut {cut} mode {mode}");
+            let image = power_cuts.image(cut, survives(mode, random));
+            let what = format!("CRASH_SEED={seed} life {lives} cut {cut} mode {mode}");
             if random.below(10) == 0 {
                 // Power fails again while the volume recovers.
                 let again = Recorder::new(image.clone());
@@ -170,9 +196,12 @@ fn crash(seed: u64, deadline: Instant) -> u64 {
                 let log = again.log();
                 let cuts: Vec<usize> = log.cuts().collect();
                 let second = cuts[random.below(cuts.len() as u64) as usize];
-                let image = log.power_cuts().image(second, survives(mode, &mut random));
+                let image = log.power_cuts().image(second, survives(mode, random));
                 verify(image, cut, &run, &format!("{what}, then at {second} of recovery"));
                 states += 1;
+            }
+            if lives > 0 && random.below(60) == 0 {
+                states += crash(image.clone(), random, lives - 1, seed, deadline);
             }
             verify(image, cut, &run, &what);
             states += 1;
@@ -187,10 +216,10 @@ fn a_power_cut_anywhere_leaves_a_sound_volume_with_everything_that_was_promised(
     let deadline = Instant::now() + Duration::from_secs(number("CRASH_SECONDS").unwrap_or(20));
     let (mut states, mut seeds) = (0, 0);
     match number("CRASH_SEED") {
-        Some(seed) => states += crash(seed, deadline),
+        Some(seed) => states += crash(fresh(), &mut Random(seed), LIVES, seed, deadline),
         None => {
             while Instant::now() < deadline {
-                states += crash(seeds, deadline);
+                states += crash(fresh(), &mut Random(seeds), LIVES, seeds, deadline);
                 seeds += 1;
             }
         }
