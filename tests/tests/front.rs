@@ -1,13 +1,15 @@
 //! What the kernel leaves to the front end of a FUSE filesystem, and would not notice if it were wrong.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
-use gpunvme_tests::needs_mount;
+use gpunvme_tests::{needs_mount, tree};
 
 /// Neither root nor anybody's group.
 const USER: u32 = 4711;
@@ -43,6 +45,26 @@ fn set_user_id_bits_go_when_somebody_else_could_have_changed_the_file() {
     assert_eq!(after(0o6755, USER, "chown 4711 program"), 0o755);
     assert_eq!(after(0o6755, 0, "chown 0:0 program"), 0o755, "a new owner, whoever says so");
     assert_eq!(after(0o6755, USER, "touch program"), 0o6755, "content and owner stay");
+}
+
+#[test]
+fn appending_begins_where_a_direct_write_ended() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let file = File::create_new(volume.path("file")).unwrap();
+    let mut appender = OpenOptions::new().append(true).open(volume.path("file")).unwrap();
+    let buffer = Buffer::new(&file, 1 << 20);
+    buffer.put(0, &tree::pattern(61, 1 << 20));
+    let mut expected = Vec::new();
+    for len in [4096, 1, 5000, 65536, 4095] {
+        buffer.write(&file, expected.len() as u64, len).unwrap();
+        expected.extend(&tree::pattern(61, 1 << 20)[..len as usize]);
+        appender.write_all(b"tail").unwrap();
+        expected.extend(b"tail");
+    }
+    drop((file, appender));
+    assert!(fs::read(volume.path("file")).unwrap() == expected);
+    assert!(fs::read(volume.remount().path("file")).unwrap() == expected);
 }
 
 #[test]

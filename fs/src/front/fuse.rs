@@ -98,23 +98,26 @@ pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::
 
 struct Notifier(fuser::Notifier);
 
-impl Notifier {
-    fn send(&self, ino: u64, offset: i64, len: i64) {
-        if let Err(error) = self.0.inval_inode(INodeNo(ino), offset, len) {
-            tracing::warn!(ino, %error, "the kernel did not take an invalidation: it may show what this file was before");
-        }
-    }
-}
-
 impl KernelCache for Notifier {
     fn invalidate(&self, ino: u64, range: Range<u64>) {
         let offset = i64::try_from(range.start).unwrap_or(i64::MAX);
-        self.send(ino, offset, i64::try_from(range.end - range.start).unwrap_or(i64::MAX));
+        let len = i64::try_from(range.end - range.start).unwrap_or(i64::MAX);
+        told(ino, self.0.inval_inode(INodeNo(ino), offset, len));
+    }
+
+    fn store(&self, ino: u64, offset: u64, data: &[u8]) {
+        told(ino, self.0.store(INodeNo(ino), offset, data));
     }
 
     fn invalidate_attributes(&self, ino: u64) {
         // A negative offset stands for no content at all (`fuse_reverse_inval_inode`).
-        self.send(ino, -1, 0);
+        told(ino, self.0.inval_inode(INodeNo(ino), -1, 0));
+    }
+}
+
+fn told(ino: u64, result: io::Result<()>) {
+    if let Err(error) = result {
+        tracing::warn!(ino, %error, "the kernel did not take a notification: it may show what this file was before");
     }
 }
 

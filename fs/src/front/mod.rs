@@ -45,6 +45,9 @@ trait KernelCache: Send + Sync {
     /// for both; must not be called where the kernel waits for an answer.
     fn invalidate(&self, ino: u64, range: Range<u64>);
 
+    /// Tells the kernel what a file holds at `offset`, and so that it is at least that long. Waits as [`KernelCache::invalidate`].
+    fn store(&self, ino: u64, offset: u64, data: &[u8]);
+
     /// Has the kernel forget the attributes of a file. Does not wait.
     fn invalidate_attributes(&self, ino: u64);
 }
