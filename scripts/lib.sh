@@ -48,11 +48,14 @@ make_work() {
 }
 
 remove_work() {
-    local dir device
+    local dir device process
     cd /
-    # The innermost mounts first. A daemon that hangs must not keep the script from ending: what does not unmount is detached.
+    # The innermost mounts first. A daemon that hangs must not keep the script from ending: its mount is cut off, and it is killed.
     for dir in $(awk -v work="$work/" 'index($2, work) == 1 { print $2 }' /proc/self/mounts | tac); do
-        as_root timeout 60 umount "$dir" 2>/dev/null || as_root umount -l "$dir" || true
+        as_root timeout 60 umount "$dir" 2>/dev/null || as_root umount --force --lazy "$dir" || true
+    done
+    for process in $(pgrep -f "^[^ ]*mount.gpunvme $work/" || true); do
+        as_root timeout 30 tail --pid="$process" -f /dev/null || as_root kill -KILL "$process" || true
     done
     for device in $(losetup --noheadings --output NAME,BACK-FILE --list | awk -v work="$work/" 'index($2, work) == 1 { print $1 }'); do
         as_root losetup --detach "$device" || true

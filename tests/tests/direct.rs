@@ -462,3 +462,28 @@ fn an_unlinked_file_can_still_be_read_and_written() {
     assert_eq!(buffer.read(&file, 0, MIB).unwrap().bytes, MIB);
     assert!(buffer.get(0, MIB as usize) == tree::pattern(14, MIB as usize));
 }
+
+#[test]
+fn a_direct_write_may_cover_the_unfinished_last_block() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let buffer = Buffer::new(File::open(volume.root()).unwrap(), MIB);
+    let source = tree::pattern(15, MIB as usize);
+    buffer.put(0, &source);
+    // The file ends in the middle of the first, a middle or the last block of what is written; cold, and just written.
+    for (number, (len, offset)) in [(100, 0), (10_000, 0), (10_000, 8192), (10_000, 4096), (5000, 512)].into_iter().enumerate() {
+        for shortened in [false, true] {
+            let path = volume.path(format!("{number} {shortened}"));
+            let mut model = tree::pattern(16, if shortened { 20_000 } else { len });
+            fs::write(&path, &model).unwrap();
+            let file = open(&path);
+            file.sync_all().unwrap();
+            file.set_len(len as u64).unwrap();
+            model.truncate(len);
+            assert_eq!(buffer.write(&file, offset, 65536).unwrap().bytes, 65536);
+            model.resize(offset as usize + 65536, 0);
+            model[offset as usize..].copy_from_slice(&source[..65536]);
+            assert!(fs::read(&path).unwrap() == model, "{len} bytes, written at {offset}, shortened: {shortened}");
+        }
+    }
+}
