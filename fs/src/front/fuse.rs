@@ -52,6 +52,7 @@ const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_POSIX_ACL)
     .union(InitFlags::FUSE_DONT_MASK)
     .union(InitFlags::FUSE_ATOMIC_O_TRUNC)
+    .union(InitFlags::FUSE_EXPORT_SUPPORT)
     .union(InitFlags::FUSE_HAS_IOCTL_DIR)
     // Content changes behind the kernel's back only in direct writes, which say so.
     .union(InitFlags::FUSE_EXPLICIT_INVAL_DATA)

@@ -22,7 +22,8 @@ pub(super) trait Listing: Send + 'static {
 }
 
 impl Front {
-    /// The node behind a name; none where there is none.
+    /// The node behind a name; none where there is none. The kernel asks for `.` and `..` when all it has is a number from a file
+    /// handle, which need not be that of a directory, or of anything.
     pub fn lookup(
         self: &Arc<Self>,
         parent: u64,
@@ -31,9 +32,16 @@ impl Front {
     ) {
         let (front, name) = (self.clone(), name.to_vec());
         self.attempt(
-            move |fs| match fs.lookup(parent, &name) {
-                Err(Fail::Error(FsError::NotFound)) => Ok(None),
-                found => found.map(Some),
+            move |fs| {
+                let found = match &name[..] {
+                    b"." => fs.attributes(parent),
+                    b".." => fs.attributes(parent).and_then(|dir| fs.attributes(dir.inode.parent)),
+                    name => fs.lookup(parent, name),
+                };
+                match found {
+                    Err(Fail::Error(FsError::NotFound)) => Ok(None),
+                    found => found.map(Some),
+                }
             },
             move |found| done(found.map(|found| found.filter(|found| front.nodes.look_up(found.ino)))),
         );
