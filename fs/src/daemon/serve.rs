@@ -46,6 +46,10 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
         let mount = Mount::on(&dir).map_err(|error| cannot_mount(&dir, &error))?;
         readahead::raise(&mount);
         Ok((session, mount))
+    });
+    let session = session.inspect_err(|_| {
+        // Nothing has come of it: the next mount need not recover from that. Why there is no mount matters more than this.
+        let _ = fs.close();
     })?;
     tracing::info!("{} mounted on {}", options.device, dir.display());
 
