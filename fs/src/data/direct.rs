@@ -24,6 +24,8 @@ use crate::volume::epoch::Guard;
 use crate::volume::{Mapping, Stamp};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Bytes of an edge that are copied at once.
+const EDGE_STEP: u64 = 1 << 20;
 
 /// A direct read that was looked up.
 pub struct DirectRead {
@@ -37,7 +39,7 @@ pub struct DirectRead {
 
 /// A direct write whose blocks have a place.
 pub struct DirectWrite {
-    /// What is to be done. Its edges go by [`Filesystem::write_edges`], before it is submitted.
+    /// What is to be done. Its edges are only counted: they went by [`Filesystem::write_edges`] before.
     pub plan: Plan,
     flight: Flight,
 }
@@ -46,6 +48,8 @@ pub struct DirectWrite {
 struct Flight {
     fs: Arc<Filesystem>,
     file: Arc<File>,
+    /// Blocks of the file that it writes.
+    direct: Vec<Range<u64>>,
     placement: Placement,
     stamp: Stamp,
     _guard: Guard,
@@ -97,7 +101,7 @@ impl Filesystem {
             return Err(FsError::FileTooLarge.into());
         }
         self.volume.writable()?;
-        let alignment = Alignment::for_writes(BLOCK_SIZE as u32, self.volume.device().geometry());
+        let alignment = self.write_alignment();
         let middles: Vec<Range<u64>> = segments.iter().map(|s| planner::aligned_middle(s, alignment)).collect();
         let runs = || middles.iter().filter(|m| !m.is_empty()).map(|m| m.start / BLOCK..m.end / BLOCK);
         let file = self.files.get(ino);
@@ -107,9 +111,11 @@ impl Filesystem {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let last = runs().map(|run| run.end).max().unwrap_or(0);
+        // A tail that is written over as a whole has nothing beyond the old end to keep. Asked first: to have it read would stall for a page,
+        // and the page, lying in a run, for its own removal, for ever.
         if last * BLOCK > size
+            && !runs().any(|run| run.contains(&(size / BLOCK)))
             && let Some(tail) = self.tail_before(&state, ino, size, last)?
-            && !runs().any(|run| run.contains(&tail))
         {
             mark_dirty(&mut state, tail);
             return Err(Fail::Stall(Stall::File { ino }));
@@ -125,6 +131,8 @@ impl Filesystem {
         debug_assert_eq!(placement.reserved, new);
         state.flights += 1;
         state.version += 1;
+        let direct: Vec<Range<u64>> = runs().collect();
+        state.direct.extend(direct.iter().cloned());
         let mut places = placement.pieces().map(|p| Extent {
             file_offset: p.offset * BLOCK,
             device_offset: Geometry::byte(p.run.start),
@@ -145,26 +153,35 @@ impl Filesystem {
         drop(places);
         drop(state);
         let stamp = Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) };
-        Ok(DirectWrite { plan, flight: Flight { fs: self.clone(), file, placement, stamp, _guard: guard } })
+        Ok(DirectWrite { plan, flight: Flight { fs: self.clone(), file, direct, placement, stamp, _guard: guard } })
     }
 
-    /// Writes the edges of a direct write as ordinary bytes. Waits for the device where it has to.
+    /// Writes what of the segments cannot go direct as ordinary bytes. To be called before the write is planned: it may need
+    /// blocks in memory that the direct part is about to replace. Waits for the device where it has to.
     ///
     /// # Errors
     /// As an ordinary write; the buffer's owner has shrunk it.
-    pub fn write_edges(self: &Arc<Self>, ino: u64, plan: &Plan, region: &Region, now: Timestamp) -> Result<(), FsError> {
+    pub fn write_edges(self: &Arc<Self>, ino: u64, segments: &[Segment], region: &Region, now: Timestamp) -> Result<(), FsError> {
+        let alignment = self.write_alignment();
         let mut bytes = Vec::new();
-        for edge in &plan.edges {
-            let mut done = 0;
-            while done < edge.len {
-                let step = (edge.len - done).min(1 << 20);
-                bytes.resize(step as usize, 0);
-                region.read_at((edge.buffer_offset + done) as usize, &mut bytes)?;
-                self.wait(|| self.write(ino, edge.file_offset + done, &bytes, now))?;
-                done += step;
+        for segment in segments {
+            let middle = planner::aligned_middle(segment, alignment);
+            let end = segment.file_offset.checked_add(segment.len).ok_or(FsError::FileTooLarge)?;
+            for edge in [segment.file_offset..middle.start, middle.end..end] {
+                let mut at = edge.start;
+                while at < edge.end {
+                    bytes.resize((edge.end - at).min(EDGE_STEP) as usize, 0);
+                    region.read_at((segment.buffer_offset + (at - segment.file_offset)) as usize, &mut bytes)?;
+                    self.wait(|| self.write(ino, at, &bytes, now))?;
+                    at += bytes.len() as u64;
+                }
             }
         }
         Ok(())
+    }
+
+    fn write_alignment(&self) -> Alignment {
+        Alignment::for_writes(BLOCK_SIZE as u32, self.volume.device().geometry())
     }
 
     /// Writes from the buffer to the device; `done` is called when the data is there and the file's.
@@ -233,6 +250,10 @@ impl Drop for Flight {
         let mut state = self.file.state.lock();
         state.flights -= 1;
         state.version += 1;
+        for run in &self.direct {
+            let at = state.direct.iter().position(|r| r == run).expect("noted when it was planned");
+            state.direct.swap_remove(at);
+        }
         drop(state);
         self.file.landed.notify_all();
         self.fs.release(&self.file);

@@ -1,6 +1,7 @@
 //! Files in memory: what is known of a file that is open, or whose data is not on the device yet.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_layout::Timestamp;
@@ -38,7 +39,9 @@ pub(crate) struct FileState {
     pub version: u64,
     /// Pages that are being written. They do not change any more.
     pub writing: BTreeMap<u64, Arc<Page>>,
-    /// Batches of writes that are under way.
+    /// Blocks that direct writes under way replace: what the device has there is neither old nor new.
+    pub direct: Vec<Range<u64>>,
+    /// Batches of writes, and direct writes, that are under way.
     pub flights: u32,
     /// Size, when it is larger than the inode says.
     pub size: Option<u64>,

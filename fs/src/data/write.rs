@@ -1,5 +1,6 @@
 //! Writing into the write buffer.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_blockdev::Request;
@@ -10,7 +11,7 @@ use gpunvme_layout::{FileType, Geometry, Timestamp};
 use super::Filesystem;
 use super::file::{File, FilePage, FileState};
 use super::flush::BATCH_PAGES;
-use crate::error::{Attempt, FsError, Stall};
+use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
@@ -42,6 +43,10 @@ impl Filesystem {
         self.volume.writable()?;
         let size = self.size_of_regular(state, ino)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
+        let touches = |run: &Range<u64>| (run.start <= last && first < run.end) || run.contains(&(size / BLOCK));
+        if state.direct.iter().any(touches) {
+            return Err(Fail::Stall(Stall::File { ino }));
+        }
         let gap = self.tail_before(state, ino, size, first)?;
         for block in [first, last] {
             // The first and the last page keep what they have around the new bytes, up to the end of the file.
@@ -60,7 +65,7 @@ impl Filesystem {
         unmapped.retain(|block| state.pages.get(block).is_none_or(|p| !p.promised));
 
         let missing: Vec<u64> = (first..=last).filter(|block| !state.pages.contains_key(block)).collect();
-        let mut pages = self.pages.take(missing.len()).ok_or(crate::error::Fail::Stall(Stall::Memory))?.into_iter();
+        let mut pages = self.pages.take(missing.len()).ok_or(Fail::Stall(Stall::Memory))?.into_iter();
         self.volume.promise(unmapped.len() as u64)?;
 
         // From here on nothing fails: the pages are ours, and copying inside them is within bounds.
@@ -124,7 +129,7 @@ impl Filesystem {
     fn needs_no_content(&self, ino: u64, block: u64) -> Attempt<()> {
         let mapped = self.volume.map(ino, block, block + 1, 1)?;
         if mapped.first().is_some_and(|m| !m.extent.unwritten) {
-            return Err(crate::error::Fail::Stall(Stall::Page { ino, block }));
+            return Err(Fail::Stall(Stall::Page { ino, block }));
         }
         Ok(())
     }
@@ -147,6 +152,11 @@ impl Filesystem {
             let mut state = file.state.lock();
             if state.version != version {
                 continue;
+            }
+            if state.direct.iter().any(|run| run.contains(&block)) {
+                // What was read is neither old nor new.
+                drop(state);
+                return self.flush_file(ino);
             }
             let size = state.size.unwrap_or(0).max(stored);
             let end = size.saturating_sub(block * BLOCK).min(BLOCK) as usize;

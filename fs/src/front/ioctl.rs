@@ -10,12 +10,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, TransferRequest};
-use gpunvme_gpupath::planner::Direction;
+use gpunvme_gpupath::planner::{self, Direction};
 use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
 use gpunvme_gpupath::server::{Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
 use gpunvme_gpupath::transfer;
 use gpunvme_layout::Geometry;
+use gpunvme_layout::Timestamp;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use rustix::fs::Mode;
@@ -47,6 +48,14 @@ struct Transfer {
     ino: u64,
     request: TransferRequest,
     buffer: Arc<Buffer>,
+}
+
+/// A write under way: its segments before `first` are done, and came to `outcome`.
+struct Write {
+    transfer: Arc<Transfer>,
+    first: usize,
+    outcome: Outcome,
+    done: Box<dyn FnOnce(Reply) + Send>,
 }
 
 impl Transfer {
@@ -210,41 +219,74 @@ impl Front {
     }
 
     fn direct_write(self: &Arc<Self>, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
-        let (front, planned) = (self.clone(), transfer.clone());
+        self.write_group(Write { transfer, first: 0, outcome: Outcome::default(), done: Box::new(done) });
+    }
+
+    /// Writes the segments from `first` on, as many as do not overlap: those that do have an order, and what is in flight
+    /// together has none.
+    fn write_group(self: &Arc<Self>, write: Write) {
+        let (front, transfer) = (self.clone(), write.transfer.clone());
+        let group = write.first..write.first + planner::disjoint(&transfer.request.segments[write.first..])[0].len();
+        let next = group.end;
         let now = system_time();
         self.attempt(
-            move |fs| fs.plan_direct_write(planned.ino, &planned.request.segments, &planned.buffer.region, now),
-            move |write| match front.admitted(&transfer, write, |write| &write.plan) {
-                Ok(write) if write.plan.edges.is_empty() => front.begin_write(write, transfer, done),
-                Ok(write) => {
-                    let general = front.general.clone();
-                    general.run(move || {
-                        let edges = front.fs.write_edges(transfer.ino, &write.plan, &transfer.buffer.region, now);
-                        match edges {
-                            Ok(()) => front.begin_write(write, transfer, done),
-                            Err(error) => {
-                                drop(write);
-                                front.end_write(transfer, Outcome::failed(error.errno(), None), done);
-                            }
-                        }
-                    });
+            move |fs| fs.plan_direct_write(transfer.ino, &transfer.request.segments[group.clone()], &transfer.buffer.region, now),
+            move |planned| {
+                let planned = match planned {
+                    // Only the first group can be refused as if nothing had been asked.
+                    Err(error) if write.first > 0 => {
+                        return front.end_group(write, next, Outcome::failed(error.errno(), None));
+                    }
+                    planned => front.admitted(&write.transfer, planned, |planned| &planned.plan),
+                };
+                match planned {
+                    Ok(planned) if planned.plan.edges.is_empty() => front.begin_group(planned, write, next),
+                    // Was only to see whether it is admitted: edges go first.
+                    Ok(planned) => {
+                        drop(planned);
+                        let general = front.general.clone();
+                        general.run(move || match front.write_edges(&write, next, now) {
+                            Ok(planned) => front.begin_group(planned, write, next),
+                            Err(error) => front.end_group(write, next, Outcome::failed(error.errno(), None)),
+                        });
+                    }
+                    Err(refusal) => (write.done)(refusal),
                 }
-                Err(refusal) => done(refusal),
             },
         );
     }
 
-    fn begin_write(self: &Arc<Self>, write: DirectWrite, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
+    /// Writes the edges of a group, and plans the rest of it.
+    fn write_edges(&self, write: &Write, next: usize, now: Timestamp) -> Result<DirectWrite, FsError> {
+        let Transfer { ino, request, buffer, .. } = &*write.transfer;
+        let segments = &request.segments[write.first..next];
+        self.fs.write_edges(*ino, segments, &buffer.region, now)?;
+        self.fs.wait(|| self.fs.plan_direct_write(*ino, segments, &buffer.region, now))
+    }
+
+    fn begin_group(self: &Arc<Self>, planned: DirectWrite, write: Write, next: usize) {
         let front = self.clone();
-        let complete = Outcome::done(&transfer.buffer, &write.plan);
-        self.fs.submit_direct_write(write, move |result| {
+        let complete = Outcome::done(&write.transfer.buffer, &planned.plan);
+        self.fs.submit_direct_write(planned, move |result| {
             let outcome = match result {
                 Ok(()) => complete,
                 Err(WriteFailed::Device(failed)) => failed.into(),
                 Err(WriteFailed::Mapping(error)) => Outcome::failed(error.errno(), None),
             };
-            front.end_write(transfer, outcome, done);
+            front.end_group(write, next, outcome);
         });
+    }
+
+    /// A group is over: goes on with the one that begins with segment `next`, or answers.
+    fn end_group(self: &Arc<Self>, write: Write, next: usize, outcome: Outcome) {
+        let Write { transfer, first, outcome: before, done } = write;
+        let outcome = before.then(outcome, first as u32);
+        if outcome.status == 0 && next < transfer.request.segments.len() {
+            let (front, general) = (self.clone(), self.general.clone());
+            let write = Write { transfer, first: next, outcome, done };
+            return general.run(move || front.write_group(write));
+        }
+        self.end_write(transfer, outcome, done);
     }
 
     /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it knew of them, and answers.

@@ -2,6 +2,7 @@
 
 mod common;
 mod crash;
+mod direct;
 mod faults;
 mod hostile;
 mod model;

@@ -1,0 +1,133 @@
+//! Direct transfers mixed with ordinary writes, truncates and fallocate, compared byte by byte with a model.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+
+use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region, Request};
+use gpunvme_fs::Filesystem;
+use gpunvme_fs::data::resize::Allocate;
+use gpunvme_fs::error::FsError;
+use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_gpupath::abi::Segment;
+use gpunvme_layout::Timestamp;
+
+use crate::common::{ROOT, Random, assert_sound, make, open};
+
+const NOW: Timestamp = Timestamp { seconds: 9, nanoseconds: 0 };
+const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
+const REACH: u64 = 400_000;
+
+/// Segments that do not overlap, in the file or in the buffer; some aligned, some not.
+fn segments(random: &mut Random) -> Vec<Segment> {
+    let (mut file, mut buffer, mut found) = (random.below(REACH), 0, Vec::new());
+    for _ in 0..=random.below(4) {
+        let len = [random.below(30_000), 4096 * random.below(20), random.below(600)][random.below(3) as usize];
+        if random.below(2) == 0 {
+            file = file.next_multiple_of(4096);
+            buffer = u64::next_multiple_of(buffer, 4096);
+        }
+        found.push(Segment { file_offset: file, buffer_offset: buffer, len });
+        file += len + random.below(3) * random.below(20_000);
+        buffer += len + random.below(2) * random.below(5000);
+    }
+    found
+}
+
+fn write(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Region>) -> Result<(), FsError> {
+    fs.write_edges(ino, segments, region, NOW)?;
+    let write = fs.wait(|| fs.plan_direct_write(ino, segments, region, NOW))?;
+    let (sender, receiver) = channel();
+    fs.submit_direct_write(write, move |result| sender.send(result).expect("somebody waits"));
+    receiver.recv().expect("a write is answered").expect("the device works");
+    Ok(())
+}
+
+/// The bytes of each segment, as far as the file goes.
+fn read(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Region>) {
+    region.zero_at(0, region.len()).expect("it is ours");
+    let read = fs.wait(|| fs.plan_direct_read(ino, segments, region)).expect("the file can be read");
+    // Edges are whole blocks of the device here, of which a part counts.
+    for edge in &read.plan.edges {
+        let bytes = fs.read(ino, edge.file_offset, edge.len as usize).expect("the file can be read");
+        region.write_at(edge.buffer_offset as usize, &bytes).expect("it is ours");
+    }
+    let requests: Vec<Request> = read.plan.requests;
+    fs.volume().io().run(requests).expect("the device works");
+}
+
+#[test]
+fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
+    for seed in 0..20 {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
+        make(&device);
+        let fs = open(&device).expect("a new volume can be opened");
+        let mut random = Random(seed);
+        let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+        let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
+        fs.open_file(ino, false);
+        let mut model: Vec<u8> = Vec::new();
+        let region = Region::allocate(1 << 20).expect("there is memory");
+        for step in 0..300 {
+            match random.below(8) {
+                0..3 => {
+                    let segments = segments(&mut random);
+                    let content = random.bytes(region.len());
+                    region.write_at(0, &content).expect("it is ours");
+                    write(&fs, ino, &segments, &region).expect("there is room");
+                    for s in segments.iter().filter(|s| s.len > 0) {
+                        let (from, end) = (s.file_offset as usize, (s.file_offset + s.len) as usize);
+                        model.resize(model.len().max(end), 0);
+                        model[from..end].copy_from_slice(&content[s.buffer_offset as usize..][..s.len as usize]);
+                    }
+                }
+                3 => {
+                    let (offset, len) = (random.below(REACH), random.below(20_000) as usize + 1);
+                    let data = random.bytes(len);
+                    fs.wait(|| fs.write(ino, offset, &data, NOW)).expect("there is room");
+                    model.resize(model.len().max(offset as usize + len), 0);
+                    model[offset as usize..][..len].copy_from_slice(&data);
+                }
+                4 => {
+                    let size = random.below(REACH);
+                    fs.wait(|| fs.set_size(&WHO, ino, size)).expect("there is room");
+                    model.resize(size as usize, 0);
+                }
+                5 => {
+                    let (offset, len) = (random.below(REACH), random.below(60_000) + 1);
+                    let end = ((offset + len) as usize).min(model.len());
+                    if random.below(2) == 0 {
+                        fs.allocate(&WHO, ino, offset, len, Allocate::Punch).expect("it makes room");
+                        model[(offset as usize).min(end)..end].fill(0);
+                    } else {
+                        fs.allocate(&WHO, ino, offset, len, Allocate::Reserve { grow: false }).expect("there is room");
+                    }
+                }
+                6 => fs.sync_file(ino).expect("nothing fails"),
+                _ => {
+                    let segments = segments(&mut random);
+                    read(&fs, ino, &segments, &region);
+                    let mut found = vec![0; region.len()];
+                    region.read_at(0, &mut found).expect("it is ours");
+                    for s in &segments {
+                        let end = ((s.file_offset + s.len) as usize).min(model.len());
+                        let expected = &model[(s.file_offset as usize).min(end)..end];
+                        let got = &found[s.buffer_offset as usize..][..expected.len()];
+                        let differs = got.iter().zip(expected).position(|(a, b)| a != b);
+                        assert_eq!(differs, None, "seed {seed} step {step}: {s:?} of a file of {} bytes", model.len());
+                        if expected.len() < s.len as usize {
+                            break;
+                        }
+                    }
+                }
+            }
+            let size = fs.wait(|| fs.attributes(ino)).expect("it is there").inode.size;
+            assert_eq!(size, model.len() as u64, "seed {seed} step {step}");
+        }
+        assert!(fs.read(ino, 0, model.len() + 1).expect("it can be read") == model, "seed {seed}");
+        fs.close_file(ino, false);
+        fs.close().expect("nothing fails");
+        let fs = open(&device).expect("it was closed cleanly");
+        assert!(fs.read(ino, 0, model.len() + 1).expect("it can be read") == model, "seed {seed}, opened again");
+        assert_sound(&fs, &format!("seed {seed}"));
+    }
+}
