@@ -25,6 +25,9 @@ pub struct Anchor {
     pub clean: bool,
 }
 
+/// Sequences and generations beyond this are no count of anything that happened.
+const COUNT_MAX: u64 = 1 << 62;
+
 const TAIL: usize = 64;
 const TAIL_SEQUENCE: usize = 72;
 const FLAGS: usize = 80;
@@ -56,6 +59,9 @@ impl Anchor {
         };
         if anchor.tail >= geometry.journal_blocks {
             return Err(Corrupt::Field { address, what: "anchor points outside the journal" });
+        }
+        if anchor.sequence > COUNT_MAX || anchor.generation > COUNT_MAX {
+            return Err(Corrupt::Field { address, what: "anchor counts more than there can have been" });
         }
         Ok(anchor)
     }

@@ -187,7 +187,7 @@ impl Inode {
         if inode.mode > 0o177_777 || FileType::from_mode(inode.mode).is_none() {
             return fail("inode has an impossible mode");
         }
-        if inode.size > FILE_SIZE_MAX {
+        if inode.size > FILE_SIZE_MAX || inode.blocks > crate::geometry::TOTAL_BLOCKS_MAX {
             return fail("inode has an impossible size");
         }
         if [inode.atime, inode.mtime, inode.ctime, inode.btime].iter().any(|t| t.nanoseconds > 999_999_999) {

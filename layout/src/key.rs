@@ -46,8 +46,6 @@ impl std::fmt::Debug for Key {
 impl Key {
     /// The lowest key.
     pub const MIN: Key = Key(0);
-    /// The highest key.
-    pub const MAX: Key = Key(u128::MAX);
 
     /// The key of an item.
     pub fn new(ino: u64, kind: Kind, offset: u64) -> Key {
@@ -87,11 +85,6 @@ impl Key {
     /// Offset.
     pub fn offset(self) -> u64 {
         self.0 as u64
-    }
-
-    /// The next key, if there is one.
-    pub fn successor(self) -> Option<Key> {
-        self.0.checked_add(1).map(Key)
     }
 
     /// The key before, if there is one.

@@ -145,11 +145,6 @@ pub fn inner_fits(block: &Block) -> bool {
     count(block) < INNER_MAX
 }
 
-/// Whether the content of `right` fits into `left`, beside its own.
-pub fn merge_fits(left: &Block, right: &Block) -> bool {
-    used(left) + used(right) <= CAPACITY
-}
-
 /// Inserts a value at slot `i` of a leaf. It must fit.
 pub fn leaf_insert(block: &mut Block, i: usize, key: Key, value: &[u8]) {
     assert!(level(block) == 0 && value.len() <= VALUE_MAX && leaf_fits(block, value.len()));
@@ -345,7 +340,6 @@ mod tests {
         assert!(count(&left) > 0 && count(&right) > 0);
         assert!(used(&left).abs_diff(used(&right)) < 300);
         assert!(check(&left).is_ok() && check(&right).is_ok());
-        assert!(merge_fits(&left, &right));
         append(&mut left, &right, 0);
         assert!((0..count(&whole)).all(|i| key(&whole, i) == key(&left, i) && value(&whole, i) == value(&left, i)));
     }

@@ -51,8 +51,11 @@ struct Flight {
     /// Blocks of the file that it writes.
     direct: Vec<Range<u64>>,
     placement: Placement,
+    /// Blocks promised for it.
+    promised: u64,
     stamp: Stamp,
-    _guard: Guard,
+    /// Until the device is done with the blocks.
+    guard: Option<Guard>,
 }
 
 /// How a direct write can fail.
@@ -101,6 +104,7 @@ impl Filesystem {
             return Err(FsError::FileTooLarge.into());
         }
         self.volume.writable()?;
+        self.write_error(ino)?;
         let alignment = self.write_alignment();
         let middles: Vec<Range<u64>> = segments.iter().map(|s| planner::aligned_middle(s, alignment)).collect();
         let runs = || middles.iter().filter(|m| !m.is_empty()).map(|m| m.start / BLOCK..m.end / BLOCK);
@@ -128,7 +132,6 @@ impl Filesystem {
         let guard = self.volume.epochs.enter();
         self.volume.promise(new)?;
         let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
-        debug_assert_eq!(placement.reserved, new);
         state.flights += 1;
         state.version += 1;
         let direct: Vec<Range<u64>> = runs().collect();
@@ -153,7 +156,10 @@ impl Filesystem {
         drop(places);
         drop(state);
         let stamp = Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) };
-        Ok(DirectWrite { plan, flight: Flight { fs: self.clone(), file, direct, placement, stamp, _guard: guard } })
+        Ok(DirectWrite {
+            plan,
+            flight: Flight { fs: self.clone(), file, direct, placement, promised: new, stamp, guard: Some(guard) },
+        })
     }
 
     /// Writes what of the segments cannot go direct as ordinary bytes. To be called before the write is planned: it may need
@@ -194,6 +200,7 @@ impl Filesystem {
                 return done(Err(WriteFailed::Device(Failed::new(error, &plan))));
             }
             flight.fs.volume.data_written.store(true, std::sync::atomic::Ordering::Release);
+            flight.guard = None;
             match flight.map() {
                 Ok(()) => {
                     drop(flight);
@@ -233,8 +240,8 @@ impl Flight {
     /// Makes the written blocks the file's.
     fn map(&mut self) -> Attempt<()> {
         let mut state = self.file.state.lock();
-        let promised = self.placement.reserved;
-        self.fs.attach(self.file.ino, &mut self.placement, promised, &self.stamp)?;
+        self.fs.attach(self.file.ino, &mut self.placement, self.promised, &self.stamp)?;
+        self.promised = 0;
         // A later write in the buffer keeps its own time.
         state.tail_is_zero = false;
         self.placement = Placement::default();
@@ -244,9 +251,8 @@ impl Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        let promised = self.placement.reserved;
         self.fs.unplace(&mut self.placement);
-        self.fs.volume.forget_promise(promised);
+        self.fs.volume.forget_promise(self.promised);
         let mut state = self.file.state.lock();
         state.flights -= 1;
         state.version += 1;

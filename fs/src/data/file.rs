@@ -47,7 +47,7 @@ pub(crate) struct FileState {
     pub size: Option<u64>,
     /// Time of the last write that the inode does not know of.
     pub changed: Option<Timestamp>,
-    /// What a write in the background failed with; the next fsync or close reports it.
+    /// What a write in the background failed with; fsync and close report it until the last close.
     pub error: Option<FsError>,
     /// Where the next new block of the file best goes: (block of the file, block of the device).
     pub goal: Option<(u64, u64)>,
@@ -107,7 +107,8 @@ impl Files {
     /// Lets go of a file that nobody has open and that has nothing to write. Returns the blocks it had reserved ahead.
     pub fn release(&self, file: &Arc<File>) -> Option<Run> {
         let mut shard = self.shard(file.ino).lock();
-        let mut state = file.state.lock();
+        // Whoever has the lock is using the file; and nobody waits here, since completions come by.
+        let mut state = file.state.try_lock()?;
         // Two handles: the table's, and the caller's. With more, somebody is about to use it.
         let idle = state.opens == 0 && state.is_clean() && state.pages.is_empty() && state.error.is_none();
         if !idle || Arc::strong_count(file) > 2 {

@@ -28,7 +28,8 @@ struct Batch {
     end: u64,
     /// Size of the file when it was put together.
     size: u64,
-    _guard: Guard,
+    /// Until the device is done with the blocks.
+    guard: Option<Guard>,
 }
 
 impl Filesystem {
@@ -55,7 +56,7 @@ impl Filesystem {
         let size = self.size_of_regular(state, file.ino)?;
         let runs = blocks.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u64);
         let placed = self.place(state, file.ino, size, runs)?;
-        let mut batch = Batch { placed, pages: Vec::with_capacity(blocks.len()), promised: 0, end, size, _guard: guard };
+        let mut batch = Batch { placed, pages: Vec::with_capacity(blocks.len()), promised: 0, end, size, guard: Some(guard) };
         for block in &blocks {
             let page = state.pages.remove(block).expect("listed above");
             batch.promised += u64::from(page.promised);
@@ -72,6 +73,8 @@ impl Filesystem {
     /// The data of a batch is on the device: maps it.
     fn landed(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch) {
         self.volume.data_written.store(true, std::sync::atomic::Ordering::Release);
+        // Mapping may wait for freed blocks, and must not hold them back itself.
+        batch.guard = None;
         match self.map_batch(file, &mut batch) {
             Ok(()) => self.ended(file, batch),
             Err(Fail::Error(error)) => self.lost(file, batch, error),
@@ -101,7 +104,15 @@ impl Filesystem {
         tracing::error!(ino = file.ino, %error, "data could not be written out and is lost");
         self.unplace(&mut batch.placed);
         self.volume.forget_promise(batch.promised);
-        file.state.lock().error.get_or_insert(error);
+        let mut state = file.state.lock();
+        if state.opens > 0 {
+            state.error.get_or_insert(error);
+        }
+        if state.dirty == 0 && state.flights == 1 {
+            // Nothing else is newer than the device: the file is what that has.
+            (state.size, state.changed) = (None, None);
+        }
+        drop(state);
         self.ended(file, batch);
     }
 
@@ -114,10 +125,6 @@ impl Filesystem {
         }
         state.flights -= 1;
         state.version += 1;
-        if state.flights == 0 && state.dirty == 0 && state.error.is_some() {
-            // The file is what the device has.
-            (state.size, state.changed) = (None, None);
-        }
         drop(state);
         file.landed.notify_all();
     }
@@ -125,7 +132,7 @@ impl Filesystem {
     /// Writes out what is in memory of a file and waits until it is on the device and mapped.
     ///
     /// # Errors
-    /// What had to be waited for failed. A failed write is reported by [`Filesystem::take_error`].
+    /// What had to be waited for failed. A failed write is reported by [`Filesystem::write_error`].
     pub fn flush_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
         let flushed = self.flush_until_clean(&file);

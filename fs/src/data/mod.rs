@@ -196,6 +196,7 @@ impl Filesystem {
     pub fn rename(&self, context: &Context, from: (u64, &[u8]), to: (u64, &[u8]), mode: RenameMode) -> Attempt<Option<u64>> {
         if mode == RenameMode::Replace && self.volume.lookup(to.0, to.1).is_ok() {
             let ino = self.volume.lookup(from.0, from.1)?;
+            self.write_error(ino)?;
             if self.files.find(ino).is_some_and(|file| !file.state.lock().is_clean()) {
                 return Err(Fail::Stall(Stall::File { ino }));
             }
@@ -260,6 +261,7 @@ impl Filesystem {
         state.mappable -= u32::from(mappable);
         if state.opens == 0 {
             self.drop_window(&mut state);
+            state.error = None;
         }
         drop(state);
         self.release(&file);
@@ -283,22 +285,13 @@ impl Filesystem {
         self.volume.reap_step(ino)
     }
 
-    /// Whether an inode has lost its last name.
-    pub fn is_orphan(&self, ino: u64) -> Attempt<bool> {
-        match self.volume.stored_attributes(ino) {
-            Ok(attributes) => Ok(attributes.inode.nlink == 0),
-            Err(Fail::Error(FsError::NotFound)) => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Writes out what is in memory of a file and makes it, and everything done before, durable.
     ///
     /// # Errors
-    /// Also the error of an earlier write in the background; it is reported once.
+    /// Also the error of an earlier write in the background.
     pub fn sync_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
         self.flush_file(ino)?;
-        self.take_error(ino)?;
+        self.write_error(ino)?;
         self.volume.commit()
     }
 
@@ -310,12 +303,13 @@ impl Filesystem {
         self.volume.commit()
     }
 
-    /// The error of an earlier write in the background, once.
+    /// The error of an earlier write in the background. It stays until the file is closed by all: who closes a descriptor
+    /// without looking must not take it from who asks.
     ///
     /// # Errors
     /// That error.
-    pub fn take_error(&self, ino: u64) -> Result<(), FsError> {
-        let error = self.files.find(ino).and_then(|file| file.state.lock().error.take());
+    pub fn write_error(&self, ino: u64) -> Result<(), FsError> {
+        let error = self.files.find(ino).and_then(|file| file.state.lock().error.clone());
         error.map_or(Ok(()), Err)
     }
 

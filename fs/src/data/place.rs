@@ -19,8 +19,6 @@ pub(super) struct Placement {
     pieces: Vec<Placed>,
     /// Pieces that are mapped.
     mapped: usize,
-    /// Blocks that were reserved.
-    pub reserved: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -97,7 +95,6 @@ impl Filesystem {
         while at < hole.end {
             let run = self.reserve(state, ino, size, at, hole.end - at)?;
             placement.pieces.push(Placed { piece: Piece { offset: at, run, reserved: true }, in_place: false });
-            placement.reserved += run.len;
             at += run.len;
             state.goal = Some((at, run.end()));
         }

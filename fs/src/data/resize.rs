@@ -9,6 +9,7 @@ use super::Filesystem;
 use super::file::FileState;
 use super::write::mark_dirty;
 use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::extents::BLOCKS_PER_OP;
 use crate::volume::{Attributes, Context, Stamp};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -48,7 +49,9 @@ impl Filesystem {
     fn resize(&self, state: &mut FileState, context: &Context, ino: u64, size: u64) -> Attempt<()> {
         let old = self.size_of_regular(state, ino)?;
         self.volume.writable()?;
-        if state.flights > 0 {
+        let stored = self.volume.stored_attributes(ino)?.inode.size;
+        // A size that grows must not be stored before what lies below it is on the device.
+        if state.flights > 0 || (state.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         if size > old && self.zero_tail(state, ino, old, size)? {
@@ -68,7 +71,7 @@ impl Filesystem {
         state.tail_is_zero &= size >= old;
         if more {
             // Writes wait for the file's lock; the rest is freed before anybody can map blocks there again.
-            self.volume.wait(|| self.volume.truncate_step(ino).and_then(again))?;
+            while self.volume.wait(|| self.volume.truncate_step(ino))? {}
         }
         Ok(())
     }
@@ -98,16 +101,47 @@ impl Filesystem {
             self.grow(ino, size)?;
         }
         match what {
-            Allocate::Reserve { .. } => self.volume.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?,
+            Allocate::Reserve { .. } => self.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?,
             Allocate::Punch => self.clear(context, ino, offset, end, size, false)?,
             Allocate::Zero { .. } => {
                 self.clear(context, ino, offset, end, size, true)?;
-                self.volume.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?;
+                self.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?;
             }
         }
         let stamp = Stamp { size: grow.then_some(end), changed: Some(context.now) };
         self.touched(ino);
         self.volume.wait(|| self.volume.stamp(ino, &stamp))
+    }
+
+    /// Preallocates the holes in blocks `from..to`.
+    fn preallocate(&self, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
+        let mut at = from;
+        while at < to {
+            let next = self.volume.wait(|| self.volume.map(ino, at, to, 1))?.first().copied();
+            let hole_end = next.map_or(to, |m| m.offset);
+            if at == hole_end {
+                at = next.map_or(to, |m| m.end());
+                continue;
+            }
+            let goal = match at.checked_sub(1) {
+                Some(before) => self.volume.wait(|| self.volume.map(ino, before, at, 1))?.first().map(|m| m.extent.block + 1),
+                None => None,
+            };
+            let want = (hole_end - at).min(BLOCKS_PER_OP);
+            self.volume.wait(|| self.volume.promise(want))?;
+            let reserved = self.wait_for_space(|| self.volume.reserve(goal, want, 0));
+            let run = reserved.inspect_err(|_| self.volume.forget_promise(want))?;
+            match self.wait_for_space(|| self.volume.attach_unwritten(ino, at, run, want)) {
+                Ok(true) => at += run.len,
+                // Somebody wrote there: looks again.
+                result => {
+                    self.volume.unreserve(run);
+                    self.volume.forget_promise(want);
+                    result?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Puts zeros behind the end of a file in its last block, on the device, before the file grows.
@@ -141,7 +175,7 @@ impl Filesystem {
         self.flush_file(ino)?;
         let mut at = Some(first).filter(|first| *first < last);
         while let Some(from) = at {
-            at = self.volume.wait(|| {
+            at = self.wait_for_space(|| {
                 if keep_blocks {
                     self.volume.unwrite_step(context, ino, from, last)
                 } else {
@@ -190,9 +224,4 @@ impl Filesystem {
         }
         if hole { Ok(size) } else { Err(FsError::BeyondEnd) }
     }
-}
-
-/// Turns "there is more" into another attempt: each step is an operation of its own, and needs no loading in between.
-fn again(more: bool) -> Attempt<()> {
-    if more { Err(Fail::Stall(Stall::Commit)) } else { Ok(()) }
 }

@@ -128,7 +128,7 @@ impl Front {
 
     /// The error of an earlier write in the background, once: what close(2) reports.
     pub fn flush(&self, ino: u64) -> Result<(), FsError> {
-        self.fs.take_error(ino)
+        self.fs.write_error(ino)
     }
 
     /// Makes a file durable.
@@ -193,7 +193,7 @@ impl Front {
 }
 
 /// Takes the set-user-id bits from a file. Returns whether it had any.
-fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<bool> {
+pub(super) fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<bool> {
     let Some(mode) = stripped(&fs.attributes(ino)?.inode) else { return Ok(false) };
     fs.set_attributes(context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
     Ok(true)
@@ -202,5 +202,5 @@ fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<bool> {
 /// Waits until the device has what was written to a file.
 fn land(fs: &Arc<Filesystem>, ino: u64) -> Result<(), FsError> {
     fs.flush_file(ino)?;
-    fs.take_error(ino)
+    fs.write_error(ino)
 }

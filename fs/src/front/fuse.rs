@@ -21,6 +21,7 @@ use rustix::mount::MountFlags;
 
 use super::files::Write;
 use super::handles::Handle;
+use super::ioctl::Caller;
 use super::names::Listing;
 use super::session::Settings;
 use super::{Front, KernelCache, attr, context};
@@ -524,7 +525,8 @@ impl fuser::Filesystem for Adapter {
         _: u32,
         reply: ReplyIoctl,
     ) {
-        self.front.ioctl(request.pid(), ino.0, Handle(handle.0), command, argument, move |answer| {
+        let caller = Caller { context: context(request.uid(), request.gid()), thread: request.pid() };
+        self.front.ioctl(caller, ino.0, Handle(handle.0), command, argument, move |answer| {
             reply.ioctl(answer.result, &answer.data);
         });
     }

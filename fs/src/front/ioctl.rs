@@ -22,10 +22,12 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use rustix::fs::Mode;
 
 use super::Front;
+use super::files::strip;
 use super::handles::Handle;
 use crate::data::direct::{DirectRead, DirectWrite, WriteFailed};
 use crate::data::{Filesystem, system_time};
 use crate::error::FsError;
+use crate::volume::Context;
 use crate::volume::Mapping;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -42,9 +44,19 @@ pub(super) struct Direct {
     device: String,
 }
 
+/// Who calls.
+#[derive(Clone, Copy)]
+pub struct Caller {
+    /// As for any other operation.
+    pub context: Context,
+    /// The thread that calls; buffers belong to its process.
+    pub thread: u32,
+}
+
 /// A transfer that was admitted.
 struct Transfer {
     direction: Direction,
+    context: Context,
     ino: u64,
     request: TransferRequest,
     buffer: Arc<Buffer>,
@@ -129,7 +141,7 @@ impl Front {
     /// An ioctl with this request number and argument, called by `thread` on an open file or directory.
     pub fn ioctl(
         self: &Arc<Self>,
-        thread: u32,
+        caller: Caller,
         ino: u64,
         handle: Handle,
         request: u32,
@@ -146,21 +158,21 @@ impl Front {
             }
             Ok(Request::Stats) => done(server.stats()),
             Ok(Request::Register(register)) => {
-                self.general.run(move || done(front.direct.server.register(thread, &register)));
+                self.general.run(move || done(front.direct.server.register(caller.thread, &register)));
             }
             Ok(Request::Unregister(unregister)) => {
-                self.general.run(move || done(front.direct.server.unregister(thread, &unregister)));
+                self.general.run(move || done(front.direct.server.unregister(caller.thread, &unregister)));
             }
             Ok(Request::Resolve(resolve)) => self.resolve(ino, resolve, done),
             Ok(Request::Read(request)) => {
                 let access = handle.readable();
-                self.transfer(Direction::Read, thread, ino, request, access, done);
+                self.transfer(Direction::Read, caller, ino, request, access, done);
             }
             Ok(Request::Write(request)) => {
                 let access = handle
                     .writable()
                     .and_then(|()| if front.fs.volume().is_read_only() { Err(FsError::ReadOnly) } else { Ok(()) });
-                self.transfer(Direction::Write, thread, ino, request, access, done);
+                self.transfer(Direction::Write, caller, ino, request, access, done);
             }
         }
     }
@@ -168,7 +180,7 @@ impl Front {
     fn transfer(
         self: &Arc<Self>,
         direction: Direction,
-        thread: u32,
+        caller: Caller,
         ino: u64,
         request: TransferRequest,
         access: Result<(), FsError>,
@@ -178,11 +190,11 @@ impl Front {
         if let Err(error) = access {
             return done(server.refuse(direction, &request, error.errno(), Reason::None, None));
         }
-        let buffer = match server.admit(thread, direction, &request) {
+        let buffer = match server.admit(caller.thread, direction, &request) {
             Ok(buffer) => buffer,
             Err(refusal) => return done(refusal),
         };
-        let transfer = Arc::new(Transfer { direction, ino, request, buffer });
+        let transfer = Arc::new(Transfer { direction, context: caller.context, ino, request, buffer });
         let front = self.clone();
         self.written_back(ino, transfer.ranges(), move || match direction {
             Direction::Read => front.direct_read(transfer, done),
@@ -230,7 +242,13 @@ impl Front {
         let next = group.end;
         let now = system_time();
         self.attempt(
-            move |fs| fs.plan_direct_write(transfer.ino, &transfer.request.segments[group.clone()], &transfer.buffer.region, now),
+            move |fs| {
+                // As for any other write: whoever changes a program does not get to keep it somebody else's.
+                if transfer.context.uid != 0 {
+                    strip(fs, &transfer.context, transfer.ino)?;
+                }
+                fs.plan_direct_write(transfer.ino, &transfer.request.segments[group.clone()], &transfer.buffer.region, now)
+            },
             move |planned| {
                 let planned = match planned {
                     // Only the first group can be refused as if nothing had been asked.
@@ -293,10 +311,11 @@ impl Front {
     fn end_write(self: &Arc<Self>, transfer: Arc<Transfer>, outcome: Outcome, done: impl FnOnce(Reply) + Send + 'static) {
         let front = self.clone();
         self.invalidations.run(move || {
-            front.invalidate(transfer.ino, transfer.ranges());
+            // First: what is stored for it is then forgotten, and only the length stays.
             if outcome.status == 0 {
                 front.tell_length(&transfer);
             }
+            front.invalidate(transfer.ino, transfer.ranges());
             done(front.finished(&transfer, &outcome));
         });
     }

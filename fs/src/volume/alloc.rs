@@ -39,6 +39,9 @@ pub(crate) struct Hints {
     node: u64,
 }
 
+/// Groups that are searched for a longer run when a shorter one is known.
+const SEARCH_GROUPS: u64 = 16;
+
 fn descriptor(blocks: &impl Blocks, group: u64) -> Attempt<Descriptor> {
     let (address, index) = blocks.meta().geometry.descriptor(group);
     Ok(Descriptor::load(blocks.block(address, BlockKind::Descriptors)?, index))
@@ -53,14 +56,15 @@ fn bitmap(blocks: &impl Blocks, group: u64) -> Attempt<Option<&Block>> {
 }
 
 impl Meta {
-    /// Wholly free chunks that data leaves to metadata: with them a deletion can always go on.
+    /// Wholly free chunks that data leaves to metadata: with them what was written can be mapped, and a deletion go on.
     fn chunk_margin(&self) -> u64 {
         (self.geometry.chunks / 64).clamp(1, 32)
     }
 
-    /// Blocks that data can still get.
+    /// Blocks that can still be promised to data. Twice the margin is kept: metadata may take chunks between a promise and
+    /// the placing of its data, which then still finds room above the margin itself.
     pub fn available(&self) -> u64 {
-        self.state.free_blocks.saturating_sub(self.reserved + self.chunk_margin() * CHUNK_BLOCKS)
+        self.state.free_blocks.saturating_sub(self.reserved + 2 * self.chunk_margin() * CHUNK_BLOCKS)
     }
 
     /// Whether there is room for operations that add names or attributes.
@@ -95,6 +99,7 @@ impl Meta {
         if self.pending > 0 { Fail::Stall(Stall::Reuse) } else { FsError::NoSpace.into() }
     }
 
+    /// Whether data may take a free chunk.
     fn may_break_a_chunk(&self) -> bool {
         self.state.free_chunks > self.chunk_margin()
     }
@@ -203,23 +208,32 @@ impl Meta {
 
     /// A run beside other small ones: after the last one, else in any chunk that holds data, else in a free chunk.
     fn small_run(&mut self, want: u64) -> Attempt<Run> {
+        let run = self.find_small_run(want)?.ok_or_else(|| self.no_space())?;
+        self.hints.small = run.end();
+        Ok(run)
+    }
+
+    fn find_small_run(&self, want: u64) -> Attempt<Option<Run>> {
         let groups = self.geometry.groups;
         let (first, at) =
             if self.geometry.contains_data(self.hints.small, 1) { self.geometry.locate(self.hints.small) } else { (0, 0) };
         let mut best: Option<Run> = None;
+        let mut searched = 0;
         for i in 0..=groups {
             let group = (first + i) % groups;
-            let descriptor = descriptor(self, group)?;
-            if descriptor.free_blocks == 0 {
+            if descriptor(self, group)?.free_blocks == 0 {
                 continue;
             }
-            let from = if i == 0 { at } else { 0 };
+            if best.is_some() && searched >= SEARCH_GROUPS {
+                break;
+            }
+            searched += 1;
+            let mut from = if i == 0 { at } else { 0 };
             let to = self.geometry.group_chunks(group) * CHUNK_BLOCKS;
             let to = if i == groups { at.min(to) } else { to };
-            let mut from = from;
             while let Some(run) = self.free_within(group, from, to)? {
                 if run.len >= want {
-                    return Ok(self.take_small(Run { start: run.start, len: want }));
+                    return Ok(Some(Run { start: run.start, len: want }));
                 }
                 if best.is_none_or(|b| run.len > b.len) {
                     best = Some(run);
@@ -230,12 +244,7 @@ impl Meta {
                 }
             }
         }
-        best.map(|run| self.take_small(run)).ok_or_else(|| self.no_space())
-    }
-
-    fn take_small(&mut self, run: Run) -> Run {
-        self.hints.small = run.end();
-        run
+        Ok(best)
     }
 }
 

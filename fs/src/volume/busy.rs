@@ -46,12 +46,6 @@ impl Busy {
         }
         self.runs.range(from..to).next().map(|(s, e)| (*s, *e))
     }
-
-    /// Whether nothing is busy.
-    #[cfg(test)]
-    pub fn is_empty(&self) -> bool {
-        self.runs.is_empty()
-    }
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Anchor, Block, Corrupt, Geometry, Superblock, journal};
 
 use super::alloc::Run;
-use super::op::Op;
+use super::op::{Blocks, Meta, Op};
 use super::{Volume, read_blocks};
 use crate::error::{Fail, FsError};
 
@@ -143,20 +143,19 @@ fn ring_parts(geometry: &Geometry, position: u64, count: u64) -> impl Iterator<I
 }
 
 impl Volume {
-    /// Makes every operation that was finished before the call durable.
+    /// Makes every operation that was finished before the call durable, together with all data written so far. Who calls
+    /// while a commit is under way waits for it, and shares the next one with all others that do.
     pub fn commit(&self) -> Result<(), FsError> {
+        if self.read_only {
+            return Ok(());
+        }
         let wanted = {
             let meta = self.meta.read();
             if meta.running.is_empty() { meta.sequence - 1 } else { meta.sequence }
         };
-        self.commit_through(wanted)
-    }
-
-    /// Makes the transaction `sequence`, and what came before it, durable, together with all data written so far.
-    pub(crate) fn commit_through(&self, sequence: u64) -> Result<(), FsError> {
         let mut journal = self.journal.lock();
         self.writable()?;
-        if self.durable.load(Ordering::Acquire) >= sequence {
+        if self.durable.load(Ordering::Acquire) >= wanted {
             return self.flush_data().map_err(|e| self.fail(e));
         }
         self.write_transaction(&mut journal).map_err(|e| self.fail(e))
@@ -173,36 +172,23 @@ impl Volume {
 
     fn write_transaction(&self, journal: &mut Journal) -> Result<(), FsError> {
         let geometry = self.superblock.geometry();
-        let room = geometry.journal_blocks - (journal.head - journal.tail);
-        let estimate = self.meta.read().running.len() as u64 + 64;
-        if journal::transaction_blocks(estimate) > room {
-            self.checkpoint_locked(journal)?;
-        }
-        let (sequence, homes, images) = {
+        let (sequence, homes, images) = loop {
             let mut meta = self.meta.write();
-            let meta = &mut *meta;
+
             if meta.running.is_empty() {
+                drop(meta);
                 return self.flush_data();
             }
-            let sequence = meta.sequence;
-            let mut homes = std::mem::take(&mut meta.running);
-            homes.sort_unstable();
-            let mut images = Vec::with_capacity(homes.len());
-            for home in &homes {
-                let entry = meta.cache.get_mut(*home).expect("blocks of the running transaction stay in memory");
-                Arc::make_mut(&mut entry.block).seal(sequence);
-                entry.running = false;
-                entry.image = Some((sequence, entry.block.clone()));
-                images.push(entry.block.clone());
+            let blocks = journal::transaction_blocks(meta.running.len() as u64);
+            if blocks > geometry.journal_blocks - (journal.head - journal.tail) {
+                // Before the transaction is frozen: afterwards its images would hide the committed ones.
+                drop(meta);
+                self.checkpoint_locked(journal)?;
+                continue;
             }
-            meta.sequence += 1;
-            journal.freed.append(&mut meta.freed);
-            (sequence, homes, images)
+            break freeze(&mut meta, journal);
         };
         let blocks = journal::transaction_blocks(images.len() as u64);
-        if blocks > geometry.journal_blocks - (journal.head - journal.tail) {
-            self.checkpoint_before(journal, sequence)?;
-        }
         self.flush_data()?;
         let descriptors = journal::encode_descriptors(&geometry, journal.head, sequence, &homes, &self.superblock.uuid);
         let region = journal_buffer(journal, blocks as usize * BLOCK_SIZE)?;
@@ -336,6 +322,10 @@ impl Volume {
         for (chunk, emptied) in due {
             let attempt = || {
                 let mut op = Op::begin(self.meta.write())?;
+                if op.meta().emptied.iter().any(|(later, s)| *later == chunk && *s >= sequence) {
+                    // Used and emptied again since: its images are live, and that entry's turn comes.
+                    return Ok(());
+                }
                 op.free_metadata_chunk(chunk)?;
                 op.finish();
                 Ok(())
@@ -367,6 +357,24 @@ impl Volume {
         };
         self.write_anchor(&mut journal, &anchor)
     }
+}
+
+/// Ends the running transaction: seals its blocks and shares them. Returns its sequence, the home addresses and the images.
+fn freeze(meta: &mut Meta, journal: &mut Journal) -> (u64, Vec<u64>, Vec<Arc<Block>>) {
+    let sequence = meta.sequence;
+    let mut homes = std::mem::take(&mut meta.running);
+    homes.sort_unstable();
+    let mut images = Vec::with_capacity(homes.len());
+    for home in &homes {
+        let entry = meta.cache.get_mut(*home).expect("blocks of the running transaction stay in memory");
+        Arc::make_mut(&mut entry.block).seal(sequence);
+        entry.running = false;
+        entry.image = Some((sequence, entry.block.clone()));
+        images.push(entry.block.clone());
+    }
+    meta.sequence += 1;
+    journal.freed.append(&mut meta.freed);
+    (sequence, homes, images)
 }
 
 /// Writes one block, durably.

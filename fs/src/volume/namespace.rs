@@ -238,7 +238,9 @@ fn new_inode(op: &mut Op, context: &Context, parent: u64, directory: &Inode, new
         inode.mode |= if is_dir { SETGID } else { 0 };
     }
     inode.mode = acl::inherit(op, parent, ino, inode.mode, new.umask)?;
-    tree::insert(op, Key::inode(ino), &inode.encode())?;
+    if !tree::insert(op, Key::inode(ino), &inode.encode())? {
+        return Err(Corrupt::Item { ino, what: "exists, and its number was not given out yet" }.into());
+    }
     for (i, piece) in new.target.chunks(PIECE).enumerate() {
         tree::insert(op, Key::new(ino, Kind::Symlink, i as u64), piece)?;
     }

@@ -53,8 +53,8 @@ impl Volume {
                     Err(error) => return Err(error),
                 }
             }
-            match found.last() {
-                Some(last) => from = last + 1,
+            match found.last().and_then(|last| last.checked_add(1)) {
+                Some(next) => from = next,
                 None => return Ok(()),
             }
         }
@@ -105,10 +105,11 @@ impl Volume {
     /// Frees a part of what a file has beyond its size. Returns whether there is more.
     pub(crate) fn truncate_step(&self, ino: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
-        let size = attr::load(&op, ino)?.size;
-        let step = extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?;
+        let inode = attr::load(&op, ino)?;
+        let step = extents::remove(&mut op, ino, blocks_of(inode.size), u64::MAX)?;
         attr::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
-        if step.next.is_none() {
+        // Without a name it stays an orphan.
+        if step.next.is_none() && inode.nlink > 0 {
             remove(&mut op, ino)?;
         }
         op.finish();

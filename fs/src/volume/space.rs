@@ -7,10 +7,10 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
 
 use super::alloc::Run;
-use super::extents::{self, BLOCKS_PER_OP, Mapping};
+use super::extents::{self, Mapping};
 use super::op::{OP_BLOCKS_MAX, Op};
 use super::{Context, Volume, attr, blocks_of, orphan};
-use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::error::{Attempt, FsError};
 
 /// A part of a file whose data is on the device.
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +36,8 @@ impl Stamp {
     fn apply(&self, inode: &mut Inode) {
         inode.size = inode.size.max(self.size.unwrap_or(0));
         if let Some(changed) = self.changed {
-            (inode.mtime, inode.ctime) = (changed, changed);
+            // Another change of the inode may have come after the write.
+            (inode.mtime, inode.ctime) = (changed, inode.ctime.max(changed));
         }
     }
 }
@@ -52,12 +53,13 @@ fn regular(op: &Op, ino: u64) -> Attempt<Inode> {
 }
 
 impl Volume {
-    /// Keeps `blocks` blocks free for data that waits in memory.
+    /// Keeps `blocks` blocks free for data that waits in memory. Freed blocks that cannot be reused yet count as free: they
+    /// can when the data needs them.
     pub(crate) fn promise(&self, blocks: u64) -> Attempt<()> {
         self.writable()?;
         let mut meta = self.meta.write();
         if meta.available() < blocks {
-            return Err(if meta.pending > 0 { Fail::Stall(Stall::Reuse) } else { FsError::NoSpace.into() });
+            return Err(FsError::NoSpace.into());
         }
         meta.reserved += blocks;
         Ok(())
@@ -123,7 +125,10 @@ impl Volume {
                 extents::insert(&mut op, ino, Mapping { offset: piece.offset, extent })?;
                 inode.blocks = (inode.blocks + piece.run.len).saturating_sub(step.blocks);
             } else if is_mapped_to(&op, ino, piece)? {
-                extents::convert(&mut op, ino, piece.offset, end, false)?;
+                let mut at = Some(piece.offset);
+                while let Some(from) = at {
+                    at = extents::convert(&mut op, ino, from, end, false)?.next;
+                }
             }
             mapped += 1;
         }
@@ -175,41 +180,21 @@ impl Volume {
         Ok(step.next)
     }
 
-    /// Preallocates the holes in blocks `from..to`.
-    pub(crate) fn preallocate(&self, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
-        let mut at = from;
-        while at < to {
-            let next = self.wait(|| self.map(ino, at, to, 1))?.first().copied();
-            let hole_end = next.map_or(to, |m| m.offset);
-            if at == hole_end {
-                at = next.map_or(to, |m| m.end());
-                continue;
-            }
-            let goal = match at.checked_sub(1) {
-                Some(before) => self.wait(|| self.map(ino, before, at, 1))?.first().map(|m| m.extent.block + 1),
-                None => None,
-            };
-            let want = (hole_end - at).min(BLOCKS_PER_OP);
-            self.wait(|| self.promise(want))?;
-            let run = self.wait(|| self.reserve(goal, want, 0));
-            let attached = run.and_then(|run| {
-                self.wait(|| self.attach_unwritten(ino, at, run, want)).inspect_err(|_| self.unreserve(run)).map(|()| run)
-            });
-            at += attached.inspect_err(|_| self.forget_promise(want))?.len;
-        }
-        Ok(())
-    }
-
-    fn attach_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<()> {
+    /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns whether it did: not when somebody has mapped
+    /// a part of the range in the meantime.
+    pub(crate) fn attach_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
         regular(&op, ino)?;
+        if !extents::map(&op, ino, offset, offset + run.len, 1)?.is_empty() {
+            return Ok(false);
+        }
         op.claim(run)?;
         let extent = Extent { block: run.start, len: run.len as u32, unwritten: true, device: 0 };
         extents::insert(&mut op, ino, Mapping { offset, extent })?;
         attr::change(&mut op, ino, |inode| inode.blocks += run.len)?;
         op.redeemed = promised;
         op.finish();
-        Ok(())
+        Ok(true)
     }
 
     /// Changes size and times of a file without touching its blocks.

@@ -54,9 +54,10 @@ pub(crate) fn get(blocks: &impl Blocks, ino: u64, name: &[u8]) -> Attempt<Option
 /// Removes an attribute. Returns whether it was there.
 pub(crate) fn remove(op: &mut Op, ino: u64, name: &[u8]) -> Attempt<bool> {
     let Some(offset) = find(op, ino, name)? else { return Ok(false) };
-    let mut piece = 0;
-    while tree::remove(op, Key::new(ino, Kind::Xattr, offset + piece))? {
-        piece += 1;
+    let head = tree::get(op, Key::new(ino, Kind::Xattr, offset))?.expect("found above");
+    let rest = (XattrHead::decode(ino, head)?.value_len as usize).saturating_sub(XattrHead::room(name));
+    for piece in 0..=rest.div_ceil(PIECE) as u64 {
+        tree::remove(op, Key::new(ino, Kind::Xattr, offset + piece))?;
     }
     Ok(true)
 }

@@ -44,16 +44,21 @@ fn a_read_that_fails_is_an_error_once_and_the_next_one_succeeds() {
 }
 
 #[test]
-fn data_that_cannot_be_written_is_reported_by_fsync_once_and_leaks_nothing() {
+fn data_that_cannot_be_written_is_reported_until_the_file_is_closed_and_leaks_nothing() {
     let (faulty, device, fs) = setup();
     let ino = file(&fs, b"a");
+    fs.open_file(ino, false);
+    fs.open_file(ino, false);
     fs.commit().unwrap();
     let before = fs.usage();
     fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
     faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
-    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO);
+    fs.flush_file(ino).unwrap();
     assert_eq!(fs.usage(), before, "the promise and the blocks are given back");
-    fs.sync_file(ino).expect("reported once");
+    fs.close_file(ino, false);
+    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO, "another's close does not take it away");
+    fs.close_file(ino, false);
+    fs.sync_file(ino).expect("nobody is left who could be told");
     assert_eq!(fs.read(ino, 0, 100).unwrap(), [], "what was lost is not in the file");
     fs.wait(|| fs.write(ino, 0, &[8; 50_000], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
