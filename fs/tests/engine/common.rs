@@ -168,7 +168,7 @@ impl Pair {
     fn name(random: &mut Random) -> Vec<u8> {
         // Few names, so that they meet; some long, so that nodes split.
         let n = random.below(40);
-        if n % 8 == 0 { format!("{n}-{}", "x".repeat(200)).into_bytes() } else { n.to_string().into_bytes() }
+        if n.is_multiple_of(8) { format!("{n}-{}", "x".repeat(200)).into_bytes() } else { n.to_string().into_bytes() }
     }
 
     /// Does one random thing to both, and compares what comes back.
