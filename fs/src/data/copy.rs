@@ -19,14 +19,20 @@ impl Filesystem {
     pub fn copy_range(self: &Arc<Self>, from: (u64, u64), to: (u64, u64), len: u64, now: Timestamp) -> Result<u64, FsError> {
         let mut done = 0;
         while done < len {
-            let step = (len - done).min(STEP) as usize;
-            let bytes = self.read(from.0, from.1 + done, step)?;
-            if bytes.is_empty() {
-                break;
+            match self.copy_step((from.0, from.1 + done), (to.0, to.1 + done), (len - done).min(STEP), now) {
+                Ok(0) => break,
+                Ok(copied) => done += copied,
+                // What was copied before counts; the next call meets the error.
+                Err(_) if done > 0 => break,
+                Err(error) => return Err(error),
             }
-            self.wait(|| self.write(to.0, to.1 + done, &bytes, now))?;
-            done += bytes.len() as u64;
         }
         Ok(done)
+    }
+
+    fn copy_step(self: &Arc<Self>, from: (u64, u64), to: (u64, u64), len: u64, now: Timestamp) -> Result<u64, FsError> {
+        let bytes = self.read(from.0, from.1, len as usize)?;
+        self.wait(|| self.write(to.0, to.1, &bytes, now))?;
+        Ok(bytes.len() as u64)
     }
 }

@@ -3,6 +3,7 @@
 //! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when their place is chosen,
 //! [`Volume::attach`] when they are on the device. Only the last one changes metadata.
 
+use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
 
@@ -109,6 +110,9 @@ impl Volume {
         let mut mapped = 0;
         for piece in pieces {
             if op.changed_blocks() > OP_BLOCKS_MAX / 3 {
+                // What is mapped lies below the end, whatever happens before the rest is.
+                let reached = pieces[..mapped].iter().map(|p| (p.offset + p.run.len) * BLOCK_SIZE as u64).max();
+                inode.size = inode.size.max(stamp.size.min(reached).unwrap_or(0));
                 attr::store(&mut op, ino, &inode)?;
                 op.finish();
                 return Ok(mapped);
@@ -146,7 +150,11 @@ impl Volume {
         }
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
-        let step = extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?;
+        // What is preallocated beyond the end stays when the file grows.
+        let step = match size < inode.size {
+            true => extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?,
+            false => extents::Step { blocks: 0, next: None },
+        };
         inode.size = size;
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
         (inode.mtime, inode.ctime) = (context.now, context.now);
