@@ -17,6 +17,9 @@ const SECTOR: u64 = 512;
 const PIECE: u64 = 512 << 10;
 const ROUNDS: u64 = 250;
 
+/// One thing to do on a volume, with a buffer to do it with; the seed decides where.
+type Work = fn(&Mounted, &Buffer, u64);
+
 /// What any part of a file holds, if it holds anything: each 8 bytes say where they belong.
 fn stamp(file: u64, offset: u64, len: u64) -> Vec<u8> {
     (offset / 8..(offset + len) / 8).flat_map(|word| (file << 56 | 1 << 48 | word).to_le_bytes()).collect()
@@ -55,7 +58,7 @@ fn open(volume: &Mounted, file: u64, flags: i32) -> File {
 fn every_way_in_at_once_mixes_nothing_up() {
     needs_mount!();
     let volume = Image::formatted_with(64 << 20).mount();
-    let workers: [(&str, fn(&Mounted, &Buffer, u64)); 9] = [
+    let workers: [(&str, Work); 9] = [
         ("read", |volume, _, seed| {
             let (file, offset, len) = place(seed);
             let mut bytes = vec![0; len as usize];
