@@ -54,9 +54,6 @@ fn open(volume: &Mounted, file: u64, flags: i32) -> File {
     OpenOptions::new().read(true).write(true).create(true).truncate(false).custom_flags(flags).open(path).unwrap()
 }
 
-/// What a worker does again and again, with another seed each time.
-type Work = fn(&Mounted, &Buffer, u64);
-
 #[test]
 fn every_way_in_at_once_mixes_nothing_up() {
     needs_mount!();
