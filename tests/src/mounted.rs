@@ -66,6 +66,12 @@ impl Image {
         programs::command("mkfs.gpunvme").args(options).arg(self.path()).output().expect("mkfs.gpunvme runs")
     }
 
+    /// Insists that `fsck.gpunvme` finds nothing.
+    pub fn check(&self) {
+        let output = programs::command("fsck.gpunvme").arg("-n").arg(self.path()).output().expect("fsck.gpunvme runs");
+        assert!(output.status.success(), "fsck.gpunvme: {}", text(&output));
+    }
+
     /// Runs `mount.gpunvme` on the image and returns how that ended, for tests of refusals.
     pub fn try_mount(&self, options: &str) -> Output {
         // A dead mount on it cannot be looked at, and need not be made.
@@ -102,7 +108,7 @@ impl Image {
     }
 }
 
-/// A mounted volume. Dropping it unmounts and insists that the daemon ended well.
+/// A mounted volume. Dropping it unmounts, and insists that the daemon ended well and left a volume without faults.
 #[derive(Debug)]
 pub struct Mounted {
     image: Option<Image>,
@@ -136,7 +142,7 @@ impl Mounted {
         self.daemon
     }
 
-    /// Unmounts with umount(8), and returns the image once the daemon has ended with exit code 0.
+    /// Unmounts with umount(8), and returns the image once the daemon has ended with exit code 0 and fsck has found nothing.
     pub fn unmount(mut self) -> Image {
         self.take_down()
     }
@@ -166,6 +172,7 @@ impl Mounted {
         match wait_for_exit(self.daemon) {
             Ok(status) => {
                 assert_eq!(status.exit_status(), Some(0), "the daemon ended with {status:?} after umount");
+                image.check();
             }
             Err(error) => {
                 abandon(self.daemon, &image.mount_point());

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
-/// The folder with `mkfs.gpunvme`, `mount.gpunvme`, `gpunvme` and `libgpunvme.so`.
+/// The folder with `mkfs.gpunvme`, `fsck.gpunvme`, `mount.gpunvme`, `gpunvme` and `libgpunvme.so`.
 ///
 /// # Panics
 /// If they have to be built and cannot be.

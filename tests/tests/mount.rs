@@ -144,6 +144,8 @@ fn after_sigkill_the_next_mount_has_all_that_was_synced() {
         let (status, dead) = volume.signal(Signal::KILL);
         assert_eq!(status.terminating_signal(), Some(libc::SIGKILL));
         writer.join().unwrap();
+        // What the journal recovers is as sound as what an unmount leaves.
+        dead.check();
         image = dead;
     }
     let volume = image.mount();
@@ -250,9 +252,9 @@ fn a_damaged_first_superblock_is_replaced_by_a_copy() {
 #[test]
 fn a_mount_of_a_huge_sparse_image_is_quick() {
     needs_mount!();
-    let image = Image::formatted_with(8 << 40);
+    let image = Image::formatted_with(2 << 40);
     let used = fs::metadata(image.path()).unwrap().blocks() * 512;
-    assert!(used < 512 << 20, "formatting 8 TiB wrote {used} bytes");
+    assert!(used < 128 << 20, "formatting 2 TiB wrote {used} bytes");
     let volume = image.mount();
     fs::write(volume.path("file"), tree::pattern(5, 1 << 20)).unwrap();
     let volume = volume.remount();
