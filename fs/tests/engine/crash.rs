@@ -227,3 +227,37 @@ fn a_power_cut_anywhere_leaves_a_sound_volume_with_everything_that_was_promised(
     println!("{states} states after power cuts, {seeds} workloads");
     assert!(states > 0);
 }
+
+/// Creates one file and commits, on a recorder; returns its log.
+fn create_one(base: Image, name: &[u8]) -> (Arc<Recorder>, usize) {
+    let recorder = Recorder::new(base);
+    let device: Arc<dyn BlockDevice> = recorder.clone();
+    let fs = open(&device).expect("the volume can be opened");
+    let start = recorder.position();
+    let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    fs.wait(|| fs.create(&context, ROOT, name, &new)).expect("there is room");
+    fs.commit().expect("nothing fails");
+    (recorder, start)
+}
+
+#[test]
+fn what_is_left_of_a_torn_transaction_never_completes_a_later_one() {
+    // The first transaction loses its descriptor: its images lie in the journal, and it never was.
+    let (recorder, start) = create_one(fresh(), b"first");
+    let log = recorder.log();
+    let cut = log.cuts().find(|cut| *cut > start).expect("a commit writes");
+    let torn = log.power_cuts().image(cut, |_, sector| sector >= 8);
+    // The second changes the same blocks in the same places, and loses one image at a time.
+    let (recorder, start) = create_one(torn, b"second");
+    let log = recorder.log();
+    let cut = log.cuts().find(|cut| *cut > start).expect("a commit writes");
+    for lost in 1..8 {
+        let image = log.power_cuts().image(cut, |_, sector| sector / 8 != lost);
+        let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
+        let fs = open(&device).expect("the volume can be opened");
+        assert_sound(&fs, &format!("without image {lost}"));
+        let names: Vec<_> = walk(&fs, ROOT).0[&ROOT].keys().cloned().collect();
+        assert!(names.is_empty() || names == [b"second"], "without image {lost}: {names:?}");
+    }
+}
