@@ -6,4 +6,5 @@ mod direct;
 mod faults;
 mod hostile;
 mod model;
+mod reuse;
 mod threads;
