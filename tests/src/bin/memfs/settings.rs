@@ -62,7 +62,10 @@ pub fn negotiate(config: &mut KernelConfig) {
         | InitFlags::FUSE_POSIX_ACL
         | InitFlags::FUSE_DONT_MASK
         | InitFlags::FUSE_ATOMIC_O_TRUNC
+        | InitFlags::FUSE_EXPORT_SUPPORT
         | InitFlags::FUSE_HAS_IOCTL_DIR
+        // Nobody runs set-user-id programs from here: only the requests that it saves count.
+        | InitFlags::FUSE_HANDLE_KILLPRIV_V2
         | InitFlags::FUSE_EXPLICIT_INVAL_DATA
         | InitFlags::FUSE_NO_OPENDIR_SUPPORT;
     // What an older kernel lacks is left out.
