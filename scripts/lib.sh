@@ -40,6 +40,16 @@ need_rust() {
     command -v cc >/dev/null || need_packages gcc libc6-dev
 }
 
+# A program of a crate that is no dependency, at a fixed version, built once and kept as $tools/NAME-VERSION.
+tool() {
+    local name=$1 version=$2
+    [ ! -x "${tools:?}/$name-$version" ] || return 0
+    say "building $name $version"
+    cargo install --quiet --locked --root "${work:?}/$name" --version "$version" "$name"
+    mkdir -p "$tools"
+    mv "$work/$name/bin/$name" "$tools/$name-$version"
+}
+
 # Makes $work, an empty folder for images and mount points, which goes when the script ends, with all that is mounted in it.
 make_work() {
     work=$(mktemp -d "${TMPDIR:-/var/tmp}/gpunvme-${0##*/}.XXXXXX")

@@ -83,11 +83,11 @@ fn class(size: usize) -> Option<usize> {
 impl Drop for BufferPool {
     fn drop(&mut self) {
         let cache = self.cache.get_mut();
-        cache.busy.retain_mut(|region| Arc::get_mut(region).is_none());
+        let idle: Vec<_> = cache.busy.extract_if(.., |region| Arc::get_mut(region).is_some()).collect();
         if !cache.busy.is_empty() {
             tracing::warn!(regions = cache.busy.len(), "requests outlive their buffer pool; their memory stays mapped");
         }
-        for region in cache.classes.iter().flatten() {
+        for region in cache.classes.iter().flatten().chain(&idle) {
             self.device.unmap(region);
         }
     }

@@ -1,9 +1,10 @@
 //! The trait that every backend implements, and [`open`], the one place where the DEVICE a user named becomes a backend.
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::file::FileDevice;
-use crate::{Completion, Error, Region, Request, Result};
+use crate::{Completion, Region, Request, Result};
 
 /// What a device can do, fixed while it is open.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,6 +50,21 @@ pub trait BlockDevice: Send + Sync {
 
     /// Undoes [`BlockDevice::map`]. No request on the region may be in flight.
     fn unmap(&self, region: &Region);
+
+    /// Whether [`BlockDevice::map`] can take regions of other devices' memory ([`Region::of_device`]), and if not, why. That
+    /// it can in general does not say that the IOMMU takes a given one.
+    fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
+        Err(NoPeerToPeer::KernelDriver)
+    }
+}
+
+/// Why a device cannot reach the memory of other devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoPeerToPeer {
+    /// A driver of the kernel runs it, and takes only memory that the kernel can pin.
+    KernelDriver,
+    /// Its IOMMU is set up through iommufd's imitation of the type1 container, which takes no device memory.
+    IommufdCompat,
 }
 
 /// How long [`Queue::complete`] waits for the first completion.
@@ -87,17 +103,48 @@ pub enum OpenMode {
     ReadWrite,
 }
 
-/// Opens DEVICE, here the path of a block device or of an image file, and locks it against other users for as long as the
-/// device or one of its queues lives: a block device exclusively whatever the mode, an image file exclusively for
-/// [`OpenMode::ReadWrite`] and shared for [`OpenMode::ReadOnly`]. [`Error::Busy`] when somebody else has it.
+/// Opens DEVICE: an NVMe controller's namespace as `vfio:0000:01:00.0`, with options after commas; or the path of a block
+/// device or of an image file. It is locked against other users for as long as the device or one of its queues lives: a
+/// controller and a block device exclusively whatever the mode, an image file exclusively for [`OpenMode::ReadWrite`] and
+/// shared for [`OpenMode::ReadOnly`]. [`Error::Busy`] when somebody else has it.
 pub fn open(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
-    for backend in ["vfio", "sim"] {
-        if device.strip_prefix(backend).is_some_and(|rest| rest.starts_with(':')) {
-            return Err(Error::Unsupported {
-                device: device.into(),
-                reason: format!("this build has no {backend} backend; name a block device or an image file by its path"),
-            });
-        }
+    if let Some(opened) = crate::nvme::open(device, mode) {
+        return Ok(Arc::new(opened?));
     }
     Ok(Arc::new(FileDevice::open(device, mode)?))
+}
+
+/// A DEVICE string without what it says about how to use the device: `vfio:0000:01:00.0` for `vfio:0000:01:00.0,ns=2`. Two
+/// that agree in this name one device, or namespaces that only one process can have. A path is as it is.
+pub fn without_options(device: &str) -> &str {
+    let is_controller = ["vfio:", "sim:"].iter().any(|backend| device.starts_with(backend));
+    if is_controller { device.split(',').next().unwrap_or(device) } else { device }
+}
+
+/// The file or block device under a DEVICE string; `None` where none is.
+pub fn path_of(device: &str) -> Option<&Path> {
+    let device = without_options(device);
+    match device.strip_prefix("sim:") {
+        Some(path) => Some(Path::new(path)),
+        None if device.starts_with("vfio:") => None,
+        None => Some(Path::new(device)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_devices_are_told_from_their_options() {
+        let cases = [
+            ("/dev/nvme0n1", "/dev/nvme0n1", Some("/dev/nvme0n1")),
+            ("a,b", "a,b", Some("a,b")),
+            ("vfio:0000:01:00.0,ns=2", "vfio:0000:01:00.0", None),
+            ("sim:/tmp/x,ns=2,vwc=on", "sim:/tmp/x", Some("/tmp/x")),
+        ];
+        for (device, name, path) in cases {
+            assert_eq!((without_options(device), path_of(device)), (name, path.map(Path::new)));
+        }
+    }
 }

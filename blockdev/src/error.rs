@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::Op;
+use crate::nvme::Status;
 
 /// What the operations of this crate return.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -28,6 +29,29 @@ pub enum Error {
     Permission {
         /// The DEVICE string.
         device: Arc<str>,
+    },
+    /// The caller may not open the device's VFIO group.
+    #[error(
+        "{device}: permission denied on /dev/vfio/{group}; run as root, or give it to a user with `gpunvme-vfio bind --user`"
+    )]
+    VfioPermission {
+        /// The DEVICE string.
+        device: Arc<str>,
+        /// The IOMMU group's number.
+        group: String,
+    },
+    /// More memory than the process may lock was to be mapped for DMA.
+    #[error(
+        "{device}: cannot lock {len} bytes of memory for DMA: the process may lock {limit} bytes in all; raise it with ulimit -l, \
+         or LimitMEMLOCK= of its systemd unit"
+    )]
+    LockedMemory {
+        /// The DEVICE string.
+        device: Arc<str>,
+        /// The bytes concerned.
+        len: usize,
+        /// RLIMIT_MEMLOCK in bytes.
+        limit: u64,
     },
     /// The device, or the way it was opened, allows no writing.
     #[error("{device}: is read-only; clear its write protection or remount its filesystem writable, and open it for writing")]
@@ -113,6 +137,54 @@ pub enum Error {
         /// The kernel's error number.
         errno: i32,
     },
+    /// The NVMe controller failed a command of a request.
+    #[error("{device}: {op} of {len} bytes at {offset} (opcode {opcode:02x}h, LBA {lba}): {status}")]
+    Command {
+        /// The DEVICE string.
+        device: Arc<str>,
+        /// The operation.
+        op: Op,
+        /// First byte of the command, which may be a part of the request.
+        offset: u64,
+        /// The command's length in bytes.
+        len: u64,
+        /// The command's opcode in the NVM command set.
+        opcode: u8,
+        /// The command's first logical block.
+        lba: u64,
+        /// What the controller said.
+        status: Status,
+    },
+    /// An NVMe command did not come back, nor did it after the controller had been reset.
+    #[error("{device}: {op} of {len} bytes at {offset} did not complete, also not after the controller was reset")]
+    TimedOut {
+        /// The DEVICE string.
+        device: Arc<str>,
+        /// The operation.
+        op: Op,
+        /// First byte of the command.
+        offset: u64,
+        /// The command's length in bytes.
+        len: u64,
+    },
+    /// The NVMe controller failed an admin command.
+    #[error("{device}: {command}: {status}")]
+    Admin {
+        /// The DEVICE string.
+        device: Arc<str>,
+        /// The command.
+        command: &'static str,
+        /// What the controller said.
+        status: Status,
+    },
+    /// The NVMe controller is unusable.
+    #[error("{device}: the controller {what}; reset it with `gpunvme nvme {device} reset`, or power-cycle it")]
+    Controller {
+        /// The DEVICE string.
+        device: Arc<str>,
+        /// What it does or does not do.
+        what: &'static str,
+    },
     /// A system call that sets up or runs a device failed.
     #[error("{device}: {action}: {}", std::io::Error::from_raw_os_error(*errno))]
     System {
@@ -157,13 +229,16 @@ impl Error {
         match self {
             Error::Busy { .. } => libc::EBUSY,
             Error::NotFound { .. } => libc::ENOENT,
-            Error::Permission { .. } => libc::EACCES,
+            Error::Permission { .. } | Error::VfioPermission { .. } => libc::EACCES,
             Error::ReadOnly { .. } => libc::EROFS,
             Error::NotABlockDevice { .. } => libc::ENOTBLK,
             Error::Unsupported { .. } => libc::EOPNOTSUPP,
             Error::Gone { .. } => libc::ENODEV,
+            Error::LockedMemory { .. } => libc::ENOMEM,
             Error::Alignment { .. } | Error::SpanLength { .. } | Error::RegionRange { .. } => libc::EINVAL,
             Error::OutOfRange { .. } => libc::ENXIO,
+            Error::Command { status, .. } | Error::Admin { status, .. } => status.errno(),
+            Error::TimedOut { .. } | Error::Controller { .. } => libc::EIO,
             Error::Io { errno, .. } | Error::System { errno, .. } | Error::Memory { errno, .. } => *errno,
             Error::RegionReadOnly | Error::RegionShrunk => libc::EFAULT,
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::{BlockDevice, Completion, Error, Geometry, Op, Queue, Region, Request, Result, Wait};
+use crate::{BlockDevice, Completion, Error, Geometry, NoPeerToPeer, Op, Queue, Region, Request, Result, Wait};
 
 /// Which commands a [`Rule`] is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -184,6 +184,10 @@ impl BlockDevice for Faulty {
 
     fn unmap(&self, region: &Region) {
         self.inner.unmap(region);
+    }
+
+    fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
+        self.inner.peer_to_peer()
     }
 }
 

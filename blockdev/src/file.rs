@@ -45,15 +45,7 @@ pub(crate) enum Kind {
 impl FileDevice {
     pub(crate) fn open(device: &str, mode: OpenMode) -> Result<Self> {
         let name: Arc<str> = device.into();
-        let path = Path::new(device);
-        // Before opening: opening a fifo would wait for its other end.
-        let file_type = std::fs::metadata(path).map_err(|error| explain(&name, mode, error.into_errno()))?.file_type();
-        let kind = match file_type {
-            file_type if file_type.is_block_device() => Kind::Block,
-            file_type if file_type.is_file() => Kind::File,
-            _ => return Err(Error::NotABlockDevice { device: name }),
-        };
-        let file = open_locked(&name, path, kind, mode)?;
+        let (file, kind) = open_exclusively(&name, Path::new(device), mode, OFlags::DIRECT)?;
         let geometry = match kind {
             Kind::Block => block_geometry(&name, &file, mode)?,
             Kind::File => file_geometry(&name, &file, mode)?,
@@ -88,8 +80,15 @@ impl BlockDevice for FileDevice {
     fn unmap(&self, _region: &Region) {}
 }
 
-/// Opens the file for direct I/O and locks it.
-fn open_locked(name: &Arc<str>, path: &Path, kind: Kind, mode: OpenMode) -> Result<File> {
+/// Opens an image file or a block device, with further flags, and locks it.
+pub(crate) fn open_exclusively(name: &Arc<str>, path: &Path, mode: OpenMode, flags: OFlags) -> Result<(File, Kind)> {
+    // Before opening: opening a fifo would wait for its other end.
+    let file_type = std::fs::metadata(path).map_err(|error| explain(name, mode, error.into_errno()))?.file_type();
+    let kind = match file_type {
+        file_type if file_type.is_block_device() => Kind::Block,
+        file_type if file_type.is_file() => Kind::File,
+        _ => return Err(Error::NotABlockDevice { device: name.clone() }),
+    };
     let access = match mode {
         OpenMode::ReadOnly => OFlags::RDONLY,
         OpenMode::ReadWrite => OFlags::RDWR,
@@ -98,7 +97,7 @@ fn open_locked(name: &Arc<str>, path: &Path, kind: Kind, mode: OpenMode) -> Resu
         Kind::Block => OFlags::EXCL,
         Kind::File => OFlags::empty(),
     };
-    let flags = access | exclusive | OFlags::DIRECT | OFlags::CLOEXEC;
+    let flags = access | exclusive | flags | OFlags::CLOEXEC;
     let deadline = Instant::now() + PATIENCE;
     loop {
         let attempt = rustix::fs::open(path, flags, Mode::empty()).map(File::from).and_then(|file| {
@@ -114,7 +113,7 @@ fn open_locked(name: &Arc<str>, path: &Path, kind: Kind, mode: OpenMode) -> Resu
                 if FileType::from_raw_mode(opened.st_mode) != expected {
                     return Err(Error::NotABlockDevice { device: name.clone() });
                 }
-                return Ok(file);
+                return Ok((file, kind));
             }
             // The lock of a file answers AGAIN, the claim of a block device BUSY.
             Err(Errno::BUSY | Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(PATIENCE / 30),

@@ -2,7 +2,8 @@
 //! after every request of it is over: whoever waits for a batch may reuse its memory and its blocks.
 //!
 //! Locks: a lane's `batches` is taken for moments only, never while the device is waited for or a `done` runs.
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::marker::PhantomData;
 use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,8 +16,10 @@ use slab::Slab;
 use crate::{BlockDevice, Completion, Error, Queue, Request, Result, Wait};
 
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
+type Choose = dyn Fn(usize) -> usize + Send + Sync;
 
-/// Runs batches on a device's queues: [`Io::threaded`] with a reaper thread a queue, [`Io::inline`] without any thread.
+/// Runs batches on a device's queues: [`Io::threaded`] with a reaper thread a queue, [`Io::inline`] and [`Io::stepped`] without
+/// any thread.
 ///
 /// Dropping it waits for the batches in flight. Dropped from inside a `done` it cannot wait for the thread that it is on:
 /// that thread then ends by itself.
@@ -27,7 +30,15 @@ pub struct Io {
 
 enum Mode {
     Inline(Mutex<Box<dyn Queue>>),
+    Stepped { choose: Box<Choose>, in_flight: Mutex<Vec<Stepped>> },
     Threaded { lanes: Vec<Arc<Lane>>, reapers: Vec<JoinHandle<()>> },
+}
+
+/// A batch in flight, with a queue of its own, so that it completes when it is asked to.
+struct Stepped {
+    queue: Box<dyn Queue>,
+    requests: usize,
+    done: Done,
 }
 
 /// A queue and the batches in flight on it.
@@ -61,6 +72,31 @@ thread_local! {
         NEXT.fetch_add(1, Ordering::Relaxed)
     };
     static IS_REAPER: Cell<bool> = const { Cell::new(false) };
+    /// What this thread holds back while it has a [`Plug`].
+    static PLUG: RefCell<Option<Plugged>> = const { RefCell::new(None) };
+}
+
+/// Requests of several batches that go to their queue in one piece.
+struct Plugged {
+    lane: Arc<Lane>,
+    requests: Vec<Request>,
+}
+
+/// While it lives, what its thread submits to the [`Io`] is held back; then all of it goes to the device at once. Not to be held
+/// while anything is waited for.
+pub struct Plug {
+    /// Belongs to its thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Drop for Plug {
+    fn drop(&mut self) {
+        if let Some(mut plugged) = PLUG.take()
+            && !plugged.requests.is_empty()
+        {
+            plugged.lane.queue.submit(&mut plugged.requests);
+        }
+    }
 }
 
 impl Io {
@@ -103,6 +139,32 @@ impl Io {
         Ok(Arc::new(Io { device, mode: Mode::Inline(Mutex::new(queue)) }))
     }
 
+    /// No thread, and batches that complete when and in the order that the caller wants: whoever waits in [`Io::run`] completes
+    /// batches one by one, `choose` saying which of so many, until its own is over. What is not chosen stays in flight, until
+    /// [`Io::step`] or another wait. `choose` may do other things before it answers, and submit: deterministic tests put there
+    /// what happens while a device is at work.
+    pub fn stepped(device: Arc<dyn BlockDevice>, choose: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Io> {
+        Arc::new(Io { device, mode: Mode::Stepped { choose: Box::new(choose), in_flight: Mutex::default() } })
+    }
+
+    /// Completes one batch, where [`Io::stepped`] has any in flight. Returns whether it did.
+    pub fn step(&self) -> bool {
+        let Mode::Stepped { choose, in_flight } = &self.mode else { return false };
+        let count = in_flight.lock().len();
+        if count == 0 {
+            return false;
+        }
+        let chosen = choose(count);
+        let mut in_flight = in_flight.lock();
+        // What it did may have waited for other batches, and completed them.
+        if let Some(last) = in_flight.len().checked_sub(1) {
+            let Stepped { queue, requests, done } = in_flight.remove(chosen.min(last));
+            drop(in_flight);
+            done(drain(&*queue, requests));
+        }
+        true
+    }
+
     /// The device that the batches go to.
     pub fn device(&self) -> &Arc<dyn BlockDevice> {
         &self.device
@@ -112,6 +174,7 @@ impl Io {
     pub fn in_flight(&self) -> usize {
         match &self.mode {
             Mode::Inline(_) => 0,
+            Mode::Stepped { in_flight, .. } => in_flight.lock().len(),
             Mode::Threaded { lanes, .. } => lanes.iter().map(|lane| lane.in_flight.load(Ordering::Acquire)).sum(),
         }
     }
@@ -125,6 +188,14 @@ impl Io {
                 let result = run_inline(&**queue.lock(), batch);
                 done(result);
             }
+            Mode::Stepped { in_flight, .. } => match self.device.open_queue() {
+                Ok(queue) => {
+                    let (requests, mut batch) = (batch.len(), batch);
+                    queue.submit(&mut batch);
+                    in_flight.lock().push(Stepped { queue, requests, done: Box::new(done) });
+                }
+                Err(error) => done(Err(error)),
+            },
             Mode::Threaded { lanes, .. } => {
                 let lane = SUBMITTER.with(|number| number % lanes.len());
                 lanes[lane].submit(batch, Box::new(done));
@@ -132,17 +203,40 @@ impl Io {
         }
     }
 
+    /// Holds back what this thread submits until the plug is dropped, so that many batches cost the device's queue one
+    /// submission. Of [`Io::inline`] nothing is held back.
+    ///
+    /// # Panics
+    ///
+    /// If the thread has a plug already.
+    pub fn plug(&self) -> Plug {
+        if let Mode::Threaded { lanes, .. } = &self.mode {
+            let lane = lanes[SUBMITTER.with(|number| number % lanes.len())].clone();
+            let before = PLUG.replace(Some(Plugged { lane, requests: Vec::new() }));
+            assert!(before.is_none(), "a thread has one plug at a time");
+        }
+        Plug { _thread: PhantomData }
+    }
+
     /// Submits the batch and waits for it.
     ///
     /// # Panics
     ///
-    /// On a reaper thread, that is, from inside a `done`: it would wait for itself.
+    /// On a reaper thread, that is, from inside a `done`: it would wait for itself. With a [`Plug`], which would hold the batch
+    /// back.
     pub fn run(&self, batch: Vec<Request>) -> Result<()> {
         assert!(!IS_REAPER.get(), "Io::run called from the completion of a batch");
+        assert!(PLUG.with_borrow(Option::is_none), "Io::run called with a plug");
         let (sender, receiver) = mpsc::sync_channel(1);
         self.submit(batch, move |result| {
             let _ = sender.send(result); // the receiver waits below
         });
+        while let Mode::Stepped { .. } = self.mode {
+            match receiver.try_recv() {
+                Ok(result) => return result,
+                Err(_) => assert!(self.step(), "the batch is in flight"),
+            }
+        }
         receiver.recv().expect("every batch is completed")
     }
 }
@@ -164,10 +258,15 @@ impl Drop for Io {
 
 /// Runs a batch on a queue that nobody else uses.
 fn run_inline(queue: &dyn Queue, mut batch: Vec<Request>) -> Result<()> {
-    let mut remaining = batch.len();
+    let requests = batch.len();
+    queue.submit(&mut batch);
+    drain(queue, requests)
+}
+
+/// Waits for all that is in flight on a queue, `remaining` requests. Returns the first error.
+fn drain(queue: &dyn Queue, mut remaining: usize) -> Result<()> {
     let mut result = Ok(());
     let mut completions = Vec::new();
-    queue.submit(&mut batch);
     while remaining > 0 {
         collect(queue, &mut completions);
         remaining -= completions.len();
@@ -198,7 +297,16 @@ impl Lane {
         for request in &mut batch {
             request.tag = tag as u64;
         }
-        self.queue.submit(&mut batch);
+        let held_back = PLUG.with_borrow_mut(|plug| match plug {
+            Some(plugged) if std::ptr::eq(&*plugged.lane, self) => {
+                plugged.requests.append(&mut batch);
+                true
+            }
+            _ => false,
+        });
+        if !held_back {
+            self.queue.submit(&mut batch);
+        }
     }
 
     /// The reaper thread.

@@ -18,19 +18,24 @@ mod file;
 mod io;
 #[allow(unsafe_code)]
 mod lock;
+mod mappings;
 mod memory;
+pub mod nvme;
 mod recorder;
 #[allow(unsafe_code)]
 mod region;
 mod request;
+pub mod sim;
+#[allow(unsafe_code)]
+mod uaccess;
 #[allow(unsafe_code)]
 mod uring;
 
 pub use buffer::{Buffer, BufferPool};
-pub use device::{BlockDevice, Geometry, OpenMode, Queue, Wait, open};
+pub use device::{BlockDevice, Geometry, NoPeerToPeer, OpenMode, Queue, Wait, open, path_of, without_options};
 pub use error::{Error, Result};
 pub use faulty::{Faulty, On, Rule};
-pub use io::Io;
+pub use io::{Io, Plug};
 pub use memory::{Image, MemoryDevice};
 pub use recorder::{Event, Log, PowerCuts, Recorder, SECTOR};
 pub use region::{Region, Span};

@@ -1,15 +1,18 @@
 //! Memory that devices read and write behind the compiler's back. This module guards the two rules that make that sound:
 //! the mapping lives until the last request on it is over (regions are only handed out in an `Arc`), and Rust code never
-//! holds a reference into memory that a device or another process may be changing: it copies in and out.
+//! holds a reference into memory that a device or another process may be changing: it copies in and out. Memory that is
+//! not this process's own may also vanish; those copies are the kernel's, for which that is an error and no signal.
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::{Error, Result};
+use crate::mappings::Mappings;
+use crate::{Error, Result, uaccess};
 
 /// Regions of this size and more are aligned to it and ask for transparent huge pages.
 const HUGE_PAGE: usize = 2 << 20;
@@ -24,6 +27,7 @@ pub struct Region {
     base: NonNull<u8>,
     len: usize,
     backing: Backing,
+    mappings: Mappings,
 }
 
 #[derive(Debug)]
@@ -32,6 +36,8 @@ enum Backing {
     Anonymous,
     /// Shared with whoever gave us the descriptor, who may truncate it at any time.
     Shared { fd: OwnedFd, writable: bool },
+    /// Another device's, such as a GPU's. The descriptor keeps that memory from being given to somebody else.
+    Device { _fd: OwnedFd },
 }
 
 /// A byte range of a region.
@@ -83,7 +89,7 @@ impl Region {
             base
         };
         let base = NonNull::new(base).ok_or_else(|| failed(Errno::NOMEM))?;
-        Ok(Arc::new(Region { base, len, backing: Backing::Anonymous }))
+        Ok(Arc::new(Region { base, len, backing: Backing::Anonymous, mappings: Mappings::default() }))
     }
 
     /// Maps `len` bytes of a memfd (or another file that can be mapped shared), which must be at least that long. Without
@@ -96,10 +102,34 @@ impl Region {
         }
         let access = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing. That its owner may change or truncate
-        // the file under us is why no code in this process ever touches the mapping: copies go through the descriptor.
+        // the file under us is why no code in this process ever touches the mapping: the kernel does the copying.
         let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, 0) }.map_err(failed)?;
         let base = NonNull::new(base.cast()).ok_or_else(|| failed(Errno::NOMEM))?;
-        Ok(Arc::new(Region { base, len, backing: Backing::Shared { fd, writable } }))
+        Ok(Arc::new(Region { base, len, backing: Backing::Shared { fd, writable }, mappings: Mappings::default() }))
+    }
+
+    /// Maps the first `len` bytes of another device's memory, which the descriptor stands for: a dma-buf, or a PCI device's
+    /// resource file. Only a device for which [`crate::BlockDevice::peer_to_peer`] is right can be made to reach it. `len`
+    /// must not be 0.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] with what the memory's driver said.
+    pub fn of_device(fd: OwnedFd, len: usize) -> Result<Arc<Region>> {
+        let failed = |errno: Errno| Error::Memory { action: "mapping", len, errno: errno.raw_os_error() };
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing; no code in this process ever touches it.
+        let base =
+            unsafe { rustix::mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }
+                .map_err(failed)?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| failed(Errno::NOMEM))?;
+        Ok(Arc::new(Region { base, len, backing: Backing::Device { _fd: fd }, mappings: Mappings::default() }))
+    }
+
+    /// Whether a region of [`Region::of_device`] turns out to be host memory: pages that the kernel can pin. A mapping of a
+    /// device's own memory has none (VM_PFNMAP, VM_IO), and nothing can be populated there (madvise(2)).
+    pub fn is_host_memory(&self) -> bool {
+        // SAFETY: populating a page changes nothing that it holds, and the page lies in the mapping.
+        let populated = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), page_size(), Advice::LinuxPopulateRead) };
+        populated != Err(Errno::INVAL)
     }
 
     /// Length in bytes.
@@ -110,7 +140,7 @@ impl Region {
 
     /// Whether devices and [`Region::write_at`] may change it.
     pub fn writable(&self) -> bool {
-        matches!(self.backing, Backing::Anonymous | Backing::Shared { writable: true, .. })
+        !matches!(self.backing, Backing::Shared { writable: false, .. })
     }
 
     /// The span of these bytes. Whether it lies inside is checked when it is used.
@@ -119,7 +149,7 @@ impl Region {
     }
 
     /// Copies bytes out. Of a shared region's bytes this is a `pread`, so that an owner who truncated them gets us an error
-    /// ([`Error::RegionShrunk`]) and not a SIGBUS.
+    /// ([`Error::RegionShrunk`]) and not a SIGBUS; a device's bytes are copied by the kernel likewise ([`Error::Memory`], EFAULT).
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         self.check(offset, out.len())?;
         match &self.backing {
@@ -133,10 +163,16 @@ impl Region {
                 let len = out.len();
                 each_part(len, |done| rustix::io::pread(fd, &mut out[done..], (offset + done) as u64), "reading")
             }
+            Backing::Device { .. } => {
+                let len = out.len();
+                uaccess::copy_out(self.base.as_ptr().wrapping_add(offset), out)
+                    .map_err(|errno| device_memory("reading", len, errno))
+            }
         }
     }
 
-    /// Copies bytes in. To a shared region this is a `pwrite`, for the reason given at [`Region::read_at`].
+    /// Copies bytes in. To a shared region the kernel copies through the mapping, for the reason given at [`Region::read_at`]. A
+    /// `pwrite` would wait for the file's lock, which another writer of it can hold for ever.
     pub fn write_at(&self, offset: usize, data: &[u8]) -> Result<()> {
         self.check(offset, data.len())?;
         match &self.backing {
@@ -147,12 +183,22 @@ impl Region {
             }
             Backing::Shared { writable: false, .. } => Err(Error::RegionReadOnly),
             Backing::Shared { fd, .. } => {
-                // A write beyond its end would grow the file again behind its owner's back.
+                // What lies between the file's end and its page's would be written, and lost.
                 let size = rustix::fs::fstat(fd).map(|stat| u64::try_from(stat.st_size).unwrap_or(0)).unwrap_or(0);
                 if size < (offset + data.len()) as u64 {
                     return Err(Error::RegionShrunk);
                 }
-                each_part(data.len(), |done| rustix::io::pwrite(fd, &data[done..], (offset + done) as u64), "writing")
+                // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
+                let copied = unsafe { uaccess::copy_in(data, self.base.as_ptr().wrapping_add(offset)) };
+                copied.map_err(|errno| match errno {
+                    Errno::FAULT => Error::RegionShrunk,
+                    errno => Error::Memory { action: "writing", len: data.len(), errno: errno.raw_os_error() },
+                })
+            }
+            Backing::Device { .. } => {
+                // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
+                unsafe { uaccess::copy_in(data, self.base.as_ptr().wrapping_add(offset)) }
+                    .map_err(|errno| device_memory("writing", data.len(), errno))
             }
         }
     }
@@ -178,6 +224,29 @@ impl Region {
     /// Where it lies, for commands to a device. Reading or writing through it is bound by the module's rules.
     pub(crate) fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
+    }
+
+    /// Whether it is another device's memory ([`Region::of_device`]).
+    pub(crate) fn is_device_memory(&self) -> bool {
+        matches!(self.backing, Backing::Device { .. })
+    }
+
+    /// For which devices' DMA it is mapped, and where.
+    pub(crate) fn mappings(&self) -> &Mappings {
+        &self.mappings
+    }
+
+    /// Four bytes of an anonymous region that a device changes while we look: a completion queue's, say.
+    ///
+    /// # Panics
+    ///
+    /// If `offset` is not a multiple of 4 or reaches beyond the end.
+    pub(crate) fn atomic(&self, offset: usize) -> &AtomicU32 {
+        assert!(matches!(self.backing, Backing::Anonymous), "shared regions are never borrowed");
+        assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "4 bytes at {offset} of a region of {}", self.len);
+        // SAFETY: the bytes lie inside the mapping and are aligned (checked above; the base is page aligned), and live as long
+        // as `self`. Atomic access never makes a data race with a device; copies of the same bytes are the module's rule.
+        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
     }
 
     /// The memory of an anonymous region that nobody else can reach: the exclusive borrow is the proof.
@@ -216,7 +285,11 @@ fn page_size() -> usize {
     rustix::param::page_size()
 }
 
-/// Repeats a positioned read or write until `len` bytes are done.
+fn device_memory(action: &'static str, len: usize, errno: Errno) -> Error {
+    Error::Memory { action, len, errno: errno.raw_os_error() }
+}
+
+/// Repeats a positioned read until `len` bytes are done.
 fn each_part(len: usize, mut part: impl FnMut(usize) -> rustix::io::Result<usize>, action: &'static str) -> Result<()> {
     let mut done = 0;
     while done < len {

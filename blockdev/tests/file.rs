@@ -334,7 +334,8 @@ fn names_that_cannot_be_opened_say_why() {
     assert!(matches!(error("/dev/null"), Error::NotABlockDevice { .. }));
     assert!(matches!(error("/"), Error::NotABlockDevice { .. }));
     assert!(matches!(error("/proc/version"), Error::Permission { .. } | Error::Unsupported { .. }));
-    for name in ["vfio:0000:01:00.0", "sim:/tmp/x"] {
+    assert!(matches!(error("vfio:ffff:ff:1f.7"), Error::NotFound { .. }));
+    for name in ["vfio:/dev/null", "vfio:0000:01:00.0,colour=red", "sim:/tmp/x,colour=red"] {
         let error = error(name);
         assert!(matches!(&error, Error::Unsupported { .. }) && error.to_string().starts_with(name), "{error}");
     }

@@ -8,7 +8,7 @@ use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Io, MemoryDevice, OpenMod
 use rustix::fs::MemfdFlags;
 
 fn memfd(len: u64) -> OwnedFd {
-    let fd = rustix::fs::memfd_create("region", MemfdFlags::CLOEXEC).expect("a memfd");
+    let fd = rustix::fs::memfd_create("region", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
     rustix::fs::ftruncate(&fd, len).expect("its length");
     fd
 }
@@ -59,6 +59,7 @@ fn memory_that_its_owner_truncates_is_an_error_and_no_signal() {
     assert_eq!(region.read_at(4096, &mut [0; 10]), Err(Error::RegionShrunk));
     assert_eq!(region.write_at(4096, &[0; 10]), Err(Error::RegionShrunk));
     assert_eq!(region.zero_at(0, 8192), Err(Error::RegionShrunk));
+    region.write_at(4000, &[7; 96]).expect("what is left is there");
     region.read_at(0, &mut [0; 4096]).expect("what is left is there");
     assert_eq!(rustix::fs::fstat(&fd).expect("stat").st_size, 4096, "it was not grown again");
     // The kernel finds it out, too.
@@ -68,6 +69,41 @@ fn memory_that_its_owner_truncates_is_an_error_and_no_signal() {
     let io = Io::inline(open(path.to_str().expect("UTF-8"), OpenMode::ReadWrite).expect("open")).expect("io");
     let result = io.run(vec![Request::read(0, vec![region.span(4096..8192)])]);
     assert!(matches!(result, Err(Error::Io { errno: libc::EFAULT, .. })), "{result:?}");
+}
+
+/// The memory stands in for a device's: it goes away as that would, and only the kernel's copies survive that.
+#[test]
+fn memory_of_a_device_that_goes_away_is_an_error_and_no_signal() {
+    let len = 300 << 10;
+    let fd = memfd(len as u64);
+    let region = Region::of_device(fd.try_clone().expect("a second descriptor"), len).expect("mapped");
+    assert!(region.writable());
+    let pattern: Vec<u8> = (0..len - 7).map(|at| (at * 31 % 251) as u8).collect();
+    region.write_at(7, &pattern).expect("written");
+    let mut seen = vec![0; len];
+    rustix::io::pread(&fd, &mut seen, 0).expect("read");
+    assert!(seen[..7] == [0; 7] && seen[7..] == pattern, "what was written is in the memory");
+    let mut seen = vec![0; len - 1000];
+    region.read_at(1000, &mut seen).expect("read");
+    assert!(seen == pattern[993..], "what is in the memory was read");
+    region.zero_at(100, 200 << 10).expect("zeroed");
+    region.read_at(0, &mut seen).expect("read");
+    assert!(seen[7..100] == pattern[..93] && seen[100..100 + (200 << 10)].iter().all(|byte| *byte == 0));
+    assert!(seen[100 + (200 << 10)..] == pattern[93 + (200 << 10)..seen.len() - 7]);
+
+    rustix::fs::ftruncate(&fd, 64 << 10).expect("gone");
+    let gone = |result| matches!(result, Err(Error::Memory { errno: libc::EFAULT, .. }));
+    assert!(gone(region.read_at(100 << 10, &mut [0; 10])));
+    assert!(gone(region.write_at(100 << 10, &[0; 10])));
+    assert!(gone(region.zero_at(0, len)));
+    assert!(gone(region.read_at((64 << 10) - 1, &mut [0; 2])), "half there is not there");
+    region.read_at(0, &mut [0; 64 << 10]).expect("what is left is there");
+}
+
+#[test]
+fn memory_that_the_kernel_can_pin_is_no_devices() {
+    let region = Region::of_device(memfd(4096), 4096).expect("mapped");
+    assert!(region.is_host_memory());
 }
 
 #[test]
@@ -168,4 +204,17 @@ fn a_pool_maps_its_memory_for_the_device_and_unmaps_it() {
     assert_eq!(mapped(), 4096, "one is kept for later");
     drop(pool);
     assert_eq!(mapped(), 0);
+}
+
+/// A `write(2)` holds the file's lock while it waits for its source, and a hostile owner's source never comes.
+#[test]
+fn an_owner_who_keeps_the_lock_of_a_memfd_stops_nobody() {
+    let fd = memfd(8192);
+    let region = Region::from_fd(fd.try_clone().expect("a second descriptor"), 8192, true).expect("mapped");
+    // A seal forbids what takes the lock, and not what goes through a mapping made before.
+    rustix::fs::fcntl_add_seals(&fd, rustix::fs::SealFlags::FUTURE_WRITE).expect("sealed");
+    region.write_at(1, &[9; 5000]).expect("written");
+    let mut seen = [0; 5000];
+    region.read_at(1, &mut seen).expect("read");
+    assert!(seen == [9; 5000]);
 }

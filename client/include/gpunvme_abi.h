@@ -46,6 +46,7 @@ extern "C" {
 #define GPUNVME_REASON_NO_SUCH_BUFFER 39u
 #define GPUNVME_REASON_OUTSIDE_BUFFER 40u
 #define GPUNVME_REASON_ROUTE_NOT_AVAILABLE 41u
+#define GPUNVME_REASON_MEMLOCK_LIMIT 42u
 #define GPUNVME_REASON_UNKNOWN 63u
 
 /* INFO: on any file or directory of the mount. Texts are UTF-8 and end in a zero byte. */
@@ -158,7 +159,7 @@ struct gpunvme_moved {
 struct gpunvme_stats {
 	uint32_t version;
 	uint32_t flags;
-	uint64_t calls[8];               /* out: by command number */
+	uint64_t calls[16];              /* out: by command number */
 	uint64_t failed;                 /* out: calls */
 	struct gpunvme_moved read;       /* out */
 	struct gpunvme_moved write;      /* out */
@@ -168,6 +169,75 @@ struct gpunvme_stats {
 	uint64_t reasons[64];            /* out: transfers, by reason */
 	uint64_t reserved[4];
 };
+
+/*
+ * RING: on any file or directory of the mount. docs/ioctl.md says how the two sides use its memory: a memfd of GPUNVME_RING_BYTES(entries) zero bytes, sealed
+ * with F_SEAL_SHRINK, that begins with the words, each a uint32_t.
+ */
+struct gpunvme_ring {
+	uint32_t version;
+	uint32_t flags;
+	int32_t memory;                  /* fd of the memfd */
+	int32_t submitted;               /* fd of the eventfd that the application signals */
+	int32_t completed;               /* fd of the eventfd that the daemon signals */
+	uint32_t entries;                /* a power of two from 8 to 4096 */
+	uint64_t ring;                   /* out: the ring's name */
+	uint64_t reserved[3];
+};
+
+/* ATTACH: on an open regular file, which the ring may use as it was opened. */
+struct gpunvme_attach {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t ring;
+	uint64_t file;                   /* out: the file's name in submissions */
+	uint64_t reserved[2];
+};
+
+/* DETACH: on any file or directory of the mount. */
+struct gpunvme_detach {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t ring;
+	uint64_t file;                   /* 0: the ring itself */
+	uint64_t reserved[2];
+};
+
+struct gpunvme_submission {
+	uint32_t command;                /* 4 READ, 5 WRITE */
+	uint32_t flags;                  /* GPUNVME_REQUIRE_* */
+	uint64_t file;
+	uint64_t buffer;
+	uint64_t file_offset;            /* bytes */
+	uint64_t buffer_offset;          /* bytes */
+	uint64_t len;                    /* bytes; at most GPUNVME_MAX_RING_TRANSFER */
+	uint64_t user_data;
+	uint64_t reserved;
+};
+
+struct gpunvme_completion {
+	uint64_t user_data;
+	int32_t status;                  /* errno, or 0 */
+	uint32_t reason;
+	uint64_t p2p;
+	uint64_t bounce;
+	uint64_t host;
+	uint64_t hole;
+	uint64_t edge;
+	uint64_t reserved;
+};
+#define GPUNVME_MAX_RING_TRANSFER (16ull << 20)
+#define GPUNVME_RING_SUBMISSION_TAIL 0u   /* offsets of the words; the application's */
+#define GPUNVME_RING_SUBMISSION_HEAD 64u  /* the daemon's */
+#define GPUNVME_RING_COMPLETION_TAIL 128u /* the daemon's */
+#define GPUNVME_RING_COMPLETION_HEAD 192u /* the application's */
+#define GPUNVME_RING_DAEMON 256u          /* GPUNVME_RING_AWAKE, _ASLEEP or _CLOSED */
+#define GPUNVME_RING_APPLICATION 320u     /* GPUNVME_RING_AWAKE or _ASLEEP */
+#define GPUNVME_RING_AWAKE 0u
+#define GPUNVME_RING_ASLEEP 1u
+#define GPUNVME_RING_CLOSED 2u
+#define GPUNVME_RING_ENTRIES 4096u        /* offset of the submissions; the completions come behind them */
+#define GPUNVME_RING_BYTES(entries) (GPUNVME_RING_ENTRIES + (entries) * 128u)
 
 /* Precedes a gpunvme_register or gpunvme_unregister in a datagram of the registration socket (AF_UNIX, SOCK_SEQPACKET), both ways. */
 struct gpunvme_message {
@@ -184,6 +254,9 @@ struct gpunvme_message {
 #define GPUNVME_READ(n) GPUNVME_IOC(4, sizeof(struct gpunvme_transfer) + (n) * sizeof(struct gpunvme_segment))
 #define GPUNVME_WRITE(n) GPUNVME_IOC(5, sizeof(struct gpunvme_transfer) + (n) * sizeof(struct gpunvme_segment))
 #define GPUNVME_STATS GPUNVME_IOC(6, sizeof(struct gpunvme_stats))
+#define GPUNVME_RING GPUNVME_IOC(7, sizeof(struct gpunvme_ring))
+#define GPUNVME_ATTACH GPUNVME_IOC(8, sizeof(struct gpunvme_attach))
+#define GPUNVME_DETACH GPUNVME_IOC(9, sizeof(struct gpunvme_detach))
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
 //! Memory that files are read into and written from.
 //!
-//! It guards the rule that makes plain slices of it sound: while the daemon may write to a buffer it is borrowed mutably, and while it is registered it
-//! cannot be unmapped.
+//! It guards the rule that makes plain slices of host memory sound: while the daemon may write to a buffer it is borrowed mutably, and while it is
+//! registered it cannot be unmapped.
 
 use crate::error::{Error, Result};
 use crate::mount::Connection;
@@ -9,14 +9,27 @@ use crate::sys::Mapping;
 use crate::{Reason, Route};
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::ops::{Deref, DerefMut};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+
+/// What can be registered with a mount: [`Buffer`] or [`crate::DeviceMemory`].
+pub trait Memory: sealed::Memory {}
+
+pub(crate) mod sealed {
+    /// What the daemon is told of memory.
+    pub trait Memory {
+        /// The descriptor that stands for it.
+        fn descriptor(&self) -> super::BorrowedFd<'_>;
+        /// Its length in bytes.
+        fn length(&self) -> usize;
+    }
+}
 
 /// Host memory that can be registered: a memfd, sealed against shrinking and mapped here. It dereferences to its bytes.
 #[derive(Debug)]
 pub struct Buffer {
-    pub(crate) memory: OwnedFd,
-    pub(crate) mapping: Mapping,
+    memory: OwnedFd,
+    mapping: Mapping,
 }
 
 impl Buffer {
@@ -29,10 +42,22 @@ impl Buffer {
             let memory = rustix::fs::memfd_create("gpunvme", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
             rustix::fs::ftruncate(&memory, len as u64)?;
             rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-            let mapping = Mapping::new(std::os::fd::AsFd::as_fd(&memory), len)?;
+            let mapping = Mapping::new(memory.as_fd(), len)?;
             Ok(Buffer { memory, mapping })
         };
         make().map_err(|errno| Error::Memory { len, errno })
+    }
+}
+
+impl Memory for Buffer {}
+
+impl sealed::Memory for Buffer {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
+    fn length(&self) -> usize {
+        self.mapping.len()
     }
 }
 
@@ -59,10 +84,10 @@ pub enum RegisteredBy {
     Socket,
 }
 
-/// A buffer that a mount knows. It dereferences to its bytes. Dropping it unregisters it.
+/// Memory that a mount knows. Host memory it dereferences to its bytes. Dropping it unregisters it.
 #[derive(Debug)]
-pub struct Registered {
-    pub(crate) buffer: Buffer,
+pub struct Registered<M = Buffer> {
+    pub(crate) memory: M,
     pub(crate) id: u64,
     pub(crate) connection: Arc<Connection>,
     pub(crate) route: Route,
@@ -70,7 +95,12 @@ pub struct Registered {
     pub(crate) by: RegisteredBy,
 }
 
-impl Registered {
+impl<M> Registered<M> {
+    /// The memory itself.
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
     /// The route that transfers to and from it take.
     pub fn route(&self) -> Route {
         self.route
@@ -90,9 +120,55 @@ impl Registered {
     pub fn id(&self) -> u64 {
         self.id
     }
+}
 
+impl Registered {
     pub(crate) fn mapping(&self) -> &Mapping {
-        &self.buffer.mapping
+        &self.memory.mapping
+    }
+
+    /// The same memory for transfers that go on while it is used ([`crate::Ring`]): copied from and to, and no longer borrowed.
+    pub fn share(self) -> Arc<Shared> {
+        Arc::new(Shared(self))
+    }
+}
+
+/// Registered memory that a transfer may be changing at any time. Bytes that are copied while it does are old or new, in any mixture; keeping the two
+/// apart is the caller's business, as it is with a file. Unregistered when its last handle is gone, those of transfers in flight included.
+#[derive(Debug)]
+pub struct Shared(Registered);
+
+impl Shared {
+    /// Its length in bytes.
+    #[allow(clippy::len_without_is_empty)] // memory is never empty
+    pub fn len(&self) -> usize {
+        self.0.mapping().len()
+    }
+
+    /// Copies bytes out.
+    ///
+    /// # Panics
+    /// Where they reach past the end.
+    pub fn copy_out(&self, offset: usize, out: &mut [u8]) {
+        self.0.mapping().copy_out(offset, out).expect("a copy reaches past the end of a buffer");
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Panics
+    /// Where they reach past the end.
+    pub fn copy_in(&self, offset: usize, bytes: &[u8]) {
+        self.0.mapping().copy_in(offset, bytes).expect("a copy reaches past the end of a buffer");
+    }
+
+    /// The route that transfers to and from it take.
+    pub fn route(&self) -> Route {
+        self.0.route
+    }
+
+    /// Its name in the ioctls.
+    pub fn id(&self) -> u64 {
+        self.0.id
     }
 }
 
@@ -100,17 +176,17 @@ impl Deref for Registered {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.buffer
+        &self.memory
     }
 }
 
 impl DerefMut for Registered {
     fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.buffer
+        &mut self.memory
     }
 }
 
-impl Drop for Registered {
+impl<M> Drop for Registered<M> {
     fn drop(&mut self) {
         self.connection.unregister(self.id);
     }

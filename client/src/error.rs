@@ -77,6 +77,24 @@ pub enum Error {
         /// The buffer's length in bytes.
         len: usize,
     },
+    /// A ring has no room for another operation.
+    #[error("all {entries} entries of the ring are in flight; take completions first")]
+    RingFull {
+        /// Its entries.
+        entries: usize,
+    },
+    /// A ring is over.
+    #[error("{path}: the ring is closed; the volume was unmounted, or its daemon ended")]
+    RingClosed {
+        /// The mount that it was of.
+        path: PathBuf,
+    },
+    /// A file was attached to another ring.
+    #[error("{path}: was attached to another ring")]
+    WrongRing {
+        /// The file.
+        path: PathBuf,
+    },
     /// A transfer ended early.
     #[error("{path}: cannot {action}{}: {}{}", at(*segment), message(*errno), because(*reason))]
     Transfer {
@@ -100,7 +118,9 @@ impl Error {
     pub fn errno(&self) -> Errno {
         match self {
             Error::NotGpunvme { .. } => Errno::NOTTY,
-            Error::WrongKind { .. } | Error::OutsideBuffer { .. } => Errno::INVAL,
+            Error::WrongKind { .. } | Error::OutsideBuffer { .. } | Error::WrongRing { .. } => Errno::INVAL,
+            Error::RingFull { .. } => Errno::AGAIN,
+            Error::RingClosed { .. } => Errno::NODEV,
             Error::OtherVersion { .. } => Errno::PROTONOSUPPORT,
             Error::Path { errno, .. }
             | Error::Memory { errno, .. }

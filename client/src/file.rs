@@ -3,7 +3,7 @@
 //! It guards the promise that a call does what it says whatever its size: more segments, or more bytes, than one ioctl carries become several, and what is
 //! reported is their sum.
 
-use crate::buffer::Registered;
+use crate::buffer::{Memory, Registered};
 use crate::error::{Error, Result};
 use crate::mount::{Connection, Mount, failed, reason, status};
 use crate::{Extent, Reason, Route, Segment, sys};
@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// An open regular file of a mount.
 #[derive(Debug)]
@@ -68,7 +68,7 @@ pub struct Require {
 }
 
 impl Require {
-    fn flags(self) -> TransferFlags {
+    pub(crate) fn flags(self) -> TransferFlags {
         let route = match self.route {
             Some(Route::P2p) => TransferFlags::REQUIRE_P2P,
             Some(Route::Bounce) => TransferFlags::REQUIRE_BOUNCE,
@@ -129,6 +129,22 @@ impl File {
         Ok(File { file, path: path.to_owned(), connection: mount.connection().clone() })
     }
 
+    /// The path that it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A command on this file whose argument is one structure.
+    pub(crate) fn call<T: IntoBytes + FromBytes + Immutable>(
+        &self,
+        command: Command,
+        mut argument: T,
+        action: &'static str,
+    ) -> Result<T> {
+        sys::ioctl(self.file.as_fd(), command.request(0), argument.as_mut_bytes()).map_err(|errno| self.failed(action, errno))?;
+        Ok(argument)
+    }
+
     /// Its size in bytes.
     ///
     /// # Errors
@@ -164,7 +180,7 @@ impl File {
     ///
     /// # Errors
     /// [`Error::Transfer`] says what was moved before. The buffer may have changed in all of the segments then.
-    pub fn read(&self, buffer: &mut Registered, segments: &[Segment]) -> Result<Transfer> {
+    pub fn read<M: Memory>(&self, buffer: &mut Registered<M>, segments: &[Segment]) -> Result<Transfer> {
         self.read_requiring(buffer, segments, Require::default())
     }
 
@@ -172,7 +188,12 @@ impl File {
     ///
     /// # Errors
     /// Those of [`File::read`].
-    pub fn read_requiring(&self, buffer: &mut Registered, segments: &[Segment], require: Require) -> Result<Transfer> {
+    pub fn read_requiring<M: Memory>(
+        &self,
+        buffer: &mut Registered<M>,
+        segments: &[Segment],
+        require: Require,
+    ) -> Result<Transfer> {
         self.transfer(Command::Read, buffer, segments, require.flags())
     }
 
@@ -180,7 +201,7 @@ impl File {
     ///
     /// # Errors
     /// [`Error::Transfer`] says what was moved before.
-    pub fn write(&self, buffer: &Registered, segments: &[Segment]) -> Result<Transfer> {
+    pub fn write<M: Memory>(&self, buffer: &Registered<M>, segments: &[Segment]) -> Result<Transfer> {
         self.write_requiring(buffer, segments, Require::default())
     }
 
@@ -188,7 +209,7 @@ impl File {
     ///
     /// # Errors
     /// Those of [`File::write`].
-    pub fn write_requiring(&self, buffer: &Registered, segments: &[Segment], require: Require) -> Result<Transfer> {
+    pub fn write_requiring<M: Memory>(&self, buffer: &Registered<M>, segments: &[Segment], require: Require) -> Result<Transfer> {
         self.transfer(Command::Write, buffer, segments, require.flags())
     }
 
@@ -198,15 +219,15 @@ impl File {
     }
 
     /// A caller who reads must see to it that nobody else uses those parts of the buffer meanwhile; [`File::read`] borrows it mutably.
-    pub(crate) fn transfer(
+    pub(crate) fn transfer<M: Memory>(
         &self,
         command: Command,
-        buffer: &Registered,
+        buffer: &Registered<M>,
         segments: &[Segment],
         flags: TransferFlags,
     ) -> Result<Transfer> {
         // Asked of the mapping, because a slice of bytes that the device may be changing must not even exist.
-        let len = buffer.mapping().len();
+        let len = buffer.memory.length();
         for (index, segment) in segments.iter().enumerate() {
             let end = segment.buffer_offset.saturating_add(segment.len);
             if end > len as u64 {

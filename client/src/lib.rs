@@ -19,15 +19,19 @@
 mod buffer;
 #[allow(unsafe_code)]
 mod capi;
+mod device_memory;
 mod error;
 mod file;
 mod mount;
+mod ring;
 mod socket;
 #[allow(unsafe_code)]
 mod sys;
 
-pub use buffer::{Buffer, Registered, RegisteredBy};
+pub use buffer::{Buffer, Memory, Registered, RegisteredBy, Shared};
+pub use device_memory::{DeviceMapping, DeviceMemory};
 pub use error::{Error, Result};
 pub use file::{Extents, File, Require, Transfer};
 pub use gpunvme_gpupath::abi::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
 pub use mount::{Info, Mount, Stats};
+pub use ring::{Attached, Completed, Operation, Ring, Wait};

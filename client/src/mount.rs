@@ -1,6 +1,6 @@
 //! A mount: what it is, what it did, and the buffers it knows.
 
-use crate::buffer::{Buffer, Registered, RegisteredBy};
+use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::error::{Error, Result};
 use crate::{Reason, Route, socket, sys};
 use gpunvme_gpupath::abi::{self, Command, Features, Moved};
@@ -64,7 +64,7 @@ pub struct Info {
 #[non_exhaustive]
 pub struct Stats {
     /// Calls, by command.
-    pub calls: [(&'static str, u64); 7],
+    pub calls: [(&'static str, u64); Command::ALL.len()],
     /// Calls that failed.
     pub failed: u64,
     /// Bytes read, by route.
@@ -129,7 +129,8 @@ impl Mount {
     /// [`Error::Path`] where the daemon does not answer.
     pub fn stats(&self) -> Result<Stats> {
         let stats = self.connection.raw_stats()?;
-        const NAMES: [&str; 7] = ["info", "register", "unregister", "resolve", "read", "write", "stats"];
+        const NAMES: [&str; Command::ALL.len()] =
+            ["info", "register", "unregister", "resolve", "read", "write", "stats", "ring", "attach", "detach"];
         let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
         Ok(Stats {
             calls: std::array::from_fn(|at| (NAMES[at], stats.calls[at])),
@@ -150,18 +151,17 @@ impl Mount {
     ///
     /// # Errors
     /// [`Error::Refused`] with the reason, and [`Error::NotReachable`] where neither way is open.
-    pub fn register(&self, buffer: Buffer) -> Result<Registered> {
-        let request = abi::Register { fd: buffer.memory.as_raw_fd(), len: buffer.len() as u64, ..abi::Register::default() };
+    pub fn register<M: Memory>(&self, memory: M) -> Result<Registered<M>> {
+        let fd = memory.descriptor().as_raw_fd();
+        let request = abi::Register { fd, len: memory.length() as u64, ..abi::Register::default() };
         let mut answer = request.clone();
         let (answer, by) = match sys::ioctl(self.connection.file.as_fd(), Command::Register.request(0), answer.as_mut_bytes()) {
             Ok(()) => (answer, RegisteredBy::Ioctl),
-            Err(ioctl @ (Errno::PERM | Errno::SRCH)) => {
-                (self.send(buffer.memory.as_fd(), &request, ioctl)?, RegisteredBy::Socket)
-            }
+            Err(ioctl @ (Errno::PERM | Errno::SRCH)) => (self.send(memory.descriptor(), &request, ioctl)?, RegisteredBy::Socket),
             Err(errno) => return Err(Error::Refused { reason: reason(answer.reason), errno }),
         };
         let connection = self.connection.clone();
-        Ok(Registered { buffer, id: answer.buffer, connection, route: route(answer.route), reason: reason(answer.reason), by })
+        Ok(Registered { memory, id: answer.buffer, connection, route: route(answer.route), reason: reason(answer.reason), by })
     }
 
     fn send(&self, memory: BorrowedFd<'_>, request: &abi::Register, ioctl: Errno) -> Result<abi::Register> {
@@ -231,7 +231,12 @@ impl Connection {
     }
 
     /// A command whose argument is one structure.
-    fn call<T: IntoBytes + FromBytes + Immutable>(&self, command: Command, mut argument: T, action: &'static str) -> Result<T> {
+    pub fn call<T: IntoBytes + FromBytes + Immutable>(
+        &self,
+        command: Command,
+        mut argument: T,
+        action: &'static str,
+    ) -> Result<T> {
         sys::ioctl(self.file.as_fd(), command.request(0), argument.as_mut_bytes())
             .map_err(|errno| failed(&self.path, action, errno))?;
         Ok(argument)

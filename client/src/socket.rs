@@ -38,12 +38,12 @@ pub(crate) fn register(path: &str, memory: BorrowedFd<'_>, request: &Register) -
 mod tests {
     use super::*;
     use crate::Buffer;
+    use crate::buffer::sealed::Memory as _;
     use gpunvme_blockdev::MemoryDevice;
     use gpunvme_gpupath::abi::{Reason, Route};
     use gpunvme_gpupath::registry::{Limits, Registry};
     use gpunvme_gpupath::server::Server;
     use gpunvme_gpupath::socket::Listener;
-    use std::os::fd::AsFd;
     use std::sync::Arc;
 
     #[test]
@@ -57,14 +57,14 @@ mod tests {
         let mut buffer = Buffer::memfd(10_000).unwrap();
         buffer[9_999] = 7;
         let request = Register { fd: -1, len: 10_000, ..Register::default() };
-        let (refused, answer) = register(path, buffer.memory.as_fd(), &request).unwrap();
+        let (refused, answer) = register(path, buffer.descriptor(), &request).unwrap();
         assert_eq!((refused, answer.route), (None, Route::Host.code()));
         let registered = server.registry.lookup(std::process::id(), answer.buffer).unwrap();
         let mut byte = [0];
         registered.region.read_at(9_999, &mut byte).unwrap();
         assert_eq!(byte, [7]);
-        let (refused, answer) = register(path, buffer.memory.as_fd(), &Register { len: 10_001, ..request.clone() }).unwrap();
+        let (refused, answer) = register(path, buffer.descriptor(), &Register { len: 10_001, ..request.clone() }).unwrap();
         assert_eq!((refused, answer.reason), (Some(Errno::INVAL), Reason::TooSmall.code()));
-        assert_eq!(register("", buffer.memory.as_fd(), &request).unwrap_err(), Errno::NOENT);
+        assert_eq!(register("", buffer.descriptor(), &request).unwrap_err(), Errno::NOENT);
     }
 }

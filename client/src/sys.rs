@@ -38,11 +38,11 @@ pub(crate) struct Mapping {
 
 // SAFETY: a mapping is an address range that belongs to the whole process; nothing in it is tied to a thread.
 unsafe impl Send for Mapping {}
-// SAFETY: through `&Mapping` bytes are only read.
+// SAFETY: through `&Mapping` bytes are read, or copied in where nobody borrows them.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of a memfd that is at least as long, and cannot become shorter.
+    /// Maps the first `len` bytes of a memfd that is at least as long, and cannot become shorter, or of a device's memory.
     pub fn new(memory: BorrowedFd<'_>, len: usize) -> Result<Mapping, Errno> {
         // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
         let base =
@@ -60,7 +60,28 @@ impl Mapping {
         self.base.as_ptr()
     }
 
-    /// Its bytes.
+    /// Copies bytes out of memory that is not ours alone; `None` where they do not lie in it.
+    pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> Option<()> {
+        let from = self.at(offset, out.len())?;
+        // SAFETY: the source lies in the mapping, and `out` is ours alone. Whatever others do to the source meanwhile, its bytes make u8s.
+        unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) }
+        Some(())
+    }
+
+    /// Copies bytes into memory that is not ours alone; `None` where they do not fit.
+    pub fn copy_in(&self, offset: usize, data: &[u8]) -> Option<()> {
+        let to = self.at(offset, data.len())?;
+        // SAFETY: the target lies in the mapping, of which nobody holds a slice (`crate::device_memory`, `crate::Shared`).
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) }
+        Some(())
+    }
+
+    fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        inside.then(|| self.base.as_ptr().wrapping_add(offset))
+    }
+
+    /// Its bytes, if it is a memfd's.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the range is mapped, and its pages exist, because the memfd is sealed against shrinking. The memfd is known to this object and to the daemon
         // only, and the daemon writes to it only while a READ is waited for, for which the buffer is borrowed mutably.

@@ -1,6 +1,7 @@
 //! The C headers and the C ABI, by compiling C.
 
 use gpunvme::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
+use gpunvme_gpupath::abi::ring::{self, Word};
 use gpunvme_gpupath::abi::{self, Command};
 use std::fmt::Write;
 use std::mem::offset_of;
@@ -54,6 +55,11 @@ fn the_header_is_the_abi() {
         Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
         abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
         abi::Message as "gpunvme_message" { request, status }
+        ring::Ring as "gpunvme_ring" { version, flags, memory, submitted, completed, entries, ring, reserved }
+        ring::Attach as "gpunvme_attach" { version, flags, ring, file, reserved }
+        ring::Detach as "gpunvme_detach" { version, flags, ring, file, reserved }
+        ring::Submission as "gpunvme_submission" { command, flags, file, buffer, file_offset, buffer_offset, len, user_data, reserved }
+        ring::Completion as "gpunvme_completion" { user_data, status, reason, p2p, bounce, host, hole, edge, reserved }
     }
     for (name, value) in [
         ("GPUNVME_VERSION", abi::VERSION.into()),
@@ -76,6 +82,21 @@ fn the_header_is_the_abi() {
         ("GPUNVME_READ(3)", Command::Read.request(3).into()),
         ("GPUNVME_WRITE(GPUNVME_MAX_SEGMENTS)", Command::Write.request(abi::MAX_SEGMENTS).into()),
         ("GPUNVME_STATS", Command::Stats.request(0).into()),
+        ("GPUNVME_RING", Command::Ring.request(0).into()),
+        ("GPUNVME_ATTACH", Command::Attach.request(0).into()),
+        ("GPUNVME_DETACH", Command::Detach.request(0).into()),
+        ("GPUNVME_MAX_RING_TRANSFER", ring::MAX_RING_TRANSFER),
+        ("GPUNVME_RING_SUBMISSION_TAIL", Word::SubmissionTail.offset() as u64),
+        ("GPUNVME_RING_SUBMISSION_HEAD", Word::SubmissionHead.offset() as u64),
+        ("GPUNVME_RING_COMPLETION_TAIL", Word::CompletionTail.offset() as u64),
+        ("GPUNVME_RING_COMPLETION_HEAD", Word::CompletionHead.offset() as u64),
+        ("GPUNVME_RING_DAEMON", Word::Daemon.offset() as u64),
+        ("GPUNVME_RING_APPLICATION", Word::Application.offset() as u64),
+        ("GPUNVME_RING_AWAKE", ring::AWAKE.into()),
+        ("GPUNVME_RING_ASLEEP", ring::ASLEEP.into()),
+        ("GPUNVME_RING_CLOSED", ring::CLOSED.into()),
+        ("GPUNVME_RING_ENTRIES", ring::submission_offset(64, 0) as u64),
+        ("GPUNVME_RING_BYTES(64)", ring::ring_bytes(64) as u64),
     ] {
         assert_that(program, name, value);
     }

@@ -45,6 +45,41 @@ fn files_elsewhere_are_not_written() {
     assert!(message.contains("new: not on a gpunvme mount") && !new.exists(), "{message}");
 }
 
+/// On whatever machine this is, for whoever runs it: the exit status is the route.
+#[test]
+fn doctor_tells_the_route_of_this_machine() {
+    let told = |arguments: &[&str]| {
+        let output = gpunvme(arguments);
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {message}"));
+        let expected = match json["route"].as_str().unwrap() {
+            "p2p" => 0,
+            "bounce" => 3,
+            _ => 4,
+        };
+        assert_eq!(output.status.code(), Some(expected), "{json}");
+        json
+    };
+    let all = told(&["--json", "doctor"]);
+    assert!(!all["ssds"].as_array().unwrap().is_empty() && all["machine"]["iommu"]["on"].is_boolean(), "{all}");
+    assert_eq!(told(&["--json", "doctor", "sim:/nowhere"])["reason"], "no-vfio");
+    assert_eq!(told(&["--json", "doctor", "Cargo.toml"])["ssds"][0]["model"], "an image file");
+    let text = gpunvme(&["doctor", "Cargo.toml"]);
+    assert!(String::from_utf8_lossy(&text.stdout).contains("\nroute       "));
+    assert!(fails(&["doctor", "/nonexistent"], 1).contains("/nonexistent: No such file"));
+    assert!(fails(&["doctor", "vfio:nvme0n1"], 1).contains("must be vfio: and a PCI address"));
+    assert!(fails(&["doctor", "--peer", "Cargo.toml"], 1).contains("a peer is a PCI function"));
+}
+
+#[test]
+fn controllers_are_named_as_gpunvme_drives_them() {
+    assert!(fails(&["nvme", "/dev/nvme0", "smart"], 1).contains("/dev/nvme0: is driven by the kernel"));
+    assert!(fails(&["nvme", "vfio:zz", "identify"], 1).contains("no PCI address"));
+    assert!(fails(&["nvme", "disk.img", "regs"], 1).contains("disk.img: is not driven by gpunvme"));
+    assert!(fails(&["nvme", "vfio:ffff:ff:1f.7", "format", "--force", "--yes"], 1).contains("no such file or device"));
+    assert!(fails(&["nvme", "vfio:ffff:ff:1f.7", "format", "--erase", "gently"], 2).contains("user-data"));
+}
+
 #[test]
 fn usage_is_explained() {
     assert!(fails(&["read", "/x", "--to", "gpu:0"], 2).contains("this build cannot move data to or from GPU memory"));

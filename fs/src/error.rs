@@ -63,6 +63,9 @@ pub enum FsError {
     /// The image is damaged.
     #[error("damaged volume: {0}; unmount it and run fsck.gpunvme")]
     Corrupt(#[from] Corrupt),
+    /// Whoever asked for it wants it no more.
+    #[error("cancelled")]
+    Cancelled,
     /// The device failed.
     #[error(transparent)]
     Device(#[from] blockdev::Error),
@@ -94,6 +97,7 @@ impl FsError {
             FsError::FileTooLarge => libc::EFBIG,
             FsError::NotSupported => libc::EOPNOTSUPP,
             FsError::Corrupt(_) => libc::EUCLEAN,
+            FsError::Cancelled => libc::EINTR,
             FsError::Device(_) => libc::EIO,
             FsError::Failed(_) => libc::EROFS,
         }

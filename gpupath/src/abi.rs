@@ -13,9 +13,6 @@
 //! - When a command fails the ioctl returns the errno, and the out fields say more where there is more to say ([`Register::reason`],
 //!   [`Transfer::reason`], [`Transfer::failed_segment`]).
 
-mod codes;
-mod decode;
-
 pub use codes::{Reason, Route};
 pub use decode::{DecodeError, Request, TransferRequest, decode};
 
@@ -24,6 +21,33 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 #[cfg(target_endian = "big")]
 compile_error!("the ABI is little-endian, and nothing here swaps bytes");
+
+macro_rules! wire {
+    ($(#[$doc:meta])* $name:ident = $size:literal { $($(#[$field_doc:meta])* $field:ident : $ty:ty,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+        #[repr(C)]
+        pub struct $name { $($(#[$field_doc])* pub $field: $ty,)* }
+        const _: () = assert!(size_of::<$name>() == $size && align_of::<$name>() <= 8);
+    };
+}
+
+macro_rules! versioned {
+    ($($name:ident),*) => { $(
+        impl Default for $name {
+            /// This version, and zero everywhere else.
+            fn default() -> Self {
+                let mut new = <$name as FromZeros>::new_zeroed();
+                new.version = VERSION;
+                new
+            }
+        }
+    )* };
+}
+
+mod codes;
+mod decode;
+pub mod ring;
 
 /// The version that every structure carries.
 pub const VERSION: u32 = 1;
@@ -44,7 +68,7 @@ pub const MAX_OFFSET: u64 = i64::MAX as u64;
 /// How many codes [`Stats::reasons`] has room for.
 pub const REASON_SLOTS: usize = 64;
 
-/// What a command does. The value is its `_IOC_NR`; 7 is kept for the ring.
+/// What a command does. The value is its `_IOC_NR`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Command {
@@ -62,12 +86,28 @@ pub enum Command {
     Write = 5,
     /// Counters since mount ([`Stats`]). On any file or directory.
     Stats = 6,
+    /// Makes a ring ([`ring::Ring`]). On any file or directory.
+    Ring = 7,
+    /// Gives an open file a name in a ring ([`ring::Attach`]). On a regular file.
+    Attach = 8,
+    /// Takes a file out of a ring, or ends the ring ([`ring::Detach`]). On any file or directory.
+    Detach = 9,
 }
 
 impl Command {
     /// All commands, in order of their number.
-    pub const ALL: [Command; 7] =
-        [Command::Info, Command::Register, Command::Unregister, Command::Resolve, Command::Read, Command::Write, Command::Stats];
+    pub const ALL: [Command; 10] = [
+        Command::Info,
+        Command::Register,
+        Command::Unregister,
+        Command::Resolve,
+        Command::Read,
+        Command::Write,
+        Command::Stats,
+        Command::Ring,
+        Command::Attach,
+        Command::Detach,
+    ];
 
     /// Bytes of the structure that begins the argument.
     pub const fn header_size(self) -> usize {
@@ -78,6 +118,9 @@ impl Command {
             Command::Resolve => size_of::<Resolve>(),
             Command::Read | Command::Write => size_of::<Transfer>(),
             Command::Stats => size_of::<Stats>(),
+            Command::Ring => size_of::<ring::Ring>(),
+            Command::Attach => size_of::<ring::Attach>(),
+            Command::Detach => size_of::<ring::Detach>(),
         }
     }
 
@@ -140,29 +183,6 @@ bitflags! {
         /// The volume is mounted read-only.
         const READ_ONLY = 1 << 0;
     }
-}
-
-macro_rules! wire {
-    ($(#[$doc:meta])* $name:ident = $size:literal { $($(#[$field_doc:meta])* $field:ident : $ty:ty,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-        #[repr(C)]
-        pub struct $name { $($(#[$field_doc])* pub $field: $ty,)* }
-        const _: () = assert!(size_of::<$name>() == $size && align_of::<$name>() <= 8);
-    };
-}
-
-macro_rules! versioned {
-    ($($name:ident),*) => { $(
-        impl Default for $name {
-            /// This version, and zero everywhere else.
-            fn default() -> Self {
-                let mut new = <$name as FromZeros>::new_zeroed();
-                new.version = VERSION;
-                new
-            }
-        }
-    )* };
 }
 
 wire! {
@@ -362,13 +382,13 @@ wire! {
 
 wire! {
     /// `STATS`. Counters since mount, of all processes.
-    Stats = 728 {
+    Stats = 792 {
         /// [`VERSION`].
         version: u32,
         /// None defined.
         flags: u32,
         /// Out: calls, by command number.
-        calls: [u64; 8],
+        calls: [u64; 16],
         /// Out: calls that failed, of all commands.
         failed: u64,
         /// Out: what `READ` moved.

@@ -1,7 +1,7 @@
 //! The direct path of gpunvme: how an application's `ioctl` on an open file becomes device commands on memory that it registered.
 //!
-//! It knows files only as extents, and memory only as file descriptors. [`abi`] is what both ends share. The rest is the daemon's end (feature `daemon`),
-//! which a FUSE front end uses like this:
+//! It knows files only as extents, and memory only as file descriptors. [`abi`] is what both ends share, and of [`ring`]
+//! the memory (feature `application`). The rest is the daemon's end (feature `daemon`), which a FUSE front end uses like this:
 //!
 //! ```text
 //! let request = abi::decode(cmd, bytes)?;                                // DecodeError becomes a Reply
@@ -36,6 +36,8 @@ pub mod planner;
 mod process;
 #[cfg(feature = "daemon")]
 pub mod registry;
+#[cfg(any(feature = "daemon", feature = "application"))]
+pub mod ring;
 #[cfg(feature = "daemon")]
 pub mod server;
 #[cfg(feature = "daemon")]

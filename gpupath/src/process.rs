@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// A process, held so that its id cannot deceive.
@@ -61,6 +62,15 @@ impl Process {
     /// Whether a live thread belongs to it. One system call: it is on the way of every transfer.
     pub fn has_thread(&self, thread: u32) -> bool {
         rustix::fs::statat(&self.threads, thread.to_string(), AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// Whether it is root's: of the user namespace that this process is in.
+    pub fn is_root(&self) -> bool {
+        let path = format!("{}/status", self.id);
+        let status = rustix::fs::openat(&self.threads, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
+        // Real, effective, saved and filesystem user.
+        let text = status.ok().and_then(|file| std::io::read_to_string(file).ok()).unwrap_or_default();
+        text.lines().find_map(|line| line.strip_prefix("Uid:")).and_then(|ids| ids.split_whitespace().nth(1)) == Some("0")
     }
 
     /// A copy of one of its descriptors.

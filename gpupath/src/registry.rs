@@ -5,10 +5,13 @@
 //!
 //! Locks: `State` alone, held for map operations only. Nothing is mapped, unmapped or closed under it.
 
+#[cfg(test)]
+mod tests;
+
 use crate::abi::{Reason, Register, RegisterFlags, Route};
-use crate::foreign;
+use crate::foreign::{self, Kind, Memory};
 use crate::process::Process;
-use gpunvme_blockdev::{BlockDevice, Region};
+use gpunvme_blockdev::{BlockDevice, NoPeerToPeer, Region};
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use rustix::event::{EventfdFlags, epoll};
@@ -110,7 +113,10 @@ impl RegistryError {
                 Reason::ProcessLimit | Reason::TotalLimit => libc::ENOSPC,
                 Reason::NoSuchBuffer => libc::ENOENT,
                 Reason::NotWritable => libc::EACCES,
-                Reason::NoVfio => libc::EOPNOTSUPP,
+                Reason::NoVfio | Reason::IommufdCompat | Reason::MmapRefused | Reason::MapDmaRefused | Reason::NotGpuMemory => {
+                    libc::EOPNOTSUPP
+                }
+                Reason::MemlockLimit => libc::ENOMEM,
                 _ => libc::EINVAL,
             },
             RegistryError::Device(error) => error.errno(),
@@ -124,6 +130,15 @@ impl RegistryError {
             RegistryError::Refused(reason) => *reason,
             RegistryError::BadFd { .. } => Reason::NotABuffer,
             RegistryError::Device(_) | RegistryError::Watch { .. } => Reason::None,
+        }
+    }
+}
+
+impl From<NoPeerToPeer> for Reason {
+    fn from(no: NoPeerToPeer) -> Reason {
+        match no {
+            NoPeerToPeer::KernelDriver => Reason::NoVfio,
+            NoPeerToPeer::IommufdCompat => Reason::IommufdCompat,
         }
     }
 }
@@ -233,14 +248,49 @@ impl Registry {
 
     /// Registers a descriptor that was received from a process.
     pub(crate) fn adopt(&self, process: Process, fd: OwnedFd, request: &Register) -> Result<Arc<Buffer>, RegistryError> {
-        let memory = foreign::accept(fd, request.len).map_err(RegistryError::Refused)?;
-        let region = Region::from_fd(memory.fd, memory.len, true)?;
-        self.shared.device.map(&region)?;
-        // Of the two routes that end in host memory, only its owner knows which it is for.
-        let staging = RegisterFlags::from_bits_retain(request.flags).contains(RegisterFlags::STAGING);
-        let route = if staging { Route::Bounce } else { Route::Host };
+        let memory = foreign::accept(fd, request.len, || process.is_root()).map_err(RegistryError::Refused)?;
+        match memory.kind {
+            Kind::Host => {
+                let region = Region::from_fd(memory.fd, memory.len, true)?;
+                // Of the two routes that end in host memory, only its owner knows which it is for.
+                let staging = RegisterFlags::from_bits_retain(request.flags).contains(RegisterFlags::STAGING);
+                self.enter(process, region, if staging { Route::Bounce } else { Route::Host })
+            }
+            Kind::Device => self.enter(process, self.device_region(memory)?, Route::P2p),
+        }
+    }
+
+    /// The region of a device's memory, where the SSD can reach such memory at all.
+    fn device_region(&self, memory: Memory) -> Result<Arc<Region>, RegistryError> {
+        self.shared.device.peer_to_peer().map_err(|no| RegistryError::Refused(no.into()))?;
+        let region = Region::of_device(memory.fd, memory.len).map_err(|error| {
+            tracing::debug!(%error, "a device's memory cannot be mapped");
+            RegistryError::Refused(Reason::MmapRefused)
+        })?;
+        // A dma-buf can be over anything. The IOMMU would take this, and the bytes would go to host memory.
+        if region.is_host_memory() {
+            return Err(RegistryError::Refused(Reason::NotGpuMemory));
+        }
+        Ok(region)
+    }
+
+    /// Makes a region reachable for the device, and a buffer of it.
+    fn enter(&self, process: Process, region: Arc<Region>, route: Route) -> Result<Arc<Buffer>, RegistryError> {
+        // Asked again when the buffer is entered; here, so that what will be refused is not pinned first.
+        self.shared.reap(process.id);
+        self.shared.has_room(&self.shared.state.read(), process.id, region.len() as u64)?;
+        self.shared.device.map(&region).map_err(|error| match route {
+            Route::P2p => {
+                tracing::warn!(process = process.id, %error, "the IOMMU did not take a device's memory");
+                RegistryError::Refused(Reason::MapDmaRefused)
+            }
+            // vfio_iommu_type1's answer for what exceeds RLIMIT_MEMLOCK.
+            _ if error.errno() == libc::ENOMEM => RegistryError::Refused(Reason::MemlockLimit),
+            _ => error.into(),
+        })?;
+        let reason = if route == Route::P2p { Reason::None } else { Reason::NotGpuMemory };
         let device = self.shared.device.clone();
-        self.shared.insert(process, Buffer { id: 0, region, route, reason: Reason::NotGpuMemory, device })
+        self.shared.insert(process, Buffer { id: 0, region, route, reason, device })
     }
 
     /// Forgets a buffer. Transfers in flight on it keep its memory until they are done.
@@ -276,6 +326,18 @@ impl Drop for Registry {
 }
 
 impl Shared {
+    /// Whether a process may have `len` bytes more.
+    fn has_room(&self, state: &State, process: u32, len: u64) -> Result<(), RegistryError> {
+        let (owned, owned_bytes) = state.owners.get(&process).map_or((0, 0), |owner| (owner.buffers, owner.bytes));
+        if owned >= self.limits.buffers_per_process || owned_bytes.saturating_add(len) > self.limits.bytes_per_process {
+            return Err(RegistryError::Refused(Reason::ProcessLimit));
+        }
+        if state.buffers.len() as u64 >= self.limits.buffers.into() || state.bytes.saturating_add(len) > self.limits.bytes {
+            return Err(RegistryError::Refused(Reason::TotalLimit));
+        }
+        Ok(())
+    }
+
     /// A buffer that is refused is dropped after the lock, because it was made before it.
     fn insert(&self, process: Process, mut buffer: Buffer) -> Result<Arc<Buffer>, RegistryError> {
         let len = buffer.region.len() as u64;
@@ -283,20 +345,7 @@ impl Shared {
         // Whoever had this process id before, if it is not the same process still.
         self.reap(id);
         let mut state = self.state.write();
-        let (owned, owned_bytes) = state.owners.get(&id).map_or((0, 0), |owner| (owner.buffers, owner.bytes));
-        let refused = if owned >= self.limits.buffers_per_process
-            || owned_bytes.saturating_add(len) > self.limits.bytes_per_process
-        {
-            Some(Reason::ProcessLimit)
-        } else if state.buffers.len() as u64 >= self.limits.buffers.into() || state.bytes.saturating_add(len) > self.limits.bytes
-        {
-            Some(Reason::TotalLimit)
-        } else {
-            None
-        };
-        if let Some(reason) = refused {
-            return Err(RegistryError::Refused(reason));
-        }
+        self.has_room(&state, id, len)?;
         let State { owners, last_id, .. } = &mut *state;
         let owner = match owners.entry(id) {
             hash_map::Entry::Occupied(owner) => owner.into_mut(),

@@ -167,13 +167,22 @@ impl Server {
             .registry
             .lookup(thread, request.buffer)
             .map_err(|error| self.refuse(direction, request, error.errno(), error.reason(), None))?;
+        self.admit_buffer(direction, request, &buffer)?;
+        Ok(buffer)
+    }
+
+    /// Whether every segment of a `READ` or `WRITE` lies in a buffer that the caller owns, and its route is the one required.
+    ///
+    /// # Errors
+    /// The answer to give.
+    pub fn admit_buffer(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer) -> Result<(), Reply> {
         if let Some(segment) = planner::outside(request, buffer.region.len() as u64) {
             return Err(self.refuse(direction, request, libc::EINVAL, Reason::OutsideBuffer, Some(segment)));
         }
         if request.required_route().is_some_and(|route| route != buffer.route) {
             return Err(self.refuse(direction, request, libc::EOPNOTSUPP, Reason::RouteNotAvailable, None));
         }
-        Ok(buffer)
+        Ok(())
     }
 
     /// Whether a plan keeps to what the caller insists on. To be asked before anything of it is carried out.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// The counters. Each is exact; together they are of no one moment.
 #[derive(Debug)]
 pub struct Stats {
-    calls: [AtomicU64; 8],
+    calls: [AtomicU64; 16],
     failed: AtomicU64,
     read: Counters,
     write: Counters,

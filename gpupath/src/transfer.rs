@@ -25,7 +25,7 @@ impl Failed {
     /// Says which segment of a plan an error belongs to.
     pub fn new(error: Error, plan: &Plan) -> Failed {
         let segment = match &error {
-            Error::Io { offset, .. } => plan.segment_at(*offset),
+            Error::Io { offset, .. } | Error::Command { offset, .. } | Error::TimedOut { offset, .. } => plan.segment_at(*offset),
             _ => None,
         };
         Failed { error, segment }

@@ -2,7 +2,7 @@
 
 use gpunvme_gpupath::abi::*;
 use proptest::prelude::*;
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 fn bytes<T: IntoBytes + zerocopy::Immutable>(header: &T, segments: &[Segment]) -> Vec<u8> {
     let mut bytes = header.as_bytes().to_vec();
@@ -119,7 +119,18 @@ fn each_wrong_field_is_named() {
         resolve(Resolve { capacity: 1, offset: 1 << 63, ..Resolve::default() }, 1),
         DecodeError::Field { command, field: "offset", value: 1 << 63 }
     );
-    for command in [Command::Info, Command::Unregister, Command::Stats] {
+    for entries in [0, 4, 12, 8192] {
+        let ring = ring::Ring { entries, ..ring::Ring::default() };
+        let wrong = DecodeError::Field { command: Command::Ring, field: "entries", value: entries.into() };
+        assert_eq!(decode(Command::Ring.request(0), ring.as_bytes()), Err(wrong));
+    }
+    let attach = ring::Attach { reserved: [0, 1], ..ring::Attach::default() };
+    let wrong = DecodeError::Field { command: Command::Attach, field: "reserved", value: 1 };
+    assert_eq!(decode(Command::Attach.request(0), attach.as_bytes()), Err(wrong));
+    let detach = ring::Detach { reserved: [2, 0], ..ring::Detach::default() };
+    let wrong = DecodeError::Field { command: Command::Detach, field: "reserved", value: 2 };
+    assert_eq!(decode(Command::Detach.request(0), detach.as_bytes()), Err(wrong));
+    for command in [Command::Info, Command::Unregister, Command::Stats, Command::Ring, Command::Attach, Command::Detach] {
         let mut argument = vec![0; command.header_size()];
         argument[0] = VERSION as u8;
         argument[4] = 1;
@@ -135,10 +146,35 @@ fn wrong_sizes_and_foreign_commands_are_refused() {
     assert_eq!(error(request, &info.as_bytes()[1..]), DecodeError::Length { command: Command::Info, expected: 640, got: 639 });
     assert_eq!(error(request - (1 << 16), &info.as_bytes()[1..]), DecodeError::Size { command: Command::Info, size: 639 });
     assert_eq!(error(Command::Read.request(1) + (1 << 16), &[0; 113]), DecodeError::Size { command: Command::Read, size: 113 });
-    // FS_IOC_GETFLAGS, the reserved ring, another magic, one direction only.
-    for foreign in [0x8008_6601, (request & !0xff) | 7, request ^ 0x100, request & !(1 << 31)] {
+    // FS_IOC_GETFLAGS, a number without a meaning, another magic, one direction only.
+    for foreign in [0x8008_6601, (request & !0xff) | 10, request ^ 0x100, request & !(1 << 31)] {
         let error = error(foreign, &[]);
         assert_eq!((error.errno(), error), (25, DecodeError::UnknownCommand { request: foreign }));
+    }
+}
+
+/// Each field of a submission wrong in turn.
+#[test]
+fn a_submission_means_a_transfer_or_nothing() {
+    let good = ring::Submission {
+        command: Command::Write as u32,
+        buffer: 5,
+        len: ring::MAX_RING_TRANSFER,
+        ..ring::Submission::new_zeroed()
+    };
+    let (command, request) = good.decode().unwrap();
+    assert_eq!((command, request.buffer, request.segments[0].len), (Command::Write, 5, ring::MAX_RING_TRANSFER));
+    for wrong in [
+        ring::Submission { command: Command::Resolve as u32, ..good },
+        ring::Submission { command: 99, ..good },
+        ring::Submission { flags: 3, ..good },
+        ring::Submission { flags: 1 << 31, ..good },
+        ring::Submission { len: good.len + 1, ..good },
+        ring::Submission { file_offset: MAX_OFFSET, ..good },
+        ring::Submission { buffer_offset: u64::MAX, ..good },
+        ring::Submission { reserved: 1, ..good },
+    ] {
+        assert_eq!(wrong.decode(), None, "{wrong:?}");
     }
 }
 

@@ -466,7 +466,7 @@ fn transfers_are_admitted_and_answered() {
 
     let stats = Stats::read_from_bytes(&server.stats().data).unwrap();
     assert_eq!(stats.read, Moved { bounce: 128, hole: 32, edge: 4, ..Moved::default() });
-    assert_eq!(stats.calls[..7], [0, 1, 0, 0, 6, 0, 1]);
+    assert_eq!(stats.calls[..10], [0, 1, 0, 0, 6, 0, 1, 0, 0, 0]);
     assert_eq!((stats.failed, stats.buffers, stats.buffer_bytes, stats.processes), (4, 1, LEN, 1));
     assert_eq!(stats.reasons[Reason::Unaligned as usize], 1);
 }

@@ -112,6 +112,14 @@ impl Block {
         self.bytes[UUID..UUID + 16].try_into().expect("sixteen bytes")
     }
 
+    /// The same content for another address, sealed with the same sequence: how a copy is made.
+    pub fn moved_to(&self, address: u64) -> Block {
+        let mut block = self.clone();
+        le::put_u64(&mut block.bytes, ADDRESS, address);
+        block.seal(self.sequence());
+        block
+    }
+
     /// Stamps the block with `sequence` and its checksum: the last step before it is written.
     pub fn seal(&mut self, sequence: u64) {
         le::put_u64(&mut self.bytes, SEQUENCE, sequence);

@@ -143,6 +143,11 @@ pub fn find_run(block: &Block, from: u64, to: u64, used: bool) -> Option<(u64, u
     Some((start, end - start))
 }
 
+/// Whether two bitmap blocks mark the same blocks.
+pub fn same_bits(a: &Block, b: &Block) -> bool {
+    a.bytes()[BITS..] == b.bytes()[BITS..]
+}
+
 /// Blocks in use in a chunk.
 pub fn chunk_used(block: &Block, chunk: u64) -> u64 {
     let first = chunk * WORDS_PER_CHUNK;

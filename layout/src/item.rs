@@ -197,6 +197,33 @@ impl Inode {
     }
 }
 
+impl Inode {
+    /// What a stored form that [`Inode::decode`] refuses still says, taken as an inode of that type: fields that are impossible
+    /// become zero. None when it has another length.
+    pub fn salvage(bytes: &[u8], file_type: FileType) -> Option<Inode> {
+        let raw = RawInode::ref_from_bytes(bytes).ok()?;
+        let time = |raw: RawTime| {
+            let time = Timestamp { seconds: raw.seconds.get(), nanoseconds: raw.nanoseconds.get() };
+            if time.nanoseconds > 999_999_999 { Timestamp::default() } else { time }
+        };
+        let size = raw.size.get();
+        Some(Inode {
+            mode: file_type.mode() | raw.mode.get() & 0o7777,
+            nlink: raw.nlink.get(),
+            uid: raw.uid.get(),
+            gid: raw.gid.get(),
+            rdev: raw.rdev.get(),
+            size: if size > FILE_SIZE_MAX { 0 } else { size },
+            blocks: 0,
+            parent: raw.parent.get(),
+            atime: time(raw.atime),
+            mtime: time(raw.mtime),
+            ctime: time(raw.ctime),
+            btime: time(raw.btime),
+        })
+    }
+}
+
 /// An entry of a directory: ino (8 bytes), type (1 byte), name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dirent<'a> {

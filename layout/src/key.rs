@@ -91,6 +91,11 @@ impl Key {
     pub fn predecessor(self) -> Option<Key> {
         self.0.checked_sub(1).map(Key)
     }
+
+    /// The key after; the highest one is its own.
+    pub fn successor(self) -> Key {
+        Key(self.0.saturating_add(1))
+    }
 }
 
 /// Bits of a directory offset that tell entries with the same hash apart.

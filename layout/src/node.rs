@@ -119,6 +119,18 @@ pub fn value_mut(block: &mut Block, i: usize) -> &mut [u8] {
     &mut block.bytes_mut()[at..at + len]
 }
 
+/// What can still be read in a leaf that [`check`] refuses: the items whose values lie inside the block, in no order. `block`
+/// was verified.
+pub fn salvage(block: &Block) -> impl Iterator<Item = (Key, &[u8])> {
+    let slots = count(block).min(CAPACITY / LEAF_SLOT);
+    let item = |i| {
+        let (at, len) = value_range(block, i);
+        let value = block.bytes().get(at..at + len)?;
+        (at >= HEADER_SIZE && len <= VALUE_MAX || len == 0).then(|| (key(block, i), value))
+    };
+    (0..if level(block) == 0 { slots } else { 0 }).filter_map(item)
+}
+
 /// Slot of the child that covers `target`.
 pub fn child_slot(block: &Block, target: Key) -> usize {
     search(block, target).unwrap_or_else(|slot| slot.saturating_sub(1))

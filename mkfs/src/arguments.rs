@@ -8,7 +8,7 @@ use uuid::Uuid;
 #[derive(Debug, Parser)]
 #[command(name = "mkfs.gpunvme", bin_name = "mkfs.gpunvme", version)]
 pub struct Arguments {
-    /// A block device (/dev/nvme1n1) or an image file
+    /// A block device (/dev/nvme1n1), an image file, or an NVMe controller (vfio:0000:01:00.0)
     pub device: String,
     /// Name of the volume, at most 64 bytes
     #[arg(short = 'L', long, value_parser = label, default_value = "", hide_default_value = true)]

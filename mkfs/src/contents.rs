@@ -4,6 +4,7 @@
 //! util-linux has both on every system, and a program needs no C headers to be built.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -13,7 +14,10 @@ use gpunvme_fs::FsError;
 use gpunvme_fs::daemon::claim::reason;
 use gpunvme_layout::geometry::SUPERBLOCK;
 use gpunvme_layout::{BLOCK_SIZE, Geometry, Superblock};
+use rustix::fs::MemfdFlags;
 use uuid::Uuid;
+
+use crate::wipe::ENDS_LEN;
 
 /// blkid's exit code when it recognises nothing.
 const BLKID_NOTHING: i32 = 2;
@@ -48,7 +52,16 @@ impl fmt::Display for Contents {
 /// A text: the device cannot be read, or blkid cannot be run.
 pub fn find(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, String> {
     let own = find_own(device).map_err(|error| reason(device.name(), &error))?;
-    Ok(own.or(find_foreign(device.name())?))
+    let mut blkid = Command::new("blkid");
+    blkid.args(["-p", "-o", "export", "--"]);
+    let foreign = if Path::new(device.name()).exists() {
+        find_foreign(blkid.arg(device.name()))?
+    } else {
+        // blkid knows files only: it gets one with what formats are recognised by.
+        let ends = copy_of_ends(device).map_err(|error| reason(device.name(), &error))?;
+        find_foreign(blkid.arg("/proc/self/fd/0").stdin(ends))?
+    };
+    Ok(own.or(foreign))
 }
 
 /// A volume of ours, even one that is damaged or newer than this program.
@@ -70,16 +83,28 @@ fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> 
     Ok(Superblock::recognize(&bytes).then(|| Contents { what: unreadable.to_owned(), label: None, uuid: None }))
 }
 
-/// Anything that libblkid knows. Devices that are not files hold nothing that the kernel could have put there.
-fn find_foreign(device: &str) -> Result<Option<Contents>, String> {
-    if !Path::new(device).exists() {
-        return Ok(None);
+/// A file in memory, as long as the device, that holds what the device does at its ends.
+fn copy_of_ends(device: &Arc<dyn BlockDevice>) -> Result<OwnedFd, String> {
+    let len = device.geometry().len;
+    let piece = ENDS_LEN.min(len);
+    let file = rustix::fs::memfd_create("ends", MemfdFlags::CLOEXEC).map_err(|error| error.to_string())?;
+    rustix::fs::ftruncate(&file, len).map_err(|error| error.to_string())?;
+    let io = Io::inline(Arc::clone(device)).map_err(|error| error.to_string())?;
+    let region = Region::allocate(piece as usize).map_err(|error| error.to_string())?;
+    let mut bytes = vec![0; piece as usize];
+    for offset in [0, len - piece] {
+        let read = io.run(vec![Request::read(offset, vec![region.span(0..piece as usize)])]);
+        read.and_then(|()| region.read_at(0, &mut bytes)).map_err(|error| error.to_string())?;
+        rustix::io::pwrite(&file, &bytes, offset).map_err(|error| error.to_string())?;
     }
+    Ok(file)
+}
+
+/// Anything that libblkid knows, which `blkid` asks for a file.
+fn find_foreign(blkid: &mut Command) -> Result<Option<Contents>, String> {
     let path = std::env::var("PATH").map_or(SBIN.to_owned(), |path| format!("{path}:{SBIN}"));
-    let output = Command::new("blkid")
+    let output = blkid
         .env("PATH", path)
-        .args(["-p", "-o", "export", "--"])
-        .arg(device)
         .output()
         .map_err(|error| format!("blkid, of util-linux, cannot be run: {error}; --force formats without looking"))?;
     match output.status.code() {
@@ -114,6 +139,8 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
+    use gpunvme_blockdev::{Image, MemoryDevice, OpenMode};
+
     use super::*;
 
     #[test]
@@ -128,11 +155,19 @@ mod tests {
 
     #[test]
     fn blkid_recognises_real_signatures() {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let path = dir.path().join("image");
         let image = File::create(&path).unwrap();
         image.set_len(64 << 20).unwrap();
-        let look = || find_foreign(path.to_str().unwrap()).unwrap().map(|contents| contents.to_string());
+        // As a file, and as a device that is none.
+        let look = || {
+            let as_file = find(&gpunvme_blockdev::open(path.to_str().unwrap(), OpenMode::ReadOnly).unwrap()).unwrap();
+            let mut content = Image::new(64 << 20);
+            content.write_at(0, &std::fs::read(&path).unwrap());
+            let as_other: Arc<dyn BlockDevice> = MemoryDevice::from_image(content);
+            assert_eq!(as_file, find(&as_other).unwrap());
+            as_file.map(|contents| contents.to_string())
+        };
         assert_eq!(look(), None);
 
         // A partition table in the style of DOS with one Linux partition.

@@ -1,47 +1,71 @@
-//! fsck.gpunvme: checks a volume, and says what is wrong with it.
+//! fsck.gpunvme: checks a volume, says what is wrong with it, and repairs it.
 //!
-//! It repairs one thing, by opening the volume as a mount would: what a crash left in the journal. Everything else it finds
-//! it reports and leaves as it is.
+//! The work is done by `gpunvme_fs::check`; here are the conventions of fsck(8): options, questions, exit codes.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::{BufRead, IsTerminal, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
 use gpunvme_blockdev::{Io, OpenMode};
-use gpunvme_fs::check::{Finding, check};
+use gpunvme_fs::FsError;
+use gpunvme_fs::check::{CheckOptions, Finding, Findings, Fsck, Kind};
 use gpunvme_fs::daemon::claim::{claim, reason};
-use gpunvme_fs::{FsError, Volume, VolumeOptions};
+use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
 use uuid::Uuid;
 
+use crate::meter::Meter;
+use crate::now;
+
 /// Exit codes of fsck(8).
 const CLEAN: u8 = 0;
+const CORRECTED: u8 = 1;
 const ERRORS_LEFT: u8 = 4;
 const FAILED: u8 = 8;
+const USAGE: u8 = 16;
+const CANCELLED: u8 = 32;
 
-/// Metadata kept in memory while it is checked, in bytes.
-const CACHE: usize = 256 << 20;
+/// Findings of one kind that are printed without -v.
+const SHOWN: usize = 10;
+/// Least memory that can be asked for, in MiB.
+const MEMORY_MIN: u64 = 64;
 
-/// Checks a gpunvme volume that is not mounted. Repairs what a crash left in the journal, and nothing else.
+/// Checks a gpunvme volume that is not mounted, and repairs it. Without -n, -p or -y it asks on a terminal, and changes nothing
+/// where there is none.
 #[derive(Debug, Parser)]
 #[command(name = "fsck.gpunvme", bin_name = "fsck.gpunvme", version)]
 pub struct Arguments {
-    /// A block device (/dev/nvme1n1) or an image file
+    /// A block device (/dev/nvme1n1), an image file, or an NVMe controller (vfio:0000:01:00.0)
     pub device: String,
-    /// Write nothing, not even the journal's recovery
+    /// Write nothing at all; the journal is replayed in memory
     #[arg(short = 'n', long)]
     pub no_change: bool,
-    /// Repair without asking; as without it, that is the journal's recovery
+    /// Repair what has one right answer that loses nothing, without asking
     #[arg(short = 'p', short_alias = 'a', visible_alias = "preen", long = "automatic", conflicts_with = "no_change")]
     pub automatic: bool,
-    /// As -p
-    #[arg(short = 'y', long, conflicts_with = "no_change")]
+    /// Repair everything without asking; what has lost its place goes to lost+found
+    #[arg(short = 'y', long, conflicts_with_all = ["no_change", "automatic"])]
     pub yes: bool,
+    /// Print every finding, not the first of each kind
+    #[arg(short = 'v', long)]
+    pub verbose: bool,
     /// Say what was found as JSON
     #[arg(long)]
     pub json: bool,
+    /// Memory to use in MiB; what exceeds it goes to temporary files
+    #[arg(long, value_name = "MIB", default_value_t = (gpunvme_fs::check::MEMORY >> 20) as u64, value_parser = clap::value_parser!(u64).range(MEMORY_MIN..=1 << 20))]
+    pub memory: u64,
+    /// Check although the volume was unmounted cleanly; it is checked anyway
+    #[arg(short = 'f', long, hide = true)]
+    pub force: bool,
+    /// Where fsck(8) wants to hear how far it is; the terminal shows it anyway
+    #[arg(short = 'C', value_name = "FD", hide = true, allow_hyphen_values = true)]
+    pub progress: Option<i32>,
 }
 
-/// What was found on a volume.
+/// What was found on a volume, and what became of it.
 #[derive(Debug, Serialize)]
 struct Report {
     device: String,
@@ -50,63 +74,236 @@ struct Report {
     inodes: u64,
     blocks: u64,
     free_blocks: u64,
+    /// Whether the journal was replayed.
+    recovered: bool,
     findings: Vec<Line>,
+    /// How many findings there are of each kind, those that are not listed counted, too.
+    counts: BTreeMap<&'static str, u64>,
+    /// Findings that are left.
+    left: u64,
 }
 
 #[derive(Debug, Serialize)]
 struct Line {
+    kind: &'static str,
     place: String,
     what: String,
+    fixed: bool,
 }
 
-/// Runs the program with `args`, the first being its name. Returns its exit code: 0 nothing found, 4 errors found and left,
-/// 8 the volume could not be checked, 2 wrong command line (after clap has said why and ended the process).
+/// Runs the program with `args`, the first being its name. Returns its exit code, as fsck(8) has them.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
-    let arguments = Arguments::parse_from(args);
-    let device = &arguments.device;
+    let arguments = match Arguments::try_parse_from(args) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            let _ = error.print(); // nobody is left to tell
+            return if error.use_stderr() { USAGE } else { CLEAN };
+        }
+    };
     match examine(&arguments) {
         Ok(report) => {
-            if arguments.json {
-                println!("{}", serde_json::to_string_pretty(&report).expect("strings and numbers"));
-            } else {
-                report.findings.iter().for_each(|line| println!("{device}: {}: {}", line.place, line.what));
-                let (inodes, used) = (report.inodes, report.blocks - report.free_blocks);
-                let verdict = match report.findings.len() {
-                    0 => "clean".to_owned(),
-                    n => format!("{n} errors, left as they are"),
-                };
-                println!("{device}: {verdict}, {inodes} inodes, {used}/{} blocks", report.blocks);
+            match arguments.json {
+                true => println!("{}", serde_json::to_string_pretty(&report).expect("strings and numbers")),
+                false => report.print(arguments.verbose),
             }
-            if report.findings.is_empty() { CLEAN } else { ERRORS_LEFT }
+            match (report.left, report.counts.is_empty()) {
+                (0, true) => CLEAN,
+                (0, false) => CORRECTED,
+                _ => ERRORS_LEFT,
+            }
         }
-        Err(error) => {
-            eprintln!("fsck.gpunvme: {device}: {error}");
+        Err(Failure::Cancelled) => {
+            eprintln!("fsck.gpunvme: {}: cancelled; what was mended until then stays so", arguments.device);
+            CANCELLED
+        }
+        Err(Failure::Other(error)) => {
+            eprintln!("fsck.gpunvme: {}: {error}", arguments.device);
             FAILED
         }
     }
 }
 
-/// Checks the volume that the command line names.
-fn examine(arguments: &Arguments) -> Result<Report, String> {
-    let name = &arguments.device;
-    let mode = if arguments.no_change { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
-    let device = claim(name, mode).map_err(|error| error.to_string())?;
-    let text = |error: FsError| reason(name, &error);
-    let io = Io::inline(device).map_err(|error| reason(name, &error))?;
-    let volume = Volume::open(io, VolumeOptions { read_only: arguments.no_change, cache: CACHE }).map_err(text)?;
-    let findings = check(&volume).map_err(text)?;
-    if findings.is_empty() {
-        volume.close().map_err(text)?;
+/// Why there is no report.
+enum Failure {
+    /// A signal came.
+    Cancelled,
+    /// Anything else, without the device's name.
+    Other(String),
+}
+
+impl Failure {
+    fn new(device: &str, error: FsError) -> Failure {
+        match error {
+            FsError::Cancelled => Failure::Cancelled,
+            error => Failure::Other(reason(device, &error)),
+        }
     }
-    let usage = volume.usage();
-    let superblock = volume.superblock();
-    Ok(Report {
-        device: name.clone(),
-        label: superblock.label.clone(),
-        uuid: Uuid::from_bytes(superblock.uuid),
-        inodes: usage.inodes,
-        blocks: usage.blocks,
-        free_blocks: usage.free,
-        findings: findings.into_iter().map(|Finding { place, what }| Line { place, what }).collect(),
-    })
+}
+
+/// A question is on the terminal.
+static ASKING: AtomicBool = AtomicBool::new(false);
+
+/// Whether a signal asked for an end. From now on SIGINT and SIGTERM do, rather than kill: a change under way is finished.
+fn cancelled() -> impl Fn() -> bool {
+    static ENDED: AtomicBool = AtomicBool::new(false);
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
+    // Before any thread is started, so that all of them leave the signals to the one that waits.
+    if signals.thread_block().is_ok() {
+        std::thread::spawn(move || {
+            if signals.wait().is_ok() {
+                ENDED.store(true, Ordering::Relaxed);
+                if ASKING.load(Ordering::Relaxed) {
+                    // Nothing is under way while somebody thinks about the answer.
+                    std::process::exit(CANCELLED.into());
+                }
+            }
+        });
+    }
+    || ENDED.load(Ordering::Relaxed)
+}
+
+/// Checks, and repairs, the volume that the command line names.
+fn examine(arguments: &Arguments) -> Result<Report, Failure> {
+    let name = &arguments.device;
+    let cancelled = cancelled();
+    let asks = std::io::stdin().is_terminal() && std::io::stdout().is_terminal() && !arguments.json;
+    let read_only = arguments.no_change || !(arguments.automatic || arguments.yes || asks);
+    let device = claim(name, if read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite })
+        .map_err(|e| Failure::Other(e.to_string()))?;
+    let text = |error: FsError| Failure::new(name, error);
+    let io = Io::inline(device).map_err(|error| text(error.into()))?;
+    let options = CheckOptions { read_only, memory: (arguments.memory as usize) << 20, now: now() };
+    let mut fsck = Fsck::open(io, options).map_err(text)?;
+    let mut meter = Meter::new(name);
+    let mut findings = {
+        let mut show = |stage, done, of| {
+            meter.show(stage, done, of);
+            !cancelled()
+        };
+        fsck.check(&mut show).map_err(text)?
+    };
+    let recovered = !fsck.was_clean() && !read_only;
+    let mut left = findings.clone();
+    if findings.total() > 0 && !read_only {
+        meter.clear();
+        let mut answers = BTreeMap::new();
+        if asks && !arguments.automatic && !arguments.yes {
+            list(name, &findings, arguments.verbose);
+        }
+        let counts = findings.counts.clone();
+        let mut may = |kind: Kind| match (arguments.yes, arguments.automatic) {
+            (true, _) => true,
+            (_, true) => kind.is_safe(),
+            _ => *answers.entry(kind).or_insert_with(|| ask(kind, counts.get(&kind).copied().unwrap_or(0))),
+        };
+        let mut show = |stage, done, of| {
+            meter.show(stage, done, of);
+            !cancelled()
+        };
+        let repaired = fsck.repair(&mut may, &mut show).map_err(text)?;
+        for finding in repaired.more {
+            *findings.counts.entry(finding.kind).or_default() += 1;
+            findings.list.push(finding);
+        }
+        left = repaired.left;
+    }
+    meter.clear();
+    let report = Report::new(name, &fsck, recovered, findings, &left);
+    fsck.close(left.total() == 0).map_err(text)?;
+    Ok(report)
+}
+
+/// Asks on the terminal whether findings of a kind may be mended.
+fn ask(kind: Kind, count: u64) -> bool {
+    let what = match count {
+        0 => format!("{} (came up while mending)", kind.name()),
+        1 => format!("{} (1 finding)", kind.name()),
+        n => format!("{} ({n} findings)", kind.name()),
+    };
+    loop {
+        print!("Mend {what}? yes or no: ");
+        let _ = std::io::stdout().flush(); // a terminal that is gone answers nothing below
+        let mut answer = String::new();
+        ASKING.store(true, Ordering::Relaxed);
+        let read = std::io::stdin().lock().read_line(&mut answer);
+        ASKING.store(false, Ordering::Relaxed);
+        match read {
+            Ok(0) | Err(_) => return false,
+            Ok(_) => {}
+        }
+        match answer.trim().to_lowercase().as_str() {
+            "y" | "yes" => return true,
+            "n" | "no" => return false,
+            _ => {}
+        }
+    }
+}
+
+fn list(device: &str, findings: &Findings, all: bool) {
+    let mut shown: BTreeMap<&str, usize> = BTreeMap::new();
+    for finding in &findings.list {
+        let shown = shown.entry(finding.kind.name()).or_default();
+        *shown += 1;
+        if all || *shown <= SHOWN {
+            println!("{device}: {finding}");
+        }
+    }
+}
+
+impl Report {
+    fn new(device: &str, fsck: &Fsck, recovered: bool, findings: Findings, left: &Findings) -> Report {
+        let (usage, superblock) = (fsck.volume().usage(), fsck.volume().superblock());
+        let still: std::collections::HashSet<_> = left.list.iter().map(|f| (f.kind, f.place)).collect();
+        let all_fixed = left.total() == 0;
+        let line = |finding: Finding| Line {
+            kind: finding.kind.name(),
+            place: finding.place.to_string(),
+            fixed: all_fixed || !still.contains(&(finding.kind, finding.place)),
+            what: finding.what,
+        };
+        Report {
+            device: device.to_owned(),
+            label: superblock.label.clone(),
+            uuid: Uuid::from_bytes(superblock.uuid),
+            inodes: usage.inodes,
+            blocks: usage.blocks,
+            free_blocks: usage.free,
+            recovered,
+            counts: findings.counts.iter().map(|(kind, count)| (kind.name(), *count)).collect(),
+            findings: findings.list.into_iter().map(line).collect(),
+            left: left.total(),
+        }
+    }
+
+    fn print(&self, all: bool) {
+        let device = &self.device;
+        if self.recovered {
+            println!("{device}: was not unmounted, the journal was replayed");
+        }
+        let mut shown: BTreeMap<&str, u64> = BTreeMap::new();
+        for line in &self.findings {
+            let shown = shown.entry(line.kind).or_default();
+            if all || *shown < SHOWN as u64 {
+                *shown += 1;
+                let fixed = if line.fixed { " (mended)" } else { "" };
+                println!("{device}: {}: {}{fixed}", line.place, line.what);
+            }
+        }
+        for (kind, count) in &self.counts {
+            let hidden = count - shown.get(kind).copied().unwrap_or(0).min(*count);
+            if hidden > 0 {
+                println!("{device}: {hidden} more of kind {kind}");
+            }
+        }
+        let total: u64 = self.counts.values().sum();
+        let verdict = match (total, self.left) {
+            (0, _) => "clean".to_owned(),
+            (1, 0) => "1 error mended".to_owned(),
+            (n, 0) => format!("{n} errors mended"),
+            (1, _) => "1 error, left as it is; fsck.gpunvme -y mends it".to_owned(),
+            (n, left) if left >= n => format!("{left} errors, left as they are; fsck.gpunvme -y mends them"),
+            (n, left) => format!("{} errors mended, {left} left; fsck.gpunvme -y mends them", n - left),
+        };
+        println!("{device}: {verdict}, {} inodes, {}/{} blocks", self.inodes, self.blocks - self.free_blocks, self.blocks);
+    }
 }

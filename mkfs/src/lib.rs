@@ -9,6 +9,7 @@
 pub mod arguments;
 pub mod contents;
 pub mod fsck;
+mod meter;
 pub mod report;
 pub mod wipe;
 

@@ -6,7 +6,7 @@ use gpunvme_blockdev::{BlockDevice, Io, Region, Request, Result};
 
 /// Bytes at either end of a device in which formats put their signatures: ext4 at 1 KiB, btrfs at 64 KiB, GPT in the first and
 /// last sectors, ZFS and MD in the last 512 KiB.
-const ENDS_LEN: u64 = 1 << 20;
+pub(crate) const ENDS_LEN: u64 = 1 << 20;
 
 /// Writes zeros over the first and last MiB and waits until they are durable.
 ///

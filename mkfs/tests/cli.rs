@@ -188,7 +188,41 @@ fn fsck_finds_nothing_on_a_new_volume_and_names_what_is_damaged() {
     assert_eq!(damaged.status.code(), Some(4), "{damaged:?}");
     let report: serde_json::Value = serde_json::from_slice(&damaged.stdout).unwrap();
     assert_eq!(report["findings"][0]["what"], "counts 2 inodes, there are 1");
+    assert_eq!(report["findings"][0]["kind"], "counter");
+
+    let before = fs::read(&image.path).unwrap();
+    assert_eq!(fsck(&image.path, &[]).status.code(), Some(4), "without a terminal nothing is repaired");
+    assert!(fs::read(&image.path).unwrap() == before, "a check wrote to the image");
+
+    // What has one right answer is mended without asking; then there is nothing to find.
+    let mended = fsck(&image.path, &["-p"]);
+    assert_eq!(mended.status.code(), Some(1), "{mended:?}");
+    let text = String::from_utf8_lossy(&mended.stdout);
+    assert!(text.contains("state: counts 2 inodes, there are 1 (mended)"), "{text}");
+    let clean = fsck(&image.path, &["-a"]);
+    assert_eq!(clean.status.code(), Some(0), "{clean:?}");
 
     let missing = fsck(Path::new("/var/tmp/no such image"), &[]);
     assert_eq!(missing.status.code(), Some(8), "{missing:?}");
+    let usage = fsck(&image.path, &["-n", "-y"]);
+    assert_eq!(usage.status.code(), Some(16), "{usage:?}");
+}
+
+#[test]
+fn fsck_leaves_to_y_what_loses_something() {
+    let image = Image::new(64 * MIB);
+    assert!(image.mkfs(&["-q"]).status.success());
+    let superblock = image.superblock().unwrap();
+    // The only leaf of the tree: the root directory goes with it.
+    let file = OpenOptions::new().read(true).write(true).open(&image.path).unwrap();
+    file.write_all_at(b"ruined", superblock.geometry().data * 4096 + 200).unwrap();
+    for option in ["-n", "-p"] {
+        let found = fsck(&image.path, &["--json", option]);
+        assert_eq!(found.status.code(), Some(4), "{found:?}");
+        let report: serde_json::Value = serde_json::from_slice(&found.stdout).unwrap();
+        assert_eq!((&report["findings"][0]["kind"], &report["findings"][0]["fixed"]), (&"node".into(), &false.into()));
+    }
+    let mended = fsck(&image.path, &["-y"]);
+    assert_eq!(mended.status.code(), Some(1), "{mended:?}");
+    assert_eq!(fsck(&image.path, &["-y"]).status.code(), Some(0));
 }

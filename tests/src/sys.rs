@@ -1,7 +1,7 @@
 //! The system calls that have no safe wrapper: shared mappings, and ioctls with raw bytes.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
 use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
@@ -66,4 +66,10 @@ pub fn ioctl(fd: BorrowedFd<'_>, command: u32, argument: &mut [u8]) -> io::Resul
     // SAFETY: the kernel reads and writes at most the size in the command, which the argument has.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), command.into(), argument.as_mut_ptr()) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// The descriptor that an ioctl made, by its number.
+pub fn owned(number: i32) -> OwnedFd {
+    // SAFETY: the kernel made it for this process just now, and nobody else knows its number.
+    unsafe { OwnedFd::from_raw_fd(number) }
 }

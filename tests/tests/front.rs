@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -9,10 +10,13 @@ use std::time::{Duration, Instant};
 
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
-use gpunvme_tests::{needs_mount, tree};
+use gpunvme_tests::{needs_mount, sys, tree};
+use rustix::fs::SeekFrom;
 
 /// Neither root nor anybody's group.
 const USER: u32 = 4711;
+/// linux/fs.h.
+const FS_IOC_GETFLAGS: u32 = 0x8008_6601;
 
 #[test]
 fn set_user_id_bits_go_when_somebody_else_could_have_changed_the_file() {
@@ -43,6 +47,25 @@ fn set_user_id_bits_go_when_somebody_else_could_have_changed_the_file() {
         assert_eq!(after(0o2644, USER, script), 0o2644, "{script}: a set-group-id bit that is none");
     }
     assert_eq!(after(0o6755, USER, "chown 4711 program"), 0o755);
+    // Whoever is not in the group of a file cannot leave its set-group-id bit, not even where it is none.
+    let by = |uid: u32, gid: u32, groups: &str, mode: u32, script: &str| {
+        fs::write(&path, "content").unwrap();
+        chown(&path, Some(USER), Some(USER)).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        let mut command = Command::new("setpriv");
+        command.args([format!("--reuid={uid}"), format!("--regid={gid}"), groups.to_owned()]).args(["sh", "-c", script]);
+        assert!(command.current_dir(volume.root()).status().unwrap().success(), "{script}");
+        fs::metadata(&path).unwrap().mode() & 0o7777
+    };
+    let member = format!("--groups=1,{USER},99");
+    for script in ["echo more >> program", ": > program", "fallocate -l 9000 program"] {
+        assert_eq!(by(USER, 12, "--clear-groups", 0o2666, script), 0o666, "{script}, by a stranger to the group");
+        assert_eq!(by(USER, 12, &member, 0o2666, script), 0o2666, "{script}, by a member");
+    }
+    let acl = "setfacl -m u::rwx,g::rwx,o::rwx program";
+    assert_eq!(by(USER, 12, "--clear-groups", 0o2755, acl), 0o777, "{acl}, by a stranger to the group");
+    assert_eq!(by(USER, 12, &member, 0o2755, acl), 0o2777, "{acl}, by a member");
+    assert_eq!(by(0, 0, "--clear-groups", 0o2755, acl), 0o2777, "{acl}, by root");
     assert_eq!(after(0o6755, 0, "chown 0:0 program"), 0o755, "a new owner, whoever says so");
     assert_eq!(after(0o6755, USER, "touch program"), 0o6755, "content and owner stay");
 }
@@ -107,5 +130,21 @@ fn what_nobody_has_any_more_gives_its_space_back() {
     while free() < empty {
         assert!(Instant::now() < deadline, "{} blocks of {empty} are free", free());
         std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn what_there_is_not_is_refused_with_the_errno_that_programs_know() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let file = File::create(volume.path("file")).unwrap();
+    // lsattr(1), cp(1) and others take ENOTTY for "no such thing here", and EIO for a broken disk.
+    let mut flags = [0; 8];
+    let error = sys::ioctl(file.as_fd(), FS_IOC_GETFLAGS, &mut flags).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTTY));
+    let error = sys::ioctl(File::open(volume.root()).unwrap().as_fd(), FS_IOC_GETFLAGS, &mut flags).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTTY));
+    for whence in [SeekFrom::Data, SeekFrom::Hole] {
+        assert_eq!(rustix::fs::seek(&file, whence(u64::MAX)), Err(rustix::io::Errno::NXIO));
     }
 }

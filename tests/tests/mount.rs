@@ -215,6 +215,8 @@ fn what_is_no_volume_or_a_newer_one_is_refused_by_name() {
     assert_refused(&readable.try_mount(""), MOUNT_FAILURE, &["-o ro"]);
     let volume = readable.mount_with("ro");
     assert_eq!(fs::read_dir(volume.root()).unwrap().count(), 0);
+    // fsck.gpunvme cannot check what it does not know.
+    volume.signal(Signal::TERM);
 }
 
 #[test]
@@ -247,6 +249,10 @@ fn a_damaged_first_superblock_is_replaced_by_a_copy() {
     drop(file);
     let volume = image.mount();
     assert_eq!(fs::read_to_string(volume.path("file")).unwrap(), "kept");
+    let (_, image) = volume.signal(Signal::TERM);
+    let mended = gpunvme_tests::programs::command("fsck.gpunvme").arg("-p").arg(image.path()).output().unwrap();
+    assert_eq!(mended.status.code(), Some(1), "{}", text(&mended));
+    image.check();
 }
 
 #[test]
@@ -269,17 +275,27 @@ fn mount_8_finds_the_helper_and_fstab_works() {
     fs::create_dir_all(image.mount_point()).unwrap();
     let sbin = image.path().with_file_name("sbin");
     fs::create_dir(&sbin).unwrap();
-    std::os::unix::fs::symlink(gpunvme_tests::programs::path("mount.gpunvme"), sbin.join("mount.gpunvme")).unwrap();
+    for helper in ["mount.gpunvme", "mount.fuse.gpunvme"] {
+        std::os::unix::fs::symlink(gpunvme_tests::programs::path("mount.gpunvme"), sbin.join(helper)).unwrap();
+    }
     let script = r#"
         set -eu
         mount -t overlay overlay -o "lowerdir=$SBIN:/usr/sbin" /usr/sbin
         mount -t gpunvme -o nodev,threads=2 "$IMAGE" "$DIR"
         echo through mount > "$DIR/file"
         grep -q "$DIR fuse.gpunvme .*nodev" /proc/self/mounts
+        mount -o remount,ro "$DIR"
+        ! touch "$DIR/file" 2>/dev/null
+        test "$(cat "$DIR/file")" = "through mount"
+        grep -q "$DIR fuse.gpunvme ro,.*nodev" /proc/self/mounts
+        mount -o remount,rw "$DIR" && touch "$DIR/file"
         umount "$DIR"
         echo "$IMAGE $DIR gpunvme ro,noauto 0 0" > "$SBIN/fstab"
         mount -T "$SBIN/fstab" "$DIR"
         test "$(cat "$DIR/file")" = "through mount"
+        mount -o remount,rw "$DIR" 2>"$SBIN/refused" && exit 1
+        grep -q "read-only from the start" "$SBIN/refused"
+        grep -q "$DIR fuse.gpunvme ro" /proc/self/mounts
         umount "$DIR"
     "#;
     let output = Command::new("unshare")

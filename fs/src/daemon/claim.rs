@@ -3,11 +3,12 @@
 //! umount(8) returns when the mount is gone, a moment before its daemon has written everything down and let go of the device.
 //! Whoever comes next waits that moment, and learns at once if the device is held for longer: because it is mounted.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{BlockDevice, Error, OpenMode};
+use gpunvme_blockdev::nvme::Controller;
+use gpunvme_blockdev::{BlockDevice, Error, OpenMode, path_of};
 
 use super::loops;
 use super::mounts::Mount;
@@ -42,12 +43,29 @@ pub enum ClaimError {
 /// # Errors
 /// The device is mounted, in use, or cannot be opened.
 pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
-    if let Some(attached) = loops::attached_to(Path::new(device)) {
+    patiently(device, || gpunvme_blockdev::open(device, mode))
+}
+
+/// Waits until a daemon that is about to let go of `device` has done so.
+///
+/// # Errors
+/// As [`claim`].
+pub fn await_release(device: &str) -> Result<(), ClaimError> {
+    patiently(device, || match path_of(device) {
+        Some(_) => gpunvme_blockdev::open(device, OpenMode::ReadOnly).map(drop),
+        // A controller is taken and given back as it is: bringing it up and down takes seconds on some.
+        None => Controller::open(device).map(drop),
+    })
+}
+
+/// Calls `open` until `device` is not held any more.
+fn patiently<T>(device: &str, open: impl Fn() -> gpunvme_blockdev::Result<T>) -> Result<T, ClaimError> {
+    if let Some(attached) = path_of(device).and_then(loops::attached_to) {
         return Err(ClaimError::Attached(attached));
     }
     let start = Instant::now();
     loop {
-        match gpunvme_blockdev::open(device, mode) {
+        match open() {
             Ok(opened) => {
                 // A reader's lock admits other readers, so having it does not tell that there is no mount.
                 return match live_mount(device)? {
@@ -79,7 +97,7 @@ pub fn reason(device: &str, error: &impl ToString) -> String {
 fn live_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
     let unknown = |error| ClaimError::Device(format!("/proc/self/mountinfo: {error}"));
     let mut mounts = Mount::all_of(device).map_err(unknown)?;
-    if let Some(image) = loops::backing_file(Path::new(device)) {
+    if let Some(image) = path_of(device).and_then(loops::backing_file) {
         mounts.extend(Mount::all_of(&image.to_string_lossy()).map_err(unknown)?);
     }
     Ok(mounts.into_iter().find(|mount| !mount.is_dead()))

@@ -18,6 +18,7 @@ pub mod mounts;
 pub mod options;
 mod privileges;
 mod readahead;
+mod remount;
 mod serve;
 pub mod settings;
 mod unmount;
@@ -77,6 +78,12 @@ fn run_mount(args: Vec<OsString>) -> u8 {
     }
     if options.fake {
         return match serve::check(&options) {
+            Ok(()) => 0,
+            Err(error) => refuse(Some(&options.device), &error),
+        };
+    }
+    if options.remount {
+        return match remount::remount(&options) {
             Ok(()) => 0,
             Err(error) => refuse(Some(&options.device), &error),
         };

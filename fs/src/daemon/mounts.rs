@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use gpunvme_blockdev::{path_of, without_options};
 use rustix::io::Errno;
 
 /// The type under which the kernel lists our mounts.
@@ -49,7 +50,7 @@ impl Mount {
     /// # Errors
     /// If `/proc` is not there to ask.
     pub fn all_of(device: &str) -> io::Result<Vec<Self>> {
-        let status = std::fs::metadata(device).ok();
+        let status = path_of(device).and_then(|path| std::fs::metadata(path).ok());
         let rdev = status.filter(|status| status.file_type().is_block_device()).map(|status| status.rdev());
         let uses = |mount: &Self| Some(mount.dev) == rdev || (mount.fs_type == FS_TYPE && is_same(&mount.source, device));
         Ok(Self::all()?.into_iter().filter(uses).collect())
@@ -74,10 +75,12 @@ impl Mount {
     }
 }
 
-/// Whether both name the same device: the same text, or the same file.
+/// Whether both name the same device: the same text but for options, or the same file.
 fn is_same(source: &OsStr, device: &str) -> bool {
-    let identity = |path: &Path| std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
-    source == device || matches!((identity(source.as_ref()), identity(device.as_ref())), (Some(a), Some(b)) if a == b)
+    let identity = |device| path_of(device).and_then(|path| std::fs::metadata(path).ok()).map(|file| (file.dev(), file.ino()));
+    let Some(source) = source.to_str() else { return source == device };
+    without_options(source) == without_options(device)
+        || matches!((identity(source), identity(device)), (Some(a), Some(b)) if a == b)
 }
 
 /// The kernel writes space, tab, newline and backslash as `\` and three octal digits.
@@ -132,7 +135,9 @@ mod tests {
         std::fs::hard_link(&image, &link).unwrap();
         assert!(is_same(image.as_os_str(), link.to_str().unwrap()));
         assert!(!is_same(image.as_os_str(), other.to_str().unwrap()));
+        assert!(is_same(image.as_os_str(), &format!("sim:{},ns=2", link.display())));
         assert!(is_same("vfio:0000:01:00.0".as_ref(), "vfio:0000:01:00.0"));
+        assert!(is_same("vfio:0000:01:00.0,ns=2".as_ref(), "vfio:0000:01:00.0,queues=4"));
         assert!(!is_same("vfio:0000:01:00.0".as_ref(), "vfio:0000:02:00.0"));
     }
 }

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Parser;
+use gpunvme_blockdev::path_of;
 use rustix::mount::MountFlags;
 
 use super::error::MountError;
@@ -13,7 +14,7 @@ use super::settings::{Partial, Settings};
 #[derive(Debug, Parser)]
 #[command(name = "mount.gpunvme", bin_name = "mount.gpunvme", version)]
 struct Arguments {
-    /// A block device or image file that mkfs.gpunvme has formatted
+    /// A block device, image file or NVMe controller (vfio:0000:01:00.0) that mkfs.gpunvme has formatted
     device: String,
     /// The directory to mount it on
     dir: PathBuf,
@@ -58,6 +59,8 @@ pub struct Options {
     pub flags: MountFlags,
     /// Stay in the foreground and log to stderr.
     pub foreground: bool,
+    /// Change the flags of a mount that is there; settings of the daemon stay what they are.
+    pub remount: bool,
     /// Check everything, but mount nothing.
     pub fake: bool,
     /// Say what was mounted.
@@ -126,6 +129,7 @@ impl Options {
             settings,
             flags: list.flags,
             foreground: arguments.foreground || list.foreground,
+            remount: list.remount,
             fake: arguments.fake,
             verbose: arguments.verbose,
             namespace: arguments.namespace,
@@ -133,12 +137,14 @@ impl Options {
     }
 }
 
-/// A path is made absolute and free of links, as mount(8) does it; names of other backends stay as they are.
+/// A path is made absolute and free of links, as mount(8) does it, also the one that a software controller keeps its data in.
 fn source_name(device: String) -> String {
-    match std::fs::canonicalize(&device) {
-        Ok(path) => path.into_os_string().into_string().unwrap_or(device),
-        Err(_) => device,
-    }
+    let real = path_of(&device).and_then(|path| {
+        let real = std::fs::canonicalize(path).ok()?;
+        // The path is UTF-8 and so lies in the text once, between what says how to use it.
+        Some(device.replacen(path.to_str()?, real.to_str()?, 1))
+    });
+    real.unwrap_or(device)
 }
 
 /// What the `-o` options said so far; the last word on anything wins.
@@ -148,11 +154,12 @@ struct OptionList {
     flags: MountFlags,
     config: Option<PathBuf>,
     foreground: bool,
+    remount: bool,
 }
 
 impl Default for OptionList {
     fn default() -> Self {
-        Self { partial: Partial::default(), flags: MountFlags::empty(), config: None, foreground: false }
+        Self { partial: Partial::default(), flags: MountFlags::empty(), config: None, foreground: false, remount: false }
     }
 }
 
@@ -214,6 +221,8 @@ impl OptionList {
             "threads" => self.partial.threads = Some(number(needed()?)? as usize),
             "commit" => self.partial.commit = Some(number(needed()?)?),
             "log" => self.partial.log = Some(needed()?.to_owned()),
+            // The mount table has these, and mount(8) hands them on when it remounts.
+            "user_id" | "group_id" if value.is_some() => {}
             "config" => self.config = Some(PathBuf::from(needed()?)),
             _ if name.starts_with("x-") || name.starts_with("X-") || name == "comment" || name == "uhelper" => {}
             _ if value.is_some() => return Ok(false),
@@ -222,9 +231,7 @@ impl OptionList {
             "allow_other" => self.partial.allow_other = Some(true),
             "noallow_other" => self.partial.allow_other = Some(false),
             "foreground" => self.foreground = true,
-            "remount" => {
-                return Err(MountError::Usage("a mounted volume cannot change its options: unmount it first".to_owned()));
-            }
+            "remount" => self.remount = true,
             "" => {}
             _ if USERSPACE.split(' ').any(|word| word == name) => {}
             _ => match FLAGS.iter().find(|flag| flag.0 == name) {
@@ -300,6 +307,14 @@ mod tests {
     }
 
     #[test]
+    fn a_remount_takes_what_the_mount_table_says() {
+        let list = "rw,nosuid,nodev,relatime,user_id=0,group_id=0,default_permissions,allow_other,remount,ro";
+        let options = parse(&["dev", "/data", "-o", list]).unwrap();
+        assert!(options.remount && options.settings.read_only);
+        assert!(options.flags.contains(MountFlags::NOSUID | MountFlags::NODEV));
+    }
+
+    #[test]
     fn the_last_word_wins() {
         let options = parse(&["dev", "/data", "-o", "ro,noexec,commit=3", "-o", "rw,exec,commit=4"]).unwrap();
         assert!(!options.settings.read_only);
@@ -342,7 +357,6 @@ mod tests {
         assert!(refused(&["dev", "/data", "-s", "-o", "cache=big"]).starts_with("option \"cache\": \"big\" is not a size"));
         assert_eq!(refused(&["dev", "/data", "-o", "commit=x"]), "option \"commit\": \"x\" is not a number");
         assert!(refused(&["dev", "/data", "-o", "threads=0"]).starts_with("threads=0 is out of range"));
-        assert!(refused(&["dev", "/data", "-o", "remount,ro"]).contains("unmount it first"));
         assert!(refused(&["dev", "/data", "-t", "ext4"]).contains("not ext4"));
         assert!(refused(&["dev"]).contains("<DIR>"));
     }
@@ -355,5 +369,7 @@ mod tests {
         std::os::unix::fs::symlink("image", dir.path().join("link")).unwrap();
         let options = parse(&[dir.path().join("link").to_str().unwrap(), "/data"]).unwrap();
         assert_eq!(options.device, image.to_str().unwrap());
+        let options = parse(&[&format!("sim:{}/link,ns=2", dir.path().display()), "/data"]).unwrap();
+        assert_eq!(options.device, format!("sim:{},ns=2", image.display()));
     }
 }

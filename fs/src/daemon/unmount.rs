@@ -7,11 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Parser;
-use gpunvme_blockdev::OpenMode;
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
-use super::claim::{ClaimError, claim};
+use super::claim::{ClaimError, await_release};
 use super::error::MountError;
 use super::mounts::{FS_TYPE, Mount};
 
@@ -58,8 +57,8 @@ impl Arguments {
         if self.lazy {
             return Ok(());
         }
-        // Having the device, if only to read, means that its daemon is done.
-        if let Err(ClaimError::Held) = claim(&mount.source.to_string_lossy(), OpenMode::ReadOnly) {
+        // Having the device, if only for a moment, means that its daemon is done.
+        if let Err(ClaimError::Held) = await_release(&mount.source.to_string_lossy()) {
             let why = "the daemon still has the device: mounted in another namespace too, or a slow device";
             eprintln!("umount.fuse.gpunvme: {}: unmounted, but {why}", self.dir.display());
         }

@@ -46,6 +46,8 @@ pub struct DirectWrite {
 
 /// The part of a write that ends with it, however it ends.
 struct Flight {
+    /// Among the flights of the file.
+    number: u64,
     fs: Arc<Filesystem>,
     file: Arc<File>,
     /// Blocks of the file that it writes.
@@ -115,6 +117,7 @@ impl Filesystem {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let last = runs().map(|run| run.end).max().unwrap_or(0);
+        self.may_grow(&state, ino, last * BLOCK)?;
         // A tail that is written over as a whole has nothing beyond the old end to keep. Asked first: to have it read would stall for a page,
         // and the page, lying in a run, for its own removal, for ever.
         if last * BLOCK > size
@@ -132,7 +135,7 @@ impl Filesystem {
         let guard = self.volume.epochs.enter();
         self.volume.promise(new)?;
         let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
-        state.flights += 1;
+        let number = state.flights.begin();
         state.version += 1;
         let direct: Vec<Range<u64>> = runs().collect();
         state.direct.extend(direct.iter().cloned());
@@ -158,7 +161,7 @@ impl Filesystem {
         let stamp = Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) };
         Ok(DirectWrite {
             plan,
-            flight: Flight { fs: self.clone(), file, direct, placement, promised: new, stamp, guard: Some(guard) },
+            flight: Flight { number, fs: self.clone(), file, direct, placement, promised: new, stamp, guard: Some(guard) },
         })
     }
 
@@ -254,7 +257,7 @@ impl Drop for Flight {
         self.fs.unplace(&mut self.placement);
         self.fs.volume.forget_promise(self.promised);
         let mut state = self.file.state.lock();
-        state.flights -= 1;
+        state.flights.end(self.number);
         state.version += 1;
         for run in &self.direct {
             let at = state.direct.iter().position(|r| r == run).expect("noted when it was planned");

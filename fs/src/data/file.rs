@@ -1,6 +1,6 @@
 //! Files in memory: what is known of a file that is open, or whose data is not on the device yet.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -42,13 +42,19 @@ pub(crate) struct FileState {
     /// Blocks that direct writes under way replace: what the device has there is neither old nor new.
     pub direct: Vec<Range<u64>>,
     /// Batches of writes, and direct writes, that are under way.
-    pub flights: u32,
+    pub flights: Flights,
+    /// Whether blocks beyond the end wait to be freed.
+    pub truncation: Truncation,
     /// Size, when it is larger than the inode says.
     pub size: Option<u64>,
+    /// Times that the file was made shorter.
+    pub shrinks: u64,
     /// Time of the last write that the inode does not know of.
     pub changed: Option<Timestamp>,
-    /// What a write in the background failed with; fsync and close report it until the last close.
+    /// What a write in the background failed with. It stays until somebody was told and nobody has the file open.
     pub error: Option<FsError>,
+    /// Whether somebody was told of it.
+    pub told: bool,
     /// Where the next new block of the file best goes: (block of the file, block of the device).
     pub goal: Option<(u64, u64)>,
     /// Blocks reserved beyond the last write of a file that grows.
@@ -60,8 +66,69 @@ pub(crate) struct FileState {
 impl FileState {
     /// Whether nothing in memory is newer than the device.
     pub fn is_clean(&self) -> bool {
-        self.flights == 0 && self.dirty == 0 && self.size.is_none() && self.changed.is_none()
+        self.flights.is_empty() && self.dirty == 0 && self.size.is_none() && self.changed.is_none()
     }
+
+    /// Forgets the error of a write in the background when nobody is left who could be told, and somebody was.
+    pub fn forget_error(&mut self) {
+        if self.opens == 0 && self.told {
+            (self.error, self.told) = (None, false);
+        }
+    }
+}
+
+/// Writes of a file that are under way, numbered in the order in which they began.
+#[derive(Default)]
+pub(crate) struct Flights {
+    begun: u64,
+    under_way: BTreeSet<u64>,
+}
+
+impl Flights {
+    /// A write begins. Returns its number.
+    pub fn begin(&mut self) -> u64 {
+        self.begun += 1;
+        self.under_way.insert(self.begun);
+        self.begun
+    }
+
+    /// A write is over.
+    pub fn end(&mut self, number: u64) {
+        self.under_way.remove(&number);
+    }
+
+    /// How many have begun so far: the number of the last.
+    pub fn begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// Whether all up to this number are over.
+    pub fn are_over(&self, number: u64) -> bool {
+        self.under_way.first().is_none_or(|first| *first > number)
+    }
+
+    /// Whether none is under way.
+    pub fn is_empty(&self) -> bool {
+        self.under_way.is_empty()
+    }
+
+    /// Whether this one is all that is under way.
+    pub fn is_last(&self, number: u64) -> bool {
+        self.under_way.iter().eq([&number])
+    }
+}
+
+/// Freeing what a file had beyond a new, smaller size takes many operations. Until it is over, the file must not grow: what lies
+/// there would be the file's again.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Truncation {
+    /// Nothing is left to be freed.
+    #[default]
+    Over,
+    /// There is, and nobody is at it.
+    Pending,
+    /// Somebody is at it.
+    UnderWay,
 }
 
 /// A file in memory.
@@ -111,6 +178,7 @@ impl Files {
         let mut state = file.state.try_lock()?;
         // Two handles: the table's, and the caller's. With more, somebody is about to use it.
         let idle = state.opens == 0 && state.is_clean() && state.pages.is_empty() && state.error.is_none();
+        let idle = idle && state.truncation == Truncation::Over;
         if !idle || Arc::strong_count(file) > 2 {
             return None;
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use gpunvme_blockdev::{Request, Span};
 use gpunvme_layout::Geometry;
 use gpunvme_layout::block::BLOCK_SIZE;
+use parking_lot::MutexGuard;
 
 use super::Filesystem;
 use super::file::{File, FileState};
@@ -21,6 +22,8 @@ const BATCH_MAX: usize = 2048;
 
 /// A batch of writes under way.
 struct Batch {
+    /// Among the flights of the file.
+    number: u64,
     placed: Placement,
     pages: Vec<(u64, Arc<Page>)>,
     promised: u64,
@@ -28,12 +31,15 @@ struct Batch {
     end: u64,
     /// Size of the file when it was put together.
     size: u64,
+    /// The block with the stored end, if it is in the batch and later blocks wait for it.
+    tail: Option<u64>,
     /// Until the device is done with the blocks.
     guard: Option<Guard>,
 }
 
 impl Filesystem {
-    /// Begins writing out the dirty pages of a file. Pages whose older content is still on its way wait for it to land.
+    /// Begins writing out the dirty pages of a file. Pages whose older content is still on its way wait for it to land, and so may
+    /// those behind the old end of the file.
     pub(super) fn start_flush(self: &Arc<Self>, file: &Arc<File>) -> Attempt<()> {
         while let Some((requests, batch)) = self.next_batch(file)? {
             let (fs, file) = (self.clone(), file.clone());
@@ -48,7 +54,16 @@ impl Filesystem {
     fn next_batch(&self, file: &File) -> Attempt<Option<(Vec<Request>, Batch)>> {
         let mut state = file.state.lock();
         let state = &mut *state;
-        let eligible = state.pages.iter().filter(|(block, p)| p.dirty && !state.writing.contains_key(block));
+        if state.dirty == 0 {
+            return Ok(None);
+        }
+        // Until the block with the stored end has landed, with zeros or data behind that end, nothing behind it may be mapped:
+        // what the device has there may be what a truncation cut off.
+        let stored = self.volume.stored_attributes(file.ino)?.inode.size;
+        let tail = stored / BLOCK_SIZE as u64;
+        let behind_tail = state.may_hide(stored) && state.writing.contains_key(&tail);
+        let waits = |block: u64| state.writing.contains_key(&block) || (behind_tail && block > tail);
+        let eligible = state.pages.iter().filter(|(block, page)| page.dirty && !waits(**block));
         let blocks: Vec<u64> = eligible.map(|(block, _)| *block).take(BATCH_MAX).collect();
         let Some(last) = blocks.last() else { return Ok(None) };
         let end = (last + 1) * BLOCK_SIZE as u64;
@@ -56,7 +71,10 @@ impl Filesystem {
         let size = self.size_of_regular(state, file.ino)?;
         let runs = blocks.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u64);
         let placed = self.place(state, file.ino, size, runs)?;
-        let mut batch = Batch { placed, pages: Vec::with_capacity(blocks.len()), promised: 0, end, size, guard: Some(guard) };
+        let number = state.flights.begin();
+        let pages = Vec::with_capacity(blocks.len());
+        let tail = Some(tail).filter(|tail| state.may_hide(stored) && blocks.contains(tail));
+        let mut batch = Batch { number, placed, pages, promised: 0, end, size, tail, guard: Some(guard) };
         for block in &blocks {
             let page = state.pages.remove(block).expect("listed above");
             batch.promised += u64::from(page.promised);
@@ -66,7 +84,6 @@ impl Filesystem {
         }
         state.dirty -= blocks.len() as u64;
         state.promised -= batch.promised;
-        state.flights += 1;
         Ok(Some((requests(&batch), batch)))
     }
 
@@ -105,10 +122,17 @@ impl Filesystem {
         self.unplace(&mut batch.placed);
         self.volume.forget_promise(batch.promised);
         let mut state = file.state.lock();
-        if state.opens > 0 {
-            state.error.get_or_insert(error);
+        // Also when nobody has it open: who syncs it later, or replaces another file by it, has to know.
+        state.told = false;
+        state.error.get_or_insert(error);
+        if let Some(tail) = batch.tail.filter(|tail| !state.has_dirty_page(*tail)) {
+            // The device still has there what a truncation cut off: what waits to grow the file beyond it is lost with it.
+            self.drop_pages(&mut state, tail + 1);
+            state.size = None;
+            // Nor may a flush under way store the size that it found.
+            state.shrinks += 1;
         }
-        if state.dirty == 0 && state.flights == 1 {
+        if state.dirty == 0 && state.flights.is_last(batch.number) {
             // Nothing else is newer than the device: the file is what that has.
             (state.size, state.changed) = (None, None);
         }
@@ -123,34 +147,46 @@ impl Filesystem {
                 state.writing.remove(&block);
             }
         }
-        state.flights -= 1;
+        state.flights.end(batch.number);
         state.version += 1;
         drop(state);
         file.landed.notify_all();
     }
 
-    /// Writes out what is in memory of a file and waits until it is on the device and mapped.
+    /// Writes out what is in memory of a file and waits until it is on the device and mapped. What is written in the meantime is
+    /// not waited for, so that it ends however much others write.
     ///
     /// # Errors
     /// What had to be waited for failed. A failed write is reported by [`Filesystem::write_error`].
     pub fn flush_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
-        let flushed = self.flush_until_clean(&file);
+        let flushed = self.flush(&file);
         self.release(&file);
         flushed
     }
 
-    fn flush_until_clean(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
-        loop {
+    fn flush(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
+        self.finish_truncation(file)?;
+        let (grown, shrinks) = {
+            let state = file.state.lock();
+            (state.size, state.shrinks)
+        };
+        // Twice: what has to wait for something that is on its way can only go when that has landed.
+        for _ in 0..2 {
             self.wait_for_space(|| self.start_flush(file))?;
             let mut state = file.state.lock();
-            if state.flights > 0 {
-                file.landed.wait(&mut state);
-            } else if state.dirty == 0 {
-                // Pages that were only read in, for a write that came to nothing.
-                state.pages.clear();
-                drop(state);
-                return self.volume.wait(|| self.stamp(file));
+            let last = state.flights.begun();
+            self.wait_until(file, &mut state, |state| state.flights.are_over(last));
+        }
+        self.volume.wait(|| self.stamp(file, grown, shrinks))
+    }
+
+    /// Waits for something that ends with a write or a truncation of the file.
+    pub(super) fn wait_until(&self, file: &File, state: &mut MutexGuard<FileState>, over: impl Fn(&FileState) -> bool) {
+        while !over(state) {
+            let helped = MutexGuard::unlocked(state, || self.completions.help());
+            if !helped && !over(state) {
+                file.landed.wait(state);
             }
         }
     }
@@ -161,19 +197,29 @@ impl Filesystem {
             attempt().inspect_err(|fail| {
                 if matches!(fail, Fail::Stall(crate::error::Stall::Reuse)) {
                     self.drop_windows();
+                    self.completions.help();
                 }
             })
         })
     }
 
-    /// Stores what is left of a write whose pages are gone: its time.
-    fn stamp(&self, file: &File) -> Attempt<()> {
+    /// Stores what no page is left to store: the time of a write, and a size that was reached without one. While others write,
+    /// that is the size that the file had `grown` to when all that has landed now was still in memory.
+    fn stamp(&self, file: &File, grown: Option<u64>, shrinks: u64) -> Attempt<()> {
         let mut state = file.state.lock();
-        if state.flights > 0 || state.dirty > 0 || (state.size.is_none() && state.changed.is_none()) {
-            return Ok(());
+        let quiet = state.flights.is_empty() && state.dirty == 0;
+        if quiet {
+            // Pages that were only read in, for a write that came to nothing.
+            state.pages.clear();
         }
-        self.volume.stamp(file.ino, &Stamp { size: state.size, changed: state.changed })?;
-        (state.size, state.changed) = (None, None);
+        let size = if quiet { state.size } else { grown.filter(|_| state.shrinks == shrinks) };
+        if size.is_some() || state.changed.is_some() {
+            self.volume.stamp(file.ino, &Stamp { size, changed: state.changed })?;
+            state.changed = None;
+        }
+        if quiet {
+            state.size = None;
+        }
         Ok(())
     }
 
@@ -191,7 +237,7 @@ impl Filesystem {
         }
         let mut result = Ok(());
         for file in &files {
-            let flushed = self.flush_until_clean(file);
+            let flushed = self.flush(file);
             self.release(file);
             result = result.and(flushed);
         }
@@ -199,7 +245,7 @@ impl Filesystem {
     }
 
     /// Begins writing out what is in memory of all files, and lets go of those that nobody has open when that has landed. Unlike
-    /// [`Filesystem::flush_all`] it does not wait for writers to pause.
+    /// [`Filesystem::flush_all`] it does not wait for the others.
     ///
     /// # Errors
     /// As [`Filesystem::flush_all`].
@@ -213,7 +259,7 @@ impl Filesystem {
         }
         for file in files {
             if file.state.lock().opens == 0 {
-                result = result.and(self.flush_until_clean(&file));
+                result = result.and(self.flush(&file));
             }
             self.release(&file);
         }
@@ -227,7 +273,9 @@ impl Filesystem {
                 self.wait_for_space(|| self.start_flush(&file))?;
             }
         }
-        self.pages.wait();
+        if !self.completions.help() {
+            self.pages.wait();
+        }
         Ok(())
     }
 
@@ -251,6 +299,16 @@ fn requests(batch: &Batch) -> Vec<Request> {
 }
 
 impl FileState {
+    /// Whether the device may have, in the block with the end of a file of `size` bytes and behind that end, anything but zeros.
+    pub(super) fn may_hide(&self, size: u64) -> bool {
+        !size.is_multiple_of(BLOCK_SIZE as u64) && !self.tail_is_zero
+    }
+
+    /// Whether a page waits to be written.
+    fn has_dirty_page(&self, block: u64) -> bool {
+        self.pages.get(&block).is_some_and(|page| page.dirty)
+    }
+
     /// Whether blocks `from..to` have content in memory that the device does not have.
     pub(super) fn has_dirty(&self, from: u64, to: u64) -> bool {
         self.writing.range(from..to).next().is_some() || self.pages.range(from..to).any(|(_, p)| p.dirty)

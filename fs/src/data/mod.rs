@@ -35,6 +35,12 @@ pub use read::Read;
 pub trait Spawn: Send + Sync {
     /// Runs a task on a thread that may wait for the device.
     fn spawn(&self, task: Box<dyn FnOnce() + Send>);
+
+    /// Does something of what somebody waits for, on the thread that waits: a task, or the completion of a write. Returns
+    /// whether it did; never where other threads do all that. Whoever calls it holds no lock.
+    fn help(&self) -> bool {
+        false
+    }
 }
 
 /// Runs tasks where they are: for tests, whose device answers at once.
@@ -129,6 +135,7 @@ impl Filesystem {
                 Err(Fail::Stall(stall)) => {
                     if stall == Stall::Reuse {
                         self.drop_windows();
+                        self.completions.help();
                     }
                     self.volume.resolve(stall, &mut waiter)?;
                 }
@@ -194,7 +201,13 @@ impl Filesystem {
     /// A file that takes another's name is written out first: whoever replaces a file by a new one without fsync shall not
     /// find it empty after a crash.
     pub fn rename(&self, context: &Context, from: (u64, &[u8]), to: (u64, &[u8]), mode: RenameMode) -> Attempt<Option<u64>> {
-        if mode == RenameMode::Replace && self.volume.lookup(to.0, to.1).is_ok() {
+        let replaces = mode == RenameMode::Replace
+            && match self.volume.lookup(to.0, to.1) {
+                Ok(_) => true,
+                Err(stall @ Fail::Stall(_)) => return Err(stall),
+                Err(Fail::Error(_)) => false,
+            };
+        if replaces {
             let ino = self.volume.lookup(from.0, from.1)?;
             self.write_error(ino)?;
             if self.files.find(ino).is_some_and(|file| !file.state.lock().is_clean()) {
@@ -261,7 +274,7 @@ impl Filesystem {
         state.mappable -= u32::from(mappable);
         if state.opens == 0 {
             self.drop_window(&mut state);
-            state.error = None;
+            state.forget_error();
         }
         drop(state);
         self.release(&file);
@@ -277,7 +290,7 @@ impl Filesystem {
         if let Some(file) = self.files.find(ino) {
             let mut state = file.state.lock();
             self.drop_pages(&mut state, 0);
-            if state.flights > 0 {
+            if !state.flights.is_empty() {
                 return Err(Fail::Stall(Stall::File { ino }));
             }
             (state.size, state.changed, state.error) = (None, None, None);
@@ -303,14 +316,20 @@ impl Filesystem {
         self.volume.commit()
     }
 
-    /// The error of an earlier write in the background. It stays until the file is closed by all: who closes a descriptor
-    /// without looking must not take it from who asks.
+    /// The error of an earlier write in the background. It stays until somebody was told and the file is closed by all: who
+    /// closes a descriptor without looking must not take it from who asks.
     ///
     /// # Errors
     /// That error.
     pub fn write_error(&self, ino: u64) -> Result<(), FsError> {
-        let error = self.files.find(ino).and_then(|file| file.state.lock().error.clone());
-        error.map_or(Ok(()), Err)
+        let Some(file) = self.files.find(ino) else { return Ok(()) };
+        let mut state = file.state.lock();
+        let Some(error) = state.error.clone() else { return Ok(()) };
+        state.told = true;
+        state.forget_error();
+        drop(state);
+        self.release(&file);
+        Err(error)
     }
 
     fn release(&self, file: &Arc<File>) {

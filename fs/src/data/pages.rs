@@ -20,6 +20,7 @@ struct Free {
 
 /// The write buffer.
 pub(crate) struct PagePool {
+    device: Arc<dyn BlockDevice>,
     region: Arc<Region>,
     free: Mutex<Free>,
     freed: Condvar,
@@ -38,7 +39,7 @@ impl PagePool {
         let region = Region::allocate(words * 64 * BLOCK_SIZE)?;
         device.map(&region)?;
         let free = Free { words: vec![u64::MAX; words], count: words * 64, next: 0 };
-        Ok(Arc::new(PagePool { region, free: Mutex::new(free), freed: Condvar::new() }))
+        Ok(Arc::new(PagePool { device: device.clone(), region, free: Mutex::new(free), freed: Condvar::new() }))
     }
 
     /// Takes `count` pages, or none when there are not that many.
@@ -72,6 +73,16 @@ impl PagePool {
     pub fn wait(&self) {
         let mut free = self.free.lock();
         self.freed.wait_for(&mut free, std::time::Duration::from_millis(10));
+    }
+}
+
+impl Drop for PagePool {
+    fn drop(&mut self) {
+        if Arc::get_mut(&mut self.region).is_some() {
+            self.device.unmap(&self.region);
+        } else {
+            tracing::warn!("requests outlive the write buffer; its memory stays mapped");
+        }
     }
 }
 

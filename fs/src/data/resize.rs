@@ -6,7 +6,7 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 
 use super::Filesystem;
-use super::file::FileState;
+use super::file::{File, FileState, Truncation};
 use super::write::mark_dirty;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::extents::BLOCKS_PER_OP;
@@ -32,8 +32,8 @@ pub enum Allocate {
 }
 
 impl Filesystem {
-    /// Sets the size of a file. Writes under way end first.
-    pub fn set_size(&self, context: &Context, ino: u64, size: u64) -> Attempt<Attributes> {
+    /// Sets the size of a file. Writes under way end first. Waits for the device where it frees much.
+    pub fn set_size(self: &Arc<Self>, context: &Context, ino: u64, size: u64) -> Attempt<Attributes> {
         if size > FILE_SIZE_MAX {
             return Err(FsError::FileTooLarge.into());
         }
@@ -41,9 +41,32 @@ impl Filesystem {
         let mut state = file.state.lock();
         let result = self.resize(&mut state, context, ino, size);
         drop(state);
+        let result = result.and_then(|()| Ok(self.finish_truncation(&file)?));
         self.release(&file);
         result?;
         self.attributes(ino)
+    }
+
+    /// Frees what a truncation has left beyond the end of a file, step by step: nobody waits for it but those who want the file
+    /// to grow.
+    pub(super) fn finish_truncation(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
+        let mut state = file.state.lock();
+        self.wait_until(file, &mut state, |state| state.truncation != Truncation::UnderWay);
+        if state.truncation == Truncation::Over {
+            return Ok(());
+        }
+        state.truncation = Truncation::UnderWay;
+        drop(state);
+        let freed = loop {
+            match self.volume.wait(|| self.volume.truncate_step(file.ino)) {
+                Ok(true) => {}
+                Ok(false) | Err(FsError::NotFound) => break Ok(()),
+                Err(error) => break Err(error),
+            }
+        };
+        file.state.lock().truncation = if freed.is_ok() { Truncation::Over } else { Truncation::Pending };
+        file.landed.notify_all();
+        freed
     }
 
     fn resize(&self, state: &mut FileState, context: &Context, ino: u64, size: u64) -> Attempt<()> {
@@ -51,7 +74,8 @@ impl Filesystem {
         self.volume.writable()?;
         let stored = self.volume.stored_attributes(ino)?.inode.size;
         // A size that grows must not be stored before what lies below it is on the device.
-        if state.flights > 0 || (state.dirty > 0 && size > stored) {
+        let busy = !state.flights.is_empty() || state.truncation != Truncation::Over;
+        if busy || (state.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         if size > old && self.zero_tail(state, ino, old, size)? {
@@ -69,11 +93,20 @@ impl Filesystem {
         // The inode has the new size; what is still in memory lies below it.
         (state.size, state.changed, state.goal) = (None, None, None);
         state.tail_is_zero &= size >= old;
+        state.shrinks += u64::from(size < old);
         if more {
-            // Writes wait for the file's lock; the rest is freed before anybody can map blocks there again.
-            while self.volume.wait(|| self.volume.truncate_step(ino))? {}
+            state.truncation = Truncation::Pending;
         }
         Ok(())
+    }
+
+    /// Passes when a size of `end` bytes may be stored. Stalls while what it would uncover is still to be freed, or to be
+    /// overwritten by what is in memory.
+    pub(super) fn may_grow(&self, state: &FileState, ino: u64, end: u64) -> Attempt<()> {
+        let stored = self.volume.stored_attributes(ino)?.inode.size;
+        let tail = stored / BLOCK;
+        let uncovers = state.truncation != Truncation::Over || (state.may_hide(stored) && state.has_dirty(tail, tail + 1));
+        if end > stored && uncovers { Err(Fail::Stall(Stall::File { ino })) } else { Ok(()) }
     }
 
     /// Has zeros written between the old end of a file that grows and the end of its block, unless they are there. Returns
@@ -110,7 +143,14 @@ impl Filesystem {
         }
         let stamp = Stamp { size: grow.then_some(end), changed: Some(context.now) };
         self.touched(ino);
-        self.volume.wait(|| self.volume.stamp(ino, &stamp))
+        let file = self.files.get(ino);
+        let stamped = self.wait(|| {
+            let state = file.state.lock();
+            self.may_grow(&state, ino, stamp.size.unwrap_or(0))?;
+            self.volume.stamp(ino, &stamp)
+        });
+        self.release(&file);
+        stamped
     }
 
     /// Preallocates the holes in blocks `from..to`.

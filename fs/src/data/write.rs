@@ -9,7 +9,7 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{FileType, Geometry, Timestamp};
 
 use super::Filesystem;
-use super::file::{File, FilePage, FileState};
+use super::file::{File, FilePage, FileState, Truncation};
 use super::flush::BATCH_PAGES;
 use crate::error::{Attempt, Fail, FsError, Stall};
 
@@ -44,7 +44,7 @@ impl Filesystem {
         let size = self.size_of_regular(state, ino)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
         let touches = |run: &Range<u64>| (run.start <= last && first < run.end) || run.contains(&(size / BLOCK));
-        if state.direct.iter().any(touches) {
+        if state.direct.iter().any(touches) || (end > size && state.truncation != Truncation::Over) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let gap = self.tail_before(state, ino, size, first)?;
@@ -115,8 +115,11 @@ impl Filesystem {
     /// zeros on the device before the new size is. They are unknown when the file was shortened before.
     pub(super) fn tail_before(&self, state: &FileState, ino: u64, size: u64, next: u64) -> Attempt<Option<u64>> {
         let tail = size / BLOCK;
-        if size.is_multiple_of(BLOCK) || tail >= next || state.tail_is_zero || state.writing.contains_key(&tail) {
+        if tail >= next || !state.may_hide(size) {
             return Ok(None);
+        }
+        if state.writing.contains_key(&tail) {
+            return Err(Fail::Stall(Stall::File { ino }));
         }
         if state.pages.contains_key(&tail) {
             return Ok(Some(tail));

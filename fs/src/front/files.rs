@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::Front;
 use super::handles::Handle;
 use super::names::stripped;
+use super::{Caller, Front};
 use crate::data::resize::Allocate;
 use crate::data::{Filesystem, Read, system_time};
 use crate::error::{Attempt, Fail, FsError};
@@ -31,7 +31,7 @@ impl Front {
     /// Opens a file with these flags of open(2).
     pub fn open(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         ino: u64,
         flags: i32,
         done: impl FnOnce(Result<Handle, FsError>) + Send + 'static,
@@ -52,9 +52,9 @@ impl Front {
             // Freeing what a file had can take long.
             self.wait(
                 move |fs| {
-                    fs.wait(|| fs.set_size(&context, ino, 0))?;
+                    fs.wait(|| fs.set_size(&caller.context, ino, 0))?;
                     // Root keeps the bits that everybody else takes away by writing.
-                    if context.uid == 0 { Ok(false) } else { fs.wait(|| strip(fs, &context, ino)) }
+                    if caller.context.uid == 0 { Ok(false) } else { fs.wait(|| strip(fs, &caller, ino)) }
                 },
                 opened,
             );
@@ -93,7 +93,7 @@ impl Front {
     /// Writes.
     pub fn write(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         ino: u64,
         data: &[u8],
         how: Write,
@@ -104,9 +104,9 @@ impl Front {
         }
         let attempt = move |fs: &Arc<Filesystem>, data: &[u8]| {
             if how.strip {
-                strip(fs, &context, ino)?;
+                strip(fs, &caller, ino)?;
             }
-            fs.write(ino, how.offset, data, context.now)
+            fs.write(ino, how.offset, data, caller.context.now)
         };
         match attempt(&self.fs, data) {
             Ok(()) if how.direct => self.wait(move |fs| land(fs, ino), done),
@@ -193,9 +193,9 @@ impl Front {
 }
 
 /// Takes the set-user-id bits from a file. Returns whether it had any.
-pub(super) fn strip(fs: &Filesystem, context: &Context, ino: u64) -> Attempt<bool> {
-    let Some(mode) = stripped(&fs.attributes(ino)?.inode) else { return Ok(false) };
-    fs.set_attributes(context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
+pub(super) fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
+    let Some(mode) = stripped(&fs.attributes(ino)?.inode, caller) else { return Ok(false) };
+    fs.set_attributes(&caller.context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
     Ok(true)
 }
 

@@ -21,10 +21,9 @@ use rustix::mount::MountFlags;
 
 use super::files::Write;
 use super::handles::Handle;
-use super::ioctl::Caller;
 use super::names::Listing;
 use super::session::Settings;
-use super::{Front, KernelCache, attr, context};
+use super::{Caller, Front, KernelCache, attr};
 use crate::error::FsError;
 use crate::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
 
@@ -68,15 +67,16 @@ pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::
     config.acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.n_threads = Some(settings.loops);
     config.clone_fd = true;
+    let is_root = rustix::process::geteuid().is_root();
     config.mount_options = vec![
-        MountOption::FSName(settings.source.clone()),
+        // Root mounts by itself. For others fusermount3 does, which finds it in a list.
+        MountOption::FSName(if is_root { settings.source.clone() } else { escaped(&settings.source) }),
         // As `MountOption::Subtype` it would not reach the kernel where no helper program mounts.
         MountOption::CUSTOM("subtype=gpunvme".to_owned()),
         MountOption::DefaultPermissions,
         if settings.read_only { MountOption::RO } else { MountOption::RW },
     ];
     // fuser adds nodev and nosuid where it is not told otherwise, and nobody but root may tell it.
-    let is_root = rustix::process::geteuid().is_root();
     for (flag, option) in [(MountFlags::NODEV, MountOption::Dev), (MountFlags::NOSUID, MountOption::Suid)] {
         if is_root && !settings.flags.contains(flag) {
             config.mount_options.push(option);
@@ -98,6 +98,11 @@ pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::
     session.spawn()
 }
 
+/// A text as an element of a list of mount options (libfuse, util/fusermount.c).
+fn escaped(text: &str) -> String {
+    text.replace('\\', "\\\\").replace(',', "\\,")
+}
+
 struct Notifier(fuser::Notifier);
 
 impl KernelCache for Notifier {
@@ -115,6 +120,10 @@ impl KernelCache for Notifier {
         // A negative offset stands for no content at all (`fuse_reverse_inval_inode`).
         told(ino, self.0.inval_inode(INodeNo(ino), -1, 0));
     }
+}
+
+fn caller(request: &Request) -> Caller {
+    Caller::now(request.uid(), request.gid(), request.pid())
 }
 
 fn told(ino: u64, result: io::Result<()>) {
@@ -250,11 +259,11 @@ impl fuser::Filesystem for Adapter {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let context = context(request.uid(), request.gid());
+        let caller = caller(request);
         let set = SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse) };
         let strip = strips(request.uid(), size, &set);
         let done = move |done| attributes("setattr", ino.0, done, reply);
-        self.front.set_attributes(context, ino.0, size, set, strip, done);
+        self.front.set_attributes(caller, ino.0, size, set, strip, done);
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
@@ -268,37 +277,37 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn mknod(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, rdev: u32, reply: ReplyEntry) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         let new = NewNode { mode, umask, rdev, target: &[] };
         self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("mknod", parent.0, new, reply));
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         let mode = mode & !libc::S_IFMT | libc::S_IFDIR;
         let new = NewNode { mode, umask, rdev: 0, target: &[] };
         self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("mkdir", parent.0, new, reply));
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         let target = target.as_os_str().as_bytes();
         let new = NewNode { mode: libc::S_IFLNK | 0o777, umask: 0, rdev: 0, target };
         self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("symlink", parent.0, new, reply));
     }
 
     fn link(&self, request: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         self.front.link(context, ino.0, parent.0, name.as_bytes(), move |linked| entry("link", ino.0, linked, reply));
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         self.front.unlink(context, parent.0, name.as_bytes(), move |done| empty("unlink", parent.0, done, reply));
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         self.front.rmdir(context, parent.0, name.as_bytes(), move |done| empty("rmdir", parent.0, done, reply));
     }
 
@@ -318,19 +327,19 @@ impl fuser::Filesystem for Adapter {
             flags if flags.is_empty() => RenameMode::Replace,
             _ => return reply.error(Errno::EINVAL),
         };
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         let (from, to) = ((parent.0, name.as_bytes()), (new_parent.0, new_name.as_bytes()));
         self.front.rename(context, from, to, mode, move |done| empty("rename", parent.0, done, reply));
     }
 
     fn create(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
-        let context = context(request.uid(), request.gid());
+        let caller = caller(request);
         let mode = mode & !libc::S_IFMT | libc::S_IFREG;
         let new = NewNode { mode, umask, rdev: 0, target: &[] };
         let front = self.front.clone();
-        self.front.create(context, parent.0, name.as_bytes(), new, move |new| match new {
+        self.front.create(caller.context, parent.0, name.as_bytes(), new, move |new| match new {
             // A new file is empty: there is nothing to take away.
-            Ok(new) => front.open(context, new.ino, flags & !libc::O_TRUNC, move |handle| match handle {
+            Ok(new) => front.open(caller, new.ino, flags & !libc::O_TRUNC, move |handle| match handle {
                 Ok(handle) => {
                     reply.created(&LIFETIME, &attr::to_fuse(&new), GENERATION, FileHandle(handle.0), opened(flags));
                 }
@@ -341,8 +350,8 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        let context = context(request.uid(), request.gid());
-        self.front.open(context, ino.0, flags.0, move |handle| match handle {
+        let caller = caller(request);
+        self.front.open(caller, ino.0, flags.0, move |handle| match handle {
             Ok(handle) => reply.opened(FileHandle(handle.0), opened(flags.0)),
             Err(error) => reply.error(refuse("open", ino.0, &error)),
         });
@@ -392,14 +401,14 @@ impl fuser::Filesystem for Adapter {
         reply: ReplyWrite,
     ) {
         let len = data.len() as u32;
-        let context = context(request.uid(), request.gid());
+        let caller = caller(request);
         let how = Write {
             handle: Handle(handle.0),
             offset,
             strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),
             direct: flags.0 & libc::O_DIRECT != 0,
         };
-        self.front.write(context, ino.0, data, how, move |done| match done {
+        self.front.write(caller, ino.0, data, how, move |done| match done {
             Ok(()) => reply.written(len),
             Err(error) => reply.error(refuse("write", ino.0, &error)),
         });
@@ -443,13 +452,8 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn setxattr(&self, request: &Request, ino: INodeNo, name: &OsStr, value: &[u8], flags: i32, _: u32, reply: ReplyEmpty) {
-        let context = context(request.uid(), request.gid());
-        let (name, value) = (name.as_bytes().to_vec(), value.to_vec());
-        let (create, replace) = (flags & libc::XATTR_CREATE != 0, flags & libc::XATTR_REPLACE != 0);
-        self.front.attempt(
-            move |fs| fs.set_xattr(&context, ino.0, &name, &value, create, replace),
-            move |done| empty("setxattr", ino.0, done, reply),
-        );
+        let attribute = (name.as_bytes(), value);
+        self.front.set_xattr(caller(request), ino.0, attribute, flags, move |done| empty("setxattr", ino.0, done, reply));
     }
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
@@ -462,7 +466,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         let name = name.as_bytes().to_vec();
         self.front
             .attempt(move |fs| fs.remove_xattr(&context, ino.0, &name), move |done| empty("removexattr", ino.0, done, reply));
@@ -478,16 +482,17 @@ impl fuser::Filesystem for Adapter {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let context = context(request.uid(), request.gid());
+        let context = caller(request).context;
         let done = move |done| empty("fallocate", ino.0, done, reply);
         self.front.allocate(context, ino.0, Handle(handle.0), (offset, len), mode, done);
     }
 
     fn lseek(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
-        let (Ok(offset), true) = (u64::try_from(offset), matches!(whence, libc::SEEK_DATA | libc::SEEK_HOLE)) else {
-            return reply.error(Errno::EINVAL);
+        let (Ok(place), true) = (u64::try_from(offset), matches!(whence, libc::SEEK_DATA | libc::SEEK_HOLE)) else {
+            // A place that no file has is beyond the end of this one.
+            return reply.error(if offset < 0 { Errno::ENXIO } else { Errno::EINVAL });
         };
-        self.front.seek(ino.0, offset, whence == libc::SEEK_HOLE, move |found| match found {
+        self.front.seek(ino.0, place, whence == libc::SEEK_HOLE, move |found| match found {
             Ok(found) => reply.offset(found as i64),
             Err(error) => reply.error(refuse("lseek", ino.0, &error)),
         });
@@ -525,9 +530,14 @@ impl fuser::Filesystem for Adapter {
         _: u32,
         reply: ReplyIoctl,
     ) {
-        let caller = Caller { context: context(request.uid(), request.gid()), thread: request.pid() };
+        let caller = caller(request);
         self.front.ioctl(caller, ino.0, Handle(handle.0), command, argument, move |answer| {
-            reply.ioctl(answer.result, &answer.data);
+            // The kernel takes an answer only at the length that it asked for; an error has none.
+            if answer.result < 0 && answer.data.is_empty() {
+                reply.error(Errno::from_i32(-answer.result));
+            } else {
+                reply.ioctl(answer.result, &answer.data);
+            }
         });
     }
 }

@@ -77,6 +77,9 @@ fn keep(fs: &Arc<Filesystem>, commit: Duration, (ending, changed): &(Mutex<bool>
         }
         if !reaped {
             reaped = fs.volume().reap(REAP).unwrap_or(true);
+            if reaped {
+                let _ = fs.volume().find_emptied_chunks();
+            }
         }
     }
 }

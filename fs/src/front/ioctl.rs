@@ -12,22 +12,22 @@ use std::sync::Arc;
 use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, TransferRequest};
 use gpunvme_gpupath::planner::{self, Direction};
 use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
+use gpunvme_gpupath::ring::Rings;
 use gpunvme_gpupath::server::{Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
-use gpunvme_gpupath::transfer;
+use gpunvme_gpupath::transfer::{self, Failed};
 use gpunvme_layout::Geometry;
 use gpunvme_layout::Timestamp;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use rustix::fs::Mode;
 
-use super::Front;
 use super::files::strip;
 use super::handles::Handle;
+use super::{Caller, Front};
 use crate::data::direct::{DirectRead, DirectWrite, WriteFailed};
 use crate::data::{Filesystem, system_time};
 use crate::error::FsError;
-use crate::volume::Context;
 use crate::volume::Mapping;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -38,28 +38,20 @@ const QUICK_ZEROES: u64 = 256 << 10;
 
 /// The daemon's end of the direct path for one mount.
 pub(super) struct Direct {
-    server: Arc<Server>,
+    pub(super) server: Arc<Server>,
+    pub(super) rings: Rings,
     /// None where nothing can be put into [`SOCKETS`]: whoever is not root registers by ioctl.
     socket: Option<Listener>,
     device: String,
 }
 
-/// Who calls.
-#[derive(Clone, Copy)]
-pub struct Caller {
-    /// As for any other operation.
-    pub context: Context,
-    /// The thread that calls; buffers belong to its process.
-    pub thread: u32,
-}
-
 /// A transfer that was admitted.
-struct Transfer {
-    direction: Direction,
-    context: Context,
-    ino: u64,
-    request: TransferRequest,
-    buffer: Arc<Buffer>,
+pub(super) struct Transfer {
+    pub direction: Direction,
+    pub caller: Caller,
+    pub ino: u64,
+    pub request: TransferRequest,
+    pub buffer: Arc<Buffer>,
 }
 
 /// A write under way: its segments before `first` are done, and came to `outcome`.
@@ -91,7 +83,8 @@ impl Direct {
             .and_then(|()| Listener::bind(&path, Mode::from_raw_mode(0o666), server.clone()))
             .inspect_err(|error| tracing::debug!("{}: {error}", path.display()))
             .ok();
-        Ok(Direct { server, socket, device: device.to_owned() })
+        let rings = Rings::new(server.clone(), fs.volume().io().clone())?;
+        Ok(Direct { server, rings, socket, device: device.to_owned() })
     }
 
     fn info(&self, fs: &Filesystem) -> Info {
@@ -101,6 +94,10 @@ impl Direct {
         let limits = self.server.registry.limits();
         let mut features = abi::Features::empty();
         features.set(abi::Features::READ_ONLY, fs.volume().is_read_only());
+        let (route, reason) = match fs.volume().device().peer_to_peer() {
+            Ok(()) => (Route::P2p, Reason::None),
+            Err(no) => (Route::Bounce, no.into()),
+        };
         let mut info = Info {
             magic: abi::INFO_MAGIC,
             features: features.bits(),
@@ -115,8 +112,8 @@ impl Direct {
             logical_block: geometry.logical_block,
             memory_alignment: geometry.memory_alignment,
             devices: 1,
-            route: Route::Bounce.code(),
-            reason: Reason::NoVfio.code(),
+            route: route.code(),
+            reason: reason.code(),
             ..Info::default()
         };
         let path = self.socket.as_ref().map_or(Path::new(""), Listener::path);
@@ -164,15 +161,15 @@ impl Front {
                 self.general.run(move || done(front.direct.server.unregister(caller.thread, &unregister)));
             }
             Ok(Request::Resolve(resolve)) => self.resolve(ino, resolve, done),
-            Ok(Request::Read(request)) => {
-                let access = handle.readable();
-                self.transfer(Direction::Read, caller, ino, request, access, done);
+            Ok(Request::Read(request)) => self.transfer(Direction::Read, caller, ino, handle, request, done),
+            Ok(Request::Write(request)) => self.transfer(Direction::Write, caller, ino, handle, request, done),
+            Ok(Request::Ring(ring)) => {
+                self.general.run(move || done(front.direct.rings.open(caller.thread, &ring)));
             }
-            Ok(Request::Write(request)) => {
-                let access = handle
-                    .writable()
-                    .and_then(|()| if front.fs.volume().is_read_only() { Err(FsError::ReadOnly) } else { Ok(()) });
-                self.transfer(Direction::Write, caller, ino, request, access, done);
+            Ok(Request::Attach(attach)) => self.attach(caller, ino, handle, attach, done),
+            Ok(Request::Detach(detach)) => {
+                // What goes with a file may be the last of it.
+                self.general.run(move || done(front.direct.rings.detach(caller.thread, &detach)));
             }
         }
     }
@@ -182,21 +179,34 @@ impl Front {
         direction: Direction,
         caller: Caller,
         ino: u64,
+        handle: Handle,
         request: TransferRequest,
-        access: Result<(), FsError>,
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
-        let server = &self.direct.server;
-        if let Err(error) = access {
-            return done(server.refuse(direction, &request, error.errno(), Reason::None, None));
+        if let Err(refusal) = self.may_transfer(direction, handle, &request) {
+            return done(refusal);
         }
-        let buffer = match server.admit(caller.thread, direction, &request) {
-            Ok(buffer) => buffer,
-            Err(refusal) => return done(refusal),
+        match self.direct.server.admit(caller.thread, direction, &request) {
+            Ok(buffer) => self.begin_transfer(Transfer { direction, caller, ino, request, buffer }, done),
+            Err(refusal) => done(refusal),
+        }
+    }
+
+    /// Whether a file is open for a transfer, and its volume there for it.
+    pub(super) fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Reply> {
+        let access = match direction {
+            Direction::Read => handle.readable(),
+            Direction::Write => {
+                handle.writable().and_then(|()| if self.fs.volume().is_read_only() { Err(FsError::ReadOnly) } else { Ok(()) })
+            }
         };
-        let transfer = Arc::new(Transfer { direction, context: caller.context, ino, request, buffer });
-        let front = self.clone();
-        self.written_back(ino, transfer.ranges(), move || match direction {
+        access.map_err(|error| self.direct.server.refuse(direction, request, error.errno(), Reason::None, None))
+    }
+
+    /// Begins a transfer that was admitted.
+    pub(super) fn begin_transfer(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Reply) + Send + 'static) {
+        let (front, transfer) = (self.clone(), Arc::new(transfer));
+        self.written_back(transfer.ino, transfer.ranges(), move || match transfer.direction {
             Direction::Read => front.direct_read(transfer, done),
             Direction::Write => front.direct_write(transfer, done),
         });
@@ -225,7 +235,7 @@ impl Front {
         let buffer = transfer.buffer.clone();
         transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
             drop(guard);
-            let outcome = result.map_or_else(Outcome::from, |()| complete);
+            let outcome = result.map_or_else(|error| failed(&transfer, error), |()| complete);
             done(front.finished(&transfer, &outcome));
         });
     }
@@ -244,8 +254,8 @@ impl Front {
         self.attempt(
             move |fs| {
                 // As for any other write: whoever changes a program does not get to keep it somebody else's.
-                if transfer.context.uid != 0 {
-                    strip(fs, &transfer.context, transfer.ino)?;
+                if transfer.caller.context.uid != 0 {
+                    strip(fs, &transfer.caller, transfer.ino)?;
                 }
                 fs.plan_direct_write(transfer.ino, &transfer.request.segments[group.clone()], &transfer.buffer.region, now)
             },
@@ -288,7 +298,7 @@ impl Front {
         self.fs.submit_direct_write(planned, move |result| {
             let outcome = match result {
                 Ok(()) => complete,
-                Err(WriteFailed::Device(failed)) => failed.into(),
+                Err(WriteFailed::Device(error)) => failed(&write.transfer, error),
                 Err(WriteFailed::Mapping(error)) => Outcome::failed(error.errno(), None),
             };
             front.end_group(write, next, outcome);
@@ -349,9 +359,6 @@ impl Front {
     }
 
     fn finished(&self, transfer: &Transfer, outcome: &Outcome) -> Reply {
-        if outcome.status == libc::EIO {
-            tracing::error!(ino = transfer.ino, direction = ?transfer.direction, "a direct transfer failed: the device reported an error");
-        }
         self.direct.server.finish(transfer.direction, &transfer.request, &transfer.buffer, outcome)
     }
 
@@ -375,6 +382,12 @@ impl Front {
             );
         });
     }
+}
+
+/// What a transfer came to when the device failed: the application gets the errno, and the log says what the device said.
+fn failed(transfer: &Transfer, failed: Failed) -> Outcome {
+    tracing::error!(ino = transfer.ino, direction = ?transfer.direction, "a direct transfer failed: {failed}");
+    failed.into()
 }
 
 /// The answer to `RESOLVE`: of what a file has from the offset on, what lies before `end` and fits.

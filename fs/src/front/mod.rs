@@ -3,7 +3,7 @@
 //! - [`Session`] mounts, serves and ends.
 //! - `fuse` is the adapter to the fuser library and the only module that knows its requests and replies. Another transport
 //!   would stand beside it.
-//! - `names` and `files` are the operations that it calls, `ioctl` those of the direct path. Each takes a `done` that gets the
+//! - `names` and `files` are the operations that it calls, `ioctl` and `rings` those of the direct path. Each takes a `done` that gets the
 //!   result, on whatever thread it comes.
 //! - `nodes` knows what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for.
 //!
@@ -25,6 +25,7 @@ mod housekeeping;
 mod ioctl;
 mod names;
 mod nodes;
+mod rings;
 mod session;
 mod workers;
 
@@ -129,7 +130,31 @@ impl Front {
     }
 }
 
-/// Who asks, and now.
-fn context(uid: u32, gid: u32) -> Context {
-    Context { uid, gid, now: system_time() }
+/// Who asks, and when.
+#[derive(Debug, Clone, Copy)]
+struct Caller {
+    context: Context,
+    /// The thread that asks, as this process can see it; 0 if it cannot.
+    thread: u32,
+}
+
+impl Caller {
+    /// This thread of this user and group, now.
+    fn now(uid: u32, gid: u32, thread: u32) -> Caller {
+        Caller { context: Context { uid, gid, now: system_time() }, thread }
+    }
+
+    /// Whether the caller is in a group, or is root, who may do what members may. Requests name one group; the others are asked
+    /// of `/proc`, so this is for what is rare.
+    fn is_in_group(&self, gid: u32) -> bool {
+        let Context { uid, gid: own, .. } = self.context;
+        uid == 0 || own == gid || supplementary_groups(self.thread).contains(&gid)
+    }
+}
+
+/// The supplementary groups of a thread; none if it is not there to ask.
+fn supplementary_groups(thread: u32) -> Vec<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+    let groups = status.lines().find_map(|line| line.strip_prefix("Groups:")).unwrap_or_default();
+    groups.split_whitespace().filter_map(|group| group.parse().ok()).collect()
 }

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use gpunvme_layout::Inode;
 
-use super::Front;
+use super::{Caller, Front};
 use crate::data::Filesystem;
 use crate::error::{Attempt, Fail, FsError};
-use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
+use crate::volume::{ACL_ACCESS, Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
 
 /// Entries of a directory that are fetched at once.
 const BATCH: usize = 64;
@@ -40,6 +40,8 @@ impl Front {
                 };
                 match found {
                     Err(Fail::Error(FsError::NotFound)) => Ok(None),
+                    // Without a name and unknown to the kernel: a crash left it, nobody has it, and it is about to be removed.
+                    Ok(found) if found.inode.nlink == 0 => Ok(None),
                     found => found.map(Some),
                 }
             },
@@ -155,7 +157,7 @@ impl Front {
     /// Changes attributes, the size first. `strip`: the set-user-id bits go, too ([`stripped`]).
     pub fn set_attributes(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         ino: u64,
         size: Option<u64>,
         set: SetAttributes,
@@ -164,22 +166,42 @@ impl Front {
     ) {
         let others = move |fs: &Arc<Filesystem>| {
             let now = fs.attributes(ino)?;
-            let set = SetAttributes { mode: set.mode.or_else(|| stripped(&now.inode).filter(|_| strip)), ..set };
+            let set = SetAttributes { mode: set.mode.or_else(|| stripped(&now.inode, &caller).filter(|_| strip)), ..set };
             let SetAttributes { mode, uid, gid, atime, mtime } = set;
             let changes = mode.or(uid).or(gid).is_some() || atime.or(mtime).is_some();
-            if changes { fs.set_attributes(&context, ino, &set) } else { Ok(now) }
+            if changes { fs.set_attributes(&caller.context, ino, &set) } else { Ok(now) }
         };
         match size {
             // Freeing what a file had beyond its size can take long.
             Some(size) => self.wait(
                 move |fs| {
-                    fs.wait(|| fs.set_size(&context, ino, size))?;
+                    fs.wait(|| fs.set_size(&caller.context, ino, size))?;
                     fs.wait(|| others(fs))
                 },
                 done,
             ),
             None => self.attempt(others, done),
         }
+    }
+
+    /// Sets an extended attribute.
+    pub fn set_xattr(
+        self: &Arc<Self>,
+        caller: Caller,
+        ino: u64,
+        (name, value): (&[u8], &[u8]),
+        flags: i32,
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        let (name, value) = (name.to_vec(), value.to_vec());
+        let (create, replace) = (flags & libc::XATTR_CREATE != 0, flags & libc::XATTR_REPLACE != 0);
+        self.attempt(
+            move |fs| {
+                fs.set_xattr(&caller.context, ino, &name, &value, create, replace)?;
+                if name == ACL_ACCESS { drop_set_group_id(fs, &caller, ino) } else { Ok(()) }
+            },
+            done,
+        );
     }
 
     /// Fills a listing with the entries of a directory after `cookie`. Those that come with attributes are given to the kernel,
@@ -206,12 +228,24 @@ impl Front {
 /// Entries whose inodes are brought into memory together: several requests' worth, so that the device is asked rarely.
 const PRELOAD: usize = 1024;
 
-/// The mode of a file without its set-user-id bit, and without its set-group-id bit where that is one (on a file that its
-/// group cannot execute it is not); none where there is nothing to take.
-pub(super) fn stripped(inode: &Inode) -> Option<u32> {
-    let sgid = if inode.mode & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
-    let mode = inode.mode & !(libc::S_ISUID | sgid);
+/// The mode of a file without its set-user-id bit, and without its set-group-id bit where its group can execute it or the caller
+/// is not in that group (`setattr_should_drop_sgid` of `fs/attr.c`); none where there is nothing to take.
+pub(super) fn stripped(inode: &Inode, caller: &Caller) -> Option<u32> {
+    let goes = |bit| bit == libc::S_ISUID || inode.mode & libc::S_IXGRP != 0 || !caller.is_in_group(inode.gid);
+    let bits = [libc::S_ISUID, libc::S_ISGID].into_iter().filter(|bit| inode.mode & bit != 0 && goes(*bit));
+    let mode = bits.fold(inode.mode, |mode, bit| mode & !bit);
     (mode != inode.mode && !inode.is_dir()).then_some(mode)
+}
+
+/// Who sets the permissions of a file through its ACL and is not in its group takes its set-group-id bit (`posix_acl_update_mode`;
+/// fuser 0.18 does not pass on the kernel's word for it).
+fn drop_set_group_id(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
+    let inode = fs.attributes(ino)?.inode;
+    if inode.mode & libc::S_ISGID != 0 && !caller.is_in_group(inode.gid) {
+        let mode = Some(inode.mode & !libc::S_ISGID);
+        fs.set_attributes(&caller.context, ino, &SetAttributes { mode, ..SetAttributes::default() })?;
+    }
+    Ok(())
 }
 
 /// A directory being read, as far as it has been.

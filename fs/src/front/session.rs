@@ -76,6 +76,8 @@ impl Session {
     pub fn end(self) -> Result<(), FsError> {
         let Session { front, housekeeping, .. } = self;
         drop(housekeeping);
+        // Attached files go with them, which may be the last of an inode.
+        front.direct.rings.end();
         front.general.end();
         front.invalidations.end();
         if !front.fs.volume().is_read_only() {

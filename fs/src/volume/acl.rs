@@ -5,7 +5,8 @@ use super::op::Op;
 use super::xattr;
 use crate::error::{Attempt, FsError};
 
-const ACCESS: &[u8] = b"system.posix_acl_access";
+/// The attribute that holds the ACL of a file.
+pub const ACCESS: &[u8] = b"system.posix_acl_access";
 const DEFAULT: &[u8] = b"system.posix_acl_default";
 const VERSION: [u8; 4] = [2, 0, 0, 0];
 const ENTRY: usize = 8;

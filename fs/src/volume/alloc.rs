@@ -39,6 +39,9 @@ pub(crate) struct Hints {
     node: u64,
 }
 
+/// Free nodes in chunks of metadata with which names can still be added when no chunk may be taken: far more than one operation
+/// needs.
+const NODES_LEFT: u64 = 128;
 /// Groups that are searched for a longer run when a shorter one is known.
 const SEARCH_GROUPS: u64 = 16;
 
@@ -68,8 +71,21 @@ impl Meta {
     }
 
     /// Whether there is room for operations that add names or attributes.
-    pub fn has_room_for_names(&self) -> bool {
-        self.state.free_chunks > 0 || self.state.free_blocks > CHUNK_BLOCKS / 2
+    /// They take no chunk that is promised to data, nor one of the margin.
+    pub fn has_room_for_names(&self) -> Attempt<bool> {
+        let margin = self.chunk_margin();
+        let needed = self.reserved + (margin + 1) * CHUNK_BLOCKS;
+        if self.state.free_chunks > margin && self.state.free_blocks >= needed {
+            return Ok(true);
+        }
+        let mut nodes = 0;
+        for group in 0..self.geometry.groups {
+            nodes += u64::from(descriptor(self, group)?.free_metadata);
+            if nodes >= NODES_LEFT {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Takes a run of at most `want` free blocks, and marks it busy. `goal`: where it would best begin.
@@ -246,6 +262,18 @@ impl Meta {
         }
         Ok(best)
     }
+}
+
+/// The empty metadata chunks of a group, each by its first block.
+pub(crate) fn empty_metadata_chunks(blocks: &impl Blocks, group: u64) -> Attempt<Vec<u64>> {
+    if u64::from(descriptor(blocks, group)?.free_metadata) < CHUNK_BLOCKS {
+        return Ok(Vec::new());
+    }
+    let Some(bitmap) = bitmap(blocks, group)? else { return Ok(Vec::new()) };
+    let geometry = &blocks.meta().geometry;
+    let is_empty = |chunk: &u64| group::kind(bitmap, *chunk) == ChunkKind::Metadata && group::chunk_used(bitmap, *chunk) == 0;
+    let empty = (0..geometry.group_chunks(group)).filter(is_empty);
+    Ok(empty.map(|chunk| geometry.group_start(group) + chunk * CHUNK_BLOCKS).collect())
 }
 
 impl Op<'_> {

@@ -32,7 +32,7 @@ impl Mapping {
     }
 
     /// The part of it within `from..to`.
-    fn clip(&self, from: u64, to: u64) -> Mapping {
+    pub(crate) fn clip(&self, from: u64, to: u64) -> Mapping {
         let (start, end) = (self.offset.max(from), self.end().min(to));
         Mapping {
             offset: start,
@@ -145,7 +145,7 @@ pub(crate) fn convert(op: &mut Op, ino: u64, from: u64, to: u64, unwritten: bool
 }
 
 /// Takes the part `cut` out of the extent `whole`; what is left and right of it stays.
-fn take_out(op: &mut Op, ino: u64, whole: &Mapping, cut: &Mapping) -> Attempt<()> {
+pub(crate) fn take_out(op: &mut Op, ino: u64, whole: &Mapping, cut: &Mapping) -> Attempt<()> {
     if whole.offset < cut.offset {
         let left = whole.clip(whole.offset, cut.offset);
         tree::put(op, Key::new(ino, Kind::Extent, left.offset), &left.extent.encode())?;

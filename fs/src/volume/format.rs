@@ -10,8 +10,11 @@ use gpunvme_layout::item::FileType;
 use gpunvme_layout::key::INO_ROOT;
 use gpunvme_layout::{Anchor, Block, BlockKind, Geometry, Inode, Key, State, Superblock, Timestamp, node};
 
-use super::read_superblock;
+use super::{read_blocks, read_superblock};
 use crate::error::FsError;
+
+/// Blocks that are read, or written, at once where many follow one another.
+const PIECE: u64 = 256;
 
 /// What a new volume is to be.
 #[derive(Debug, Clone)]
@@ -69,6 +72,7 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
     // From the end backwards: until the first superblock is there, nothing is; and what was there before is not any more.
     writer.write(&[Block::from_bytes(&[0; BLOCK_SIZE])], Superblock::ADDRESS)?;
     writer.flush()?;
+    writer.forget(geometry.journal, geometry.journal_blocks)?;
     let first_node = geometry.data;
     let uuid = &options.uuid;
     for address in geometry.descriptor_blocks() {
@@ -110,8 +114,10 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
     let mut state = state.encode(uuid);
     state.seal(0);
     writer.write(&[state], gpunvme_layout::geometry::STATE)?;
+    // Sequences begin anywhere, so that what an earlier volume with the same UUID left elsewhere does not follow on these.
+    let first = u64::from_le_bytes(*options.hash_key.first_chunk().expect("it has 16 bytes")) >> 4;
     for generation in [1, 2] {
-        let anchor = Anchor { generation, tail: 0, sequence: 1, clean: true };
+        let anchor = Anchor { generation, tail: 0, sequence: first.max(1), clean: true };
         writer.write(&[anchor.encode(uuid)], anchor.address())?;
     }
     writer.flush()?;
@@ -166,6 +172,21 @@ impl Writer<'_> {
         }
         self.io.run(vec![Request::write(Geometry::byte(address), vec![Span { region, offset: 0, len }], false)])?;
         self.written += len as u64;
+        Ok(())
+    }
+
+    /// Overwrites what is not zero. An earlier volume with the same UUID may have left transactions in the journal; to a check
+    /// that goes by the journal alone they are as good as ours.
+    fn forget(&mut self, start: u64, count: u64) -> Result<(), FsError> {
+        let zeroes = vec![Block::from_bytes(&[0; BLOCK_SIZE]); PIECE as usize];
+        for from in (start..start + count).step_by(PIECE as usize) {
+            let piece = PIECE.min(start + count - from);
+            let fresh = |block: &Block| block.bytes().iter().all(|byte| *byte == 0);
+            // What cannot be read may be written all the same.
+            if !read_blocks(self.io, from, piece).is_ok_and(|blocks| blocks.iter().all(fresh)) {
+                self.write(&zeroes[..piece as usize], from)?;
+            }
+        }
         Ok(())
     }
 

@@ -21,13 +21,13 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Anchor, Block, Corrupt, Geometry, Superblock, journal};
 
-use super::alloc::Run;
+use super::alloc::{self, Run};
 use super::op::{Blocks, Meta, Op};
 use super::{Volume, read_blocks};
 use crate::error::{Fail, FsError};
 
 /// Sequences that recovery leaves out, so that a torn transaction's images can never complete a later one.
-const SEQUENCE_GAP: u64 = 1024;
+pub(crate) const SEQUENCE_GAP: u64 = 1024;
 
 /// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap; their place on the device is
 /// the position modulo the length of the journal.
@@ -54,41 +54,65 @@ pub(crate) struct Recovered {
     pub images: BTreeMap<u64, Block>,
     /// Transactions that were found.
     pub transactions: u64,
+    /// A transaction that is all there and makes no sense: it and what follows was not read.
+    pub stopped: Option<Corrupt>,
 }
 
 /// Reads the live transactions. Writes nothing: the images are put into the cache, and a checkpoint writes them home.
 pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsError> {
-    let geometry = superblock.geometry();
+    let anchor = Anchor::choose(read_anchors(io, superblock)?)?;
+    let recovered = recover_from(io, superblock, &anchor)?;
+    match recovered.stopped {
+        Some(error) => Err(error.into()),
+        None => Ok(recovered),
+    }
+}
+
+/// Reads both anchors.
+pub(crate) fn read_anchors(io: &Io, superblock: &Superblock) -> Result<[Result<Anchor, Corrupt>; 2], FsError> {
     let [a, b] = gpunvme_layout::geometry::ANCHORS.map(|address| -> Result<_, FsError> {
         let block = &read_blocks(io, address, 1)?[0];
-        Ok(Anchor::decode(block, address, &superblock.uuid, &geometry))
+        Ok(Anchor::decode(block, address, &superblock.uuid, &superblock.geometry()))
     });
-    let anchor = Anchor::choose([a?, b?])?;
+    Ok([a?, b?])
+}
+
+/// Reads the live transactions from where that anchor says.
+pub(crate) fn recover_from(io: &Io, superblock: &Superblock, anchor: &Anchor) -> Result<Recovered, FsError> {
+    let geometry = superblock.geometry();
     let (mut head, mut sequence) = (anchor.tail, anchor.sequence);
     let mut images = BTreeMap::new();
-    let mut transactions = 0;
+    let (mut transactions, mut stopped) = (0, None);
     while !anchor.clean && head - anchor.tail < geometry.journal_blocks {
         let room = geometry.journal_blocks - (head - anchor.tail);
-        let Some(found) = read_transaction(io, superblock, &geometry, head, sequence, room)? else { break };
+        let found = match read_transaction(io, superblock, &geometry, head, sequence, room) {
+            Ok(Some(found)) => found,
+            Ok(None) => break,
+            Err(FsError::Corrupt(error)) => {
+                stopped = Some(error);
+                break;
+            }
+            Err(error) => return Err(error),
+        };
         images.extend(found.images);
         head += found.blocks;
         sequence += 1;
         transactions += 1;
     }
     let journal = Journal { head, tail: anchor.tail, generation: anchor.generation, freed: Vec::new(), buffer: None };
-    Ok(Recovered { journal, sequence: sequence + SEQUENCE_GAP, images, transactions })
+    Ok(Recovered { journal, sequence: sequence + SEQUENCE_GAP, images, transactions, stopped })
 }
 
 /// A transaction that is all in the journal.
-struct Found {
+pub(crate) struct Found {
     /// Its length in the journal.
-    blocks: u64,
+    pub blocks: u64,
     /// Home addresses and images.
     images: Vec<(u64, Block)>,
 }
 
 /// The transaction `sequence` at `position`. None when it is not all there.
-fn read_transaction(
+pub(crate) fn read_transaction(
     io: &Io,
     superblock: &Superblock,
     geometry: &Geometry,
@@ -336,6 +360,22 @@ impl Volume {
                 Err(Fail::Error(error)) => return Err(error),
                 Ok(()) => {}
             }
+        }
+        Ok(())
+    }
+
+    /// Finds the empty metadata chunks that a crash made everybody forget; later checkpoints give them back. Waits for the device,
+    /// for a few blocks of each terabyte.
+    ///
+    /// # Errors
+    /// The device failed, or the volume is damaged.
+    pub fn find_emptied_chunks(&self) -> Result<(), FsError> {
+        for group in 0..self.superblock.geometry().groups {
+            let found = self.wait(|| alloc::empty_metadata_chunks(&*self.meta.read(), group))?;
+            let mut meta = self.meta.write();
+            // One that the running transaction has emptied is listed with its sequence already.
+            let sequence = meta.sequence - 1;
+            meta.emptied.extend(found.into_iter().map(|chunk| (chunk, sequence)));
         }
         Ok(())
     }

@@ -10,6 +10,7 @@
 //! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the journal lock, the metadata lock, the
 //! epochs' lock. The metadata lock is never held across I/O.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -17,28 +18,29 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
-use gpunvme_layout::{Block, Geometry, Key, State, Superblock, Timestamp};
+use gpunvme_layout::{Block, BlockKind, Corrupt, Geometry, Key, State, Superblock, Timestamp, Uuid, group, node};
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::{Attempt, Fail, FsError, Stall};
 
 mod acl;
-mod alloc;
-mod attr;
+pub(crate) mod alloc;
+pub(crate) mod attr;
 mod busy;
 mod cache;
-mod dir;
+pub(crate) mod dir;
 pub(crate) mod epoch;
 pub(crate) mod extents;
 mod format;
-mod journal;
+pub(crate) mod journal;
 mod namespace;
 pub(crate) mod op;
-mod orphan;
+pub(crate) mod orphan;
 mod space;
 pub(crate) mod tree;
-mod xattr;
+pub(crate) mod xattr;
 
+pub use acl::ACCESS as ACL_ACCESS;
 pub use alloc::Run;
 pub use attr::{Attributes, SetAttributes};
 pub use dir::DirEntry;
@@ -48,7 +50,7 @@ pub use namespace::{NewNode, RenameMode};
 pub(crate) use space::{Piece, Stamp};
 
 use epoch::Epochs;
-use journal::Journal;
+use journal::{Journal, Recovered};
 use op::{Meta, Op};
 
 /// How a volume is opened.
@@ -125,7 +127,7 @@ impl Volume {
                 "uses features that this program can only read (bits {:#x}): mount it with -o ro, or use a newer program",
                 superblock.unknown_ro_compat
             );
-            return Err(gpunvme_layout::Corrupt::Superblock(what).into());
+            return Err(Corrupt::Superblock(what).into());
         }
         let recovered = journal::recover(&io, &superblock)?;
         if recovered.transactions > 0 {
@@ -137,14 +139,34 @@ impl Volume {
         };
         state_block.verify_any_kind(STATE, &superblock.uuid)?;
         let state = State::decode(&state_block, &superblock.geometry())?;
-        let cache_blocks = (options.cache / BLOCK_SIZE).max(256);
-        let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, cache_blocks);
+        for (address, block) in &recovered.images {
+            check_block(block, *address, &superblock.uuid)?;
+        }
+        let volume = Volume::assemble(io, superblock, read_only, recovered, (state_block, state), options.cache);
+        if !read_only {
+            // Also marks the volume as not cleanly unmounted, before the first change.
+            volume.checkpoint()?;
+            volume.finish_truncations()?;
+        }
+        Ok(volume)
+    }
+
+    /// A volume of which everything is known that has to be: superblock, live part of the journal, and state. Nothing is
+    /// written yet.
+    pub(crate) fn assemble(
+        io: Arc<Io>,
+        superblock: Superblock,
+        read_only: bool,
+        recovered: Recovered,
+        (state_block, state): (Block, State),
+        cache: usize,
+    ) -> Volume {
+        let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, (cache / BLOCK_SIZE).max(256));
         for (address, block) in recovered.images {
-            meta.check(address, &block)?;
             let block = Arc::new(block);
             meta.cache.put(address, block.clone()).image = Some((block.sequence(), block.clone()));
         }
-        let volume = Volume {
+        Volume {
             io,
             superblock,
             read_only,
@@ -155,13 +177,7 @@ impl Volume {
             data_written: AtomicBool::new(false),
             failed: OnceLock::new(),
             orphans: Mutex::default(),
-        };
-        if !read_only {
-            // Also marks the volume as not cleanly unmounted, before the first change.
-            volume.checkpoint()?;
-            volume.finish_truncations()?;
         }
-        Ok(volume)
     }
 
     /// Makes everything durable and leaves nothing to recover. Data has to be written before.
@@ -259,7 +275,7 @@ impl Volume {
             let take = |(address, block): (&u64, Block)| match meta.cache.get(*address) {
                 Some(entry) => Ok(entry.block.clone()),
                 None => {
-                    meta.check(*address, &block)?;
+                    check_block(&block, *address, &meta.uuid)?;
                     let block = Arc::new(block);
                     meta.cache.put(*address, block.clone());
                     Ok(block)
@@ -329,17 +345,21 @@ pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
     let device_blocks = io.device().geometry().len / BLOCK_SIZE as u64;
     let short = || {
         let message = format!("{} bytes are too few for a gpunvme filesystem", io.device().geometry().len);
-        FsError::from(gpunvme_layout::Corrupt::Superblock(message))
+        FsError::from(Corrupt::Superblock(message))
     };
     if device_blocks == 0 {
         return Err(short());
     }
+    let intact = Cell::new(false);
     let read = |address| -> Result<Superblock, FsError> {
         let block = read_blocks(io, address, 1)?.swap_remove(0);
+        // An intact superblock that says something else is not overruled by a copy.
+        intact.set(Superblock::recognize(block.bytes()) && block.verify_content(address).is_ok());
         Ok(Superblock::decode(&block, address, device_blocks)?)
     };
     match read(Superblock::ADDRESS) {
         Ok(superblock) => Ok(superblock),
+        Err(error) if intact.get() => Err(error),
         // The last copy lies at the end of the device, unless the device grew.
         Err(error) => match read(device_blocks - 1) {
             Ok(superblock) => {
@@ -351,8 +371,19 @@ pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
     }
 }
 
+/// Checks a block that was read from a device: its header, and what can be said of its content.
+pub(crate) fn check_block(block: &Block, address: u64, uuid: &Uuid) -> Result<(), Corrupt> {
+    block.verify_any_kind(address, uuid)?;
+    if block.expect(BlockKind::Node).is_ok() {
+        node::check(block)?;
+    } else if block.expect(BlockKind::Bitmap).is_ok() {
+        group::check_bitmap(block)?;
+    }
+    Ok(())
+}
+
 /// Reads blocks from anywhere, all at once; nothing is checked.
-fn read_scattered(io: &Io, addresses: &[u64]) -> Result<Vec<Block>, FsError> {
+pub(crate) fn read_scattered(io: &Io, addresses: &[u64]) -> Result<Vec<Block>, FsError> {
     let region = Region::allocate(addresses.len() * BLOCK_SIZE)?;
     let request = |(i, address): (usize, &u64)| {
         Request::read(Geometry::byte(*address), vec![Span { region: region.clone(), offset: i * BLOCK_SIZE, len: BLOCK_SIZE }])

@@ -192,8 +192,8 @@ impl Volume {
     }
 }
 
-fn room_for_names(op: &Op) -> Result<(), FsError> {
-    if op.meta().has_room_for_names() { Ok(()) } else { Err(FsError::NoSpace) }
+fn room_for_names(op: &Op) -> Attempt<()> {
+    if op.meta().has_room_for_names()? { Ok(()) } else { Err(FsError::NoSpace.into()) }
 }
 
 /// A directory that still has a name: nothing can be added to one that was removed.

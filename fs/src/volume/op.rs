@@ -6,13 +6,13 @@
 
 use std::sync::Arc;
 
-use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid, group, node};
+use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 use parking_lot::RwLockWriteGuard;
 
 use super::alloc::{Hints, Run};
 use super::busy::Busy;
 use super::cache::Cache;
-use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::error::{Attempt, Fail, Stall};
 
 /// Everything that the metadata lock guards.
 pub(crate) struct Meta {
@@ -97,17 +97,6 @@ impl Meta {
             hints: Hints::default(),
             checkpoints: 0,
         }
-    }
-
-    /// Checks a block that was read from a device: its header, and what can be said of its content.
-    pub fn check(&self, address: u64, block: &Block) -> Result<(), FsError> {
-        block.verify_any_kind(address, &self.uuid)?;
-        if block.expect(BlockKind::Node).is_ok() {
-            node::check(block)?;
-        } else if block.expect(BlockKind::Bitmap).is_ok() {
-            group::check_bitmap(block)?;
-        }
-        Ok(())
     }
 }
 

@@ -3,6 +3,8 @@
 //! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when their place is chosen,
 //! [`Volume::attach`] when they are on the device. Only the last one changes metadata.
 
+use std::ops::Range;
+
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
@@ -128,10 +130,12 @@ impl Volume {
                 let extent = Extent { block: piece.run.start, len: piece.run.len as u32, unwritten: false, device: 0 };
                 extents::insert(&mut op, ino, Mapping { offset: piece.offset, extent })?;
                 inode.blocks = (inode.blocks + piece.run.len).saturating_sub(step.blocks);
-            } else if is_mapped_to(&op, ino, piece)? {
-                let mut at = Some(piece.offset);
-                while let Some(from) = at {
-                    at = extents::convert(&mut op, ino, from, end, false)?.next;
+            } else {
+                for part in still_there(&op, ino, piece)? {
+                    let mut at = Some(part.start);
+                    while let Some(from) = at {
+                        at = extents::convert(&mut op, ino, from, part.end, false)?.next;
+                    }
                 }
             }
             mapped += 1;
@@ -216,14 +220,17 @@ impl Volume {
     }
 }
 
-/// Whether the file still has exactly these blocks there.
-fn is_mapped_to(op: &Op, ino: u64, piece: &Piece) -> Attempt<bool> {
-    let mut at = piece.offset;
+/// The blocks of the file, in runs, that still lie where the piece has them: somebody may have punched or replaced others.
+fn still_there(op: &Op, ino: u64, piece: &Piece) -> Attempt<Vec<Range<u64>>> {
+    let mut parts: Vec<Range<u64>> = Vec::new();
     for mapping in extents::map(op, ino, piece.offset, piece.offset + piece.run.len, usize::MAX)? {
-        if mapping.offset != at || mapping.extent.block != piece.run.start + (at - piece.offset) {
-            return Ok(false);
+        if mapping.extent.block != piece.run.start + (mapping.offset - piece.offset) {
+            continue;
         }
-        at = mapping.end();
+        match parts.last_mut().filter(|last| last.end == mapping.offset) {
+            Some(last) => last.end = mapping.end(),
+            None => parts.push(mapping.offset..mapping.end()),
+        }
     }
-    Ok(at == piece.offset + piece.run.len)
+    Ok(parts)
 }

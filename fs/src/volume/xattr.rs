@@ -120,7 +120,7 @@ impl Volume {
             return Err(FsError::TooBig.into());
         }
         let mut op = self.begin()?;
-        if !op.meta().has_room_for_names() {
+        if !op.meta().has_room_for_names()? {
             return Err(FsError::NoSpace.into());
         }
         let mut inode = attr::load(&op, ino)?;

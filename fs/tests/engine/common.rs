@@ -137,7 +137,8 @@ pub struct Pair {
     pub fs: Arc<Filesystem>,
     /// What it should be.
     pub model: Model,
-    clock: i64,
+    /// Seconds, for times that differ.
+    pub clock: i64,
     /// Largest offset of a write.
     pub reach: u64,
 }

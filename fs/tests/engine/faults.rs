@@ -6,9 +6,9 @@ use std::sync::Arc;
 use crate::common::{ROOT, assert_sound, make, open};
 use gpunvme_blockdev::{BlockDevice, Faulty, MemoryDevice, On, Rule};
 use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_fs::volume::{Context, NewNode, RenameMode};
 use gpunvme_fs::{Filesystem, Volume};
-use gpunvme_layout::Timestamp;
+use gpunvme_layout::{Block, Timestamp};
 
 const NOW: Timestamp = Timestamp { seconds: 1, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
@@ -58,7 +58,7 @@ fn data_that_cannot_be_written_is_reported_until_the_file_is_closed_and_leaks_no
     fs.close_file(ino, false);
     assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO, "another's close does not take it away");
     fs.close_file(ino, false);
-    fs.sync_file(ino).expect("nobody is left who could be told");
+    fs.sync_file(ino).expect("somebody was told, and nobody has it open any more");
     assert_eq!(fs.read(ino, 0, 100).unwrap(), [], "what was lost is not in the file");
     fs.wait(|| fs.write(ino, 0, &[8; 50_000], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
@@ -66,6 +66,41 @@ fn data_that_cannot_be_written_is_reported_until_the_file_is_closed_and_leaks_no
     let fs = open(&device).unwrap();
     assert_eq!(fs.read(ino, 0, 50_000).unwrap(), [8; 50_000]);
     assert_sound(&fs, "after a lost write");
+}
+
+#[test]
+fn data_of_a_closed_file_that_cannot_be_written_is_reported_to_who_comes_next() {
+    let (faulty, _, fs) = setup();
+    let lose = |ino| {
+        fs.open_file(ino, false);
+        fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
+        fs.close_file(ino, false);
+        faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
+        fs.write_back().unwrap();
+    };
+    let ino = file(&fs, b"a");
+    lose(ino);
+    fs.open_file(ino, false);
+    fs.close_file(ino, false);
+    fs.open_file(ino, false);
+    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO, "a close that nobody was told at takes it away");
+    fs.close_file(ino, false);
+    fs.sync_file(ino).expect("somebody was told");
+
+    let target = file(&fs, b"target");
+    fs.wait(|| fs.write(target, 0, &[1; 5000], NOW)).unwrap();
+    fs.sync_file(target).unwrap();
+    let rename = || fs.wait(|| fs.rename(&WHO, (ROOT, b"a"), (ROOT, b"target"), RenameMode::Replace));
+    lose(ino);
+    assert_eq!(rename().unwrap_err().errno(), libc::EIO, "an empty file replaced a good one");
+    // What is lost when the rename has it written out.
+    fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
+    assert_eq!(rename().unwrap_err().errno(), libc::EIO, "an empty file replaced a good one");
+    assert_eq!(fs.wait(|| fs.lookup(ROOT, b"target")).unwrap().ino, target);
+    fs.wait(|| fs.write(ino, 0, &[8; 5000], NOW)).unwrap();
+    assert_eq!(rename().unwrap(), Some(target));
+    assert_eq!(fs.read(ino, 0, 5000).unwrap(), [8; 5000]);
 }
 
 #[test]
@@ -121,4 +156,30 @@ fn damaged_metadata_is_named_and_nothing_panics() {
     let Err(error) = open(&device) else { panic!("the tree is gone") };
     assert_eq!(error.errno(), libc::EUCLEAN);
     assert!(error.to_string().contains("block ") && error.to_string().contains("fsck.gpunvme"), "{error}");
+}
+
+#[test]
+fn an_intact_superblock_of_another_version_is_not_overruled_by_a_copy() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let io = gpunvme_blockdev::Io::inline(device.clone()).unwrap();
+    let region = gpunvme_blockdev::Region::allocate(4096).unwrap();
+    let write = |change: fn(&mut Block)| {
+        io.run(vec![gpunvme_blockdev::Request::read(0, vec![region.span(0..4096)])]).unwrap();
+        let mut bytes = [0; 4096];
+        region.read_at(0, &mut bytes).unwrap();
+        let mut block = Block::from_bytes(&bytes);
+        change(&mut block);
+        region.write_at(0, block.bytes()).unwrap();
+        io.run(vec![gpunvme_blockdev::Request::write(0, vec![region.span(0..4096)], false)]).unwrap();
+    };
+    write(|block| {
+        block.bytes_mut()[80] = 99;
+        block.seal(block.sequence());
+    });
+    let Err(error) = open(&device) else { panic!("a volume of a newer version was opened by its last copy") };
+    assert!(error.to_string().contains("version 99"), "{error}");
+    // One that is not intact is.
+    write(|block| block.bytes_mut()[80] = 98);
+    drop(open(&device).expect("the copy is good"));
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice};
-use gpunvme_fs::Filesystem;
 use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_fs::{Filesystem, FormatOptions, format};
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, assert_sound, make, open};
@@ -56,4 +56,116 @@ fn a_chunk_that_is_used_and_emptied_again_before_a_checkpoint_is_not_given_to_da
     let fs = open(&device).unwrap();
     assert_sound(&fs, "after reuse");
     assert!(fs.read(ino, 0, len as usize).unwrap().iter().all(|byte| *byte == 7), "a node was written over data");
+}
+
+#[test]
+fn blocks_that_a_read_looked_up_are_nobody_elses_before_it_is_over() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let fs = open(&device).expect("a new volume can be opened");
+    let file = |name: &[u8]| {
+        let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+        fs.wait(|| fs.create(&WHO, ROOT, name, &new)).expect("there is room").ino
+    };
+    let read = file(b"read");
+    for at in (0..8 << 20).step_by(65536) {
+        fs.wait(|| fs.write(read, at, &[0xaa; 65536], NOW)).unwrap();
+    }
+    fs.sync_file(read).unwrap();
+    let plan = fs.wait(|| fs.plan_read(read, 0, 8 << 20)).unwrap();
+
+    // The file goes, durably, and somebody takes all the room there is.
+    unlink(&fs, "read");
+    fs.commit().unwrap();
+    let fill = |ino| {
+        let mut len = 0u64;
+        while fs.wait(|| fs.write(ino, len, &[0xbb; 65536], NOW)).is_ok() && fs.sync_file(ino).is_ok() {
+            len += 65536;
+        }
+        len
+    };
+    let taken = fill(file(b"first"));
+    let (sender, receiver) = std::sync::mpsc::channel();
+    fs.submit_read(plan, move |read| sender.send(read.unwrap().bytes().to_vec()).unwrap());
+    assert!(receiver.recv().unwrap().iter().all(|byte| *byte == 0xaa), "a read got what another file holds");
+    assert!(taken > 8 << 20, "only {taken} bytes were written: too few to want the freed blocks");
+
+    // Now that it is over they are anybody's.
+    assert!(fill(file(b"second")) >= 2 << 20, "the blocks did not come back");
+    fs.close().unwrap();
+    assert_sound(&open(&device).unwrap(), "after reuse");
+}
+
+#[test]
+fn names_leave_the_room_that_is_promised_to_data() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let fs = open(&device).expect("a new volume can be opened");
+    let link = |i: u32, target: &[u8]| {
+        let new = NewNode { mode: 0o120777, umask: 0, rdev: 0, target };
+        fs.wait(|| fs.create(&WHO, ROOT, i.to_string().as_bytes(), &new))
+    };
+    let file = |name: &[u8]| {
+        let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+        fs.wait(|| fs.create(&WHO, ROOT, name, &new)).expect("there is room").ino
+    };
+    let fill = |ino, max: u64| {
+        let full = |at: &u64| fs.wait(|| fs.write(ino, at * 4096, &[7; 4096], NOW)).is_err();
+        (0..max).find(full).unwrap_or(max)
+    };
+    // Too few pages for each to be written out before somebody asks, and together more than a chunk.
+    let small: Vec<u64> = [b"a", b"b", b"c", b"d"].iter().map(|name| file(*name)).collect();
+    let big = file(b"data");
+    small.iter().for_each(|ino| assert_eq!(fill(*ino, 200), 200));
+    let blocks = fill(big, u64::MAX);
+    fs.flush_file(big).unwrap();
+    let last = (0..5000).find(|i| link(*i, &[b't'; 3800]).is_err()).expect("the volume is full");
+    small.iter().for_each(|ino| fs.sync_file(*ino).expect("there is room for what was taken"));
+    assert!(fs.read(big, 0, blocks as usize * 4096).unwrap().iter().all(|byte| *byte == 7));
+    // What is there can be deleted.
+    (0..last).for_each(|i| unlink(&fs, &i.to_string()));
+    unlink(&fs, "data");
+    fs.close().unwrap();
+    assert_sound(&open(&device).unwrap(), "after a full volume");
+}
+
+#[test]
+fn what_an_earlier_volume_of_the_same_uuid_left_in_the_journal_is_not_replayed() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    let begin = |hash_key| {
+        format(&device, &FormatOptions { label: String::new(), uuid: [7; 16], hash_key, now: NOW, owner: (0, 0) })
+            .expect("it fits");
+        open(&device).expect("a new volume can be opened")
+    };
+    let fs = begin([1; 16]);
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    fs.wait(|| fs.create(&WHO, ROOT, b"of old", &new)).expect("there is room");
+    fs.commit().expect("nothing fails");
+    drop(fs);
+    // The second volume is in use when the power fails, and nothing was committed.
+    drop(begin([2; 16]));
+    let fs = open(&device).expect("the volume can be opened");
+    assert!(fs.wait(|| fs.lookup(ROOT, b"of old")).is_err(), "a file of the volume that was there before");
+}
+
+#[test]
+fn a_chunk_of_metadata_that_was_empty_at_a_crash_is_found_again() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let fs = open(&device).expect("a new volume can be opened");
+    let free = fs.usage().free;
+    let names: Vec<String> = (0..1200).map(|i| i.to_string()).collect();
+    names.iter().for_each(|name| link(&fs, name));
+    fs.volume().checkpoint().unwrap();
+    assert!(fs.usage().free < free, "metadata has more chunks than one");
+    names.iter().for_each(|name| unlink(&fs, name));
+    fs.commit().unwrap();
+    // Dropped and not closed: what was emptied since the checkpoint is in nobody's memory.
+    drop(fs);
+    let fs = open(&device).expect("it recovers");
+    fs.volume().find_emptied_chunks().unwrap();
+    fs.volume().checkpoint().unwrap();
+    assert_eq!(fs.usage().free, free);
+    fs.close().unwrap();
+    assert_sound(&open(&device).unwrap(), "after chunks were given back");
 }

@@ -84,6 +84,8 @@ codes! {
         OutsideBuffer = 40, "outside-buffer";
         /// Refused: the route that the caller required is not the buffer's.
         RouteNotAvailable = 41, "route-not-available";
+        /// Refused: the daemon may not lock that much memory for the device.
+        MemlockLimit = 42, "memlock-limit";
         /// A reason of a later version than this program's.
         Unknown = 63, "unknown";
     }
@@ -98,7 +100,9 @@ impl Reason {
             Reason::NoVfio => {
                 "The device is driven by the kernel; peer to peer needs it bound to vfio-pci and mounted as vfio:ADDRESS."
             }
-            Reason::MmapRefused => "The GPU's driver does not let its dma-buf be mapped; CUDA 13.3 or newer does.",
+            Reason::MmapRefused => {
+                "The memory's driver does not let it be mapped: NVIDIA's does from CUDA 13.3 on, and a PCI resource's while no driver uses it."
+            }
             Reason::IommufdCompat => {
                 "/dev/vfio/vfio is iommufd's imitation, which refuses device memory; a kernel with the type1 container accepts it."
             }
@@ -106,10 +110,12 @@ impl Reason {
             Reason::Unaligned => {
                 "Some bytes were copied by the CPU, because file offset, length or memory is not aligned; INFO tells the alignments."
             }
-            Reason::NotABuffer => "The fd is neither a memfd of ordinary pages nor a dma-buf.",
+            Reason::NotABuffer => {
+                "The fd is neither a memfd of ordinary pages nor a dma-buf (nor, for root, a PCI device's resource file)."
+            }
             Reason::NotSealed => "The memfd could be shortened under a transfer; add F_SEAL_SHRINK before registering it.",
-            Reason::TooSmall => "The memfd is shorter than the length that was to be registered.",
-            Reason::NotWritable => "The memfd must be open for reading and writing, and must not be sealed against writes.",
+            Reason::TooSmall => "The memory is shorter than the length that was to be registered.",
+            Reason::NotWritable => "The fd must be open for reading and writing, and a memfd must not be sealed against writes.",
             Reason::ProcessLimit => {
                 "The process has as many buffers, or bytes in them, as one may have; unregister some, or raise the mount's limits."
             }
@@ -123,6 +129,9 @@ impl Reason {
                 "This process has registered no such buffer with this mount; a child process must register its own."
             }
             Reason::OutsideBuffer => "A segment reaches past the end of the buffer.",
+            Reason::MemlockLimit => {
+                "The daemon may not lock that much memory for the device: raise its RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=), or run it as root."
+            }
             Reason::Unknown => "This program is older than the daemon and does not know the reason.",
             Reason::RouteNotAvailable => {
                 "The buffer does not take the route that was required; REGISTER told which it takes, and why."

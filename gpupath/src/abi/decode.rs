@@ -3,6 +3,7 @@
 //! It guards the daemon against whatever a process puts into an ioctl or a socket message. What depends on state (does the buffer exist, does the
 //! segment lie inside it) is not decided here.
 
+use super::ring::{Attach, Detach, RING_ENTRIES, Ring};
 use super::{
     Command, MAGIC, MAX_OFFSET, MAX_TRANSFER, Register, RegisterFlags, Resolve, Segment, Transfer, TransferFlags, Unregister,
     VERSION,
@@ -27,6 +28,12 @@ pub enum Request {
     Write(TransferRequest),
     /// `STATS`.
     Stats,
+    /// `RING`: the number of entries is one that a ring can have.
+    Ring(Ring),
+    /// `ATTACH`.
+    Attach(Attach),
+    /// `DETACH`.
+    Detach(Detach),
 }
 
 impl Request {
@@ -40,6 +47,9 @@ impl Request {
             Request::Read(_) => Command::Read,
             Request::Write(_) => Command::Write,
             Request::Stats => Command::Stats,
+            Request::Ring(_) => Command::Ring,
+            Request::Attach(_) => Command::Attach,
+            Request::Detach(_) => Command::Detach,
         }
     }
 }
@@ -175,6 +185,9 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Resolve => resolve(header(bytes), entries),
         Command::Read => transfer(command, header(bytes), entries, bytes).map(Request::Read),
         Command::Write => transfer(command, header(bytes), entries, bytes).map(Request::Write),
+        Command::Ring => ring(header(bytes)),
+        Command::Attach => attach(header(bytes)),
+        Command::Detach => detach(header(bytes)),
     }
 }
 
@@ -204,11 +217,19 @@ fn header<T: FromBytes + KnownLayout + Immutable>(bytes: &[u8]) -> T {
 fn flags_are_known(command: Command, flags: u32) -> bool {
     match command {
         Command::Register => RegisterFlags::from_bits(flags).is_some(),
-        Command::Read | Command::Write => {
-            TransferFlags::from_bits(flags).is_some_and(|flags| flags.intersection(ROUTES).bits().count_ones() <= 1)
-        }
-        Command::Info | Command::Unregister | Command::Resolve | Command::Stats => flags == 0,
+        Command::Read | Command::Write => TransferFlags::from_bits(flags).is_some_and(is_one_route),
+        _ => flags == 0,
     }
+}
+
+/// Whether at most one route is insisted on.
+pub(super) fn is_one_route(flags: TransferFlags) -> bool {
+    flags.intersection(ROUTES).bits().count_ones() <= 1
+}
+
+/// Whether a range ends at an offset that a file can have.
+pub(super) fn is_offset_range(start: u64, len: u64) -> bool {
+    start.checked_add(len).is_some_and(|end| end <= MAX_OFFSET)
 }
 
 const ROUTES: TransferFlags = TransferFlags::REQUIRE_P2P.union(TransferFlags::REQUIRE_BOUNCE).union(TransferFlags::REQUIRE_HOST);
@@ -237,6 +258,25 @@ fn register(header: Register) -> Result<Request, DecodeError> {
     Ok(Request::Register(header))
 }
 
+fn ring(header: Ring) -> Result<Request, DecodeError> {
+    let command = Command::Ring;
+    zero(command, "reserved", header.reserved.into_iter().fold(0, |all, word| all | word))?;
+    if !header.entries.is_power_of_two() || !RING_ENTRIES.contains(&header.entries) {
+        return Err(DecodeError::Field { command, field: "entries", value: header.entries.into() });
+    }
+    Ok(Request::Ring(header))
+}
+
+fn attach(header: Attach) -> Result<Request, DecodeError> {
+    zero(Command::Attach, "reserved", header.reserved[0] | header.reserved[1])?;
+    Ok(Request::Attach(header))
+}
+
+fn detach(header: Detach) -> Result<Request, DecodeError> {
+    zero(Command::Detach, "reserved", header.reserved[0] | header.reserved[1])?;
+    Ok(Request::Detach(header))
+}
+
 fn resolve(header: Resolve, entries: usize) -> Result<Request, DecodeError> {
     let command = Command::Resolve;
     if header.capacity as usize != entries || entries == 0 {
@@ -257,9 +297,8 @@ fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) ->
     let mut segments = Vec::with_capacity(entries);
     for (index, bytes) in bytes[size_of::<Transfer>()..].chunks_exact(size_of::<Segment>()).enumerate() {
         let segment = Segment::read_from_bytes(bytes).expect("a chunk has the size of a segment");
-        let ends = |at: u64| at.checked_add(segment.len).is_some_and(|end| end <= MAX_OFFSET);
         for (field, at) in [("file_offset", segment.file_offset), ("buffer_offset", segment.buffer_offset)] {
-            if !ends(at) {
+            if !is_offset_range(at, segment.len) {
                 return Err(DecodeError::Segment { command, segment: index, field });
             }
         }

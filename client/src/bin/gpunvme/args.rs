@@ -1,6 +1,7 @@
 //! The command line.
 
 use clap::{Parser, Subcommand};
+use gpunvme::{Require, Route};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -17,6 +18,8 @@ pub struct Args {
 
 #[derive(Subcommand)]
 pub enum Command {
+    /// Tell which route this machine can take between SSD and GPU, and what would make it faster
+    Doctor(crate::doctor::Doctor),
     /// Tell what a mount is and can do
     Info {
         /// The mount, or anything in it
@@ -27,6 +30,8 @@ pub enum Command {
         /// The file
         file: PathBuf,
     },
+    /// Look after an NVMe controller that no mount uses
+    Nvme(crate::nvme::Nvme),
     /// Read a file into registered memory, and tell how it moved
     Read(Read),
     /// Write a file from registered memory, and tell how it moved
@@ -42,7 +47,7 @@ pub enum Command {
 pub struct Read {
     /// The file
     pub file: PathBuf,
-    /// The memory to read into: `host`
+    /// The memory to read into: `host`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     pub to: Memory,
     /// Where in the file to begin, in bytes (K, M, G and T count in powers of 1024)
@@ -51,6 +56,9 @@ pub struct Read {
     /// How much to read, in bytes; otherwise to the end of the file
     #[arg(long, value_name = "BYTES", value_parser = size)]
     pub length: Option<u64>,
+    /// Fail rather than take another route, or rather than have the CPU copy what is not aligned
+    #[arg(long, value_name = "ROUTE")]
+    pub require: Vec<Demand>,
     /// Print the SHA-256 of what arrived in the buffer
     #[arg(long)]
     pub checksum: bool,
@@ -63,34 +71,99 @@ pub struct Read {
 pub struct Write {
     /// The file; created where there is none
     pub file: PathBuf,
-    /// The memory to write from: `host`
+    /// The memory to write from: `host`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     pub from: Memory,
-    /// Where the data comes from; otherwise, and for `-`, standard input
+    /// Where the data comes from, `-` being standard input; otherwise standard input for host memory, and what a device's memory holds
     #[arg(long, value_name = "FILE")]
     pub input: Option<PathBuf>,
+    /// How much to write, in bytes; otherwise all of the input, or all of a device's memory from the offset on
+    #[arg(long, value_name = "BYTES", value_parser = size)]
+    pub length: Option<u64>,
     /// Where in the file to write, in bytes, and leave the rest of it; otherwise the file is replaced
     #[arg(long, value_name = "BYTES", value_parser = size)]
     pub offset: Option<u64>,
+    /// Fail rather than take another route, or rather than have the CPU copy what is not aligned
+    #[arg(long, value_name = "ROUTE")]
+    pub require: Vec<Demand>,
     /// Print the SHA-256 of what was in the buffer
     #[arg(long)]
     pub checksum: bool,
 }
 
-/// Where the buffer is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
+/// What a transfer must not do otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Demand {
+    /// Straight between the device and GPU memory
+    P2p,
+    /// Through a staging pool
+    Bounce,
+    /// Host memory
     Host,
+    /// No byte copied by the CPU
+    Direct,
+}
+
+/// What all demands come to. Of several routes the last counts.
+pub fn require(demands: &[Demand]) -> Require {
+    demands.iter().fold(Require::default(), |require, demand| match demand {
+        Demand::P2p => Require { route: Some(Route::P2p), ..require },
+        Demand::Bounce => Require { route: Some(Route::Bounce), ..require },
+        Demand::Host => Require { route: Some(Route::Host), ..require },
+        Demand::Direct => Require { direct: true, ..require },
+    })
+}
+
+/// Where the buffer is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// A memfd of this process.
+    Host,
+    /// A PCI device's, which stands in for a GPU's where there is none.
+    Pci(PciMemory),
+}
+
+/// What a BAR of a PCI device holds, from an offset on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PciMemory {
+    pub address: String,
+    /// The part of a resource file's name behind `resource`.
+    pub resource: String,
+    /// In bytes.
+    pub offset: u64,
 }
 
 impl FromStr for Memory {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text.split(':').next() {
-            Some("host") if text == "host" => Ok(Memory::Host),
-            Some("gpu") => Err("this build cannot move data to or from GPU memory; use host".into()),
-            _ => Err("the memory must be host".into()),
+        match text.split_once(':') {
+            None if text == "host" => Ok(Memory::Host),
+            Some(("pci", memory)) => memory.parse().map(Memory::Pci),
+            Some(("gpu", _)) => Err("this build cannot move data to or from GPU memory by its number; use host".into()),
+            _ => Err("the memory must be host or pci:ADDRESS/BAR[:OFFSET]".into()),
+        }
+    }
+}
+
+impl FromStr for PciMemory {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (address, bar) =
+            text.split_once('/').ok_or("a PCI device's memory is pci:ADDRESS/BAR[:OFFSET], as in pci:0000:02:00.0/2:1M")?;
+        let (resource, offset) = match bar.split_once(':') {
+            Some((resource, offset)) => (resource, size(offset).map_err(|why| format!("the offset {why}"))?),
+            None => (bar, 0),
+        };
+        // They become part of a path.
+        let is_address =
+            address.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b':' || byte == b'.') && address.contains(':');
+        let is_bar = matches!(resource.strip_suffix("_wc").unwrap_or(resource), "0" | "1" | "2" | "3" | "4" | "5");
+        match (is_address, is_bar) {
+            (true, true) => Ok(PciMemory { address: address.to_owned(), resource: resource.to_owned(), offset }),
+            (false, _) => Err(format!("{address:?} is no PCI address, as 0000:02:00.0 is one")),
+            (_, false) => Err(format!("{resource:?} is no BAR: 0 to 5, or with _wc behind it")),
         }
     }
 }
@@ -123,9 +196,24 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_refused_in_words() {
+    fn memories_have_names() {
+        let pci = |address: &str, resource: &str, offset| {
+            Ok(Memory::Pci(PciMemory { address: address.into(), resource: resource.into(), offset }))
+        };
         assert_eq!("host".parse(), Ok(Memory::Host));
+        assert_eq!("pci:0000:02:00.0/2".parse(), pci("0000:02:00.0", "2", 0));
+        assert_eq!("pci:10000:02:1f.7/4_wc:1M".parse(), pci("10000:02:1f.7", "4_wc", 1 << 20));
         assert!("gpu:0".parse::<Memory>().unwrap_err().contains("GPU memory"));
-        assert!("host:0".parse::<Memory>().is_err());
+        let wrong =
+            ["", "hos", "host:0", "pci", "pci:0000:02:00.0", "pci:../etc/2", "pci:0000:02:00.0/6", "pci:0000:02:00.0/2/../0"];
+        for wrong in wrong.into_iter().chain(["pci:0000:02:00.0/2:", "pci:0000:02:00.0/2:1Q", "pci:./2", "pci:/2", "gpu"]) {
+            assert!(wrong.parse::<Memory>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn demands_add_up() {
+        assert_eq!(require(&[]), Require::default());
+        assert_eq!(require(&[Demand::P2p, Demand::Direct]), Require { route: Some(Route::P2p), direct: true });
     }
 }

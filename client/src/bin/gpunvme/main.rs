@@ -1,8 +1,11 @@
-//! `gpunvme`: what an administrator or a script does with a mount by hand.
+//! `gpunvme`: what an administrator or a script does with a mount, and with the controller under it, by hand.
 
 mod args;
 mod describe;
+mod device;
+mod doctor;
 mod meter;
+mod nvme;
 mod read;
 mod report;
 mod write;
@@ -16,14 +19,16 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let args = Args::parse();
     let result = match &args.command {
+        Command::Doctor(doctor) => doctor::run(doctor),
         Command::Info { mount } => describe::info(mount),
         Command::Map { file } => describe::map(file),
         Command::Stats { mount } => describe::stats(mount),
+        Command::Nvme(nvme) => nvme::run(nvme),
         Command::Read(read) => read::run(read),
         Command::Write(write) => write::run(write),
     };
-    match result.and_then(|report| print(&report, args.json)) {
-        Ok(()) => ExitCode::SUCCESS,
+    match result.and_then(|report| print(&report, args.json).map(|()| report.code)) {
+        Ok(code) => code.into(),
         Err(Failure(message)) => {
             eprintln!("gpunvme: {message}");
             ExitCode::FAILURE

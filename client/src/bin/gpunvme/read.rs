@@ -1,9 +1,9 @@
 //! `read`: through two buffers, so that the next part is on its way while the last one is looked at.
 
-use crate::args::{Memory, Read};
+use crate::args::{Memory, Read, require};
 use crate::meter::Meter;
 use crate::report::{Failure, Report};
-use crate::write;
+use crate::{device, write};
 use gpunvme::{Buffer, Error, File, Registered, Segment};
 use sha2::{Digest, Sha256};
 use std::io::Write;
@@ -28,14 +28,22 @@ pub fn range(part: &Segment) -> Range<usize> {
 }
 
 pub fn run(args: &Read) -> Result<Report, Failure> {
-    let Memory::Host = args.to;
     let file = File::open(&args.file)?;
     let rest = file.size()?.saturating_sub(args.offset);
     let len = args.length.map_or(rest, |length| length.min(rest));
     let mut output = args.output.as_deref().map(open).transpose()?;
     let mut hash = args.checksum.then(Sha256::new);
     let mut meter = Meter::new(Some(len));
+    let require = require(&args.require);
     let mut by = None;
+    if let Memory::Pci(memory) = &args.to {
+        let mut window = device::Window::register(&file, memory, Some(len))?;
+        window.read(&file, args.offset, require, &mut meter)?;
+        window.look(|bytes| consume(bytes, &mut hash, &mut output))?;
+        let mut report = write::outcome(&args.file, args.offset, meter, hash, Some(window.by()));
+        report.to_stderr = args.output.as_deref().is_some_and(is_stdout);
+        return Ok(report);
+    }
 
     // Filled buffers come one way, empty ones go the other.
     let (filled, arrived) = sync_channel::<(Registered, Segment)>(2);
@@ -54,7 +62,7 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
                 // Either end may have given up; the other one knows why.
                 let Ok(mut buffer) = returned.recv() else { return Ok(()) };
                 let part = part(args.offset + at, len - at, &buffer);
-                let bytes = meter.time(|| file.read(&mut buffer, &[part]))?;
+                let bytes = meter.time(|| file.read_requiring(&mut buffer, &[part], require))?;
                 at += bytes;
                 if filled.send((buffer, Segment { len: bytes, ..part })).is_err() || bytes < part.len {
                     break;
@@ -63,13 +71,7 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
             Ok(())
         });
         for (buffer, part) in arrived {
-            let bytes = &buffer[range(&part)];
-            if let Some(hash) = &mut hash {
-                hash.update(bytes);
-            }
-            if let Some(output) = &mut output {
-                output.write_all(bytes).map_err(|error| Failure(format!("cannot write what arrived: {error}")))?;
-            }
+            consume(&buffer[range(&part)], &mut hash, &mut output)?;
             let _ = empty.send(buffer); // nobody waits for it at the end
         }
         reader.join().map_err(|_| Failure("the reading thread panicked".into()))?.map_err(Failure::from)
@@ -77,6 +79,17 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
     let mut report = write::outcome(&args.file, args.offset, meter, hash, by);
     report.to_stderr = args.output.as_deref().is_some_and(is_stdout);
     Ok(report)
+}
+
+/// Does with bytes that arrived what was asked for.
+fn consume(bytes: &[u8], hash: &mut Option<Sha256>, output: &mut Option<Box<dyn Write>>) -> Result<(), Failure> {
+    if let Some(hash) = hash {
+        hash.update(bytes);
+    }
+    match output {
+        Some(output) => output.write_all(bytes).map_err(|error| Failure(format!("cannot write what arrived: {error}"))),
+        None => Ok(()),
+    }
 }
 
 fn is_stdout(path: &Path) -> bool {

@@ -19,11 +19,13 @@ pub struct Report {
     pub json: Value,
     /// Standard output is taken.
     pub to_stderr: bool,
+    /// The exit status.
+    pub code: u8,
 }
 
 impl Report {
     pub fn new(json: Value) -> Report {
-        Report { text: String::new(), json, to_stderr: false }
+        Report { text: String::new(), json, to_stderr: false, code: 0 }
     }
 
     /// Adds a line for people.

@@ -1,6 +1,7 @@
 //! `write`: through two buffers, so that the next part is taken in while the last one is on its way.
 
-use crate::args::{Memory, Write};
+use crate::args::{Memory, Write, require};
+use crate::device::Window;
 use crate::meter::Meter;
 use crate::read::{buffers, part, range};
 use crate::report::{self, Failure, Report};
@@ -12,28 +13,49 @@ use std::path::Path;
 use std::sync::mpsc::sync_channel;
 
 pub fn run(args: &Write) -> Result<Report, Failure> {
-    let Memory::Host = args.from;
-    let (mut input, expected) = open(args.input.as_deref())?;
     let file = File::create(&args.file)?;
+    let mut input = Input::open(args)?;
     let offset = args.offset.unwrap_or(0);
-    if args.offset.is_none() {
-        file.set_size(0)?;
-    }
     let mut hash = args.checksum.then(Sha256::new);
-    let mut meter = Meter::new(expected);
+    let mut meter = Meter::new(input.len);
+    let require = require(&args.require);
     let mut by = None;
+    // Only when everything else is in order.
+    let begin = |route: Route| match require.route {
+        Some(required) if required != route => {
+            Err(Failure(format!("the memory's route is {route}, and {required} is required; the file is as it was")))
+        }
+        _ if args.offset.is_none() => Ok(file.set_size(0)?),
+        _ => Ok(()),
+    };
+    if let Memory::Pci(memory) = &args.from {
+        let mut window = Window::register(&file, memory, input.len)?;
+        if args.input.is_some() {
+            window.fill(&mut input.bytes)?;
+        }
+        begin(window.by().0)?;
+        window.write(&file, offset, require, &mut meter)?;
+        if let Some(hash) = &mut hash {
+            window.look(|bytes| {
+                hash.update(bytes);
+                Ok(())
+            })?;
+        }
+        return Ok(outcome(&args.file, offset, meter, hash, Some(window.by())));
+    }
 
     let (filled, coming) = sync_channel::<(Registered, Segment)>(2);
     let (empty, returned) = sync_channel::<Registered>(2);
-    for buffer in buffers(&file, expected.unwrap_or(u64::MAX))? {
+    for buffer in buffers(&file, input.len.unwrap_or(u64::MAX))? {
         by = Some((buffer.route(), buffer.reason()));
         empty.send(buffer).map_err(|_| Failure("a channel is closed that nobody has closed".into()))?;
     }
+    begin(by.map_or(Route::None, |(route, _)| route))?;
     std::thread::scope(|scope| {
         let (file, meter) = (&file, &mut meter);
         let writer = scope.spawn(move || -> Result<(), Error> {
             for (buffer, part) in coming {
-                meter.time(|| file.write(&buffer, &[part]))?;
+                meter.time(|| file.write_requiring(&buffer, &[part], require))?;
                 let _ = empty.send(buffer); // nobody waits for it at the end
             }
             Ok(())
@@ -42,7 +64,7 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
         let mut at = offset;
         while let Ok(mut buffer) = returned.recv() {
             let mut part = part(at, u64::MAX, &buffer);
-            let len = fill(&mut input, &mut buffer[range(&part)])
+            let len = fill(&mut input.bytes, &mut buffer[range(&part)])
                 .map_err(|error| Failure(format!("cannot read the input: {error}")))?;
             part.len = len as u64;
             at += part.len;
@@ -59,15 +81,33 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     Ok(outcome(&args.file, offset, meter, hash, by))
 }
 
-/// The input, and its length where that is known.
-fn open(path: Option<&Path>) -> Result<(Box<dyn Read>, Option<u64>), Failure> {
-    let Some(path) = path.filter(|path| *path != Path::new("-")) else {
-        return Ok((Box::new(std::io::stdin().lock()), None));
-    };
-    let failed = |error| Failure(format!("{}: {error}", path.display()));
-    let file = std::fs::File::open(path).map_err(failed)?;
-    let stat = file.metadata().map_err(failed)?;
-    Ok((Box::new(file), stat.is_file().then_some(stat.len())))
+/// Where the data comes from.
+struct Input {
+    bytes: Box<dyn Read>,
+    /// How much it is, where that is known.
+    len: Option<u64>,
+}
+
+impl Input {
+    fn open(args: &Write) -> Result<Input, Failure> {
+        let path = args.input.as_deref().filter(|path| *path != Path::new("-"));
+        let (bytes, len): (Box<dyn Read>, _) = match path {
+            None => (Box::new(std::io::stdin().lock()), None),
+            Some(path) => {
+                let failed = |error| Failure(format!("{}: {error}", path.display()));
+                let file = std::fs::File::open(path).map_err(failed)?;
+                let stat = file.metadata().map_err(failed)?;
+                (Box::new(file), stat.is_file().then_some(stat.len()))
+            }
+        };
+        Ok(match args.length {
+            Some(length) => {
+                // Of the length that was asked for, an input of unknown length may still have less.
+                Input { bytes: Box::new(bytes.take(length)), len: Some(len.map_or(length, |len| len.min(length))) }
+            }
+            None => Input { bytes, len },
+        })
+    }
 }
 
 /// Fills a buffer as far as the input goes.

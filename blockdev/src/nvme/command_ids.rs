@@ -1,0 +1,50 @@
+//! Command identifiers. One is the number of a slot, and above it, in the bits that are left of 16, a count that goes on with
+//! each use of the slot: a completion that comes twice names a command that is over, and is not taken for that of the next.
+
+pub(super) struct CommandIds {
+    /// Of the slot's number.
+    bits: u32,
+    /// The last identifier of each slot.
+    last: Vec<u16>,
+}
+
+impl CommandIds {
+    /// For this many slots, 65536 at the most.
+    pub(super) fn new(slots: u32) -> Self {
+        Self { bits: slots.next_power_of_two().ilog2(), last: (0..slots).map(|slot| slot as u16).collect() }
+    }
+
+    /// The next identifier of a slot.
+    #[inline]
+    pub(super) fn next(&mut self, slot: u16) -> u16 {
+        let last = &mut self.last[usize::from(slot)];
+        *last = (u32::from(*last) + (1 << self.bits)) as u16;
+        *last
+    }
+
+    /// The slot that an identifier names, if there is such.
+    #[inline]
+    pub(super) fn slot(&self, id: u16) -> u16 {
+        (u32::from(id) & ((1 << self.bits) - 1)) as u16
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_identifier_names_its_slot_and_comes_again_late() {
+        for slots in [1, 2, 3, 256, 257, 32768] {
+            let mut ids = CommandIds::new(slots);
+            let slot = (slots - 1) as u16;
+            let first = ids.next(slot);
+            assert!(ids.slot(first) == slot && ids.next(slot) != first, "{slots} slots");
+        }
+        let mut ids = CommandIds::new(256);
+        let first = ids.next(7);
+        assert_eq!((0..).take_while(|_| ids.next(7) != first).count(), 255);
+        let mut full = CommandIds::new(65534);
+        assert_eq!((full.next(65533), full.next(65533), full.slot(65533)), (65533, 65533, 65533), "there are no bits left");
+    }
+}

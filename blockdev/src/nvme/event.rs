@@ -1,0 +1,53 @@
+//! An eventfd: what an interrupt, or another thread, wakes a sleeper with.
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+/// A counter that can be slept on. A signal is never lost: it stays until [`Event::drain`].
+pub(super) struct Event(OwnedFd);
+
+impl Event {
+    pub(super) fn new() -> Result<Self, Errno> {
+        rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Self)
+    }
+
+    /// Wakes the sleeper, or the next one.
+    pub(super) fn signal(&self) {
+        // It can only fail when the counter is full, and then it is signalled already.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    /// Takes all signals.
+    pub(super) fn drain(&self) {
+        // Nothing to take is what the caller wants.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+
+    /// Sleeps until a signal comes, `None` without end, and takes it. It may return for no reason.
+    pub(super) fn wait(&self, timeout: Option<Duration>) {
+        wait_any(&[self.as_fd()], timeout);
+        self.drain();
+    }
+}
+
+impl AsFd for Event {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Sleeps until one of the descriptors can be read. It may return for no reason.
+pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
+    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+    // An interrupted wait is one that returned for no reason.
+    let _ = rustix::event::poll(&mut fds, timeout.as_ref());
+}
+
+/// Whether a descriptor can be read now.
+pub(super) fn is_signalled(fd: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+    rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}

@@ -1,0 +1,227 @@
+//! The userspace NVMe driver: a [`BlockDevice`] on a controller that a [`transport::Transport`] reaches.
+//!
+//! From the top: [`NvmeDevice`] is a namespace; `io_queue` keeps its requests going; `encoder` makes commands of them, and
+//! `scatter` says where their memory is; `queue` is the pair of rings, for `admin` as well; `dma` maps memory; `controller` brings everything up and down, and
+//! `recovery` looks after it while it runs.
+//!
+//! A controller has one owner: the device and its queues share it, and the last of them shuts it down.
+mod admin;
+mod bounce;
+mod command_ids;
+mod controller;
+#[allow(unsafe_code)]
+mod dma;
+mod encoder;
+mod event;
+mod io_queue;
+mod iova;
+mod maintenance;
+mod options;
+mod queue;
+mod recovery;
+mod scatter;
+#[allow(dead_code)] // the standard, of which the driver and the software controller each use a part
+pub(crate) mod spec;
+#[allow(dead_code)] // as above
+mod status;
+pub(crate) mod transport;
+#[allow(unsafe_code)]
+mod vfio;
+mod windows;
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+pub use maintenance::{BlockFormat, Controller, ControllerInfo, Erase, ErrorEntry, NamespaceInfo, Register, Smart};
+pub use status::Status;
+
+use controller::Core;
+use io_queue::{IoQueue, Setup};
+use options::Backend;
+pub(crate) use options::{DeviceName, Options, duration};
+use scatter::Limits;
+use spec::cns;
+use spec::identify::{IdentifyNamespace, oncs};
+use transport::Transport;
+
+use crate::sim::SimController;
+use crate::{BlockDevice, Completion, Error, Geometry, NoPeerToPeer, OpenMode, Queue, Region, Request, Result, Wait};
+
+/// Bytes of a chunk of a queue's bounce buffer.
+const BOUNCE: u64 = 128 << 10;
+/// PRPs and many SGLs take addresses that are multiples of this (Base 4.1.1).
+const MEMORY_ALIGNMENT: u32 = 4;
+
+/// A controller that is up, and the thread that looks after it.
+struct Running {
+    core: Arc<Core>,
+    supervisor: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    /// Brings a controller up.
+    fn start(core: Arc<Core>) -> Result<Arc<Self>> {
+        let mut running = Self { core, supervisor: None };
+        let core = &running.core;
+        {
+            let mut lifecycle = core.lifecycle();
+            core.disable()?;
+            core.take_subsystem_reset()?;
+            core.enable(&mut lifecycle)?;
+        }
+        let core = core.clone();
+        let name = core.name.clone();
+        let spawned = std::thread::Builder::new().name("nvme".into()).spawn(move || recovery::supervise(&core));
+        running.supervisor = Some(spawned.map_err(|error| Error::System {
+            device: name,
+            action: "starting the thread that looks after the controller",
+            errno: error.raw_os_error().unwrap_or(libc::EAGAIN),
+        })?);
+        Ok(Arc::new(running))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.core.stop();
+        if let Some(supervisor) = self.supervisor.take()
+            && supervisor.join().is_err()
+        {
+            tracing::error!(device = %self.core.name, "the thread that looked after the controller had panicked");
+        }
+        self.core.shut_down();
+    }
+}
+
+/// Opens DEVICE, if it is one that this driver runs.
+pub(crate) fn open(device: &str, mode: OpenMode) -> Option<Result<NvmeDevice>> {
+    let name = DeviceName::parse(device)?;
+    let open = |mut name: DeviceName<'_>| {
+        let options = Options::take(&mut name)?;
+        let transport = connect(&mut name, mode)?;
+        NvmeDevice::open(name.device(), transport, options, mode)
+    };
+    Some(open(name))
+}
+
+/// Reaches the controller that a DEVICE string names, and claims it.
+fn connect(name: &mut DeviceName<'_>, mode: OpenMode) -> Result<Arc<dyn Transport>> {
+    match name.backend {
+        Backend::Sim => Ok(Arc::new(SimController::connect(name, mode)?)),
+        Backend::Vfio => {
+            name.finish()?;
+            Ok(Arc::new(vfio::VfioTransport::open(name.device(), name.target)?))
+        }
+    }
+}
+
+/// A namespace of a controller.
+pub(crate) struct NvmeDevice {
+    running: Arc<Running>,
+    setup: Setup,
+}
+
+impl NvmeDevice {
+    /// Brings up the controller that the transport reaches, and opens the namespace that the options name.
+    pub(crate) fn open(name: Arc<str>, transport: Arc<dyn Transport>, options: Options, mode: OpenMode) -> Result<Self> {
+        let running = Running::start(Arc::new(Core::new(name.clone(), transport, options)?))?;
+        let core = &running.core;
+        let namespace = core.options.namespace;
+        let timeout = core.setup_timeout();
+        let active = core.admin.namespaces(timeout)?;
+        let unsupported = |reason: String| Error::Unsupported { device: name.clone(), reason };
+        if !active.contains(&namespace) {
+            return Err(unsupported(format!("has no namespace {namespace}; it has {active:?}, to be named as ns=N")));
+        }
+        let identity: IdentifyNamespace = core.admin.identify(cns::NAMESPACE, namespace, timeout)?;
+        let format = identity.lbaf[identity.format()];
+        if format.ms.get() > 0 || identity.dps & 7 != 0 {
+            let reason = format!(
+                "namespace {namespace} has {} bytes of metadata a block, which is not supported; format it without",
+                format.ms
+            );
+            return Err(unsupported(reason));
+        }
+        if !(9..=12).contains(&format.lbads) {
+            let reason = format!("namespace {namespace} has blocks of 2^{} bytes; 512 to 4096 are supported", format.lbads);
+            return Err(unsupported(reason));
+        }
+        let controller = core.identity();
+        let logical_block = 1u32 << format.lbads;
+        let sgl = core.options.sgl && core.has_sgl();
+        let limits = Limits::new(logical_block.into(), core.page, core.max_transfer(), sgl, BOUNCE);
+        let supports = |bit: u16| controller.oncs.get() & bit != 0;
+        let geometry = Geometry {
+            len: identity.nsze.get() << format.lbads,
+            logical_block,
+            memory_alignment: MEMORY_ALIGNMENT,
+            max_transfer: limits.max_transfer as u32,
+            queue_depth: core.depth(),
+            max_queues: core.max_queues(),
+            volatile_cache: controller.vwc & 1 != 0,
+            discard: supports(oncs::DATASET_MANAGEMENT),
+            write_zeroes: supports(oncs::WRITE_ZEROES),
+            read_only: mode == OpenMode::ReadOnly || identity.nsattr & 1 != 0,
+        };
+        tracing::debug!(device = %name, ?geometry, ?limits, "opened");
+        let setup = Setup { name, geometry, namespace, limits, completion: core.completion(), timeout: core.options.timeout };
+        Ok(Self { running, setup })
+    }
+}
+
+impl BlockDevice for NvmeDevice {
+    fn name(&self) -> &str {
+        &self.setup.name
+    }
+
+    fn geometry(&self) -> &Geometry {
+        &self.setup.geometry
+    }
+
+    fn open_queue(&self) -> Result<Box<dyn Queue>> {
+        let queue = self.running.core.open_queue(self.setup.clone())?;
+        Ok(Box::new(NvmeQueue { queue, running: self.running.clone() }))
+    }
+
+    /// Pins the memory, and gives the controller a way to it. A region that is mapped already stays mapped once.
+    fn map(&self, region: &Arc<Region>) -> Result<()> {
+        self.running.core.dma.map(region)
+    }
+
+    fn unmap(&self, region: &Region) {
+        if let Err(error) = self.running.core.dma.unmap(region) {
+            tracing::error!(%error, "memory stays mapped for the device's DMA until it is closed");
+        }
+    }
+
+    fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
+        self.running.core.transport.peer_to_peer()
+    }
+}
+
+/// A queue as its user holds it.
+struct NvmeQueue {
+    queue: Arc<IoQueue>,
+    running: Arc<Running>,
+}
+
+impl Queue for NvmeQueue {
+    fn submit(&self, requests: &mut Vec<Request>) {
+        self.queue.submit(requests);
+    }
+
+    fn complete(&self, wait: Wait, out: &mut Vec<Completion>) -> Result<usize> {
+        self.queue.complete(wait, out)
+    }
+
+    fn wake(&self) {
+        self.queue.wake();
+    }
+}
+
+impl Drop for NvmeQueue {
+    fn drop(&mut self) {
+        self.queue.drain();
+        self.running.core.close_queue(&self.queue);
+    }
+}

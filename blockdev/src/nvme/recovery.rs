@@ -1,0 +1,224 @@
+//! The supervisor: a thread for each controller that looks after it. It guards that no request hangs: a command that is late is
+//! aborted, then the controller is reset and what was in flight is sent once more, and where that does not help every request
+//! ends with an error. It also answers asynchronous events, and a host that asks for the device back.
+//!
+//! Memory of commands in flight: before their requests end with an error, the controller is known to have stopped, or it is
+//! shut off from all memory by the IOMMU. Should even that fail, the memory is never given back.
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::controller::{Core, Lifecycle};
+use super::event::{is_signalled, wait_any};
+use super::io_queue::{IoQueue, Overdue};
+use super::spec::log::{ErrorEntry, SmartLog};
+use super::spec::{Sqe, admin, csts, log_page, reg};
+use super::status::Status;
+use crate::{Error, Result};
+
+use zerocopy::FromBytes;
+use zerocopy::little_endian::U32;
+
+/// How often the supervisor looks, at the most and at the least. In between, a quarter of the command timeout.
+const TICKS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(500)];
+/// What an Abort gets before the controller is reset: so many parts of the command timeout.
+const GRACE: u32 = 4;
+
+/// The supervisor's thread, until [`Core::stop`].
+pub(super) fn supervise(core: &Arc<Core>) {
+    let tick = (core.options.timeout / 4).clamp(TICKS[0], TICKS[1]);
+    let mut busy = false;
+    while !core.stopping.load(Ordering::Acquire) {
+        if core.broken().is_some() {
+            core.event.wait(None);
+            continue;
+        }
+        let release = core.transport.release_requested();
+        wait_any(&std::iter::once(core.event.as_fd()).chain(release).collect::<Vec<BorrowedFd<'_>>>(), Some(tick));
+        core.event.drain();
+        if core.stopping.load(Ordering::Acquire) {
+            return;
+        }
+        if release.is_some_and(is_signalled) {
+            tracing::warn!(device = %core.name, "the host asks for the device back; everything in flight is ended");
+            core.let_go();
+            continue;
+        }
+        core.handle_events();
+        // An idle controller is left alone: reading its registers would keep it awake.
+        let queues = core.queues();
+        let was_busy = std::mem::replace(&mut busy, queues.iter().any(|queue| queue.in_flight() > 0));
+        if busy || was_busy || core.admin.has_late() {
+            core.look_after(&queues);
+        }
+    }
+}
+
+impl Core {
+    fn queues(&self) -> Vec<Arc<IoQueue>> {
+        self.lifecycle().queues.values().cloned().collect()
+    }
+
+    fn look_after(&self, queues: &[Arc<IoQueue>]) {
+        match self.status() {
+            Err(gone) => return self.give_up(gone),
+            Ok(status) if status & csts::CFS != 0 => return self.recover("it reports a fatal status (CSTS.CFS)"),
+            Ok(_) => {}
+        }
+        if self.admin.has_late() {
+            return self.recover("an admin command did not complete");
+        }
+        let grace = self.options.timeout / GRACE;
+        for queue in queues {
+            for Overdue { cid, aborted } in queue.overdue(Instant::now(), grace) {
+                if aborted {
+                    return self.recover("a command did not complete, also not after an Abort");
+                }
+                if !self.abort(queue.id(), cid, grace) {
+                    // No other will either, and each would be waited for.
+                    return self.recover("an Abort did not complete");
+                }
+            }
+        }
+    }
+
+    /// Asks the controller to end a command (Base 5.1). Whether it does shows by the command's completion. False if it does
+    /// not even answer.
+    fn abort(&self, queue: u16, cid: u16, timeout: Duration) -> bool {
+        tracing::warn!(device = %self.name, queue, cid, "a command is late; aborting it");
+        let command = Sqe { opcode: admin::ABORT, cdw10: U32::new(u32::from(cid) << 16 | u32::from(queue)), ..Sqe::default() };
+        match self.admin.run(command, "Abort", timeout) {
+            Ok(_) => true,
+            Err(error) => {
+                tracing::warn!(%error, "the Abort failed");
+                matches!(error, Error::Admin { .. })
+            }
+        }
+    }
+
+    /// Resets the controller, or gives it up.
+    fn recover(&self, reason: &str) {
+        if let Err(error) = self.reset(reason) {
+            self.give_up(error);
+        }
+    }
+
+    /// Controller reset: stops it, brings it up again with the same queues, and sends what was in flight once more
+    /// ([`IoQueue::resume`] says why that is safe).
+    pub(super) fn reset(&self, reason: &str) -> Result<()> {
+        tracing::warn!(device = %self.name, reason, "resetting the controller");
+        let mut lifecycle = self.lifecycle();
+        if let Some(error) = self.broken() {
+            return Err(error.clone());
+        }
+        for queue in lifecycle.queues.values() {
+            queue.pause();
+        }
+        if let Err(error) = self.disable() {
+            if matches!(error, Error::Gone { .. }) {
+                return Err(error);
+            }
+            tracing::warn!(%error, "trying a function-level reset");
+            self.transport.reset()?;
+            self.disable()?;
+        }
+        if self.take_subsystem_reset()? {
+            // What completed and was not flushed may be lost, and nobody who flushes it now would hear of that.
+            let what = "was reset with its whole subsystem (CSTS.NSSRO): writes that were not flushed may be lost";
+            return Err(Error::Controller { device: self.name.clone(), what });
+        }
+        self.rebuild(&mut lifecycle)?;
+        tracing::info!(device = %self.name, queues = lifecycle.queues.len(), "the controller is back");
+        Ok(())
+    }
+
+    /// Brings a stopped controller up with the queues that it had.
+    pub(super) fn rebuild(&self, lifecycle: &mut Lifecycle) -> Result<()> {
+        // A queue that could not be deleted has no other owner any more, and goes now.
+        lifecycle.queues.retain(|_, queue| Arc::strong_count(queue) > 1);
+        for queue in lifecycle.queues.values() {
+            queue.restart();
+        }
+        self.enable(lifecycle)?;
+        for queue in lifecycle.queues.values() {
+            self.create(queue, lifecycle)?;
+        }
+        for queue in lifecycle.queues.values() {
+            queue.resume();
+        }
+        Ok(())
+    }
+
+    /// Gives the device back to the host: it is shut down while it still is there.
+    fn let_go(&self) {
+        let gone = Error::Gone { device: self.name.clone() };
+        {
+            let lifecycle = self.lifecycle();
+            self.set_broken(gone.clone());
+            for queue in lifecycle.queues.values() {
+                queue.pause();
+            }
+            if let Err(error) = self.try_shut_down() {
+                tracing::warn!(%error, "the controller was not shut down in an orderly way");
+            }
+        }
+        self.give_up(gone);
+    }
+
+    /// Ends everything with an error, for good.
+    pub(super) fn give_up(&self, error: Error) {
+        tracing::error!(%error, "the device is given up");
+        let lifecycle = self.lifecycle();
+        self.set_broken(error.clone());
+        for queue in lifecycle.queues.values() {
+            queue.pause();
+        }
+        // It is told to stop, but not waited for: what it writes in spite of that, the IOMMU refuses.
+        self.transport.write32(reg::CC, 0);
+        // Before anybody hears of it, and gives memory back.
+        let fenced = match self.dma.fence() {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::error!(%error, "the IOMMU still lets the controller reach memory; what it may write to is kept for ever");
+                false
+            }
+        };
+        for queue in lifecycle.queues.values() {
+            queue.fail(&error, fenced);
+        }
+    }
+
+    /// Answers what the controller told of its own accord (Base 5.2): reading the log page that an event names lets the
+    /// controller report the next of its kind.
+    fn handle_events(&self) {
+        let events = self.admin.take_events();
+        let timeout = self.setup_timeout();
+        for event in &events {
+            let (kind, info, page) = (event & 7, event >> 8 & 0xff, (event >> 16) as u8);
+            let device = &self.name;
+            match page {
+                log_page::SMART => {
+                    let log = self.admin.log_page(page, size_of::<SmartLog>(), timeout);
+                    let Ok(log) = log.map(|log| SmartLog::read_from_bytes(&log).expect("it has this length")) else { continue };
+                    let (warning, kelvins) = (log.critical_warning, log.temperature.get());
+                    tracing::warn!(%device, warning, kelvins, "the controller reports on its health; see `gpunvme nvme {device} smart`");
+                }
+                log_page::ERROR => {
+                    let Ok(log) = self.admin.log_page(page, size_of::<ErrorEntry>(), timeout) else { continue };
+                    let entry = ErrorEntry::read_from_bytes(&log).expect("it has this length");
+                    let status = Status::from_completion(entry.status.get());
+                    tracing::warn!(%device, info, %status, "the controller reports an error; see `gpunvme nvme {device} errors`");
+                }
+                _ => {
+                    // Whatever it is, reading its page is the answer.
+                    let _ = self.admin.log_page(page, 512, timeout);
+                    tracing::warn!(%device, kind, info, page, "the controller reports an event");
+                }
+            }
+        }
+        if !events.is_empty() {
+            self.admin.request_events(self.identity().aerl.saturating_add(1));
+        }
+    }
+}

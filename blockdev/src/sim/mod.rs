@@ -1,0 +1,355 @@
+//! A software NVMe controller: `sim:PATH`. The driver of [`crate::nvme`] runs on it as on silicon: registers, queues, doorbells,
+//! PRPs and SGLs are real, and what they reach is a file. It behaves as the specification says, has an IOMMU of its own that
+//! lets nothing pass that is not mapped, a volatile write cache that loses data when power is cut, and it goes wrong on demand.
+//!
+//! From the top: [`SimController`] is the controller as tests hold it, and a [`Transport`] as the driver does; `controller` is
+//! its state and registers; `queues` takes commands in and posts completions; `admin`, `nvm`, `logs` and `events` do them;
+//! `data` finds their memory, `iommu` reaches it, `medium` keeps their data; `faults` says what goes wrong.
+//!
+//! There is one lock, on the whole state, and one thread, which does commands, or with `inline=on` only what is late.
+mod admin;
+mod controller;
+mod data;
+mod events;
+mod faults;
+#[allow(unsafe_code)]
+mod iommu;
+mod logs;
+#[allow(unsafe_code)]
+mod medium;
+mod nvm;
+mod options;
+mod queues;
+mod random;
+mod ranges;
+mod status;
+#[cfg(test)]
+mod tests;
+
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustix::event::EventfdFlags;
+use rustix::fs::{OFlags, SeekFrom};
+use rustix::io::Errno;
+
+pub use faults::{Effect, Fault, On};
+pub use iommu::DmaFault;
+
+use controller::State;
+use iommu::Iommu;
+use medium::{Backing, Medium};
+use options::{Kept, Options};
+
+use crate::nvme::spec::{NSSR_MAGIC, reg};
+use crate::nvme::transport::Transport;
+use crate::nvme::{self, DeviceName, NvmeDevice};
+use crate::{BlockDevice, Error, NoPeerToPeer, OpenMode, Result};
+
+/// A software controller. It has power for as long as it lives, whatever drivers come and go.
+pub struct SimController {
+    name: Arc<str>,
+    mode: OpenMode,
+    inline: bool,
+    registers_len: usize,
+    vectors: u32,
+    iommu: Arc<Iommu>,
+    shared: Arc<Shared>,
+    release: OwnedFd,
+    worker: Option<JoinHandle<()>>,
+}
+
+/// What the controller and its thread share.
+struct Shared {
+    state: Mutex<State>,
+    /// There is something to do, or to wait for.
+    work: Condvar,
+}
+
+impl SimController {
+    /// A controller as a DEVICE string describes it, with none of the driver's options: `sim:PATH,lba=4096,mdts=5`. It locks
+    /// its files as [`crate::open`] does.
+    pub fn new(device: &str, mode: OpenMode) -> Result<Arc<Self>> {
+        let mut name = DeviceName::parse(device).ok_or_else(|| Error::NotFound { device: device.into() })?;
+        Ok(Arc::new(Self::connect(&mut name, mode)?))
+    }
+
+    /// [`SimController::new`], where the driver took its options already.
+    pub(crate) fn connect(name: &mut DeviceName<'_>, mode: OpenMode) -> Result<Self> {
+        let options = Options::take(name)?;
+        name.finish()?;
+        Self::start(name.device(), name.target, options, mode)
+    }
+
+    /// Runs the driver on it, with options of the driver's, such as `depth=8,timeout=250ms`. One at a time.
+    pub fn attach(self: &Arc<Self>, options: &str) -> Result<Arc<dyn BlockDevice>> {
+        let device = if options.is_empty() { "sim:".into() } else { format!("sim:,{options}") };
+        let mut name = DeviceName::parse(&device).expect("it begins so");
+        let options = nvme::Options::take(&mut name)?;
+        name.finish()?;
+        let driver = NvmeDevice::open(self.name.clone(), self.clone(), options, self.mode)?;
+        Ok(Arc::new(driver))
+    }
+
+    fn start(name: Arc<str>, target: &str, options: Options, mode: OpenMode) -> Result<Self> {
+        let failed = |action, errno: Errno| Error::System { device: name.clone(), action, errno: errno.raw_os_error() };
+        let namespaces = (1..=options.namespaces)
+            .map(|nsid| {
+                let (backing, len) = backing(&name, target, nsid, options.kept, mode)?;
+                let seed = options.seed ^ u64::from(nsid) << 32;
+                Medium::new(backing, len - len % options.block, options.block, options.volatile_cache, seed)
+                    .map_err(|errno| failed("making its cache", errno))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let release = rustix::event::eventfd(0, flags).map_err(|errno| failed("making an eventfd", errno))?;
+        let (inline, vectors) = (options.inline, options.vectors);
+        let state = State::new(options, namespaces, mode == OpenMode::ReadOnly);
+        let (iommu, registers_len) = (state.iommu.clone(), state.registers_len());
+        let shared = Arc::new(Shared { state: Mutex::new(state), work: Condvar::new() });
+        let worker = {
+            let shared = shared.clone();
+            std::thread::Builder::new().name("sim".into()).spawn(move || shared.run(inline))
+        };
+        let worker = worker.map_err(|error| Error::System {
+            device: name.clone(),
+            action: "starting the controller's thread",
+            errno: error.raw_os_error().unwrap_or(libc::EAGAIN),
+        })?;
+        Ok(Self { name, mode, inline, registers_len, vectors, iommu, shared, release, worker: Some(worker) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock()
+    }
+
+    /// Adds a fault behind those there are.
+    pub fn inject(&self, fault: Fault) {
+        self.state().faults.push(fault);
+    }
+
+    /// Removes all faults. What is stalled stays so.
+    pub fn clear_faults(&self) {
+        self.state().faults.clear();
+    }
+
+    /// How often a fault hit.
+    pub fn hits(&self) -> u64 {
+        self.state().hits
+    }
+
+    /// Does all commands that are stalled now. Those that are lost do not complete even so.
+    pub fn release(&self) {
+        self.state().resume(true);
+    }
+
+    /// Commands that came in and are not done.
+    pub fn stalled(&self) -> usize {
+        self.state().stalled.len()
+    }
+
+    /// Cuts power, in the middle of everything: what is in flight is not done, and each logical block that only the cache has
+    /// newer is lost or not, by the seed. Registers read as all ones until [`SimController::power_on`].
+    pub fn power_cut(&self) {
+        self.state().power_cut().expect("the medium does not fail");
+    }
+
+    /// Gives it power again after a power cut, or puts it back after it vanished. The driver has to be attached anew.
+    pub fn power_on(&self) {
+        self.state().power_on();
+    }
+
+    /// It is now so warm, in kelvins. From 343 on, and where the driver set another threshold, it says so.
+    pub fn set_temperature(&self, kelvins: u16) {
+        let mut state = self.state();
+        state.logs.temperature = kelvins;
+        state.check_temperature();
+        state.finish_batch();
+    }
+
+    /// Resets the NVM subsystem, as another host of it could.
+    pub fn subsystem_reset(&self) {
+        self.write32(reg::NSSR, NSSR_MAGIC);
+    }
+
+    /// Asks the driver to let go of the device, as the host does before it is unplugged.
+    pub fn request_release(&self) {
+        rustix::io::write(&self.release, &1u64.to_ne_bytes()).expect("the counter is not full");
+    }
+
+    /// What its IOMMU refused so far.
+    pub fn dma_faults(&self) -> Vec<DmaFault> {
+        self.iommu.faults()
+    }
+
+    /// Mappings in its IOMMU.
+    pub fn mapped(&self) -> usize {
+        self.iommu.mapped()
+    }
+
+    /// How often memory was unmapped that a command in flight was going to use.
+    pub fn unmapped_in_flight(&self) -> u64 {
+        self.state().unmapped_in_flight
+    }
+
+    /// A copy of what a namespace holds, as reads see it or, if `durable`, without what only the cache has.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such namespace, or its file cannot be read.
+    pub fn contents(&self, nsid: u32, durable: bool) -> Vec<u8> {
+        self.state().namespaces[nsid as usize - 1].contents(durable).expect("its file can be read")
+    }
+
+    fn check(&self, offset: usize, len: usize) {
+        let inside = offset.is_multiple_of(len) && offset + len <= self.registers_len;
+        assert!(inside, "{len} bytes at {offset:#x} of registers of {:#x}", self.registers_len);
+    }
+
+    /// After registers were written.
+    fn go_on(&self, mut state: MutexGuard<'_, State>) {
+        if self.inline {
+            state.run();
+        }
+        drop(state);
+        self.shared.work.notify_one();
+    }
+}
+
+impl Shared {
+    fn run(&self, inline: bool) {
+        let mut state = self.state.lock();
+        while !state.stopping {
+            state.resume(false);
+            if !inline && state.step() {
+                // Whoever rings a doorbell waits for one command at the most.
+                MutexGuard::bump(&mut state);
+                continue;
+            }
+            state.finish_batch();
+            match state.next_due() {
+                Some(due) => {
+                    self.work.wait_until(&mut state, due);
+                }
+                None => self.work.wait(&mut state),
+            }
+        }
+    }
+}
+
+/// What a namespace is kept on, and how long that is.
+fn backing(name: &Arc<str>, target: &str, nsid: u32, kept: Kept, mode: OpenMode) -> Result<(Backing, u64)> {
+    let failed = |action, errno: Errno| Error::System { device: name.clone(), action, errno: errno.raw_os_error() };
+    match kept {
+        Kept::Nowhere(len) => Ok((Backing::Null, len)),
+        Kept::InMemory(len) => {
+            let file = medium::file_in_memory(len).map_err(|errno| failed("allocating memory for it", errno))?;
+            Ok((Backing::File(file), len))
+        }
+        Kept::OnFiles => {
+            let path = if nsid == 1 { PathBuf::from(target) } else { PathBuf::from(format!("{target}.{nsid}")) };
+            let (file, _) = crate::file::open_exclusively(name, &path, mode, OFlags::empty())?;
+            let len = rustix::fs::seek(&file, SeekFrom::End(0)).map_err(|errno| failed("asking for its size", errno))?;
+            Ok((Backing::File(file), len))
+        }
+    }
+}
+
+impl Drop for SimController {
+    fn drop(&mut self) {
+        self.state().stopping = true;
+        self.shared.work.notify_one();
+        if let Some(worker) = self.worker.take()
+            && worker.join().is_err()
+        {
+            tracing::error!(device = %self.name, "the software controller's thread had panicked");
+        }
+    }
+}
+
+impl Transport for SimController {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn registers_len(&self) -> usize {
+        self.registers_len
+    }
+
+    fn read32(&self, offset: usize) -> u32 {
+        self.check(offset, 4);
+        self.state().read(offset)
+    }
+
+    fn write32(&self, offset: usize, value: u32) {
+        self.check(offset, 4);
+        let mut state = self.state();
+        state.write(offset, value);
+        self.go_on(state);
+    }
+
+    fn read64(&self, offset: usize) -> u64 {
+        self.check(offset, 8);
+        let state = self.state();
+        u64::from(state.read(offset)) | u64::from(state.read(offset + 4)) << 32
+    }
+
+    fn write64(&self, offset: usize, value: u64) {
+        self.check(offset, 8);
+        let mut state = self.state();
+        state.write(offset, value as u32);
+        state.write(offset + 4, (value >> 32) as u32);
+        self.go_on(state);
+    }
+
+    fn iova_ranges(&self) -> Vec<RangeInclusive<u64>> {
+        Iommu::ranges()
+    }
+
+    #[allow(unsafe_code)] // the trait's promise is passed on: `iommu` is where it is used
+    unsafe fn map(&self, address: *mut u8, len: usize, iova: u64, writable: bool) -> Result<()> {
+        self.iommu.map(address, len, iova, writable).map_err(|errno| self.mapping_failed("mapping memory for DMA", errno))
+    }
+
+    fn unmap(&self, iova: u64, len: usize) -> Result<()> {
+        let mut state = self.state();
+        state.unmapped_in_flight += state.stalled.iter().filter(|stalled| stalled.uses(iova, len)).count() as u64;
+        self.iommu.unmap(iova, len).map_err(|errno| self.mapping_failed("unmapping memory", errno))
+    }
+
+    fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
+        Ok(())
+    }
+
+    fn max_interrupts(&self) -> u32 {
+        self.vectors
+    }
+
+    fn set_interrupts(&self, events: &[BorrowedFd<'_>]) -> Result<()> {
+        if events.len() > self.vectors as usize {
+            return Err(self.mapping_failed("setting up interrupts", Errno::INVAL));
+        }
+        let vectors = events.iter().map(rustix::io::dup).collect::<rustix::io::Result<Vec<_>>>();
+        self.state().vectors = vectors.map_err(|errno| self.mapping_failed("setting up interrupts", errno))?;
+        Ok(())
+    }
+
+    fn release_requested(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.release.as_fd())
+    }
+
+    fn reset(&self) -> Result<()> {
+        self.state().reset();
+        Ok(())
+    }
+}
+
+impl SimController {
+    fn mapping_failed(&self, action: &'static str, errno: Errno) -> Error {
+        Error::System { device: self.name.clone(), action, errno: errno.raw_os_error() }
+    }
+}

@@ -1,0 +1,191 @@
+//! `gpunvme doctor`: which route this machine can take between an SSD and a GPU, and the one change that would make it faster.
+//!
+//! It only looks: sysfs, procfs, and one question to /dev/vfio/vfio. CUDA is not loaded. What needs root and was not seen is said.
+
+#[allow(unsafe_code)]
+mod container;
+mod device;
+#[cfg(test)]
+mod fixture;
+mod machine;
+mod pci;
+mod render;
+mod route;
+mod sysfs;
+#[cfg(test)]
+mod tests;
+mod topology;
+
+use crate::report::{Failure, Report};
+use container::Container;
+use device::{Device, Disk};
+use gpunvme::Route;
+use machine::Machine;
+use pci::Function;
+use route::{Target, Verdict};
+use sysfs::Tree;
+use topology::{Hop, Path};
+
+#[derive(clap::Args)]
+pub struct Doctor {
+    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file; otherwise all NVMe controllers
+    pub device: Option<String>,
+    /// The PCI address of a function whose BAR is to be reached instead of a GPU's
+    #[arg(long, value_name = "ADDRESS")]
+    pub peer: Option<String>,
+}
+
+pub fn run(args: &Doctor) -> Result<Report, Failure> {
+    let tree = Tree::new("/");
+    let diagnosis = diagnose(&tree, Container::probe(), args.device.as_deref(), args.peer.as_deref()).map_err(Failure)?;
+    let mut report = render::render(&diagnosis);
+    // Only for people: what is piped keeps its lines.
+    if let Ok(size) = rustix::termios::tcgetwinsize(std::io::stdout())
+        && size.ws_col > 40
+    {
+        report.text = render::fold(&report.text, size.ws_col.into());
+    }
+    // The route is the exit status too, for scripts.
+    report.code = match diagnosis.best().map(|verdict| verdict.route) {
+        Some(Route::P2p) => 0,
+        Some(Route::Bounce) => 3,
+        _ => 4,
+    };
+    Ok(report)
+}
+
+/// All that the report tells.
+struct Diagnosis {
+    /// As the user named it.
+    device: Option<String>,
+    machine: Machine,
+    ssds: Vec<Ssd>,
+    gpus: Vec<Function>,
+    /// The GPU is another function, that the user named.
+    stand_in: bool,
+    /// Files that this user may not read.
+    refused: Vec<String>,
+}
+
+struct Ssd {
+    /// None for what is not on PCI.
+    function: Option<Function>,
+    model: Option<String>,
+    disks: Vec<Disk>,
+    /// Where it is mounted by its address.
+    mounted: Option<String>,
+    /// The functions of its group that are no bridges.
+    sharers: Vec<Function>,
+    /// `DMA-FQ` and the like where the kernel translates, `identity` where it passes addresses through.
+    domain: Option<String>,
+    /// The links up to the root.
+    hops: Vec<Hop>,
+    /// One for each GPU, the best first.
+    pairs: Vec<Pair>,
+    /// Where there is no pair.
+    alone: Option<Verdict>,
+}
+
+struct Pair {
+    gpu: Function,
+    path: Path,
+    verdict: Verdict,
+}
+
+impl Ssd {
+    fn best(&self) -> Option<&Verdict> {
+        self.pairs.first().map(|pair| &pair.verdict).or(self.alone.as_ref())
+    }
+}
+
+impl Diagnosis {
+    /// Of the best SSD: p2p before bounce before host. There is always one.
+    fn best(&self) -> Option<&Verdict> {
+        self.ssds.iter().filter_map(Ssd::best).min_by_key(|verdict| verdict.route.code())
+    }
+}
+
+fn diagnose(tree: &Tree, container: Container, device: Option<&str>, peer: Option<&str>) -> Result<Diagnosis, String> {
+    let machine = Machine::read(tree, container);
+    let functions: Vec<Function> =
+        tree.names("sys/bus/pci/devices").iter().filter_map(|address| Function::read(tree, address)).collect();
+    let gpus: Vec<Function> = match peer {
+        Some(peer) => vec![named(tree, peer)?],
+        None => functions.iter().filter(|function| function.is_display() && function.vendor == pci::NVIDIA).cloned().collect(),
+    };
+    let stand_in = gpus.iter().any(|gpu| !(gpu.is_display() && gpu.vendor == pci::NVIDIA));
+    let displays: Vec<Function> = functions.iter().filter(|function| function.is_display()).cloned().collect();
+    let examine = |function: &Function| ssd(tree, &machine, function, &gpus, stand_in, &displays);
+    // What is no NVMe controller, or none at all.
+    let other = |what: &str, text: &str| Ssd {
+        function: None,
+        model: Some(what.to_owned()),
+        disks: Vec::new(),
+        mounted: None,
+        sharers: Vec::new(),
+        domain: None,
+        hops: Vec::new(),
+        pairs: Vec::new(),
+        alone: Some(route::not_nvme(&machine, &gpus, text)),
+    };
+    let ssds = match device {
+        None if !functions.iter().any(Function::is_nvme) => vec![other("none", "this machine shows none on PCI")],
+        None => functions.iter().filter(|function| function.is_nvme()).map(examine).collect(),
+        Some(name) => match device::find(tree, name)? {
+            Device::Function(address) => {
+                let function = Function::read(tree, &address).ok_or(format!("{address} cannot be read in sysfs"))?;
+                vec![examine(&function)]
+            }
+            Device::Other(what) => vec![other(&what, &format!("this is {what}"))],
+        },
+    };
+    Ok(Diagnosis { device: device.map(str::to_owned), machine, ssds, gpus, stand_in, refused: tree.refused() })
+}
+
+fn named(tree: &Tree, name: &str) -> Result<Function, String> {
+    match device::find(tree, name)? {
+        Device::Function(address) => Function::read(tree, &address).ok_or(format!("{address} cannot be read in sysfs")),
+        Device::Other(what) => Err(format!("{name} is {what}; a peer is a PCI function")),
+    }
+}
+
+fn ssd(tree: &Tree, machine: &Machine, function: &Function, gpus: &[Function], stand_in: bool, displays: &[Function]) -> Ssd {
+    let disks = device::disks(tree, function);
+    let mut pairs: Vec<Pair> = Vec::new();
+    let alone = if !function.is_nvme() {
+        let what = format!(
+            "{}, {}",
+            function.id(),
+            function.driver.as_deref().map_or("without a driver".to_owned(), |driver| format!("driver {driver}"))
+        );
+        Some(route::not_nvme(machine, gpus, &format!("this is {what}")))
+    } else if gpus.is_empty() {
+        Some(route::without_gpu(displays))
+    } else {
+        pairs = gpus.iter().map(|gpu| pair(tree, machine, function, &disks, gpu, stand_in)).collect();
+        pairs.sort_by(|a, b| {
+            let rank = |pair: &Pair| (pair.verdict.route.code(), pair.path.relation);
+            rank(a).cmp(&rank(b)).then_with(|| b.path.best().partial_cmp(&a.path.best()).unwrap_or(std::cmp::Ordering::Equal))
+        });
+        None
+    };
+    let controllers = format!("{}/nvme", function.place);
+    let model = tree.names(&controllers).first().and_then(|name| tree.text(&format!("{controllers}/{name}/model")));
+    Ssd {
+        model,
+        disks,
+        mounted: device::mounted_by_address(tree, &function.address),
+        sharers: route::sharers(tree, function),
+        domain: tree.text(&format!("{}/iommu_group/type", function.place)),
+        hops: topology::hops(function, &topology::bridges(tree, function)),
+        pairs,
+        alone,
+        function: Some(function.clone()),
+    }
+}
+
+fn pair(tree: &Tree, machine: &Machine, ssd: &Function, disks: &[Disk], gpu: &Function, stand_in: bool) -> Pair {
+    let path = topology::path(tree, machine, ssd, gpu);
+    let verdict = route::verdict(tree, machine, ssd, disks, &Target { function: gpu, stand_in }, &path);
+    Pair { gpu: gpu.clone(), path, verdict }
+}

@@ -1,0 +1,368 @@
+//! Rings: many transfers in flight from one thread, without a system call for each.
+//!
+//! ```no_run
+//! use gpunvme::{Buffer, File, Mount, Operation, Ring, Wait};
+//!
+//! let mount = Mount::open("/data")?;
+//! let buffer = mount.register(Buffer::memfd(64 << 20)?)?.share();
+//! let mut ring = Ring::new(&mount, 64)?;
+//! let file = ring.attach(&File::open("/data/model.bin")?)?;
+//! for piece in 0..64 {
+//!     ring.push(&Operation::read(&file, piece << 20, &buffer, piece << 20, 1 << 20).tagged(piece))?;
+//! }
+//! ring.submit();
+//! let mut done = Vec::new();
+//! while done.len() < 64 {
+//!     ring.complete(Wait::Forever, &mut done)?;
+//! }
+//! # Ok::<(), gpunvme::Error>(())
+//! ```
+//!
+//! It guards what the daemon may still be using: a transfer in flight holds its buffer and its file until its completion was taken.
+
+use crate::buffer::Shared;
+use crate::error::{Error, Result};
+use crate::file::{File, Require, Transfer};
+use crate::mount::{Connection, Mount, reason, status};
+use gpunvme_gpupath::abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
+use gpunvme_gpupath::abi::{Command, Moved};
+use gpunvme_gpupath::ring::RingMemory;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long [`Ring::complete`] looks for a completion before it sleeps: about what falling asleep and being woken costs.
+const LINGER: Duration = Duration::from_micros(20);
+
+/// Queues shared with the daemon of a mount.
+#[derive(Debug)]
+pub struct Ring {
+    connection: Arc<Connection>,
+    id: u64,
+    memory: RingMemory,
+    submitted: OwnedFd,
+    completed: OwnedFd,
+    /// Position behind the last submission that was pushed, and behind the last that the daemon was told of.
+    pushed: u32,
+    published: u32,
+    /// Position of the next completion.
+    head: u32,
+    /// What is in flight, by the number that the daemon gives back.
+    slots: Vec<Option<InFlight>>,
+    free: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    user_data: u64,
+    command: Command,
+    file: Arc<AttachedFile>,
+    /// Until the daemon is done with it.
+    _buffer: Arc<Shared>,
+}
+
+/// A file that a ring knows, with the access that it was open for. It may be closed, and even unlinked.
+#[derive(Clone, Debug)]
+pub struct Attached(Arc<AttachedFile>);
+
+#[derive(Debug)]
+struct AttachedFile {
+    connection: Arc<Connection>,
+    ring: u64,
+    name: u64,
+    path: PathBuf,
+}
+
+/// One transfer to be made.
+#[derive(Clone, Debug)]
+pub struct Operation<'a> {
+    command: Command,
+    file: &'a Attached,
+    file_offset: u64,
+    buffer: &'a Arc<Shared>,
+    buffer_offset: u64,
+    len: u64,
+    require: Require,
+    user_data: u64,
+}
+
+/// How one transfer ended.
+#[derive(Debug)]
+pub struct Completed {
+    /// What [`Operation::tagged`] gave.
+    pub user_data: u64,
+    /// What it moved. Less than was asked for means that the file ended.
+    pub result: Result<Transfer>,
+}
+
+/// How long [`Ring::complete`] waits for a first completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// Not at all.
+    No,
+    /// At most this long.
+    Timeout(Duration),
+    /// Until there is one.
+    Forever,
+}
+
+impl<'a> Operation<'a> {
+    /// A read of `len` bytes, at most [`Ring::MAX_TRANSFER`].
+    pub fn read(file: &'a Attached, file_offset: u64, buffer: &'a Arc<Shared>, buffer_offset: u64, len: u64) -> Self {
+        let command = Command::Read;
+        Operation { command, file, file_offset, buffer, buffer_offset, len, require: Require::default(), user_data: 0 }
+    }
+
+    /// A write of `len` bytes, at most [`Ring::MAX_TRANSFER`].
+    pub fn write(file: &'a Attached, file_offset: u64, buffer: &'a Arc<Shared>, buffer_offset: u64, len: u64) -> Self {
+        Operation { command: Command::Write, ..Operation::read(file, file_offset, buffer, buffer_offset, len) }
+    }
+
+    /// With a number that its completion carries.
+    pub fn tagged(self, user_data: u64) -> Self {
+        Operation { user_data, ..self }
+    }
+
+    /// With demands on the way it is done.
+    pub fn requiring(self, require: Require) -> Self {
+        Operation { require, ..self }
+    }
+}
+
+impl Ring {
+    /// The most bytes of one operation.
+    pub const MAX_TRANSFER: u64 = abi::MAX_RING_TRANSFER;
+
+    /// A ring for at least `entries` transfers in flight (8 to 4096).
+    ///
+    /// # Errors
+    /// [`Error::Path`] where the daemon refuses: the process, or all of them, have too many, or it may not take descriptors from this process.
+    pub fn new(mount: &Mount, entries: u32) -> Result<Ring> {
+        let (least, most) = (*abi::RING_ENTRIES.start(), *abi::RING_ENTRIES.end());
+        let entries = entries.clamp(least, most).next_power_of_two();
+        let len = abi::ring_bytes(entries);
+        let make = || -> std::result::Result<_, Errno> {
+            let memory = rustix::fs::memfd_create("gpunvme-ring", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
+            rustix::fs::ftruncate(&memory, len as u64)?;
+            rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW)?; // the daemon adds one
+            let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+            let mapped = RingMemory::map(memory.as_fd(), entries)?;
+            Ok((memory, mapped, event()?, event()?))
+        };
+        let (fd, memory, submitted, completed) = make().map_err(|errno| Error::Memory { len, errno })?;
+        let connection = mount.connection().clone();
+        let request = abi::Ring {
+            memory: fd.as_raw_fd(),
+            submitted: submitted.as_raw_fd(),
+            completed: completed.as_raw_fd(),
+            entries,
+            ..abi::Ring::default()
+        };
+        let id = connection.call(Command::Ring, request, "make a ring on it")?.ring;
+        let slots = (0..entries).map(|_| None).collect();
+        Ok(Ring {
+            connection,
+            id,
+            memory,
+            submitted,
+            completed,
+            pushed: 0,
+            published: 0,
+            head: 0,
+            slots,
+            free: (0..entries).rev().collect(),
+        })
+    }
+
+    /// Makes an open file known to the ring, with the access that it is open for. It is known until the last copy of what is returned is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Path`], also for a file of another mount.
+    pub fn attach(&self, file: &File) -> Result<Attached> {
+        let request = abi::Attach { ring: self.id, ..abi::Attach::default() };
+        let name = file.call(Command::Attach, request, "attach it to a ring of this mount")?.file;
+        let path = file.path().to_owned();
+        Ok(Attached(Arc::new(AttachedFile { connection: self.connection.clone(), ring: self.id, name, path })))
+    }
+
+    /// Operations that can still be pushed before a completion has to be taken.
+    pub fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Operations pushed whose completions were not taken.
+    pub fn in_flight(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Puts an operation into the queue. The daemon learns of it by [`Ring::submit`].
+    ///
+    /// # Errors
+    /// [`Error::RingFull`]; [`Error::OutsideBuffer`]; [`Error::WrongRing`] for a file that was attached to another.
+    pub fn push(&mut self, operation: &Operation<'_>) -> Result<()> {
+        let Operation { command, file, file_offset, buffer, buffer_offset, len, require, user_data } = operation;
+        let end = buffer_offset.saturating_add(*len);
+        if end > buffer.len() as u64 || *len > Self::MAX_TRANSFER {
+            let len = buffer.len().min(Self::MAX_TRANSFER as usize);
+            return Err(Error::OutsideBuffer { segment: 0, end, len });
+        }
+        if file.0.ring != self.id || !Arc::ptr_eq(&file.0.connection, &self.connection) {
+            return Err(Error::WrongRing { path: file.0.path.clone() });
+        }
+        let Some(slot) = self.free.pop() else { return Err(Error::RingFull { entries: self.slots.len() }) };
+        let submission = Submission {
+            command: *command as u32,
+            flags: require.flags().bits(),
+            file: file.0.name,
+            buffer: buffer.id(),
+            file_offset: *file_offset,
+            buffer_offset: *buffer_offset,
+            len: *len,
+            user_data: slot.into(),
+            reserved: 0,
+        };
+        self.memory.put_submission(self.pushed, &submission);
+        self.pushed = self.pushed.wrapping_add(1);
+        let in_flight = InFlight { user_data: *user_data, command: *command, file: file.0.clone(), _buffer: (*buffer).clone() };
+        self.slots[slot as usize] = Some(in_flight);
+        Ok(())
+    }
+
+    /// Tells the daemon of what was pushed. A system call only if it sleeps.
+    pub fn submit(&mut self) {
+        if self.published == self.pushed {
+            return;
+        }
+        self.published = self.pushed;
+        // A swap is the full barrier between this word and the daemon's.
+        self.memory.swap(Word::SubmissionTail, self.pushed);
+        if self.memory.load(Word::Daemon) == ASLEEP {
+            // A counter that is full has been signalled.
+            let _ = rustix::io::write(&self.submitted, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Appends the completions that are there, in the order in which they came, and returns how many; waits for the first if there is none. What was pushed is
+    /// submitted first.
+    ///
+    /// # Errors
+    /// [`Error::RingClosed`] where there is none and none will come: the volume was unmounted, or its daemon is gone.
+    pub fn complete(&mut self, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
+        self.submit();
+        let start = Instant::now();
+        let deadline = match wait {
+            Wait::No => Some(start),
+            Wait::Timeout(timeout) => start.checked_add(timeout),
+            Wait::Forever => None,
+        };
+        loop {
+            let taken = self.take(out);
+            if taken > 0 || self.in_flight() == 0 || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Ok(taken);
+            }
+            if start.elapsed() < LINGER {
+                std::hint::spin_loop();
+            } else if self.arm()? {
+                self.sleep(deadline)?;
+            }
+        }
+    }
+
+    /// Asks to be signalled at the next completion: the ring, as a descriptor, then becomes readable. False: there is one already, and no signal will come.
+    ///
+    /// # Errors
+    /// As [`Ring::complete`].
+    pub fn arm(&mut self) -> Result<bool> {
+        let _ = rustix::io::read(&self.completed, &mut [0u8; 8]); // nonblocking: an older signal, if any
+        self.memory.swap(Word::Application, ASLEEP);
+        if self.memory.load(Word::CompletionTail) != self.head {
+            self.memory.swap(Word::Application, AWAKE);
+            return Ok(false);
+        }
+        if self.memory.load(Word::Daemon) == CLOSED {
+            return Err(Error::RingClosed { path: self.connection.path.clone() });
+        }
+        Ok(true)
+    }
+
+    fn sleep(&self, deadline: Option<Instant>) -> Result<()> {
+        // The daemon's death signals nobody: look whether it lives, now and then.
+        const LOOK: Duration = Duration::from_secs(1);
+        let left = deadline.map_or(LOOK, |deadline| deadline.saturating_duration_since(Instant::now()).min(LOOK));
+        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut [PollFd::new(&self.completed, PollFlags::IN)], Some(&timeout)) {
+            Ok(0) if left == LOOK => match self.connection.raw_info() {
+                Ok(_) => Ok(()),
+                Err(_) => Err(Error::RingClosed { path: self.connection.path.clone() }),
+            },
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(Error::Path { path: self.connection.path.clone(), action: "wait for a transfer", errno }),
+        }
+    }
+
+    /// Takes the completions that are there.
+    fn take(&mut self, out: &mut Vec<Completed>) -> usize {
+        let tail = self.memory.load(Word::CompletionTail);
+        let mut taken = 0;
+        while self.head != tail {
+            let completion = self.memory.completion(self.head);
+            self.head = self.head.wrapping_add(1);
+            // A number that is not ours can only come from a broken daemon; there is nobody to tell.
+            let slot = completion.user_data as usize;
+            let Some(in_flight) = self.slots.get_mut(slot).and_then(Option::take) else { continue };
+            self.free.push(slot as u32);
+            out.push(in_flight.completed(&completion));
+            taken += 1;
+        }
+        self.memory.store(Word::CompletionHead, self.head);
+        taken
+    }
+}
+
+/// Becomes readable when a completion comes after [`Ring::arm`] said yes: for poll(2), epoll(7) and the like.
+impl AsFd for Ring {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.completed.as_fd()
+    }
+}
+
+impl InFlight {
+    fn completed(&self, completion: &Completion) -> Completed {
+        let Completion { p2p, bounce, host, hole, edge, .. } = *completion;
+        let reason = reason(completion.reason);
+        let done = Transfer { moved: Moved { p2p, bounce, host, hole, edge }, reason: Some(reason) };
+        let result = match status(completion.status) {
+            None => Ok(done),
+            Some(errno) => Err(Error::Transfer {
+                path: self.file.path.clone(),
+                action: if self.command == Command::Read { "read" } else { "write" },
+                errno,
+                reason,
+                segment: None,
+                done,
+            }),
+        };
+        Completed { user_data: self.user_data, result }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        detach(&self.connection, self.id, 0);
+    }
+}
+
+impl Drop for AttachedFile {
+    fn drop(&mut self) {
+        detach(&self.connection, self.ring, self.name);
+    }
+}
+
+/// Nothing can be done about a failure: either it is gone already, or the daemon is.
+fn detach(connection: &Connection, ring: u64, file: u64) {
+    let _ = connection.call(Command::Detach, abi::Detach { ring, file, ..abi::Detach::default() }, "let go of a ring");
+}

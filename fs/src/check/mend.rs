@@ -1,0 +1,451 @@
+//! Mends findings that concern items of a sound tree: each is one operation of the engine, so that a power cut leaves it done
+//! or not done. Blocks are left alone, but for what gets blocks of its own: the comparison of the next round settles them.
+
+use std::ops::ControlFlow;
+use std::sync::atomic::Ordering;
+
+use gpunvme_blockdev::{Region, Request, Span};
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::item::{NAME_MAX, PIECE};
+use gpunvme_layout::key::{INO_MAX, INO_ROOT, XATTR_PIECES};
+use gpunvme_layout::{Dirent, Extent, FileType, Geometry, Inode, Key, Kind as ItemKind, Timestamp, XattrHead};
+
+use super::finding::Fix;
+use crate::error::{Attempt, Fail, FsError};
+use crate::volume::extents::{Mapping, take_out};
+use crate::volume::op::{Blocks, Op};
+use crate::volume::{Run, Volume, attr, dir, orphan, tree, xattr};
+
+/// Items that one operation removes at the most.
+const ITEMS_PER_OP: usize = 32;
+/// Blocks that are copied at once.
+const COPY_BLOCKS: u64 = 256;
+/// Names tried for the directory of what was lost.
+const LOST_NAMES: usize = 100;
+
+/// Mends findings of one volume.
+pub(crate) struct Mender<'v> {
+    volume: &'v Volume,
+    /// The time that is stamped on what is made new.
+    now: Timestamp,
+}
+
+/// Something that is done in one operation, and may be tried several times.
+type Step<'a> = &'a mut dyn FnMut(&mut Op) -> Attempt<()>;
+
+impl<'v> Mender<'v> {
+    /// A mender of that volume.
+    pub fn new(volume: &'v Volume, now: Timestamp) -> Mender<'v> {
+        Mender { volume, now }
+    }
+
+    /// Mends one finding. Returns whether it could.
+    pub fn mend(&self, fix: Fix) -> Result<bool, FsError> {
+        let done = match fix {
+            Fix::Elsewhere => return Ok(true),
+            Fix::Remove(key) if key.kind() == ItemKind::Dirent as u8 => self.op(&mut |op| remove_entry(op, key).map(|_| ())),
+            Fix::Remove(key) => self.op(&mut |op| tree::remove(op, key).map(|_| ())),
+            Fix::RemoveAll(ino) => self.remove_range(Key::inode(ino), Key::new(ino, ItemKind::Orphan, 0)),
+            Fix::RemoveXattr(ino, first) => self.remove_xattr(ino, first),
+            Fix::RehashXattr(ino, first) => self.rehash_xattr(ino, first),
+            Fix::Links(ino, links) => self.change(ino, &|inode| inode.nlink = links),
+            Fix::Entries(ino, entries) => self.change(ino, &|inode| inode.size = entries),
+            Fix::Blocks(ino, blocks) => self.change(ino, &|inode| inode.blocks = blocks),
+            Fix::Parent(ino, parent) => self.change(ino, &|inode| inode.parent = parent),
+            Fix::Store(ino) => self.change(ino, &|inode| inode.parent = if inode.is_dir() { inode.parent } else { 0 }),
+            Fix::FileType(ino, file_type) => self.change(ino, &|inode| inode.mode = inode.mode & 0o7777 | file_type.mode()),
+            Fix::Grow(ino) => self.grow(ino),
+            Fix::Rebuild(ino, file_type) => self.rebuild(ino, file_type),
+            Fix::Symlink(ino) => self.symlink(ino),
+            Fix::CutExtent(ino, offset, to) => self.op(&mut |op| cut_extent(op, ino, offset, to)),
+            Fix::Unshare { ino, block, len, copy, second } => self.unshare(ino, Run { start: block, len }, copy, second),
+            Fix::MendEntry(key) => self.op(&mut |op| mend_entry(op, key)),
+            Fix::EntryType(key, file_type) => self.op(&mut |op| change_type(op, key, file_type)),
+            Fix::RehashEntry(key) | Fix::RenameEntry(key) => self.op(&mut |op| move_entry(op, key)),
+            Fix::Connect(ino, links) => self.connect(ino, links),
+            Fix::Inodes(inodes) => self.op(&mut |op| {
+                op.state_mut().inodes = inodes;
+                Ok(())
+            }),
+            Fix::NextInode(next) => self.op(&mut |op| {
+                op.state_mut().next_ino = next.min(INO_MAX);
+                Ok(())
+            }),
+        };
+        match done {
+            Ok(()) => Ok(true),
+            // Another finding's mending took it away, or made it another; or there is no room. The next round tells.
+            Err(
+                FsError::NotFound
+                | FsError::NotDirectory
+                | FsError::Corrupt(_)
+                | FsError::NoSpace
+                | FsError::Invalid(_)
+                | FsError::NameTooLong,
+            ) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn op(&self, step: Step) -> Result<(), FsError> {
+        self.volume.wait(|| {
+            let mut op = self.volume.begin()?;
+            step(&mut op)?;
+            op.finish();
+            Ok(())
+        })
+    }
+
+    fn change(&self, ino: u64, change: &dyn Fn(&mut Inode)) -> Result<(), FsError> {
+        self.op(&mut |op| attr::change(op, ino, change))
+    }
+
+    /// Removes all items from `from` to before `to`.
+    fn remove_range(&self, from: Key, to: Key) -> Result<(), FsError> {
+        let mut more = true;
+        while more {
+            self.op(&mut |op| {
+                let mut keys = Vec::new();
+                let rest = tree::scan(op, from, |key, _| {
+                    if key >= to {
+                        return Ok(ControlFlow::Break(false));
+                    }
+                    if keys.len() == ITEMS_PER_OP {
+                        return Ok(ControlFlow::Break(true));
+                    }
+                    keys.push(key);
+                    Ok(ControlFlow::Continue(()))
+                })?;
+                keys.into_iter().try_for_each(|key| tree::remove(op, key).map(|_| ()))?;
+                more = rest == Some(true);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    fn remove_xattr(&self, ino: u64, first: u64) -> Result<(), FsError> {
+        let last = Key::new(ino, ItemKind::Xattr, first + (XATTR_PIECES - 1));
+        self.remove_range(Key::new(ino, ItemKind::Xattr, first), last.successor())
+    }
+
+    fn rehash_xattr(&self, ino: u64, first: u64) -> Result<(), FsError> {
+        self.op(&mut |op| {
+            let key = |piece| Key::new(ino, ItemKind::Xattr, first + piece);
+            let head = tree::get(op, key(0))?.ok_or(FsError::NotFound)?;
+            let head = XattrHead::decode(ino, head)?;
+            let (name, mut value) = (head.name.to_vec(), head.start.to_vec());
+            let len = head.value_len as usize;
+            let mut pieces = 1;
+            while value.len() < len {
+                value.extend(tree::get(op, key(pieces))?.ok_or(FsError::NotFound)?);
+                pieces += 1;
+            }
+            for piece in 0..pieces {
+                tree::remove(op, key(piece))?;
+            }
+            // Who set it last under its right hash is who counts.
+            if xattr::get(op, ino, &name)?.is_none() {
+                xattr::set(op, ino, &name, &value)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn grow(&self, ino: u64) -> Result<(), FsError> {
+        self.op(&mut |op| {
+            let end = written_end(op, ino)? * BLOCK_SIZE as u64;
+            attr::change(op, ino, |inode| inode.size = inode.size.max(end))
+        })
+    }
+
+    /// Makes the inode of items that have none, or none that makes sense. What it counts, the next round knows.
+    fn rebuild(&self, ino: u64, file_type: FileType) -> Result<(), FsError> {
+        self.op(&mut |op| {
+            let stored = tree::get(op, Key::inode(ino))?.and_then(|bytes| Inode::salvage(bytes, file_type));
+            let end = if file_type == FileType::Regular { written_end(op, ino)? } else { 0 };
+            let directory = file_type == FileType::Directory;
+            let mut inode = stored.unwrap_or(Inode {
+                mode: file_type.mode() | if directory { 0o700 } else { 0o600 },
+                nlink: 1,
+                uid: 0,
+                gid: 0,
+                rdev: 0,
+                size: end * BLOCK_SIZE as u64,
+                blocks: 0,
+                parent: 0,
+                atime: self.now,
+                mtime: self.now,
+                ctime: self.now,
+                btime: self.now,
+            });
+            if ino == INO_ROOT {
+                inode.parent = INO_ROOT;
+            }
+            tree::put(op, Key::inode(ino), &inode.encode())
+        })
+    }
+
+    /// Makes the pieces that are in a row the target of a symbolic link.
+    fn symlink(&self, ino: u64) -> Result<(), FsError> {
+        let (mut size, mut pieces) = (0, 0);
+        self.op(&mut |op| {
+            (size, pieces) = (0, 0);
+            while let Some(piece) = tree::get(op, Key::new(ino, ItemKind::Symlink, pieces))? {
+                if size != pieces * PIECE as u64 || piece.is_empty() || size as usize + piece.len() > 4095 {
+                    break;
+                }
+                size += piece.len() as u64;
+                pieces += 1;
+            }
+            attr::change(op, ino, |inode| inode.size = size)
+        })?;
+        self.remove_range(Key::new(ino, ItemKind::Symlink, pieces), Key::new(ino, ItemKind::Dirent, 0))
+    }
+
+    /// Gives the part of a file that lies in `shared` blocks of its own.
+    fn unshare(&self, ino: u64, shared: Run, copy: bool, second: bool) -> Result<(), FsError> {
+        let mut skip = second;
+        let mut from = 0;
+        while let Some(whole) = self.volume.wait(|| find_extent(&*self.volume.meta.read(), ino, from, shared))? {
+            from = whole.offset + 1;
+            if std::mem::take(&mut skip) {
+                continue;
+            }
+            let start = shared.start.max(whole.extent.block) - whole.extent.block;
+            let end = shared.end().min(whole.extent.block + u64::from(whole.extent.len)) - whole.extent.block;
+            let cut = whole.clip(whole.offset + start, whole.offset + end);
+            from = cut.end();
+            match copy {
+                true => self.copy(ino, cut)?,
+                false => self.op(&mut |op| take_out(op, ino, &whole, &cut))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a part of a file into blocks of its own, and maps those.
+    fn copy(&self, ino: u64, part: Mapping) -> Result<(), FsError> {
+        let mut at = part.offset;
+        while at < part.end() {
+            let want = part.end() - at;
+            let run = self.volume.wait(|| self.volume.reserve(None, want, 0))?;
+            let from = part.clip(at, at + run.len);
+            let copied = if part.extent.unwritten { Ok(()) } else { self.copy_blocks(from.extent.block, run) };
+            let mapped = copied.and_then(|()| {
+                self.op(&mut |op| {
+                    let whole = find_extent(op, ino, at, Run { start: from.extent.block, len: run.len })?;
+                    let whole = whole.filter(|w| w.offset <= at && w.end() >= from.end()).ok_or(FsError::NotFound)?;
+                    take_out(op, ino, &whole, &from)?;
+                    op.claim(run)?;
+                    let extent = Extent { block: run.start, ..from.extent };
+                    tree::put(op, Key::new(ino, ItemKind::Extent, at), &extent.encode())
+                })
+            });
+            if let Err(error) = mapped {
+                self.volume.unreserve(run);
+                return Err(error);
+            }
+            at += run.len;
+        }
+        Ok(())
+    }
+
+    fn copy_blocks(&self, from: u64, to: Run) -> Result<(), FsError> {
+        for at in (0..to.len).step_by(COPY_BLOCKS as usize) {
+            let len = COPY_BLOCKS.min(to.len - at) as usize * BLOCK_SIZE;
+            let span = Span { region: Region::allocate(len)?, offset: 0, len };
+            let io = self.volume.io();
+            io.run(vec![Request::read(Geometry::byte(from + at), vec![span.clone()])])?;
+            io.run(vec![Request::write(Geometry::byte(to.start + at), vec![span], false)])?;
+        }
+        // The commit that maps them flushes them first.
+        self.volume.data_written.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Gives an inode without a name one in lost+found.
+    fn connect(&self, ino: u64, links: u32) -> Result<(), FsError> {
+        self.op(&mut |op| {
+            let mut inode = attr::load(op, ino)?;
+            let lost = lost_and_found(op, self.now)?;
+            let name = free_name(op, lost, format!("#{ino}").as_bytes())?;
+            dir::add(op, lost, &Dirent { ino, file_type: inode.file_type(), name: &name })?;
+            let directory = inode.is_dir();
+            count_entry(op, lost, 1, i32::from(directory))?;
+            inode.nlink = links;
+            if directory {
+                inode.parent = lost;
+            }
+            orphan::remove(op, ino)?;
+            attr::store(op, ino, &inode)
+        })
+    }
+}
+
+/// The directory for what has no name; made when there is none.
+fn lost_and_found(op: &mut Op, now: Timestamp) -> Attempt<u64> {
+    for number in 0..LOST_NAMES {
+        let name = if number == 0 { "lost+found".to_owned() } else { format!("lost+found.{number}") };
+        match dir::find(op, INO_ROOT, name.as_bytes())? {
+            Some(found) if dir::load(op, found.ino).is_ok_and(|d| d.nlink > 0 && d.parent == INO_ROOT) => return Ok(found.ino),
+            Some(_) => {}
+            None => {
+                let ino = op.meta().state.next_ino;
+                if ino >= INO_MAX {
+                    break;
+                }
+                op.state_mut().next_ino += 1;
+                op.state_mut().inodes += 1;
+                let inode = Inode {
+                    mode: FileType::Directory.mode() | 0o700,
+                    nlink: 2,
+                    uid: 0,
+                    gid: 0,
+                    rdev: 0,
+                    size: 0,
+                    blocks: 0,
+                    parent: INO_ROOT,
+                    atime: now,
+                    mtime: now,
+                    ctime: now,
+                    btime: now,
+                };
+                tree::insert(op, Key::inode(ino), &inode.encode())?;
+                dir::add(op, INO_ROOT, &Dirent { ino, file_type: FileType::Directory, name: name.as_bytes() })?;
+                count_entry(op, INO_ROOT, 1, 1)?;
+                return Ok(ino);
+            }
+        }
+    }
+    Err(FsError::NoSpace.into())
+}
+
+/// Notes in a directory that entries came or went. A directory that is not there is another finding's concern.
+fn count_entry(op: &mut Op, dir: u64, entries: i64, subdirectories: i32) -> Attempt<()> {
+    let changed = attr::change(op, dir, |inode| {
+        inode.size = inode.size.saturating_add_signed(entries);
+        inode.nlink = inode.nlink.saturating_add_signed(subdirectories);
+    });
+    match changed {
+        Err(Fail::Error(FsError::NotFound | FsError::Corrupt(_))) => Ok(()),
+        changed => changed,
+    }
+}
+
+/// Removes an entry. Returns what was stored.
+fn remove_entry(op: &mut Op, key: Key) -> Attempt<Vec<u8>> {
+    let value = tree::get(op, key)?.ok_or(FsError::NotFound)?.to_vec();
+    tree::remove(op, key)?;
+    let directory = value.get(8) == Some(&(FileType::Directory as u8));
+    count_entry(op, key.ino(), -1, -i32::from(directory))?;
+    Ok(value)
+}
+
+/// A name like the wanted one that is not taken.
+fn free_name(op: &Op, dir: u64, wanted: &[u8]) -> Attempt<Vec<u8>> {
+    let mut name = wanted[..wanted.len().min(NAME_MAX)].to_vec();
+    for number in 1u64.. {
+        if dir::find(op, dir, &name)?.is_none() {
+            break;
+        }
+        let end = format!("~{number}");
+        name.truncate(wanted.len().min(NAME_MAX - end.len()));
+        name.extend(end.bytes());
+    }
+    Ok(name)
+}
+
+/// Stores an entry again under the hash of its name; under another name, if that is taken by another inode.
+fn move_entry(op: &mut Op, key: Key) -> Attempt<()> {
+    let value = remove_entry(op, key)?;
+    let entry = Dirent::decode(key.ino(), &value)?;
+    let name = match dir::find(op, key.ino(), entry.name)? {
+        Some(found) if found.ino == entry.ino => return Ok(()),
+        _ => free_name(op, key.ino(), entry.name)?,
+    };
+    dir::add(op, key.ino(), &Dirent { name: &name, ..entry })?;
+    count_entry(op, key.ino(), 1, i32::from(entry.file_type == FileType::Directory))
+}
+
+/// Makes sense of an entry, if what it names is there; else removes it.
+fn mend_entry(op: &mut Op, key: Key) -> Attempt<()> {
+    let value = remove_entry(op, key)?;
+    let Some((ino, rest)) = value.split_first_chunk::<8>() else { return Ok(()) };
+    let ino = u64::from_le_bytes(*ino);
+    let inode = match attr::load(op, ino) {
+        Ok(inode) => inode,
+        Err(Fail::Error(FsError::NotFound | FsError::Corrupt(_))) => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let mut name: Vec<u8> = rest.iter().skip(1).map(|b| if matches!(b, 0 | b'/') { b'_' } else { *b }).collect();
+    name.truncate(NAME_MAX);
+    if dir::check_name(&name).is_err() {
+        name = format!("#{ino}").into_bytes();
+    }
+    let name = free_name(op, key.ino(), &name)?;
+    let file_type = inode.file_type();
+    dir::add(op, key.ino(), &Dirent { ino, file_type, name: &name })?;
+    count_entry(op, key.ino(), 1, i32::from(file_type == FileType::Directory))
+}
+
+fn change_type(op: &mut Op, key: Key, file_type: FileType) -> Attempt<()> {
+    let mut old = 0;
+    tree::update(op, key, |bytes| {
+        if let Some(byte) = bytes.get_mut(8) {
+            old = std::mem::replace(byte, file_type as u8);
+        }
+    })?;
+    let directory = |number: u8| i32::from(number == FileType::Directory as u8);
+    count_entry(op, key.ino(), 0, directory(file_type as u8) - directory(old))
+}
+
+/// First block beyond the last one of a file that was written.
+fn written_end(blocks: &impl Blocks, ino: u64) -> Attempt<u64> {
+    let mut at = Key::new(ino, ItemKind::Extent, u64::MAX);
+    while let Some((key, value)) = tree::floor(blocks, at)?
+        && key.is(ino, ItemKind::Extent)
+    {
+        let extent = Extent::decode(ino, key.offset(), value)?;
+        if !extent.unwritten {
+            return Ok(key.offset() + u64::from(extent.len));
+        }
+        let Some(before) = key.predecessor() else { break };
+        at = before;
+    }
+    Ok(0)
+}
+
+/// Cuts the front of an extent off, which another one of the file covers.
+fn cut_extent(op: &mut Op, ino: u64, offset: u64, to: u64) -> Attempt<()> {
+    let key = Key::new(ino, ItemKind::Extent, offset);
+    let extent = Extent::decode(ino, offset, tree::get(op, key)?.ok_or(FsError::NotFound)?)?;
+    tree::remove(op, key)?;
+    let mapping = Mapping { offset, extent };
+    if mapping.end() > to {
+        let rest = mapping.clip(to, mapping.end());
+        // Where another one begins just there, that one counts.
+        tree::insert(op, Key::new(ino, ItemKind::Extent, to), &rest.extent.encode())?;
+    }
+    Ok(())
+}
+
+/// The first extent of a file, from block `from` of it on or covering that, that has one of these blocks.
+fn find_extent(blocks: &impl Blocks, ino: u64, from: u64, run: Run) -> Attempt<Option<Mapping>> {
+    let mut start = Key::new(ino, ItemKind::Extent, from);
+    if let Some((key, _)) = tree::floor(blocks, start)?
+        && key.is(ino, ItemKind::Extent)
+    {
+        start = key;
+    }
+    let found = tree::scan(blocks, start, |key, value| {
+        if !key.is(ino, ItemKind::Extent) {
+            return Ok(ControlFlow::Break(None));
+        }
+        let mapping = Mapping { offset: key.offset(), extent: Extent::decode(ino, key.offset(), value)? };
+        let end = mapping.extent.block + u64::from(mapping.extent.len);
+        let meets = mapping.extent.block < run.end() && end > run.start && mapping.end() > from;
+        Ok(if meets { ControlFlow::Break(Some(mapping)) } else { ControlFlow::Continue(()) })
+    })?;
+    Ok(found.flatten())
+}

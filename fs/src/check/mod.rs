@@ -1,0 +1,288 @@
+//! Checking a volume, and repairing it.
+//!
+//! A check is one pass over the metadata, in the order of the tree ([`walk`]): what concerns one inode is judged as its items
+//! come by ([`items`]), what concerns several is kept in small records, which are sorted, outside memory if need be
+//! ([`spool`]), and compared when the tree is done: names with inodes ([`names`]), blocks with bitmaps ([`space`]).
+//!
+//! A repair goes in rounds: check, mend what was found, check again, until nothing is found. So a mending may leave behind what
+//! the next round settles (the blocks of a file that was cut, the count of a directory that lost an entry), each mending stays
+//! small, and a repair that was cut off is simply begun again. In a round the shape of the tree comes first ([`rebuild`]):
+//! without it nothing else is known. Then bitmaps and counters, so that the engine can allocate; then items ([`mend`]), by
+//! ordinary operations through the journal.
+
+mod finding;
+mod items;
+mod mend;
+mod names;
+mod open;
+mod rebuild;
+mod space;
+mod spool;
+mod walk;
+
+use std::sync::Arc;
+
+use gpunvme_blockdev::Io;
+use gpunvme_layout::{Block, Timestamp};
+use rustc_hash::FxHashSet;
+
+pub use finding::{Finding, Findings, Kind, Place};
+
+use finding::Fix;
+use items::{Items, Kept};
+use mend::Mender;
+use rebuild::Survey;
+use space::{May, Space};
+use walk::Reader;
+
+use crate::error::FsError;
+use crate::volume::Volume;
+
+/// Findings that are listed, and mended in one round.
+const LISTED_MAX: usize = 100_000;
+/// Rounds that a repair takes at the most, besides those that many findings need.
+const ROUNDS_MAX: u64 = 32;
+/// Metadata kept in memory, in bytes; the rest of the memory is for what concerns several inodes.
+const CACHE: usize = 32 << 20;
+/// Memory that a check takes when nothing else is said, in bytes.
+pub const MEMORY: usize = 256 << 20;
+
+/// Checks an open volume that nobody uses. Returns what is wrong with it.
+///
+/// # Errors
+/// The device failed.
+pub fn check(volume: &Volume) -> Result<Vec<Finding>, FsError> {
+    let mut findings = Findings::new(LISTED_MAX);
+    examine(volume, MEMORY, &mut findings, None, &mut |_, _, _| true)?;
+    Ok(findings.list)
+}
+
+/// What a check is busy with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// The items of the tree; counted in inodes.
+    Inodes,
+    /// Bitmaps and descriptors; counted in groups.
+    Groups,
+}
+
+/// Told how far a check is: stage, done, and how much there is in all. Says whether to go on: a check that does not ends with
+/// [`FsError::Cancelled`], and what was mended until then stays so.
+pub type Progress<'a> = &'a mut dyn FnMut(Stage, u64, u64) -> bool;
+
+/// How a volume is checked.
+#[derive(Debug, Clone, Copy)]
+pub struct CheckOptions {
+    /// Nothing is written: the journal is replayed in memory only.
+    pub read_only: bool,
+    /// Memory for metadata and what is kept of it, in bytes; what exceeds it goes to temporary files.
+    pub memory: usize,
+    /// The time that is stamped on what a repair makes new.
+    pub now: Timestamp,
+}
+
+/// What came of a repair.
+#[derive(Debug)]
+pub struct Repaired {
+    /// What came up while other things were mended.
+    pub more: Vec<Finding>,
+    /// What is still wrong.
+    pub left: Findings,
+}
+
+/// A volume under examination.
+pub struct Fsck {
+    volume: Volume,
+    options: CheckOptions,
+    /// Findings in the fixed places, and the superblocks that would mend them.
+    fixed: Findings,
+    superblocks: Vec<Block>,
+    /// The journal was left empty on purpose.
+    clean: bool,
+    /// Nothing is known of the root of the tree.
+    lost: bool,
+    /// The anchors say that the volume is in use.
+    begun: bool,
+    /// There was no room for a new tree. What is in memory of it must not become durable: the old one is what counts.
+    abandoned: bool,
+}
+
+impl Fsck {
+    /// Opens a volume, damaged as it may be. Writes nothing.
+    ///
+    /// # Errors
+    /// The device failed, or carries no volume that this program knows.
+    pub fn open(io: Arc<Io>, options: CheckOptions) -> Result<Fsck, FsError> {
+        let mut fixed = Findings::new(LISTED_MAX);
+        let opened = open::open(io, options.read_only, CACHE, &mut fixed)?;
+        let lost = fixed.counts.contains_key(&Kind::State);
+        let open::Opened { volume, clean, superblocks } = opened;
+        Ok(Fsck { volume, options, fixed, superblocks, clean, lost, begun: false, abandoned: false })
+    }
+
+    /// The volume.
+    pub fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// Whether the volume was unmounted cleanly.
+    pub fn was_clean(&self) -> bool {
+        self.clean
+    }
+
+    /// Checks everything. Writes nothing.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn check(&self, progress: Progress) -> Result<Findings, FsError> {
+        let mut findings = self.fixed.clone();
+        if !self.lost {
+            examine(&self.volume, self.memory(), &mut findings, None, progress)?;
+        }
+        Ok(findings)
+    }
+
+    fn memory(&self) -> usize {
+        self.options.memory.saturating_sub(CACHE).max(CACHE)
+    }
+
+    /// Mends what is found, as far as `may` allows it for a kind.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn repair(&mut self, may: May, progress: Progress) -> Result<Repaired, FsError> {
+        let first = self.check(progress)?;
+        if self.abandoned || first.counts.contains_key(&Kind::Journal) && !may(Kind::Journal) {
+            return Ok(Repaired { more: Vec::new(), left: first });
+        }
+        self.begin()?;
+        if self.fixed.counts.contains_key(&Kind::Anchor) {
+            // The other one.
+            self.volume.checkpoint()?;
+        }
+        if !self.superblocks.is_empty() && may(Kind::Superblock) {
+            open::write_superblocks(self.volume.io(), &std::mem::take(&mut self.superblocks))?;
+        }
+        self.fixed = Findings::new(LISTED_MAX);
+        let mut known: FxHashSet<_> = first.list.iter().map(|f| (f.kind, f.place)).collect();
+        let mut more: Vec<Finding> = Vec::new();
+        let mut before = Vec::new();
+        for _ in 0..ROUNDS_MAX + first.total() / LISTED_MAX as u64 {
+            let mut findings = Findings::new(LISTED_MAX);
+            let goes_on = self.round(&mut findings, may, progress)?;
+            more.extend(findings.list.iter().filter(|f| known.insert((f.kind, f.place))).cloned());
+            let mendable = findings.counts.keys().any(|kind| may(*kind));
+            if !goes_on || !mendable || findings.list == before {
+                return Ok(Repaired { more, left: findings });
+            }
+            before = findings.list;
+        }
+        Ok(Repaired { more, left: self.check(progress)? })
+    }
+
+    /// Says in the anchor that the volume is in use, and where the journal begins, before the first change.
+    fn begin(&mut self) -> Result<(), FsError> {
+        if !self.begun {
+            self.volume.checkpoint()?;
+            self.begun = true;
+        }
+        Ok(())
+    }
+
+    /// Checks, and mends what was found. Returns whether another round may help.
+    fn round(&mut self, findings: &mut Findings, may: May, progress: Progress) -> Result<bool, FsError> {
+        if self.lost {
+            findings.add(Kind::State, Place::State, Fix::Elsewhere, || "the root of the tree is not known".into());
+        } else {
+            examine(&self.volume, self.memory(), findings, Some(&mut *may), progress)?;
+        }
+        self.settle()?;
+        if findings.tree_is_broken() {
+            if !findings.counts.keys().filter(|kind| kind.is_shape()).all(|kind| may(*kind)) {
+                return Ok(false);
+            }
+            return match self.rebuild() {
+                Ok(()) => Ok(true),
+                Err(FsError::NoSpace) => {
+                    self.abandoned = true;
+                    Ok(false)
+                }
+                Err(error) => Err(error),
+            };
+        }
+        // As long as blocks in use may be marked free, nothing may be allocated: it could be they.
+        let misled = findings.counts.keys().any(|kind| kind.misleads_allocator())
+            && !findings.counts.keys().filter(|kind| kind.is_space()).all(|kind| may(*kind));
+        let mender = Mender::new(&self.volume, self.options.now);
+        for finding in &findings.list {
+            if !misled && may(finding.kind) {
+                mender.mend(finding.fix)?;
+            }
+        }
+        self.settle()?;
+        Ok(true)
+    }
+
+    /// Makes durable what was mended, and leaves no image of it in the journal: freed blocks can be used for anything then.
+    fn settle(&self) -> Result<(), FsError> {
+        self.volume.commit()?;
+        self.volume.checkpoint()
+    }
+
+    /// Builds the tree anew from its leaves.
+    fn rebuild(&mut self) -> Result<(), FsError> {
+        let reader = Reader::new(&self.volume);
+        let survey = Survey::new(&self.volume, &reader, self.lost)?;
+        let mut kept = Kept::new(self.memory());
+        survey.note_used(&self.volume, &reader, &mut kept)?;
+        // Nothing that a leaf holds may be given to the new nodes.
+        let mut ignored = Findings::new(0);
+        let mut all = |_| true;
+        let space = Space::new(&self.volume, &reader, &mut ignored, false, Some(&mut all));
+        space.compare(kept.used.sorted()?, &mut |_| true)?;
+        self.settle()?;
+        survey.build(&self.volume, &reader)?;
+        self.lost = false;
+        self.settle()
+    }
+
+    /// Ends an examination. A volume without errors is left as an unmount leaves it; of one with errors, what was mended is
+    /// durable.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn close(mut self, sound: bool) -> Result<(), FsError> {
+        if self.options.read_only || self.abandoned || (self.clean && !self.begun) || (!sound && !self.begun) {
+            return Ok(());
+        }
+        self.begin()?;
+        if sound { self.volume.close() } else { self.volume.close_journal() }
+    }
+}
+
+/// One check of everything behind the fixed places; mends bitmaps, descriptors and their counters on the way, if it may.
+fn examine(volume: &Volume, memory: usize, findings: &mut Findings, may: Option<May>, progress: Progress) -> Result<(), FsError> {
+    let state = volume.meta.read().state;
+    let superblock = volume.superblock();
+    let (geometry, reader) = (superblock.geometry(), Reader::new(volume));
+    let mut tell = |done: u64| progress(Stage::Inodes, done, state.inodes);
+    let mut items = Items::new(geometry, superblock.hash_key, memory, findings, &mut tell);
+    walk::walk(&reader, state.root, state.level, &mut items)?;
+    let kept = items.finish()?;
+    let used = kept.used.sorted()?;
+    // Of a tree that is not whole, what its parts say of each other is not to be believed.
+    let whole = !findings.tree_is_broken();
+    if whole {
+        let totals = names::compare(kept.inodes.sorted()?, kept.names.sorted()?, kept.orphans.sorted()?, memory, findings)?;
+        if totals.inodes != state.inodes {
+            let what = || format!("counts {} inodes, there are {}", state.inodes, totals.inodes);
+            findings.add(Kind::Counter, Place::State, Fix::Inodes(totals.inodes), what);
+        }
+        if totals.highest >= state.next_ino {
+            let what = || format!("would give out inode {} next, and {} is there", state.next_ino, totals.highest);
+            findings.add(Kind::Counter, Place::State, Fix::NextInode(totals.highest + 1), what);
+        }
+    }
+    let space = Space::new(volume, &reader, findings, whole, may.filter(|_| whole));
+    space.compare(used, &mut |done| progress(Stage::Groups, done, geometry.groups))
+}

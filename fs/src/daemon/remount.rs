@@ -1,0 +1,36 @@
+//! `mount -o remount`: the kernel's flags of a live mount change, `ro` and `rw` above all. The daemon goes on as it was started, and
+//! writes down what it has.
+
+use rustix::fs::removexattr;
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, mount_remount};
+
+use super::error::MountError;
+use super::mount_point;
+use super::mounts::{FS_TYPE, Mount};
+use super::options::Options;
+
+/// An attribute that no file has.
+const NONE: &str = "user.gpunvme.none";
+
+/// Changes the flags of the mount that these options name.
+///
+/// # Errors
+/// There is no such mount, or the volume is to become writable under a daemon that was started read-only.
+pub(super) fn remount(options: &Options) -> Result<(), MountError> {
+    let dir = mount_point(&options.dir)?;
+    let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", dir.display()));
+    if Mount::on(&dir).map_err(|error| failed(&error))?.fs_type != FS_TYPE {
+        return Err(failed(&"not the mount of a gpunvme volume"));
+    }
+    let read_only = options.settings.read_only;
+    let mut flags = options.flags;
+    flags.set(MountFlags::RDONLY, read_only);
+    mount_remount(&dir, flags, "").map_err(|error| failed(&error))?;
+    if !read_only && removexattr(&dir, NONE) == Err(Errno::ROFS) {
+        // What the mount says and what the daemon does are to agree.
+        mount_remount(&dir, flags | MountFlags::RDONLY, "").map_err(|error| failed(&error))?;
+        return Err(failed(&"was mounted read-only from the start: unmount it first"));
+    }
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! Files attached to rings: the same transfers as by ioctl, begun by the thread that serves the rings.
+//!
+//! It guards the life of an attached file. Its application may close it, and somebody unlink it: until it is detached it counts as known to the kernel, and as open.
+
+use std::sync::Arc;
+
+use gpunvme_gpupath::abi::ring::Attach;
+use gpunvme_gpupath::abi::{Command, TransferRequest};
+use gpunvme_gpupath::planner::Direction;
+use gpunvme_gpupath::registry::Buffer;
+use gpunvme_gpupath::ring::AttachedFile;
+use gpunvme_gpupath::server::Reply;
+
+use super::handles::Handle;
+use super::ioctl::Transfer;
+use super::{Caller, Front};
+
+/// An open file, as it was when it was attached.
+struct Attached {
+    front: Arc<Front>,
+    ino: u64,
+    handle: Handle,
+    uid: u32,
+    gid: u32,
+}
+
+impl Front {
+    /// `ATTACH` on an open file.
+    pub(super) fn attach(
+        self: &Arc<Self>,
+        caller: Caller,
+        ino: u64,
+        handle: Handle,
+        request: Attach,
+        done: impl FnOnce(Reply) + Send + 'static,
+    ) {
+        let front = self.clone();
+        // A directory has nothing to transfer.
+        self.attempt(
+            move |fs| fs.resolve(ino, 0, 0, 0).map(drop),
+            move |regular| {
+                if let Err(error) = regular {
+                    return done(Reply::new(error.errno(), &request));
+                }
+                let file = || Arc::new(Attached::new(&front, ino, handle, &caller)) as Arc<dyn AttachedFile>;
+                done(front.direct.rings.attach(caller.thread, &request, file));
+            },
+        );
+    }
+}
+
+impl Attached {
+    /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being removed.
+    fn new(front: &Arc<Front>, ino: u64, handle: Handle, caller: &Caller) -> Attached {
+        let known = front.nodes.look_up(ino);
+        debug_assert!(known, "an open file is being removed");
+        front.fs.open_file(ino, false);
+        Attached { front: front.clone(), ino, handle, uid: caller.context.uid, gid: caller.context.gid }
+    }
+}
+
+impl AttachedFile for Attached {
+    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, done: Box<dyn FnOnce(Reply) + Send>) {
+        let direction = if command == Command::Write { Direction::Write } else { Direction::Read };
+        let admitted = self
+            .front
+            .may_transfer(direction, self.handle, &request)
+            .and_then(|()| self.front.direct.server.admit_buffer(direction, &request, &buffer));
+        match admitted {
+            Ok(()) => {
+                // No thread waits for an answer that could be asked for its other groups.
+                let caller = Caller::now(self.uid, self.gid, 0);
+                let transfer = Transfer { direction, caller, ino: self.ino, request, buffer };
+                self.front.begin_transfer(transfer, done);
+            }
+            Err(refusal) => done(refusal),
+        }
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.front.fs.close_file(self.ino, false);
+        if self.front.nodes.forget(self.ino, 1) {
+            self.front.remove(self.ino);
+        }
+    }
+}

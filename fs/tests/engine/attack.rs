@@ -1,0 +1,201 @@
+//! An attacker: volumes with a bit of everything, changes of their metadata with the checksums put right, and somebody who uses
+//! what came of it. The test `hostile` draws the changes from a seed, the fuzz target `image` takes them from its input.
+
+use std::sync::Arc;
+
+use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice};
+use gpunvme_fs::Filesystem;
+use gpunvme_fs::check::{CheckOptions, Fsck, check};
+use gpunvme_fs::data::resize::Allocate;
+use gpunvme_fs::error::FsError;
+use gpunvme_fs::volume::{Context, NewNode, RenameMode, SetAttributes};
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::{Block, Timestamp};
+
+use crate::common::{Pair, ROOT, Random, assert_sound, make, open};
+
+const NOW: Timestamp = Timestamp { seconds: 9, nanoseconds: 0 };
+const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
+/// Bytes of the head of a block that say what it is and carry its checksum.
+const HEADER: usize = 48;
+
+/// A change of a number in a block of metadata.
+#[derive(Debug, Clone, Copy)]
+pub struct Change {
+    /// Which of the blocks of metadata; those beyond the last begin again at the first.
+    pub block: usize,
+    /// Where in it, from the end of its header on.
+    pub at: usize,
+    /// Length of the number: 1, 2, 4 or 8 bytes.
+    pub len: usize,
+    /// Add `value` to what is there, rather than put it there.
+    pub add: bool,
+    /// The new number, or the difference.
+    pub value: u64,
+    /// Put the checksum right.
+    pub seal: bool,
+}
+
+impl Change {
+    /// Bytes that say what to change.
+    const LEN: usize = 13;
+
+    /// A change that is written down in bytes. Every content of them is one.
+    fn decode(bytes: &[u8; Change::LEN]) -> Change {
+        let word = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+        let how = bytes[4];
+        Change {
+            block: word(0),
+            at: word(2),
+            len: 1 << (how & 3),
+            add: how & 4 != 0,
+            seal: how & 0x18 != 0x18,
+            value: u64::from_le_bytes(bytes[5..].try_into().expect("eight bytes are left")),
+        }
+    }
+}
+
+/// A volume that is going to be changed.
+pub struct Victim {
+    image: Image,
+    /// Its blocks of metadata, in the journal as well.
+    metadata: Vec<u64>,
+}
+
+impl Victim {
+    /// A volume with a bit of everything; with some seeds a part of it is only in the journal.
+    pub fn new(seed: u64) -> Victim {
+        let memory = MemoryDevice::new(24 << 20);
+        let device: Arc<dyn BlockDevice> = memory.clone();
+        make(&device);
+        let mut random = Random(seed);
+        let fs = open(&device).expect("a new volume can be opened");
+        let mut pair = Pair::new(fs.clone());
+        pair.reach = 300_000;
+        for _ in 0..300 {
+            pair.step(&mut random);
+        }
+        fs.flush_all().expect("nothing fails");
+        if random.below(2) == 0 {
+            fs.close().expect("nothing fails");
+        } else {
+            fs.commit().expect("nothing fails");
+        }
+        let image = memory.snapshot();
+        let uuid = fs.volume().superblock().uuid;
+        let blocks = 0..image.len() / BLOCK_SIZE as u64;
+        let metadata = blocks.filter(|address| read(&image, *address).verify_any_kind(*address, &uuid).is_ok()).collect();
+        Victim { image, metadata }
+    }
+
+    /// A copy of it with these changes.
+    pub fn changed(&self, changes: &[Change]) -> Arc<dyn BlockDevice> {
+        let mut image = self.image.clone();
+        for change in changes {
+            let address = self.metadata[change.block % self.metadata.len()];
+            let mut block = read(&image, address);
+            let sequence = block.sequence();
+            let at = HEADER + change.at % (BLOCK_SIZE - HEADER - change.len + 1);
+            let place = &mut block.bytes_mut()[at..at + change.len];
+            let mut number = [0; 8];
+            number[..change.len].copy_from_slice(place);
+            let base = if change.add { u64::from_le_bytes(number) } else { 0 };
+            place.copy_from_slice(&base.wrapping_add(change.value).to_le_bytes()[..change.len]);
+            if change.seal {
+                block.seal(sequence);
+            }
+            image.write_at(address * BLOCK_SIZE as u64, block.bytes());
+        }
+        MemoryDevice::from_image(image)
+    }
+}
+
+fn read(image: &Image, address: u64) -> Block {
+    let mut bytes = [0; BLOCK_SIZE];
+    image.read_at(address * BLOCK_SIZE as u64, &mut bytes);
+    Block::from_bytes(&bytes)
+}
+
+/// Opens what bytes make of one of the victims and uses it, and repairs another copy: the first byte chooses the victim, the next
+/// eight how it is used, and the others what is changed.
+#[allow(dead_code, reason = "the tests draw their changes, the fuzzer has them written down")]
+pub fn attack(victims: &[Victim], bytes: &[u8]) {
+    let Some(([victim, seed @ ..], changes)) = bytes.split_first_chunk::<9>() else { return };
+    let changes: Vec<Change> = changes.as_chunks().0.iter().map(Change::decode).collect();
+    let victim = &victims[usize::from(*victim) % victims.len()];
+    if let Ok(fs) = open(&victim.changed(&changes)) {
+        let _ = use_it(&fs, &mut Random(u64::from_le_bytes(*seed)));
+    }
+    repair_it(&victim.changed(&changes));
+}
+
+/// Does a bit of everything with whatever is there. Errors are fine.
+pub fn use_it(fs: &Arc<Filesystem>, random: &mut Random) -> Result<(), FsError> {
+    let mut dirs = vec![ROOT];
+    let mut seen = Vec::new();
+    while let Some(dir) = dirs.pop()
+        && seen.len() < 500
+    {
+        let mut cookie = 0;
+        for _ in 0..20 {
+            let Ok(entries) = fs.wait(|| fs.read_dir(dir, cookie, 50)) else { break };
+            let Some(last) = entries.last() else { break };
+            cookie = last.cookie;
+            for entry in entries {
+                let _ = fs.wait(|| fs.lookup(dir, &entry.name));
+                seen.push((dir, entry.ino, entry.name));
+                if entry.cookie > 2 && random.below(3) == 0 {
+                    dirs.push(entry.ino);
+                }
+            }
+        }
+    }
+    for (dir, ino, name) in seen {
+        let ino = if random.below(10) == 0 { random.below(400) } else { ino };
+        let _ = fs.wait(|| fs.attributes(ino));
+        let _ = fs.wait(|| fs.read_link(ino));
+        let _ = fs.wait(|| fs.list_xattrs(ino));
+        let _ = fs.wait(|| fs.get_xattr(ino, b"user.1"));
+        let _ = fs.read(ino, random.below(200_000), 70_000);
+        let _ = fs.wait(|| fs.resolve(ino, 0, u64::MAX, 100));
+        let (offset, len) = (random.below(300_000), random.below(60_000));
+        let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+        match random.below(10) {
+            0 => drop(fs.wait(|| fs.write(ino, offset, &vec![3; len as usize], NOW))),
+            1 => drop(fs.wait(|| fs.set_size(&WHO, ino, offset))),
+            2 => drop(fs.allocate(&WHO, ino, offset, len + 1, Allocate::Punch)),
+            3 => drop(fs.allocate(&WHO, ino, offset, len + 1, Allocate::Zero { grow: true })),
+            4 => drop(fs.wait(|| fs.unlink(&WHO, dir, &name)).map(|gone| gone.map(|ino| reap(fs, ino)))),
+            5 => drop(fs.wait(|| fs.rename(&WHO, (dir, &name), (ROOT, b"moved"), RenameMode::Exchange))),
+            6 => drop(fs.wait(|| fs.create(&WHO, ino, b"new", &new))),
+            7 => drop(fs.wait(|| fs.set_xattr(&WHO, ino, b"user.1", &vec![1; len as usize], false, false))),
+            8 => drop(fs.wait(|| fs.set_attributes(&WHO, ino, &SetAttributes { mode: Some(0o600), ..Default::default() }))),
+            _ => drop(fs.sync_file(ino)),
+        }
+    }
+    let _ = fs.flush_all();
+    let _ = fs.commit();
+    let _ = fs.volume().checkpoint();
+    let _ = check(fs.volume())?;
+    fs.close()
+}
+
+fn reap(fs: &Arc<Filesystem>, ino: u64) {
+    for _ in 0..100 {
+        if !matches!(fs.wait(|| fs.reap_step(ino)), Ok(true)) {
+            return;
+        }
+    }
+}
+
+/// Repairs what is on a device. What a repair calls mended has to be sound, and a repair that ends without an error has to mend
+/// everything. Returns whether it did.
+pub fn repair_it(device: &Arc<dyn BlockDevice>) -> bool {
+    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+    let Ok(mut fsck) = Fsck::open(Io::inline(device.clone()).expect("a queue"), options) else { return false };
+    let Ok(repaired) = fsck.repair(&mut |_| true, &mut |_, _, _| true) else { return false };
+    assert_eq!(repaired.left.total(), 0, "not mended: {:#?}", repaired.left.list);
+    fsck.close(true).expect("a mended volume can be closed");
+    assert_sound(&open(device).expect("a mended volume can be opened"), "mended");
+    true
+}

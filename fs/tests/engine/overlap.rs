@@ -1,0 +1,190 @@
+//! Schedules in which operations overlap, one by one: what each of them must not break. The random ones are in [`crate::crash`].
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::Duration;
+
+use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Rule};
+use gpunvme_fs::VolumeOptions;
+use gpunvme_fs::data::{Filesystem, Options, Spawn};
+use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_layout::Timestamp;
+
+use crate::common::{ROOT, assert_sound, make, open};
+
+const NOW: Timestamp = Timestamp { seconds: 1, nanoseconds: 0 };
+const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
+
+/// Completes writes on the thread that waits for them.
+struct Stepping(OnceLock<Arc<Io>>);
+
+impl Spawn for Stepping {
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
+        task();
+    }
+
+    fn help(&self) -> bool {
+        self.0.get().is_some_and(|io| io.step())
+    }
+}
+
+/// Opens a volume whose writes complete when somebody waits for them, the youngest first; `meanwhile` runs before each.
+fn stepped(device: &Arc<dyn BlockDevice>, meanwhile: impl Fn() + Send + Sync + 'static) -> Arc<Filesystem> {
+    let io = Io::stepped(device.clone(), move |count| {
+        meanwhile();
+        count - 1
+    });
+    let spawn = Arc::new(Stepping(OnceLock::new()));
+    assert!(spawn.0.set(io.clone()).is_ok());
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
+    Filesystem::open(io, options, spawn).expect("the volume can be opened")
+}
+
+fn file(fs: &Arc<Filesystem>, name: &[u8]) -> u64 {
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    fs.wait(|| fs.create(&WHO, ROOT, name, &new)).expect("there is room").ino
+}
+
+#[test]
+fn a_batch_that_overtakes_the_one_with_the_old_end_exposes_nothing_that_was_cut_off() {
+    let recorder = {
+        let memory = MemoryDevice::new(32 << 20);
+        let device: Arc<dyn BlockDevice> = memory.clone();
+        make(&device);
+        Recorder::new(memory.snapshot())
+    };
+    let device: Arc<dyn BlockDevice> = recorder.clone();
+    let fs = stepped(&device, || {});
+    let ino = file(&fs, b"a");
+    fs.open_file(ino, false);
+    fs.wait(|| fs.write(ino, 0, &[0xaa; 4096], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    fs.wait(|| fs.set_size(&WHO, ino, 100)).unwrap();
+    fs.commit().unwrap();
+
+    // One write is on its way, of the block with the end, and then one that goes on behind it.
+    fs.wait(|| fs.write(ino, 100, &[1; 50], NOW)).unwrap();
+    fs.write_back().unwrap();
+    fs.wait(|| fs.write(ino, 150, &[2; 9000], NOW)).unwrap();
+    fs.write_back().unwrap();
+    // The second lands, if it can, and is committed; the first is lost.
+    fs.volume().io().step();
+    fs.commit().unwrap();
+    let image = recorder.log().power_cuts().image(recorder.position(), |_, _| false);
+    let fs = open(&(MemoryDevice::from_image(image) as Arc<dyn BlockDevice>)).unwrap();
+    assert_sound(&fs, "after the cut");
+    let found = fs.read(ino, 0, 10_000).unwrap();
+    assert!(found[..100] == [0xaa; 100]);
+    let stale = found[100..].iter().position(|byte| *byte == 0xaa);
+    assert_eq!(stale, None, "of {} bytes, what was cut off is in the file again", found.len());
+}
+
+#[test]
+fn a_lost_block_with_the_old_end_takes_what_waits_for_it_along_and_exposes_nothing() {
+    let faulty = Faulty::new(MemoryDevice::new(32 << 20));
+    let device: Arc<dyn BlockDevice> = faulty.clone();
+    make(&device);
+    let fs = stepped(&device, || {});
+    let ino = file(&fs, b"a");
+    fs.open_file(ino, false);
+    fs.wait(|| fs.write(ino, 0, &[0xaa; 4096], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    fs.wait(|| fs.set_size(&WHO, ino, 100)).unwrap();
+    fs.commit().unwrap();
+
+    let geometry = fs.volume().superblock().geometry();
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(geometry.data * 4096..geometry.data_end() * 4096).once());
+    fs.wait(|| fs.write(ino, 100, &[1; 50], NOW)).unwrap();
+    fs.write_back().unwrap();
+    fs.wait(|| fs.write(ino, 150, &[2; 9000], NOW)).unwrap();
+    // A newer content of the block with the end is there: it goes with the rest.
+    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO);
+    assert!(fs.read(ino, 100, 50).unwrap() == [1; 50] && fs.read(ino, 150, 9000).unwrap() == [2; 9000]);
+    fs.close_file(ino, false);
+
+    fs.open_file(ino, false);
+    fs.wait(|| fs.set_size(&WHO, ino, 0)).unwrap();
+    fs.wait(|| fs.write(ino, 0, &[0xaa; 4096], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    fs.wait(|| fs.set_size(&WHO, ino, 100)).unwrap();
+    fs.commit().unwrap();
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(geometry.data * 4096..geometry.data_end() * 4096).once());
+    fs.wait(|| fs.write(ino, 100, &[1; 3996], NOW)).unwrap();
+    fs.write_back().unwrap();
+    fs.wait(|| fs.write(ino, 4096, &[2; 9000], NOW)).unwrap();
+    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO);
+    assert!(fs.read(ino, 0, 10_000).unwrap() == [0xaa; 100], "what was cut off is in the file again");
+    fs.wait(|| fs.write(ino, 8192, &[3; 10], NOW)).unwrap();
+    let _ = fs.sync_file(ino);
+    fs.close().unwrap();
+    let fs = open(&device).unwrap();
+    let found = fs.read(ino, 0, 10_000).unwrap();
+    assert!(found.len() == 8202 && found[..100] == [0xaa; 100] && found[100..8192].iter().all(|byte| *byte == 0));
+    assert_sound(&fs, "after a lost end");
+}
+
+#[test]
+fn a_flush_ends_however_much_others_write() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let fs: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();
+    let waits = Arc::new(AtomicU32::new(0));
+    let writer = {
+        let (fs, waits) = (fs.clone(), waits.clone());
+        move || {
+            if let Some((fs, ino)) = fs.get() {
+                let wait = waits.fetch_add(1, Ordering::Relaxed);
+                assert!(wait < 100, "the flush goes on for as long as somebody writes");
+                // The page that is being flushed, and another.
+                let _ = fs.write(*ino, 0, &[wait as u8; 5000], NOW);
+            }
+        }
+    };
+    let opened = stepped(&device, writer);
+    let ino = file(&opened, b"a");
+    opened.open_file(ino, false);
+    opened.wait(|| opened.write(ino, 0, &[0xaa; 5000], NOW)).unwrap();
+    assert!(fs.set((opened.clone(), ino)).is_ok());
+    opened.sync_file(ino).unwrap();
+    assert!(waits.load(Ordering::Relaxed) > 0, "somebody wrote meanwhile");
+}
+
+#[test]
+fn a_long_truncation_stands_in_nobodys_way_and_is_over_before_the_file_grows() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
+    make(&device);
+    let fs = open(&device).unwrap();
+    let ino = file(&fs, b"a");
+    for i in 0..3000 {
+        fs.wait(|| fs.write(ino, i * 8192, &[0xaa; 4096], NOW)).unwrap();
+    }
+    fs.close().unwrap();
+
+    // Opened anew, so that the truncation has to wait for the device.
+    let shared: Arc<OnceLock<Arc<Filesystem>>> = Arc::default();
+    let (looks, over) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+    let looker = {
+        let (shared, looks, over) = (shared.clone(), looks.clone(), over.clone());
+        move || {
+            let Some(fs) = shared.get().cloned().filter(|_| !over.load(Ordering::Relaxed)) else { return };
+            let looks = looks.clone();
+            let (sender, receiver) = mpsc::channel();
+            std::thread::spawn(move || {
+                let size = fs.volume().wait(|| fs.attributes(ino)).unwrap().inode.size;
+                let grew = fs.write(ino, 4096, &[1; 4096], NOW).is_ok();
+                looks.fetch_add(u32::from(size == 0), Ordering::Relaxed);
+                sender.send((size, grew)).unwrap();
+            });
+            let (size, grew) = receiver.recv_timeout(Duration::from_secs(20)).expect("nobody waits for a truncation");
+            assert!(!(size == 0 && grew), "it grew over what was not freed yet");
+        }
+    };
+    let fs = stepped(&device, looker);
+    assert!(shared.set(fs.clone()).is_ok());
+    fs.wait(|| fs.set_size(&WHO, ino, 0)).unwrap();
+    over.store(true, Ordering::Relaxed);
+    assert!(looks.load(Ordering::Relaxed) > 0, "somebody looked in between");
+    fs.wait(|| fs.write(ino, 3000 * 8192, &[1; 100], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    assert!(fs.read(ino, 0, 3000 * 8192).unwrap().iter().all(|byte| *byte == 0), "it is a hole");
+}

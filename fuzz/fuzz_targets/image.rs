@@ -1,0 +1,18 @@
+//! Images that an attacker wrote: whatever is in their metadata, opening, walking, reading, changing and checking them ends, and
+//! takes neither the process down nor its memory up. The input says what is changed in which volume; see `attack`.
+#![no_main]
+
+#[path = "../../fs/tests/engine/attack.rs"]
+mod attack;
+#[allow(dead_code)]
+#[path = "../../fs/tests/engine/common.rs"]
+mod common;
+
+use std::sync::LazyLock;
+
+use attack::{Victim, attack};
+use libfuzzer_sys::fuzz_target;
+
+static VICTIMS: LazyLock<Vec<Victim>> = LazyLock::new(|| (0..4).map(Victim::new).collect());
+
+fuzz_target!(|bytes: &[u8]| attack(&VICTIMS, bytes));

@@ -1,0 +1,18 @@
+//! The ring (`abi::ring`): its memory, which both ends share, and the daemon's end.
+//!
+//! The memory belongs to the application. The daemon takes nothing in it for true: it keeps its own positions, copies a submission out before it looks at it,
+//! and gives up a ring whose words cannot be right. What an application does to its ring costs it the ring, and nobody else anything.
+
+#[allow(unsafe_code)]
+mod memory;
+#[cfg(feature = "daemon")]
+mod service;
+#[cfg(feature = "daemon")]
+#[allow(unsafe_code)]
+mod signal;
+#[cfg(feature = "daemon")]
+mod taken;
+
+pub use memory::RingMemory;
+#[cfg(feature = "daemon")]
+pub use service::{AttachedFile, Rings};

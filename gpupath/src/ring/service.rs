@@ -1,0 +1,377 @@
+//! The daemon's end of all rings of a mount: one thread that takes submissions and begins them. It never waits for a device: a transfer is completed from wherever
+//! it ends.
+//!
+//! It guards fairness. Rings take turns, a few submissions each; and while several are busy, none may have more than its share under way, because what the device
+//! has been given it serves in the order in which it came. As long as there is work the thread looks at the rings themselves; when there is none it
+//! soon sleeps, and says so in each ring, so that the next submission wakes it.
+
+use super::memory::RingMemory;
+use super::signal::Signal;
+use super::taken::{Broken, Ring};
+use crate::abi::ring::{self, Attach, Completion, Detach, ring_bytes};
+use crate::abi::{Command, Reason, Transfer, TransferRequest};
+use crate::foreign;
+use crate::process::Process;
+use crate::registry::Buffer;
+use crate::server::{Reply, Server};
+use gpunvme_blockdev::Io;
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, epoll};
+use rustix::io::Errno;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use zerocopy::FromBytes;
+
+/// Submissions that a ring may have taken in one turn.
+const TURN: u32 = 32;
+/// What all rings together may have under way before they have to share: enough to keep any device busy.
+const SHARED_TRANSFERS: u32 = 1024;
+const SHARED_BYTES: u64 = 64 << 20;
+/// How long the thread looks at rings in which nothing happens before it sleeps. Less than what being woken costs an application.
+const LINGER: Duration = Duration::from_micros(50);
+/// Rings of one process, and of all.
+const RINGS_PER_PROCESS: usize = 64;
+const RINGS: usize = 1024;
+/// The thread's own event.
+const WAKE: u64 = u64::MAX;
+/// The event of an application's eventfd. Which one does not matter: all rings are looked at.
+const SUBMITTED: u64 = u64::MAX - 1;
+
+/// A file that was attached to a ring: what it was opened for goes with it.
+pub trait AttachedFile: Send + Sync {
+    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer that the ring's owner owns, and hands `done` the answer
+    /// that the ioctl would have given. It must not wait for a device.
+    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, done: Box<dyn FnOnce(Reply) + Send>);
+}
+
+/// The rings of a mount.
+pub struct Rings {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    server: Arc<Server>,
+    io: Arc<Io>,
+    epoll: OwnedFd,
+    wake: OwnedFd,
+    /// The thread sleeps, or is about to.
+    asleep: AtomicBool,
+    ending: AtomicBool,
+    last_id: AtomicU64,
+    /// Replaced as a whole when one comes or goes.
+    rings: Mutex<Arc<Vec<Arc<Ring>>>>,
+}
+
+impl Rings {
+    /// No rings yet. What they ask for in one turn goes to `io` in one piece.
+    ///
+    /// # Errors
+    /// When the kernel gives no epoll, eventfd or thread.
+    pub fn new(server: Arc<Server>, io: Arc<Io>) -> std::io::Result<Rings> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        let shared = Arc::new(Shared {
+            server,
+            io,
+            epoll,
+            wake,
+            asleep: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
+            // As with buffers: one mount's name for a ring means nothing to another mount.
+            last_id: AtomicU64::new(RandomState::new().build_hasher().finish() >> 1),
+            rings: Mutex::default(),
+        });
+        let thread = std::thread::Builder::new().name("rings".into()).spawn({
+            let shared = shared.clone();
+            move || {
+                // What a thread that panics was doing to the volume is unknown.
+                if catch_unwind(AssertUnwindSafe(|| shared.serve())).is_err() {
+                    std::process::abort();
+                }
+            }
+        })?;
+        Ok(Rings { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// `RING`. `thread` is the caller's id in a FUSE request that must not have been answered. It maps memory: not for the thread that everybody waits for.
+    pub fn open(&self, thread: u32, request: &ring::Ring) -> Reply {
+        let opened = self.shared.open(thread, request);
+        self.shared.server.stats.call(Command::Ring, opened.is_err());
+        match opened {
+            Ok(ring) => Reply::new(0, &ring::Ring { ring, ..request.clone() }),
+            Err(errno) => Reply::new(errno.raw_os_error(), request),
+        }
+    }
+
+    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread` as in [`Rings::open`].
+    pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn AttachedFile>) -> Reply {
+        let ring = self.shared.find(thread, request.ring);
+        let attached = ring.ok_or(Errno::NOENT).and_then(|ring| ring.attach(file()).ok_or(Errno::NOSPC));
+        self.shared.server.stats.call(Command::Attach, attached.is_err());
+        match attached {
+            Ok(file) => Reply::new(0, &Attach { file, ..request.clone() }),
+            Err(errno) => Reply::new(errno.raw_os_error(), request),
+        }
+    }
+
+    /// `DETACH`. `thread` as in [`Rings::open`].
+    pub fn detach(&self, thread: u32, request: &Detach) -> Reply {
+        let detached = self.shared.find(thread, request.ring).ok_or(Errno::NOENT).and_then(|ring| {
+            if request.file == 0 {
+                self.shared.remove(&ring);
+                return Ok(());
+            }
+            ring.detach(request.file).map(drop).ok_or(Errno::NOENT)
+        });
+        self.shared.server.stats.call(Command::Detach, detached.is_err());
+        Reply::new(detached.err().map_or(0, Errno::raw_os_error), request)
+    }
+
+    /// Ends all rings, and the thread. Transfers under way end by themselves.
+    pub fn end(&self) {
+        self.shared.ending.store(true, Ordering::Release);
+        self.shared.wake_up();
+        if let Some(thread) = self.thread.lock().take() {
+            let _ = thread.join(); // a panic there was reported there
+        }
+        for ring in self.shared.all().iter() {
+            self.shared.remove(ring);
+        }
+    }
+}
+
+impl Drop for Rings {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Shared {
+    fn all(&self) -> Arc<Vec<Arc<Ring>>> {
+        self.rings.lock().clone()
+    }
+
+    /// The ring of this name, if it is that thread's process's.
+    fn find(&self, thread: u32, id: u64) -> Option<Arc<Ring>> {
+        let ring = self.all().iter().find(|ring| ring.id == id).cloned()?;
+        ring.owner.has_thread(thread).then_some(ring)
+    }
+
+    fn open(&self, thread: u32, request: &ring::Ring) -> Result<u64, Errno> {
+        let owner = Process::of_thread(thread)?;
+        if !foreign::may_accept() {
+            return Err(Errno::NOSPC);
+        }
+        let len = ring_bytes(request.entries) as u64;
+        let memory = foreign::accept(owner.take_fd(request.memory)?, len, || false).map_err(|_| Errno::INVAL)?;
+        if memory.kind != foreign::Kind::Host {
+            // A device's memory may be gone at any time, and touching it then is a SIGBUS.
+            return Err(Errno::INVAL);
+        }
+        let submitted = foreign::accept_eventfd(owner.take_fd(request.submitted)?).ok_or(Errno::INVAL)?;
+        let completed = foreign::accept_eventfd(owner.take_fd(request.completed)?).ok_or(Errno::INVAL)?;
+        let completed = Signal::new(completed).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        let mapped = RingMemory::map(memory.fd.as_fd(), request.entries)?;
+        // A hole in it would have this daemon wait for the owner, or get a SIGBUS.
+        foreign::seal_mapped(memory.fd)?;
+        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
+        let ring = Arc::new(Ring::new(id, owner, mapped, submitted, completed));
+        let mut rings = self.rings.lock();
+        let owned = rings.iter().filter(|other| other.owner.id == ring.owner.id && other.owner.is_alive()).count();
+        if owned >= RINGS_PER_PROCESS || rings.len() >= RINGS || self.ending.load(Ordering::Acquire) {
+            return Err(Errno::NOSPC);
+        }
+        // Edges only: nobody reads the counter, and each signal is a new edge.
+        let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, &ring.submitted, epoll::EventData::new_u64(SUBMITTED), edge)?;
+        epoll::add(&self.epoll, &ring.owner, epoll::EventData::new_u64(id), epoll::EventFlags::IN)
+            .inspect_err(|_| forget(&self.epoll, &ring.submitted))?;
+        let more = rings.iter().cloned().chain([ring]).collect();
+        *rings = Arc::new(more);
+        drop(rings);
+        self.wake_up();
+        Ok(id)
+    }
+
+    fn remove(&self, ring: &Arc<Ring>) {
+        {
+            let mut rings = self.rings.lock();
+            if !rings.iter().any(|other| Arc::ptr_eq(other, ring)) {
+                return;
+            }
+            let rest = rings.iter().filter(|other| !Arc::ptr_eq(other, ring)).cloned().collect();
+            *rings = Arc::new(rest);
+            forget(&self.epoll, &ring.submitted);
+            forget(&self.epoll, &ring.owner);
+        }
+        ring.close();
+    }
+
+    fn wake_up(&self) {
+        // What cannot be added to the counter is there already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// The thread.
+    fn serve(self: &Arc<Self>) {
+        let mut events = Vec::with_capacity(64);
+        let mut first = 0;
+        let mut busy = Instant::now();
+        while !self.ending.load(Ordering::Acquire) {
+            let rings = self.all();
+            first += 1;
+            if self.turn(&rings, first) {
+                busy = Instant::now();
+                continue;
+            }
+            if busy.elapsed() < LINGER && !rings.is_empty() {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.asleep.store(true, Ordering::SeqCst);
+            rings.iter().for_each(|ring| ring.set_asleep(true));
+            // Once more: whoever submitted before seeing that word did not signal, and whoever completed did not either.
+            fence(Ordering::SeqCst);
+            if !self.turn(&rings, first) && !self.sleep(&mut events) {
+                return;
+            }
+            self.asleep.store(false, Ordering::SeqCst);
+            rings.iter().for_each(|ring| ring.set_asleep(false));
+            busy = Instant::now();
+        }
+    }
+
+    /// Waits for an event. False if that can no longer be.
+    fn sleep(&self, events: &mut Vec<epoll::Event>) -> bool {
+        events.clear();
+        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => {
+                tracing::error!(%errno, "rings are out of service until the next mount");
+                return false;
+            }
+        }
+        for event in events {
+            match event.data.u64() {
+                WAKE => {
+                    let _ = rustix::io::read(&self.wake, &mut [0u8; 8]); // nonblocking: another event may have emptied it
+                }
+                SUBMITTED => {}
+                id => {
+                    if let Some(ring) = self.all().iter().find(|ring| ring.id == id) {
+                        tracing::debug!(process = ring.owner.id, "a process ended; its ring is gone");
+                        self.remove(ring);
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Takes from each ring what may be taken now. Returns whether anything was.
+    fn turn(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> bool {
+        let mut ready = Vec::new();
+        let mut active = 0;
+        for at in 0..rings.len() {
+            let ring = &rings[(first + at) % rings.len()];
+            if ring.is_closed() {
+                continue;
+            }
+            match ring.pending() {
+                Ok(pending) => {
+                    active += u32::from(pending > 0 || ring.load().0 > 0);
+                    if pending > 0 {
+                        ready.push((ring, pending));
+                    }
+                }
+                Err(broken) => self.give_up(ring, &broken),
+            }
+        }
+        let mut any = false;
+        let plug = self.io.plug();
+        for (ring, pending) in ready {
+            match ring.room() {
+                Ok(room) => {
+                    for _ in 0..pending.min(room).min(TURN) {
+                        let (transfers, bytes) = ring.load();
+                        let share = transfers < SHARED_TRANSFERS / active && bytes < SHARED_BYTES / u64::from(active);
+                        if transfers > 0 && !share {
+                            break;
+                        }
+                        self.begin(ring);
+                        any = true;
+                    }
+                }
+                Err(broken) => self.give_up(ring, &broken),
+            }
+        }
+        drop(plug);
+        any
+    }
+
+    fn give_up(&self, ring: &Arc<Ring>, broken: &Broken) {
+        tracing::warn!(ring = ring.id, "{broken}; the ring is closed");
+        self.remove(ring);
+    }
+
+    /// Takes one submission and begins it.
+    fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
+        let submission = ring.take();
+        let refuse = |errno: Errno, reason: Reason| {
+            let refused = Completion { status: errno.raw_os_error(), reason: reason.code(), ..Completion::default() };
+            self.complete(ring, submission.len, Completion { user_data: submission.user_data, ..refused });
+        };
+        let Some((command, request)) = submission.decode() else { return refuse(Errno::INVAL, Reason::None) };
+        let Some(file) = ring.file(submission.file) else { return refuse(Errno::BADF, Reason::None) };
+        let buffer = ring.buffer(request.buffer, || self.server.registry.lookup(ring.owner.id, request.buffer));
+        let buffer = match buffer {
+            Ok(buffer) => buffer,
+            Err(error) => return refuse(Errno::from_raw_os_error(error.errno()), error.reason()),
+        };
+        let (shared, taken) = (self.clone(), ring.clone());
+        let done = move |reply: Reply| {
+            let completion = completion(&submission, &reply);
+            shared.complete(&taken, submission.len, completion);
+        };
+        file.transfer(command, request, buffer, Box::new(done));
+    }
+
+    fn complete(&self, ring: &Ring, len: u64, completion: Completion) {
+        ring.complete(len, &completion);
+        // The thread may have left submissions lying because too much was under way.
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
+            self.wake_up();
+        }
+    }
+}
+
+/// What the answer to an ioctl says, as a completion.
+fn completion(submission: &ring::Submission, reply: &Reply) -> Completion {
+    let moved = Transfer::read_from_prefix(&reply.data).map(|(header, _)| header).unwrap_or_default();
+    Completion {
+        user_data: submission.user_data,
+        status: if reply.result < 0 { -reply.result } else { moved.status },
+        reason: moved.reason,
+        p2p: moved.p2p,
+        bounce: moved.bounce,
+        host: moved.host,
+        hole: moved.hole,
+        edge: moved.edge,
+        reserved: 0,
+    }
+}
+
+/// No longer watches a descriptor.
+fn forget(epoll: &OwnedFd, what: impl AsFd) {
+    if let Err(errno) = epoll::delete(epoll, what) {
+        tracing::warn!(%errno, "cannot end the watch over a ring");
+    }
+}

@@ -1,0 +1,195 @@
+//! One ring, as the daemon holds it: what was taken from it and what was given back. It guards the ring's rules. It knows no threads: the service takes, whoever ends
+//! a transfer completes.
+
+use super::memory::RingMemory;
+use super::service::AttachedFile;
+use super::signal::Signal;
+use crate::abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
+use crate::process::Process;
+use crate::registry::Buffer;
+use parking_lot::{Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Weak};
+
+/// The most files of one ring.
+const FILES_MAX: usize = 65536;
+
+/// A ring.
+pub(super) struct Ring {
+    pub id: u64,
+    pub owner: Process,
+    /// Signalled by the application; only watched.
+    pub submitted: OwnedFd,
+    memory: RingMemory,
+    completed: Signal,
+    /// Position of the next submission to take. The service's.
+    head: AtomicU32,
+    /// Position of the next completion.
+    tail: Mutex<u32>,
+    /// Taken and not completed.
+    in_flight: AtomicU32,
+    /// Bytes asked for in those.
+    bytes: AtomicU64,
+    closed: AtomicBool,
+    files: RwLock<Files>,
+    /// Buffers used before: to look one up in the registry takes a system call.
+    buffers: Mutex<FxHashMap<u64, Weak<Buffer>>>,
+}
+
+#[derive(Default)]
+struct Files {
+    by_name: FxHashMap<u64, Arc<dyn AttachedFile>>,
+    last: u64,
+}
+
+/// The application broke the rules of its ring.
+#[derive(Debug, thiserror::Error)]
+#[error("process {process} broke its ring: {what}")]
+pub(super) struct Broken {
+    process: u32,
+    what: &'static str,
+}
+
+impl Ring {
+    pub fn new(id: u64, owner: Process, memory: RingMemory, submitted: OwnedFd, completed: Signal) -> Ring {
+        Ring {
+            id,
+            owner,
+            submitted,
+            memory,
+            completed,
+            head: AtomicU32::new(0),
+            tail: Mutex::new(0),
+            in_flight: AtomicU32::new(0),
+            bytes: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
+            files: RwLock::default(),
+            buffers: Mutex::default(),
+        }
+    }
+
+    /// Submissions that wait to be taken.
+    pub fn pending(&self) -> Result<u32, Broken> {
+        let pending = self.memory.load(Word::SubmissionTail).wrapping_sub(self.head.load(Ordering::Relaxed));
+        if pending > self.memory.entries() {
+            return Err(Broken { process: self.owner.id, what: "its tail of submissions is more than a ring ahead" });
+        }
+        Ok(pending)
+    }
+
+    /// How many more may be taken, so that each completion has a place: none as long as the application leaves completions lying.
+    pub fn room(&self) -> Result<u32, Broken> {
+        // In this order: what is completed in between is counted twice, not left out.
+        let in_flight = self.in_flight.load(Ordering::Acquire);
+        let unread = self.tail.lock().wrapping_sub(self.memory.load(Word::CompletionHead));
+        if unread > self.memory.entries() {
+            return Err(Broken { process: self.owner.id, what: "its head of completions is not among them" });
+        }
+        Ok(self.memory.entries().saturating_sub(in_flight.saturating_add(unread)))
+    }
+
+    /// Takes the next submission. Only where [`Ring::pending`] said that there is one.
+    pub fn take(&self) -> Submission {
+        let head = self.head.load(Ordering::Relaxed);
+        let submission = self.memory.submission(head);
+        self.head.store(head.wrapping_add(1), Ordering::Relaxed);
+        self.memory.store(Word::SubmissionHead, head.wrapping_add(1));
+        self.in_flight.fetch_add(1, Ordering::AcqRel);
+        self.bytes.fetch_add(submission.len, Ordering::AcqRel);
+        submission
+    }
+
+    /// Submissions under way, and the bytes they are about.
+    pub fn load(&self) -> (u32, u64) {
+        (self.in_flight.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire))
+    }
+
+    /// Ends a submission of `len` bytes that was taken.
+    pub fn complete(&self, len: u64, completion: &Completion) {
+        {
+            let mut tail = self.tail.lock();
+            self.memory.put_completion(*tail, completion);
+            *tail = tail.wrapping_add(1);
+            self.memory.store(Word::CompletionTail, *tail);
+            self.bytes.fetch_sub(len, Ordering::AcqRel);
+            self.in_flight.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.wake();
+    }
+
+    /// Says whether the service sleeps, with a full barrier.
+    pub fn set_asleep(&self, asleep: bool) {
+        if !self.is_closed() {
+            self.memory.swap(Word::Daemon, if asleep { ASLEEP } else { AWAKE });
+        }
+        if self.is_closed() {
+            // It may have been closed in between.
+            self.memory.store(Word::Daemon, CLOSED);
+        }
+    }
+
+    /// Nothing more is taken. Whoever waits learns of it.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.memory.swap(Word::Daemon, CLOSED);
+        self.memory.swap(Word::Application, AWAKE);
+        self.completed.send();
+        // Outside the lock: what goes with a file may take long.
+        let files = std::mem::take(&mut self.files.write().by_name);
+        drop(files);
+        self.buffers.lock().clear();
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    fn wake(&self) {
+        fence(Ordering::SeqCst);
+        if self.memory.load(Word::Application) == ASLEEP && self.memory.swap(Word::Application, AWAKE) == ASLEEP {
+            self.completed.send();
+        }
+    }
+
+    /// Gives a file a name. None where there are too many, or the ring is closed.
+    pub fn attach(&self, file: Arc<dyn AttachedFile>) -> Option<u64> {
+        let mut files = self.files.write();
+        if files.by_name.len() >= FILES_MAX || self.is_closed() {
+            drop(files);
+            return None;
+        }
+        files.last += 1;
+        let name = files.last;
+        files.by_name.insert(name, file);
+        Some(name)
+    }
+
+    /// Takes a file out.
+    #[must_use = "to be dropped where it may take long"]
+    pub fn detach(&self, name: u64) -> Option<Arc<dyn AttachedFile>> {
+        self.files.write().by_name.remove(&name)
+    }
+
+    /// The file of this name.
+    pub fn file(&self, name: u64) -> Option<Arc<dyn AttachedFile>> {
+        self.files.read().by_name.get(&name).cloned()
+    }
+
+    /// A buffer of the owner; `look_up` asks the registry.
+    pub fn buffer<E>(&self, id: u64, look_up: impl FnOnce() -> Result<Arc<Buffer>, E>) -> Result<Arc<Buffer>, E> {
+        let known = self.buffers.lock().get(&id).and_then(Weak::upgrade);
+        if let Some(buffer) = known {
+            return Ok(buffer);
+        }
+        let buffer = look_up()?;
+        let mut buffers = self.buffers.lock();
+        // Those that are gone, before they become many: the names of buffers are never used again.
+        if buffers.len() >= 64 && buffers.len().is_power_of_two() {
+            buffers.retain(|_, buffer| buffer.strong_count() > 0);
+        }
+        buffers.insert(id, Arc::downgrade(&buffer));
+        Ok(buffer)
+    }
+}

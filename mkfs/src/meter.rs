@@ -1,0 +1,46 @@
+//! How far fsck is, on a terminal and nowhere else.
+
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+use gpunvme_fs::check::Stage;
+
+/// Time between two looks at the clock's face.
+const INTERVAL: Duration = Duration::from_millis(200);
+
+/// A line on stderr that says how far the check is.
+pub struct Meter {
+    device: String,
+    terminal: bool,
+    last: Instant,
+    shown: bool,
+}
+
+impl Meter {
+    /// Shows nothing yet.
+    pub fn new(device: &str) -> Meter {
+        Meter { device: device.to_owned(), terminal: std::io::stderr().is_terminal(), last: Instant::now(), shown: false }
+    }
+
+    /// Shows how much of a stage is done, now and then.
+    pub fn show(&mut self, stage: Stage, done: u64, of: u64) {
+        if !self.terminal || self.last.elapsed() < INTERVAL {
+            return;
+        }
+        let what = match stage {
+            Stage::Inodes => "inodes",
+            Stage::Groups => "groups",
+        };
+        let percent = done.min(of) * 100 / of.max(1);
+        eprint!("\r\x1b[K{}: {percent}% of {of} {what}", self.device);
+        let _ = std::io::stderr().flush(); // only for show
+        (self.last, self.shown) = (Instant::now(), true);
+    }
+
+    /// Takes the line away.
+    pub fn clear(&mut self) {
+        if std::mem::take(&mut self.shown) {
+            eprint!("\r\x1b[K");
+        }
+    }
+}

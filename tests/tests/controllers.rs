@@ -1,0 +1,175 @@
+//! Volumes on a controller that the daemon drives itself. It is the software one; what differs on silicon, the laboratory tries.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use gpunvme_gpupath::abi::{Reason, Route, get_text};
+use gpunvme_tests::direct::{Buffer, info};
+use gpunvme_tests::mounted::{is_mounted, text};
+use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
+use tempfile::TempDir;
+
+/// A file that a software controller keeps its data in, and a place to mount it. Unmounts when it goes.
+struct Controller {
+    scratch: TempDir,
+}
+
+impl Controller {
+    fn new() -> Self {
+        let new = Self { scratch: scratch_dir() };
+        File::create(new.file()).unwrap().set_len(256 << 20).unwrap();
+        fs::create_dir(new.dir()).unwrap();
+        new
+    }
+
+    fn file(&self) -> PathBuf {
+        self.scratch.path().join("image")
+    }
+
+    fn dir(&self) -> PathBuf {
+        self.scratch.path().join("mnt")
+    }
+
+    /// The DEVICE, with options.
+    fn device(&self, options: &str) -> String {
+        format!("sim:{}{options}", self.file().display())
+    }
+
+    fn mount(&self, device: &str) {
+        succeeds(run("mount.gpunvme", &[device, self.dir().to_str().unwrap()]));
+    }
+
+    fn unmount(&self) {
+        succeeds(Command::new("umount").arg(self.dir()).output().unwrap());
+    }
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        if is_mounted(&self.dir()) {
+            let _ = Command::new("umount").arg("-l").arg(self.dir()).status();
+        }
+    }
+}
+
+fn run(program: &str, arguments: &[&str]) -> Output {
+    programs::command(program).args(arguments).output().unwrap()
+}
+
+fn succeeds(output: Output) -> String {
+    assert!(output.status.success(), "{}", text(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn refused(output: &Output, words: &str) {
+    assert!(!output.status.success() && text(output).contains(words), "{}", text(output));
+}
+
+fn storm(file: &Path, seed: u64) {
+    let arguments = ["storm", "--rounds", "150", "--seed", &seed.to_string()];
+    let said = succeeds(Command::new(env!("CARGO_BIN_EXE_device-memory")).arg(file).args(arguments).output().unwrap());
+    assert!(said.starts_with("150 rounds, host:"), "{said}");
+}
+
+#[test]
+fn a_volume_lives_on_a_controller_and_on_its_file_alike() {
+    needs_mount!();
+    let controller = Controller::new();
+    let device = controller.device(",mdts=5,queues=2");
+    succeeds(run("mkfs.gpunvme", &["--quiet", &device]));
+    controller.mount(&device);
+    let data = tree::pattern(1, 10 << 20);
+    fs::write(controller.dir().join("data"), &data).unwrap();
+    storm(&controller.dir().join("storm"), 1);
+    let kept = fs::read(controller.dir().join("storm")).unwrap();
+    controller.unmount();
+    succeeds(run("fsck.gpunvme", &["-n", &controller.device("")]));
+    // By the kernel.
+    controller.mount(controller.file().to_str().unwrap());
+    assert!(fs::read(controller.dir().join("data")).unwrap() == data);
+    assert!(fs::read(controller.dir().join("storm")).unwrap() == kept);
+    fs::write(controller.dir().join("more"), &data).unwrap();
+    controller.unmount();
+    controller.mount(&controller.device(",sgls=none"));
+    assert!(fs::read(controller.dir().join("more")).unwrap() == data);
+    storm(&controller.dir().join("storm"), 2);
+    controller.unmount();
+    succeeds(run("fsck.gpunvme", &["-n", controller.file().to_str().unwrap()]));
+}
+
+/// Blocks of 4 KiB, so that reads have edges inside them; and a buffer that lies as a driver needs it and no better goes direct.
+#[test]
+fn large_blocks_and_fine_alignment() {
+    needs_mount!();
+    let controller = Controller::new();
+    let device = controller.device(",lba=4096");
+    succeeds(run("mkfs.gpunvme", &["--quiet", &device]));
+    controller.mount(&device);
+    let data = tree::pattern(2, 1 << 20);
+    fs::write(controller.dir().join("data"), &data).unwrap();
+    let file = File::open(controller.dir().join("data")).unwrap();
+    let info = info(&file);
+    assert_eq!((info.logical_block, info.memory_alignment), (4096, 4));
+    assert_eq!((Route::from_code(info.route), Reason::from_code(info.reason)), (Some(Route::P2p), Some(Reason::None)));
+    assert_eq!(get_text(&info.device), device);
+    let buffer = Buffer::new(&file, 2 << 20);
+    let segments = [(0, 1004, 65536), (100_000, 200_000, 100_000)];
+    let done = buffer.transfer(gpunvme_gpupath::abi::Command::Read, &file, &segments).unwrap();
+    let edges = (102_400 - 100_000) + (200_000 - 196_608);
+    assert_eq!((done.bytes, done.host, done.edge), (165_536, 165_536 - edges, edges));
+    assert!(buffer.get(1004, 65536) == data[..65536] && buffer.get(200_000, 100_000) == data[100_000..200_000]);
+    storm(&controller.dir().join("storm"), 3);
+    drop(file);
+    controller.unmount();
+    succeeds(run("fsck.gpunvme", &["-n", &device]));
+}
+
+#[test]
+fn a_controller_has_one_user_by_whatever_name() {
+    needs_mount!();
+    let controller = Controller::new();
+    let (device, file) = (controller.device(",ns=1"), controller.file());
+    succeeds(run("mkfs.gpunvme", &["--quiet", &device]));
+    let label: serde_json::Value = serde_json::from_str(&succeeds(run("mkfs.gpunvme", &["-fn", "--json", &device]))).unwrap();
+    assert_eq!(label["device"], device.as_str());
+    controller.mount(&device);
+    let other = controller.scratch.path().join("other");
+    fs::create_dir(&other).unwrap();
+    for name in [device.as_str(), &controller.device(",queues=1"), file.to_str().unwrap()] {
+        let words = format!("already mounted on {}", controller.dir().display());
+        refused(&run("mount.gpunvme", &[name, other.to_str().unwrap()]), &words);
+        refused(&run("mkfs.gpunvme", &["--force", name]), &words);
+        refused(&run("fsck.gpunvme", &["-n", name]), &words);
+    }
+    refused(&run("gpunvme", &["nvme", &device, "smart"]), "in use");
+    controller.unmount();
+    // The daemon may be a moment late; whoever mounts waits for it.
+    controller.mount(&controller.device(",queues=1"));
+    controller.unmount();
+    refused(&run("mkfs.gpunvme", &[&device]), "carries a gpunvme volume");
+    refused(&run("mkfs.gpunvme", &[&controller.device(",colour=red")]), "colour");
+}
+
+/// `gpunvme nvme` on the software controller; the laboratory has it on QEMU's.
+#[test]
+fn a_controller_is_looked_after() {
+    needs_mount!();
+    let controller = Controller::new();
+    let device = controller.device("");
+    let gpunvme = |arguments: &[&str]| run("gpunvme", &[&["--json", "nvme", &device], arguments].concat());
+    let json = |arguments: &[&str]| -> serde_json::Value { serde_json::from_str(&succeeds(gpunvme(arguments))).unwrap() };
+    assert_eq!(json(&["identify"])["namespaces"][0]["bytes"], 256 << 20);
+    assert!(json(&["smart"])["temperature_celsius"].as_i64().unwrap() > 0);
+    assert_eq!(json(&["errors"])["errors"], serde_json::json!([]));
+    assert_eq!(json(&["regs"])["registers"][0]["name"], "CAP");
+    assert_eq!(json(&["rescan"])["namespaces"][0]["id"], 1);
+    json(&["reset"]);
+    succeeds(run("mkfs.gpunvme", &["--quiet", &device]));
+    refused(&gpunvme(&["format", "--yes"]), "carries a gpunvme volume");
+    refused(&gpunvme(&["format", "--force"]), "Give --yes");
+    refused(&gpunvme(&["subsystem-reset"]), "Give --yes");
+    succeeds(run("fsck.gpunvme", &["-n", &device]));
+    assert_eq!(json(&["format", "--force", "--yes"])["namespaces"][0]["logical_block"], 512);
+    refused(&run("fsck.gpunvme", &["-n", &device]), "no gpunvme");
+}

@@ -1,0 +1,555 @@
+//! Rings on a real mount: many transfers in flight from one thread, and owners who do their worst to their own.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use gpunvme::{Attached, Buffer, Completed, Error, Mount, Operation, Require, Ring, Route, Shared, Wait};
+use gpunvme_gpupath::abi::Command;
+use gpunvme_gpupath::abi::ring::{self as abi, Submission, Word, ring_bytes};
+use gpunvme_gpupath::ring::RingMemory;
+use gpunvme_tests::direct::{call_plain, memfd};
+use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::{needs_mount, tree};
+use rustix::event::EventfdFlags;
+use rustix::fs::SealFlags;
+use rustix::process::{Pid, Signal};
+use zerocopy::FromZeros;
+
+const MIB: u64 = 1 << 20;
+
+fn random(seed: u64, below: u64) -> u64 {
+    u64::from_le_bytes(tree::pattern(seed, 8).try_into().unwrap()) % below
+}
+
+fn shared(mount: &Mount, len: u64) -> Arc<Shared> {
+    mount.register(Buffer::memfd(len as usize).unwrap()).unwrap().share()
+}
+
+fn attach(ring: &Ring, path: impl AsRef<Path>) -> Attached {
+    ring.attach(&gpunvme::File::create(path).unwrap()).unwrap()
+}
+
+/// Waits for this many completions; fails rather than hang.
+fn wait_for(ring: &mut Ring, count: usize) -> Vec<Completed> {
+    let mut done = Vec::new();
+    while done.len() < count {
+        let more = ring.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap();
+        assert!(more > 0, "{} of {count} completions came", done.len());
+    }
+    done
+}
+
+fn bytes_of(buffer: &Shared, offset: u64, len: u64) -> Vec<u8> {
+    let mut bytes = vec![0; len as usize];
+    buffer.copy_out(offset as usize, &mut bytes);
+    bytes
+}
+
+#[test]
+fn a_thread_keeps_many_transfers_of_any_size_in_flight() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let data = tree::pattern(3, 24 << 20);
+    fs::write(volume.path("from"), &data).unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let (source, target) = (shared(&mount, 24 * MIB), shared(&mount, 24 * MIB));
+    let mut ring = Ring::new(&mount, 128).unwrap();
+    let from = attach(&ring, volume.path("from"));
+    // Pieces of any length, one behind the other, aligned and not.
+    let (mut at, mut pushed, mut sizes, mut done) = (0, 0u64, Vec::new(), Vec::new());
+    while at < 24 * MIB {
+        let len = [4096, 300 << 10, 1 + random(pushed, 9000), 2 * MIB][pushed as usize % 4].min(24 * MIB - at);
+        if ring.room() == 0 {
+            ring.complete(Wait::Forever, &mut done).unwrap();
+        }
+        ring.push(&Operation::read(&from, at, &source, at, len).tagged(pushed)).unwrap();
+        sizes.push(len);
+        (at, pushed) = (at + len, pushed + 1);
+    }
+    let left = ring.in_flight();
+    done.extend(wait_for(&mut ring, left));
+    assert_eq!(done.len() as u64, pushed);
+    for completed in done {
+        let moved = completed.result.unwrap().moved;
+        assert_eq!(moved.total(), sizes[completed.user_data as usize]);
+    }
+    assert!(bytes_of(&source, 0, 24 * MIB) == data);
+
+    // Written back through the ring, it is what read(2) sees.
+    let to = attach(&ring, volume.path("to"));
+    for piece in 0..24 {
+        ring.push(&Operation::write(&to, piece * MIB, &source, piece * MIB, MIB)).unwrap();
+    }
+    for completed in wait_for(&mut ring, 24) {
+        assert_eq!(completed.result.unwrap().moved.host, MIB, "aligned pieces go direct");
+    }
+    assert!(fs::read(volume.path("to")).unwrap() == data);
+    drop((source, target));
+}
+
+#[test]
+fn what_cannot_be_done_is_said_of_the_one_operation() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 10_000)).unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let buffer = shared(&mount, MIB);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let reader = ring.attach(&gpunvme::File::open(volume.path("file")).unwrap()).unwrap();
+    let only_p2p = Require { route: Some(Route::P2p), direct: false };
+    ring.push(&Operation::write(&reader, 0, &buffer, 0, 4096).tagged(0)).unwrap();
+    ring.push(&Operation::read(&reader, 0, &buffer, 0, 4096).requiring(only_p2p).tagged(1)).unwrap();
+    ring.push(&Operation::read(&reader, 8192, &buffer, 0, 65536).tagged(2)).unwrap();
+    let mut done = wait_for(&mut ring, 3);
+    done.sort_by_key(|completed| completed.user_data);
+    let errno = |completed: &Completed| completed.result.as_ref().unwrap_err().errno().raw_os_error();
+    assert_eq!((errno(&done[0]), errno(&done[1])), (libc::EBADF, libc::EOPNOTSUPP));
+    assert_eq!(done[2].result.as_ref().unwrap().bytes(), 10_000 - 8192, "it ends where the file does");
+    // The library lets nobody ask for more than there is.
+    assert!(matches!(ring.push(&Operation::read(&reader, 0, &buffer, MIB, 1)), Err(Error::OutsideBuffer { .. })));
+    for _ in 0..8 {
+        ring.push(&Operation::read(&reader, 0, &buffer, 0, 512)).unwrap();
+    }
+    assert!(matches!(ring.push(&Operation::read(&reader, 0, &buffer, 0, 512)), Err(Error::RingFull { entries: 8 })));
+    wait_for(&mut ring, 8);
+    // A file of another mount, a folder, and another ring's file.
+    let elsewhere = Mounted::new();
+    fs::write(elsewhere.path("file"), "x").unwrap();
+    assert!(ring.attach(&gpunvme::File::open(elsewhere.path("file")).unwrap()).is_err());
+    let other = Ring::new(&mount, 8).unwrap();
+    let foreign = attach(&other, volume.path("file"));
+    assert!(matches!(ring.push(&Operation::read(&foreign, 0, &buffer, 0, 1)), Err(Error::WrongRing { .. })));
+}
+
+#[test]
+fn an_attached_file_lives_until_it_is_detached() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let data = tree::pattern(5, 4 << 20);
+    fs::write(volume.path("file"), &data).unwrap();
+    File::open(volume.path("file")).unwrap().sync_all().unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let free = || mount.info().unwrap().free;
+    let with_file = free();
+    let buffer = shared(&mount, 4 * MIB);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let file = attach(&ring, volume.path("file"));
+    fs::remove_file(volume.path("file")).unwrap();
+    ring.push(&Operation::read(&file, 0, &buffer, 0, 4 * MIB)).unwrap();
+    assert_eq!(wait_for(&mut ring, 1)[0].result.as_ref().unwrap().bytes(), 4 * MIB);
+    assert!(bytes_of(&buffer, 0, 4 * MIB) == data, "it was closed and unlinked, and read all the same");
+    assert!(free() <= with_file, "its blocks are its own");
+    drop(file);
+    let late = Instant::now() + Duration::from_secs(20);
+    while free() < with_file + 4 * MIB {
+        assert!(Instant::now() < late, "the blocks of a detached file did not come back");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Processor time of the daemon's thread that serves rings, in clock ticks.
+fn ring_thread_ticks(daemon: Pid) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{}/task", daemon.as_raw_nonzero())).unwrap();
+    let stat = tasks
+        .map(|task| fs::read_to_string(task.unwrap().path().join("stat")).unwrap())
+        .find(|stat| stat.contains("(rings)"))
+        .expect("a thread for rings");
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
+#[test]
+fn an_idle_ring_costs_nothing_and_wakes_up() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 65536)).unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let buffer = shared(&mount, 65536);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let file = attach(&ring, volume.path("file"));
+    for _ in 0..3 {
+        std::thread::sleep(Duration::from_millis(50));
+        let before = ring_thread_ticks(volume.daemon());
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(ring_thread_ticks(volume.daemon()) - before <= 2, "the daemon is spinning");
+        ring.push(&Operation::read(&file, 0, &buffer, 0, 65536)).unwrap();
+        assert_eq!(wait_for(&mut ring, 1)[0].result.as_ref().unwrap().bytes(), 65536);
+    }
+    // An application that waits by itself.
+    ring.push(&Operation::read(&file, 0, &buffer, 0, 65536)).unwrap();
+    ring.submit();
+    if ring.arm().unwrap() {
+        let mut polled = [rustix::event::PollFd::new(&ring, rustix::event::PollFlags::IN)];
+        let timeout = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
+        assert_eq!(rustix::event::poll(&mut polled, Some(&timeout)).unwrap(), 1, "no signal came");
+    }
+    let mut done = Vec::new();
+    assert_eq!(ring.complete(Wait::No, &mut done).unwrap(), 1);
+}
+
+/// A ring made by hand, whose memory is at hand.
+struct Raw {
+    memory: RingMemory,
+    id: u64,
+    submitted: OwnedFd,
+    completed: OwnedFd,
+    directory: File,
+}
+
+impl Raw {
+    fn new(volume: &Mounted, entries: u32) -> Raw {
+        let directory = File::open(volume.root()).unwrap();
+        let fd = memfd(ring_bytes(entries) as u64);
+        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let (submitted, completed) = (event(), event());
+        let mut request = abi::Ring {
+            memory: fd.as_raw_fd(),
+            submitted: submitted.as_raw_fd(),
+            completed: completed.as_raw_fd(),
+            entries,
+            ..abi::Ring::default()
+        };
+        let memory = RingMemory::map(fd.as_fd(), entries).unwrap();
+        call_plain(&directory, Command::Ring, &mut request).unwrap();
+        Raw { memory, id: request.ring, submitted, completed, directory }
+    }
+
+    fn attach(&self, file: &File) -> u64 {
+        let mut request = abi::Attach { ring: self.id, ..abi::Attach::default() };
+        call_plain(file, Command::Attach, &mut request).unwrap();
+        request.file
+    }
+
+    fn publish(&self, tail: u32) {
+        self.memory.swap(Word::SubmissionTail, tail);
+        rustix::io::write(&self.submitted, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    fn wait_until(&self, what: &str, is: impl Fn(&RingMemory) -> bool) {
+        let late = Instant::now() + Duration::from_secs(20);
+        while !is(&self.memory) {
+            assert!(Instant::now() < late, "{what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        // The daemon may have closed it before.
+        let _ = call_plain(&self.directory, Command::Detach, &mut abi::Detach { ring: self.id, ..abi::Detach::default() });
+    }
+}
+
+/// Somebody else's ring, which has to go on working whatever happens beside it.
+struct Bystander {
+    ring: Ring,
+    file: Attached,
+    buffer: Arc<Shared>,
+    data: Vec<u8>,
+}
+
+impl Bystander {
+    fn new(volume: &Mounted) -> Bystander {
+        let data = tree::pattern(77, 1 << 20);
+        fs::write(volume.path("bystander"), &data).unwrap();
+        let mount = Mount::open(volume.root()).unwrap();
+        let ring = Ring::new(&mount, 16).unwrap();
+        let file = attach(&ring, volume.path("bystander"));
+        Bystander { file, buffer: shared(&mount, MIB), ring, data }
+    }
+
+    fn check(&mut self) {
+        self.buffer.copy_in(0, &vec![0; 1 << 20]);
+        for piece in 0..16 {
+            self.ring.push(&Operation::read(&self.file, piece << 16, &self.buffer, piece << 16, 1 << 16)).unwrap();
+        }
+        for completed in wait_for(&mut self.ring, 16) {
+            assert_eq!(completed.result.unwrap().bytes(), 1 << 16);
+        }
+        assert!(bytes_of(&self.buffer, 0, MIB) == self.data);
+    }
+}
+
+#[test]
+fn words_that_run_away_cost_their_owner_the_ring() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let mut bystander = Bystander::new(&volume);
+    for word in [9, u32::MAX, 1 << 31] {
+        let raw = Raw::new(&volume, 8);
+        raw.publish(word);
+        raw.wait_until("a tail that ran away was taken", |memory| memory.load(Word::Daemon) == abi::CLOSED);
+        bystander.check();
+        let mut detach = abi::Detach { ring: raw.id, ..abi::Detach::default() };
+        let gone = call_plain(&raw.directory, Command::Detach, &mut detach).unwrap_err();
+        assert_eq!(gone.raw_os_error(), Some(libc::ENOENT));
+    }
+    let raw = Raw::new(&volume, 8);
+    raw.memory.store(Word::CompletionHead, 5);
+    raw.publish(1);
+    raw.wait_until("a head that ran away was taken", |memory| memory.load(Word::Daemon) == abi::CLOSED);
+    bystander.check();
+}
+
+#[test]
+fn entries_that_mean_nothing_are_refused_one_by_one() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 8192)).unwrap();
+    let raw = Raw::new(&volume, 16);
+    let file = raw.attach(&File::open(volume.path("file")).unwrap());
+    let good = Submission { command: Command::Read as u32, file, len: 4096, ..Submission::new_zeroed() };
+    let wrong = [
+        (Submission { command: 6, ..good }, libc::EINVAL),
+        (Submission { file: file + 1, ..good }, libc::EBADF),
+        (Submission { file: 0, ..good }, libc::EBADF),
+        (Submission { buffer: u64::MAX, ..good }, libc::ENOENT),
+        (Submission { len: u64::MAX, ..good }, libc::EINVAL),
+        (Submission { file_offset: u64::MAX - 100, ..good }, libc::EINVAL),
+    ];
+    for (at, (submission, _)) in wrong.iter().enumerate() {
+        raw.memory.put_submission(at as u32, &Submission { user_data: at as u64, ..*submission });
+    }
+    raw.publish(wrong.len() as u32);
+    raw.wait_until("not all were answered", |memory| memory.load(Word::CompletionTail) == wrong.len() as u32);
+    for (at, (submission, errno)) in wrong.iter().enumerate() {
+        let completion = raw.memory.completion(at as u32);
+        assert_eq!((completion.user_data, completion.status), (at as u64, *errno), "{submission:?}");
+    }
+    // Nobody can use, or end, another process's ring: here, one that nobody has.
+    let mut detach = abi::Detach { ring: raw.id + 1, ..abi::Detach::default() };
+    assert!(call_plain(&raw.directory, Command::Detach, &mut detach).is_err());
+}
+
+#[test]
+fn memory_that_changes_while_it_is_read_harms_nobody_else() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let data = tree::pattern(9, 1 << 20);
+    fs::write(volume.path("file"), &data).unwrap();
+    let mut bystander = Bystander::new(&volume);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for seed in 0..2 {
+            let (stop, volume) = (&stop, &volume);
+            scope.spawn(move || {
+                let file = File::open(volume.path("file")).unwrap();
+                let words = [
+                    Word::SubmissionTail,
+                    Word::SubmissionHead,
+                    Word::CompletionTail,
+                    Word::CompletionHead,
+                    Word::Daemon,
+                    Word::Application,
+                ];
+                let mut round = seed << 32;
+                while !stop.load(Ordering::Relaxed) {
+                    let raw = Raw::new(volume, 8);
+                    let name = raw.attach(&file);
+                    let mut tail = 0u32;
+                    for _ in 0..200 {
+                        round += 1;
+                        let mut words_of = [0u64; 8];
+                        for (at, word) in words_of.iter_mut().enumerate() {
+                            *word = random(round * 8 + at as u64, u64::MAX);
+                        }
+                        let mut submission: Submission = zerocopy::transmute!(words_of);
+                        if round % 2 == 0 {
+                            // One that gets further.
+                            submission = Submission {
+                                command: 4 + (round as u32 / 2) % 2,
+                                flags: 0,
+                                file: name,
+                                reserved: 0,
+                                ..submission
+                            };
+                            submission.len %= 2 * MIB;
+                        }
+                        raw.memory.put_submission(tail.wrapping_add(random(round, 3) as u32), &submission);
+                        tail = tail.wrapping_add(random(round + 5, 3) as u32);
+                        raw.publish(tail);
+                        if round % 7 == 0 {
+                            raw.memory.store(
+                                words[random(round, 6) as usize],
+                                random(round + 1, 1 << 32) as u32 >> random(round + 2, 32),
+                            );
+                        }
+                    }
+                }
+            });
+        }
+        let end = Instant::now() + Duration::from_secs(3);
+        while Instant::now() < end {
+            bystander.check();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    bystander.check();
+    assert!(fs::read(volume.path("file")).unwrap() == data, "it was attached for reading only");
+}
+
+/// The counter of the daemon's eventfd is full and a write to it waits: for its owner, and nobody else.
+#[test]
+fn an_eventfd_that_takes_no_signal_holds_nobody_up() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 8192)).unwrap();
+    let mut bystander = Bystander::new(&volume);
+    let raw = Raw::new(&volume, 8);
+    let file = raw.attach(&File::open(volume.path("file")).unwrap());
+    rustix::io::write(&raw.completed, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    for position in 0..64u32 {
+        raw.memory.swap(Word::Application, abi::ASLEEP);
+        let submission = Submission { command: Command::Read as u32, file, len: 4096, ..Submission::new_zeroed() };
+        raw.memory.put_submission(position, &submission);
+        raw.publish(position + 1);
+        raw.wait_until("no completion", |memory| memory.load(Word::CompletionTail) == position + 1);
+        raw.memory.store(Word::CompletionHead, position + 1);
+    }
+    bystander.check();
+}
+
+#[test]
+fn what_is_no_eventfd_or_not_sealed_is_refused() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let directory = File::open(volume.root()).unwrap();
+    let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(volume.path("file")).unwrap();
+    let good = memfd(ring_bytes(8) as u64);
+    let short = memfd(ring_bytes(8) as u64 - 1);
+    let open = rustix::fs::memfd_create("open", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&open, 1 << 20).unwrap();
+    rustix::fs::fcntl_add_seals(&open, SealFlags::GROW).unwrap();
+    let (event, file, good) = (event.as_raw_fd(), file.as_raw_fd(), good.as_raw_fd());
+    for (memory, submitted, completed, errno) in [
+        (file, event, event, libc::EINVAL),
+        (short.as_raw_fd(), event, event, libc::EINVAL),
+        (open.as_raw_fd(), event, event, libc::EINVAL),
+        (good, file, event, libc::EINVAL),
+        (good, event, file, libc::EINVAL),
+        (good, event, good, libc::EINVAL),
+        (9999, event, event, libc::EBADF),
+    ] {
+        let mut request = abi::Ring { memory, submitted, completed, entries: 8, ..abi::Ring::default() };
+        let error = call_plain(&directory, Command::Ring, &mut request).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(errno), "{request:?}");
+    }
+    let many: Vec<_> = (0..64).map(|_| Raw::new(&volume, 8)).collect();
+    let memory = memfd(ring_bytes(8) as u64);
+    let mut request =
+        abi::Ring { memory: memory.as_raw_fd(), submitted: event, completed: event, entries: 8, ..abi::Ring::default() };
+    let error = call_plain(&directory, Command::Ring, &mut request).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOSPC), "a process has a share of rings");
+    drop(many);
+}
+
+/// Not a test: a process that keeps its ring full until it is killed.
+#[test]
+#[ignore = "the other process of the tests beside it"]
+fn the_other_process() {
+    let root = std::env::var("RING_ROOT").unwrap();
+    let mount = Mount::open(&root).unwrap();
+    let buffer = shared(&mount, 64 * MIB);
+    let mut ring = Ring::new(&mount, 64).unwrap();
+    let file = attach(&ring, Path::new(&root).join("big"));
+    let mut done = Vec::new();
+    for number in 0u64.. {
+        if ring.room() == 0 {
+            ring.complete(Wait::Forever, &mut done).unwrap();
+            done.clear();
+        }
+        if number == 200 {
+            println!("=> busy");
+        }
+        let at = number % 64 * MIB;
+        let operation = if number % 3 == 0 { Operation::write } else { Operation::read };
+        ring.push(&operation(&file, at, &buffer, at, MIB)).unwrap();
+    }
+}
+
+fn start_other(volume: &Mounted) -> std::process::Child {
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "the_other_process", "--ignored", "--nocapture"])
+        .env("RING_ROOT", volume.root())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.map_while(Result::ok).any(|line| line.contains("=> busy")), "the other process ended");
+    child
+}
+
+fn descriptors(daemon: Pid) -> usize {
+    fs::read_dir(format!("/proc/{}/fd", daemon.as_raw_nonzero())).unwrap().count()
+}
+
+#[test]
+fn a_process_killed_in_mid_transfer_leaves_nothing_behind() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("big"), tree::pattern(2, 64 << 20)).unwrap();
+    let mut bystander = Bystander::new(&volume);
+    bystander.check();
+    let before = descriptors(volume.daemon());
+    for _ in 0..3 {
+        let mut child = start_other(&volume);
+        bystander.check();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        bystander.check();
+    }
+    let late = Instant::now() + Duration::from_secs(20);
+    while descriptors(volume.daemon()) > before + 2 {
+        assert!(Instant::now() < late, "the daemon still holds what the dead had");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let stats = Mount::open(volume.root()).unwrap().stats().unwrap();
+    assert_eq!((stats.processes, stats.buffers), (1, 1), "only the bystander's");
+    drop(bystander);
+    volume.unmount().check();
+}
+
+/// While one process has the device full of large reads, another's small ones get through between them.
+#[test]
+fn a_small_ring_is_served_beside_a_greedy_one() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("big"), tree::pattern(2, 64 << 20)).unwrap();
+    let mut bystander = Bystander::new(&volume);
+    let mut greedy: Vec<_> = (0..3).map(|_| start_other(&volume)).collect();
+    for _ in 0..10 {
+        bystander.check();
+    }
+    for child in &mut greedy {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_ring_learns_that_its_daemon_is_dead() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 8192)).unwrap();
+    let file = OpenOptions::new().read(true).open(volume.path("file")).unwrap();
+    file.sync_all().unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let buffer = shared(&mount, 65536);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let attached = ring.attach(&gpunvme::File::of(file.try_clone().unwrap(), "file").unwrap()).unwrap();
+    let (_, image) = volume.signal(Signal::KILL);
+    ring.push(&Operation::read(&attached, 0, &buffer, 0, 4096)).unwrap();
+    let error = ring.complete(Wait::Forever, &mut Vec::new()).unwrap_err();
+    assert!(matches!(error, Error::RingClosed { .. }), "{error}");
+    drop((ring, attached, buffer, file));
+    let again = image.mount();
+    assert_eq!(fs::read(again.path("file")).unwrap(), tree::pattern(1, 8192));
+}
