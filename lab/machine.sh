@@ -156,8 +156,9 @@ answer() {
 # cut_power_after FILES: kills QEMU when powercut(1) in the guest has said that so many files are durable.
 cut_power_after() {
     eventually "$seconds" acknowledged "$1" || return 1
-    kill -KILL "$(cat "$run/pid")"
+    # Said first: the machine is gone, and is judged, as soon as it is killed.
     touch "$run/cut"
+    kill -KILL "$(cat "$run/pid")"
 }
 acknowledged() { [ "$(grep -c '^[0-9]' "$run/share/acknowledged")" -ge "$1" ]; }
 power_was_cut() { [ -e "$run/cut" ]; }
