@@ -20,9 +20,7 @@ mod options;
 mod queue;
 mod recovery;
 mod scatter;
-#[allow(dead_code)] // the standard, of which the driver and the software controller each use a part
 pub(crate) mod spec;
-#[allow(dead_code)] // as above
 mod status;
 pub(crate) mod transport;
 #[allow(unsafe_code)]

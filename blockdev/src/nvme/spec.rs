@@ -83,6 +83,7 @@ impl Cap {
     }
 
     /// The largest memory page in bytes (MPSMAX).
+    #[cfg(test)]
     pub(crate) fn max_page(self) -> u64 {
         4096 << (self.0 >> 52 & 0xf)
     }
@@ -98,8 +99,6 @@ pub(crate) mod cc {
     pub(crate) const SHN_MASK: u32 = 3 << 14;
     /// A normal shutdown.
     pub(crate) const SHN_NORMAL: u32 = 1 << 14;
-    /// An abrupt shutdown.
-    pub(crate) const SHN_ABRUPT: u32 = 2 << 14;
     /// I/O Submission Queue Entry Size of 2^6 bytes.
     pub(crate) const IOSQES_64: u32 = 6 << 16;
     /// I/O Completion Queue Entry Size of 2^4 bytes.
@@ -242,6 +241,7 @@ pub(crate) struct SglDescriptor {
 /// Values of [`SglDescriptor::kind`].
 pub(crate) mod sgl {
     pub(crate) const DATA_BLOCK: u8 = 0x00;
+    #[cfg(test)]
     pub(crate) const BIT_BUCKET: u8 = 0x10;
     pub(crate) const SEGMENT: u8 = 0x20;
     pub(crate) const LAST_SEGMENT: u8 = 0x30;

@@ -10,10 +10,6 @@ pub struct Status(u16);
 impl Status {
     /// Done.
     pub(crate) const SUCCESS: Self = Self(0);
-    /// The controller has no such command.
-    pub(crate) const INVALID_OPCODE: Self = Self::new(0, 0x01);
-    /// A field of the command is wrong.
-    pub(crate) const INVALID_FIELD: Self = Self::new(0, 0x02);
     /// It was aborted by an Abort command.
     pub(crate) const ABORT_REQUESTED: Self = Self::new(0, 0x07);
     /// Its queue was deleted first.

@@ -6,12 +6,12 @@
 #[allow(unsafe_code)]
 mod memory;
 #[cfg(feature = "daemon")]
+mod queue_pair;
+#[cfg(feature = "daemon")]
 mod service;
 #[cfg(feature = "daemon")]
 #[allow(unsafe_code)]
 mod signal;
-#[cfg(feature = "daemon")]
-mod taken;
 
 pub use memory::RingMemory;
 #[cfg(feature = "daemon")]

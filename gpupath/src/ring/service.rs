@@ -6,8 +6,8 @@
 //! soon sleeps, and says so in each ring, so that the next submission wakes it.
 
 use super::memory::RingMemory;
+use super::queue_pair::{Broken, Ring};
 use super::signal::Signal;
-use super::taken::{Broken, Ring};
 use crate::abi::ring::{self, Attach, Completion, Detach, ring_bytes};
 use crate::abi::{Command, Reason, Transfer, TransferRequest};
 use crate::foreign;
