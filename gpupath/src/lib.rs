@@ -1,7 +1,7 @@
 //! The direct path of gpunvme: how an application's `ioctl` on an open file becomes device commands on memory that it registered.
 //!
 //! It knows files only as extents, and memory only as file descriptors. [`abi`] is what both ends share, and of [`ring`]
-//! the memory (feature `application`). The rest is the daemon's end (feature `daemon`), which a FUSE front end uses like this:
+//! the memory. `cuda` is the application's (feature `application`). The rest is the daemon's end (feature `daemon`), which a FUSE front end uses like this:
 //!
 //! ```text
 //! let request = abi::decode(cmd, bytes)?;                                // DecodeError becomes a Reply
@@ -25,6 +25,9 @@
 #![deny(unsafe_code)]
 
 pub mod abi;
+#[cfg(feature = "application")]
+#[allow(unsafe_code)]
+pub mod cuda;
 #[cfg(feature = "daemon")]
 mod foreign;
 #[cfg(feature = "daemon")]

@@ -1,0 +1,198 @@
+//! Streams, which do things in order while their caller does something else, and events, which tell how far they are.
+
+use super::context::Context;
+use super::driver::{CudaError, Driver};
+use super::scatter::Scatter;
+use cudarc::driver::sys::{
+    CUevent, CUevent_flags_enum, CUstream, CUstream_flags_enum, CUstreamWaitValue_flags_enum, CUstreamWriteValue_flags_enum,
+};
+use std::fmt;
+use std::ptr;
+
+/// A stream: the library's own, or one of the application.
+pub struct Stream {
+    context: Context,
+    raw: CUstream,
+    ours: bool,
+}
+
+// SAFETY: a stream is a name; CUDA allows every call on it from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    pub(super) fn new(context: Context) -> Result<Stream, CudaError> {
+        let _entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: it writes a handle.
+        unsafe { context.driver.cuStreamCreate(&mut raw, CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32) }?;
+        Ok(Stream { context, raw, ours: true })
+    }
+
+    /// # Safety
+    /// As for `Cuda::application_stream`.
+    pub(super) unsafe fn of_application(driver: &'static Driver, stream: usize) -> Result<Stream, CudaError> {
+        let raw = ptr::without_provenance_mut(stream);
+        let mut context = ptr::null_mut();
+        // SAFETY: the caller vouches for the stream.
+        unsafe { driver.cuStreamGetCtx(raw, &mut context) }?;
+        Ok(Stream { context: Context::new(driver, context), raw, ours: false })
+    }
+
+    /// Copies `len` bytes, after everything that was put into the stream before. Both addresses are device memory of any GPU, managed memory, or host memory; only where
+    /// host memory is registered with CUDA, or was allocated by it, does the call return before the copy is done.
+    ///
+    /// # Safety
+    /// Until the stream has passed it both ranges stay what they are, nobody else writes to either, and nobody reads what is written to.
+    ///
+    /// # Errors
+    /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where it knows that a range is not all there.
+    pub unsafe fn copy(&self, to: u64, from: u64, len: usize) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller vouches for the ranges.
+        unsafe { self.context.driver.cuMemcpyAsync(to, from, len, self.raw) }
+    }
+
+    /// Makes `count` moves, after everything that was put into the stream before, in no order among themselves.
+    ///
+    /// # Safety
+    /// `table` is the device address of as many [`super::Move`]s. As for [`Stream::copy`] for each of them and for the table, and more: every range lies in memory that this
+    /// stream's GPU can reach. A kernel that touches anything else ends the context, and with it everything that the application does on this GPU.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub unsafe fn scatter(&self, scatter: &Scatter, table: u64, count: u32) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller vouches for the table and what it names; the context is current.
+        unsafe { scatter.launch(self.raw, table, count) }
+    }
+
+    /// Has the stream reach `event` after everything that was put into it before. Both must be of one context.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn record(&self, event: &Event) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: both live.
+        unsafe { self.context.driver.cuEventRecord(event.raw, self.raw) }
+    }
+
+    /// What is put into the stream from now on waits for what `event` was last recorded after; that may be on another GPU.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: both live.
+        unsafe { self.context.driver.cuStreamWaitEvent(self.raw, event.raw, 0) }
+    }
+
+    /// What is put into the stream from now on waits until the word at `address` is `value` or has passed it, counted as sequence numbers are: `(word - value) as i32 >= 0`.
+    ///
+    /// # Safety
+    /// `address` is the device address of a word, aligned to 4, in memory that stays registered with CUDA until the stream has passed it. Whoever writes it does so without
+    /// waiting for this stream.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub unsafe fn wait_value(&self, address: u64, value: u32) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        let until = CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        // SAFETY: the caller vouches for the word.
+        unsafe { self.context.driver.cuStreamWaitValue32_v2(self.raw, address, value, until) }
+    }
+
+    /// Writes `value` to the word at `address` after everything that was put into the stream before, which whoever sees the value sees too.
+    ///
+    /// # Safety
+    /// `address` is the device address of a word, aligned to 4, in memory that stays registered with CUDA until the stream has passed it.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub unsafe fn write_value(&self, address: u64, value: u32) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        let ordered = CUstreamWriteValue_flags_enum::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+        // SAFETY: the caller vouches for the word.
+        unsafe { self.context.driver.cuStreamWriteValue32_v2(self.raw, address, value, ordered) }
+    }
+
+    /// Waits until the stream has done everything that was put into it.
+    ///
+    /// # Errors
+    /// What CUDA says, also of earlier work that failed.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: it lives.
+        unsafe { self.context.driver.cuStreamSynchronize(self.raw) }
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({:p})", self.raw)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.ours {
+            // SAFETY: it was made here. What is still in it is done first.
+            let destroyed = self.context.enter().and_then(|_entered| unsafe { self.context.driver.cuStreamDestroy_v2(self.raw) });
+            if let Err(error) = destroyed {
+                tracing::debug!(%error, "a stream is left behind");
+            }
+        }
+    }
+}
+
+/// A point in a stream.
+pub struct Event {
+    context: Context,
+    raw: CUevent,
+}
+
+// SAFETY: an event is a name; CUDA allows every call on it from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    pub(super) fn new(context: Context) -> Result<Event, CudaError> {
+        let _entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: it writes a handle.
+        unsafe { context.driver.cuEventCreate(&mut raw, CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32) }?;
+        Ok(Event { context, raw })
+    }
+
+    /// Whether its stream has reached it, and what was done before is visible to everybody. It is so for an event that was never recorded.
+    ///
+    /// # Errors
+    /// What CUDA says, also of earlier work that failed.
+    pub fn done(&self) -> Result<bool, CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: it lives.
+        match unsafe { self.context.driver.cuEventQuery(self.raw) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.code == CudaError::NOT_READY => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Event({:p})", self.raw)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: it was made here. Streams that wait for it still do.
+        let destroyed = self.context.enter().and_then(|_entered| unsafe { self.context.driver.cuEventDestroy_v2(self.raw) });
+        if let Err(error) = destroyed {
+            tracing::debug!(%error, "an event is left behind");
+        }
+    }
+}
