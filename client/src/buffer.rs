@@ -7,21 +7,40 @@ use crate::error::{Error, Result};
 use crate::mount::Connection;
 use crate::sys::Mapping;
 use crate::{Reason, Route};
+use gpunvme_gpupath::abi::RegisterFlags;
 use rustix::fs::{MemfdFlags, SealFlags};
+use std::any::Any;
+use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// What can be registered with a mount: [`Buffer`] or [`crate::DeviceMemory`].
-pub trait Memory: sealed::Memory {}
+pub trait Memory: sealed::Memory + Debug + Send + Sync + 'static {}
 
 pub(crate) mod sealed {
+    use super::{Any, Arc, BorrowedFd, RegisterFlags};
+
     /// What the daemon is told of memory.
     pub trait Memory {
         /// The descriptor that stands for it.
-        fn descriptor(&self) -> super::BorrowedFd<'_>;
+        fn descriptor(&self) -> BorrowedFd<'_>;
         /// Its length in bytes.
         fn length(&self) -> usize;
+        /// What it is for.
+        fn flags(&self) -> RegisterFlags {
+            RegisterFlags::empty()
+        }
+    }
+
+    /// Shared memory of any kind, as an operation of a ring names it.
+    pub trait Target: std::fmt::Debug {
+        /// Its name in the ioctls.
+        fn id(&self) -> u64;
+        /// Its length in bytes.
+        fn length(&self) -> u64;
+        /// What keeps it registered.
+        fn hold(&self) -> Arc<dyn Any + Send + Sync>;
     }
 }
 
@@ -120,31 +139,43 @@ impl<M> Registered<M> {
     pub fn id(&self) -> u64 {
         self.id
     }
+
+    /// The same memory for transfers that go on while it is used ([`crate::Ring`]): copied from and to, and no longer borrowed.
+    pub fn share(self) -> Arc<Shared<M>> {
+        Arc::new(Shared(self))
+    }
 }
 
 impl Registered {
     pub(crate) fn mapping(&self) -> &Mapping {
         &self.memory.mapping
     }
-
-    /// The same memory for transfers that go on while it is used ([`crate::Ring`]): copied from and to, and no longer borrowed.
-    pub fn share(self) -> Arc<Shared> {
-        Arc::new(Shared(self))
-    }
 }
 
 /// Registered memory that a transfer may be changing at any time. Bytes that are copied while it does are old or new, in any mixture; keeping the two
 /// apart is the caller's business, as it is with a file. Unregistered when its last handle is gone, those of transfers in flight included.
 #[derive(Debug)]
-pub struct Shared(Registered);
+pub struct Shared<M = Buffer>(Registered<M>);
 
-impl Shared {
+impl<M: Memory> Shared<M> {
     /// Its length in bytes.
     #[allow(clippy::len_without_is_empty)] // memory is never empty
     pub fn len(&self) -> usize {
-        self.0.mapping().len()
+        self.0.memory.length()
     }
 
+    /// The route that transfers to and from it take.
+    pub fn route(&self) -> Route {
+        self.0.route
+    }
+
+    /// Its name in the ioctls.
+    pub fn id(&self) -> u64 {
+        self.0.id
+    }
+}
+
+impl Shared {
     /// Copies bytes out.
     ///
     /// # Panics
@@ -160,15 +191,19 @@ impl Shared {
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) {
         self.0.mapping().copy_in(offset, bytes).expect("a copy reaches past the end of a buffer");
     }
+}
 
-    /// The route that transfers to and from it take.
-    pub fn route(&self) -> Route {
-        self.0.route
+impl<M: Memory> sealed::Target for Arc<Shared<M>> {
+    fn id(&self) -> u64 {
+        self.0.id
     }
 
-    /// Its name in the ioctls.
-    pub fn id(&self) -> u64 {
-        self.0.id
+    fn length(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn hold(&self) -> Arc<dyn Any + Send + Sync> {
+        self.clone()
     }
 }
 

@@ -153,7 +153,8 @@ impl Mount {
     /// [`Error::Refused`] with the reason, and [`Error::NotReachable`] where neither way is open.
     pub fn register<M: Memory>(&self, memory: M) -> Result<Registered<M>> {
         let fd = memory.descriptor().as_raw_fd();
-        let request = abi::Register { fd, len: memory.length() as u64, ..abi::Register::default() };
+        let (len, flags) = (memory.length() as u64, memory.flags().bits());
+        let request = abi::Register { fd, len, flags, ..abi::Register::default() };
         let mut answer = request.clone();
         let (answer, by) = match sys::ioctl(self.connection.file.as_fd(), Command::Register.request(0), answer.as_mut_bytes()) {
             Ok(()) => (answer, RegisteredBy::Ioctl),

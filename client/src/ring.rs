@@ -20,7 +20,8 @@
 //!
 //! It guards what the daemon may still be using: a transfer in flight holds its buffer and its file until its completion was taken.
 
-use crate::buffer::Shared;
+use crate::buffer::sealed::Target;
+use crate::buffer::{Memory, Shared};
 use crate::error::{Error, Result};
 use crate::file::{File, Require, Transfer};
 use crate::mount::{Connection, Mount, reason, status};
@@ -30,6 +31,7 @@ use gpunvme_gpupath::ring::RingMemory;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
+use std::any::Any;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -62,7 +64,7 @@ struct InFlight {
     command: Command,
     file: Arc<AttachedFile>,
     /// Until the daemon is done with it.
-    _buffer: Arc<Shared>,
+    _buffer: Arc<dyn Any + Send + Sync>,
 }
 
 /// A file that a ring knows, with the access that it was open for. It may be closed, and even unlinked.
@@ -83,7 +85,7 @@ pub struct Operation<'a> {
     command: Command,
     file: &'a Attached,
     file_offset: u64,
-    buffer: &'a Arc<Shared>,
+    buffer: &'a dyn Target,
     buffer_offset: u64,
     len: u64,
     require: Require,
@@ -112,13 +114,25 @@ pub enum Wait {
 
 impl<'a> Operation<'a> {
     /// A read of `len` bytes, at most [`Ring::MAX_TRANSFER`].
-    pub fn read(file: &'a Attached, file_offset: u64, buffer: &'a Arc<Shared>, buffer_offset: u64, len: u64) -> Self {
+    pub fn read<M: Memory>(
+        file: &'a Attached,
+        file_offset: u64,
+        buffer: &'a Arc<Shared<M>>,
+        buffer_offset: u64,
+        len: u64,
+    ) -> Self {
         let command = Command::Read;
         Operation { command, file, file_offset, buffer, buffer_offset, len, require: Require::default(), user_data: 0 }
     }
 
     /// A write of `len` bytes, at most [`Ring::MAX_TRANSFER`].
-    pub fn write(file: &'a Attached, file_offset: u64, buffer: &'a Arc<Shared>, buffer_offset: u64, len: u64) -> Self {
+    pub fn write<M: Memory>(
+        file: &'a Attached,
+        file_offset: u64,
+        buffer: &'a Arc<Shared<M>>,
+        buffer_offset: u64,
+        len: u64,
+    ) -> Self {
         Operation { command: Command::Write, ..Operation::read(file, file_offset, buffer, buffer_offset, len) }
     }
 
@@ -206,8 +220,8 @@ impl Ring {
     pub fn push(&mut self, operation: &Operation<'_>) -> Result<()> {
         let Operation { command, file, file_offset, buffer, buffer_offset, len, require, user_data } = operation;
         let end = buffer_offset.saturating_add(*len);
-        if end > buffer.len() as u64 || *len > Self::MAX_TRANSFER {
-            let len = buffer.len().min(Self::MAX_TRANSFER as usize);
+        if end > buffer.length() || *len > Self::MAX_TRANSFER {
+            let len = buffer.length().min(Self::MAX_TRANSFER) as usize;
             return Err(Error::OutsideBuffer { segment: 0, end, len });
         }
         if file.0.ring != self.id || !Arc::ptr_eq(&file.0.connection, &self.connection) {
@@ -227,7 +241,7 @@ impl Ring {
         };
         self.memory.put_submission(self.pushed, &submission);
         self.pushed = self.pushed.wrapping_add(1);
-        let in_flight = InFlight { user_data: *user_data, command: *command, file: file.0.clone(), _buffer: (*buffer).clone() };
+        let in_flight = InFlight { user_data: *user_data, command: *command, file: file.0.clone(), _buffer: buffer.hold() };
         self.slots[slot as usize] = Some(in_flight);
         Ok(())
     }
