@@ -33,6 +33,8 @@ mod foreign;
 #[cfg(feature = "daemon")]
 #[allow(unsafe_code)]
 mod peer;
+#[cfg(feature = "application")]
+pub mod pieces;
 #[cfg(feature = "daemon")]
 pub mod planner;
 #[cfg(feature = "daemon")]
@@ -45,6 +47,8 @@ pub mod ring;
 pub mod server;
 #[cfg(feature = "daemon")]
 pub mod socket;
+#[cfg(feature = "application")]
+pub mod staging;
 #[cfg(feature = "daemon")]
 pub mod stats;
 #[cfg(feature = "daemon")]
