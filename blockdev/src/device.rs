@@ -56,6 +56,11 @@ pub trait BlockDevice: Send + Sync {
     fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
         Err(NoPeerToPeer::KernelDriver)
     }
+
+    /// Whether [`BlockDevice::map`] pins all of a region's host memory, and brings into being what of it was never touched.
+    fn pins(&self) -> bool {
+        false
+    }
 }
 
 /// Why a device cannot reach the memory of other devices.

@@ -189,6 +189,10 @@ impl BlockDevice for Faulty {
     fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
         self.inner.peer_to_peer()
     }
+
+    fn pins(&self) -> bool {
+        self.inner.pins()
+    }
 }
 
 struct FaultyQueue {

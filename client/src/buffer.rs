@@ -52,7 +52,8 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Zeroed memory of `len` bytes, page aligned. Pages come into being when they are touched.
+    /// Zeroed memory of `len` bytes, page aligned. Pages come into being when they are touched, or when they are
+    /// registered with a device that needs all of them.
     ///
     /// # Errors
     /// [`Error::Memory`], also for a `len` of 0.

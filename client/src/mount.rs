@@ -4,7 +4,7 @@ use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::error::{Error, Result};
 use crate::{Reason, Route, socket, sys};
 use gpunvme_gpupath::abi::{self, Command, Features, Moved};
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -152,17 +152,32 @@ impl Mount {
     /// # Errors
     /// [`Error::Refused`] with the reason, and [`Error::NotReachable`] where neither way is open.
     pub fn register<M: Memory>(&self, memory: M) -> Result<Registered<M>> {
+        let (answer, by) = match self.ask_to_register(&memory) {
+            // Its device needs all of it in place.
+            Err(Error::Refused { reason: Reason::NotAllocated, .. }) => {
+                let len = memory.length();
+                rustix::fs::fallocate(memory.descriptor(), FallocateFlags::empty(), 0, len as u64)
+                    .map_err(|errno| Error::Memory { len, errno })?;
+                self.ask_to_register(&memory)?
+            }
+            answer => answer?,
+        };
+        let connection = self.connection.clone();
+        Ok(Registered { memory, id: answer.buffer, connection, route: route(answer.route), reason: reason(answer.reason), by })
+    }
+
+    fn ask_to_register<M: Memory>(&self, memory: &M) -> Result<(abi::Register, RegisteredBy)> {
         let fd = memory.descriptor().as_raw_fd();
         let (len, flags) = (memory.length() as u64, memory.flags().bits());
         let request = abi::Register { fd, len, flags, ..abi::Register::default() };
         let mut answer = request.clone();
-        let (answer, by) = match sys::ioctl(self.connection.file.as_fd(), Command::Register.request(0), answer.as_mut_bytes()) {
-            Ok(()) => (answer, RegisteredBy::Ioctl),
-            Err(ioctl @ (Errno::PERM | Errno::SRCH)) => (self.send(memory.descriptor(), &request, ioctl)?, RegisteredBy::Socket),
-            Err(errno) => return Err(Error::Refused { reason: reason(answer.reason), errno }),
-        };
-        let connection = self.connection.clone();
-        Ok(Registered { memory, id: answer.buffer, connection, route: route(answer.route), reason: reason(answer.reason), by })
+        match sys::ioctl(self.connection.file.as_fd(), Command::Register.request(0), answer.as_mut_bytes()) {
+            Ok(()) => Ok((answer, RegisteredBy::Ioctl)),
+            Err(ioctl @ (Errno::PERM | Errno::SRCH)) => {
+                Ok((self.send(memory.descriptor(), &request, ioctl)?, RegisteredBy::Socket))
+            }
+            Err(errno) => Err(Error::Refused { reason: reason(answer.reason), errno }),
+        }
     }
 
     fn send(&self, memory: BorrowedFd<'_>, request: &abi::Register, ioctl: Errno) -> Result<abi::Register> {

@@ -103,6 +103,12 @@ fn memfd_size(fd: &OwnedFd, seals: SealFlags) -> Result<u64, Reason> {
     Ok(u64::try_from(stat.st_size).unwrap_or(0))
 }
 
+/// Whether all pages of a memfd are there, paid for by whoever touched them. They can go again, by a hole: it is a matter of fairness, not of safety.
+pub(crate) fn is_allocated(memory: &Memory) -> bool {
+    let stat = rustix::fs::fstat(&memory.fd);
+    stat.is_ok_and(|stat| u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= memory.len as u64)
+}
+
 /// Takes a descriptor as an eventfd; gets rid of it where it is none.
 pub(crate) fn accept_eventfd(fd: OwnedFd) -> Option<OwnedFd> {
     // By the name that the kernel gives it (fs/eventfd.c); no path begins so.

@@ -34,12 +34,25 @@ pub struct Limits {
     pub buffers: u32,
     /// Bytes in the buffers of all processes.
     pub bytes: u64,
+    /// Bytes of host memory that one process may have pinned, for a device that pins ([`BlockDevice::pins`]).
+    pub pinned_per_process: u64,
+    /// Bytes of host memory that all processes may have pinned: the kernel cannot get at such pages however short memory becomes.
+    pub pinned: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         // The kernel allows a process 65,530 mappings (vm.max_map_count).
-        Limits { buffers_per_process: 4096, bytes_per_process: 1 << 40, buffers: 32768, bytes: 1 << 42 }
+        let sysinfo = rustix::system::sysinfo();
+        let memory = sysinfo.totalram * u64::from(sysinfo.mem_unit);
+        Limits {
+            buffers_per_process: 4096,
+            bytes_per_process: 1 << 40,
+            buffers: 32768,
+            bytes: 1 << 42,
+            pinned_per_process: memory / 4,
+            pinned: memory / 2,
+        }
     }
 }
 
@@ -55,6 +68,17 @@ pub struct Buffer {
     /// Why that is not a faster one.
     pub reason: Reason,
     device: Arc<dyn BlockDevice>,
+}
+
+impl Buffer {
+    /// Bytes of host memory that it keeps pinned.
+    fn pinned(&self) -> u64 {
+        pinned(&*self.device, self.route, self.region.len() as u64)
+    }
+}
+
+fn pinned(device: &dyn BlockDevice, route: Route, len: u64) -> u64 {
+    if route != Route::P2p && device.pins() { len } else { 0 }
 }
 
 impl Drop for Buffer {
@@ -173,6 +197,7 @@ struct State {
     owners: FxHashMap<u32, Owner>,
     buffers: FxHashMap<u64, Entry>,
     bytes: u64,
+    pinned: u64,
     last_id: u64,
 }
 
@@ -180,6 +205,7 @@ struct Owner {
     process: Arc<Process>,
     buffers: u32,
     bytes: u64,
+    pinned: u64,
 }
 
 struct Entry {
@@ -251,6 +277,10 @@ impl Registry {
         let memory = foreign::accept(fd, request.len, || process.is_root()).map_err(RegistryError::Refused)?;
         match memory.kind {
             Kind::Host => {
+                // What its owner has not paid for would come out of the daemon's purse.
+                if self.shared.device.pins() && !foreign::is_allocated(&memory) {
+                    return Err(RegistryError::Refused(Reason::NotAllocated));
+                }
                 let region = Region::from_fd(memory.fd, memory.len, true)?;
                 // Of the two routes that end in host memory, only its owner knows which it is for.
                 let staging = RegisterFlags::from_bits_retain(request.flags).contains(RegisterFlags::STAGING);
@@ -278,7 +308,8 @@ impl Registry {
     fn enter(&self, process: Process, region: Arc<Region>, route: Route) -> Result<Arc<Buffer>, RegistryError> {
         // Asked again when the buffer is entered; here, so that what will be refused is not pinned first.
         self.shared.reap(process.id);
-        self.shared.has_room(&self.shared.state.read(), process.id, region.len() as u64)?;
+        let len = region.len() as u64;
+        self.shared.has_room(&self.shared.state.read(), process.id, len, pinned(&*self.shared.device, route, len))?;
         self.shared.device.map(&region).map_err(|error| match route {
             Route::P2p => {
                 tracing::warn!(process = process.id, %error, "the IOMMU did not take a device's memory");
@@ -326,13 +357,20 @@ impl Drop for Registry {
 }
 
 impl Shared {
-    /// Whether a process may have `len` bytes more.
-    fn has_room(&self, state: &State, process: u32, len: u64) -> Result<(), RegistryError> {
-        let (owned, owned_bytes) = state.owners.get(&process).map_or((0, 0), |owner| (owner.buffers, owner.bytes));
-        if owned >= self.limits.buffers_per_process || owned_bytes.saturating_add(len) > self.limits.bytes_per_process {
+    /// Whether a process may have a buffer of `len` bytes more, `pinned` of them pinned.
+    fn has_room(&self, state: &State, process: u32, len: u64, pinned: u64) -> Result<(), RegistryError> {
+        let owner = state.owners.get(&process);
+        let (owned, owned_bytes, owned_pinned) = owner.map_or((0, 0, 0), |owner| (owner.buffers, owner.bytes, owner.pinned));
+        if owned >= self.limits.buffers_per_process
+            || owned_bytes.saturating_add(len) > self.limits.bytes_per_process
+            || owned_pinned.saturating_add(pinned) > self.limits.pinned_per_process
+        {
             return Err(RegistryError::Refused(Reason::ProcessLimit));
         }
-        if state.buffers.len() as u64 >= self.limits.buffers.into() || state.bytes.saturating_add(len) > self.limits.bytes {
+        if state.buffers.len() as u64 >= self.limits.buffers.into()
+            || state.bytes.saturating_add(len) > self.limits.bytes
+            || state.pinned.saturating_add(pinned) > self.limits.pinned
+        {
             return Err(RegistryError::Refused(Reason::TotalLimit));
         }
         Ok(())
@@ -340,12 +378,12 @@ impl Shared {
 
     /// A buffer that is refused is dropped after the lock, because it was made before it.
     fn insert(&self, process: Process, mut buffer: Buffer) -> Result<Arc<Buffer>, RegistryError> {
-        let len = buffer.region.len() as u64;
+        let (len, pinned) = (buffer.region.len() as u64, buffer.pinned());
         let id = process.id;
         // Whoever had this process id before, if it is not the same process still.
         self.reap(id);
         let mut state = self.state.write();
-        self.has_room(&state, id, len)?;
+        self.has_room(&state, id, len, pinned)?;
         let State { owners, last_id, .. } = &mut *state;
         let owner = match owners.entry(id) {
             hash_map::Entry::Occupied(owner) => owner.into_mut(),
@@ -354,16 +392,18 @@ impl Shared {
                 // Under the lock, so that the event of a process that dies now waits for the entry.
                 epoll::add(&self.epoll, &process, data, epoll::EventFlags::IN)
                     .map_err(|errno| RegistryError::Watch { process: id, errno })?;
-                vacant.insert(Owner { process: Arc::new(process), buffers: 0, bytes: 0 })
+                vacant.insert(Owner { process: Arc::new(process), buffers: 0, bytes: 0, pinned: 0 })
             }
         };
         owner.buffers += 1;
         owner.bytes += len;
+        owner.pinned += pinned;
         *last_id += 1;
         buffer.id = *last_id;
         let buffer = Arc::new(buffer);
         let entry = Entry { buffer: buffer.clone(), owner: owner.process.clone() };
         state.bytes += len;
+        state.pinned += pinned;
         state.buffers.insert(buffer.id, entry);
         Ok(buffer)
     }
@@ -405,11 +445,13 @@ impl State {
     /// Removes a buffer, and its owner with the last one. What is returned must be dropped without the lock.
     fn remove(&mut self, id: u64, epoll: &OwnedFd) -> Option<Entry> {
         let entry = self.buffers.remove(&id)?;
-        let len = entry.buffer.region.len() as u64;
+        let (len, pinned) = (entry.buffer.region.len() as u64, entry.buffer.pinned());
         self.bytes -= len;
+        self.pinned -= pinned;
         let owner = self.owners.get_mut(&entry.owner.id).expect("a buffer's owner stays as long as it");
         owner.buffers -= 1;
         owner.bytes -= len;
+        owner.pinned -= pinned;
         if owner.buffers == 0 {
             forget(epoll, &entry.owner);
             self.owners.remove(&entry.owner.id);

@@ -297,7 +297,7 @@ fn a_refused_descriptor_is_closed() {
 
 #[test]
 fn limits_hold_for_a_process_and_for_all() {
-    let limits = Limits { buffers_per_process: 2, bytes_per_process: 3 * LEN, buffers: 3, bytes: 4 * LEN };
+    let limits = Limits { buffers_per_process: 2, bytes_per_process: 3 * LEN, buffers: 3, bytes: 4 * LEN, ..Limits::default() };
     let registry = registry(limits);
     let (mut one, mut two) = (Client::start(), Client::start());
     let (one, two) = (one.memfd("main"), two.memfd("main"));

@@ -80,6 +80,7 @@ pub fn memfd(len: u64) -> File {
     let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
     let memfd = File::from(fd);
     memfd.set_len(len).expect("memory");
+    rustix::fs::fallocate(&memfd, rustix::fs::FallocateFlags::empty(), 0, len).expect("memory"); // our own driver needs all of it
     rustix::fs::fcntl_add_seals(&memfd, SealFlags::SHRINK).expect("a seal");
     memfd
 }

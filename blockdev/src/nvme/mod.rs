@@ -195,6 +195,10 @@ impl BlockDevice for NvmeDevice {
     fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
         self.running.core.transport.peer_to_peer()
     }
+
+    fn pins(&self) -> bool {
+        true
+    }
 }
 
 /// A queue as its user holds it.

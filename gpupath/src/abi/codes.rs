@@ -86,6 +86,8 @@ codes! {
         RouteNotAvailable = 41, "route-not-available";
         /// Refused: the daemon may not lock that much memory for the device.
         MemlockLimit = 42, "memlock-limit";
+        /// Refused: the memory has pages that were never touched, and the device needs all of them in place.
+        NotAllocated = 43, "not-allocated";
         /// A reason of a later version than this program's.
         Unknown = 63, "unknown";
     }
@@ -131,6 +133,9 @@ impl Reason {
             Reason::OutsideBuffer => "A segment reaches past the end of the buffer.",
             Reason::MemlockLimit => {
                 "The daemon may not lock that much memory for the device: raise its RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=), or run it as root."
+            }
+            Reason::NotAllocated => {
+                "The device needs all of the memory in place, and some of its pages do not exist yet: fallocate(2) the memfd before registering it."
             }
             Reason::Unknown => "This program is older than the daemon and does not know the reason.",
             Reason::RouteNotAvailable => {

@@ -195,3 +195,29 @@ fn a_controllers_error_names_the_segment() {
     assert!(matches!(failed.error, Error::Command { .. }), "{failed}");
     assert_eq!(Outcome::from(failed), Outcome::failed(libc::EIO, Some(2)));
 }
+
+/// The software controller's IOMMU wants all of a buffer in place, as the real one does.
+#[test]
+fn what_is_pinned_was_paid_for_and_is_limited() {
+    let bench = Bench::new();
+    let limits = Limits { pinned_per_process: 2 * LEN as u64, ..Limits::default() };
+    let registry = Registry::new(bench.io.device().clone(), limits).unwrap();
+    let me = std::process::id();
+    let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+    let memory = rustix::fs::memfd_create("test", flags).unwrap();
+    rustix::fs::ftruncate(&memory, LEN as u64).unwrap();
+    rustix::fs::fcntl_add_seals(&memory, rustix::fs::SealFlags::SHRINK).unwrap();
+    let request = Register { fd: std::os::fd::AsRawFd::as_raw_fd(&memory), len: LEN as u64, ..Register::default() };
+    let refused = |reason| move |error: RegistryError| assert_eq!((error.reason(), reason), (reason, reason), "{error}");
+    rustix::fs::fallocate(&memory, rustix::fs::FallocateFlags::empty(), 0, LEN as u64 - 4096).unwrap();
+    registry.register(me, &request).map(drop).map_err(refused(Reason::NotAllocated)).unwrap_err();
+    rustix::fs::fallocate(&memory, rustix::fs::FallocateFlags::empty(), 0, LEN as u64).unwrap();
+    let first = registry.register(me, &request).unwrap().id;
+    registry.register(me, &request).unwrap();
+    registry.register(me, &request).map(drop).map_err(refused(Reason::ProcessLimit)).unwrap_err();
+    // Device memory costs the machine none of its own.
+    let device = Region::of_device(bench.memory.try_clone().unwrap(), LEN).unwrap();
+    registry.enter(Process::open(me).unwrap(), device, Route::P2p).unwrap();
+    registry.unregister(me, first).unwrap();
+    registry.register(me, &request).unwrap();
+}
