@@ -1,0 +1,140 @@
+//! Measures how files get into and out of GPU memory: by gpunvme, and by what a user would pick instead, all in one run and on the same backing.
+//!
+//! | subject | what it is |
+//! | --- | --- |
+//! | gpunvme | `gpu-bench`: our library, on a file of a mounted volume |
+//! | bare device | io_uring with O_DIRECT at the same depth, into host memory: what nothing can be faster than |
+//! | cuFile, batch | cuFileRead and cuFileWrite; cuFile's batches at the same depth |
+//! | pinned | pread and pwrite with O_DIRECT, pinned memory, cudaMemcpyAsync |
+//! | pageable | the page cache, hot for reads, and copies from ordinary memory |
+//!
+//! It judges nothing: times belong to the machine that they were taken on.
+
+#![deny(unsafe_code)]
+
+mod backing;
+#[allow(unsafe_code)]
+mod bare;
+mod run;
+mod table;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+
+use backing::{Backing, Kind};
+use run::{Subject, measure};
+use table::{Row, Table};
+
+/// Compares ways to move files into and out of GPU memory. Needs root, a GPU, and cuFile. Writes to $TMPDIR, or /var/tmp, and to a tmpfs.
+#[derive(Parser)]
+#[command(name = "bench-gpu")]
+pub struct Arguments {
+    /// The program made from peers.c
+    #[arg(long)]
+    peers: PathBuf,
+    /// Number of the GPU
+    #[arg(long, default_value_t = 0)]
+    gpu: usize,
+    /// Length of the file in MiB
+    #[arg(long, default_value_t = 4096)]
+    file_mib: u64,
+    /// Seconds of one measurement
+    #[arg(long, default_value_t = 0.7)]
+    seconds: f64,
+    /// Runs of which the median is shown
+    #[arg(long, default_value_t = 1)]
+    runs: usize,
+    /// Only this backing
+    #[arg(long)]
+    backing: Option<Kind>,
+    /// Only work that has this in its name, as in "read 4 KiB"
+    #[arg(long)]
+    only: Option<String>,
+    /// Print JSON, with every run
+    #[arg(long)]
+    json: bool,
+}
+
+/// A piece of work, done by each subject.
+#[derive(Clone, Copy)]
+pub struct Work {
+    write: bool,
+    size: u64,
+    random: bool,
+    threads: usize,
+    /// Operations that each thread has in flight, where the subject can.
+    depth: usize,
+}
+
+impl Work {
+    fn name(&self) -> String {
+        let Work { write, size, random, threads, depth } = self;
+        let size = if *size < 1 << 20 { format!("{} KiB", size >> 10) } else { format!("{} MiB", size >> 20) };
+        let plural = if *threads == 1 { "" } else { "s" };
+        format!(
+            "{} {size} {}, {threads} thread{plural}, depth {depth}",
+            if *write { "write" } else { "read" },
+            if *random { "random" } else { "sequential" }
+        )
+    }
+}
+
+fn all_work() -> Vec<Work> {
+    let mut work = Vec::new();
+    for (write, threads) in [(false, [1, 4, 16].as_slice()), (true, &[1, 4])] {
+        for (size, random, depth) in [(4 << 10, true, 128), (64 << 10, true, 32), (1 << 20, false, 8), (16 << 20, false, 4)] {
+            // As many threads as the machine has cores need no depth of their own.
+            work.extend(threads.iter().map(|&threads| Work { write, size, random, threads, depth: (depth / threads).max(2) }));
+        }
+    }
+    work
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments = Arguments::parse();
+    let time = Duration::from_secs_f64(arguments.seconds);
+    let mut tables = Vec::new();
+    for kind in [Kind::Memory, Kind::Disk] {
+        if arguments.backing.is_some_and(|only| only != kind) {
+            continue;
+        }
+        eprintln!("setting up: {}", kind.name());
+        let backing = Backing::set_up(kind, arguments.file_mib << 20)?;
+        let mut rows = Vec::new();
+        for work in all_work() {
+            if arguments.only.as_ref().is_some_and(|only| !work.name().contains(only.as_str())) {
+                continue;
+            }
+            let mut row = Row::new(work);
+            // Interleaved, so that what changes on the machine changes for all.
+            for _ in 0..arguments.runs.max(1) {
+                for subject in Subject::ALL {
+                    if subject.can(&work) {
+                        row.add(subject, measure(subject, &work, &backing, &arguments, time));
+                    }
+                }
+            }
+            eprintln!("{row}");
+            rows.push(row);
+        }
+        tables.push(Table { backing: kind.name(), rows });
+    }
+    let machine = table::machine(arguments.gpu);
+    if arguments.json {
+        println!("{}", table::json(&machine, &tables));
+    } else {
+        println!("{machine}");
+        println!(
+            "one file of {} MiB, {} s a measurement, median of {}",
+            arguments.file_mib,
+            arguments.seconds,
+            arguments.runs.max(1)
+        );
+        for table in &tables {
+            print!("\n{table}");
+        }
+    }
+    Ok(())
+}

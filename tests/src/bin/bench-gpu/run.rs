@@ -1,0 +1,92 @@
+//! One measurement of one subject.
+
+use std::error::Error;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use gpunvme_tests::{mounted::text, programs};
+use serde::{Deserialize, Serialize};
+
+use crate::backing::Backing;
+use crate::{Arguments, Work, bare};
+
+/// A column of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Subject {
+    Gpunvme,
+    Bare,
+    CuFile,
+    CuFileBatch,
+    Pinned,
+    Pageable,
+}
+
+/// What `gpu-bench` and the peers print.
+#[derive(Deserialize)]
+struct Printed {
+    operations: u64,
+    seconds: f64,
+}
+
+impl Subject {
+    pub const ALL: [Subject; 6] =
+        [Subject::Gpunvme, Subject::Bare, Subject::CuFile, Subject::CuFileBatch, Subject::Pinned, Subject::Pageable];
+    /// Those that a user could pick and that move the same bytes: without the page cache.
+    pub const DIRECT: [Subject; 3] = [Subject::CuFile, Subject::CuFileBatch, Subject::Pinned];
+
+    /// The head of its column.
+    pub fn name(self) -> &'static str {
+        match self {
+            Subject::Gpunvme => "gpunvme",
+            Subject::Bare => "bare device",
+            Subject::CuFile => "cuFile",
+            Subject::CuFileBatch => "cuFile batch",
+            Subject::Pinned => "pinned",
+            Subject::Pageable => "pageable",
+        }
+    }
+
+    /// Whether it is measured with this work.
+    pub fn can(self, work: &Work) -> bool {
+        // Batches are for small operations, and take 128 at the most.
+        self != Subject::CuFileBatch || (work.random && work.depth <= 128)
+    }
+
+    fn method(self) -> &'static str {
+        match self {
+            Subject::CuFile => "cufile",
+            Subject::CuFileBatch => "cufile-batch",
+            Subject::Pinned => "pinned",
+            Subject::Pageable => "pageable",
+            Subject::Gpunvme | Subject::Bare => unreachable!("no peer"),
+        }
+    }
+}
+
+/// Operations a second.
+pub fn measure(subject: Subject, work: &Work, backing: &Backing, arguments: &Arguments, time: Duration) -> Result<f64, String> {
+    let measured = match subject {
+        Subject::Bare => bare::measure(&backing.bare, work, time),
+        Subject::Gpunvme => child(&mut programs::command("gpu-bench"), &backing.gpunvme, work, arguments, time),
+        _ => child(Command::new(&arguments.peers).args(["--method", subject.method()]), &backing.peers, work, arguments, time),
+    };
+    measured.map_err(|error| error.to_string())
+}
+
+fn child(command: &mut Command, file: &Path, work: &Work, arguments: &Arguments, time: Duration) -> Result<f64, Box<dyn Error>> {
+    command.arg("--file").arg(file).args(["--gpu", &arguments.gpu.to_string()]);
+    command.args(["--size", &work.size.to_string(), "--pattern", if work.random { "random" } else { "sequential" }]);
+    command.args(["--depth", &work.depth.to_string(), "--threads", &work.threads.to_string()]);
+    command.args(["--seconds", &time.as_secs_f64().to_string()]);
+    if work.write {
+        command.arg("--write");
+    }
+    let output = command.output()?;
+    if !output.status.success() {
+        return Err(text(&output).into());
+    }
+    let printed: Printed = serde_json::from_slice(&output.stdout)?;
+    Ok(printed.operations as f64 / printed.seconds)
+}
