@@ -26,6 +26,8 @@
 
 pub mod abi;
 #[cfg(feature = "application")]
+pub mod cache;
+#[cfg(feature = "application")]
 #[allow(unsafe_code)]
 pub mod cuda;
 #[cfg(feature = "daemon")]

@@ -64,6 +64,10 @@ codes! {
         MapDmaRefused = 5, "map-dma-refused";
         /// Bytes or their memory are not aligned.
         Unaligned = 6, "unaligned";
+        /// CUDA does not hand the memory out. The library's: the daemon never gives it.
+        ExportRefused = 7, "export-refused";
+        /// There is no room for another registration of GPU memory. The library's, as above.
+        NoRoom = 8, "no-room";
         /// Refused: the fd is no memory.
         NotABuffer = 32, "not-a-buffer";
         /// Refused: the memory could vanish under a transfer.
@@ -111,6 +115,12 @@ impl Reason {
             Reason::MapDmaRefused => "The IOMMU refused to map the GPU's memory for the device; the daemon's log has the error.",
             Reason::Unaligned => {
                 "Some bytes were copied by the CPU, because file offset, length or memory is not aligned; INFO tells the alignments."
+            }
+            Reason::ExportRefused => {
+                "CUDA does not export this memory as a dma-buf: managed memory, memory of another context than the GPU's primary one, or a driver with closed kernel modules."
+            }
+            Reason::NoRoom => {
+                "The GPU's BAR has no room to show more of its memory at once, and what it shows is in use: fewer or smaller buffers, or a larger BAR, would do."
             }
             Reason::NotABuffer => {
                 "The fd is neither a memfd of ordinary pages nor a dma-buf (nor, for root, a PCI device's resource file)."
