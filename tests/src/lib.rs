@@ -9,6 +9,7 @@
 pub mod direct;
 pub mod mounted;
 pub mod programs;
+pub mod software_cuda;
 #[allow(unsafe_code)]
 pub mod sys;
 pub mod tree;

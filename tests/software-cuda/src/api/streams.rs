@@ -1,0 +1,180 @@
+//! What concerns streams, events and kernels.
+
+use super::{Answer, handle, put};
+use crate::memory::Piece;
+use crate::stream::{Stream, Work};
+use crate::{Code, Software};
+use cudarc::driver::sys::cudaError_enum::*;
+use cudarc::driver::sys::*;
+use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+exports! {
+    fn cuStreamCreate(stream: *mut CUstream, _flags: c_uint) {
+        let software = Software::running()?;
+        let new = Arc::new(Stream::new(software, software.current()?));
+        let name = software.new_handle();
+        software.handles.lock().unwrap().streams.insert(name, new);
+        put(stream, handle(name))
+    }
+
+    fn cuStreamDestroy_v2(stream: CUstream) {
+        let removed = Software::running()?.handles.lock().unwrap().streams.remove(&stream.addr());
+        removed.map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext) {
+        let software = Software::running()?;
+        if stream.addr() <= 2 {
+            return put(context, handle(software.current()?.handle));
+        }
+        let found = software.handles.lock().unwrap().streams.get(&stream.addr()).map(|stream| stream.context.handle);
+        put(context, handle(found.ok_or(CUDA_ERROR_INVALID_HANDLE)?))
+    }
+
+    fn cuStreamSynchronize(stream: CUstream) {
+        let stream = Software::running()?.stream(stream.addr())?;
+        stream.mark().wait();
+        stream.context.broken().map_or(Ok(()), Err)
+    }
+
+    fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _flags: c_uint) {
+        let software = Software::running()?;
+        let stream = software.stream(stream.addr())?;
+        let (_, mark) = software.handles.lock().unwrap().events.get(&event.addr()).cloned().ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        if let Some(mark) = mark {
+            stream.put(Work::Await(mark));
+        }
+        Ok(())
+    }
+
+    fn cuStreamWaitValue32_v2(stream: CUstream, address: CUdeviceptr, value: cuuint32_t, flags: c_uint) {
+        let software = Software::running()?;
+        let stream = software.stream(stream.addr())?;
+        let passed = match flags {
+            0 => true,
+            1 => false,
+            _ => return Err(CUDA_ERROR_NOT_SUPPORTED),
+        };
+        stream.put(Work::AwaitValue(word(software, address)?, value, passed));
+        Ok(())
+    }
+
+    fn cuStreamWriteValue32_v2(stream: CUstream, address: CUdeviceptr, value: cuuint32_t, _flags: c_uint) {
+        let software = Software::running()?;
+        let stream = software.stream(stream.addr())?;
+        stream.put(Work::WriteValue(word(software, address)?, value));
+        Ok(())
+    }
+
+    fn cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, len: usize, stream: CUstream) {
+        let software = Software::running()?;
+        let stream = software.stream(stream.addr())?;
+        if Some(software.copies.fetch_add(1, Ordering::Relaxed) + 1) == software.settings.copy_fails {
+            return Err(CUDA_ERROR_ECC_UNCORRECTABLE);
+        }
+        let addresses = software.addresses.lock().unwrap();
+        let (to, from) = (addresses.pieces(to, len as u64)?, addresses.pieces(from, len as u64)?);
+        drop(addresses);
+        let pageable = to.iter().chain(&from).any(|piece| !piece.known);
+        stream.put(Work::Copy(to, from));
+        if pageable {
+            stream.mark().wait();
+        }
+        Ok(())
+    }
+
+    fn cuEventCreate(event: *mut CUevent, _flags: c_uint) {
+        let software = Software::running()?;
+        let (name, context) = (software.new_handle(), software.current()?);
+        software.handles.lock().unwrap().events.insert(name, (context, None));
+        put(event, handle(name))
+    }
+
+    fn cuEventDestroy_v2(event: CUevent) {
+        let removed = Software::running()?.handles.lock().unwrap().events.remove(&event.addr());
+        removed.map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    fn cuEventRecord(event: CUevent, stream: CUstream) {
+        let software = Software::running()?;
+        let stream = software.stream(stream.addr())?;
+        let mut handles = software.handles.lock().unwrap();
+        let (context, mark) = handles.events.get_mut(&event.addr()).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        if context.handle != stream.context.handle {
+            return Err(CUDA_ERROR_INVALID_HANDLE);
+        }
+        *mark = Some(stream.mark());
+        Ok(())
+    }
+
+    fn cuEventQuery(event: CUevent) {
+        let handles = Software::running()?.handles.lock().unwrap();
+        let (context, mark) = handles.events.get(&event.addr()).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        let passed = mark.as_ref().is_none_or(|mark| mark.passed());
+        match context.broken() {
+            Some(code) => Err(code),
+            None if passed => Ok(()),
+            None => Err(CUDA_ERROR_NOT_READY),
+        }
+    }
+
+    fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void) {
+        let software = Software::running()?;
+        software.current()?;
+        // SAFETY: text ends with a zero, and other images are none that anything here passes.
+        let text = unsafe { CStr::from_ptr(image.cast()) }.to_bytes().to_vec();
+        if !text.windows(7).any(|word| word == b".entry ") {
+            return Err(CUDA_ERROR_INVALID_IMAGE);
+        }
+        let name = software.new_handle();
+        software.handles.lock().unwrap().modules.insert(name, text);
+        put(module, handle(name))
+    }
+
+    fn cuModuleUnload(module: CUmodule) {
+        let removed = Software::running()?.handles.lock().unwrap().modules.remove(&module.addr());
+        removed.map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char) {
+        let software = Software::running()?;
+        let context = software.current()?;
+        // SAFETY: the caller passes a name.
+        let wanted = unsafe { CStr::from_ptr(name) };
+        let entry = [b".entry ", wanted.to_bytes(), b"("].concat();
+        let mut handles = software.handles.lock().unwrap();
+        let text = handles.modules.get(&module.addr()).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        if wanted != c"gpunvme_scatter" || !text.windows(entry.len()).any(|words| words == entry) {
+            return Err(CUDA_ERROR_NOT_FOUND);
+        }
+        let new = software.new_handle();
+        handles.functions.insert(new, context.handle);
+        put(function, handle(new))
+    }
+
+    fn cuLaunchKernel(
+        function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint, _shared_bytes: c_uint, stream: CUstream,
+        parameters: *mut *mut c_void, _extra: *mut *mut c_void
+    ) {
+        let software = Software::running()?;
+        let stream = software.stream(stream.addr())?;
+        let loaded = software.handles.lock().unwrap().functions.get(&function.addr()).copied();
+        if loaded != Some(stream.context.handle) {
+            return Err(CUDA_ERROR_INVALID_HANDLE);
+        }
+        if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) || block_x * block_y * block_z > 256 {
+            return Err(CUDA_ERROR_INVALID_VALUE);
+        }
+        // SAFETY: the kernel has these two parameters, and the caller passes them.
+        let (table, count) = unsafe { ((*parameters).cast::<u64>().read(), (*parameters.add(1)).cast::<u32>().read()) };
+        stream.put(Work::Scatter(table, count));
+        Ok(())
+    }
+}
+
+fn word(software: &Software, address: u64) -> Result<Piece, Code> {
+    let piece = software.addresses.lock().unwrap().pieces(address, 4)?.pop();
+    piece.filter(|piece| piece.known && address.is_multiple_of(4)).ok_or(CUDA_ERROR_INVALID_VALUE)
+}

@@ -1,0 +1,59 @@
+//! What the driver pretends, from the environment: `SOFTWARE_CUDA=gpus=2,copy-takes=500`.
+
+use std::time::Duration;
+
+/// The settings. Each has its name in the environment beside it.
+pub struct Settings {
+    /// `gpus`: how many there are.
+    pub gpus: usize,
+    /// `version`: the driver API's, such as 12040.
+    pub version: i32,
+    /// `init`: the result of `cuInit`.
+    pub init: Option<u32>,
+    /// `memory`: bytes of each GPU.
+    pub memory: u64,
+    /// `copy-fails`: the copy, counted from 1, whose call fails with `CUDA_ERROR_ECC_UNCORRECTABLE`.
+    pub copy_fails: Option<u64>,
+    /// `copy-takes`: microseconds that a copy or a kernel takes at least.
+    pub copy_takes: Duration,
+    /// `dma-buf`: 0 where exports are refused.
+    pub dma_buf: bool,
+    /// `writes-ordering`: for whom GPUs order the writes of others (0, 100 or 200).
+    pub writes_ordering: i32,
+}
+
+impl Settings {
+    /// Reads them.
+    ///
+    /// # Panics
+    /// Where there is no such setting: a test that asks for what does not exist proves nothing.
+    pub fn from_environment() -> Settings {
+        let mut settings = Settings {
+            gpus: 1,
+            version: 12_040,
+            init: None,
+            memory: 16 << 30,
+            copy_fails: None,
+            copy_takes: Duration::ZERO,
+            dma_buf: true,
+            writes_ordering: 100,
+        };
+        let text = std::env::var("SOFTWARE_CUDA").unwrap_or_default();
+        for setting in text.split(',').filter(|setting| !setting.is_empty()) {
+            let (name, value) = setting.split_once('=').unwrap_or((setting, ""));
+            let value: u64 = value.parse().unwrap_or_else(|_| panic!("SOFTWARE_CUDA: {setting:?} needs a number"));
+            match name {
+                "gpus" => settings.gpus = value as usize,
+                "version" => settings.version = value as i32,
+                "init" => settings.init = Some(value as u32),
+                "memory" => settings.memory = value,
+                "copy-fails" => settings.copy_fails = Some(value),
+                "copy-takes" => settings.copy_takes = Duration::from_micros(value),
+                "dma-buf" => settings.dma_buf = value != 0,
+                "writes-ordering" => settings.writes_ordering = value as i32,
+                _ => panic!("SOFTWARE_CUDA: there is no setting {name:?}"),
+            }
+        }
+        settings
+    }
+}

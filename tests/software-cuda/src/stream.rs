@@ -1,0 +1,173 @@
+//! Streams: a thread each, which does one thing after another. Events are marks that it passes.
+
+use crate::memory::{Kind, Piece};
+use crate::{Code, Context, Software};
+use cudarc::driver::sys::cudaError_enum::CUDA_ERROR_ILLEGAL_ADDRESS;
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A point in a stream.
+#[derive(Default)]
+pub struct Mark {
+    passed: Mutex<bool>,
+    change: Condvar,
+}
+
+impl Mark {
+    /// Whether the stream has passed it.
+    pub fn passed(&self) -> bool {
+        *self.passed.lock().unwrap()
+    }
+
+    fn pass(&self) {
+        *self.passed.lock().unwrap() = true;
+        self.change.notify_all();
+    }
+
+    /// Waits until the stream has.
+    pub fn wait(&self) {
+        let mut passed = self.passed.lock().unwrap();
+        while !*passed {
+            passed = self.change.wait(passed).unwrap();
+        }
+    }
+}
+
+/// Something for a stream to do.
+pub enum Work {
+    /// Copies from the second to the first.
+    Copy(Vec<Piece>, Vec<Piece>),
+    /// The kernel: makes moves from a table at this address, this many.
+    Scatter(u64, u32),
+    /// Tells that it was reached.
+    Pass(Arc<Mark>),
+    /// Waits until another stream reached it.
+    Await(Arc<Mark>),
+    /// Waits for a word to be a value (`false`), or to have passed it.
+    AwaitValue(Piece, u32, bool),
+    /// Writes a word.
+    WriteValue(Piece, u32),
+    /// Frees pool memory.
+    Free(u64),
+}
+
+/// A stream.
+pub struct Stream {
+    /// Where it was made.
+    pub context: Arc<Context>,
+    queue: Sender<Work>,
+}
+
+impl Stream {
+    /// A new one, with its thread, which ends when the stream is dropped and all is done.
+    pub fn new(software: &'static Software, context: Arc<Context>) -> Stream {
+        let (queue, work) = mpsc::channel();
+        let place = Arc::clone(&context);
+        thread::Builder::new()
+            .name("software-cuda".to_owned())
+            .spawn(move || run(software, &place, &work))
+            .expect("a thread for a stream");
+        Stream { context, queue }
+    }
+
+    /// Puts work at its end.
+    pub fn put(&self, work: Work) {
+        self.queue.send(work).expect("a stream's thread ends after the stream");
+    }
+
+    /// A mark at its end.
+    pub fn mark(&self) -> Arc<Mark> {
+        let mark = Arc::new(Mark::default());
+        self.put(Work::Pass(Arc::clone(&mark)));
+        mark
+    }
+}
+
+fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
+    while let Ok(work) = queue.recv() {
+        let begun = Instant::now();
+        match work {
+            Work::Pass(mark) => mark.pass(),
+            // After a kernel crashed nothing more is done in its context; nobody waits for it for ever either.
+            _ if context.broken().is_some() => {}
+            Work::Await(mark) => mark.wait(),
+            Work::AwaitValue(word, value, passed) => {
+                let there = |found: u32| if passed { found.wrapping_sub(value).cast_signed() >= 0 } else { found == value };
+                while !there(word_at(&word).load(Ordering::Acquire)) {
+                    thread::sleep(Duration::from_micros(20));
+                }
+            }
+            Work::WriteValue(word, value) => word_at(&word).store(value, Ordering::SeqCst),
+            Work::Free(address) => drop(software.addresses.lock().unwrap().remove(address)),
+            Work::Copy(to, from) => {
+                copy(&to, &from);
+                linger(begun, software.settings.copy_takes);
+            }
+            Work::Scatter(table, count) => {
+                if let Err(code) = scatter(software, context, table, count) {
+                    context.break_with(code);
+                }
+                linger(begun, software.settings.copy_takes);
+            }
+        }
+    }
+}
+
+fn linger(begun: Instant, takes: Duration) {
+    thread::sleep(takes.saturating_sub(begun.elapsed()));
+}
+
+fn word_at(piece: &Piece) -> &AtomicU32 {
+    // SAFETY: it is four aligned bytes that the piece, or else the application, keeps where they are; both sides access them atomically.
+    unsafe { AtomicU32::from_ptr(piece.at.cast()) }
+}
+
+fn copy(to: &[Piece], from: &[Piece]) {
+    let (mut to, mut from) = (to.iter(), from.iter());
+    let (mut target, mut source) = (None, None);
+    loop {
+        let (Some((target_at, target_len)), Some((source_at, source_len))) =
+            (target.or_else(|| next(&mut to)), source.or_else(|| next(&mut from)))
+        else {
+            return;
+        };
+        let len = target_len.min(source_len);
+        // SAFETY: whoever asked for the copy keeps both ranges as they are until it is done. They may overlap.
+        unsafe { ptr::copy(source_at, target_at, len) };
+        let rest = |at: *mut u8, whole: usize| (whole > len).then(|| (at.wrapping_add(len), whole - len));
+        (target, source) = (rest(target_at, target_len), rest(source_at, source_len));
+    }
+}
+
+fn next<'a>(pieces: &mut impl Iterator<Item = &'a Piece>) -> Option<(*mut u8, usize)> {
+    pieces.next().map(|piece| (piece.at, piece.len))
+}
+
+/// What `gpunvme_scatter` does (gpupath/src/cuda/scatter.ptx), with the care for addresses that a GPU's memory management takes.
+fn scatter(software: &Software, context: &Context, table: u64, count: u32) -> Result<(), Code> {
+    let mut entries = vec![[0u64; 3]; count as usize];
+    let bytes = count as usize * 24;
+    let own = [Piece::plain(entries.as_mut_ptr().cast(), bytes)];
+    copy(&own, &reachable(software, context, table, bytes as u64)?);
+    for [to, from, len] in entries {
+        copy(&reachable(software, context, to, len)?, &reachable(software, context, from, len)?);
+    }
+    Ok(())
+}
+
+/// The memory at an address, if kernels of a context reach it: its own, memory of its GPU that has no context, and host memory that CUDA knows.
+fn reachable(software: &Software, context: &Context, address: u64, len: u64) -> Result<Vec<Piece>, Code> {
+    let addresses = software.addresses.lock().unwrap();
+    let pieces = addresses.pieces(address, len).map_err(|_| CUDA_ERROR_ILLEGAL_ADDRESS)?;
+    let allowed = len == 0
+        || addresses.find(address).is_some_and(|(_, allocation)| match (allocation.kind, &allocation.backing) {
+            (Kind::Device(owner), _) => owner == context.handle,
+            (Kind::Pool | Kind::Mapped(..), Some((backing, _))) => backing.gpu == context.gpu,
+            _ => true,
+        });
+    if allowed { Ok(pieces) } else { Err(CUDA_ERROR_ILLEGAL_ADDRESS) }
+}

@@ -1,0 +1,77 @@
+//! CUDA as the library uses it, against the software driver, and where there is none.
+
+use gpunvme_gpupath::cuda::{Cuda, CudaError, Unavailable, Version, Which};
+use gpunvme_tests::scratch_dir;
+use gpunvme_tests::software_cuda::{with_libcuda, with_software_cuda};
+use std::process::Command;
+
+#[test]
+fn without_libcuda_there_is_a_reason() {
+    // A folder without one; what `ldconfig` finds is there all the same.
+    let folder = scratch_dir();
+    with_libcuda(folder.path(), &[], || match Cuda::load() {
+        Err(reason) => assert!(reason.to_string().contains("NVIDIA driver") || reason == Unavailable::NoGpu, "{reason}"),
+        Ok(cuda) => assert!(cuda.gpus().count() > 0),
+    });
+}
+
+#[test]
+fn an_old_driver_is_told_its_age() {
+    with_software_cuda("version=11080", || {
+        let reason = Cuda::load().err();
+        assert_eq!(reason, Some(Unavailable::TooOld { found: Version(11_080), needed: Version(12_000) }));
+        assert_eq!(reason.unwrap().to_string(), "the NVIDIA driver offers CUDA 11.8, and 12.0 is needed: update the driver");
+    });
+}
+
+#[test]
+fn a_driver_that_does_not_start_says_why() {
+    with_software_cuda("init=802", || {
+        let Some(Unavailable::Init(CudaError { call, code, name })) = Cuda::load().err() else { panic!("it started") };
+        assert_eq!((call, code, name), ("cuInit", 802, "CUDA_ERROR_SYSTEM_NOT_READY"));
+    });
+}
+
+#[test]
+fn a_driver_without_a_gpu_says_so() {
+    with_software_cuda("gpus=0", || assert_eq!(Cuda::load().err(), Some(Unavailable::NoGpu)));
+}
+
+#[test]
+fn a_library_that_lacks_a_function_is_named() {
+    let folder = scratch_dir();
+    let source = folder.path().join("half.c");
+    std::fs::write(&source, "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }\n").unwrap();
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(folder.path().join("libcuda.so")).arg(&source).status();
+    assert!(built.expect("a C compiler").success());
+    with_libcuda(folder.path(), &[], || {
+        let reason = Cuda::load().err();
+        assert!(matches!(reason, Some(Unavailable::Symbol { .. })), "{reason:?}");
+    });
+}
+
+#[test]
+fn gpus_are_found_by_number_and_uuid() {
+    with_software_cuda("gpus=2", || {
+        let cuda = Cuda::load().unwrap();
+        assert_eq!(cuda.driver_version().to_string(), "12.4");
+        let gpus: Vec<_> = cuda.gpus().collect();
+        assert_eq!(gpus.iter().map(|gpu| gpu.index()).collect::<Vec<_>>(), [0, 1]);
+        for gpu in &gpus {
+            assert_eq!(cuda.gpu(gpu.index().to_string().parse().unwrap()).unwrap(), *gpu);
+            assert_eq!(cuda.gpu(format!("GPU-{}", gpu.uuid()).parse().unwrap()).unwrap(), *gpu);
+        }
+        assert_ne!(gpus[0].uuid(), gpus[1].uuid());
+        assert_eq!(gpus[1].pci_address(), "ffff:ff:01.0");
+
+        let missing = cuda.gpu("GPU-00000000-0000-0000-0000-000000000000".parse().unwrap()).unwrap_err().to_string();
+        assert!(
+            missing.contains("no GPU GPU-00000000-0000-0000-0000-000000000000") && missing.contains(&gpus[1].to_string()),
+            "{missing}"
+        );
+        assert!(cuda.gpu(Which::Index(2)).is_err());
+        for name in ["", "gpu0", "-1", "GPU-", "GPU-0", "0x0"] {
+            assert!(name.parse::<Which>().is_err(), "{name:?}");
+        }
+    });
+}
