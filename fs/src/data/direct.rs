@@ -55,7 +55,8 @@ struct Flight {
     placement: Placement,
     /// Blocks promised for it.
     promised: u64,
-    stamp: Stamp,
+    /// What its end leaves in the inode. None where only content changes: the time was noted when it was planned.
+    stamp: Option<Stamp>,
     /// Until the device is done with the blocks.
     guard: Option<Guard>,
 }
@@ -69,6 +70,15 @@ pub enum WriteFailed {
     /// The data is on the device, and could not be made the file's.
     #[error(transparent)]
     Mapping(#[from] FsError),
+}
+
+impl From<WriteFailed> for FsError {
+    fn from(failed: WriteFailed) -> FsError {
+        match failed {
+            WriteFailed::Device(failed) => failed.error.into(),
+            WriteFailed::Mapping(error) => error,
+        }
+    }
 }
 
 impl Filesystem {
@@ -106,12 +116,12 @@ impl Filesystem {
             return Err(FsError::FileTooLarge.into());
         }
         self.volume.writable()?;
-        self.write_error(ino)?;
         let alignment = self.write_alignment();
         let middles: Vec<Range<u64>> = segments.iter().map(|s| planner::aligned_middle(s, alignment)).collect();
         let runs = || middles.iter().filter(|m| !m.is_empty()).map(|m| m.start / BLOCK..m.end / BLOCK);
         let file = self.files.get(ino);
         let mut state = file.state.lock();
+        state.take_error()?;
         let size = self.size_of_regular(&state, ino)?;
         if runs().any(|run| state.pages.range(run.clone()).next().is_some() || state.writing.range(run).next().is_some()) {
             return Err(Fail::Stall(Stall::File { ino }));
@@ -157,8 +167,13 @@ impl Filesystem {
             Ok(())
         })?;
         drop(places);
+        let stamp = if placement.is_in_place() && last * BLOCK <= size {
+            state.changed = Some(now);
+            None
+        } else {
+            Some(Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) })
+        };
         drop(state);
-        let stamp = Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) };
         Ok(DirectWrite {
             plan,
             flight: Flight { number, fs: self.clone(), file, direct, placement, promised: new, stamp, guard: Some(guard) },
@@ -242,8 +257,9 @@ impl Filesystem {
 impl Flight {
     /// Makes the written blocks the file's.
     fn map(&mut self) -> Attempt<()> {
+        let Some(stamp) = &self.stamp else { return Ok(()) };
         let mut state = self.file.state.lock();
-        self.fs.attach(self.file.ino, &mut self.placement, self.promised, &self.stamp)?;
+        self.fs.attach(self.file.ino, &mut self.placement, self.promised, stamp)?;
         self.promised = 0;
         // A later write in the buffer keeps its own time.
         state.tail_is_zero = false;
@@ -263,9 +279,12 @@ impl Drop for Flight {
             let at = state.direct.iter().position(|r| r == run).expect("noted when it was planned");
             state.direct.swap_remove(at);
         }
+        let is_open = state.opens > 0;
         drop(state);
         self.file.landed.notify_all();
-        self.fs.release(&self.file);
+        if !is_open {
+            self.fs.release(&self.file);
+        }
     }
 }
 

@@ -69,6 +69,14 @@ impl FileState {
         self.flights.is_empty() && self.dirty == 0 && self.size.is_none() && self.changed.is_none()
     }
 
+    /// Tells somebody of the error of a write in the background.
+    pub fn take_error(&mut self) -> Result<(), FsError> {
+        let Some(error) = self.error.clone() else { return Ok(()) };
+        self.told = true;
+        self.forget_error();
+        Err(error)
+    }
+
     /// Forgets the error of a write in the background when nobody is left who could be told, and somebody was.
     pub fn forget_error(&mut self) {
         if self.opens == 0 && self.told {

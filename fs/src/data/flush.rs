@@ -258,8 +258,14 @@ impl Filesystem {
             }
         }
         for file in files {
-            if file.state.lock().opens == 0 {
+            let (is_open, only_touched) = {
+                let state = file.state.lock();
+                (state.opens > 0, state.dirty == 0 && state.changed.is_some())
+            };
+            if !is_open {
                 result = result.and(self.flush(&file));
+            } else if only_touched {
+                result = result.and(self.volume.wait(|| self.stamp(&file, None, 0)));
             }
             self.release(&file);
         }

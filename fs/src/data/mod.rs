@@ -323,13 +323,11 @@ impl Filesystem {
     /// That error.
     pub fn write_error(&self, ino: u64) -> Result<(), FsError> {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
-        let mut state = file.state.lock();
-        let Some(error) = state.error.clone() else { return Ok(()) };
-        state.told = true;
-        state.forget_error();
-        drop(state);
-        self.release(&file);
-        Err(error)
+        let told = file.state.lock().take_error();
+        if told.is_err() {
+            self.release(&file);
+        }
+        told
     }
 
     fn release(&self, file: &Arc<File>) {

@@ -33,6 +33,11 @@ impl Placement {
     pub fn pieces(&self) -> impl Iterator<Item = &Piece> {
         self.pieces.iter().map(|p| &p.piece)
     }
+
+    /// Whether all blocks were written before, so that none has to be mapped.
+    pub fn is_in_place(&self) -> bool {
+        self.pieces.iter().all(|p| p.in_place)
+    }
 }
 
 impl Filesystem {

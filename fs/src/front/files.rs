@@ -2,6 +2,9 @@
 
 use std::sync::Arc;
 
+use gpunvme_gpupath::abi::Segment;
+use gpunvme_layout::block::BLOCK_SIZE;
+
 use super::handles::Handle;
 use super::names::stripped;
 use super::{Caller, Front};
@@ -102,6 +105,9 @@ impl Front {
         if let Err(error) = how.handle.writable() {
             return done(Err(error));
         }
+        if how.direct && is_aligned(how.offset) && is_aligned(data.len() as u64) {
+            return self.write_direct(caller, ino, data, how, done);
+        }
         let attempt = move |fs: &Arc<Filesystem>, data: &[u8]| {
             if how.strip {
                 strip(fs, &caller, ino)?;
@@ -124,6 +130,41 @@ impl Front {
                 );
             }
         }
+    }
+
+    /// Writes whole blocks past the write buffer, and answers when the device has them.
+    fn write_direct(
+        self: &Arc<Self>,
+        caller: Caller,
+        ino: u64,
+        data: &[u8],
+        how: Write,
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        // The bytes are the transport's, which takes its next request into the same place.
+        let mut buffer = match self.fs.buffers().get(data.len()) {
+            Ok(buffer) => buffer,
+            Err(error) => return done(Err(error.into())),
+        };
+        buffer.bytes_mut()[..data.len()].copy_from_slice(data);
+        let memory = buffer.span(0..data.len());
+        let segment = Segment { file_offset: how.offset, buffer_offset: memory.offset as u64, len: memory.len as u64 };
+        let front = self.clone();
+        self.attempt(
+            move |fs| {
+                if how.strip {
+                    strip(fs, &caller, ino)?;
+                }
+                fs.plan_direct_write(ino, &[segment], &memory.region, caller.context.now)
+            },
+            move |planned| match planned {
+                Ok(planned) => front.fs.submit_direct_write(planned, move |written| {
+                    drop(buffer);
+                    done(written.map_err(FsError::from));
+                }),
+                Err(error) => done(Err(error)),
+            },
+        );
     }
 
     /// The error of an earlier write in the background, once: what close(2) reports.
@@ -197,6 +238,10 @@ pub(super) fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool>
     let Some(mode) = stripped(&fs.attributes(ino)?.inode, caller) else { return Ok(false) };
     fs.set_attributes(&caller.context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
     Ok(true)
+}
+
+fn is_aligned(bytes: u64) -> bool {
+    bytes.is_multiple_of(BLOCK_SIZE as u64)
 }
 
 /// Waits until the device has what was written to a file.

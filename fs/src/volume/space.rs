@@ -60,6 +60,9 @@ impl Volume {
     /// can when the data needs them.
     pub(crate) fn promise(&self, blocks: u64) -> Attempt<()> {
         self.writable()?;
+        if blocks == 0 {
+            return Ok(());
+        }
         let mut meta = self.meta.write();
         if meta.available() < blocks {
             return Err(FsError::NoSpace.into());
@@ -70,7 +73,9 @@ impl Volume {
 
     /// Takes a promise back.
     pub(crate) fn forget_promise(&self, blocks: u64) {
-        self.meta.write().reserved -= blocks;
+        if blocks > 0 {
+            self.meta.write().reserved -= blocks;
+        }
     }
 
     /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What it takes beyond `want` is a

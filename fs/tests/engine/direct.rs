@@ -131,3 +131,32 @@ fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
         assert_sound(&fs, &format!("seed {seed}"));
     }
 }
+
+#[test]
+fn the_time_of_an_overwrite_shows_at_once_and_is_stored_while_the_file_is_open() {
+    const LATER: Timestamp = Timestamp { seconds: 77, nanoseconds: 5 };
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
+    make(&device);
+    let fs = open(&device).expect("a new volume can be opened");
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
+    fs.open_file(ino, false);
+    let region = Region::allocate(8192).expect("there is memory");
+    let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
+    let write = |now| {
+        let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, now)).expect("there is room");
+        fs.submit_direct_write(write, |result| result.expect("the device works"));
+        fs.wait(|| fs.attributes(ino)).expect("it is there").inode.mtime
+    };
+    assert_eq!((write(NOW), write(LATER)), (NOW, LATER));
+    fs.write_back().expect("the device works");
+    fs.commit().expect("the device works");
+    // As after a crash: what was closed properly would be stored in any case.
+    let copy: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
+    let bytes = Region::allocate(24 << 20).expect("there is memory");
+    let whole = || vec![bytes.span(0..bytes.len())];
+    fs.volume().io().run(vec![Request::read(0, whole())]).expect("the device works");
+    gpunvme_blockdev::Io::inline(copy.clone()).and_then(|io| io.run(vec![Request::write(0, whole(), false)])).expect("it works");
+    let recovered = open(&copy).expect("it recovers");
+    assert_eq!(recovered.wait(|| recovered.attributes(ino)).expect("it is there").inode.mtime, LATER);
+}
