@@ -6,6 +6,8 @@
 
 #![deny(unsafe_code)]
 
+#[allow(unsafe_code)]
+pub mod cuda;
 pub mod direct;
 pub mod mounted;
 pub mod programs;

@@ -1,6 +1,7 @@
 //! CUDA as the library uses it, against the software driver, and where there is none.
 
 use gpunvme_gpupath::cuda::{Cuda, CudaError, Unavailable, Version, Which};
+use gpunvme_tests::cuda::CHECKS;
 use gpunvme_tests::scratch_dir;
 use gpunvme_tests::software_cuda::{with_libcuda, with_software_cuda};
 use std::process::Command;
@@ -72,6 +73,16 @@ fn gpus_are_found_by_number_and_uuid() {
         assert!(cuda.gpu(Which::Index(2)).is_err());
         for name in ["", "gpu0", "-1", "GPU-", "GPU-0", "0x0"] {
             assert!(name.parse::<Which>().is_err(), "{name:?}");
+        }
+    });
+}
+
+#[test]
+fn what_holds_on_a_gpu_holds_on_the_software_driver() {
+    with_software_cuda("gpus=2", || {
+        for (name, check) in CHECKS {
+            println!("{name}");
+            Cuda::load().unwrap().gpus().for_each(check);
         }
     });
 }

@@ -1,0 +1,68 @@
+//! Checks on a GPU what the library takes for granted about CUDA, and prints what its calls cost there.
+//!
+//! The last line is "N passed, N failed"; the exit code is 0 if nothing failed.
+
+use clap::Parser;
+use gpunvme_gpupath::cuda::{Cuda, Which};
+use gpunvme_tests::cuda::{CHECKS, HARDWARE_CHECKS, facts, measure};
+use std::panic::catch_unwind;
+use std::process::ExitCode;
+
+#[derive(Parser)]
+struct Arguments {
+    /// The GPU, by its number or UUID.
+    #[arg(long, default_value = "0")]
+    gpu: Which,
+    /// Print what the driver says of memory of each kind.
+    #[arg(long)]
+    facts: bool,
+    /// Print what calls cost.
+    #[arg(long)]
+    measure: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let cuda = match Cuda::load() {
+        Ok(cuda) => cuda,
+        Err(reason) => {
+            eprintln!("cuda-checks: {reason}");
+            return ExitCode::FAILURE;
+        }
+    };
+    println!("CUDA {}", cuda.driver_version());
+    for gpu in cuda.gpus() {
+        let (address, memory, ordering) = (gpu.pci_address(), gpu.memory() >> 20, gpu.writes_ordering());
+        println!(
+            "GPU {gpu} at {address}, NUMA node {:?}, {memory} MiB, dma-buf {}, writes ordered for {ordering:?}",
+            gpu.numa_node(),
+            gpu.dma_buf_supported()
+        );
+    }
+    let gpu = match cuda.gpu(arguments.gpu) {
+        Ok(gpu) => gpu,
+        Err(reason) => {
+            eprintln!("cuda-checks: {reason}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let (mut passed, mut failed) = (0, 0);
+    for (name, check) in CHECKS.iter().chain(HARDWARE_CHECKS) {
+        // What went wrong the panic says itself.
+        if catch_unwind(|| check(gpu)).is_ok() {
+            passed += 1;
+            println!("passed: {name}");
+        } else {
+            failed += 1;
+            println!("FAILED: {name}");
+        }
+    }
+    if arguments.facts {
+        facts(gpu);
+    }
+    if arguments.measure {
+        measure(gpu);
+    }
+    println!("{passed} passed, {failed} failed");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

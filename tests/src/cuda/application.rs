@@ -1,0 +1,247 @@
+//! What an application does with CUDA: memory of every kind, contexts and streams of its own. It goes past the library, as an application does.
+
+use cudarc::driver::sys::{
+    self, CUmemAccess_flags_enum, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,
+    CUmemAllocationProp_st__bindgen_ty_1,
+};
+use cudarc::driver::sys::{CUcontext, CUresult, CUstream_flags_enum};
+use cudarc::driver::sys::{
+    CUmemAllocationGranularity_flags_enum, CUmemAllocationType_enum, CUmemAttach_flags_enum, CUmemLocation,
+    CUmemLocationType_enum,
+};
+use gpunvme::Buffer;
+use gpunvme_gpupath::cuda::{Gpu, HostRegistration, Stream};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::AtomicU32;
+
+/// Memory, freed when it is dropped.
+pub struct Memory {
+    /// How it was allocated.
+    pub kind: &'static str,
+    /// The addresses and lengths that it was put together from, in order and without gaps.
+    pub pieces: Vec<(u64, u64)>,
+    free: Option<Box<dyn FnOnce()>>,
+}
+
+impl Memory {
+    fn new(kind: &'static str, address: u64, len: usize, free: impl FnOnce() + 'static) -> Memory {
+        Memory { kind, pieces: vec![(address, len as u64)], free: Some(Box::new(free)) }
+    }
+
+    /// Its first byte.
+    pub fn address(&self) -> u64 {
+        self.pieces[0].0
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Some(free) = self.free.take() {
+            free();
+        }
+    }
+}
+
+/// `len` bytes, a multiple of 4 MiB, of every kind that an application can have.
+pub fn every_kind(gpu: Gpu, len: usize) -> Vec<Memory> {
+    let registered = Pinned::new(gpu, len);
+    let host = registered.address();
+    vec![
+        allocated(gpu, len),
+        pooled(gpu, len),
+        mapped(gpu, &[len]),
+        mapped(gpu, &[len / 2, len / 2]),
+        managed(gpu, len),
+        host_allocated(gpu, len),
+        Memory::new("registered", host, len, move || drop(registered)),
+    ]
+}
+
+/// `cudaMalloc`.
+pub fn allocated(gpu: Gpu, len: usize) -> Memory {
+    let memory = gpu.alloc(len).unwrap();
+    Memory::new("cuMemAlloc", memory.address(), len, move || drop(memory))
+}
+
+/// `cudaMallocAsync`.
+fn pooled(gpu: Gpu, len: usize) -> Memory {
+    let _entered = gpu.enter().unwrap();
+    let mut address = 0;
+    // SAFETY: they write an address, and free it.
+    unsafe {
+        ok(sys::cuMemAllocAsync(&mut address, len, ptr::null_mut()));
+        ok(sys::cuStreamSynchronize(ptr::null_mut()));
+    }
+    let free = move || {
+        let _entered = gpu.enter().unwrap();
+        // SAFETY: nothing uses it any more.
+        unsafe { ok(sys::cuMemFreeAsync(address, ptr::null_mut())) };
+    };
+    Memory::new("cuMemAllocAsync", address, len, free)
+}
+
+/// Memory as PyTorch's expandable segments have it: addresses first, then memory behind them, here one piece after the other.
+pub fn mapped(gpu: Gpu, lens: &[usize]) -> Memory {
+    let location = CUmemLocation { type_: CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id: gpu.index() as i32 };
+    let properties = CUmemAllocationProp {
+        type_: CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
+        location,
+        win32HandleMetaData: ptr::null_mut(),
+        allocFlags: CUmemAllocationProp_st__bindgen_ty_1 {
+            compressionType: 0,
+            gpuDirectRDMACapable: 1,
+            usage: 0,
+            reserved: [0; 4],
+        },
+    };
+    let access = CUmemAccessDesc { location, flags: CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+    let len: usize = lens.iter().sum();
+    let (mut base, mut granularity, mut pieces) = (0, 0, Vec::new());
+    let _entered = gpu.enter().unwrap();
+    // SAFETY: each is called as the reference asks; what was reserved has room for all pieces.
+    unsafe {
+        let smallest = CUmemAllocationGranularity_flags_enum::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        ok(sys::cuMemGetAllocationGranularity(&mut granularity, &properties, smallest));
+        // Twice as much, so that the reservation and what is mapped are not the same.
+        ok(sys::cuMemAddressReserve(&mut base, 2 * len, 0, 0, 0));
+        let mut at = base;
+        for len in lens {
+            assert!(len.is_multiple_of(granularity), "pieces of {granularity} bytes");
+            let mut memory = 0;
+            ok(sys::cuMemCreate(&mut memory, *len, &properties, 0));
+            ok(sys::cuMemMap(at, *len, 0, memory, 0));
+            ok(sys::cuMemRelease(memory));
+            pieces.push((at, *len as u64));
+            at += *len as u64;
+        }
+        ok(sys::cuMemSetAccess(base, len, &access, 1));
+    }
+    let free = move || {
+        let _entered = gpu.enter().unwrap();
+        // SAFETY: nothing uses it any more.
+        unsafe {
+            ok(sys::cuMemUnmap(base, len));
+            ok(sys::cuMemAddressFree(base, 2 * len));
+        }
+    };
+    Memory { kind: if lens.len() == 1 { "cuMemMap" } else { "cuMemMap, several" }, pieces, free: Some(Box::new(free)) }
+}
+
+/// `cudaMallocManaged`.
+fn managed(gpu: Gpu, len: usize) -> Memory {
+    let _entered = gpu.enter().unwrap();
+    let mut address = 0;
+    // SAFETY: it writes an address.
+    unsafe { ok(sys::cuMemAllocManaged(&mut address, len, CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL as u32)) };
+    let free = move || {
+        let _entered = gpu.enter().unwrap();
+        // SAFETY: nothing uses it any more.
+        unsafe { ok(sys::cuMemFree_v2(address)) };
+    };
+    Memory::new("cuMemAllocManaged", address, len, free)
+}
+
+/// `cudaHostAlloc`.
+fn host_allocated(gpu: Gpu, len: usize) -> Memory {
+    let _entered = gpu.enter().unwrap();
+    let mut address = ptr::null_mut();
+    // SAFETY: it writes an address.
+    unsafe { ok(sys::cuMemHostAlloc(&mut address, len, 0)) };
+    let (number, address) = (address as u64, address as usize);
+    let free = move || {
+        let _entered = gpu.enter().unwrap();
+        // SAFETY: nothing uses it any more.
+        unsafe { ok(sys::cuMemFreeHost(ptr::with_exposed_provenance_mut(address))) };
+    };
+    Memory::new("cuMemHostAlloc", number, len, free)
+}
+
+/// Host memory that is registered with CUDA, as the library's staging pool is.
+pub struct Pinned {
+    _registration: HostRegistration,
+    buffer: Buffer,
+    device: u64,
+}
+
+impl Pinned {
+    /// `len` zeroed bytes.
+    pub fn new(gpu: Gpu, len: usize) -> Pinned {
+        let mut buffer = Buffer::memfd(len).unwrap();
+        // SAFETY: the registration is dropped before the buffer.
+        let registration = unsafe { HostRegistration::new(&gpu, NonNull::from(&mut buffer[..]).cast(), len) }.unwrap();
+        let device = registration.device_address(&gpu).unwrap();
+        Pinned { _registration: registration, buffer, device }
+    }
+
+    /// The device address of its first byte.
+    pub fn address(&self) -> u64 {
+        self.device
+    }
+
+    /// Its bytes, while no stream works on them.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        &mut self.buffer
+    }
+
+    /// Four of its bytes, which streams may work on.
+    pub fn word(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: they lie in the mapping and are aligned, and nothing borrows the bytes meanwhile.
+        unsafe { AtomicU32::from_ptr(self.buffer[offset..offset + 4].as_ptr().cast_mut().cast()) }
+    }
+}
+
+/// Copies bytes to memory, and waits for it.
+pub fn put(stream: &Stream, through: &mut Pinned, address: u64, bytes: &[u8]) {
+    through.bytes()[..bytes.len()].copy_from_slice(bytes);
+    // SAFETY: both ranges stay until the stream is done.
+    unsafe { stream.copy(address, through.address(), bytes.len()) }.unwrap();
+    stream.synchronize().unwrap();
+}
+
+/// Copies bytes from memory, and waits for it.
+pub fn get(stream: &Stream, through: &mut Pinned, address: u64, len: usize) -> Vec<u8> {
+    // SAFETY: both ranges stay until the stream is done.
+    unsafe { stream.copy(through.address(), address, len) }.unwrap();
+    stream.synchronize().unwrap();
+    through.bytes()[..len].to_vec()
+}
+
+/// The calling thread's context.
+pub fn current_context() -> CUcontext {
+    let mut context = ptr::null_mut();
+    // SAFETY: it writes a handle.
+    unsafe { ok(sys::cuCtxGetCurrent(&mut context)) };
+    context
+}
+
+/// A context of the application's own, current on the calling thread from now on, and memory in it.
+pub fn own_context(gpu: Gpu, len: usize) -> (CUcontext, u64) {
+    let (mut context, mut address) = (ptr::null_mut(), 0);
+    // SAFETY: they write a handle and an address.
+    unsafe {
+        ok(sys::cuCtxCreate_v2(&mut context, 0, gpu.index() as i32));
+        ok(sys::cuMemAlloc_v2(&mut address, len));
+    }
+    (context, address)
+}
+
+/// Ends it, with its memory.
+pub fn destroy_context(context: CUcontext) {
+    // SAFETY: nothing uses it any more.
+    unsafe { ok(sys::cuCtxDestroy_v2(context)) };
+}
+
+/// A stream of the application's own; it is never destroyed.
+pub fn own_stream(gpu: Gpu) -> usize {
+    let _entered = gpu.enter().unwrap();
+    let mut stream = ptr::null_mut();
+    // SAFETY: it writes a handle.
+    unsafe { ok(sys::cuStreamCreate(&mut stream, CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32)) };
+    stream as usize
+}
+
+/// Fails unless CUDA says success.
+pub fn ok(result: CUresult) {
+    assert_eq!(result, CUresult::CUDA_SUCCESS);
+}

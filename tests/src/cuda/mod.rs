@@ -1,0 +1,9 @@
+//! What has to be true of CUDA for the library to work, checked through the module that it uses (`gpunvme_gpupath::cuda`): on the software driver by `cargo test`,
+//! on a GPU by the program `cuda-checks`.
+
+mod application;
+mod checks;
+mod measure;
+
+pub use checks::{CHECKS, HARDWARE_CHECKS};
+pub use measure::{facts, measure};
