@@ -174,6 +174,10 @@ impl<M: Memory> Shared<M> {
     pub fn id(&self) -> u64 {
         self.0.id
     }
+
+    pub(crate) fn memory(&self) -> &M {
+        &self.0.memory
+    }
 }
 
 impl Shared {

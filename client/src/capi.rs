@@ -32,12 +32,12 @@ pub struct CResult {
 }
 
 impl CResult {
-    fn new(done: &Transfer, reason: Option<Reason>, segment: Option<usize>) -> CResult {
+    fn new(done: &Transfer, reason: Option<Reason>, segment: Option<u32>) -> CResult {
         CResult {
             bytes: done.bytes(),
             moved: done.moved,
             reason: reason.or(done.reason).unwrap_or(Reason::None).code(),
-            failed_segment: segment.and_then(|segment| u32::try_from(segment).ok()).unwrap_or(u32::MAX),
+            failed_segment: segment.unwrap_or(u32::MAX),
         }
     }
 }

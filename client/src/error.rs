@@ -1,6 +1,7 @@
 //! What can go wrong, in words that say what to do.
 
 use crate::{Reason, Transfer};
+use gpunvme_gpupath::cuda::{CudaError, Unavailable};
 use rustix::io::Errno;
 use std::path::PathBuf;
 
@@ -71,7 +72,7 @@ pub enum Error {
     #[error("segment {segment} ends at {end}, and the buffer at {len}")]
     OutsideBuffer {
         /// Its index.
-        segment: usize,
+        segment: u32,
         /// Where it ends, in bytes; `u64::MAX` if past that.
         end: u64,
         /// The buffer's length in bytes.
@@ -96,7 +97,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// A transfer ended early.
-    #[error("{path}: cannot {action}{}: {}{}", at(*segment), message(*errno), because(*reason))]
+    #[error("{path}: cannot {action}{}: {}{}", at(*segment, *offset), message(*errno), because(*reason))]
     Transfer {
         /// The file.
         path: PathBuf,
@@ -107,8 +108,47 @@ pub enum Error {
         /// More about it, where there is more to say.
         reason: Reason,
         /// The segment that it is about, by its index in the call.
-        segment: Option<usize>,
+        segment: Option<u32>,
+        /// Where in the file, in bytes, if that is known.
+        offset: Option<u64>,
         /// What had been moved before, from the first byte of the first segment on.
+        done: Transfer,
+    },
+    /// There is no CUDA in this process.
+    #[error("no GPU can be used: {0}")]
+    NoCuda(#[from] Unavailable),
+    /// CUDA refused what a transfer needs before it can begin.
+    #[error("cannot {action}: {error}")]
+    Cuda {
+        /// What was tried.
+        action: &'static str,
+        /// What CUDA said.
+        error: CudaError,
+    },
+    /// A segment's memory is none that a GPU's copies can reach.
+    #[error(
+        "segment {segment}: CUDA knows no memory at {address:#x}; it must be device memory, or host memory that CUDA allocated or registered"
+    )]
+    UnknownMemory {
+        /// Its index.
+        segment: u32,
+        /// The first address that is not known.
+        address: u64,
+    },
+    /// Bytes could not be copied between the staging pool and the application's memory.
+    #[error("{path}: cannot {action}{}: {}", at(Some(*segment), Some(*offset)), copying(error.as_deref()))]
+    Copy {
+        /// The file.
+        path: PathBuf,
+        /// `read` or `write`.
+        action: &'static str,
+        /// The segment that it is about, by its index in the call.
+        segment: u32,
+        /// Where in the file, in bytes.
+        offset: u64,
+        /// What CUDA said; `None` where the memory was freed before the copy.
+        error: Option<Box<CudaError>>,
+        /// What was moved.
         done: Transfer,
     },
 }
@@ -120,7 +160,9 @@ impl Error {
             Error::NotGpunvme { .. } => Errno::NOTTY,
             Error::WrongKind { .. } | Error::OutsideBuffer { .. } | Error::WrongRing { .. } => Errno::INVAL,
             Error::RingFull { .. } => Errno::AGAIN,
-            Error::RingClosed { .. } => Errno::NODEV,
+            Error::RingClosed { .. } | Error::NoCuda(_) => Errno::NODEV,
+            Error::UnknownMemory { .. } | Error::Copy { error: None, .. } => Errno::FAULT,
+            Error::Cuda { .. } | Error::Copy { .. } => Errno::IO,
             Error::OtherVersion { .. } => Errno::PROTONOSUPPORT,
             Error::Path { errno, .. }
             | Error::Memory { errno, .. }
@@ -137,8 +179,13 @@ fn message(errno: Errno) -> String {
     text.split(" (os error").next().unwrap_or_default().to_lowercase()
 }
 
-fn at(segment: Option<usize>) -> String {
-    segment.map_or(String::new(), |segment| format!(" segment {segment}"))
+fn at(segment: Option<u32>, offset: Option<u64>) -> String {
+    let segment = segment.map_or(String::new(), |segment| format!(" segment {segment}"));
+    offset.map_or(segment.clone(), |offset| format!("{segment} at byte {offset}"))
+}
+
+fn copying(error: Option<&CudaError>) -> String {
+    error.map_or("the memory was freed before the transfer was over".into(), CudaError::to_string)
 }
 
 fn because(reason: Reason) -> String {

@@ -6,8 +6,10 @@
 use crate::buffer::{Memory, Registered};
 use crate::error::{Error, Result};
 use crate::mount::{Connection, Mount, failed, reason, status};
+use crate::ring::{Attached, RingName};
 use crate::{Extent, Reason, Route, Segment, sys};
 use gpunvme_gpupath::abi::{self, Command, Moved, TransferFlags};
+use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -22,6 +24,8 @@ pub struct File {
     file: OwnedFd,
     path: PathBuf,
     connection: Arc<Connection>,
+    /// The rings that [`crate::gpu::Transfers`] attached it to.
+    rings: Mutex<Vec<Attached>>,
 }
 
 /// What a transfer moved, and how.
@@ -126,7 +130,7 @@ impl File {
         }
         let mount =
             Mount::of(file.try_clone().map_err(|error| lost(Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?, path)?;
-        Ok(File { file, path: path.to_owned(), connection: mount.connection().clone() })
+        Ok(File { file, path: path.to_owned(), connection: mount.connection().clone(), rings: Mutex::default() })
     }
 
     /// The path that it was opened by.
@@ -143,6 +147,17 @@ impl File {
     ) -> Result<T> {
         sys::ioctl(self.file.as_fd(), command.request(0), argument.as_mut_bytes()).map_err(|errno| self.failed(action, errno))?;
         Ok(argument)
+    }
+
+    /// The file as a ring knows it, for as long as it is open; it is attached the first time.
+    pub(crate) fn in_ring(&self, ring: &RingName) -> Result<Attached> {
+        let mut rings = self.rings.lock();
+        if let Some(attached) = rings.iter().find(|attached| attached.is_of(ring)) {
+            return Ok(attached.clone());
+        }
+        let attached = ring.attach(self)?;
+        rings.push(attached.clone());
+        Ok(attached)
     }
 
     /// Its size in bytes.
@@ -231,7 +246,7 @@ impl File {
         for (index, segment) in segments.iter().enumerate() {
             let end = segment.buffer_offset.saturating_add(segment.len);
             if end > len as u64 {
-                return Err(Error::OutsideBuffer { segment: index, end, len });
+                return Err(Error::OutsideBuffer { segment: index as u32, end, len });
             }
         }
         let mut done = Transfer::default();
@@ -254,7 +269,7 @@ impl File {
             }
             if let Some(errno) = failed {
                 let segment =
-                    (answer.status != 0 && answer.failed_segment != u32::MAX).then(|| first + answer.failed_segment as usize);
+                    (answer.status != 0 && answer.failed_segment != u32::MAX).then(|| first as u32 + answer.failed_segment);
                 return Err(self.transfer_failed(command, errno, why.unwrap_or(Reason::None), segment, done));
             }
             if moved.total() < asked {
@@ -268,9 +283,9 @@ impl File {
         Ok(done)
     }
 
-    fn transfer_failed(&self, command: Command, errno: Errno, reason: Reason, segment: Option<usize>, done: Transfer) -> Error {
+    fn transfer_failed(&self, command: Command, errno: Errno, reason: Reason, segment: Option<u32>, done: Transfer) -> Error {
         let action = if command == Command::Read { "read" } else { "write" };
-        Error::Transfer { path: self.path.clone(), action, errno, reason, segment, done }
+        Error::Transfer { path: self.path.clone(), action, errno, reason, segment, offset: None, done }
     }
 
     fn failed(&self, action: &'static str, errno: Errno) -> Error {

@@ -22,6 +22,7 @@ mod capi;
 mod device_memory;
 mod error;
 mod file;
+pub mod gpu;
 mod mount;
 mod ring;
 mod socket;

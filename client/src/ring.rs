@@ -33,7 +33,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use std::any::Any;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -43,8 +43,7 @@ const LINGER: Duration = Duration::from_micros(20);
 /// Queues shared with the daemon of a mount.
 #[derive(Debug)]
 pub struct Ring {
-    connection: Arc<Connection>,
-    id: u64,
+    name: RingName,
     memory: RingMemory,
     submitted: OwnedFd,
     completed: OwnedFd,
@@ -56,6 +55,13 @@ pub struct Ring {
     /// What is in flight, by the number that the daemon gives back.
     slots: Vec<Option<InFlight>>,
     free: Vec<u32>,
+}
+
+/// What a ring is called, to attach files to it while somebody else uses it.
+#[derive(Clone, Debug)]
+pub(crate) struct RingName {
+    connection: Arc<Connection>,
+    id: u64,
 }
 
 #[derive(Debug)]
@@ -73,8 +79,7 @@ pub struct Attached(Arc<AttachedFile>);
 
 #[derive(Debug)]
 struct AttachedFile {
-    connection: Arc<Connection>,
-    ring: u64,
+    ring: RingName,
     name: u64,
     path: PathBuf,
 }
@@ -179,8 +184,7 @@ impl Ring {
         let id = connection.call(Command::Ring, request, "make a ring on it")?.ring;
         let slots = (0..entries).map(|_| None).collect();
         Ok(Ring {
-            connection,
-            id,
+            name: RingName { connection, id },
             memory,
             submitted,
             completed,
@@ -197,10 +201,11 @@ impl Ring {
     /// # Errors
     /// [`Error::Path`], also for a file of another mount.
     pub fn attach(&self, file: &File) -> Result<Attached> {
-        let request = abi::Attach { ring: self.id, ..abi::Attach::default() };
-        let name = file.call(Command::Attach, request, "attach it to a ring of this mount")?.file;
-        let path = file.path().to_owned();
-        Ok(Attached(Arc::new(AttachedFile { connection: self.connection.clone(), ring: self.id, name, path })))
+        self.name.attach(file)
+    }
+
+    pub(crate) fn name(&self) -> &RingName {
+        &self.name
     }
 
     /// Operations that can still be pushed before a completion has to be taken.
@@ -224,7 +229,7 @@ impl Ring {
             let len = buffer.length().min(Self::MAX_TRANSFER) as usize;
             return Err(Error::OutsideBuffer { segment: 0, end, len });
         }
-        if file.0.ring != self.id || !Arc::ptr_eq(&file.0.connection, &self.connection) {
+        if !file.is_of(&self.name) {
             return Err(Error::WrongRing { path: file.0.path.clone() });
         }
         let Some(slot) = self.free.pop() else { return Err(Error::RingFull { entries: self.slots.len() }) };
@@ -298,23 +303,27 @@ impl Ring {
             return Ok(false);
         }
         if self.memory.load(Word::Daemon) == CLOSED {
-            return Err(Error::RingClosed { path: self.connection.path.clone() });
+            return Err(self.name.closed());
         }
         Ok(true)
     }
 
+    /// Whether its daemon lives, whose death signals nobody: for whoever has waited long.
+    ///
+    /// # Errors
+    /// [`Error::RingClosed`] where it does not.
+    pub(crate) fn look(&self) -> Result<()> {
+        self.name.connection.raw_info().map(drop).map_err(|_| self.name.closed())
+    }
+
     fn sleep(&self, deadline: Option<Instant>) -> Result<()> {
-        // The daemon's death signals nobody: look whether it lives, now and then.
         const LOOK: Duration = Duration::from_secs(1);
         let left = deadline.map_or(LOOK, |deadline| deadline.saturating_duration_since(Instant::now()).min(LOOK));
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         match rustix::event::poll(&mut [PollFd::new(&self.completed, PollFlags::IN)], Some(&timeout)) {
-            Ok(0) if left == LOOK => match self.connection.raw_info() {
-                Ok(_) => Ok(()),
-                Err(_) => Err(Error::RingClosed { path: self.connection.path.clone() }),
-            },
+            Ok(0) if left == LOOK => self.look(),
             Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => Err(Error::Path { path: self.connection.path.clone(), action: "wait for a transfer", errno }),
+            Err(errno) => Err(Error::Path { path: self.name.connection.path.clone(), action: "wait for a transfer", errno }),
         }
     }
 
@@ -357,6 +366,7 @@ impl InFlight {
                 errno,
                 reason,
                 segment: None,
+                offset: None,
                 done,
             }),
         };
@@ -364,19 +374,45 @@ impl InFlight {
     }
 }
 
+impl RingName {
+    /// As [`Ring::attach`].
+    pub fn attach(&self, file: &File) -> Result<Attached> {
+        let request = abi::Attach { ring: self.id, ..abi::Attach::default() };
+        let name = file.call(Command::Attach, request, "attach it to a ring of this mount")?.file;
+        Ok(Attached(Arc::new(AttachedFile { ring: self.clone(), name, path: file.path().to_owned() })))
+    }
+
+    fn closed(&self) -> Error {
+        Error::RingClosed { path: self.connection.path.clone() }
+    }
+
+    /// Nothing can be done about a failure: either it is gone already, or the daemon is.
+    fn detach(&self, file: u64) {
+        let request = abi::Detach { ring: self.id, file, ..abi::Detach::default() };
+        let _ = self.connection.call(Command::Detach, request, "let go of a ring");
+    }
+}
+
+impl Attached {
+    /// Whether it is known to that ring.
+    pub(crate) fn is_of(&self, ring: &RingName) -> bool {
+        self.0.ring.id == ring.id && Arc::ptr_eq(&self.0.ring.connection, &ring.connection)
+    }
+
+    /// The path that the file was opened by.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0.path
+    }
+}
+
 impl Drop for Ring {
     fn drop(&mut self) {
-        detach(&self.connection, self.id, 0);
+        self.name.detach(0);
     }
 }
 
 impl Drop for AttachedFile {
     fn drop(&mut self) {
-        detach(&self.connection, self.ring, self.name);
+        self.ring.detach(self.name);
     }
-}
-
-/// Nothing can be done about a failure: either it is gone already, or the daemon is.
-fn detach(connection: &Connection, ring: u64, file: u64) {
-    let _ = connection.call(Command::Detach, abi::Detach { ring, file, ..abi::Detach::default() }, "let go of a ring");
 }

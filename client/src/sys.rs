@@ -1,4 +1,4 @@
-//! The only system calls here that need `unsafe`: the ioctl and the mapping of a buffer.
+//! The only system calls here that need `unsafe`: the ioctl, and the mapping of a buffer and its place.
 //!
 //! It guards the kernel's view of our memory: what a call may write to is always owned, exactly as long as the kernel thinks.
 
@@ -6,6 +6,7 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
+use std::sync::atomic::AtomicU32;
 
 /// An ioctl of ours. Its number says how many bytes the kernel copies in and out.
 ///
@@ -74,6 +75,24 @@ impl Mapping {
         // SAFETY: the target lies in the mapping, of which nobody holds a slice (`crate::device_memory`, `crate::Shared`).
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) }
         Some(())
+    }
+
+    /// A word that others change too, of memory that nobody borrows as bytes.
+    ///
+    /// # Panics
+    /// Where it is not aligned, or not in the mapping.
+    pub fn word(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "no word at {offset}");
+        // SAFETY: it lies in the mapping, aligned, and lives as long; whoever shares it accesses it 32 bits at a time.
+        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
+    }
+
+    /// Has pages that do not exist yet come from a NUMA node, as long as it has any. Without NUMA, or where that is not allowed, nothing changes.
+    pub fn prefer_node(&self, node: u32) {
+        let Some(mask) = 1u64.checked_shl(node) else { return };
+        let bits = u64::BITS as usize + 1; // the kernel takes one off (mm/mempolicy.c, get_nodes)
+        // SAFETY: the range is ours, and its contents stay as they are; the kernel reads one word of the mask.
+        unsafe { libc::syscall(libc::SYS_mbind, self.base.as_ptr(), self.len, libc::MPOL_PREFERRED, &mask, bits, 0) };
     }
 
     fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {

@@ -1,0 +1,280 @@
+//! What the worker has for one GPU: a staging pool, and a stream that copies between it and the application's memory.
+//!
+//! It guards the application's context. What waits to be copied is copied together: neighbours as one, and many small pieces by one kernel. A kernel that meets an
+//! address which is no longer mapped would end everything that the application does on this GPU, so each allocation is looked at once more just before. While a few batches are
+//! on their way nothing more is given to the stream, so batches grow by themselves under load.
+
+use super::request::Allocation;
+use super::staging::Staging;
+use super::transfers::Settings;
+use crate::buffer::Shared;
+use crate::error::{Error, Result};
+use crate::mount::Mount;
+use gpunvme_gpupath::cuda::{Cuda, CudaError, Event, Gpu, Move, Scatter, Stream};
+use gpunvme_gpupath::pieces::Direction;
+use gpunvme_gpupath::staging::{CHUNK, Slots};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use zerocopy::IntoBytes;
+
+/// Batches on their way at most: while one is copied the next waits behind it, and the stream never runs dry.
+const BATCHES: usize = 2;
+/// Copies that a batch may have at most.
+pub(super) const BATCH: usize = 1024;
+/// Bytes of the table of one batch.
+const TABLE: usize = BATCH * size_of::<Move>();
+/// Up to this many bytes the kernel may move: a copy engine takes about as long for any copy that is shorter than 64 KiB.
+const SMALL: u64 = 32 << 10;
+/// From this many small copies on the kernel makes them: launching it costs about as much as two copies.
+const FEW: usize = 4;
+/// Bytes behind the pool and the tables: a page of words.
+const WORDS: usize = 4096;
+
+/// A copy that is to be made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copy {
+    pub direction: Direction,
+    /// In the application's memory.
+    pub address: u64,
+    /// In the pool.
+    pub slot: usize,
+    pub len: u64,
+    pub allocation: Allocation,
+    /// Whose it is.
+    pub piece: usize,
+}
+
+/// Why a copy was not made: what CUDA said, or `None` where the memory is gone.
+pub(super) type NotCopied = Option<CudaError>;
+
+/// Copies that are made as one.
+struct Run {
+    /// In the lane's list of copies.
+    copies: Range<usize>,
+    to: u64,
+    from: u64,
+    len: u64,
+    by_kernel: bool,
+}
+
+struct Batch {
+    /// What the stream writes behind it.
+    number: u32,
+    pieces: Vec<usize>,
+}
+
+pub(super) struct Lane {
+    cuda: &'static Cuda,
+    gpu: Gpu,
+    stream: Stream,
+    scatter: Scatter,
+    /// To ask whether the stream still works.
+    probe: Event,
+    pub staging: Arc<Shared<Staging>>,
+    pub slots: Slots,
+    waiting: Vec<Copy>,
+    runs: Vec<Run>,
+    batches: VecDeque<Batch>,
+    /// Lists of pieces for batches to come.
+    spare: Vec<Vec<usize>>,
+    last: u32,
+    /// What ended it.
+    broken: Option<CudaError>,
+}
+
+impl Lane {
+    pub fn new(cuda: &'static Cuda, gpu: Gpu, mount: &Mount, settings: &Settings, alignment: usize) -> Result<Lane> {
+        let failed = |error| Error::Cuda { action: "prepare a GPU", error };
+        let chunks = settings.staging.div_ceil(CHUNK).max(1);
+        let staging = Staging::new(&gpu, chunks * CHUNK, BATCHES * TABLE + WORDS)?;
+        Ok(Lane {
+            cuda,
+            stream: gpu.stream().map_err(failed)?,
+            scatter: gpu.scatter().map_err(failed)?,
+            probe: gpu.event().map_err(failed)?,
+            staging: mount.register(staging)?.share(),
+            slots: Slots::new(chunks, alignment),
+            waiting: Vec::new(),
+            runs: Vec::new(),
+            batches: VecDeque::new(),
+            spare: Vec::new(),
+            last: 0,
+            broken: None,
+            gpu,
+        })
+    }
+
+    /// Adds a copy to those that wait.
+    pub fn copy(&mut self, copy: Copy) {
+        self.waiting.push(copy);
+    }
+
+    /// Whether copies are on their way.
+    pub fn is_copying(&self) -> bool {
+        !self.batches.is_empty()
+    }
+
+    /// Appends the pieces whose copies are done.
+    pub fn finished(&mut self, pieces: &mut Vec<usize>) {
+        if self.batches.is_empty() {
+            return;
+        }
+        let reached = self.staging.memory().mapping.word(self.word()).load(Ordering::Acquire);
+        // Numbers wrap.
+        let is_done = |batch: &Batch| reached.wrapping_sub(batch.number).cast_signed() >= 0;
+        while self.batches.front().is_some_and(is_done) {
+            let batch = self.batches.pop_front().expect("there is a first one");
+            self.retire(batch, |piece| pieces.push(piece));
+        }
+    }
+
+    fn retire(&mut self, mut batch: Batch, with: impl FnMut(usize)) {
+        batch.pieces.drain(..).for_each(with);
+        self.spare.push(batch.pieces);
+    }
+
+    /// For copies that take long: whether they will ever be done. Those that will not are appended to `failed`.
+    pub fn probe(&mut self, failed: &mut Vec<(usize, NotCopied)>) {
+        if let Err(error) = self.stream.record(&self.probe).and_then(|()| self.probe.done()) {
+            self.give_up(error, failed);
+        }
+    }
+
+    /// The context is gone, and with it whatever was still being copied.
+    fn give_up(&mut self, error: CudaError, failed: &mut Vec<(usize, NotCopied)>) {
+        let _ = self.stream.synchronize(); // in case it lives still
+        while let Some(batch) = self.batches.pop_front() {
+            self.retire(batch, |piece| failed.push((piece, Some(error.clone()))));
+        }
+        self.broken = Some(error);
+    }
+
+    /// Where the word is that the stream writes.
+    fn word(&self) -> usize {
+        self.staging.len() + BATCHES * TABLE
+    }
+
+    /// Gives the stream what waits, if it is not too busy. Copies that could not be made are appended to `failed`. Returns whether anything was done.
+    pub fn issue(&mut self, failed: &mut Vec<(usize, NotCopied)>) -> bool {
+        if self.waiting.is_empty() || self.batches.len() == BATCHES {
+            return false;
+        }
+        if let Err(error) = self.broken.clone().map_or_else(|| self.issue_all(failed), Err) {
+            failed.extend(self.waiting.drain(..).map(|copy| (copy.piece, Some(error.clone()))));
+            self.give_up(error, failed);
+        }
+        self.waiting.clear();
+        true
+    }
+
+    fn issue_all(&mut self, failed: &mut Vec<(usize, NotCopied)>) -> std::result::Result<(), CudaError> {
+        let _entered = self.gpu.enter()?;
+        self.drop_freed(failed)?;
+        self.join();
+        self.last = self.last.wrapping_add(1);
+        let mut batch = Batch { number: self.last, pieces: self.spare.pop().unwrap_or_default() };
+        let small = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL).count();
+        let by_kernel = small > FEW;
+        let table = self.staging.len() + self.last as usize % BATCHES * TABLE;
+        let mut moves = 0;
+        for run in &self.runs {
+            if by_kernel && run.by_kernel && run.len <= SMALL {
+                let entry = Move { to: run.to, from: run.from, len: run.len };
+                let at = table + moves * size_of::<Move>();
+                self.staging.memory().mapping.copy_in(at, entry.as_bytes()).expect("a table has room for all pieces");
+                moves += 1;
+                continue;
+            }
+            // SAFETY: one side is the application's memory, which it vouched for until its request is answered; the other is a slot that is this
+            // piece's. Both stay until the batch is done: pieces are answered, and slots given back, only then.
+            let copied = unsafe { self.stream.copy(run.to, run.from, run.len as usize) };
+            let copies = self.waiting[run.copies.clone()].iter();
+            match copied {
+                Ok(()) => batch.pieces.extend(copies.map(|copy| copy.piece)),
+                Err(error) => failed.extend(copies.map(|copy| (copy.piece, Some(error.clone())))),
+            }
+        }
+        if moves > 0 {
+            let table = self.staging.memory().device_address + table as u64;
+            // SAFETY: as above. The table is this batch's until it is done; each range was found to lie in an allocation that this GPU reaches, and that was
+            // still there a moment ago.
+            let launched = unsafe { self.stream.scatter(&self.scatter, table, moves as u32) };
+            let runs = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL);
+            let copies = runs.flat_map(|run| &self.waiting[run.copies.clone()]);
+            match launched {
+                Ok(()) => batch.pieces.extend(copies.map(|copy| copy.piece)),
+                Err(error) => failed.extend(copies.map(|copy| (copy.piece, Some(error.clone())))),
+            }
+        }
+        self.waiting.clear();
+        if batch.pieces.is_empty() {
+            self.spare.push(batch.pieces);
+            return Ok(());
+        }
+        self.batches.push_back(batch);
+        let word = self.staging.memory().device_address + self.word() as u64;
+        // SAFETY: the word is registered with CUDA until this lane ends, and it ends when nothing is on its way.
+        unsafe { self.stream.write_value(word, self.last) }
+    }
+
+    /// Takes out what goes to or comes from memory that is no longer what it was, and sorts the rest by address.
+    fn drop_freed(&mut self, failed: &mut Vec<(usize, NotCopied)>) -> std::result::Result<(), CudaError> {
+        if self.waiting.len() > 1 {
+            self.waiting.sort_unstable_by_key(|copy| copy.address);
+        }
+        let mut last = None;
+        let mut outcome = Ok(());
+        self.waiting.retain(|copy| {
+            let Allocation { base, buffer_id, .. } = copy.allocation;
+            let there = match last {
+                Some((known, there)) if known == (base, buffer_id) => there,
+                _ => match self.cuda.buffer_id(base) {
+                    Ok(found) => found == Some(buffer_id),
+                    Err(error) => {
+                        outcome = Err(error);
+                        true
+                    }
+                },
+            };
+            last = Some(((base, buffer_id), there));
+            if !there {
+                failed.push((copy.piece, None));
+            }
+            there
+        });
+        outcome
+    }
+
+    /// Makes runs of neighbours.
+    fn join(&mut self) {
+        self.runs.clear();
+        let pool = self.staging.memory().device_address;
+        for (at, copy) in self.waiting.iter().enumerate() {
+            let slot = pool + copy.slot as u64;
+            let (to, from) = match copy.direction {
+                Direction::Read => (copy.address, slot),
+                Direction::Write => (slot, copy.address),
+            };
+            if let Some(run) = self.runs.last_mut()
+                && (run.to + run.len, run.from + run.len) == (to, from)
+                && self.waiting[run.copies.start].allocation.base == copy.allocation.base
+            {
+                run.len += copy.len;
+                run.copies.end = at + 1;
+                continue;
+            }
+            self.runs.push(Run { copies: at..at + 1, to, from, len: copy.len, by_kernel: copy.allocation.by_kernel });
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // What is still on its way uses the pool.
+        if !self.batches.is_empty() {
+            let _ = self.stream.synchronize(); // a context that is gone copies nothing
+        }
+    }
+}

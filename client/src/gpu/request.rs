@@ -1,0 +1,124 @@
+//! What an application asks for, and how it learns that it is done.
+//!
+//! It guards that every request is answered once, whatever becomes of it.
+
+use super::queue::QueueEnd;
+use crate::error::Result;
+use crate::file::{Require, Transfer};
+use crate::ring::Attached;
+use gpunvme_gpupath::pieces::Direction;
+use parking_lot::{Condvar, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long [`Pending::wait`] looks before it sleeps: about what a small read takes.
+const LINGER: Duration = Duration::from_micros(50);
+
+/// A range of a file and as long a range of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Where in the file it begins, in bytes.
+    pub file_offset: u64,
+    /// Where in memory it begins: a `CUdeviceptr`, or a pointer of the CUDA runtime.
+    pub address: u64,
+    /// How long it is, in bytes.
+    pub len: u64,
+}
+
+/// A part of a segment, in one allocation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub file_offset: u64,
+    pub address: u64,
+    pub len: u64,
+    /// Of the segment, in the call.
+    pub segment: u32,
+    pub allocation: Allocation,
+}
+
+/// What the memory of a part was when it was asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Allocation {
+    /// The GPU whose copies reach it.
+    pub lane: u32,
+    /// Whether that GPU's kernels do.
+    pub by_kernel: bool,
+    pub base: u64,
+    pub buffer_id: u64,
+}
+
+/// A read or write, looked up and ready to be done.
+pub(super) struct Request {
+    pub direction: Direction,
+    pub file: Attached,
+    pub parts: Vec<Part>,
+    pub require: Require,
+    /// How long its pieces are.
+    pub piece_len: u64,
+    pub end: End,
+}
+
+/// Where the answer goes.
+pub(super) enum End {
+    Pending(Arc<Answer>),
+    Callback(Box<dyn FnOnce(Result<Transfer>) + Send>),
+    Queue(QueueEnd),
+}
+
+impl End {
+    pub fn answer(self, result: Result<Transfer>) {
+        match self {
+            End::Pending(answer) => answer.set(result),
+            End::Callback(callback) => callback(result),
+            End::Queue(end) => end.put(result),
+        }
+    }
+}
+
+/// A result that is waited for.
+#[derive(Debug, Default)]
+pub(super) struct Answer {
+    /// So that whoever waits can look without a lock.
+    there: AtomicBool,
+    result: Mutex<Option<Result<Transfer>>>,
+    changed: Condvar,
+}
+
+impl Answer {
+    fn set(&self, result: Result<Transfer>) {
+        *self.result.lock() = Some(result);
+        self.there.store(true, Ordering::Release);
+        self.changed.notify_one();
+    }
+}
+
+/// A request that was begun. Dropping it neither ends the request nor waits for it: the memory is still in use.
+#[derive(Debug)]
+#[must_use = "the memory is in use until it was waited for"]
+pub struct Pending(pub(super) Arc<Answer>);
+
+impl Pending {
+    /// Whether [`Pending::wait`] would return at once.
+    pub fn is_done(&self) -> bool {
+        self.0.there.load(Ordering::Acquire)
+    }
+
+    /// Waits until the request is done.
+    ///
+    /// # Errors
+    /// Those of [`super::Transfers::read`].
+    pub fn wait(self) -> Result<Transfer> {
+        let start = Instant::now();
+        while !self.is_done() && start.elapsed() < LINGER {
+            std::hint::spin_loop();
+        }
+        let mut result = self.0.result.lock();
+        loop {
+            if let Some(result) = result.take() {
+                return result;
+            }
+            self.0.changed.wait(&mut result);
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! The thread that does it all: it cuts requests into pieces, and moves each piece between the ring, its slot and the GPU.
+//!
+//! It guards three things. Requests share what there is: they take turns, a few pieces each. Nothing in flight is ever given up: a request that failed is answered when
+//! the last of its pieces is back. And an idle thread sleeps, while a busy one makes no system call: it looks at the ring, at the words that its streams write, and at its inbox.
+
+use super::lane::{BATCH, Copy, Lane, NotCopied};
+use super::request::{Part, Request};
+use crate::error::Error;
+use crate::file::Transfer;
+use crate::ring::{Completed, Operation, Ring, Wait};
+use crate::{Moved, Reason};
+use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use slab::Slab;
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Entries of the ring, and pieces in flight: enough for any device, and few enough that a new request is not long behind the others.
+pub(super) const PIECES: usize = BATCH;
+/// Bytes that a request may begin in one turn.
+const TURN: u64 = 256 << 10;
+/// How long it looks around before it sleeps: what being woken costs, on both sides.
+const LINGER: Duration = Duration::from_micros(50);
+/// How long it sleeps at most while a stream is busy, which cannot wake it.
+const NAP: Duration = Duration::from_micros(50);
+/// How long it sleeps at most while the daemon is busy, whose death would wake nobody.
+const LOOK: Duration = Duration::from_secs(1);
+/// After how long without progress a stream is asked what is the matter.
+const STALLED: Duration = Duration::from_millis(100);
+
+/// What application threads tell the worker.
+pub(super) enum Message {
+    /// A GPU is used for the first time.
+    Lane(u32, Box<Lane>),
+    Request(Box<Request>),
+    /// Ends when everything is done.
+    End,
+}
+
+/// How they tell it.
+pub(super) struct Inbox {
+    messages: Mutex<Vec<Message>>,
+    /// Of them, so that the worker can look without a lock.
+    count: AtomicUsize,
+    asleep: AtomicBool,
+    event: OwnedFd,
+}
+
+impl Inbox {
+    pub fn new() -> Result<Inbox, Errno> {
+        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Inbox { messages: Mutex::default(), count: AtomicUsize::new(0), asleep: AtomicBool::new(false), event })
+    }
+
+    pub fn send(&self, message: Message) {
+        {
+            let mut messages = self.messages.lock();
+            messages.push(message);
+            self.count.store(messages.len(), Ordering::SeqCst);
+        }
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            // A counter that is full has been signalled.
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn take(&self, into: &mut Vec<Message>) {
+        if self.count.load(Ordering::Acquire) > 0 {
+            let mut messages = self.messages.lock();
+            into.append(&mut messages);
+            self.count.store(0, Ordering::SeqCst);
+        }
+    }
+}
+
+/// A request that is being done.
+struct Active {
+    request: Box<Request>,
+    /// The part to be cut next, and how much of it was.
+    part: usize,
+    within: u64,
+    in_flight: usize,
+    /// It has a turn to come, and is not answered before.
+    in_turns: bool,
+    done: Transfer,
+    failed: Option<Error>,
+}
+
+impl Active {
+    fn next(&self) -> Option<&Part> {
+        if self.failed.is_some() { None } else { self.request.parts.get(self.part) }
+    }
+}
+
+/// A piece in flight: it has a slot, and is either in the ring or being copied.
+struct InFlight {
+    request: usize,
+    part: usize,
+    address: u64,
+    slot: usize,
+    piece: Piece,
+    /// Of a read, what the ring moved.
+    done: Transfer,
+    in_ring: bool,
+}
+
+pub(super) struct Worker {
+    ring: Ring,
+    inbox: Arc<Inbox>,
+    blocks: Blocks,
+    /// Why this mount moves nothing peer to peer.
+    reason: Reason,
+    /// By the GPU's index.
+    lanes: Vec<Option<Box<Lane>>>,
+    requests: Slab<Active>,
+    /// Those that have something to be cut, in the order of their turns.
+    turns: VecDeque<usize>,
+    pieces: Slab<InFlight>,
+    /// What ended the ring.
+    closed: bool,
+    ending: bool,
+    messages: Vec<Message>,
+    completed: Vec<Completed>,
+    copied: Vec<usize>,
+    not_copied: Vec<(usize, NotCopied)>,
+}
+
+impl Worker {
+    pub fn new(ring: Ring, inbox: Arc<Inbox>, blocks: Blocks, reason: Reason) -> Worker {
+        Worker {
+            ring,
+            inbox,
+            blocks,
+            reason,
+            lanes: Vec::new(),
+            requests: Slab::new(),
+            turns: VecDeque::new(),
+            pieces: Slab::with_capacity(PIECES),
+            closed: false,
+            ending: false,
+            messages: Vec::new(),
+            completed: Vec::new(),
+            copied: Vec::new(),
+            not_copied: Vec::new(),
+        }
+    }
+
+    /// The thread.
+    pub fn run(mut self) {
+        let mut quiet = Instant::now();
+        loop {
+            let mut busy = self.receive();
+            busy |= self.collect();
+            busy |= self.copy();
+            busy |= self.cut();
+            self.ring.submit();
+            if busy {
+                quiet = Instant::now();
+            } else if self.ending && self.requests.is_empty() {
+                return;
+            } else if quiet.elapsed() < LINGER {
+                std::hint::spin_loop();
+            } else {
+                self.sleep(quiet);
+            }
+        }
+    }
+
+    /// Takes what came into the inbox.
+    fn receive(&mut self) -> bool {
+        self.inbox.take(&mut self.messages);
+        let any = !self.messages.is_empty();
+        let mut messages = std::mem::take(&mut self.messages);
+        for message in messages.drain(..) {
+            match message {
+                Message::Lane(index, lane) => {
+                    let index = index as usize;
+                    self.lanes.resize_with(self.lanes.len().max(index + 1), || None);
+                    self.lanes[index] = Some(lane);
+                }
+                Message::Request(request) => {
+                    let id = self.requests.insert(Active {
+                        request,
+                        part: 0,
+                        within: 0,
+                        in_flight: 0,
+                        in_turns: true,
+                        done: Transfer::default(),
+                        failed: None,
+                    });
+                    self.turns.push_back(id);
+                }
+                Message::End => self.ending = true,
+            }
+        }
+        self.messages = messages;
+        any
+    }
+
+    /// Takes what the ring completed.
+    fn collect(&mut self) -> bool {
+        if self.ring.in_flight() == 0 {
+            return false;
+        }
+        let mut completed = std::mem::take(&mut self.completed);
+        // What ends a ring is told by `arm`, when nothing more comes.
+        let any = self.ring.complete(Wait::No, &mut completed).is_ok_and(|taken| taken > 0);
+        for Completed { user_data, result } in completed.drain(..) {
+            self.transferred(user_data as usize, result);
+        }
+        self.completed = completed;
+        any
+    }
+
+    /// The ring is done with a piece.
+    fn transferred(&mut self, index: usize, result: crate::Result<Transfer>) {
+        let in_flight = &mut self.pieces[index];
+        in_flight.in_ring = false;
+        let done = match result {
+            Ok(done) => done,
+            Err(error) => return self.fail(index, error),
+        };
+        let active = &mut self.requests[in_flight.request];
+        let part = &active.request.parts[in_flight.part];
+        let piece = &in_flight.piece;
+        let wanted = piece.arrived(done.bytes());
+        in_flight.done = of_the_application(done, wanted, self.reason);
+        match active.request.direction {
+            Direction::Write if wanted < piece.wanted => {
+                // The daemon owes a status for this; a file with a gap in it must not pass for written.
+                let error = Error::Path { path: active.request.file.path().to_owned(), action: "write", errno: Errno::IO };
+                self.fail(index, error);
+            }
+            Direction::Write => self.finish(index),
+            Direction::Read => {
+                if wanted < piece.wanted && active.part == in_flight.part {
+                    // The file ends here: the rest of the part is not even asked for.
+                    active.within = part.len;
+                }
+                if wanted == 0 {
+                    return self.finish(index);
+                }
+                let copy = Copy {
+                    direction: Direction::Read,
+                    address: in_flight.address,
+                    slot: in_flight.slot + piece.skip as usize,
+                    len: wanted,
+                    allocation: part.allocation,
+                    piece: index,
+                };
+                lane(&mut self.lanes, part).copy(copy);
+            }
+        }
+    }
+
+    /// Lets streams copy, and takes what they copied.
+    fn copy(&mut self) -> bool {
+        let mut any = false;
+        for at in 0..self.lanes.len() {
+            let Some(lane) = &mut self.lanes[at] else { continue };
+            lane.finished(&mut self.copied);
+            any |= !self.copied.is_empty();
+            any |= lane.issue(&mut self.not_copied);
+            self.after_copies();
+        }
+        any
+    }
+
+    fn after_copies(&mut self) {
+        let mut copied = std::mem::take(&mut self.copied);
+        for index in copied.drain(..) {
+            match self.requests[self.pieces[index].request].request.direction {
+                Direction::Read => self.finish(index),
+                Direction::Write => self.push(index),
+            }
+        }
+        self.copied = copied;
+        let mut not_copied = std::mem::take(&mut self.not_copied);
+        for (index, error) in not_copied.drain(..) {
+            let in_flight = &self.pieces[index];
+            let active = &self.requests[in_flight.request];
+            let request = &active.request;
+            let action = action(request.direction);
+            let segment = request.parts[in_flight.part].segment;
+            let (path, offset) = (
+                request.file.path().to_owned(),
+                in_flight.piece.file_offset + in_flight.piece.skip - in_flight.piece.slot_offset,
+            );
+            let error = Error::Copy { path, action, segment, offset, error: error.map(Box::new), done: Transfer::default() };
+            self.fail(index, error);
+        }
+        self.not_copied = not_copied;
+    }
+
+    /// Begins pieces, as far as there is room.
+    fn cut(&mut self) -> bool {
+        let mut any = false;
+        let (mut at, mut full) = (0, Vec::new());
+        while at < self.turns.len() && self.pieces.len() < PIECES {
+            let id = self.turns[at];
+            let lane = self.requests[id].next().map(|part| part.allocation.lane);
+            if lane.is_some_and(|lane| full.contains(&lane)) {
+                at += 1; // whoever is before it in this lane has the first right to what becomes free
+                continue;
+            }
+            if !self.cut_some(id) {
+                full.extend(lane);
+                at += 1;
+                continue;
+            }
+            any = true;
+            self.turns.remove(at);
+            if self.requests[id].next().is_some() {
+                self.turns.push_back(id);
+            } else {
+                self.requests[id].in_turns = false;
+                self.answer_if_done(id);
+            }
+        }
+        any
+    }
+
+    /// Begins pieces of one request. False if there is no room for any.
+    fn cut_some(&mut self, id: usize) -> bool {
+        let mut left = TURN;
+        let mut any = false;
+        loop {
+            let active = &mut self.requests[id];
+            if self.closed {
+                let path = active.request.file.path().to_owned();
+                active.failed.get_or_insert(Error::RingClosed { path });
+            }
+            let Some(&part) = active.next() else { return true };
+            if active.within >= part.len {
+                (active.part, active.within) = (active.part + 1, 0);
+                continue;
+            }
+            if left == 0 || self.pieces.len() == PIECES {
+                return any;
+            }
+            let request = &active.request;
+            let offset = part.file_offset + active.within;
+            let piece = pieces::first(request.direction, self.blocks, offset, part.len - active.within, request.piece_len);
+            let lane = lane(&mut self.lanes, &part);
+            let Some(slot) = lane.slots.take(piece.slot_len()) else { return any };
+            let address = part.address + active.within;
+            let in_flight =
+                InFlight { request: id, part: active.part, address, slot, piece, done: Transfer::default(), in_ring: false };
+            active.within += piece.wanted;
+            active.in_flight += 1;
+            let direction = request.direction;
+            let index = self.pieces.insert(in_flight);
+            match direction {
+                Direction::Read => self.push(index),
+                Direction::Write => lane.copy(Copy {
+                    direction,
+                    address,
+                    slot: slot + piece.skip as usize,
+                    len: piece.wanted,
+                    allocation: part.allocation,
+                    piece: index,
+                }),
+            }
+            any = true;
+            left = left.saturating_sub(piece.wanted);
+        }
+    }
+
+    /// Gives a piece to the ring.
+    fn push(&mut self, index: usize) {
+        let InFlight { request, part, slot, piece, .. } = &self.pieces[index];
+        let request = &self.requests[*request].request;
+        let staging = &lane(&mut self.lanes, &request.parts[*part]).staging;
+        let make = match request.direction {
+            Direction::Read => Operation::read,
+            Direction::Write => Operation::write,
+        };
+        let operation = make(&request.file, piece.file_offset, staging, *slot as u64 + piece.slot_offset, piece.len);
+        match self.ring.push(&operation.requiring(request.require).tagged(index as u64)) {
+            Ok(()) => self.pieces[index].in_ring = true,
+            Err(error) => self.fail(index, error),
+        }
+    }
+
+    /// A piece is done.
+    fn finish(&mut self, index: usize) {
+        let InFlight { request: id, part, slot, done, .. } = self.pieces.remove(index);
+        let active = &mut self.requests[id];
+        lane(&mut self.lanes, &active.request.parts[part]).slots.give_back(slot);
+        active.done.add(&done);
+        active.in_flight -= 1;
+        self.answer_if_done(id);
+    }
+
+    /// A piece is done, and its request failed: the first failure is what it is answered with.
+    fn fail(&mut self, index: usize, error: Error) {
+        let in_flight = &mut self.pieces[index];
+        in_flight.done = Transfer::default();
+        let active = &mut self.requests[in_flight.request];
+        let at = active.request.parts[in_flight.part].segment;
+        let piece = &in_flight.piece;
+        let error = match error {
+            Error::Transfer { path, action, errno, reason, done, .. } => {
+                Error::Transfer { path, action, errno, reason, segment: Some(at), offset: Some(piece.file_offset), done }
+            }
+            error => error,
+        };
+        active.failed.get_or_insert(error);
+        self.finish(index);
+    }
+
+    /// Answers a request of which nothing is left to do.
+    fn answer_if_done(&mut self, id: usize) {
+        let active = &self.requests[id];
+        if active.in_flight > 0 || active.in_turns {
+            return;
+        }
+        let Active { request, done: moved, failed, .. } = self.requests.remove(id);
+        let result = match failed {
+            None => Ok(moved),
+            Some(Error::Transfer { path, action, errno, reason, segment, offset, .. }) => {
+                Err(Error::Transfer { path, action, errno, reason, segment, offset, done: moved })
+            }
+            Some(Error::Copy { path, action, segment, offset, error, .. }) => {
+                Err(Error::Copy { path, action, segment, offset, error, done: moved })
+            }
+            Some(error) => Err(error),
+        };
+        request.end.answer(result);
+    }
+
+    /// Waits until something happens, or may have. `quiet` is since when nothing did.
+    fn sleep(&mut self, quiet: Instant) {
+        let in_ring = self.ring.in_flight() > 0 && !self.closed;
+        if in_ring {
+            match self.ring.arm() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(_) => return self.close(),
+            }
+        }
+        self.inbox.asleep.store(true, Ordering::SeqCst);
+        if self.inbox.count.load(Ordering::SeqCst) == 0 {
+            let copying = self.lanes.iter().flatten().any(|lane| lane.is_copying());
+            let limit = if copying { Some(NAP) } else { in_ring.then_some(LOOK) };
+            let timeout = limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
+            let (ring, inbox) = (PollFd::new(&self.ring, PollFlags::IN), PollFd::new(&self.inbox.event, PollFlags::IN));
+            // Whatever it says, everything is looked at next.
+            let woken = rustix::event::poll(&mut [ring, inbox], timeout.as_ref());
+            let _ = rustix::io::read(&self.inbox.event, &mut [0u8; 8]); // nonblocking: a signal, if any
+            if copying && quiet.elapsed() > STALLED {
+                self.lanes.iter_mut().flatten().for_each(|lane| lane.probe(&mut self.not_copied));
+                self.after_copies();
+            }
+            if in_ring && woken == Ok(0) && limit == Some(LOOK) && self.ring.look().is_err() {
+                self.close();
+            }
+        }
+        self.inbox.asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// The ring is over: what is in it never comes back.
+    fn close(&mut self) {
+        self.closed = true;
+        let lost: Vec<usize> = self.pieces.iter().filter(|(_, piece)| piece.in_ring).map(|(index, _)| index).collect();
+        for index in lost {
+            let path = self.requests[self.pieces[index].request].request.file.path().to_owned();
+            self.fail(index, Error::RingClosed { path });
+        }
+    }
+}
+
+fn action(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Read => "read",
+        Direction::Write => "write",
+    }
+}
+
+/// The lane of a part. It came through the inbox before the request.
+fn lane<'a>(lanes: &'a mut [Option<Box<Lane>>], part: &Part) -> &'a mut Lane {
+    lanes[part.allocation.lane as usize].as_mut().expect("a lane comes before the requests that use it")
+}
+
+/// What a transfer that was rounded outwards moved for the application, `wanted` bytes, and why not faster.
+fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> Transfer {
+    let Transfer { mut moved, reason } = transfer;
+    let mut excess = moved.total() - wanted.min(moved.total());
+    let Moved { bounce, host, hole, edge, .. } = &mut moved;
+    for bytes in [bounce, host, hole, edge] {
+        let less = excess.min(*bytes);
+        *bytes -= less;
+        excess -= less;
+    }
+    // To the daemon the pool is host memory; the application asked for a GPU's.
+    let reason = if reason == Some(Reason::Unaligned) { reason } else { Some(peer_to_peer) };
+    Transfer { moved, reason }
+}

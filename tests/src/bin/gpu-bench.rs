@@ -1,0 +1,252 @@
+//! Reads a file of a mount into GPU memory, or writes it from there, for some seconds, and prints one line of JSON: what was reached, and by which route.
+//! The benchmark script runs it beside others on the same file.
+
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Parser, ValueEnum};
+use gpunvme::gpu::{Queue, Segment, Settings, Transfers};
+use gpunvme::{File, Mount, Transfer, Wait};
+use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Stream, Which};
+use gpunvme_tests::tree;
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+#[derive(Parser)]
+#[command(about = "Moves a file of a gpunvme mount into or out of GPU memory, and says how fast")]
+struct Args {
+    /// The file. Writing replaces what is in it.
+    #[arg(long)]
+    file: PathBuf,
+    /// The GPU: its number, or GPU- and its UUID.
+    #[arg(long, default_value = "0")]
+    gpu: Which,
+    /// Bytes of a request.
+    #[arg(long, default_value_t = 1 << 20)]
+    size: u64,
+    /// Where in the file the requests go.
+    #[arg(long, default_value = "sequential")]
+    pattern: Pattern,
+    /// Requests in flight of each thread; with 1 each is waited for by the call itself.
+    #[arg(long, default_value_t = 1)]
+    depth: u64,
+    /// Threads, each with its own part of the file.
+    #[arg(long, default_value_t = 1)]
+    threads: u64,
+    /// How long.
+    #[arg(long, default_value_t = 5.0)]
+    seconds: f64,
+    /// Writes instead of reading.
+    #[arg(long)]
+    write: bool,
+    /// Compares the bytes of every request, which makes the figures meaningless.
+    #[arg(long)]
+    verify: bool,
+    /// MiB of the staging pool.
+    #[arg(long)]
+    staging: Option<usize>,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Pattern {
+    Random,
+    Sequential,
+}
+
+/// What a thread reached.
+#[derive(Default)]
+struct Reached {
+    requests: u64,
+    done: Transfer,
+    /// Of each request, in nanoseconds.
+    latencies: Vec<u64>,
+}
+
+/// One thread's work.
+struct Worker<'a> {
+    args: &'a Args,
+    file: &'a File,
+    memory: DeviceAllocation,
+    /// The part of the file that is its own.
+    part: Range<u64>,
+    next: u64,
+    seed: u64,
+    check: Option<Check>,
+}
+
+/// What bytes are compared with.
+struct Check {
+    stream: Stream,
+    file: std::fs::File,
+}
+
+impl Worker<'_> {
+    fn new<'a>(args: &'a Args, file: &'a File, gpu: &Gpu, size: u64, thread: u64) -> Result<Worker<'a>> {
+        let len = size / args.threads / args.size * args.size;
+        if len == 0 {
+            return Err(format!("{} threads with requests of {} bytes need a larger file", args.threads, args.size).into());
+        }
+        let memory = gpu.alloc((args.depth * args.size) as usize)?;
+        let part = thread * len..(thread + 1) * len;
+        if args.write {
+            let bytes = tree::pattern(thread + 1, memory.len());
+            let stream = gpu.stream()?;
+            copy(&stream, memory.address(), bytes.as_ptr() as u64, bytes.len())?;
+        }
+        let check =
+            if args.verify { Some(Check { stream: gpu.stream()?, file: std::fs::File::open(&args.file)? }) } else { None };
+        Ok(Worker { args, file, memory, next: part.start, part, seed: thread + 1, check })
+    }
+
+    /// The request of a slot, at the next place in the file.
+    fn segment(&mut self, slot: u64) -> Segment {
+        let size = self.args.size;
+        let file_offset = match self.args.pattern {
+            Pattern::Sequential => {
+                let at = self.next;
+                self.next = if at + size < self.part.end { at + size } else { self.part.start };
+                at
+            }
+            Pattern::Random => {
+                // xorshift64, which is random enough to miss every cache.
+                self.seed ^= self.seed << 13;
+                self.seed ^= self.seed >> 7;
+                self.seed ^= self.seed << 17;
+                self.part.start + self.seed % ((self.part.end - self.part.start) / size) * size
+            }
+        };
+        Segment { file_offset, address: self.memory.address() + slot * size, len: size }
+    }
+
+    fn finished(&self, segment: &Segment, begun: Instant, done: &Transfer, reached: &mut Reached) -> Result<()> {
+        reached.requests += 1;
+        reached.done.add(done);
+        reached.latencies.push(begun.elapsed().as_nanos() as u64);
+        if done.bytes() != segment.len {
+            return Err(format!("{} of {} bytes at {}", done.bytes(), segment.len, segment.file_offset).into());
+        }
+        let Some(check) = &self.check else { return Ok(()) };
+        let (mut on_gpu, mut in_file) = (vec![0u8; segment.len as usize], vec![0u8; segment.len as usize]);
+        copy(&check.stream, on_gpu.as_mut_ptr() as u64, segment.address, on_gpu.len())?;
+        check.file.read_exact_at(&mut in_file, segment.file_offset)?;
+        if on_gpu != in_file {
+            return Err(format!("the bytes at {} are wrong", segment.file_offset).into());
+        }
+        Ok(())
+    }
+
+    /// One request after the other.
+    fn one_by_one(mut self, transfers: &Transfers, until: Instant) -> Result<Reached> {
+        let mut reached = Reached::default();
+        while Instant::now() < until {
+            let segment = self.segment(0);
+            let begun = Instant::now();
+            // SAFETY: the memory is this thread's, and waited for.
+            let done = unsafe {
+                if self.args.write { transfers.write(self.file, &[segment]) } else { transfers.read(self.file, &[segment]) }
+            }?;
+            self.finished(&segment, begun, &done, &mut reached)?;
+        }
+        Ok(reached)
+    }
+
+    /// As many at once as there are slots.
+    fn many_at_once(mut self, mut queue: Queue, until: Instant) -> Result<Reached> {
+        let mut reached = Reached::default();
+        let mut slots = Vec::new();
+        for slot in 0..self.args.depth {
+            slots.push((self.segment(slot), Instant::now()));
+            self.begin(&mut queue, &slots[slot as usize].0, slot)?;
+        }
+        let mut done = Vec::new();
+        while queue.in_flight() > 0 {
+            queue.complete(Wait::Forever, &mut done)?;
+            let more = Instant::now() < until;
+            for finished in done.drain(..) {
+                let slot = finished.user_data;
+                let (segment, begun) = slots[slot as usize];
+                self.finished(&segment, begun, &finished.result?, &mut reached)?;
+                if more {
+                    slots[slot as usize] = (self.segment(slot), Instant::now());
+                    self.begin(&mut queue, &slots[slot as usize].0, slot)?;
+                }
+            }
+        }
+        Ok(reached)
+    }
+
+    fn begin(&self, queue: &mut Queue, segment: &Segment, slot: u64) -> gpunvme::Result<()> {
+        // SAFETY: the memory is this slot's, and used again only when it is done. Where an error ends this thread the process ends too.
+        unsafe {
+            if self.args.write { queue.write(self.file, &[*segment], slot) } else { queue.read(self.file, &[*segment], slot) }
+        }
+    }
+}
+
+fn copy(stream: &Stream, to: u64, from: u64, len: usize) -> Result<()> {
+    // SAFETY: both ranges are the caller's, and waited for.
+    unsafe { stream.copy(to, from, len) }?;
+    Ok(stream.synchronize()?)
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let gpu = Cuda::load()?.gpu(args.gpu)?;
+    let mut settings = Settings::default();
+    if let Some(mib) = args.staging {
+        settings.staging = mib << 20;
+    }
+    let transfers = Transfers::with(&Mount::open(&args.file)?, settings)?;
+    let file = if args.write { File::create(&args.file)? } else { File::open(&args.file)? };
+    let size = file.size()?;
+    let workers =
+        (0..args.threads).map(|thread| Worker::new(&args, &file, &gpu, size, thread)).collect::<Result<Vec<Worker>>>()?;
+    // The first request of a GPU prepares it.
+    if let Some(worker) = workers.first() {
+        let first = Segment { file_offset: 0, address: worker.memory.address(), len: args.size };
+        // SAFETY: the memory is that long, and nobody uses it yet.
+        unsafe { transfers.read(&file, &[first]) }?;
+    }
+    let begun = Instant::now();
+    let until = begun + Duration::from_secs_f64(args.seconds);
+    let reached = std::thread::scope(|scope| {
+        let threads: Vec<_> = workers
+            .into_iter()
+            .map(|worker| {
+                let transfers = &transfers;
+                scope.spawn(move || {
+                    if worker.args.depth > 1 {
+                        worker.many_at_once(transfers.queue()?, until)
+                    } else {
+                        worker.one_by_one(transfers, until)
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("a thread panicked")).collect::<Result<Vec<Reached>>>()
+    })?;
+    let seconds = begun.elapsed().as_secs_f64();
+    let mut sum = Reached::default();
+    for reached in reached {
+        sum.requests += reached.requests;
+        sum.done.add(&reached.done);
+        sum.latencies.extend(reached.latencies);
+    }
+    sum.latencies.sort_unstable();
+    let percentile = |part: usize| sum.latencies.get(sum.latencies.len() * part / 100).map(|&nanos| nanos as f64 / 1e3);
+    let moved = sum.done.moved;
+    let line = serde_json::json!({
+        "gb_per_s": moved.total() as f64 / seconds / 1e9,
+        "iops": sum.requests as f64 / seconds,
+        "seconds": seconds,
+        "bytes": moved.total(),
+        "moved": { "p2p": moved.p2p, "bounce": moved.bounce, "host": moved.host, "hole": moved.hole, "edge": moved.edge },
+        "reason": sum.done.reason.map(|reason| reason.name()),
+        "latency_us": { "p50": percentile(50), "p99": percentile(99) },
+        "verified": args.verify,
+    });
+    println!("{line}");
+    Ok(())
+}
