@@ -1,10 +1,12 @@
 //! CUDA as the library uses it, against the software driver, and where there is none.
 
-use gpunvme_gpupath::cuda::{Cuda, CudaError, Unavailable, Version, Which};
-use gpunvme_tests::cuda::CHECKS;
+use gpunvme_gpupath::cuda::{Cuda, CudaError, Move, Unavailable, Version, Which, WritesOrdering};
+use gpunvme_tests::cuda::{CHECKS, Pinned};
 use gpunvme_tests::scratch_dir;
 use gpunvme_tests::software_cuda::{with_libcuda, with_software_cuda};
 use std::process::Command;
+use std::thread;
+use zerocopy::IntoBytes;
 
 #[test]
 fn without_libcuda_there_is_a_reason() {
@@ -84,5 +86,52 @@ fn what_holds_on_a_gpu_holds_on_the_software_driver() {
             println!("{name}");
             Cuda::load().unwrap().gpus().for_each(check);
         }
+    });
+}
+
+#[test]
+fn threads_that_load_it_at_once_get_the_same() {
+    with_software_cuda("", || {
+        let loads: Vec<_> = (0..8).map(|_| thread::spawn(|| std::ptr::from_ref(Cuda::load().unwrap()).addr())).collect();
+        let loaded: Vec<_> = loads.into_iter().map(|load| load.join().unwrap()).collect();
+        assert!(loaded.iter().all(|cuda| *cuda == loaded[0]));
+    });
+}
+
+#[test]
+fn what_a_call_is_refused_for_is_named() {
+    with_software_cuda("copy-fails=2,dma-buf=0,memory=1048576,writes-ordering=0", || {
+        let gpu = Cuda::load().unwrap().gpu(Which::Index(0)).unwrap();
+        let (stream, mut pinned, memory) = (gpu.stream().unwrap(), Pinned::new(gpu, 4096), gpu.alloc(4096).unwrap());
+        pinned.put(&stream, memory.address(), &[7; 4096]);
+        // The second copy.
+        // SAFETY: both ranges stay until the end.
+        let refused = unsafe { stream.copy(memory.address(), pinned.address(), 4096) }.unwrap_err();
+        assert_eq!(refused.to_string(), "cuMemcpyAsync failed: CUDA_ERROR_ECC_UNCORRECTABLE (214)");
+        assert_eq!(pinned.get(&stream, memory.address(), 4096), [7; 4096]);
+
+        assert_eq!(gpu.alloc(2 << 20).unwrap_err().name, "CUDA_ERROR_OUT_OF_MEMORY");
+        assert!(!gpu.dma_buf_supported());
+        assert_eq!(gpu.export_dma_buf(memory.address(), 4096).unwrap_err().code, CudaError::NOT_SUPPORTED);
+        assert_eq!(gpu.writes_ordering(), WritesOrdering::None);
+        gpu.flush_remote_writes().unwrap();
+    });
+}
+
+/// It is why the library asks before every launch whether the memory is still there.
+#[test]
+fn a_kernel_that_touches_freed_memory_ends_the_context() {
+    with_software_cuda("", || {
+        let gpu = Cuda::load().unwrap().gpu(Which::Index(0)).unwrap();
+        let (stream, event, scatter) = (gpu.stream().unwrap(), gpu.event().unwrap(), gpu.scatter().unwrap());
+        let mut pinned = Pinned::new(gpu, 4096);
+        let freed = gpu.alloc(4096).unwrap().address();
+        let from = pinned.address() + 2048;
+        pinned.bytes()[..24].copy_from_slice(Move { to: freed, from, len: 16 }.as_bytes());
+        // SAFETY: what it does wrong is the point; the table stays until the end.
+        unsafe { stream.scatter(&scatter, pinned.address(), 1) }.unwrap();
+        assert_eq!(stream.synchronize().unwrap_err().name, "CUDA_ERROR_ILLEGAL_ADDRESS");
+        assert_eq!(event.done().unwrap_err().name, "CUDA_ERROR_ILLEGAL_ADDRESS");
+        assert_eq!(gpu.alloc(4096).unwrap_err().name, "CUDA_ERROR_ILLEGAL_ADDRESS");
     });
 }

@@ -70,17 +70,16 @@ pub(super) fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>
         _ => return Ok(None),
     };
     // For memory mapped by `cuMemMap` the range is all that was reserved, and for other memory the mapping is the block that it was taken from.
-    let (base, end) = if mapping_len == 0 {
-        (range, range + range_len)
-    } else {
-        (range.max(mapping), (range + range_len).min(mapping + mapping_len))
-    };
+    let (mut base, mut end) = (range, range.saturating_add(range_len));
+    if mapping_len != 0 {
+        (base, end) = (base.max(mapping), end.min(mapping.saturating_add(mapping_len)));
+    }
     let primary = match place {
         // Memory without a context is every context's: mapped memory, and that of pools.
         Place::Device(gpu) => context == 0 || gpu.context()?.is(ptr::without_provenance_mut(context as usize)),
         Place::Host | Place::Managed => true,
     };
-    Ok(Some(Allocation { place, base, len: end - base, buffer_id, primary }))
+    Ok(Some(Allocation { place, base, len: end.saturating_sub(base), buffer_id, primary }))
 }
 
 pub(super) fn buffer_id(driver: &Driver, address: u64) -> Result<Option<u64>, CudaError> {

@@ -127,7 +127,7 @@ impl Cuda {
     }
 
     /// A stream of the application (`cudaStream_t`, `CUstream`), to order work with its work. 0, 1 and 2 are the default streams of the calling thread's context, as they
-    /// are everywhere in CUDA.
+    /// are everywhere in CUDA; 2, the thread's own, is that of whichever thread calls.
     ///
     /// # Safety
     /// It is a stream of this process, and is not destroyed before what is returned is dropped.

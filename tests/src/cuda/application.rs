@@ -189,22 +189,22 @@ impl Pinned {
         // SAFETY: they lie in the mapping and are aligned, and nothing borrows the bytes meanwhile.
         unsafe { AtomicU32::from_ptr(self.buffer[offset..offset + 4].as_ptr().cast_mut().cast()) }
     }
-}
 
-/// Copies bytes to memory, and waits for it.
-pub fn put(stream: &Stream, through: &mut Pinned, address: u64, bytes: &[u8]) {
-    through.bytes()[..bytes.len()].copy_from_slice(bytes);
-    // SAFETY: both ranges stay until the stream is done.
-    unsafe { stream.copy(address, through.address(), bytes.len()) }.unwrap();
-    stream.synchronize().unwrap();
-}
+    /// Copies bytes through its beginning to memory, and waits for it.
+    pub fn put(&mut self, stream: &Stream, address: u64, bytes: &[u8]) {
+        self.bytes()[..bytes.len()].copy_from_slice(bytes);
+        // SAFETY: both ranges stay until the stream is done.
+        unsafe { stream.copy(address, self.address(), bytes.len()) }.unwrap();
+        stream.synchronize().unwrap();
+    }
 
-/// Copies bytes from memory, and waits for it.
-pub fn get(stream: &Stream, through: &mut Pinned, address: u64, len: usize) -> Vec<u8> {
-    // SAFETY: both ranges stay until the stream is done.
-    unsafe { stream.copy(through.address(), address, len) }.unwrap();
-    stream.synchronize().unwrap();
-    through.bytes()[..len].to_vec()
+    /// Copies bytes from memory through its beginning, and waits for it.
+    pub fn get(&mut self, stream: &Stream, address: u64, len: usize) -> &[u8] {
+        // SAFETY: both ranges stay until the stream is done.
+        unsafe { stream.copy(self.address(), address, len) }.unwrap();
+        stream.synchronize().unwrap();
+        &self.bytes()[..len]
+    }
 }
 
 /// The calling thread's context.

@@ -1,6 +1,6 @@
 //! The checks.
 
-use super::application::{self, Memory, Pinned, allocated, every_kind, get, put};
+use super::application::{self, Memory, Pinned, allocated, every_kind};
 use cudarc::driver::sys::{self, CUgraph, CUstreamCaptureMode_enum};
 use gpunvme_gpupath::cuda::{Cuda, CudaError, Event, Gpu, HostRegistration, Move, Place, Stream, WritesOrdering};
 use rustix::fs::SeekFrom;
@@ -82,14 +82,14 @@ fn bytes_go_in_and_out(gpu: Gpu) {
     let (stream, mut pinned) = (gpu.stream().unwrap(), Pinned::new(gpu, len));
     for (seed, memory) in every_kind(gpu, len).into_iter().enumerate() {
         let mut expected = pattern(seed as u64, len);
-        put(&stream, &mut pinned, memory.address(), &expected);
+        pinned.put(&stream, memory.address(), &expected);
         // Odd ends, in the middle, where pieces meet.
         let part = pattern(100 + seed as u64, 5001);
         let at = len / 2 - 2503;
-        put(&stream, &mut pinned, memory.address() + at as u64, &part);
+        pinned.put(&stream, memory.address() + at as u64, &part);
         expected[at..at + part.len()].copy_from_slice(&part);
         pinned.bytes().fill(0);
-        assert!(get(&stream, &mut pinned, memory.address(), len) == expected, "{}: other bytes came back", memory.kind);
+        assert!(pinned.get(&stream, memory.address(), len) == expected, "{}: other bytes came back", memory.kind);
     }
 }
 
@@ -103,7 +103,7 @@ fn the_kernel_moves_bytes(gpu: Gpu) {
     for (seed, memory) in every_kind(gpu, len).into_iter().enumerate() {
         let (before, source) = (pattern(seed as u64, len), pattern(50 + seed as u64, len));
         let mut expected = before.clone();
-        put(&stream, &mut pinned, memory.address(), &before);
+        pinned.put(&stream, memory.address(), &before);
         pinned.bytes().copy_from_slice(&source);
         // Lengths from nothing on, common alignment and none, whole pages too.
         let moves: Vec<Move> = (0..MOVES)
@@ -117,7 +117,7 @@ fn the_kernel_moves_bytes(gpu: Gpu) {
             })
             .collect();
         run(&stream, &scatter, &mut table, &moves);
-        assert!(get(&stream, &mut pinned, memory.address(), len) == expected, "{}: to it", memory.kind);
+        assert!(pinned.get(&stream, memory.address(), len) == expected, "{}: to it", memory.kind);
 
         // And back, every move the other way.
         pinned.bytes().fill(0xEE);
@@ -171,7 +171,7 @@ fn unknown_memory(gpu: Gpu) {
     unsafe { stream.copy(memory.address(), host.as_ptr() as u64, MIB) }.unwrap();
     host.fill(2);
     let mut pinned = Pinned::new(gpu, MIB);
-    assert!(get(&stream, &mut pinned, memory.address(), MIB) == [1; MIB]);
+    assert!(pinned.get(&stream, memory.address(), MIB) == [1; MIB]);
 }
 
 /// Streams that are held by a word in `pinned` until it is written.
@@ -253,7 +253,7 @@ fn contexts(gpu: Gpu) {
         assert!(application::current_context().is_null());
         let (stream, event, mut pinned) = (gpu.stream().unwrap(), gpu.event().unwrap(), Pinned::new(gpu, 4096));
         let memory = allocated(gpu, 4096);
-        put(&stream, &mut pinned, memory.address(), &[1; 4096]);
+        pinned.put(&stream, memory.address(), &[1; 4096]);
         stream.record(&event).unwrap();
         event.done().unwrap();
         drop((stream, event, memory));
@@ -272,8 +272,8 @@ fn contexts(gpu: Gpu) {
         let found = cuda().memory_at(address).unwrap().unwrap();
         assert_eq!((found.place, found.primary), (Place::Device(gpu), false));
         let stream = gpu.stream().unwrap();
-        put(&stream, &mut pinned, address, &pattern(1, 4096));
-        assert!(get(&stream, &mut pinned, address, 4096) == pattern(1, 4096));
+        pinned.put(&stream, address, &pattern(1, 4096));
+        assert!(pinned.get(&stream, address, 4096) == pattern(1, 4096));
         assert_eq!(application::current_context(), own);
         application::destroy_context(own);
     })
@@ -325,13 +325,13 @@ fn two_gpus(gpu: Gpu) {
     let (here, there, mut pinned) = (allocated(gpu, MIB), allocated(other, MIB), Pinned::new(gpu, MIB));
     let (stream, theirs) = (gpu.stream().unwrap(), other.stream().unwrap());
     let event = gpu.event().unwrap();
-    put(&stream, &mut pinned, here.address(), &bytes);
+    pinned.put(&stream, here.address(), &bytes);
     // SAFETY: both stay until the streams are done.
     unsafe { stream.copy(there.address(), here.address(), MIB) }.unwrap();
     stream.record(&event).unwrap();
     theirs.wait(&event).unwrap();
     pinned.bytes().fill(0);
-    assert!(get(&theirs, &mut pinned, there.address(), MIB) == bytes);
+    assert!(pinned.get(&theirs, there.address(), MIB) == bytes);
     assert_eq!(cuda().memory_at(there.address()).unwrap().unwrap().place, Place::Device(other));
 }
 
@@ -345,7 +345,7 @@ fn captures(gpu: Gpu) {
         cuda().leave_captures_alone().unwrap();
         event.done().unwrap();
         let (memory, mut pinned, stream) = (allocated(gpu, MIB), Pinned::new(gpu, MIB), gpu.stream().unwrap());
-        put(&stream, &mut pinned, memory.address(), &pattern(4, MIB));
+        pinned.put(&stream, memory.address(), &pattern(4, MIB));
     })
     .join()
     .unwrap();

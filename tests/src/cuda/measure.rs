@@ -1,6 +1,6 @@
 //! What the calls cost, and what the driver says of memory. Figures are printed, never judged.
 
-use super::application::{self, Pinned, allocated, every_kind};
+use super::application::{Pinned, allocated, every_kind};
 use cudarc::driver::sys::{self, CUpointer_attribute_enum as Attribute, CUresult};
 use gpunvme_gpupath::cuda::{Cuda, Gpu, HostRegistration, Move};
 use std::hint::black_box;
@@ -126,7 +126,6 @@ pub fn measure(gpu: Gpu) {
             );
         }
     }
-    application::put(&stream, &mut table, to, &[0; 1]);
 }
 
 /// The best of some rounds of `calls` calls, in microseconds a call.

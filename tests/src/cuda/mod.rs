@@ -5,5 +5,6 @@ mod application;
 mod checks;
 mod measure;
 
+pub use application::Pinned;
 pub use checks::{CHECKS, HARDWARE_CHECKS};
 pub use measure::{facts, measure};
