@@ -83,26 +83,31 @@ impl Block {
     }
 
     /// All bytes.
+    #[inline]
     pub fn bytes(&self) -> &[u8; BLOCK_SIZE] {
         &self.bytes
     }
 
     /// All bytes, to change. Changes unseal the block.
+    #[inline]
     pub fn bytes_mut(&mut self) -> &mut [u8; BLOCK_SIZE] {
         &mut self.bytes
     }
 
     /// Kind, as in the header.
+    #[inline]
     pub fn kind(&self) -> u16 {
         le::get_u16(&self.bytes, KIND)
     }
 
     /// Address, as in the header.
+    #[inline]
     pub fn address(&self) -> u64 {
         le::get_u64(&self.bytes, ADDRESS)
     }
 
     /// Sequence of the transaction that wrote it.
+    #[inline]
     pub fn sequence(&self) -> u64 {
         le::get_u64(&self.bytes, SEQUENCE)
     }
@@ -157,11 +162,14 @@ impl Block {
     }
 
     /// Checks the kind of a block that was verified before.
+    #[inline]
     pub fn expect(&self, kind: BlockKind) -> Result<(), Corrupt> {
-        if self.kind() == kind as u16 {
-            return Ok(());
-        }
-        Err(Corrupt::Kind { address: self.address(), found: self.kind(), expected: kind as u16 })
+        if self.kind() == kind as u16 { Ok(()) } else { Err(self.other_kind(kind)) }
+    }
+
+    #[cold]
+    fn other_kind(&self, kind: BlockKind) -> Corrupt {
+        Corrupt::Kind { address: self.address(), found: self.kind(), expected: kind as u16 }
     }
 
     fn checksum(&self) -> u32 {

@@ -48,41 +48,49 @@ impl Key {
     pub const MIN: Key = Key(0);
 
     /// The key of an item.
+    #[inline]
     pub fn new(ino: u64, kind: Kind, offset: u64) -> Key {
         assert!(ino <= INO_MAX, "inode numbers have 56 bits");
         Key(u128::from(ino << 8 | kind as u64) << 64 | u128::from(offset))
     }
 
     /// The key of an inode.
+    #[inline]
     pub fn inode(ino: u64) -> Key {
         Key::new(ino, Kind::Inode, 0)
     }
 
     /// The two words that are stored.
+    #[inline]
     pub(crate) fn words(self) -> (u64, u64) {
         ((self.0 >> 64) as u64, self.0 as u64)
     }
 
+    #[inline]
     pub(crate) fn from_words(object: u64, offset: u64) -> Key {
         Key(u128::from(object) << 64 | u128::from(offset))
     }
 
     /// Inode that the item belongs to.
+    #[inline]
     pub fn ino(self) -> u64 {
         (self.0 >> 72) as u64
     }
 
     /// Kind, as stored: it may be one that this version does not know.
+    #[inline]
     pub fn kind(self) -> u8 {
         (self.0 >> 64) as u8
     }
 
     /// Whether it is an item of that kind of that inode.
+    #[inline]
     pub fn is(self, ino: u64, kind: Kind) -> bool {
         self.ino() == ino && self.kind() == kind as u8
     }
 
     /// Offset.
+    #[inline]
     pub fn offset(self) -> u64 {
         self.0 as u64
     }

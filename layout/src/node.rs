@@ -42,11 +42,13 @@ pub fn init(block: &mut Block, level: u8) {
 }
 
 /// Level of the node: 0 for a leaf.
+#[inline]
 pub fn level(block: &Block) -> u8 {
     block.bytes()[LEVEL]
 }
 
 /// Number of slots.
+#[inline]
 pub fn count(block: &Block) -> usize {
     get(block, COUNT)
 }
@@ -88,6 +90,7 @@ pub fn check(block: &Block) -> Result<(), Corrupt> {
 }
 
 /// Key in slot `i`.
+#[inline]
 pub fn key(block: &Block, i: usize) -> Key {
     let at = HEADER_SIZE + i * slot_size(block);
     Key::from_words(le::get_u64(block.bytes(), at), le::get_u64(block.bytes(), at + 8))
@@ -95,25 +98,25 @@ pub fn key(block: &Block, i: usize) -> Key {
 
 /// Slot of `target`, or the slot where it would go.
 pub fn search(block: &Block, target: Key) -> Result<usize, usize> {
-    let (mut low, mut high) = (0, count(block));
-    while low < high {
-        let middle = (low + high) / 2;
-        match key(block, middle).cmp(&target) {
-            std::cmp::Ordering::Less => low = middle + 1,
-            std::cmp::Ordering::Greater => high = middle,
-            std::cmp::Ordering::Equal => return Ok(middle),
-        }
-    }
-    Err(low)
+    // Every operation comes by here a dozen times: the size of a slot is a constant in the loop.
+    if level(block) == 0 { search_slots::<LEAF_SLOT>(block, target) } else { search_slots::<INNER_SLOT>(block, target) }
+}
+
+fn search_slots<const SIZE: usize>(block: &Block, target: Key) -> Result<usize, usize> {
+    let (slots, _) = block.bytes()[HEADER_SIZE..].as_chunks::<SIZE>();
+    let slots = &slots[..count(block)];
+    slots.binary_search_by(|slot| Key::from_words(le::get_u64(slot, 0), le::get_u64(slot, 8)).cmp(&target))
 }
 
 /// Value in slot `i` of a leaf.
+#[inline]
 pub fn value(block: &Block, i: usize) -> &[u8] {
     let (at, len) = value_range(block, i);
     &block.bytes()[at..at + len]
 }
 
 /// Value in slot `i` of a leaf, to change in place.
+#[inline]
 pub fn value_mut(block: &mut Block, i: usize) -> &mut [u8] {
     let (at, len) = value_range(block, i);
     &mut block.bytes_mut()[at..at + len]
@@ -132,11 +135,13 @@ pub fn salvage(block: &Block) -> impl Iterator<Item = (Key, &[u8])> {
 }
 
 /// Slot of the child that covers `target`.
+#[inline]
 pub fn child_slot(block: &Block, target: Key) -> usize {
     search(block, target).unwrap_or_else(|slot| slot.saturating_sub(1))
 }
 
 /// Child in slot `i` of an inner node.
+#[inline]
 pub fn child(block: &Block, i: usize) -> u64 {
     le::get_u64(block.bytes(), HEADER_SIZE + i * INNER_SLOT + 16)
 }
@@ -242,10 +247,12 @@ pub fn middle(block: &Block) -> usize {
     count(block) / 2
 }
 
+#[inline]
 fn slot_size(block: &Block) -> usize {
     if level(block) == 0 { LEAF_SLOT } else { INNER_SLOT }
 }
 
+#[inline]
 fn value_range(block: &Block, i: usize) -> (usize, usize) {
     let at = HEADER_SIZE + i * LEAF_SLOT + 16;
     (usize::from(le::get_u16(block.bytes(), at)), usize::from(le::get_u16(block.bytes(), at + 2)))

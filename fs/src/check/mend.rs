@@ -390,12 +390,8 @@ fn mend_entry(op: &mut Op, key: Key) -> Attempt<()> {
 }
 
 fn change_type(op: &mut Op, key: Key, file_type: FileType) -> Attempt<()> {
-    let mut old = 0;
-    tree::update(op, key, |bytes| {
-        if let Some(byte) = bytes.get_mut(8) {
-            old = std::mem::replace(byte, file_type as u8);
-        }
-    })?;
+    let old = tree::update(op, key, |bytes| Ok(bytes.get_mut(8).map(|byte| std::mem::replace(byte, file_type as u8))))?;
+    let old = old.flatten().unwrap_or(0);
     let directory = |number: u8| i32::from(number == FileType::Directory as u8);
     count_entry(op, key.ino(), 0, directory(file_type as u8) - directory(old))
 }

@@ -310,6 +310,7 @@ impl Op<'_> {
 
     /// Frees a block of the tree. It can be reused for metadata at once: its images reach home in the order of the journal.
     pub fn release_node(&mut self, address: u64) -> Attempt<()> {
+        self.forget_places();
         let (group, at) = self.meta().geometry.locate(address);
         let bitmap = self.bitmap_mut(group)?;
         if group::kind(bitmap, at / CHUNK_BLOCKS) != ChunkKind::Metadata || !group::is_used(bitmap, at) {

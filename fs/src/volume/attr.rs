@@ -51,10 +51,13 @@ pub(crate) fn store(op: &mut Op, ino: u64, inode: &Inode) -> Attempt<()> {
 
 /// Loads an inode, changes it and stores it.
 pub(crate) fn change<T>(op: &mut Op, ino: u64, change: impl FnOnce(&mut Inode) -> T) -> Attempt<T> {
-    let mut inode = load(op, ino)?;
-    let result = change(&mut inode);
-    store(op, ino, &inode)?;
-    Ok(result)
+    let changed = tree::update(op, Key::inode(ino), |bytes| {
+        let mut inode = Inode::decode(ino, bytes)?;
+        let result = change(&mut inode);
+        bytes.copy_from_slice(&inode.encode());
+        Ok(result)
+    })?;
+    changed.ok_or_else(|| FsError::NotFound.into())
 }
 
 impl Volume {

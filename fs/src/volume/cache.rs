@@ -19,6 +19,8 @@ pub(crate) struct Entry {
     pub running: bool,
     /// The latest committed image that is not at home yet, with the sequence of its transaction.
     pub image: Option<(u64, Arc<Block>)>,
+    /// Number of the last operation that changed it.
+    pub operation: u64,
     recent: AtomicBool,
 }
 
@@ -59,6 +61,7 @@ impl Cache {
             block: block.clone(),
             running: false,
             image: None,
+            operation: 0,
             recent: AtomicBool::new(true),
         });
         entry.block = block;

@@ -407,7 +407,11 @@ fn freeze(meta: &mut Meta, journal: &mut Journal) -> (u64, Vec<u64>, Vec<Arc<Blo
     let mut images = Vec::with_capacity(homes.len());
     for home in &homes {
         let entry = meta.cache.get_mut(*home).expect("blocks of the running transaction stay in memory");
-        Arc::make_mut(&mut entry.block).seal(sequence);
+        let block = Arc::make_mut(&mut entry.block);
+        if *home == STATE {
+            meta.state.store(block);
+        }
+        block.seal(sequence);
         entry.running = false;
         entry.image = Some((sequence, entry.block.clone()));
         images.push(entry.block.clone());

@@ -166,8 +166,12 @@ impl Volume {
         }
         tree::remove(&mut op, source.key)?;
         dir::add(&mut op, new_parent, &Dirent { ino: source.ino, file_type: source.file_type, name: new_name })?;
-        change_directory(&mut op, context, parent, -1, -i32::from(is_dir))?;
-        change_directory(&mut op, context, new_parent, 1, i32::from(is_dir))?;
+        if parent == new_parent {
+            change_directory(&mut op, context, parent, 0, 0)?;
+        } else {
+            change_directory(&mut op, context, parent, -1, -i32::from(is_dir))?;
+            change_directory(&mut op, context, new_parent, 1, i32::from(is_dir))?;
+        }
         moved(&mut op, context, source, new_parent)?;
         op.finish();
         Ok(orphaned)

@@ -4,14 +4,17 @@
 //! nothing. Whatever ends it before [`Op::finish`] (an error, a block that has to be loaded first, a panic) puts every block
 //! back as it was; so operations are written straight down, without planning what they may need.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
+use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 use parking_lot::RwLockWriteGuard;
 
 use super::alloc::{Hints, Run};
 use super::busy::Busy;
-use super::cache::Cache;
+use super::cache::{Cache, Entry};
+use super::tree::Place;
 use crate::error::{Attempt, Fail, Stall};
 
 /// Everything that the metadata lock guards.
@@ -46,10 +49,20 @@ pub(crate) struct Meta {
     pub hints: Hints,
     /// Times that images were written home; tells a load that what it read may be out of date.
     pub checkpoints: u64,
+    /// Operations begun so far.
+    operations: u64,
+    /// Blocks that no operation needs any more, for the next one's copies: an operation allocates nothing as a rule.
+    spare: Vec<Arc<Block>>,
+    /// The list of an operation that is over, empty, for the next one.
+    undo: Vec<Undo>,
 }
 
 /// Blocks that one operation may change at the most; all of them are bounded by the depth of the tree.
 pub(crate) const OP_BLOCKS_MAX: usize = 160;
+/// Blocks kept for the copies of later operations. Most operations change fewer.
+const SPARE_MAX: usize = 16;
+/// Leaves whose place an operation remembers: what most operations go back to.
+const PLACES: usize = 4;
 /// Blocks that a transaction holds at the most: what a commit writes at once stays below 32 MiB.
 const TRANSACTION_MAX: u64 = 8000;
 
@@ -65,6 +78,14 @@ pub(crate) trait Blocks {
         };
         entry.block.expect(kind)?;
         Ok(&entry.block)
+    }
+
+    /// Remembers a leaf that was gone down to.
+    fn remember(&self, _place: Place) {}
+
+    /// A remembered leaf that satisfies `covers`.
+    fn recall(&self, _covers: impl Fn(&Place) -> bool) -> Option<Place> {
+        None
     }
 }
 
@@ -96,6 +117,32 @@ impl Meta {
             emptied: Vec::new(),
             hints: Hints::default(),
             checkpoints: 0,
+            operations: 0,
+            spare: Vec::new(),
+            undo: Vec::new(),
+        }
+    }
+
+    /// Makes the state block part of the running transaction; what it says is written into it when that is frozen.
+    fn run_state(&mut self) {
+        let entry = self.cache.get_mut(STATE).expect("the state block stays in memory");
+        if !entry.running {
+            entry.running = true;
+            self.running.push(STATE);
+        }
+    }
+
+    /// A copy of a block, made of a spare one where there is one.
+    fn copy(spare: &mut Vec<Arc<Block>>, block: &Block) -> Arc<Block> {
+        let Some(mut copy) = spare.pop() else { return Arc::new(block.clone()) };
+        Arc::get_mut(&mut copy).expect("a spare block is nobody else's").clone_from(block);
+        copy
+    }
+
+    /// Takes back a block that an operation needs no more.
+    fn reuse(&mut self, mut block: Arc<Block>) {
+        if self.spare.len() < SPARE_MAX && Arc::get_mut(&mut block).is_some() {
+            self.spare.push(block);
         }
     }
 }
@@ -111,6 +158,9 @@ struct Undo {
 pub(crate) struct Op<'a> {
     meta: RwLockWriteGuard<'a, Meta>,
     undo: Vec<Undo>,
+    /// Its number: marks the blocks that it has changed.
+    number: u64,
+    places: Cell<[Option<Place>; PLACES]>,
     state: State,
     running: usize,
     /// Data blocks that the operation frees.
@@ -128,6 +178,17 @@ impl Blocks for Op<'_> {
     fn meta(&self) -> &Meta {
         &self.meta
     }
+
+    fn remember(&self, place: Place) {
+        let mut places = self.places.get();
+        places.rotate_right(1);
+        places[0] = Some(place);
+        self.places.set(places);
+    }
+
+    fn recall(&self, covers: impl Fn(&Place) -> bool) -> Option<Place> {
+        self.places.get().into_iter().flatten().find(covers)
+    }
 }
 
 impl<'a> Op<'a> {
@@ -135,14 +196,18 @@ impl<'a> Op<'a> {
     ///
     /// # Errors
     /// [`Stall::Commit`] when the running transaction is full.
-    pub fn begin(meta: RwLockWriteGuard<'a, Meta>) -> Attempt<Op<'a>> {
+    pub fn begin(mut meta: RwLockWriteGuard<'a, Meta>) -> Attempt<Op<'a>> {
         if meta.running.len() + OP_BLOCKS_MAX > meta.transaction_max {
             return Err(Fail::Stall(Stall::Commit));
         }
         let (state, running) = (meta.state, meta.running.len());
+        meta.operations += 1;
+        let (number, undo) = (meta.operations, std::mem::take(&mut meta.undo));
         Ok(Op {
             meta,
-            undo: Vec::new(),
+            undo,
+            number,
+            places: Cell::default(),
             state,
             running,
             freed: Vec::new(),
@@ -170,43 +235,42 @@ impl<'a> Op<'a> {
 
     /// A block that is in memory, to change.
     pub fn block_mut(&mut self, address: u64, kind: BlockKind) -> Attempt<&mut Block> {
-        self.block(address, kind)?;
-        self.touch(address);
-        let entry = self.meta.cache.get_mut(address).expect("looked up above");
-        Ok(Arc::make_mut(&mut entry.block))
+        let meta = &mut *self.meta;
+        let Some(entry) = meta.cache.get_mut(address) else { return Err(Fail::Stall(Stall::Load { address })) };
+        entry.block.expect(kind)?;
+        if entry.operation != self.number {
+            entry.operation = self.number;
+            let copy = Meta::copy(&mut meta.spare, &entry.block);
+            // Images share a block's content: then it is the copy that changes.
+            let before = if Arc::get_mut(&mut entry.block).is_some() { copy } else { std::mem::replace(&mut entry.block, copy) };
+            note(&mut self.undo, &mut meta.running, entry, Undo { address, block: Some(before), running: entry.running });
+        }
+        Ok(Arc::get_mut(&mut entry.block).expect("made its own above"))
     }
 
     /// A new block; whatever was known of that address is gone.
     pub fn create(&mut self, block: Block) {
         let address = block.address();
-        self.touch(address);
-        self.meta.cache.put(address, Arc::new(block)).running = true;
+        let meta = &mut *self.meta;
+        let old = meta.cache.get(address).map(|entry| (entry.block.clone(), entry.running, entry.operation));
+        let entry = meta.cache.put(address, Arc::new(block));
+        if old.as_ref().is_none_or(|(_, _, operation)| *operation != self.number) {
+            entry.operation = self.number;
+            let running = old.as_ref().is_some_and(|(_, running, _)| *running);
+            note(&mut self.undo, &mut meta.running, entry, Undo { address, block: old.map(|(block, _, _)| block), running });
+        }
+        self.forget_places();
     }
 
-    /// Notes the block as changed, and how it was.
-    fn touch(&mut self, address: u64) {
-        if self.undo.iter().any(|u| u.address == address) {
-            return;
-        }
-        let meta = &mut *self.meta;
-        let entry = meta.cache.get_mut(address);
-        let running = entry.as_ref().is_some_and(|e| e.running);
-        self.undo.push(Undo { address, block: entry.as_ref().map(|e| e.block.clone()), running });
-        if !running {
-            meta.running.push(address);
-            if let Some(entry) = entry {
-                entry.running = true;
-            }
-        }
-        assert!(self.undo.len() <= OP_BLOCKS_MAX, "an operation changes a bounded number of blocks");
+    /// Forgets the places of leaves: the tree takes another shape.
+    pub fn forget_places(&mut self) {
+        self.places = Cell::default();
     }
 
     /// Makes the changes part of the running transaction, and returns its sequence.
     pub fn finish(mut self) -> u64 {
         if self.meta.state != self.state {
-            let state = self.meta.state;
-            let address = gpunvme_layout::geometry::STATE;
-            state.store(self.block_mut(address, BlockKind::State).expect("the state block stays in memory"));
+            self.meta.run_state();
         }
         for run in std::mem::take(&mut self.claimed) {
             self.meta.busy.remove(run);
@@ -221,9 +285,23 @@ impl<'a> Op<'a> {
         for chunk in std::mem::take(&mut self.emptied) {
             self.meta.emptied.push((chunk, sequence));
         }
+        let mut undo = std::mem::take(&mut self.undo);
+        undo.drain(..).filter_map(|undo| undo.block).for_each(|block| self.meta.reuse(block));
+        self.meta.undo = undo;
         self.finished = true;
         sequence
     }
+}
+
+/// Notes a block as changed, and how it was.
+fn note(undo: &mut Vec<Undo>, running: &mut Vec<u64>, entry: &mut Entry, before: Undo) {
+    if !entry.running {
+        running.push(before.address);
+        entry.running = true;
+    }
+    undo.push(before);
+    // One more is the state block.
+    assert!(undo.len() < OP_BLOCKS_MAX, "an operation changes a bounded number of blocks");
 }
 
 impl Drop for Op<'_> {
@@ -244,5 +322,6 @@ impl Drop for Op<'_> {
                 None => meta.cache.remove(undo.address),
             }
         }
+        meta.undo = std::mem::take(&mut self.undo);
     }
 }

@@ -91,7 +91,9 @@ impl Volume {
             return Ok(false);
         }
         let step = extents::remove(&mut op, ino, 0, u64::MAX)?;
-        attr::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
+        if step.blocks > 0 {
+            attr::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
+        }
         if step.next.is_none() && remove_items(&mut op, ino)? {
             remove(&mut op, ino)?;
             op.state_mut().inodes = op.meta().state.inodes.saturating_sub(1);

@@ -16,22 +16,23 @@ const THIN: usize = 1000;
 /// Two nodes join only when the result has room to grow, so that they do not split again at once.
 const JOINED_MAX: usize = 3000;
 
-/// A leaf, and the keys that may be in it.
-struct Leaf<'b> {
-    block: &'b Block,
+/// Where a leaf is, and the keys that may be in it.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    address: u64,
     lower: Key,
     /// First key beyond it.
     upper: Option<Key>,
 }
 
-/// Inner nodes from the root down, with the slot that was followed, and the leaf.
-struct Path {
-    inner: Vec<(u64, usize)>,
-    leaf: u64,
+impl Place {
+    fn covers(&self, key: Key) -> bool {
+        self.lower <= key && self.upper.is_none_or(|upper| key < upper)
+    }
 }
 
 /// Goes down to the leaf that covers `key`, and calls `visit` with each inner node's address and the slot that is followed.
-fn descend<'b>(blocks: &'b impl Blocks, key: Key, mut visit: impl FnMut(u64, usize)) -> Attempt<(u64, Leaf<'b>)> {
+fn descend(blocks: &impl Blocks, key: Key, mut visit: impl FnMut(u64, usize)) -> Attempt<(&Block, Place)> {
     let (mut address, mut level) = (blocks.meta().state.root, blocks.meta().state.level);
     let (mut lower, mut upper) = (Key::MIN, None);
     loop {
@@ -42,7 +43,7 @@ fn descend<'b>(blocks: &'b impl Blocks, key: Key, mut visit: impl FnMut(u64, usi
             return Err(Corrupt::Field { address, what: "node has keys that do not belong there" }.into());
         }
         if level == 0 {
-            return Ok((address, Leaf { block, lower, upper }));
+            return Ok((block, Place { address, lower, upper }));
         }
         let slot = node::child_slot(block, key);
         if slot > 0 {
@@ -57,6 +58,16 @@ fn descend<'b>(blocks: &'b impl Blocks, key: Key, mut visit: impl FnMut(u64, usi
     }
 }
 
+/// The leaf that covers `key`.
+fn leaf(blocks: &impl Blocks, key: Key) -> Attempt<(&Block, Place)> {
+    if let Some(place) = blocks.recall(|place| place.covers(key)) {
+        return Ok((blocks.block(place.address, BlockKind::Node)?, place));
+    }
+    let (block, place) = descend(blocks, key, |_, _| {})?;
+    blocks.remember(place);
+    Ok((block, place))
+}
+
 /// The node at `address`, which its parent expects to be of that level.
 pub(crate) fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Block> {
     if !blocks.meta().geometry.contains_data(address, 1) {
@@ -69,31 +80,32 @@ pub(crate) fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Bl
     Ok(block)
 }
 
-fn path(blocks: &impl Blocks, key: Key) -> Attempt<Path> {
+/// Inner nodes from the root down to the leaf that covers `key`, with the slot that is followed.
+fn path(blocks: &impl Blocks, key: Key) -> Attempt<Vec<(u64, usize)>> {
     let mut inner = Vec::new();
-    let (leaf, _) = descend(blocks, key, |address, slot| inner.push((address, slot)))?;
-    Ok(Path { inner, leaf })
+    descend(blocks, key, |address, slot| inner.push((address, slot)))?;
+    Ok(inner)
 }
 
 /// The value of an item.
 pub(crate) fn get(blocks: &impl Blocks, key: Key) -> Attempt<Option<&[u8]>> {
-    let (_, leaf) = descend(blocks, key, |_, _| {})?;
-    Ok(node::search(leaf.block, key).ok().map(|slot| node::value(leaf.block, slot)))
+    let (block, _) = leaf(blocks, key)?;
+    Ok(node::search(block, key).ok().map(|slot| node::value(block, slot)))
 }
 
 /// The last item whose key is not above `key`.
 pub(crate) fn floor(blocks: &impl Blocks, key: Key) -> Attempt<Option<(Key, &[u8])>> {
     let mut target = key;
     loop {
-        let (_, leaf) = descend(blocks, target, |_, _| {})?;
-        let slot = match node::search(leaf.block, target) {
+        let (block, place) = leaf(blocks, target)?;
+        let slot = match node::search(block, target) {
             Ok(slot) => Some(slot),
             Err(slot) => slot.checked_sub(1),
         };
         if let Some(slot) = slot {
-            return Ok(Some((node::key(leaf.block, slot), node::value(leaf.block, slot))));
+            return Ok(Some((node::key(block, slot), node::value(block, slot))));
         }
-        match leaf.lower.predecessor() {
+        match place.lower.predecessor() {
             Some(before) => target = before,
             None => return Ok(None),
         }
@@ -108,14 +120,14 @@ pub(crate) fn scan<B>(
 ) -> Attempt<Option<B>> {
     let mut from = from;
     loop {
-        let (_, leaf) = descend(blocks, from, |_, _| {})?;
-        let start = node::search(leaf.block, from).unwrap_or_else(|slot| slot);
-        for slot in start..node::count(leaf.block) {
-            if let ControlFlow::Break(result) = visit(node::key(leaf.block, slot), node::value(leaf.block, slot))? {
+        let (block, place) = leaf(blocks, from)?;
+        let start = node::search(block, from).unwrap_or_else(|slot| slot);
+        for slot in start..node::count(block) {
+            if let ControlFlow::Break(result) = visit(node::key(block, slot), node::value(block, slot))? {
                 return Ok(Some(result));
             }
         }
-        match leaf.upper {
+        match place.upper {
             Some(upper) => from = upper,
             None => return Ok(None),
         }
@@ -124,18 +136,18 @@ pub(crate) fn scan<B>(
 
 /// Inserts an item. Returns false, and changes nothing, when the key is taken.
 pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
-    let path = path(op, key)?;
-    let leaf = op.block(path.leaf, BlockKind::Node)?;
-    let Err(slot) = node::search(leaf, key) else { return Ok(false) };
-    if node::leaf_fits(leaf, value.len()) {
-        node::leaf_insert(op.block_mut(path.leaf, BlockKind::Node)?, slot, key, value);
+    let (block, Place { address, .. }) = leaf(op, key)?;
+    let Err(slot) = node::search(block, key) else { return Ok(false) };
+    if node::leaf_fits(block, value.len()) {
+        node::leaf_insert(op.block_mut(address, BlockKind::Node)?, slot, key, value);
         return Ok(true);
     }
     // A leaf that grows at its end stays full: the new item begins the next one.
-    let count = node::count(leaf);
-    let at = if slot == count { count } else { node::middle(leaf) };
+    let count = node::count(block);
+    let at = if slot == count { count } else { node::middle(block) };
+    let path = path(op, key)?;
     let mut right = new_node(op, 0)?;
-    let left = op.block_mut(path.leaf, BlockKind::Node)?;
+    let left = op.block_mut(address, BlockKind::Node)?;
     node::split(left, at, &mut right);
     if slot < at {
         node::leaf_insert(left, slot, key, value);
@@ -144,38 +156,41 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
     }
     let (first, address) = (node::key(&right, 0), right.address());
     op.create(right);
-    add_child(op, path.inner, first, address)?;
+    add_child(op, path, first, address)?;
     Ok(true)
 }
 
-/// Changes the value of an item in place; its length stays. The item must be there.
-pub(crate) fn update(op: &mut Op, key: Key, change: impl FnOnce(&mut [u8])) -> Attempt<()> {
-    let (address, leaf) = descend(op, key, |_, _| {})?;
-    let Ok(slot) = node::search(leaf.block, key) else {
-        return Err(Corrupt::Item { ino: key.ino(), what: "item is missing from the tree" }.into());
-    };
-    change(node::value_mut(op.block_mut(address, BlockKind::Node)?, slot));
-    Ok(())
+/// Changes the value of an item in place; its length stays. Returns what `change` does; none when there is no such item.
+pub(crate) fn update<T>(op: &mut Op, key: Key, change: impl FnOnce(&mut [u8]) -> Attempt<T>) -> Attempt<Option<T>> {
+    let (block, Place { address, .. }) = leaf(op, key)?;
+    let Ok(slot) = node::search(block, key) else { return Ok(None) };
+    change(node::value_mut(op.block_mut(address, BlockKind::Node)?, slot)).map(Some)
 }
 
 /// Gives an item another value of any length, or inserts it.
 pub(crate) fn put(op: &mut Op, key: Key, value: &[u8]) -> Attempt<()> {
-    match get(op, key)? {
-        Some(old) if old.len() == value.len() => update(op, key, |bytes| bytes.copy_from_slice(value)),
-        Some(_) => {
-            remove(op, key)?;
-            insert(op, key, value).map(|_| ())
+    let (block, Place { address, .. }) = leaf(op, key)?;
+    match node::search(block, key) {
+        Ok(slot) if node::value(block, slot).len() == value.len() => {
+            node::value_mut(op.block_mut(address, BlockKind::Node)?, slot).copy_from_slice(value);
+            return Ok(());
         }
-        None => insert(op, key, value).map(|_| ()),
+        Ok(_) => drop(remove(op, key)?),
+        Err(_) => {}
     }
+    insert(op, key, value).map(drop)
 }
 
 /// Removes an item. Returns whether it was there.
 pub(crate) fn remove(op: &mut Op, key: Key) -> Attempt<bool> {
-    let path = path(op, key)?;
-    let Ok(slot) = node::search(op.block(path.leaf, BlockKind::Node)?, key) else { return Ok(false) };
-    node::remove(op.block_mut(path.leaf, BlockKind::Node)?, slot);
-    thin_out(op, path.inner, path.leaf)?;
+    let (block, Place { address, .. }) = leaf(op, key)?;
+    let Ok(slot) = node::search(block, key) else { return Ok(false) };
+    let block = op.block_mut(address, BlockKind::Node)?;
+    node::remove(block, slot);
+    if node::used(block) < THIN {
+        let path = path(op, key)?;
+        thin_out(op, path, address)?;
+    }
     Ok(true)
 }
 
