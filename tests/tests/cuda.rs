@@ -40,17 +40,29 @@ fn a_driver_without_a_gpu_says_so() {
     with_software_cuda("gpus=0", || assert_eq!(Cuda::load().err(), Some(Unavailable::NoGpu)));
 }
 
+/// A folder with a libcuda.so of one function.
+fn library(source: &str) -> tempfile::TempDir {
+    let folder = scratch_dir();
+    let file = folder.path().join("library.c");
+    std::fs::write(&file, source).unwrap();
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(folder.path().join("libcuda.so")).arg(&file).status();
+    assert!(built.expect("a C compiler").success());
+    folder
+}
+
 #[test]
 fn a_library_that_lacks_a_function_is_named() {
-    let folder = scratch_dir();
-    let source = folder.path().join("half.c");
-    std::fs::write(&source, "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }\n").unwrap();
-    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(folder.path().join("libcuda.so")).arg(&source).status();
-    assert!(built.expect("a C compiler").success());
+    let folder = library("int cuDriverGetVersion(int *version) { *version = 12040; return 0; }");
     with_libcuda(folder.path(), &[], || {
         let reason = Cuda::load().err();
         assert!(matches!(reason, Some(Unavailable::Symbol { .. })), "{reason:?}");
     });
+}
+
+#[test]
+fn the_stub_of_the_toolkit_is_told_apart() {
+    let folder = library("int cuDriverGetVersion(int *version) { return 34; }");
+    with_libcuda(folder.path(), &[], || assert_eq!(Cuda::load().err(), Some(Unavailable::Stub)));
 }
 
 #[test]

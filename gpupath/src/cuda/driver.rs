@@ -33,6 +33,8 @@ impl CudaError {
     pub const INVALID_VALUE: u32 = sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as u32;
     /// `CUDA_ERROR_NO_DEVICE`.
     pub(super) const NO_DEVICE: u32 = sys::cudaError_enum::CUDA_ERROR_NO_DEVICE as u32;
+    /// `CUDA_ERROR_STUB_LIBRARY`: what every function of the toolkit's stub says.
+    const STUB_LIBRARY: u32 = sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY as u32;
     /// `CUDA_ERROR_NOT_READY`: no failure, but the answer that something is still going on.
     pub(super) const NOT_READY: u32 = sys::cudaError_enum::CUDA_ERROR_NOT_READY as u32;
     /// `CUDA_ERROR_NOT_SUPPORTED`.
@@ -174,6 +176,7 @@ fn version() -> Result<Version, Unavailable> {
     // SAFETY: it writes an integer, and needs no initialisation before.
     match unsafe { get(&mut version) } {
         0 => Ok(Version(version.unsigned_abs())),
+        CudaError::STUB_LIBRARY => Err(Unavailable::Stub),
         code => Err(Unavailable::Init(CudaError { call: "cuDriverGetVersion", code, name: "unknown" })),
     }
 }

@@ -37,8 +37,11 @@ pub struct Cuda {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unavailable {
     /// There is no libcuda.
-    #[error("libcuda.so was not found: install the NVIDIA driver, or pass it into this container")]
+    #[error("libcuda.so is not there, or cannot be loaded: install the NVIDIA driver, or pass it into this container")]
     NotFound,
+    /// What there is was made to link against.
+    #[error("the libcuda.so that was found is the CUDA toolkit's stub: take its folder out of LD_LIBRARY_PATH")]
+    Stub,
     /// It is older than what was built against.
     #[error("the NVIDIA driver offers CUDA {found}, and {needed} is needed: update the driver")]
     TooOld {
