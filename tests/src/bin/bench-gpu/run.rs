@@ -23,10 +23,13 @@ pub enum Subject {
     Pageable,
 }
 
+/// How long our program compares what it moves.
+const VERIFY: Duration = Duration::from_millis(50);
+
 /// What `gpu-bench` and the peers print.
 #[derive(Deserialize)]
 struct Printed {
-    operations: u64,
+    bytes: u64,
     seconds: f64,
 }
 
@@ -69,7 +72,14 @@ impl Subject {
 pub fn measure(subject: Subject, work: &Work, backing: &Backing, arguments: &Arguments, time: Duration) -> Result<f64, String> {
     let measured = match subject {
         Subject::Bare => bare::measure(&backing.bare, work, time),
-        Subject::Gpunvme => child(&mut programs::command("gpu-bench"), &backing.gpunvme, work, arguments, time),
+        Subject::Gpunvme => {
+            child(&mut programs::command("gpu-bench"), &backing.gpunvme, work, arguments, time).and_then(|rate| {
+                // The peers compare some operations after their time is up, our program all of a run that is made for it.
+                let mut verify = programs::command("gpu-bench");
+                child(verify.arg("--verify"), &backing.gpunvme, work, arguments, VERIFY)?;
+                Ok(rate)
+            })
+        }
         _ => child(Command::new(&arguments.peers).args(["--method", subject.method()]), &backing.peers, work, arguments, time),
     };
     measured.map_err(|error| error.to_string())
@@ -88,5 +98,5 @@ fn child(command: &mut Command, file: &Path, work: &Work, arguments: &Arguments,
         return Err(text(&output).into());
     }
     let printed: Printed = serde_json::from_slice(&output.stdout)?;
-    Ok(printed.operations as f64 / printed.seconds)
+    Ok(printed.bytes as f64 / work.size as f64 / printed.seconds)
 }
