@@ -159,7 +159,7 @@ impl fmt::Debug for HostRegistration {
 
 impl Drop for HostRegistration {
     fn drop(&mut self) {
-        // SAFETY: it was registered here. CUDA finishes copies that use it first.
+        // SAFETY: it was registered here, and whoever put work into a stream vouched that the stream has passed it.
         let unregistered = self
             .context
             .enter()

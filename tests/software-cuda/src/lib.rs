@@ -53,6 +53,8 @@ struct Handles {
     streams: HashMap<usize, Arc<Stream>>,
     /// By context.
     default_streams: HashMap<usize, Arc<Stream>>,
+    /// Of streams that were destroyed.
+    ends: Vec<Arc<Mark>>,
     /// Where each was recorded last, and in which context it was made.
     events: HashMap<usize, (Arc<Context>, Option<Arc<Mark>>)>,
     modules: HashMap<usize, Vec<u8>>,
@@ -149,8 +151,8 @@ impl Software {
     /// Waits until every stream has done what it has to do.
     fn settle(&self) {
         let handles = self.handles.lock().unwrap();
-        let marks: Vec<_> =
-            handles.streams.values().chain(handles.default_streams.values()).map(|stream| stream.mark()).collect();
+        let streams = handles.streams.values().chain(handles.default_streams.values());
+        let marks: Vec<_> = streams.map(|stream| stream.mark()).chain(handles.ends.iter().cloned()).collect();
         drop(handles);
         marks.iter().for_each(|mark| mark.wait());
     }

@@ -19,6 +19,7 @@ pub const CHECKS: &[Check] = &[
     ("bytes go in and out of every kind of memory", bytes_go_in_and_out),
     ("the kernel moves bytes to and from every kind of memory", the_kernel_moves_bytes),
     ("freed memory is noticed", freed_memory_is_noticed),
+    ("memory is freed after what uses it", memory_is_freed_late),
     ("memory that CUDA does not know is told apart", unknown_memory),
     ("an event is reached when what was before it is done", events),
     ("streams wait for words and write them", words),
@@ -156,6 +157,25 @@ fn freed_memory_is_noticed(gpu: Gpu) {
         assert_ne!(cuda().buffer_id(again.address()).unwrap(), Some(number), "{kind}: the number is used again");
     }
     stream.synchronize().expect("a refused copy breaks nothing");
+}
+
+fn memory_is_freed_late(gpu: Gpu) {
+    let (stream, mut pinned, words) = (gpu.stream().unwrap(), Pinned::new(gpu, MIB), Pinned::new(gpu, 4096));
+    let memory = allocated(gpu, MIB);
+    pinned.put(&stream, memory.address(), &pattern(5, MIB));
+    pinned.bytes().fill(0);
+    hold(&stream, &words, 0, 1);
+    // SAFETY: that the memory is freed only then is the point; the rest stays until the end.
+    unsafe { stream.copy(pinned.address(), memory.address(), MIB) }.unwrap();
+    drop(stream);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(20));
+            words.word(0).store(1, Ordering::Release);
+        });
+        drop(memory);
+        assert!(pinned.bytes() == pattern(5, MIB));
+    });
 }
 
 fn unknown_memory(gpu: Gpu) {

@@ -20,8 +20,12 @@ exports! {
     }
 
     fn cuStreamDestroy_v2(stream: CUstream) {
-        let removed = Software::running()?.handles.lock().unwrap().streams.remove(&stream.addr());
-        removed.map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+        let mut handles = Software::running()?.handles.lock().unwrap();
+        let removed = handles.streams.remove(&stream.addr()).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        // What is in it is done all the same.
+        handles.ends.retain(|end| !end.passed());
+        handles.ends.push(removed.mark());
+        Ok(())
     }
 
     fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext) {
