@@ -154,7 +154,7 @@ impl<T> Entry<T> {
 impl<R: Registrar> Cache<R> {
     /// Nothing registered yet, and never more than `budget` bytes: what the GPU's BAR has room for.
     pub fn new(registrar: R, budget: u64) -> Cache<R> {
-        let state = State { entries: LruCache::new(ENTRIES), accepted: false, refused: None };
+        let state = State { entries: LruCache::sparse(ENTRIES), accepted: false, refused: None };
         Cache { registrar, budget, bytes: Arc::default(), registering: Mutex::new(()), state: Mutex::new(state) }
     }
 

@@ -77,6 +77,12 @@ pub fn first(direction: Direction, blocks: Blocks, file_offset: u64, len: u64, p
     }
 }
 
+/// The first piece, likewise, of a transfer between the file and the application's memory itself. It moves what was asked for and nothing more.
+pub fn first_unstaged(blocks: Blocks, file_offset: u64, len: u64, piece_len: u64) -> Piece {
+    let wanted = len.min(piece_len - file_offset % blocks.read.max(blocks.write));
+    Piece { file_offset, slot_offset: 0, len: wanted, skip: 0, wanted }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -26,6 +26,7 @@
 mod lane;
 #[allow(unsafe_code)]
 mod queue;
+mod registered;
 mod request;
 #[allow(unsafe_code)]
 mod staging;

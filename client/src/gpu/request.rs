@@ -3,9 +3,12 @@
 //! It guards that every request is answered once, whatever becomes of it.
 
 use super::queue::QueueEnd;
+use super::registered::Lease;
+use crate::Reason;
 use crate::error::Result;
 use crate::file::{Require, Transfer};
 use crate::ring::Attached;
+use gpunvme_gpupath::cuda::Gpu;
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::{Condvar, Mutex};
 use std::sync::Arc;
@@ -27,7 +30,7 @@ pub struct Segment {
 }
 
 /// A part of a segment, in one allocation.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct Part {
     pub file_offset: u64,
     pub address: u64,
@@ -35,13 +38,15 @@ pub(super) struct Part {
     /// Of the segment, in the call.
     pub segment: u32,
     pub allocation: Allocation,
+    /// What the device reaches it by, or why it goes through the staging pool.
+    pub registered: std::result::Result<Lease, Reason>,
 }
 
 /// What the memory of a part was when it was asked for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Allocation {
     /// The GPU whose copies reach it.
-    pub lane: u32,
+    pub gpu: Gpu,
     /// Whether that GPU's kernels do.
     pub by_kernel: bool,
     pub base: u64,

@@ -2,6 +2,7 @@
 
 use super::Queue;
 use super::lane::Lane;
+use super::registered::Registrations;
 use super::request::{Allocation, Answer, End, Part, Pending, Request, Segment};
 use super::worker::{Inbox, Message, PIECES, Worker};
 use crate::error::{Error, Result};
@@ -25,12 +26,14 @@ use std::thread::JoinHandle;
 pub struct Settings {
     /// Bytes of the staging pool of each GPU that is used: whole MiB, at least one. It is host memory, pinned, on the GPU's NUMA node.
     pub staging: usize,
+    /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD reaches them: by default as much as the GPU's BAR shows.
+    pub registered: Option<u64>,
 }
 
 impl Default for Settings {
     /// A pool of 64 MiB: what the daemon lets one ring have under way.
     fn default() -> Settings {
-        Settings { staging: 64 << 20 }
+        Settings { staging: 64 << 20, registered: None }
     }
 }
 
@@ -47,7 +50,7 @@ struct Inner {
     settings: Settings,
     /// What slots are aligned to.
     alignment: usize,
-    reason: Reason,
+    registrations: Registrations,
     ring: RingName,
     inbox: Arc<Inbox>,
     worker: Option<JoinHandle<()>>,
@@ -77,7 +80,7 @@ impl Transfers {
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers", errno };
         let inbox = Arc::new(Inbox::new().map_err(failed)?);
         let blocks = Blocks { read: info.logical_block.into(), write: info.block_size.into() };
-        let worker = Worker::new(ring, inbox.clone(), blocks, info.reason);
+        let worker = Worker::new(ring, inbox.clone(), blocks);
         let thread = std::thread::Builder::new().name("gpunvme".into());
         let thread = thread
             .spawn(move || {
@@ -89,9 +92,9 @@ impl Transfers {
         Ok(Transfers(Arc::new(Inner {
             cuda,
             mount: mount.clone(),
+            registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
             settings,
             alignment: (info.memory_alignment.max(info.logical_block) as usize).max(512),
-            reason: info.reason,
             ring: name,
             inbox,
             worker: Some(thread),
@@ -177,6 +180,27 @@ impl Transfers {
         self.begin(Direction::Write, file, segments, Require::default(), End::Callback(Box::new(done)))
     }
 
+    /// The route that transfers to and from the memory at an address take now, and why not a faster one. Where that is `p2p` the memory is registered then: what the first transfer
+    /// would have to do is done.
+    ///
+    /// # Errors
+    /// [`Error::UnknownMemory`] where CUDA knows none.
+    pub fn route(&self, address: u64) -> Result<(Route, Reason)> {
+        let mut parts = Vec::with_capacity(1);
+        self.0.look_up(0, &Segment { file_offset: 0, address, len: 1 }, None, &mut None, &mut parts)?;
+        let registered = parts.first().map(|part| part.registered.as_ref().map(|_| ()));
+        Ok(match registered {
+            Some(Err(reason)) => (Route::Bounce, *reason),
+            _ => (Route::P2p, Reason::None),
+        })
+    }
+
+    /// Gives up what is registered of a range of memory, as soon as no transfer uses it. Registered memory stays in existence, even if the application frees it: until this is called,
+    /// or some other memory is registered. `bounce` needs none of this.
+    pub fn forget(&self, address: u64, len: u64) {
+        self.0.registrations.forget(address, len);
+    }
+
     /// A queue, for one thread that keeps many requests in flight.
     ///
     /// # Errors
@@ -214,8 +238,8 @@ impl Transfers {
             offset: None,
             done: Transfer::default(),
         };
-        if require.route.is_some_and(|route| route != Route::Bounce) {
-            return Err(refused(Errno::OPNOTSUPP, inner.reason, None));
+        if require.route == Some(Route::Host) {
+            return Err(refused(Errno::OPNOTSUPP, Reason::RouteNotAvailable, None));
         }
         let mut parts = Vec::with_capacity(segments.len());
         let mut bytes = 0u64;
@@ -224,8 +248,12 @@ impl Transfers {
             if segment.file_offset.checked_add(segment.len).is_none_or(|end| end > MAX_OFFSET) {
                 return Err(refused(Errno::INVAL, Reason::None, Some(index as u32)));
             }
-            inner.look_up(index as u32, segment, &mut last, &mut parts)?;
+            inner.look_up(index as u32, segment, require.route, &mut last, &mut parts)?;
             bytes = bytes.saturating_add(segment.len);
+        }
+        let staged = parts.iter().find_map(|part| Some((part.segment, *part.registered.as_ref().err()?)));
+        if let (Some(Route::P2p), Some((segment, reason))) = (require.route, staged) {
+            return Err(refused(Errno::OPNOTSUPP, reason, Some(segment)));
         }
         let file = file.in_ring(&inner.ring)?;
         let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), end };
@@ -235,11 +263,12 @@ impl Transfers {
 }
 
 impl Inner {
-    /// Appends the parts of a segment, one an allocation. `last` is the allocation that was found last.
+    /// Appends the parts of a segment, one an allocation, or a part of one that is registered. `last` is the allocation that was found last.
     fn look_up(
         &self,
         index: u32,
         segment: &Segment,
+        route: Option<Route>,
         last: &mut Option<(cuda::Allocation, Allocation)>,
         parts: &mut Vec<Part>,
     ) -> Result<()> {
@@ -258,32 +287,44 @@ impl Inner {
                     *last.insert((found, self.allocation(&found)?))
                 }
             };
-            let len = (segment.len - within).min(found.base + found.len - address);
-            let file_offset = segment.file_offset + within;
-            parts.push(Part { file_offset, address, len, segment: index, allocation });
+            let registered = match route {
+                Some(Route::Bounce) => Err(Reason::None), // as the caller wishes
+                _ => self.registrations.get(&found, address),
+            };
+            let rest = registered.as_ref().map_or(found.base + found.len - address, |lease| lease.len);
+            if registered.is_err() && route != Some(Route::P2p) {
+                self.need_lane(allocation.gpu)?;
+            }
+            let (file_offset, len) = (segment.file_offset + within, rest.min(segment.len - within));
+            parts.push(Part { file_offset, address, len, segment: index, allocation, registered });
             within += len;
         }
         Ok(())
     }
 
-    /// What the worker has to know of an allocation. Its GPU gets a lane if it has none.
+    /// What the worker has to know of an allocation.
     fn allocation(&self, found: &cuda::Allocation) -> Result<Allocation> {
-        let mut lanes = self.lanes.lock();
         let gpu = match found.place {
             Place::Device(gpu) => gpu,
             // Any GPU reaches it: one that is in use already, if there is one.
-            Place::Host | Place::Managed => match lanes.first().copied().or_else(|| self.cuda.gpus().next()) {
+            Place::Host | Place::Managed => match self.lanes.lock().first().copied().or_else(|| self.cuda.gpus().next()) {
                 Some(gpu) => gpu,
                 None => return Err(Error::NoCuda(cuda::Unavailable::NoGpu)),
             },
         };
+        let by_kernel = matches!(found.place, Place::Device(_)) && found.primary;
+        Ok(Allocation { gpu, by_kernel, base: found.base, buffer_id: found.buffer_id })
+    }
+
+    /// Gives a GPU a lane if it has none.
+    fn need_lane(&self, gpu: Gpu) -> Result<()> {
+        let mut lanes = self.lanes.lock();
         if !lanes.contains(&gpu) {
             let lane = Lane::new(self.cuda, gpu, &self.mount, &self.settings, self.alignment)?;
             self.inbox.send(Message::Lane(gpu.index(), Box::new(lane)));
             lanes.push(gpu);
         }
-        let by_kernel = matches!(found.place, Place::Device(_)) && found.primary;
-        Ok(Allocation { lane: gpu.index(), by_kernel, base: found.base, buffer_id: found.buffer_id })
+        Ok(())
     }
 }
 

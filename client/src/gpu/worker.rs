@@ -4,11 +4,14 @@
 //! the last of its pieces is back. And an idle thread sleeps, while a busy one makes no system call: it looks at the ring, at the words that its streams write, and at its inbox.
 
 use super::lane::{BATCH, Copy, Lane, NotCopied};
+use super::registered::Lease;
 use super::request::{Part, Request};
+use crate::buffer::{Memory, Shared};
 use crate::error::Error;
 use crate::file::Transfer;
 use crate::ring::{Completed, Operation, Ring, Wait};
 use crate::{Moved, Reason};
+use gpunvme_gpupath::cuda::{CudaError, Gpu};
 use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -97,12 +100,13 @@ impl Active {
     }
 }
 
-/// A piece in flight: it has a slot, and is either in the ring or being copied.
+/// A piece in flight: it is either in the ring or being copied.
 struct InFlight {
     request: usize,
     part: usize,
     address: u64,
-    slot: usize,
+    /// In the staging pool; none for what the device moves itself.
+    slot: Option<usize>,
     piece: Piece,
     /// Of a read, what the ring moved.
     done: Transfer,
@@ -113,8 +117,6 @@ pub(super) struct Worker {
     ring: Ring,
     inbox: Arc<Inbox>,
     blocks: Blocks,
-    /// Why this mount moves nothing peer to peer.
-    reason: Reason,
     /// By the GPU's index.
     lanes: Vec<Option<Box<Lane>>>,
     requests: Slab<Active>,
@@ -131,12 +133,11 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub fn new(ring: Ring, inbox: Arc<Inbox>, blocks: Blocks, reason: Reason) -> Worker {
+    pub fn new(ring: Ring, inbox: Arc<Inbox>, blocks: Blocks) -> Worker {
         Worker {
             ring,
             inbox,
             blocks,
-            reason,
             lanes: Vec::new(),
             requests: Slab::new(),
             turns: VecDeque::new(),
@@ -229,7 +230,10 @@ impl Worker {
         let part = &active.request.parts[in_flight.part];
         let piece = &in_flight.piece;
         let wanted = piece.arrived(done.bytes());
-        in_flight.done = of_the_application(done, wanted, self.reason);
+        in_flight.done = match part.registered {
+            Ok(_) => done,
+            Err(reason) => of_the_application(done, wanted, reason),
+        };
         match active.request.direction {
             Direction::Write if wanted < piece.wanted => {
                 // The daemon owes a status for this; a file with a gap in it must not pass for written.
@@ -242,18 +246,16 @@ impl Worker {
                     // The file ends here: the rest of the part is not even asked for.
                     active.within = part.len;
                 }
-                if wanted == 0 {
-                    return self.finish(index);
-                }
+                let Some(slot) = in_flight.slot.filter(|_| wanted > 0) else { return self.finish(index) };
                 let copy = Copy {
                     direction: Direction::Read,
                     address: in_flight.address,
-                    slot: in_flight.slot + piece.skip as usize,
+                    slot: slot + piece.skip as usize,
                     len: wanted,
                     allocation: part.allocation,
                     piece: index,
                 };
-                lane(&mut self.lanes, part).copy(copy);
+                lane(&mut self.lanes, part.allocation.gpu).copy(copy);
             }
         }
     }
@@ -303,7 +305,7 @@ impl Worker {
         let (mut at, mut full) = (0, Vec::new());
         while at < self.turns.len() && self.pieces.len() < PIECES {
             let id = self.turns[at];
-            let lane = self.requests[id].next().map(|part| part.allocation.lane);
+            let lane = self.requests[id].next().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
             if lane.is_some_and(|lane| full.contains(&lane)) {
                 at += 1; // whoever is before it in this lane has the first right to what becomes free
                 continue;
@@ -335,7 +337,7 @@ impl Worker {
                 let path = active.request.file.path().to_owned();
                 active.failed.get_or_insert(Error::RingClosed { path });
             }
-            let Some(&part) = active.next() else { return true };
+            let Some(part) = active.next() else { return true };
             if active.within >= part.len {
                 (active.part, active.within) = (active.part + 1, 0);
                 continue;
@@ -344,27 +346,30 @@ impl Worker {
                 return any;
             }
             let request = &active.request;
-            let offset = part.file_offset + active.within;
-            let piece = pieces::first(request.direction, self.blocks, offset, part.len - active.within, request.piece_len);
-            let lane = lane(&mut self.lanes, &part);
-            let Some(slot) = lane.slots.take(piece.slot_len()) else { return any };
-            let address = part.address + active.within;
+            let (direction, offset, rest) = (request.direction, part.file_offset + active.within, part.len - active.within);
+            let (piece, slot) = if part.registered.is_ok() {
+                (pieces::first_unstaged(self.blocks, offset, rest, request.piece_len), None)
+            } else {
+                let piece = pieces::first(direction, self.blocks, offset, rest, request.piece_len);
+                let slot = lane(&mut self.lanes, part.allocation.gpu).slots.take(piece.slot_len());
+                if slot.is_none() {
+                    return any;
+                }
+                (piece, slot)
+            };
+            let (address, allocation) = (part.address + active.within, part.allocation);
             let in_flight =
                 InFlight { request: id, part: active.part, address, slot, piece, done: Transfer::default(), in_ring: false };
             active.within += piece.wanted;
             active.in_flight += 1;
-            let direction = request.direction;
             let index = self.pieces.insert(in_flight);
-            match direction {
-                Direction::Read => self.push(index),
-                Direction::Write => lane.copy(Copy {
-                    direction,
-                    address,
-                    slot: slot + piece.skip as usize,
-                    len: piece.wanted,
-                    allocation: part.allocation,
-                    piece: index,
-                }),
+            match slot {
+                Some(slot) if direction == Direction::Write => {
+                    let slot = slot + piece.skip as usize;
+                    let copy = Copy { direction, address, slot, len: piece.wanted, allocation, piece: index };
+                    lane(&mut self.lanes, allocation.gpu).copy(copy);
+                }
+                _ => self.push(index),
             }
             any = true;
             left = left.saturating_sub(piece.wanted);
@@ -373,14 +378,19 @@ impl Worker {
 
     /// Gives a piece to the ring.
     fn push(&mut self, index: usize) {
-        let InFlight { request, part, slot, piece, .. } = &self.pieces[index];
+        let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
         let request = &self.requests[*request].request;
-        let staging = &lane(&mut self.lanes, &request.parts[*part]).staging;
-        let make = match request.direction {
-            Direction::Read => Operation::read,
-            Direction::Write => Operation::write,
+        let part = &request.parts[*part];
+        let operation = match (&part.registered, slot) {
+            (Ok(lease), _) => {
+                let at = lease.offset + (address - part.address);
+                operation(request, piece, &lease.buffer, at)
+            }
+            (Err(_), slot) => {
+                let at = slot.expect("what is staged has a slot") as u64 + piece.slot_offset;
+                operation(request, piece, &lane(&mut self.lanes, part.allocation.gpu).staging, at)
+            }
         };
-        let operation = make(&request.file, piece.file_offset, staging, *slot as u64 + piece.slot_offset, piece.len);
         match self.ring.push(&operation.requiring(request.require).tagged(index as u64)) {
             Ok(()) => self.pieces[index].in_ring = true,
             Err(error) => self.fail(index, error),
@@ -391,7 +401,9 @@ impl Worker {
     fn finish(&mut self, index: usize) {
         let InFlight { request: id, part, slot, done, .. } = self.pieces.remove(index);
         let active = &mut self.requests[id];
-        lane(&mut self.lanes, &active.request.parts[part]).slots.give_back(slot);
+        if let Some(slot) = slot {
+            lane(&mut self.lanes, active.request.parts[part].allocation.gpu).slots.give_back(slot);
+        }
         active.done.add(&done);
         active.in_flight -= 1;
         self.answer_if_done(id);
@@ -420,7 +432,10 @@ impl Worker {
         if active.in_flight > 0 || active.in_turns {
             return;
         }
-        let Active { request, done: moved, failed, .. } = self.requests.remove(id);
+        let Active { request, done: moved, mut failed, .. } = self.requests.remove(id);
+        if let Err(error) = settle(&request) {
+            failed.get_or_insert(Error::Cuda { action: "make sure that what was read has arrived", error });
+        }
         let result = match failed {
             None => Ok(moved),
             Some(Error::Transfer { path, action, errno, reason, segment, offset, .. }) => {
@@ -475,6 +490,28 @@ impl Worker {
     }
 }
 
+/// A transfer of the ring between a piece of a file and `at` in a buffer.
+fn operation<'a, M: Memory>(request: &'a Request, piece: &Piece, buffer: &'a Arc<Shared<M>>, at: u64) -> Operation<'a> {
+    match request.direction {
+        Direction::Read => Operation::read(&request.file, piece.file_offset, buffer, at, piece.len),
+        Direction::Write => Operation::write(&request.file, piece.file_offset, buffer, at, piece.len),
+    }
+}
+
+/// Before a read is answered: what the device wrote to GPU memory itself is there for whoever looks.
+fn settle(request: &Request) -> Result<(), CudaError> {
+    let registered = request.parts.iter().filter_map(|part| part.registered.as_ref().ok());
+    let mut settled: Option<&Lease> = None;
+    for lease in registered.filter(|_| request.direction == Direction::Read) {
+        // Parts of the same memory mostly follow each other.
+        if !settled.is_some_and(|settled| Arc::ptr_eq(&settled.buffer, &lease.buffer)) {
+            lease.settle()?;
+            settled = Some(lease);
+        }
+    }
+    Ok(())
+}
+
 fn action(direction: Direction) -> &'static str {
     match direction {
         Direction::Read => "read",
@@ -482,9 +519,9 @@ fn action(direction: Direction) -> &'static str {
     }
 }
 
-/// The lane of a part. It came through the inbox before the request.
-fn lane<'a>(lanes: &'a mut [Option<Box<Lane>>], part: &Part) -> &'a mut Lane {
-    lanes[part.allocation.lane as usize].as_mut().expect("a lane comes before the requests that use it")
+/// The lane of a GPU. It came through the inbox before the request.
+fn lane(lanes: &mut [Option<Box<Lane>>], gpu: Gpu) -> &mut Lane {
+    lanes[gpu.index() as usize].as_mut().expect("a lane comes before the requests that use it")
 }
 
 /// What a transfer that was rounded outwards moved for the application, `wanted` bytes, and why not faster.

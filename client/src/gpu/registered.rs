@@ -1,0 +1,117 @@
+//! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when it is first used, and stays so (`gpunvme_gpupath::cache` says how long).
+//!
+//! It guards the order of things on the GPU: what was registered is synchronous to CUDA's own copies (SYNC_MEMOPS), and what an SSD wrote is in place before anybody is told so.
+
+use crate::buffer::Shared;
+use crate::device_memory::DeviceMemory;
+use crate::error::Error;
+use crate::mount::Mount;
+use crate::{Reason, Route};
+use gpunvme_gpupath::cache::{self, Cache, Export, Refusal, Registrar};
+use gpunvme_gpupath::cuda::{self, Cuda, CudaError, Gpu, Place};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The registered memory of all GPUs.
+pub(super) struct Registrations {
+    /// Why the mount takes none; [`Reason::None`] where it does.
+    refused: Reason,
+    /// By the GPU's index; none where the mount takes none.
+    caches: Vec<Cache<Exporter>>,
+}
+
+/// Memory that is registered. While a transfer uses it, it holds this.
+pub(super) type Lease = cache::Lease<Registration>;
+
+/// A part of an allocation, exported and registered.
+#[derive(Debug)]
+pub(super) struct Registration {
+    pub buffer: Arc<Shared<DeviceMemory>>,
+    gpu: Gpu,
+}
+
+impl Registration {
+    /// Sees to it that what devices wrote to it is there for work that the GPU is given from now on.
+    pub fn settle(&self) -> Result<(), CudaError> {
+        self.gpu.flush_remote_writes()
+    }
+}
+
+impl Registrations {
+    /// Nothing is registered yet. `refused` is what the mount says of peer to peer; `budget` is the most bytes of one GPU, as much as its BAR shows if there is none.
+    pub fn new(cuda: &'static Cuda, mount: &Mount, refused: Reason, budget: Option<u64>) -> Registrations {
+        let cache = |gpu: Gpu| {
+            let budget = budget.or_else(|| aperture(&gpu)).unwrap_or(u64::MAX);
+            Cache::new(Exporter { cuda, gpu, mount: mount.clone() }, budget)
+        };
+        let gpus = cuda.gpus().filter(|_| refused == Reason::None);
+        Registrations { refused, caches: gpus.map(cache).collect() }
+    }
+
+    /// The registration in which an address lies, a byte of the memory that was found there; or why there can be none.
+    pub fn get(&self, found: &cuda::Allocation, address: u64) -> Result<Lease, Reason> {
+        if self.refused != Reason::None {
+            return Err(self.refused);
+        }
+        let gpu = match found.place {
+            Place::Device(gpu) if found.primary => gpu,
+            Place::Device(_) | Place::Managed => return Err(Reason::ExportRefused),
+            Place::Host => return Err(Reason::NotGpuMemory),
+        };
+        let allocation = cache::Allocation { buffer_id: found.buffer_id, base: found.base, len: found.len };
+        self.caches[gpu.index() as usize].get(&allocation, address, Instant::now())
+    }
+
+    /// Gives up what is registered of a range.
+    pub fn forget(&self, address: u64, len: u64) {
+        self.caches.iter().for_each(|cache| cache.forget(address, len));
+    }
+}
+
+/// How much of its memory a GPU shows to other devices, in bytes: its BAR 1.
+fn aperture(gpu: &Gpu) -> Option<u64> {
+    std::fs::metadata(format!("/sys/bus/pci/devices/{}/resource1", gpu.pci_address())).ok().map(|bar| bar.len())
+}
+
+struct Exporter {
+    cuda: &'static Cuda,
+    gpu: Gpu,
+    mount: Mount,
+}
+
+impl Registrar for Exporter {
+    type Registration = Registration;
+
+    fn register(&self, export: Export) -> Result<Registration, Refusal> {
+        if !self.gpu.dma_buf_supported() {
+            return Err(Refusal::Gpu(Reason::ExportRefused));
+        }
+        let refused = |error: CudaError| {
+            tracing::debug!(%error, address = export.address, len = export.len, "GPU memory is not exported");
+            match error.code {
+                CudaError::OUT_OF_MEMORY => Refusal::NoRoom(Reason::NoRoom),
+                _ => Refusal::Allocation(Reason::ExportRefused),
+            }
+        };
+        self.gpu.sync_memops(export.allocation.base).map_err(refused)?;
+        let len = export.len as usize;
+        let memory = DeviceMemory::dma_buf(self.gpu.export_dma_buf(export.address, len).map_err(refused)?, len);
+        match self.mount.register(memory) {
+            Ok(registered) if registered.route() == Route::P2p => Ok(Registration { buffer: registered.share(), gpu: self.gpu }),
+            // What poses as a GPU's memory is host memory.
+            Ok(registered) => Err(Refusal::Gpu(registered.reason())),
+            Err(Error::Refused { reason: reason @ (Reason::ProcessLimit | Reason::TotalLimit), .. }) => {
+                Err(Refusal::NoRoom(reason))
+            }
+            Err(Error::Refused { reason, .. }) => Err(Refusal::Gpu(reason)),
+            Err(error) => {
+                tracing::debug!(%error, "GPU memory cannot be registered");
+                Err(Refusal::Gpu(Reason::FdNotReachable))
+            }
+        }
+    }
+
+    fn exists(&self, allocation: &cache::Allocation) -> bool {
+        self.cuda.buffer_id(allocation.base).is_ok_and(|id| id == Some(allocation.buffer_id))
+    }
+}
