@@ -2,6 +2,8 @@
 
 use clap::{Parser, Subcommand};
 use gpunvme::{Require, Route};
+use gpunvme_gpupath::cuda::NoGpuName;
+pub use gpunvme_gpupath::cuda::Which;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -47,7 +49,7 @@ pub enum Command {
 pub struct Read {
     /// The file
     pub file: PathBuf,
-    /// The memory to read into: `host`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
+    /// The memory to read into: `host`, `gpu:NUMBER` or `gpu:UUID`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     pub to: Memory,
     /// Where in the file to begin, in bytes (K, M, G and T count in powers of 1024)
@@ -71,10 +73,10 @@ pub struct Read {
 pub struct Write {
     /// The file; created where there is none
     pub file: PathBuf,
-    /// The memory to write from: `host`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
+    /// The memory to write from: `host`, `gpu:NUMBER` or `gpu:UUID`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     pub from: Memory,
-    /// Where the data comes from, `-` being standard input; otherwise standard input for host memory, and what a device's memory holds
+    /// Where the data comes from, `-` being standard input; otherwise standard input, and of a PCI device what its memory holds
     #[arg(long, value_name = "FILE")]
     pub input: Option<PathBuf>,
     /// How much to write, in bytes; otherwise all of the input, or all of a device's memory from the offset on
@@ -119,6 +121,8 @@ pub fn require(demands: &[Demand]) -> Require {
 pub enum Memory {
     /// A memfd of this process.
     Host,
+    /// A GPU's, allocated for the purpose.
+    Gpu(Which),
     /// A PCI device's, which stands in for a GPU's where there is none.
     Pci(PciMemory),
 }
@@ -140,8 +144,8 @@ impl FromStr for Memory {
         match text.split_once(':') {
             None if text == "host" => Ok(Memory::Host),
             Some(("pci", memory)) => memory.parse().map(Memory::Pci),
-            Some(("gpu", _)) => Err("this build cannot move data to or from GPU memory by its number; use host".into()),
-            _ => Err("the memory must be host or pci:ADDRESS/BAR[:OFFSET]".into()),
+            Some(("gpu", which)) => which.parse().map(Memory::Gpu).map_err(|error: NoGpuName| error.to_string()),
+            _ => Err("the memory must be host, gpu:NUMBER, gpu:UUID or pci:ADDRESS/BAR[:OFFSET]".into()),
         }
     }
 }
@@ -203,7 +207,9 @@ mod tests {
         assert_eq!("host".parse(), Ok(Memory::Host));
         assert_eq!("pci:0000:02:00.0/2".parse(), pci("0000:02:00.0", "2", 0));
         assert_eq!("pci:10000:02:1f.7/4_wc:1M".parse(), pci("10000:02:1f.7", "4_wc", 1 << 20));
-        assert!("gpu:0".parse::<Memory>().unwrap_err().contains("GPU memory"));
+        assert_eq!("gpu:1".parse(), Ok(Memory::Gpu(Which::Index(1))));
+        assert!(matches!("gpu:GPU-6a4e3c7e-1f4d-4b1e-9c59-0d6f0a8f2b11".parse(), Ok(Memory::Gpu(Which::Uuid(_)))));
+        assert!("gpu:first".parse::<Memory>().unwrap_err().contains("names no GPU"));
         let wrong =
             ["", "hos", "host:0", "pci", "pci:0000:02:00.0", "pci:../etc/2", "pci:0000:02:00.0/6", "pci:0000:02:00.0/2/../0"];
         for wrong in wrong.into_iter().chain(["pci:0000:02:00.0/2:", "pci:0000:02:00.0/2:1Q", "pci:./2", "pci:/2", "gpu"]) {

@@ -4,6 +4,8 @@ mod args;
 mod describe;
 mod device;
 mod doctor;
+#[allow(unsafe_code)]
+mod gpu;
 mod meter;
 mod nvme;
 mod read;

@@ -3,7 +3,7 @@
 use crate::args::{Memory, Read, require};
 use crate::meter::Meter;
 use crate::report::{Failure, Report};
-use crate::{device, write};
+use crate::{device, gpu, write};
 use gpunvme::{Buffer, Error, File, Registered, Segment};
 use sha2::{Digest, Sha256};
 use std::io::Write;
@@ -36,6 +36,16 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
     let mut meter = Meter::new(Some(len));
     let require = require(&args.require);
     let mut by = None;
+    if let Memory::Gpu(which) = args.to {
+        let mut window = gpu::Window::new(&file, which, Some(len))?;
+        let by = window.by()?;
+        let looks = hash.is_some() || output.is_some();
+        let see = looks.then_some(|bytes: &[u8]| consume(bytes, &mut hash, &mut output));
+        window.read(&file, (args.offset, len), require, &mut meter, see)?;
+        let mut report = write::outcome(&args.file, args.offset, meter, hash, Some(by)).on(&window.name());
+        report.to_stderr = args.output.as_deref().is_some_and(is_stdout);
+        return Ok(report);
+    }
     if let Memory::Pci(memory) = &args.to {
         let mut window = device::Window::register(&file, memory, Some(len))?;
         window.read(&file, args.offset, require, &mut meter)?;

@@ -28,6 +28,13 @@ impl Report {
         Report { text: String::new(), json, to_stderr: false, code: 0 }
     }
 
+    /// Adds the GPU that it is about.
+    pub fn on(mut self, gpu: &str) -> Report {
+        self.line("gpu", gpu);
+        self.json["gpu"] = json!(gpu);
+        self
+    }
+
     /// Adds a line for people.
     pub fn line(&mut self, name: &str, value: impl Display) {
         let _ = writeln!(self.text, "{name:<12}{value}"); // writing to a String cannot fail

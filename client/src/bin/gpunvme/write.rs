@@ -2,6 +2,7 @@
 
 use crate::args::{Memory, Write, require};
 use crate::device::Window;
+use crate::gpu;
 use crate::meter::Meter;
 use crate::read::{buffers, part, range};
 use crate::report::{self, Failure, Report};
@@ -28,6 +29,17 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
         _ if args.offset.is_none() => Ok(file.set_size(0)?),
         _ => Ok(()),
     };
+    if let Memory::Gpu(which) = args.from {
+        let mut window = gpu::Window::new(&file, which, input.len)?;
+        let by = window.by()?;
+        begin(by.0)?;
+        window.write(&file, offset, require, &mut meter, &mut input.bytes, |bytes| {
+            if let Some(hash) = &mut hash {
+                hash.update(bytes);
+            }
+        })?;
+        return Ok(outcome(&args.file, offset, meter, hash, Some(by)).on(&window.name()));
+    }
     if let Memory::Pci(memory) = &args.from {
         let mut window = Window::register(&file, memory, input.len)?;
         if args.input.is_some() {
@@ -111,7 +123,7 @@ impl Input {
 }
 
 /// Fills a buffer as far as the input goes.
-fn fill(input: &mut dyn Read, buffer: &mut [u8]) -> std::io::Result<usize> {
+pub fn fill(input: &mut dyn Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {
         match input.read(&mut buffer[filled..]) {

@@ -193,12 +193,7 @@ fn acs(acs: Acs) -> String {
 }
 
 fn about_verdict(report: &mut Report, verdict: &Verdict) {
-    let note = match verdict.route {
-        // The library's pipeline through a staging pool is not in this version.
-        Route::Bounce => " (applications read into host memory, and copy from there)",
-        _ => "",
-    };
-    report.line("route", format!("{}{note}", verdict.route));
+    report.line("route", verdict.route);
     report.line("reason", if verdict.reason == Reason::None { "none".to_owned() } else { verdict.reason.name().to_owned() });
     for finding in &verdict.findings {
         report.line(finding.effect.name(), format!("{}: {}", finding.code, finding.text));

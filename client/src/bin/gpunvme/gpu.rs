@@ -1,0 +1,147 @@
+//! GPU memory as the other end of a transfer: as much of it as one part of the file, used again for each part. What arrived there is looked at by way of CUDA's copies.
+
+use crate::args::Which;
+use crate::meter::Meter;
+use crate::report::Failure;
+use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::{File, Reason, Require, Route};
+use gpunvme_gpupath::cuda::{Cuda, CudaError, DeviceAllocation, Gpu, Stream};
+use std::io::Read;
+
+/// Most bytes of GPU memory that are used, and of one transfer.
+const PART: u64 = 512 << 20;
+/// Bytes that are looked at at a time.
+const STEP: usize = 16 << 20;
+
+/// Memory of a GPU, with a stream for copies that wait.
+pub struct Memory {
+    allocation: DeviceAllocation,
+    stream: Stream,
+}
+
+impl Memory {
+    pub fn new(gpu: &Gpu, len: usize) -> Result<Memory, CudaError> {
+        Ok(Memory { allocation: gpu.alloc(len)?, stream: gpu.stream()? })
+    }
+
+    pub fn address(&self) -> u64 {
+        self.allocation.address()
+    }
+
+    pub fn len(&self) -> usize {
+        self.allocation.len()
+    }
+
+    /// Copies bytes into it.
+    pub fn put(&self, offset: usize, bytes: &[u8]) -> Result<(), CudaError> {
+        assert!(offset + bytes.len() <= self.len(), "a copy reaches past the end of GPU memory");
+        // SAFETY: both ranges are there until the copy is waited for, and nobody else uses them.
+        unsafe { self.stream.copy(self.address() + offset as u64, bytes.as_ptr() as u64, bytes.len()) }?;
+        self.stream.synchronize()
+    }
+
+    /// Copies bytes out of it.
+    pub fn get(&self, offset: usize, bytes: &mut [u8]) -> Result<(), CudaError> {
+        assert!(offset + bytes.len() <= self.len(), "a copy reaches past the end of GPU memory");
+        // SAFETY: as above; the slice is borrowed mutably.
+        unsafe { self.stream.copy(bytes.as_mut_ptr() as u64, self.address() + offset as u64, bytes.len()) }?;
+        self.stream.synchronize()
+    }
+}
+
+/// GPU memory, and what moves files to and from it.
+pub struct Window {
+    gpu: Gpu,
+    memory: Memory,
+    transfers: Transfers,
+}
+
+impl Window {
+    /// Memory for a transfer of `len` bytes, as far as that is known.
+    pub fn new(file: &File, which: Which, len: Option<u64>) -> Result<Window, Failure> {
+        let gpu = find(which)?;
+        let len = len.unwrap_or(PART).clamp(1, PART);
+        Ok(Window { gpu, memory: Memory::new(&gpu, len as usize)?, transfers: Transfers::new(&file.mount()?)? })
+    }
+
+    /// The route that transfers take, and why not a faster one.
+    pub fn by(&self) -> Result<(Route, Reason), Failure> {
+        Ok(self.transfers.route(self.memory.address())?)
+    }
+
+    /// Its GPU, for people.
+    pub fn name(&self) -> String {
+        self.gpu.to_string()
+    }
+
+    /// Reads `len` bytes of a file in parts, and shows each to `see`, if there is one.
+    pub fn read(
+        &mut self,
+        file: &File,
+        (offset, len): (u64, u64),
+        require: Require,
+        meter: &mut Meter,
+        mut see: Option<impl FnMut(&[u8]) -> Result<(), Failure>>,
+    ) -> Result<(), Failure> {
+        let mut bytes = vec![0; if see.is_some() { STEP.min(self.memory.len()) } else { 0 }];
+        let mut at = 0;
+        while at < len {
+            let asked = (len - at).min(self.memory.len() as u64);
+            let segment = Segment { file_offset: offset + at, address: self.memory.address(), len: asked };
+            // SAFETY: the memory is this window's.
+            let moved = meter.time(|| unsafe { self.transfers.read_requiring(file, &[segment], require) })?;
+            let mut seen = 0;
+            while let Some(see) = see.as_mut().filter(|_| seen < moved) {
+                let step = (moved - seen).min(STEP as u64) as usize;
+                self.memory.get(seen as usize, &mut bytes[..step])?;
+                see(&bytes[..step])?;
+                seen += step as u64;
+            }
+            at += moved;
+            if moved < asked {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what an input has to a file, part by part, and shows it to `see`.
+    pub fn write(
+        &mut self,
+        file: &File,
+        offset: u64,
+        require: Require,
+        meter: &mut Meter,
+        input: &mut dyn Read,
+        mut see: impl FnMut(&[u8]),
+    ) -> Result<(), Failure> {
+        let mut bytes = vec![0; STEP.min(self.memory.len())];
+        let mut at = offset;
+        loop {
+            let mut filled = 0;
+            while filled < self.memory.len() {
+                let step = STEP.min(self.memory.len() - filled);
+                let read = crate::write::fill(input, &mut bytes[..step])
+                    .map_err(|error| Failure(format!("cannot read the input: {error}")))?;
+                self.memory.put(filled, &bytes[..read])?;
+                see(&bytes[..read]);
+                filled += read;
+                if read < step {
+                    break;
+                }
+            }
+            if filled == 0 {
+                return Ok(());
+            }
+            let segment = Segment { file_offset: at, address: self.memory.address(), len: filled as u64 };
+            // SAFETY: the memory is this window's.
+            at += meter.time(|| unsafe { self.transfers.write_requiring(file, &[segment], require) })?;
+        }
+    }
+}
+
+/// The GPU of that name.
+pub fn find(which: Which) -> Result<Gpu, Failure> {
+    let cuda = Cuda::load().map_err(gpunvme::Error::NoCuda)?;
+    Ok(cuda.gpu(which)?)
+}
