@@ -8,7 +8,7 @@ use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, Thread};
 
 use parking_lot::Mutex;
 use slab::Slab;
@@ -19,7 +19,7 @@ type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
 
 /// Runs batches on a device's queues: [`Io::threaded`] with a reaper thread a queue, [`Io::inline`] and [`Io::stepped`] without
-/// any thread.
+/// any thread. With any of them a thread can have an [`OwnQueue`].
 ///
 /// Dropping it waits for the batches in flight. Dropped from inside a `done` it cannot wait for the thread that it is on:
 /// that thread then ends by itself.
@@ -72,48 +72,92 @@ thread_local! {
         NEXT.fetch_add(1, Ordering::Relaxed)
     };
     static IS_REAPER: Cell<bool> = const { Cell::new(false) };
-    /// What this thread holds back while it has a [`Plug`].
-    static PLUG: RefCell<Option<Plugged>> = const { RefCell::new(None) };
+    /// What this thread has submitted to its own queue, if it has one.
+    static OWN: RefCell<Option<HeldBack>> = const { RefCell::new(None) };
 }
 
-/// Requests of several batches that go to their queue in one piece.
-struct Plugged {
+/// Requests that [`OwnQueue::run`] will submit in one piece.
+struct HeldBack {
+    io: Arc<Io>,
     lane: Arc<Lane>,
     requests: Vec<Request>,
 }
 
-/// While it lives, what its thread submits to the [`Io`] is held back; then all of it goes to the device at once. Not to be held
-/// while anything is waited for.
-pub struct Plug {
+/// A queue of one thread's own. What the thread submits to the [`Io`] is held back until it calls [`OwnQueue::run`], which gives all of it to the
+/// device at once and collects what is over, without any other thread. Dropping it waits for the batches in flight.
+pub struct OwnQueue {
+    /// None where the device has a single queue: then the reaper of that one does the work.
+    lane: Option<Arc<Lane>>,
+    reaped: RefCell<Reaped>,
     /// Belongs to its thread.
     _thread: PhantomData<*const ()>,
 }
 
-impl Drop for Plug {
+/// Wakes the thread that waits in [`OwnQueue::run`], or is about to.
+pub struct Waker {
+    lane: Option<Arc<Lane>>,
+    thread: Thread,
+}
+
+impl Waker {
+    /// Wakes it.
+    pub fn wake(&self) {
+        match &self.lane {
+            Some(lane) => lane.queue.wake(),
+            None => self.thread.unpark(),
+        }
+    }
+}
+
+impl OwnQueue {
+    /// Submits what the thread has submitted since the last call, and calls the `done` of batches that are over; waits for the first as
+    /// [`Queue::complete`] does. Returns how many requests were over.
+    pub fn run(&self, wait: Wait) -> usize {
+        let Some(lane) = &self.lane else {
+            match wait {
+                Wait::No => {}
+                Wait::Timeout(timeout) => std::thread::park_timeout(timeout),
+                Wait::Forever => std::thread::park(),
+            }
+            return 0;
+        };
+        let mut requests = OWN.with_borrow_mut(|own| std::mem::take(&mut own.as_mut().expect("set with the queue").requests));
+        if !requests.is_empty() {
+            lane.queue.submit(&mut requests);
+            // It keeps its memory.
+            OWN.with_borrow_mut(|own| own.as_mut().expect("set with the queue").requests = requests);
+        }
+        lane.turn(wait, &mut self.reaped.borrow_mut())
+    }
+
+    /// What others wake this thread with.
+    pub fn waker(&self) -> Waker {
+        Waker { lane: self.lane.clone(), thread: std::thread::current() }
+    }
+}
+
+impl Drop for OwnQueue {
     fn drop(&mut self) {
-        if let Some(mut plugged) = PLUG.take()
-            && !plugged.requests.is_empty()
-        {
-            plugged.lane.queue.submit(&mut plugged.requests);
+        if let Some(lane) = &self.lane {
+            while lane.in_flight.load(Ordering::Acquire) > 0 {
+                self.run(Wait::Forever);
+            }
+            OWN.take();
+            IS_REAPER.set(false);
         }
     }
 }
 
 impl Io {
-    /// Opens `queues` queues (at least 1, at most what the device has), each with a thread that collects its completions and
-    /// runs the `done` of batches. A thread that submits keeps to one queue.
+    /// Opens `queues` queues (at least 1, at most what the device has less one for [`Io::own_queue`]), each with a thread that collects its
+    /// completions and runs the `done` of batches. A thread that submits keeps to one queue.
     ///
     /// A `done` that panics aborts the process: the batches behind it would never end.
     pub fn threaded(device: Arc<dyn BlockDevice>, queues: usize) -> Result<Arc<Io>> {
-        let queues = queues.clamp(1, device.geometry().max_queues as usize);
+        let queues = queues.clamp(1, (device.geometry().max_queues as usize - 1).max(1));
         let mut lanes = Vec::with_capacity(queues);
         for _ in 0..queues {
-            lanes.push(Arc::new(Lane {
-                queue: device.open_queue()?,
-                batches: Mutex::default(),
-                in_flight: AtomicUsize::new(0),
-                stopping: AtomicBool::new(false),
-            }));
+            lanes.push(Arc::new(Lane::new(device.open_queue()?)));
         }
         // Built before the threads: should one fail to start, dropping it stops those that did.
         let mut io = Io { device, mode: Mode::Threaded { lanes: lanes.clone(), reapers: Vec::with_capacity(queues) } };
@@ -183,6 +227,11 @@ impl Io {
     /// beside it. `done` is called once with the first error, if any, after all of them are over and their spans dropped;
     /// from a reaper thread (of [`Io::inline`]: from this one), which it must not block. It may submit.
     pub fn submit(&self, batch: Vec<Request>, done: impl FnOnce(Result<()>) + Send + 'static) {
+        let own = OWN.with_borrow(|own| own.as_ref().filter(|own| std::ptr::eq(&*own.io, self)).map(|own| own.lane.clone()));
+        if let Some(lane) = own {
+            let mut batch = lane.begin(batch, Box::new(done));
+            return OWN.with_borrow_mut(|own| own.as_mut().expect("looked at above").requests.append(&mut batch));
+        }
         match &self.mode {
             Mode::Inline(queue) => {
                 let result = run_inline(&**queue.lock(), batch);
@@ -198,35 +247,37 @@ impl Io {
             },
             Mode::Threaded { lanes, .. } => {
                 let lane = SUBMITTER.with(|number| number % lanes.len());
-                lanes[lane].submit(batch, Box::new(done));
+                let mut batch = lanes[lane].begin(batch, Box::new(done));
+                lanes[lane].queue.submit(&mut batch);
             }
         }
     }
 
-    /// Holds back what this thread submits until the plug is dropped, so that many batches cost the device's queue one
-    /// submission. Of [`Io::inline`] nothing is held back.
+    /// Gives this thread a queue of its own, to which all that it submits goes from now on. On a device with a single queue it shares that.
     ///
     /// # Panics
     ///
-    /// If the thread has a plug already.
-    pub fn plug(&self) -> Plug {
-        if let Mode::Threaded { lanes, .. } = &self.mode {
-            let lane = lanes[SUBMITTER.with(|number| number % lanes.len())].clone();
-            let before = PLUG.replace(Some(Plugged { lane, requests: Vec::new() }));
-            assert!(before.is_none(), "a thread has one plug at a time");
+    /// If the thread has one already.
+    pub fn own_queue(self: &Arc<Io>) -> Result<OwnQueue> {
+        let lane = match self.device.geometry().max_queues {
+            1 => None,
+            _ => Some(Arc::new(Lane::new(self.device.open_queue()?))),
+        };
+        if let Some(lane) = &lane {
+            let own = HeldBack { io: self.clone(), lane: lane.clone(), requests: Vec::new() };
+            assert!(OWN.replace(Some(own)).is_none(), "a thread has one queue of its own");
+            IS_REAPER.set(true);
         }
-        Plug { _thread: PhantomData }
+        Ok(OwnQueue { lane, reaped: RefCell::default(), _thread: PhantomData })
     }
 
     /// Submits the batch and waits for it.
     ///
     /// # Panics
     ///
-    /// On a reaper thread, that is, from inside a `done`: it would wait for itself. With a [`Plug`], which would hold the batch
-    /// back.
+    /// On a reaper thread, that is, from inside a `done`, and on one with an [`OwnQueue`]: it would wait for itself.
     pub fn run(&self, batch: Vec<Request>) -> Result<()> {
-        assert!(!IS_REAPER.get(), "Io::run called from the completion of a batch");
-        assert!(PLUG.with_borrow(Option::is_none), "Io::run called with a plug");
+        assert!(!IS_REAPER.get(), "Io::run called from the completion of a batch, or by a thread with a queue of its own");
         let (sender, receiver) = mpsc::sync_channel(1);
         self.submit(batch, move |result| {
             let _ = sender.send(result); // the receiver waits below
@@ -268,7 +319,7 @@ fn drain(queue: &dyn Queue, mut remaining: usize) -> Result<()> {
     let mut result = Ok(());
     let mut completions = Vec::new();
     while remaining > 0 {
-        collect(queue, &mut completions);
+        collect(queue, Wait::Forever, &mut completions);
         remaining -= completions.len();
         for completion in completions.drain(..) {
             result = result.and(completion.result);
@@ -277,56 +328,66 @@ fn drain(queue: &dyn Queue, mut remaining: usize) -> Result<()> {
     result
 }
 
-/// Waits for completions.
-fn collect(queue: &dyn Queue, completions: &mut Vec<Completion>) {
-    if let Err(error) = queue.complete(Wait::Forever, completions) {
+fn collect(queue: &dyn Queue, wait: Wait, completions: &mut Vec<Completion>) {
+    if let Err(error) = queue.complete(wait, completions) {
         // Its requests may be in flight for ever, so that nobody could be told anything true about them.
         panic!("an I/O queue broke: {error}");
     }
 }
 
 impl Lane {
-    fn submit(&self, mut batch: Vec<Request>, done: Done) {
+    fn new(queue: Box<dyn Queue>) -> Lane {
+        Lane { queue, batches: Mutex::default(), in_flight: AtomicUsize::new(0), stopping: AtomicBool::new(false) }
+    }
+
+    /// Takes a batch in. What is returned has to be submitted to the queue.
+    fn begin(&self, mut batch: Vec<Request>, done: Done) -> Vec<Request> {
         self.in_flight.fetch_add(1, Ordering::AcqRel);
         let Some(remaining) = NonZero::new(batch.len()) else {
             self.batches.lock().empty.push(done);
             self.queue.wake();
-            return;
+            return batch;
         };
         let tag = self.batches.lock().pending.insert(Batch { remaining: remaining.get(), error: None, done });
         for request in &mut batch {
             request.tag = tag as u64;
         }
-        let held_back = PLUG.with_borrow_mut(|plug| match plug {
-            Some(plugged) if std::ptr::eq(&*plugged.lane, self) => {
-                plugged.requests.append(&mut batch);
-                true
-            }
-            _ => false,
-        });
-        if !held_back {
-            self.queue.submit(&mut batch);
-        }
+        batch
     }
 
     /// The reaper thread.
     fn reap(&self) {
         let _guard = AbortOnPanic;
         IS_REAPER.set(true);
-        let mut completions = Vec::new();
-        let mut finished: Vec<(Done, Result<()>)> = Vec::new();
+        let mut reaped = Reaped::default();
         while !self.stopping.load(Ordering::Acquire) || self.in_flight.load(Ordering::Acquire) > 0 {
-            collect(&*self.queue, &mut completions);
+            self.turn(Wait::Forever, &mut reaped);
+        }
+    }
+
+    /// Collects completions, and calls the `done` of batches that are over. Returns how many requests were over.
+    fn turn(&self, wait: Wait, reaped: &mut Reaped) -> usize {
+        let Reaped { completions, finished } = reaped;
+        collect(&*self.queue, wait, completions);
+        let count = completions.len();
+        {
             let mut batches = self.batches.lock();
             finished.extend(batches.empty.drain(..).map(|done| (done, Ok(()))));
             finished.extend(completions.drain(..).filter_map(|completion| batches.complete(completion)));
-            drop(batches);
-            for (done, result) in finished.drain(..) {
-                self.in_flight.fetch_sub(1, Ordering::AcqRel);
-                done(result);
-            }
         }
+        for (done, result) in finished.drain(..) {
+            self.in_flight.fetch_sub(1, Ordering::AcqRel);
+            done(result);
+        }
+        count
     }
+}
+
+/// What one [`Lane::turn`] works on, in vectors that keep their memory.
+#[derive(Default)]
+struct Reaped {
+    completions: Vec<Completion>,
+    finished: Vec<(Done, Result<()>)>,
 }
 
 impl Batches {

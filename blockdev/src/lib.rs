@@ -35,7 +35,7 @@ pub use buffer::{Buffer, BufferPool};
 pub use device::{BlockDevice, Geometry, NoPeerToPeer, OpenMode, Queue, Wait, open, path_of, without_options};
 pub use error::{Error, Result};
 pub use faulty::{Faulty, On, Rule};
-pub use io::{Io, Plug};
+pub use io::{Io, OwnQueue, Waker};
 pub use memory::{Image, MemoryDevice};
 pub use recorder::{Event, Log, PowerCuts, Recorder, SECTOR};
 pub use region::{Region, Span};

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{Error, Faulty, Io, MemoryDevice, On, Op, OpenMode, Region, Request, Rule, open};
+use gpunvme_blockdev::{Error, Faulty, Io, MemoryDevice, On, Op, OpenMode, Region, Request, Rule, Wait, open};
 
 const LEN: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(20);
@@ -234,4 +234,39 @@ fn waiting_inside_a_completion_aborts_instead_of_hanging() {
     }
     let message = aborts("waiting_inside_a_completion_aborts_instead_of_hanging").expect("it aborts");
     assert!(message.contains("Io::run called from the completion of a batch"), "{message}");
+}
+
+#[test]
+fn a_thread_with_a_queue_of_its_own_ends_its_batches_itself() {
+    for faulty in [faulty(), faulty_file()] {
+        let io = Io::threaded(faulty.clone(), 2).expect("io");
+        let own = io.own_queue().expect("a queue");
+        let (sender, ended) = mpsc::channel();
+        let submit = |batch| {
+            let sender = sender.clone();
+            io.submit(batch, move |result| sender.send((std::thread::current().id(), result)).expect("somebody waits"));
+        };
+        faulty.add(Rule::fail(On::Write, libc::EIO).within(512..1024));
+        submit(vec![write(0, 7), write(1024, 7)]);
+        submit(vec![write(512, 7)]);
+        submit(vec![]);
+        assert_eq!((ended.try_recv(), faulty.hits()), (Err(mpsc::TryRecvError::Empty), 0), "nothing is submitted yet");
+        let mut results = Vec::new();
+        while results.len() < 3 {
+            own.run(Wait::Forever);
+            results.extend(ended.try_iter());
+        }
+        assert!(results.iter().all(|(thread, _)| *thread == std::thread::current().id()));
+        assert_eq!(results.iter().filter(|(_, result)| result.is_err()).count(), 1);
+
+        let waker = own.waker();
+        let waking = std::thread::spawn(move || waker.wake());
+        assert_eq!(own.run(Wait::Forever), 0, "woken");
+        waking.join().expect("it woke");
+
+        submit(vec![Request::flush()]);
+        drop(own);
+        assert_eq!(ended.try_recv().map(|(_, result)| result), Ok(Ok(())), "it waited");
+        assert_eq!((read(&io, 0), read(&io, 512)), (Ok(7), Ok(0)), "as any other thread from then on");
+    }
 }

@@ -32,6 +32,8 @@ pub(super) struct Ring {
     in_flight: AtomicU32,
     /// Bytes asked for in those.
     bytes: AtomicU64,
+    /// Something was completed since the application was last looked after.
+    due: AtomicBool,
     closed: AtomicBool,
     files: RwLock<Files>,
     /// Buffers used before: to look one up in the registry takes a system call.
@@ -64,6 +66,7 @@ impl Ring {
             tail: Mutex::new(0),
             in_flight: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
+            due: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             files: RwLock::default(),
             buffers: Mutex::default(),
@@ -106,7 +109,7 @@ impl Ring {
         (self.in_flight.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire))
     }
 
-    /// Ends a submission of `len` bytes that was taken.
+    /// Ends a submission of `len` bytes that was taken. [`Ring::wake_if_due`] has to follow.
     pub fn complete(&self, len: u64, completion: &Completion) {
         {
             let mut tail = self.tail.lock();
@@ -116,7 +119,7 @@ impl Ring {
             self.bytes.fetch_sub(len, Ordering::AcqRel);
             self.in_flight.fetch_sub(1, Ordering::AcqRel);
         }
-        self.wake();
+        self.due.store(true, Ordering::Release);
     }
 
     /// Says whether the service sleeps, with a full barrier.
@@ -146,7 +149,11 @@ impl Ring {
         self.closed.load(Ordering::Acquire)
     }
 
-    fn wake(&self) {
+    /// Wakes the application if it sleeps and something was completed.
+    pub fn wake_if_due(&self) {
+        if !self.due.load(Ordering::Relaxed) || !self.due.swap(false, Ordering::AcqRel) {
+            return;
+        }
         fence(Ordering::SeqCst);
         if self.memory.load(Word::Application) == ASLEEP && self.memory.swap(Word::Application, AWAKE) == ASLEEP {
             self.completed.send();

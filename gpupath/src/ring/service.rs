@@ -1,9 +1,10 @@
-//! The daemon's end of all rings of a mount: one thread that takes submissions and begins them. It never waits for a device: a transfer is completed from wherever
-//! it ends.
+//! The daemon's end of all rings of a mount: one thread that takes submissions, begins them, and ends them when the device is done, on a queue of
+//! its own. It never waits for a single transfer: what has to wait for something else than the device goes on elsewhere, and is completed from there.
 //!
 //! It guards fairness. Rings take turns, a few submissions each; and while several are busy, none may have more than its share under way, because what the device
 //! has been given it serves in the order in which it came. As long as there is work the thread looks at the rings themselves; when there is none it
-//! soon sleeps, and says so in each ring, so that the next submission wakes it.
+//! soon sleeps until the device answers, and says so in each ring, so that the next submission wakes it: a second thread hears the applications' signals,
+//! and of their end.
 
 use super::memory::RingMemory;
 use super::queue_pair::{Broken, Ring};
@@ -14,15 +15,16 @@ use crate::foreign;
 use crate::process::Process;
 use crate::registry::Buffer;
 use crate::server::{Reply, Server};
-use gpunvme_blockdev::Io;
+use gpunvme_blockdev::{Io, OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, epoll};
 use rustix::io::Errno;
+use std::cell::Cell;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use zerocopy::FromBytes;
@@ -37,10 +39,15 @@ const LINGER: Duration = Duration::from_micros(50);
 /// Rings of one process, and of all.
 const RINGS_PER_PROCESS: usize = 64;
 const RINGS: usize = 1024;
-/// The thread's own event.
-const WAKE: u64 = u64::MAX;
+/// The end of the thread that listens.
+const END: u64 = u64::MAX;
 /// The event of an application's eventfd. Which one does not matter: all rings are looked at.
 const SUBMITTED: u64 = u64::MAX - 1;
+
+thread_local! {
+    /// Whether this is the thread that serves.
+    static SERVING: Cell<bool> = const { Cell::new(false) };
+}
 
 /// A file that was attached to a ring: what it was opened for goes with it.
 pub trait AttachedFile: Send + Sync {
@@ -52,15 +59,17 @@ pub trait AttachedFile: Send + Sync {
 /// The rings of a mount.
 pub struct Rings {
     shared: Arc<Shared>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 struct Shared {
     server: Arc<Server>,
-    io: Arc<Io>,
+    /// What the applications signal, and their ends.
     epoll: OwnedFd,
-    wake: OwnedFd,
-    /// The thread sleeps, or is about to.
+    end: OwnedFd,
+    /// Wakes the thread that serves.
+    waker: OnceLock<Waker>,
+    /// It sleeps, or is about to.
     asleep: AtomicBool,
     ending: AtomicBool,
     last_id: AtomicU64,
@@ -69,35 +78,52 @@ struct Shared {
 }
 
 impl Rings {
-    /// No rings yet. What they ask for in one turn goes to `io` in one piece.
+    /// No rings yet. They will have a queue of `io`'s device to themselves.
     ///
     /// # Errors
-    /// When the kernel gives no epoll, eventfd or thread.
+    /// When the kernel gives no epoll, eventfd or thread, or the device no queue.
     pub fn new(server: Arc<Server>, io: Arc<Io>) -> std::io::Result<Rings> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        let end = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &end, epoll::EventData::new_u64(END), epoll::EventFlags::IN)?;
         let shared = Arc::new(Shared {
             server,
-            io,
             epoll,
-            wake,
+            end,
+            waker: OnceLock::new(),
             asleep: AtomicBool::new(false),
             ending: AtomicBool::new(false),
             // As with buffers: one mount's name for a ring means nothing to another mount.
             last_id: AtomicU64::new(RandomState::new().build_hasher().finish() >> 1),
             rings: Mutex::default(),
         });
-        let thread = std::thread::Builder::new().name("rings".into()).spawn({
-            let shared = shared.clone();
-            move || {
-                // What a thread that panics was doing to the volume is unknown.
-                if catch_unwind(AssertUnwindSafe(|| shared.serve())).is_err() {
-                    std::process::abort();
-                }
+        let rings = Rings { shared: shared.clone(), threads: Mutex::default() };
+        let (sender, began) = mpsc::sync_channel(1);
+        let server = shared.clone();
+        rings.start("rings", move || match io.own_queue() {
+            Ok(queue) => {
+                let _ = server.waker.set(queue.waker()); // nobody else sets it
+                let _ = sender.send(Ok(())); // the receiver waits below
+                server.serve(&queue);
+            }
+            Err(error) => {
+                let _ = sender.send(Err(std::io::Error::other(error)));
             }
         })?;
-        Ok(Rings { shared, thread: Mutex::new(Some(thread)) })
+        began.recv().map_err(std::io::Error::other)??;
+        rings.start("ring-signals", move || shared.listen())?;
+        Ok(rings)
+    }
+
+    fn start(&self, name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
+            // What a thread that panics was doing to the volume is unknown.
+            if catch_unwind(AssertUnwindSafe(run)).is_err() {
+                std::process::abort();
+            }
+        })?;
+        self.threads.lock().push(thread);
+        Ok(())
     }
 
     /// `RING`. `thread` is the caller's id in a FUSE request that must not have been answered. It maps memory: not for the thread that everybody waits for.
@@ -134,11 +160,12 @@ impl Rings {
         Reply::new(detached.err().map_or(0, Errno::raw_os_error), request)
     }
 
-    /// Ends all rings, and the thread. Transfers under way end by themselves.
+    /// Ends all rings, after the transfers that are under way.
     pub fn end(&self) {
         self.shared.ending.store(true, Ordering::Release);
         self.shared.wake_up();
-        if let Some(thread) = self.thread.lock().take() {
+        let _ = rustix::io::write(&self.shared.end, &1u64.to_ne_bytes()); // never full: it is written once
+        for thread in self.threads.lock().drain(..) {
             let _ = thread.join(); // a panic there was reported there
         }
         for ring in self.shared.all().iter() {
@@ -215,68 +242,81 @@ impl Shared {
     }
 
     fn wake_up(&self) {
-        // What cannot be added to the counter is there already.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        if let Some(waker) = self.waker.get() {
+            waker.wake();
+        }
     }
 
-    /// The thread.
-    fn serve(self: &Arc<Self>) {
-        let mut events = Vec::with_capacity(64);
+    /// The thread that serves.
+    fn serve(self: &Arc<Self>, queue: &OwnQueue) {
+        SERVING.set(true);
         let mut first = 0;
         let mut busy = Instant::now();
         while !self.ending.load(Ordering::Acquire) {
             let rings = self.all();
             first += 1;
-            if self.turn(&rings, first) {
+            if self.turn(&rings, first, queue, Wait::No) {
                 busy = Instant::now();
                 continue;
             }
             if busy.elapsed() < LINGER && !rings.is_empty() {
-                std::hint::spin_loop();
+                // On a machine with nothing to spare the device, or the application, may need this processor.
+                std::thread::yield_now();
                 continue;
             }
             self.asleep.store(true, Ordering::SeqCst);
             rings.iter().for_each(|ring| ring.set_asleep(true));
-            // Once more: whoever submitted before seeing that word did not signal, and whoever completed did not either.
+            // Whoever submitted before seeing that word did not signal, and whoever completed did not either: looks once more, then sleeps.
             fence(Ordering::SeqCst);
-            if !self.turn(&rings, first) && !self.sleep(&mut events) {
-                return;
-            }
+            self.turn(&rings, first, queue, Wait::Forever);
             self.asleep.store(false, Ordering::SeqCst);
             rings.iter().for_each(|ring| ring.set_asleep(false));
             busy = Instant::now();
         }
     }
 
-    /// Waits for an event. False if that can no longer be.
-    fn sleep(&self, events: &mut Vec<epoll::Event>) -> bool {
-        events.clear();
-        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), None) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => {
-                tracing::error!(%errno, "rings are out of service until the next mount");
-                return false;
-            }
-        }
-        for event in events {
-            match event.data.u64() {
-                WAKE => {
-                    let _ = rustix::io::read(&self.wake, &mut [0u8; 8]); // nonblocking: another event may have emptied it
+    /// The thread that listens.
+    fn listen(&self) {
+        let mut events = Vec::with_capacity(64);
+        while !self.ending.load(Ordering::Acquire) {
+            events.clear();
+            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => {
+                    tracing::error!(%errno, "rings are not heard any more until the next mount");
+                    return;
                 }
-                SUBMITTED => {}
-                id => {
-                    if let Some(ring) = self.all().iter().find(|ring| ring.id == id) {
-                        tracing::debug!(process = ring.owner.id, "a process ended; its ring is gone");
-                        self.remove(ring);
+            }
+            let mut submitted = false;
+            for event in &events {
+                match event.data.u64() {
+                    END => return,
+                    SUBMITTED => submitted = true,
+                    id => {
+                        if let Some(ring) = self.all().iter().find(|ring| ring.id == id) {
+                            tracing::debug!(process = ring.owner.id, "a process ended; its ring is gone");
+                            self.remove(ring);
+                        }
                     }
                 }
             }
+            if submitted {
+                self.wake_up();
+            }
         }
-        true
+    }
+
+    /// Takes from each ring what may be taken now, gives it to the device, and ends what the device has done, for which it waits where there was nothing to
+    /// take. Returns whether anything happened.
+    fn turn(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize, queue: &OwnQueue, wait: Wait) -> bool {
+        let taken = self.take(rings, first);
+        let done = queue.run(if taken { Wait::No } else { wait });
+        rings.iter().for_each(|ring| ring.wake_if_due());
+        taken || done > 0
     }
 
     /// Takes from each ring what may be taken now. Returns whether anything was.
-    fn turn(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> bool {
+    fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> bool {
         let mut ready = Vec::new();
         let mut active = 0;
         for at in 0..rings.len() {
@@ -295,7 +335,6 @@ impl Shared {
             }
         }
         let mut any = false;
-        let plug = self.io.plug();
         for (ring, pending) in ready {
             match ring.room() {
                 Ok(room) => {
@@ -312,7 +351,6 @@ impl Shared {
                 Err(broken) => self.give_up(ring, &broken),
             }
         }
-        drop(plug);
         any
     }
 
@@ -345,6 +383,11 @@ impl Shared {
 
     fn complete(&self, ring: &Ring, len: u64, completion: Completion) {
         ring.complete(len, &completion);
+        if SERVING.get() {
+            // The application is woken once for all that ends in this turn.
+            return;
+        }
+        ring.wake_if_due();
         // The thread may have left submissions lying because too much was under way.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
