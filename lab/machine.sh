@@ -51,10 +51,12 @@ make_initrd() {
 make_share() {
     local program library
     mkdir -p "$1"/{programs,libraries,scripts}
-    for program in mkfs.gpunvme fsck.gpunvme mount.gpunvme gpunvme device-memory powercut; do
+    for program in mkfs.gpunvme fsck.gpunvme mount.gpunvme gpunvme device-memory gpu-memory powercut; do
         strip -o "$1/programs/$program" "$bin/$program"
     done
     cp "$(PATH=$PATH:/sbin:/usr/sbin command -v blkid)" "$1/programs/"
+    mkdir "$1/libraries/software-cuda"
+    strip -o "$1/libraries/software-cuda/libcuda.so" "$bin/libsoftware_cuda.so"
     ldd "$1"/programs/* | grep -o '/lib[^ ]*' | sort -u | while read -r library; do
         mkdir -p "$1/libraries${library%/*}"
         cp -L "$library" "$1/libraries$library"
@@ -87,8 +89,11 @@ controller() { add -device "nvme,id=nvme0,serial=lab,bus=port1${1-}"; }
 # namespace NUMBER DISK [,OPTIONS]
 namespace() { add -device "nvme-ns,drive=$2,bus=nvme0,nsid=$1${3-}"; }
 
-# bar SIZE: the device whose BAR 2, $run/bar, stands in for a GPU's memory, 0000:02:00.0.
-bar() { add -object "memory-backend-file,id=bar,mem-path=$run/bar,size=$1,share=on" -device ivshmem-plain,memdev=bar,bus=port2; }
+# bar SIZE [NAME PORT]: a device whose BAR 2, $run/NAME, stands in for a GPU's memory; without more the one at 0000:02:00.0, and $run/bar.
+bar() {
+    local name=${2-bar} port=${3-port2}
+    add -object "memory-backend-file,id=$name,mem-path=$run/$name,size=$1,share=on" -device "ivshmem-plain,memdev=$name,bus=$port"
+}
 
 # --- The machine's life. ---
 

@@ -16,7 +16,7 @@ mod stream;
 
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::sys::cudaError_enum::{CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_NOT_INITIALIZED};
-use memory::{Addresses, Backing};
+use memory::{Addresses, Backing, Bars};
 use settings::Settings;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -73,6 +73,7 @@ struct Software {
     copies: AtomicU64,
     /// By GPU: bytes of memory that are free.
     left: Vec<Arc<AtomicU64>>,
+    bars: Option<Bars>,
 }
 
 thread_local! {
@@ -88,6 +89,7 @@ impl Software {
             let settings = Settings::from_environment();
             Software {
                 left: (0..settings.gpus).map(|_| Arc::new(AtomicU64::new(settings.memory))).collect(),
+                bars: (!settings.bars.is_empty()).then(|| Arc::new(Mutex::new(settings.bars.clone()))),
                 settings,
                 initialised: AtomicBool::new(false),
                 addresses: Mutex::new(Addresses::new()),
@@ -145,7 +147,7 @@ impl Software {
 
     /// Memory of a GPU.
     fn take(&self, gpu: usize, len: u64) -> Result<Arc<Backing>, Code> {
-        Backing::new(gpu, len, &self.left[gpu]).map(Arc::new)
+        Backing::new(gpu, len, &self.left[gpu], self.bars.as_ref()).map(Arc::new)
     }
 
     /// Waits until every stream has done what it has to do.

@@ -5,14 +5,15 @@
 
 use crate::Code;
 use cudarc::driver::sys::cudaError_enum::{CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY};
-use rustix::fs::MemfdFlags;
+use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// How memory and addresses are handed out; a real driver's small allocations share blocks, and are aligned to less.
 pub const PAGE: u64 = 64 << 10;
@@ -29,7 +30,12 @@ pub struct Backing {
     pub gpu: usize,
     /// How many more that GPU has.
     left: Arc<AtomicU64>,
+    /// The file that it lies in, and where that goes afterwards.
+    bar: Option<(PathBuf, Bars)>,
 }
+
+/// Files for device memory that nothing lies in.
+pub type Bars = Arc<Mutex<Vec<PathBuf>>>;
 
 // SAFETY: a mapping belongs to the whole process. What is in it is the application's business, as on a GPU.
 unsafe impl Send for Backing {}
@@ -37,20 +43,32 @@ unsafe impl Send for Backing {}
 unsafe impl Sync for Backing {}
 
 impl Backing {
-    /// `len` zeroed bytes, taken from what the GPU has left.
-    pub fn new(gpu: usize, len: u64, left: &Arc<AtomicU64>) -> Result<Backing, Code> {
+    /// `len` bytes, taken from what the GPU has left; in one of `bars`, if there are to be any, and else zeroed.
+    pub fn new(gpu: usize, len: u64, left: &Arc<AtomicU64>, bars: Option<&Bars>) -> Result<Backing, Code> {
         let len = len.next_multiple_of(PAGE);
         left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(len))
             .map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?;
-        Backing::mapped(gpu, len, left).map_err(|_| {
+        Backing::mapped(gpu, len, left, bars).map_err(|_| {
             left.fetch_add(len, Ordering::Relaxed);
             CUDA_ERROR_OUT_OF_MEMORY
         })
     }
 
-    fn mapped(gpu: usize, len: u64, left: &Arc<AtomicU64>) -> Result<Backing, Errno> {
-        let memory = rustix::fs::memfd_create("software-cuda", MemfdFlags::CLOEXEC)?;
-        rustix::fs::ftruncate(&memory, len)?;
+    fn mapped(gpu: usize, len: u64, left: &Arc<AtomicU64>, bars: Option<&Bars>) -> Result<Backing, Errno> {
+        let (memory, bar) = match bars {
+            None => {
+                let memory = rustix::fs::memfd_create("software-cuda", MemfdFlags::CLOEXEC)?;
+                rustix::fs::ftruncate(&memory, len)?;
+                (memory, None)
+            }
+            Some(bars) => {
+                let mut free = bars.lock().unwrap();
+                let fits = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|file| file.len() >= len);
+                let at = free.iter().position(fits).ok_or(Errno::NOMEM)?;
+                let memory = rustix::fs::open(&free[at], OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+                (memory, Some((free.remove(at), Arc::clone(bars))))
+            }
+        };
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
         let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len as usize, access, MapFlags::SHARED, &memory, 0) }?;
@@ -60,6 +78,7 @@ impl Backing {
             len: len as usize,
             gpu,
             left: Arc::clone(left),
+            bar,
         })
     }
 
@@ -80,6 +99,9 @@ impl Drop for Backing {
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "a mapping of ours was unmapped by somebody else");
         self.left.fetch_add(self.len(), Ordering::Relaxed);
+        if let Some((path, bars)) = self.bar.take() {
+            bars.lock().unwrap().push(path);
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! What the driver pretends, from the environment: `SOFTWARE_CUDA=gpus=2,copy-takes=500`.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// The settings. Each has its name in the environment beside it.
@@ -20,6 +21,9 @@ pub struct Settings {
     pub dma_buf: bool,
     /// `writes-ordering`: for whom GPUs order the writes of others (0, 100 or 200).
     pub writes_ordering: i32,
+    /// `bar`, as often as there are any: files that device memory lies in, one allocation each, and none elsewhere then. The memory behind a PCI device's resource file
+    /// (`/sys/bus/pci/devices/ADDRESS/resource2`) is what other devices reach.
+    pub bars: Vec<PathBuf>,
 }
 
 impl Settings {
@@ -37,10 +41,15 @@ impl Settings {
             copy_takes: Duration::ZERO,
             dma_buf: true,
             writes_ordering: 100,
+            bars: Vec::new(),
         };
         let text = std::env::var("SOFTWARE_CUDA").unwrap_or_default();
         for setting in text.split(',').filter(|setting| !setting.is_empty()) {
             let (name, value) = setting.split_once('=').unwrap_or((setting, ""));
+            if name == "bar" {
+                settings.bars.push(value.into());
+                continue;
+            }
             let value: u64 = value.parse().unwrap_or_else(|_| panic!("SOFTWARE_CUDA: {setting:?} needs a number"));
             match name {
                 "gpus" => settings.gpus = value as usize,
