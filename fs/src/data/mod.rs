@@ -14,7 +14,9 @@ use gpunvme_blockdev::{BufferPool, Io};
 use gpunvme_layout::{Block, Key, Timestamp};
 
 use crate::error::{Attempt, Fail, FsError, Stall};
-use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes, Usage, Volume, VolumeOptions, Waiter};
+use crate::volume::{
+    Attributes, Context, DirEntry, NewNode, RenameMode, Renamed, SetAttributes, Usage, Volume, VolumeOptions, Waiter,
+};
 
 mod copy;
 pub mod direct;
@@ -201,20 +203,20 @@ impl Filesystem {
     /// A file that takes another's name is written out first: whoever replaces a file by a new one without fsync shall not
     /// find it empty after a crash.
     pub fn rename(&self, context: &Context, from: (u64, &[u8]), to: (u64, &[u8]), mode: RenameMode) -> Attempt<Option<u64>> {
-        let replaces = mode == RenameMode::Replace
-            && match self.volume.lookup(to.0, to.1) {
-                Ok(_) => true,
-                Err(stall @ Fail::Stall(_)) => return Err(stall),
-                Err(Fail::Error(_)) => false,
-            };
-        if replaces {
-            let ino = self.volume.lookup(from.0, from.1)?;
-            self.write_error(ino)?;
-            if self.files.find(ino).is_some_and(|file| !file.state.lock().is_clean()) {
-                return Err(Fail::Stall(Stall::File { ino }));
+        let mut settled = None;
+        loop {
+            match self.volume.rename(context, from, to, mode, settled)? {
+                Renamed::Done(orphaned) => return Ok(orphaned),
+                // Asked here, without the metadata lock: a file's lock is taken before that.
+                Renamed::Replaces(ino) => {
+                    self.write_error(ino)?;
+                    if self.files.find(ino).is_some_and(|file| !file.state.lock().is_clean()) {
+                        return Err(Fail::Stall(Stall::File { ino }));
+                    }
+                    settled = Some(ino);
+                }
             }
         }
-        self.volume.rename(context, from.0, from.1, to.0, to.1, mode)
     }
 
     /// Target of a symbolic link.

@@ -68,7 +68,7 @@ fn keep(fs: &Arc<Filesystem>, commit: Duration, (ending, changed): &(Mutex<bool>
             let _ = fs.write_back();
             written = Instant::now();
         }
-        if committed.elapsed() >= commit {
+        if committed.elapsed() >= commit || fs.volume().wants_commit() {
             let _ = fs.commit();
             committed = Instant::now();
         }

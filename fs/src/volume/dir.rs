@@ -100,8 +100,11 @@ impl Volume {
     /// Inode behind a name.
     pub(crate) fn lookup(&self, dir: u64, name: &[u8]) -> Attempt<u64> {
         let meta = self.meta.read();
-        load(&*meta, dir)?;
-        Ok(find(&*meta, dir, name)?.ok_or(FsError::NotFound)?.ino)
+        match find(&*meta, dir, name)? {
+            Some(found) => Ok(found.ino),
+            // Only a directory has entries: whether it is one has to be asked where there is none.
+            None => load(&*meta, dir).and(Err(FsError::NotFound.into())),
+        }
     }
 
     /// Entries after `cookie` (0: from the beginning), at most `limit`, in the order of their cookies.

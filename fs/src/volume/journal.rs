@@ -185,6 +185,12 @@ impl Volume {
         self.write_transaction(&mut journal).map_err(|e| self.fail(e))
     }
 
+    /// Whether the running transaction is large enough for a commit to be due: where it is full, operations wait for one.
+    pub fn wants_commit(&self) -> bool {
+        let meta = self.meta.read();
+        meta.running.len() > meta.transaction_max / 2
+    }
+
     /// Flushes the device when data was written since the last flush.
     fn flush_data(&self) -> Result<(), FsError> {
         let written = self.data_written.swap(false, Ordering::AcqRel);

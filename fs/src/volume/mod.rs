@@ -46,6 +46,7 @@ pub use attr::{Attributes, SetAttributes};
 pub use dir::DirEntry;
 pub use extents::Mapping;
 pub use format::{FormatOptions, FormatReport, format, probe};
+pub(crate) use namespace::Renamed;
 pub use namespace::{NewNode, RenameMode};
 pub(crate) use space::{Piece, Stamp};
 

@@ -39,6 +39,15 @@ pub enum RenameMode {
     Exchange,
 }
 
+/// What became of a rename.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Renamed {
+    /// It happened. With the inode that lost its last name, if one did.
+    Done(Option<u64>),
+    /// Nothing happened: this inode would take the name of another, and was not said to be settled.
+    Replaces(u64),
+}
+
 impl Volume {
     /// Creates a node and its name. Also returns the sequence of the transaction.
     pub(crate) fn create(&self, context: &Context, parent: u64, name: &[u8], new: &NewNode) -> Attempt<(Attributes, u64)> {
@@ -115,16 +124,15 @@ impl Volume {
         Ok(found.ino)
     }
 
-    /// Renames. Returns the inode that lost its last name, if one did.
+    /// Renames. `settled`: the inode that may take the name of another.
     pub(crate) fn rename(
         &self,
         context: &Context,
-        parent: u64,
-        name: &[u8],
-        new_parent: u64,
-        new_name: &[u8],
+        (parent, name): (u64, &[u8]),
+        (new_parent, new_name): (u64, &[u8]),
         mode: RenameMode,
-    ) -> Attempt<Option<u64>> {
+        settled: Option<u64>,
+    ) -> Attempt<Renamed> {
         dir::check_name(new_name)?;
         let mut op = self.begin()?;
         dir::load(&op, parent)?;
@@ -138,12 +146,13 @@ impl Volume {
             (Some(_), RenameMode::NoReplace) => return Err(FsError::Exists.into()),
             (None, RenameMode::Exchange) => return Err(FsError::NotFound.into()),
             // Two names of one inode: POSIX wants nothing to happen.
-            (Some(target), _) if target.ino == source.ino => return Ok(None),
+            (Some(target), _) if target.ino == source.ino => return Ok(Renamed::Done(None)),
             (Some(target), RenameMode::Exchange) => {
                 exchange(&mut op, context, (parent, source), (new_parent, target))?;
                 op.finish();
-                return Ok(None);
+                return Ok(Renamed::Done(None));
             }
+            (Some(_), RenameMode::Replace) if settled != Some(source.ino) => return Ok(Renamed::Replaces(source.ino)),
             _ => {}
         }
         let is_dir = source.file_type == FileType::Directory;
@@ -174,7 +183,7 @@ impl Volume {
         }
         moved(&mut op, context, source, new_parent)?;
         op.finish();
-        Ok(orphaned)
+        Ok(Renamed::Done(orphaned))
     }
 
     /// Target of a symbolic link.
