@@ -1,7 +1,7 @@
 //! The direct path and ordinary reads, writes and mappings of the same file see each other's bytes, in every order.
 
 use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
@@ -46,6 +46,30 @@ fn a_direct_read_sees_a_dirty_page_of_a_mapping() {
         data[offset..offset + 5000].copy_from_slice(&piece);
         buffer.read(&file, 0, LEN as u64).unwrap();
         assert!(buffer.get(0, LEN) == data, "round {round}");
+    }
+}
+
+#[test]
+fn a_direct_read_sees_the_first_dirty_page_of_a_file_that_no_page_was_cached_of() {
+    needs_mount!();
+    let volume = Mounted::new();
+    // A page that is missing is read with the flags of the mapped file: O_DIRECT does not say that it goes past the cache.
+    for flags in [0, libc::O_DIRECT] {
+        let path = volume.path(&format!("file{flags}"));
+        let file = OpenOptions::new().read(true).write(true).create_new(true).custom_flags(flags).open(path).unwrap();
+        let mut data = tree::pattern(22, LEN);
+        let buffer = Buffer::new(&file, LEN as u64);
+        buffer.put(0, &data);
+        assert_eq!(buffer.write(&file, 0, LEN as u64).unwrap().bytes, LEN as u64);
+        let mapping = Mapping::shared(&file, LEN).unwrap();
+        for round in 0..20 {
+            let piece = tree::pattern(round, 5000);
+            let offset = round as usize * 50_001;
+            mapping.write(offset, &piece);
+            data[offset..offset + 5000].copy_from_slice(&piece);
+            buffer.read(&file, 0, LEN as u64).unwrap();
+            assert!(buffer.get(0, LEN) == data, "flags {flags:#o}, round {round}");
+        }
     }
 }
 

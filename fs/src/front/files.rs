@@ -28,6 +28,8 @@ pub(super) struct Write {
     /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With `O_SYNC` the kernel sends an
     /// fsync after each write.
     pub direct: bool,
+    /// The bytes are in the kernel's page cache.
+    pub cached: bool,
 }
 
 impl Front {
@@ -71,17 +73,20 @@ impl Front {
         self.fs.close_file(ino, handle.is_mappable());
     }
 
-    /// Reads.
+    /// Reads; `cached`: into the kernel's page cache.
     pub fn read(
         self: &Arc<Self>,
         ino: u64,
         handle: Handle,
-        offset: u64,
-        len: usize,
+        (offset, len): (u64, usize),
+        cached: bool,
         done: impl FnOnce(Result<Read, FsError>) + Send + 'static,
     ) {
         if let Err(error) = handle.readable() {
             return done(Err(error));
+        }
+        if cached {
+            self.nodes.caches(ino, offset..offset.saturating_add(len as u64));
         }
         let front = self.clone();
         self.attempt(
@@ -104,6 +109,9 @@ impl Front {
     ) {
         if let Err(error) = how.handle.writable() {
             return done(Err(error));
+        }
+        if how.cached {
+            self.nodes.caches(ino, how.offset..how.offset.saturating_add(data.len() as u64));
         }
         if how.direct && is_aligned(how.offset) && is_aligned(data.len() as u64) {
             return self.write_direct(caller, ino, data, how, done);

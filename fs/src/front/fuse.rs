@@ -379,10 +379,12 @@ impl fuser::Filesystem for Adapter {
         offset: u64,
         size: u32,
         _: OpenFlags,
-        _: Option<LockOwner>,
+        owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        self.front.read(ino.0, Handle(handle.0), offset, size as usize, move |read| match read {
+        // Only direct I/O names an owner (`fuse_direct_io`); the flags say O_DIRECT for a page fault, too.
+        let cached = owner.is_none();
+        self.front.read(ino.0, Handle(handle.0), (offset, size as usize), cached, move |read| match read {
             Ok(read) => reply.data(read.bytes()),
             Err(error) => reply.error(refuse("read", ino.0, &error)),
         });
@@ -397,7 +399,7 @@ impl fuser::Filesystem for Adapter {
         data: &[u8],
         write_flags: WriteFlags,
         flags: OpenFlags,
-        _: Option<LockOwner>,
+        owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
         let len = data.len() as u32;
@@ -407,6 +409,7 @@ impl fuser::Filesystem for Adapter {
             offset,
             strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),
             direct: flags.0 & libc::O_DIRECT != 0,
+            cached: owner.is_none(),
         };
         self.front.write(caller, ino.0, data, how, move |done| match done {
             Ok(()) => reply.written(len),

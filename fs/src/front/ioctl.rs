@@ -319,13 +319,21 @@ impl Front {
 
     /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it knew of them, and answers.
     fn end_write(self: &Arc<Self>, transfer: Arc<Transfer>, outcome: Outcome, done: impl FnOnce(Reply) + Send + 'static) {
+        let ranges = transfer.ranges();
+        let end = ranges.iter().map(|range| range.end).max().unwrap_or(0);
+        let in_the_middle = matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size);
+        // Asked when the device has the data: what the kernel asks for from here on is new.
+        if let (true, false, Some(kernel)) = (in_the_middle, self.nodes.may_have(transfer.ino, &ranges), self.kernel.get()) {
+            kernel.invalidate_attributes(transfer.ino);
+            return done(self.finished(&transfer, &outcome));
+        }
         let front = self.clone();
         self.invalidations.run(move || {
             // First: what is stored for it is then forgotten, and only the length stays.
             if outcome.status == 0 {
                 front.tell_length(&transfer);
             }
-            front.invalidate(transfer.ino, transfer.ranges());
+            front.invalidate(transfer.ino, ranges);
             done(front.finished(&transfer, &outcome));
         });
     }
@@ -340,6 +348,7 @@ impl Front {
         let mut byte = [0];
         let read = transfer.buffer.region.read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
         if let (true, Ok(()), Some(kernel)) = (reaches_end, read, self.kernel.get()) {
+            self.nodes.caches(transfer.ino, end - 1..end);
             kernel.store(transfer.ino, end - 1, &byte);
         }
     }

@@ -91,7 +91,7 @@ impl Front {
     /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have. It does not run on a
     /// thread that the kernel waits for where the kernel has to be asked.
     fn written_back(self: &Arc<Self>, ino: u64, ranges: Vec<Range<u64>>, then: impl FnOnce() + Send + 'static) {
-        if !self.fs.is_mappable(ino) {
+        if !self.fs.is_mappable(ino) || !self.nodes.may_have(ino, &ranges) {
             return then();
         }
         let front = self.clone();

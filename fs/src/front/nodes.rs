@@ -11,6 +11,8 @@
 //! ever, since numbers are never used again. (The kernel does not even ask for a name while it removes it: both hold the
 //! directory's lock.)
 
+use std::ops::Range;
+
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
@@ -24,6 +26,9 @@ struct Node {
     orphan: bool,
     /// It is being removed.
     leaving: bool,
+    /// The kernel may have pages of the content from here to there. They come into its cache by the reads and writes that it sends for them and in no
+    /// other way. What leaves it is not known: a page that somebody uses survives an invalidation, and can be written to without a word to us.
+    cached: Range<u64>,
 }
 
 /// The inodes that the kernel knows.
@@ -72,6 +77,20 @@ impl Nodes {
         node.orphan = true;
         node.leaving |= removes;
         removes
+    }
+
+    /// Notes that the kernel asks for pages of a file. To be called before it is looked up what they hold.
+    pub fn caches(&self, ino: u64, range: Range<u64>) {
+        if let Some(Node { cached, .. }) = self.shard(ino).lock().get_mut(&ino) {
+            *cached = if cached.is_empty() { range } else { cached.start.min(range.start)..cached.end.max(range.end) };
+        }
+    }
+
+    /// Whether the kernel may have pages of these ranges of a file.
+    pub fn may_have(&self, ino: u64, ranges: &[Range<u64>]) -> bool {
+        let shard = self.shard(ino).lock();
+        let cached = shard.get(&ino).map_or(0..0, |node| node.cached.clone());
+        ranges.iter().any(|range| range.start < cached.end && cached.start < range.end)
     }
 
     /// Notes that an inode has a name again.
