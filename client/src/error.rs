@@ -135,6 +135,12 @@ pub enum Error {
         /// The first address that is not known.
         address: u64,
     },
+    /// Too many requests wait in streams.
+    #[error("{requests} requests wait in streams of this GPU already; wait for some first")]
+    StreamsFull {
+        /// How many do.
+        requests: usize,
+    },
     /// Bytes could not be copied between the staging pool and the application's memory.
     #[error("{path}: cannot {action}{}: {}", at(Some(*segment), Some(*offset)), copying(error.as_deref()))]
     Copy {
@@ -159,7 +165,7 @@ impl Error {
         match self {
             Error::NotGpunvme { .. } => Errno::NOTTY,
             Error::WrongKind { .. } | Error::OutsideBuffer { .. } | Error::WrongRing { .. } => Errno::INVAL,
-            Error::RingFull { .. } => Errno::AGAIN,
+            Error::RingFull { .. } | Error::StreamsFull { .. } => Errno::AGAIN,
             Error::RingClosed { .. } | Error::NoCuda(_) => Errno::NODEV,
             Error::UnknownMemory { .. } | Error::Copy { error: None, .. } => Errno::FAULT,
             Error::Cuda { .. } | Error::Copy { .. } => Errno::IO,

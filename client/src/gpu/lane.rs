@@ -4,6 +4,7 @@
 //! address which is no longer mapped would end everything that the application does on this GPU, so each allocation is looked at once more just before. While a few batches are
 //! on their way nothing more is given to the stream, so batches grow by themselves under load.
 
+use super::gates::{self, Gates};
 use super::request::Allocation;
 use super::staging::Staging;
 use super::transfers::Settings;
@@ -29,8 +30,8 @@ const TABLE: usize = BATCH * size_of::<Move>();
 const SMALL: u64 = 32 << 10;
 /// From this many small copies on the kernel makes them: launching it costs about as much as two copies.
 const FEW: usize = 4;
-/// Bytes behind the pool and the tables: a page of words.
-const WORDS: usize = 4096;
+/// Bytes of the word that the stream writes, in a cache line of its own.
+const WORD: usize = 64;
 
 /// A copy that is to be made.
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +89,7 @@ impl Lane {
     pub fn new(cuda: &'static Cuda, gpu: Gpu, mount: &Mount, settings: &Settings, alignment: usize) -> Result<Lane> {
         let failed = |error| Error::Cuda { action: "prepare a GPU", error };
         let chunks = settings.staging.div_ceil(CHUNK).max(1);
-        let staging = Staging::new(&gpu, chunks * CHUNK, BATCHES * TABLE + WORDS)?;
+        let staging = Staging::new(&gpu, chunks * CHUNK, BATCHES * TABLE + WORD + gates::LEN)?;
         Ok(Lane {
             cuda,
             stream: gpu.stream().map_err(failed)?,
@@ -149,6 +150,11 @@ impl Lane {
             self.retire(batch, |piece| failed.push((piece, Some(error.clone()))));
         }
         self.broken = Some(error);
+    }
+
+    /// The gates of this lane's pool: once.
+    pub fn gates(&self) -> Gates {
+        Gates::new(self.staging.clone(), self.word() + WORD)
     }
 
     /// Where the word is that the stream writes.

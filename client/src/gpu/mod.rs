@@ -23,6 +23,8 @@
 //! the pool and each GPU (`lane`).
 
 #[allow(unsafe_code)]
+mod gates;
+#[allow(unsafe_code)]
 mod lane;
 #[allow(unsafe_code)]
 mod queue;

@@ -3,7 +3,7 @@
 use super::request::End;
 use super::{Segment, Transfers};
 use crate::error::Result;
-use crate::file::{File, Require, Transfer};
+use crate::file::{File, Transfer};
 use crate::ring::Wait;
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::Mutex;
@@ -96,7 +96,7 @@ impl Queue {
     /// # Errors
     /// As [`Transfers::read`], if nothing was begun; later ones come with the request.
     pub unsafe fn read(&mut self, file: &File, segments: &[Segment], user_data: u64) -> Result<()> {
-        self.begin(Direction::Read, file, segments, user_data, Require::default())
+        self.begin(Direction::Read, file, segments, user_data)
     }
 
     /// Begins a write. `user_data` comes back when it is done.
@@ -107,19 +107,12 @@ impl Queue {
     /// # Errors
     /// As [`Transfers::write`], if nothing was begun; later ones come with the request.
     pub unsafe fn write(&mut self, file: &File, segments: &[Segment], user_data: u64) -> Result<()> {
-        self.begin(Direction::Write, file, segments, user_data, Require::default())
+        self.begin(Direction::Write, file, segments, user_data)
     }
 
-    pub(super) fn begin(
-        &mut self,
-        direction: Direction,
-        file: &File,
-        segments: &[Segment],
-        user_data: u64,
-        require: Require,
-    ) -> Result<()> {
+    fn begin(&mut self, direction: Direction, file: &File, segments: &[Segment], user_data: u64) -> Result<()> {
         let end = End::Queue(QueueEnd { shared: self.shared.clone(), user_data });
-        self.transfers.begin(direction, file, segments, require, end)?;
+        self.transfers.begin(direction, file, segments, None, end)?;
         self.in_flight += 1;
         Ok(())
     }

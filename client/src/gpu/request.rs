@@ -2,6 +2,7 @@
 //!
 //! It guards that every request is answered once, whatever becomes of it.
 
+use super::gates::Gate;
 use super::queue::QueueEnd;
 use super::registered::Lease;
 use crate::Reason;
@@ -61,7 +62,19 @@ pub(super) struct Request {
     pub require: Require,
     /// How long its pieces are.
     pub piece_len: u64,
+    /// The place in a stream that it waits for, and that waits for it.
+    pub gate: Option<Gate>,
     pub end: End,
+}
+
+impl Request {
+    /// Answers it. A stream that waits for it goes on, whatever the answer is: nothing else could tell it.
+    pub fn answer(self, result: Result<Transfer>) {
+        if let Some(gate) = self.gate {
+            gate.open();
+        }
+        self.end.answer(result);
+    }
 }
 
 /// Where the answer goes.
@@ -72,7 +85,7 @@ pub(super) enum End {
 }
 
 impl End {
-    pub fn answer(self, result: Result<Transfer>) {
+    fn answer(self, result: Result<Transfer>) {
         match self {
             End::Pending(answer) => answer.set(result),
             End::Callback(callback) => callback(result),

@@ -1,6 +1,7 @@
 //! Where applications come in: it looks up what lies at their addresses, and hands the worker requests that can be done.
 
 use super::Queue;
+use super::gates::{Gate, Gates};
 use super::lane::Lane;
 use super::registered::Registrations;
 use super::request::{Allocation, Answer, End, Part, Pending, Request, Segment};
@@ -37,11 +38,15 @@ impl Default for Settings {
     }
 }
 
-/// Moves bytes between the files of a mount and GPU memory. One of it serves a whole application: copies of it are the same. It ends with the last copy, when everything is done.
+/// Moves bytes between the files of a mount and GPU memory. One of it serves a whole application: copies of it share everything. It ends with the last copy, when everything is
+/// done.
 ///
 /// A process that forks must not use it in the child.
 #[derive(Clone)]
-pub struct Transfers(Arc<Inner>);
+pub struct Transfers {
+    inner: Arc<Inner>,
+    require: Require,
+}
 
 struct Inner {
     cuda: &'static Cuda,
@@ -54,8 +59,8 @@ struct Inner {
     ring: RingName,
     inbox: Arc<Inbox>,
     worker: Option<JoinHandle<()>>,
-    /// GPUs that the worker knows.
-    lanes: Mutex<Vec<Gpu>>,
+    /// GPUs that the worker knows, and the gates of each. After the worker: it is done with all requests when they end.
+    lanes: Mutex<Vec<(Gpu, Arc<Gates>)>>,
 }
 
 impl Transfers {
@@ -89,7 +94,7 @@ impl Transfers {
                 worker.run();
             })
             .map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
-        Ok(Transfers(Arc::new(Inner {
+        let inner = Inner {
             cuda,
             mount: mount.clone(),
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
@@ -100,7 +105,14 @@ impl Transfers {
             worker: Some(thread),
             lanes: Mutex::default(),
             path,
-        })))
+        };
+        Ok(Transfers { inner: Arc::new(inner), require: Require::default() })
+    }
+
+    /// A copy whose requests come with demands on the way they are done.
+    #[must_use]
+    pub fn requiring(&self, require: Require) -> Transfers {
+        Transfers { inner: self.inner.clone(), require }
     }
 
     /// Reads each segment, and waits for it. A segment that reaches past the end of the file is read as far as the file goes: the sum says less than was asked for then.
@@ -111,18 +123,7 @@ impl Transfers {
     /// # Errors
     /// [`Error::UnknownMemory`] before anything was read; [`Error::Transfer`] and [`Error::Copy`] say what was, and any segment may have changed in part then.
     pub unsafe fn read(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
-        self.pending(Direction::Read, file, segments, Require::default())?.wait()
-    }
-
-    /// [`Transfers::read`], with demands on the way it is done.
-    ///
-    /// # Safety
-    /// As for [`Transfers::read`].
-    ///
-    /// # Errors
-    /// Those of [`Transfers::read`].
-    pub unsafe fn read_requiring(&self, file: &File, segments: &[Segment], require: Require) -> Result<Transfer> {
-        self.pending(Direction::Read, file, segments, require)?.wait()
+        self.pending(Direction::Read, file, segments, None)?.wait()
     }
 
     /// Writes each segment, and waits for it, extending the file where it ends before. Of segments that overlap in the file it is not defined which is there afterwards.
@@ -133,18 +134,7 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::read`].
     pub unsafe fn write(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
-        self.pending(Direction::Write, file, segments, Require::default())?.wait()
-    }
-
-    /// [`Transfers::write`], with demands on the way it is done.
-    ///
-    /// # Safety
-    /// As for [`Transfers::write`].
-    ///
-    /// # Errors
-    /// Those of [`Transfers::write`].
-    pub unsafe fn write_requiring(&self, file: &File, segments: &[Segment], require: Require) -> Result<Transfer> {
-        self.pending(Direction::Write, file, segments, require)?.wait()
+        self.pending(Direction::Write, file, segments, None)?.wait()
     }
 
     /// Begins a read, and calls `done` with what [`Transfers::read`] would have returned. That happens on the thread that serves all requests: it should do little, and must not
@@ -161,7 +151,7 @@ impl Transfers {
         segments: &[Segment],
         done: impl FnOnce(Result<Transfer>) + Send + 'static,
     ) -> Result<()> {
-        self.begin(Direction::Read, file, segments, Require::default(), End::Callback(Box::new(done)))
+        self.begin(Direction::Read, file, segments, None, End::Callback(Box::new(done)))
     }
 
     /// Begins a write, and calls `done` with what [`Transfers::write`] would have returned, as [`Transfers::read_then`] does.
@@ -177,7 +167,33 @@ impl Transfers {
         segments: &[Segment],
         done: impl FnOnce(Result<Transfer>) + Send + 'static,
     ) -> Result<()> {
-        self.begin(Direction::Write, file, segments, Require::default(), End::Callback(Box::new(done)))
+        self.begin(Direction::Write, file, segments, None, End::Callback(Box::new(done)))
+    }
+
+    /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and what is put into the stream afterwards sees the bytes. The call returns at once.
+    ///
+    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` or `cudaStream_t` of this process, which is not being captured and outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
+    /// stream comes to the read until it has passed it.
+    ///
+    /// # Errors
+    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamsFull`]; later ones come with the answer.
+    pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
+        self.pending(Direction::Read, file, segments, Some(stream))
+    }
+
+    /// Puts a write into the order of a CUDA stream, as [`Transfers::read_on_stream`] does: it writes what is in memory when the stream comes to it, and what is put into the stream
+    /// afterwards may change the memory.
+    ///
+    /// # Safety
+    /// As for [`Transfers::read_on_stream`].
+    ///
+    /// # Errors
+    /// As [`Transfers::read_on_stream`].
+    pub unsafe fn write_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
+        self.pending(Direction::Write, file, segments, Some(stream))
     }
 
     /// The route that transfers to and from the memory at an address take now, and why not a faster one. Where that is `p2p` the memory is registered then: what the first transfer
@@ -187,7 +203,7 @@ impl Transfers {
     /// [`Error::UnknownMemory`] where CUDA knows none.
     pub fn route(&self, address: u64) -> Result<(Route, Reason)> {
         let mut parts = Vec::with_capacity(1);
-        self.0.look_up(0, &Segment { file_offset: 0, address, len: 1 }, None, &mut None, &mut parts)?;
+        self.inner.look_up(0, &Segment { file_offset: 0, address, len: 1 }, None, &mut None, &mut parts)?;
         let registered = parts.first().map(|part| part.registered.as_ref().map(|_| ()));
         Ok(match registered {
             Some(Err(reason)) => (Route::Bounce, *reason),
@@ -198,7 +214,7 @@ impl Transfers {
     /// Gives up what is registered of a range of memory, as soon as no transfer uses it. Registered memory stays in existence, even if the application frees it: until this is called,
     /// or some other memory is registered. `bounce` needs none of this.
     pub fn forget(&self, address: u64, len: u64) {
-        self.0.registrations.forget(address, len);
+        self.inner.registrations.forget(address, len);
     }
 
     /// A queue, for one thread that keeps many requests in flight.
@@ -210,25 +226,25 @@ impl Transfers {
     }
 
     pub(super) fn failed(&self, action: &'static str, errno: Errno) -> Error {
-        Error::Path { path: self.0.path.clone(), action, errno }
+        Error::Path { path: self.inner.path.clone(), action, errno }
     }
 
-    fn pending(&self, direction: Direction, file: &File, segments: &[Segment], require: Require) -> Result<Pending> {
+    fn pending(&self, direction: Direction, file: &File, segments: &[Segment], stream: Option<usize>) -> Result<Pending> {
         let answer = Arc::new(Answer::default());
-        self.begin(direction, file, segments, require, End::Pending(answer.clone()))?;
+        self.begin(direction, file, segments, stream, End::Pending(answer.clone()))?;
         Ok(Pending(answer))
     }
 
-    /// Looks up the memory of a request, and hands it to the worker.
+    /// Looks up the memory of a request, puts it into a stream if it is for one, and hands it to the worker.
     pub(super) fn begin(
         &self,
         direction: Direction,
         file: &File,
         segments: &[Segment],
-        require: Require,
+        stream: Option<usize>,
         end: End,
     ) -> Result<()> {
-        let inner = &*self.0;
+        let (inner, require) = (&*self.inner, self.require);
         let refused = |errno, reason, segment| Error::Transfer {
             path: file.path().to_owned(),
             action: if direction == Direction::Read { "read" } else { "write" },
@@ -256,7 +272,12 @@ impl Transfers {
             return Err(refused(Errno::OPNOTSUPP, reason, Some(segment)));
         }
         let file = file.in_ring(&inner.ring)?;
-        let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), end };
+        // Nothing may fail once it is in the stream, which would wait for ever.
+        let gate = match (stream, parts.first()) {
+            (Some(stream), Some(part)) => Some(inner.put_into(stream, part.allocation.gpu)?),
+            _ => None,
+        };
+        let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), gate, end };
         inner.inbox.send(Message::Request(Box::new(request)));
         Ok(())
     }
@@ -307,30 +328,42 @@ impl Inner {
         let gpu = match found.place {
             Place::Device(gpu) => gpu,
             // Any GPU reaches it: one that is in use already, if there is one.
-            Place::Host | Place::Managed => match self.lanes.lock().first().copied().or_else(|| self.cuda.gpus().next()) {
-                Some(gpu) => gpu,
-                None => return Err(Error::NoCuda(cuda::Unavailable::NoGpu)),
-            },
+            Place::Host | Place::Managed => {
+                match self.lanes.lock().first().map(|(gpu, _)| *gpu).or_else(|| self.cuda.gpus().next()) {
+                    Some(gpu) => gpu,
+                    None => return Err(Error::NoCuda(cuda::Unavailable::NoGpu)),
+                }
+            }
         };
         let by_kernel = matches!(found.place, Place::Device(_)) && found.primary;
         Ok(Allocation { gpu, by_kernel, base: found.base, buffer_id: found.buffer_id })
     }
 
-    /// Gives a GPU a lane if it has none.
-    fn need_lane(&self, gpu: Gpu) -> Result<()> {
+    /// Gives a GPU a lane if it has none, and returns its gates.
+    fn need_lane(&self, gpu: Gpu) -> Result<Arc<Gates>> {
         let mut lanes = self.lanes.lock();
-        if !lanes.contains(&gpu) {
-            let lane = Lane::new(self.cuda, gpu, &self.mount, &self.settings, self.alignment)?;
-            self.inbox.send(Message::Lane(gpu.index(), Box::new(lane)));
-            lanes.push(gpu);
+        if let Some((_, gates)) = lanes.iter().find(|(known, _)| *known == gpu) {
+            return Ok(gates.clone());
         }
-        Ok(())
+        let lane = Lane::new(self.cuda, gpu, &self.mount, &self.settings, self.alignment)?;
+        let gates = Arc::new(lane.gates());
+        self.inbox.send(Message::Lane(gpu.index(), Box::new(lane)));
+        lanes.push((gpu, gates.clone()));
+        Ok(gates)
+    }
+
+    /// Puts a gate into an application's stream; its words are in the pool of `gpu`.
+    fn put_into(&self, stream: usize, gpu: Gpu) -> Result<Gate> {
+        let gates = self.need_lane(gpu)?;
+        // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
+        let stream = unsafe { self.cuda.application_stream(stream) };
+        gates.put(&stream.map_err(|error| Error::Cuda { action: "use the stream", error })?)
     }
 }
 
 impl fmt::Debug for Transfers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Transfers({})", self.0.path.display())
+        write!(f, "Transfers({})", self.inner.path.display())
     }
 }
 

@@ -3,6 +3,7 @@
 //! It guards three things. Requests share what there is: they take turns, a few pieces each. Nothing in flight is ever given up: a request that failed is answered when
 //! the last of its pieces is back. And an idle thread sleeps, while a busy one makes no system call: it looks at the ring, at the words that its streams write, and at its inbox.
 
+use super::gates::Gate;
 use super::lane::{BATCH, Copy, Lane, NotCopied};
 use super::registered::Lease;
 use super::request::{Part, Request};
@@ -31,6 +32,8 @@ const TURN: u64 = 256 << 10;
 const LINGER: Duration = Duration::from_micros(50);
 /// How long it sleeps at most while a stream is busy, which cannot wake it.
 const NAP: Duration = Duration::from_micros(50);
+/// The same, while only an application's stream is, for long.
+const LONG_NAP: Duration = Duration::from_millis(1);
 /// How long it sleeps at most while the daemon is busy, whose death would wake nobody.
 const LOOK: Duration = Duration::from_secs(1);
 /// After how long without progress a stream is asked what is the matter.
@@ -122,6 +125,8 @@ pub(super) struct Worker {
     requests: Slab<Active>,
     /// Those that have something to be cut, in the order of their turns.
     turns: VecDeque<usize>,
+    /// Those that their streams have not come to.
+    gated: Vec<usize>,
     pieces: Slab<InFlight>,
     /// What ended the ring.
     closed: bool,
@@ -141,6 +146,7 @@ impl Worker {
             lanes: Vec::new(),
             requests: Slab::new(),
             turns: VecDeque::new(),
+            gated: Vec::new(),
             pieces: Slab::with_capacity(PIECES),
             closed: false,
             ending: false,
@@ -158,6 +164,7 @@ impl Worker {
             let mut busy = self.receive();
             busy |= self.collect();
             busy |= self.copy();
+            self.look_at_gates();
             busy |= self.cut();
             self.ring.submit();
             if busy {
@@ -185,6 +192,7 @@ impl Worker {
                     self.lanes[index] = Some(lane);
                 }
                 Message::Request(request) => {
+                    let gated = request.gate.is_some();
                     let id = self.requests.insert(Active {
                         request,
                         part: 0,
@@ -194,13 +202,25 @@ impl Worker {
                         done: Transfer::default(),
                         failed: None,
                     });
-                    self.turns.push_back(id);
+                    if gated { self.gated.push(id) } else { self.turns.push_back(id) }
                 }
                 Message::End => self.ending = true,
             }
         }
         self.messages = messages;
         any
+    }
+
+    /// Gives those their turn that their streams came to, in the order in which they were asked for.
+    fn look_at_gates(&mut self) {
+        let Worker { gated, requests, turns, .. } = self;
+        gated.retain(|&id| {
+            let reached = requests[id].request.gate.as_ref().is_none_or(Gate::is_reached);
+            if reached {
+                turns.push_back(id);
+            }
+            !reached
+        });
     }
 
     /// Takes what the ring completed.
@@ -446,7 +466,7 @@ impl Worker {
             }
             Some(error) => Err(error),
         };
-        request.end.answer(result);
+        request.answer(result);
     }
 
     /// Waits until something happens, or may have. `quiet` is since when nothing did.
@@ -462,7 +482,11 @@ impl Worker {
         self.inbox.asleep.store(true, Ordering::SeqCst);
         if self.inbox.count.load(Ordering::SeqCst) == 0 {
             let copying = self.lanes.iter().flatten().any(|lane| lane.is_copying());
-            let limit = if copying { Some(NAP) } else { in_ring.then_some(LOOK) };
+            let limit = match (copying, self.gated.is_empty()) {
+                (true, _) => Some(NAP),
+                (false, false) => Some((quiet.elapsed() / 4).clamp(NAP, LONG_NAP)),
+                (false, true) => in_ring.then_some(LOOK),
+            };
             let timeout = limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
             let (ring, inbox) = (PollFd::new(&self.ring, PollFlags::IN), PollFd::new(&self.inbox.event, PollFlags::IN));
             // Whatever it says, everything is looked at next.
@@ -472,7 +496,7 @@ impl Worker {
                 self.lanes.iter_mut().flatten().for_each(|lane| lane.probe(&mut self.not_copied));
                 self.after_copies();
             }
-            if in_ring && woken == Ok(0) && limit == Some(LOOK) && self.ring.look().is_err() {
+            if in_ring && woken == Ok(0) && quiet.elapsed() > LOOK && self.ring.look().is_err() {
                 self.close();
             }
         }

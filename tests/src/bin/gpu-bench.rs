@@ -114,7 +114,10 @@ impl Worker<'_> {
                 self.seed ^= self.seed << 13;
                 self.seed ^= self.seed >> 7;
                 self.seed ^= self.seed << 17;
-                self.part.start + self.seed % ((self.part.end - self.part.start) / size) * size
+                // Each slot has its own places, so that no two requests in flight meet.
+                let places = (self.part.end - self.part.start) / size;
+                let turns = (places / self.args.depth).max(1);
+                self.part.start + (self.seed % turns * self.args.depth + slot) % places * size
             }
         };
         Segment { file_offset, address: self.memory.address() + slot * size, len: size }

@@ -89,7 +89,7 @@ impl Window {
             let asked = (len - at).min(self.memory.len() as u64);
             let segment = Segment { file_offset: offset + at, address: self.memory.address(), len: asked };
             // SAFETY: the memory is this window's.
-            let moved = meter.time(|| unsafe { self.transfers.read_requiring(file, &[segment], require) })?;
+            let moved = meter.time(|| unsafe { self.transfers.requiring(require).read(file, &[segment]) })?;
             let mut seen = 0;
             while let Some(see) = see.as_mut().filter(|_| seen < moved) {
                 let step = (moved - seen).min(STEP as u64) as usize;
@@ -135,7 +135,7 @@ impl Window {
             }
             let segment = Segment { file_offset: at, address: self.memory.address(), len: filled as u64 };
             // SAFETY: the memory is this window's.
-            at += meter.time(|| unsafe { self.transfers.write_requiring(file, &[segment], require) })?;
+            at += meter.time(|| unsafe { self.transfers.requiring(require).write(file, &[segment]) })?;
         }
     }
 }
