@@ -488,9 +488,11 @@ impl Worker {
                 (false, true) => in_ring.then_some(LOOK),
             };
             let timeout = limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
-            let (ring, inbox) = (PollFd::new(&self.ring, PollFlags::IN), PollFd::new(&self.inbox.event, PollFlags::IN));
+            let mut events = [PollFd::new(&self.inbox.event, PollFlags::IN), PollFd::new(&self.ring, PollFlags::IN)];
+            // A ring that was not armed may hold an old signal.
+            let watched = if in_ring { &mut events[..] } else { &mut events[..1] };
             // Whatever it says, everything is looked at next.
-            let woken = rustix::event::poll(&mut [ring, inbox], timeout.as_ref());
+            let woken = rustix::event::poll(watched, timeout.as_ref());
             let _ = rustix::io::read(&self.inbox.event, &mut [0u8; 8]); // nonblocking: a signal, if any
             if copying && quiet.elapsed() > STALLED {
                 self.lanes.iter_mut().flatten().for_each(|lane| lane.probe(&mut self.not_copied));

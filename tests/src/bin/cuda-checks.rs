@@ -4,8 +4,8 @@
 
 use clap::Parser;
 use gpunvme_gpupath::cuda::{Cuda, Which};
-use gpunvme_tests::cuda::{CHECKS, HARDWARE_CHECKS, facts, measure};
-use std::panic::catch_unwind;
+use gpunvme_tests::cuda::{CHECKS, HARDWARE_CHECKS, Site, TRANSFER_CHECKS, facts, measure};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 #[derive(Parser)]
@@ -13,6 +13,9 @@ struct Arguments {
     /// The GPU, by its number or UUID.
     #[arg(long, default_value = "0")]
     gpu: Which,
+    /// Check transfers too, on a volume that is made for it. The project's programs are found in the folder that GPUNVME_BIN names.
+    #[arg(long)]
+    transfers: bool,
     /// Print what the driver says of memory of each kind.
     #[arg(long)]
     facts: bool,
@@ -47,14 +50,23 @@ fn main() -> ExitCode {
         }
     };
     let (mut passed, mut failed) = (0, 0);
-    for (name, check) in CHECKS.iter().chain(HARDWARE_CHECKS) {
+    let mut run = |name: &str, check: &dyn Fn()| {
         // What went wrong the panic says itself.
-        if catch_unwind(|| check(gpu)).is_ok() {
+        if catch_unwind(AssertUnwindSafe(check)).is_ok() {
             passed += 1;
             println!("passed: {name}");
         } else {
             failed += 1;
             println!("FAILED: {name}");
+        }
+    };
+    for (name, check) in CHECKS.iter().chain(HARDWARE_CHECKS) {
+        run(name, &|| check(gpu));
+    }
+    if arguments.transfers {
+        let site = Site::new(gpu);
+        for (name, check) in TRANSFER_CHECKS {
+            run(name, &|| check(&site));
         }
     }
     if arguments.facts {

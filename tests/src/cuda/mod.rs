@@ -4,7 +4,9 @@
 mod application;
 mod checks;
 mod measure;
+mod transfers;
 
 pub use application::Pinned;
 pub use checks::{CHECKS, HARDWARE_CHECKS};
 pub use measure::{facts, measure};
+pub use transfers::{Site, TRANSFER_CHECKS};

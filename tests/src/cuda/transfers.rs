@@ -1,0 +1,509 @@
+//! Files of a mount in GPU memory, checked with real CUDA memory of every kind: on the software driver by `cargo test`, on a GPU by the program `cuda-checks`.
+
+use super::application::{Memory, Pinned, allocated, every_kind, own_stream};
+use crate::mounted::Mounted;
+use crate::{programs, tree};
+use gpunvme::gpu::{Segment, Settings, Transfers};
+use gpunvme::{Error, File, Mount, Require, Route, Wait};
+use gpunvme_gpupath::cuda::{Cuda, Gpu, Stream};
+use rustix::process::{Signal, kill_process};
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A check, by its name. It panics where something is not as it should be.
+pub type TransferCheck = (&'static str, fn(&Site));
+
+/// What holds on every driver.
+pub const TRANSFER_CHECKS: &[TransferCheck] = &[
+    ("files go into and out of every kind of memory", every_kind_of_memory),
+    ("ranges of any offset and length are the file's", any_range),
+    ("thousands of small segments are one request", many_small_segments),
+    ("a pool that is smaller than a request is enough", a_small_pool),
+    ("a thread keeps many requests in flight", many_in_flight),
+    ("requests call back", callbacks),
+    ("threads do not disturb each other", many_threads),
+    ("what a stream does before and after a read or write is in order with it", streams_are_ordered),
+    ("more requests in streams than slots do not wait for each other", many_in_streams),
+    ("memory that was freed too early is an error, and hurts nothing else", freed_too_early),
+    ("a daemon that dies ends its requests and no others", a_dying_daemon),
+    ("an application that dies in the middle leaves nothing behind", a_dying_application),
+    ("memory that CUDA does not know is refused", unknown_memory),
+    ("what is required is done or refused", requirements),
+    ("a request may be for several GPUs", several_gpus),
+];
+
+const MIB: u64 = 1 << 20;
+
+/// Where checks are made.
+pub struct Site {
+    gpu: Gpu,
+    volume: Mounted,
+}
+
+/// A file and what is in it.
+struct Sample {
+    file: File,
+    path: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl Site {
+    /// On this GPU, with a volume of its own.
+    pub fn new(gpu: Gpu) -> Site {
+        Site { gpu, volume: Mounted::new() }
+    }
+
+    fn transfers(&self) -> Transfers {
+        Transfers::new(&self.mount()).unwrap()
+    }
+
+    fn mount(&self) -> Mount {
+        Mount::open(self.volume.root()).unwrap()
+    }
+
+    fn sample(&self, seed: u64, len: u64) -> Sample {
+        let (path, bytes) = (self.volume.path(format!("sample-{seed}")), tree::pattern(seed, len as usize));
+        fs::write(&path, &bytes).unwrap();
+        Sample { file: File::open(&path).unwrap(), path, bytes }
+    }
+
+    fn empty(&self, name: &str) -> (File, PathBuf) {
+        let path = self.volume.path(name);
+        let _ = fs::remove_file(&path);
+        (File::create(&path).unwrap(), path)
+    }
+
+    fn look(&self, address: u64, len: u64) -> Vec<u8> {
+        look(self.gpu, address, len)
+    }
+
+    fn put(&self, address: u64, bytes: &[u8]) {
+        let stream = self.gpu.stream().unwrap();
+        Pinned::new(self.gpu, bytes.len().next_multiple_of(4096)).put(&stream, address, bytes);
+    }
+}
+
+/// What is in memory.
+fn look(gpu: Gpu, address: u64, len: u64) -> Vec<u8> {
+    let stream = gpu.stream().unwrap();
+    Pinned::new(gpu, (len as usize).next_multiple_of(4096)).get(&stream, address, len as usize).to_vec()
+}
+
+fn segment(file_offset: u64, address: u64, len: u64) -> Segment {
+    Segment { file_offset, address, len }
+}
+
+fn random(seed: u64, below: u64) -> u64 {
+    u64::from_le_bytes(tree::pattern(seed, 8).try_into().unwrap()) % below
+}
+
+fn read(transfers: &Transfers, file: &File, segments: &[Segment]) -> gpunvme::Result<gpunvme::Transfer> {
+    // SAFETY: the checks own the memory, and do nothing with it meanwhile.
+    unsafe { transfers.read(file, segments) }
+}
+
+fn write(transfers: &Transfers, file: &File, segments: &[Segment]) -> gpunvme::Result<gpunvme::Transfer> {
+    // SAFETY: as above.
+    unsafe { transfers.write(file, segments) }
+}
+
+fn every_kind_of_memory(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(1, 8 * MIB);
+    for Memory { kind, pieces, .. } in &every_kind(site.gpu, 8 * MIB as usize) {
+        let start = pieces[0].0;
+        // As a tensor lies: somewhere in the memory, and over the bounds of its pieces.
+        let (at, len) = (4096 + 512, 8 * MIB - 8192);
+        let done = read(&transfers, &sample.file, &[segment(at, start + at, len)]).unwrap();
+        assert_eq!((done.bytes(), done.moved.edge), (len, 0), "{kind}");
+        assert!(site.look(start + at, len) == sample.bytes[at as usize..][..len as usize], "read into {kind}");
+        let (file, path) = site.empty("out");
+        let done = write(&transfers, &file, &[segment(0, start + at, len)]).unwrap();
+        assert_eq!(done.bytes(), len, "{kind}");
+        assert!(fs::read(path).unwrap() == sample.bytes[at as usize..][..len as usize], "written from {kind}");
+    }
+}
+
+fn any_range(site: &Site) {
+    let transfers = site.transfers();
+    let len = 3 * MIB + 1234;
+    let sample = site.sample(2, len);
+    let memory = allocated(site.gpu, 4 * MIB as usize);
+    let (file, path) = site.empty("out");
+    file.set_size(len).unwrap();
+    let mut expected = vec![0; len as usize];
+    for round in 0..60 {
+        let offset = random(3 * round, len + 100);
+        let wanted = 1 + random(3 * round + 1, [100, 5000, 300_000, 2 * MIB][round as usize % 4]);
+        let address = memory.address() + random(3 * round + 2, MIB);
+        let there = wanted.min(len.saturating_sub(offset));
+        site.put(address, &vec![0xee; wanted as usize]);
+        let done = read(&transfers, &sample.file, &[segment(offset, address, wanted)]).unwrap();
+        assert_eq!(done.bytes(), there, "{wanted} bytes at {offset}");
+        let got = site.look(address, wanted);
+        let at = offset.min(len) as usize;
+        assert!(got[..there as usize] == sample.bytes[at..at + there as usize], "{wanted} bytes at {offset}");
+        assert!(got[there as usize..].iter().all(|byte| *byte == 0xee), "nothing was written past the end of the file");
+        let done = write(&transfers, &file, &[segment(offset, address, there.max(1))]).unwrap();
+        assert_eq!(done.bytes(), there.max(1));
+        let end = offset as usize + there.max(1) as usize;
+        expected.resize(expected.len().max(end), 0);
+        expected[offset as usize..end].copy_from_slice(&got[..there.max(1) as usize]);
+    }
+    assert!(fs::read(path).unwrap() == expected);
+    // Nothing, and nothing of a file that is empty.
+    assert_eq!(read(&transfers, &sample.file, &[]).unwrap().bytes(), 0);
+    assert_eq!(read(&transfers, &site.empty("none").0, &[segment(0, memory.address(), MIB)]).unwrap().bytes(), 0);
+}
+
+fn many_small_segments(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(3, 16 * MIB);
+    let memory = allocated(site.gpu, 16 * MIB as usize);
+    for len in [4096, 512, 100] {
+        let places = 16 * MIB / 4096;
+        // Every place once, in no order.
+        let segments: Vec<Segment> = (0..places)
+            .map(|at| (at * 2731) % places)
+            .map(|place| segment(place * 4096, memory.address() + (places - 1 - place) * 4096, len))
+            .collect();
+        let done = read(&transfers, &sample.file, &segments).unwrap();
+        assert_eq!((done.bytes(), done.moved.edge), (places * len, 0));
+        let got = site.look(memory.address(), 16 * MIB);
+        for s in &segments {
+            let at = (s.address - memory.address()) as usize;
+            assert!(got[at..at + len as usize] == sample.bytes[s.file_offset as usize..][..len as usize], "{s:?}");
+        }
+        let (file, path) = site.empty("out");
+        assert_eq!(write(&transfers, &file, &segments).unwrap().bytes(), places * len);
+        let written = fs::read(path).unwrap();
+        for s in &segments {
+            let at = s.file_offset as usize;
+            assert!(written[at..at + len as usize] == sample.bytes[at..at + len as usize], "{s:?}");
+        }
+    }
+}
+
+fn a_small_pool(site: &Site) {
+    let mut settings = Settings::default();
+    settings.staging = 1;
+    let transfers = Transfers::with(&site.mount(), settings).unwrap();
+    let sample = site.sample(4, 20 * MIB);
+    let memory = allocated(site.gpu, 20 * MIB as usize);
+    let small: Vec<Segment> = (0..1000).map(|at| segment(at * 4096, memory.address() + at * 4096, 4096)).collect();
+    let large = segment(4 * MIB, memory.address() + 4 * MIB, 16 * MIB);
+    thread::scope(|scope| {
+        scope.spawn(|| assert_eq!(read(&transfers, &sample.file, &[large]).unwrap().bytes(), large.len));
+        assert_eq!(read(&transfers, &sample.file, &small).unwrap().bytes(), 1000 * 4096);
+    });
+    assert!(site.look(memory.address() + 4 * MIB, 16 * MIB) == sample.bytes[4 * MIB as usize..]);
+    assert!(site.look(memory.address(), 1000 * 4096) == sample.bytes[..1000 * 4096]);
+}
+
+fn many_in_flight(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(5, 16 * MIB);
+    let memory = allocated(site.gpu, 16 * MIB as usize);
+    let mut queue = transfers.queue().unwrap();
+    let sizes = [4096, 100, 65536, MIB];
+    let (mut at, mut lens) = (0, Vec::new());
+    while at < 16 * MIB {
+        let len = sizes[lens.len() % 4].min(16 * MIB - at);
+        // SAFETY: nobody uses the memory until all is done.
+        unsafe { queue.read(&sample.file, &[segment(at, memory.address() + at, len)], lens.len() as u64) }.unwrap();
+        (at, lens) = (at + len, [lens, vec![len]].concat());
+    }
+    assert_eq!(queue.in_flight(), lens.len());
+    let mut done = Vec::new();
+    while queue.in_flight() > 0 {
+        assert!(queue.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap() > 0, "a request is lost");
+    }
+    assert_eq!(queue.complete(Wait::Forever, &mut done).unwrap(), 0, "there is nothing to wait for");
+    for finished in &done {
+        assert_eq!(finished.result.as_ref().unwrap().bytes(), lens[finished.user_data as usize]);
+    }
+    assert_eq!(done.len(), lens.len());
+    assert!(site.look(memory.address(), 16 * MIB) == sample.bytes);
+    // For an application that waits by itself.
+    // SAFETY: as above.
+    unsafe { queue.read(&sample.file, &[segment(0, memory.address(), MIB)], 7) }.unwrap();
+    if queue.arm() {
+        let mut polled = [rustix::event::PollFd::new(&queue, rustix::event::PollFlags::IN)];
+        let timeout = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
+        assert_eq!(rustix::event::poll(&mut polled, Some(&timeout)).unwrap(), 1, "no signal came");
+    }
+    assert_eq!(queue.complete(Wait::No, &mut done).unwrap(), 1);
+}
+
+fn callbacks(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(6, 8 * MIB);
+    let memory = allocated(site.gpu, 8 * MIB as usize);
+    let (file, path) = site.empty("out");
+    let (send, receive) = mpsc::channel();
+    for at in 0..8 {
+        let send = send.clone();
+        let part = segment(at * MIB, memory.address() + at * MIB, MIB);
+        // SAFETY: nobody uses the memory until all is done.
+        unsafe { transfers.read_then(&sample.file, &[part], move |done| send.send((at, done)).unwrap()) }.unwrap();
+    }
+    for _ in 0..8 {
+        let (at, done) = receive.recv_timeout(Duration::from_secs(20)).unwrap();
+        assert_eq!(done.unwrap().bytes(), MIB);
+        let send = send.clone();
+        let part = segment(at * MIB, memory.address() + at * MIB, MIB);
+        // SAFETY: as above.
+        unsafe { transfers.write_then(&file, &[part], move |done| send.send((at, done)).unwrap()) }.unwrap();
+    }
+    // It ends when everything is done.
+    drop((transfers, send));
+    assert_eq!(receive.try_iter().map(|(_, done)| done.unwrap().bytes()).sum::<u64>(), 8 * MIB);
+    assert!(fs::read(path).unwrap() == sample.bytes);
+}
+
+fn many_threads(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(7, 4 * MIB);
+    thread::scope(|scope| {
+        for number in 0..6 {
+            let (transfers, sample) = (&transfers, &sample);
+            scope.spawn(move || {
+                let memory = allocated(site.gpu, MIB as usize);
+                for round in 0..50 {
+                    let len = 1 + random(number * 1000 + round, if round % 5 == 0 { MIB } else { 8192 });
+                    let offset = random(number * 2000 + round, 4 * MIB - len);
+                    assert_eq!(read(transfers, &sample.file, &[segment(offset, memory.address(), len)]).unwrap().bytes(), len);
+                    let got = site.look(memory.address(), len);
+                    assert!(got == sample.bytes[offset as usize..][..len as usize], "{len} bytes at {offset}");
+                }
+            });
+        }
+    });
+}
+
+/// A stream of the application that waits until it is let go.
+struct Blocked {
+    stream: usize,
+    handle: Stream,
+    word: Pinned,
+}
+
+impl Blocked {
+    fn new(gpu: Gpu) -> Blocked {
+        let stream = own_stream(gpu);
+        // SAFETY: the stream is never destroyed.
+        let handle = unsafe { Cuda::load().unwrap().application_stream(stream) }.unwrap();
+        let word = Pinned::new(gpu, 4096);
+        // SAFETY: the word stays until the stream was waited for.
+        unsafe { handle.wait_value(word.address(), 1) }.unwrap();
+        Blocked { stream, handle, word }
+    }
+
+    fn let_go(&self) {
+        self.word.word(0).store(1, Ordering::Release);
+    }
+}
+
+fn streams_are_ordered(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(8, 8 * MIB);
+    let memory = allocated(site.gpu, 8 * MIB as usize);
+    let (file, path) = site.empty("out");
+    let (mut before, after) = (Pinned::new(site.gpu, 8 * MIB as usize), Pinned::new(site.gpu, 8 * MIB as usize));
+    before.bytes().fill(0x11);
+    let whole = [segment(0, memory.address(), 8 * MIB)];
+    let blocked = Blocked::new(site.gpu);
+    let (written, read) = {
+        let copy = |to, from| {
+            // SAFETY: all of it stays until the stream was waited for.
+            unsafe { blocked.handle.copy(to, from, 8 * MIB as usize) }.unwrap();
+        };
+        // The file gets what the stream put into memory; then memory gets the sample, and the stream copies that out.
+        copy(memory.address(), before.address());
+        // SAFETY: the stream orders what uses the memory.
+        let written = unsafe { transfers.write_on_stream(&file, &whole, blocked.stream) }.unwrap();
+        // SAFETY: as above.
+        let read = unsafe { transfers.read_on_stream(&sample.file, &whole, blocked.stream) }.unwrap();
+        copy(after.address(), memory.address());
+        (written, read)
+    };
+    thread::sleep(Duration::from_millis(50));
+    assert!(!written.is_done() && !read.is_done(), "the stream has not come to them");
+    assert_eq!(fs::metadata(&path).unwrap().len(), 0);
+    blocked.let_go();
+    blocked.handle.synchronize().unwrap();
+    let mut after = after;
+    assert!(after.bytes() == &sample.bytes[..], "what comes after a read in a stream sees it");
+    assert_eq!((written.wait().unwrap().bytes(), read.wait().unwrap().bytes()), (8 * MIB, 8 * MIB));
+    assert!(fs::read(path).unwrap().iter().all(|byte| *byte == 0x11), "a write in a stream writes what was before it");
+}
+
+fn many_in_streams(site: &Site) {
+    let mut settings = Settings::default();
+    settings.staging = 1;
+    let transfers = Transfers::with(&site.mount(), settings).unwrap();
+    let sample = site.sample(9, 8 * MIB);
+    let memory = allocated(site.gpu, 8 * MIB as usize);
+    let streams: Vec<Blocked> = (0..3).map(|_| Blocked::new(site.gpu)).collect();
+    let mut pending = Vec::new();
+    for at in 0..60u64 {
+        let part = segment(at % 8 * MIB, memory.address() + at % 8 * MIB, MIB);
+        // SAFETY: requests that meet write the same bytes.
+        pending.push(unsafe { transfers.read_on_stream(&sample.file, &[part], streams[at as usize % 3].stream) }.unwrap());
+    }
+    // Others pass meanwhile.
+    assert_eq!(read(&transfers, &sample.file, &[segment(0, memory.address(), 8 * MIB)]).unwrap().bytes(), 8 * MIB);
+    streams.iter().rev().for_each(Blocked::let_go);
+    for pending in pending {
+        assert_eq!(pending.wait().unwrap().bytes(), MIB);
+    }
+    streams.iter().for_each(|stream| stream.handle.synchronize().unwrap());
+    assert!(site.look(memory.address(), 8 * MIB) == sample.bytes);
+}
+
+fn freed_too_early(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(10, MIB);
+    let mut queue = transfers.queue().unwrap();
+    for small in [true, false] {
+        let (kept, freed) = (allocated(site.gpu, MIB as usize), allocated(site.gpu, MIB as usize));
+        let segments = |address: u64| -> Vec<Segment> {
+            let (count, len) = if small { (200, 4096) } else { (1, MIB) };
+            (0..count).map(|at| segment(at * len, address + at * len, len)).collect()
+        };
+        // The lane is there, and nothing is in its stream, for which freeing would wait.
+        read(&transfers, &sample.file, &segments(kept.address())).unwrap();
+        site.put(kept.address(), &vec![0; MIB as usize]);
+        kill_process(site.volume.daemon(), Signal::STOP).unwrap();
+        // SAFETY: the memory is freed before it is used, which is what is checked.
+        unsafe { queue.read(&sample.file, &segments(freed.address()), 0) }.unwrap();
+        // SAFETY: this memory stays.
+        unsafe { queue.read(&sample.file, &segments(kept.address()), 1) }.unwrap();
+        drop(freed);
+        kill_process(site.volume.daemon(), Signal::CONT).unwrap();
+        let mut done = Vec::new();
+        while queue.in_flight() > 0 {
+            assert!(queue.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap() > 0, "a request is lost");
+        }
+        done.sort_by_key(|finished| finished.user_data);
+        let error = done[0].result.as_ref().unwrap_err();
+        assert!(matches!(error, Error::Copy { error: None, .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&sample.path.display().to_string()) && text.contains("was freed"), "{text}");
+        let len = if small { 200 * 4096 } else { MIB };
+        assert_eq!(done[1].result.as_ref().unwrap().bytes(), len);
+        assert!(site.look(kept.address(), len) == sample.bytes[..len as usize]);
+    }
+}
+
+fn a_dying_daemon(site: &Site) {
+    let dying = Site::new(site.gpu);
+    let (sample, dying_sample) = (site.sample(14, 4 * MIB), dying.sample(15, 64 * MIB));
+    let memory = allocated(site.gpu, 64 * MIB as usize);
+    let (transfers, dying_transfers) = (site.transfers(), dying.transfers());
+    let mut queue = dying_transfers.queue().unwrap();
+    let whole = [segment(0, memory.address(), 64 * MIB)];
+    // The file is known to the ring, and the GPU to the mount: neither has to be asked for again.
+    assert_eq!(read(&dying_transfers, &dying_sample.file, &whole).unwrap().bytes(), 64 * MIB);
+    kill_process(dying.volume.daemon(), Signal::STOP).unwrap();
+    for number in 0..100 {
+        // SAFETY: what is in the memory does not matter.
+        unsafe { queue.read(&dying_sample.file, &whole, number) }.unwrap();
+    }
+    let Site { volume, .. } = dying;
+    drop(volume.signal(Signal::KILL));
+    let mut done = Vec::new();
+    while queue.in_flight() > 0 {
+        assert!(queue.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap() > 0, "requests wait for the dead");
+    }
+    assert!(done.iter().all(|finished| matches!(finished.result, Err(Error::RingClosed { .. }))), "{:?}", done[0]);
+    assert!(read(&dying_transfers, &dying_sample.file, &whole).is_err());
+    assert_eq!(read(&transfers, &sample.file, &[segment(0, memory.address(), 4 * MIB)]).unwrap().bytes(), 4 * MIB);
+    assert!(site.look(memory.address(), 4 * MIB) == sample.bytes);
+}
+
+fn a_dying_application(site: &Site) {
+    let sample = site.sample(16, 64 * MIB);
+    let mount = site.mount();
+    let before = mount.stats().unwrap();
+    for write in [false, true] {
+        let mut program = programs::command("gpu-bench");
+        program.args(["--size=4096", "--pattern=random", "--depth=256", "--seconds=60", "--file"]).arg(&sample.path);
+        program.args(write.then_some("--write"));
+        let mut application = program.spawn().unwrap();
+        let begun = Instant::now();
+        let bytes = |stats: &gpunvme::Stats| stats.read.total() + stats.write.total();
+        while bytes(&mount.stats().unwrap()) < bytes(&before) + MIB {
+            assert!(begun.elapsed() < Duration::from_secs(20), "it does nothing");
+            thread::sleep(Duration::from_millis(5));
+        }
+        application.kill().unwrap();
+        application.wait().unwrap();
+        while mount.stats().unwrap().buffers > before.buffers {
+            assert!(begun.elapsed() < Duration::from_secs(40), "its buffers stay");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+    let memory = allocated(site.gpu, MIB as usize);
+    let other = site.sample(17, MIB);
+    assert_eq!(read(&site.transfers(), &other.file, &[segment(0, memory.address(), MIB)]).unwrap().bytes(), MIB);
+    assert!(site.look(memory.address(), MIB) == other.bytes);
+}
+
+fn unknown_memory(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(11, MIB);
+    let memory = allocated(site.gpu, MIB as usize);
+    let mut bytes = vec![0u8; 4096];
+    let host = bytes.as_mut_ptr() as u64;
+    let beyond = memory.address() + MIB - 4096;
+    for (segments, at) in [
+        (vec![segment(0, host, 4096)], 0),
+        (vec![segment(0, memory.address(), 4096), segment(0, 0, 4096)], 1),
+        (vec![segment(0, memory.address(), 4096), segment(0, u64::MAX - 100, 4096)], 1),
+        (vec![segment(0, beyond, 1 << 40)], 0),
+    ] {
+        let error = read(&transfers, &sample.file, &segments).unwrap_err();
+        assert!(matches!(error, Error::UnknownMemory { segment, .. } if segment == at), "{error}");
+    }
+    let error = read(&transfers, &sample.file, &[segment(u64::MAX - 10, memory.address(), 100)]).unwrap_err();
+    assert_eq!(error.errno().raw_os_error(), libc::EINVAL, "{error}");
+    // A file that is not open for it.
+    let error = write(&transfers, &sample.file, &[segment(0, memory.address(), MIB)]).unwrap_err();
+    assert_eq!(error.errno().raw_os_error(), libc::EBADF, "{error}");
+}
+
+fn requirements(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(12, MIB);
+    let memory = allocated(site.gpu, MIB as usize);
+    let whole = [segment(0, memory.address(), MIB)];
+    let requiring = |route, direct| transfers.requiring(Require { route, direct });
+    let done = read(&requiring(Some(Route::Bounce), true), &sample.file, &whole).unwrap();
+    assert_eq!(done.moved.bounce, MIB);
+    let error = read(&requiring(Some(Route::Host), false), &sample.file, &whole).unwrap_err();
+    assert_eq!(error.errno().raw_os_error(), libc::EOPNOTSUPP, "{error}");
+    let (route, reason) = transfers.route(memory.address()).unwrap();
+    match (route, read(&requiring(Some(Route::P2p), false), &sample.file, &whole)) {
+        (Route::P2p, done) => assert_eq!(done.unwrap().moved.p2p, MIB),
+        (_, Err(error)) => assert!(error.to_string().contains(reason.explain()), "{error}"),
+        (_, Ok(done)) => panic!("what is not there was used: {done:?}"),
+    }
+}
+
+fn several_gpus(site: &Site) {
+    let transfers = site.transfers();
+    let gpus: Vec<Gpu> = Cuda::load().unwrap().gpus().collect();
+    let len = gpus.len() as u64 * MIB;
+    let sample = site.sample(13, len);
+    let memory: Vec<Memory> = gpus.iter().map(|gpu| allocated(*gpu, MIB as usize)).collect();
+    let segments: Vec<Segment> = (0..).zip(&memory).map(|(at, memory)| segment(at * MIB, memory.address(), MIB)).collect();
+    assert_eq!(read(&transfers, &sample.file, &segments).unwrap().bytes(), len);
+    for ((gpu, memory), expected) in gpus.iter().zip(&memory).zip(sample.bytes.chunks(MIB as usize)) {
+        assert!(look(*gpu, memory.address(), MIB) == expected, "on GPU {gpu}");
+    }
+}
