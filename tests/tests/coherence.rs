@@ -55,7 +55,7 @@ fn a_direct_read_sees_the_first_dirty_page_of_a_file_that_no_page_was_cached_of(
     let volume = Mounted::new();
     // A page that is missing is read with the flags of the mapped file: O_DIRECT does not say that it goes past the cache.
     for flags in [0, libc::O_DIRECT] {
-        let path = volume.path(&format!("file{flags}"));
+        let path = volume.path(format!("file{flags}"));
         let file = OpenOptions::new().read(true).write(true).create_new(true).custom_flags(flags).open(path).unwrap();
         let mut data = tree::pattern(22, LEN);
         let buffer = Buffer::new(&file, LEN as u64);

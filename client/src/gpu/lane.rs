@@ -54,10 +54,24 @@ pub(super) type NotCopied = Option<CudaError>;
 struct Run {
     /// In the lane's list of copies.
     copies: Range<usize>,
-    to: u64,
-    from: u64,
+    /// In the application's memory.
+    address: u64,
+    /// In the pool.
+    slot: u64,
     len: u64,
+    direction: Direction,
     by_kernel: bool,
+    on_host: bool,
+}
+
+impl Run {
+    /// Where to and where from, in a pool that begins at `pool`.
+    fn ends(&self, pool: u64) -> (u64, u64) {
+        match self.direction {
+            Direction::Read => (self.address, pool + self.slot),
+            Direction::Write => (pool + self.slot, self.address),
+        }
+    }
 }
 
 struct Batch {
@@ -187,15 +201,24 @@ impl Lane {
         let mut moves = 0;
         for run in &self.runs {
             if by_kernel && run.by_kernel && run.len <= SMALL {
-                let entry = Move { to: run.to, from: run.from, len: run.len };
+                let (to, from) = run.ends(self.staging.memory().device_address);
+                let entry = Move { to, from, len: run.len };
                 let at = table + moves * size_of::<Move>();
                 self.staging.memory().mapping.copy_in(at, entry.as_bytes()).expect("a table has room for all pieces");
                 moves += 1;
                 continue;
             }
+            let (to, from) = run.ends(self.staging.memory().mapping.as_ptr() as u64);
             // SAFETY: one side is the application's memory, which it vouched for until its request is answered; the other is a slot that is this
             // piece's. Both stay until the batch is done: pieces are answered, and slots given back, only then.
-            let copied = unsafe { self.stream.copy(run.to, run.from, run.len as usize) };
+            let copied = unsafe {
+                match run.direction {
+                    _ if run.on_host => self.stream.copy(to, from, run.len as usize),
+                    // These notice memory that was freed since it was looked at.
+                    Direction::Read => self.stream.copy_in(to, from, run.len as usize),
+                    Direction::Write => self.stream.copy_out(to, from, run.len as usize),
+                }
+            };
             let copies = self.waiting[run.copies.clone()].iter();
             match copied {
                 Ok(()) => batch.pieces.extend(copies.map(|copy| copy.piece)),
@@ -256,22 +279,19 @@ impl Lane {
     /// Makes runs of neighbours.
     fn join(&mut self) {
         self.runs.clear();
-        let pool = self.staging.memory().device_address;
         for (at, copy) in self.waiting.iter().enumerate() {
-            let slot = pool + copy.slot as u64;
-            let (to, from) = match copy.direction {
-                Direction::Read => (copy.address, slot),
-                Direction::Write => (slot, copy.address),
-            };
+            let slot = copy.slot as u64;
             if let Some(run) = self.runs.last_mut()
-                && (run.to + run.len, run.from + run.len) == (to, from)
+                && (run.address + run.len, run.slot + run.len) == (copy.address, slot)
                 && self.waiting[run.copies.start].allocation.base == copy.allocation.base
+                && run.direction == copy.direction
             {
                 run.len += copy.len;
                 run.copies.end = at + 1;
                 continue;
             }
-            self.runs.push(Run { copies: at..at + 1, to, from, len: copy.len, by_kernel: copy.allocation.by_kernel });
+            let (direction, Allocation { by_kernel, on_host, .. }) = (copy.direction, copy.allocation);
+            self.runs.push(Run { copies: at..at + 1, address: copy.address, slot, len: copy.len, direction, by_kernel, on_host });
         }
     }
 }

@@ -50,6 +50,8 @@ pub(super) struct Allocation {
     pub gpu: Gpu,
     /// Whether that GPU's kernels do.
     pub by_kernel: bool,
+    /// Whether it is host memory.
+    pub on_host: bool,
     pub base: u64,
     pub buffer_id: u64,
 }

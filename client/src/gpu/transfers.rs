@@ -32,9 +32,10 @@ pub struct Settings {
 }
 
 impl Default for Settings {
-    /// A pool of 64 MiB: what the daemon lets one ring have under way.
+    /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's cache between the device and the copy engine. Beside an H200 reads of 16 MiB
+    /// went at 7.2 GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64.
     fn default() -> Settings {
-        Settings { staging: 64 << 20, registered: None }
+        Settings { staging: 8 << 20, registered: None }
     }
 }
 
@@ -336,7 +337,8 @@ impl Inner {
             }
         };
         let by_kernel = matches!(found.place, Place::Device(_)) && found.primary;
-        Ok(Allocation { gpu, by_kernel, base: found.base, buffer_id: found.buffer_id })
+        let on_host = matches!(found.place, Place::Host);
+        Ok(Allocation { gpu, by_kernel, on_host, base: found.base, buffer_id: found.buffer_id })
     }
 
     /// Gives a GPU a lane if it has none, and returns its gates.

@@ -6,6 +6,7 @@ use super::scatter::Scatter;
 use cudarc::driver::sys::{
     CUevent, CUevent_flags_enum, CUstream, CUstream_flags_enum, CUstreamWaitValue_flags_enum, CUstreamWriteValue_flags_enum,
 };
+use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
 
@@ -40,14 +41,42 @@ impl Stream {
         Ok(Stream { context: Context::new(driver, context), raw, ours: false })
     }
 
-    /// Copies `len` bytes, after everything that was put into the stream before. Both addresses are device memory of any GPU, managed memory, or host memory; only where
-    /// host memory is registered with CUDA, or was allocated by it, does the call return before the copy is done.
+    /// Copies `len` bytes of host memory to device memory, of this or another GPU, or managed; after everything that was put into the stream before. Only
+    /// where the host memory is registered with CUDA, or was allocated by it, does the call return before the copy is done.
     ///
     /// # Safety
-    /// Until the stream has passed it both ranges stay what they are, nobody else writes to either, and nobody reads what is written to.
+    /// Until the stream has passed it both ranges stay what they are, nobody else writes to either, and nobody reads what is written to. The device memory may be
+    /// gone before the call: that is an error.
     ///
     /// # Errors
-    /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where it knows that a range is not all there.
+    /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where the device memory is not all there.
+    pub unsafe fn copy_in(&self, device: u64, host: u64, len: usize) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller vouches for the ranges.
+        unsafe { self.context.driver.cuMemcpyHtoDAsync_v2(device, host as *const c_void, len, self.raw) }
+    }
+
+    /// The other way: device memory to host memory.
+    ///
+    /// # Safety
+    /// As for [`Stream::copy_in`].
+    ///
+    /// # Errors
+    /// As [`Stream::copy_in`].
+    pub unsafe fn copy_out(&self, host: u64, device: u64, len: usize) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller vouches for the ranges.
+        unsafe { self.context.driver.cuMemcpyDtoHAsync_v2(host as *mut c_void, device, len, self.raw) }
+    }
+
+    /// Copies `len` bytes between any two places, after everything that was put into the stream before.
+    ///
+    /// # Safety
+    /// As for [`Stream::copy_in`], and more: neither range may be gone before the call. CUDA takes an address that it does not know for one of
+    /// the process's own memory, and reads or writes there.
+    ///
+    /// # Errors
+    /// What CUDA says.
     pub unsafe fn copy(&self, to: u64, from: u64, len: usize) -> Result<(), CudaError> {
         let _entered = self.context.enter()?;
         // SAFETY: the caller vouches for the ranges.

@@ -151,8 +151,11 @@ fn freed_memory_is_noticed(gpu: Gpu) {
         assert_eq!(cuda().buffer_id(address).unwrap(), None, "{kind}");
         assert_eq!(cuda().memory_at(address).unwrap(), None, "{kind}");
         // SAFETY: CUDA is to refuse it.
-        let refused = unsafe { stream.copy(address, pinned.address(), MIB) }.expect_err("a copy to freed memory");
-        assert_eq!((refused.call, refused.code), ("cuMemcpyAsync", CudaError::INVALID_VALUE), "{kind}: {refused}");
+        let refused = unsafe { stream.copy_in(address, pinned.address(), MIB) }.expect_err("a copy to freed memory");
+        assert_eq!((refused.call, refused.code), ("cuMemcpyHtoDAsync_v2", CudaError::INVALID_VALUE), "{kind}: {refused}");
+        // SAFETY: as above.
+        let refused = unsafe { stream.copy_out(pinned.address(), address, MIB) }.expect_err("a copy of freed memory");
+        assert_eq!((refused.call, refused.code), ("cuMemcpyDtoHAsync_v2", CudaError::INVALID_VALUE), "{kind}: {refused}");
         let again = allocate(gpu);
         assert_ne!(cuda().buffer_id(again.address()).unwrap(), Some(number), "{kind}: the number is used again");
     }

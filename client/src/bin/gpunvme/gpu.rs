@@ -36,7 +36,7 @@ impl Memory {
     pub fn put(&self, offset: usize, bytes: &[u8]) -> Result<(), CudaError> {
         assert!(offset + bytes.len() <= self.len(), "a copy reaches past the end of GPU memory");
         // SAFETY: both ranges are there until the copy is waited for, and nobody else uses them.
-        unsafe { self.stream.copy(self.address() + offset as u64, bytes.as_ptr() as u64, bytes.len()) }?;
+        unsafe { self.stream.copy_in(self.address() + offset as u64, bytes.as_ptr() as u64, bytes.len()) }?;
         self.stream.synchronize()
     }
 
@@ -44,7 +44,7 @@ impl Memory {
     pub fn get(&self, offset: usize, bytes: &mut [u8]) -> Result<(), CudaError> {
         assert!(offset + bytes.len() <= self.len(), "a copy reaches past the end of GPU memory");
         // SAFETY: as above; the slice is borrowed mutably.
-        unsafe { self.stream.copy(bytes.as_mut_ptr() as u64, self.address() + offset as u64, bytes.len()) }?;
+        unsafe { self.stream.copy_out(bytes.as_mut_ptr() as u64, self.address() + offset as u64, bytes.len()) }?;
         self.stream.synchronize()
     }
 }

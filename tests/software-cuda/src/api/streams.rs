@@ -73,20 +73,15 @@ exports! {
     }
 
     fn cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, len: usize, stream: CUstream) {
-        let software = Software::running()?;
-        let stream = software.stream(stream.addr())?;
-        if Some(software.copies.fetch_add(1, Ordering::Relaxed) + 1) == software.settings.copy_fails {
-            return Err(CUDA_ERROR_ECC_UNCORRECTABLE);
-        }
-        let addresses = software.addresses.lock().unwrap();
-        let (to, from) = (addresses.pieces(to, len as u64)?, addresses.pieces(from, len as u64)?);
-        drop(addresses);
-        let pageable = to.iter().chain(&from).any(|piece| !piece.known);
-        stream.put(Work::Copy(to, from));
-        if pageable {
-            stream.mark().wait();
-        }
-        Ok(())
+        copy(to, from, len, stream, |_, _| true)
+    }
+
+    fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, len: usize, stream: CUstream) {
+        copy(to, from.addr() as u64, len, stream, |to, _| to)
+    }
+
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, len: usize, stream: CUstream) {
+        copy(to.addr() as u64, from, len, stream, |_, from| from)
     }
 
     fn cuEventCreate(event: *mut CUevent, _flags: c_uint) {
@@ -181,4 +176,25 @@ exports! {
 fn word(software: &Software, address: u64) -> Result<Piece, Code> {
     let piece = software.addresses.lock().unwrap().pieces(address, 4)?.pop();
     piece.filter(|piece| piece.known && address.is_multiple_of(4)).ok_or(CUDA_ERROR_INVALID_VALUE)
+}
+
+/// `right` is told which side CUDA knows, and says whether that will do.
+fn copy(to: CUdeviceptr, from: CUdeviceptr, len: usize, stream: CUstream, right: fn(bool, bool) -> bool) -> Answer {
+    let software = Software::running()?;
+    let stream = software.stream(stream.addr())?;
+    if Some(software.copies.fetch_add(1, Ordering::Relaxed) + 1) == software.settings.copy_fails {
+        return Err(CUDA_ERROR_ECC_UNCORRECTABLE);
+    }
+    let addresses = software.addresses.lock().unwrap();
+    let (to, from) = (addresses.pieces(to, len as u64)?, addresses.pieces(from, len as u64)?);
+    drop(addresses);
+    let [knows_to, knows_from] = [&to, &from].map(|pieces| pieces.iter().all(|piece| piece.known));
+    if !right(knows_to, knows_from) {
+        return Err(CUDA_ERROR_INVALID_VALUE);
+    }
+    stream.put(Work::Copy(to, from));
+    if !knows_to || !knows_from {
+        stream.mark().wait();
+    }
+    Ok(())
 }
