@@ -26,6 +26,7 @@ guest() {
     check "a copy's route may be demanded" bounced
     check "GPU memory that CUDA does not export" refused 1 "does not export" no_export gpunvme read /mnt/random.bin --to gpu:0 --require p2p
     check "and elsewhere it takes the other route" says '"route": "bounce"' no_export gpunvme --json read /mnt/random.bin --to gpu:0
+    check "what doctor proves" proved
     check "what uses cost" gpu-memory /mnt/random.bin measure
     check "nothing stays registered" says '"buffers": 0' gpunvme --json stats /mnt
     check "the file for the host to look at" gpu-memory /mnt/random.bin read
@@ -55,6 +56,11 @@ bounced() {
 }
 
 no_export() { SOFTWARE_CUDA=$SOFTWARE_CUDA,dma-buf=0 "$@"; }
+
+proved() {
+    gpunvme --json doctor --gpu 0 /mnt | tee /tmp/report
+    [ "$(field route /tmp/report)" = p2p ]
+}
 
 verify() {
     check "the BAR holds the file, outside" cmp -n 5000007 "$run/share/random.bin" "$run/bar"

@@ -68,9 +68,10 @@ impl Registrations {
     }
 }
 
-/// How much of its memory a GPU shows to other devices, in bytes: its BAR 1.
+/// How much of its memory a GPU shows to other devices, in bytes: the largest of its BARs, NVIDIA's BAR 1, which lies at another number from generation to generation.
 fn aperture(gpu: &Gpu) -> Option<u64> {
-    std::fs::metadata(format!("/sys/bus/pci/devices/{}/resource1", gpu.pci_address())).ok().map(|bar| bar.len())
+    let resource = |number| format!("/sys/bus/pci/devices/{}/resource{number}", gpu.pci_address());
+    (0..6).filter_map(|number| std::fs::metadata(resource(number)).ok()).map(|bar| bar.len()).max()
 }
 
 struct Exporter {

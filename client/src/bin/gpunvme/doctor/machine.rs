@@ -95,6 +95,10 @@ impl Nvidia {
         BRANCHES.iter().rev().find(|(branch, _)| *branch <= self.branch()).map(|(_, cuda)| *cuda)
     }
 
+    pub fn read(tree: &Tree) -> Option<Nvidia> {
+        Nvidia::parse(&tree.text("proc/driver/nvidia/version")?)
+    }
+
     /// From /proc/driver/nvidia/version: `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ...`
     fn parse(text: &str) -> Option<Nvidia> {
         let line = text.lines().find(|line| line.starts_with("NVRM version"))?;
@@ -127,7 +131,7 @@ impl Machine {
             vfio: Vfio::read(tree, &kernel, container),
             memlock: if capabilities & CAP_IPC_LOCK != 0 { None } else { memlock(tree) },
             huge_pages: huge_pages(tree),
-            nvidia: tree.text("proc/driver/nvidia/version").and_then(|text| Nvidia::parse(&text)),
+            nvidia: Nvidia::read(tree),
             libcuda: libcuda(tree),
             kernel,
         }

@@ -1,14 +1,17 @@
 //! `gpunvme doctor`: which route this machine can take between an SSD and a GPU, and the one change that would make it faster.
 //!
-//! It only looks: sysfs, procfs, and one question to /dev/vfio/vfio. CUDA is not loaded. What needs root and was not seen is said.
+//! It only looks: sysfs, procfs, and one question to /dev/vfio/vfio. CUDA is not loaded. What needs root and was not seen is said. Only `--gpu` tries things.
 
 #[allow(unsafe_code)]
 mod container;
 mod device;
 #[cfg(test)]
 mod fixture;
+mod gpu;
 mod machine;
 mod pci;
+#[allow(unsafe_code)]
+mod proof;
 mod render;
 mod route;
 mod sysfs;
@@ -16,6 +19,7 @@ mod sysfs;
 mod tests;
 mod topology;
 
+use crate::args::Which;
 use crate::report::{Failure, Report};
 use container::Container;
 use device::{Device, Disk};
@@ -28,23 +32,34 @@ use topology::{Hop, Path};
 
 #[derive(clap::Args)]
 pub struct Doctor {
-    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file; otherwise all NVMe controllers
+    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file; otherwise all NVMe controllers. With --gpu a directory of a mount
     pub device: Option<String>,
+    /// Use this GPU, by its number or UUID, and prove each route between it and a mount
+    #[arg(long, value_name = "GPU", conflicts_with = "peer")]
+    pub gpu: Option<Which>,
     /// The PCI address of a function whose BAR is to be reached instead of a GPU's
     #[arg(long, value_name = "ADDRESS")]
     pub peer: Option<String>,
 }
 
 pub fn run(args: &Doctor) -> Result<Report, Failure> {
-    let tree = Tree::new("/");
-    let diagnosis = diagnose(&tree, Container::probe(), args.device.as_deref(), args.peer.as_deref()).map_err(Failure)?;
-    let mut report = render::render(&diagnosis);
+    let mut report = match args.gpu {
+        Some(which) => gpu::run(which, args.device.as_deref().map(std::path::Path::new))?,
+        None => look(args)?,
+    };
     // Only for people: what is piped keeps its lines.
     if let Ok(size) = rustix::termios::tcgetwinsize(std::io::stdout())
         && size.ws_col > 40
     {
         report.text = render::fold(&report.text, size.ws_col.into());
     }
+    Ok(report)
+}
+
+fn look(args: &Doctor) -> Result<Report, Failure> {
+    let tree = Tree::new("/");
+    let diagnosis = diagnose(&tree, Container::probe(), args.device.as_deref(), args.peer.as_deref()).map_err(Failure)?;
+    let mut report = render::render(&diagnosis);
     // The route is the exit status too, for scripts.
     report.code = match diagnosis.best().map(|verdict| verdict.route) {
         Some(Route::P2p) => 0,

@@ -1,0 +1,157 @@
+//! Routes between a mount and GPU memory, proved: a pattern goes to a file and back each way, and what came is compared with what CUDA's copies and ordinary reads see.
+
+use crate::gpu::Memory;
+use crate::report::Failure;
+use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::{Error, File, Moved, Reason, Require, Route};
+use gpunvme_gpupath::cuda::{CudaError, Gpu};
+use rustix::io::Errno;
+use sha2::{Digest, Sha256};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Bytes that go each way, if the volume has room for twice that and the GPU for that; and the least.
+const LEN: u64 = 256 << 20;
+const LEAST: u64 = 1 << 20;
+/// Bytes that are compared at a time.
+const STEP: usize = 16 << 20;
+
+/// What became of one route.
+pub enum Outcome {
+    /// Both ways, and every byte was right.
+    Proved(Proof),
+    /// It is not there.
+    NotTaken(Reason),
+    /// Bytes were not what they had to be, or went another way.
+    Wrong(&'static str),
+}
+
+/// How a route did.
+pub struct Proof {
+    /// Bytes each way.
+    pub bytes: u64,
+    /// What the memory's first use took: with `p2p` it is exported and registered then.
+    pub first_use: Duration,
+    pub write: Duration,
+    pub read: Duration,
+    /// Of the pattern, and so of what came back.
+    pub sha256: String,
+}
+
+/// A file without a name on a mount, and GPU memory of its length.
+pub struct Ground {
+    file: File,
+    ordinary: std::fs::File,
+    memory: Memory,
+    transfers: Transfers,
+}
+
+impl Ground {
+    pub fn new(gpu: &Gpu, directory: &Path) -> Result<Ground, Failure> {
+        let mount = gpunvme::Mount::open(directory)?;
+        let mut len = LEN.min(mount.info()?.free / 2) / LEAST * LEAST;
+        let memory = loop {
+            match Memory::new(gpu, len.max(LEAST) as usize) {
+                Err(error) if error.code == CudaError::OUT_OF_MEMORY && len > LEAST => len = len / 2 / LEAST * LEAST,
+                other => break other?,
+            }
+        };
+        let path = directory.join(format!(".gpunvme-doctor-{}", std::process::id()));
+        let failed = |error| Failure(format!("{}: {error}", path.display()));
+        let ordinary = std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(&path).map_err(failed)?;
+        std::fs::remove_file(&path).map_err(failed)?;
+        let file = File::of(ordinary.try_clone().map_err(failed)?, PathBuf::from(directory))?;
+        Ok(Ground { file, ordinary, memory, transfers: Transfers::new(&mount)? })
+    }
+
+    /// Sends a pattern of its own through a route, and back.
+    pub fn prove(&self, route: Route) -> Result<Outcome, Failure> {
+        let transfers = self.transfers.requiring(Require { route: Some(route), direct: false });
+        let segment = Segment { file_offset: 0, address: self.memory.address(), len: self.memory.len() as u64 };
+        let start = Instant::now();
+        self.transfers.route(segment.address)?;
+        let first_use = start.elapsed();
+        // SAFETY: the memory is this ground's, here and below.
+        let tried = unsafe { transfers.read(&self.file, &[Segment { len: 4096, ..segment }]) };
+        if let Err(Error::Transfer { errno: Errno::OPNOTSUPP, reason, .. }) = tried {
+            return Ok(Outcome::NotTaken(reason));
+        }
+        tried?;
+
+        self.fill(|at, bytes| pattern(route, at, bytes))?;
+        let start = Instant::now();
+        // SAFETY: as above.
+        let written = unsafe { transfers.write(&self.file, &[segment]) }?;
+        let write = start.elapsed();
+        if self.compare(route, |at, bytes| Ok(self.ordinary.read_exact_at(bytes, at as u64)?))?.is_none() {
+            return Ok(Outcome::Wrong("the file is not what was written"));
+        }
+
+        self.fill(|_, bytes| bytes.fill(0))?;
+        let start = Instant::now();
+        // SAFETY: as above.
+        let arrived = unsafe { transfers.read(&self.file, &[segment]) }?;
+        let read = start.elapsed();
+        let Some(sha256) = self.compare(route, |at, bytes| Ok(self.memory.get(at, bytes)?))? else {
+            return Ok(Outcome::Wrong("the memory is not what was read"));
+        };
+        if [written, arrived].iter().any(|done| by(&done.moved, route) != segment.len || done.bytes() != segment.len) {
+            return Ok(Outcome::Wrong("bytes went another way"));
+        }
+        Ok(Outcome::Proved(Proof { bytes: segment.len, first_use, write, read, sha256 }))
+    }
+
+    /// Where the steps through the memory begin, and how long they are.
+    fn steps(&self) -> impl Iterator<Item = (usize, usize)> {
+        let len = self.memory.len();
+        (0..len).step_by(STEP).map(move |at| (at, STEP.min(len - at)))
+    }
+
+    /// Copies into the memory what `make` makes.
+    fn fill(&self, make: impl Fn(usize, &mut [u8])) -> Result<(), Failure> {
+        let mut bytes = vec![0; STEP];
+        for (at, len) in self.steps() {
+            make(at, &mut bytes[..len]);
+            self.memory.put(at, &bytes[..len])?;
+        }
+        Ok(())
+    }
+
+    /// The SHA-256 of what `get` gets, if it is a route's pattern.
+    fn compare(
+        &self,
+        route: Route,
+        mut get: impl FnMut(usize, &mut [u8]) -> Result<(), Failure>,
+    ) -> Result<Option<String>, Failure> {
+        let (mut found, mut expected, mut hash) = (vec![0; STEP], vec![0; STEP], Sha256::new());
+        for (at, len) in self.steps() {
+            get(at, &mut found[..len])?;
+            pattern(route, at, &mut expected[..len]);
+            if found[..len] != expected[..len] {
+                return Ok(None);
+            }
+            hash.update(&found[..len]);
+        }
+        Ok(Some(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()))
+    }
+}
+
+/// Bytes that are different at every offset, for every route and in every run.
+fn pattern(route: Route, at: usize, bytes: &mut [u8]) {
+    let salt = u64::from(std::process::id()) << 32 | u64::from(route.code());
+    for (number, word) in bytes.chunks_exact_mut(8).enumerate() {
+        let place = (at / 8 + number) as u64;
+        let mixed = (place ^ salt).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        word.copy_from_slice(&(mixed ^ mixed >> 29).to_le_bytes());
+    }
+}
+
+fn by(moved: &Moved, route: Route) -> u64 {
+    match route {
+        Route::P2p => moved.p2p,
+        Route::Bounce => moved.bounce,
+        Route::Host => moved.host,
+        Route::None => 0,
+    }
+}
