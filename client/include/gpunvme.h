@@ -92,6 +92,103 @@ int gpunvme_write(const gpunvme_file *file, const gpunvme_buffer *buffer, const 
 int gpunvme_resolve(const gpunvme_file *file, uint64_t offset, uint64_t len, struct gpunvme_extent *extents, size_t capacity,
                     size_t *count);
 
+/*
+ * GPU memory. Addresses are those of CUDA: of cudaMalloc, of pools, mapped piece by piece, managed, of any GPU; and of host memory that CUDA allocated or registered. Nothing
+ * needs to be registered here. Bytes go through a staging pool, or, where the mount's SSD reaches the GPU itself, straight.
+ *
+ *     gpunvme_transfers *transfers;
+ *     gpunvme_transfers_open(mount, 0, 0, &transfers);               // once
+ *     struct gpunvme_gpu_segment whole = { .address = tensor, .len = 64 << 20 };
+ *     if (gpunvme_gpu_read(transfers, file, &whole, 1, 0, &done))
+ *             errx(1, "%s", gpunvme_last_error());
+ *
+ * From the call until a request is done nobody else may use its memory: no kernel, no copy. Segments of a read must not overlap in memory; of segments of a write that
+ * overlap in the file it is not defined which is there afterwards. A segment that reaches past the end of the file is read as far as the file goes.
+ */
+typedef struct gpunvme_transfers gpunvme_transfers;
+typedef struct gpunvme_pending gpunvme_pending;
+typedef struct gpunvme_queue gpunvme_queue;
+
+struct gpunvme_gpu_segment {
+	uint64_t file_offset;            /* in bytes */
+	void *address;                   /* or a CUdeviceptr */
+	uint64_t len;                    /* in bytes */
+};
+
+/*
+ * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why. `staging` is how many bytes of pinned host memory it may use for each GPU,
+ * `registered` how many of each GPU's memory may be registered with the mount at once; 0 for the usual. One serves a whole application. A process that forks must not use it in
+ * the child.
+ */
+int gpunvme_transfers_open(const gpunvme_mount *mount, size_t staging, uint64_t registered, gpunvme_transfers **transfers);
+/* Waits for all requests. Queues keep it alive. NULL is fine. */
+void gpunvme_transfers_close(gpunvme_transfers *transfers);
+
+/* The route that transfers to and from the memory at an address take, and why not a faster one. */
+int gpunvme_gpu_route(const gpunvme_transfers *transfers, const void *address, uint32_t *route, uint32_t *reason);
+/* Gives up what is registered of a range of memory: registered memory stays in existence, even if it is freed, until then or until it makes room for other. */
+void gpunvme_gpu_forget(const gpunvme_transfers *transfers, const void *address, uint64_t len);
+
+/* Moves `count` segments, and waits for it. `flags` are GPUNVME_REQUIRE_*. `result` may be NULL. */
+int gpunvme_gpu_read(const gpunvme_transfers *transfers, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments,
+                     size_t count, uint32_t flags, struct gpunvme_result *result);
+int gpunvme_gpu_write(const gpunvme_transfers *transfers, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments,
+                      size_t count, uint32_t flags, struct gpunvme_result *result);
+
+/*
+ * Begins a request, and calls `done` when it is over, unless this returns an error. `error` is 0 or a negative errno; gpunvme_last_error() has its sentence. It is called on the
+ * thread that serves all requests: it should do little, and must not wait for another request.
+ */
+typedef void gpunvme_done(void *user_data, int error, const struct gpunvme_result *result);
+int gpunvme_gpu_read_then(const gpunvme_transfers *transfers, const gpunvme_file *file,
+                          const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, gpunvme_done *done,
+                          void *user_data);
+int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_file *file,
+                           const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, gpunvme_done *done,
+                           void *user_data);
+
+/*
+ * Puts a request into the order of a CUDA stream (cudaStream_t, CUstream): it begins when the stream comes to it, and what is put into the stream afterwards waits for it. The
+ * stream goes on even if the request fails: gpunvme_pending_wait() tells. It must not be one that is being captured.
+ */
+int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
+                               const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
+                               gpunvme_pending **pending);
+int gpunvme_gpu_write_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
+                                const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
+                                gpunvme_pending **pending);
+/* 1 if gpunvme_pending_wait() would return at once, else 0. */
+int gpunvme_pending_is_done(const gpunvme_pending *pending);
+/* Waits for the request, says how it ended, and frees the handle. `result` may be NULL. */
+int gpunvme_pending_wait(gpunvme_pending *pending, struct gpunvme_result *result);
+
+/* How a request of a queue ended. */
+struct gpunvme_finished {
+	uint64_t user_data;              /* what it was begun with */
+	int error;                       /* 0 or a negative errno */
+	uint32_t reserved;
+	struct gpunvme_result result;
+};
+
+/* For one thread with many requests in flight. A queue is for one thread at a time. `flags` are GPUNVME_REQUIRE_*, for all its requests. */
+int gpunvme_queue_create(const gpunvme_transfers *transfers, uint32_t flags, gpunvme_queue **queue);
+/* Its requests go on, and nobody learns how they end. NULL is fine. */
+void gpunvme_queue_destroy(gpunvme_queue *queue);
+int gpunvme_queue_read(gpunvme_queue *queue, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments, size_t count,
+                       uint64_t user_data);
+int gpunvme_queue_write(gpunvme_queue *queue, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments, size_t count,
+                        uint64_t user_data);
+/*
+ * Takes up to `capacity` requests that are done, and how many in `count`. If there is none it waits for the first, at most `timeout_ms`, or for ever if that is negative; not if
+ * none is in flight. gpunvme_last_error() has the sentence of the last of them that failed.
+ */
+int gpunvme_queue_complete(gpunvme_queue *queue, int timeout_ms, struct gpunvme_finished *finished, size_t capacity,
+                           size_t *count);
+/* 1: the descriptor becomes readable when the next request is done. 0: there is one already, and it will not. */
+int gpunvme_queue_arm(gpunvme_queue *queue);
+/* For poll(2), epoll(7) and the like; it belongs to the queue. */
+int gpunvme_queue_fd(const gpunvme_queue *queue);
+
 #ifdef __cplusplus
 }
 #endif

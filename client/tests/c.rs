@@ -52,6 +52,7 @@ fn the_header_is_the_abi() {
         abi::Transfer as "gpunvme_transfer" { version, flags, buffer, segments, reserved, bytes, p2p, bounce, host, hole, edge, reason,
             status, failed_segment, reserved2 }
         Segment as "gpunvme_segment" { file_offset, buffer_offset, len }
+        gpunvme::gpu::Segment as "gpunvme_gpu_segment" { file_offset, address, len }
         Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
         abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
         abi::Message as "gpunvme_message" { request, status }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
@@ -9,9 +10,9 @@ use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Mount};
 use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Which};
 use gpunvme_tests::cuda::{Pinned, Site, TRANSFER_CHECKS};
-use gpunvme_tests::mounted::Mounted;
-use gpunvme_tests::software_cuda::with_software_cuda;
-use gpunvme_tests::{needs_mount, tree};
+use gpunvme_tests::mounted::{Mounted, text};
+use gpunvme_tests::software_cuda::{self, with_software_cuda};
+use gpunvme_tests::{needs_mount, programs, tree};
 
 const MIB: u64 = 1 << 20;
 
@@ -95,4 +96,32 @@ fn idle_transfers_cost_nothing_and_wake_up() {
             assert!(worker_ticks() - before <= 2, "the worker is spinning");
         }
     });
+}
+
+#[test]
+fn a_c_program_moves_files_into_and_out_of_gpu_memory() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let bytes = tree::pattern(3, 16 << 20);
+    fs::write(volume.path("from"), &bytes).unwrap();
+    let program = volume.image().path().with_file_name("gpu");
+    let (library, cuda) = (programs::folder(), software_cuda::folder());
+    let output = Command::new("cc")
+        .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1"])
+        .args([concat!(env!("CARGO_MANIFEST_DIR"), "/tests/c/gpu.c"), "-I"])
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../client/include"))
+        .args([Path::new("-L"), library, Path::new("-L"), cuda])
+        .args(["-lgpunvme", "-lcuda", "-o"])
+        .arg(&program)
+        .output()
+        .expect("cc runs");
+    assert!(output.status.success(), "{}", text(&output));
+    let output = Command::new("timeout")
+        .args([Path::new("60"), &program, &volume.path("from"), &volume.path("to")])
+        .arg(bytes.len().to_string())
+        .env("LD_LIBRARY_PATH", format!("{}:{}", cuda.display(), library.display()))
+        .output()
+        .expect("timeout runs");
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(fs::read(volume.path("to")).unwrap() == bytes);
 }

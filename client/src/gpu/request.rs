@@ -21,6 +21,7 @@ const LINGER: Duration = Duration::from_micros(50);
 
 /// A range of a file and as long a range of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct Segment {
     /// Where in the file it begins, in bytes.
     pub file_offset: u64,

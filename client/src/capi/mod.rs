@@ -116,6 +116,8 @@ unsafe fn path<'a>(path: *const c_char) -> &'a Path {
     Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()))
 }
 
+mod gpu;
+
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpunvme_last_error() -> *const c_char {

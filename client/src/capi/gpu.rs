@@ -1,0 +1,391 @@
+//! The part of the C ABI that is about GPU memory.
+
+use super::{CResult, fail, free, keep, null, store, store_handle};
+use crate::error::{Error, Result};
+use crate::file::{File, Require, Transfer};
+use crate::gpu::{Finished, Pending, Queue, Segment, Settings, Transfers};
+use crate::mount::Mount;
+use crate::ring::Wait;
+use crate::{Reason, Route};
+use gpunvme_gpupath::abi::TransferFlags;
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
+
+/// `gpunvme_done`.
+type Done = unsafe extern "C" fn(user_data: *mut c_void, error: c_int, result: *const CResult);
+
+/// `gpunvme_queue`: with what is done and did not fit into the array of the last call.
+pub struct CQueue {
+    queue: Queue,
+    finished: VecDeque<Finished>,
+    taken: Vec<Finished>,
+}
+
+/// `struct gpunvme_finished`.
+#[repr(C)]
+pub struct CFinished {
+    user_data: u64,
+    error: c_int,
+    reserved: u32,
+    result: CResult,
+}
+
+/// A number that a callback gets back as it was given.
+struct UserData(*mut c_void);
+
+// SAFETY: it is the caller's, who knows that another thread calls back.
+unsafe impl Send for UserData {}
+
+/// The number, and what goes with it. The sentence is kept for this thread.
+fn told(outcome: &Result<Transfer>) -> (c_int, CResult) {
+    match outcome {
+        Ok(done) => (0, CResult::new(done, None, None)),
+        Err(error) => {
+            let nothing = Transfer::default();
+            let result = match error {
+                Error::Transfer { done, reason, segment, .. } => CResult::new(done, Some(*reason), *segment),
+                Error::Copy { done, segment, .. } => CResult::new(done, None, Some(*segment)),
+                Error::UnknownMemory { segment, .. } => CResult::new(&nothing, None, Some(*segment)),
+                _ => CResult::new(&nothing, None, None),
+            };
+            (fail(error), result)
+        }
+    }
+}
+
+/// What `flags` demand; `None` for flags that do not exist, and for two routes.
+fn require(flags: u32) -> Option<Require> {
+    let flags = TransferFlags::from_bits(flags)?;
+    let direct = flags.contains(TransferFlags::REQUIRE_DIRECT);
+    let route = match flags - TransferFlags::REQUIRE_DIRECT {
+        none if none.is_empty() => None,
+        TransferFlags::REQUIRE_P2P => Some(Route::P2p),
+        TransferFlags::REQUIRE_BOUNCE => Some(Route::Bounce),
+        TransferFlags::REQUIRE_HOST => Some(Route::Host),
+        _ => return None,
+    };
+    Some(Require { route, direct })
+}
+
+/// The arguments that all requests have, or the answer to give.
+macro_rules! call {
+    ($transfers:ident, $file:ident, $segments:ident, $count:ident, $flags:ident) => {{
+        let (transfers, file) = (get!($transfers), get!($file));
+        if $segments.is_null() && $count > 0 {
+            return null("segments");
+        }
+        // SAFETY: it is not NULL, and the header asks for `count` segments that nobody changes during the call.
+        let segments = if $count == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts($segments, $count) } };
+        let Some(require) = require($flags) else {
+            keep("flags must be GPUNVME_REQUIRE_*, and at most one route".into());
+            return -Errno::INVAL.raw_os_error();
+        };
+        (transfers.requiring(require), file, segments)
+    }};
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_transfers_open(
+    mount: *const Mount,
+    staging: usize,
+    registered: u64,
+    transfers: *mut *mut Transfers,
+) -> c_int {
+    let mount = get!(mount);
+    if transfers.is_null() {
+        return null("transfers");
+    }
+    let mut settings = Settings::default();
+    if staging > 0 {
+        settings.staging = staging;
+    }
+    settings.registered = (registered > 0).then_some(registered);
+    // SAFETY: it is not NULL, and the header asks for room for a pointer.
+    unsafe { store_handle(transfers, Transfers::with(mount, settings)) }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_transfers_close(transfers: *mut Transfers) {
+    // SAFETY: the header asks for NULL or an open handle.
+    unsafe { free(transfers) }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_gpu_route(
+    transfers: *const Transfers,
+    address: *const c_void,
+    route: *mut u32,
+    reason: *mut u32,
+) -> c_int {
+    let transfers = get!(transfers);
+    if route.is_null() || reason.is_null() {
+        return null("route and reason");
+    }
+    let found = transfers.route(address as u64).map(|(route, reason)| (route.code(), reason.code()));
+    let why = found.as_ref().map_or(Reason::None.code(), |(_, reason)| *reason);
+    // SAFETY: neither is NULL, and the header asks for room for a number each.
+    unsafe {
+        reason.write(why);
+        store(route, found.map(|(route, _)| route))
+    }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_gpu_forget(transfers: *const Transfers, address: *const c_void, len: u64) {
+    // SAFETY: the header asks for NULL or an open handle.
+    if let Some(transfers) = unsafe { transfers.as_ref() } {
+        transfers.forget(address as u64, len);
+    }
+}
+
+macro_rules! requests {
+    ($now:ident, $then:ident, $on_stream:ident, $queued:ident, $rust:ident, $rust_then:ident, $rust_on_stream:ident) => {
+        /// See the header.
+        ///
+        /// # Safety
+        /// Pointers are as the header says.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $now(
+            transfers: *const Transfers,
+            file: *const File,
+            segments: *const Segment,
+            count: usize,
+            flags: u32,
+            result: *mut CResult,
+        ) -> c_int {
+            let (transfers, file, segments) = call!(transfers, file, segments, count, flags);
+            // SAFETY: the header asks the same of the memory.
+            let (code, told) = told(&unsafe { transfers.$rust(file, segments) });
+            if !result.is_null() {
+                // SAFETY: it is not NULL, and the header asks for room for the structure.
+                unsafe { result.write(told) };
+            }
+            code
+        }
+
+        /// See the header.
+        ///
+        /// # Safety
+        /// Pointers are as the header says.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $then(
+            transfers: *const Transfers,
+            file: *const File,
+            segments: *const Segment,
+            count: usize,
+            flags: u32,
+            done: Option<Done>,
+            user_data: *mut c_void,
+        ) -> c_int {
+            let (transfers, file, segments) = call!(transfers, file, segments, count, flags);
+            let Some(done) = done else { return null("done") };
+            let user_data = UserData(user_data);
+            let call = move |outcome: Result<Transfer>| {
+                let (code, result) = told(&outcome);
+                let UserData(user_data) = { user_data };
+                // SAFETY: the header says how it is called.
+                unsafe { done(user_data, code, &result) };
+            };
+            // SAFETY: the header asks the same of the memory.
+            unsafe { transfers.$rust_then(file, segments, call) }.map_or_else(|error| fail(&error), |()| 0)
+        }
+
+        /// See the header.
+        ///
+        /// # Safety
+        /// Pointers are as the header says.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $on_stream(
+            transfers: *const Transfers,
+            file: *const File,
+            segments: *const Segment,
+            count: usize,
+            flags: u32,
+            stream: *mut c_void,
+            pending: *mut *mut Pending,
+        ) -> c_int {
+            let (transfers, file, segments) = call!(transfers, file, segments, count, flags);
+            if pending.is_null() {
+                return null("pending");
+            }
+            // SAFETY: the header asks the same of the memory and the stream, and for room for a pointer.
+            unsafe { store_handle(pending, transfers.$rust_on_stream(file, segments, stream as usize)) }
+        }
+
+        /// See the header.
+        ///
+        /// # Safety
+        /// Pointers are as the header says.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $queued(
+            queue: *mut CQueue,
+            file: *const File,
+            segments: *const Segment,
+            count: usize,
+            user_data: u64,
+        ) -> c_int {
+            let file = get!(file);
+            // SAFETY: the header asks for an open handle that no other thread uses meanwhile.
+            let Some(queue) = (unsafe { queue.as_mut() }) else { return null("queue") };
+            if segments.is_null() && count > 0 {
+                return null("segments");
+            }
+            // SAFETY: it is not NULL, and the header asks for `count` segments that nobody changes during the call.
+            let segments = if count == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts(segments, count) } };
+            // SAFETY: the header asks the same of the memory.
+            unsafe { queue.queue.$rust(file, segments, user_data) }.map_or_else(|error| fail(&error), |()| 0)
+        }
+    };
+}
+
+requests!(
+    gpunvme_gpu_read,
+    gpunvme_gpu_read_then,
+    gpunvme_gpu_read_on_stream,
+    gpunvme_queue_read,
+    read,
+    read_then,
+    read_on_stream
+);
+requests!(
+    gpunvme_gpu_write,
+    gpunvme_gpu_write_then,
+    gpunvme_gpu_write_on_stream,
+    gpunvme_queue_write,
+    write,
+    write_then,
+    write_on_stream
+);
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_pending_is_done(pending: *const Pending) -> c_int {
+    get!(pending).is_done().into()
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_pending_wait(pending: *mut Pending, result: *mut CResult) -> c_int {
+    if pending.is_null() {
+        return null("pending");
+    }
+    // SAFETY: it is not NULL, and the header asks for an open handle, which this ends.
+    let pending = unsafe { Box::from_raw(pending) };
+    let (code, told) = told(&pending.wait());
+    if !result.is_null() {
+        // SAFETY: it is not NULL, and the header asks for room for the structure.
+        unsafe { result.write(told) };
+    }
+    code
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_queue_create(transfers: *const Transfers, flags: u32, queue: *mut *mut CQueue) -> c_int {
+    let transfers = get!(transfers);
+    if queue.is_null() {
+        return null("queue");
+    }
+    let Some(require) = require(flags) else {
+        keep("flags must be GPUNVME_REQUIRE_*, and at most one route".into());
+        return -Errno::INVAL.raw_os_error();
+    };
+    let made = transfers.requiring(require).queue();
+    let made = made.map(|queue| CQueue { queue, finished: VecDeque::new(), taken: Vec::new() });
+    // SAFETY: it is not NULL, and the header asks for room for a pointer.
+    unsafe { store_handle(queue, made) }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_queue_destroy(queue: *mut CQueue) {
+    // SAFETY: the header asks for NULL or an open handle.
+    unsafe { free(queue) }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_queue_complete(
+    queue: *mut CQueue,
+    timeout_ms: c_int,
+    finished: *mut CFinished,
+    capacity: usize,
+    count: *mut usize,
+) -> c_int {
+    // SAFETY: the header asks for an open handle that no other thread uses meanwhile.
+    let Some(queue) = (unsafe { queue.as_mut() }) else { return null("queue") };
+    if finished.is_null() || count.is_null() || capacity == 0 {
+        return null("finished and count");
+    }
+    let wait = match timeout_ms {
+        _ if !queue.finished.is_empty() => Wait::No,
+        0 => Wait::No,
+        ms => u64::try_from(ms).map_or(Wait::Forever, |ms| Wait::Timeout(Duration::from_millis(ms))),
+    };
+    if let Err(error) = queue.queue.complete(wait, &mut queue.taken) {
+        return fail(&error);
+    }
+    queue.finished.extend(queue.taken.drain(..));
+    let there = queue.finished.len().min(capacity);
+    for (at, Finished { user_data, result }) in queue.finished.drain(..there).enumerate() {
+        let (error, result) = told(&result);
+        // SAFETY: `there` is at most the capacity that the header asks for room for.
+        unsafe { finished.add(at).write(CFinished { user_data, error, reserved: 0, result }) };
+    }
+    // SAFETY: it is not NULL, and the header asks for room for a number.
+    unsafe { store(count, Ok(there)) }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_queue_arm(queue: *mut CQueue) -> c_int {
+    // SAFETY: the header asks for an open handle that no other thread uses meanwhile.
+    let Some(queue) = (unsafe { queue.as_mut() }) else { return null("queue") };
+    (queue.finished.is_empty() && queue.queue.arm()).into()
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_queue_fd(queue: *const CQueue) -> c_int {
+    get!(queue).queue.as_fd().as_raw_fd()
+}
