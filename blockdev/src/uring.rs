@@ -16,6 +16,7 @@ use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use parking_lot::Mutex;
 use slab::Slab;
+use smallvec::SmallVec;
 
 use crate::file::{Kind, Target};
 use crate::{Completion, Error, Op, Queue, Request, Result, Span, Wait};
@@ -65,7 +66,7 @@ struct Part {
 }
 
 /// Addresses in the regions of the part's request. The kernel may read the list until the command is submitted.
-struct Iovecs(Vec<libc::iovec>);
+struct Iovecs(SmallVec<[libc::iovec; 1]>);
 
 // SAFETY: the addresses lie in regions, which may be used from any thread, and are kept alive by the request.
 unsafe impl Send for Iovecs {}
@@ -74,7 +75,17 @@ impl UringQueue {
     pub(crate) fn new(target: Arc<Target>) -> Result<Self> {
         let depth = target.geometry.queue_depth;
         // Room for the whole depth and a wake command, on either side: neither can overflow.
-        let ring = IoUring::builder().dontfork().build(depth + 1).map_err(|error| {
+        let build = |cooperative: bool| {
+            let mut builder = IoUring::builder();
+            builder.dontfork();
+            if cooperative {
+                // A completion is not worth an interrupt of the thread that submitted: it looks at its next system call.
+                builder.setup_coop_taskrun().setup_taskrun_flag();
+            }
+            builder.build(depth + 1)
+        };
+        // Before Linux 5.19 the kernel interrupts.
+        let ring = build(true).or_else(|_| build(false)).map_err(|error| {
             let device = target.name.clone();
             match error.raw_os_error() {
                 Some(libc::EPERM | libc::ENOSYS) => Error::Unsupported {
@@ -107,8 +118,8 @@ impl UringQueue {
             let part = &state.parts[key];
             let entry = self.command(state.requests[part.request].request.op, part).user_data(key as u64);
             // SAFETY: the file is kept open by `target`, the memory by the request in `requests` and the list of iovecs by
-            // the part; neither is dropped before the command's completion was seen, and the list is not moved by moving
-            // its vector.
+            // the part; neither is dropped before the command's completion was seen, and a list of several is not moved by
+            // moving its vector (of a single one the command has a copy).
             unsafe { submissions.push(&entry) }.expect("the ring has room for the depth");
             state.waiting.pop_front();
             pushed += 1;
@@ -246,6 +257,13 @@ impl UringQueue {
         }
     }
 
+    /// Whether completions wait for a system call of a thread that looks at none.
+    fn has_task_work(&self) -> bool {
+        let _state = self.state.lock();
+        // SAFETY: as in `push_waiting`.
+        unsafe { self.ring.submission_shared() }.taskrun()
+    }
+
     /// Waits for a completion, and submits what [`Self::enter`] left.
     fn wait(&self, timeout: Option<Duration>) -> Result<()> {
         let submitter = self.ring.submitter();
@@ -287,6 +305,11 @@ impl Queue for UringQueue {
         };
         loop {
             let woken = self.collect(&mut results, out);
+            if out.len() == before && wait == Wait::No && self.has_task_work() {
+                // What this fails with, a wait meets as well.
+                let _ = self.ring.submitter().submit();
+                self.collect(&mut results, out);
+            }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if out.len() > before || woken || wait == Wait::No || left == Some(Duration::ZERO) {
                 return Ok(out.len() - before);
@@ -351,7 +374,7 @@ impl State {
             parts += 1;
         };
         if request.spans.is_empty() {
-            add(request.offset, request.len, Vec::new());
+            add(request.offset, request.len, SmallVec::new());
         } else {
             let mut offset = request.offset;
             for (len, memory) in cut(&request.spans, geometry.max_transfer as usize) {
@@ -365,8 +388,8 @@ impl State {
 
 /// Cuts memory into commands of at most `max_transfer` bytes and [`MAX_IOVECS`] pieces. Adjacent spans become one piece.
 /// Every span is a multiple of the logical block, so that every cut is.
-fn cut(spans: &[Span], max_transfer: usize) -> Vec<(usize, Vec<libc::iovec>)> {
-    let mut commands: Vec<(usize, Vec<libc::iovec>)> = Vec::with_capacity(1);
+fn cut(spans: &[Span], max_transfer: usize) -> SmallVec<[(usize, SmallVec<[libc::iovec; 1]>); 1]> {
+    let mut commands: SmallVec<[(usize, SmallVec<[libc::iovec; 1]>); 1]> = SmallVec::new();
     for span in spans {
         let mut at = span.region.as_ptr().wrapping_add(span.offset);
         let mut left = span.len;
@@ -379,7 +402,7 @@ fn cut(spans: &[Span], max_transfer: usize) -> Vec<(usize, Vec<libc::iovec>)> {
                 _ => 0,
             };
             if room == 0 {
-                commands.push((0, Vec::with_capacity(1)));
+                commands.push((0, SmallVec::new()));
                 continue;
             }
             let Some((len, memory)) = commands.last_mut() else { continue };

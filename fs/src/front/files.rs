@@ -235,7 +235,7 @@ impl Front {
         let len = len.min(COPY_MAX);
         let front = self.clone();
         let source = from.2..from.2.saturating_add(len);
-        self.written_back(from.0, std::iter::once(source).collect(), move || {
+        self.written_back(from.0, std::iter::once(source), move || {
             front.wait(move |fs| fs.copy_range((from.0, from.2), (to.0, to.2), len, system_time()), done);
         });
     }

@@ -63,9 +63,10 @@ struct Write {
 }
 
 impl Transfer {
-    fn ranges(&self) -> Vec<Range<u64>> {
+    /// The ranges of the file that it is about.
+    fn ranges(&self) -> impl Iterator<Item = Range<u64>> + Clone {
         let segments = self.request.segments.iter().filter(|s| s.len > 0);
-        segments.map(|s| s.file_offset..s.file_offset + s.len).collect()
+        segments.map(|s| s.file_offset..s.file_offset + s.len)
     }
 }
 
@@ -206,9 +207,10 @@ impl Front {
     /// Begins a transfer that was admitted.
     pub(super) fn begin_transfer(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Reply) + Send + 'static) {
         let (front, transfer) = (self.clone(), Arc::new(transfer));
-        self.written_back(transfer.ino, transfer.ranges(), move || match transfer.direction {
-            Direction::Read => front.direct_read(transfer, done),
-            Direction::Write => front.direct_write(transfer, done),
+        let begun = transfer.clone();
+        self.written_back(transfer.ino, transfer.ranges(), move || match begun.direction {
+            Direction::Read => front.direct_read(begun, done),
+            Direction::Write => front.direct_write(begun, done),
         });
     }
 
@@ -319,11 +321,12 @@ impl Front {
 
     /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it knew of them, and answers.
     fn end_write(self: &Arc<Self>, transfer: Arc<Transfer>, outcome: Outcome, done: impl FnOnce(Reply) + Send + 'static) {
-        let ranges = transfer.ranges();
-        let end = ranges.iter().map(|range| range.end).max().unwrap_or(0);
+        let end = transfer.ranges().map(|range| range.end).max().unwrap_or(0);
         let in_the_middle = matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size);
         // Asked when the device has the data: what the kernel asks for from here on is new.
-        if let (true, false, Some(kernel)) = (in_the_middle, self.nodes.may_have(transfer.ino, &ranges), self.kernel.get()) {
+        if let (true, false, Some(kernel)) =
+            (in_the_middle, self.nodes.may_have(transfer.ino, transfer.ranges()), self.kernel.get())
+        {
             kernel.invalidate_attributes(transfer.ino);
             return done(self.finished(&transfer, &outcome));
         }
@@ -333,7 +336,7 @@ impl Front {
             if outcome.status == 0 {
                 front.tell_length(&transfer);
             }
-            front.invalidate(transfer.ino, ranges);
+            front.invalidate(transfer.ino, transfer.ranges().collect());
             done(front.finished(&transfer, &outcome));
         });
     }
@@ -375,7 +378,7 @@ impl Front {
         let front = self.clone();
         let end = request.offset.saturating_add(request.len).min(FILE_SIZE_MAX);
         let start = request.offset.min(end);
-        self.written_back(ino, std::iter::once(start..end).collect(), move || {
+        self.written_back(ino, std::iter::once(start..end), move || {
             let (from, file_end) = (start / BLOCK, FILE_SIZE_MAX.div_ceil(BLOCK));
             let finish = front.clone();
             front.attempt(

@@ -90,11 +90,16 @@ impl Front {
 
     /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have. It does not run on a
     /// thread that the kernel waits for where the kernel has to be asked.
-    fn written_back(self: &Arc<Self>, ino: u64, ranges: Vec<Range<u64>>, then: impl FnOnce() + Send + 'static) {
-        if !self.fs.is_mappable(ino) || !self.nodes.may_have(ino, &ranges) {
+    fn written_back(
+        self: &Arc<Self>,
+        ino: u64,
+        ranges: impl Iterator<Item = Range<u64>> + Clone,
+        then: impl FnOnce() + Send + 'static,
+    ) {
+        if !self.fs.is_mappable(ino) || !self.nodes.may_have(ino, ranges.clone()) {
             return then();
         }
-        let front = self.clone();
+        let (front, ranges): (_, Vec<Range<u64>>) = (self.clone(), ranges.collect());
         self.invalidations.run(move || {
             front.invalidate(ino, ranges);
             then();

@@ -87,10 +87,10 @@ impl Nodes {
     }
 
     /// Whether the kernel may have pages of these ranges of a file.
-    pub fn may_have(&self, ino: u64, ranges: &[Range<u64>]) -> bool {
+    pub fn may_have(&self, ino: u64, mut ranges: impl Iterator<Item = Range<u64>>) -> bool {
         let shard = self.shard(ino).lock();
         let cached = shard.get(&ino).map_or(0..0, |node| node.cached.clone());
-        ranges.iter().any(|range| range.start < cached.end && cached.start < range.end)
+        ranges.any(|range| range.start < cached.end && cached.start < range.end)
     }
 
     /// Notes that an inode has a name again.
