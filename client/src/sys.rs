@@ -30,6 +30,8 @@ pub(crate) fn ioctl(file: BorrowedFd<'_>, request: u32, argument: &mut [u8]) -> 
     }
 }
 
+const HUGE_PAGE: usize = 2 << 20;
+
 /// A shared, writable mapping of a file, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
@@ -43,12 +45,51 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of a memfd that is at least as long, and cannot become shorter, or of a device's memory.
+    /// Maps the first `len` bytes of a memfd that is at least as long, and cannot become shorter, or of a device's memory. From 2 MiB on it is aligned to
+    /// that, as huge pages have to be.
     pub fn new(memory: BorrowedFd<'_>, len: usize) -> Result<Mapping, Errno> {
-        // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
-        let base =
-            unsafe { rustix::mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, memory, 0) }?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let slack = if len < HUGE_PAGE { 0 } else { HUGE_PAGE };
+        let reserved = len.checked_next_multiple_of(rustix::param::page_size()).and_then(|len| len.checked_add(slack));
+        let reserved = reserved.filter(|reserved| *reserved > 0).ok_or(Errno::INVAL)?;
+        // SAFETY: the address range is taken by a new mapping that overlaps nothing. The memory is mapped over a part of it; the pages before and behind
+        // that part go, and nothing points at any of them yet.
+        let base = unsafe {
+            let start =
+                rustix::mm::mmap_anonymous(ptr::null_mut(), reserved, ProtFlags::empty(), MapFlags::PRIVATE)?.cast::<u8>();
+            let lead = if slack > 0 { start.align_offset(HUGE_PAGE) } else { 0 };
+            let mapped = rustix::mm::mmap(start.add(lead).cast(), len, access, MapFlags::SHARED | MapFlags::FIXED, memory, 0);
+            if mapped.is_err() {
+                rustix::mm::munmap(start.cast(), reserved)?;
+            }
+            let base = mapped?;
+            if lead > 0 {
+                rustix::mm::munmap(start.cast(), lead)?;
+            }
+            if slack > lead {
+                rustix::mm::munmap(start.add(reserved - slack + lead).cast(), slack - lead)?;
+            }
+            base
+        };
         Ok(Mapping { base: NonNull::new(base.cast()).ok_or(Errno::NOMEM)?, len })
+    }
+
+    /// Has memory of a memfd that nobody uses yet lie in huge pages where the system has them: a device's command then names few pieces of memory for many
+    /// bytes, of which kernel and device take a limited number. All of the memory comes into being, but for what is left behind the last whole page.
+    pub fn use_huge_pages(&self) {
+        let whole = self.len - self.len % HUGE_PAGE;
+        for at in (0..whole).step_by(HUGE_PAGE) {
+            // SAFETY: the byte lies in the mapping, and is zero before and after. Of a range without any page the kernel makes no huge one.
+            unsafe { self.as_ptr().add(at).write_volatile(0) };
+        }
+        // The kernel passes over what somebody holds for a moment, such as a processor's list of new pages.
+        for _ in 0..3 {
+            // SAFETY: only where the bytes lie is changed, not what they are. Before Linux 6.1, or where there is no memory in such pieces, small pages stay.
+            let collapsed = whole == 0 || unsafe { libc::madvise(self.as_ptr().cast(), whole, libc::MADV_COLLAPSE) } == 0;
+            if collapsed || std::io::Error::last_os_error().raw_os_error() != Some(libc::EAGAIN) {
+                return;
+            }
+        }
     }
 
     /// Its length in bytes.

@@ -40,6 +40,7 @@ impl Staging {
         if let Some(node) = gpu.numa_node() {
             mapping.prefer_node(node);
         }
+        mapping.use_huge_pages();
         let failed = |error| Error::Cuda { action: "register a staging pool", error };
         let address = NonNull::new(mapping.as_ptr()).expect("a mapping has an address");
         // SAFETY: the mapping is dropped after the registration.
