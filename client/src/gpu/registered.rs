@@ -94,6 +94,8 @@ impl Registrar for Exporter {
                 _ => Refusal::Allocation(Reason::ExportRefused),
             }
         };
+        // Memory that was mapped by hand (cuMemMap) does not have the setting: a synchronous copy to it returns before the bytes are there, and the SSD would get what was
+        // there before.
         self.gpu.sync_memops(export.allocation.base).map_err(refused)?;
         let len = export.len as usize;
         let memory = DeviceMemory::dma_buf(self.gpu.export_dma_buf(export.address, len).map_err(refused)?, len);

@@ -117,7 +117,7 @@ impl Reason {
                 "Some bytes were copied by the CPU, because file offset, length or memory is not aligned; INFO tells the alignments."
             }
             Reason::ExportRefused => {
-                "CUDA does not export this memory as a dma-buf: managed memory, memory of another context than the GPU's primary one, or a driver with closed kernel modules."
+                "CUDA does not export this memory as a dma-buf, or does not end copies to it before they return: managed memory, memory mapped by cuMemMap, memory of another context than the GPU's primary one, a driver with closed kernel modules."
             }
             Reason::NoRoom => {
                 "The GPU's BAR has no room to show more of its memory at once, and what it shows is in use: fewer or smaller buffers, or a larger BAR, would do."

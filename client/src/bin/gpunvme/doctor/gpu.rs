@@ -145,6 +145,11 @@ fn export(gpu: &Gpu) -> Result<Export, Failure> {
     Ok(Export::Exported(took, Ok(is_right)))
 }
 
+/// By number: the kernel's drivers say numbers that the C library has no words for.
+fn refused(error: &gpunvme::Error) -> String {
+    format!("mapping it is refused (errno {})", error.errno().raw_os_error())
+}
+
 fn about_export(report: &mut Report, gpu: &Gpu, export: &Export) {
     let text = match export {
         Export::Unsupported => "CUDA exports none of this GPU's memory".to_owned(),
@@ -154,7 +159,7 @@ fn about_export(report: &mut Report, gpu: &Gpu, export: &Export) {
             match mapped {
                 Ok(true) => "mapped, and what the CPU sees there is what CUDA sees".to_owned(),
                 Ok(false) => "mapped, and what the CPU sees there is NOT what CUDA sees".to_owned(),
-                Err(error) => format!("mapping it is refused (error {})", error.errno().raw_os_error()),
+                Err(error) => refused(error),
             }
         ),
     };
@@ -163,7 +168,7 @@ fn about_export(report: &mut Report, gpu: &Gpu, export: &Export) {
         Export::Unsupported => (false, false, Value::Null),
         Export::Refused(error) => (false, false, json!(error.to_string())),
         Export::Exported(_, Ok(is_right)) => (true, *is_right, Value::Null),
-        Export::Exported(_, Err(error)) => (true, false, json!(error.to_string())),
+        Export::Exported(_, Err(error)) => (true, false, json!(refused(error))),
     };
     report.json["dma_buf"] =
         json!({"supported": gpu.dma_buf_supported(), "exported": exported, "mapped": mapped, "error": error});
