@@ -19,6 +19,7 @@ mod mover;
 mod names;
 mod report;
 mod subject;
+mod trees;
 
 use std::time::Duration;
 
@@ -57,7 +58,12 @@ pub struct Scale {
     threads: &'static [usize],
     /// Files that are made, listed and removed.
     names: usize,
+    /// Files of the tree that is unpacked, copied and removed.
+    tree: usize,
 }
+
+/// Folders of a client where it has several.
+const FOLDERS: usize = 8;
 
 const FULL: Scale = Scale {
     runs: 3,
@@ -66,6 +72,7 @@ const FULL: Scale = Scale {
     blocks: &[4 << 10, 64 << 10, 1 << 20, 16 << 20],
     threads: &[1, 2, 8],
     names: 100_000,
+    tree: 20_000,
 };
 
 const QUICK: Scale = Scale {
@@ -75,6 +82,7 @@ const QUICK: Scale = Scale {
     blocks: &[4 << 10, 1 << 20],
     threads: &[1, 2],
     names: 2_000,
+    tree: 500,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -111,7 +119,8 @@ struct Plan {
 enum Work {
     Data(Data),
     Appends { threads: usize },
-    Names { clients: usize },
+    Names { clients: usize, folders: usize },
+    Trees,
 }
 
 impl Work {
@@ -119,7 +128,8 @@ impl Work {
         match self {
             Work::Data(data) => data.to_string(),
             Work::Appends { threads } => format!("append and fsync, {threads} threads"),
-            Work::Names { clients } => format!("{clients} clients"),
+            Work::Names { clients, folders } => format!("{clients} clients, {folders} folders"),
+            Work::Trees => "a tree".to_owned(),
         }
     }
 
@@ -127,7 +137,8 @@ impl Work {
         match self {
             Work::Data(data) => Ok(vec![data.measure(subjects, scale)?]),
             Work::Appends { threads } => appends::measure(subjects, *threads, scale),
-            Work::Names { clients } => names::measure(subjects, *clients, scale),
+            Work::Names { clients, folders } => names::measure(subjects, *clients, *folders, scale),
+            Work::Trees => trees::measure(subjects, scale),
         }
     }
 }
@@ -155,11 +166,13 @@ fn sections(scale: &Scale) -> Vec<Plan> {
         }
     }
     let appends = scale.threads.iter().map(|&threads| Work::Appends { threads });
-    let names = scale.threads.iter().filter(|&&clients| clients <= 2).map(|&clients| Work::Names { clients });
+    let clients = scale.threads.iter().filter(|&&clients| clients <= 2);
+    let names = clients.flat_map(|&clients| [1, FOLDERS].map(|folders| Work::Names { clients, folders }));
     vec![
         Plan { title: "O_DIRECT", unit: "MB/s", work: direct },
         Plan { title: "through the page cache, which is cold for reads; writes end with fsync", unit: "MB/s", work: buffered },
         Plan { title: "fsync", unit: "thousand a second", work: appends.collect() },
         Plan { title: "names", unit: "thousand a second", work: names.collect() },
+        Plan { title: "trees of small files", unit: "times a minute", work: vec![Work::Trees] },
     ]
 }
