@@ -553,3 +553,41 @@ fn a_ring_learns_that_its_daemon_is_dead() {
     let again = image.mount();
     assert_eq!(fs::read(again.path("file")).unwrap(), tree::pattern(1, 8192));
 }
+
+/// Whatever the order in which they come, writes that extend a file make it whole, and whoever then reads it sees all of it.
+#[test]
+fn writes_extend_a_file_in_any_order() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let mount = Mount::open(volume.root()).unwrap();
+    let data = tree::pattern(21, 8 << 20);
+    let source = shared(&mount, 8 * MIB);
+    source.copy_in(0, &data);
+    let mut ring = Ring::new(&mount, 64).unwrap();
+    for round in 0..100 {
+        let path = volume.path(format!("out{round}"));
+        let file = attach(&ring, &path);
+        let len = [MIB, 256 << 10, 64 << 10][round as usize % 3];
+        let mut order: Vec<u64> = (0..8 * MIB / len).collect();
+        order.sort_by_key(|at| random(round * 128 + at, 1 << 30));
+        let mut done = Vec::new();
+        for &at in &order {
+            while ring.room() == 0 {
+                ring.complete(Wait::Forever, &mut done).unwrap();
+            }
+            ring.push(&Operation::write(&file, at * len, &source, at * len, len)).unwrap();
+            ring.submit();
+            if random(round + at, 10) == 0 {
+                fs::metadata(&path).unwrap();
+            }
+        }
+        let left = ring.in_flight();
+        done.extend(wait_for(&mut ring, left));
+        assert!(done.into_iter().all(|completed| completed.result.unwrap().bytes() == len));
+        let read = fs::read(&path).unwrap();
+        assert_eq!(read.len(), data.len(), "round {round}");
+        let wrong = read.iter().zip(&data).position(|(read, written)| read != written);
+        assert_eq!(wrong, None, "round {round}");
+        fs::remove_file(&path).unwrap();
+    }
+}

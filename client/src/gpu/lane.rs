@@ -104,10 +104,15 @@ impl Lane {
         let failed = |error| Error::Cuda { action: "prepare a GPU", error };
         let chunks = settings.staging.div_ceil(CHUNK).max(1);
         let staging = Staging::new(&gpu, chunks * CHUNK, BATCHES * TABLE + WORD + gates::LEN)?;
+        let (stream, scatter) = (gpu.stream().map_err(failed)?, gpu.scatter().map_err(failed)?);
+        // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very lane.
+        // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
+        unsafe { stream.scatter(&scatter, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
+        stream.synchronize().map_err(failed)?;
         Ok(Lane {
             cuda,
-            stream: gpu.stream().map_err(failed)?,
-            scatter: gpu.scatter().map_err(failed)?,
+            stream,
+            scatter,
             probe: gpu.event().map_err(failed)?,
             staging: mount.register(staging)?.share(),
             slots: Slots::new(chunks, alignment),

@@ -312,6 +312,8 @@ fn streams_are_ordered(site: &Site) {
     let transfers = site.transfers();
     let sample = site.sample(8, 8 * MIB);
     let memory = allocated(site.gpu, 8 * MIB as usize);
+    // What is set up at the first use of a GPU may wait for all that it is doing.
+    read(&transfers, &sample.file, &[segment(0, memory.address(), MIB)]).unwrap();
     let (file, path) = site.empty("out");
     let (mut before, after) = (Pinned::new(site.gpu, 8 * MIB as usize), Pinned::new(site.gpu, 8 * MIB as usize));
     before.bytes().fill(0x11);
@@ -348,6 +350,7 @@ fn many_in_streams(site: &Site) {
     let transfers = Transfers::with(&site.mount(), settings).unwrap();
     let sample = site.sample(9, 8 * MIB);
     let memory = allocated(site.gpu, 8 * MIB as usize);
+    read(&transfers, &sample.file, &[segment(0, memory.address(), MIB)]).unwrap();
     let streams: Vec<Blocked> = (0..3).map(|_| Blocked::new(site.gpu)).collect();
     let mut pending = Vec::new();
     for at in 0..60u64 {
