@@ -4,9 +4,12 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use gpunvme::gpu::{Segment, Transfers};
 use gpunvme_gpupath::abi::{Reason, Route, get_text};
+use gpunvme_gpupath::cuda::{Cuda, Which};
 use gpunvme_tests::direct::{Buffer, info};
 use gpunvme_tests::mounted::{is_mounted, text};
+use gpunvme_tests::software_cuda::with_software_cuda;
 use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
 use tempfile::TempDir;
 
@@ -172,4 +175,39 @@ fn a_controller_is_looked_after() {
     succeeds(run("fsck.gpunvme", &["-n", &device]));
     assert_eq!(json(&["format", "--force", "--yes"])["namespaces"][0]["logical_block"], 512);
     refused(&run("fsck.gpunvme", &["-n", &device]), "no gpunvme");
+}
+
+/// The controller would take GPU memory, and what the software CUDA driver exports is none: the library learns that once, and reads by way of the staging pool.
+#[test]
+fn gpu_memory_that_is_refused_is_offered_once() {
+    needs_mount!();
+    programs::folder(); // they are built here, and not in the minute that the body has
+    with_software_cuda("", || {
+        let controller = Controller::new();
+        succeeds(run("mkfs.gpunvme", &[&controller.device("")]));
+        controller.mount(&controller.device(""));
+        let path = controller.dir().join("file");
+        let data = tree::pattern(3, 5 << 20);
+        fs::write(&path, &data).unwrap();
+        let (file, mount) = (gpunvme::File::open(&path).unwrap(), gpunvme::Mount::open(&path).unwrap());
+        assert_eq!(mount.info().unwrap().route, Route::P2p);
+        let registered = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "register").unwrap().1;
+        let transfers = Transfers::new(&mount).unwrap();
+        let gpu = Cuda::load().unwrap().gpu(Which::Index(0)).unwrap();
+        let [one, other] = [0, 1].map(|_| gpu.alloc(data.len()).unwrap());
+        let refused = transfers.route(one.address()).unwrap();
+        assert_eq!(refused.0, Route::Bounce);
+        assert_ne!(refused.1, Reason::None);
+        let calls = registered();
+        assert_eq!(calls, 2, "the memory, and the staging pool in its place");
+        for memory in [&one, &other, &one] {
+            let segment = Segment { file_offset: 0, address: memory.address(), len: data.len() as u64 };
+            // SAFETY: the memory is this test's.
+            let done = unsafe { transfers.read(&file, &[segment]) }.unwrap();
+            assert_eq!((done.moved.bounce, done.reason), (data.len() as u64, Some(refused.1)));
+        }
+        assert_eq!(registered(), calls, "nothing was offered again");
+        drop((transfers, file, mount));
+        controller.unmount();
+    });
 }
