@@ -6,6 +6,7 @@ use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use gpunvme_tests::mounted::text;
 use gpunvme_tests::programs;
@@ -13,6 +14,9 @@ use tempfile::TempDir;
 
 /// Room for metadata and journals beside the file.
 const SPARE: u64 = 512 << 20;
+
+/// How long a daemon may take to end after its volume was unmounted.
+const LETTING_GO: Duration = Duration::from_secs(20);
 
 /// What lies below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -85,9 +89,16 @@ impl Backing {
         }
         write_out(&peers, len, true)?;
         let known = Known::tell(&peers)?;
-        let volume = Volume::set_up(&image, &scratch.path().join("gpunvme.mnt"))?;
-        let gpunvme = volume.root.join("file");
-        write_out(&gpunvme, len, true)?;
+        let root = scratch.path().join("gpunvme.mnt");
+        fs::create_dir(&root)?;
+        run(programs::command("mkfs.gpunvme").args(["--quiet", "--force"]).arg(&image))?;
+        let gpunvme = root.join("file");
+        {
+            let _volume = Volume::mount(&image, &root)?;
+            write_out(&gpunvme, len, true)?;
+        }
+        // Mounted anew, nothing of the file is in the kernel's page cache, as of a file that was copied there some time ago.
+        let volume = Volume::mount(&image, &root)?;
         Ok(Backing {
             gpunvme,
             peers,
@@ -166,10 +177,17 @@ struct Volume {
 }
 
 impl Volume {
-    fn set_up(device: &Path, root: &Path) -> Result<Volume, Box<dyn Error>> {
-        fs::create_dir(root)?;
-        run(programs::command("mkfs.gpunvme").args(["--quiet", "--force"]).arg(device))?;
-        run(programs::command("mount.gpunvme").arg(device).arg(root))?;
+    fn mount(device: &Path, root: &Path) -> Result<Volume, Box<dyn Error>> {
+        let mut mount = programs::command("mount.gpunvme");
+        mount.arg(device).arg(root);
+        // The daemon before may still be letting go of the device.
+        let start = Instant::now();
+        while let Err(error) = run(&mut mount) {
+            if start.elapsed() > LETTING_GO {
+                return Err(error);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
         Ok(Volume { root: root.to_owned() })
     }
 }
