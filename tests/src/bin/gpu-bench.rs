@@ -95,8 +95,7 @@ impl Worker<'_> {
             let stream = gpu.stream()?;
             copy(&stream, memory.address(), bytes.as_ptr() as u64, bytes.len())?;
         }
-        let check =
-            if args.verify { Some(Check { stream: gpu.stream()?, file: std::fs::File::open(&args.file)? }) } else { None };
+        let check = if args.verify { Some(Check { stream: gpu.stream()?, file: open_direct(&args.file)? }) } else { None };
         Ok(Worker { args, file, memory, next: part.start, part, seed: thread + 1, check })
     }
 
@@ -131,10 +130,9 @@ impl Worker<'_> {
             return Err(format!("{} of {} bytes at {}", done.bytes(), segment.len, segment.file_offset).into());
         }
         let Some(check) = &self.check else { return Ok(()) };
-        let (mut on_gpu, mut in_file) = (vec![0u8; segment.len as usize], vec![0u8; segment.len as usize]);
+        let mut on_gpu = vec![0u8; segment.len as usize];
         copy(&check.stream, on_gpu.as_mut_ptr() as u64, segment.address, on_gpu.len())?;
-        check.file.read_exact_at(&mut in_file, segment.file_offset)?;
-        if on_gpu != in_file {
+        if on_gpu != read_direct(&check.file, segment.file_offset, segment.len as usize)? {
             return Err(format!("the bytes at {} are wrong", segment.file_offset).into());
         }
         Ok(())
@@ -186,6 +184,28 @@ impl Worker<'_> {
             if self.args.write { queue.write(self.file, &[*segment], slot) } else { queue.read(self.file, &[*segment], slot) }
         }
     }
+}
+
+/// What is compared must not bring the file into the page cache, which writes would then have to keep right.
+fn open_direct(path: &Path) -> std::io::Result<std::fs::File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)
+}
+
+fn read_direct(file: &std::fs::File, offset: u64, len: usize) -> std::io::Result<Vec<u8>> {
+    const PAGE: usize = 4096;
+    let skip = offset as usize % PAGE;
+    let whole = (skip + len).next_multiple_of(PAGE);
+    let mut memory = vec![0u8; whole + PAGE];
+    let start = memory.as_ptr().align_offset(PAGE);
+    let mut done = 0;
+    while done < skip + len {
+        // In the middle of a file each read is whole pages.
+        match file.read_at(&mut memory[start + done..start + whole], offset - skip as u64 + done as u64)? {
+            0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            more => done += more,
+        }
+    }
+    Ok(memory[start + skip..start + skip + len].to_vec())
 }
 
 fn copy(stream: &Stream, to: u64, from: u64, len: usize) -> Result<()> {
