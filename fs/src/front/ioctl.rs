@@ -351,7 +351,7 @@ impl Front {
         let mut byte = [0];
         let read = transfer.buffer.region.read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
         if let (true, Ok(()), Some(kernel)) = (reaches_end, read, self.kernel.get()) {
-            self.nodes.caches(transfer.ino, end - 1..end);
+            self.nodes.tells(transfer.ino, end - 1..end);
             kernel.store(transfer.ino, end - 1, &byte);
         }
     }

@@ -102,7 +102,7 @@ impl Front {
         let (front, ranges): (_, Vec<Range<u64>>) = (self.clone(), ranges.collect());
         self.invalidations.run(move || {
             front.invalidate(ino, ranges);
-            then();
+            front.general.run(then);
         });
     }
 

@@ -29,6 +29,8 @@ struct Node {
     /// The kernel may have pages of the content from here to there. They come into its cache by the reads and writes that it sends for them and in no
     /// other way. What leaves it is not known: a page that somebody uses survives an invalidation, and can be written to without a word to us.
     cached: Range<u64>,
+    /// The page that the kernel was last given to learn the length from. It is taken back at once, but for whoever got hold of it.
+    told: Range<u64>,
 }
 
 /// The inodes that the kernel knows.
@@ -81,16 +83,24 @@ impl Nodes {
 
     /// Notes that the kernel asks for pages of a file. To be called before it is looked up what they hold.
     pub fn caches(&self, ino: u64, range: Range<u64>) {
+        let range = whole_pages(range);
         if let Some(Node { cached, .. }) = self.shard(ino).lock().get_mut(&ino) {
             *cached = if cached.is_empty() { range } else { cached.start.min(range.start)..cached.end.max(range.end) };
+        }
+    }
+
+    /// Notes that the kernel is given bytes at the end of a file. To be called before they are.
+    pub fn tells(&self, ino: u64, range: Range<u64>) {
+        if let Some(Node { told, .. }) = self.shard(ino).lock().get_mut(&ino) {
+            *told = whole_pages(range);
         }
     }
 
     /// Whether the kernel may have pages of these ranges of a file.
     pub fn may_have(&self, ino: u64, mut ranges: impl Iterator<Item = Range<u64>>) -> bool {
         let shard = self.shard(ino).lock();
-        let cached = shard.get(&ino).map_or(0..0, |node| node.cached.clone());
-        ranges.any(|range| range.start < cached.end && cached.start < range.end)
+        let noted = shard.get(&ino).map_or([0..0, 0..0], |node| [node.cached.clone(), node.told.clone()]);
+        ranges.any(|range| noted.iter().any(|noted| range.start < noted.end && noted.start < range.end))
     }
 
     /// Notes that an inode has a name again.
@@ -113,6 +123,12 @@ impl Nodes {
         };
         self.shards.iter().flat_map(of).collect()
     }
+}
+
+/// The pages that a range touches: what the kernel keeps of a file is pages.
+fn whole_pages(range: Range<u64>) -> Range<u64> {
+    const PAGE: u64 = 4096;
+    range.start / PAGE * PAGE..range.end.div_ceil(PAGE).saturating_mul(PAGE)
 }
 
 #[cfg(test)]

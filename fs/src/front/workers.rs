@@ -4,7 +4,8 @@
 //! earlier one, never the other way round:
 //! 1. *completions*: ends what I/O began. Waits for the journal, never for a file or for room in the write buffer.
 //! 2. *general*: operations that stalled. May wait for anything inside the filesystem.
-//! 3. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a write.
+//! 3. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a write. Its threads submit no I/O that is not over when the call
+//!    returns: io_uring has the thread that submitted complete it, and one that waits for a page in the kernel cannot.
 
 use std::collections::VecDeque;
 use std::io;

@@ -162,7 +162,7 @@ impl Rings {
 
     /// Ends all rings, after the transfers that are under way.
     pub fn end(&self) {
-        self.shared.ending.store(true, Ordering::Release);
+        self.shared.ending.store(true, Ordering::SeqCst);
         self.shared.wake_up();
         let _ = rustix::io::write(&self.shared.end, &1u64.to_ne_bytes()); // never full: it is written once
         for thread in self.threads.lock().drain(..) {
@@ -268,7 +268,10 @@ impl Shared {
             rings.iter().for_each(|ring| ring.set_asleep(true));
             // Whoever submitted before seeing that word did not signal, and whoever completed did not either: looks once more, then sleeps.
             fence(Ordering::SeqCst);
-            self.turn(&rings, first, queue, Wait::Forever);
+            // A wake for a new ring, or for the end, may have been taken by the turn before.
+            if !self.ending.load(Ordering::SeqCst) && Arc::ptr_eq(&self.all(), &rings) {
+                self.turn(&rings, first, queue, Wait::Forever);
+            }
             self.asleep.store(false, Ordering::SeqCst);
             rings.iter().for_each(|ring| ring.set_asleep(false));
             busy = Instant::now();

@@ -1,9 +1,10 @@
 //! Reads a file of a mount into GPU memory, or writes it from there, for some seconds, and prints one line of JSON: what was reached, and by which route.
 //! The benchmark script runs it beside others on the same file.
 
+use std::fs::OpenOptions;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
