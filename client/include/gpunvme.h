@@ -37,7 +37,10 @@ typedef struct gpunvme_mount gpunvme_mount;
 typedef struct gpunvme_buffer gpunvme_buffer;
 typedef struct gpunvme_file gpunvme_file;
 
-/* What a read or write moved, from the first byte of the first segment on. */
+/*
+ * What a read or write moved, from the first byte of the first segment on; of GPU memory it is a sum, for its pieces are moved in any order: after an error any segment may have
+ * changed in part.
+ */
 struct gpunvme_result {
 	uint64_t bytes;                  /* the sum of `moved` */
 	struct gpunvme_moved moved;
@@ -121,7 +124,7 @@ struct gpunvme_gpu_segment {
  * the child.
  */
 int gpunvme_transfers_open(const gpunvme_mount *mount, size_t staging, uint64_t registered, gpunvme_transfers **transfers);
-/* Waits for all requests. Queues keep it alive. NULL is fine. */
+/* Waits for all requests; in a callback (gpunvme_done) it does not, and all ends when they are done. Queues keep it alive. NULL is fine. */
 void gpunvme_transfers_close(gpunvme_transfers *transfers);
 
 /* The route that transfers to and from the memory at an address take, and why not a faster one. */
@@ -157,7 +160,7 @@ int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme
 int gpunvme_gpu_write_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                 const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
                                 gpunvme_pending **pending);
-/* 1 if gpunvme_pending_wait() would return at once, else 0. */
+/* 1 if gpunvme_pending_wait() would return at once, else 0; 0 for NULL. */
 int gpunvme_pending_is_done(const gpunvme_pending *pending);
 /* Waits for the request, says how it ended, and frees the handle. `result` may be NULL. */
 int gpunvme_pending_wait(gpunvme_pending *pending, struct gpunvme_result *result);
@@ -184,7 +187,7 @@ int gpunvme_queue_write(gpunvme_queue *queue, const gpunvme_file *file, const st
  */
 int gpunvme_queue_complete(gpunvme_queue *queue, int timeout_ms, struct gpunvme_finished *finished, size_t capacity,
                            size_t *count);
-/* 1: the descriptor becomes readable when the next request is done. 0: there is one already, and it will not. */
+/* 1: the descriptor becomes readable when the next request is done. 0: there is one already, and it will not; or `queue` is NULL. */
 int gpunvme_queue_arm(gpunvme_queue *queue);
 /* For poll(2), epoll(7) and the like; it belongs to the queue. */
 int gpunvme_queue_fd(const gpunvme_queue *queue);

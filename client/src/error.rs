@@ -111,7 +111,7 @@ pub enum Error {
         segment: Option<u32>,
         /// Where in the file, in bytes, if that is known.
         offset: Option<u64>,
-        /// What had been moved before, from the first byte of the first segment on.
+        /// What had been moved before: from the first byte of the first segment on, but of GPU memory a sum, for its pieces are moved in any order.
         done: Transfer,
     },
     /// There is no CUDA in this process.
@@ -154,7 +154,7 @@ pub enum Error {
         offset: u64,
         /// What CUDA said; `None` where the memory was freed before the copy.
         error: Option<Box<CudaError>>,
-        /// What was moved.
+        /// What was moved: a sum, for pieces are moved in any order.
         done: Transfer,
     },
 }

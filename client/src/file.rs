@@ -56,8 +56,9 @@ impl Transfer {
             *sum += more;
         }
         // Of several, that of bytes which the CPU had to copy says most.
-        if self.reason != Some(Reason::Unaligned) {
-            self.reason = other.reason.or(self.reason);
+        match (self.reason, other.reason) {
+            (Some(Reason::Unaligned), _) | (_, None) | (Some(_), Some(Reason::None)) => {}
+            (_, reason) => self.reason = reason,
         }
     }
 }
@@ -427,5 +428,7 @@ mod tests {
         let mut sum = Transfer::default();
         sum.add(&transfer(7, 0, Reason::NotGpuMemory));
         assert_eq!(sum.reason, Some(Reason::NotGpuMemory));
+        sum.add(&transfer(3, 0, Reason::None));
+        assert_eq!((sum.bytes(), sum.reason), (10, Some(Reason::NotGpuMemory)));
     }
 }

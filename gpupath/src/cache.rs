@@ -56,7 +56,7 @@ pub struct Export {
 /// Why memory was not registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// There is no room now, and there may be when something else was given up.
+    /// Not now: there is no room, or what else there has to be is short. There may be when something else was given up, or later.
     NoRoom(Reason),
     /// Not this allocation.
     Allocation(Reason),

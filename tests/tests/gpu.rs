@@ -3,13 +3,15 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gpunvme::gpu::{Segment, Transfers};
-use gpunvme::{Error, File, Mount};
+use gpunvme::{Error, File, Mount, Wait};
 use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Which};
-use gpunvme_tests::cuda::{Pinned, Site, TRANSFER_CHECKS};
+use gpunvme_tests::cuda::{Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
@@ -67,6 +69,103 @@ fn a_copy_that_fails_is_named_with_its_file_and_offset() {
         assert_eq!(unsafe { transfers.read(&file, &whole(&memory)) }.unwrap().bytes(), 16 * MIB);
         assert!(look(&memory) == bytes);
     });
+}
+
+/// Of three batches the second comes to nothing, and the third is made up while the first still waits for its turn.
+#[test]
+fn a_batch_that_failed_leaves_the_table_of_another_alone() {
+    needs_mount!();
+    with_software_cuda("copy-fails=2,copy-takes=300000", || {
+        let volume = Mounted::new();
+        let (_, bytes, memory) = sample(&volume, 1);
+        let file = File::create(volume.path("sample")).unwrap();
+        // The first copy.
+        Pinned::new(gpu(), bytes.len()).put(&gpu().stream().unwrap(), memory.address(), &bytes);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        // So many small segments, not side by side, are moved by the kernel.
+        let small = |from: u64| (0..8).map(move |n| from + n * 8192).map(|at| segment_at(&memory, at)).collect::<Vec<_>>();
+        let (first, third) = (small(0), small(MIB / 2));
+        let mut queue = transfers.queue().unwrap();
+        fs::write(volume.path("sample"), vec![0; bytes.len()]).unwrap();
+        // SAFETY: the memory is this test's.
+        unsafe { queue.write(&file, &first, 1) }.unwrap();
+        thread::sleep(Duration::from_millis(100));
+        // SAFETY: as above.
+        unsafe { queue.write(&file, &[segment_at(&memory, MIB / 4)], 2) }.unwrap();
+        let mut done = Vec::new();
+        queue.complete(Wait::Forever, &mut done).unwrap();
+        assert!(done.len() == 1 && done[0].user_data == 2 && done[0].result.is_err(), "{done:?}");
+        // SAFETY: as above.
+        unsafe { queue.write(&file, &third, 3) }.unwrap();
+        while queue.in_flight() > 0 {
+            queue.complete(Wait::Forever, &mut done).unwrap();
+        }
+        assert!(done[1..].iter().all(|done| done.result.is_ok()), "{done:?}");
+        let written = fs::read(volume.path("sample")).unwrap();
+        for segment in first.iter().chain(&third) {
+            let range = segment.file_offset as usize..(segment.file_offset + segment.len) as usize;
+            assert!(written[range.clone()] == bytes[range], "what was written at byte {}", segment.file_offset);
+        }
+    });
+}
+
+#[test]
+fn memory_that_a_gpu_may_not_access_costs_only_its_request() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 1);
+        let mapped = mapped(gpu(), &[2 << 20]);
+        take_access(gpu(), &mapped);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        // So many that a kernel would move them, and crash.
+        let small: Vec<Segment> =
+            (0..8).map(|n| Segment { file_offset: n * 8192, address: mapped.address() + n * 8192, len: 4096 }).collect();
+        // SAFETY: the memory is this test's.
+        let error = unsafe { transfers.write(&file, &small) }.unwrap_err();
+        assert!(matches!(error, Error::Copy { error: Some(_), .. }), "{error}");
+        // SAFETY: as above.
+        assert_eq!(unsafe { transfers.read(&file, &whole(&memory)) }.unwrap().bytes(), MIB);
+        assert!(look(&memory) == bytes);
+    });
+}
+
+#[test]
+fn transfers_that_end_in_a_callback_wait_for_nothing() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 1);
+        let other = gpu().alloc(MIB as usize).unwrap();
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        let (stream, word) = (own_stream(gpu()), Pinned::new(gpu(), 4096));
+        // SAFETY: the stream is never destroyed, the word stays until it has passed, and the memory is this test's.
+        let pending = unsafe {
+            Cuda::load().unwrap().application_stream(stream).unwrap().wait_value(word.address(), 1).unwrap();
+            transfers.read_on_stream(&file, &whole(&memory), stream).unwrap()
+        };
+        let (last, mine) = mpsc::channel::<Transfers>();
+        let (tell, took) = mpsc::channel();
+        let done = move |_| {
+            let transfers = mine.recv().unwrap();
+            let begun = Instant::now();
+            drop(transfers);
+            tell.send(begun.elapsed()).unwrap();
+        };
+        // SAFETY: as above.
+        unsafe { transfers.read_then(&file, &whole(&other), done) }.unwrap();
+        last.send(transfers).unwrap();
+        let took = took.recv().unwrap();
+        assert!(took < Duration::from_millis(500), "it took {took:?}");
+        word.word(0).store(1, Ordering::Release);
+        assert_eq!(pending.wait().unwrap().bytes(), MIB);
+        assert!(look(&memory) == bytes);
+    });
+}
+
+/// A block that lies in memory where it lies in the file.
+fn segment_at(memory: &DeviceAllocation, at: u64) -> Segment {
+    Segment { file_offset: at, address: memory.address() + at, len: 4096 }
 }
 
 /// Processor time of this process's thread that serves requests, in clock ticks.

@@ -1,6 +1,6 @@
 //! The part of the C ABI that is about GPU memory.
 
-use super::{CResult, fail, free, keep, null, store, store_handle};
+use super::{CResult, clear, fail, free, keep, null, store, store_handle};
 use crate::error::{Error, Result};
 use crate::file::{File, Require, Transfer};
 use crate::gpu::{Finished, Pending, Queue, Segment, Settings, Transfers};
@@ -172,6 +172,8 @@ macro_rules! requests {
             flags: u32,
             result: *mut CResult,
         ) -> c_int {
+            // SAFETY: the header asks for NULL or room for the structure.
+            unsafe { clear(result) };
             let (transfers, file, segments) = call!(transfers, file, segments, count, flags);
             // SAFETY: the header asks the same of the memory.
             let (code, told) = told(&unsafe { transfers.$rust(file, segments) });
@@ -282,7 +284,8 @@ requests!(
 /// Pointers are as the header says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpunvme_pending_is_done(pending: *const Pending) -> c_int {
-    get!(pending).is_done().into()
+    // SAFETY: the header asks for NULL or an open handle.
+    unsafe { pending.as_ref() }.is_some_and(Pending::is_done).into()
 }
 
 /// See the header.
@@ -291,6 +294,8 @@ pub unsafe extern "C" fn gpunvme_pending_is_done(pending: *const Pending) -> c_i
 /// Pointers are as the header says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpunvme_pending_wait(pending: *mut Pending, result: *mut CResult) -> c_int {
+    // SAFETY: the header asks for NULL or room for the structure.
+    unsafe { clear(result) };
     if pending.is_null() {
         return null("pending");
     }
@@ -377,7 +382,7 @@ pub unsafe extern "C" fn gpunvme_queue_complete(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpunvme_queue_arm(queue: *mut CQueue) -> c_int {
     // SAFETY: the header asks for an open handle that no other thread uses meanwhile.
-    let Some(queue) = (unsafe { queue.as_mut() }) else { return null("queue") };
+    let Some(queue) = (unsafe { queue.as_mut() }) else { return 0 };
     (queue.finished.is_empty() && queue.queue.arm()).into()
 }
 

@@ -42,6 +42,17 @@ impl CResult {
     }
 }
 
+/// Says, where the caller wants to know, that nothing was moved: for what fails before there is anything to tell.
+///
+/// # Safety
+/// `result` is NULL, or may be written to.
+unsafe fn clear(result: *mut CResult) {
+    if !result.is_null() {
+        // SAFETY: the caller of this function says so.
+        unsafe { result.write(CResult::new(&Transfer::default(), None, None)) };
+    }
+}
+
 /// Keeps the sentence, and gives the number.
 fn fail(error: &Error) -> c_int {
     keep(error.to_string());
@@ -369,6 +380,8 @@ unsafe fn transfer(
     flags: u32,
     result: *mut CResult,
 ) -> c_int {
+    // SAFETY: the header asks for NULL or room for the structure.
+    unsafe { clear(result) };
     let (file, buffer) = (get!(file), get!(buffer));
     if segments.is_null() && count > 0 {
         return null("segments");

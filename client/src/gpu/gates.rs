@@ -69,19 +69,25 @@ impl Gates {
         let mut uses = self.uses.lock();
         let free = (0..GATES).find(|&gate| self.is_free(gate, uses[gate]));
         let gate = free.ok_or(Error::StreamsFull { requests: GATES })?;
-        uses[gate] = uses[gate].wrapping_add(1);
-        let (at, use_number) = (self.at + gate * GATE, uses[gate]);
+        let failed = |error| Error::Cuda { action: "put a transfer into the stream", error };
+        let (at, use_number) = (self.at + gate * GATE, uses[gate].wrapping_add(1));
         let address = self.staging.memory().device_address + at as u64;
-        // SAFETY: the words are registered with CUDA, and stay so until the stream has passed them all: see `drop`. `DONE` is written by the worker, which waits for
-        // no stream.
-        unsafe {
+        // SAFETY: the words are registered with CUDA, and stay so until the stream has passed them all: see `drop`.
+        unsafe { stream.write_value(address + REACHED as u64, use_number) }.map_err(failed)?;
+        // From here on the stream knows the gate: nobody else gets it before the stream has passed.
+        uses[gate] = use_number;
+        let gate = Gate { staging: self.staging.clone(), at, use_number };
+        // SAFETY: as above. `DONE` is written by the worker, which waits for no stream.
+        let put = unsafe {
             stream
-                .write_value(address + REACHED as u64, use_number)
-                .and_then(|()| stream.wait_value(address + DONE as u64, use_number))
+                .wait_value(address + DONE as u64, use_number)
                 .and_then(|()| stream.write_value(address + PASSED as u64, use_number))
+        };
+        if let Err(error) = put {
+            gate.open(); // the stream may wait already, and no request will ever let it pass
+            return Err(failed(error));
         }
-        .map_err(|error| Error::Cuda { action: "put a transfer into the stream", error })?;
-        Ok(Gate { staging: self.staging.clone(), at, use_number })
+        Ok(gate)
     }
 
     /// Whether the stream that used a gate last has passed it.

@@ -88,6 +88,8 @@ pub(super) struct Lane {
     /// To ask whether the stream still works.
     probe: Event,
     pub staging: Arc<Shared<Staging>>,
+    /// Those of the pool.
+    pub gates: Arc<Gates>,
     pub slots: Slots,
     waiting: Vec<Copy>,
     runs: Vec<Run>,
@@ -109,12 +111,14 @@ impl Lane {
         // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
         unsafe { stream.scatter(&scatter, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
         stream.synchronize().map_err(failed)?;
+        let staging = mount.register(staging)?.share();
         Ok(Lane {
             cuda,
             stream,
             scatter,
             probe: gpu.event().map_err(failed)?,
-            staging: mount.register(staging)?.share(),
+            gates: Arc::new(Gates::new(staging.clone(), word(&staging) + WORD)),
+            staging,
             slots: Slots::new(chunks, alignment),
             waiting: Vec::new(),
             runs: Vec::new(),
@@ -141,7 +145,7 @@ impl Lane {
         if self.batches.is_empty() {
             return;
         }
-        let reached = self.staging.memory().mapping.word(self.word()).load(Ordering::Acquire);
+        let reached = self.staging.memory().mapping.word(word(&self.staging)).load(Ordering::Acquire);
         // Numbers wrap.
         let is_done = |batch: &Batch| reached.wrapping_sub(batch.number).cast_signed() >= 0;
         while self.batches.front().is_some_and(is_done) {
@@ -157,7 +161,9 @@ impl Lane {
 
     /// For copies that take long: whether they will ever be done. Those that will not are appended to `failed`.
     pub fn probe(&mut self, failed: &mut Vec<(usize, NotCopied)>) {
-        if let Err(error) = self.stream.record(&self.probe).and_then(|()| self.probe.done()) {
+        // One event at a time: a stream that stands still has room for so many only, and then blocks whoever adds one.
+        let asked = self.probe.done().and_then(|done| if done { self.stream.record(&self.probe) } else { Ok(()) });
+        if let Err(error) = asked {
             self.give_up(error, failed);
         }
     }
@@ -169,16 +175,6 @@ impl Lane {
             self.retire(batch, |piece| failed.push((piece, Some(error.clone()))));
         }
         self.broken = Some(error);
-    }
-
-    /// The gates of this lane's pool: once.
-    pub fn gates(&self) -> Gates {
-        Gates::new(self.staging.clone(), self.word() + WORD)
-    }
-
-    /// Where the word is that the stream writes.
-    fn word(&self) -> usize {
-        self.staging.len() + BATCHES * TABLE
     }
 
     /// Gives the stream what waits, if it is not too busy. Copies that could not be made are appended to `failed`. Returns whether anything was done.
@@ -198,11 +194,12 @@ impl Lane {
         let _entered = self.gpu.enter()?;
         self.drop_freed(failed)?;
         self.join();
-        self.last = self.last.wrapping_add(1);
-        let mut batch = Batch { number: self.last, pieces: self.spare.pop().unwrap_or_default() };
+        // Only a batch that the stream gets takes a number, so that those on their way have tables of their own.
+        let number = self.last.wrapping_add(1);
+        let mut batch = Batch { number, pieces: self.spare.pop().unwrap_or_default() };
         let small = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL).count();
         let by_kernel = small > FEW;
-        let table = self.staging.len() + self.last as usize % BATCHES * TABLE;
+        let table = self.staging.len() + number as usize % BATCHES * TABLE;
         let mut moves = 0;
         for run in &self.runs {
             if by_kernel && run.by_kernel && run.len <= SMALL {
@@ -247,10 +244,11 @@ impl Lane {
             self.spare.push(batch.pieces);
             return Ok(());
         }
+        self.last = number;
         self.batches.push_back(batch);
-        let word = self.staging.memory().device_address + self.word() as u64;
+        let word = self.staging.memory().device_address + word(&self.staging) as u64;
         // SAFETY: the word is registered with CUDA until this lane ends, and it ends when nothing is on its way.
-        unsafe { self.stream.write_value(word, self.last) }
+        unsafe { self.stream.write_value(word, number) }
     }
 
     /// Takes out what goes to or comes from memory that is no longer what it was, and sorts the rest by address.
@@ -299,6 +297,11 @@ impl Lane {
             self.runs.push(Run { copies: at..at + 1, address: copy.address, slot, len: copy.len, direction, by_kernel, on_host });
         }
     }
+}
+
+/// Where in a pool's memory the word is that the stream writes.
+fn word(staging: &Shared<Staging>) -> usize {
+    staging.len() + BATCHES * TABLE
 }
 
 impl Drop for Lane {

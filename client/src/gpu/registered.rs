@@ -106,10 +106,11 @@ impl Registrar for Exporter {
             Err(Error::Refused { reason: reason @ (Reason::ProcessLimit | Reason::TotalLimit), .. }) => {
                 Err(Refusal::NoRoom(reason))
             }
-            Err(Error::Refused { reason, .. }) => Err(Refusal::Gpu(reason)),
+            Err(Error::Refused { reason, .. }) if reason != Reason::None => Err(Refusal::Gpu(reason)),
+            // It says nothing of the GPU: descriptors may be short, or the daemon out of reach, for a while.
             Err(error) => {
-                tracing::debug!(%error, "GPU memory cannot be registered");
-                Err(Refusal::Gpu(Reason::FdNotReachable))
+                tracing::debug!(%error, "GPU memory cannot be registered now");
+                Err(Refusal::NoRoom(Reason::FdNotReachable))
             }
         }
     }

@@ -21,6 +21,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+/// Bytes of a staging pool beyond which no machine has the memory.
+const LONGEST_POOL: usize = 1 << 40;
+
 /// How much of the machine [`Transfers`] may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -40,7 +43,7 @@ impl Default for Settings {
 }
 
 /// Moves bytes between the files of a mount and GPU memory. One of it serves a whole application: copies of it share everything. It ends with the last copy, when everything is
-/// done.
+/// done; a last copy that is dropped in a callback does not wait for that.
 ///
 /// A process that forks must not use it in the child.
 #[derive(Clone)]
@@ -60,7 +63,7 @@ struct Inner {
     ring: RingName,
     inbox: Arc<Inbox>,
     worker: Option<JoinHandle<()>>,
-    /// GPUs that the worker knows, and the gates of each. After the worker: it is done with all requests when they end.
+    /// GPUs that the worker knows, and the gates of each.
     lanes: Mutex<Vec<(Gpu, Arc<Gates>)>>,
 }
 
@@ -68,7 +71,7 @@ impl Transfers {
     /// For the files of a mount, with the usual settings.
     ///
     /// # Errors
-    /// [`Error::NoCuda`] where there is none; what [`Ring::new`] says.
+    /// [`Error::NoCuda`] where there is none; [`Error::Memory`] for a staging pool of more than 1 TiB; what [`Ring::new`] says.
     pub fn new(mount: &Mount) -> Result<Transfers> {
         Transfers::with(mount, Settings::default())
     }
@@ -78,6 +81,9 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::new`].
     pub fn with(mount: &Mount, settings: Settings) -> Result<Transfers> {
+        if settings.staging > LONGEST_POOL {
+            return Err(Error::Memory { len: settings.staging, errno: Errno::NOMEM });
+        }
         let cuda = Cuda::load()?;
         let info = mount.info()?;
         let path = mount.connection().path.clone();
@@ -91,7 +97,7 @@ impl Transfers {
         let thread = thread
             .spawn(move || {
                 // Without it a capture of the application's would end; that is no reason to do nothing.
-                let _ = cuda.leave_captures_alone();
+                let _alone = cuda.leave_captures_alone();
                 worker.run();
             })
             .map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
@@ -203,6 +209,7 @@ impl Transfers {
     /// # Errors
     /// [`Error::UnknownMemory`] where CUDA knows none.
     pub fn route(&self, address: u64) -> Result<(Route, Reason)> {
+        let _alone = self.inner.cuda.leave_captures_alone(); // as far as it can be: see `begin`
         let mut parts = Vec::with_capacity(1);
         self.inner.look_up(0, &Segment { file_offset: 0, address, len: 1 }, None, &mut None, &mut parts)?;
         let registered = parts.first().map(|part| part.registered.as_ref().map(|_| ()));
@@ -258,6 +265,8 @@ impl Transfers {
         if require.route == Some(Route::Host) {
             return Err(refused(Errno::OPNOTSUPP, Reason::RouteNotAvailable, None));
         }
+        // The first use of a GPU or an allocation asks CUDA for what would end a capture, also one on another thread; without it the request is done all the same.
+        let _alone = inner.cuda.leave_captures_alone();
         let mut parts = Vec::with_capacity(segments.len());
         let mut bytes = 0u64;
         let mut last = None;
@@ -336,9 +345,8 @@ impl Inner {
                 }
             }
         };
-        let by_kernel = matches!(found.place, Place::Device(_)) && found.primary;
         let on_host = matches!(found.place, Place::Host);
-        Ok(Allocation { gpu, by_kernel, on_host, base: found.base, buffer_id: found.buffer_id })
+        Ok(Allocation { gpu, by_kernel: found.by_kernel, on_host, base: found.base, buffer_id: found.buffer_id })
     }
 
     /// Gives a GPU a lane if it has none, and returns its gates.
@@ -348,7 +356,7 @@ impl Inner {
             return Ok(gates.clone());
         }
         let lane = Lane::new(self.cuda, gpu, &self.mount, &self.settings, self.alignment)?;
-        let gates = Arc::new(lane.gates());
+        let gates = lane.gates.clone();
         self.inbox.send(Message::Lane(gpu.index(), Box::new(lane)));
         lanes.push((gpu, gates.clone()));
         Ok(gates)
@@ -371,6 +379,8 @@ impl fmt::Debug for Transfers {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        // The worker's are the last then, which end when it is done with all requests: this may be a callback, and the worker the thread that it runs on.
+        self.lanes.get_mut().clear();
         self.inbox.send(Message::End);
         if let Some(worker) = self.worker.take()
             && worker.thread().id() != std::thread::current().id()

@@ -4,7 +4,10 @@ use super::context::Context;
 use super::driver::{CudaError, Driver};
 use super::gpu::Gpu;
 use super::{Cuda, Which};
-use cudarc::driver::sys::{CUmemRangeHandleType_enum, CUmemorytype_enum, CUpointer_attribute_enum as Attribute};
+use cudarc::driver::sys::{
+    CUDA_POINTER_ATTRIBUTE_ACCESS_FLAGS_enum as AccessFlags, CUmemRangeHandleType_enum, CUmemorytype_enum,
+    CUpointer_attribute_enum as Attribute,
+};
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -26,6 +29,8 @@ pub struct Allocation {
     pub buffer_id: u64,
     /// Whether the GPU's primary context can reach it: not if it was allocated in another one.
     pub primary: bool,
+    /// Whether the GPU's kernels may read and write it: not what was mapped (`cuMemMap`) and is not, or not wholly, accessible to this GPU (`cuMemSetAccess`).
+    pub by_kernel: bool,
 }
 
 /// Where memory is.
@@ -79,7 +84,27 @@ pub(super) fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>
         Place::Device(gpu) => context == 0 || gpu.context()?.is(ptr::without_provenance_mut(context as usize)),
         Place::Host | Place::Managed => true,
     };
-    Ok(Some(Allocation { place, base, len: end.saturating_sub(base), buffer_id, primary }))
+    let by_kernel = match place {
+        Place::Device(gpu) if context == 0 => is_writable(gpu.context()?, address)?,
+        Place::Device(_) => primary,
+        Place::Host | Place::Managed => false,
+    };
+    Ok(Some(Allocation { place, base, len: end.saturating_sub(base), buffer_id, primary, by_kernel }))
+}
+
+/// Whether kernels in a context may read and write the memory at an address that CUDA knows.
+fn is_writable(context: Context, address: u64) -> Result<bool, CudaError> {
+    // The answer is for the context that is current.
+    let _entered = context.enter()?;
+    let mut flags = 0u64;
+    let attribute = Attribute::CU_POINTER_ATTRIBUTE_ACCESS_FLAGS;
+    // SAFETY: it writes no more than 8 bytes. No address is too wrong to ask for.
+    match unsafe { context.driver.cuPointerGetAttribute((&raw mut flags).cast(), attribute, address) } {
+        Ok(()) => Ok(flags == AccessFlags::CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READWRITE as u64),
+        // Freed meanwhile, or no memory that has flags.
+        Err(error) if [CudaError::INVALID_VALUE, CudaError::NOT_SUPPORTED].contains(&error.code) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 pub(super) fn buffer_id(driver: &Driver, address: u64) -> Result<Option<u64>, CudaError> {

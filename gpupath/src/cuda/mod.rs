@@ -24,6 +24,7 @@ use cudarc::driver::sys::{CUstreamCaptureMode, CUstreamCaptureMode_enum};
 use driver::Driver;
 use gpu::Device;
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 /// The driver, with at least one GPU.
@@ -142,13 +143,32 @@ impl Cuda {
         unsafe { Stream::of_application(self.driver, stream) }
     }
 
-    /// Says that the calling thread is the library's own: that what it asks CUDA does not end a graph capture of the application's on another thread.
+    /// Says that what the calling thread asks CUDA, until the guard is dropped, is the library's own business: it does not end a graph capture of the application's.
     ///
     /// # Errors
     /// What CUDA says.
-    pub fn leave_captures_alone(&self) -> Result<(), CudaError> {
+    pub fn leave_captures_alone(&self) -> Result<CapturesLeftAlone, CudaError> {
         let mut mode: CUstreamCaptureMode = CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: it writes the thread's mode before, one of those that there have always been.
-        unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) }
+        unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) }?;
+        Ok(CapturesLeftAlone { driver: self.driver, before: mode, _thread: PhantomData })
+    }
+}
+
+/// While it lives, calls on this thread do not end a graph capture of the application's.
+#[must_use]
+pub struct CapturesLeftAlone {
+    driver: &'static Driver,
+    before: CUstreamCaptureMode,
+    /// The mode is the thread's.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Drop for CapturesLeftAlone {
+    fn drop(&mut self) {
+        // SAFETY: it takes the mode that this thread had before.
+        if let Err(error) = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut self.before) } {
+            tracing::warn!(%error, "a thread's calls do not end graph captures any more");
+        }
     }
 }

@@ -269,10 +269,10 @@ impl Addresses {
         if covered == len && mapped { Ok(found) } else { Err(CUDA_ERROR_INVALID_VALUE) }
     }
 
-    /// Lets mapped memory be used.
-    pub fn allow(&mut self, base: u64, len: u64) -> Result<(), Code> {
+    /// Lets mapped memory be used, or not.
+    pub fn set_access(&mut self, base: u64, len: u64, accessible: bool) -> Result<(), Code> {
         for at in self.mappings(base, len)? {
-            self.allocations.get_mut(&at).expect("a mapping that was found").accessible = true;
+            self.allocations.get_mut(&at).expect("a mapping that was found").accessible = accessible;
         }
         Ok(())
     }

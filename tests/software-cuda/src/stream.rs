@@ -108,10 +108,11 @@ fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
                 linger(begun, software.settings.copy_takes);
             }
             Work::Scatter(table, count) => {
+                // It reads its table as late as it can, like a kernel that waits for its turn.
+                linger(begun, software.settings.copy_takes);
                 if let Err(code) = scatter(software, context, table, count) {
                     context.break_with(code);
                 }
-                linger(begun, software.settings.copy_takes);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! What an application does with CUDA: memory of every kind, contexts and streams of its own. It goes past the library, as an application does.
 
 use cudarc::driver::sys::{
-    self, CUmemAccess_flags_enum, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,
+    self, CUmemAccess_flags, CUmemAccess_flags_enum, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,
     CUmemAllocationProp_st__bindgen_ty_1,
 };
 use cudarc::driver::sys::{CUcontext, CUresult, CUstream_flags_enum};
@@ -95,7 +95,6 @@ pub fn mapped(gpu: Gpu, lens: &[usize]) -> Memory {
             reserved: [0; 4],
         },
     };
-    let access = CUmemAccessDesc { location, flags: CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
     let len: usize = lens.iter().sum();
     let (mut base, mut granularity, mut pieces) = (0, 0, Vec::new());
     let _entered = gpu.enter().unwrap();
@@ -115,8 +114,8 @@ pub fn mapped(gpu: Gpu, lens: &[usize]) -> Memory {
             pieces.push((at, *len as u64));
             at += *len as u64;
         }
-        ok(sys::cuMemSetAccess(base, len, &access, 1));
     }
+    set_access(gpu, base, len, CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
     let free = move || {
         let _entered = gpu.enter().unwrap();
         // SAFETY: nothing uses it any more.
@@ -205,6 +204,19 @@ impl Pinned {
         stream.synchronize().unwrap();
         &self.bytes()[..len]
     }
+}
+
+/// Takes mapped memory from the GPU, without unmapping it.
+pub fn take_access(gpu: Gpu, memory: &Memory) {
+    for &(base, len) in &memory.pieces {
+        set_access(gpu, base, len as usize, CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_NONE);
+    }
+}
+
+fn set_access(gpu: Gpu, base: u64, len: usize, flags: CUmemAccess_flags) {
+    let location = CUmemLocation { type_: CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id: gpu.index() as i32 };
+    // SAFETY: all of it is mapped, and nothing uses it meanwhile.
+    unsafe { ok(sys::cuMemSetAccess(base, len, &CUmemAccessDesc { location, flags }, 1)) };
 }
 
 /// The calling thread's context.

@@ -71,6 +71,7 @@ fn memory_is_recognised(gpu: Gpu) {
             let at = base + len / 2 + 77;
             let found = cuda().memory_at(at).unwrap().unwrap_or_else(|| panic!("{kind}: not known"));
             assert_eq!((found.place, found.primary), (place, true), "{kind}: {found:?}");
+            assert_eq!(found.by_kernel, matches!(place, Place::Device(_)), "{kind}: {found:?}");
             assert_eq!((found.base, found.len), (base, len), "{kind}: its bounds");
             assert_eq!(cuda().buffer_id(at).unwrap(), Some(found.buffer_id), "{kind}: its number");
             assert_eq!(cuda().buffer_id(base).unwrap(), Some(found.buffer_id), "{kind}: its number at another address");
@@ -365,7 +366,7 @@ fn captures(gpu: Gpu) {
     // SAFETY: the stream is never destroyed, and nobody else uses it.
     unsafe { application::ok(sys::cuStreamBeginCapture_v2(raw, CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL)) };
     thread::spawn(move || {
-        cuda().leave_captures_alone().unwrap();
+        let _alone = cuda().leave_captures_alone().unwrap();
         event.done().unwrap();
         let (memory, mut pinned, stream) = (allocated(gpu, MIB), Pinned::new(gpu, MIB), gpu.stream().unwrap());
         pinned.put(&stream, memory.address(), &pattern(4, MIB));

@@ -6,7 +6,7 @@ mod checks;
 mod measure;
 mod transfers;
 
-pub use application::Pinned;
+pub use application::{Pinned, mapped, own_stream, take_access};
 pub use checks::{CHECKS, HARDWARE_CHECKS};
 pub use measure::{facts, measure};
 pub use transfers::{Site, TRANSFER_CHECKS};

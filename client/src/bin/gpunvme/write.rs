@@ -32,7 +32,8 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     if let Memory::Gpu(which) = args.from {
         let mut window = gpu::Window::new(&file, which, input.len)?;
         let by = window.by()?;
-        begin(by.0)?;
+        // The staging pool is there for all of a GPU's memory, also where the SSD reaches it.
+        begin(if require.route == Some(Route::Bounce) { Route::Bounce } else { by.0 })?;
         window.write(&file, offset, require, &mut meter, &mut input.bytes, |bytes| {
             if let Some(hash) = &mut hash {
                 hash.update(bytes);

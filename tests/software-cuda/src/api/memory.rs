@@ -171,8 +171,11 @@ exports! {
         Ok(())
     }
 
-    fn cuMemSetAccess(address: CUdeviceptr, len: usize, _access: *const CUmemAccessDesc, _count: usize) {
-        Software::running()?.addresses.lock().unwrap().allow(address, len as u64)
+    fn cuMemSetAccess(address: CUdeviceptr, len: usize, access: *const CUmemAccessDesc, _count: usize) {
+        // SAFETY: the caller passes at least one.
+        let flags = unsafe { (*access).flags };
+        let accessible = flags == CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        Software::running()?.addresses.lock().unwrap().set_access(address, len as u64, accessible)
     }
 
     fn cuMemGetHandleForAddressRange(handle: *mut c_void, address: CUdeviceptr, len: usize, kind: CUmemRangeHandleType, flags: c_ulonglong) {
@@ -289,6 +292,13 @@ fn put_attribute(software: &Software, value: *mut c_void, attribute: CUpointer_a
         }
         CU_POINTER_ATTRIBUTE_MAPPING_SIZE => {
             put(value.cast(), found.filter(|_| backing.is_some()).map_or(0, |(_, allocation)| allocation.len))
+        }
+        CU_POINTER_ATTRIBUTE_ACCESS_FLAGS => {
+            let gpu = software.current()?.gpu;
+            let (_, allocation) = found.ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let reached = allocation.accessible && backing.is_none_or(|(backing, _)| backing.gpu == gpu);
+            let all = CUDA_POINTER_ATTRIBUTE_ACCESS_FLAGS_enum::CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READWRITE as u32;
+            put(value.cast(), if reached { all } else { 0 })
         }
         CU_POINTER_ATTRIBUTE_MAPPED => put(value.cast(), u32::from(found.is_some_and(|(_, allocation)| allocation.accessible))),
         _ => Err(CUDA_ERROR_INVALID_VALUE),

@@ -7,6 +7,7 @@ use gpunvme::{Error, File, Moved, Reason, Require, Route};
 use gpunvme_gpupath::cuda::{CudaError, Gpu};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
+use std::hash::{BuildHasher, RandomState};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -45,6 +46,8 @@ pub struct Ground {
     ordinary: std::fs::File,
     memory: Memory,
     transfers: Transfers,
+    /// What no other run's patterns are made with.
+    salt: u64,
 }
 
 impl Ground {
@@ -62,7 +65,7 @@ impl Ground {
         let ordinary = std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(&path).map_err(failed)?;
         std::fs::remove_file(&path).map_err(failed)?;
         let file = File::of(ordinary.try_clone().map_err(failed)?, PathBuf::from(directory))?;
-        Ok(Ground { file, ordinary, memory, transfers: Transfers::new(&mount)? })
+        Ok(Ground { file, ordinary, memory, transfers: Transfers::new(&mount)?, salt: RandomState::new().hash_one(()) })
     }
 
     /// Sends a pattern of its own through a route, and back.
@@ -79,7 +82,7 @@ impl Ground {
         }
         tried?;
 
-        self.fill(|at, bytes| pattern(route, at, bytes))?;
+        self.fill(|at, bytes| self.pattern(route, at, bytes))?;
         let start = Instant::now();
         // SAFETY: as above.
         let written = unsafe { transfers.write(&self.file, &[segment]) }?;
@@ -127,7 +130,7 @@ impl Ground {
         let (mut found, mut expected, mut hash) = (vec![0; STEP], vec![0; STEP], Sha256::new());
         for (at, len) in self.steps() {
             get(at, &mut found[..len])?;
-            pattern(route, at, &mut expected[..len]);
+            self.pattern(route, at, &mut expected[..len]);
             if found[..len] != expected[..len] {
                 return Ok(None);
             }
@@ -135,15 +138,15 @@ impl Ground {
         }
         Ok(Some(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()))
     }
-}
 
-/// Bytes that are different at every offset, for every route and in every run.
-fn pattern(route: Route, at: usize, bytes: &mut [u8]) {
-    let salt = u64::from(std::process::id()) << 32 | u64::from(route.code());
-    for (number, word) in bytes.chunks_exact_mut(8).enumerate() {
-        let place = (at / 8 + number) as u64;
-        let mixed = (place ^ salt).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        word.copy_from_slice(&(mixed ^ mixed >> 29).to_le_bytes());
+    /// Bytes that are different at every offset, for every route and in every run.
+    fn pattern(&self, route: Route, at: usize, bytes: &mut [u8]) {
+        let salt = self.salt ^ u64::from(route.code()) << 56;
+        for (number, word) in bytes.chunks_exact_mut(8).enumerate() {
+            let place = (at / 8 + number) as u64;
+            let mixed = (place ^ salt).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            word.copy_from_slice(&(mixed ^ mixed >> 29).to_le_bytes());
+        }
     }
 }
 
