@@ -258,6 +258,11 @@ impl Connection {
         Ok(argument)
     }
 
+    /// A pidfd of the daemon, where one can be had.
+    pub fn daemon(&self) -> Option<OwnedFd> {
+        socket::daemon(&self.socket).ok()
+    }
+
     /// Nothing can be done about a failure: either the buffer is gone already, or the daemon is.
     pub fn unregister(&self, buffer: u64) {
         let mut argument = abi::Unregister { buffer, ..abi::Unregister::default() };

@@ -39,6 +39,8 @@ use std::time::{Duration, Instant};
 
 /// How long [`Ring::complete`] looks for a completion before it sleeps: about what falling asleep and being woken costs.
 const LINGER: Duration = Duration::from_micros(20);
+/// After how long without a completion, and how often then, it is asked whether the daemon lives, whose death signals nobody.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Queues shared with the daemon of a mount.
 #[derive(Debug)]
@@ -47,6 +49,10 @@ pub struct Ring {
     memory: RingMemory,
     submitted: OwnedFd,
     completed: OwnedFd,
+    /// The daemon's process, where a pidfd of it can be had.
+    daemon: Option<OwnedFd>,
+    /// When the last completion came, or the daemon was last found alive.
+    alive: Instant,
     /// Position behind the last submission that was pushed, and behind the last that the daemon was told of.
     pushed: u32,
     published: u32,
@@ -184,6 +190,8 @@ impl Ring {
         let id = connection.call(Command::Ring, request, "make a ring on it")?.ring;
         let slots = (0..entries).map(|_| None).collect();
         Ok(Ring {
+            daemon: connection.daemon(),
+            alive: Instant::now(),
             name: RingName { connection, id },
             memory,
             submitted,
@@ -280,8 +288,20 @@ impl Ring {
         };
         loop {
             let taken = self.take(out);
-            if taken > 0 || self.in_flight() == 0 || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            if taken > 0 || self.in_flight() == 0 {
                 return Ok(taken);
+            }
+            let now = Instant::now();
+            if now.duration_since(self.alive) >= LOOK {
+                if self.is_over() {
+                    // What came before the end counts.
+                    let taken = self.take(out);
+                    return if taken > 0 { Ok(taken) } else { Err(self.name.closed()) };
+                }
+                self.alive = now;
+            }
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                return Ok(0);
             }
             if start.elapsed() < LINGER {
                 std::hint::spin_loop();
@@ -298,30 +318,36 @@ impl Ring {
     pub fn arm(&mut self) -> Result<bool> {
         let _ = rustix::io::read(&self.completed, &mut [0u8; 8]); // nonblocking: an older signal, if any
         self.memory.swap(Word::Application, ASLEEP);
+        // In this order: the daemon completes what it took, then closes the ring.
+        let closed = self.memory.load(Word::Daemon) == CLOSED;
         if self.memory.load(Word::CompletionTail) != self.head {
             self.memory.swap(Word::Application, AWAKE);
             return Ok(false);
         }
-        if self.memory.load(Word::Daemon) == CLOSED {
+        if closed {
             return Err(self.name.closed());
         }
         Ok(true)
     }
 
-    /// Whether its daemon lives, whose death signals nobody: for whoever has waited long.
+    /// Whether nothing more will come, nor be moved: the daemon closed the ring, or its process is gone, and the device with it.
     ///
-    /// # Errors
-    /// [`Error::RingClosed`] where it does not.
-    pub(crate) fn look(&self) -> Result<()> {
-        self.name.connection.raw_info().map(drop).map_err(|_| self.name.closed())
+    /// Without a pidfd (no socket that may be used, Linux before 6.5) there is only the kernel to ask. It lets go of a mount a little before a daemon that ends in
+    /// order has ended its transfers, so that one of those may still move bytes that has taken longer than [`LOOK`].
+    fn is_over(&self) -> bool {
+        self.memory.load(Word::Daemon) == CLOSED
+            || match &self.daemon {
+                Some(daemon) => {
+                    rustix::event::poll(&mut [PollFd::new(daemon, PollFlags::IN)], Some(&Timespec::default())) == Ok(1)
+                }
+                None => matches!(self.name.connection.raw_info(), Err(Error::Path { errno: Errno::NOTCONN, .. })),
+            }
     }
 
     fn sleep(&self, deadline: Option<Instant>) -> Result<()> {
-        const LOOK: Duration = Duration::from_secs(1);
         let left = deadline.map_or(LOOK, |deadline| deadline.saturating_duration_since(Instant::now()).min(LOOK));
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         match rustix::event::poll(&mut [PollFd::new(&self.completed, PollFlags::IN)], Some(&timeout)) {
-            Ok(0) if left == LOOK => self.look(),
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(Error::Path { path: self.name.connection.path.clone(), action: "wait for a transfer", errno }),
         }
@@ -340,6 +366,9 @@ impl Ring {
             self.free.push(slot as u32);
             out.push(in_flight.completed(&completion));
             taken += 1;
+        }
+        if taken > 0 {
+            self.alive = Instant::now();
         }
         self.memory.store(Word::CompletionHead, self.head);
         taken

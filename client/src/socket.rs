@@ -1,6 +1,7 @@
 //! The application's end of the registration socket (`docs/ioctl.md`): one datagram out with the descriptor, one back.
 
 use crate::mount::status;
+use crate::sys;
 use gpunvme_gpupath::abi::{Command, Message, Register};
 use rustix::io::Errno;
 use rustix::net::{
@@ -8,7 +9,7 @@ use rustix::net::{
 };
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Registers a descriptor: the daemon's errno, where it refused, and its answer.
@@ -16,11 +17,7 @@ use zerocopy::{FromBytes, IntoBytes};
 /// # Errors
 /// What kept the message from being exchanged.
 pub(crate) fn register(path: &str, memory: BorrowedFd<'_>, request: &Register) -> Result<(Option<Errno>, Register), Errno> {
-    if path.is_empty() {
-        return Err(Errno::NOENT);
-    }
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let socket = connect(path)?;
     let message = Message { request: Command::Register.request(0), status: 0 };
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -32,6 +29,23 @@ pub(crate) fn register(path: &str, memory: BorrowedFd<'_>, request: &Register) -
     let (_, len) = rustix::net::recv(&socket, &mut answer, RecvFlags::empty())?;
     let (message, register) = Message::read_from_prefix(&answer[..len]).map_err(|_| Errno::CONNRESET)?;
     Ok((status(message.status), Register::read_from_bytes(register).unwrap_or_default()))
+}
+
+/// A pidfd of the daemon.
+///
+/// # Errors
+/// Where there is no socket, or it may not be used; `ENOPROTOOPT` before Linux 6.5.
+pub(crate) fn daemon(path: &str) -> Result<OwnedFd, Errno> {
+    sys::listener(connect(path)?.as_fd())
+}
+
+fn connect(path: &str) -> Result<OwnedFd, Errno> {
+    if path.is_empty() {
+        return Err(Errno::NOENT);
+    }
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
-//! The only system calls here that need `unsafe`: the ioctl, and the mapping of a buffer and its place.
+//! The only system calls here that need `unsafe`: the ioctl, the mapping of a buffer and its place, and who serves a socket.
 //!
 //! It guards the kernel's view of our memory: what a call may write to is always owned, exactly as long as the kernel thinks.
 
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::AtomicU32;
 
@@ -28,6 +28,23 @@ pub(crate) fn ioctl(file: BorrowedFd<'_>, request: u32, argument: &mut [u8]) -> 
             errno => return Err(errno.unwrap_or(Errno::INVAL)),
         }
     }
+}
+
+/// A pidfd of the process that listened for this connected Unix socket.
+///
+/// # Errors
+/// `ENOPROTOOPT` before Linux 6.5.
+pub(crate) fn listener(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+    let mut number: libc::c_int = -1;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    let value = ptr::from_mut(&mut number).cast();
+    // SAFETY: the kernel writes at most `len` bytes to the integer, which is that long.
+    let result = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERPIDFD, value, &mut len) };
+    if result < 0 {
+        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
+    }
+    // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and nobody else knows its number.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 const HUGE_PAGE: usize = 2 << 20;

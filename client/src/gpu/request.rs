@@ -12,6 +12,7 @@ use crate::ring::Attached;
 use gpunvme_gpupath::cuda::Gpu;
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::{Condvar, Mutex};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -91,7 +92,12 @@ impl End {
     fn answer(self, result: Result<Transfer>) {
         match self {
             End::Pending(answer) => answer.set(result),
-            End::Callback(callback) => callback(result),
+            End::Callback(callback) => {
+                // It is the application's, and no request of others' ends because of it.
+                if catch_unwind(AssertUnwindSafe(|| callback(result))).is_err() {
+                    tracing::error!("what was to be called when a request was done panicked");
+                }
+            }
             End::Queue(end) => end.put(result),
         }
     }

@@ -20,6 +20,7 @@ use rustix::io::Errno;
 use slab::Slab;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -34,9 +35,9 @@ const LINGER: Duration = Duration::from_micros(50);
 const NAP: Duration = Duration::from_micros(50);
 /// The same, while only an application's stream is, for long.
 const LONG_NAP: Duration = Duration::from_millis(1);
-/// How long it sleeps at most while the daemon is busy, whose death would wake nobody.
+/// How long it sleeps at most while the daemon is busy, whose death would wake nobody: the ring is then asked about it.
 const LOOK: Duration = Duration::from_secs(1);
-/// After how long without progress a stream is asked what is the matter.
+/// After how long without progress, and how often then, a stream is asked what is the matter.
 const STALLED: Duration = Duration::from_millis(100);
 
 /// What application threads tell the worker.
@@ -122,6 +123,8 @@ pub(super) struct Worker {
     blocks: Blocks,
     /// By the GPU's index.
     lanes: Vec<Option<Box<Lane>>>,
+    /// When each of them last did something.
+    progress: Vec<Instant>,
     requests: Slab<Active>,
     /// Those that have something to be cut, in the order of their turns.
     turns: VecDeque<usize>,
@@ -144,6 +147,7 @@ impl Worker {
             inbox,
             blocks,
             lanes: Vec::new(),
+            progress: Vec::new(),
             requests: Slab::new(),
             turns: VecDeque::new(),
             gated: Vec::new(),
@@ -159,6 +163,13 @@ impl Worker {
 
     /// The thread.
     pub fn run(mut self) {
+        // After a panic nobody would answer the requests that are waited for, nor know what memory the daemon and the GPUs still use.
+        if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
+            std::process::abort();
+        }
+    }
+
+    fn work(&mut self) {
         let mut quiet = Instant::now();
         loop {
             let mut busy = self.receive();
@@ -190,6 +201,7 @@ impl Worker {
                     let index = index as usize;
                     self.lanes.resize_with(self.lanes.len().max(index + 1), || None);
                     self.lanes[index] = Some(lane);
+                    self.progress.resize(self.lanes.len(), Instant::now());
                 }
                 Message::Request(request) => {
                     let gated = request.gate.is_some();
@@ -225,17 +237,17 @@ impl Worker {
 
     /// Takes what the ring completed.
     fn collect(&mut self) -> bool {
-        if self.ring.in_flight() == 0 {
+        if self.closed || self.ring.in_flight() == 0 {
             return false;
         }
         let mut completed = std::mem::take(&mut self.completed);
-        // What ends a ring is told by `arm`, when nothing more comes.
-        let any = self.ring.complete(Wait::No, &mut completed).is_ok_and(|taken| taken > 0);
+        let taken = self.ring.complete(Wait::No, &mut completed);
         for Completed { user_data, result } in completed.drain(..) {
             self.transferred(user_data as usize, result);
         }
         self.completed = completed;
-        any
+        // An error is only told when nothing more comes.
+        taken.inspect_err(|_| self.close()).is_ok_and(|taken| taken > 0)
     }
 
     /// The ring is done with a piece.
@@ -286,8 +298,14 @@ impl Worker {
         for at in 0..self.lanes.len() {
             let Some(lane) = &mut self.lanes[at] else { continue };
             lane.finished(&mut self.copied);
-            any |= !self.copied.is_empty();
-            any |= lane.issue(&mut self.not_copied);
+            let moved = lane.issue(&mut self.not_copied) || !self.copied.is_empty();
+            if moved {
+                self.progress[at] = Instant::now();
+                any = true;
+            } else if lane.is_copying() && self.progress[at].elapsed() > STALLED {
+                lane.probe(&mut self.not_copied);
+                self.progress[at] = Instant::now();
+            }
             self.after_copies();
         }
         any
@@ -400,6 +418,11 @@ impl Worker {
     fn push(&mut self, index: usize) {
         let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
         let request = &self.requests[*request].request;
+        if self.closed {
+            // While it was being copied.
+            let path = request.file.path().to_owned();
+            return self.fail(index, Error::RingClosed { path });
+        }
         let part = &request.parts[*part];
         let operation = match (&part.registered, slot) {
             (Ok(lease), _) => {
@@ -492,15 +515,8 @@ impl Worker {
             // A ring that was not armed may hold an old signal.
             let watched = if in_ring { &mut events[..] } else { &mut events[..1] };
             // Whatever it says, everything is looked at next.
-            let woken = rustix::event::poll(watched, timeout.as_ref());
+            let _ = rustix::event::poll(watched, timeout.as_ref());
             let _ = rustix::io::read(&self.inbox.event, &mut [0u8; 8]); // nonblocking: a signal, if any
-            if copying && quiet.elapsed() > STALLED {
-                self.lanes.iter_mut().flatten().for_each(|lane| lane.probe(&mut self.not_copied));
-                self.after_copies();
-            }
-            if in_ring && woken == Ok(0) && quiet.elapsed() > LOOK && self.ring.look().is_err() {
-                self.close();
-            }
         }
         self.inbox.asleep.store(false, Ordering::SeqCst);
     }

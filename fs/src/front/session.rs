@@ -75,9 +75,9 @@ impl Session {
     /// The device failed.
     pub fn end(self) -> Result<(), FsError> {
         let Session { front, housekeeping, .. } = self;
-        drop(housekeeping);
-        // Attached files go with them, which may be the last of an inode.
+        // Before the workers: transfers that stalled go on there, and are waited for. Attached files go with the rings, which may be the last of an inode.
         front.direct.rings.end();
+        drop(housekeeping);
         front.general.end();
         front.invalidations.end();
         if !front.fs.volume().is_read_only() {

@@ -36,6 +36,8 @@ const SHARED_TRANSFERS: u32 = 1024;
 const SHARED_BYTES: u64 = 64 << 20;
 /// How long the thread looks at rings in which nothing happens before it sleeps. Less than what being woken costs an application.
 const LINGER: Duration = Duration::from_micros(50);
+/// How often the thread looks, at the end, whether the last transfers are over.
+const DRAIN: Duration = Duration::from_millis(1);
 /// Rings of one process, and of all.
 const RINGS_PER_PROCESS: usize = 64;
 const RINGS: usize = 1024;
@@ -275,6 +277,10 @@ impl Shared {
             self.asleep.store(false, Ordering::SeqCst);
             rings.iter().for_each(|ring| ring.set_asleep(false));
             busy = Instant::now();
+        }
+        // Once a ring says that it is closed its application may use the memory again. Transfers that went on elsewhere wake nobody here.
+        while self.all().iter().any(|ring| ring.load().0 > 0) {
+            queue.run(Wait::Timeout(DRAIN));
         }
     }
 

@@ -30,6 +30,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("more requests in streams than slots do not wait for each other", many_in_streams),
     ("memory that was freed too early is an error, and hurts nothing else", freed_too_early),
     ("a daemon that dies ends its requests and no others", a_dying_daemon),
+    ("a daemon that ends in order leaves no request behind", an_ending_daemon),
     ("an application that dies in the middle leaves nothing behind", a_dying_application),
     ("memory that CUDA does not know is refused", unknown_memory),
     ("what is required is done or refused", requirements),
@@ -245,6 +246,9 @@ fn callbacks(site: &Site) {
     let memory = allocated(site.gpu, 8 * MIB as usize);
     let (file, path) = site.empty("out");
     let ((was_read, reads), (was_written, writes)) = (mpsc::channel(), mpsc::channel());
+    // One that panics is the only one that does.
+    // SAFETY: nobody uses the memory until all is done.
+    unsafe { transfers.read_then(&sample.file, &[segment(0, memory.address(), MIB)], |_| panic!("as it should")) }.unwrap();
     for at in 0..8 {
         let was_read = was_read.clone();
         let part = segment(at * MIB, memory.address() + at * MIB, MIB);
@@ -427,6 +431,42 @@ fn a_dying_daemon(site: &Site) {
     assert!(read(&dying_transfers, &dying_sample.file, &whole).is_err());
     assert_eq!(read(&transfers, &sample.file, &[segment(0, memory.address(), 4 * MIB)]).unwrap().bytes(), 4 * MIB);
     assert!(site.look(memory.address(), 4 * MIB) == sample.bytes);
+}
+
+fn an_ending_daemon(site: &Site) {
+    const LEN: u64 = 8 * MIB;
+    let ending = Site::new(site.gpu);
+    let sample = ending.sample(17, 4 * LEN);
+    let (out, _) = ending.empty("out");
+    let memory = allocated(site.gpu, 8 * LEN as usize);
+    let mut queue = ending.transfers().queue().unwrap();
+    let begin = |queue: &mut gpunvme::gpu::Queue, number: u64| {
+        let part = [segment(number % 4 * LEN, memory.address() + number * LEN, LEN)];
+        // SAFETY: what is in the memory does not matter.
+        unsafe { if number < 4 { queue.read(&sample.file, &part, number) } else { queue.write(&out, &part, number) } }
+    };
+    for number in 0..8 {
+        begin(&mut queue, number).unwrap();
+    }
+    let Site { volume, .. } = ending;
+    // The files are in use: after a while it cuts its users off.
+    let ended = thread::spawn(move || drop(volume.signal(Signal::TERM)));
+    let (mut done, mut closed) = (Vec::new(), false);
+    while queue.in_flight() > 0 {
+        assert!(
+            queue.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap() > 0,
+            "requests wait for a daemon that ended"
+        );
+        for finished in done.drain(..) {
+            match finished.result {
+                Ok(moved) => assert_eq!(moved.bytes(), LEN),
+                Err(Error::RingClosed { .. }) => closed = true,
+                Err(error) => panic!("{error}"),
+            }
+            closed = closed || begin(&mut queue, finished.user_data).is_err();
+        }
+    }
+    ended.join().unwrap();
 }
 
 fn a_dying_application(site: &Site) {
