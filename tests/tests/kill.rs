@@ -237,8 +237,11 @@ fn sqlite_has_every_transaction_that_it_acknowledged() {
         })
     };
     let ended = |programs: [Program; 2]| {
-        let number = |program: Program| program.end().map_or(0, |line| line.parse().expect("a number"));
-        *last.lock().unwrap() = programs.map(number).to_vec();
+        let number = |program: Program| program.end().map_or(0, |line| line.parse::<u64>().expect("a number"));
+        let [delete, wal] = programs.map(number);
+        // Where sqlite cannot open the directory to sync the removal of its journal, because the mount has just died, it takes the transaction for done all the
+        // same (`unixDelete` in its os_unix.c). The next acknowledgement proves that it could.
+        *last.lock().unwrap() = vec![delete.saturating_sub(1), wal];
     };
     let verify = |volume: &Mounted, round: u64| {
         for (mode, promised) in modes.iter().zip(last.lock().unwrap().iter()) {
