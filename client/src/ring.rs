@@ -123,6 +123,17 @@ pub enum Wait {
     Forever,
 }
 
+impl Wait {
+    /// When a wait that began at `start` is over; `None`: never.
+    pub(crate) fn deadline(self, start: Instant) -> Option<Instant> {
+        match self {
+            Wait::No => Some(start),
+            Wait::Timeout(timeout) => start.checked_add(timeout),
+            Wait::Forever => None,
+        }
+    }
+}
+
 impl<'a> Operation<'a> {
     /// A read of `len` bytes, at most [`Ring::MAX_TRANSFER`].
     pub fn read<M: Memory>(
@@ -281,11 +292,7 @@ impl Ring {
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
         self.submit();
         let start = Instant::now();
-        let deadline = match wait {
-            Wait::No => Some(start),
-            Wait::Timeout(timeout) => start.checked_add(timeout),
-            Wait::Forever => None,
-        };
+        let deadline = wait.deadline(start);
         loop {
             let taken = self.take(out);
             if taken > 0 || self.in_flight() == 0 {

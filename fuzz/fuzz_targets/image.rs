@@ -4,7 +4,7 @@
 
 #[path = "../../fs/tests/engine/attack.rs"]
 mod attack;
-#[allow(dead_code)] // the engine's tests, of which a target uses a part
+#[allow(dead_code, reason = "of what the engine's tests share a target uses a part")]
 #[path = "../../fs/tests/engine/common.rs"]
 mod common;
 

@@ -2,7 +2,7 @@
 //! the input are an operation: the seed of its choices. Zero is a remount.
 #![no_main]
 
-#[allow(dead_code)] // the engine's tests, of which a target uses a part
+#[allow(dead_code, reason = "of what the engine's tests share a target uses a part")]
 #[path = "../../fs/tests/engine/common.rs"]
 mod common;
 

@@ -11,6 +11,7 @@ pub mod cuda;
 pub mod direct;
 pub mod mounted;
 pub mod programs;
+pub mod random;
 pub mod software_cuda;
 #[allow(unsafe_code)]
 pub mod sys;

@@ -128,11 +128,7 @@ impl Queue {
     /// [`Error::Path`] if the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Finished>) -> Result<usize> {
         let start = Instant::now();
-        let deadline = match wait {
-            Wait::No => Some(start),
-            Wait::Timeout(timeout) => start.checked_add(timeout),
-            Wait::Forever => None,
-        };
+        let deadline = wait.deadline(start);
         loop {
             let taken = self.take(out);
             if taken > 0 || self.in_flight == 0 || deadline.is_some_and(|deadline| Instant::now() >= deadline) {

@@ -32,8 +32,7 @@ struct Arguments {
     fake: bool,
     /// Accepted for mount(8): there is no mtab to leave alone
     #[arg(short = 'n')]
-    #[allow(dead_code, reason = "mount(8) passes it; there is nothing to do")]
-    no_mtab: bool,
+    _no_mtab: bool,
     /// Say what was mounted
     #[arg(short = 'v')]
     verbose: bool,

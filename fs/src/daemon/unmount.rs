@@ -32,12 +32,10 @@ pub(super) struct Arguments {
     pub(super) namespace: Option<String>,
     /// Accepted for umount(8)
     #[arg(short = 'n', short_aliases = ['r', 'v'], action = clap::ArgAction::Count)]
-    #[allow(dead_code, reason = "umount(8) passes them; there is nothing to do")]
-    ignored: u8,
-    /// Accepted for umount(8)
+    _ignored: u8,
+    /// Accepted for umount(8): the mount table knows better
     #[arg(short = 't', value_name = "TYPE")]
-    #[allow(dead_code, reason = "umount(8) passes it; the mount table knows better")]
-    fs_type: Option<String>,
+    _fs_type: Option<String>,
 }
 
 impl Arguments {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use clap::{Parser, Subcommand};
 use gpunvme::{Buffer, DeviceMapping, DeviceMemory, File, Memory, Moved, Registered, Route, Segment};
 use gpunvme_tests::direct::memfd;
+use gpunvme_tests::random::Random;
 use gpunvme_tests::{sys, tree};
 use rustix::fs::FallocateFlags;
 
@@ -159,23 +160,6 @@ impl Target for (Registered<DeviceMemory>, DeviceMapping) {
 
     fn put(&mut self, offset: usize, data: &[u8]) -> gpunvme::Result<()> {
         self.1.write_at(offset, data)
-    }
-}
-
-/// Numbers that a seed decides.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-        (self.0 >> 33) % limit.max(1)
-    }
-
-    /// Below `limit`, as often aligned in one way as in another.
-    fn place(&mut self, limit: u64) -> u64 {
-        let alignment = [1, 4, 512, 4096, 4096, 65536][self.below(6) as usize];
-        let at = self.below(limit);
-        at - at % alignment
     }
 }
 

@@ -11,6 +11,7 @@ use gpunvme::gpu::{Segment, Settings, Transfers};
 use gpunvme::{File, Mount, Moved, Route};
 use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Which};
 use gpunvme_tests::cuda::Pinned;
+use gpunvme_tests::random::Random;
 use gpunvme_tests::tree;
 
 type Outcome = Result<(), Box<dyn Error>>;
@@ -86,23 +87,6 @@ impl Memory {
 
     fn segment(&self, file_offset: u64, offset: u64, len: u64) -> Segment {
         Segment { file_offset, address: self.allocation.address() + offset, len }
-    }
-}
-
-/// Numbers that a seed decides.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-        (self.0 >> 33) % limit.max(1)
-    }
-
-    /// Below `limit`, as often aligned in one way as in another.
-    fn place(&mut self, limit: u64) -> u64 {
-        let alignment = [1, 4, 512, 4096, 4096, 65536][self.below(6) as usize];
-        let at = self.below(limit);
-        at - at % alignment
     }
 }
 
