@@ -9,7 +9,9 @@
 #[allow(unsafe_code)]
 pub mod cuda;
 pub mod direct;
+pub mod machine;
 pub mod mounted;
+pub mod peers;
 pub mod programs;
 pub mod random;
 pub mod software_cuda;

@@ -14,7 +14,6 @@
 
 mod appends;
 mod data;
-mod machine;
 mod mover;
 mod names;
 mod report;
@@ -24,6 +23,8 @@ mod trees;
 use std::time::Duration;
 
 use clap::Parser;
+
+use gpunvme_tests::machine;
 
 use data::Data;
 use report::{Report, Row, Section};

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use gpunvme_tests::machine::Machine;
 use serde::Serialize;
 
 use crate::Scale;
-use crate::machine::Machine;
 use crate::subject::Subject;
 
 /// Everything that one run of the program measured.

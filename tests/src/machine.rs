@@ -7,12 +7,17 @@ use std::process::Command;
 use serde::Serialize;
 
 /// A machine, at a date.
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 pub struct Machine {
+    /// When.
     pub date: String,
+    /// Its model, as /proc/cpuinfo has it.
     pub processor: String,
+    /// Processors that this process may use.
     pub cores: usize,
+    /// Memory, rounded up.
     pub memory_gib: u64,
+    /// Release of Linux.
     pub kernel: String,
     /// The filesystem that the image files lie on, and its device.
     pub backing: String,

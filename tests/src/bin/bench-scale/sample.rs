@@ -1,0 +1,91 @@
+//! Times of single operations, and the memory of a process.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use gpunvme_tests::mounted::Mounted;
+
+/// Microseconds of single operations of one kind.
+#[derive(Default)]
+pub struct Sample(Vec<f64>);
+
+impl Sample {
+    /// Times an operation.
+    pub fn time<T>(&mut self, operation: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let start = Instant::now();
+        let result = operation()?;
+        self.0.push(start.elapsed().as_secs_f64() * 1e6);
+        Ok(result)
+    }
+
+    /// The median: what other work on the machine changes least.
+    pub fn median(&mut self) -> Option<f64> {
+        self.0.sort_by(f64::total_cmp);
+        self.0.get(self.0.len() / 2).copied()
+    }
+}
+
+/// Has the kernel forget what it knows of names and inodes.
+pub fn drop_caches() -> io::Result<()> {
+    rustix::fs::sync();
+    fs::write("/proc/sys/vm/drop_caches", "2")
+}
+
+/// The most memory that a process has had so far, in MiB. None when it is gone.
+fn peak_of(pid: u32) -> Option<f64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.split_whitespace().next()?.parse::<f64>().ok()? / 1024.0)
+}
+
+/// The most memory that the daemon of a mount has had so far, in MiB.
+pub fn peak(mounted: &Mounted) -> Option<f64> {
+    peak_of(mounted.daemon().as_raw_nonzero().get().cast_unsigned())
+}
+
+/// Runs a command to its end. Returns its time in seconds, and the most memory that it had, in MiB.
+pub fn run(command: &mut Command) -> Result<(f64, f64), Box<dyn std::error::Error>> {
+    let start = Instant::now();
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    let mut memory: f64 = 0.0;
+    while child.try_wait()?.is_none() {
+        memory = memory.max(peak_of(child.id()).unwrap_or(0.0));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let time = start.elapsed().as_secs_f64();
+    let output = child.wait_with_output()?;
+    if output.status.success() {
+        Ok((time, memory))
+    } else {
+        Err(format!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr)).into())
+    }
+}
+
+/// Runs a command of the shell in a folder, and returns its time in seconds.
+pub fn shell(folder: &Path, script: &str, variables: &[(&str, &Path)]) -> Result<f64, Box<dyn std::error::Error>> {
+    let mut command = Command::new("sh");
+    command.args(["-c", script]).current_dir(folder).envs(variables.iter().copied());
+    Ok(run(&mut command)?.0)
+}
+
+/// Memory that O_DIRECT can use.
+pub struct Aligned {
+    memory: Vec<u8>,
+    len: usize,
+}
+
+impl Aligned {
+    /// So many bytes, at a multiple of them.
+    pub fn new(len: usize) -> Self {
+        Self { memory: vec![1; 2 * len], len }
+    }
+
+    /// The bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        let start = self.memory.as_ptr().align_offset(self.len);
+        &mut self.memory[start..start + self.len]
+    }
+}

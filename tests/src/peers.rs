@@ -1,0 +1,140 @@
+//! What gpunvme is measured beside: filesystems of the kernel on loop devices, and the filesystem in memory. Dropping one
+//! unmounts it.
+
+use std::error::Error;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::mounted::{is_mounted, text};
+
+/// Makes a file whose blocks are all allocated and written, so that no filesystem on it pays for that.
+///
+/// # Errors
+/// Those of the system.
+pub fn write_out(path: &Path, len: u64) -> std::io::Result<()> {
+    let mut file = File::create(path)?;
+    let zeros = vec![0; 4 << 20];
+    let mut left = len;
+    while left > 0 {
+        let step = left.min(zeros.len() as u64);
+        file.write_all(&zeros[..step as usize])?;
+        left -= step;
+    }
+    file.sync_all()
+}
+
+/// A filesystem of the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// ext4.
+    Ext4,
+    /// XFS.
+    Xfs,
+}
+
+impl Kind {
+    /// As mount(8) calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Ext4 => "ext4",
+            Kind::Xfs => "xfs",
+        }
+    }
+
+    /// Options of its mkfs: nothing is put off to after the mount, and the blocks under it stay allocated.
+    fn options(self) -> &'static [&'static str] {
+        match self {
+            Kind::Ext4 => &["-q", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard"],
+            Kind::Xfs => &["-q", "-K"],
+        }
+    }
+}
+
+/// A filesystem of the kernel, mounted on a loop device that bypasses the page cache below it.
+#[derive(Debug)]
+pub struct LoopMounted {
+    /// Where it is mounted.
+    pub root: PathBuf,
+    device: String,
+}
+
+impl LoopMounted {
+    /// Formats and mounts an image file, which has to be there. It is mounted beside the image.
+    ///
+    /// # Errors
+    /// What the program that failed says.
+    pub fn set_up(image: &Path, kind: Kind) -> Result<Self, Box<dyn Error>> {
+        let device = run(Command::new("losetup").args(["--find", "--show", "--direct-io=on"]).arg(image))?.trim().to_owned();
+        let mounted = Self { root: image.with_extension("mnt"), device };
+        run(Command::new(format!("mkfs.{}", kind.name())).args(kind.options()).arg(&mounted.device))?;
+        fs::create_dir(&mounted.root)?;
+        run(Command::new("mount").args(["-t", kind.name(), &mounted.device]).arg(&mounted.root))?;
+        Ok(mounted)
+    }
+}
+
+impl Drop for LoopMounted {
+    fn drop(&mut self) {
+        if is_mounted(&self.root) {
+            let _ = Command::new("umount").arg(&self.root).status();
+        }
+        let _ = Command::new("losetup").args(["--detach", &self.device]).status();
+    }
+}
+
+/// The filesystem in memory.
+#[derive(Debug)]
+pub struct MemFs {
+    /// Where it is mounted.
+    pub root: PathBuf,
+    process: Child,
+}
+
+impl MemFs {
+    /// Mounts it in a folder, with the program that lies beside this one.
+    ///
+    /// # Errors
+    /// It does not mount.
+    pub fn set_up(scratch: &Path) -> Result<Self, Box<dyn Error>> {
+        let root = scratch.join("memfs");
+        fs::create_dir(&root)?;
+        let program = std::env::current_exe()?.with_file_name("memfs");
+        let process = Command::new(program).arg(&root).stdin(Stdio::null()).spawn()?;
+        let memfs = Self { root, process };
+        let start = Instant::now();
+        while !is_mounted(&memfs.root) {
+            if start.elapsed() > Duration::from_secs(10) {
+                return Err("memfs does not mount".into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(memfs)
+    }
+}
+
+impl Drop for MemFs {
+    fn drop(&mut self) {
+        if is_mounted(&self.root) {
+            let _ = Command::new("umount").arg(&self.root).status();
+        } else {
+            let _ = self.process.kill();
+        }
+        let _ = self.process.wait();
+    }
+}
+
+/// What a program prints.
+///
+/// # Errors
+/// What it says when it fails.
+pub fn run(command: &mut Command) -> Result<String, Box<dyn Error>> {
+    let output = command.output()?;
+    if output.status.success() {
+        Ok(String::from_utf8(output.stdout)?)
+    } else {
+        Err(format!("{}: {}", command.get_program().to_string_lossy(), text(&output)).into())
+    }
+}
