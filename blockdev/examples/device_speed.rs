@@ -55,15 +55,13 @@ fn measure(io: &Io, row: &Row, time: Duration) -> Result<(usize, Duration)> {
     let (ended, ends) = mpsc::channel();
     let mut random = 0x9e37_79b9_7f4a_7c15u64;
     let mut submit = |slot: usize| {
-        let batch = (0..row.batch)
-            .map(|n| {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
-                let start = (slot * row.batch + n) * row.size;
-                Request::read(random % places * row.size as u64, vec![region.span(start..start + row.size)])
-            })
-            .collect();
+        let batch = (0..row.batch).map(|n| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let start = (slot * row.batch + n) * row.size;
+            Request::read(random % places * row.size as u64, [region.span(start..start + row.size)])
+        });
         let ended = ended.clone();
         io.submit(batch, move |result| {
             let _ = ended.send((slot, result)); // nobody listens when the time is over

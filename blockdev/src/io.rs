@@ -226,20 +226,28 @@ impl Io {
     /// Puts all requests of the batch in flight at once, in no particular order: a flush in it does not cover the writes
     /// beside it. `done` is called once with the first error, if any, after all of them are over and their spans dropped;
     /// from a reaper thread (of [`Io::inline`]: from this one), which it must not block. It may submit.
-    pub fn submit(&self, batch: Vec<Request>, done: impl FnOnce(Result<()>) + Send + 'static) {
-        let own = OWN.with_borrow(|own| own.as_ref().filter(|own| std::ptr::eq(&*own.io, self)).map(|own| own.lane.clone()));
-        if let Some(lane) = own {
-            let mut batch = lane.begin(batch, Box::new(done));
-            return OWN.with_borrow_mut(|own| own.as_mut().expect("looked at above").requests.append(&mut batch));
+    pub fn submit(
+        &self,
+        batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>,
+        done: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
+        let own = OWN.with_borrow_mut(|own| {
+            let own = own.as_mut().filter(|own| std::ptr::eq(&*own.io, self))?;
+            Some((own.lane.clone(), std::mem::take(&mut own.requests)))
+        });
+        if let Some((lane, mut requests)) = own {
+            lane.begin(batch.into_iter(), Box::new(done), &mut requests);
+            return OWN.with_borrow_mut(|own| own.as_mut().expect("looked at above").requests = requests);
         }
         match &self.mode {
             Mode::Inline(queue) => {
-                let result = run_inline(&**queue.lock(), batch);
+                let result = run_inline(&**queue.lock(), batch.into_iter().collect());
                 done(result);
             }
             Mode::Stepped { in_flight, .. } => match self.device.open_queue() {
                 Ok(queue) => {
-                    let (requests, mut batch) = (batch.len(), batch);
+                    let mut batch: Vec<Request> = batch.into_iter().collect();
+                    let requests = batch.len();
                     queue.submit(&mut batch);
                     in_flight.lock().push(Stepped { queue, requests, done: Box::new(done) });
                 }
@@ -247,8 +255,9 @@ impl Io {
             },
             Mode::Threaded { lanes, .. } => {
                 let lane = SUBMITTER.with(|number| number % lanes.len());
-                let mut batch = lanes[lane].begin(batch, Box::new(done));
-                lanes[lane].queue.submit(&mut batch);
+                let mut requests = Vec::new();
+                lanes[lane].begin(batch.into_iter(), Box::new(done), &mut requests);
+                lanes[lane].queue.submit(&mut requests);
             }
         }
     }
@@ -276,7 +285,7 @@ impl Io {
     /// # Panics
     ///
     /// On a reaper thread, that is, from inside a `done`, and on one with an [`OwnQueue`]: it would wait for itself.
-    pub fn run(&self, batch: Vec<Request>) -> Result<()> {
+    pub fn run(&self, batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>) -> Result<()> {
         assert!(!IS_REAPER.get(), "Io::run called from the completion of a batch, or by a thread with a queue of its own");
         let (sender, receiver) = mpsc::sync_channel(1);
         self.submit(batch, move |result| {
@@ -340,19 +349,15 @@ impl Lane {
         Lane { queue, batches: Mutex::default(), in_flight: AtomicUsize::new(0), stopping: AtomicBool::new(false) }
     }
 
-    /// Takes a batch in. What is returned has to be submitted to the queue.
-    fn begin(&self, mut batch: Vec<Request>, done: Done) -> Vec<Request> {
+    /// Takes a batch in. What it appends to `requests` has to be submitted to the queue.
+    fn begin(&self, batch: impl ExactSizeIterator<Item = Request>, done: Done, requests: &mut Vec<Request>) {
         self.in_flight.fetch_add(1, Ordering::AcqRel);
         let Some(remaining) = NonZero::new(batch.len()) else {
             self.batches.lock().empty.push(done);
-            self.queue.wake();
-            return batch;
+            return self.queue.wake();
         };
         let tag = self.batches.lock().pending.insert(Batch { remaining: remaining.get(), error: None, done });
-        for request in &mut batch {
-            request.tag = tag as u64;
-        }
-        batch
+        requests.extend(batch.map(|request| Request { tag: tag as u64, ..request }));
     }
 
     /// The reaper thread.

@@ -39,4 +39,4 @@ pub use io::{Io, OwnQueue, Waker};
 pub use memory::{Image, MemoryDevice};
 pub use recorder::{Event, Log, PowerCuts, Recorder, SECTOR};
 pub use region::{Region, Span};
-pub use request::{Completion, Op, Request};
+pub use request::{Completion, Op, Request, Spans};

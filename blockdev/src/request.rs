@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::{Error, Geometry, Result, Span};
 
 /// What a command does.
@@ -39,6 +41,9 @@ impl fmt::Display for Op {
     }
 }
 
+/// Memory of a request: often one span, and then nothing is allocated for it.
+pub type Spans = SmallVec<[Span; 1]>;
+
 /// One command. `offset` and `len` are bytes on the namespace and multiples of [`Geometry::logical_block`]; both are 0 for a
 /// flush.
 #[derive(Debug)]
@@ -51,7 +56,7 @@ pub struct Request {
     pub len: u64,
     /// Memory of a read or write, in order; adds up to `len`. The start and length of each span are multiples of
     /// [`Geometry::memory_alignment`]. Empty for the other operations.
-    pub spans: Vec<Span>,
+    pub spans: Spans,
     /// Given back in the completion. [`crate::Io`] sets it; a caller of [`crate::Queue`] chooses it.
     pub tag: u64,
 }
@@ -67,13 +72,13 @@ pub struct Completion {
 
 impl Request {
     /// A read of as many bytes as the spans hold.
-    pub fn read(offset: u64, spans: Vec<Span>) -> Self {
-        Self::with_spans(Op::Read, offset, spans)
+    pub fn read(offset: u64, spans: impl Into<Spans>) -> Self {
+        Self::with_spans(Op::Read, offset, spans.into())
     }
 
     /// A write of all that the spans hold.
-    pub fn write(offset: u64, spans: Vec<Span>, fua: bool) -> Self {
-        Self::with_spans(Op::Write { fua }, offset, spans)
+    pub fn write(offset: u64, spans: impl Into<Spans>, fua: bool) -> Self {
+        Self::with_spans(Op::Write { fua }, offset, spans.into())
     }
 
     /// A flush of the device's volatile cache.
@@ -91,13 +96,13 @@ impl Request {
         Self::without_spans(Op::WriteZeroes, offset, len)
     }
 
-    fn with_spans(op: Op, offset: u64, spans: Vec<Span>) -> Self {
+    fn with_spans(op: Op, offset: u64, spans: Spans) -> Self {
         let len = spans.iter().map(|span| span.len as u64).sum();
         Self { op, offset, len, spans, tag: 0 }
     }
 
     fn without_spans(op: Op, offset: u64, len: u64) -> Self {
-        Self { op, offset, len, spans: Vec::new(), tag: 0 }
+        Self { op, offset, len, spans: Spans::new(), tag: 0 }
     }
 
     /// Whether a device of this geometry can take the request.

@@ -468,7 +468,7 @@ mod tests {
         assert_eq!(queue.target.geometry.len, LEN as u64);
         let region = Region::allocate(LEN).expect("memory");
         // Pieces of 4 KiB in reverse order, so that none can be merged.
-        let spans = (0..LEN / 4096).rev().map(|n| region.span(n * 4096..(n + 1) * 4096)).collect();
+        let spans: Vec<Span> = (0..LEN / 4096).rev().map(|n| region.span(n * 4096..(n + 1) * 4096)).collect();
         {
             let mut state = queue.state.lock();
             state.accept(Request::read(0, spans), &queue.target);

@@ -70,7 +70,7 @@ fn every_command_works(place: &str, logical_block: u32) {
     let io = Io::threaded(device, 2).expect("io");
     let block = logical_block as usize;
     let write = |n: u64| Request::write(n * block as u64, vec![region_with(n as u8, block).span(0..block)], n.is_multiple_of(2));
-    io.run((0..64).map(write).collect()).expect("written");
+    io.run((0..64).map(write).collect::<Vec<_>>()).expect("written");
     io.run(vec![Request::flush()]).expect("flushed");
     let expected: Vec<u8> = (0..64).flat_map(|n| vec![n; block]).collect();
     assert!(read(&io, 0, 64 * block) == expected);

@@ -116,7 +116,7 @@ fn memory_is_free_when_done_is_called() {
         let region = Region::allocate(4096).expect("memory");
         let (sender, receiver) = mpsc::channel();
         let watched = region.clone();
-        let batch = (0..8).map(|n| Request::read(0, vec![region.span(n * 512..(n + 1) * 512)])).collect();
+        let batch = (0..8).map(|n| Request::read(0, vec![region.span(n * 512..(n + 1) * 512)]));
         io.submit(batch, move |_| sender.send(Arc::strong_count(&watched)).expect("somebody waits"));
         assert_eq!(receiver.recv_timeout(SOON), Ok(2), "this test's two");
     });
@@ -151,7 +151,7 @@ fn every_batch_of_many_threads_ends_exactly_once() {
                 scope.spawn(move || {
                     for n in 0..500u64 {
                         let ended = ended.clone();
-                        let batch = (0..n % 5).map(|part| write((thread * 8 + part) * 512, n as u8)).collect();
+                        let batch: Vec<Request> = (0..n % 5).map(|part| write((thread * 8 + part) * 512, n as u8)).collect();
                         io.submit(batch, move |result| {
                             result.expect("written");
                             ended.fetch_add(1, Ordering::Relaxed);

@@ -8,7 +8,7 @@
 //! match request {
 //!     Register(r)   => server.register(caller, &r),                      // Unregister and Stats alike
 //!     Read(t)       => {
-//!         let buffer = server.admit(caller, Direction::Read, &t)?;       // owner, bounds, required route; Err is the Reply
+//!         let buffer = server.admit(caller, Direction::Read, &t)?;       // owner, bounds, required route; Err is the Answer
 //!         let plan = planner::plan(Direction::Read, &t.segments, size, &buffer.region, alignment, extents)?;
 //!         server.admit_plan(Direction::Read, &t, &plan)?;
 //!         let done = Outcome::done(&buffer, &plan);
@@ -17,7 +17,7 @@
 //!             reply(server.finish(Direction::Read, &t, &buffer, &outcome))
 //!         })
 //!     }
-//!     Write(t)      => // admit; then for each of planner::disjoint(&t.segments): allocate planner::aligned_middle of each segment; plan;
+//!     Write(t)      => // admit; then for each group of planner::disjoint: allocate planner::aligned_middle of each segment; plan;
 //!                      // copy plan.edges as ordinary writes; Io::submit(plan.requests). finish with the sum.
 //!     Info, Resolve => // the filesystem's: fill abi::Info, or abi::Resolve and its extents, into a Reply
 //! }

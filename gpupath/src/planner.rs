@@ -5,6 +5,7 @@
 
 use crate::abi::{Segment, TransferRequest};
 use gpunvme_blockdev::{Geometry, Region, Request};
+use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,6 +31,9 @@ pub struct Extent {
     /// Whether it has been written. One that has not reads as zeros, and can be written to.
     pub written: bool,
 }
+
+/// Extents of a range: often one, and then no memory is allocated for it.
+pub type Extents = SmallVec<[Extent; 2]>;
 
 /// What alignment lets bytes go direct. All are powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,9 +91,9 @@ pub struct Edge {
 #[derive(Debug, Default)]
 pub struct Plan {
     /// Commands between device and buffer.
-    pub requests: Vec<Request>,
+    pub requests: SmallVec<[Request; 1]>,
     /// Where the bytes of each request belong.
-    origins: Vec<Origin>,
+    origins: SmallVec<[Origin; 1]>,
     /// The [`Alignment::block`] it was made for.
     block: u64,
     /// Parts of the buffer to be filled.
@@ -158,10 +162,10 @@ pub fn plan<E>(
     file_size: u64,
     region: &Arc<Region>,
     alignment: Alignment,
-    mut extents: impl FnMut(Range<u64>, &mut Vec<Extent>) -> Result<(), E>,
+    mut extents: impl FnMut(Range<u64>, &mut Extents) -> Result<(), E>,
 ) -> Result<Plan, E> {
     let mut builder = Builder { direction, alignment, plan: Plan { block: alignment.block, ..Plan::default() } };
-    let mut found = Vec::new();
+    let mut found = Extents::new();
     for (index, segment) in segments.iter().enumerate() {
         assert!(segment.buffer_offset + segment.len <= region.len() as u64, "segment {index} reaches out of the buffer");
         let len = match direction {
@@ -184,26 +188,24 @@ pub fn outside(request: &TransferRequest, len: u64) -> Option<u32> {
     request.segments.iter().position(|segment| segment.buffer_offset + segment.len > len).map(|index| index as u32)
 }
 
-/// Cuts the segments of a write into the longest groups, in order, whose members do not overlap in the file.
+/// The segments of a write from the first on, as many as do not overlap in the file. Almost always all of them.
 ///
 /// What a plan does has no order, so a write is planned and carried out group by group: then segments that overlap leave behind what
-/// they would one after the other. Almost always there is one group.
-pub fn disjoint(segments: &[Segment]) -> Vec<&[Segment]> {
-    let mut groups = Vec::new();
-    // Ends by starts, of the group that begins at `first`.
+/// they would one after the other.
+pub fn disjoint(segments: &[Segment]) -> &[Segment] {
+    if let [_] = segments {
+        return segments;
+    }
+    // Ends by starts.
     let mut taken = BTreeMap::new();
-    let mut first = 0;
     for (index, segment) in segments.iter().enumerate().filter(|(_, segment)| segment.len > 0) {
         let end = segment.file_offset + segment.len;
         if taken.range(..end).next_back().is_some_and(|(_, &taken_end)| taken_end > segment.file_offset) {
-            groups.push(&segments[first..index]);
-            taken.clear();
-            first = index;
+            return &segments[..index];
         }
         taken.insert(segment.file_offset, end);
     }
-    groups.push(&segments[first..]);
-    groups
+    segments
 }
 
 struct Builder {
@@ -292,7 +294,7 @@ impl Builder {
     fn finish(mut self, region: &Arc<Region>) -> Plan {
         let direction = self.direction;
         let request = |origin: &Origin| {
-            let span = vec![region.span(origin.buffer.start as usize..origin.buffer.end as usize)];
+            let span = [region.span(origin.buffer.start as usize..origin.buffer.end as usize)];
             match direction {
                 Direction::Read => Request::read(origin.device.start, span),
                 Direction::Write => Request::write(origin.device.start, span, false),

@@ -1,7 +1,7 @@
 //! What the daemon answers, apart from what needs the filesystem.
 //!
 //! The FUSE front end decodes an ioctl with [`abi::decode`], hands `REGISTER`, `UNREGISTER` and `STATS` to the [`Server`], and frames `READ`
-//! and `WRITE` with [`Server::admit`] and [`Server::finish`]. Every answer is a [`Reply`], and every call is counted once. The registration
+//! and `WRITE` with [`Server::admit`] and [`Server::finish`]. Every answer is a [`Reply`], or becomes one, and every call is counted once. The registration
 //! socket uses the same server.
 
 use crate::abi::{self, Command, Moved, Reason, Register, Route, Transfer, TransferFlags, TransferRequest, Unregister};
@@ -39,6 +39,21 @@ impl Reply {
     /// A failure that has nothing more to say.
     pub fn error(errno: i32) -> Reply {
         Reply { result: -errno, data: Vec::new() }
+    }
+}
+
+/// The answer to a `READ` or `WRITE`, which a ring's completion carries as well as an ioctl's reply.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// 0, or a positive errno.
+    pub errno: i32,
+    /// What was done.
+    pub transfer: Transfer,
+}
+
+impl From<Answer> for Reply {
+    fn from(answer: Answer) -> Reply {
+        Reply::new(answer.errno, &answer.transfer)
     }
 }
 
@@ -162,7 +177,7 @@ impl Server {
     ///
     /// # Errors
     /// The answer to give.
-    pub fn admit(&self, thread: u32, direction: Direction, request: &TransferRequest) -> Result<Arc<Buffer>, Reply> {
+    pub fn admit(&self, thread: u32, direction: Direction, request: &TransferRequest) -> Result<Arc<Buffer>, Answer> {
         let buffer = self
             .registry
             .lookup(thread, request.buffer)
@@ -175,7 +190,7 @@ impl Server {
     ///
     /// # Errors
     /// The answer to give.
-    pub fn admit_buffer(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer) -> Result<(), Reply> {
+    pub fn admit_buffer(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer) -> Result<(), Answer> {
         if let Some(segment) = planner::outside(request, buffer.region.len() as u64) {
             return Err(self.refuse(direction, request, libc::EINVAL, Reason::OutsideBuffer, Some(segment)));
         }
@@ -189,7 +204,7 @@ impl Server {
     ///
     /// # Errors
     /// The answer to give.
-    pub fn admit_plan(&self, direction: Direction, request: &TransferRequest, plan: &Plan) -> Result<(), Reply> {
+    pub fn admit_plan(&self, direction: Direction, request: &TransferRequest, plan: &Plan) -> Result<(), Answer> {
         match plan.edges.first() {
             Some(edge) if request.flags.contains(TransferFlags::REQUIRE_DIRECT) => {
                 Err(self.refuse(direction, request, libc::EOPNOTSUPP, Reason::Unaligned, Some(edge.segment)))
@@ -199,7 +214,7 @@ impl Server {
     }
 
     /// The answer to a transfer that was begun.
-    pub fn finish(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer, outcome: &Outcome) -> Reply {
+    pub fn finish(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer, outcome: &Outcome) -> Answer {
         let reason = if outcome.moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
         self.stats.moved(direction, &outcome.moved, reason);
         // Where a part was done the caller must learn how much, which an errno alone would not tell.
@@ -215,18 +230,18 @@ impl Server {
         errno: i32,
         reason: Reason,
         segment: Option<u32>,
-    ) -> Reply {
+    ) -> Answer {
         self.answer(direction, request, errno, reason, &Outcome::failed(errno, segment))
     }
 
-    fn answer(&self, direction: Direction, request: &TransferRequest, errno: i32, reason: Reason, outcome: &Outcome) -> Reply {
+    fn answer(&self, direction: Direction, request: &TransferRequest, errno: i32, reason: Reason, outcome: &Outcome) -> Answer {
         let Outcome { moved, status, failed_segment } = outcome;
         let command = match direction {
             Direction::Read => Command::Read,
             Direction::Write => Command::Write,
         };
         self.stats.call(command, errno != 0);
-        let header = Transfer {
+        let transfer = Transfer {
             flags: request.flags.bits(),
             buffer: request.buffer,
             segments: request.segments.len() as u32,
@@ -241,7 +256,7 @@ impl Server {
             failed_segment: failed_segment.unwrap_or(u32::MAX),
             ..Transfer::default()
         };
-        Reply::new(errno, &header)
+        Answer { errno, transfer }
     }
 }
 

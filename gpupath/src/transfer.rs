@@ -50,9 +50,12 @@ pub fn read(
         }
     }
     let requests = std::mem::take(&mut plan.requests);
+    if plan.edges.is_empty() {
+        return io.submit(requests, move |result| end(result, &plan, buffer, done));
+    }
     let pieces = pieces(&plan, alignment.block);
     let read = Read { io: io.clone(), pool: pool.clone(), plan, buffer, pieces, next: 0, done: Box::new(done) };
-    read.round(requests);
+    read.round(requests.into_vec());
 }
 
 /// A part of an edge, and the whole blocks that hold it.
@@ -117,7 +120,7 @@ impl Read {
         };
         let mut at = 0;
         for piece in &self.pieces[first..self.next] {
-            requests.push(Request::read(piece.device_offset, vec![blocks.span(at..at + piece.blocks as usize)]));
+            requests.push(Request::read(piece.device_offset, [blocks.span(at..at + piece.blocks as usize)]));
             at += piece.blocks as usize;
         }
         let io = self.io.clone();
@@ -141,9 +144,13 @@ impl Read {
     }
 
     fn finish(self, result: Result<(), Error>) {
-        let result = result.map_err(|error| Failed::new(error, &self.plan));
-        // Before the answer: whoever unregisters after it finds the memory free.
-        drop(self.buffer);
-        (self.done)(result);
+        end(result, &self.plan, self.buffer, self.done);
     }
+}
+
+fn end(result: Result<(), Error>, plan: &Plan, buffer: Arc<Buffer>, done: impl FnOnce(Result<(), Failed>)) {
+    let result = result.map_err(|error| Failed::new(error, plan));
+    // Before the answer: whoever unregisters after it finds the memory free.
+    drop(buffer);
+    done(result);
 }

@@ -29,7 +29,7 @@ fn what_is_right_comes_through() {
     };
     let Ok(Request::Read(request)) = read(header, &segments) else { panic!("a good READ was refused") };
     assert_eq!((request.buffer, request.required_route()), (7, Some(Route::P2p)));
-    assert_eq!(request.segments, segments);
+    assert_eq!(request.segments[..], segments);
 
     let register = Register { fd: 5, len: 4096, flags: RegisterFlags::STAGING.bits(), ..Register::default() };
     assert_eq!(decode(Command::Register.request(0), register.as_bytes()), Ok(Request::Register(register.clone())));
@@ -246,7 +246,7 @@ proptest! {
         let bytes = bytes(&header, &segments);
         prop_assert_eq!(Transfer::read_from_prefix(&bytes).unwrap().0, header);
         match decode(Command::Write.request(segments.len()), &bytes) {
-            Ok(Request::Write(request)) => prop_assert_eq!((request.buffer, request.segments), (buffer, segments)),
+            Ok(Request::Write(request)) => prop_assert_eq!((request.buffer, request.segments.into_vec()), (buffer, segments)),
             other => prop_assert!(false, "{:?}", other),
         }
     }

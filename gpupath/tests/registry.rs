@@ -7,7 +7,7 @@ use gpunvme_gpupath::abi::{
 };
 use gpunvme_gpupath::planner::Direction;
 use gpunvme_gpupath::registry::{Limits, Registry, RegistryError};
-use gpunvme_gpupath::server::{Outcome, Server};
+use gpunvme_gpupath::server::{Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
 use rustix::fs::{MemfdFlags, Mode, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -435,7 +435,7 @@ fn transfers_are_admitted_and_answered() {
     };
     let segment = |buffer_offset, len| Segment { file_offset: 0, buffer_offset, len };
     let refused = |request: &TransferRequest| {
-        let reply = server.admit(me, Direction::Read, request).err().expect("it should have been refused");
+        let reply = Reply::from(server.admit(me, Direction::Read, request).err().expect("it should have been refused"));
         let header = Transfer::read_from_bytes(&reply.data).unwrap();
         (reply.result, Reason::from_code(header.reason).unwrap(), header.failed_segment)
     };
@@ -448,7 +448,7 @@ fn transfers_are_admitted_and_answered() {
     let request = transfer(id, 2, &[segment(0, 100)]);
     let buffer = server.admit(me, Direction::Read, &request).unwrap();
     let finished = |outcome: Outcome| {
-        let reply = server.finish(Direction::Read, &request, &buffer, &outcome);
+        let reply = Reply::from(server.finish(Direction::Read, &request, &buffer, &outcome));
         (reply.result, Transfer::read_from_bytes(&reply.data).unwrap())
     };
     let (result, header) = finished(Outcome::moved(&buffer, 64, 32, 4));

@@ -24,7 +24,7 @@ pub fn wipe(device: &Arc<dyn BlockDevice>) -> Result<()> {
             Request::write(offset, vec![zeros.span(0..len as usize)], false)
         }
     });
-    io.run(ends.into())?;
+    io.run(ends)?;
     io.run(vec![Request::flush()])
 }
 

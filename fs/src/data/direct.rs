@@ -96,9 +96,7 @@ impl Filesystem {
         let guard = self.volume.epochs.enter();
         let alignment = Alignment::for_reads(self.volume.device().geometry());
         let plan = planner::plan(Direction::Read, segments, size, region, alignment, |range, extents| -> Attempt<()> {
-            let mappings = self.volume.map(ino, range.start / BLOCK, range.end.div_ceil(BLOCK), usize::MAX)?;
-            extents.extend(mappings.iter().map(extent));
-            Ok(())
+            self.volume.map_each(ino, range.start / BLOCK, range.end.div_ceil(BLOCK), |mapping| extents.push(extent(&mapping)))
         })?;
         Ok(DirectRead { plan, alignment, guard })
     }

@@ -13,7 +13,7 @@ use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route,
 use gpunvme_gpupath::planner::{self, Direction};
 use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
 use gpunvme_gpupath::ring::Rings;
-use gpunvme_gpupath::server::{Outcome, Reply, Server};
+use gpunvme_gpupath::server::{Answer, Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
 use gpunvme_gpupath::transfer::{self, Failed};
 use gpunvme_layout::Geometry;
@@ -21,6 +21,7 @@ use gpunvme_layout::Timestamp;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use rustix::fs::Mode;
+use smallvec::SmallVec;
 
 use super::files::strip;
 use super::handles::Handle;
@@ -55,11 +56,11 @@ pub(super) struct Transfer {
 }
 
 /// A write under way: its segments before `first` are done, and came to `outcome`.
-struct Write {
-    transfer: Arc<Transfer>,
+struct Write<D> {
+    transfer: Transfer,
     first: usize,
     outcome: Outcome,
-    done: Box<dyn FnOnce(Reply) + Send>,
+    done: D,
 }
 
 impl Transfer {
@@ -162,8 +163,12 @@ impl Front {
                 self.general.run(move || done(front.direct.server.unregister(caller.thread, &unregister)));
             }
             Ok(Request::Resolve(resolve)) => self.resolve(ino, resolve, done),
-            Ok(Request::Read(request)) => self.transfer(Direction::Read, caller, ino, handle, request, done),
-            Ok(Request::Write(request)) => self.transfer(Direction::Write, caller, ino, handle, request, done),
+            Ok(Request::Read(request)) => {
+                self.transfer(Direction::Read, caller, ino, handle, request, |answer| done(answer.into()));
+            }
+            Ok(Request::Write(request)) => {
+                self.transfer(Direction::Write, caller, ino, handle, request, |answer| done(answer.into()));
+            }
             Ok(Request::Ring(ring)) => {
                 self.general.run(move || done(front.direct.rings.open(caller.thread, &ring)));
             }
@@ -182,7 +187,7 @@ impl Front {
         ino: u64,
         handle: Handle,
         request: TransferRequest,
-        done: impl FnOnce(Reply) + Send + 'static,
+        done: impl FnOnce(Answer) + Send + 'static,
     ) {
         if let Err(refusal) = self.may_transfer(direction, handle, &request) {
             return done(refusal);
@@ -194,7 +199,7 @@ impl Front {
     }
 
     /// Whether a file is open for a transfer, and its volume there for it.
-    pub(super) fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Reply> {
+    pub(super) fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Answer> {
         let access = match direction {
             Direction::Read => handle.readable(),
             Direction::Write => {
@@ -205,20 +210,21 @@ impl Front {
     }
 
     /// Begins a transfer that was admitted.
-    pub(super) fn begin_transfer(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Reply) + Send + 'static) {
-        let (front, transfer) = (self.clone(), Arc::new(transfer));
-        let begun = transfer.clone();
-        self.written_back(transfer.ino, transfer.ranges(), move || match begun.direction {
-            Direction::Read => front.direct_read(begun, done),
-            Direction::Write => front.direct_write(begun, done),
+    pub(super) fn begin_transfer(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Answer) + Send + 'static) {
+        let front = self.clone();
+        let ranges: SmallVec<[Range<u64>; 1]> = transfer.ranges().collect();
+        self.written_back(transfer.ino, ranges.into_iter(), move || match transfer.direction {
+            Direction::Read => front.direct_read(transfer, done),
+            Direction::Write => front.write_group(Write { transfer, first: 0, outcome: Outcome::default(), done }),
         });
     }
 
-    fn direct_read(self: &Arc<Self>, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
-        let (front, planned) = (self.clone(), transfer.clone());
-        self.attempt(
-            move |fs| fs.plan_direct_read(planned.ino, &planned.request.segments, &planned.buffer.region),
-            move |read| match front.admitted(&transfer, read, |read| &read.plan) {
+    fn direct_read(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Answer) + Send + 'static) {
+        let front = self.clone();
+        self.attempt_for(
+            transfer,
+            |fs, transfer| fs.plan_direct_read(transfer.ino, &transfer.request.segments, &transfer.buffer.region),
+            move |transfer, read| match front.admitted(&transfer, read, |read| &read.plan) {
                 // Holes are filled by the thread that begins the transfer.
                 Ok(read) if read.plan.hole > QUICK_ZEROES => {
                     let general = front.general.clone();
@@ -230,7 +236,7 @@ impl Front {
         );
     }
 
-    fn begin_read(self: &Arc<Self>, read: DirectRead, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
+    fn begin_read(self: &Arc<Self>, read: DirectRead, transfer: Transfer, done: impl FnOnce(Answer) + Send + 'static) {
         let DirectRead { plan, alignment, guard } = read;
         let front = self.clone();
         let complete = Outcome::done(&transfer.buffer, &plan);
@@ -242,26 +248,22 @@ impl Front {
         });
     }
 
-    fn direct_write(self: &Arc<Self>, transfer: Arc<Transfer>, done: impl FnOnce(Reply) + Send + 'static) {
-        self.write_group(Write { transfer, first: 0, outcome: Outcome::default(), done: Box::new(done) });
-    }
-
     /// Writes the segments from `first` on, as many as do not overlap: those that do have an order, and what is in flight
     /// together has none.
-    fn write_group(self: &Arc<Self>, write: Write) {
-        let (front, transfer) = (self.clone(), write.transfer.clone());
-        let group = write.first..write.first + planner::disjoint(&transfer.request.segments[write.first..])[0].len();
-        let next = group.end;
+    fn write_group<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>) {
+        let front = self.clone();
+        let next = write.first + planner::disjoint(&write.transfer.request.segments[write.first..]).len();
         let now = system_time();
-        self.attempt(
-            move |fs| {
+        self.attempt_for(
+            write,
+            move |fs, Write { transfer, first, .. }| {
                 // As for any other write: whoever changes a program does not get to keep it somebody else's.
                 if transfer.caller.context.uid != 0 {
                     strip(fs, &transfer.caller, transfer.ino)?;
                 }
-                fs.plan_direct_write(transfer.ino, &transfer.request.segments[group.clone()], &transfer.buffer.region, now)
+                fs.plan_direct_write(transfer.ino, &transfer.request.segments[*first..next], &transfer.buffer.region, now)
             },
-            move |planned| {
+            move |write, planned| {
                 let planned = match planned {
                     // Only the first group can be refused as if nothing had been asked.
                     Err(error) if write.first > 0 => {
@@ -287,14 +289,14 @@ impl Front {
     }
 
     /// Writes the edges of a group, and plans the rest of it.
-    fn write_edges(&self, write: &Write, next: usize, now: Timestamp) -> Result<DirectWrite, FsError> {
-        let Transfer { ino, request, buffer, .. } = &*write.transfer;
+    fn write_edges<D>(&self, write: &Write<D>, next: usize, now: Timestamp) -> Result<DirectWrite, FsError> {
+        let Transfer { ino, request, buffer, .. } = &write.transfer;
         let segments = &request.segments[write.first..next];
         self.fs.write_edges(*ino, segments, &buffer.region, now)?;
         self.fs.wait(|| self.fs.plan_direct_write(*ino, segments, &buffer.region, now))
     }
 
-    fn begin_group(self: &Arc<Self>, planned: DirectWrite, write: Write, next: usize) {
+    fn begin_group<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, planned: DirectWrite, write: Write<D>, next: usize) {
         let front = self.clone();
         let complete = Outcome::done(&write.transfer.buffer, &planned.plan);
         self.fs.submit_direct_write(planned, move |result| {
@@ -308,7 +310,7 @@ impl Front {
     }
 
     /// A group is over: goes on with the one that begins with segment `next`, or answers.
-    fn end_group(self: &Arc<Self>, write: Write, next: usize, outcome: Outcome) {
+    fn end_group<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>, next: usize, outcome: Outcome) {
         let Write { transfer, first, outcome: before, done } = write;
         let outcome = before.then(outcome, first as u32);
         if outcome.status == 0 && next < transfer.request.segments.len() {
@@ -320,7 +322,7 @@ impl Front {
     }
 
     /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it knew of them, and answers.
-    fn end_write(self: &Arc<Self>, transfer: Arc<Transfer>, outcome: Outcome, done: impl FnOnce(Reply) + Send + 'static) {
+    fn end_write(self: &Arc<Self>, transfer: Transfer, outcome: Outcome, done: impl FnOnce(Answer) + Send + 'static) {
         let end = transfer.ranges().map(|range| range.end).max().unwrap_or(0);
         let in_the_middle = matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size);
         // Asked when the device has the data: what the kernel asks for from here on is new.
@@ -362,7 +364,7 @@ impl Front {
         transfer: &Transfer,
         planned: Result<P, FsError>,
         plan: impl FnOnce(&P) -> &gpunvme_gpupath::planner::Plan,
-    ) -> Result<P, Reply> {
+    ) -> Result<P, Answer> {
         let Transfer { direction, request, .. } = transfer;
         let server = &self.direct.server;
         let planned = planned.map_err(|error| server.refuse(*direction, request, error.errno(), Reason::None, None))?;
@@ -370,7 +372,7 @@ impl Front {
         Ok(planned)
     }
 
-    fn finished(&self, transfer: &Transfer, outcome: &Outcome) -> Reply {
+    fn finished(&self, transfer: &Transfer, outcome: &Outcome) -> Answer {
         self.direct.server.finish(transfer.direction, &transfer.request, &transfer.buffer, outcome)
     }
 

@@ -71,10 +71,26 @@ impl Front {
         mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,
         done: impl FnOnce(Result<T, FsError>) + Send + 'static,
     ) {
-        match attempt(&self.fs) {
-            Ok(result) => done(Ok(result)),
-            Err(Fail::Error(error)) => done(Err(error)),
-            Err(Fail::Stall(_)) => self.wait(move |fs| fs.wait(|| attempt(fs)), done),
+        self.attempt_for((), move |fs, ()| attempt(fs), |(), result| done(result));
+    }
+
+    /// As [`Front::attempt`], for something that the operation and `done` both need.
+    fn attempt_for<S: Send + 'static, T>(
+        self: &Arc<Self>,
+        subject: S,
+        mut attempt: impl FnMut(&Arc<Filesystem>, &S) -> Attempt<T> + Send + 'static,
+        done: impl FnOnce(S, Result<T, FsError>) + Send + 'static,
+    ) {
+        match attempt(&self.fs, &subject) {
+            Ok(result) => done(subject, Ok(result)),
+            Err(Fail::Error(error)) => done(subject, Err(error)),
+            Err(Fail::Stall(_)) => {
+                let fs = self.fs.clone();
+                self.general.run(move || {
+                    let result = fs.wait(|| attempt(&fs, &subject));
+                    done(subject, result);
+                });
+            }
         }
     }
 

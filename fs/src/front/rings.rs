@@ -8,7 +8,7 @@ use gpunvme_gpupath::abi::ring::Attach;
 use gpunvme_gpupath::abi::{Command, TransferRequest};
 use gpunvme_gpupath::planner::Direction;
 use gpunvme_gpupath::registry::Buffer;
-use gpunvme_gpupath::ring::AttachedFile;
+use gpunvme_gpupath::ring::{AttachedFile, Taken};
 use gpunvme_gpupath::server::Reply;
 
 use super::handles::Handle;
@@ -60,7 +60,7 @@ impl Attached {
 }
 
 impl AttachedFile for Attached {
-    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, done: Box<dyn FnOnce(Reply) + Send>) {
+    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken) {
         let direction = if command == Command::Write { Direction::Write } else { Direction::Read };
         let admitted = self
             .front
@@ -71,9 +71,9 @@ impl AttachedFile for Attached {
                 // No thread waits for an answer that could be asked for its other groups.
                 let caller = Caller::now(self.uid, self.gid, 0);
                 let transfer = Transfer { direction, caller, ino: self.ino, request, buffer };
-                self.front.begin_transfer(transfer, done);
+                self.front.begin_transfer(transfer, |answer| taken.answer(answer));
             }
-            Err(refusal) => done(refusal),
+            Err(refusal) => taken.answer(refusal),
         }
     }
 }

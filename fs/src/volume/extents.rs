@@ -51,18 +51,41 @@ pub(crate) fn map(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usi
     Ok(whole.into_iter().map(|m| m.clip(from, to)).collect())
 }
 
+/// Calls `visit` with each mapping within blocks `from..to` of a file, clipped to it, in order.
+pub(crate) fn map_each(blocks: &impl Blocks, ino: u64, from: u64, to: u64, mut visit: impl FnMut(Mapping)) -> Attempt<()> {
+    visit_whole(blocks, ino, from, to, |mapping| {
+        visit(mapping.clip(from, to));
+        ControlFlow::Continue(())
+    })
+}
+
 /// The mappings that overlap blocks `from..to` of a file, in order; at most `limit`.
 fn map_whole(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
     let mut found = Vec::new();
-    let mut start = Key::new(ino, Kind::Extent, from);
-    if let Some((key, _)) = tree::floor(blocks, start)?
-        && key.is(ino, Kind::Extent)
-    {
-        start = key;
+    if limit > 0 {
+        visit_whole(blocks, ino, from, to, |mapping| {
+            found.push(mapping);
+            if found.len() < limit { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        })?;
     }
+    Ok(found)
+}
+
+/// Calls `visit` with the mappings that overlap blocks `from..to` of a file, in order, until it breaks.
+fn visit_whole(
+    blocks: &impl Blocks,
+    ino: u64,
+    from: u64,
+    to: u64,
+    mut visit: impl FnMut(Mapping) -> ControlFlow<()>,
+) -> Attempt<()> {
+    let start = Key::new(ino, Kind::Extent, from);
     let mut end = 0;
-    tree::scan(blocks, start, |key, value| {
-        if !key.is(ino, Kind::Extent) || key.offset() >= to || found.len() >= limit {
+    tree::scan_floor(blocks, start, |key, value| {
+        if key < start && !key.is(ino, Kind::Extent) {
+            return Ok(ControlFlow::Continue(()));
+        }
+        if !key.is(ino, Kind::Extent) || key.offset() >= to {
             return Ok(ControlFlow::Break(()));
         }
         let mapping = Mapping { offset: key.offset(), extent: Extent::decode(ino, key.offset(), value)? };
@@ -70,12 +93,9 @@ fn map_whole(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usize) -
             return Err(Corrupt::Item { ino, what: "extents overlap, or lie outside the data area" }.into());
         }
         end = mapping.end();
-        if mapping.end() > from {
-            found.push(mapping);
-        }
-        Ok(ControlFlow::Continue(()))
+        Ok(if mapping.end() > from { visit(mapping) } else { ControlFlow::Continue(()) })
     })?;
-    Ok(found)
+    Ok(())
 }
 
 /// Maps blocks of a file that are a hole; joins the neighbours where they continue one another.

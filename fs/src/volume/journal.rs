@@ -246,7 +246,7 @@ impl Volume {
             at += len;
             Request::write(Geometry::byte(*address), vec![span], fua)
         });
-        self.io.run(requests.collect())?;
+        self.io.run(requests)?;
         if volatile && !fua {
             self.io.run(vec![Request::flush()])?;
         }

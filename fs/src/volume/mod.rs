@@ -389,7 +389,7 @@ pub(crate) fn read_scattered(io: &Io, addresses: &[u64]) -> Result<Vec<Block>, F
     let request = |(i, address): (usize, &u64)| {
         Request::read(Geometry::byte(*address), vec![Span { region: region.clone(), offset: i * BLOCK_SIZE, len: BLOCK_SIZE }])
     };
-    io.run(addresses.iter().enumerate().map(request).collect())?;
+    io.run(addresses.iter().enumerate().map(request))?;
     copy_out(&region, addresses.len())
 }
 

@@ -109,6 +109,11 @@ impl Volume {
         extents::map(&*self.meta.read(), ino, from, to, limit)
     }
 
+    /// Calls `visit`, under the metadata lock, with each mapping within blocks `from..to` of a file, clipped to it, in order.
+    pub(crate) fn map_each(&self, ino: u64, from: u64, to: u64, visit: impl FnMut(Mapping)) -> Attempt<()> {
+        extents::map_each(&*self.meta.read(), ino, from, to, visit)
+    }
+
     /// Maps data that is on the device: as many pieces as one operation can take, from the first on. With the last of them it
     /// redeems `promised` blocks and applies the stamp. Returns how many pieces it mapped.
     pub(crate) fn attach(&self, ino: u64, pieces: &[Piece], promised: u64, stamp: &Stamp) -> Attempt<usize> {

@@ -118,19 +118,47 @@ pub(crate) fn scan<B>(
     from: Key,
     mut visit: impl FnMut(Key, &[u8]) -> Attempt<ControlFlow<B>>,
 ) -> Attempt<Option<B>> {
-    let mut from = from;
+    let (block, place) = leaf(blocks, from)?;
+    let start = node::search(block, from).unwrap_or_else(|slot| slot);
+    scan_leaves(blocks, (block, place), start, &mut visit)
+}
+
+/// As [`scan`], but from the last item on whose key is not above `from`.
+pub(crate) fn scan_floor<B>(
+    blocks: &impl Blocks,
+    from: Key,
+    mut visit: impl FnMut(Key, &[u8]) -> Attempt<ControlFlow<B>>,
+) -> Attempt<Option<B>> {
+    let (block, place) = leaf(blocks, from)?;
+    let start = match node::search(block, from) {
+        Ok(slot) => slot,
+        // The item before it is in another leaf.
+        Err(0) => {
+            let first = floor(blocks, from)?.map_or(from, |(key, _)| key);
+            return scan(blocks, first, visit);
+        }
+        Err(slot) => slot - 1,
+    };
+    scan_leaves(blocks, (block, place), start, &mut visit)
+}
+
+/// Calls `visit` with the items of a leaf from slot `start` on, and with those of the leaves behind it.
+fn scan_leaves<'a, B, S: Blocks>(
+    blocks: &'a S,
+    first: (&'a Block, Place),
+    start: usize,
+    visit: &mut impl FnMut(Key, &[u8]) -> Attempt<ControlFlow<B>>,
+) -> Attempt<Option<B>> {
+    let ((mut block, mut place), mut start) = (first, start);
     loop {
-        let (block, place) = leaf(blocks, from)?;
-        let start = node::search(block, from).unwrap_or_else(|slot| slot);
         for slot in start..node::count(block) {
             if let ControlFlow::Break(result) = visit(node::key(block, slot), node::value(block, slot))? {
                 return Ok(Some(result));
             }
         }
-        match place.upper {
-            Some(upper) => from = upper,
-            None => return Ok(None),
-        }
+        let Some(upper) = place.upper else { return Ok(None) };
+        (block, place) = leaf(blocks, upper)?;
+        start = node::search(block, upper).unwrap_or_else(|slot| slot);
     }
 }
 

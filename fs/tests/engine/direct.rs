@@ -51,8 +51,7 @@ fn read(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Regio
         let bytes = fs.read(ino, edge.file_offset, edge.len as usize).expect("the file can be read");
         region.write_at(edge.buffer_offset as usize, &bytes).expect("it is ours");
     }
-    let requests: Vec<Request> = read.plan.requests;
-    fs.volume().io().run(requests).expect("the device works");
+    fs.volume().io().run(read.plan.requests).expect("the device works");
 }
 
 #[test]

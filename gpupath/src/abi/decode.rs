@@ -9,6 +9,7 @@ use super::{
     VERSION,
 };
 use super::{IOC_READ_WRITE, MAX_SIZE, Route};
+use smallvec::SmallVec;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 /// A request whose form is right.
@@ -62,7 +63,7 @@ pub struct TransferRequest {
     /// What the caller insists on; at most one route.
     pub flags: TransferFlags,
     /// The pieces, in the caller's order.
-    pub segments: Vec<Segment>,
+    pub segments: SmallVec<[Segment; 1]>,
 }
 
 impl TransferRequest {
@@ -294,7 +295,7 @@ fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) ->
         return Err(DecodeError::Field { command, field: "segments", value: header.segments.into() });
     }
     let mut total = 0u64;
-    let mut segments = Vec::with_capacity(entries);
+    let mut segments = SmallVec::with_capacity(entries);
     for (index, bytes) in bytes[size_of::<Transfer>()..].chunks_exact(size_of::<Segment>()).enumerate() {
         let segment = Segment::read_from_bytes(bytes).expect("a chunk has the size of a segment");
         for (field, at) in [("file_offset", segment.file_offset), ("buffer_offset", segment.buffer_offset)] {

@@ -12,6 +12,7 @@
 
 use super::decode::{is_offset_range, is_one_route};
 use super::{Command, Segment, TransferFlags, TransferRequest, VERSION};
+use smallvec::smallvec;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// The fewest and the most entries of a ring.
@@ -185,6 +186,6 @@ impl Submission {
         if !fits || self.len > MAX_RING_TRANSFER || self.reserved != 0 {
             return None;
         }
-        Some((command, TransferRequest { buffer: self.buffer, flags, segments: vec![segment] }))
+        Some((command, TransferRequest { buffer: self.buffer, flags, segments: smallvec![segment] }))
     }
 }

@@ -70,7 +70,7 @@ impl Bench {
 
 const HOLE: Range<u64> = 256 << 10..260 << 10;
 
-fn around_a_hole(_: Range<u64>, extents: &mut Vec<Extent>) -> Result<(), Infallible> {
+fn around_a_hole(_: Range<u64>, extents: &mut planner::Extents) -> Result<(), Infallible> {
     let extent = |file: Range<u64>| Extent {
         file_offset: file.start,
         device_offset: file.start,

@@ -15,4 +15,4 @@ mod signal;
 
 pub use memory::RingMemory;
 #[cfg(feature = "daemon")]
-pub use service::{AttachedFile, Rings};
+pub use service::{AttachedFile, Rings, Taken};

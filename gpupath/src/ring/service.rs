@@ -10,11 +10,11 @@ use super::memory::RingMemory;
 use super::queue_pair::{Broken, Ring};
 use super::signal::Signal;
 use crate::abi::ring::{self, Attach, Completion, Detach, ring_bytes};
-use crate::abi::{Command, Reason, Transfer, TransferRequest};
+use crate::abi::{Command, Reason, TransferRequest};
 use crate::foreign;
 use crate::process::Process;
 use crate::registry::Buffer;
-use crate::server::{Reply, Server};
+use crate::server::{Answer, Reply, Server};
 use gpunvme_blockdev::{Io, OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, epoll};
@@ -27,7 +27,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use zerocopy::FromBytes;
 
 /// Submissions that a ring may have taken in one turn.
 const TURN: u32 = 32;
@@ -53,9 +52,18 @@ thread_local! {
 
 /// A file that was attached to a ring: what it was opened for goes with it.
 pub trait AttachedFile: Send + Sync {
-    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer that the ring's owner owns, and hands `done` the answer
+    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer that the ring's owner owns. `taken` gets the answer
     /// that the ioctl would have given. It must not wait for a device.
-    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, done: Box<dyn FnOnce(Reply) + Send>);
+    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken);
+}
+
+/// A submission that was taken from a ring, and has to be answered.
+pub struct Taken {
+    shared: Arc<Shared>,
+    ring: Arc<Ring>,
+    user_data: u64,
+    /// Bytes that it asks for.
+    len: u64,
 }
 
 /// The rings of a mount.
@@ -371,27 +379,40 @@ impl Shared {
     /// Takes one submission and begins it.
     fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
         let submission = ring.take();
-        let refuse = |errno: Errno, reason: Reason| {
-            let refused = Completion { status: errno.raw_os_error(), reason: reason.code(), ..Completion::default() };
-            self.complete(ring, submission.len, Completion { user_data: submission.user_data, ..refused });
-        };
-        let Some((command, request)) = submission.decode() else { return refuse(Errno::INVAL, Reason::None) };
-        let Some(file) = ring.file(submission.file) else { return refuse(Errno::BADF, Reason::None) };
-        let buffer = ring.buffer(request.buffer, || self.server.registry.lookup(ring.owner.id, request.buffer));
-        let buffer = match buffer {
-            Ok(buffer) => buffer,
-            Err(error) => return refuse(Errno::from_raw_os_error(error.errno()), error.reason()),
-        };
-        let (shared, taken) = (self.clone(), ring.clone());
-        let done = move |reply: Reply| {
-            let completion = completion(&submission, &reply);
-            shared.complete(&taken, submission.len, completion);
-        };
-        file.transfer(command, request, buffer, Box::new(done));
+        let taken = Taken { shared: self.clone(), ring: ring.clone(), user_data: submission.user_data, len: submission.len };
+        let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
+        let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
+        match ring.buffer(request.buffer, || self.server.registry.lookup(ring.owner.id, request.buffer)) {
+            Ok(buffer) => file.transfer(command, request, buffer, taken),
+            Err(error) => taken.refuse(error.errno(), error.reason()),
+        }
+    }
+}
+
+impl Taken {
+    /// Ends it with what the ioctl would have answered.
+    pub fn answer(self, answer: Answer) {
+        let Answer { errno, transfer } = answer;
+        self.complete(Completion {
+            user_data: self.user_data,
+            status: if errno == 0 { transfer.status } else { errno },
+            reason: transfer.reason,
+            p2p: transfer.p2p,
+            bounce: transfer.bounce,
+            host: transfer.host,
+            hole: transfer.hole,
+            edge: transfer.edge,
+            reserved: 0,
+        });
     }
 
-    fn complete(&self, ring: &Ring, len: u64, completion: Completion) {
-        ring.complete(len, &completion);
+    fn refuse(self, errno: i32, reason: Reason) {
+        self.complete(Completion { user_data: self.user_data, status: errno, reason: reason.code(), ..Completion::default() });
+    }
+
+    fn complete(&self, completion: Completion) {
+        let Taken { shared, ring, len, .. } = self;
+        ring.complete(*len, &completion);
         if SERVING.get() {
             // The application is woken once for all that ends in this turn.
             return;
@@ -399,25 +420,9 @@ impl Shared {
         ring.wake_if_due();
         // The thread may have left submissions lying because too much was under way.
         fence(Ordering::SeqCst);
-        if self.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
-            self.wake_up();
+        if shared.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
+            shared.wake_up();
         }
-    }
-}
-
-/// What the answer to an ioctl says, as a completion.
-fn completion(submission: &ring::Submission, reply: &Reply) -> Completion {
-    let moved = Transfer::read_from_prefix(&reply.data).map(|(header, _)| header).unwrap_or_default();
-    Completion {
-        user_data: submission.user_data,
-        status: if reply.result < 0 { -reply.result } else { moved.status },
-        reason: moved.reason,
-        p2p: moved.p2p,
-        bounce: moved.bounce,
-        host: moved.host,
-        hole: moved.hole,
-        edge: moved.edge,
-        reserved: 0,
     }
 }
 
