@@ -195,3 +195,49 @@ fn readers_beside_a_direct_writer_see_old_or_new_blocks_and_nothing_else() {
     });
     assert!(fs::read(volume.path("file")).unwrap().iter().all(|&byte| byte == 60));
 }
+
+#[test]
+fn a_direct_write_that_is_over_is_what_everybody_reads_however_many_read_around_it() {
+    needs_mount!();
+    const PAGES: u64 = 64;
+    const WRITERS: u64 = 3;
+    let (volume, ..) = volume_with_file();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for reader in 0..2 {
+            let (volume, done) = (&volume, &done);
+            scope.spawn(move || {
+                let file = File::open(volume.path("file")).unwrap();
+                let mut bytes = vec![0; 64 << 10];
+                for round in 0_u64.. {
+                    if done.load(std::sync::atomic::Ordering::Relaxed) {
+                        break;
+                    }
+                    let (page, len) = (round * 29 % PAGES, 1 + round as usize * (4099 + reader) % bytes.len());
+                    file.read_at(&mut bytes[..len], page * 4096).unwrap();
+                }
+            });
+        }
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|writer| {
+                let volume = &volume;
+                scope.spawn(move || {
+                    let file = OpenOptions::new().read(true).write(true).open(volume.path("file")).unwrap();
+                    let buffer = Buffer::new(&file, 4096);
+                    let mut read = vec![0; 4096];
+                    for round in 0..700_u64 {
+                        let page = (round * 31 % PAGES) / WRITERS * WRITERS + writer;
+                        let data = tree::pattern(round * WRITERS + writer, 4096);
+                        buffer.put(0, &data);
+                        buffer.write(&file, page * 4096, 4096).unwrap();
+                        file.read_exact_at(&mut read, page * 4096).unwrap();
+                        assert!(read == data, "writer {writer}, round {round}, page {page}");
+                    }
+                })
+            })
+            .collect();
+        let ends: Vec<_> = writers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        ends.into_iter().for_each(|end| end.unwrap());
+    });
+}

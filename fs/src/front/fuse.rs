@@ -106,10 +106,10 @@ fn escaped(text: &str) -> String {
 struct Notifier(fuser::Notifier);
 
 impl KernelCache for Notifier {
-    fn invalidate(&self, ino: u64, range: Range<u64>) {
+    fn invalidate(&self, ino: u64, range: Range<u64>) -> bool {
         let offset = i64::try_from(range.start).unwrap_or(i64::MAX);
         let len = i64::try_from(range.end - range.start).unwrap_or(i64::MAX);
-        told(ino, self.0.inval_inode(INodeNo(ino), offset, len));
+        told(ino, self.0.inval_inode(INodeNo(ino), offset, len))
     }
 
     fn store(&self, ino: u64, offset: u64, data: &[u8]) {
@@ -126,10 +126,11 @@ fn caller(request: &Request) -> Caller {
     Caller::now(request.uid(), request.gid(), request.pid())
 }
 
-fn told(ino: u64, result: io::Result<()>) {
-    if let Err(error) = result {
+fn told(ino: u64, result: io::Result<()>) -> bool {
+    if let Err(error) = &result {
         tracing::warn!(ino, %error, "the kernel did not take a notification: it may show what this file was before");
     }
+    result.is_ok()
 }
 
 /// Logs what is not the caller's doing, and returns what the caller gets.

@@ -334,28 +334,22 @@ impl Front {
         }
         let front = self.clone();
         self.invalidations.run(move || {
-            // First: what is stored for it is then forgotten, and only the length stays.
-            if outcome.status == 0 {
-                front.tell_length(&transfer);
-            }
-            front.invalidate(transfer.ino, transfer.ranges().collect());
+            let last = if outcome.status == 0 { front.last_byte(&transfer) } else { None };
+            front.invalidate(transfer.ino, transfer.ranges().collect(), last);
             done(front.finished(&transfer, &outcome));
         });
     }
 
-    /// Tells the kernel how long a file is that a write may have extended. It asks by itself before it shows the length, but not
-    /// before it appends; and it takes a length only with the bytes before it.
-    fn tell_length(&self, transfer: &Transfer) {
+    /// The last byte of a file that a write may have extended, and where it is, for the kernel to learn the length from. It asks by
+    /// itself before it shows the length, but not before it appends; and it takes a length only with the bytes before it.
+    fn last_byte(&self, transfer: &Transfer) -> Option<(u64, u8)> {
         let segments = transfer.request.segments.iter().filter(|s| s.len > 0);
-        let Some(last) = segments.max_by_key(|s| s.file_offset + s.len) else { return };
+        let last = segments.max_by_key(|s| s.file_offset + s.len)?;
         let end = last.file_offset + last.len;
         let reaches_end = self.fs.wait(|| self.fs.attributes(transfer.ino)).is_ok_and(|now| now.inode.size == end);
         let mut byte = [0];
         let read = transfer.buffer.region.read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
-        if let (true, Ok(()), Some(kernel)) = (reaches_end, read, self.kernel.get()) {
-            self.nodes.tells(transfer.ino, end - 1..end);
-            kernel.store(transfer.ino, end - 1, &byte);
-        }
+        (reaches_end && read.is_ok()).then_some((end - 1, byte[0]))
     }
 
     /// Whether a transfer that was planned may begin; the answer to give where not.

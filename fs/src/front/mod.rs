@@ -5,7 +5,7 @@
 //!   would stand beside it.
 //! - `names` and `files` are the operations that it calls, `ioctl` and `rings` those of the direct path. Each takes a `done` that gets the
 //!   result, on whatever thread it comes.
-//! - `nodes` knows what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for.
+//! - `nodes` and `cached` know what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for.
 //!
 //! A loop of the transport never waits for a device. It tries an operation on what is in memory, which is almost always
 //! enough; an operation that stalls goes to a thread that may wait and is answered from there.
@@ -18,6 +18,7 @@ use crate::error::{Attempt, Fail, FsError};
 use crate::volume::Context;
 
 mod attr;
+mod cached;
 mod files;
 mod fuse;
 mod handles;
@@ -43,8 +44,8 @@ const INVALIDATION_THREADS: usize = 16;
 /// What the kernel keeps of files and may be told to let go of.
 trait KernelCache: Send + Sync {
     /// Has the kernel write back what is dirty of a range of a file, and forget the range and the file's attributes. Waits
-    /// for both; must not be called where the kernel waits for an answer.
-    fn invalidate(&self, ino: u64, range: Range<u64>);
+    /// for both; must not be called where the kernel waits for an answer. Returns whether the kernel took it.
+    fn invalidate(&self, ino: u64, range: Range<u64>) -> bool;
 
     /// Tells the kernel what a file holds at `offset`, and so that it is at least that long. Waits as [`KernelCache::invalidate`].
     fn store(&self, ino: u64, offset: u64, data: &[u8]);
@@ -117,16 +118,25 @@ impl Front {
         }
         let (front, ranges): (_, Vec<Range<u64>>) = (self.clone(), ranges.collect());
         self.invalidations.run(move || {
-            front.invalidate(ino, ranges);
+            front.invalidate(ino, ranges, None);
             front.general.run(then);
         });
     }
 
-    /// Has the kernel write back and forget ranges of a file.
-    fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>) {
-        if let Some(kernel) = self.kernel.get() {
-            ranges.into_iter().for_each(|range| kernel.invalidate(ino, range));
+    /// Has the kernel write back and forget what it has of these ranges of a file, and the file's attributes. `last`: before that,
+    /// tells it how long the file is, by its last byte, which lies in one of the ranges; what is stored for it is then forgotten,
+    /// and only the length stays.
+    fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: Option<(u64, u8)>) {
+        let Some(kernel) = self.kernel.get() else { return };
+        let (number, ranges) = self.nodes.begin_invalidation(ino, ranges, last.map(|(offset, _)| offset..offset + 1));
+        if let Some((offset, byte)) = last {
+            kernel.store(ino, offset, &[byte]);
         }
+        if ranges.is_empty() {
+            kernel.invalidate_attributes(ino);
+        }
+        let refused = ranges.into_iter().filter(|range| !kernel.invalidate(ino, range.clone())).count();
+        self.nodes.end_invalidation(ino, number, refused == 0);
     }
 
     /// Removes an inode that is an orphan nobody has.

@@ -12,9 +12,12 @@
 //! directory's lock.)
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
+
+use super::cached::Cached;
 
 const SHARDS: usize = 16;
 
@@ -26,17 +29,15 @@ struct Node {
     orphan: bool,
     /// It is being removed.
     leaving: bool,
-    /// The kernel may have pages of the content from here to there. They come into its cache by the reads and writes that it sends for them and in no
-    /// other way. What leaves it is not known: a page that somebody uses survives an invalidation, and can be written to without a word to us.
-    cached: Range<u64>,
-    /// The page that the kernel was last given to learn the length from. It is taken back at once, but for whoever got hold of it.
-    told: Range<u64>,
+    /// What the kernel may have of the content.
+    cached: Cached,
 }
 
 /// The inodes that the kernel knows.
 #[derive(Default)]
 pub(super) struct Nodes {
     shards: [Mutex<FxHashMap<u64, Node>>; SHARDS],
+    invalidations: AtomicU64,
 }
 
 impl Nodes {
@@ -81,26 +82,30 @@ impl Nodes {
         removes
     }
 
-    /// Notes that the kernel asks for pages of a file. To be called before it is looked up what they hold.
+    /// As [`Cached::note`].
     pub fn caches(&self, ino: u64, range: Range<u64>) {
-        let range = whole_pages(range);
-        if let Some(Node { cached, .. }) = self.shard(ino).lock().get_mut(&ino) {
-            *cached = if cached.is_empty() { range } else { cached.start.min(range.start)..cached.end.max(range.end) };
+        if let Some(node) = self.shard(ino).lock().get_mut(&ino) {
+            node.cached.note(range);
         }
     }
 
-    /// Notes that the kernel is given bytes at the end of a file. To be called before they are.
-    pub fn tells(&self, ino: u64, range: Range<u64>) {
-        if let Some(Node { told, .. }) = self.shard(ino).lock().get_mut(&ino) {
-            *told = whole_pages(range);
-        }
+    /// As [`Cached::may_have`].
+    pub fn may_have(&self, ino: u64, ranges: impl Iterator<Item = Range<u64>>) -> bool {
+        self.shard(ino).lock().get(&ino).is_some_and(|node| node.cached.may_have(ranges))
     }
 
-    /// Whether the kernel may have pages of these ranges of a file.
-    pub fn may_have(&self, ino: u64, mut ranges: impl Iterator<Item = Range<u64>>) -> bool {
-        let shard = self.shard(ino).lock();
-        let noted = shard.get(&ino).map_or([0..0, 0..0], |node| [node.cached.clone(), node.told.clone()]);
-        ranges.any(|range| noted.iter().any(|noted| range.start < noted.end && noted.start < range.end))
+    /// As [`Cached::begin`]. Returns the number of the invalidation, too.
+    pub fn begin_invalidation(&self, ino: u64, ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> (u64, Vec<Range<u64>>) {
+        let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
+        let mut shard = self.shard(ino).lock();
+        (number, shard.get_mut(&ino).map_or_else(Vec::new, |node| node.cached.begin(number, ranges, stored)))
+    }
+
+    /// As [`Cached::end`].
+    pub fn end_invalidation(&self, ino: u64, number: u64, done: bool) {
+        if let Some(node) = self.shard(ino).lock().get_mut(&ino) {
+            node.cached.end(number, done);
+        }
     }
 
     /// Notes that an inode has a name again.
@@ -123,12 +128,6 @@ impl Nodes {
         };
         self.shards.iter().flat_map(of).collect()
     }
-}
-
-/// The pages that a range touches: what the kernel keeps of a file is pages.
-fn whole_pages(range: Range<u64>) -> Range<u64> {
-    const PAGE: u64 = 4096;
-    range.start / PAGE * PAGE..range.end.div_ceil(PAGE).saturating_mul(PAGE)
 }
 
 #[cfg(test)]

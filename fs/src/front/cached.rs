@@ -1,0 +1,287 @@
+//! What the kernel may have in its page cache of one file.
+//!
+//! A direct transfer has the kernel write back and forget the pages that it touches, and waits for that. So it has to be known
+//! which pages those may be: no page too few, or somebody reads old bytes for ever, and few too many, since each costs a call.
+//!
+//! A page comes into the kernel's cache only with a read or a write that it sends for it. Either is noted when it arrives, before it
+//! is looked up what the file holds. The page is in the cache by then, locked if it is to be read, and so an invalidation that
+//! begins later finds it, waits for the answer, writes it back where it is dirty, and removes it (`invalidate_inode_pages2_range`,
+//! mm/truncate.c). When the invalidation has ended, what was noted before it began is not there any more; what was noted after
+//! that may be.
+
+use std::ops::Range;
+
+/// Runs of pages that are told apart. 16 KiB of memory at the most.
+const RUNS: usize = 1024;
+const PAGE: u64 = 4096;
+
+/// The pages of a file that the kernel may have.
+#[derive(Debug, Default)]
+pub(super) struct Cached {
+    pages: Pages,
+    /// Invalidations under way.
+    invalidations: Vec<Invalidation>,
+}
+
+#[derive(Debug)]
+struct Invalidation {
+    number: u64,
+    /// What will not be in the cache when it ends.
+    gone: Pages,
+    /// What the kernel is given before, unasked. Until the end somebody may get hold of it there.
+    stored: Option<Range<u64>>,
+}
+
+impl Cached {
+    /// Notes that the kernel asks for bytes, or sends some. To be called before it is looked up what the file holds.
+    pub fn note(&mut self, range: Range<u64>) {
+        let range = whole_pages(range);
+        for invalidation in &mut self.invalidations {
+            // Whether the page comes before or after it is not known.
+            if !invalidation.gone.remove(range.clone()) {
+                invalidation.gone = Pages::default();
+            }
+        }
+        self.pages.insert(range);
+    }
+
+    /// Whether the kernel may have some of these bytes.
+    pub fn may_have(&self, mut ranges: impl Iterator<Item = Range<u64>>) -> bool {
+        let stored = |range: &Range<u64>| self.invalidations.iter().filter_map(|i| i.stored.as_ref()).any(|s| overlap(s, range));
+        ranges.any(|range| self.pages.touches(&range) || stored(&range))
+    }
+
+    /// An invalidation of these ranges is about to begin, and before it the bytes of `stored`, inside one of them, are given to the
+    /// kernel. Returns what there is to invalidate: less than was asked for where the kernel has nothing, and more where there are
+    /// too many runs to tell apart what would be left.
+    pub fn begin(&mut self, number: u64, mut ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> Vec<Range<u64>> {
+        self.invalidations.push(Invalidation { number, gone: Pages::default(), stored: stored.map(whole_pages) });
+        ranges.retain(|range| self.may_have(std::iter::once(range.clone())));
+        let ranges: Vec<Range<u64>> = ranges.into_iter().map(|range| self.pages.widened(whole_pages(range))).collect();
+        let invalidation = self.invalidations.last_mut().expect("pushed above");
+        for range in &ranges {
+            invalidation.gone.join(range.clone());
+        }
+        ranges
+    }
+
+    /// An invalidation has ended; `done`: the kernel has done all of it.
+    pub fn end(&mut self, number: u64, done: bool) {
+        let Some(at) = self.invalidations.iter().position(|i| i.number == number) else { return };
+        let Invalidation { gone, stored, .. } = self.invalidations.swap_remove(at);
+        if done {
+            for run in gone.runs {
+                // Without room to tell it apart it stays noted.
+                let _ = self.pages.remove(run);
+            }
+        } else if let Some(stored) = stored {
+            self.note(stored);
+        }
+    }
+}
+
+/// A set of pages: runs in order, that do not touch.
+#[derive(Debug, Default)]
+struct Pages {
+    runs: Vec<Range<u64>>,
+}
+
+impl Pages {
+    /// The runs that a range overlaps, or, with `beside`, that it touches.
+    fn around(&self, range: &Range<u64>, beside: bool) -> Range<usize> {
+        let beside = u64::from(beside);
+        let first = self.runs.partition_point(|run| run.end + beside <= range.start);
+        let last = self.runs.partition_point(|run| run.start < range.end + beside);
+        first..last.max(first)
+    }
+
+    fn touches(&self, range: &Range<u64>) -> bool {
+        !range.is_empty() && !self.around(range, false).is_empty()
+    }
+
+    /// Adds a range. Where there would be too many runs, it adds the gap to its nearest neighbour too.
+    fn insert(&mut self, range: Range<u64>) {
+        if range.is_empty() {
+            return;
+        }
+        let at = self.join(range);
+        if self.runs.len() > RUNS {
+            let gap = |run: usize| self.runs.get(run + 1).map_or(u64::MAX, |next| next.start - self.runs[run].end);
+            let first = if at > 0 && gap(at - 1) < gap(at) { at - 1 } else { at };
+            self.join(self.runs[first].start..self.runs[first + 1].end);
+        }
+    }
+
+    /// Adds a range that is not empty, exactly. Returns its run.
+    fn join(&mut self, range: Range<u64>) -> usize {
+        let around = self.around(&range, true);
+        let touched = &self.runs[around.clone()];
+        let start = touched.first().map_or(range.start, |run| run.start.min(range.start));
+        let end = touched.last().map_or(range.end, |run| run.end.max(range.end));
+        let at = around.start;
+        self.runs.splice(around, std::iter::once(start..end));
+        at
+    }
+
+    /// Removes a range. False: that would leave too many runs, and nothing was removed.
+    #[must_use]
+    fn remove(&mut self, range: Range<u64>) -> bool {
+        let around = self.around(&range, false);
+        if range.is_empty() || around.is_empty() {
+            return true;
+        }
+        let touched = &self.runs[around.clone()];
+        let before = touched[0].start..range.start;
+        let after = range.end..touched[touched.len() - 1].end;
+        let left = [before, after].into_iter().filter(|run| !run.is_empty());
+        if self.runs.len() - around.len() + left.clone().count() > RUNS {
+            return false;
+        }
+        self.runs.splice(around, left);
+        true
+    }
+
+    /// The range, or with it what lies between it and the nearer end of the run around it if there is no room to keep both ends.
+    fn widened(&self, range: Range<u64>) -> Range<u64> {
+        let around = self.around(&range, false);
+        match &self.runs[around] {
+            [run] if self.runs.len() >= RUNS && run.start < range.start && range.end < run.end => {
+                if range.start - run.start < run.end - range.end { run.start..range.end } else { range.start..run.end }
+            }
+            _ => range,
+        }
+    }
+}
+
+fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
+/// The pages that a range touches: what the kernel keeps of a file is pages.
+fn whole_pages(range: Range<u64>) -> Range<u64> {
+    range.start / PAGE * PAGE..range.end.div_ceil(PAGE).saturating_mul(PAGE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(pages: Range<u64>) -> Range<u64> {
+        pages.start * PAGE..pages.end * PAGE
+    }
+
+    fn has(cached: &Cached, page: u64) -> bool {
+        cached.may_have(std::iter::once(bytes(page..page + 1)))
+    }
+
+    fn invalidate(cached: &mut Cached, pages: Range<u64>) -> Vec<Range<u64>> {
+        let ranges = cached.begin(0, vec![bytes(pages)], None);
+        cached.end(0, true);
+        ranges
+    }
+
+    #[test]
+    fn what_was_invalidated_is_clean_until_the_kernel_asks_again() {
+        let mut cached = Cached::default();
+        cached.note(100..PAGE * 9 + 1);
+        assert!(has(&cached, 0) && has(&cached, 9) && !has(&cached, 10));
+        assert_eq!(invalidate(&mut cached, 3..5), [bytes(3..5)]);
+        assert_eq!([2, 3, 4, 5].map(|page| has(&cached, page)), [true, false, false, true]);
+        assert_eq!(invalidate(&mut cached, 3..5), [], "there is nothing to invalidate");
+        cached.note(bytes(4..5));
+        assert_eq!([3, 4].map(|page| has(&cached, page)), [false, true]);
+    }
+
+    #[test]
+    fn what_is_asked_for_during_an_invalidation_stays_noted_and_so_does_what_one_that_failed_was_about() {
+        let mut cached = Cached::default();
+        cached.note(bytes(0..10));
+        cached.begin(1, vec![bytes(0..10)], None);
+        cached.note(bytes(4..6));
+        assert!(has(&cached, 0), "it is there until the end");
+        cached.end(1, true);
+        assert_eq!([3, 4, 5, 6].map(|page| has(&cached, page)), [false, true, true, false]);
+        cached.begin(2, vec![bytes(0..10)], None);
+        cached.end(2, false);
+        assert!(has(&cached, 4));
+    }
+
+    #[test]
+    fn what_is_stored_is_there_until_its_own_invalidation_ends() {
+        let mut cached = Cached::default();
+        assert_eq!(cached.begin(1, vec![bytes(5..9)], Some(9 * PAGE - 1..9 * PAGE)), [bytes(5..9)]);
+        assert_eq!(invalidate(&mut cached, 8..9), [bytes(8..9)]);
+        assert!(has(&cached, 8) && !has(&cached, 7), "the other may have ended before it was stored");
+        cached.end(1, true);
+        assert!(!has(&cached, 8));
+    }
+
+    #[test]
+    fn a_pass_of_invalidations_in_any_order_leaves_nothing_and_the_memory_is_bounded() {
+        let mut cached = Cached::default();
+        let pages = 1 << 16;
+        cached.note(bytes(0..pages));
+        for i in 0..pages {
+            let page = i * 40_503 % pages;
+            invalidate(&mut cached, page..page + 1);
+            assert!(!has(&cached, page) && cached.pages.runs.len() <= RUNS);
+        }
+        assert_eq!(cached.pages.runs, []);
+        for i in 0..pages {
+            cached.note(bytes(i * 40_503 % pages..i * 40_503 % pages + 1));
+            assert!(cached.pages.runs.len() <= RUNS);
+        }
+        assert_eq!(cached.pages.runs, [bytes(0..pages)]);
+    }
+
+    /// A kernel that reads, and is told to forget, in all orders.
+    #[test]
+    fn a_page_that_the_kernel_has_been_given_is_always_known() {
+        const PAGES: u64 = 4000;
+        let mut state = 1_u64;
+        let mut below = |limit: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % limit
+        };
+        let mut cached = Cached::default();
+        // What the kernel has: pages whose read has arrived here, and such whose read is on its way.
+        let (mut given, mut asked) = (vec![false; PAGES as usize], Vec::<Range<u64>>::new());
+        // Invalidations, and whether the kernel has come to them.
+        let mut under_way: Vec<(u64, Vec<Range<u64>>, bool)> = Vec::new();
+        for number in 0..60_000 {
+            match below(6) {
+                0 => {
+                    let start = below(PAGES);
+                    asked.push(start..(start + 1 + below(3)).min(PAGES));
+                }
+                1 | 2 if !asked.is_empty() => {
+                    let range = asked.swap_remove(below(asked.len() as u64) as usize);
+                    cached.note(bytes(range.clone()));
+                    given[range.start as usize..range.end as usize].fill(true);
+                }
+                3 if under_way.len() < 5 => {
+                    let start = below(PAGES);
+                    let ranges = cached.begin(number, vec![bytes(start..(start + 1 + below(9)).min(PAGES))], None);
+                    under_way.push((number, ranges, false));
+                }
+                4 if !under_way.is_empty() => {
+                    let at = below(under_way.len() as u64) as usize;
+                    let (_, ranges, came) = &mut under_way[at];
+                    for range in ranges {
+                        given[(range.start / PAGE) as usize..(range.end / PAGE) as usize].fill(false);
+                    }
+                    *came = true;
+                }
+                5 if under_way.iter().any(|(_, _, came)| *came) => {
+                    let at = under_way.iter().position(|(_, _, came)| *came).unwrap();
+                    cached.end(under_way.swap_remove(at).0, true);
+                }
+                _ => {}
+            }
+            let page = below(PAGES);
+            assert!(!given[page as usize] || has(&cached, page), "step {number}: page {page} was forgotten");
+        }
+        assert!((0..PAGES).all(|page| !given[page as usize] || has(&cached, page)));
+        assert!((0..PAGES).any(|page| !has(&cached, page)));
+    }
+}
