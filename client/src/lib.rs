@@ -23,6 +23,7 @@ mod device_memory;
 mod error;
 mod file;
 pub mod gpu;
+mod linger;
 mod mount;
 mod ring;
 mod socket;

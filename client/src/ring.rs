@@ -24,6 +24,7 @@ use crate::buffer::sealed::Target;
 use crate::buffer::{Memory, Shared};
 use crate::error::{Error, Result};
 use crate::file::{File, Require, Transfer};
+use crate::linger::Linger;
 use crate::mount::{Connection, Mount, reason, status};
 use gpunvme_gpupath::abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
 use gpunvme_gpupath::abi::{Command, Moved};
@@ -291,31 +292,36 @@ impl Ring {
     /// [`Error::RingClosed`] where there is none and none will come: the volume was unmounted, or its daemon is gone.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
         self.submit();
-        let start = Instant::now();
-        let deadline = wait.deadline(start);
+        let mut linger = Linger::new();
+        let deadline = wait.deadline(linger.now());
         loop {
-            let taken = self.take(out);
-            if taken > 0 || self.in_flight() == 0 {
+            let taken = self.poll(linger.now(), out)?;
+            if taken > 0 || self.in_flight() == 0 || deadline.is_some_and(|deadline| linger.now() >= deadline) {
                 return Ok(taken);
             }
-            let now = Instant::now();
-            if now.duration_since(self.alive) >= LOOK {
-                if self.is_over() {
-                    // What came before the end counts.
-                    let taken = self.take(out);
-                    return if taken > 0 { Ok(taken) } else { Err(self.name.closed()) };
-                }
-                self.alive = now;
-            }
-            if deadline.is_some_and(|deadline| now >= deadline) {
-                return Ok(0);
-            }
-            if start.elapsed() < LINGER {
-                std::hint::spin_loop();
-            } else if self.arm()? {
+            if !linger.goes_on(LINGER) && self.arm()? {
                 self.sleep(deadline)?;
+                linger.look_at_clock();
             }
         }
+    }
+
+    /// [`Ring::complete`] without waiting and submitting, for callers who know the time.
+    pub(crate) fn poll(&mut self, now: Instant, out: &mut Vec<Completed>) -> Result<usize> {
+        let taken = self.take(out);
+        if taken > 0 || self.in_flight() == 0 {
+            self.alive = now;
+            return Ok(taken);
+        }
+        if now.saturating_duration_since(self.alive) >= LOOK {
+            if self.is_over() {
+                // What came before the end counts.
+                let taken = self.take(out);
+                return if taken > 0 { Ok(taken) } else { Err(self.name.closed()) };
+            }
+            self.alive = now;
+        }
+        Ok(0)
     }
 
     /// Asks to be signalled at the next completion: the ring, as a descriptor, then becomes readable. False: there is one already, and no signal will come.
@@ -363,6 +369,9 @@ impl Ring {
     /// Takes the completions that are there.
     fn take(&mut self, out: &mut Vec<Completed>) -> usize {
         let tail = self.memory.load(Word::CompletionTail);
+        if self.head == tail {
+            return 0; // the daemon looks at the words, which are not written without need
+        }
         let mut taken = 0;
         while self.head != tail {
             let completion = self.memory.completion(self.head);
@@ -373,9 +382,6 @@ impl Ring {
             self.free.push(slot as u32);
             out.push(in_flight.completed(&completion));
             taken += 1;
-        }
-        if taken > 0 {
-            self.alive = Instant::now();
         }
         self.memory.store(Word::CompletionHead, self.head);
         taken

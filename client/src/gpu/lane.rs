@@ -11,13 +11,14 @@ use super::transfers::Settings;
 use crate::buffer::Shared;
 use crate::error::{Error, Result};
 use crate::mount::Mount;
-use gpunvme_gpupath::cuda::{Cuda, CudaError, Event, Gpu, Move, Scatter, Stream};
+use gpunvme_gpupath::cuda::{Cuda, CudaError, Entered, Event, Gpu, Move, Scatter, Stream};
 use gpunvme_gpupath::pieces::Direction;
 use gpunvme_gpupath::staging::{CHUNK, Slots};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
 /// Batches on their way at most: while one is copied the next waits behind it, and the stream never runs dry.
@@ -29,7 +30,14 @@ const TABLE: usize = BATCH * size_of::<Move>();
 /// Up to this many bytes the kernel may move: a copy engine takes about as long for any copy that is shorter than 64 KiB.
 const SMALL: u64 = 32 << 10;
 /// From this many small copies on the kernel makes them: launching it costs about as much as two copies.
-const FEW: usize = 4;
+const MANY: usize = 3;
+/// Copies are made when they are this part of all that is in flight, and together then: each batch costs the processor some microseconds, however little is in it. What waits
+/// for the others so is late by a few hundredths of the time that the device takes.
+const SHARE: usize = 8;
+/// Or when they are this many bytes, which keep a copy engine busy.
+const ENOUGH: u64 = 64 << 10;
+/// Or when the first has waited this long: about as long as the copy itself takes.
+const HOLD: Duration = Duration::from_micros(20);
 /// Bytes of the word that the stream writes, in a cache line of its own.
 const WORD: usize = 64;
 
@@ -92,6 +100,10 @@ pub(super) struct Lane {
     pub gates: Arc<Gates>,
     pub slots: Slots,
     waiting: Vec<Copy>,
+    /// Bytes of those.
+    waiting_bytes: u64,
+    /// When the first of them may have come.
+    since: Instant,
     runs: Vec<Run>,
     batches: VecDeque<Batch>,
     /// Lists of pieces for batches to come.
@@ -121,6 +133,8 @@ impl Lane {
             staging,
             slots: Slots::new(chunks, alignment),
             waiting: Vec::new(),
+            waiting_bytes: 0,
+            since: Instant::now(),
             runs: Vec::new(),
             batches: VecDeque::new(),
             spare: Vec::new(),
@@ -132,12 +146,18 @@ impl Lane {
 
     /// Adds a copy to those that wait.
     pub fn copy(&mut self, copy: Copy) {
+        self.waiting_bytes += copy.len;
         self.waiting.push(copy);
     }
 
-    /// Whether copies are on their way.
-    pub fn is_copying(&self) -> bool {
-        !self.batches.is_empty()
+    /// Whether copies are on their way, or wait to be.
+    pub fn is_busy(&self) -> bool {
+        !self.batches.is_empty() || !self.waiting.is_empty()
+    }
+
+    /// Makes the GPU's context current on this thread until the guard is dropped.
+    pub fn enter(&self) -> std::result::Result<Entered, CudaError> {
+        self.gpu.enter()
     }
 
     /// Appends the pieces whose copies are done.
@@ -177,16 +197,24 @@ impl Lane {
         self.broken = Some(error);
     }
 
-    /// Gives the stream what waits, if it is not too busy. Copies that could not be made are appended to `failed`. Returns whether anything was done.
-    pub fn issue(&mut self, failed: &mut Vec<(usize, NotCopied)>) -> bool {
-        if self.waiting.is_empty() || self.batches.len() == BATCHES {
+    /// Gives the stream what waits, if it is not too busy, and if it is not better to wait for more: `coming` pieces are on their way through the ring. Copies that could not be
+    /// made are appended to `failed`. Returns whether anything was done.
+    pub fn issue(&mut self, coming: usize, now: Instant, failed: &mut Vec<(usize, NotCopied)>) -> bool {
+        if self.waiting.is_empty() {
+            self.since = now;
             return false;
         }
+        let few = self.waiting.len() * SHARE < coming && self.waiting_bytes < ENOUGH;
+        if self.batches.len() == BATCHES || few && now.saturating_duration_since(self.since) < HOLD {
+            return false;
+        }
+        self.since = now;
         if let Err(error) = self.broken.clone().map_or_else(|| self.issue_all(failed), Err) {
             failed.extend(self.waiting.drain(..).map(|copy| (copy.piece, Some(error.clone()))));
             self.give_up(error, failed);
         }
         self.waiting.clear();
+        self.waiting_bytes = 0;
         true
     }
 
@@ -198,7 +226,7 @@ impl Lane {
         let number = self.last.wrapping_add(1);
         let mut batch = Batch { number, pieces: self.spare.pop().unwrap_or_default() };
         let small = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL).count();
-        let by_kernel = small > FEW;
+        let by_kernel = small >= MANY;
         let table = self.staging.len() + number as usize % BATCHES * TABLE;
         let mut moves = 0;
         for run in &self.runs {

@@ -24,6 +24,7 @@
 
 #[allow(unsafe_code)]
 mod gates;
+mod inbox;
 #[allow(unsafe_code)]
 mod lane;
 #[allow(unsafe_code)]

@@ -4,6 +4,7 @@ use super::request::End;
 use super::{Segment, Transfers};
 use crate::error::Result;
 use crate::file::{File, Transfer};
+use crate::linger::Linger;
 use crate::ring::Wait;
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::Mutex;
@@ -53,10 +54,17 @@ pub struct Finished {
 #[derive(Debug)]
 struct Shared {
     finished: Mutex<Vec<Finished>>,
-    /// Of them, so that whoever waits can look without a lock.
+    watched: Watched,
+    event: OwnedFd,
+}
+
+/// What whoever waits looks at all the time, in a cache line that is written when there is something to see.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Watched {
+    /// Of the requests that are done, so that one can look without a lock.
     count: AtomicUsize,
     asleep: AtomicBool,
-    event: OwnedFd,
 }
 
 /// Where the answer to one request goes.
@@ -65,17 +73,46 @@ pub(super) struct QueueEnd {
     user_data: u64,
 }
 
-impl QueueEnd {
-    pub fn put(self, result: Result<Transfer>) {
-        let QueueEnd { shared, user_data } = self;
-        {
-            let mut finished = shared.finished.lock();
-            finished.push(Finished { user_data, result });
-            shared.count.store(finished.len(), Ordering::SeqCst);
+/// Answers on their way to their queues: however many there are for a queue at a time, it is locked and woken once.
+#[derive(Default)]
+pub(super) struct Deliveries {
+    queues: Vec<(Arc<Shared>, Vec<Finished>)>,
+    /// Empty lists, for queues to come.
+    spare: Vec<Vec<Finished>>,
+}
+
+impl Deliveries {
+    /// Adds an answer.
+    pub fn add(&mut self, end: QueueEnd, result: Result<Transfer>) {
+        let QueueEnd { shared, user_data } = end;
+        let finished = Finished { user_data, result };
+        match self.queues.iter_mut().rev().find(|(queue, _)| Arc::ptr_eq(queue, &shared)) {
+            Some((_, list)) => list.push(finished),
+            None => {
+                let mut list = self.spare.pop().unwrap_or_default();
+                list.push(finished);
+                self.queues.push((shared, list));
+            }
         }
-        if shared.asleep.swap(false, Ordering::SeqCst) {
-            // A counter that is full has been signalled.
-            let _ = rustix::io::write(&shared.event, &1u64.to_ne_bytes());
+    }
+
+    /// Hands over what was added.
+    pub fn deliver(&mut self) {
+        for (shared, mut list) in self.queues.drain(..) {
+            {
+                let mut finished = shared.finished.lock();
+                if finished.is_empty() {
+                    std::mem::swap(&mut *finished, &mut list);
+                } else {
+                    finished.append(&mut list);
+                }
+                shared.watched.count.store(finished.len(), Ordering::SeqCst);
+            }
+            self.spare.push(list);
+            if shared.watched.asleep.load(Ordering::SeqCst) && shared.watched.asleep.swap(false, Ordering::SeqCst) {
+                // A counter that is full has been signalled.
+                let _ = rustix::io::write(&shared.event, &1u64.to_ne_bytes());
+            }
         }
     }
 }
@@ -84,7 +121,7 @@ impl Queue {
     pub(super) fn new(transfers: &Transfers) -> Result<Queue> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let event = event.map_err(|errno| transfers.failed("make a queue", errno))?;
-        let shared = Shared { finished: Mutex::default(), count: AtomicUsize::new(0), asleep: AtomicBool::new(false), event };
+        let shared = Shared { finished: Mutex::default(), watched: Watched::default(), event };
         Ok(Queue { transfers: transfers.clone(), shared: Arc::new(shared), in_flight: 0 })
     }
 
@@ -127,17 +164,16 @@ impl Queue {
     /// # Errors
     /// [`Error::Path`] if the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Finished>) -> Result<usize> {
-        let start = Instant::now();
-        let deadline = wait.deadline(start);
+        let mut linger = Linger::new();
+        let deadline = wait.deadline(linger.now());
         loop {
             let taken = self.take(out);
-            if taken > 0 || self.in_flight == 0 || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            if taken > 0 || self.in_flight == 0 || deadline.is_some_and(|deadline| linger.now() >= deadline) {
                 return Ok(taken);
             }
-            if start.elapsed() < LINGER {
-                std::hint::spin_loop();
-            } else if self.arm() {
+            if !linger.goes_on(LINGER) && self.arm() {
                 self.sleep(deadline)?;
+                linger.look_at_clock();
             }
         }
     }
@@ -145,9 +181,10 @@ impl Queue {
     /// Asks to be signalled when the next request is done: the queue, as a descriptor, then becomes readable. False: there is one already, and no signal will come.
     pub fn arm(&mut self) -> bool {
         let _ = rustix::io::read(&self.shared.event, &mut [0u8; 8]); // nonblocking: an older signal, if any
-        self.shared.asleep.store(true, Ordering::SeqCst);
-        if self.shared.count.load(Ordering::SeqCst) > 0 {
-            self.shared.asleep.store(false, Ordering::SeqCst);
+        let watched = &self.shared.watched;
+        watched.asleep.store(true, Ordering::SeqCst);
+        if watched.count.load(Ordering::SeqCst) > 0 {
+            watched.asleep.store(false, Ordering::SeqCst);
             return false;
         }
         true
@@ -165,13 +202,13 @@ impl Queue {
     }
 
     fn take(&mut self, out: &mut Vec<Finished>) -> usize {
-        if self.shared.count.load(Ordering::Acquire) == 0 {
+        if self.shared.watched.count.load(Ordering::Acquire) == 0 {
             return 0;
         }
         let mut finished = self.shared.finished.lock();
         let taken = finished.len();
         out.append(&mut finished);
-        self.shared.count.store(0, Ordering::SeqCst);
+        self.shared.watched.count.store(0, Ordering::SeqCst);
         self.in_flight -= taken;
         taken
     }

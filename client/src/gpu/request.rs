@@ -3,19 +3,21 @@
 //! It guards that every request is answered once, whatever becomes of it.
 
 use super::gates::Gate;
-use super::queue::QueueEnd;
+use super::queue::{Deliveries, QueueEnd};
 use super::registered::Lease;
 use crate::Reason;
 use crate::error::Result;
 use crate::file::{Require, Transfer};
+use crate::linger::Linger;
 use crate::ring::Attached;
 use gpunvme_gpupath::cuda::Gpu;
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::{Condvar, Mutex};
+use smallvec::SmallVec;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long [`Pending::wait`] looks before it sleeps: about what a small read takes.
 const LINGER: Duration = Duration::from_micros(50);
@@ -45,6 +47,9 @@ pub(super) struct Part {
     pub registered: std::result::Result<Lease, Reason>,
 }
 
+/// The parts of a request: mostly one, which then needs no memory of its own.
+pub(super) type Parts = SmallVec<[Part; 1]>;
+
 /// What the memory of a part was when it was asked for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Allocation {
@@ -62,7 +67,7 @@ pub(super) struct Allocation {
 pub(super) struct Request {
     pub direction: Direction,
     pub file: Attached,
-    pub parts: Vec<Part>,
+    pub parts: Parts,
     pub require: Require,
     /// How long its pieces are.
     pub piece_len: u64,
@@ -73,11 +78,11 @@ pub(super) struct Request {
 
 impl Request {
     /// Answers it. A stream that waits for it goes on, whatever the answer is: nothing else could tell it.
-    pub fn answer(self, result: Result<Transfer>) {
+    pub fn answer(self, result: Result<Transfer>, deliveries: &mut Deliveries) {
         if let Some(gate) = self.gate {
             gate.open();
         }
-        self.end.answer(result);
+        self.end.answer(result, deliveries);
     }
 }
 
@@ -89,7 +94,7 @@ pub(super) enum End {
 }
 
 impl End {
-    fn answer(self, result: Result<Transfer>) {
+    fn answer(self, result: Result<Transfer>, deliveries: &mut Deliveries) {
         match self {
             End::Pending(answer) => answer.set(result),
             End::Callback(callback) => {
@@ -98,7 +103,7 @@ impl End {
                     tracing::error!("what was to be called when a request was done panicked");
                 }
             }
-            End::Queue(end) => end.put(result),
+            End::Queue(end) => deliveries.add(end, result),
         }
     }
 }
@@ -136,10 +141,8 @@ impl Pending {
     /// # Errors
     /// Those of [`super::Transfers::read`].
     pub fn wait(self) -> Result<Transfer> {
-        let start = Instant::now();
-        while !self.is_done() && start.elapsed() < LINGER {
-            std::hint::spin_loop();
-        }
+        let mut linger = Linger::new();
+        while !self.is_done() && linger.goes_on(LINGER) {}
         let mut result = self.0.result.lock();
         loop {
             if let Some(result) = result.take() {

@@ -2,10 +2,11 @@
 
 use super::Queue;
 use super::gates::{Gate, Gates};
+use super::inbox::Inbox;
 use super::lane::Lane;
 use super::registered::Registrations;
-use super::request::{Allocation, Answer, End, Part, Pending, Request, Segment};
-use super::worker::{Inbox, Message, PIECES, Worker};
+use super::request::{Allocation, Answer, End, Part, Parts, Pending, Request, Segment};
+use super::worker::{PIECES, Worker};
 use crate::error::{Error, Result};
 use crate::file::{File, Require, Transfer};
 use crate::mount::Mount;
@@ -210,7 +211,7 @@ impl Transfers {
     /// [`Error::UnknownMemory`] where CUDA knows none.
     pub fn route(&self, address: u64) -> Result<(Route, Reason)> {
         let _alone = self.inner.cuda.leave_captures_alone(); // as far as it can be: see `begin`
-        let mut parts = Vec::with_capacity(1);
+        let mut parts = Parts::new();
         self.inner.look_up(0, &Segment { file_offset: 0, address, len: 1 }, None, &mut None, &mut parts)?;
         let registered = parts.first().map(|part| part.registered.as_ref().map(|_| ()));
         Ok(match registered {
@@ -267,7 +268,7 @@ impl Transfers {
         }
         // The first use of a GPU or an allocation asks CUDA for what would end a capture, also one on another thread; without it the request is done all the same.
         let _alone = inner.cuda.leave_captures_alone();
-        let mut parts = Vec::with_capacity(segments.len());
+        let mut parts = Parts::with_capacity(segments.len());
         let mut bytes = 0u64;
         let mut last = None;
         for (index, segment) in segments.iter().enumerate() {
@@ -288,7 +289,7 @@ impl Transfers {
             _ => None,
         };
         let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), gate, end };
-        inner.inbox.send(Message::Request(Box::new(request)));
+        inner.inbox.send(|mail| mail.requests.push(request));
         Ok(())
     }
 }
@@ -301,7 +302,7 @@ impl Inner {
         segment: &Segment,
         route: Option<Route>,
         last: &mut Option<(cuda::Allocation, Allocation)>,
-        parts: &mut Vec<Part>,
+        parts: &mut Parts,
     ) -> Result<()> {
         let mut within = 0;
         while within < segment.len {
@@ -357,7 +358,7 @@ impl Inner {
         }
         let lane = Lane::new(self.cuda, gpu, &self.mount, &self.settings, self.alignment)?;
         let gates = lane.gates.clone();
-        self.inbox.send(Message::Lane(gpu.index(), Box::new(lane)));
+        self.inbox.send(|mail| mail.lanes.push((gpu.index(), Box::new(lane))));
         lanes.push((gpu, gates.clone()));
         Ok(gates)
     }
@@ -381,7 +382,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // The worker's are the last then, which end when it is done with all requests: this may be a callback, and the worker the thread that it runs on.
         self.lanes.get_mut().clear();
-        self.inbox.send(Message::End);
+        self.inbox.send(|mail| mail.end = true);
         if let Some(worker) = self.worker.take()
             && worker.thread().id() != std::thread::current().id()
         {

@@ -4,25 +4,25 @@
 //! the last of its pieces is back. And an idle thread sleeps, while a busy one makes no system call: it looks at the ring, at the words that its streams write, and at its inbox.
 
 use super::gates::Gate;
+use super::inbox::{Inbox, Mail};
 use super::lane::{BATCH, Copy, Lane, NotCopied};
+use super::queue::Deliveries;
 use super::registered::Lease;
 use super::request::{Part, Request};
 use crate::buffer::{Memory, Shared};
 use crate::error::Error;
 use crate::file::Transfer;
-use crate::ring::{Completed, Operation, Ring, Wait};
+use crate::linger::Linger;
+use crate::ring::{Completed, Operation, Ring};
 use crate::{Moved, Reason};
 use gpunvme_gpupath::cuda::{CudaError, Gpu};
 use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
-use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use slab::Slab;
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Entries of the ring, and pieces in flight: enough for any device, and few enough that a new request is not long behind the others.
@@ -40,54 +40,9 @@ const LOOK: Duration = Duration::from_secs(1);
 /// After how long without progress, and how often then, a stream is asked what is the matter.
 const STALLED: Duration = Duration::from_millis(100);
 
-/// What application threads tell the worker.
-pub(super) enum Message {
-    /// A GPU is used for the first time.
-    Lane(u32, Box<Lane>),
-    Request(Box<Request>),
-    /// Ends when everything is done.
-    End,
-}
-
-/// How they tell it.
-pub(super) struct Inbox {
-    messages: Mutex<Vec<Message>>,
-    /// Of them, so that the worker can look without a lock.
-    count: AtomicUsize,
-    asleep: AtomicBool,
-    event: OwnedFd,
-}
-
-impl Inbox {
-    pub fn new() -> Result<Inbox, Errno> {
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Inbox { messages: Mutex::default(), count: AtomicUsize::new(0), asleep: AtomicBool::new(false), event })
-    }
-
-    pub fn send(&self, message: Message) {
-        {
-            let mut messages = self.messages.lock();
-            messages.push(message);
-            self.count.store(messages.len(), Ordering::SeqCst);
-        }
-        if self.asleep.swap(false, Ordering::SeqCst) {
-            // A counter that is full has been signalled.
-            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-        }
-    }
-
-    fn take(&self, into: &mut Vec<Message>) {
-        if self.count.load(Ordering::Acquire) > 0 {
-            let mut messages = self.messages.lock();
-            into.append(&mut messages);
-            self.count.store(0, Ordering::SeqCst);
-        }
-    }
-}
-
 /// A request that is being done.
 struct Active {
-    request: Box<Request>,
+    request: Request,
     /// The part to be cut next, and how much of it was.
     part: usize,
     within: u64,
@@ -134,10 +89,11 @@ pub(super) struct Worker {
     /// What ended the ring.
     closed: bool,
     ending: bool,
-    messages: Vec<Message>,
+    mail: Mail,
     completed: Vec<Completed>,
     copied: Vec<usize>,
     not_copied: Vec<(usize, NotCopied)>,
+    deliveries: Deliveries,
 }
 
 impl Worker {
@@ -154,7 +110,8 @@ impl Worker {
             pieces: Slab::with_capacity(PIECES),
             closed: false,
             ending: false,
-            messages: Vec::new(),
+            mail: Mail::default(),
+            deliveries: Deliveries::default(),
             completed: Vec::new(),
             copied: Vec::new(),
             not_copied: Vec::new(),
@@ -170,57 +127,58 @@ impl Worker {
     }
 
     fn work(&mut self) {
-        let mut quiet = Instant::now();
+        let mut linger = Linger::new();
+        let mut entered = None;
         loop {
             let mut busy = self.receive();
-            busy |= self.collect();
-            busy |= self.copy();
+            if entered.is_none() {
+                // So that calls for the GPU, mostly the only one, need not enter its context each.
+                entered = self.lanes.iter().flatten().next().and_then(|lane| lane.enter().ok());
+            }
+            busy |= self.collect(linger.now());
+            busy |= self.copy(linger.now());
             self.look_at_gates();
             busy |= self.cut();
             self.ring.submit();
+            self.deliveries.deliver();
             if busy {
-                quiet = Instant::now();
+                linger.restart();
             } else if self.ending && self.requests.is_empty() {
                 return;
-            } else if quiet.elapsed() < LINGER {
-                std::hint::spin_loop();
-            } else {
-                self.sleep(quiet);
+            } else if !linger.goes_on(LINGER) {
+                self.sleep(linger.since());
+                linger.look_at_clock();
             }
         }
     }
 
     /// Takes what came into the inbox.
     fn receive(&mut self) -> bool {
-        self.inbox.take(&mut self.messages);
-        let any = !self.messages.is_empty();
-        let mut messages = std::mem::take(&mut self.messages);
-        for message in messages.drain(..) {
-            match message {
-                Message::Lane(index, lane) => {
-                    let index = index as usize;
-                    self.lanes.resize_with(self.lanes.len().max(index + 1), || None);
-                    self.lanes[index] = Some(lane);
-                    self.progress.resize(self.lanes.len(), Instant::now());
-                }
-                Message::Request(request) => {
-                    let gated = request.gate.is_some();
-                    let id = self.requests.insert(Active {
-                        request,
-                        part: 0,
-                        within: 0,
-                        in_flight: 0,
-                        in_turns: true,
-                        done: Transfer::default(),
-                        failed: None,
-                    });
-                    if gated { self.gated.push(id) } else { self.turns.push_back(id) }
-                }
-                Message::End => self.ending = true,
-            }
+        if !self.inbox.take(&mut self.mail) {
+            return false;
         }
-        self.messages = messages;
-        any
+        let Mail { lanes, requests, end } = &mut self.mail;
+        for (index, lane) in lanes.drain(..) {
+            let index = index as usize;
+            self.lanes.resize_with(self.lanes.len().max(index + 1), || None);
+            self.lanes[index] = Some(lane);
+            self.progress.resize(self.lanes.len(), Instant::now());
+        }
+        for request in requests.drain(..) {
+            let gated = request.gate.is_some();
+            let id = self.requests.insert(Active {
+                request,
+                part: 0,
+                within: 0,
+                in_flight: 0,
+                in_turns: true,
+                done: Transfer::default(),
+                failed: None,
+            });
+            if gated { self.gated.push(id) } else { self.turns.push_back(id) }
+        }
+        self.ending |= std::mem::take(end);
+        true
     }
 
     /// Gives those their turn that their streams came to, in the order in which they were asked for.
@@ -236,12 +194,12 @@ impl Worker {
     }
 
     /// Takes what the ring completed.
-    fn collect(&mut self) -> bool {
+    fn collect(&mut self, now: Instant) -> bool {
         if self.closed || self.ring.in_flight() == 0 {
             return false;
         }
         let mut completed = std::mem::take(&mut self.completed);
-        let taken = self.ring.complete(Wait::No, &mut completed);
+        let taken = self.ring.poll(now, &mut completed);
         for Completed { user_data, result } in completed.drain(..) {
             self.transferred(user_data as usize, result);
         }
@@ -293,18 +251,19 @@ impl Worker {
     }
 
     /// Lets streams copy, and takes what they copied.
-    fn copy(&mut self) -> bool {
+    fn copy(&mut self, now: Instant) -> bool {
         let mut any = false;
+        let coming = self.ring.in_flight();
         for at in 0..self.lanes.len() {
             let Some(lane) = &mut self.lanes[at] else { continue };
             lane.finished(&mut self.copied);
-            let moved = lane.issue(&mut self.not_copied) || !self.copied.is_empty();
+            let moved = lane.issue(coming, now, &mut self.not_copied) || !self.copied.is_empty();
             if moved {
-                self.progress[at] = Instant::now();
+                self.progress[at] = now;
                 any = true;
-            } else if lane.is_copying() && self.progress[at].elapsed() > STALLED {
+            } else if lane.is_busy() && now.saturating_duration_since(self.progress[at]) > STALLED {
                 lane.probe(&mut self.not_copied);
-                self.progress[at] = Instant::now();
+                self.progress[at] = now;
             }
             self.after_copies();
         }
@@ -489,7 +448,7 @@ impl Worker {
             }
             Some(error) => Err(error),
         };
-        request.answer(result);
+        request.answer(result, &mut self.deliveries);
     }
 
     /// Waits until something happens, or may have. `quiet` is since when nothing did.
@@ -502,9 +461,8 @@ impl Worker {
                 Err(_) => return self.close(),
             }
         }
-        self.inbox.asleep.store(true, Ordering::SeqCst);
-        if self.inbox.count.load(Ordering::SeqCst) == 0 {
-            let copying = self.lanes.iter().flatten().any(|lane| lane.is_copying());
+        if self.inbox.fall_asleep() {
+            let copying = self.lanes.iter().flatten().any(|lane| lane.is_busy());
             let limit = match (copying, self.gated.is_empty()) {
                 (true, _) => Some(NAP),
                 (false, false) => Some((quiet.elapsed() / 4).clamp(NAP, LONG_NAP)),
@@ -518,7 +476,7 @@ impl Worker {
             let _ = rustix::event::poll(watched, timeout.as_ref());
             let _ = rustix::io::read(&self.inbox.event, &mut [0u8; 8]); // nonblocking: a signal, if any
         }
-        self.inbox.asleep.store(false, Ordering::SeqCst);
+        self.inbox.wake_up();
     }
 
     /// The ring is over: what is in it never comes back.

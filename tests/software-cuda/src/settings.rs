@@ -17,6 +17,8 @@ pub struct Settings {
     pub copy_fails: Option<u64>,
     /// `copy-takes`: microseconds that a copy or a kernel takes at least.
     pub copy_takes: Duration,
+    /// `call-takes`: nanoseconds that a call takes at least which gives a stream something to do; on an H200 that is about 1200.
+    pub call_takes: Duration,
     /// `dma-buf`: 0 where exports are refused.
     pub dma_buf: bool,
     /// `writes-ordering`: for whom GPUs order the writes of others (0, 100 or 200).
@@ -39,6 +41,7 @@ impl Settings {
             memory: 16 << 30,
             copy_fails: None,
             copy_takes: Duration::ZERO,
+            call_takes: Duration::ZERO,
             dma_buf: true,
             writes_ordering: 100,
             bars: Vec::new(),
@@ -58,6 +61,7 @@ impl Settings {
                 "memory" => settings.memory = value,
                 "copy-fails" => settings.copy_fails = Some(value),
                 "copy-takes" => settings.copy_takes = Duration::from_micros(value),
+                "call-takes" => settings.call_takes = Duration::from_nanos(value),
                 "dma-buf" => settings.dma_buf = value != 0,
                 "writes-ordering" => settings.writes_ordering = value as i32,
                 _ => panic!("SOFTWARE_CUDA: there is no setting {name:?}"),

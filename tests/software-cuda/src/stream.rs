@@ -60,6 +60,7 @@ pub struct Stream {
     /// Where it was made.
     pub context: Arc<Context>,
     queue: Sender<Work>,
+    call_takes: Duration,
 }
 
 impl Stream {
@@ -71,12 +72,17 @@ impl Stream {
             .name("software-cuda".to_owned())
             .spawn(move || run(software, &place, &work))
             .expect("a thread for a stream");
-        Stream { context, queue }
+        Stream { context, queue, call_takes: software.settings.call_takes }
     }
 
     /// Puts work at its end.
     pub fn put(&self, work: Work) {
+        let begun = Instant::now();
         self.queue.send(work).expect("a stream's thread ends after the stream");
+        // It is the caller's processor that is busy.
+        while begun.elapsed() < self.call_takes {
+            std::hint::spin_loop();
+        }
     }
 
     /// A mark at its end.

@@ -1,0 +1,56 @@
+//! How a thread waits for what comes soon.
+//!
+//! It guards against two costs: being woken takes longer than looking around for some microseconds; and whoever looks must not keep a processor from the thread that it waits for.
+
+use std::time::{Duration, Instant};
+
+/// Looks before the processor is offered to others, and the clock is asked: about a microsecond.
+const LOOKS: u32 = 16;
+
+/// The time since something happened last.
+#[derive(Debug)]
+pub(crate) struct Linger {
+    since: Instant,
+    now: Instant,
+    looks: u32,
+}
+
+impl Linger {
+    /// Begins now.
+    pub fn new() -> Linger {
+        let now = Instant::now();
+        Linger { since: now, now, looks: 0 }
+    }
+
+    /// Begins anew, because something happened.
+    pub fn restart(&mut self) {
+        *self = Linger::new();
+    }
+
+    /// When it began.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+
+    /// The time, as it was about a microsecond ago at most while this is asked in turns with [`Linger::goes_on`].
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
+    /// Asks the clock, after a sleep.
+    pub fn look_at_clock(&mut self) {
+        self.now = Instant::now();
+    }
+
+    /// Lets a moment pass. False when it has lasted for `limit`: it is better to sleep then.
+    pub fn goes_on(&mut self, limit: Duration) -> bool {
+        self.looks = self.looks.wrapping_add(1);
+        if self.looks.is_multiple_of(LOOKS) {
+            std::thread::yield_now();
+            self.now = Instant::now();
+        } else {
+            std::hint::spin_loop();
+        }
+        self.now.duration_since(self.since) < limit
+    }
+}
