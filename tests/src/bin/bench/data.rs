@@ -66,7 +66,11 @@ impl Data {
             } else {
                 let path = subjects.root(subject).join(format!("data {thread}"));
                 self.prepare(&path, scale.file_len)?;
-                if subject == Subject::Ioctl { mover::of_ioctl(&path, self)? } else { mover::of_file(&path, self)? }
+                match subject {
+                    Subject::Ioctl => mover::of_ioctl(&path, self)?,
+                    Subject::Ring => mover::of_ring(&path, self)?,
+                    _ => mover::of_file(&path, self)?,
+                }
             };
             movers.push(mover);
         }

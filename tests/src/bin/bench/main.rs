@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | gpunvme | a volume on an image file, mounted, through read(2) and write(2) |
 //! | ioctl | the same volume, through the ioctl into registered memory |
+//! | ring | the same volume, through a ring into registered memory |
 //! | ext4 | ext4 on a loop device with direct I/O, on an image file beside the first |
 //! | FUSE ceiling | memfs: a filesystem in memory, on the same FUSE settings |
 //! | device ceiling | a third such image file, through io_uring with O_DIRECT |

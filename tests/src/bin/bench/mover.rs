@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use gpunvme::Segment;
+use gpunvme::{Operation, Segment};
 use gpunvme_blockdev::{BlockDevice, OpenMode, Queue, Region, Request, Wait};
 use gpunvme_tests::tree;
 
@@ -53,6 +53,18 @@ pub fn of_ioctl(path: &Path, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Erro
     memory.fill(1);
     let buffer = file.mount()?.register(memory)?;
     Ok(Box::new(Ioctl { file, buffer, block: data.block, write: data.write, segments: Vec::new() }))
+}
+
+/// Moves through a ring, one operation a block.
+pub fn of_ring(path: &Path, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Error>> {
+    let file = if data.write { gpunvme::File::create(path)? } else { gpunvme::File::open(path)? };
+    let mount = file.mount()?;
+    let mut memory = gpunvme::Buffer::memfd(data.block as usize * data.depth)?;
+    memory.fill(1);
+    let buffer = mount.register(memory)?.share();
+    let ring = gpunvme::Ring::new(&mount, (data.depth as u32).next_power_of_two())?;
+    let attached = ring.attach(&file)?;
+    Ok(Box::new(Ring { file, ring, attached, buffer, block: data.block, write: data.write, completed: Vec::new() }))
 }
 
 struct Calls {
@@ -143,6 +155,39 @@ impl Mover for Ioctl {
         };
         if done.bytes() != offsets.len() as u64 * self.block {
             return Err(format!("the ioctl moved {} bytes of {}", done.bytes(), offsets.len() as u64 * self.block).into());
+        }
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<(), Box<dyn Error>> {
+        Ok(rustix::fs::fdatasync(&self.file)?)
+    }
+}
+
+struct Ring {
+    file: gpunvme::File,
+    ring: gpunvme::Ring,
+    attached: gpunvme::Attached,
+    buffer: Arc<gpunvme::Shared>,
+    block: u64,
+    write: bool,
+    completed: Vec<gpunvme::Completed>,
+}
+
+impl Mover for Ring {
+    fn go(&mut self, offsets: &[u64]) -> Result<(), Box<dyn Error>> {
+        for (slot, &offset) in offsets.iter().enumerate() {
+            let operation = if self.write { Operation::write } else { Operation::read };
+            self.ring.push(&operation(&self.attached, offset, &self.buffer, slot as u64 * self.block, self.block))?;
+        }
+        while self.ring.in_flight() > 0 {
+            self.ring.complete(gpunvme::Wait::Forever, &mut self.completed)?;
+        }
+        for completed in self.completed.drain(..) {
+            let moved = completed.result?.bytes();
+            if moved != self.block {
+                return Err(format!("the ring moved {moved} bytes of {}", self.block).into());
+            }
         }
         Ok(())
     }

@@ -75,9 +75,9 @@ impl Row {
         Some(self.median(Subject::Gpunvme)? / lower)
     }
 
-    /// What the ioctl reaches of the device.
-    fn of_device(&self) -> Option<f64> {
-        Some(self.median(Subject::Ioctl)? / self.median(Subject::DeviceCeiling)?)
+    /// What a way past the kernel's file interface reaches of the device.
+    fn of_device(&self, subject: Subject) -> Option<f64> {
+        Some(self.median(subject)? / self.median(Subject::DeviceCeiling)?)
     }
 
     /// What the mounted volume reaches of ext4.
@@ -92,7 +92,7 @@ impl fmt::Display for Report {
         writeln!(f, "{date}, {processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}, images on {backing}")?;
         writeln!(
             f,
-            "median of {} runs of at most {} s on files of {} MiB; ratios: gpunvme to the lower ceiling, ioctl to the device, gpunvme to ext4",
+            "median of {} runs of at most {} s on files of {} MiB; ratios: gpunvme to the lower ceiling, ioctl and ring to the device, gpunvme to ext4",
             self.runs,
             self.seconds,
             self.file_bytes >> 20
@@ -115,15 +115,16 @@ impl fmt::Display for Section {
         for subject in &subjects {
             write!(f, " {:>14} |", subject.name())?;
         }
-        writeln!(f, " {:>10} | {:>9} | {:>7} |", "of ceiling", "of device", "of ext4")?;
-        writeln!(f, "|{}", ":--|".to_owned() + &"--:|".repeat(subjects.len() + 3))?;
+        writeln!(f, " {:>10} | {:>15} | {:>14} | {:>7} |", "of ceiling", "ioctl of device", "ring of device", "of ext4")?;
+        writeln!(f, "|{}", ":--|".to_owned() + &"--:|".repeat(subjects.len() + 4))?;
         for row in &self.rows {
             write!(f, "| {:width$} |", row.work)?;
             for &subject in &subjects {
                 write!(f, " {:>14} |", number(row.median(subject), significant))?;
             }
             let ratio = |value: Option<f64>| number(value, |value| format!("{value:.2}"));
-            writeln!(f, " {:>10} | {:>9} | {:>7} |", ratio(row.of_ceiling()), ratio(row.of_device()), ratio(row.of_ext4()))?;
+            let [ioctl, ring] = [Subject::Ioctl, Subject::Ring].map(|subject| ratio(row.of_device(subject)));
+            writeln!(f, " {:>10} | {ioctl:>15} | {ring:>14} | {:>7} |", ratio(row.of_ceiling()), ratio(row.of_ext4()))?;
         }
         Ok(())
     }

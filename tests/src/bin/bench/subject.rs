@@ -18,13 +18,15 @@ const SPARE: u64 = 1 << 30;
 pub enum Subject {
     Gpunvme,
     Ioctl,
+    Ring,
     Ext4,
     FuseCeiling,
     DeviceCeiling,
 }
 
 impl Subject {
-    pub const ALL: [Subject; 5] = [Subject::Gpunvme, Subject::Ioctl, Subject::Ext4, Subject::FuseCeiling, Subject::DeviceCeiling];
+    pub const ALL: [Subject; 6] =
+        [Subject::Gpunvme, Subject::Ioctl, Subject::Ring, Subject::Ext4, Subject::FuseCeiling, Subject::DeviceCeiling];
     /// Those that are mounted and have files with names.
     pub const MOUNTED: [Subject; 3] = [Subject::Gpunvme, Subject::Ext4, Subject::FuseCeiling];
 
@@ -33,6 +35,7 @@ impl Subject {
         match self {
             Subject::Gpunvme => "gpunvme",
             Subject::Ioctl => "ioctl",
+            Subject::Ring => "ring",
             Subject::Ext4 => "ext4",
             Subject::FuseCeiling => "FUSE ceiling",
             Subject::DeviceCeiling => "device ceiling",
@@ -81,7 +84,7 @@ impl Subjects {
     /// Where a subject that has files is mounted.
     pub fn root(&self, subject: Subject) -> PathBuf {
         match subject {
-            Subject::Gpunvme | Subject::Ioctl => self.gpunvme.root(),
+            Subject::Gpunvme | Subject::Ioctl | Subject::Ring => self.gpunvme.root(),
             Subject::Ext4 => self.ext4.root.clone(),
             Subject::FuseCeiling => self.memfs.root.clone(),
             Subject::DeviceCeiling => unreachable!("the bare backing has no files"),
