@@ -130,6 +130,17 @@ pub enum Stall {
         /// The file.
         ino: u64,
     },
+    /// The end of the writes of the file that are under way. Direct writes that would begin are held back meanwhile, and until the
+    /// operation is over: others might begin for ever.
+    Flights {
+        /// The file.
+        ino: u64,
+    },
+    /// The end of an operation that holds direct writes of the file back.
+    Held {
+        /// The file.
+        ino: u64,
+    },
 }
 
 /// Why an attempt of an operation ended: it failed, or it has to wait. An attempt that ends so has changed nothing.

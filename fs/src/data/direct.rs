@@ -120,6 +120,9 @@ impl Filesystem {
         let file = self.files.get(ino);
         let mut state = file.state.lock();
         state.take_error()?;
+        if state.holds > 0 {
+            return Err(Fail::Stall(Stall::Held { ino }));
+        }
         let size = self.size_of_regular(&state, ino)?;
         if runs().any(|run| state.pages.range(run.clone()).next().is_some() || state.writing.range(run).next().is_some()) {
             return Err(Fail::Stall(Stall::File { ino }));

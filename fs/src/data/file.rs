@@ -43,6 +43,8 @@ pub(crate) struct FileState {
     pub direct: Vec<Range<u64>>,
     /// Batches of writes, and direct writes, that are under way.
     pub flights: Flights,
+    /// Operations that wait for the flights to end, and hold direct writes back.
+    pub holds: u32,
     /// Whether blocks beyond the end wait to be freed.
     pub truncation: Truncation,
     /// Size, when it is larger than the inode says.
@@ -145,7 +147,7 @@ pub(crate) struct File {
     pub ino: u64,
     /// Taken before the journal's and the metadata's locks, and never two files' at a time.
     pub state: Mutex<FileState>,
-    /// A batch of writes ended.
+    /// A batch of writes ended, or what held others back.
     pub landed: Condvar,
 }
 

@@ -23,6 +23,7 @@ pub mod direct;
 
 mod file;
 mod flush;
+mod hold;
 mod pages;
 mod place;
 mod read;
@@ -127,6 +128,7 @@ impl Filesystem {
     /// The operation's own error, or that of what it had to wait for.
     pub fn wait<T>(self: &Arc<Self>, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
         let mut waiter = Waiter::default();
+        let mut hold = None;
         loop {
             match attempt() {
                 Ok(result) => return Ok(result),
@@ -134,6 +136,8 @@ impl Filesystem {
                 Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_file(ino)?,
+                Err(Fail::Stall(Stall::Flights { ino })) => hold.get_or_insert_with(|| self.hold(ino)).wait(),
+                Err(Fail::Stall(Stall::Held { ino })) => self.wait_while_held(ino),
                 Err(Fail::Stall(stall)) => {
                     if stall == Stall::Reuse {
                         self.drop_windows();
@@ -210,8 +214,14 @@ impl Filesystem {
                 // Asked here, without the metadata lock: a file's lock is taken before that.
                 Renamed::Replaces(ino) => {
                     self.write_error(ino)?;
-                    if self.files.find(ino).is_some_and(|file| !file.state.lock().is_clean()) {
-                        return Err(Fail::Stall(Stall::File { ino }));
+                    if let Some(file) = self.files.find(ino) {
+                        let state = file.state.lock();
+                        if !state.flights.is_empty() {
+                            return Err(Fail::Stall(Stall::Flights { ino }));
+                        }
+                        if !state.is_clean() {
+                            return Err(Fail::Stall(Stall::File { ino }));
+                        }
                     }
                     settled = Some(ino);
                 }
@@ -293,7 +303,7 @@ impl Filesystem {
             let mut state = file.state.lock();
             self.drop_pages(&mut state, 0);
             if !state.flights.is_empty() {
-                return Err(Fail::Stall(Stall::File { ino }));
+                return Err(Fail::Stall(Stall::Flights { ino }));
             }
             (state.size, state.changed, state.error) = (None, None, None);
         }

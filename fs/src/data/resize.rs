@@ -73,9 +73,11 @@ impl Filesystem {
         let old = self.size_of_regular(state, ino)?;
         self.volume.writable()?;
         let stored = self.volume.stored_attributes(ino)?.inode.size;
+        if !state.flights.is_empty() {
+            return Err(Fail::Stall(Stall::Flights { ino }));
+        }
         // A size that grows must not be stored before what lies below it is on the device.
-        let busy = !state.flights.is_empty() || state.truncation != Truncation::Over;
-        if busy || (state.dirty > 0 && size > stored) {
+        if state.truncation != Truncation::Over || (state.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         if size > old && self.zero_tail(state, ino, old, size)? {

@@ -44,7 +44,10 @@ impl Filesystem {
         let size = self.size_of_regular(state, ino)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
         let touches = |run: &Range<u64>| (run.start <= last && first < run.end) || run.contains(&(size / BLOCK));
-        if state.direct.iter().any(touches) || (end > size && state.truncation != Truncation::Over) {
+        if state.direct.iter().any(touches) {
+            return Err(Fail::Stall(Stall::Flights { ino }));
+        }
+        if end > size && state.truncation != Truncation::Over {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let gap = self.tail_before(state, ino, size, first)?;

@@ -253,7 +253,9 @@ impl Volume {
                     std::thread::sleep(std::time::Duration::from_millis(5));
                 }
             }
-            Stall::Memory | Stall::Page { .. } | Stall::File { .. } => unreachable!("only operations on data stall so"),
+            Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::Flights { .. } | Stall::Held { .. } => {
+                unreachable!("only operations on data stall so")
+            }
         }
         Ok(())
     }

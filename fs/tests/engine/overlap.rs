@@ -4,10 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
 
-use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Rule};
+use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Region, Rule};
 use gpunvme_fs::VolumeOptions;
 use gpunvme_fs::data::{Filesystem, Options, Spawn};
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_fs::error::{Fail, FsError, Stall};
+use gpunvme_fs::volume::{Context, NewNode, RenameMode};
+use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, assert_sound, make, open};
@@ -30,10 +32,15 @@ impl Spawn for Stepping {
 
 /// Opens a volume whose writes complete when somebody waits for them, the youngest first; `meanwhile` runs before each.
 fn stepped(device: &Arc<dyn BlockDevice>, meanwhile: impl Fn() + Send + Sync + 'static) -> Arc<Filesystem> {
-    let io = Io::stepped(device.clone(), move |count| {
+    stepped_by(device, move |count| {
         meanwhile();
         count - 1
-    });
+    })
+}
+
+/// Opens a volume whose writes complete when somebody waits for them: of so many, the one that `next` names.
+fn stepped_by(device: &Arc<dyn BlockDevice>, next: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Filesystem> {
+    let io = Io::stepped(device.clone(), next);
     let spawn = Arc::new(Stepping(OnceLock::new()));
     assert!(spawn.0.set(io.clone()).is_ok());
     let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
@@ -187,4 +194,58 @@ fn a_long_truncation_stands_in_nobodys_way_and_is_over_before_the_file_grows() {
     fs.wait(|| fs.write(ino, 3000 * 8192, &[1; 100], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     assert!(fs.read(ino, 0, 3000 * 8192).unwrap().iter().all(|byte| *byte == 0), "it is a hole");
+}
+
+#[test]
+fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() {
+    type Operation = fn(&Arc<Filesystem>, u64) -> Result<(), FsError>;
+    let operations: [(&str, Operation); 4] = [
+        ("truncation", |fs, ino| fs.wait(|| fs.set_size(&WHO, ino, 0)).map(drop)),
+        ("rename", |fs, _| fs.wait(|| fs.rename(&WHO, (ROOT, b"a"), (ROOT, b"b"), RenameMode::Replace)).map(drop)),
+        ("removal", |fs, ino| {
+            fs.wait(|| fs.unlink(&WHO, ROOT, b"a"))?;
+            while fs.wait(|| fs.reap_step(ino))? {}
+            Ok(())
+        }),
+        ("write", |fs, ino| fs.wait(|| fs.write(ino, 100, &[3; 10], NOW))),
+    ];
+    for (what, operation) in operations {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+        make(&device);
+        let region = Region::allocate(8192).unwrap();
+        let shared: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();
+        let (waits, over) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+        let begin = {
+            let (shared, waits, over, region) = (shared.clone(), waits.clone(), over.clone(), region.clone());
+            move || {
+                let Some((fs, ino)) = shared.get().filter(|_| !over.load(Ordering::Relaxed)) else { return };
+                assert!(waits.fetch_add(1, Ordering::Relaxed) < 100, "{what}: it waits for as long as others write");
+                let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
+                if let Ok(write) = fs.plan_direct_write(*ino, &[segment], &region, NOW) {
+                    fs.submit_direct_write(write, |result| result.expect("the device works"));
+                }
+            }
+        };
+        let writer = begin.clone();
+        let fs = stepped_by(&device, move |_| {
+            writer();
+            0
+        });
+        let ino = file(&fs, b"a");
+        file(&fs, b"b");
+        fs.open_file(ino, false);
+        fs.wait(|| fs.write(ino, 0, &[0xaa; 8192], NOW)).unwrap();
+        fs.sync_file(ino).unwrap();
+        assert!(shared.set((fs.clone(), ino)).is_ok());
+        begin();
+        operation(&fs, ino).unwrap();
+        assert!(waits.load(Ordering::Relaxed) > 1, "{what}: others wrote meanwhile");
+        over.store(true, Ordering::Relaxed);
+        while fs.volume().io().step() {}
+        if what != "removal" {
+            let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
+            let held = fs.plan_direct_write(ino, &[segment], &region, NOW).err();
+            assert!(!matches!(held, Some(Fail::Stall(Stall::Held { .. }))), "{what}: they are let in again");
+        }
+    }
 }
