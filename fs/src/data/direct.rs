@@ -14,6 +14,7 @@ use gpunvme_gpupath::transfer::Failed;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Geometry, Timestamp};
+use smallvec::SmallVec;
 
 use super::Filesystem;
 use super::file::File;
@@ -51,7 +52,7 @@ struct Flight {
     fs: Arc<Filesystem>,
     file: Arc<File>,
     /// Blocks of the file that it writes.
-    direct: Vec<Range<u64>>,
+    direct: SmallVec<[Range<u64>; 1]>,
     placement: Placement,
     /// Blocks promised for it.
     promised: u64,
@@ -115,7 +116,7 @@ impl Filesystem {
         }
         self.volume.writable()?;
         let alignment = self.write_alignment();
-        let middles: Vec<Range<u64>> = segments.iter().map(|s| planner::aligned_middle(s, alignment)).collect();
+        let middles: SmallVec<[Range<u64>; 1]> = segments.iter().map(|s| planner::aligned_middle(s, alignment)).collect();
         let runs = || middles.iter().filter(|m| !m.is_empty()).map(|m| m.start / BLOCK..m.end / BLOCK);
         let file = self.files.get(ino);
         let mut state = file.state.lock();
@@ -140,15 +141,15 @@ impl Filesystem {
         }
         let mut new = 0;
         for run in runs() {
-            let mapped = self.volume.map(ino, run.start, run.end, usize::MAX)?;
-            new += run.end - run.start - mapped.iter().map(|m| u64::from(m.extent.len)).sum::<u64>();
+            new += run.end - run.start;
+            self.volume.map_each(ino, run.start, run.end, |mapping| new -= u64::from(mapping.extent.len))?;
         }
         let guard = self.volume.epochs.enter();
         self.volume.promise(new)?;
         let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
         let number = state.flights.begin();
         state.version += 1;
-        let direct: Vec<Range<u64>> = runs().collect();
+        let direct: SmallVec<[Range<u64>; 1]> = runs().collect();
         state.direct.extend(direct.iter().cloned());
         let mut places = placement.pieces().map(|p| Extent {
             file_offset: p.offset * BLOCK,

@@ -1,6 +1,6 @@
 //! Files in memory: what is known of a file that is open, or whose data is not on the device yet.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -91,20 +91,23 @@ impl FileState {
 #[derive(Default)]
 pub(crate) struct Flights {
     begun: u64,
-    under_way: BTreeSet<u64>,
+    /// In order.
+    under_way: VecDeque<u64>,
 }
 
 impl Flights {
     /// A write begins. Returns its number.
     pub fn begin(&mut self) -> u64 {
         self.begun += 1;
-        self.under_way.insert(self.begun);
+        self.under_way.push_back(self.begun);
         self.begun
     }
 
     /// A write is over.
     pub fn end(&mut self, number: u64) {
-        self.under_way.remove(&number);
+        if let Ok(at) = self.under_way.binary_search(&number) {
+            self.under_way.remove(at);
+        }
     }
 
     /// How many have begun so far: the number of the last.
@@ -114,7 +117,7 @@ impl Flights {
 
     /// Whether all up to this number are over.
     pub fn are_over(&self, number: u64) -> bool {
-        self.under_way.first().is_none_or(|first| *first > number)
+        self.under_way.front().is_none_or(|first| *first > number)
     }
 
     /// Whether none is under way.

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::Filesystem;
 use super::file::FileState;
 use crate::error::Attempt;
-use crate::volume::{Piece, Run, Stamp};
+use crate::volume::{Mapping, Piece, Run, Stamp};
 
 /// Blocks that a growing file reserves ahead, at least and at most: 8 MiB and 128 MiB.
 const WINDOW: std::ops::RangeInclusive<u64> = 2048..=32768;
@@ -16,7 +18,7 @@ const GROWS_FROM: u64 = 1 << 20;
 #[derive(Default)]
 pub(super) struct Placement {
     /// In the order of the blocks.
-    pieces: Vec<Placed>,
+    pieces: SmallVec<[Placed; 1]>,
     /// Pieces that are mapped.
     mapped: usize,
 }
@@ -85,7 +87,9 @@ impl Filesystem {
 
     fn place_run(&self, state: &mut FileState, ino: u64, size: u64, run: Range<u64>, placement: &mut Placement) -> Attempt<()> {
         let mut at = run.start;
-        for mapping in self.volume.map(ino, run.start, run.end, usize::MAX)? {
+        let mut mappings: SmallVec<[Mapping; 2]> = SmallVec::new();
+        self.volume.map_each(ino, run.start, run.end, |mapping| mappings.push(mapping))?;
+        for mapping in mappings {
             self.place_hole(state, ino, size, at..mapping.offset, placement)?;
             let run = Run { start: mapping.extent.block, len: mapping.extent.len.into() };
             let piece = Piece { offset: mapping.offset, run, reserved: false };
