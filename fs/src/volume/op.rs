@@ -4,7 +4,7 @@
 //! nothing. Whatever ends it before [`Op::finish`] (an error, a block that has to be loaded first, a panic) puts every block
 //! back as it was; so operations are written straight down, without planning what they may need.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use gpunvme_layout::geometry::STATE;
@@ -51,15 +51,25 @@ pub(crate) struct Meta {
     pub checkpoints: u64,
     /// Operations begun so far.
     operations: u64,
-    /// Blocks that no operation needs any more, for the next one's copies: an operation allocates nothing as a rule.
-    spare: Vec<Arc<Block>>,
-    /// The list of an operation that is over, empty, for the next one.
+}
+
+/// What a thread's operations leave to its next one, so that as a rule an operation allocates nothing. Not shared like [`Meta`]: to write
+/// memory that another core has just written takes as long as the rest of an operation.
+#[derive(Default)]
+struct Leftovers {
+    /// Blocks that nobody needs any more, for copies.
+    blocks: Vec<Arc<Block>>,
+    /// A list, empty.
     undo: Vec<Undo>,
+}
+
+thread_local! {
+    static LEFTOVERS: RefCell<Leftovers> = RefCell::default();
 }
 
 /// Blocks that one operation may change at the most; all of them are bounded by the depth of the tree.
 pub(crate) const OP_BLOCKS_MAX: usize = 160;
-/// Blocks kept for the copies of later operations. Most operations change fewer.
+/// Blocks that a thread keeps for the copies of later operations. Most operations change fewer.
 const SPARE_MAX: usize = 16;
 /// Leaves whose place an operation remembers: what most operations go back to.
 const PLACES: usize = 4;
@@ -118,8 +128,6 @@ impl Meta {
             hints: Hints::default(),
             checkpoints: 0,
             operations: 0,
-            spare: Vec::new(),
-            undo: Vec::new(),
         }
     }
 
@@ -131,19 +139,24 @@ impl Meta {
             self.running.push(STATE);
         }
     }
+}
 
+impl Leftovers {
     /// A copy of a block, made of a spare one where there is one.
-    fn copy(spare: &mut Vec<Arc<Block>>, block: &Block) -> Arc<Block> {
-        let Some(mut copy) = spare.pop() else { return Arc::new(block.clone()) };
+    fn copy(&mut self, block: &Block) -> Arc<Block> {
+        let Some(mut copy) = self.blocks.pop() else { return Arc::new(block.clone()) };
         Arc::get_mut(&mut copy).expect("a spare block is nobody else's").clone_from(block);
         copy
     }
 
-    /// Takes back a block that an operation needs no more.
-    fn reuse(&mut self, mut block: Arc<Block>) {
-        if self.spare.len() < SPARE_MAX && Arc::get_mut(&mut block).is_some() {
-            self.spare.push(block);
+    /// Takes the list of an operation that is over, and the blocks that it needs no more.
+    fn take(&mut self, mut undo: Vec<Undo>) {
+        for mut block in undo.drain(..).filter_map(|undo| undo.block) {
+            if self.blocks.len() < SPARE_MAX && Arc::get_mut(&mut block).is_some() {
+                self.blocks.push(block);
+            }
         }
+        self.undo = undo;
     }
 }
 
@@ -202,7 +215,7 @@ impl<'a> Op<'a> {
         }
         let (state, running) = (meta.state, meta.running.len());
         meta.operations += 1;
-        let (number, undo) = (meta.operations, std::mem::take(&mut meta.undo));
+        let (number, undo) = (meta.operations, LEFTOVERS.with_borrow_mut(|left| std::mem::take(&mut left.undo)));
         Ok(Op {
             meta,
             undo,
@@ -240,7 +253,7 @@ impl<'a> Op<'a> {
         entry.block.expect(kind)?;
         if entry.operation != self.number {
             entry.operation = self.number;
-            let copy = Meta::copy(&mut meta.spare, &entry.block);
+            let copy = LEFTOVERS.with_borrow_mut(|left| left.copy(&entry.block));
             // Images share a block's content: then it is the copy that changes.
             let before = if Arc::get_mut(&mut entry.block).is_some() { copy } else { std::mem::replace(&mut entry.block, copy) };
             note(&mut self.undo, &mut meta.running, entry, Undo { address, block: Some(before), running: entry.running });
@@ -285,9 +298,6 @@ impl<'a> Op<'a> {
         for chunk in std::mem::take(&mut self.emptied) {
             self.meta.emptied.push((chunk, sequence));
         }
-        let mut undo = std::mem::take(&mut self.undo);
-        undo.drain(..).filter_map(|undo| undo.block).for_each(|block| self.meta.reuse(block));
-        self.meta.undo = undo;
         self.finished = true;
         sequence
     }
@@ -307,7 +317,7 @@ fn note(undo: &mut Vec<Undo>, running: &mut Vec<u64>, entry: &mut Entry, before:
 impl Drop for Op<'_> {
     fn drop(&mut self) {
         if self.finished {
-            return;
+            return LEFTOVERS.with_borrow_mut(|left| left.take(std::mem::take(&mut self.undo)));
         }
         let meta = &mut *self.meta;
         meta.state = self.state;
@@ -322,6 +332,5 @@ impl Drop for Op<'_> {
                 None => meta.cache.remove(undo.address),
             }
         }
-        meta.undo = std::mem::take(&mut self.undo);
     }
 }
