@@ -170,7 +170,7 @@ impl Filesystem {
         })?;
         drop(places);
         let stamp = if placement.is_in_place() && last * BLOCK <= size {
-            state.changed = Some(now);
+            state.changed = state.changed.max(Some(now));
             None
         } else {
             Some(Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) })

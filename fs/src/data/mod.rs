@@ -14,6 +14,7 @@ use gpunvme_blockdev::{BufferPool, Io};
 use gpunvme_layout::{Block, Key, Timestamp};
 
 use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::attr::content_changed;
 use crate::volume::{
     Attributes, Context, DirEntry, NewNode, RenameMode, Renamed, SetAttributes, Usage, Volume, VolumeOptions, Waiter,
 };
@@ -163,8 +164,12 @@ impl Filesystem {
     pub fn attributes(&self, ino: u64) -> Attempt<Attributes> {
         let Some(file) = self.files.find(ino) else { return self.volume.stored_attributes(ino) };
         let state = file.state.lock();
+        self.attributes_with(&state, ino)
+    }
+
+    fn attributes_with(&self, state: &FileState, ino: u64) -> Attempt<Attributes> {
         let mut attributes = self.volume.stored_attributes(ino)?;
-        overlay(&state, &mut attributes);
+        overlay(state, &mut attributes);
         Ok(attributes)
     }
 
@@ -173,7 +178,8 @@ impl Filesystem {
         let Some(file) = self.files.find(ino) else { return Ok(self.volume.set_attributes(context, ino, set)?.0) };
         let mut state = file.state.lock();
         // The time of a write before this change must not come back when that write lands.
-        let set = SetAttributes { mtime: set.mtime.or(state.changed), ..*set };
+        let written = self.attributes_with(&state, ino)?.inode.mtime;
+        let set = SetAttributes { mtime: set.mtime.or(state.changed.map(|_| written)), ..*set };
         let (mut attributes, _) = self.volume.set_attributes(context, ino, &set)?;
         state.changed = None;
         overlay(&state, &mut attributes);
@@ -356,7 +362,7 @@ fn overlay(state: &FileState, attributes: &mut Attributes) {
         inode.size = inode.size.max(size);
     }
     if let Some(changed) = state.changed {
-        (inode.mtime, inode.ctime) = (changed, inode.ctime.max(changed));
+        content_changed(inode, changed);
     }
     // What has no block yet will have one: du(1) shows what a file costs, not when it is paid.
     inode.blocks += state.promised;

@@ -82,11 +82,12 @@ impl Filesystem {
         }
         if size > old && self.zero_tail(state, ino, old, size)? {
             // As after a write: the inode learns of the size when the zeros are on the device.
-            (state.size, state.changed) = (Some(size), Some(context.now));
+            (state.size, state.changed) = (Some(size), state.changed.max(Some(context.now)));
             state.version += 1;
             return Ok(());
         }
-        let more = self.volume.set_size(context, ino, size)?;
+        let now = state.changed.map_or(context.now, |changed| changed.max(context.now));
+        let more = self.volume.set_size(&Context { now, ..*context }, ino, size)?;
         self.drop_pages(state, size.div_ceil(BLOCK));
         self.drop_window(state);
         if let Some(page) = state.pages.get(&(size / BLOCK)) {

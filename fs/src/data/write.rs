@@ -99,7 +99,7 @@ impl Filesystem {
         if end > size {
             state.size = Some(end);
         }
-        state.changed = Some(now);
+        state.changed = state.changed.max(Some(now));
         state.version += 1;
         Ok(())
     }

@@ -44,6 +44,19 @@ pub(crate) fn load(blocks: &impl Blocks, ino: u64) -> Attempt<Inode> {
     }
 }
 
+/// Notes when the content changed, and the inode with it. Changes may be noted in another order than they were asked for: a later
+/// one keeps its time.
+pub(crate) fn content_changed(inode: &mut Inode, at: Timestamp) {
+    // Only a time of content that somebody set may lie ahead of all changes; the next change replaces it.
+    inode.mtime = if at < inode.ctime { inode.mtime.max(at) } else { at };
+    changed(inode, at);
+}
+
+/// Notes when the inode changed.
+pub(crate) fn changed(inode: &mut Inode, at: Timestamp) {
+    inode.ctime = inode.ctime.max(at);
+}
+
 /// Stores an inode that exists already.
 pub(crate) fn store(op: &mut Op, ino: u64, inode: &Inode) -> Attempt<()> {
     tree::put(op, Key::inode(ino), &inode.encode())
@@ -51,13 +64,13 @@ pub(crate) fn store(op: &mut Op, ino: u64, inode: &Inode) -> Attempt<()> {
 
 /// Loads an inode, changes it and stores it.
 pub(crate) fn change<T>(op: &mut Op, ino: u64, change: impl FnOnce(&mut Inode) -> T) -> Attempt<T> {
-    let changed = tree::update(op, Key::inode(ino), |bytes| {
+    let result = tree::update(op, Key::inode(ino), |bytes| {
         let mut inode = Inode::decode(ino, bytes)?;
         let result = change(&mut inode);
         bytes.copy_from_slice(&inode.encode());
         Ok(result)
     })?;
-    changed.ok_or_else(|| FsError::NotFound.into())
+    result.ok_or_else(|| FsError::NotFound.into())
 }
 
 impl Volume {
@@ -78,7 +91,7 @@ impl Volume {
         inode.gid = set.gid.unwrap_or(inode.gid);
         inode.atime = set.atime.unwrap_or(inode.atime);
         inode.mtime = set.mtime.unwrap_or(inode.mtime);
-        inode.ctime = context.now;
+        changed(&mut inode, context.now);
         store(&mut op, ino, &inode)?;
         Ok((Attributes { ino, inode }, op.finish()))
     }

@@ -84,7 +84,7 @@ impl Volume {
             orphan::remove(&mut op, ino)?;
         }
         inode.nlink += 1;
-        inode.ctime = context.now;
+        attr::changed(&mut inode, context.now);
         attr::store(&mut op, ino, &inode)?;
         dir::add(&mut op, parent, &Dirent { ino, file_type: inode.file_type(), name })?;
         change_directory(&mut op, context, parent, 1, 0)?;
@@ -265,8 +265,7 @@ fn change_directory(op: &mut Op, context: &Context, dir: u64, entries: i64, subd
     attr::change(op, dir, |inode| {
         inode.size = inode.size.saturating_add_signed(entries);
         inode.nlink = inode.nlink.saturating_add_signed(subdirectories);
-        inode.mtime = context.now;
-        inode.ctime = context.now;
+        attr::content_changed(inode, context.now);
     })
 }
 
@@ -274,7 +273,7 @@ fn change_directory(op: &mut Op, context: &Context, dir: u64, entries: i64, subd
 fn drop_link(op: &mut Op, context: &Context, ino: u64) -> Attempt<u32> {
     let nlink = attr::change(op, ino, |inode| {
         inode.nlink = if inode.is_dir() { 0 } else { inode.nlink.saturating_sub(1) };
-        inode.ctime = context.now;
+        attr::changed(inode, context.now);
         inode.nlink
     })?;
     if nlink == 0 {
@@ -286,7 +285,7 @@ fn drop_link(op: &mut Op, context: &Context, ino: u64) -> Attempt<u32> {
 /// Notes in an inode that it has a new name in that directory.
 fn moved(op: &mut Op, context: &Context, source: Found, parent: u64) -> Attempt<()> {
     attr::change(op, source.ino, |inode| {
-        inode.ctime = context.now;
+        attr::changed(inode, context.now);
         if inode.is_dir() {
             inode.parent = parent;
         }

@@ -39,8 +39,7 @@ impl Stamp {
     fn apply(&self, inode: &mut Inode) {
         inode.size = inode.size.max(self.size.unwrap_or(0));
         if let Some(changed) = self.changed {
-            // Another change of the inode may have come after the write.
-            (inode.mtime, inode.ctime) = (changed, inode.ctime.max(changed));
+            attr::content_changed(inode, changed);
         }
     }
 }
@@ -171,7 +170,7 @@ impl Volume {
         };
         inode.size = size;
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
-        (inode.mtime, inode.ctime) = (context.now, context.now);
+        attr::content_changed(&mut inode, context.now);
         attr::store(&mut op, ino, &inode)?;
         if step.next.is_some() {
             orphan::add(&mut op, ino)?;
@@ -186,7 +185,7 @@ impl Volume {
         let mut inode = regular(&op, ino)?;
         let step = extents::remove(&mut op, ino, from, to)?;
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
-        (inode.mtime, inode.ctime) = (context.now, context.now);
+        attr::content_changed(&mut inode, context.now);
         attr::store(&mut op, ino, &inode)?;
         op.finish();
         Ok(step.next)
@@ -197,7 +196,7 @@ impl Volume {
         let mut op = self.begin()?;
         regular(&op, ino)?;
         let step = extents::convert(&mut op, ino, from, to, true)?;
-        attr::change(&mut op, ino, |inode| (inode.mtime, inode.ctime) = (context.now, context.now))?;
+        attr::change(&mut op, ino, |inode| attr::content_changed(inode, context.now))?;
         op.finish();
         Ok(step.next)
     }

@@ -140,7 +140,7 @@ impl Volume {
                 }
             }
         }
-        inode.ctime = context.now;
+        attr::changed(&mut inode, context.now);
         attr::store(&mut op, ino, &inode)?;
         op.finish();
         Ok(())
@@ -152,7 +152,7 @@ impl Volume {
         if !remove(&mut op, ino, name)? {
             return Err(FsError::NoData.into());
         }
-        attr::change(&mut op, ino, |inode| inode.ctime = context.now)?;
+        attr::change(&mut op, ino, |inode| attr::changed(inode, context.now))?;
         op.finish();
         Ok(())
     }

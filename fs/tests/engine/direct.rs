@@ -7,7 +7,7 @@ use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region, Request};
 use gpunvme_fs::Filesystem;
 use gpunvme_fs::data::resize::Allocate;
 use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_fs::volume::{Context, NewNode, SetAttributes};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 
@@ -158,4 +158,48 @@ fn the_time_of_an_overwrite_shows_at_once_and_is_stored_while_the_file_is_open()
     gpunvme_blockdev::Io::inline(copy.clone()).and_then(|io| io.run(vec![Request::write(0, whole(), false)])).expect("it works");
     let recovered = open(&copy).expect("it recovers");
     assert_eq!(recovered.wait(|| recovered.attributes(ino)).expect("it is there").inode.mtime, LATER);
+}
+
+#[test]
+fn times_do_not_step_back_when_writes_are_over_in_another_order_than_they_began() {
+    const EARLIER: Timestamp = Timestamp { seconds: 50, nanoseconds: 0 };
+    const LATER: Timestamp = Timestamp { seconds: 51, nanoseconds: 0 };
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
+    make(&device);
+    let fs = open(&device).expect("a new volume can be opened");
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
+    fs.open_file(ino, false);
+    let region = Region::allocate(4096).expect("there is memory");
+    let plan = |block: u64, now| {
+        let segment = Segment { file_offset: block * 4096, buffer_offset: 0, len: 4096 };
+        fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, now)).expect("there is room")
+    };
+    let submit = |write| fs.submit_direct_write(write, |result| result.expect("the device works"));
+    let times = || {
+        let inode = fs.wait(|| fs.attributes(ino)).expect("it is there").inode;
+        (inode.mtime, inode.ctime)
+    };
+    // Blocks that are new, then such that are written over, then the write buffer.
+    let (first, second) = (plan(0, EARLIER), plan(1, LATER));
+    submit(second);
+    submit(first);
+    assert_eq!(times(), (LATER, LATER), "new blocks");
+    submit(plan(0, EARLIER));
+    assert_eq!(times(), (LATER, LATER), "in place");
+    fs.sync_file(ino).expect("the device works");
+    assert_eq!(times(), (LATER, LATER), "in place, stored");
+    fs.wait(|| fs.write(ino, 0, b"a", LATER)).expect("there is room");
+    fs.wait(|| fs.write(ino, 0, b"b", EARLIER)).expect("there is room");
+    fs.wait(|| fs.set_size(&Context { now: EARLIER, ..WHO }, ino, 100)).expect("it makes room");
+    assert_eq!(times(), (LATER, LATER), "the write buffer");
+    let mode = SetAttributes { mode: Some(0o600), ..SetAttributes::default() };
+    fs.wait(|| fs.set_attributes(&Context { now: EARLIER, ..WHO }, ino, &mode)).expect("it can be changed");
+    assert_eq!(times(), (LATER, LATER), "a change of attributes");
+    // A time that somebody set ahead is replaced by the next write.
+    let ahead = SetAttributes { mtime: Some(Timestamp { seconds: 1000, nanoseconds: 0 }), ..SetAttributes::default() };
+    fs.wait(|| fs.set_attributes(&Context { now: LATER, ..WHO }, ino, &ahead)).expect("it can be changed");
+    let last = Timestamp { seconds: 52, nanoseconds: 0 };
+    fs.wait(|| fs.write(ino, 0, b"c", last)).expect("there is room");
+    assert_eq!(times(), (last, last));
 }
