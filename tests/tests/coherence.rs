@@ -241,3 +241,46 @@ fn a_direct_write_that_is_over_is_what_everybody_reads_however_many_read_around_
         ends.into_iter().for_each(|end| end.unwrap());
     });
 }
+
+#[test]
+fn what_is_appended_never_lies_over_what_direct_writes_put_behind_the_end() {
+    needs_mount!();
+    const ROUNDS: u64 = 400;
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), b"").unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let (direct, appended) = std::thread::scope(|scope| {
+        let appending = scope.spawn(|| {
+            use std::io::Write;
+            let mut file = OpenOptions::new().append(true).open(volume.path("file")).unwrap();
+            let mut appended = 0_u64;
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                file.write_all(&[0xaa; 1000]).unwrap();
+                appended += 1;
+            }
+            appended
+        });
+        let file = OpenOptions::new().read(true).write(true).open(volume.path("file")).unwrap();
+        let buffer = Buffer::new(&file, 4096);
+        let direct: Vec<u64> = (0..ROUNDS)
+            .map(|round| {
+                let offset = file.metadata().unwrap().len().next_multiple_of(4096);
+                buffer.put(0, &[1 + (round % 100) as u8; 4096]);
+                buffer.write(&file, offset, 4096).unwrap();
+                offset
+            })
+            .collect();
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        (direct, appending.join().unwrap())
+    });
+    let check = |found: &[u8]| {
+        for (round, offset) in (0..ROUNDS).zip(&direct) {
+            let page = &found[*offset as usize..][..4096];
+            assert!(page.iter().all(|byte| *byte == 1 + (round % 100) as u8), "round {round}, at {offset}");
+        }
+    };
+    assert!(appended > 0);
+    check(&fs::read(volume.path("file")).unwrap());
+    let volume = volume.remount();
+    check(&fs::read(volume.path("file")).unwrap());
+}

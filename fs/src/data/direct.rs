@@ -173,6 +173,9 @@ impl Filesystem {
             state.changed = state.changed.max(Some(now));
             None
         } else {
+            if last * BLOCK > size {
+                state.outgrows(size);
+            }
             Some(Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) })
         };
         drop(state);
@@ -198,7 +201,7 @@ impl Filesystem {
                 while at < edge.end {
                     bytes.resize((edge.end - at).min(EDGE_STEP) as usize, 0);
                     region.read_at((segment.buffer_offset + (at - segment.file_offset)) as usize, &mut bytes)?;
-                    self.wait(|| self.write(ino, at, &bytes, now))?;
+                    self.wait(|| self.write_edge(ino, at, &bytes, now))?;
                     at += bytes.len() as u64;
                 }
             }

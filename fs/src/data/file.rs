@@ -49,6 +49,9 @@ pub(crate) struct FileState {
     pub truncation: Truncation,
     /// Size, when it is larger than the inode says.
     pub size: Option<u64>,
+    /// Where the file ended before direct writes made it longer, as long as the kernel may still believe that it ends there, or
+    /// somewhere between there and the end.
+    pub outgrown: Option<u64>,
     /// Times that the file was made shorter.
     pub shrinks: u64,
     /// Time of the last write that the inode does not know of.
@@ -69,6 +72,11 @@ impl FileState {
     /// Whether nothing in memory is newer than the device.
     pub fn is_clean(&self) -> bool {
         self.flights.is_empty() && self.dirty == 0 && self.size.is_none() && self.changed.is_none()
+    }
+
+    /// Notes that a direct write makes, or will make, the file longer than `size`.
+    pub fn outgrows(&mut self, size: u64) {
+        self.outgrown = Some(self.outgrown.map_or(size, |from| from.min(size)));
     }
 
     /// Tells somebody of the error of a write in the background.

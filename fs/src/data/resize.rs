@@ -80,6 +80,8 @@ impl Filesystem {
         if state.truncation != Truncation::Over || (state.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
+        // Whoever sets a size knows it.
+        state.outgrown = None;
         if size > old && self.zero_tail(state, ino, old, size)? {
             // As after a write: the inode learns of the size when the zeros are on the device.
             (state.size, state.changed) = (Some(size), state.changed.max(Some(context.now)));

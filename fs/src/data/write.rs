@@ -15,6 +15,17 @@ use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
+/// Whose bytes are written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Writer {
+    /// The kernel's, where it says.
+    Kernel,
+    /// The kernel's, behind the last byte.
+    Appending,
+    /// A direct write's, of which the kernel knows nothing before it is over.
+    Direct,
+}
+
 impl Filesystem {
     /// Writes bytes into a file, as far as the write buffer: they are on the device after [`Filesystem::sync_file`], or when
     /// somebody writes the file out.
@@ -22,13 +33,30 @@ impl Filesystem {
     /// # Errors
     /// [`FsError::NoSpace`] here and not later: a block is promised to each byte that is taken.
     pub fn write(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<()> {
+        self.write_as(Writer::Kernel, ino, offset, data, now).map(drop)
+    }
+
+    /// Writes bytes behind the last of a file (`O_APPEND`), as [`Filesystem::write`] does. The kernel sends where that is, but
+    /// direct writes may have made the file longer since it looked. Returns where the bytes are.
+    ///
+    /// # Errors
+    /// As [`Filesystem::write`].
+    pub fn append(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<u64> {
+        self.write_as(Writer::Appending, ino, offset, data, now)
+    }
+
+    /// Writes the part of a direct write that cannot go direct.
+    pub(super) fn write_edge(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<()> {
+        self.write_as(Writer::Direct, ino, offset, data, now).map(drop)
+    }
+
+    fn write_as(self: &Arc<Self>, writer: Writer, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<u64> {
         if data.is_empty() {
-            return Ok(());
+            return Ok(offset);
         }
-        let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_SIZE_MAX).ok_or(FsError::FileTooLarge)?;
         let file = self.files.get(ino);
         let mut state = file.state.lock();
-        let written = self.write_pages(&mut state, ino, offset, end, data, now);
+        let written = self.write_pages(&mut state, writer, ino, offset, data, now);
         let full = state.dirty >= BATCH_PAGES || self.pages.is_short();
         drop(state);
         if written.is_err() {
@@ -39,9 +67,21 @@ impl Filesystem {
         written
     }
 
-    fn write_pages(&self, state: &mut FileState, ino: u64, offset: u64, end: u64, data: &[u8], now: Timestamp) -> Attempt<()> {
+    fn write_pages(
+        &self,
+        state: &mut FileState,
+        writer: Writer,
+        ino: u64,
+        offset: u64,
+        data: &[u8],
+        now: Timestamp,
+    ) -> Attempt<u64> {
         self.volume.writable()?;
         let size = self.size_of_regular(state, ino)?;
+        let is_outgrown = |from: u64| (from..size).contains(&offset);
+        let moves = writer == Writer::Appending && state.outgrown.is_some_and(is_outgrown);
+        let offset = if moves { size } else { offset };
+        let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_SIZE_MAX).ok_or(FsError::FileTooLarge)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
         let touches = |run: &Range<u64>| (run.start <= last && first < run.end) || run.contains(&(size / BLOCK));
         if state.direct.iter().any(touches) {
@@ -98,10 +138,16 @@ impl Filesystem {
         }
         if end > size {
             state.size = Some(end);
+            match writer {
+                Writer::Direct => state.outgrows(size),
+                // The kernel knows where it ends.
+                Writer::Appending if !moves && state.direct.is_empty() => state.outgrown = None,
+                _ => {}
+            }
         }
         state.changed = state.changed.max(Some(now));
         state.version += 1;
-        Ok(())
+        Ok(offset)
     }
 
     /// Size of a file, in memory or as stored; fails for anything but a regular file.

@@ -1,5 +1,6 @@
 //! Operations on the content of files.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_gpupath::abi::Segment;
@@ -28,6 +29,8 @@ pub(super) struct Write {
     /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With `O_SYNC` the kernel sends an
     /// fsync after each write.
     pub direct: bool,
+    /// It goes behind the last byte of the file (`O_APPEND`), which is at `offset` as far as the kernel knows.
+    pub append: bool,
     /// The bytes are in the kernel's page cache.
     pub cached: bool,
 }
@@ -113,31 +116,59 @@ impl Front {
         if how.cached {
             self.nodes.caches(ino, how.offset..how.offset.saturating_add(data.len() as u64));
         }
-        if how.direct && is_aligned(how.offset) && is_aligned(data.len() as u64) {
+        // What is appended may go elsewhere, where it is not aligned.
+        if how.direct && !how.append && is_aligned(how.offset) && is_aligned(data.len() as u64) {
             return self.write_direct(caller, ino, data, how, done);
         }
         let attempt = move |fs: &Arc<Filesystem>, data: &[u8]| {
             if how.strip {
                 strip(fs, &caller, ino)?;
             }
-            fs.write(ino, how.offset, data, caller.context.now)
+            if how.append {
+                return fs.append(ino, how.offset, data, caller.context.now);
+            }
+            fs.write(ino, how.offset, data, caller.context.now)?;
+            Ok(how.offset)
+        };
+        let (len, last) = (data.len() as u64, data.last().copied());
+        let front = self.clone();
+        let done = move |written: Result<u64, FsError>| {
+            let place = *written.as_ref().unwrap_or(&how.offset);
+            done(written.map(drop));
+            if let Some(last) = last.filter(|_| place != how.offset) {
+                // Answered first: until then the kernel may keep a page locked that it is to forget.
+                front.moved(ino, how.offset..how.offset + len, place..place + len, last);
+            }
         };
         match attempt(&self.fs, data) {
-            Ok(()) if how.direct => self.wait(move |fs| land(fs, ino), done),
-            Ok(()) => done(Ok(())),
+            Ok(place) if how.direct => self.wait(move |fs| land(fs, ino).map(|()| place), done),
+            Ok(place) => done(Ok(place)),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
                 let data = data.to_vec();
                 self.wait(
                     move |fs| {
-                        fs.wait(|| attempt(fs, &data))?;
-                        if how.direct { land(fs, ino) } else { Ok(()) }
+                        let place = fs.wait(|| attempt(fs, &data))?;
+                        if how.direct {
+                            land(fs, ino)?;
+                        }
+                        Ok(place)
                     },
                     done,
                 );
             }
         }
+    }
+
+    /// Bytes that the kernel appended are not where it believes them: has it forget them there, and tells it of the new end by the
+    /// last byte.
+    fn moved(self: &Arc<Self>, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
+        let front = self.clone();
+        self.invalidations.run(move || {
+            let end = to.end - 1;
+            front.invalidate(ino, vec![from, to], Some((end, last)));
+        });
     }
 
     /// Writes whole blocks past the write buffer, and answers when the device has them.

@@ -249,3 +249,38 @@ fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() 
         }
     }
 }
+
+#[test]
+fn what_is_appended_beside_direct_writes_that_make_the_file_longer_goes_behind_them() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let fs = stepped(&device, || {});
+    let ino = file(&fs, b"a");
+    fs.open_file(ino, false);
+    let region = Region::allocate(8192).unwrap();
+    region.write_at(0, &[0xdd; 8192]).unwrap();
+    let direct = |offset: u64, len: u64| {
+        let segment = Segment { file_offset: offset, buffer_offset: 0, len };
+        fs.write_edges(ino, &[segment], &region, NOW).unwrap();
+        let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();
+        fs.submit_direct_write(write, |result| result.expect("the device works"));
+    };
+    let append = |offset, byte| fs.wait(|| fs.append(ino, offset, &[byte; 10], NOW)).unwrap();
+    assert_eq!(append(0, 1), 0);
+    fs.wait(|| fs.set_size(&WHO, ino, 4096)).unwrap();
+    direct(4096, 8192);
+    // Sent before the direct write was over, and then again with what the kernel believes since.
+    assert_eq!([append(4096, 2), append(4106, 3)], [12_288, 12_298]);
+    // As one that is not direct at all, because it is not aligned.
+    direct(12_308, 100);
+    assert_eq!(append(12_308, 4), 12_408);
+    assert_eq!(append(12_418, 5), 12_418, "the kernel knows the end again");
+    assert_eq!(append(4096, 6), 4096, "a place that no direct write made the file longer from is what it is");
+    fs.sync_file(ino).unwrap();
+    let mut expected = vec![0xdd; 12_428];
+    expected[..4096].fill(0);
+    for (offset, byte) in [(0, 1), (12_288, 2), (12_298, 3), (12_408, 4), (12_418, 5), (4096, 6)] {
+        expected[offset..offset + 10].fill(byte);
+    }
+    assert!(fs.read(ino, 0, 20_000).unwrap() == expected);
+}
