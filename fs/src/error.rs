@@ -69,6 +69,12 @@ pub enum FsError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] blockdev::Error),
+    /// Data was lost on its way to the device, and nobody asked in time to be told.
+    #[error("data of {files} files could not be written out and is lost; the log names them")]
+    Lost {
+        /// How many files.
+        files: usize,
+    },
     /// An earlier failure of the device stopped all writing.
     #[error("volume went read-only after a failed write of its metadata: {0}; unmount it, repair the device, mount it again")]
     Failed(String),
@@ -98,7 +104,7 @@ impl FsError {
             FsError::NotSupported => libc::EOPNOTSUPP,
             FsError::Corrupt(_) => libc::EUCLEAN,
             FsError::Cancelled => libc::EINTR,
-            FsError::Device(_) => libc::EIO,
+            FsError::Device(_) | FsError::Lost { .. } => libc::EIO,
             FsError::Failed(_) => libc::EROFS,
         }
     }

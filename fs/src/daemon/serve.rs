@@ -57,7 +57,9 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
         tracing::error!("{}: the kernel's requests cannot be had: {error}", dir.display());
     }
     lifecycle.ended();
-    session.end().and_then(|()| fs.close()).map_err(|error| failed(options, &error))?;
+    let ended = session.end();
+    // Closed in any case: there may be data that only memory has.
+    ended.and(fs.close()).map_err(|error| failed(options, &error))?;
     tracing::info!("{} unmounted", options.device);
     Ok(())
 }

@@ -104,13 +104,21 @@ impl Filesystem {
     /// Writes everything out and closes the volume.
     ///
     /// # Errors
-    /// The device failed; the volume is recovered when it is opened again.
+    /// The device failed; the volume is recovered when it is opened again. [`FsError::Lost`] when the volume is well, but data
+    /// was lost and nobody has been told.
     pub fn close(self: &Arc<Self>) -> Result<(), FsError> {
         let written = self.flush_all();
+        let mut files = 0;
         for file in self.files.all() {
-            self.drop_window(&mut file.state.lock());
+            let mut state = file.state.lock();
+            self.drop_window(&mut state);
+            if let Some(error) = state.error.as_ref().filter(|_| !state.told) {
+                tracing::error!(ino = file.ino, %error, "data of this file is lost, and nobody has been told before");
+                files += 1;
+            }
         }
-        written.and(self.volume.close())
+        let told = if files == 0 { Ok(()) } else { Err(FsError::Lost { files }) };
+        written.and(self.volume.close()).and(told)
     }
 
     /// The volume.

@@ -104,6 +104,28 @@ fn data_of_a_closed_file_that_cannot_be_written_is_reported_to_who_comes_next() 
 }
 
 #[test]
+fn data_that_was_lost_without_anybody_being_told_is_reported_when_the_volume_is_closed() {
+    for told in [false, true] {
+        let (faulty, device, fs) = setup();
+        let ino = file(&fs, b"a");
+        fs.open_file(ino, false);
+        fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
+        faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
+        if told {
+            assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO);
+        }
+        fs.close_file(ino, false);
+        match fs.close() {
+            Err(error) => assert!(!told && matches!(error, FsError::Lost { files: 1 }) && error.errno() == libc::EIO, "{error}"),
+            Ok(()) => assert!(told),
+        }
+        drop(fs);
+        let fs = open(&device).expect("the volume is well");
+        assert_sound(&fs, "after lost data");
+    }
+}
+
+#[test]
 fn metadata_that_cannot_be_written_makes_the_volume_read_only_until_it_is_opened_again() {
     let (faulty, device, fs) = setup();
     let kept = file(&fs, b"kept");
