@@ -91,11 +91,14 @@ impl Front {
         if cached {
             self.nodes.caches(ino, offset..offset.saturating_add(len as u64));
         }
-        let front = self.clone();
+        let (front, room) = (self.clone(), self.room.take(len));
         self.attempt(
             move |fs| fs.plan_read(ino, offset, len),
             move |plan| match plan {
-                Ok(plan) => front.fs.submit_read(plan, done),
+                Ok(plan) => front.fs.submit_read(plan, move |read| {
+                    done(read);
+                    drop(room);
+                }),
                 Err(error) => done(Err(error)),
             },
         );
@@ -146,9 +149,10 @@ impl Front {
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
-                let data = data.to_vec();
+                let (room, data) = (self.room.take(data.len()), data.to_vec());
                 self.wait(
                     move |fs| {
+                        let _room = room;
                         let place = fs.wait(|| attempt(fs, &data))?;
                         if how.direct {
                             land(fs, ino)?;
@@ -180,6 +184,7 @@ impl Front {
         how: Write,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
+        let room = self.room.take(data.len());
         // The bytes are the transport's, which takes its next request into the same place.
         let mut buffer = match self.fs.buffers().get(data.len()) {
             Ok(buffer) => buffer,
@@ -197,10 +202,14 @@ impl Front {
                 fs.plan_direct_write(ino, &[segment], &memory.region, caller.context.now)
             },
             move |planned| match planned {
-                Ok(planned) => front.fs.submit_direct_write(planned, move |written| {
-                    drop(buffer);
-                    done(written.map_err(FsError::from));
-                }),
+                Ok(planned) => {
+                    // A device needs no more of memory than a block does.
+                    assert!(planned.plan.edges.is_empty(), "whole blocks have no edges");
+                    front.fs.submit_direct_write(planned, move |written| {
+                        drop((buffer, room));
+                        done(written.map_err(FsError::from));
+                    });
+                }
                 Err(error) => done(Err(error)),
             },
         );

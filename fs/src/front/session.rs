@@ -11,8 +11,9 @@ use rustix::mount::MountFlags;
 use super::housekeeping::Housekeeping;
 use super::ioctl::Direct;
 use super::nodes::Nodes;
+use super::room::Room;
 use super::workers::Workers;
-use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, fuse};
+use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, ROOM, fuse};
 use crate::data::Filesystem;
 use crate::error::FsError;
 
@@ -48,6 +49,7 @@ impl Session {
     pub fn mount(fs: Arc<Filesystem>, dir: &Path, settings: &Settings) -> io::Result<Session> {
         let front = Arc::new(Front {
             nodes: Nodes::default(),
+            room: Room::new(ROOM),
             general: Workers::new("worker", GENERAL_THREADS)?,
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
             direct: Direct::new(&fs, &settings.source)?,
