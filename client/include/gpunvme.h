@@ -152,7 +152,7 @@ int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_fil
 
 /*
  * Puts a request into the order of a CUDA stream (cudaStream_t, CUstream): it begins when the stream comes to it, and what is put into the stream afterwards waits for it. The
- * stream goes on even if the request fails: gpunvme_pending_wait() tells. It must not be one that is being captured.
+ * stream goes on even if the request fails: gpunvme_pending_wait() tells. One that is being captured is refused (EBUSY).
  */
 int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,

@@ -1,9 +1,9 @@
 //! What can go wrong, in words that say what to do.
 
 use crate::{Reason, Transfer};
-use gpunvme_gpupath::cuda::{CudaError, Unavailable};
+use gpunvme_gpupath::cuda::{CudaError, Gpu, Unavailable};
 use rustix::io::Errno;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What the functions of this library return.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -117,29 +117,51 @@ pub enum Error {
     /// There is no CUDA in this process.
     #[error("no GPU can be used: {0}")]
     NoCuda(#[from] Unavailable),
-    /// CUDA refused what a transfer needs before it can begin.
-    #[error("cannot {action}: {error}")]
+    /// CUDA refused what a transfer needs.
+    #[error("{path}: cannot {action} {on}: {error}; {}", error.way_out())]
     Cuda {
+        /// The file, or the mount before there is one.
+        path: PathBuf,
         /// What was tried.
         action: &'static str,
+        /// What with: a GPU, the memory at an address, or a stream.
+        on: String,
         /// What CUDA said.
         error: CudaError,
     },
     /// A segment's memory is none that a GPU's copies can reach.
     #[error(
-        "segment {segment}: CUDA knows no memory at {address:#x}; it must be device memory, or host memory that CUDA allocated or registered"
+        "{path}: segment {segment}: CUDA knows no memory at {address:#x}; it must be device memory, or host memory that CUDA allocated or registered"
     )]
     UnknownMemory {
+        /// The file, or the mount where there is none.
+        path: PathBuf,
         /// Its index.
         segment: u32,
         /// The first address that is not known.
         address: u64,
     },
     /// Too many requests wait in streams.
-    #[error("{requests} requests wait in streams of this GPU already; wait for some first")]
+    #[error("{path}: {requests} requests wait in streams of GPU {gpu} already; wait for some first")]
     StreamsFull {
+        /// The file of the one that is too many.
+        path: PathBuf,
+        /// The GPU.
+        gpu: Gpu,
         /// How many do.
         requests: usize,
+    },
+    /// A request cannot become part of a graph.
+    #[error(
+        "{path}: cannot {action} in stream {stream:#x}: it is being captured, and a graph cannot hold a transfer; end the capture first, or use another stream"
+    )]
+    StreamCaptured {
+        /// The file.
+        path: PathBuf,
+        /// `read` or `write`.
+        action: &'static str,
+        /// The stream.
+        stream: usize,
     },
     /// Bytes could not be copied between the staging pool and the application's memory.
     #[error("{path}: cannot {action}{}: {}", at(Some(*segment), Some(*offset)), copying(error.as_deref()))]
@@ -160,12 +182,17 @@ pub enum Error {
 }
 
 impl Error {
+    pub(crate) fn on_gpu(path: &Path, action: &'static str, gpu: &Gpu, error: CudaError) -> Error {
+        Error::Cuda { path: path.to_owned(), action, on: format!("GPU {gpu}"), error }
+    }
+
     /// The error number that fits it best, for callers that know nothing else.
     pub fn errno(&self) -> Errno {
         match self {
             Error::NotGpunvme { .. } => Errno::NOTTY,
             Error::WrongKind { .. } | Error::OutsideBuffer { .. } | Error::WrongRing { .. } => Errno::INVAL,
             Error::RingFull { .. } | Error::StreamsFull { .. } => Errno::AGAIN,
+            Error::StreamCaptured { .. } => Errno::BUSY,
             Error::RingClosed { .. } | Error::NoCuda(_) => Errno::NODEV,
             Error::UnknownMemory { .. } | Error::Copy { error: None, .. } => Errno::FAULT,
             Error::Cuda { .. } | Error::Copy { .. } => Errno::IO,
@@ -191,7 +218,10 @@ fn at(segment: Option<u32>, offset: Option<u64>) -> String {
 }
 
 fn copying(error: Option<&CudaError>) -> String {
-    error.map_or("the memory was freed before the transfer was over".into(), CudaError::to_string)
+    match error {
+        Some(error) => format!("{error}; {}", error.way_out()),
+        None => "the memory was freed before the transfer was over; keep it until then".into(),
+    }
 }
 
 fn because(reason: Reason) -> String {

@@ -156,6 +156,7 @@ impl File {
         if let Some(attached) = rings.iter().find(|attached| attached.is_of(ring)) {
             return Ok(attached.clone());
         }
+        rings.retain(|attached| !attached.is_over());
         let attached = ring.attach(self)?;
         rings.push(attached.clone());
         Ok(attached)

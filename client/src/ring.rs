@@ -36,6 +36,7 @@ use std::any::Any;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long [`Ring::complete`] looks for a completion before it sleeps: about what falling asleep and being woken costs.
@@ -69,6 +70,8 @@ pub struct Ring {
 pub(crate) struct RingName {
     connection: Arc<Connection>,
     id: u64,
+    /// It was given up.
+    over: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
@@ -204,7 +207,7 @@ impl Ring {
         Ok(Ring {
             daemon: connection.daemon(),
             alive: Instant::now(),
-            name: RingName { connection, id },
+            name: RingName { connection, id, over: Arc::default() },
             memory,
             submitted,
             completed,
@@ -441,6 +444,11 @@ impl Attached {
         self.0.ring.id == ring.id && Arc::ptr_eq(&self.0.ring.connection, &ring.connection)
     }
 
+    /// Whether the ring was given up, and with it what it knew.
+    pub(crate) fn is_over(&self) -> bool {
+        self.0.ring.over.load(Ordering::Acquire)
+    }
+
     /// The path that the file was opened by.
     pub(crate) fn path(&self) -> &Path {
         &self.0.path
@@ -449,12 +457,15 @@ impl Attached {
 
 impl Drop for Ring {
     fn drop(&mut self) {
+        self.name.over.store(true, Ordering::Release);
         self.name.detach(0);
     }
 }
 
 impl Drop for AttachedFile {
     fn drop(&mut self) {
-        self.ring.detach(self.name);
+        if !self.ring.over.load(Ordering::Acquire) {
+            self.ring.detach(self.name);
+        }
     }
 }

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Mount, Wait};
-use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Which};
+use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
 use gpunvme_tests::cuda::{Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
+use zerocopy::IntoBytes;
 
 const MIB: u64 = 1 << 20;
 
@@ -106,6 +107,53 @@ fn a_batch_that_failed_leaves_the_table_of_another_alone() {
             let range = segment.file_offset as usize..(segment.file_offset + segment.len) as usize;
             assert!(written[range.clone()] == bytes[range], "what was written at byte {}", segment.file_offset);
         }
+    });
+}
+
+/// The stream of a context that is gone does nothing more, and tells nobody unless it is asked.
+#[test]
+fn a_kernel_of_the_application_that_crashes_ends_its_requests_with_a_reason() {
+    needs_mount!();
+    with_software_cuda("copy-takes=400000", || {
+        let volume = Mounted::new();
+        let (file, _, memory) = sample(&volume, 1);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        let (stream, scatter) = (gpu().stream().unwrap(), gpu().scatter().unwrap());
+        let mut table = Pinned::new(gpu(), 4096);
+        let entry = Move { to: gpu().alloc(4096).unwrap().address(), from: table.address() + 2048, len: 16 };
+        table.bytes()[..24].copy_from_slice(entry.as_bytes());
+        let mut queue = transfers.queue().unwrap();
+        // Four copies, of which the kernel outruns the last ones.
+        // SAFETY: the memory is this test's.
+        unsafe { queue.read(&file, &whole(&memory), 1) }.unwrap();
+        // SAFETY: what it does wrong is the point; the table stays until the end.
+        unsafe { stream.scatter(&scatter, table.address(), 1) }.unwrap();
+        let mut done = Vec::new();
+        queue.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap();
+        let Some(Err(error)) = done.first().map(|done| &done.result) else { panic!("{done:?}") };
+        assert!(matches!(error, Error::Copy { error: Some(cuda), .. } if cuda.name == "CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
+        assert!(error.to_string().contains("a new process"), "{error}");
+        // What is to be made anew cannot be, and says where.
+        let anew = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        // SAFETY: as above.
+        let error = unsafe { anew.read(&file, &whole(&memory)) }.unwrap_err();
+        assert!(matches!(error, Error::Cuda { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&gpu().to_string()) && text.contains(&*volume.root().to_string_lossy()), "{text}");
+    });
+}
+
+#[test]
+fn a_stream_that_does_not_exist_is_named_with_the_file() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, _, memory) = sample(&volume, 1);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        // SAFETY: this driver looks its handles up.
+        let error = unsafe { transfers.read_on_stream(&file, &whole(&memory), 0xdead0) }.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("0xdead0") && text.contains("sample") && text.contains("CUDA_ERROR_INVALID_HANDLE"), "{text}");
     });
 }
 

@@ -6,8 +6,7 @@
 
 use super::staging::Staging;
 use crate::buffer::Shared;
-use crate::error::{Error, Result};
-use gpunvme_gpupath::cuda::Stream;
+use gpunvme_gpupath::cuda::{CudaError, Stream};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,7 +15,7 @@ use std::time::{Duration, Instant};
 /// Bytes of the words of one gate: a cache line.
 const GATE: usize = 64;
 /// Gates of a pool, which are as many requests that streams wait for at once.
-const GATES: usize = 256;
+pub(super) const GATES: usize = 256;
 /// Bytes of all.
 pub(super) const LEN: usize = GATE * GATES;
 
@@ -64,16 +63,14 @@ impl Gates {
         Gates { staging, at, uses: Mutex::new(vec![0; GATES]) }
     }
 
-    /// Puts a gate into a stream. What is put into the stream afterwards waits for [`Gate::open`].
-    pub fn put(&self, stream: &Stream) -> Result<Gate> {
+    /// Puts a gate into a stream. What is put into the stream afterwards waits for [`Gate::open`]. None if all are in use.
+    pub fn put(&self, stream: &Stream) -> Result<Option<Gate>, CudaError> {
         let mut uses = self.uses.lock();
-        let free = (0..GATES).find(|&gate| self.is_free(gate, uses[gate]));
-        let gate = free.ok_or(Error::StreamsFull { requests: GATES })?;
-        let failed = |error| Error::Cuda { action: "put a transfer into the stream", error };
+        let Some(gate) = (0..GATES).find(|&gate| self.is_free(gate, uses[gate])) else { return Ok(None) };
         let (at, use_number) = (self.at + gate * GATE, uses[gate].wrapping_add(1));
         let address = self.staging.memory().device_address + at as u64;
         // SAFETY: the words are registered with CUDA, and stay so until the stream has passed them all: see `drop`.
-        unsafe { stream.write_value(address + REACHED as u64, use_number) }.map_err(failed)?;
+        unsafe { stream.write_value(address + REACHED as u64, use_number) }?;
         // From here on the stream knows the gate: nobody else gets it before the stream has passed.
         uses[gate] = use_number;
         let gate = Gate { staging: self.staging.clone(), at, use_number };
@@ -85,9 +82,9 @@ impl Gates {
         };
         if let Err(error) = put {
             gate.open(); // the stream may wait already, and no request will ever let it pass
-            return Err(failed(error));
+            return Err(error);
         }
-        Ok(gate)
+        Ok(Some(gate))
     }
 
     /// Whether the stream that used a gate last has passed it.

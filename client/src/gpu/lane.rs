@@ -115,9 +115,10 @@ pub(super) struct Lane {
 
 impl Lane {
     pub fn new(cuda: &'static Cuda, gpu: Gpu, mount: &Mount, settings: &Settings, alignment: usize) -> Result<Lane> {
-        let failed = |error| Error::Cuda { action: "prepare a GPU", error };
+        let path = &mount.connection().path;
+        let failed = |error| Error::on_gpu(path, "prepare", &gpu, error);
         let chunks = settings.staging.div_ceil(CHUNK).max(1);
-        let staging = Staging::new(&gpu, chunks * CHUNK, BATCHES * TABLE + WORD + gates::LEN)?;
+        let staging = Staging::new(path, &gpu, chunks * CHUNK, BATCHES * TABLE + WORD + gates::LEN)?;
         let (stream, scatter) = (gpu.stream().map_err(failed)?, gpu.scatter().map_err(failed)?);
         // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very lane.
         // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.

@@ -32,8 +32,8 @@ pub(super) struct Registration {
 
 impl Registration {
     /// Sees to it that what devices wrote to it is there for work that the GPU is given from now on.
-    pub fn settle(&self) -> Result<(), CudaError> {
-        self.gpu.flush_remote_writes()
+    pub fn settle(&self) -> Result<(), (Gpu, CudaError)> {
+        self.gpu.flush_remote_writes().map_err(|error| (self.gpu, error))
     }
 }
 

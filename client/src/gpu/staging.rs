@@ -10,6 +10,7 @@ use gpunvme_gpupath::abi::RegisterFlags;
 use gpunvme_gpupath::cuda::{Gpu, HostRegistration};
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::ptr::NonNull;
 
 /// Host memory that is registered with CUDA.
@@ -26,8 +27,8 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    /// A pool of `pool` bytes for a GPU, on its NUMA node, and `rest` bytes behind it.
-    pub fn new(gpu: &Gpu, pool: usize, rest: usize) -> Result<Staging> {
+    /// A pool of `pool` bytes for a GPU, on its NUMA node, and `rest` bytes behind it. `path` is the mount's.
+    pub fn new(path: &Path, gpu: &Gpu, pool: usize, rest: usize) -> Result<Staging> {
         let len = pool + rest;
         let make = || {
             let memory = rustix::fs::memfd_create("gpunvme-staging", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
@@ -41,7 +42,7 @@ impl Staging {
             mapping.prefer_node(node);
         }
         mapping.use_huge_pages();
-        let failed = |error| Error::Cuda { action: "register a staging pool", error };
+        let failed = |error| Error::on_gpu(path, "register a staging pool with", gpu, error);
         let address = NonNull::new(mapping.as_ptr()).expect("a mapping has an address");
         // SAFETY: the mapping is dropped after the registration.
         let registration = unsafe { HostRegistration::new(gpu, address, len) }.map_err(failed)?;

@@ -1,7 +1,7 @@
 //! Where applications come in: it looks up what lies at their addresses, and hands the worker requests that can be done.
 
 use super::Queue;
-use super::gates::{Gate, Gates};
+use super::gates::{GATES, Gate, Gates};
 use super::inbox::Inbox;
 use super::lane::Lane;
 use super::registered::Registrations;
@@ -18,7 +18,7 @@ use gpunvme_gpupath::pieces::{Blocks, Direction, piece_len};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -180,14 +180,15 @@ impl Transfers {
 
     /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and what is put into the stream afterwards sees the bytes. The call returns at once.
     ///
-    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read.
+    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read,
+    /// and so do those that wait for the whole GPU, such as `cudaFree`.
     ///
     /// # Safety
-    /// `stream` is a `CUstream` or `cudaStream_t` of this process, which is not being captured and outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
+    /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
     /// stream comes to the read until it has passed it.
     ///
     /// # Errors
-    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamsFull`]; later ones come with the answer.
+    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamsFull`]; [`Error::StreamCaptured`]; later ones come with the answer.
     pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
         self.pending(Direction::Read, file, segments, Some(stream))
     }
@@ -212,7 +213,7 @@ impl Transfers {
     pub fn route(&self, address: u64) -> Result<(Route, Reason)> {
         let _alone = self.inner.cuda.leave_captures_alone(); // as far as it can be: see `begin`
         let mut parts = Parts::new();
-        self.inner.look_up(0, &Segment { file_offset: 0, address, len: 1 }, None, &mut None, &mut parts)?;
+        self.inner.look_up(&self.inner.path, 0, &Segment { file_offset: 0, address, len: 1 }, None, &mut None, &mut parts)?;
         let registered = parts.first().map(|part| part.registered.as_ref().map(|_| ()));
         Ok(match registered {
             Some(Err(reason)) => (Route::Bounce, *reason),
@@ -254,9 +255,10 @@ impl Transfers {
         end: End,
     ) -> Result<()> {
         let (inner, require) = (&*self.inner, self.require);
+        let action = if direction == Direction::Read { "read" } else { "write" };
         let refused = |errno, reason, segment| Error::Transfer {
             path: file.path().to_owned(),
-            action: if direction == Direction::Read { "read" } else { "write" },
+            action,
             errno,
             reason,
             segment,
@@ -275,17 +277,17 @@ impl Transfers {
             if segment.file_offset.checked_add(segment.len).is_none_or(|end| end > MAX_OFFSET) {
                 return Err(refused(Errno::INVAL, Reason::None, Some(index as u32)));
             }
-            inner.look_up(index as u32, segment, require.route, &mut last, &mut parts)?;
+            inner.look_up(file.path(), index as u32, segment, require.route, &mut last, &mut parts)?;
             bytes = bytes.saturating_add(segment.len);
         }
         let staged = parts.iter().find_map(|part| Some((part.segment, *part.registered.as_ref().err()?)));
         if let (Some(Route::P2p), Some((segment, reason))) = (require.route, staged) {
             return Err(refused(Errno::OPNOTSUPP, reason, Some(segment)));
         }
-        let file = file.in_ring(&inner.ring)?;
+        let (path, file) = (file.path(), file.in_ring(&inner.ring)?);
         // Nothing may fail once it is in the stream, which would wait for ever.
         let gate = match (stream, parts.first()) {
-            (Some(stream), Some(part)) => Some(inner.put_into(stream, part.allocation.gpu)?),
+            (Some(stream), Some(part)) => Some(inner.put_into(stream, part.allocation.gpu, path, action)?),
             _ => None,
         };
         let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), gate, end };
@@ -298,6 +300,7 @@ impl Inner {
     /// Appends the parts of a segment, one an allocation, or a part of one that is registered. `last` is the allocation that was found last.
     fn look_up(
         &self,
+        path: &Path,
         index: u32,
         segment: &Segment,
         route: Option<Route>,
@@ -306,12 +309,18 @@ impl Inner {
     ) -> Result<()> {
         let mut within = 0;
         while within < segment.len {
-            let unknown = || Error::UnknownMemory { segment: index, address: segment.address.saturating_add(within) };
+            let unknown = || {
+                let address = segment.address.saturating_add(within);
+                Error::UnknownMemory { path: path.to_owned(), segment: index, address }
+            };
             let address = segment.address.checked_add(within).ok_or_else(unknown)?;
             let (found, allocation) = match *last {
                 Some(last) if (last.0.base..last.0.base + last.0.len).contains(&address) => last,
                 _ => {
-                    let failed = |error| Error::Cuda { action: "look up memory", error };
+                    let failed = |error| {
+                        let on = format!("the memory at {address:#x} (segment {index})");
+                        Error::Cuda { path: path.to_owned(), action: "look up", on, error }
+                    };
                     let found = self.cuda.memory_at(address).map_err(failed)?.ok_or_else(unknown)?;
                     if !(found.base..found.base + found.len).contains(&address) {
                         return Err(unknown());
@@ -363,12 +372,18 @@ impl Inner {
         Ok(gates)
     }
 
-    /// Puts a gate into an application's stream; its words are in the pool of `gpu`.
-    fn put_into(&self, stream: usize, gpu: Gpu) -> Result<Gate> {
+    /// Puts a gate for a request of a file into an application's stream; its words are in the pool of `gpu`.
+    fn put_into(&self, stream: usize, gpu: Gpu, path: &Path, action: &'static str) -> Result<Gate> {
         let gates = self.need_lane(gpu)?;
+        let failed = |error| Error::Cuda { path: path.to_owned(), action, on: format!("in stream {stream:#x}"), error };
         // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
-        let stream = unsafe { self.cuda.application_stream(stream) };
-        gates.put(&stream.map_err(|error| Error::Cuda { action: "use the stream", error })?)
+        let handle = unsafe { self.cuda.application_stream(stream) }.map_err(failed)?;
+        // Whether a graph is launched, and how often, nobody here would know.
+        if handle.is_captured().map_err(failed)? {
+            return Err(Error::StreamCaptured { path: path.to_owned(), action, stream });
+        }
+        let full = || Error::StreamsFull { path: path.to_owned(), gpu, requests: GATES };
+        gates.put(&handle).map_err(failed)?.ok_or_else(full)
     }
 }
 

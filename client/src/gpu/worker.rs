@@ -15,7 +15,7 @@ use crate::file::Transfer;
 use crate::linger::Linger;
 use crate::ring::{Completed, Operation, Ring};
 use crate::{Moved, Reason};
-use gpunvme_gpupath::cuda::{CudaError, Gpu};
+use gpunvme_gpupath::cuda::Gpu;
 use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -436,7 +436,7 @@ impl Worker {
         }
         let Active { request, done: moved, mut failed, .. } = self.requests.remove(id);
         if let Err(error) = settle(&request) {
-            failed.get_or_insert(Error::Cuda { action: "make sure that what was read has arrived", error });
+            failed.get_or_insert(error);
         }
         let result = match failed {
             None => Ok(moved),
@@ -499,13 +499,15 @@ fn operation<'a, M: Memory>(request: &'a Request, piece: &Piece, buffer: &'a Arc
 }
 
 /// Before a read is answered: what the device wrote to GPU memory itself is there for whoever looks.
-fn settle(request: &Request) -> Result<(), CudaError> {
+fn settle(request: &Request) -> crate::Result<()> {
     let registered = request.parts.iter().filter_map(|part| part.registered.as_ref().ok());
     let mut settled: Option<&Lease> = None;
     for lease in registered.filter(|_| request.direction == Direction::Read) {
         // Parts of the same memory mostly follow each other.
         if !settled.is_some_and(|settled| Arc::ptr_eq(&settled.buffer, &lease.buffer)) {
-            lease.settle()?;
+            lease
+                .settle()
+                .map_err(|(gpu, error)| Error::on_gpu(request.file.path(), "make sure that what was read is in", &gpu, error))?;
             settled = Some(lease);
         }
     }

@@ -8,7 +8,7 @@ use super::{Unavailable, Version};
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUflushGPUDirectRDMAWritesScope,
     CUflushGPUDirectRDMAWritesTarget, CUfunction, CUmemRangeHandleType, CUmodule, CUpointer_attribute, CUresult, CUstream,
-    CUstreamCaptureMode, CUuuid,
+    CUstreamCaptureMode, CUstreamCaptureStatus, CUuuid,
 };
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
@@ -41,6 +41,32 @@ impl CudaError {
     pub(super) const NOT_READY: u32 = sys::cudaError_enum::CUDA_ERROR_NOT_READY as u32;
     /// `CUDA_ERROR_NOT_SUPPORTED`.
     pub const NOT_SUPPORTED: u32 = sys::cudaError_enum::CUDA_ERROR_NOT_SUPPORTED as u32;
+
+    /// What a person can do about it.
+    pub fn way_out(&self) -> &'static str {
+        use sys::cudaError_enum::*;
+        // An integer, because a newer driver may know more results.
+        let is = |results: &[CUresult]| results.iter().any(|result| *result as u32 == self.code);
+        if is(&[CUDA_ERROR_OUT_OF_MEMORY]) {
+            "free memory of this GPU, or let less be staged or registered"
+        } else if is(&[CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_INVALID_HANDLE]) {
+            "stream and context must be there until the transfer is over"
+        } else if is(&[
+            CUDA_ERROR_ILLEGAL_ADDRESS,
+            CUDA_ERROR_LAUNCH_TIMEOUT,
+            CUDA_ERROR_ASSERT,
+            CUDA_ERROR_HARDWARE_STACK_ERROR,
+            CUDA_ERROR_ILLEGAL_INSTRUCTION,
+            CUDA_ERROR_MISALIGNED_ADDRESS,
+            CUDA_ERROR_INVALID_ADDRESS_SPACE,
+            CUDA_ERROR_INVALID_PC,
+            CUDA_ERROR_LAUNCH_FAILED,
+        ]) {
+            "a kernel of this process crashed, and only a new process can use the GPU again"
+        } else {
+            "`nvidia-smi -q` and the kernel's log may say more"
+        }
+    }
 }
 
 macro_rules! functions {
@@ -105,6 +131,7 @@ functions! {
     fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     fn cuStreamDestroy_v2(stream: CUstream);
     fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+    fn cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
     fn cuStreamSynchronize(stream: CUstream);
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     fn cuStreamWaitValue32_v2(stream: CUstream, address: CUdeviceptr, value: u32, flags: c_uint);

@@ -4,9 +4,10 @@ use super::context::Context;
 use super::driver::{CudaError, Driver};
 use super::scatter::Scatter;
 use cudarc::driver::sys::{
-    CUevent, CUevent_flags_enum, CUstream, CUstream_flags_enum, CUstreamWaitValue_flags_enum, CUstreamWriteValue_flags_enum,
+    CUevent, CUevent_flags_enum, CUstream, CUstream_flags_enum, CUstreamCaptureStatus_enum, CUstreamWaitValue_flags_enum,
+    CUstreamWriteValue_flags_enum,
 };
-use std::ffi::c_void;
+use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::ptr;
 
@@ -39,6 +40,18 @@ impl Stream {
         // SAFETY: the caller vouches for the stream.
         unsafe { driver.cuStreamGetCtx(raw, &mut context) }?;
         Ok(Stream { context: Context::new(driver, context), raw, ours: false })
+    }
+
+    /// Whether what is put into the stream becomes part of a graph and is not done.
+    ///
+    /// # Errors
+    /// What CUDA says: `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` of the default stream, while another one that it waits for is captured.
+    pub fn is_captured(&self) -> Result<bool, CudaError> {
+        let _entered = self.context.enter()?;
+        let mut status: c_uint = 0;
+        // SAFETY: it writes an enum, which is an integer in C.
+        unsafe { self.context.driver.cuStreamIsCapturing(self.raw, (&raw mut status).cast()) }?;
+        Ok(status != CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
     }
 
     /// Copies `len` bytes of host memory to device memory, of this or another GPU, or managed; after everything that was put into the stream before. Only

@@ -58,6 +58,8 @@ struct Handles {
     /// Where each was recorded last, and in which context it was made.
     events: HashMap<usize, (Arc<Context>, Option<Arc<Mark>>)>,
     modules: HashMap<usize, Vec<u8>>,
+    /// Nodes of each.
+    graphs: HashMap<usize, usize>,
     /// Kernels, with the context that they were loaded in.
     functions: HashMap<usize, usize>,
     memory: HashMap<u64, Arc<Backing>>,

@@ -61,6 +61,8 @@ pub struct Stream {
     pub context: Arc<Context>,
     queue: Sender<Work>,
     call_takes: Duration,
+    /// While it is captured: what would be in the graph, counted. Graphs are never launched.
+    captured: Mutex<Option<usize>>,
 }
 
 impl Stream {
@@ -72,11 +74,19 @@ impl Stream {
             .name("software-cuda".to_owned())
             .spawn(move || run(software, &place, &work))
             .expect("a thread for a stream");
-        Stream { context, queue, call_takes: software.settings.call_takes }
+        Stream { context, queue, call_takes: software.settings.call_takes, captured: Mutex::default() }
     }
 
     /// Puts work at its end.
     pub fn put(&self, work: Work) {
+        if let Some(nodes) = &mut *self.captured.lock().unwrap() {
+            *nodes += 1;
+            return;
+        }
+        self.send(work);
+    }
+
+    fn send(&self, work: Work) {
         let begun = Instant::now();
         self.queue.send(work).expect("a stream's thread ends after the stream");
         // It is the caller's processor that is busy.
@@ -85,10 +95,25 @@ impl Stream {
         }
     }
 
-    /// A mark at its end.
+    /// Puts what comes into a graph and does not do it.
+    pub fn begin_capture(&self) {
+        self.captured.lock().unwrap().get_or_insert(0);
+    }
+
+    /// Whether it is captured.
+    pub fn is_captured(&self) -> bool {
+        self.captured.lock().unwrap().is_some()
+    }
+
+    /// How many nodes the graph has that was captured, if one was.
+    pub fn end_capture(&self) -> Option<usize> {
+        self.captured.lock().unwrap().take()
+    }
+
+    /// A mark at its end, in no graph.
     pub fn mark(&self) -> Arc<Mark> {
         let mark = Arc::new(Mark::default());
-        self.put(Work::Pass(Arc::clone(&mark)));
+        self.send(Work::Pass(Arc::clone(&mark)));
         mark
     }
 }

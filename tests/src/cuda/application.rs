@@ -4,7 +4,7 @@ use cudarc::driver::sys::{
     self, CUmemAccess_flags, CUmemAccess_flags_enum, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,
     CUmemAllocationProp_st__bindgen_ty_1,
 };
-use cudarc::driver::sys::{CUcontext, CUresult, CUstream_flags_enum};
+use cudarc::driver::sys::{CUcontext, CUresult, CUstream_flags_enum, CUstreamCaptureMode_enum};
 use cudarc::driver::sys::{
     CUmemAllocationGranularity_flags_enum, CUmemAllocationType_enum, CUmemAttach_flags_enum, CUmemLocation,
     CUmemLocationType_enum,
@@ -251,6 +251,27 @@ pub fn own_stream(gpu: Gpu) -> usize {
     // SAFETY: it writes a handle.
     unsafe { ok(sys::cuStreamCreate(&mut stream, CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32)) };
     stream as usize
+}
+
+/// Begins the capture of a stream, as PyTorch does.
+pub fn begin_capture(gpu: Gpu, stream: usize) {
+    let _entered = gpu.enter().unwrap();
+    let mode = CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    // SAFETY: the stream lives.
+    unsafe { ok(sys::cuStreamBeginCapture_v2(ptr::without_provenance_mut(stream), mode)) };
+}
+
+/// Ends it, and returns how many nodes its graph has.
+pub fn end_capture(gpu: Gpu, stream: usize) -> usize {
+    let _entered = gpu.enter().unwrap();
+    let (mut graph, mut nodes) = (ptr::null_mut(), 0);
+    // SAFETY: each writes what its last argument points at; the graph lives until it is destroyed.
+    unsafe {
+        ok(sys::cuStreamEndCapture(ptr::without_provenance_mut(stream), &mut graph));
+        ok(sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut nodes));
+        ok(sys::cuGraphDestroy(graph));
+    }
+    nodes
 }
 
 /// Fails unless CUDA says success.

@@ -1,10 +1,9 @@
 //! The checks.
 
 use super::application::{self, Memory, Pinned, allocated, every_kind};
-use cudarc::driver::sys::{self, CUgraph, CUstreamCaptureMode_enum};
 use gpunvme_gpupath::cuda::{Cuda, CudaError, Event, Gpu, HostRegistration, Move, Place, Stream, WritesOrdering};
 use rustix::fs::SeekFrom;
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -361,10 +360,8 @@ fn two_gpus(gpu: Gpu) {
 
 fn captures(gpu: Gpu) {
     let stream = application::own_stream(gpu);
-    let (raw, event) = (ptr::without_provenance_mut(stream), gpu.event().unwrap());
-    let _entered = gpu.enter().unwrap();
-    // SAFETY: the stream is never destroyed, and nobody else uses it.
-    unsafe { application::ok(sys::cuStreamBeginCapture_v2(raw, CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL)) };
+    let event = gpu.event().unwrap();
+    application::begin_capture(gpu, stream);
     thread::spawn(move || {
         let _alone = cuda().leave_captures_alone().unwrap();
         event.done().unwrap();
@@ -373,10 +370,5 @@ fn captures(gpu: Gpu) {
     })
     .join()
     .unwrap();
-    let mut graph: CUgraph = ptr::null_mut();
-    // SAFETY: it writes a handle.
-    unsafe {
-        application::ok(sys::cuStreamEndCapture(raw, &mut graph));
-        application::ok(sys::cuGraphDestroy(graph));
-    }
+    application::end_capture(gpu, stream);
 }

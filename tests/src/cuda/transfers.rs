@@ -1,15 +1,16 @@
 //! Files of a mount in GPU memory, checked with real CUDA memory of every kind: on the software driver by `cargo test`, on a GPU by the program `cuda-checks`.
 
-use super::application::{Memory, Pinned, allocated, every_kind, own_stream};
+mod streams;
+
+use super::application::{Memory, Pinned, allocated, every_kind};
 use crate::mounted::Mounted;
 use crate::{programs, tree};
 use gpunvme::gpu::{Segment, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Require, Route, Wait};
-use gpunvme_gpupath::cuda::{Cuda, Gpu, Stream};
+use gpunvme_gpupath::cuda::{Cuda, Gpu};
 use rustix::process::{Signal, kill_process};
 use std::fs;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,8 +27,12 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("a thread keeps many requests in flight", many_in_flight),
     ("requests call back", callbacks),
     ("threads do not disturb each other", many_threads),
-    ("what a stream does before and after a read or write is in order with it", streams_are_ordered),
-    ("more requests in streams than slots do not wait for each other", many_in_streams),
+    ("what a stream does before and after a read or write is in order with it", streams::streams_are_ordered),
+    ("more requests in streams than slots do not wait for each other", streams::many_in_streams),
+    ("a stream goes on when its request fails, or is one too many", streams::streams_go_on),
+    ("memory may be freed while a stream waits for a read", streams::freed_while_a_stream_waits),
+    ("a stream that is being captured is refused", streams::captured_streams),
+    ("a file forgets the rings that are over", rings_that_are_over),
     ("memory that was freed too early is an error, and hurts nothing else", freed_too_early),
     ("a daemon that dies ends its requests and no others", a_dying_daemon),
     ("a daemon that ends in order leaves no request behind", an_ending_daemon),
@@ -289,87 +294,17 @@ fn many_threads(site: &Site) {
     });
 }
 
-/// A stream of the application that waits until it is let go.
-struct Blocked {
-    stream: usize,
-    handle: Stream,
-    word: Pinned,
-}
-
-impl Blocked {
-    fn new(gpu: Gpu) -> Blocked {
-        let stream = own_stream(gpu);
-        // SAFETY: the stream is never destroyed.
-        let handle = unsafe { Cuda::load().unwrap().application_stream(stream) }.unwrap();
-        let word = Pinned::new(gpu, 4096);
-        // SAFETY: the word stays until the stream was waited for.
-        unsafe { handle.wait_value(word.address(), 1) }.unwrap();
-        Blocked { stream, handle, word }
+fn rings_that_are_over(site: &Site) {
+    let sample = site.sample(22, MIB);
+    let memory = allocated(site.gpu, MIB as usize);
+    let mount = site.mount();
+    let detached = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "detach").unwrap().1;
+    let before = detached();
+    for _ in 0..4 {
+        assert_eq!(read(&site.transfers(), &sample.file, &[segment(0, memory.address(), MIB)]).unwrap().bytes(), MIB);
     }
-
-    fn let_go(&self) {
-        self.word.word(0).store(1, Ordering::Release);
-    }
-}
-
-fn streams_are_ordered(site: &Site) {
-    let transfers = site.transfers();
-    let sample = site.sample(8, 8 * MIB);
-    let memory = allocated(site.gpu, 8 * MIB as usize);
-    // What is set up at the first use of a GPU may wait for all that it is doing.
-    read(&transfers, &sample.file, &[segment(0, memory.address(), MIB)]).unwrap();
-    let (file, path) = site.empty("out");
-    let (mut before, after) = (Pinned::new(site.gpu, 8 * MIB as usize), Pinned::new(site.gpu, 8 * MIB as usize));
-    before.bytes().fill(0x11);
-    let whole = [segment(0, memory.address(), 8 * MIB)];
-    let blocked = Blocked::new(site.gpu);
-    let (written, read) = {
-        let copy = |to, from| {
-            // SAFETY: all of it stays until the stream was waited for.
-            unsafe { blocked.handle.copy(to, from, 8 * MIB as usize) }.unwrap();
-        };
-        // The file gets what the stream put into memory; then memory gets the sample, and the stream copies that out.
-        copy(memory.address(), before.address());
-        // SAFETY: the stream orders what uses the memory.
-        let written = unsafe { transfers.write_on_stream(&file, &whole, blocked.stream) }.unwrap();
-        // SAFETY: as above.
-        let read = unsafe { transfers.read_on_stream(&sample.file, &whole, blocked.stream) }.unwrap();
-        copy(after.address(), memory.address());
-        (written, read)
-    };
-    thread::sleep(Duration::from_millis(50));
-    assert!(!written.is_done() && !read.is_done(), "the stream has not come to them");
-    assert_eq!(fs::metadata(&path).unwrap().len(), 0);
-    blocked.let_go();
-    blocked.handle.synchronize().unwrap();
-    let mut after = after;
-    assert!(after.bytes() == &sample.bytes[..], "what comes after a read in a stream sees it");
-    assert_eq!((written.wait().unwrap().bytes(), read.wait().unwrap().bytes()), (8 * MIB, 8 * MIB));
-    assert!(fs::read(path).unwrap().iter().all(|byte| *byte == 0x11), "a write in a stream writes what was before it");
-}
-
-fn many_in_streams(site: &Site) {
-    let mut settings = Settings::default();
-    settings.staging = 1;
-    let transfers = Transfers::with(&site.mount(), settings).unwrap();
-    let sample = site.sample(9, 8 * MIB);
-    let memory = allocated(site.gpu, 8 * MIB as usize);
-    read(&transfers, &sample.file, &[segment(0, memory.address(), MIB)]).unwrap();
-    let streams: Vec<Blocked> = (0..3).map(|_| Blocked::new(site.gpu)).collect();
-    let mut pending = Vec::new();
-    for at in 0..60u64 {
-        let part = segment(at % 8 * MIB, memory.address() + at % 8 * MIB, MIB);
-        // SAFETY: requests that meet write the same bytes.
-        pending.push(unsafe { transfers.read_on_stream(&sample.file, &[part], streams[at as usize % 3].stream) }.unwrap());
-    }
-    // Others pass meanwhile.
-    assert_eq!(read(&transfers, &sample.file, &[segment(0, memory.address(), 8 * MIB)]).unwrap().bytes(), 8 * MIB);
-    streams.iter().rev().for_each(Blocked::let_go);
-    for pending in pending {
-        assert_eq!(pending.wait().unwrap().bytes(), MIB);
-    }
-    streams.iter().for_each(|stream| stream.handle.synchronize().unwrap());
-    assert!(site.look(memory.address(), 8 * MIB) == sample.bytes);
+    drop(sample);
+    assert_eq!(detached() - before, 4, "a ring takes what it knows with it");
 }
 
 fn freed_too_early(site: &Site) {
@@ -512,6 +447,7 @@ fn unknown_memory(site: &Site) {
     ] {
         let error = read(&transfers, &sample.file, &segments).unwrap_err();
         assert!(matches!(error, Error::UnknownMemory { segment, .. } if segment == at), "{error}");
+        assert!(error.to_string().contains(&sample.path.display().to_string()), "{error}");
     }
     let error = read(&transfers, &sample.file, &[segment(u64::MAX - 10, memory.address(), 100)]).unwrap_err();
     assert_eq!(error.errno().raw_os_error(), libc::EINVAL, "{error}");

@@ -160,7 +160,7 @@ exports! {
     }
 
     fn cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode) {
-        // There are no captures; every thread is in the mode that it would begin with.
+        // No call ends a capture; every thread is in the mode that it would begin with.
         Software::running()?;
         put(mode, CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL)
     }

@@ -43,6 +43,37 @@ exports! {
         stream.context.broken().map_or(Ok(()), Err)
     }
 
+    fn cuStreamBeginCapture_v2(stream: CUstream, _mode: CUstreamCaptureMode) {
+        Software::running()?.stream(stream.addr())?.begin_capture();
+        Ok(())
+    }
+
+    fn cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus) {
+        let captured = Software::running()?.stream(stream.addr())?.is_captured();
+        put(status, if captured { CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE } else { CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE })
+    }
+
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph) {
+        let software = Software::running()?;
+        let nodes = software.stream(stream.addr())?.end_capture().ok_or(CUDA_ERROR_ILLEGAL_STATE)?;
+        let name = software.new_handle();
+        software.handles.lock().unwrap().graphs.insert(name, nodes);
+        put(graph, handle(name))
+    }
+
+    fn cuGraphGetNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize) {
+        let found = Software::running()?.handles.lock().unwrap().graphs.get(&graph.addr()).copied();
+        if !nodes.is_null() {
+            return Err(CUDA_ERROR_NOT_SUPPORTED);
+        }
+        put(count, found.ok_or(CUDA_ERROR_INVALID_HANDLE)?)
+    }
+
+    fn cuGraphDestroy(graph: CUgraph) {
+        let removed = Software::running()?.handles.lock().unwrap().graphs.remove(&graph.addr());
+        removed.map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _flags: c_uint) {
         let software = Software::running()?;
         let stream = software.stream(stream.addr())?;
