@@ -44,6 +44,12 @@ pub trait BlockDevice: Send + Sync {
     /// completions are then lost.
     fn open_queue(&self) -> Result<Box<dyn Queue>>;
 
+    /// As [`BlockDevice::open_queue`], for a thread that does little else than to submit and to collect: where that helps it, and there are processors
+    /// enough, one of them works for this queue alone while it is in use.
+    fn open_busy_queue(&self) -> Result<Box<dyn Queue>> {
+        self.open_queue()
+    }
+
     /// Makes a region reachable for the device's DMA ahead of I/O. Requests on other regions work too, through a bounce
     /// buffer where the backend needs one. The device does not keep the region alive: unmap it before its last owner drops it.
     fn map(&self, region: &Arc<Region>) -> Result<()>;

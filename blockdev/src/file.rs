@@ -2,6 +2,7 @@
 //! users never share a device and that every request the geometry allows is one that the kernel takes. [`crate::uring`]
 //! runs the requests.
 use std::fs::File;
+use std::num::NonZero;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -11,13 +12,15 @@ use std::time::{Duration, Instant};
 use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
 
-use crate::uring::UringQueue;
+use crate::uring::{Submission, UringQueue};
 use crate::{BlockDevice, Error, Geometry, OpenMode, Queue, Region, Result};
 
 const MAX_LOGICAL_BLOCK: u32 = 4096;
 const MAX_TRANSFER: u32 = 8 << 20;
 const QUEUE_DEPTH: u32 = 256;
 const MAX_QUEUES: u32 = 64;
+/// On a machine with fewer a thread of the kernel that looks for commands takes more from others than it gives.
+const PROCESSORS_TO_SPARE_ONE: usize = 8;
 
 /// How long a device that is in use may take to become free. The kernel lets go of the files of an io_uring a moment after
 /// its process closed it or ended, so that mounting right after unmounting would otherwise fail now and then.
@@ -54,8 +57,8 @@ impl FileDevice {
         Ok(Self { target: Arc::new(Target { name, geometry, file, kind }) })
     }
 
-    pub(crate) fn queue(&self) -> Result<UringQueue> {
-        UringQueue::new(self.target.clone())
+    pub(crate) fn queue(&self, submission: Submission) -> Result<UringQueue> {
+        UringQueue::new(self.target.clone(), submission)
     }
 }
 
@@ -69,7 +72,15 @@ impl BlockDevice for FileDevice {
     }
 
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(self.queue()?))
+        Ok(Box::new(self.queue(Submission::BySystemCall)?))
+    }
+
+    fn open_busy_queue(&self) -> Result<Box<dyn Queue>> {
+        let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+        if processors < PROCESSORS_TO_SPARE_ONE {
+            return self.open_queue();
+        }
+        Ok(Box::new(self.queue(Submission::ByKernelThread)?))
     }
 
     /// The kernel pins the pages of each request by itself.

@@ -270,7 +270,7 @@ impl Io {
     pub fn own_queue(self: &Arc<Io>) -> Result<OwnQueue> {
         let lane = match self.device.geometry().max_queues {
             1 => None,
-            _ => Some(Arc::new(Lane::new(self.device.open_queue()?))),
+            _ => Some(Arc::new(Lane::new(self.device.open_busy_queue()?))),
         };
         if let Some(lane) = &lane {
             let own = HeldBack { io: self.clone(), lane: lane.clone(), requests: Vec::new() };

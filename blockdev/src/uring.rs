@@ -12,8 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
+
+type Builder = io_uring::Builder<squeue::Entry, io_uring::cqueue::Entry>;
 use parking_lot::Mutex;
 use slab::Slab;
 use smallvec::SmallVec;
@@ -21,10 +23,23 @@ use smallvec::SmallVec;
 use crate::file::{Kind, Target};
 use crate::{Completion, Error, Op, Queue, Request, Result, Span, Wait};
 
+/// The device, among the files registered with a ring.
+const FILE: Fixed = Fixed(0);
+/// How long a kernel thread looks for commands where there are none, in milliseconds: the least that there is.
+const KERNEL_THREAD_LINGERS: u32 = 1;
 /// Marks the completion of [`Queue::wake`]'s command; parts are numbered from 0.
 const WAKE: u64 = u64::MAX;
 /// The kernel's UIO_MAXIOV.
 const MAX_IOVECS: usize = 1024;
+
+/// Who gives commands to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Submission {
+    /// The thread that submits, by a system call.
+    BySystemCall,
+    /// A thread of the kernel, which looks for them as long as there are any (`IORING_SETUP_SQPOLL`).
+    ByKernelThread,
+}
 
 pub(crate) struct UringQueue {
     target: Arc<Target>,
@@ -72,20 +87,25 @@ struct Iovecs(SmallVec<[libc::iovec; 1]>);
 unsafe impl Send for Iovecs {}
 
 impl UringQueue {
-    pub(crate) fn new(target: Arc<Target>) -> Result<Self> {
+    pub(crate) fn new(target: Arc<Target>, submission: Submission) -> Result<Self> {
         let depth = target.geometry.queue_depth;
         // Room for the whole depth and a wake command, on either side: neither can overflow.
-        let build = |cooperative: bool| {
+        let build = |set_up: fn(&mut Builder)| {
             let mut builder = IoUring::builder();
             builder.dontfork();
-            if cooperative {
-                // A completion is not worth an interrupt of the thread that submitted: it looks at its next system call.
-                builder.setup_coop_taskrun().setup_taskrun_flag();
-            }
+            set_up(&mut builder);
             builder.build(depth + 1)
         };
-        // Before Linux 5.19 the kernel interrupts.
-        let ring = build(true).or_else(|_| build(false)).map_err(|error| {
+        // A completion is not worth an interrupt of the thread that submitted: it looks at its next system call. Before Linux 5.19 the kernel interrupts.
+        let by_system_call = || build(|builder| _ = builder.setup_coop_taskrun().setup_taskrun_flag()).or_else(|_| build(|_| {}));
+        let ring = match submission {
+            Submission::BySystemCall => by_system_call(),
+            // Not everybody may have such a thread.
+            Submission::ByKernelThread => {
+                build(|builder| _ = builder.setup_sqpoll(KERNEL_THREAD_LINGERS)).or_else(|_| by_system_call())
+            }
+        }
+        .map_err(|error| {
             let device = target.name.clone();
             match error.raw_os_error() {
                 Some(libc::EPERM | libc::ENOSYS) => Error::Unsupported {
@@ -100,6 +120,12 @@ impl UringQueue {
         if !ring.params().is_feature_ext_arg() {
             return Err(Error::Unsupported { device: target.name.clone(), reason: "needs Linux 5.11 or newer".into() });
         }
+        // Looked up once, here, and not for each command.
+        ring.submitter().register_files(&[target.file.as_raw_fd()]).map_err(|error| Error::System {
+            device: target.name.clone(),
+            action: "registering a file with its io_uring",
+            errno: error.raw_os_error().unwrap_or(libc::EIO),
+        })?;
         Ok(Self { target, ring, state: Mutex::default(), reaper: Mutex::default(), waking: AtomicBool::new(false) })
     }
 
@@ -128,26 +154,25 @@ impl UringQueue {
     }
 
     fn command(&self, op: Op, part: &Part) -> squeue::Entry {
-        let file = Fd(self.target.file.as_raw_fd());
         let iovecs = &part.memory.0;
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        let fallocate = |mode| opcode::Fallocate::new(file, part.len).offset(part.offset).mode(mode).build();
+        let fallocate = |mode| opcode::Fallocate::new(FILE, part.len).offset(part.offset).mode(mode).build();
         match (op, &iovecs[..]) {
-            (Op::Read, [one]) => opcode::Read::new(file, one.iov_base.cast(), one.iov_len as u32).offset(part.offset).build(),
-            (Op::Read, many) => opcode::Readv::new(file, many.as_ptr(), many.len() as u32).offset(part.offset).build(),
+            (Op::Read, [one]) => opcode::Read::new(FILE, one.iov_base.cast(), one.iov_len as u32).offset(part.offset).build(),
+            (Op::Read, many) => opcode::Readv::new(FILE, many.as_ptr(), many.len() as u32).offset(part.offset).build(),
             (Op::Write { fua }, memory) => {
                 let flags = if fua { libc::RWF_DSYNC } else { 0 };
                 match memory {
-                    [one] => opcode::Write::new(file, one.iov_base.cast(), one.iov_len as u32)
+                    [one] => opcode::Write::new(FILE, one.iov_base.cast(), one.iov_len as u32)
                         .offset(part.offset)
                         .rw_flags(flags)
                         .build(),
                     many => {
-                        opcode::Writev::new(file, many.as_ptr(), many.len() as u32).offset(part.offset).rw_flags(flags).build()
+                        opcode::Writev::new(FILE, many.as_ptr(), many.len() as u32).offset(part.offset).rw_flags(flags).build()
                     }
                 }
             }
-            (Op::Flush, _) => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
+            (Op::Flush, _) => opcode::Fsync::new(FILE).flags(FsyncFlags::DATASYNC).build(),
             (Op::Discard, _) => fallocate(punch),
             (Op::WriteZeroes, _) => fallocate(match self.target.kind {
                 Kind::Block => libc::FALLOC_FL_ZERO_RANGE,
@@ -342,7 +367,7 @@ impl Drop for UringQueue {
                     state.parts.remove(key);
                 }
                 if state.parts.is_empty() {
-                    return;
+                    break;
                 }
             }
             if let Err(error) = self.wait(None) {
@@ -352,6 +377,8 @@ impl Drop for UringQueue {
             }
             self.collect(&mut results, &mut ignored);
         }
+        // Now, because the kernel would let go of the device only some time after this: an error means that it does.
+        let _ = self.ring.submitter().unregister_files();
     }
 }
 
@@ -460,11 +487,19 @@ mod tests {
     /// Runs a read whose command the kernel is said to have answered with each of `results` before it really runs. Gives the
     /// bytes read and the result; the file is all ones, the memory was zero.
     fn read_after(results: &[i32]) -> (Vec<u8>, Result<()>) {
+        let answers = [Submission::BySystemCall, Submission::ByKernelThread].map(|submission| read_after_by(submission, results));
+        let [by_system_call, by_kernel_thread] = answers;
+        let comparable = |(bytes, result): &(Vec<u8>, Result<()>)| (bytes.clone(), result.clone().map_err(|error| error.errno()));
+        assert!(comparable(&by_system_call) == comparable(&by_kernel_thread), "who submits makes no difference");
+        by_system_call
+    }
+
+    fn read_after_by(submission: Submission, results: &[i32]) -> (Vec<u8>, Result<()>) {
         let directory = tempfile::tempdir_in("/dev/shm").expect("a temporary directory");
         let path = directory.path().join("image");
         std::fs::write(&path, vec![1; LEN]).expect("an image");
         let device = FileDevice::open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadOnly).expect("it opens");
-        let queue = device.queue().expect("a queue");
+        let queue = device.queue(submission).expect("a queue");
         assert_eq!(queue.target.geometry.len, LEN as u64);
         let region = Region::allocate(LEN).expect("memory");
         // Pieces of 4 KiB in reverse order, so that none can be merged.
