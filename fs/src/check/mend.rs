@@ -311,7 +311,9 @@ fn lost_and_found(op: &mut Op, now: Timestamp) -> Attempt<u64> {
                     ctime: now,
                     btime: now,
                 };
-                tree::insert(op, Key::inode(ino), &inode.encode())?;
+                if !tree::insert(op, Key::inode(ino), &inode.encode())? {
+                    return Err(FsError::Invalid("the number that would be given out next is taken").into());
+                }
                 dir::add(op, INO_ROOT, &Dirent { ino, file_type: FileType::Directory, name: name.as_bytes() })?;
                 count_entry(op, INO_ROOT, 1, 1)?;
                 return Ok(ino);

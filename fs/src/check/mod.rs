@@ -214,7 +214,9 @@ impl Fsck {
         let misled = findings.counts.keys().any(|kind| kind.misleads_allocator())
             && !findings.counts.keys().filter(|kind| kind.is_space()).all(|kind| may(*kind));
         let mender = Mender::new(&self.volume, self.options.now);
-        for finding in &findings.list {
+        // Counters first: what others make new takes its number from one, and counts.
+        let (counters, others): (Vec<&Finding>, Vec<&Finding>) = findings.list.iter().partition(|f| f.kind == Kind::Counter);
+        for finding in counters.into_iter().chain(others) {
             if !misled && may(finding.kind) {
                 mender.mend(finding.fix)?;
             }

@@ -512,6 +512,20 @@ pub const CASES: &[Case] = &[
         },
     },
     Case {
+        // What is made new for it must not take the number of what is there.
+        name: "next inode is too low, and a file without a name",
+        kind: Kind::Lost,
+        damage: |s, subject| {
+            s.remove(entry(s, ino(subject, "one"), "small"));
+            edit_inode(s, ino(subject, "one"), |inode| inode.size -= 1);
+            s.edit_state(|state| (state.next_ino, state.inodes) = (ino(subject, "right"), 1));
+        },
+        touched: &["/one/small"],
+        expect: |c| {
+            lost(c) == 1 && c.iter().any(|(p, t)| p.starts_with("/lost+found/#") && t.0 == Thing::File(b"a few bytes".into()))
+        },
+    },
+    Case {
         name: "directory without a name",
         kind: Kind::Lost,
         damage: |s, subject| {
