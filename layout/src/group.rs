@@ -56,6 +56,11 @@ impl Descriptor {
         }
     }
 
+    /// Free blocks in chunks that hold data.
+    pub fn free_shared(&self) -> u64 {
+        u64::from(self.free_blocks).saturating_sub(u64::from(self.free_chunks) * CHUNK_BLOCKS)
+    }
+
     /// Reads descriptor `index` of a descriptor block.
     pub fn load(block: &Block, index: usize) -> Descriptor {
         let at = DESCRIPTORS + index * DESCRIPTOR_SIZE;

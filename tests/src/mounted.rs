@@ -142,6 +142,11 @@ impl Mounted {
         self.daemon
     }
 
+    /// The most memory that the daemon has had so far, in bytes (`VmHWM`).
+    pub fn peak_memory(&self) -> u64 {
+        peak_memory(self.daemon).expect("a living daemon")
+    }
+
     /// Unmounts with umount(8), and returns the image once the daemon has ended with exit code 0 and fsck has found nothing.
     pub fn unmount(mut self) -> Image {
         self.take_down()
@@ -201,6 +206,13 @@ impl Drop for Mounted {
             None => {}
         }
     }
+}
+
+/// The most memory that a process has had so far, in bytes; `None` when it is gone.
+pub fn peak_memory(process: Pid) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", process.as_raw_nonzero())).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
 }
 
 /// Whether something is mounted at `dir`, without asking what is mounted there.

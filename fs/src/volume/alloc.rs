@@ -1,7 +1,9 @@
 //! Allocation: which blocks a file or the tree gets.
 //!
 //! Data and metadata never share a chunk (2 MiB). Runs of 2 MiB and more take wholly free chunks, so that large files lie in
-//! large aligned extents; smaller ones fill chunks that hold data already, next to one another. Space is taken in two steps:
+//! large aligned extents; smaller ones fill chunks that hold data already, where they fit best: a volume that ages would run
+//! out of free chunks otherwise, and large files of large extents. Free chunks are taken from both ends, for large runs from the
+//! front, for small runs and metadata from the back. Space is taken in two steps:
 //! [`Meta::reserve`] marks free blocks busy, in memory only; when their data is on the device, [`Op::claim`] makes them the
 //! file's in the same operation that maps them. A crash in between loses nothing and leaks nothing.
 
@@ -31,10 +33,14 @@ impl Run {
 /// Where the allocator looks first.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Hints {
-    /// Block after the last small run.
+    /// Group of the last small run.
     small: u64,
-    /// Group of the last large run.
-    large: u64,
+    /// Where the chunk goes on that was broken last.
+    broken: Option<u64>,
+    /// First group with a free chunk.
+    first_chunk: u64,
+    /// Groups behind the last one with a free chunk.
+    full_behind: u64,
     /// Group of the last node.
     node: u64,
 }
@@ -42,8 +48,20 @@ pub(crate) struct Hints {
 /// Free nodes in chunks of metadata with which names can still be added when no chunk may be taken: far more than one operation
 /// needs.
 const NODES_LEFT: u64 = 128;
+/// A file that wants more chunks than this at once has taken some before.
+const GROWS_FROM: u64 = 8;
+/// Pieces that a small run is cut into at the most before a chunk is broken for it.
+const PIECES_MAX: u64 = 8;
+/// With more than this part of a volume in holes between small runs, they are used in pieces.
+const HOLES_PART: u64 = 64;
 /// Groups that are searched for a longer run when a shorter one is known.
 const SEARCH_GROUPS: u64 = 16;
+
+/// Whether a run of so many chunks is a better place than another for a file that wants some now. What a file wants grows with
+/// it: one that has shown that it is long gets the longest run, and can go on there. Others leave no more over than they must.
+fn fits_better(want: u64, run: u64, than: u64) -> bool {
+    if want > GROWS_FROM || run < want || than < want { run > than } else { run < than }
+}
 
 fn descriptor(blocks: &impl Blocks, group: u64) -> Attempt<Descriptor> {
     let (address, index) = blocks.meta().geometry.descriptor(group);
@@ -120,6 +138,18 @@ impl Meta {
         self.state.free_chunks > self.chunk_margin()
     }
 
+    /// Whether much of the free space lies between small runs.
+    fn has_many_holes(&self) -> bool {
+        let holes = self.state.free_blocks.saturating_sub(self.state.free_chunks * CHUNK_BLOCKS);
+        holes > self.geometry.data_blocks() / HOLES_PART
+    }
+
+    /// Free chunks that data may take as long as it finds room elsewhere: names need some beyond the margin.
+    fn chunks_for_data(&self) -> u64 {
+        let margin = self.chunk_margin();
+        self.state.free_chunks.saturating_sub(margin + margin.div_ceil(4))
+    }
+
     /// Free blocks from `goal` on, to the end of their group at the most.
     fn run_at(&self, goal: u64, want: u64) -> Attempt<Option<Run>> {
         if !self.geometry.contains_data(goal, 1) {
@@ -128,18 +158,20 @@ impl Meta {
         let (group, at) = self.geometry.locate(goal);
         let chunks = self.geometry.group_chunks(group);
         let end = (at + want).min(chunks * CHUNK_BLOCKS);
-        Ok(self.free_within(group, at, end)?.filter(|run| run.start == goal))
+        let whole = want >= CHUNK_BLOCKS || !self.has_many_holes();
+        Ok(self.free_within(group, at, end, whole)?.filter(|run| run.start == goal))
     }
 
-    /// The first free run of data blocks within `from..to` of a group that is not busy.
-    fn free_within(&self, group: u64, from: u64, to: u64) -> Attempt<Option<Run>> {
+    /// The first free run of data blocks within `from..to` of a group that is not busy. `whole`: also in free chunks.
+    fn free_within(&self, group: u64, from: u64, to: u64, whole: bool) -> Attempt<Option<Run>> {
+        let whole = whole && self.may_break_a_chunk();
         let bitmap = bitmap(self, group)?;
         let base = self.geometry.group_start(group);
         let mut at = from;
         while at < to {
             let chunk_end = (at / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS;
             let kind = bitmap.map_or(ChunkKind::Free, |b| group::kind(b, at / CHUNK_BLOCKS));
-            if kind == ChunkKind::Metadata || (kind == ChunkKind::Free && !self.may_break_a_chunk()) {
+            if kind == ChunkKind::Metadata || (kind == ChunkKind::Free && !whole) {
                 at = chunk_end;
                 continue;
             }
@@ -159,11 +191,11 @@ impl Meta {
                 Some((busy, _)) => end = busy - base,
                 None => {}
             }
-            // The run may go on into chunks of metadata or into the last free chunks, which are not for data.
+            // The run may go on into chunks of metadata or into free ones that are not for it.
             let mut cut = chunk_end;
             while cut < end {
                 let kind = bitmap.map_or(ChunkKind::Free, |b| group::kind(b, cut / CHUNK_BLOCKS));
-                if kind == ChunkKind::Metadata || (kind == ChunkKind::Free && !self.may_break_a_chunk()) {
+                if kind == ChunkKind::Metadata || (kind == ChunkKind::Free && !whole) {
                     break;
                 }
                 cut += CHUNK_BLOCKS;
@@ -179,88 +211,146 @@ impl Meta {
             && self.busy.overlap(start, start + CHUNK_BLOCKS).is_none()
     }
 
-    /// The longest run of wholly free chunks in the first group that has enough of them, or in the one that has most.
+    /// The first block of the last wholly free chunk: small runs and metadata come from the other end than large runs.
+    fn free_chunk(&self) -> Attempt<Option<u64>> {
+        let groups = self.geometry.groups;
+        for i in 0..groups {
+            let group = (2 * groups - 1 - self.hints.full_behind - i) % groups;
+            if descriptor(self, group)?.free_chunks == 0 {
+                continue;
+            }
+            let bitmap = bitmap(self, group)?;
+            if let Some(chunk) = (0..self.geometry.group_chunks(group)).rev().find(|c| self.is_free_chunk(bitmap, group, *c)) {
+                return Ok(Some(self.geometry.group_start(group) + chunk * CHUNK_BLOCKS));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The runs of wholly free chunks of a group: first chunk and length.
+    fn free_chunks(&self, group: u64) -> Attempt<Vec<(u64, u64)>> {
+        let bitmap = bitmap(self, group)?;
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for chunk in (0..self.geometry.group_chunks(group)).filter(|chunk| self.is_free_chunk(bitmap, group, *chunk)) {
+            match runs.last_mut().filter(|(start, len)| start + len == chunk) {
+                Some((_, len)) => *len += 1,
+                None => runs.push((chunk, 1)),
+            }
+        }
+        Ok(runs)
+    }
+
+    /// Wholly free chunks, in the run that fits best of those in some groups.
     fn large_run(&mut self, want: u64) -> Attempt<Option<Run>> {
-        let margin = self.chunk_margin();
-        let spare = self.state.free_chunks.saturating_sub(margin);
-        let want_chunks = want.div_ceil(CHUNK_BLOCKS).min(spare);
+        // What is less than a chunk at the end of a file fills a hole.
+        let want = if self.has_many_holes() { want - want % CHUNK_BLOCKS } else { want };
+        let want_chunks = want.div_ceil(CHUNK_BLOCKS).min(self.chunks_for_data());
         if want_chunks == 0 {
             return Ok(None);
         }
         let groups = self.geometry.groups;
         let mut best: Option<(u64, u64, u64)> = None;
-        for i in 0..groups {
-            let group = (self.hints.large + i) % groups;
-            let free = u64::from(descriptor(self, group)?.free_chunks);
-            if free == 0 || best.is_some_and(|(_, _, len)| free <= len) {
-                continue;
-            }
-            let bitmap = bitmap(self, group)?;
-            let (mut start, mut len) = (0, 0);
-            for chunk in 0..self.geometry.group_chunks(group) {
-                if !self.is_free_chunk(bitmap, group, chunk) {
-                    len = 0;
-                    continue;
-                }
-                start = if len == 0 { chunk } else { start };
-                len += 1;
-                if best.is_none_or(|(_, _, most)| len > most) {
-                    best = Some((group, start, len));
-                }
-                if len == want_chunks {
-                    break;
-                }
-            }
-            if best.is_some_and(|(_, _, len)| len >= want_chunks.min(GROUP_CHUNKS)) {
-                break;
-            }
-        }
-        Ok(best.map(|(group, chunk, len)| {
-            self.hints.large = group;
-            let start = self.geometry.group_start(group) + chunk * CHUNK_BLOCKS;
-            Run { start, len: (len * CHUNK_BLOCKS).min(want) }
-        }))
-    }
-
-    /// A run beside other small ones: after the last one, else in any chunk that holds data, else in a free chunk.
-    fn small_run(&mut self, want: u64) -> Attempt<Run> {
-        let run = self.find_small_run(want)?.ok_or_else(|| self.no_space())?;
-        self.hints.small = run.end();
-        Ok(run)
-    }
-
-    fn find_small_run(&self, want: u64) -> Attempt<Option<Run>> {
-        let groups = self.geometry.groups;
-        let (first, at) =
-            if self.geometry.contains_data(self.hints.small, 1) { self.geometry.locate(self.hints.small) } else { (0, 0) };
-        let mut best: Option<Run> = None;
         let mut searched = 0;
-        for i in 0..=groups {
-            let group = (first + i) % groups;
-            if descriptor(self, group)?.free_blocks == 0 {
+        for i in 0..groups {
+            let group = (self.hints.first_chunk + i) % groups;
+            let most = u64::from(descriptor(self, group)?.free_chunks);
+            if most == 0 || best.is_some_and(|(_, _, len)| most <= len.min(want_chunks)) {
                 continue;
             }
             if best.is_some() && searched >= SEARCH_GROUPS {
                 break;
             }
             searched += 1;
-            let mut from = if i == 0 { at } else { 0 };
-            let to = self.geometry.group_chunks(group) * CHUNK_BLOCKS;
-            let to = if i == groups { at.min(to) } else { to };
-            while let Some(run) = self.free_within(group, from, to)? {
-                if run.len >= want {
-                    return Ok(Some(Run { start: run.start, len: want }));
+            for (start, len) in self.free_chunks(group)? {
+                if best.is_none_or(|(_, _, old)| fits_better(want_chunks, len, old)) {
+                    best = Some((group, start, len));
                 }
-                if best.is_none_or(|b| run.len > b.len) {
-                    best = Some(run);
+            }
+            if best.is_some_and(|(_, _, len)| len == want_chunks || len == GROUP_CHUNKS) {
+                break;
+            }
+        }
+        Ok(best.map(|(group, chunk, len)| {
+            let start = self.geometry.group_start(group) + chunk * CHUNK_BLOCKS;
+            Run { start, len: (len * CHUNK_BLOCKS).min(want) }
+        }))
+    }
+
+    /// A run beside other small ones: after the last one, else in any chunk that holds data, else in a free chunk. Large runs
+    /// and metadata live on free chunks. So once most of the free space is in the others, it is used up in pieces first.
+    fn small_run(&mut self, want: u64) -> Attempt<Run> {
+        let shared = self.shared_run(want)?;
+        let enough = match shared {
+            None => false,
+            Some(_) if self.chunks_for_data() == 0 => true,
+            Some(run) if self.has_many_holes() => run.len * PIECES_MAX >= want,
+            Some(run) => run.len >= want,
+        };
+        let run = match shared {
+            Some(run) if enough => run,
+            _ => match self.broken_chunk_run(want)? {
+                Some(run) => run,
+                None => shared.ok_or_else(|| self.no_space())?,
+            },
+        };
+        self.hints.small = self.geometry.locate(run.start).0;
+        Ok(run)
+    }
+
+    /// A run in a chunk that is broken for it: in the last one that was, while nothing of it is claimed yet, or in another.
+    fn broken_chunk_run(&mut self, want: u64) -> Attempt<Option<Run>> {
+        if !self.may_break_a_chunk() {
+            return Ok(None);
+        }
+        let len = want.min(CHUNK_BLOCKS);
+        if let Some(broken) = self.hints.broken {
+            let (group, at) = self.geometry.locate(broken);
+            let rest = self.free_within(group, at, (at / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, true)?;
+            if let Some(rest) = rest.filter(|rest| rest.len >= len) {
+                self.hints.broken = Some(rest.start + len).filter(|next| !next.is_multiple_of(CHUNK_BLOCKS));
+                return Ok(Some(Run { start: rest.start, len }));
+            }
+        }
+        let Some(start) = self.free_chunk()? else { return Ok(None) };
+        self.hints.broken = Some(start + len).filter(|next| !next.is_multiple_of(CHUNK_BLOCKS));
+        Ok(Some(Run { start, len }))
+    }
+
+    /// A run in chunks that hold data already: `want` blocks of the shortest run that has as many, in the first group that has
+    /// one, or the longest run of some groups.
+    fn shared_run(&self, want: u64) -> Attempt<Option<Run>> {
+        let groups = self.geometry.groups;
+        let mut longest: Option<Run> = None;
+        let mut searched = 0;
+        for i in 0..groups {
+            let group = (self.hints.small + i) % groups;
+            let shared = descriptor(self, group)?.free_shared();
+            if shared == 0 || longest.is_some_and(|run| shared <= run.len) {
+                continue;
+            }
+            if longest.is_some() && searched >= SEARCH_GROUPS {
+                break;
+            }
+            searched += 1;
+            let (mut from, to) = (0, self.geometry.group_chunks(group) * CHUNK_BLOCKS);
+            let mut fits: Option<Run> = None;
+            while let Some(run) = self.free_within(group, from, to, false)? {
+                if run.len >= want && fits.is_none_or(|f| run.len < f.len) {
+                    fits = Some(run);
+                }
+                if longest.is_none_or(|l| run.len > l.len) {
+                    longest = Some(run);
                 }
                 from = self.geometry.locate(run.start).1 + run.len;
-                if from >= to {
+                if from >= to || run.len == want {
                     break;
                 }
             }
+            if let Some(run) = fits {
+                return Ok(Some(Run { start: run.start, len: want }));
+            }
         }
-        Ok(best)
+        Ok(longest)
     }
 }
 
@@ -429,26 +519,19 @@ impl Op<'_> {
 
     /// Makes the first free chunk one for metadata, and returns its group.
     fn new_metadata_chunk(&mut self) -> Attempt<u64> {
-        for group in 0..self.meta().geometry.groups {
-            if descriptor(self, group)?.free_chunks == 0 {
-                continue;
-            }
-            let bitmap = bitmap(self, group)?;
-            let chunks = 0..self.meta().geometry.group_chunks(group);
-            let Some(chunk) = chunks.into_iter().find(|c| self.meta().is_free_chunk(bitmap, group, *c)) else { continue };
-            group::set_kind(self.bitmap_mut(group)?, chunk, ChunkKind::Metadata);
-            self.change_descriptor(group, |d| {
-                d.free_chunks = d.free_chunks.checked_sub(1)?;
-                d.free_blocks = d.free_blocks.checked_sub(CHUNK_BLOCKS as u16)?;
-                d.free_metadata = d.free_metadata.checked_add(CHUNK_BLOCKS as u16)?;
-                Some(())
-            })?;
-            let state = self.state_mut();
-            state.free_blocks = state.free_blocks.saturating_sub(CHUNK_BLOCKS);
-            state.free_chunks = state.free_chunks.saturating_sub(1);
-            return Ok(group);
-        }
-        Err(self.meta().no_space())
+        let Some(start) = self.meta().free_chunk()? else { return Err(self.meta().no_space()) };
+        let (group, at) = self.meta().geometry.locate(start);
+        group::set_kind(self.bitmap_mut(group)?, at / CHUNK_BLOCKS, ChunkKind::Metadata);
+        self.change_descriptor(group, |d| {
+            d.free_chunks = d.free_chunks.checked_sub(1)?;
+            d.free_blocks = d.free_blocks.checked_sub(CHUNK_BLOCKS as u16)?;
+            d.free_metadata = d.free_metadata.checked_add(CHUNK_BLOCKS as u16)?;
+            Some(())
+        })?;
+        let state = self.state_mut();
+        state.free_blocks = state.free_blocks.saturating_sub(CHUNK_BLOCKS);
+        state.free_chunks = state.free_chunks.saturating_sub(1);
+        Ok(group)
     }
 
     /// The bitmap of a group, to change; made when there was none.
@@ -472,6 +555,15 @@ impl Op<'_> {
             return Err(Corrupt::Field { address, what: "descriptor does not agree with its bitmap" }.into());
         }
         descriptor.store(self.block_mut(address, BlockKind::Descriptors)?, index);
+        let behind = self.meta().geometry.groups - 1 - group;
+        let hints = self.hints();
+        if descriptor.free_chunks > 0 {
+            hints.first_chunk = hints.first_chunk.min(group);
+            hints.full_behind = hints.full_behind.min(behind);
+        } else {
+            hints.first_chunk += u64::from(hints.first_chunk == group);
+            hints.full_behind += u64::from(hints.full_behind == behind);
+        }
         Ok(())
     }
 }

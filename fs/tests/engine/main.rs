@@ -1,5 +1,6 @@
 //! The engine without FUSE: on devices in memory and on real files, against a model, through power cuts and failures.
 
+mod ageing;
 mod attack;
 mod common;
 mod crash;

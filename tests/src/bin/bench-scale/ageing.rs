@@ -58,8 +58,13 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
     Ok(vec![table])
 }
 
-/// Average pieces of large files, in MiB: on the volume when it is new, when it is old and full, and old and half full.
+/// Makes a filesystem old, and says which one it was if it cannot be done.
 fn age(subject: &Subject, scale: &Scale) -> Result<[f64; 3], Box<dyn Error>> {
+    averages(subject, scale).map_err(|error| format!("{}: {error}", subject.name).into())
+}
+
+/// Average pieces of large files, in MiB: on the volume when it is new, when it is old and full, and old and half full.
+fn averages(subject: &Subject, scale: &Scale) -> Result<[f64; 3], Box<dyn Error>> {
     let mut churn =
         Churn { root: subject.root.clone(), files: Vec::new(), next: 0, random: Random(11), bytes: tree::pattern(5, 4 << 20) };
     let new = large(subject)?;
@@ -164,7 +169,10 @@ fn write(path: &Path, len: u64, bytes: &[u8]) -> io::Result<File> {
 
 /// Writes out what a filesystem has in memory, and has freed space be free.
 fn sync(root: &Path) -> io::Result<()> {
-    Ok(rustix::fs::syncfs(File::open(root)?)?)
+    let root = File::open(root)?;
+    rustix::fs::syncfs(&root)?;
+    // Where syncfs does not reach the filesystem, this does.
+    root.sync_all()
 }
 
 /// Pieces that a file of a gpunvme volume lies in.

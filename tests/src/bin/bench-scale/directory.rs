@@ -51,7 +51,7 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
     listing.row("to the first entry", times.iter().map(|(first, _)| Some(*first)).collect());
     listing.row("to the last entry", times.iter().map(|(_, last)| Some(*last)).collect());
     let mut memory = Table::new("most memory of the daemon: cache=256M and write_buffer=64M", "MiB", &["in all"], None);
-    memory.row("both directories", vec![sample::peak(&mounted)]);
+    memory.row("both directories", vec![Some(sample::mebibytes(mounted.peak_memory()))]);
     Ok(vec![operations, listing, memory])
 }
 

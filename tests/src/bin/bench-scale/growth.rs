@@ -60,23 +60,25 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
         Subject::set_up(format!("{} TiB", scale.large.div_ceil(1 << 40)), scale.large, FEW)?,
     ];
     for subject in &mut subjects {
-        subject.look_up_anywhere(scale.rounds * scale.operations)?;
+        subject.look_up_anywhere(scale.operations)?;
         subject.prepare_data()?;
     }
+    // From here on the daemon has as many inodes in its tables, and as full a cache, as it gets.
+    let million = subjects[1].find(1_000_000)?;
     for round in 0..scale.rounds {
         progress(&format!("growth: round {} of {}", round + 1, scale.rounds));
-        subjects.iter_mut().try_for_each(|subject| subject.round(round, scale.operations))?;
+        let count = subjects.len();
+        (0..count).try_for_each(|turn| subjects[(round + turn) % count].round(round, scale.operations))?;
     }
     let columns: Vec<_> = subjects.iter().map(|subject| subject.name.clone()).collect();
     let mut operations = Table::new("operations on a volume", "median of microseconds", &columns, Some(0));
     for (i, name) in OPERATIONS.iter().enumerate() {
         operations.row(*name, subjects.iter_mut().map(|subject| subject.samples[i].median()).collect());
     }
-    let million = subjects[1].find(1_000_000)?;
     let mut volumes = Table::new("whole volumes", "seconds", &columns, Some(0));
     let mut memory = Table::new("most memory: cache=256M and write_buffer=64M, fsck --memory as it is", "MiB", &columns, None);
     let mkfs = subjects.iter().map(|subject| Some(subject.mkfs)).collect();
-    let daemons = subjects.iter().map(|subject| sample::peak(&subject.mounted)).collect();
+    let daemons = subjects.iter().map(|subject| Some(sample::mebibytes(subject.mounted.peak_memory()))).collect();
     let ends = subjects.into_iter().map(Subject::take_down).collect::<Result<Vec<_>, _>>()?;
     volumes.row("mkfs", mkfs);
     volumes.row("mount", ends.iter().map(|end| Some(end.mount)).collect());
@@ -166,20 +168,19 @@ impl Subject {
         progress("growth: find");
         drop_caches()?;
         let folders = files.min(self.inodes).div_ceil(FOLDER);
-        let script = format!("seq -f 'folder %.0f' 0 {} | tr '\\n' '\\0' | xargs -0 -I{{}} find {{}} -size +1000k", folders - 1);
+        let script = format!("seq -f 'folder %.0f' 0 {} | tr '\\n' '\\0' | find -files0-from - -size +1000k", folders - 1);
         sample::shell(&self.mounted.root(), &script, &[])
     }
 
     fn take_down(self) -> Result<End, Box<dyn Error>> {
         progress(&format!("growth: fsck of {}", self.name));
+        let start = Instant::now();
         let image = self.mounted.unmount_unchecked();
+        let unmount = start.elapsed().as_secs_f64();
         let start = Instant::now();
         let mounted = image.mount();
         let mount = start.elapsed().as_secs_f64();
-        fs::write(mounted.path("last"), "bytes")?;
-        let start = Instant::now();
         let image = mounted.unmount_unchecked();
-        let unmount = start.elapsed().as_secs_f64();
         let fsck = sample::run(programs::command("fsck.gpunvme").arg("-n").arg(image.path()))?;
         Ok(End { unmount, mount, fsck })
     }

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::mounted::peak_memory;
+use rustix::process::Pid;
 
 /// Microseconds of single operations of one kind.
 #[derive(Default)]
@@ -34,31 +35,24 @@ pub fn drop_caches() -> io::Result<()> {
     fs::write("/proc/sys/vm/drop_caches", "2")
 }
 
-/// The most memory that a process has had so far, in MiB. None when it is gone.
-fn peak_of(pid: u32) -> Option<f64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    Some(line.split_whitespace().next()?.parse::<f64>().ok()? / 1024.0)
-}
-
-/// The most memory that the daemon of a mount has had so far, in MiB.
-pub fn peak(mounted: &Mounted) -> Option<f64> {
-    peak_of(mounted.daemon().as_raw_nonzero().get().cast_unsigned())
+/// Bytes as MiB.
+pub fn mebibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
 }
 
 /// Runs a command to its end. Returns its time in seconds, and the most memory that it had, in MiB.
 pub fn run(command: &mut Command) -> Result<(f64, f64), Box<dyn std::error::Error>> {
     let start = Instant::now();
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
-    let mut memory: f64 = 0.0;
+    let mut memory = 0;
     while child.try_wait()?.is_none() {
-        memory = memory.max(peak_of(child.id()).unwrap_or(0.0));
+        memory = peak_memory(Pid::from_child(&child)).unwrap_or(memory);
         std::thread::sleep(Duration::from_millis(2));
     }
     let time = start.elapsed().as_secs_f64();
     let output = child.wait_with_output()?;
     if output.status.success() {
-        Ok((time, memory))
+        Ok((time, mebibytes(memory)))
     } else {
         Err(format!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr)).into())
     }

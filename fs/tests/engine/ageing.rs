@@ -1,0 +1,72 @@
+//! What a volume looks like that is old: filled, and its files replaced again and again.
+
+use std::sync::Arc;
+
+use gpunvme_blockdev::{BlockDevice, MemoryDevice};
+use gpunvme_fs::data::Filesystem;
+use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_layout::Timestamp;
+use gpunvme_layout::block::BLOCK_SIZE;
+
+use crate::common::{ROOT, Random, assert_sound, make, open};
+
+const WHO: Context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+
+fn write(fs: &Arc<Filesystem>, name: &str, len: u64) -> u64 {
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&WHO, ROOT, name.as_bytes(), &new)).expect("there is room").ino;
+    fs.open_file(ino, false);
+    for at in (0..len).step_by(1 << 20) {
+        let piece = vec![1; (len - at).min(1 << 20) as usize];
+        fs.wait(|| fs.write(ino, at, &piece, WHO.now)).expect("there is room");
+    }
+    fs.close_file(ino, false);
+    ino
+}
+
+fn remove(fs: &Arc<Filesystem>, name: &str) {
+    let ino = fs.wait(|| fs.unlink(&WHO, ROOT, name.as_bytes())).expect("it is there").expect("its last name");
+    while fs.wait(|| fs.reap_step(ino)).expect("nothing fails") {}
+}
+
+fn used(fs: &Filesystem) -> f64 {
+    let usage = fs.usage();
+    1.0 - usage.available as f64 / usage.blocks as f64
+}
+
+#[test]
+fn where_small_files_came_and_went_large_ones_find_large_extents() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(256 << 20);
+    make(&device);
+    let fs = open(&device).expect("it can be opened");
+    let mut random = Random(3);
+    let (mut names, mut next) = (Vec::new(), 0);
+    for _ in 0..6 {
+        names.retain(|name: &String| {
+            let stays = random.below(3) > 0;
+            if !stays {
+                remove(&fs, name);
+            }
+            stays
+        });
+        fs.commit().expect("nothing fails");
+        while used(&fs) < 0.75 {
+            let name = format!("file {next}");
+            // Most are small, and most of the bytes are not in those.
+            let largest = [16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20][random.below(5) as usize];
+            write(&fs, &name, largest / 2 + random.below(largest / 2));
+            names.push(name);
+            next += 1;
+        }
+        fs.write_back().expect("nothing fails");
+        fs.commit().expect("nothing fails");
+    }
+    let len = 24 << 20;
+    let ino = write(&fs, "large", len);
+    fs.sync_file(ino).expect("there is room");
+    let (extents, _) = fs.wait(|| fs.resolve(ino, 0, len, usize::MAX)).expect("it is mapped");
+    let blocks: u64 = extents.iter().map(|mapping| u64::from(mapping.extent.len)).sum();
+    assert_eq!(blocks, len / BLOCK_SIZE as u64);
+    assert!(extents.len() <= 6, "24 MiB lie in {} extents on a volume that has 60 MiB free", extents.len());
+    assert_sound(&fs, "an old volume");
+}
