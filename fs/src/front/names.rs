@@ -10,7 +10,7 @@ use crate::error::{Attempt, Fail, FsError};
 use crate::volume::{ACL_ACCESS, Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
 
 /// Entries of a directory that are fetched at once.
-const BATCH: usize = 64;
+const BATCH: usize = 32;
 
 /// Where the entries of a directory go.
 pub(super) trait Listing: Send + 'static {
@@ -289,8 +289,10 @@ impl<L: Listing> Reading<L> {
             if entries.is_empty() {
                 return Ok(());
             }
+            let inos: Vec<u64> = entries.iter().filter(|_| L::ATTRIBUTES).map(|entry| entry.ino).collect();
+            let mut found = fs.all_attributes(&inos).into_iter();
             for entry in &entries {
-                let attributes = match L::ATTRIBUTES.then(|| fs.attributes(entry.ino)).transpose() {
+                let attributes = match found.next().transpose() {
                     Ok(attributes) => attributes,
                     // Removed since the entry was read: it is not in the directory any more.
                     Err(Fail::Error(FsError::NotFound)) => {

@@ -38,7 +38,11 @@ pub(crate) fn load(blocks: &impl Blocks, ino: u64) -> Attempt<Inode> {
     if ino == 0 || ino > gpunvme_layout::key::INO_MAX {
         return Err(FsError::NotFound.into());
     }
-    match tree::get(blocks, Key::inode(ino))? {
+    decode(ino, tree::get(blocks, Key::inode(ino)))
+}
+
+fn decode(ino: u64, found: Attempt<Option<&[u8]>>) -> Attempt<Inode> {
+    match found? {
         Some(bytes) => Ok(Inode::decode(ino, bytes)?),
         None => Err(FsError::NotFound.into()),
     }
@@ -77,6 +81,13 @@ impl Volume {
     /// Attributes as the tree has them; a file that is being written has newer ones in memory.
     pub(crate) fn stored_attributes(&self, ino: u64) -> Attempt<Attributes> {
         Ok(Attributes { ino, inode: load(&*self.meta.read(), ino)? })
+    }
+
+    /// The same of several inodes, whose numbers are possible ones; it takes less time than one by one.
+    pub(crate) fn all_stored_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
+        let meta = self.meta.read();
+        let found = tree::get_all(&*meta, inos.iter().map(|ino| Key::inode(*ino)));
+        inos.iter().zip(found).map(|(&ino, found)| Ok(Attributes { ino, inode: decode(ino, found)? })).collect()
     }
 
     /// Changes attributes. The permission bits and an access ACL are kept in step.

@@ -16,6 +16,11 @@ const THIN: usize = 1000;
 /// Two nodes join only when the result has room to grow, so that they do not split again at once.
 const JOINED_MAX: usize = 3000;
 
+/// Bytes of a leaf that a search looks at, but for leaves with many small items.
+const SEARCHED: usize = 1024;
+/// Bytes that a processor fetches at once.
+const CACHE_LINE: usize = 64;
+
 /// Where a leaf is, and the keys that may be in it.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
@@ -29,33 +34,37 @@ impl Place {
     fn covers(&self, key: Key) -> bool {
         self.lower <= key && self.upper.is_none_or(|upper| key < upper)
     }
+
+    /// Fails when the node that is here has keys, from slot `first` on, that it cannot have.
+    fn check(&self, block: &Block, first: usize) -> Result<(), Corrupt> {
+        let count = node::count(block);
+        let beyond = |upper| node::key(block, count - 1) >= upper;
+        if count > first && (node::key(block, first) < self.lower || self.upper.is_some_and(beyond)) {
+            return Err(Corrupt::Field { address: self.address, what: "node has keys that do not belong there" });
+        }
+        Ok(())
+    }
 }
 
-/// Goes down to the leaf that covers `key`, and calls `visit` with each inner node's address and the slot that is followed.
-fn descend(blocks: &impl Blocks, key: Key, mut visit: impl FnMut(u64, usize)) -> Attempt<(&Block, Place)> {
-    let (mut address, mut level) = (blocks.meta().state.root, blocks.meta().state.level);
-    let (mut lower, mut upper) = (Key::MIN, None);
-    loop {
-        let block = load(blocks, address, level)?;
-        let count = node::count(block);
-        let first = usize::from(level > 0);
-        if count > first && (node::key(block, first) < lower || upper.is_some_and(|u| node::key(block, count - 1) >= u)) {
-            return Err(Corrupt::Field { address, what: "node has keys that do not belong there" }.into());
-        }
-        if level == 0 {
-            return Ok((block, Place { address, lower, upper }));
-        }
-        let slot = node::child_slot(block, key);
+/// Goes down to where the leaf is that covers `key`, and calls `visit` with each inner node's address and the slot that is followed.
+fn descend(blocks: &impl Blocks, key: Key, mut visit: impl FnMut(u64, usize)) -> Attempt<Place> {
+    let (root, level) = (blocks.meta().state.root, blocks.meta().state.level);
+    let mut place = Place { address: root, lower: Key::MIN, upper: None };
+    for level in (1..=level).rev() {
+        let block = load(blocks, place.address, level)?;
+        // The key in slot 0 stands for all below it.
+        place.check(block, 1)?;
+        let (slot, count) = (node::child_slot(block, key), node::count(block));
+        visit(place.address, slot);
         if slot > 0 {
-            lower = node::key(block, slot);
+            place.lower = node::key(block, slot);
         }
         if slot + 1 < count {
-            upper = Some(node::key(block, slot + 1));
+            place.upper = Some(node::key(block, slot + 1));
         }
-        visit(address, slot);
-        address = node::child(block, slot);
-        level -= 1;
+        place.address = node::child(block, slot);
     }
+    Ok(place)
 }
 
 /// The leaf that covers `key`.
@@ -63,7 +72,9 @@ fn leaf(blocks: &impl Blocks, key: Key) -> Attempt<(&Block, Place)> {
     if let Some(place) = blocks.recall(|place| place.covers(key)) {
         return Ok((blocks.block(place.address, BlockKind::Node)?, place));
     }
-    let (block, place) = descend(blocks, key, |_, _| {})?;
+    let place = descend(blocks, key, |_, _| {})?;
+    let block = load(blocks, place.address, 0)?;
+    place.check(block, 0)?;
     blocks.remember(place);
     Ok((block, place))
 }
@@ -91,6 +102,22 @@ fn path(blocks: &impl Blocks, key: Key) -> Attempt<Vec<(u64, usize)>> {
 pub(crate) fn get(blocks: &impl Blocks, key: Key) -> Attempt<Option<&[u8]>> {
     let (block, _) = leaf(blocks, key)?;
     Ok(node::search(block, key).ok().map(|slot| node::value(block, slot)))
+}
+
+/// The values of several items, as [`get`] finds them. It goes through all of them step by step: then the processor has the leaves of many on
+/// their way from memory at once, where one by one it would wait for each.
+pub(crate) fn get_all<B: Blocks>(blocks: &B, keys: impl Iterator<Item = Key>) -> Vec<Attempt<Option<&[u8]>>> {
+    let places: Vec<_> = keys.map(|key| Ok((key, descend(blocks, key, |_, _| {})?))).collect();
+    let load = |(key, place): (Key, Place)| Ok((key, place, load(blocks, place.address, 0)?));
+    let leaves: Vec<_> = places.into_iter().map(|place: Attempt<_>| place.and_then(load)).collect();
+    for (_, _, block) in leaves.iter().flatten() {
+        std::hint::black_box(block.bytes()[..SEARCHED].iter().step_by(CACHE_LINE).fold(0, |sum, byte| sum ^ byte));
+    }
+    let value = |(key, place, block): (Key, Place, _)| {
+        place.check(block, 0)?;
+        Ok(node::search(block, key).ok().map(|slot| node::value(block, slot)))
+    };
+    leaves.into_iter().map(|leaf| leaf.and_then(value)).collect()
 }
 
 /// The last item whose key is not above `key`.
