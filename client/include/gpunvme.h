@@ -153,6 +153,9 @@ int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_fil
 /*
  * Puts a request into the order of a CUDA stream (cudaStream_t, CUstream): it begins when the stream comes to it, and what is put into the stream afterwards waits for it. The
  * stream goes on even if the request fails: gpunvme_pending_wait() tells. One that is being captured is refused (EBUSY).
+ *
+ * Until the stream has passed the request, no thread may free memory in a way that waits for the whole GPU (cudaFree, cuMemFree, the emptying of a caching allocator): the driver
+ * holds a lock meanwhile that the request's copies need, and neither ever ends. cudaFreeAsync is in a stream's order and does not wait.
  */
 int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,

@@ -180,8 +180,11 @@ impl Transfers {
 
     /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and what is put into the stream afterwards sees the bytes. The call returns at once.
     ///
-    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read,
-    /// and so do those that wait for the whole GPU, such as `cudaFree`.
+    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read.
+    ///
+    /// Until the stream has passed the read, no thread may free memory of the GPU in a way that waits for the whole GPU (`cudaFree`, `cuMemFree`, the emptying of a
+    /// caching allocator): the driver holds a lock meanwhile that the copies of the read need, and neither ever ends (seen on an H200, driver 580).
+    /// `cudaFreeAsync` is in a stream's order and does not wait.
     ///
     /// # Safety
     /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the

@@ -30,7 +30,6 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("what a stream does before and after a read or write is in order with it", streams::streams_are_ordered),
     ("more requests in streams than slots do not wait for each other", streams::many_in_streams),
     ("a stream goes on when its request fails, or is one too many", streams::streams_go_on),
-    ("memory may be freed while a stream waits for a read", streams::freed_while_a_stream_waits),
     ("a stream that is being captured is refused", streams::captured_streams),
     ("a file forgets the rings that are over", rings_that_are_over),
     ("memory that was freed too early is an error, and hurts nothing else", freed_too_early),

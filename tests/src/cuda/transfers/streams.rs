@@ -8,9 +8,8 @@ use gpunvme_gpupath::cuda::{Cuda, Gpu, Stream};
 use rustix::process::{Signal, kill_process};
 use std::fs;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A stream of the application that waits until it is let go.
 struct Blocked {
@@ -129,34 +128,6 @@ pub(super) fn streams_go_on(site: &Site) {
     assert!(matches!(lost.wait(), Err(Error::RingClosed { .. })));
     // All gates are free again.
     begin(&transfers, &sample).unwrap().wait().unwrap();
-}
-
-/// Freeing waits for the whole GPU, and with it for the read, which needs the GPU's driver itself: neither may keep the other from ending.
-pub(super) fn freed_while_a_stream_waits(site: &Site) {
-    let transfers = site.transfers();
-    let sample = site.sample(20, 8 * MIB);
-    let (memory, other) = (allocated(site.gpu, 8 * MIB as usize), site.gpu.alloc(MIB as usize).unwrap());
-    let whole = [segment(0, memory.address(), 8 * MIB)];
-    read(&transfers, &sample.file, &whole).unwrap();
-    let (stream, (tell, freed)) = (own_stream(site.gpu), mpsc::channel());
-    kill_process(site.volume.daemon(), Signal::STOP).unwrap();
-    // SAFETY: nobody else uses the memory until the read was waited for.
-    let pending = unsafe { transfers.read_on_stream(&sample.file, &whole, stream) }.unwrap();
-    let free = thread::spawn(move || {
-        drop(other);
-        tell.send(()).unwrap();
-    });
-    thread::sleep(Duration::from_millis(100));
-    kill_process(site.volume.daemon(), Signal::CONT).unwrap();
-    let begun = Instant::now();
-    while !pending.is_done() {
-        assert!(begun.elapsed() < Duration::from_secs(20), "the read waits for a thread that frees memory");
-        thread::sleep(Duration::from_millis(1));
-    }
-    assert_eq!(pending.wait().unwrap().bytes(), 8 * MIB);
-    freed.recv_timeout(Duration::from_secs(20)).expect("memory is freed when the stream has passed");
-    free.join().unwrap();
-    assert!(site.look(memory.address(), 8 * MIB) == sample.bytes);
 }
 
 pub(super) fn captured_streams(site: &Site) {
