@@ -89,12 +89,13 @@ unsafe impl Send for Iovecs {}
 impl UringQueue {
     pub(crate) fn new(target: Arc<Target>, submission: Submission) -> Result<Self> {
         let depth = target.geometry.queue_depth;
-        // Room for the whole depth and a wake command, on either side: neither can overflow.
+        // Room for the whole depth and a wake command, on either side: neither can overflow. Twice, because a kernel thread says that it has taken commands
+        // only when it has begun all that it found, and some are over by then.
         let build = |set_up: fn(&mut Builder)| {
             let mut builder = IoUring::builder();
             builder.dontfork();
             set_up(&mut builder);
-            builder.build(depth + 1)
+            builder.build(2 * (depth + 1))
         };
         // A completion is not worth an interrupt of the thread that submitted: it looks at its next system call. Before Linux 5.19 the kernel interrupts.
         let by_system_call = || build(|builder| _ = builder.setup_coop_taskrun().setup_taskrun_flag()).or_else(|_| build(|_| {}));

@@ -156,6 +156,11 @@ impl Lane {
         !self.batches.is_empty() || !self.waiting.is_empty()
     }
 
+    /// Whether copies are on their way.
+    pub fn is_copying(&self) -> bool {
+        !self.batches.is_empty()
+    }
+
     /// Makes the GPU's context current on this thread until the guard is dropped.
     pub fn enter(&self) -> std::result::Result<Entered, CudaError> {
         self.gpu.enter()

@@ -261,7 +261,7 @@ impl Worker {
             if moved {
                 self.progress[at] = now;
                 any = true;
-            } else if lane.is_busy() && now.saturating_duration_since(self.progress[at]) > STALLED {
+            } else if lane.is_copying() && now.saturating_duration_since(self.progress[at]) > STALLED {
                 lane.probe(&mut self.not_copied);
                 self.progress[at] = now;
             }

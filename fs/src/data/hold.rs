@@ -29,6 +29,11 @@ impl Filesystem {
 }
 
 impl Hold {
+    /// The file that it is about.
+    pub fn ino(&self) -> u64 {
+        self.file.ino
+    }
+
     /// Waits for the writes of the file that are under way.
     pub fn wait(&self) {
         let mut state = self.file.state.lock();

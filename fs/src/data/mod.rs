@@ -32,6 +32,7 @@ pub mod resize;
 mod write;
 
 use file::{File, FileState, Files};
+use hold::Hold;
 use pages::PagePool;
 pub use read::Read;
 
@@ -145,7 +146,11 @@ impl Filesystem {
                 Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_file(ino)?,
-                Err(Fail::Stall(Stall::Flights { ino })) => hold.get_or_insert_with(|| self.hold(ino)).wait(),
+                Err(Fail::Stall(Stall::Flights { ino })) => {
+                    // What a name stands for may have changed.
+                    hold.take_if(|hold: &mut Hold| hold.ino() != ino);
+                    hold.get_or_insert_with(|| self.hold(ino)).wait();
+                }
                 Err(Fail::Stall(Stall::Held { ino })) => self.wait_while_held(ino),
                 Err(Fail::Stall(stall)) => {
                     if stall == Stall::Reuse {
@@ -183,9 +188,13 @@ impl Filesystem {
 
     /// Attributes of several inodes that directory entries name; it takes less time than one by one.
     pub fn all_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
+        // A file that is in memory now may have been written out, and be gone from there, when its inode was looked up.
+        let were_in_memory: Vec<bool> = inos.iter().map(|ino| self.files.find(*ino).is_some()).collect();
         let stored = self.volume.all_stored_attributes(inos);
-        let newer = |(stored, ino): (_, &u64)| if self.files.find(*ino).is_some() { self.attributes(*ino) } else { stored };
-        stored.into_iter().zip(inos).map(newer).collect()
+        let newest = |((stored, ino), was): ((_, &u64), bool)| {
+            if was || self.files.find(*ino).is_some() { self.attributes(*ino) } else { stored }
+        };
+        stored.into_iter().zip(inos).zip(were_in_memory).map(newest).collect()
     }
 
     /// Changes attributes other than the size.

@@ -170,8 +170,10 @@ impl Front {
     fn moved(self: &Arc<Self>, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
         let front = self.clone();
         self.invalidations.run(move || {
-            let end = to.end - 1;
-            front.invalidate(ino, vec![from, to], Some((end, last)));
+            // Somebody may have shortened it since.
+            let ends_there = front.fs.wait(|| front.fs.attributes(ino)).is_ok_and(|now| now.inode.size == to.end);
+            let end = ends_there.then_some((to.end - 1, last));
+            front.invalidate(ino, vec![from, to], end);
         });
     }
 

@@ -244,7 +244,7 @@ impl Front {
         transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
             drop(guard);
             let outcome = result.map_or_else(|error| failed(&transfer, error), |()| complete);
-            done(front.finished(&transfer, &outcome));
+            front.answer(transfer, &outcome, done);
         });
     }
 
@@ -330,13 +330,13 @@ impl Front {
             (in_the_middle, self.nodes.may_have(transfer.ino, transfer.ranges()), self.kernel.get())
         {
             kernel.invalidate_attributes(transfer.ino);
-            return done(self.finished(&transfer, &outcome));
+            return self.answer(transfer, &outcome, done);
         }
         let front = self.clone();
         self.invalidations.run(move || {
             let last = if outcome.status == 0 { front.last_byte(&transfer) } else { None };
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
-            done(front.finished(&transfer, &outcome));
+            front.answer(transfer, &outcome, done);
         });
     }
 
@@ -366,8 +366,11 @@ impl Front {
         Ok(planned)
     }
 
-    fn finished(&self, transfer: &Transfer, outcome: &Outcome) -> Answer {
-        self.direct.server.finish(transfer.direction, &transfer.request, &transfer.buffer, outcome)
+    /// Answers a transfer that was begun. Before that it lets go of the buffer: whoever unregisters it after the answer finds the memory free.
+    fn answer(&self, transfer: Transfer, outcome: &Outcome, done: impl FnOnce(Answer)) {
+        let answer = self.direct.server.finish(transfer.direction, &transfer.request, &transfer.buffer, outcome);
+        drop(transfer);
+        done(answer);
     }
 
     fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {

@@ -272,12 +272,12 @@ impl Meta {
         }
         Ok(best.map(|(group, chunk, len)| {
             let start = self.geometry.group_start(group) + chunk * CHUNK_BLOCKS;
-            Run { start, len: (len * CHUNK_BLOCKS).min(want) }
+            Run { start, len: (len.min(want_chunks) * CHUNK_BLOCKS).min(want) }
         }))
     }
 
-    /// A run beside other small ones: after the last one, else in any chunk that holds data, else in a free chunk. Large runs
-    /// and metadata live on free chunks. So once most of the free space is in the others, it is used up in pieces first.
+    /// A run beside other small ones: in a chunk that holds data, else in a free chunk. Large runs and metadata live on free
+    /// chunks. So once most of the free space is in the others, it is used up in pieces first.
     fn small_run(&mut self, want: u64) -> Attempt<Run> {
         let shared = self.shared_run(want)?;
         let enough = match shared {
@@ -290,14 +290,17 @@ impl Meta {
             Some(run) if enough => run,
             _ => match self.broken_chunk_run(want)? {
                 Some(run) => run,
-                None => shared.ok_or_else(|| self.no_space())?,
+                None => match shared {
+                    Some(run) => run,
+                    None => self.any_run(want)?.ok_or_else(|| self.no_space())?,
+                },
             },
         };
         self.hints.small = self.geometry.locate(run.start).0;
         Ok(run)
     }
 
-    /// A run in a chunk that is broken for it: in the last one that was, while nothing of it is claimed yet, or in another.
+    /// A run in a chunk that is broken for it: in the last one that was, or in another.
     fn broken_chunk_run(&mut self, want: u64) -> Attempt<Option<Run>> {
         if !self.may_break_a_chunk() {
             return Ok(None);
@@ -314,6 +317,21 @@ impl Meta {
         let Some(start) = self.free_chunk()? else { return Ok(None) };
         self.hints.broken = Some(start + len).filter(|next| !next.is_multiple_of(CHUNK_BLOCKS));
         Ok(Some(Run { start, len }))
+    }
+
+    /// The first run that is left, in chunks that nothing was claimed of yet and something is busy in.
+    fn any_run(&self, want: u64) -> Attempt<Option<Run>> {
+        for i in 0..self.geometry.groups {
+            let group = (self.hints.small + i) % self.geometry.groups;
+            if descriptor(self, group)?.free_blocks == 0 {
+                continue;
+            }
+            let end = self.geometry.group_chunks(group) * CHUNK_BLOCKS;
+            if let Some(run) = self.free_within(group, 0, end, true)? {
+                return Ok(Some(Run { start: run.start, len: run.len.min(want) }));
+            }
+        }
+        Ok(None)
     }
 
     /// A run in chunks that hold data already: `want` blocks of the shortest run that has as many, in the first group that has

@@ -48,11 +48,15 @@ fn decode(ino: u64, found: Attempt<Option<&[u8]>>) -> Attempt<Inode> {
     }
 }
 
+/// Seconds by which changes that are under way together may be noted out of order. What is further ahead is from a clock that was wrong.
+const DISORDER: i64 = 60;
+
 /// Notes when the content changed, and the inode with it. Changes may be noted in another order than they were asked for: a later
 /// one keeps its time.
 pub(crate) fn content_changed(inode: &mut Inode, at: Timestamp) {
-    // Only a time of content that somebody set may lie ahead of all changes; the next change replaces it.
-    inode.mtime = if at < inode.ctime { inode.mtime.max(at) } else { at };
+    // A time of content that somebody set may lie ahead of all changes; the next change replaces it.
+    let is_late = at < inode.ctime && inode.ctime.seconds.saturating_sub(at.seconds) <= DISORDER;
+    inode.mtime = if is_late { inode.mtime.max(at) } else { at };
     changed(inode, at);
 }
 

@@ -31,6 +31,8 @@ pub struct CudaError {
 impl CudaError {
     /// `CUDA_ERROR_INVALID_VALUE`: also what calls say of an address that CUDA does not know (any more).
     pub const INVALID_VALUE: u32 = sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as u32;
+    /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
+    pub const STREAM_CAPTURE_IMPLICIT: u32 = sys::cudaError_enum::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as u32;
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     pub const OUT_OF_MEMORY: u32 = sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY as u32;
     /// `CUDA_ERROR_NO_DEVICE`.

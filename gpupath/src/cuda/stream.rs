@@ -43,14 +43,19 @@ impl Stream {
     }
 
     /// Whether what is put into the stream becomes part of a graph and is not done.
+    /// So is the default stream, while one that it waits for is.
     ///
     /// # Errors
-    /// What CUDA says: `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` of the default stream, while another one that it waits for is captured.
+    /// What CUDA says.
     pub fn is_captured(&self) -> Result<bool, CudaError> {
         let _entered = self.context.enter()?;
         let mut status: c_uint = 0;
         // SAFETY: it writes an enum, which is an integer in C.
-        unsafe { self.context.driver.cuStreamIsCapturing(self.raw, (&raw mut status).cast()) }?;
+        let asked = unsafe { self.context.driver.cuStreamIsCapturing(self.raw, (&raw mut status).cast()) };
+        if asked.as_ref().is_err_and(|error| error.code == CudaError::STREAM_CAPTURE_IMPLICIT) {
+            return Ok(true);
+        }
+        asked?;
         Ok(status != CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
     }
 

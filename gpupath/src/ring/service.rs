@@ -57,13 +57,14 @@ pub trait AttachedFile: Send + Sync {
     fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken);
 }
 
-/// A submission that was taken from a ring, and has to be answered.
+/// A submission that was taken from a ring, and has to be answered. Dropped without an answer it is answered with `EIO`: its ring's end would wait for it for ever.
 pub struct Taken {
     shared: Arc<Shared>,
     ring: Arc<Ring>,
     user_data: u64,
     /// Bytes that it asks for.
     len: u64,
+    answered: bool,
 }
 
 /// The rings of a mount.
@@ -379,7 +380,13 @@ impl Shared {
     /// Takes one submission and begins it.
     fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
         let submission = ring.take();
-        let taken = Taken { shared: self.clone(), ring: ring.clone(), user_data: submission.user_data, len: submission.len };
+        let taken = Taken {
+            shared: self.clone(),
+            ring: ring.clone(),
+            user_data: submission.user_data,
+            len: submission.len,
+            answered: false,
+        };
         let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
         let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
         match ring.buffer(request.buffer, || self.server.registry.lookup(ring.owner.id, request.buffer)) {
@@ -391,7 +398,7 @@ impl Shared {
 
 impl Taken {
     /// Ends it with what the ioctl would have answered.
-    pub fn answer(self, answer: Answer) {
+    pub fn answer(mut self, answer: Answer) {
         let Answer { errno, transfer } = answer;
         self.complete(Completion {
             user_data: self.user_data,
@@ -406,11 +413,12 @@ impl Taken {
         });
     }
 
-    fn refuse(self, errno: i32, reason: Reason) {
+    fn refuse(mut self, errno: i32, reason: Reason) {
         self.complete(Completion { user_data: self.user_data, status: errno, reason: reason.code(), ..Completion::default() });
     }
 
-    fn complete(&self, completion: Completion) {
+    fn complete(&mut self, completion: Completion) {
+        self.answered = true;
         let Taken { shared, ring, len, .. } = self;
         ring.complete(*len, &completion);
         if SERVING.get() {
@@ -422,6 +430,14 @@ impl Taken {
         fence(Ordering::SeqCst);
         if shared.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
             shared.wake_up();
+        }
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.complete(Completion { user_data: self.user_data, status: libc::EIO, ..Completion::default() });
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Times of single operations, and the memory of a process.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -43,18 +43,25 @@ pub fn mebibytes(bytes: u64) -> f64 {
 /// Runs a command to its end. Returns its time in seconds, and the most memory that it had, in MiB.
 pub fn run(command: &mut Command) -> Result<(f64, f64), Box<dyn std::error::Error>> {
     let start = Instant::now();
-    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    // A pipe that nobody reads would stop it once it is full.
+    let mut said = tempfile::tempfile()?;
+    let mut child = command.stdout(Stdio::null()).stderr(said.try_clone()?).spawn()?;
     let mut memory = 0;
-    while child.try_wait()?.is_none() {
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
         memory = peak_memory(Pid::from_child(&child)).unwrap_or(memory);
         std::thread::sleep(Duration::from_millis(2));
-    }
+    };
     let time = start.elapsed().as_secs_f64();
-    let output = child.wait_with_output()?;
-    if output.status.success() {
+    if status.success() {
         Ok((time, mebibytes(memory)))
     } else {
-        Err(format!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr)).into())
+        let mut text = Vec::new();
+        said.seek(SeekFrom::Start(0))?;
+        said.read_to_end(&mut text)?;
+        Err(format!("{command:?}: {status}: {}", String::from_utf8_lossy(&text)).into())
     }
 }
 
