@@ -25,7 +25,7 @@ use crate::{Completion, Error, Op, Queue, Request, Result, Span, Wait};
 
 /// The device, among the files registered with a ring.
 const FILE: Fixed = Fixed(0);
-/// How long a kernel thread looks for commands where there are none, in milliseconds: the least that there is.
+/// How long a kernel thread looks for commands where there are none, in milliseconds: the least that there is. The kernel makes it one or two of its ticks.
 const KERNEL_THREAD_LINGERS: u32 = 1;
 /// Marks the completion of [`Queue::wake`]'s command; parts are numbered from 0.
 const WAKE: u64 = u64::MAX;

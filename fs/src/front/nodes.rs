@@ -29,8 +29,8 @@ struct Node {
     orphan: bool,
     /// It is being removed.
     leaving: bool,
-    /// What the kernel may have of the content.
-    cached: Cached,
+    /// What the kernel may have of the content; of most it never had any, and there may be millions.
+    cached: Option<Box<Cached>>,
 }
 
 /// The inodes that the kernel knows.
@@ -85,26 +85,29 @@ impl Nodes {
     /// As [`Cached::note`].
     pub fn caches(&self, ino: u64, range: Range<u64>) {
         if let Some(node) = self.shard(ino).lock().get_mut(&ino) {
-            node.cached.note(range);
+            node.cached.get_or_insert_default().note(range);
         }
     }
 
     /// As [`Cached::may_have`].
     pub fn may_have(&self, ino: u64, ranges: impl Iterator<Item = Range<u64>>) -> bool {
-        self.shard(ino).lock().get(&ino).is_some_and(|node| node.cached.may_have(ranges))
+        self.shard(ino).lock().get(&ino).and_then(|node| node.cached.as_ref()).is_some_and(|cached| cached.may_have(ranges))
     }
 
     /// As [`Cached::begin`]. Returns the number of the invalidation, too.
     pub fn begin_invalidation(&self, ino: u64, ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> (u64, Vec<Range<u64>>) {
         let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
         let mut shard = self.shard(ino).lock();
-        (number, shard.get_mut(&ino).map_or_else(Vec::new, |node| node.cached.begin(number, ranges, stored)))
+        (
+            number,
+            shard.get_mut(&ino).map_or_else(Vec::new, |node| node.cached.get_or_insert_default().begin(number, ranges, stored)),
+        )
     }
 
     /// As [`Cached::end`].
     pub fn end_invalidation(&self, ino: u64, number: u64, done: bool) {
-        if let Some(node) = self.shard(ino).lock().get_mut(&ino) {
-            node.cached.end(number, done);
+        if let Some(cached) = self.shard(ino).lock().get_mut(&ino).and_then(|node| node.cached.as_mut()) {
+            cached.end(number, done);
         }
     }
 

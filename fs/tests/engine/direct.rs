@@ -202,4 +202,10 @@ fn times_do_not_step_back_when_writes_are_over_in_another_order_than_they_began(
     let last = Timestamp { seconds: 52, nanoseconds: 0 };
     fs.wait(|| fs.write(ino, 0, b"c", last)).expect("there is room");
     assert_eq!(times(), (last, last));
+    // A clock that was wrong for a while does not keep the file's time where it was.
+    for now in [Timestamp { seconds: 100_000, nanoseconds: 0 }, Timestamp { seconds: 60, nanoseconds: 0 }] {
+        fs.wait(|| fs.write(ino, 0, b"d", now)).expect("there is room");
+        fs.sync_file(ino).expect("the device works");
+        assert_eq!(times().0, now);
+    }
 }
