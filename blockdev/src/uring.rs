@@ -13,15 +13,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
-use io_uring::{IoUring, opcode, squeue};
-
-type Builder = io_uring::Builder<squeue::Entry, io_uring::cqueue::Entry>;
+use io_uring::{IoUring, cqueue, opcode, squeue};
 use parking_lot::Mutex;
 use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::file::{Kind, Target};
 use crate::{Completion, Error, Op, Queue, Request, Result, Span, Wait};
+
+type Builder = io_uring::Builder<squeue::Entry, cqueue::Entry>;
 
 /// The device, among the files registered with a ring.
 const FILE: Fixed = Fixed(0);

@@ -266,7 +266,7 @@ impl Flight {
         let mut state = self.file.state.lock();
         self.fs.attach(self.file.ino, &mut self.placement, self.promised, stamp)?;
         self.promised = 0;
-        // A later write in the buffer keeps its own time.
+        // The last block may be another now.
         state.tail_is_zero = false;
         self.placement = Placement::default();
         Ok(())

@@ -7,7 +7,8 @@
 //! is looked up what the file holds. The page is in the cache by then, locked if it is to be read, and so an invalidation that
 //! begins later finds it, waits for the answer, writes it back where it is dirty, and removes it (`invalidate_inode_pages2_range`,
 //! mm/truncate.c). When the invalidation has ended, what was noted before it began is not there any more; what was noted after
-//! that may be.
+//! that may be. (A page that a device writes to in that very moment, through memory that somebody had pinned, can stay, and the
+//! kernel tells nobody.)
 
 use std::ops::Range;
 

@@ -535,7 +535,7 @@ impl Op<'_> {
         Ok(self.meta().geometry.group_start(group) + at)
     }
 
-    /// Makes the first free chunk one for metadata, and returns its group.
+    /// Makes a free chunk one for metadata, and returns its group.
     fn new_metadata_chunk(&mut self) -> Attempt<u64> {
         let Some(start) = self.meta().free_chunk()? else { return Err(self.meta().no_space()) };
         let (group, at) = self.meta().geometry.locate(start);

@@ -131,15 +131,21 @@ fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
     }
 }
 
-#[test]
-fn the_time_of_an_overwrite_shows_at_once_and_is_stored_while_the_file_is_open() {
-    const LATER: Timestamp = Timestamp { seconds: 77, nanoseconds: 5 };
+/// A new volume, and a file on it that is open.
+fn with_an_open_file() -> (Arc<Filesystem>, u64) {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
     make(&device);
     let fs = open(&device).expect("a new volume can be opened");
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
     fs.open_file(ino, false);
+    (fs, ino)
+}
+
+#[test]
+fn the_time_of_an_overwrite_shows_at_once_and_is_stored_while_the_file_is_open() {
+    const LATER: Timestamp = Timestamp { seconds: 77, nanoseconds: 5 };
+    let (fs, ino) = with_an_open_file();
     let region = Region::allocate(8192).expect("there is memory");
     let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
     let write = |now| {
@@ -164,12 +170,7 @@ fn the_time_of_an_overwrite_shows_at_once_and_is_stored_while_the_file_is_open()
 fn times_do_not_step_back_when_writes_are_over_in_another_order_than_they_began() {
     const EARLIER: Timestamp = Timestamp { seconds: 50, nanoseconds: 0 };
     const LATER: Timestamp = Timestamp { seconds: 51, nanoseconds: 0 };
-    let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
-    make(&device);
-    let fs = open(&device).expect("a new volume can be opened");
-    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
-    let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
-    fs.open_file(ino, false);
+    let (fs, ino) = with_an_open_file();
     let region = Region::allocate(4096).expect("there is memory");
     let plan = |block: u64, now| {
         let segment = Segment { file_offset: block * 4096, buffer_offset: 0, len: 4096 };

@@ -64,6 +64,13 @@ fn lost(contents: &Contents) -> usize {
     contents.keys().filter(|path| path.starts_with("/lost+found/")).count()
 }
 
+fn small_is_found(contents: &Contents) -> bool {
+    let is_it = |(path, thing): (&String, &(Thing, _))| {
+        path.starts_with("/lost+found/#") && thing.0 == Thing::File(b"a few bytes".into())
+    };
+    lost(contents) == 1 && contents.iter().any(is_it)
+}
+
 /// One of the leaves of `many`, in the middle of its entries.
 fn leaf_of_many(surgeon: &Surgeon, subject: &Subject) -> u64 {
     surgeon.leaf(Key::new(ino(subject, "many"), ItemKind::Dirent, 1 << 62))
@@ -507,9 +514,7 @@ pub const CASES: &[Case] = &[
             edit_inode(s, ino(subject, "one"), |inode| inode.size -= 1);
         },
         touched: &["/one/small"],
-        expect: |c| {
-            lost(c) == 1 && c.iter().any(|(p, t)| p.starts_with("/lost+found/#") && t.0 == Thing::File(b"a few bytes".into()))
-        },
+        expect: small_is_found,
     },
     Case {
         // What is made new for it must not take the number of what is there.
@@ -521,9 +526,7 @@ pub const CASES: &[Case] = &[
             s.edit_state(|state| (state.next_ino, state.inodes) = (ino(subject, "right"), 1));
         },
         touched: &["/one/small"],
-        expect: |c| {
-            lost(c) == 1 && c.iter().any(|(p, t)| p.starts_with("/lost+found/#") && t.0 == Thing::File(b"a few bytes".into()))
-        },
+        expect: small_is_found,
     },
     Case {
         name: "directory without a name",
