@@ -3,11 +3,12 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::process::Command;
 
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{needs_mount, tree};
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 fn open(path: &std::path::Path) -> File {
@@ -252,6 +253,27 @@ fn direct_io_and_buffered_io_see_each_other() {
     aligned[..4096].fill(9);
     direct.write_all_at(&aligned[..4096], 8192).unwrap();
     assert_eq!(fs::read(&path).unwrap()[8192..12288], [9; 4096]);
+}
+
+#[test]
+fn a_program_that_runs_cannot_be_cut_or_opened_for_writing() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let program = volume.path("sleep");
+    fs::copy("/bin/sleep", &program).unwrap();
+    let len = fs::metadata(&program).unwrap().len();
+    let mut running = Command::new(&program).arg("60").spawn().unwrap();
+    // Each once more: the first must not have done any of it, and the program must live.
+    for _ in 0..2 {
+        for flags in [OFlags::WRONLY, OFlags::RDWR, OFlags::RDONLY | OFlags::TRUNC, OFlags::WRONLY | OFlags::TRUNC] {
+            assert_eq!(rustix::fs::open(&program, flags, Mode::empty()).unwrap_err(), Errno::TXTBSY, "{flags:?}");
+            assert_eq!(fs::metadata(&program).unwrap().len(), len, "after {flags:?}");
+        }
+    }
+    assert!(running.try_wait().unwrap().is_none());
+    running.kill().unwrap();
+    running.wait().unwrap();
+    assert!(fs::read(&program).unwrap() == fs::read("/bin/sleep").unwrap());
 }
 
 #[test]

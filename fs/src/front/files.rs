@@ -37,38 +37,10 @@ pub(super) struct Write {
 
 impl Front {
     /// Opens a file with these flags of open(2).
-    pub fn open(
-        self: &Arc<Self>,
-        caller: Caller,
-        ino: u64,
-        flags: i32,
-        done: impl FnOnce(Result<Handle, FsError>) + Send + 'static,
-    ) {
+    pub fn open(&self, ino: u64, flags: i32) -> Handle {
         let handle = Handle::new(flags);
-        let front = self.clone();
-        let opened = move |stripped: Result<bool, FsError>| {
-            if let (Ok(true), Some(kernel)) = (&stripped, front.kernel.get()) {
-                // The answer to open(2) has no attributes to say so.
-                kernel.invalidate_attributes(ino);
-            }
-            done(stripped.map(|_| {
-                front.fs.open_file(ino, handle.is_mappable());
-                handle
-            }));
-        };
-        if flags & libc::O_TRUNC != 0 {
-            // Freeing what a file had can take long.
-            self.wait(
-                move |fs| {
-                    fs.wait(|| fs.set_size(&caller.context, ino, 0))?;
-                    // Root keeps the bits that everybody else takes away by writing.
-                    if caller.context.uid == 0 { Ok(false) } else { fs.wait(|| strip(fs, &caller, ino)) }
-                },
-                opened,
-            );
-        } else {
-            opened(Ok(false));
-        }
+        self.fs.open_file(ino, handle.is_mappable());
+        handle
     }
 
     /// Closes a file.

@@ -42,6 +42,7 @@ const INODES_PER_BLOCK: u64 = 8;
 
 /// What is asked of the kernel, as far as it has it. Not asked for:
 /// - `WRITEBACK_CACHE` hides dirty pages from the direct path, and slows large writes down;
+/// - `ATOMIC_O_TRUNC` would have open(2) cut a file before the kernel has looked whether it is a program that runs (ETXTBSY), and the program die;
 /// - `SETXATTR_EXT`, `SECURITY_CTX`, `CREATE_SUPP_GROUP`, `OVER_IO_URING`: change requests in ways that fuser does not know.
 const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_READDIRPLUS_AUTO)
@@ -51,7 +52,6 @@ const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_MAX_PAGES)
     .union(InitFlags::FUSE_POSIX_ACL)
     .union(InitFlags::FUSE_DONT_MASK)
-    .union(InitFlags::FUSE_ATOMIC_O_TRUNC)
     .union(InitFlags::FUSE_EXPORT_SUPPORT)
     .union(InitFlags::FUSE_HAS_IOCTL_DIR)
     // Content changes behind the kernel's back only in direct writes, which say so.
@@ -339,23 +339,17 @@ impl fuser::Filesystem for Adapter {
         let new = NewNode { mode, umask, rdev: 0, target: &[] };
         let front = self.front.clone();
         self.front.create(caller.context, parent.0, name.as_bytes(), new, move |new| match new {
-            // A new file is empty: there is nothing to take away.
-            Ok(new) => front.open(caller, new.ino, flags & !libc::O_TRUNC, move |handle| match handle {
-                Ok(handle) => {
-                    reply.created(&LIFETIME, &attr::to_fuse(&new), GENERATION, FileHandle(handle.0), opened(flags));
-                }
-                Err(error) => reply.error(refuse("create", new.ino, &error)),
-            }),
+            Ok(new) => {
+                let handle = front.open(new.ino, flags);
+                reply.created(&LIFETIME, &attr::to_fuse(&new), GENERATION, FileHandle(handle.0), opened(flags));
+            }
             Err(error) => reply.error(refuse("create", parent.0, &error)),
         });
     }
 
-    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        let caller = caller(request);
-        self.front.open(caller, ino.0, flags.0, move |handle| match handle {
-            Ok(handle) => reply.opened(FileHandle(handle.0), opened(flags.0)),
-            Err(error) => reply.error(refuse("open", ino.0, &error)),
-        });
+    fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let handle = self.front.open(ino.0, flags.0);
+        reply.opened(FileHandle(handle.0), opened(flags.0));
     }
 
     fn release(

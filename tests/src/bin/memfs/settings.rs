@@ -61,7 +61,6 @@ pub fn negotiate(config: &mut KernelConfig) {
         | InitFlags::FUSE_MAX_PAGES
         | InitFlags::FUSE_POSIX_ACL
         | InitFlags::FUSE_DONT_MASK
-        | InitFlags::FUSE_ATOMIC_O_TRUNC
         | InitFlags::FUSE_EXPORT_SUPPORT
         | InitFlags::FUSE_HAS_IOCTL_DIR
         // Nobody runs set-user-id programs from here: only the requests that it saves count.
