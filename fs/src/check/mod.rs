@@ -242,8 +242,8 @@ impl Fsck {
         let mut all = |_| true;
         let space = Space::new(&self.volume, &reader, &mut ignored, false, Some(&mut all));
         space.compare(kept.used.sorted()?, &mut |_| true)?;
-        self.settle()?;
-        survey.build(&self.volume, &reader)?;
+        self.volume.restart_journal()?;
+        survey.build(&self.volume, &reader, self.memory())?;
         self.lost = false;
         self.settle()
     }

@@ -1,6 +1,10 @@
 //! Rebuilds the inner nodes of a tree whose shape is damaged. Leaves hold everything: those that can be reached are kept where
 //! they are, those that a damaged node hides are found by looking through the chunks of metadata, and new inner nodes are
-//! built over them. The last operation makes them the tree; until it is durable, the old tree is what counts.
+//! built over them. A leaf that items of damaged ones belong to is replaced by new leaves that have both.
+//!
+//! Nothing of the old tree is written over, so that it is what counts up to the last operation: new nodes go straight home, to
+//! blocks that are free, as data does; and one transaction marks these blocks as in use and makes the new tree the one that
+//! counts. Before it, nobody finds them: a repair that begins again sees what this one saw.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,22 +12,22 @@ use std::sync::Arc;
 use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::key::INO_NONE;
-use gpunvme_layout::{Block, BlockKind, Extent, Key, Kind, node};
+use gpunvme_layout::{Block, BlockKind, Corrupt, Extent, Key, Kind, node};
 use rustc_hash::FxHashSet;
 
 use super::items::Kept;
+use super::spool::{Sorted, Spool};
 use super::walk::{Range, Reader, Visit, walk};
 use crate::error::FsError;
 use crate::volume::Volume;
-use crate::volume::op::{Blocks, OP_BLOCKS_MAX};
-use crate::volume::tree;
 
 /// Blocks that are looked at together.
 const BATCH: usize = 256;
 /// Children that a new inner node gets: it has room to grow.
 const FILL: usize = node::INNER_MAX * 3 / 4;
-/// Items that are put back in one operation.
-const ITEMS_PER_OP: usize = 16;
+
+/// An item of a loose block: its key in two words, then which of those blocks has it, and which item of that block it is.
+type LooseItem = [u64; 4];
 
 /// A leaf, and the keys in it.
 #[derive(Debug, Clone, Copy)]
@@ -37,8 +41,10 @@ struct Leaf {
 pub(crate) struct Survey {
     /// Sound leaves by their first key; no two cover each other.
     leaves: BTreeMap<Key, Leaf>,
-    /// Blocks with items that do not fit between those: they are put back one by one.
+    /// Blocks with items that do not fit between those: each item is put where it belongs.
     loose: Vec<u64>,
+    /// Sound inner nodes of the old tree.
+    inner: Vec<u64>,
     /// Keys that nothing readable covers.
     holes: BTreeMap<Key, Option<Key>>,
     damaged: Vec<u64>,
@@ -46,8 +52,9 @@ pub(crate) struct Survey {
 
 impl Visit for Survey {
     fn node(&mut self, address: u64, block: &Block, _range: Range) -> Result<(), FsError> {
-        if node::level(block) == 0 {
-            self.add(address, block);
+        match node::level(block) {
+            0 => self.add(address, block),
+            _ => self.inner.push(address),
         }
         Ok(())
     }
@@ -130,9 +137,10 @@ impl Survey {
         Ok(())
     }
 
-    /// Notes the blocks that the new tree will use.
+    /// Notes the blocks that the old tree uses, and the new one will.
     pub fn note_used(&self, volume: &Volume, reader: &Reader, kept: &mut Kept) -> Result<(), FsError> {
         let geometry = volume.superblock().geometry();
+        self.inner.iter().try_for_each(|address| kept.use_blocks(&geometry, INO_NONE, *address, 1))?;
         let addresses: Vec<u64> = self.leaves.values().map(|leaf| leaf.address).chain(self.loose.iter().copied()).collect();
         for part in addresses.chunks(BATCH) {
             for (address, block) in part.iter().zip(reader.read(part)?) {
@@ -150,90 +158,192 @@ impl Survey {
         Ok(())
     }
 
-    /// Builds the tree anew. The bitmaps have to mark everything that is in use.
-    pub fn build(&self, volume: &Volume, reader: &Reader) -> Result<(), FsError> {
-        let mut children: Vec<(Key, u64)> = self.leaves.iter().map(|(key, leaf)| (*key, leaf.address)).collect();
+    /// Builds the tree anew; what does not fit into `memory` of the items that are put back goes to a temporary file. The
+    /// bitmaps have to mark everything that is in use, and no image may be in the live journal. Nothing is durable before the
+    /// next commit.
+    pub fn build(&self, volume: &Volume, reader: &Reader, memory: usize) -> Result<(), FsError> {
+        let mut nodes = NewNodes { volume, done: Vec::with_capacity(BATCH), leaf: None, leaves: Vec::new() };
+        self.build_leaves(reader, &mut nodes, memory)?;
+        let mut children = nodes.leaves()?;
         let mut level = 0;
-        if children.is_empty() {
-            children.push((Key::MIN, new_node(volume, 0, &[])?));
-        }
         while children.len() > 1 {
             level += 1;
             let mut parents = Vec::with_capacity(children.len() / FILL + 1);
             for part in children.chunks(FILL) {
-                parents.push((part[0].0, new_node(volume, level, part)?));
+                parents.push((part[0].0, nodes.inner(level, part)?));
             }
             children = parents;
         }
-        // From here on the old tree must not be lost before all is in the new one.
-        volume.commit()?;
-        volume.checkpoint()?;
-        if !self.fits(volume, reader, level)? {
-            return Err(FsError::NoSpace);
-        }
+        nodes.write()?;
         volume.wait(|| {
             let mut op = volume.begin()?;
             (op.state_mut().root, op.state_mut().level) = (children[0].1, level);
             op.finish();
             Ok(())
-        })?;
-        for address in &self.loose {
-            self.put_back(volume, reader, *address)?;
+        })
+    }
+
+    /// Goes through the leaves of the survey and the loose items, both in the order of their keys.
+    fn build_leaves(&self, reader: &Reader, nodes: &mut NewNodes, memory: usize) -> Result<(), FsError> {
+        let mut loose = self.loose_items(reader, memory)?;
+        let mut source = None;
+        let kept = self.leaves.iter().map(|(first, leaf)| (*first, Some(leaf.address)));
+        let mut parts = std::iter::once((Key::MIN, None)).chain(kept).peekable();
+        while let Some((first, address)) = parts.next() {
+            let end = parts.peek().map(|(key, _)| words(*key));
+            let belongs = |item: &LooseItem| end.is_none_or(|end| item[..2] < end[..]);
+            match (address, loose.peek().is_some_and(|item| belongs(&item))) {
+                (Some(address), false) => {
+                    nodes.keep(first, address)?;
+                    continue;
+                }
+                (None, false) => continue,
+                (_, true) => {}
+            }
+            let old = address.map(|address| sound(address, reader.nodes(&[address], 0)?.swap_remove(0))).transpose()?;
+            let mut there = old.iter().flat_map(|leaf| node::salvage(leaf)).peekable();
+            let mut last = None;
+            while let Some(item) = loose.next_if(belongs)? {
+                let [.., number, index] = item;
+                if source.as_ref().is_none_or(|(of, _)| *of != number) {
+                    let address = self.loose[number as usize];
+                    source = Some((number, sound(address, reader.read(&[address])?.swap_remove(0))?));
+                }
+                let (_, block) = source.as_ref().expect("read above");
+                let Some((key, value)) = node::salvage(block).nth(index as usize) else { continue };
+                while let Some((key, value)) = there.next_if(|(before, _)| *before <= key) {
+                    nodes.item(key, value)?;
+                    last = Some(key);
+                }
+                // What is there counts more, and of loose ones the first.
+                if last.replace(key) != Some(key) {
+                    nodes.item(key, value)?;
+                }
+            }
+            there.try_for_each(|(key, value)| nodes.item(key, value))?;
         }
         Ok(())
     }
 
-    /// Whether what has to be put back is one transaction, which a lack of space leaves undone, or has room for sure.
-    fn fits(&self, volume: &Volume, reader: &Reader, level: u8) -> Result<bool, FsError> {
-        let mut missing = 0;
-        for address in &self.loose {
-            let Ok(block) = reader.read(&[*address])?.swap_remove(0) else { continue };
-            for (key, _) in node::salvage(&block) {
-                let there = match self.leaves.range(..=key).next_back() {
-                    Some((_, leaf)) => reader.nodes(&[leaf.address], 0)?.swap_remove(0),
-                    None => Err(String::new()),
-                };
-                missing += u64::from(!there.is_ok_and(|leaf| node::search(&leaf, key).is_ok()));
+    /// The items of all loose blocks, in the order of their keys.
+    fn loose_items(&self, reader: &Reader, memory: usize) -> Result<Sorted<LooseItem>, FsError> {
+        let mut items = Spool::new(memory);
+        for (part, first) in self.loose.chunks(BATCH).zip((0..).step_by(BATCH)) {
+            for (block, number) in reader.read(part)?.into_iter().zip(first..) {
+                let Ok(block) = block else { continue };
+                for ((key, _), index) in node::salvage(&block).zip(0..) {
+                    let [object, offset] = words(key);
+                    items.push([object, offset, number, index])?;
+                }
             }
         }
-        // Each may split all nodes above it, and the root; a leaf may become three.
-        let new = missing * (u64::from(level) + 3);
-        let meta = volume.meta.read();
-        Ok(2 * new + 2 * OP_BLOCKS_MAX as u64 <= meta.transaction_max as u64 || new <= meta.state.free_chunks * CHUNK_BLOCKS)
-    }
-
-    /// Puts the items of a block back into the tree, where there is none of that key.
-    fn put_back(&self, volume: &Volume, reader: &Reader, address: u64) -> Result<(), FsError> {
-        let Ok(block) = reader.read(&[address])?.swap_remove(0) else { return Ok(()) };
-        let items: Vec<(Key, &[u8])> = node::salvage(&block).collect();
-        for part in items.chunks(ITEMS_PER_OP) {
-            volume.wait(|| {
-                let mut op = volume.begin()?;
-                for (key, value) in part {
-                    tree::insert(&mut op, *key, value)?;
-                }
-                op.finish();
-                Ok(())
-            })?;
-        }
-        Ok(())
+        items.sorted()
     }
 }
 
-/// Makes a node with these children.
-fn new_node(volume: &Volume, level: u8, children: &[(Key, u64)]) -> Result<u64, FsError> {
-    volume.wait(|| {
-        let mut op = volume.begin()?;
-        let address = op.allocate_node()?;
-        let mut block = Block::new(BlockKind::Node, address, &op.meta().uuid);
-        node::init(&mut block, level);
+/// A key as two numbers that are ordered as keys are.
+fn words(key: Key) -> [u64; 2] {
+    [key.ino() << 8 | u64::from(key.kind()), key.offset()]
+}
+
+/// A block that was sound a moment ago.
+fn sound(address: u64, read: Result<Arc<Block>, String>) -> Result<Arc<Block>, FsError> {
+    read.map_err(|_| Corrupt::Field { address, what: "it could be read before, and cannot any more" }.into())
+}
+
+/// The nodes of a new tree.
+struct NewNodes<'v> {
+    volume: &'v Volume,
+    /// Address, sequence and content of those that have still to be written.
+    done: Vec<(u64, u64, Arc<Block>)>,
+    /// A leaf that has still room.
+    leaf: Option<Block>,
+    /// The leaves so far, by the first key in each.
+    leaves: Vec<(Key, u64)>,
+}
+
+impl NewNodes<'_> {
+    /// Adds a leaf that stays where it is.
+    fn keep(&mut self, first: Key, address: u64) -> Result<(), FsError> {
+        self.end_leaf()?;
+        self.leaves.push((first, address));
+        Ok(())
+    }
+
+    /// Adds an item to the leaf that is being made; to the next one where that is full.
+    fn item(&mut self, key: Key, value: &[u8]) -> Result<(), FsError> {
+        if self.leaf.as_ref().is_some_and(|leaf| !node::leaf_fits(leaf, value.len())) {
+            self.end_leaf()?;
+        }
+        let leaf = match &mut self.leaf {
+            Some(leaf) => leaf,
+            None => {
+                let leaf = self.node(0)?;
+                self.leaves.push((key, leaf.address()));
+                self.leaf.insert(leaf)
+            }
+        };
+        let end = node::count(leaf);
+        node::leaf_insert(leaf, end, key, value);
+        Ok(())
+    }
+
+    fn end_leaf(&mut self) -> Result<(), FsError> {
+        self.leaf.take().map_or(Ok(()), |leaf| self.add(leaf))
+    }
+
+    /// Ends the leaves, of which there is one at least.
+    fn leaves(&mut self) -> Result<Vec<(Key, u64)>, FsError> {
+        self.end_leaf()?;
+        if self.leaves.is_empty() {
+            let empty = self.node(0)?;
+            self.leaves.push((Key::MIN, empty.address()));
+            self.add(empty)?;
+        }
+        Ok(std::mem::take(&mut self.leaves))
+    }
+
+    /// Adds an inner node with these children, and returns its address.
+    fn inner(&mut self, level: u8, children: &[(Key, u64)]) -> Result<u64, FsError> {
+        let mut block = self.node(level)?;
         for (slot, (key, child)) in children.iter().enumerate() {
             node::inner_insert(&mut block, slot, *key, *child);
         }
-        op.create(block);
-        op.finish();
+        let address = block.address();
+        self.add(block)?;
         Ok(address)
-    })
+    }
+
+    /// An empty node, for a block that nobody uses.
+    fn node(&self, level: u8) -> Result<Block, FsError> {
+        let address = self.volume.wait(|| {
+            let mut op = self.volume.begin()?;
+            let address = op.allocate_node()?;
+            op.finish();
+            Ok(address)
+        })?;
+        let mut block = Block::new(BlockKind::Node, address, &self.volume.superblock().uuid);
+        node::init(&mut block, level);
+        Ok(block)
+    }
+
+    fn add(&mut self, mut block: Block) -> Result<(), FsError> {
+        let sequence = self.volume.meta.read().sequence;
+        block.seal(sequence);
+        self.done.push((block.address(), sequence, Arc::new(block)));
+        if self.done.len() == BATCH { self.write() } else { Ok(()) }
+    }
+
+    /// Writes the nodes home that are not there yet.
+    fn write(&mut self) -> Result<(), FsError> {
+        self.volume.write_home(&mut self.done)?;
+        let mut meta = self.volume.meta.write();
+        for (address, _, block) in self.done.drain(..) {
+            // Whatever was known of that address is gone.
+            meta.cache.put(address, block);
+        }
+        Ok(())
+    }
 }
 
 /// Looks at all leaves in chunks of metadata that are marked as in use, and at all in groups whose bitmap is damaged.

@@ -273,6 +273,14 @@ impl Volume {
         self.checkpoint_locked(&mut journal).map_err(|e| self.fail(e))
     }
 
+    /// Begins the journal anew, empty, with sequences that follow on none in it: metadata may be written straight home then, to
+    /// blocks that are free, and no earlier image of those is ever taken for part of what follows.
+    pub(crate) fn restart_journal(&self) -> Result<(), FsError> {
+        self.commit()?;
+        self.meta.write().sequence += SEQUENCE_GAP;
+        self.checkpoint()
+    }
+
     /// Whether the journal is full enough for a checkpoint to be due.
     pub fn wants_checkpoint(&self) -> bool {
         let journal = self.journal.lock();
@@ -308,7 +316,8 @@ impl Volume {
         Ok(())
     }
 
-    fn write_home(&self, images: &mut [(u64, u64, Arc<Block>)]) -> Result<(), FsError> {
+    /// Writes blocks home, durably: address, sequence and content of each.
+    pub(crate) fn write_home(&self, images: &mut [(u64, u64, Arc<Block>)]) -> Result<(), FsError> {
         images.sort_unstable_by_key(|(address, _, _)| *address);
         // A megabyte in flight keeps a device busy; the buffer stays small.
         for part in images.chunks(256) {

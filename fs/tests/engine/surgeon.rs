@@ -75,6 +75,18 @@ impl Surgeon {
         *self.path(key).last().expect("it has the root")
     }
 
+    /// All leaves, in the order of their keys.
+    pub fn leaves(&self) -> Vec<u64> {
+        let mut nodes = vec![self.state().root];
+        for _ in 0..self.state().level {
+            let children = nodes.iter().map(|address| self.block(*address));
+            nodes = children
+                .flat_map(|block| (0..node::count(&block)).map(move |slot| node::child(&block, slot)).collect::<Vec<_>>())
+                .collect();
+        }
+        nodes
+    }
+
     /// The value of an item.
     pub fn value(&self, key: Key) -> Vec<u8> {
         let leaf = self.block(self.leaf(key));

@@ -3,6 +3,7 @@
 //!
 //! `FSCK_CASE` runs one case by its name, `FSCK_CUTS` says how many power cuts each repair goes through (about 2 otherwise).
 
+mod cuts;
 mod damage;
 mod subject;
 
