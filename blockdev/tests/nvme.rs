@@ -116,6 +116,24 @@ fn the_geometry_is_what_the_controller_says() {
 }
 
 #[test]
+fn a_controller_at_the_ends_of_what_its_registers_can_say_works_or_is_refused_by_name() {
+    for options in
+        [",entries=2", ",mdts=51", ",mdts=52", ",mdts=255", ",mpsmin=4", ",mpsmin=4,mdts=1,sgls=none", ",dstrd=13,io-queues=2"]
+    {
+        let sim = controller(options);
+        let device = sim.attach("").unwrap_or_else(|error| panic!("{options}: {error}"));
+        storm(device, 11);
+        assert_eq!(sim.dma_faults(), vec![], "{options}");
+    }
+    for (options, named) in
+        [(",entries=1", "CAP.MQES"), (",dstrd=15", "CAP.DSTRD"), (",mpsmin=5", "CAP.MPSMIN"), (",mpsmin=15", "CAP.MPSMIN")]
+    {
+        let error = controller(options).attach("").err().unwrap_or_else(|| panic!("{options} was accepted"));
+        assert!(matches!(error, Error::Unsupported { .. }) && error.to_string().contains(named), "{options}: {error}");
+    }
+}
+
+#[test]
 fn namespaces_are_apart_and_one_that_is_not_there_is_named() {
     let sim = controller(",namespaces=2");
     let device = sim.attach("ns=2").expect("the driver comes up");

@@ -29,6 +29,8 @@ const ALL_ONES: u32 = u32::MAX;
 const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
 /// A shutdown may take at least this long.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+/// The largest memory page. A PRP list names whole pages, and staging memory is handed out in them.
+const MAX_PAGE: u64 = 64 << 10;
 
 /// A controller, its transport and its queues.
 pub(super) struct Core {
@@ -70,7 +72,18 @@ impl Core {
         if !cap.nvm_command_set() {
             return Err(unsupported("its controller has no NVM command set"));
         }
-        let page = cap.min_page().max(4096);
+        if cap.max_queue_entries() < 2 {
+            return Err(unsupported("it allows no queue of two entries (CAP.MQES is 0), which none is smaller than"));
+        }
+        let stride = cap.doorbell_stride();
+        // The admin queue's, and those of one I/O queue.
+        if transport.registers_len() < reg::DOORBELLS + 4 * stride {
+            return Err(unsupported(&format!("its doorbells, {stride} bytes apart (CAP.DSTRD), reach beyond its registers")));
+        }
+        let page = cap.min_page();
+        if page > MAX_PAGE {
+            return Err(unsupported(&format!("its memory pages have {page} bytes at least (CAP.MPSMIN), more than {MAX_PAGE}")));
+        }
         let dma = Dma::new(transport.clone(), page);
         let event = Event::new().map_err(|errno| Error::System {
             device: name.clone(),
@@ -78,7 +91,7 @@ impl Core {
             errno: errno.raw_os_error(),
         })?;
         Ok(Self {
-            admin: Admin::new(name.clone(), transport.clone(), dma.clone(), cap.doorbell_stride())?,
+            admin: Admin::new(name.clone(), transport.clone(), dma.clone(), stride)?,
             name,
             transport,
             dma,
@@ -106,7 +119,7 @@ impl Core {
     /// The most bytes that a command carries; `None`: any number.
     pub(super) fn max_transfer(&self) -> Option<u64> {
         let mdts = u32::from(self.identity().mdts);
-        (mdts > 0).then(|| self.cap.min_page().checked_shl(mdts)).flatten()
+        (mdts > 0).then(|| 1u64.checked_shl(self.cap.min_page().ilog2() + mdts)).flatten()
     }
 
     /// Whether it takes SGLs that this driver can make: it aligns memory to four bytes anyway.

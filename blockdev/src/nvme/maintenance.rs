@@ -305,7 +305,7 @@ impl Controller {
     pub fn reset(&self) -> Result<()> {
         let mut running = self.running.lock();
         if let Some(running) = &*running {
-            return running.core.reset("it was asked for");
+            return running.core.recover("it was asked for");
         }
         let started = Running::start(self.core.clone()).or_else(|error| {
             tracing::warn!(%error, "trying a function-level reset");

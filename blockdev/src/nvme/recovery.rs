@@ -50,7 +50,8 @@ pub(super) fn supervise(core: &Arc<Core>) {
         let queues = core.queues();
         let was_busy = std::mem::replace(&mut busy, queues.iter().any(|queue| queue.in_flight() > 0));
         if busy || was_busy || core.admin.has_late() {
-            core.look_after(&queues);
+            // What fails here was given up, and everybody who waits was told.
+            let _ = core.look_after(&queues);
         }
     }
 }
@@ -60,11 +61,10 @@ impl Core {
         self.lifecycle().queues.values().cloned().collect()
     }
 
-    fn look_after(&self, queues: &[Arc<IoQueue>]) {
-        match self.status() {
-            Err(gone) => return self.give_up(gone),
-            Ok(status) if status & csts::CFS != 0 => return self.recover("it reports a fatal status (CSTS.CFS)"),
-            Ok(_) => {}
+    fn look_after(&self, queues: &[Arc<IoQueue>]) -> Result<()> {
+        let status = self.status().inspect_err(|gone| self.give_up(gone.clone()))?;
+        if status & csts::CFS != 0 {
+            return self.recover("it reports a fatal status (CSTS.CFS)");
         }
         if self.admin.has_late() {
             return self.recover("an admin command did not complete");
@@ -81,6 +81,7 @@ impl Core {
                 }
             }
         }
+        Ok(())
     }
 
     /// Asks the controller to end a command (Base 5.1). Whether it does shows by the command's completion. False if it does
@@ -98,15 +99,13 @@ impl Core {
     }
 
     /// Resets the controller, or gives it up.
-    fn recover(&self, reason: &str) {
-        if let Err(error) = self.reset(reason) {
-            self.give_up(error);
-        }
+    pub(super) fn recover(&self, reason: &str) -> Result<()> {
+        self.reset(reason).inspect_err(|error| self.give_up(error.clone()))
     }
 
     /// Controller reset: stops it, brings it up again with the same queues, and sends what was in flight once more
     /// ([`IoQueue::resume`] says why that is safe).
-    pub(super) fn reset(&self, reason: &str) -> Result<()> {
+    fn reset(&self, reason: &str) -> Result<()> {
         tracing::warn!(device = %self.name, reason, "resetting the controller");
         let mut lifecycle = self.lifecycle();
         if let Some(error) = self.broken() {

@@ -18,8 +18,10 @@ use super::queues::{CompletionQueue, Late, Stalled, SubmissionQueue};
 use super::random::Random;
 use crate::nvme::spec::{NSSR_MAGIC, cc, csts, reg};
 
-/// Largest memory page, as a power of two above 4096 (CAP.MPSMAX).
-const MPSMAX: u32 = 4;
+/// Largest memory page, as a power of two above 4096 (CAP.MPSMAX), where the smallest is not larger.
+const MPSMAX: u8 = 4;
+/// The most bytes of registers. Doorbells behind them are not there.
+const MAX_REGISTERS: usize = 256 << 10;
 /// NVM Express 1.4.
 pub(super) const VERSION: u32 = 0x0001_0400;
 
@@ -114,13 +116,18 @@ impl State {
         4096 << (self.config >> cc::MPS_SHIFT & 0xf)
     }
 
+    fn mpsmax(&self) -> u8 {
+        MPSMAX.max(self.options.mpsmin)
+    }
+
     /// Bytes from one doorbell to the next.
     pub(super) fn stride(&self) -> usize {
         4 << self.options.dstrd
     }
 
     pub(super) fn registers_len(&self) -> usize {
-        (reg::DOORBELLS + 2 * (usize::from(self.options.io_queues) + 1) * self.stride()).next_multiple_of(4096)
+        let doorbells = 2 * (usize::from(self.options.io_queues) + 1) * self.stride();
+        (reg::DOORBELLS + doorbells).next_multiple_of(4096).min(MAX_REGISTERS)
     }
 
     fn is_ready(&self) -> bool {
@@ -149,7 +156,8 @@ impl State {
             | u64::from(self.options.dstrd) << 32
             | subsystem_reset
             | nvm_command_set
-            | u64::from(MPSMAX) << 52
+            | u64::from(self.options.mpsmin) << 48
+            | u64::from(self.mpsmax()) << 52
     }
 
     pub(super) fn read(&self, offset: usize) -> u32 {
@@ -233,7 +241,10 @@ impl State {
         let (command_set, page_shift) = (self.config >> 4 & 7, self.config >> cc::MPS_SHIFT & 0xf);
         let sizes = [self.admin_attributes & 0xfff, self.admin_attributes >> 16 & 0xfff];
         let aligned = [self.admin_sq, self.admin_cq].iter().all(|address| address % self.page() == 0);
-        command_set == 0 && page_shift <= MPSMAX && sizes.iter().all(|size| *size > 0) && aligned
+        command_set == 0
+            && (u32::from(self.options.mpsmin)..=u32::from(self.mpsmax())).contains(&page_shift)
+            && sizes.iter().all(|size| *size > 0)
+            && aligned
     }
 
     fn disable(&mut self) {

@@ -45,7 +45,8 @@ impl State {
         let medium = &mut self.namespaces[namespace];
         let range = bytes(medium, sqe.start(), sqe.blocks())?;
         let len = range.end - range.start;
-        if self.options.mdts > 0 && len > 4096 << self.options.mdts {
+        let (mdts, smallest) = (u32::from(self.options.mdts), 12 + u32::from(self.options.mpsmin));
+        if mdts > 0 && 1u64.checked_shl(smallest + mdts).is_some_and(|most| len > most) {
             return Err(status::INVALID_FIELD);
         }
         let page = self.page();

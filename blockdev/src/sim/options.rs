@@ -28,8 +28,10 @@ pub(super) enum Kept {
 pub(super) struct Options {
     /// `lba=512|4096`: bytes of a logical block. Default 512.
     pub(super) block: u64,
-    /// `mdts=N`: a transfer has at most 2^N pages of 4 KiB; 0 is no limit. Default 7.
+    /// `mdts=N`: a transfer has at most 2^N of the smallest pages; 0 is no limit. Default 7.
     pub(super) mdts: u8,
+    /// `mpsmin=N`: the smallest memory page has 2^(12 + N) bytes. Default 0.
+    pub(super) mpsmin: u8,
     /// `namespaces=N`. Default 1.
     pub(super) namespaces: u32,
     /// `io-queues=N`: I/O queue pairs that it grants. Default 64.
@@ -84,11 +86,12 @@ impl Options {
         }
         Ok(Self {
             block: name.take_as("lba", "512 or 4096", block)?.unwrap_or(512),
-            mdts: name.take_as("mdts", "a number from 0 to 20", number(0..=20))?.unwrap_or(7),
+            mdts: name.take_as("mdts", "a number from 0 to 255", number(0..=255))?.unwrap_or(7),
+            mpsmin: name.take_as("mpsmin", "a number from 0 to 15", number(0..=15))?.unwrap_or(0),
             namespaces: name.take_as("namespaces", "a number from 1 to 64", number(1..=64))?.unwrap_or(1),
             io_queues: name.take_as("io-queues", "a number from 1 to 1024", number(1..=1024))?.unwrap_or(64),
-            entries: name.take_as("entries", "a number from 2 to 65536", number(2..=65536))?.unwrap_or(1024),
-            dstrd: name.take_as("dstrd", "a number from 0 to 4", number(0..=4))?.unwrap_or(0),
+            entries: name.take_as("entries", "a number from 1 to 65536", number(1..=65536))?.unwrap_or(1024),
+            dstrd: name.take_as("dstrd", "a number from 0 to 15", number(0..=15))?.unwrap_or(0),
             sgls: name.take_as("sgls", "none, dword or byte", sgls)?.unwrap_or(Sgls::Byte),
             shadow_doorbells: name.take_as("dbbuf", "on or off", switch)?.unwrap_or(false),
             volatile_cache: name.take_as("vwc", "on or off", switch)?.unwrap_or(true),
