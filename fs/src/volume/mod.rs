@@ -19,7 +19,7 @@ use gpunvme_blockdev::{BlockDevice, Io, Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Block, BlockKind, Corrupt, Geometry, Key, State, Superblock, Timestamp, Uuid, group, node};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
 use crate::error::{Attempt, Fail, FsError, Stall};
 
@@ -33,6 +33,7 @@ pub(crate) mod epoch;
 pub(crate) mod extents;
 mod format;
 pub(crate) mod journal;
+mod lock;
 mod namespace;
 pub(crate) mod op;
 pub(crate) mod orphan;
@@ -52,6 +53,7 @@ pub(crate) use space::{Piece, Stamp};
 
 use epoch::Epochs;
 use journal::{Journal, Recovered};
+use lock::MetaLock;
 use op::{Meta, Op};
 
 /// How a volume is opened.
@@ -103,7 +105,7 @@ pub struct Volume {
     pub(crate) io: Arc<Io>,
     superblock: Superblock,
     read_only: bool,
-    pub(crate) meta: RwLock<Meta>,
+    pub(crate) meta: MetaLock,
     journal: Mutex<Journal>,
     /// Sequence of the last durable transaction.
     durable: AtomicU64,
@@ -171,7 +173,7 @@ impl Volume {
             io,
             superblock,
             read_only,
-            meta: RwLock::new(meta),
+            meta: MetaLock::new(meta),
             journal: Mutex::new(recovered.journal),
             durable: AtomicU64::new(recovered.sequence - 1),
             epochs: Arc::default(),
