@@ -22,12 +22,14 @@ use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Anchor, Block, Corrupt, Geometry, Superblock, journal};
 
 use super::alloc::{self, Run};
-use super::op::{Blocks, Meta, Op};
+use super::op::{Blocks, Meta, Op, TRANSACTION_MAX};
 use super::{Volume, read_blocks};
 use crate::error::{Fail, FsError};
 
 /// Sequences that recovery leaves out, so that a torn transaction's images can never complete a later one.
 pub(crate) const SEQUENCE_GAP: u64 = 1024;
+/// Blocks that are read in one piece when the journal is searched.
+const PIECE: u64 = 256;
 
 /// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap; their place on the device is
 /// the position modulo the length of the journal.
@@ -59,13 +61,39 @@ pub(crate) struct Recovered {
 }
 
 /// Reads the live transactions. Writes nothing: the images are put into the cache, and a checkpoint writes them home.
+///
+/// # Errors
+/// A transaction makes no sense, or is missing although a later one is there: what was durable would be lost without a word.
 pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsError> {
     let anchor = Anchor::choose(read_anchors(io, superblock)?)?;
     let recovered = recover_from(io, superblock, &anchor)?;
-    match recovered.stopped {
-        Some(error) => Err(error.into()),
-        None => Ok(recovered),
+    if let Some(error) = recovered.stopped {
+        return Err(error.into());
     }
+    if !anchor.clean && has_hole(io, superblock, &recovered)? {
+        let geometry = superblock.geometry();
+        let address = geometry.journal + recovered.journal.head % geometry.journal_blocks;
+        let what = "a transaction of the journal is damaged or gone, and the one after it is there";
+        return Err(Corrupt::Field { address, what }.into());
+    }
+    Ok(recovered)
+}
+
+/// Whether the transaction after the one that recovery did not find is there. A commit begins when the one before is durable, so
+/// that a power cut leaves none behind the end; and it begins no further away than the longest transaction reaches.
+fn has_hole(io: &Io, superblock: &Superblock, recovered: &Recovered) -> Result<bool, FsError> {
+    let geometry = superblock.geometry();
+    let (head, after) = (recovered.journal.head, recovered.sequence - SEQUENCE_GAP + 1);
+    let room = geometry.journal_blocks - (head - recovered.journal.tail);
+    let end = head + room.min(journal::transaction_blocks(TRANSACTION_MAX) + 1);
+    for start in (head..end).step_by(PIECE as usize) {
+        for (position, block) in (start..).zip(read_ring(io, &geometry, start, PIECE.min(end - start))?) {
+            if journal::decode_descriptor(&geometry, position, after, 0, &block, &superblock.uuid).is_ok() {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
 }
 
 /// Reads both anchors.

@@ -74,7 +74,7 @@ const SPARE_MAX: usize = 16;
 /// Leaves whose place an operation remembers: what most operations go back to.
 const PLACES: usize = 4;
 /// Blocks that a transaction holds at the most: what a commit writes at once stays below 32 MiB.
-const TRANSACTION_MAX: u64 = 8000;
+pub(super) const TRANSACTION_MAX: u64 = 8000;
 
 /// Whoever can look at metadata blocks: [`Meta`] itself, or an operation under way.
 pub(crate) trait Blocks {

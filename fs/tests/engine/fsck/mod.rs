@@ -164,6 +164,8 @@ fn a_journal_that_is_damaged_is_told_from_one_that_ends() {
     // The third of the five: two later ones are there, and cannot be replayed.
     surgeon.ruin(newest[2]);
     let device = self::device(surgeon.image);
+    let error = open(&device).err().expect("a mount does not go on as if the three had never been");
+    assert!(error.to_string().contains("journal"), "{error}");
     let findings = found(&device);
     assert_eq!(findings.counts.get(&Kind::Journal), Some(&1), "{:#?}", findings.list);
     mend(&device, "damaged journal");
