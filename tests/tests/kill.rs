@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::{Image, Mounted, text};
 use gpunvme_tests::{needs_mount, report_skipped, tree};
 use rustix::process::Signal;
@@ -82,6 +83,39 @@ fn records(path: &Path) -> u64 {
     }
     assert!(rest.is_empty(), "{}: a record was written by half", path.display());
     whole.len() as u64
+}
+
+#[test]
+fn a_direct_write_to_a_file_opened_for_synchronous_writes_is_durable_when_it_is_answered() {
+    needs_mount!();
+    let volume = Image::formatted().mount();
+    let data = tree::pattern(77, 3 << 20);
+    let open = |name: &str, flags| {
+        let path = volume.path(name);
+        OpenOptions::new().read(true).write(true).create_new(true).custom_flags(flags).open(path).unwrap()
+    };
+    for (name, flags) in [("sync", libc::O_SYNC), ("dsync", libc::O_DSYNC)] {
+        let file = open(name, flags);
+        let buffer = Buffer::new(&file, data.len() as u64);
+        buffer.put(0, &data);
+        assert_eq!(buffer.write(&file, 0, data.len() as u64).unwrap().bytes, data.len() as u64);
+    }
+    let mount = gpunvme::Mount::open(volume.root()).unwrap();
+    let mut ring = gpunvme::Ring::new(&mount, 8).unwrap();
+    let file = gpunvme::File::of(open("ring", libc::O_DSYNC), volume.path("ring")).unwrap();
+    let buffer = mount.register(gpunvme::Buffer::memfd(data.len()).unwrap()).unwrap().share();
+    buffer.copy_in(0, &data);
+    let attached = ring.attach(&file).unwrap();
+    ring.push(&gpunvme::Operation::write(&attached, 0, &buffer, 0, data.len() as u64)).unwrap();
+    let mut done = Vec::new();
+    ring.complete(gpunvme::Wait::Timeout(NOTICE), &mut done).unwrap();
+    assert_eq!(done.len(), 1);
+
+    let (_, dead) = volume.signal(Signal::KILL);
+    let volume = dead.mount();
+    for name in ["sync", "dsync", "ring"] {
+        assert!(fs::read(volume.path(name)).unwrap() == data, "{name}");
+    }
 }
 
 #[test]

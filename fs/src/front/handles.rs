@@ -5,6 +5,7 @@ use crate::error::FsError;
 
 const READ: u64 = 1;
 const WRITE: u64 = 2;
+const SYNC: u64 = 4;
 
 /// What an open file was opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,11 +14,13 @@ pub(super) struct Handle(pub u64);
 impl Handle {
     /// For a file opened with these flags of open(2).
     pub fn new(flags: i32) -> Handle {
-        Handle(match flags & libc::O_ACCMODE {
+        let access = match flags & libc::O_ACCMODE {
             libc::O_WRONLY => WRITE,
             libc::O_RDWR => READ | WRITE,
             _ => READ,
-        })
+        };
+        // O_SYNC has the bit of O_DSYNC and one more.
+        Handle(if flags & libc::O_DSYNC != 0 { access | SYNC } else { access })
     }
 
     /// Fails unless the file is open for reading.
@@ -28,6 +31,11 @@ impl Handle {
     /// Fails unless the file is open for writing.
     pub fn writable(self) -> Result<(), FsError> {
         if self.0 & WRITE != 0 { Ok(()) } else { Err(FsError::BadAccess) }
+    }
+
+    /// Whether what is written is durable before the answer (`O_DSYNC`, `O_SYNC`).
+    pub fn is_sync(self) -> bool {
+        self.0 & SYNC != 0
     }
 
     /// Whether it can be mapped shared and writable.

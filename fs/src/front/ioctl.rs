@@ -51,6 +51,7 @@ pub(super) struct Transfer {
     pub direction: Direction,
     pub caller: Caller,
     pub ino: u64,
+    pub handle: Handle,
     pub request: TransferRequest,
     pub buffer: Arc<Buffer>,
 }
@@ -193,7 +194,7 @@ impl Front {
             return done(refusal);
         }
         match self.direct.server.admit(caller.thread, direction, &request) {
-            Ok(buffer) => self.begin_transfer(Transfer { direction, caller, ino, request, buffer }, done),
+            Ok(buffer) => self.begin_transfer(Transfer { direction, caller, ino, handle, request, buffer }, done),
             Err(refusal) => done(refusal),
         }
     }
@@ -330,12 +331,25 @@ impl Front {
             (in_the_middle, self.nodes.may_have(transfer.ino, transfer.ranges()), self.kernel.get())
         {
             kernel.invalidate_attributes(transfer.ino);
-            return self.answer(transfer, &outcome, done);
+            return self.answer_write(transfer, outcome, done);
         }
         let front = self.clone();
         self.invalidations.run(move || {
             let last = if outcome.status == 0 { front.last_byte(&transfer) } else { None };
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
+            front.answer_write(transfer, outcome, done);
+        });
+    }
+
+    /// Answers a write. Of a file that was opened with `O_DSYNC` or `O_SYNC`, when it is durable: nobody else syncs for the caller, as
+    /// the kernel does after write(2).
+    fn answer_write(self: &Arc<Self>, transfer: Transfer, outcome: Outcome, done: impl FnOnce(Answer) + Send + 'static) {
+        if !transfer.handle.is_sync() || outcome.moved.total() == 0 {
+            return self.answer(transfer, &outcome, done);
+        }
+        let front = self.clone();
+        self.sync(transfer.ino, move |synced| {
+            let outcome = synced.map_or_else(|error| Outcome::failed(error.errno(), None), |()| outcome);
             front.answer(transfer, &outcome, done);
         });
     }

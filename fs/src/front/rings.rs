@@ -70,7 +70,7 @@ impl AttachedFile for Attached {
             Ok(()) => {
                 // No thread waits for an answer that could be asked for its other groups.
                 let caller = Caller::now(self.uid, self.gid, 0);
-                let transfer = Transfer { direction, caller, ino: self.ino, request, buffer };
+                let transfer = Transfer { direction, caller, ino: self.ino, handle: self.handle, request, buffer };
                 self.front.begin_transfer(transfer, |answer| taken.answer(answer));
             }
             Err(refusal) => taken.answer(refusal),
