@@ -154,8 +154,9 @@ int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_fil
  * Puts a request into the order of a CUDA stream (cudaStream_t, CUstream): it begins when the stream comes to it, and what is put into the stream afterwards waits for it. The
  * stream goes on even if the request fails: gpunvme_pending_wait() tells. One that is being captured is refused (EBUSY).
  *
- * Until the stream has passed the request, no thread may free memory in a way that waits for the whole GPU (cudaFree, cuMemFree, the emptying of a caching allocator): the driver
- * holds a lock meanwhile that the request's copies need, and neither ever ends. cudaFreeAsync is in a stream's order and does not wait.
+ * All that CUDA has to do for it is in the stream when the call returns, so calls that wait for the whole GPU (cudaFree, cuMemFree) may be made meanwhile, in any thread. The call
+ * waits while CUDA has no room for more in the stream (a request takes three operations for each 512 KiB, and CUDA takes about a thousand), or while 8 other streams of the GPU
+ * have requests to come to. Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined.
  */
 int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,

@@ -141,16 +141,6 @@ pub enum Error {
         /// The first address that is not known.
         address: u64,
     },
-    /// Too many requests wait in streams.
-    #[error("{path}: {requests} requests wait in streams of GPU {gpu} already; wait for some first")]
-    StreamsFull {
-        /// The file of the one that is too many.
-        path: PathBuf,
-        /// The GPU.
-        gpu: Gpu,
-        /// How many do.
-        requests: usize,
-    },
     /// A request cannot become part of a graph.
     #[error(
         "{path}: cannot {action} in stream {stream:#x}: it is being captured, and a graph cannot hold a transfer; end the capture first, or use another stream"
@@ -191,7 +181,7 @@ impl Error {
         match self {
             Error::NotGpunvme { .. } => Errno::NOTTY,
             Error::WrongKind { .. } | Error::OutsideBuffer { .. } | Error::WrongRing { .. } => Errno::INVAL,
-            Error::RingFull { .. } | Error::StreamsFull { .. } => Errno::AGAIN,
+            Error::RingFull { .. } => Errno::AGAIN,
             Error::StreamCaptured { .. } => Errno::BUSY,
             Error::RingClosed { .. } | Error::NoCuda(_) => Errno::NODEV,
             Error::UnknownMemory { .. } | Error::Copy { error: None, .. } => Errno::FAULT,

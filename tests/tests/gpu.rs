@@ -157,6 +157,28 @@ fn a_stream_that_does_not_exist_is_named_with_the_file() {
     });
 }
 
+/// What CUDA refuses in the middle: the stream goes on with what it got, and so does the next request.
+#[test]
+fn a_stream_that_takes_half_of_a_request_goes_on() {
+    needs_mount!();
+    with_software_cuda("copy-fails=5", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 8);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        let stream = own_stream(gpu());
+        // SAFETY: the stream is never destroyed, and the memory is this test's.
+        let handle = unsafe { Cuda::load().unwrap().application_stream(stream) }.unwrap();
+        // SAFETY: as above.
+        let error = unsafe { transfers.read_on_stream(&file, &whole(&memory), stream) }.unwrap_err();
+        assert!(matches!(&error, Error::Cuda { error, .. } if error.name == "CUDA_ERROR_ECC_UNCORRECTABLE"), "{error}");
+        handle.synchronize().unwrap();
+        // SAFETY: as above.
+        let done = unsafe { transfers.read_on_stream(&file, &whole(&memory), stream) }.unwrap().wait();
+        assert_eq!(done.unwrap().bytes(), 8 * MIB);
+        assert!(look(&memory) == bytes);
+    });
+}
+
 #[test]
 fn memory_that_a_gpu_may_not_access_costs_only_its_request() {
     needs_mount!();

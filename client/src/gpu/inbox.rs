@@ -1,34 +1,22 @@
-//! How application threads hand their requests to the worker.
+//! How application threads hand their requests to a thread of the library.
 //!
-//! It guards that none is overlooked, and that a worker which is awake costs whoever sends no system call.
+//! It guards that none is overlooked, and that a thread which is awake costs whoever sends no system call.
 
-use super::lane::Lane;
-use super::request::Request;
 use parking_lot::Mutex;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What application threads tell the worker.
-#[derive(Default)]
-pub(super) struct Mail {
-    /// GPUs that are used for the first time. They come before the requests that use them.
-    pub lanes: Vec<(u32, Box<Lane>)>,
-    pub requests: Vec<Request>,
-    /// It is to end when everything is done.
-    pub end: bool,
-}
-
-/// How they tell it.
-pub(super) struct Inbox {
-    mail: Mutex<Mail>,
+/// What application threads tell a thread, in an `M` that is empty by default.
+pub(super) struct Inbox<M> {
+    mail: Mutex<M>,
     watched: Watched,
-    /// Readable when the worker was woken.
+    /// Readable when the thread was woken.
     pub event: OwnedFd,
 }
 
-/// What the worker looks at all the time, in a cache line that is written when there is something to see.
+/// What the thread looks at all the time, in a cache line that is written when there is something to see.
 #[derive(Default)]
 #[repr(align(128))]
 struct Watched {
@@ -37,13 +25,13 @@ struct Watched {
     asleep: AtomicBool,
 }
 
-impl Inbox {
-    pub fn new() -> Result<Inbox, Errno> {
+impl<M: Default> Inbox<M> {
+    pub fn new() -> Result<Inbox<M>, Errno> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Inbox { mail: Mutex::default(), watched: Watched::default(), event })
     }
 
-    pub fn send(&self, write: impl FnOnce(&mut Mail)) {
+    pub fn send(&self, write: impl FnOnce(&mut M)) {
         let Watched { mail, asleep } = &self.watched;
         write(&mut self.mail.lock());
         mail.store(true, Ordering::SeqCst);
@@ -54,7 +42,7 @@ impl Inbox {
     }
 
     /// Exchanges the mail for what is empty. False if there is none.
-    pub fn take(&self, empty: &mut Mail) -> bool {
+    pub fn take(&self, empty: &mut M) -> bool {
         let any = self.watched.mail.load(Ordering::Acquire);
         if any {
             // Before the mail itself: what comes later is seen later.
@@ -64,7 +52,7 @@ impl Inbox {
         any
     }
 
-    /// Whether the worker may sleep; whoever sends something from now on wakes it.
+    /// Whether the thread may sleep; whoever sends something from now on wakes it.
     pub fn fall_asleep(&self) -> bool {
         self.watched.asleep.store(true, Ordering::SeqCst);
         !self.watched.mail.load(Ordering::SeqCst)

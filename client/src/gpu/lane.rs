@@ -4,7 +4,6 @@
 //! address which is no longer mapped would end everything that the application does on this GPU, so each allocation is looked at once more just before. While a few batches are
 //! on their way nothing more is given to the stream, so batches grow by themselves under load.
 
-use super::gates::{self, Gates};
 use super::request::Allocation;
 use super::staging::Staging;
 use super::transfers::Settings;
@@ -92,12 +91,11 @@ pub(super) struct Lane {
     cuda: &'static Cuda,
     gpu: Gpu,
     stream: Stream,
-    scatter: Scatter,
+    /// Shared with requests in streams.
+    pub scatter: Arc<Scatter>,
     /// To ask whether the stream still works.
     probe: Event,
     pub staging: Arc<Shared<Staging>>,
-    /// Those of the pool.
-    pub gates: Arc<Gates>,
     pub slots: Slots,
     waiting: Vec<Copy>,
     /// Bytes of those.
@@ -118,7 +116,7 @@ impl Lane {
         let path = &mount.connection().path;
         let failed = |error| Error::on_gpu(path, "prepare", &gpu, error);
         let chunks = settings.staging.div_ceil(CHUNK).max(1);
-        let staging = Staging::new(path, &gpu, chunks * CHUNK, BATCHES * TABLE + WORD + gates::LEN)?;
+        let staging = Staging::new(path, &gpu, chunks * CHUNK, BATCHES * TABLE + WORD)?;
         let (stream, scatter) = (gpu.stream().map_err(failed)?, gpu.scatter().map_err(failed)?);
         // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very lane.
         // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
@@ -128,9 +126,8 @@ impl Lane {
         Ok(Lane {
             cuda,
             stream,
-            scatter,
+            scatter: Arc::new(scatter),
             probe: gpu.event().map_err(failed)?,
-            gates: Arc::new(Gates::new(staging.clone(), word(&staging) + WORD)),
             staging,
             slots: Slots::new(chunks, alignment),
             waiting: Vec::new(),

@@ -20,21 +20,26 @@
 //! requests in flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
 //! Inside, a thread of the library's owns everything (`worker`): it cuts requests into pieces, keeps them in flight between the mount's ring and the pool, and copies between
-//! the pool and each GPU (`lane`).
+//! the pool and each GPU (`lane`). Requests in the order of a stream have a thread of their own (`ordered`), which makes no call of CUDA: all that the GPU has to do for them is
+//! in the stream when the call returns (`plan`, `window`).
 
-#[allow(unsafe_code)]
-mod gates;
 mod inbox;
 #[allow(unsafe_code)]
 mod lane;
+mod ordered;
+mod outcome;
+mod plan;
 #[allow(unsafe_code)]
 mod queue;
 mod registered;
 mod request;
+mod server;
 #[allow(unsafe_code)]
 mod staging;
 #[allow(unsafe_code)]
 mod transfers;
+#[allow(unsafe_code)]
+mod window;
 mod worker;
 
 pub use queue::{Finished, Queue};

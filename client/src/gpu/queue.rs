@@ -149,7 +149,7 @@ impl Queue {
 
     fn begin(&mut self, direction: Direction, file: &File, segments: &[Segment], user_data: u64) -> Result<()> {
         let end = End::Queue(QueueEnd { shared: self.shared.clone(), user_data });
-        self.transfers.begin(direction, file, segments, None, end)?;
+        self.transfers.begin(direction, file, segments, end)?;
         self.in_flight += 1;
         Ok(())
     }

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::mount::Mount;
 use crate::{Reason, Route};
 use gpunvme_gpupath::cache::{self, Cache, Export, Refusal, Registrar};
-use gpunvme_gpupath::cuda::{self, Cuda, CudaError, Gpu, Place};
+use gpunvme_gpupath::cuda::{self, Cuda, CudaError, Gpu, Place, WritesOrdering};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -31,6 +31,11 @@ pub(super) struct Registration {
 }
 
 impl Registration {
+    /// Whether what devices write to it needs a flush before the GPU sees it.
+    pub fn flushes(&self) -> bool {
+        self.gpu.writes_ordering() < WritesOrdering::Owner
+    }
+
     /// Sees to it that what devices wrote to it is there for work that the GPU is given from now on.
     pub fn settle(&self) -> Result<(), (Gpu, CudaError)> {
         self.gpu.flush_remote_writes().map_err(|error| (self.gpu, error))

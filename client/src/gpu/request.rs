@@ -2,16 +2,16 @@
 //!
 //! It guards that every request is answered once, whatever becomes of it.
 
-use super::gates::Gate;
 use super::queue::{Deliveries, QueueEnd};
 use super::registered::Lease;
 use crate::Reason;
+use crate::buffer::{Memory, Shared};
 use crate::error::Result;
 use crate::file::{Require, Transfer};
 use crate::linger::Linger;
-use crate::ring::Attached;
+use crate::ring::{Attached, Operation};
 use gpunvme_gpupath::cuda::Gpu;
-use gpunvme_gpupath::pieces::Direction;
+use gpunvme_gpupath::pieces::{Direction, Piece};
 use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -71,18 +71,20 @@ pub(super) struct Request {
     pub require: Require,
     /// How long its pieces are.
     pub piece_len: u64,
-    /// The place in a stream that it waits for, and that waits for it.
-    pub gate: Option<Gate>,
     pub end: End,
 }
 
-impl Request {
-    /// Answers it. A stream that waits for it goes on, whatever the answer is: nothing else could tell it.
-    pub fn answer(self, result: Result<Transfer>, deliveries: &mut Deliveries) {
-        if let Some(gate) = self.gate {
-            gate.open();
-        }
-        self.end.answer(result, deliveries);
+/// A transfer of the ring between a piece of a file and `at` in a buffer.
+pub(super) fn operation<'a, M: Memory>(
+    direction: Direction,
+    file: &'a Attached,
+    piece: &Piece,
+    buffer: &'a Arc<Shared<M>>,
+    at: u64,
+) -> Operation<'a> {
+    match direction {
+        Direction::Read => Operation::read(file, piece.file_offset, buffer, at, piece.len),
+        Direction::Write => Operation::write(file, piece.file_offset, buffer, at, piece.len),
     }
 }
 
@@ -94,7 +96,7 @@ pub(super) enum End {
 }
 
 impl End {
-    fn answer(self, result: Result<Transfer>, deliveries: &mut Deliveries) {
+    pub fn answer(self, result: Result<Transfer>, deliveries: &mut Deliveries) {
         match self {
             End::Pending(answer) => answer.set(result),
             End::Callback(callback) => {
@@ -118,7 +120,7 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    fn set(&self, result: Result<Transfer>) {
+    pub fn set(&self, result: Result<Transfer>) {
         *self.result.lock() = Some(result);
         self.there.store(true, Ordering::Release);
         self.changed.notify_one();

@@ -1,19 +1,20 @@
 //! Where applications come in: it looks up what lies at their addresses, and hands the worker requests that can be done.
 
 use super::Queue;
-use super::gates::{GATES, Gate, Gates};
 use super::inbox::Inbox;
 use super::lane::Lane;
+use super::ordered::{Ask, Ordered};
+use super::outcome::action;
 use super::registered::Registrations;
 use super::request::{Allocation, Answer, End, Part, Parts, Pending, Request, Segment};
-use super::worker::{PIECES, Worker};
+use super::worker::{Mail, PIECES, Worker};
 use crate::error::{Error, Result};
 use crate::file::{File, Require, Transfer};
 use crate::mount::Mount;
 use crate::ring::{Ring, RingName};
 use crate::{Reason, Route};
 use gpunvme_gpupath::abi::MAX_OFFSET;
-use gpunvme_gpupath::cuda::{self, Cuda, Gpu, Place};
+use gpunvme_gpupath::cuda::{self, Cuda, Gpu, Place, Scatter};
 use gpunvme_gpupath::pieces::{Blocks, Direction, piece_len};
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -62,10 +63,14 @@ struct Inner {
     alignment: usize,
     registrations: Registrations,
     ring: RingName,
-    inbox: Arc<Inbox>,
+    inbox: Arc<Inbox<Mail>>,
     worker: Option<JoinHandle<()>>,
-    /// GPUs that the worker knows, and the gates of each.
-    lanes: Mutex<Vec<(Gpu, Arc<Gates>)>>,
+    /// GPUs that the worker knows, and the kernel of each.
+    lanes: Mutex<Vec<(Gpu, Arc<Scatter>)>>,
+    /// What blocks ask for.
+    blocks: Blocks,
+    /// Who serves requests in streams, from the first on.
+    ordered: Mutex<Option<Arc<Ordered>>>,
 }
 
 impl Transfers {
@@ -112,6 +117,8 @@ impl Transfers {
             inbox,
             worker: Some(thread),
             lanes: Mutex::default(),
+            blocks,
+            ordered: Mutex::default(),
             path,
         };
         Ok(Transfers { inner: Arc::new(inner), require: Require::default() })
@@ -131,7 +138,7 @@ impl Transfers {
     /// # Errors
     /// [`Error::UnknownMemory`] before anything was read; [`Error::Transfer`] and [`Error::Copy`] say what was, and any segment may have changed in part then.
     pub unsafe fn read(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
-        self.pending(Direction::Read, file, segments, None)?.wait()
+        self.pending(Direction::Read, file, segments)?.wait()
     }
 
     /// Writes each segment, and waits for it, extending the file where it ends before. Of segments that overlap in the file it is not defined which is there afterwards.
@@ -142,7 +149,7 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::read`].
     pub unsafe fn write(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
-        self.pending(Direction::Write, file, segments, None)?.wait()
+        self.pending(Direction::Write, file, segments)?.wait()
     }
 
     /// Begins a read, and calls `done` with what [`Transfers::read`] would have returned. That happens on the thread that serves all requests: it should do little, and must not
@@ -159,7 +166,7 @@ impl Transfers {
         segments: &[Segment],
         done: impl FnOnce(Result<Transfer>) + Send + 'static,
     ) -> Result<()> {
-        self.begin(Direction::Read, file, segments, None, End::Callback(Box::new(done)))
+        self.begin(Direction::Read, file, segments, End::Callback(Box::new(done)))
     }
 
     /// Begins a write, and calls `done` with what [`Transfers::write`] would have returned, as [`Transfers::read_then`] does.
@@ -175,25 +182,28 @@ impl Transfers {
         segments: &[Segment],
         done: impl FnOnce(Result<Transfer>) + Send + 'static,
     ) -> Result<()> {
-        self.begin(Direction::Write, file, segments, None, End::Callback(Box::new(done)))
+        self.begin(Direction::Write, file, segments, End::Callback(Box::new(done)))
     }
 
-    /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and what is put into the stream afterwards sees the bytes. The call returns at once.
+    /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and what is put into the stream afterwards sees the bytes.
     ///
-    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read.
+    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read. All that CUDA has to do for the read is
+    /// in the stream when the call returns, so calls that wait for the whole GPU (`cudaFree`, `cuMemFree`) may be made meanwhile, in any thread.
     ///
-    /// Until the stream has passed the read, no thread may free memory of the GPU in a way that waits for the whole GPU (`cudaFree`, `cuMemFree`, the emptying of a
-    /// caching allocator): the driver holds a lock meanwhile that the copies of the read need, and neither ever ends (seen on an H200, driver 580).
-    /// `cudaFreeAsync` is in a stream's order and does not wait.
+    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes about a thousand operations into a stream, of which a read takes three for each
+    /// 512 KiB; and a GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come to. A call that finds no room waits until streams went on.
+    ///
+    /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined.
     ///
     /// # Safety
     /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
     /// stream comes to the read until it has passed it.
     ///
     /// # Errors
-    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamsFull`]; [`Error::StreamCaptured`]; later ones come with the answer.
+    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamCaptured`]; [`Error::Cuda`] where CUDA does not take all of it, and any segment may have changed in part
+    /// then; later ones come with the answer.
     pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.pending(Direction::Read, file, segments, Some(stream))
+        self.begin_on_stream(Direction::Read, file, segments, stream)
     }
 
     /// Puts a write into the order of a CUDA stream, as [`Transfers::read_on_stream`] does: it writes what is in memory when the stream comes to it, and what is put into the stream
@@ -205,7 +215,7 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::read_on_stream`].
     pub unsafe fn write_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.pending(Direction::Write, file, segments, Some(stream))
+        self.begin_on_stream(Direction::Write, file, segments, stream)
     }
 
     /// The route that transfers to and from the memory at an address take now, and why not a faster one. Where that is `p2p` the memory is registered then: what the first transfer
@@ -242,26 +252,49 @@ impl Transfers {
         Error::Path { path: self.inner.path.clone(), action, errno }
     }
 
-    fn pending(&self, direction: Direction, file: &File, segments: &[Segment], stream: Option<usize>) -> Result<Pending> {
+    fn pending(&self, direction: Direction, file: &File, segments: &[Segment]) -> Result<Pending> {
         let answer = Arc::new(Answer::default());
-        self.begin(direction, file, segments, stream, End::Pending(answer.clone()))?;
+        self.begin(direction, file, segments, End::Pending(answer.clone()))?;
         Ok(Pending(answer))
     }
 
-    /// Looks up the memory of a request, puts it into a stream if it is for one, and hands it to the worker.
-    pub(super) fn begin(
-        &self,
-        direction: Direction,
-        file: &File,
-        segments: &[Segment],
-        stream: Option<usize>,
-        end: End,
-    ) -> Result<()> {
+    /// Looks up the memory of a request, and hands it to the worker.
+    pub(super) fn begin(&self, direction: Direction, file: &File, segments: &[Segment], end: End) -> Result<()> {
         let (inner, require) = (&*self.inner, self.require);
-        let action = if direction == Direction::Read { "read" } else { "write" };
+        // The first use of a GPU or an allocation asks CUDA for what would end a capture, also one on another thread; without it the request is done all the same.
+        let _alone = inner.cuda.leave_captures_alone();
+        let (parts, bytes) = self.look_up(direction, file, segments)?;
+        let file = file.in_ring(&inner.ring)?;
+        let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), end };
+        inner.inbox.send(|mail| mail.requests.push(request));
+        Ok(())
+    }
+
+    /// Looks up the memory of a request, and puts it into a stream.
+    fn begin_on_stream(&self, direction: Direction, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
+        let (inner, require) = (&*self.inner, self.require);
+        let _alone = inner.cuda.leave_captures_alone();
+        let (parts, bytes) = self.look_up(direction, file, segments)?;
+        let (path, action) = (file.path(), action(direction));
+        let failed = |error| Error::Cuda { path: path.to_owned(), action, on: format!("in stream {stream:#x}"), error };
+        // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
+        let handle = unsafe { inner.cuda.application_stream(stream) }.map_err(failed)?;
+        // Whether a graph is launched, and how often, nobody here would know.
+        if handle.is_captured().map_err(failed)? {
+            return Err(Error::StreamCaptured { path: path.to_owned(), action, stream });
+        }
+        let staged = parts.first().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
+        let scatter = staged.map(|gpu| inner.need_lane(gpu)).transpose()?;
+        let ask = Ask { direction, file, parts, require, bytes, stream: handle, scatter };
+        inner.ordered()?.begin(ask, failed).map(Pending)
+    }
+
+    /// The parts of a request that can be done, and how long it is in bytes.
+    fn look_up(&self, direction: Direction, file: &File, segments: &[Segment]) -> Result<(Parts, u64)> {
+        let (inner, require) = (&*self.inner, self.require);
         let refused = |errno, reason, segment| Error::Transfer {
             path: file.path().to_owned(),
-            action,
+            action: action(direction),
             errno,
             reason,
             segment,
@@ -271,8 +304,6 @@ impl Transfers {
         if require.route == Some(Route::Host) {
             return Err(refused(Errno::OPNOTSUPP, Reason::RouteNotAvailable, None));
         }
-        // The first use of a GPU or an allocation asks CUDA for what would end a capture, also one on another thread; without it the request is done all the same.
-        let _alone = inner.cuda.leave_captures_alone();
         let mut parts = Parts::with_capacity(segments.len());
         let mut bytes = 0u64;
         let mut last = None;
@@ -287,15 +318,7 @@ impl Transfers {
         if let (Some(Route::P2p), Some((segment, reason))) = (require.route, staged) {
             return Err(refused(Errno::OPNOTSUPP, reason, Some(segment)));
         }
-        let (path, file) = (file.path(), file.in_ring(&inner.ring)?);
-        // Nothing may fail once it is in the stream, which would wait for ever.
-        let gate = match (stream, parts.first()) {
-            (Some(stream), Some(part)) => Some(inner.put_into(stream, part.allocation.gpu, path, action)?),
-            _ => None,
-        };
-        let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), gate, end };
-        inner.inbox.send(|mail| mail.requests.push(request));
-        Ok(())
+        Ok((parts, bytes))
     }
 }
 
@@ -362,31 +385,27 @@ impl Inner {
         Ok(Allocation { gpu, by_kernel: found.by_kernel, on_host, base: found.base, buffer_id: found.buffer_id })
     }
 
-    /// Gives a GPU a lane if it has none, and returns its gates.
-    fn need_lane(&self, gpu: Gpu) -> Result<Arc<Gates>> {
+    /// Gives a GPU a lane if it has none, and returns its kernel.
+    fn need_lane(&self, gpu: Gpu) -> Result<Arc<Scatter>> {
         let mut lanes = self.lanes.lock();
-        if let Some((_, gates)) = lanes.iter().find(|(known, _)| *known == gpu) {
-            return Ok(gates.clone());
+        if let Some((_, scatter)) = lanes.iter().find(|(known, _)| *known == gpu) {
+            return Ok(scatter.clone());
         }
         let lane = Lane::new(self.cuda, gpu, &self.mount, &self.settings, self.alignment)?;
-        let gates = lane.gates.clone();
+        let scatter = lane.scatter.clone();
         self.inbox.send(|mail| mail.lanes.push((gpu.index(), Box::new(lane))));
-        lanes.push((gpu, gates.clone()));
-        Ok(gates)
+        lanes.push((gpu, scatter.clone()));
+        Ok(scatter)
     }
 
-    /// Puts a gate for a request of a file into an application's stream; its words are in the pool of `gpu`.
-    fn put_into(&self, stream: usize, gpu: Gpu, path: &Path, action: &'static str) -> Result<Gate> {
-        let gates = self.need_lane(gpu)?;
-        let failed = |error| Error::Cuda { path: path.to_owned(), action, on: format!("in stream {stream:#x}"), error };
-        // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
-        let handle = unsafe { self.cuda.application_stream(stream) }.map_err(failed)?;
-        // Whether a graph is launched, and how often, nobody here would know.
-        if handle.is_captured().map_err(failed)? {
-            return Err(Error::StreamCaptured { path: path.to_owned(), action, stream });
+    /// Who serves requests in streams.
+    fn ordered(&self) -> Result<Arc<Ordered>> {
+        let mut ordered = self.ordered.lock();
+        if let Some(ordered) = &*ordered {
+            return Ok(ordered.clone());
         }
-        let full = || Error::StreamsFull { path: path.to_owned(), gpu, requests: GATES };
-        gates.put(&handle).map_err(failed)?.ok_or_else(full)
+        let started = Arc::new(Ordered::start(&self.mount, self.blocks, self.alignment)?);
+        Ok(ordered.insert(started).clone())
     }
 }
 
@@ -401,9 +420,11 @@ impl Drop for Inner {
         // The worker's are the last then, which end when it is done with all requests: this may be a callback, and the worker the thread that it runs on.
         self.lanes.get_mut().clear();
         self.inbox.send(|mail| mail.end = true);
-        if let Some(worker) = self.worker.take()
-            && worker.thread().id() != std::thread::current().id()
-        {
+        let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
+        if let Some(ordered) = self.ordered.get_mut().take().and_then(Arc::into_inner) {
+            ordered.end(worker.is_some());
+        }
+        if let Some(worker) = worker {
             let _ = worker.join(); // a panic there was reported there
         }
     }

@@ -3,18 +3,16 @@
 //! It guards three things. Requests share what there is: they take turns, a few pieces each. Nothing in flight is ever given up: a request that failed is answered when
 //! the last of its pieces is back. And an idle thread sleeps, while a busy one makes no system call: it looks at the ring, at the words that its streams write, and at its inbox.
 
-use super::gates::Gate;
-use super::inbox::{Inbox, Mail};
+use super::inbox::Inbox;
 use super::lane::{BATCH, Copy, Lane, NotCopied};
+use super::outcome::{Outcome, action, at_place, of_the_application};
 use super::queue::Deliveries;
 use super::registered::Lease;
-use super::request::{Part, Request};
-use crate::buffer::{Memory, Shared};
+use super::request::{Part, Request, operation};
 use crate::error::Error;
 use crate::file::Transfer;
 use crate::linger::Linger;
-use crate::ring::{Completed, Operation, Ring};
-use crate::{Moved, Reason};
+use crate::ring::{Completed, Ring};
 use gpunvme_gpupath::cuda::Gpu;
 use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -33,12 +31,20 @@ const TURN: u64 = 256 << 10;
 const LINGER: Duration = Duration::from_micros(50);
 /// How long it sleeps at most while a stream is busy, which cannot wake it.
 const NAP: Duration = Duration::from_micros(50);
-/// The same, while only an application's stream is, for long.
-const LONG_NAP: Duration = Duration::from_millis(1);
 /// How long it sleeps at most while the daemon is busy, whose death would wake nobody: the ring is then asked about it.
 const LOOK: Duration = Duration::from_secs(1);
 /// After how long without progress, and how often then, a stream is asked what is the matter.
 const STALLED: Duration = Duration::from_millis(100);
+
+/// What application threads tell it.
+#[derive(Default)]
+pub(super) struct Mail {
+    /// GPUs that are used for the first time. They come before the requests that use them.
+    pub lanes: Vec<(u32, Box<Lane>)>,
+    pub requests: Vec<Request>,
+    /// It is to end when everything is done.
+    pub end: bool,
+}
 
 /// A request that is being done.
 struct Active {
@@ -49,13 +55,12 @@ struct Active {
     in_flight: usize,
     /// It has a turn to come, and is not answered before.
     in_turns: bool,
-    done: Transfer,
-    failed: Option<Error>,
+    outcome: Outcome,
 }
 
 impl Active {
     fn next(&self) -> Option<&Part> {
-        if self.failed.is_some() { None } else { self.request.parts.get(self.part) }
+        if self.outcome.is_failed() { None } else { self.request.parts.get(self.part) }
     }
 }
 
@@ -74,7 +79,7 @@ struct InFlight {
 
 pub(super) struct Worker {
     ring: Ring,
-    inbox: Arc<Inbox>,
+    inbox: Arc<Inbox<Mail>>,
     blocks: Blocks,
     /// By the GPU's index.
     lanes: Vec<Option<Box<Lane>>>,
@@ -83,8 +88,6 @@ pub(super) struct Worker {
     requests: Slab<Active>,
     /// Those that have something to be cut, in the order of their turns.
     turns: VecDeque<usize>,
-    /// Those that their streams have not come to.
-    gated: Vec<usize>,
     pieces: Slab<InFlight>,
     /// What ended the ring.
     closed: bool,
@@ -97,7 +100,7 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub fn new(ring: Ring, inbox: Arc<Inbox>, blocks: Blocks) -> Worker {
+    pub fn new(ring: Ring, inbox: Arc<Inbox<Mail>>, blocks: Blocks) -> Worker {
         Worker {
             ring,
             inbox,
@@ -106,7 +109,6 @@ impl Worker {
             progress: Vec::new(),
             requests: Slab::new(),
             turns: VecDeque::new(),
-            gated: Vec::new(),
             pieces: Slab::with_capacity(PIECES),
             closed: false,
             ending: false,
@@ -137,7 +139,6 @@ impl Worker {
             }
             busy |= self.collect(linger.now());
             busy |= self.copy(linger.now());
-            self.look_at_gates();
             busy |= self.cut();
             self.ring.submit();
             self.deliveries.deliver();
@@ -146,7 +147,7 @@ impl Worker {
             } else if self.ending && self.requests.is_empty() {
                 return;
             } else if !linger.goes_on(LINGER) {
-                self.sleep(linger.since());
+                self.sleep();
                 linger.look_at_clock();
             }
         }
@@ -165,32 +166,18 @@ impl Worker {
             self.progress.resize(self.lanes.len(), Instant::now());
         }
         for request in requests.drain(..) {
-            let gated = request.gate.is_some();
             let id = self.requests.insert(Active {
                 request,
                 part: 0,
                 within: 0,
                 in_flight: 0,
                 in_turns: true,
-                done: Transfer::default(),
-                failed: None,
+                outcome: Outcome::default(),
             });
-            if gated { self.gated.push(id) } else { self.turns.push_back(id) }
+            self.turns.push_back(id);
         }
         self.ending |= std::mem::take(end);
         true
-    }
-
-    /// Gives those their turn that their streams came to, in the order in which they were asked for.
-    fn look_at_gates(&mut self) {
-        let Worker { gated, requests, turns, .. } = self;
-        gated.retain(|&id| {
-            let reached = requests[id].request.gate.as_ref().is_none_or(Gate::is_reached);
-            if reached {
-                turns.push_back(id);
-            }
-            !reached
-        });
     }
 
     /// Takes what the ring completed.
@@ -332,7 +319,7 @@ impl Worker {
             let active = &mut self.requests[id];
             if self.closed {
                 let path = active.request.file.path().to_owned();
-                active.failed.get_or_insert(Error::RingClosed { path });
+                active.outcome.failed(Error::RingClosed { path });
             }
             let Some(part) = active.next() else { return true };
             if active.within >= part.len {
@@ -386,11 +373,11 @@ impl Worker {
         let operation = match (&part.registered, slot) {
             (Ok(lease), _) => {
                 let at = lease.offset + (address - part.address);
-                operation(request, piece, &lease.buffer, at)
+                operation(request.direction, &request.file, piece, &lease.buffer, at)
             }
             (Err(_), slot) => {
                 let at = slot.expect("what is staged has a slot") as u64 + piece.slot_offset;
-                operation(request, piece, &lane(&mut self.lanes, part.allocation.gpu).staging, at)
+                operation(request.direction, &request.file, piece, &lane(&mut self.lanes, part.allocation.gpu).staging, at)
             }
         };
         match self.ring.push(&operation.requiring(request.require).tagged(index as u64)) {
@@ -406,7 +393,7 @@ impl Worker {
         if let Some(slot) = slot {
             lane(&mut self.lanes, active.request.parts[part].allocation.gpu).slots.give_back(slot);
         }
-        active.done.add(&done);
+        active.outcome.add(&done);
         active.in_flight -= 1;
         self.answer_if_done(id);
     }
@@ -418,13 +405,7 @@ impl Worker {
         let active = &mut self.requests[in_flight.request];
         let at = active.request.parts[in_flight.part].segment;
         let piece = &in_flight.piece;
-        let error = match error {
-            Error::Transfer { path, action, errno, reason, done, .. } => {
-                Error::Transfer { path, action, errno, reason, segment: Some(at), offset: Some(piece.file_offset), done }
-            }
-            error => error,
-        };
-        active.failed.get_or_insert(error);
+        active.outcome.failed(at_place(error, at, piece.file_offset));
         self.finish(index);
     }
 
@@ -434,25 +415,15 @@ impl Worker {
         if active.in_flight > 0 || active.in_turns {
             return;
         }
-        let Active { request, done: moved, mut failed, .. } = self.requests.remove(id);
+        let Active { request, mut outcome, .. } = self.requests.remove(id);
         if let Err(error) = settle(&request) {
-            failed.get_or_insert(error);
+            outcome.failed(error);
         }
-        let result = match failed {
-            None => Ok(moved),
-            Some(Error::Transfer { path, action, errno, reason, segment, offset, .. }) => {
-                Err(Error::Transfer { path, action, errno, reason, segment, offset, done: moved })
-            }
-            Some(Error::Copy { path, action, segment, offset, error, .. }) => {
-                Err(Error::Copy { path, action, segment, offset, error, done: moved })
-            }
-            Some(error) => Err(error),
-        };
-        request.answer(result, &mut self.deliveries);
+        request.end.answer(outcome.result(), &mut self.deliveries);
     }
 
-    /// Waits until something happens, or may have. `quiet` is since when nothing did.
-    fn sleep(&mut self, quiet: Instant) {
+    /// Waits until something happens, or may have.
+    fn sleep(&mut self) {
         let in_ring = self.ring.in_flight() > 0 && !self.closed;
         if in_ring {
             match self.ring.arm() {
@@ -463,11 +434,7 @@ impl Worker {
         }
         if self.inbox.fall_asleep() {
             let copying = self.lanes.iter().flatten().any(|lane| lane.is_busy());
-            let limit = match (copying, self.gated.is_empty()) {
-                (true, _) => Some(NAP),
-                (false, false) => Some((quiet.elapsed() / 4).clamp(NAP, LONG_NAP)),
-                (false, true) => in_ring.then_some(LOOK),
-            };
+            let limit = if copying { Some(NAP) } else { in_ring.then_some(LOOK) };
             let timeout = limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
             let mut events = [PollFd::new(&self.inbox.event, PollFlags::IN), PollFd::new(&self.ring, PollFlags::IN)];
             // A ring that was not armed may hold an old signal.
@@ -490,14 +457,6 @@ impl Worker {
     }
 }
 
-/// A transfer of the ring between a piece of a file and `at` in a buffer.
-fn operation<'a, M: Memory>(request: &'a Request, piece: &Piece, buffer: &'a Arc<Shared<M>>, at: u64) -> Operation<'a> {
-    match request.direction {
-        Direction::Read => Operation::read(&request.file, piece.file_offset, buffer, at, piece.len),
-        Direction::Write => Operation::write(&request.file, piece.file_offset, buffer, at, piece.len),
-    }
-}
-
 /// Before a read is answered: what the device wrote to GPU memory itself is there for whoever looks.
 fn settle(request: &Request) -> crate::Result<()> {
     let registered = request.parts.iter().filter_map(|part| part.registered.as_ref().ok());
@@ -514,29 +473,7 @@ fn settle(request: &Request) -> crate::Result<()> {
     Ok(())
 }
 
-fn action(direction: Direction) -> &'static str {
-    match direction {
-        Direction::Read => "read",
-        Direction::Write => "write",
-    }
-}
-
 /// The lane of a GPU. It came through the inbox before the request.
 fn lane(lanes: &mut [Option<Box<Lane>>], gpu: Gpu) -> &mut Lane {
     lanes[gpu.index() as usize].as_mut().expect("a lane comes before the requests that use it")
-}
-
-/// What a transfer that was rounded outwards moved for the application, `wanted` bytes, and why not faster.
-fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> Transfer {
-    let Transfer { mut moved, reason } = transfer;
-    let mut excess = moved.total() - wanted.min(moved.total());
-    let Moved { bounce, host, hole, edge, .. } = &mut moved;
-    for bytes in [bounce, host, hole, edge] {
-        let less = excess.min(*bytes);
-        *bytes -= less;
-        excess -= less;
-    }
-    // To the daemon the pool is host memory; the application asked for a GPU's.
-    let reason = if reason == Some(Reason::Unaligned) { reason } else { Some(peer_to_peer) };
-    Transfer { moved, reason }
 }

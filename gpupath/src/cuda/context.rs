@@ -36,6 +36,10 @@ impl Context {
         self.raw == other
     }
 
+    pub(super) fn raw(&self) -> CUcontext {
+        self.raw
+    }
+
     /// Makes it current on this thread until the guard is dropped. Where it is already, that costs no more than asking.
     pub(super) fn enter(&self) -> Result<Entered, CudaError> {
         let already = self.is(Context::current(self.driver)?);

@@ -2,6 +2,7 @@
 
 use super::context::Context;
 use super::driver::{CudaError, Driver};
+use super::gpu::Gpu;
 use super::scatter::Scatter;
 use cudarc::driver::sys::{
     CUevent, CUevent_flags_enum, CUstream, CUstream_flags_enum, CUstreamCaptureStatus_enum, CUstreamWaitValue_flags_enum,
@@ -40,6 +41,26 @@ impl Stream {
         // SAFETY: the caller vouches for the stream.
         unsafe { driver.cuStreamGetCtx(raw, &mut context) }?;
         Ok(Stream { context: Context::new(driver, context), raw, ours: false })
+    }
+
+    /// Its number, which no other stream of this process ever had or will have. What two handles with one number stand for is in one order.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn id(&self) -> Result<u64, CudaError> {
+        let _entered = self.context.enter()?;
+        let mut id = 0;
+        // SAFETY: it writes an integer.
+        unsafe { self.context.driver.cuStreamGetId(self.raw, &mut id) }?;
+        Ok(id)
+    }
+
+    /// Whether it is of the primary context of a GPU: only then it runs the kernels of [`Gpu::scatter`].
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn is_of(&self, gpu: &Gpu) -> Result<bool, CudaError> {
+        Ok(gpu.context()?.is(self.context.raw()))
     }
 
     /// Whether what is put into the stream becomes part of a graph and is not done.
@@ -144,10 +165,29 @@ impl Stream {
     /// # Errors
     /// What CUDA says.
     pub unsafe fn wait_value(&self, address: u64, value: u32) -> Result<(), CudaError> {
-        let _entered = self.context.enter()?;
-        let until = CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the caller vouches for the word.
-        unsafe { self.context.driver.cuStreamWaitValue32_v2(self.raw, address, value, until) }
+        unsafe { self.wait_until(address, value, CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32) }
+    }
+
+    /// [`Stream::wait_value`]; and what PCIe devices wrote into the GPU's memory before the word was written is there for what follows, where the GPU does not see to that by
+    /// itself ([`super::WritesOrdering::None`]).
+    ///
+    /// # Safety
+    /// As for [`Stream::wait_value`].
+    ///
+    /// # Errors
+    /// What CUDA says: `CUDA_ERROR_NOT_SUPPORTED` where streams cannot do that.
+    pub unsafe fn wait_value_and_flush(&self, address: u64, value: u32) -> Result<(), CudaError> {
+        let (until, flush) =
+            (CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ, CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_FLUSH);
+        // SAFETY: the caller vouches for the word.
+        unsafe { self.wait_until(address, value, until as u32 | flush as u32) }
+    }
+
+    unsafe fn wait_until(&self, address: u64, value: u32, flags: u32) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller vouches for the word.
+        unsafe { self.context.driver.cuStreamWaitValue32_v2(self.raw, address, value, flags) }
     }
 
     /// Writes `value` to the word at `address` after everything that was put into the stream before, which whoever sees the value sees too.

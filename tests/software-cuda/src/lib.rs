@@ -21,7 +21,7 @@ use settings::Settings;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use stream::{Mark, Stream};
 
 /// A result of the driver API that is not success.
@@ -76,6 +76,8 @@ struct Software {
     /// By GPU: bytes of memory that are free.
     left: Vec<Arc<AtomicU64>>,
     bars: Option<Bars>,
+    /// Calls that wait for the whole GPU hold it meanwhile; calls that give a stream something to do, or make memory known, need it.
+    turn: Mutex<()>,
 }
 
 thread_local! {
@@ -98,6 +100,7 @@ impl Software {
                 handles: Mutex::default(),
                 last_handle: AtomicUsize::new(0x1000),
                 copies: AtomicU64::new(0),
+                turn: Mutex::default(),
             }
         })
     }
@@ -152,8 +155,14 @@ impl Software {
         Backing::new(gpu, len, &self.left[gpu], self.bars.as_ref()).map(Arc::new)
     }
 
-    /// Waits until every stream has done what it has to do.
+    /// What a call needs, for a moment, that comes to a stream's end or to CUDA's memory.
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap()
+    }
+
+    /// Waits until every stream has done what it has to do. Nobody gives one more to do meanwhile, in any thread: so it was seen on an H200 (driver 580).
     fn settle(&self) {
+        let _turn = self.turn();
         let handles = self.handles.lock().unwrap();
         let streams = handles.streams.values().chain(handles.default_streams.values());
         let marks: Vec<_> = streams.map(|stream| stream.mark()).chain(handles.ends.iter().cloned()).collect();

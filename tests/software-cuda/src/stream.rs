@@ -57,6 +57,8 @@ pub enum Work {
 
 /// A stream.
 pub struct Stream {
+    /// No other ever has it.
+    pub id: usize,
     /// Where it was made.
     pub context: Arc<Context>,
     queue: Sender<Work>,
@@ -74,7 +76,7 @@ impl Stream {
             .name("software-cuda".to_owned())
             .spawn(move || run(software, &place, &work))
             .expect("a thread for a stream");
-        Stream { context, queue, call_takes: software.settings.call_takes, captured: Mutex::default() }
+        Stream { id: software.new_handle(), context, queue, call_takes: software.settings.call_takes, captured: Mutex::default() }
     }
 
     /// Puts work at its end.

@@ -45,6 +45,7 @@ exports! {
     fn cuMemAlloc_v2(address: *mut CUdeviceptr, len: usize) {
         let software = Software::running()?;
         let context = software.current()?;
+        let _turn = software.turn();
         put(address, place(software, Kind::Device(context.handle), context.gpu, len)?)
     }
 
@@ -90,6 +91,7 @@ exports! {
         let software = Software::running()?;
         let context = software.current()?;
         let (base, len) = (address.expose_provenance() as u64, len as u64);
+        let _turn = software.turn();
         let mut addresses = software.addresses.lock().unwrap();
         if len == 0 || base.checked_add(len).is_none() {
             return Err(CUDA_ERROR_INVALID_VALUE);

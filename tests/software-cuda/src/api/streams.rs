@@ -6,7 +6,7 @@ use crate::stream::{Stream, Work};
 use crate::{Code, Software};
 use cudarc::driver::sys::cudaError_enum::*;
 use cudarc::driver::sys::*;
-use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_uint, c_ulonglong, c_void};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -35,6 +35,10 @@ exports! {
         }
         let found = software.handles.lock().unwrap().streams.get(&stream.addr()).map(|stream| stream.context.handle);
         put(context, handle(found.ok_or(CUDA_ERROR_INVALID_HANDLE)?))
+    }
+
+    fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong) {
+        put(id, Software::running()?.stream(stream.addr())?.id as c_ulonglong)
     }
 
     fn cuStreamSynchronize(stream: CUstream) {
@@ -87,11 +91,13 @@ exports! {
     fn cuStreamWaitValue32_v2(stream: CUstream, address: CUdeviceptr, value: cuuint32_t, flags: c_uint) {
         let software = Software::running()?;
         let stream = software.stream(stream.addr())?;
-        let passed = match flags {
+        let flush = CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_FLUSH as u32;
+        let passed = match flags & !flush {
             0 => true,
             1 => false,
             _ => return Err(CUDA_ERROR_NOT_SUPPORTED),
         };
+        let _turn = software.turn();
         stream.put(Work::AwaitValue(word(software, address)?, value, passed));
         Ok(())
     }
@@ -99,6 +105,7 @@ exports! {
     fn cuStreamWriteValue32_v2(stream: CUstream, address: CUdeviceptr, value: cuuint32_t, _flags: c_uint) {
         let software = Software::running()?;
         let stream = software.stream(stream.addr())?;
+        let _turn = software.turn();
         stream.put(Work::WriteValue(word(software, address)?, value));
         Ok(())
     }
@@ -199,6 +206,7 @@ exports! {
         }
         // SAFETY: the kernel has these two parameters, and the caller passes them.
         let (table, count) = unsafe { ((*parameters).cast::<u64>().read(), (*parameters.add(1)).cast::<u32>().read()) };
+        let _turn = software.turn();
         stream.put(Work::Scatter(table, count));
         Ok(())
     }
@@ -223,7 +231,9 @@ fn copy(to: CUdeviceptr, from: CUdeviceptr, len: usize, stream: CUstream, right:
     if !right(knows_to, knows_from) {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
+    let turn = software.turn();
     stream.put(Work::Copy(to, from));
+    drop(turn);
     if !knows_to || !knows_from {
         stream.mark().wait();
     }

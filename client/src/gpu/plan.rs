@@ -1,0 +1,125 @@
+//! How a request in the order of a stream is cut: all of it when it is asked for, because addresses are put into the stream then.
+//!
+//! It guards the bound of a stream's window: whatever a request asks for, what is in flight at once fits into its rooms. Each step has one room to itself; steps that are
+//! [`DEPTH`] apart have the same, one after the other.
+
+use super::request::Part;
+use gpunvme_gpupath::cuda::Gpu;
+use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
+use std::ops::Range;
+
+/// Rooms of a window, and so steps of a request in flight at once.
+pub(super) const DEPTH: usize = 4;
+/// Bytes of a room: an H200's copy engine moves about 43 GB/s in copies of this length, and four of them in flight keep an SSD busy.
+pub(super) const ROOM: usize = 512 << 10;
+/// Pieces of a step at most, and moves that a room has a table for.
+pub(super) const MOVES: usize = 128;
+/// Up to this many bytes the kernel may move, and from this many such pieces on it does: see `lane`.
+const SMALL: u64 = 32 << 10;
+const MANY: usize = 3;
+
+/// A piece of a request.
+pub(super) struct Planned {
+    /// Which part of the request it is of.
+    pub part: usize,
+    /// In the application's memory.
+    pub address: u64,
+    /// Where in its room it has its slot; none for what the device moves itself.
+    pub slot: Option<usize>,
+    pub piece: Piece,
+    /// Which move of the kernel's table it is, if the kernel moves it.
+    pub entry: Option<usize>,
+    /// The file may end in it: what is in memory behind the end has to stay.
+    pub keeps: bool,
+}
+
+/// Pieces that are transferred together, and copied together.
+pub(super) struct Step {
+    /// Of the plan's pieces.
+    pub pieces: Range<usize>,
+    /// How many of them the kernel moves.
+    pub moves: usize,
+}
+
+pub(super) struct Plan {
+    pub pieces: Vec<Planned>,
+    pub steps: Vec<Step>,
+}
+
+/// What a request is cut by.
+pub(super) struct Terms {
+    pub direction: Direction,
+    pub blocks: Blocks,
+    /// What slots are aligned to.
+    pub alignment: usize,
+    /// Of the request, in bytes.
+    pub bytes: u64,
+    /// How long the file is, as far as is known.
+    pub file_size: u64,
+    /// The GPU whose kernels the stream runs.
+    pub kernels_of: Option<Gpu>,
+}
+
+impl Plan {
+    pub fn new(terms: &Terms, parts: &[Part]) -> Plan {
+        let Terms { direction, blocks, alignment, .. } = *terms;
+        let piece_len = pieces::piece_len(terms.bytes);
+        let room = piece_len.min(ROOM as u64);
+        let mut plan = Plan { pieces: Vec::new(), steps: Vec::new() };
+        let (mut begun, mut used) = (0, 0);
+        for (index, part) in parts.iter().enumerate() {
+            let mut within = 0;
+            while within < part.len {
+                let (offset, rest) = (part.file_offset + within, part.len - within);
+                let staged = part.registered.is_err();
+                let piece = if staged {
+                    pieces::first(direction, blocks, offset, rest, room)
+                } else {
+                    pieces::first_unstaged(blocks, offset, rest, piece_len)
+                };
+                let taken = if staged { piece.slot_len().next_multiple_of(alignment) } else { 0 };
+                if used + taken > room as usize || plan.pieces.len() - begun == MOVES {
+                    plan.end_step(begun);
+                    (begun, used) = (plan.pieces.len(), 0);
+                }
+                let small = staged && piece.wanted <= SMALL && part.allocation.by_kernel;
+                let by_kernel = small && terms.kernels_of == Some(part.allocation.gpu);
+                plan.pieces.push(Planned {
+                    part: index,
+                    address: part.address + within,
+                    slot: staged.then_some(used),
+                    piece,
+                    entry: by_kernel.then_some(0),
+                    keeps: staged && direction == Direction::Read && offset + piece.wanted > terms.file_size,
+                });
+                used += taken;
+                within += piece.wanted;
+            }
+        }
+        plan.end_step(begun);
+        // Whoever serves a write fills the table of a step when the step before it in its room ends: so there has to be one.
+        if direction == Direction::Write && plan.steps.iter().any(|step| step.moves > 0) {
+            let none = (0..DEPTH.min(plan.steps.len())).map(|_| Step { pieces: 0..0, moves: 0 });
+            plan.steps.splice(0..0, none);
+        }
+        plan
+    }
+
+    /// Makes a step of the pieces from `begun` on, if there are any.
+    fn end_step(&mut self, begun: usize) {
+        let pieces = begun..self.pieces.len();
+        if pieces.is_empty() {
+            return;
+        }
+        let step = &mut self.pieces[pieces.clone()];
+        let small = step.iter().filter(|planned| planned.entry.is_some()).count();
+        let moves = if small >= MANY { small } else { 0 };
+        let mut entries = 0..moves;
+        for planned in step.iter_mut().filter(|planned| planned.entry.is_some()) {
+            planned.entry = entries.next();
+            // The kernel moves what arrived and nothing more.
+            planned.keeps &= planned.entry.is_none();
+        }
+        self.steps.push(Step { pieces, moves });
+    }
+}

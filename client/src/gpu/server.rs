@@ -1,0 +1,323 @@
+//! The thread that serves requests in streams: it moves bytes between the file and the rooms that streams gave, and gives the rooms back.
+//!
+//! It guards that it never waits for CUDA: it makes no call of it, and takes no lock under which somebody else makes one. It only looks at words that streams write, writes words
+//! that streams wait for, and uses a ring of its own. A step that failed gives its room back like any other: a stream must not wait for what will never come.
+
+use super::inbox::Inbox;
+use super::ordered::Job;
+use super::outcome::{Outcome, action, at_place, of_the_application};
+use super::plan::DEPTH;
+use super::request::{Answer, operation};
+use super::window::Windows;
+use crate::error::Error;
+use crate::file::Transfer;
+use crate::linger::Linger;
+use crate::ring::{Completed, Ring};
+use gpunvme_gpupath::pieces::Direction;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use slab::Slab;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Entries of its ring.
+pub(super) const ENTRIES: u32 = 1024;
+/// How long it looks around before it sleeps.
+const LINGER: Duration = Duration::from_micros(50);
+/// How long it sleeps at most while a stream has something of it, which cannot wake it: a part of the time since something happened, within these bounds.
+const NAP: Duration = Duration::from_micros(50);
+const LONG_NAP: Duration = Duration::from_millis(1);
+
+/// What application threads tell it.
+#[derive(Default)]
+pub(super) struct Mail {
+    /// Of a stream, in the order in which they are put into it.
+    pub jobs: Vec<(Arc<Job>, Arc<Answer>)>,
+    /// It is to end when everything is done.
+    pub end: bool,
+}
+
+/// A request that is being done.
+struct Active {
+    job: Arc<Job>,
+    answer: Arc<Answer>,
+    /// Steps that were begun.
+    begun: usize,
+    /// Pieces of each step that are not back.
+    left: Vec<usize>,
+    /// Steps that were begun, and of which some are not.
+    open: usize,
+    outcome: Outcome,
+}
+
+/// A piece that waits for the ring, or is in it.
+struct InFlight {
+    request: usize,
+    step: usize,
+    /// Of the plan.
+    piece: usize,
+    /// What the slot held, if some of it is to stay.
+    kept: Vec<u8>,
+}
+
+pub(super) struct Server {
+    ring: Ring,
+    inbox: Arc<Inbox<Mail>>,
+    /// They end with the last of both sides that use them.
+    _windows: Arc<Windows>,
+    requests: Slab<Active>,
+    pieces: Slab<InFlight>,
+    /// Pieces that wait for the ring.
+    waiting: VecDeque<usize>,
+    closed: bool,
+    ending: bool,
+    mail: Mail,
+    completed: Vec<Completed>,
+}
+
+impl Server {
+    pub fn new(ring: Ring, inbox: Arc<Inbox<Mail>>, windows: Arc<Windows>) -> Server {
+        Server {
+            ring,
+            inbox,
+            _windows: windows,
+            requests: Slab::new(),
+            pieces: Slab::new(),
+            waiting: VecDeque::new(),
+            closed: false,
+            ending: false,
+            mail: Mail::default(),
+            completed: Vec::new(),
+        }
+    }
+
+    /// The thread.
+    pub fn run(mut self) {
+        // After a panic nobody would let streams go on.
+        if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
+            std::process::abort();
+        }
+    }
+
+    fn work(&mut self) {
+        let mut linger = Linger::new();
+        loop {
+            let mut busy = self.receive();
+            busy |= self.collect(linger.now());
+            busy |= self.look_at_streams();
+            self.push();
+            self.ring.submit();
+            if busy {
+                linger.restart();
+            } else if self.ending && self.requests.is_empty() {
+                return;
+            } else if !linger.goes_on(LINGER) {
+                self.sleep(linger.since());
+                linger.look_at_clock();
+            }
+        }
+    }
+
+    /// Takes what came into the inbox.
+    fn receive(&mut self) -> bool {
+        if !self.inbox.take(&mut self.mail) {
+            return false;
+        }
+        for (job, answer) in self.mail.jobs.drain(..) {
+            let left = job.plan.steps.iter().map(|step| step.pieces.len()).collect();
+            self.requests.insert(Active { job, answer, begun: 0, left, open: 0, outcome: Outcome::default() });
+        }
+        self.ending |= std::mem::take(&mut self.mail.end);
+        true
+    }
+
+    /// Takes what the ring completed.
+    fn collect(&mut self, now: Instant) -> bool {
+        if self.closed || self.ring.in_flight() == 0 {
+            return false;
+        }
+        let mut completed = std::mem::take(&mut self.completed);
+        let taken = self.ring.poll(now, &mut completed);
+        for Completed { user_data, result } in completed.drain(..) {
+            self.transferred(user_data as usize, result);
+        }
+        self.completed = completed;
+        // An error is only told when nothing more comes.
+        taken.inspect_err(|_| self.close()).is_ok_and(|taken| taken > 0)
+    }
+
+    /// Begins the steps whose rooms streams gave, and answers requests that streams have passed.
+    fn look_at_streams(&mut self) -> bool {
+        let mut any = false;
+        let ids: Vec<usize> = self.requests.iter().map(|(id, _)| id).collect();
+        for id in ids {
+            while let Some(step) = self.requests[id].given() {
+                self.begin(id, step);
+                any = true;
+            }
+            if self.requests[id].is_over() {
+                let Active { answer, outcome, .. } = self.requests.remove(id);
+                answer.set(outcome.result());
+                any = true;
+            }
+        }
+        any
+    }
+
+    /// Begins a step.
+    fn begin(&mut self, id: usize, step: usize) {
+        let active = &mut self.requests[id];
+        active.begun += 1;
+        active.open += 1;
+        let job = active.job.clone();
+        if active.left[step] == 0 {
+            return self.end(id, step);
+        }
+        for piece in job.plan.steps[step].pieces.clone() {
+            let active = &mut self.requests[id];
+            if self.closed {
+                active.outcome.failed(Error::RingClosed { path: job.file.path().to_owned() });
+            }
+            if active.outcome.is_failed() || job.is_cancelled() {
+                self.arrived(id, step, piece, 0);
+                continue;
+            }
+            let planned = &job.plan.pieces[piece];
+            let kept = if planned.keeps { job.window.keep(job.number(step), planned) } else { Vec::new() };
+            self.waiting.push_back(self.pieces.insert(InFlight { request: id, step, piece, kept }));
+        }
+    }
+
+    /// Gives pieces to the ring, as far as it has room.
+    fn push(&mut self) {
+        while self.ring.room() > 0
+            && let Some(index) = self.waiting.pop_front()
+        {
+            let InFlight { request, step, piece, .. } = &self.pieces[index];
+            let job = self.requests[*request].job.clone();
+            let planned = &job.plan.pieces[*piece];
+            let part = &job.parts[planned.part];
+            let operation = match (&part.registered, job.window.slot(job.number(*step), planned)) {
+                (Ok(lease), _) => {
+                    let at = lease.offset + (planned.address - part.address);
+                    operation(job.direction, &job.file, &planned.piece, &lease.buffer, at)
+                }
+                (Err(_), slot) => {
+                    let at = slot.expect("what is staged has a slot") as u64 + planned.piece.slot_offset;
+                    operation(job.direction, &job.file, &planned.piece, &job.window.staging, at)
+                }
+            };
+            if let Err(error) = self.ring.push(&operation.requiring(job.require).tagged(index as u64)) {
+                self.transferred(index, Err(error));
+            }
+        }
+    }
+
+    /// The ring is done with a piece.
+    fn transferred(&mut self, index: usize, result: crate::Result<Transfer>) {
+        let InFlight { request: id, step, piece, kept } = self.pieces.remove(index);
+        let Active { job, outcome, .. } = &mut self.requests[id];
+        let planned = &job.plan.pieces[piece];
+        let part = &job.parts[planned.part];
+        let done = result.and_then(|done| {
+            let arrived = planned.piece.arrived(done.bytes());
+            if job.direction == Direction::Write && arrived < planned.piece.wanted {
+                // The daemon owes a status for this; a file with a gap in it must not pass for written.
+                return Err(Error::Path { path: job.file.path().to_owned(), action: action(job.direction), errno: Errno::IO });
+            }
+            outcome.add(&match part.registered {
+                Ok(_) => done,
+                Err(reason) => of_the_application(done, arrived, reason),
+            });
+            Ok(arrived)
+        });
+        let arrived = done.unwrap_or_else(|error| {
+            outcome.failed(at_place(error, part.segment, planned.piece.file_offset));
+            0
+        });
+        if planned.keeps {
+            job.window.put_back(job.number(step), planned, &kept, arrived);
+        }
+        self.arrived(id, step, piece, arrived);
+    }
+
+    /// A piece is back, with as many bytes.
+    fn arrived(&mut self, id: usize, step: usize, piece: usize, arrived: u64) {
+        let Active { job, left, .. } = &mut self.requests[id];
+        let planned = &job.plan.pieces[piece];
+        if let (Direction::Read, Some(entry)) = (job.direction, planned.entry) {
+            job.window.set_move(job.number(step), entry, job.direction, planned, arrived);
+        }
+        left[step] -= 1;
+        if left[step] == 0 {
+            self.end(id, step);
+        }
+    }
+
+    /// All pieces of a step are back.
+    fn end(&mut self, id: usize, step: usize) {
+        let Active { job, open, .. } = &mut self.requests[id];
+        *open -= 1;
+        // What the room's table is needed for next.
+        let next = step + DEPTH;
+        if job.direction == Direction::Write && next < job.plan.steps.len() {
+            for planned in job.pieces(next) {
+                if let Some(entry) = planned.entry {
+                    job.window.set_move(job.number(next), entry, job.direction, planned, planned.piece.wanted);
+                }
+            }
+        }
+        job.window.give_back(job.number(step));
+    }
+
+    /// Waits until something happens, or may have. `quiet` is since when nothing did.
+    fn sleep(&mut self, quiet: Instant) {
+        let in_ring = self.ring.in_flight() > 0 && !self.closed;
+        if in_ring {
+            match self.ring.arm() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(_) => return self.close(),
+            }
+        }
+        if self.inbox.fall_asleep() {
+            let limit = (!self.requests.is_empty()).then(|| (quiet.elapsed() / 4).clamp(NAP, LONG_NAP));
+            let timeout = limit.map(|limit| Timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() });
+            let mut events = [PollFd::new(&self.inbox.event, PollFlags::IN), PollFd::new(&self.ring, PollFlags::IN)];
+            // A ring that was not armed may hold an old signal.
+            let watched = if in_ring { &mut events[..] } else { &mut events[..1] };
+            // Whatever it says, everything is looked at next.
+            let _ = rustix::event::poll(watched, timeout.as_ref());
+            let _ = rustix::io::read(&self.inbox.event, &mut [0u8; 8]); // nonblocking: a signal, if any
+        }
+        self.inbox.wake_up();
+    }
+
+    /// The ring is over: what is in it never comes back.
+    fn close(&mut self) {
+        self.closed = true;
+        self.waiting.clear();
+        let lost: Vec<usize> = self.pieces.iter().map(|(index, _)| index).collect();
+        for index in lost {
+            let path = self.requests[self.pieces[index].request].job.file.path().to_owned();
+            self.transferred(index, Err(Error::RingClosed { path }));
+        }
+    }
+}
+
+impl Active {
+    /// The next step, if it can begin.
+    fn given(&self) -> Option<usize> {
+        let step = self.begun;
+        (step < self.job.steps() && self.job.window.is_given(self.job.number(step))).then_some(step)
+    }
+
+    /// Whether nothing is left to do, for the stream neither.
+    fn is_over(&self) -> bool {
+        let (job, steps) = (&self.job, self.job.steps());
+        let passed = || (0..steps).rev().take(DEPTH).all(|step| job.window.is_passed(job.number(step)));
+        self.open == 0 && self.begun == steps && (job.is_cut() || passed())
+    }
+}
