@@ -193,7 +193,8 @@ impl Transfers {
     /// The call returns before the stream comes to the read, unless there is no room: CUDA takes about a thousand operations into a stream, of which a read takes three for each
     /// 512 KiB; and a GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come to. A call that finds no room waits until streams went on.
     ///
-    /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined.
+    /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. A stream whose context ended, because a kernel of the application
+    /// crashed, comes to no request any more: such a request is never answered.
     ///
     /// # Safety
     /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
