@@ -1,5 +1,5 @@
 //! What nobody asks for and has to be done all the same: writing out what was written, committing what was done, moving
-//! metadata from the journal to its place, removing what a crash left.
+//! metadata from the journal to its place, removing what a crash left, keeping what is in memory within what it was given.
 
 use std::io;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::data::Filesystem;
+use super::Front;
 
 /// How long written data stays in memory at the most, as long as nobody asks for more.
 const WRITE_BACK: Duration = Duration::from_secs(1);
@@ -28,11 +28,11 @@ impl Housekeeping {
     ///
     /// # Errors
     /// If the system has no thread to give.
-    pub fn start(fs: Arc<Filesystem>, commit: Duration) -> io::Result<Housekeeping> {
+    pub fn start(front: Arc<Front>, commit: Duration) -> io::Result<Housekeeping> {
         let ending = Arc::new((Mutex::new(false), Condvar::new()));
         let thread = thread::Builder::new().name("housekeeping".into()).spawn({
             let ending = ending.clone();
-            move || keep(&fs, commit, &ending)
+            move || keep(&front, commit, &ending)
         })?;
         Ok(Housekeeping { ending, thread: Some(thread) })
     }
@@ -48,7 +48,8 @@ impl Drop for Housekeeping {
     }
 }
 
-fn keep(fs: &Arc<Filesystem>, commit: Duration, (ending, changed): &(Mutex<bool>, Condvar)) {
+fn keep(front: &Front, commit: Duration, (ending, changed): &(Mutex<bool>, Condvar)) {
+    let fs = &front.fs;
     let (mut written, mut committed, mut reaped) = (Instant::now(), Instant::now(), false);
     loop {
         {
@@ -60,6 +61,8 @@ fn keep(fs: &Arc<Filesystem>, commit: Duration, (ending, changed): &(Mutex<bool>
                 return;
             }
         }
+        // The kernel decides how many inodes it knows; what counts them is taken from the cache.
+        fs.volume().give_way(front.nodes.memory());
         if fs.volume().is_read_only() {
             continue;
         }

@@ -20,28 +20,56 @@ use rustc_hash::FxHashMap;
 use super::cached::Cached;
 
 const SHARDS: usize = 16;
+/// Memory, in bytes, for each of the entries that a table has room for: one in eight of its slots stays free, and each has a byte besides.
+const fn slot<T>() -> usize {
+    (size_of::<(u64, T)>() + 1) * 8 / 7
+}
+/// Memory of what the kernel has of a file that was read, which as a rule is one run of pages.
+const CACHED: usize = 64;
+/// A table with fewer entries than one in so many of those that it has room for becomes smaller.
+const SPARSE: usize = 8;
 
+/// What is known of an inode besides its count. Of most that is nothing, and there may be millions.
 #[derive(Default)]
 struct Node {
-    /// Answers that gave it to the kernel, less what it has forgotten.
-    lookups: u64,
     /// It has lost its last name.
     orphan: bool,
     /// It is being removed.
     leaving: bool,
-    /// What the kernel may have of the content; of most it never had any, and there may be millions.
-    cached: Option<Box<Cached>>,
+    /// What the kernel may have of the content.
+    cached: Cached,
+}
+
+#[derive(Default)]
+struct Shard {
+    /// Answers that gave an inode to the kernel, less what it has forgotten. Of none that is zero.
+    lookups: FxHashMap<u64, u64>,
+    nodes: FxHashMap<u64, Node>,
+}
+
+impl Shard {
+    /// What else is known of an inode that the kernel knows, or that is an orphan.
+    fn known(&mut self, ino: u64) -> Option<&mut Node> {
+        if self.lookups.contains_key(&ino) { Some(self.nodes.entry(ino).or_default()) } else { self.nodes.get_mut(&ino) }
+    }
+}
+
+/// Gives the memory back of a table that has lost most of its entries.
+fn shrink<T>(table: &mut FxHashMap<u64, T>) {
+    if table.len() * SPARSE < table.capacity() {
+        table.shrink_to(2 * table.len());
+    }
 }
 
 /// The inodes that the kernel knows.
 #[derive(Default)]
 pub(super) struct Nodes {
-    shards: [Mutex<FxHashMap<u64, Node>>; SHARDS],
+    shards: [Mutex<Shard>; SHARDS],
     invalidations: AtomicU64,
 }
 
 impl Nodes {
-    fn shard(&self, ino: u64) -> &Mutex<FxHashMap<u64, Node>> {
+    fn shard(&self, ino: u64) -> &Mutex<Shard> {
         &self.shards[ino as usize % SHARDS]
     }
 
@@ -49,23 +77,29 @@ impl Nodes {
     #[must_use]
     pub fn look_up(&self, ino: u64) -> bool {
         let mut shard = self.shard(ino).lock();
-        let node = shard.entry(ino).or_default();
-        node.lookups += u64::from(!node.leaving);
-        !node.leaving
+        let leaving = shard.nodes.get(&ino).is_some_and(|node| node.leaving);
+        if !leaving {
+            *shard.lookups.entry(ino).or_default() += 1;
+        }
+        !leaving
     }
 
     /// Takes forgotten answers off the count. True: the inode is to be removed, and [`Nodes::removed`] to be called.
     #[must_use]
     pub fn forget(&self, ino: u64, lookups: u64) -> bool {
         let mut shard = self.shard(ino).lock();
-        let Some(node) = shard.get_mut(&ino) else { return false };
-        node.lookups = node.lookups.saturating_sub(lookups);
-        if node.lookups > 0 || node.leaving {
+        let Some(count) = shard.lookups.get_mut(&ino) else { return false };
+        *count = count.saturating_sub(lookups);
+        if *count > 0 {
             return false;
         }
+        shard.lookups.remove(&ino);
+        shrink(&mut shard.lookups);
+        let Some(node) = shard.nodes.get_mut(&ino) else { return false };
         node.leaving = node.orphan;
         if !node.orphan {
-            shard.remove(&ino);
+            shard.nodes.remove(&ino);
+            shrink(&mut shard.nodes);
             return false;
         }
         true
@@ -75,59 +109,66 @@ impl Nodes {
     #[must_use]
     pub fn orphaned(&self, ino: u64) -> bool {
         let mut shard = self.shard(ino).lock();
-        let node = shard.entry(ino).or_default();
-        let removes = node.lookups == 0 && !node.leaving;
+        let counted = shard.lookups.contains_key(&ino);
+        let node = shard.nodes.entry(ino).or_default();
+        let removes = !counted && !node.leaving;
         node.orphan = true;
         node.leaving |= removes;
         removes
     }
 
+    /// Memory for all this, in bytes.
+    pub fn memory(&self) -> usize {
+        let of = |shard: &Mutex<Shard>| {
+            let Shard { lookups, nodes } = &*shard.lock();
+            lookups.capacity() * slot::<u64>() + nodes.capacity() * slot::<Node>() + nodes.len() * CACHED
+        };
+        self.shards.iter().map(of).sum()
+    }
+
     /// As [`Cached::note`].
     pub fn caches(&self, ino: u64, range: Range<u64>) {
-        if let Some(node) = self.shard(ino).lock().get_mut(&ino) {
-            node.cached.get_or_insert_default().note(range);
+        if let Some(node) = self.shard(ino).lock().known(ino) {
+            node.cached.note(range);
         }
     }
 
     /// As [`Cached::may_have`].
     pub fn may_have(&self, ino: u64, ranges: impl Iterator<Item = Range<u64>>) -> bool {
-        self.shard(ino).lock().get(&ino).and_then(|node| node.cached.as_ref()).is_some_and(|cached| cached.may_have(ranges))
+        self.shard(ino).lock().nodes.get(&ino).is_some_and(|node| node.cached.may_have(ranges))
     }
 
     /// As [`Cached::begin`]. Returns the number of the invalidation, too.
     pub fn begin_invalidation(&self, ino: u64, ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> (u64, Vec<Range<u64>>) {
         let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
         let mut shard = self.shard(ino).lock();
-        (
-            number,
-            shard.get_mut(&ino).map_or_else(Vec::new, |node| node.cached.get_or_insert_default().begin(number, ranges, stored)),
-        )
+        (number, shard.known(ino).map_or_else(Vec::new, |node| node.cached.begin(number, ranges, stored)))
     }
 
     /// As [`Cached::end`].
     pub fn end_invalidation(&self, ino: u64, number: u64, done: bool) {
-        if let Some(cached) = self.shard(ino).lock().get_mut(&ino).and_then(|node| node.cached.as_mut()) {
-            cached.end(number, done);
+        if let Some(node) = self.shard(ino).lock().nodes.get_mut(&ino) {
+            node.cached.end(number, done);
         }
     }
 
     /// Notes that an inode has a name again.
     pub fn named(&self, ino: u64) {
-        if let Some(node) = self.shard(ino).lock().get_mut(&ino) {
+        if let Some(node) = self.shard(ino).lock().nodes.get_mut(&ino) {
             node.orphan = false;
         }
     }
 
     /// Notes that an inode is gone.
     pub fn removed(&self, ino: u64) {
-        self.shard(ino).lock().remove(&ino);
+        self.shard(ino).lock().nodes.remove(&ino);
     }
 
     /// The orphans that are still counted. For the end of a mount, when nobody has anything any more.
     pub fn orphans(&self) -> Vec<u64> {
-        let of = |shard: &Mutex<FxHashMap<u64, Node>>| {
+        let of = |shard: &Mutex<Shard>| {
             let shard = shard.lock();
-            shard.iter().filter(|(_, node)| node.orphan && !node.leaving).map(|(ino, _)| *ino).collect::<Vec<_>>()
+            shard.nodes.iter().filter(|(_, node)| node.orphan && !node.leaving).map(|(ino, _)| *ino).collect::<Vec<_>>()
         };
         self.shards.iter().flat_map(of).collect()
     }
@@ -161,5 +202,16 @@ mod tests {
         assert!(!nodes.orphaned(5));
         nodes.named(5);
         assert!(!nodes.forget(5, 1));
+    }
+
+    #[test]
+    fn an_inode_that_is_only_known_takes_a_few_bytes_and_none_when_it_is_forgotten() {
+        const KNOWN: u64 = 1_000_000;
+        let nodes = Nodes::default();
+        assert!((0..KNOWN).all(|ino| nodes.look_up(ino) && !nodes.may_have(ino, std::iter::once(0..1))));
+        assert!(nodes.memory() <= KNOWN as usize * 40, "{}", nodes.memory());
+        assert!(nodes.shards.iter().all(|shard| shard.lock().nodes.is_empty()));
+        assert!(!(0..KNOWN).any(|ino| nodes.forget(ino, 1)));
+        assert!(nodes.memory() < 4096, "{}", nodes.memory());
     }
 }

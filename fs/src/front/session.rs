@@ -54,9 +54,9 @@ impl Session {
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
             direct: Direct::new(&fs, &settings.source)?,
             kernel: std::sync::OnceLock::new(),
-            fs: fs.clone(),
+            fs,
         });
-        let housekeeping = Housekeeping::start(fs, settings.commit)?;
+        let housekeeping = Housekeeping::start(front.clone(), settings.commit)?;
         let served = fuse::mount(&front, dir, settings)?;
         Ok(Session { front, served: Mutex::new(Some(served)), housekeeping })
     }

@@ -1,15 +1,24 @@
 //! Metadata blocks in memory.
 //!
 //! Bounded: clean blocks are dropped by the clock algorithm when there are more than the limit. A block that the running
-//! transaction changed, or whose committed image has not been written home yet, cannot be dropped: the journal bounds those.
+//! transaction changed, or whose committed image has not been written home yet, cannot be dropped: the journal bounds those. Others
+//! may take a part of the memory, and what is left of it is the limit ([`Cache::give_way`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use gpunvme_layout::Block;
+use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
 use rustc_hash::FxHashMap;
+
+/// Memory for a block, in bytes: its content, and what finds it.
+const BLOCK_MEMORY: usize = BLOCK_SIZE + 128;
+/// Blocks that there is always room for: an operation needs some at once.
+const LIMIT_MIN: usize = 256;
+/// One in so many of the blocks that the memory is for stays there, whatever others take.
+const KEPT: usize = 4;
 
 /// A block in memory.
 pub(crate) struct Entry {
@@ -28,13 +37,38 @@ pub(crate) struct Entry {
 pub(crate) struct Cache {
     entries: FxHashMap<u64, Entry>,
     clock: VecDeque<u64>,
+    /// Blocks that the memory is for.
+    given: usize,
+    /// Of those, what others leave.
     limit: usize,
 }
 
 impl Cache {
-    /// An empty cache of at most `limit` clean blocks.
-    pub fn new(limit: usize) -> Cache {
-        Cache { entries: FxHashMap::default(), clock: VecDeque::new(), limit }
+    /// An empty cache for clean blocks in so many bytes.
+    pub fn new(bytes: usize) -> Cache {
+        let given = (bytes / BLOCK_MEMORY).max(LIMIT_MIN);
+        Cache { entries: FxHashMap::default(), clock: VecDeque::new(), given, limit: given }
+    }
+
+    /// How many blocks there may be when others take so many bytes of the memory.
+    fn beside(&self, bytes: usize) -> usize {
+        self.given.saturating_sub(bytes / BLOCK_MEMORY).max(self.given / KEPT).max(LIMIT_MIN)
+    }
+
+    /// Whether the limit is another when others take so many bytes of the memory.
+    pub fn has_to_give_way(&self, bytes: usize) -> bool {
+        self.beside(bytes) != self.limit
+    }
+
+    /// Others take so many bytes of the memory: there are fewer blocks in it, down to a quarter of them.
+    pub fn give_way(&mut self, bytes: usize) {
+        self.limit = self.beside(bytes);
+        for _ in 0..self.clock.len() {
+            if self.entries.len() < self.limit {
+                break;
+            }
+            self.make_room();
+        }
     }
 
     /// The entry of a block, if it is in memory.
@@ -116,14 +150,14 @@ mod tests {
 
     #[test]
     fn clean_blocks_are_dropped_at_the_limit_and_pinned_ones_never() {
-        let mut cache = Cache::new(100);
+        let mut cache = Cache::new(0);
         for address in 1000..1050 {
             cache.put(address, block(address)).running = true;
         }
         for address in 2000..4000 {
             cache.put(address, block(address));
         }
-        assert!(cache.len() <= 101, "{}", cache.len());
+        assert!(cache.len() <= LIMIT_MIN + 1, "{}", cache.len());
         assert!((1000..1050).all(|a| cache.get(a).is_some()));
         for address in 1000..1050 {
             cache.get_mut(address).unwrap().running = false;
@@ -132,5 +166,19 @@ mod tests {
             cache.put(address, block(address));
         }
         assert!(!(1000..1050).any(|a| cache.entries.contains_key(&a)));
+    }
+
+    #[test]
+    fn blocks_give_way_to_what_others_need_but_not_all_of_them() {
+        let given = 4000;
+        let mut cache = Cache::new(given * BLOCK_MEMORY);
+        for (others, left) in [(0, given), (given / 2, given / 2), (0, given), (10 * given, given / KEPT)] {
+            cache.give_way(others * BLOCK_MEMORY);
+            assert!(cache.len() <= left, "{} of {left}", cache.len());
+            for address in 0..2 * given as u64 {
+                cache.put(address, block(address));
+            }
+            assert!(cache.len().abs_diff(left) <= 1, "{} of {left}", cache.len());
+        }
     }
 }

@@ -61,7 +61,7 @@ use op::{Meta, Op};
 pub struct VolumeOptions {
     /// Nothing is written, not even the journal's recovery.
     pub read_only: bool,
-    /// Clean metadata kept in memory, in bytes.
+    /// Memory for clean metadata, in bytes.
     pub cache: usize,
 }
 
@@ -164,7 +164,7 @@ impl Volume {
         (state_block, state): (Block, State),
         cache: usize,
     ) -> Volume {
-        let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, (cache / BLOCK_SIZE).max(256));
+        let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, cache);
         for (address, block) in recovered.images {
             let block = Arc::new(block);
             meta.cache.put(address, block.clone()).image = Some((block.sequence(), block.clone()));
@@ -218,6 +218,13 @@ impl Volume {
         let meta = self.meta.read();
         let free = meta.state.free_blocks.saturating_sub(meta.reserved);
         Usage { blocks: meta.geometry.data_blocks(), free, available: meta.available(), inodes: meta.state.inodes }
+    }
+
+    /// Others take so many bytes of the memory that is for metadata ([`VolumeOptions::cache`]): less of that is kept, down to a quarter.
+    pub fn give_way(&self, bytes: usize) {
+        if self.meta.read().cache.has_to_give_way(bytes) {
+            self.meta.write().cache.give_way(bytes);
+        }
     }
 
     /// Runs an operation to its end: resolves what it stalls on, and tries again.

@@ -107,9 +107,9 @@ impl Blocks for Meta {
 
 impl Meta {
     /// Metadata of a volume whose state block was read.
-    pub fn new(superblock: &Superblock, state_block: Block, state: State, sequence: u64, cache_blocks: usize) -> Meta {
+    pub fn new(superblock: &Superblock, state_block: Block, state: State, sequence: u64, cache: usize) -> Meta {
         let geometry = superblock.geometry();
-        let mut cache = Cache::new(cache_blocks);
+        let mut cache = Cache::new(cache);
         cache.put(state_block.address(), Arc::new(state_block));
         Meta {
             geometry,
