@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use gpunvme_blockdev::Request;
 use gpunvme_layout::block::BLOCK_SIZE;
@@ -11,9 +12,12 @@ use gpunvme_layout::{FileType, Geometry, Timestamp};
 use super::Filesystem;
 use super::file::{File, FilePage, FileState, Truncation};
 use super::flush::BATCH_PAGES;
+use super::hold::Hold;
 use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
+/// How long it waits at a time for something to be appended.
+const APPENDS_LOOK: Duration = Duration::from_millis(10);
 
 /// Whose bytes are written.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -22,6 +26,8 @@ enum Writer {
     Kernel,
     /// The kernel's, behind the last byte.
     Appending,
+    /// As `Appending`, one of several parts that the kernel sends together. `waits`: for those before it.
+    AppendingPart { waits: bool },
     /// A direct write's, of which the kernel knows nothing before it is over.
     Direct,
 }
@@ -45,6 +51,23 @@ impl Filesystem {
         self.write_as(Writer::Appending, ino, offset, data, now)
     }
 
+    /// As [`Filesystem::append`], for one of the parts in which the kernel sends what is long and past its page cache: all at once,
+    /// so that they come in any order. One that comes early stalls as long as `waits` says so; then what goes before it has failed.
+    /// It would else leave a gap, in which a direct write could put what an earlier part is to be written over.
+    ///
+    /// # Errors
+    /// As [`Filesystem::write`].
+    pub fn append_part(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp, waits: bool) -> Attempt<u64> {
+        self.write_as(Writer::AppendingPart { waits }, ino, offset, data, now)
+    }
+
+    /// Waits for something to be appended to a file, but not long: it may have been already.
+    pub(super) fn wait_for_appends(&self, ino: u64) {
+        let Some(file) = self.files.find(ino) else { return };
+        let mut state = file.state.lock();
+        file.landed.wait_for(&mut state, APPENDS_LOOK);
+    }
+
     /// Writes the part of a direct write that cannot go direct.
     pub(super) fn write_edge(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<()> {
         self.write_as(Writer::Direct, ino, offset, data, now).map(drop)
@@ -64,6 +87,9 @@ impl Filesystem {
         } else if full {
             self.flush_soon(&file);
         }
+        if matches!(writer, Writer::AppendingPart { .. }) {
+            file.landed.notify_all();
+        }
         written
     }
 
@@ -79,7 +105,11 @@ impl Filesystem {
         self.volume.writable()?;
         let size = self.size_of_regular(state, ino)?;
         let is_outgrown = |from: u64| (from..size).contains(&offset);
-        let moves = writer == Writer::Appending && state.outgrown.is_some_and(is_outgrown);
+        let appends = matches!(writer, Writer::Appending | Writer::AppendingPart { .. });
+        let moves = appends && state.outgrown.is_some_and(is_outgrown);
+        if offset > size && writer == (Writer::AppendingPart { waits: true }) {
+            return Err(Fail::Stall(Stall::End { ino }));
+        }
         let offset = if moves { size } else { offset };
         let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_SIZE_MAX).ok_or(FsError::FileTooLarge)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
@@ -140,7 +170,7 @@ impl Filesystem {
             state.size = Some(end);
             match writer {
                 Writer::Direct => state.outgrows(size),
-                // The kernel knows where it ends.
+                // The kernel knows where it ends. Of a part that is not sure: the first one may still come.
                 Writer::Appending if !moves && state.direct.is_empty() => state.outgrown = None,
                 _ => {}
             }
@@ -189,6 +219,7 @@ impl Filesystem {
     /// Reads a block of a file into the write buffer, so that a part of it can be written. Bytes beyond the end are zeros.
     pub(super) fn fill_page(self: &Arc<Self>, ino: u64, block: u64) -> Result<(), FsError> {
         let file = self.files.get(ino);
+        let mut hold: Option<Hold> = None;
         loop {
             let version = file.state.lock().version;
             let Some(page) = self.pages.take(1).and_then(|mut pages| pages.pop()) else {
@@ -203,6 +234,9 @@ impl Filesystem {
             let stored = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.size;
             let mut state = file.state.lock();
             if state.version != version {
+                drop(state);
+                // In a stream of direct writes one always begins or ends.
+                hold.get_or_insert_with(|| self.hold(ino)).wait();
                 continue;
             }
             if state.direct.iter().any(|run| run.contains(&block)) {

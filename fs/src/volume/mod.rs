@@ -262,7 +262,12 @@ impl Volume {
                     std::thread::sleep(std::time::Duration::from_millis(5));
                 }
             }
-            Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::Flights { .. } | Stall::Held { .. } => {
+            Stall::Memory
+            | Stall::Page { .. }
+            | Stall::File { .. }
+            | Stall::Flights { .. }
+            | Stall::Held { .. }
+            | Stall::End { .. } => {
                 unreachable!("only operations on data stall so")
             }
         }

@@ -243,3 +243,49 @@ fn still_there(op: &Op, ino: u64, piece: &Piece) -> Attempt<Vec<Range<u64>>> {
     }
     Ok(parts)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
+
+    use super::*;
+    use crate::volume::{FormatOptions, VolumeOptions, format};
+
+    fn volume(bytes: u64) -> Volume {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(bytes);
+        let now = Timestamp { seconds: 1, nanoseconds: 0 };
+        let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
+        format(&device, &options).unwrap();
+        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
+    }
+
+    #[test]
+    fn what_a_file_reserves_ahead_leaves_the_margin_to_metadata() {
+        let volume = volume(64 << 20);
+        let available = volume.usage().available;
+        let run = volume.wait(|| volume.reserve(None, 512, 1 << 20)).unwrap();
+        assert!(run.len > 512 && run.len <= available, "{} blocks, and {available} are for data", run.len);
+    }
+
+    #[test]
+    fn the_last_blocks_are_found_behind_writes_that_are_under_way() {
+        let volume = volume(64 << 20);
+        let mut left = volume.usage().available;
+        let reserve = |want| volume.wait(|| volume.reserve(None, want, 0));
+        while left > 2048 {
+            left -= reserve((left - 2048).min(512 * 8)).unwrap().len;
+        }
+        // Each takes a new chunk: what the last one left in its own is too short for the next one.
+        for want in [2, 511, 2, 511, 2, 511] {
+            let run = reserve(want).unwrap();
+            assert_eq!(run.len, want);
+            left -= want;
+        }
+        while left > 0 {
+            let run = reserve(left.min(300)).unwrap_or_else(|error| panic!("{left} blocks are left: {error}"));
+            left -= run.len;
+        }
+    }
+}

@@ -284,3 +284,132 @@ fn what_is_appended_beside_direct_writes_that_make_the_file_longer_goes_behind_t
     }
     assert!(fs.read(ino, 0, 20_000).unwrap() == expected);
 }
+
+#[test]
+fn a_small_write_is_not_kept_waiting_by_direct_writes_to_other_blocks() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let region = Region::allocate(8192).unwrap();
+    let shared: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();
+    let (waits, over) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+    let begin = {
+        let (shared, waits, over) = (shared.clone(), waits.clone(), over.clone());
+        move || {
+            let Some((fs, ino)) = shared.get().filter(|_| !over.load(Ordering::Relaxed)) else { return };
+            assert!(waits.fetch_add(1, Ordering::Relaxed) < 100, "it waits for as long as others write");
+            let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
+            if let Ok(write) = fs.plan_direct_write(*ino, &[segment], &region, NOW) {
+                fs.submit_direct_write(write, |result| result.expect("the device works"));
+            }
+        }
+    };
+    let writer = begin.clone();
+    let fs = stepped_by(&device, move |_| {
+        writer();
+        0
+    });
+    let ino = file(&fs, b"a");
+    fs.open_file(ino, false);
+    fs.wait(|| fs.write(ino, 0, &[0xaa; 16_384], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    assert!(shared.set((fs.clone(), ino)).is_ok());
+    begin();
+    fs.wait(|| fs.write(ino, 12_388, &[3; 10], NOW)).unwrap();
+    over.store(true, Ordering::Relaxed);
+    while fs.volume().io().step() {}
+    let found = fs.read(ino, 12_288, 4096).unwrap();
+    assert!(found[..100] == [0xaa; 100] && found[100..110] == [3; 10] && found[110..] == [0xaa; 3986]);
+}
+
+#[test]
+fn a_rename_waits_for_the_writes_of_the_file_that_the_name_stands_for_now() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let shared: Arc<OnceLock<Arc<Filesystem>>> = Arc::default();
+    let (swapped, looks) = (AtomicBool::new(false), AtomicU32::new(0));
+    let swap = {
+        let shared = shared.clone();
+        move || {
+            let Some(fs) = shared.get().filter(|_| !swapped.swap(true, Ordering::Relaxed)) else { return };
+            // While the rename waits for the writes of one file, its name goes to another.
+            fs.rename(&WHO, (ROOT, b"new"), (ROOT, b"third"), RenameMode::NoReplace).unwrap();
+            fs.rename(&WHO, (ROOT, b"other"), (ROOT, b"new"), RenameMode::NoReplace).unwrap();
+        }
+    };
+    // The writes of the file that the name stood for first come first.
+    let fs = stepped_by(&device, move |_| {
+        swap();
+        0
+    });
+    let region = Region::allocate(4096).unwrap();
+    let [new, other, _old] = [b"new".as_slice(), b"other", b"old"].map(|name| file(&fs, name));
+    for ino in [new, other] {
+        let segment = Segment { file_offset: 0, buffer_offset: 0, len: 4096 };
+        let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();
+        fs.submit_direct_write(write, |result| result.expect("the device works"));
+    }
+    assert!(shared.set(fs.clone()).is_ok());
+    fs.wait(|| {
+        assert!(looks.fetch_add(1, Ordering::Relaxed) < 100, "it looks again and again, and waits for the wrong file");
+        fs.rename(&WHO, (ROOT, b"new"), (ROOT, b"old"), RenameMode::Replace)
+    })
+    .unwrap();
+    assert_eq!(fs.wait(|| fs.lookup(ROOT, b"old")).unwrap().ino, other);
+    assert_eq!(fs.wait(|| fs.lookup(ROOT, b"third")).unwrap().ino, new);
+}
+
+#[test]
+fn parts_of_an_append_that_come_in_any_order_lie_over_nothing_that_a_direct_write_put_there() {
+    const PART: u64 = 8192;
+    for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+        // A direct write begins where the kernel believes the end, before, among or after the parts; or there is none.
+        for (len, before) in
+            [4096, PART, 2 * PART].into_iter().flat_map(|len| (0..3).map(move |at| (len, Some(at)))).chain([(0, None)])
+        {
+            let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+            make(&device);
+            let fs = open(&device).unwrap();
+            let ino = file(&fs, b"a");
+            fs.open_file(ino, false);
+            fs.wait(|| fs.write(ino, 0, &[9; 4096], NOW)).unwrap();
+            let region = Region::allocate(2 * PART as usize).unwrap();
+            region.write_at(0, &[0xdd; 2 * PART as usize]).unwrap();
+            let mut direct = None;
+            let mut left: Vec<u64> = order.to_vec();
+            let mut judged = 0;
+            // Those that stall go to the end of the queue, as they do where threads wait for each other.
+            while !left.is_empty() {
+                if Some(judged) == before && direct.is_none() {
+                    let at = fs.wait(|| fs.attributes(ino)).unwrap().inode.size;
+                    let segment = Segment { file_offset: at, buffer_offset: 0, len };
+                    let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();
+                    fs.submit_direct_write(write, |result| result.expect("the device works"));
+                    direct = Some(at);
+                }
+                let part = left.remove(0);
+                let bytes = [part as u8 + 1; PART as usize];
+                match fs.append_part(ino, 4096 + part * PART, &bytes, NOW, true) {
+                    Ok(_) => judged += 1,
+                    Err(Fail::Stall(Stall::End { .. })) => left.push(part),
+                    Err(Fail::Stall(Stall::File { .. })) => {
+                        fs.flush_file(ino).unwrap();
+                        left.insert(0, part);
+                    }
+                    Err(fail) => panic!("{fail:?}"),
+                }
+            }
+            fs.sync_file(ino).unwrap();
+            let found = fs.read(ino, 0, 1 << 20).unwrap();
+            let what = format!("{order:?}, a direct write of {len} at {direct:?} before part {before:?}");
+            let count = |byte: u8| found.iter().filter(|b| **b == byte).count() as u64;
+            assert_eq!([count(9), count(1), count(2), count(3), count(0xdd)], [4096, PART, PART, PART, len], "{what}");
+            assert_eq!(found.len() as u64, 4096 + 3 * PART + len, "{what}");
+            if direct.is_none() {
+                assert!(
+                    found[4096..].chunks(PART as usize).zip(1..).all(|(part, byte)| part.iter().all(|b| *b == byte)),
+                    "{what}"
+                );
+            }
+        }
+    }
+}

@@ -2,10 +2,12 @@
 //! commits, checkpoints and write-out by all of them in between.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
 
 use crate::common::{Pair, ROOT, Random, assert_sound, make};
-use gpunvme_blockdev::{Io, OpenMode};
+use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, OpenMode};
 use gpunvme_fs::data::{Filesystem, Options, Spawn};
 use gpunvme_fs::volume::{Context, NewNode};
 use gpunvme_fs::{VolumeOptions, error::FsError};
@@ -83,4 +85,39 @@ fn threads_that_share_too_little_space_lose_nothing() {
         println!("seed {seed}");
         run(seed, 32 << 20);
     }
+}
+
+#[test]
+fn a_listing_shows_no_file_as_it_was_before_it_was_written_out() {
+    const OTHERS: u64 = 1000;
+    const ROUNDS: u64 = 300;
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
+    make(&device);
+    let fs = crate::common::open(&device).expect("a new volume can be opened");
+    let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let create = |n: u64| fs.wait(|| fs.create(&context, ROOT, n.to_string().as_bytes(), &new)).expect("there is room").ino;
+    let inos: Vec<u64> = (0..=OTHERS).map(create).collect();
+    // Of the last it is seen long after it was looked up whether it is in memory.
+    let ino = inos[OTHERS as usize];
+    let (written, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 0..ROUNDS {
+                fs.wait(|| fs.write(ino, round * 100, &[1; 100], context.now)).expect("there is room");
+                written.store((round + 1) * 100, Ordering::Release);
+                // Listings begin while it is in memory, and end when it is not any more.
+                std::thread::sleep(Duration::from_micros(500));
+                fs.sync_file(ino).expect("nothing fails");
+                std::thread::sleep(Duration::from_micros(500));
+            }
+            over.store(true, Ordering::Release);
+        });
+        while !over.load(Ordering::Acquire) {
+            let least = written.load(Ordering::Acquire);
+            let listed = fs.wait(|| fs.all_attributes(&inos).into_iter().collect::<Result<Vec<_>, _>>());
+            let size = listed.expect("nothing fails")[OTHERS as usize].inode.size;
+            assert!(size >= least, "{size} bytes are listed, {least} were there before");
+        }
+    });
 }
