@@ -5,10 +5,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use crate::region::HUGE_PAGE;
 use crate::{BlockDevice, Region, Result, Span};
 
 const SMALLEST: usize = 4 << 10;
 const LARGEST: usize = 4 << 20;
+/// Buffers from this size on share huge pages with others of their size. A command to the device names fewer pieces of memory then, of which it takes a
+/// limited number; and a burst of buffers leaves at most a few times as much memory behind as is kept of it.
+const SHARING: usize = 256 << 10;
 const CLASSES: usize = (LARGEST / SMALLEST).ilog2() as usize + 1;
 
 /// Hands out [`Buffer`]s in sizes that are powers of two from 4 KiB to 4 MiB, mapped for a device's DMA, and keeps returned
@@ -46,13 +50,26 @@ impl BufferPool {
         });
         let region = match recycled {
             Some(region) => region,
-            None => {
-                let region = Region::allocate(size)?;
-                self.device.map(&region)?;
-                region
-            }
+            None => self.allocate(size)?,
         };
         Ok(Buffer { pool: self.clone(), len: region.len(), region: Mutex::new(Some(region)) })
+    }
+
+    /// A new region. Others that come with it are kept.
+    fn allocate(&self, size: usize) -> Result<Arc<Region>> {
+        if !(SHARING..HUGE_PAGE).contains(&size) {
+            let region = Region::allocate(size)?;
+            self.device.map(&region)?;
+            return Ok(region);
+        }
+        let mut parts = Region::allocate_parts(HUGE_PAGE, size)?;
+        let first = parts.swap_remove(0);
+        self.device.map(&first)?;
+        for part in parts {
+            self.device.map(&part)?;
+            self.put(part);
+        }
+        Ok(first)
     }
 
     fn put(&self, region: Arc<Region>) {

@@ -15,7 +15,7 @@ use crate::mappings::Mappings;
 use crate::{Error, Result, uaccess};
 
 /// Regions of this size and more are aligned to it and ask for transparent huge pages.
-const HUGE_PAGE: usize = 2 << 20;
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
 /// Memory that devices may read or write. Always owned through an `Arc`, so that a request in flight keeps it alive.
 ///
@@ -32,8 +32,8 @@ pub struct Region {
 
 #[derive(Debug)]
 enum Backing {
-    /// Private to this process.
-    Anonymous,
+    /// Private to this process; perhaps a part of another region, which owns the mapping.
+    Anonymous { whole: Option<Arc<Region>> },
     /// Shared with whoever gave us the descriptor, who may truncate it at any time.
     Shared { fd: OwnedFd, writable: bool },
     /// Another device's, such as a GPU's. The descriptor keeps that memory from being given to somebody else.
@@ -89,7 +89,22 @@ impl Region {
             base
         };
         let base = NonNull::new(base).ok_or_else(|| failed(Errno::NOMEM))?;
-        Ok(Arc::new(Region { base, len, backing: Backing::Anonymous, mappings: Mappings::default() }))
+        Ok(Arc::new(Region { base, len, backing: Backing::Anonymous { whole: None }, mappings: Mappings::default() }))
+    }
+
+    /// As [`Region::allocate`], but cut into regions of `part` bytes each, a multiple of the page size and of which `len` is one. They share the
+    /// huge pages that each would be too small for; the memory goes when all of them are dropped.
+    pub fn allocate_parts(len: usize, part: usize) -> Result<Vec<Arc<Region>>> {
+        assert!(part > 0 && part.is_multiple_of(page_size()) && len.is_multiple_of(part), "{len} bytes in parts of {part}");
+        let whole = Region::allocate(len)?;
+        let cut = |offset| Region {
+            // SAFETY: the offset lies in the mapping, which the part keeps alive. No two parts overlap, and nobody uses the whole.
+            base: unsafe { whole.base.add(offset) },
+            len: part,
+            backing: Backing::Anonymous { whole: Some(whole.clone()) },
+            mappings: Mappings::default(),
+        };
+        Ok((0..len).step_by(part).map(cut).map(Arc::new).collect())
     }
 
     /// Maps `len` bytes of a memfd (or another file that can be mapped shared), which must be at least that long. Without
@@ -153,7 +168,7 @@ impl Region {
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         self.check(offset, out.len())?;
         match &self.backing {
-            Backing::Anonymous => {
+            Backing::Anonymous { .. } => {
                 // SAFETY: the source lies inside the mapping (checked above), and `out` is exclusively ours. A device that
                 // writes the same bytes meanwhile can make the copy a mixture, never invalid: any byte value is a u8.
                 unsafe { ptr::copy_nonoverlapping(self.base.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
@@ -176,7 +191,7 @@ impl Region {
     pub fn write_at(&self, offset: usize, data: &[u8]) -> Result<()> {
         self.check(offset, data.len())?;
         match &self.backing {
-            Backing::Anonymous => {
+            Backing::Anonymous { .. } => {
                 // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
                 unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.base.as_ptr().add(offset), data.len()) }
                 Ok(())
@@ -242,7 +257,7 @@ impl Region {
     ///
     /// If `offset` is not a multiple of 4 or reaches beyond the end.
     pub(crate) fn atomic(&self, offset: usize) -> &AtomicU32 {
-        assert!(matches!(self.backing, Backing::Anonymous), "shared regions are never borrowed");
+        assert!(matches!(self.backing, Backing::Anonymous { .. }), "shared regions are never borrowed");
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "4 bytes at {offset} of a region of {}", self.len);
         // SAFETY: the bytes lie inside the mapping and are aligned (checked above; the base is page aligned), and live as long
         // as `self`. Atomic access never makes a data race with a device; copies of the same bytes are the module's rule.
@@ -251,7 +266,7 @@ impl Region {
 
     /// The memory of an anonymous region that nobody else can reach: the exclusive borrow is the proof.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        assert!(matches!(self.backing, Backing::Anonymous), "shared regions are never borrowed");
+        assert!(matches!(self.backing, Backing::Anonymous { .. }), "shared regions are never borrowed");
         // SAFETY: the mapping is `len` bytes of initialised memory that only this process maps; requests and other threads
         // reach it through an `Arc` only, and `&mut self` means there is none but ours.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
@@ -264,7 +279,7 @@ impl Region {
     /// While the slice lives nothing may write to the region: no request that reads into it may be in flight, and nobody
     /// may call [`Region::write_at`] or [`Region::zero_at`].
     pub(crate) unsafe fn bytes(&self) -> &[u8] {
-        assert!(matches!(self.backing, Backing::Anonymous), "shared regions are never borrowed");
+        assert!(matches!(self.backing, Backing::Anonymous { .. }), "shared regions are never borrowed");
         // SAFETY: the mapping is `len` bytes of initialised memory; the caller rules out writers.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
     }
@@ -272,6 +287,9 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if let Backing::Anonymous { whole: Some(_) } = self.backing {
+            return;
+        }
         // SAFETY: base and length are those of a mapping that this region owns; the last `Arc` is gone, and with it every
         // request and span that could name the memory.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };

@@ -168,6 +168,34 @@ fn buffers_are_recycled_up_to_a_limit_and_never_under_a_request() {
 }
 
 #[test]
+fn parts_of_one_piece_of_memory_are_regions_of_their_own() {
+    let mut parts = Region::allocate_parts(2 << 20, 512 << 10).expect("memory");
+    for (number, part) in parts.iter().enumerate() {
+        part.write_at(0, &vec![number as u8 + 1; part.len()]).expect("inside");
+        assert!(matches!(part.write_at(part.len(), &[0]), Err(Error::RegionRange { .. })), "the next one's");
+    }
+    // The last one keeps the memory.
+    let last = parts.pop().expect("four parts");
+    drop(parts);
+    let mut bytes = vec![0; last.len()];
+    last.read_at(0, &mut bytes).expect("inside");
+    assert!(bytes.iter().all(|byte| *byte == 4));
+}
+
+#[test]
+fn buffers_that_share_huge_pages_lie_in_one_piece() {
+    let pool = BufferPool::new(MemoryDevice::new(4096), 2 << 20);
+    let mut buffers: Vec<_> = (0..2).map(|_| pool.get(1 << 20).expect("memory")).collect();
+    buffers.sort_by_key(|buffer| buffer.bytes().as_ptr());
+    let [first, second] = [0, 1].map(|n| buffers[n].bytes().as_ptr() as usize);
+    assert_eq!((first % (2 << 20), second - first), (0, 1 << 20));
+    for (number, buffer) in buffers.iter_mut().enumerate() {
+        buffer.bytes_mut().fill(number as u8);
+    }
+    assert!(buffers.iter().enumerate().all(|(number, buffer)| buffer.bytes().iter().all(|byte| *byte == number as u8)));
+}
+
+#[test]
 fn a_pool_maps_its_memory_for_the_device_and_unmaps_it() {
     use std::sync::atomic::{AtomicI64, Ordering};
 

@@ -52,19 +52,20 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Zeroed memory of `len` bytes, page aligned; from 2 MiB on in huge pages where the system has them, which come into being at once. Others do when
-    /// they are touched, or when they are registered with a device that needs all of them.
+    /// Zeroed memory of `len` bytes, page aligned. It lies in huge pages of 2 MiB where the system has them, but for a rest of less than half of one; they
+    /// come into being at once, each as a whole. Small ones do when they are touched, or when they are registered with a device that needs all of them.
     ///
     /// # Errors
     /// [`Error::Memory`], also for a `len` of 0.
     pub fn memfd(len: usize) -> Result<Buffer> {
         let make = || {
             let memory = rustix::fs::memfd_create("gpunvme", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
-            rustix::fs::ftruncate(&memory, len as u64)?;
+            let room = Mapping::in_huge_pages(len);
+            rustix::fs::ftruncate(&memory, room as u64)?;
             rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-            let mapping = Mapping::new(memory.as_fd(), len)?;
+            let mapping = Mapping::new(memory.as_fd(), room)?;
             mapping.use_huge_pages();
-            Ok(Buffer { memory, mapping })
+            Ok(Buffer { memory, mapping: mapping.shortened(len) })
         };
         make().map_err(|errno| Error::Memory { len, errno })
     }

@@ -54,6 +54,8 @@ const HUGE_PAGE: usize = 2 << 20;
 pub(crate) struct Mapping {
     base: NonNull<u8>,
     len: usize,
+    /// Bytes that are mapped: `len`, or more.
+    mapped: usize,
 }
 
 // SAFETY: a mapping is an address range that belongs to the whole process; nothing in it is tied to a thread.
@@ -88,7 +90,20 @@ impl Mapping {
             }
             base
         };
-        Ok(Mapping { base: NonNull::new(base.cast()).ok_or(Errno::NOMEM)?, len })
+        Ok(Mapping { base: NonNull::new(base.cast()).ok_or(Errno::NOMEM)?, len, mapped: len })
+    }
+
+    /// How much memory is best had for `len` bytes: whole huge pages, of each of which at least half is used, and small ones for a rest of less.
+    pub fn in_huge_pages(len: usize) -> usize {
+        let whole = len.checked_next_multiple_of(HUGE_PAGE);
+        whole.filter(|whole| whole - len <= HUGE_PAGE / 2).unwrap_or(len)
+    }
+
+    /// Only the first `len` bytes of it. The others stay mapped, for the sake of their page.
+    pub fn shortened(mut self, len: usize) -> Mapping {
+        assert!(len <= self.len, "{len} bytes of {}", self.len);
+        self.len = len;
+        self
     }
 
     /// Has memory of a memfd that nobody uses yet lie in huge pages where the system has them: a device's command then names few pieces of memory for many
@@ -175,7 +190,23 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: this is the range that was mapped, and no slice of it can outlive the object.
-        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.mapped) };
         debug_assert!(unmapped.is_ok(), "a mapping of ours was unmapped by somebody else");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_had_in_huge_pages_of_which_half_is_used() {
+        let half = HUGE_PAGE / 2;
+        for (len, room) in [(4096, 4096), (half - 1, half - 1), (half, HUGE_PAGE), (HUGE_PAGE, HUGE_PAGE)] {
+            assert_eq!(Mapping::in_huge_pages(len), room);
+            assert_eq!(Mapping::in_huge_pages(8 * HUGE_PAGE + len), 8 * HUGE_PAGE + room);
+        }
+        assert_eq!(Mapping::in_huge_pages(usize::MAX), usize::MAX, "too much is refused by who is asked for it");
+        assert_eq!(Mapping::in_huge_pages(0), 0);
     }
 }
