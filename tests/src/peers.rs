@@ -2,6 +2,7 @@
 //! unmounts it.
 
 use std::error::Error;
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -99,10 +100,24 @@ impl MemFs {
     /// # Errors
     /// It does not mount.
     pub fn set_up(scratch: &Path) -> Result<Self, Box<dyn Error>> {
-        let root = scratch.join("memfs");
+        Self::start(scratch.join("memfs"), &[])
+    }
+
+    /// As [`MemFs::set_up`], with what files hold on an image, beside which it is mounted: `file_len` bytes a file at the most.
+    ///
+    /// # Errors
+    /// It does not mount.
+    pub fn on_device(image: &Path, file_len: u64) -> Result<Self, Box<dyn Error>> {
+        Self::start(
+            image.with_extension("mnt"),
+            &["--device".as_ref(), image.as_os_str(), format!("--file-len={file_len}").as_ref()],
+        )
+    }
+
+    fn start(root: PathBuf, arguments: &[&OsStr]) -> Result<Self, Box<dyn Error>> {
         fs::create_dir(&root)?;
         let program = std::env::current_exe()?.with_file_name("memfs");
-        let process = Command::new(program).arg(&root).stdin(Stdio::null()).spawn()?;
+        let process = Command::new(program).arg(&root).args(arguments).stdin(Stdio::null()).spawn()?;
         let memfs = Self { root, process };
         let start = Instant::now();
         while !is_mounted(&memfs.root) {
@@ -111,6 +126,10 @@ impl MemFs {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
+        // As the daemon does for its own.
+        let device = rustix::fs::stat(&memfs.root)?.st_dev;
+        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+        fs::write(format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb"), "4096")?;
         Ok(memfs)
     }
 }

@@ -49,7 +49,7 @@ impl Data {
         for _ in 0..scale.runs {
             for subject in Subject::ALL {
                 // Only read and write go through the page cache.
-                if self.direct || Subject::MOUNTED.contains(&subject) {
+                if self.direct || subject.is_cached() {
                     row.add(subject, self.once(subjects, subject, scale)?);
                 }
             }

@@ -8,6 +8,7 @@
 //! | ext4 | ext4 on a loop device with direct I/O, on an image file beside the first |
 //! | FUSE ceiling | memfs: a filesystem in memory, on the same FUSE settings |
 //! | device ceiling | a third such image file, through io_uring with O_DIRECT |
+//! | FUSE + device | memfs with what files hold on a fourth: no metadata, no journal, nothing to look up |
 //!
 //! It prints medians and judges nothing: times belong to the machine that they were taken on.
 
@@ -93,7 +94,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     scale.runs = arguments.runs.unwrap_or(scale.runs).max(1);
     let chosen = |name: &str| arguments.only.iter().all(|word| name.contains(word.as_str()));
 
-    let subjects = Subjects::set_up(scale.file_len * *scale.threads.last().expect("thread counts") as u64)?;
+    let subjects = Subjects::set_up(*scale.threads.last().expect("thread counts"), scale.file_len)?;
     let mut report = Report::new(machine::describe(subjects.scratch()), &scale);
     for section in sections(&scale) {
         let mut rows = Vec::new();

@@ -14,6 +14,7 @@ use crate::data::Data;
 
 /// Address and length of memory for O_DIRECT are multiples of this.
 const PAGE: usize = 4096;
+const HUGE_PAGE: usize = 2 << 20;
 
 /// Moves blocks of one size, in one direction.
 pub trait Mover: Send {
@@ -40,7 +41,9 @@ pub fn of_file(path: &Path, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Error
 
 /// Moves through the device's own queue, with its own memory, from `base` on.
 pub fn of_device(device: &Arc<dyn BlockDevice>, base: u64, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Error>> {
-    let region = Region::allocate(data.block as usize * data.depth)?;
+    // In huge pages, as all buffers of this size and more are that take part; and no page of it the one of zeros that stands for what nobody has written to.
+    let region = Region::allocate((data.block as usize * data.depth).max(HUGE_PAGE))?;
+    region.write_at(0, &tree::pattern(1, region.len()))?;
     device.map(&region)?;
     let queue = device.open_queue()?;
     Ok(Box::new(Queued { _device: device.clone(), queue, region, base, block: data.block as usize, write: data.write }))

@@ -80,9 +80,9 @@ impl Row {
         Some(self.median(subject)? / self.median(Subject::DeviceCeiling)?)
     }
 
-    /// What the mounted volume reaches of ext4.
-    fn of_ext4(&self) -> Option<f64> {
-        Some(self.median(Subject::Gpunvme)? / self.median(Subject::Ext4)?)
+    /// What the mounted volume reaches of another mounted filesystem.
+    fn of_mounted(&self, subject: Subject) -> Option<f64> {
+        Some(self.median(Subject::Gpunvme)? / self.median(subject)?)
     }
 }
 
@@ -92,7 +92,7 @@ impl fmt::Display for Report {
         writeln!(f, "{date}, {processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}, images on {backing}")?;
         writeln!(
             f,
-            "median of {} runs of at most {} s on files of {} MiB; ratios: gpunvme to the lower ceiling, ioctl and ring to the device, gpunvme to ext4",
+            "median of {} runs of at most {} s on files of {} MiB; ratios: gpunvme to the lower ceiling and to FUSE + device, ioctl and ring to the device, gpunvme to ext4",
             self.runs,
             self.seconds,
             self.file_bytes >> 20
@@ -115,16 +115,26 @@ impl fmt::Display for Section {
         for subject in &subjects {
             write!(f, " {:>14} |", subject.name())?;
         }
-        writeln!(f, " {:>10} | {:>15} | {:>14} | {:>7} |", "of ceiling", "ioctl of device", "ring of device", "of ext4")?;
-        writeln!(f, "|{}", ":--|".to_owned() + &"--:|".repeat(subjects.len() + 4))?;
+        let ratios = ["of ceiling", "of FUSE + device", "ioctl of device", "ring of device", "of ext4"];
+        ratios.iter().try_for_each(|ratio| write!(f, " {ratio} |"))?;
+        writeln!(f, "\n|{}", ":--|".to_owned() + &"--:|".repeat(subjects.len() + ratios.len()))?;
         for row in &self.rows {
             write!(f, "| {:width$} |", row.work)?;
             for &subject in &subjects {
                 write!(f, " {:>14} |", number(row.median(subject), significant))?;
             }
-            let ratio = |value: Option<f64>| number(value, |value| format!("{value:.2}"));
-            let [ioctl, ring] = [Subject::Ioctl, Subject::Ring].map(|subject| ratio(row.of_device(subject)));
-            writeln!(f, " {:>10} | {ioctl:>15} | {ring:>14} | {:>7} |", ratio(row.of_ceiling()), ratio(row.of_ext4()))?;
+            let values = [
+                row.of_ceiling(),
+                row.of_mounted(Subject::FuseAndDevice),
+                row.of_device(Subject::Ioctl),
+                row.of_device(Subject::Ring),
+                row.of_mounted(Subject::Ext4),
+            ];
+            for (ratio, value) in ratios.iter().zip(values) {
+                let width = ratio.len();
+                write!(f, " {:>width$} |", number(value, |value| format!("{value:.2}")))?;
+            }
+            writeln!(f)?;
         }
         Ok(())
     }

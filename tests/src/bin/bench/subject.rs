@@ -22,13 +22,26 @@ pub enum Subject {
     Ext4,
     FuseCeiling,
     DeviceCeiling,
+    FuseAndDevice,
 }
 
 impl Subject {
-    pub const ALL: [Subject; 6] =
-        [Subject::Gpunvme, Subject::Ioctl, Subject::Ring, Subject::Ext4, Subject::FuseCeiling, Subject::DeviceCeiling];
-    /// Those that are mounted and have files with names.
+    pub const ALL: [Subject; 7] = [
+        Subject::Gpunvme,
+        Subject::Ioctl,
+        Subject::Ring,
+        Subject::Ext4,
+        Subject::FuseCeiling,
+        Subject::DeviceCeiling,
+        Subject::FuseAndDevice,
+    ];
+    /// Those whose names and trees are worth measuring.
     pub const MOUNTED: [Subject; 3] = [Subject::Gpunvme, Subject::Ext4, Subject::FuseCeiling];
+
+    /// Whether its files are read and written through the page cache, where that is not asked to keep out.
+    pub fn is_cached(self) -> bool {
+        self == Subject::FuseAndDevice || Subject::MOUNTED.contains(&self)
+    }
 
     /// The head of its column.
     pub fn name(self) -> &'static str {
@@ -39,6 +52,7 @@ impl Subject {
             Subject::Ext4 => "ext4",
             Subject::FuseCeiling => "FUSE ceiling",
             Subject::DeviceCeiling => "device ceiling",
+            Subject::FuseAndDevice => "FUSE + device",
         }
     }
 }
@@ -48,13 +62,15 @@ pub struct Subjects {
     gpunvme: Mounted,
     ext4: LoopMounted,
     memfs: MemFs,
+    memfs_on_device: MemFs,
     device: Arc<dyn BlockDevice>,
     scratch: TempDir,
 }
 
 impl Subjects {
-    /// Makes the images and mounts them. Each has room for `len` bytes of data.
-    pub fn set_up(len: u64) -> Result<Self, Box<dyn Error>> {
+    /// Makes the images and mounts them. Each has room for so many files of `file_len` bytes.
+    pub fn set_up(files: usize, file_len: u64) -> Result<Self, Box<dyn Error>> {
+        let len = files as u64 * file_len;
         let image = Image::blank(len + SPARE);
         write_out(&image.path(), len + SPARE)?;
         let output = image.mkfs(&[]);
@@ -64,6 +80,8 @@ impl Subjects {
         let scratch = gpunvme_tests::scratch_dir();
         let bare = scratch.path().join("bare");
         write_out(&bare, len)?;
+        let on_device = scratch.path().join("memfs-device");
+        write_out(&on_device, len)?;
         let ext4 = scratch.path().join("ext4");
         write_out(&ext4, len + SPARE)?;
         let device = gpunvme_blockdev::open(bare.to_str().ok_or("a scratch path that is not UTF-8")?, OpenMode::ReadWrite)?;
@@ -71,6 +89,7 @@ impl Subjects {
             gpunvme: image.mount(),
             ext4: LoopMounted::set_up(&ext4, Kind::Ext4)?,
             memfs: MemFs::set_up(scratch.path())?,
+            memfs_on_device: MemFs::on_device(&on_device, file_len)?,
             device,
             scratch,
         })
@@ -87,6 +106,7 @@ impl Subjects {
             Subject::Gpunvme | Subject::Ioctl | Subject::Ring => self.gpunvme.root(),
             Subject::Ext4 => self.ext4.root.clone(),
             Subject::FuseCeiling => self.memfs.root.clone(),
+            Subject::FuseAndDevice => self.memfs_on_device.root.clone(),
             Subject::DeviceCeiling => unreachable!("the bare backing has no files"),
         }
     }

@@ -12,12 +12,15 @@ use fuser::{
 };
 use parking_lot::RwLock;
 
+use crate::disk::Disk;
 use crate::settings;
 use crate::store::{Body, Folder, Inode, Store};
 
 /// The filesystem.
 pub struct MemFs {
     store: Store,
+    /// Where what files hold is, if not in memory.
+    disk: Option<Disk>,
 }
 
 /// Longest name in bytes. The kernel lets longer ones through.
@@ -49,8 +52,8 @@ fn answer(result: Result<(), Errno>, reply: ReplyEmpty) {
 }
 
 impl MemFs {
-    pub fn new() -> Self {
-        Self { store: Store::new() }
+    pub fn new(disk: Option<Disk>) -> Self {
+        Self { store: Store::new(), disk }
     }
 
     /// The inode of a folder in which `name` is to be found or made.
@@ -360,7 +363,10 @@ impl Filesystem for MemFs {
     ) {
         match self.inode(ino) {
             Ok(inode) => match &inode.body {
-                Body::File(chunks) => self.store.read(&inode, chunks, offset, size as usize, |bytes| reply.data(bytes)),
+                Body::File(chunks) => match &self.disk {
+                    Some(disk) => disk.read(inode.number, offset, inode.below_end(offset, size as usize), reply),
+                    None => self.store.read(&inode, chunks, offset, size as usize, |bytes| reply.data(bytes)),
+                },
                 _ => reply.error(Errno::EINVAL),
             },
             Err(error) => reply.error(error),
@@ -375,24 +381,33 @@ impl Filesystem for MemFs {
         offset: u64,
         data: &[u8],
         _write_flags: WriteFlags,
-        _flags: OpenFlags,
+        flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
         match self.inode(ino) {
             Ok(inode) => match &inode.body {
-                Body::File(chunks) => {
-                    self.store.write(&inode, chunks, offset, data);
-                    reply.written(data.len() as u32);
-                }
+                Body::File(chunks) => match &self.disk {
+                    Some(disk) => {
+                        inode.written(offset + data.len() as u64);
+                        disk.write(inode.number, offset, data, flags.0 & libc::O_DIRECT != 0, reply);
+                    }
+                    None => {
+                        self.store.write(&inode, chunks, offset, data);
+                        reply.written(data.len() as u32);
+                    }
+                },
                 _ => reply.error(Errno::EINVAL),
             },
             Err(error) => reply.error(error),
         }
     }
 
-    fn fsync(&self, _req: &Request, _ino: INodeNo, _fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        reply.ok();
+    fn fsync(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        match &self.disk {
+            Some(disk) => disk.sync(ino.0, reply),
+            None => reply.ok(),
+        }
     }
 
     fn fsyncdir(&self, _req: &Request, _ino: INodeNo, _fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {

@@ -194,16 +194,12 @@ impl Store {
             bytes.extend_from_slice(&data[done + over..done + len]);
             done += len;
         }
-        let mut state = inode.state.lock();
-        state.len = state.len.max(end);
-        state.modified = SystemTime::now();
-        state.changed = state.modified;
+        inode.written(end);
     }
 
     /// Gives `reply` the bytes of a file from `offset` on, at most `len` and not beyond the end.
     pub fn read(&self, inode: &Inode, chunks: &RwLock<Vec<RwLock<Vec<u8>>>>, offset: u64, len: usize, reply: impl FnOnce(&[u8])) {
-        let end = inode.state.lock().len;
-        let len = len.min(end.saturating_sub(offset) as usize);
+        let len = inode.below_end(offset, len);
         let chunks = chunks.read();
         let (first, start, in_first) = part(offset, len);
         // The usual request lies in one chunk and is answered from where the bytes are.
@@ -274,6 +270,19 @@ impl Inode {
     /// What stat shows.
     pub fn attributes(&self) -> FileAttr {
         self.attributes_of(&self.state.lock())
+    }
+
+    /// How many of `len` bytes from `offset` on lie below the end.
+    pub fn below_end(&self, offset: u64, len: usize) -> usize {
+        len.min(self.state.lock().len.saturating_sub(offset) as usize)
+    }
+
+    /// Bytes were written, up to `end`.
+    pub fn written(&self, end: u64) {
+        let mut state = self.state.lock();
+        state.len = state.len.max(end);
+        state.modified = SystemTime::now();
+        state.changed = state.modified;
     }
 
     /// As [`Inode::attributes`], and the kernel gets a reference to the inode with the answer.
