@@ -148,7 +148,7 @@ impl Filesystem {
         self.volume.promise(new)?;
         let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
         let number = state.flights.begin();
-        state.version += 1;
+        state.content_changes();
         let direct: SmallVec<[Range<u64>; 1]> = runs().collect();
         state.direct.extend(direct.iter().cloned());
         let mut places = placement.pieces().map(|p| Extent {
@@ -279,7 +279,7 @@ impl Drop for Flight {
         self.fs.volume.forget_promise(self.promised);
         let mut state = self.file.state.lock();
         state.flights.end(self.number);
-        state.version += 1;
+        state.content_changes();
         for run in &self.direct {
             let at = state.direct.iter().position(|r| r == run).expect("noted when it was planned");
             state.direct.swap_remove(at);

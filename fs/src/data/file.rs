@@ -35,8 +35,11 @@ pub(crate) struct FileState {
     pub dirty: u64,
     /// Pages of them that a block was promised for.
     pub promised: u64,
-    /// Counts whatever changes content: what was read from the device before may be out of date.
+    /// Counts whatever changes content ([`FileState::content_changes`]): what was read from the device before may be out of date.
     pub version: u64,
+    /// The block in which the file ends, as the device has it, for the next append to begin with. Kept from when it was written until content
+    /// changes, or until the write buffer needs the page.
+    pub last: Option<(u64, Arc<Page>)>,
     /// Pages that are being written. They do not change any more.
     pub writing: BTreeMap<u64, Arc<Page>>,
     /// Blocks that direct writes under way replace: what the device has there is neither old nor new.
@@ -72,6 +75,18 @@ impl FileState {
     /// Whether nothing in memory is newer than the device.
     pub fn is_clean(&self) -> bool {
         self.flights.is_empty() && self.dirty == 0 && self.size.is_none() && self.changed.is_none()
+    }
+
+    /// Notes that content changes.
+    pub fn content_changes(&mut self) {
+        self.version += 1;
+        self.last = None;
+    }
+
+    /// The newest content of a block of which no page waits to be written, if it is in memory.
+    pub fn settled(&self, block: u64) -> Option<&Arc<Page>> {
+        let last = || self.last.as_ref().filter(|(number, _)| *number == block).map(|(_, page)| page);
+        self.writing.get(&block).or_else(last)
     }
 
     /// Notes that a direct write makes, or will make, the file longer than `size`.

@@ -93,12 +93,12 @@ impl Filesystem {
         // Mapping may wait for freed blocks, and must not hold them back itself.
         batch.guard = None;
         match self.map_batch(file, &mut batch) {
-            Ok(()) => self.ended(file, batch),
+            Ok(()) => self.ended(file, batch, true),
             Err(Fail::Error(error)) => self.lost(file, batch, error),
             Err(Fail::Stall(_)) => {
                 let (fs, file) = (self.clone(), file.clone());
                 self.completions.spawn(Box::new(move || match fs.wait_for_space(|| fs.map_batch(&file, &mut batch)) {
-                    Ok(()) => fs.ended(&file, batch),
+                    Ok(()) => fs.ended(&file, batch, true),
                     Err(error) => fs.lost(&file, batch, error),
                 }));
             }
@@ -137,18 +137,23 @@ impl Filesystem {
             (state.size, state.changed) = (None, None);
         }
         drop(state);
-        self.ended(file, batch);
+        self.ended(file, batch, false);
     }
 
-    fn ended(&self, file: &Arc<File>, batch: Batch) {
+    /// A batch is over; `landed`: the device has it.
+    fn ended(&self, file: &Arc<File>, batch: Batch, landed: bool) {
         let mut state = file.state.lock();
+        let size = state.size.unwrap_or(batch.size);
+        let is_last = |block: u64| !size.is_multiple_of(BLOCK_SIZE as u64) && block == size / BLOCK_SIZE as u64;
+        let last = batch.pages.last().filter(|(block, _)| landed && is_last(*block) && self.pages.is_roomy()).cloned();
         for (block, page) in batch.pages {
             if state.writing.get(&block).is_some_and(|p| Arc::ptr_eq(p, &page)) {
                 state.writing.remove(&block);
             }
         }
         state.flights.end(batch.number);
-        state.version += 1;
+        state.content_changes();
+        state.last = last;
         drop(state);
         file.landed.notify_all();
     }
@@ -275,7 +280,11 @@ impl Filesystem {
     /// Waits until there is room in the write buffer.
     pub(super) fn make_room(self: &Arc<Self>) -> Result<(), FsError> {
         for file in self.files.all() {
-            if file.state.lock().dirty > 0 {
+            let mut state = file.state.lock();
+            state.last = None;
+            let dirty = state.dirty;
+            drop(state);
+            if dirty > 0 {
                 self.wait_for_space(|| self.start_flush(&file))?;
             }
         }

@@ -69,6 +69,12 @@ impl PagePool {
         free.count < free.words.len() * 32
     }
 
+    /// Whether so much is free that a page may be kept for later.
+    pub fn is_roomy(&self) -> bool {
+        let free = self.free.lock();
+        free.count > free.words.len() * 48
+    }
+
     /// Waits until a page is given back, but not long: it may have happened already.
     pub fn wait(&self) {
         let mut free = self.free.lock();

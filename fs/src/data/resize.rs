@@ -85,7 +85,7 @@ impl Filesystem {
         if size > old && self.zero_tail(state, ino, old, size)? {
             // As after a write: the inode learns of the size when the zeros are on the device.
             (state.size, state.changed) = (Some(size), state.changed.max(Some(context.now)));
-            state.version += 1;
+            state.content_changes();
             return Ok(());
         }
         let now = state.changed.map_or(context.now, |changed| changed.max(context.now));
@@ -221,6 +221,7 @@ impl Filesystem {
             }
         }
         self.flush_file(ino)?;
+        self.touched(ino);
         let mut at = Some(first).filter(|first| *first < last);
         while let Some(from) = at {
             at = self.wait_for_space(|| {
@@ -242,7 +243,7 @@ impl Filesystem {
     pub(super) fn touched(&self, ino: u64) {
         if let Some(file) = self.files.find(ino) {
             let mut state = file.state.lock();
-            state.version += 1;
+            state.content_changes();
             state.goal = None;
         }
     }

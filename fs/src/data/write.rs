@@ -124,7 +124,7 @@ impl Filesystem {
         for block in [first, last] {
             // The first and the last page keep what they have around the new bytes, up to the end of the file.
             let kept = (block * BLOCK < offset.min(size)) || end < size.min((block + 1) * BLOCK);
-            if kept && !state.pages.contains_key(&block) && !state.writing.contains_key(&block) {
+            if kept && !state.pages.contains_key(&block) && state.settled(block).is_none() {
                 self.needs_no_content(ino, block)?;
             }
         }
@@ -144,7 +144,7 @@ impl Filesystem {
         // From here on nothing fails: the pages are ours, and copying inside them is within bounds.
         for block in missing {
             let page = pages.next().expect("one was taken for each");
-            match state.writing.get(&block) {
+            match state.settled(block) {
                 Some(old) => page.copy_from(old)?,
                 None if block == first || block == last => page.zero(0..BLOCK_SIZE)?,
                 None => {}
@@ -176,7 +176,7 @@ impl Filesystem {
             }
         }
         state.changed = state.changed.max(Some(now));
-        state.version += 1;
+        state.content_changes();
         Ok(offset)
     }
 
@@ -258,7 +258,7 @@ impl Filesystem {
         let promised = dropped.values().filter(|p| p.promised).count() as u64;
         state.dirty -= dropped.values().filter(|p| p.dirty).count() as u64;
         state.promised -= promised;
-        state.version += 1;
+        state.content_changes();
         self.volume.forget_promise(promised);
     }
 

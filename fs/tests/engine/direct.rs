@@ -55,6 +55,47 @@ fn read(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Regio
 }
 
 #[test]
+fn an_append_begins_with_what_the_last_block_holds_by_then() {
+    let set_size = |fs: &Arc<Filesystem>, ino, size| fs.wait(|| fs.set_size(&WHO, ino, size)).map(drop).expect("it is a file");
+    let allocate = |fs: &Arc<Filesystem>, ino, what| fs.allocate(&WHO, ino, 0, 4096, what).expect("there is room");
+    type Change<'a> = (&'a dyn Fn(&Arc<Filesystem>, u64), Vec<u8>);
+    let shortened = [vec![1; 500], vec![0; 700]].concat();
+    let changes: [Change; 6] = [
+        (&|fs, ino| set_size(fs, ino, 500), vec![1; 500]),
+        (&|fs, ino| [500, 1200].map(|size| set_size(fs, ino, size)).into_iter().collect(), shortened),
+        (&|fs, ino| allocate(fs, ino, Allocate::Punch), vec![0; 1000]),
+        (&|fs, ino| allocate(fs, ino, Allocate::Zero { grow: false }), vec![0; 1000]),
+        (&|fs, ino| fs.wait(|| fs.write(ino, 0, &[3; 600], NOW)).expect("there is room"), [vec![3; 600], vec![1; 400]].concat()),
+        (
+            &|fs, ino| {
+                let region = Region::allocate(4096).expect("memory");
+                region.write_at(0, &[2; 4096]).expect("inside");
+                write(fs, ino, &[Segment { file_offset: 0, buffer_offset: 0, len: 4096 }], &region).expect("there is room");
+                set_size(fs, ino, 2000);
+            },
+            vec![2; 2000],
+        ),
+    ];
+    for (number, (change, mut expected)) in changes.into_iter().enumerate() {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
+        make(&device);
+        let fs = open(&device).expect("it was just made");
+        let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+        let ino = fs.wait(|| fs.create(&WHO, ROOT, b"log", &new)).expect("there is room").ino;
+        fs.open_file(ino, true);
+        fs.wait(|| fs.write(ino, 0, &[1; 1000], NOW)).expect("there is room");
+        fs.sync_file(ino).expect("the device works");
+        change(&fs, ino);
+        fs.sync_file(ino).expect("the device works");
+        fs.wait(|| fs.write(ino, expected.len() as u64, &[9; 300], NOW)).expect("there is room");
+        fs.sync_file(ino).expect("the device works");
+        expected.extend([9; 300]);
+        assert!(fs.read(ino, 0, 10_000).expect("the file can be read") == expected, "change {number}");
+        assert_sound(&fs, "after an append");
+    }
+}
+
+#[test]
 fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
     for seed in 0..20 {
         let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);

@@ -44,6 +44,25 @@ fn a_read_that_fails_is_an_error_once_and_the_next_one_succeeds() {
 }
 
 #[test]
+fn an_append_after_a_sync_reads_nothing_from_the_device() {
+    let (faulty, device, fs) = setup();
+    let ino = file(&fs, b"log");
+    fs.open_file(ino, false);
+    faulty.add(Rule::fail(On::Read, libc::EIO).within(data_area(fs.volume())));
+    let expected: Vec<u8> = (0..20u8).flat_map(|n| [n + 1; 700]).collect();
+    for (n, line) in expected.chunks(700).enumerate() {
+        fs.wait(|| fs.write(ino, n as u64 * 700, line, NOW)).expect("nothing has to be read");
+        fs.sync_file(ino).unwrap();
+    }
+    faulty.clear();
+    fs.close_file(ino, false);
+    fs.close().unwrap();
+    let fs = open(&device).unwrap();
+    assert!(fs.read(ino, 0, 20_000).unwrap() == expected);
+    assert_sound(&fs, "after appends");
+}
+
+#[test]
 fn data_that_cannot_be_written_is_reported_until_the_file_is_closed_and_leaks_nothing() {
     let (faulty, device, fs) = setup();
     let ino = file(&fs, b"a");
