@@ -268,6 +268,7 @@ impl Flight {
         self.promised = 0;
         // The last block may be another now.
         state.tail_is_zero = false;
+        state.version += 1;
         self.placement = Placement::default();
         Ok(())
     }

@@ -113,6 +113,7 @@ impl Filesystem {
         // Pages are zeros beyond the end.
         state.tail_is_zero |= state.size.unwrap_or(batch.size) <= batch.end;
         state.size = state.size.filter(|size| *size > batch.end);
+        state.version += 1;
         Ok(())
     }
 

@@ -244,6 +244,10 @@ impl Filesystem {
                 drop(state);
                 return self.flush_file(ino);
             }
+            if state.writing.contains_key(&block) {
+                // Somebody else filled the page and wrote to it meanwhile: what is on its way is newer than what was read.
+                return Ok(());
+            }
             let size = state.size.unwrap_or(0).max(stored);
             let end = size.saturating_sub(block * BLOCK).min(BLOCK) as usize;
             page.zero(end..BLOCK_SIZE)?;

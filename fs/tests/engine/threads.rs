@@ -121,3 +121,40 @@ fn a_listing_shows_no_file_as_it_was_before_it_was_written_out() {
         }
     });
 }
+
+#[test]
+fn neighbours_in_a_block_that_is_written_out_meanwhile_keep_their_bytes() {
+    const THREADS: u64 = 4;
+    const PIECES: u64 = 400;
+    const LEN: u64 = 1000;
+    let image = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("there is room on the disk");
+    image.as_file().set_len(64 << 20).expect("the size is possible");
+    let path = image.path().to_str().expect("the path is UTF-8");
+    make(&gpunvme_blockdev::open(path, OpenMode::ReadWrite).expect("nobody else has it"));
+    let fs = open(path).expect("a new volume can be opened");
+    let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    for round in 0..40u64 {
+        let ino = fs.wait(|| fs.create(&context, ROOT, round.to_string().as_bytes(), &new)).expect("there is room").ino;
+        fs.open_file(ino, false);
+        let piece = |n: u64| vec![1 + (n % 250) as u8; LEN as usize];
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let fs = &fs;
+                scope.spawn(move || {
+                    for n in (thread..PIECES).step_by(THREADS as usize) {
+                        fs.wait(|| fs.write(ino, n * LEN, &piece(n), context.now)).expect("there is room");
+                        if n % 3 == 0 {
+                            fs.flush_file(ino).expect("nothing fails");
+                        }
+                    }
+                });
+            }
+        });
+        for n in 0..PIECES {
+            let read = fs.read(ino, n * LEN, LEN as usize).expect("nothing fails");
+            assert!(read == piece(n), "round {round}: piece {n} is not what was written");
+        }
+        fs.close_file(ino, false);
+    }
+}
