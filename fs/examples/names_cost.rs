@@ -40,6 +40,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         Ok(())
     })?;
+    measure("list", &fs, 1, |_| {
+        let mut cookie = 0;
+        loop {
+            let entries = fs.wait(|| fs.read_dir(dir, cookie, 64))?;
+            let Some(last) = entries.last() else { return Ok(()) };
+            cookie = last.cookie;
+            let inos: Vec<u64> = entries.iter().map(|entry| entry.ino).collect();
+            fs.all_attributes(&inos).into_iter().for_each(|found| assert!(found.is_ok()));
+        }
+    })?;
     measure("rename", &fs, count, |n| {
         let (from, to) = (name("file", n), name("moved", n));
         fs.wait(|| fs.rename(&now(), (dir, &from), (dir, &to), RenameMode::Replace))?;

@@ -7,6 +7,7 @@ pub mod daemon;
 pub mod data;
 pub mod error;
 pub mod front;
+mod sharded;
 pub mod volume;
 
 pub use data::Filesystem;

@@ -10,6 +10,7 @@ use rustc_hash::FxHashMap;
 
 use super::pages::Page;
 use crate::error::FsError;
+use crate::sharded::Sharded;
 use crate::volume::Run;
 
 /// A page of a file that is in memory.
@@ -177,39 +178,33 @@ pub(crate) struct File {
     pub landed: Condvar,
 }
 
-/// Shards of the table: threads that look up different files rarely meet.
-const SHARDS: usize = 16;
-
 /// The files in memory.
-pub(crate) struct Files {
-    shards: [Mutex<FxHashMap<u64, Arc<File>>>; SHARDS],
-}
+#[derive(Default)]
+pub(crate) struct Files(Sharded<FxHashMap<u64, Arc<File>>>);
 
 impl Files {
-    /// No files.
-    pub fn new() -> Files {
-        Files { shards: std::array::from_fn(|_| Mutex::default()) }
-    }
-
-    fn shard(&self, ino: u64) -> &Mutex<FxHashMap<u64, Arc<File>>> {
-        &self.shards[ino as usize % SHARDS]
-    }
-
     /// The file, if it is in memory.
     pub fn find(&self, ino: u64) -> Option<Arc<File>> {
-        self.shard(ino).lock().get(&ino).cloned()
+        self.0.lock(ino).get(&ino).cloned()
+    }
+
+    /// Whether each of several files is in memory.
+    pub fn are_in_memory(&self, inos: &[u64]) -> Vec<bool> {
+        let mut found = vec![false; inos.len()];
+        self.0.lock_all(inos, |places, shard| places.iter().for_each(|place| found[*place] = shard.contains_key(&inos[*place])));
+        found
     }
 
     /// The file, taken into memory when it was not there.
     pub fn get(&self, ino: u64) -> Arc<File> {
-        let mut shard = self.shard(ino).lock();
+        let mut shard = self.0.lock(ino);
         let file = || Arc::new(File { ino, state: Mutex::default(), landed: Condvar::new() });
         shard.entry(ino).or_insert_with(file).clone()
     }
 
     /// Lets go of a file that nobody has open and that has nothing to write. Returns the blocks it had reserved ahead.
     pub fn release(&self, file: &Arc<File>) -> Option<Run> {
-        let mut shard = self.shard(file.ino).lock();
+        let mut shard = self.0.lock(file.ino);
         // Whoever has the lock is using the file; and nobody waits here, since completions come by.
         let mut state = file.state.try_lock()?;
         // Two handles: the table's, and the caller's. With more, somebody is about to use it.
@@ -226,6 +221,6 @@ impl Files {
 
     /// All files in memory.
     pub fn all(&self) -> Vec<Arc<File>> {
-        self.shards.iter().flat_map(|s| s.lock().values().cloned().collect::<Vec<_>>()).collect()
+        self.0.lock_each().flat_map(|shard| shard.values().cloned().collect::<Vec<_>>()).collect()
     }
 }

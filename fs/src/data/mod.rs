@@ -95,7 +95,7 @@ impl Filesystem {
         let volume = Volume::open(io, options.volume)?;
         Ok(Arc::new(Filesystem {
             volume,
-            files: Files::new(),
+            files: Files::default(),
             pages,
             buffers: BufferPool::new(device, READ_BUFFERS),
             completions,
@@ -190,12 +190,15 @@ impl Filesystem {
     /// Attributes of several inodes that directory entries name; it takes less time than one by one.
     pub fn all_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
         // A file that is in memory now may have been written out, and be gone from there, when its inode was looked up.
-        let were_in_memory: Vec<bool> = inos.iter().map(|ino| self.files.find(*ino).is_some()).collect();
-        let stored = self.volume.all_stored_attributes(inos);
-        let newest = |((stored, ino), was): ((_, &u64), bool)| {
-            if was || self.files.find(*ino).is_some() { self.attributes(*ino) } else { stored }
-        };
-        stored.into_iter().zip(inos).zip(were_in_memory).map(newest).collect()
+        let were_in_memory = self.files.are_in_memory(inos);
+        let mut found = self.volume.all_stored_attributes(inos);
+        let are_in_memory = self.files.are_in_memory(inos);
+        for (place, ino) in inos.iter().enumerate() {
+            if were_in_memory[place] || are_in_memory[place] {
+                found[place] = self.attributes(*ino);
+            }
+        }
+        found
     }
 
     /// Changes attributes other than the size.

@@ -10,7 +10,7 @@ use crate::error::{Attempt, Fail, FsError};
 use crate::volume::{ACL_ACCESS, Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
 
 /// Entries of a directory that are fetched at once.
-const BATCH: usize = 32;
+const BATCH: usize = 64;
 
 /// Where the entries of a directory go.
 pub(super) trait Listing: Send + 'static {
@@ -283,38 +283,56 @@ impl<L: Listing> Reading<L> {
     }
 
     fn add_entries(&mut self) -> Attempt<()> {
-        let fs = &self.front.fs;
+        let front = self.front.clone();
         loop {
-            let entries = fs.read_dir(self.dir, self.cookie, BATCH)?;
-            if entries.is_empty() {
+            let entries = front.fs.read_dir(self.dir, self.cookie, BATCH)?;
+            let Some(last) = entries.last() else { return Ok(()) };
+            let inos: Vec<u64> = entries.iter().filter(|_| L::ATTRIBUTES).map(|entry| entry.ino).collect();
+            let mut found = front.fs.all_attributes(&inos).into_iter();
+            let (mut ready, mut fail) = (Vec::with_capacity(entries.len()), None);
+            for entry in &entries {
+                match found.next().transpose() {
+                    Ok(attributes) => ready.push((entry, attributes)),
+                    // Removed since the entry was read: it is not in the directory any more.
+                    Err(Fail::Error(FsError::NotFound)) => {}
+                    Err(other) => {
+                        fail = Some(other);
+                        break;
+                    }
+                }
+            }
+            if !self.add_all(&ready) {
                 return Ok(());
             }
-            let inos: Vec<u64> = entries.iter().filter(|_| L::ATTRIBUTES).map(|entry| entry.ino).collect();
-            let mut found = fs.all_attributes(&inos).into_iter();
-            for entry in &entries {
-                let attributes = match found.next().transpose() {
-                    Ok(attributes) => attributes,
-                    // Removed since the entry was read: it is not in the directory any more.
-                    Err(Fail::Error(FsError::NotFound)) => {
-                        self.cookie = entry.cookie;
-                        continue;
-                    }
-                    Err(fail) => return Err(fail),
-                };
-                // Counted first: the listing cannot take an entry back.
-                let counted = L::ATTRIBUTES && !matches!(&entry.name[..], b"." | b"..");
-                if counted && !self.front.nodes.look_up(entry.ino) {
-                    self.cookie = entry.cookie;
-                    continue;
-                }
-                if !self.listing.add(entry, attributes.as_ref()) {
-                    if counted {
-                        self.front.forget(entry.ino, 1);
-                    }
-                    return Ok(());
-                }
-                (self.cookie, self.started) = (entry.cookie, true);
+            match fail {
+                Some(fail) => return Err(fail),
+                None => self.cookie = last.cookie,
             }
         }
+    }
+
+    /// Adds entries. Returns whether there was room for all.
+    fn add_all(&mut self, entries: &[(&DirEntry, Option<Attributes>)]) -> bool {
+        let is_own = |(entry, _): &&(&DirEntry, _)| !L::ATTRIBUTES || matches!(&entry.name[..], b"." | b"..");
+        // They come first.
+        let (own, others) = entries.split_at(entries.iter().take_while(is_own).count());
+        // Counted first: the listing cannot take an entry back.
+        let inos: Vec<u64> = others.iter().map(|(entry, _)| entry.ino).collect();
+        let counted = self.front.nodes.look_up_all(&inos);
+        let counts = std::iter::repeat_n(None, own.len()).chain(counted.into_iter().map(Some));
+        let mut full = false;
+        for ((entry, attributes), counted) in entries.iter().zip(counts) {
+            // It is being removed.
+            if counted == Some(false) {
+                continue;
+            }
+            full = full || !self.listing.add(entry, attributes.as_ref());
+            if !full {
+                (self.cookie, self.started) = (entry.cookie, true);
+            } else if counted.is_some() {
+                self.front.forget(entry.ino, 1);
+            }
+        }
+        !full
     }
 }

@@ -11,15 +11,16 @@
 //! ever, since numbers are never used again. (The kernel does not even ask for a name while it removes it: both hold the
 //! directory's lock.)
 
+use std::hint::black_box;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::MutexGuard;
 use rustc_hash::FxHashMap;
 
 use super::cached::Cached;
+use crate::sharded::Sharded;
 
-const SHARDS: usize = 16;
 /// Memory, in bytes, for each of the entries that a table has room for: one in eight of its slots stays free, and each has a byte besides.
 const fn slot<T>() -> usize {
     (size_of::<(u64, T)>() + 1) * 8 / 7
@@ -48,6 +49,15 @@ struct Shard {
 }
 
 impl Shard {
+    /// As [`Nodes::look_up`].
+    fn look_up(&mut self, ino: u64) -> bool {
+        let leaving = self.nodes.get(&ino).is_some_and(|node| node.leaving);
+        if !leaving {
+            *self.lookups.entry(ino).or_default() += 1;
+        }
+        !leaving
+    }
+
     /// What else is known of an inode that the kernel knows, or that is an orphan.
     fn known(&mut self, ino: u64) -> Option<&mut Node> {
         if self.lookups.contains_key(&ino) { Some(self.nodes.entry(ino).or_default()) } else { self.nodes.get_mut(&ino) }
@@ -64,30 +74,33 @@ fn shrink<T>(table: &mut FxHashMap<u64, T>) {
 /// The inodes that the kernel knows.
 #[derive(Default)]
 pub(super) struct Nodes {
-    shards: [Mutex<Shard>; SHARDS],
+    shards: Sharded<Shard>,
     invalidations: AtomicU64,
 }
 
 impl Nodes {
-    fn shard(&self, ino: u64) -> &Mutex<Shard> {
-        &self.shards[ino as usize % SHARDS]
-    }
-
     /// Counts an answer that is about to give the inode to the kernel. False: it must not be given, it is being removed.
     #[must_use]
     pub fn look_up(&self, ino: u64) -> bool {
-        let mut shard = self.shard(ino).lock();
-        let leaving = shard.nodes.get(&ino).is_some_and(|node| node.leaving);
-        if !leaving {
-            *shard.lookups.entry(ino).or_default() += 1;
-        }
-        !leaving
+        self.shards.lock(ino).look_up(ino)
+    }
+
+    /// As [`Nodes::look_up`], of several inodes. It takes less time than one by one.
+    #[must_use]
+    pub fn look_up_all(&self, inos: &[u64]) -> Vec<bool> {
+        let mut counted = vec![false; inos.len()];
+        self.shards.lock_all(inos, |places, shard| {
+            // Found first, all of them: then the counts come from memory side by side.
+            black_box(places.iter().filter(|place| shard.lookups.contains_key(&inos[**place])).count());
+            places.iter().for_each(|place| counted[*place] = shard.look_up(inos[*place]));
+        });
+        counted
     }
 
     /// Takes forgotten answers off the count. True: the inode is to be removed, and [`Nodes::removed`] to be called.
     #[must_use]
     pub fn forget(&self, ino: u64, lookups: u64) -> bool {
-        let mut shard = self.shard(ino).lock();
+        let mut shard = self.shards.lock(ino);
         let Some(count) = shard.lookups.get_mut(&ino) else { return false };
         *count = count.saturating_sub(lookups);
         if *count > 0 {
@@ -108,7 +121,7 @@ impl Nodes {
     /// Notes that an inode has lost its last name. True: as for [`Nodes::forget`].
     #[must_use]
     pub fn orphaned(&self, ino: u64) -> bool {
-        let mut shard = self.shard(ino).lock();
+        let mut shard = self.shards.lock(ino);
         let counted = shard.lookups.contains_key(&ino);
         let node = shard.nodes.entry(ino).or_default();
         let removes = !counted && !node.leaving;
@@ -119,58 +132,57 @@ impl Nodes {
 
     /// Memory for all this, in bytes.
     pub fn memory(&self) -> usize {
-        let of = |shard: &Mutex<Shard>| {
-            let Shard { lookups, nodes } = &*shard.lock();
+        let of = |shard: MutexGuard<'_, Shard>| {
+            let Shard { lookups, nodes } = &*shard;
             lookups.capacity() * slot::<u64>() + nodes.capacity() * slot::<Node>() + nodes.len() * CACHED
         };
-        self.shards.iter().map(of).sum()
+        self.shards.lock_each().map(of).sum()
     }
 
     /// As [`Cached::note`].
     pub fn caches(&self, ino: u64, range: Range<u64>) {
-        if let Some(node) = self.shard(ino).lock().known(ino) {
+        if let Some(node) = self.shards.lock(ino).known(ino) {
             node.cached.note(range);
         }
     }
 
     /// As [`Cached::may_have`].
     pub fn may_have(&self, ino: u64, ranges: impl Iterator<Item = Range<u64>>) -> bool {
-        self.shard(ino).lock().nodes.get(&ino).is_some_and(|node| node.cached.may_have(ranges))
+        self.shards.lock(ino).nodes.get(&ino).is_some_and(|node| node.cached.may_have(ranges))
     }
 
     /// As [`Cached::begin`]. Returns the number of the invalidation, too.
     pub fn begin_invalidation(&self, ino: u64, ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> (u64, Vec<Range<u64>>) {
         let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
-        let mut shard = self.shard(ino).lock();
+        let mut shard = self.shards.lock(ino);
         (number, shard.known(ino).map_or_else(Vec::new, |node| node.cached.begin(number, ranges, stored)))
     }
 
     /// As [`Cached::end`].
     pub fn end_invalidation(&self, ino: u64, number: u64, done: bool) {
-        if let Some(node) = self.shard(ino).lock().nodes.get_mut(&ino) {
+        if let Some(node) = self.shards.lock(ino).nodes.get_mut(&ino) {
             node.cached.end(number, done);
         }
     }
 
     /// Notes that an inode has a name again.
     pub fn named(&self, ino: u64) {
-        if let Some(node) = self.shard(ino).lock().nodes.get_mut(&ino) {
+        if let Some(node) = self.shards.lock(ino).nodes.get_mut(&ino) {
             node.orphan = false;
         }
     }
 
     /// Notes that an inode is gone.
     pub fn removed(&self, ino: u64) {
-        self.shard(ino).lock().nodes.remove(&ino);
+        self.shards.lock(ino).nodes.remove(&ino);
     }
 
     /// The orphans that are still counted. For the end of a mount, when nobody has anything any more.
     pub fn orphans(&self) -> Vec<u64> {
-        let of = |shard: &Mutex<Shard>| {
-            let shard = shard.lock();
+        let of = |shard: MutexGuard<'_, Shard>| {
             shard.nodes.iter().filter(|(_, node)| node.orphan && !node.leaving).map(|(ino, _)| *ino).collect::<Vec<_>>()
         };
-        self.shards.iter().flat_map(of).collect()
+        self.shards.lock_each().flat_map(of).collect()
     }
 }
 
@@ -205,12 +217,21 @@ mod tests {
     }
 
     #[test]
+    fn several_are_counted_as_often_as_they_are_named_but_none_that_is_being_removed() {
+        let nodes = Nodes::default();
+        assert!(nodes.orphaned(21), "the kernel does not know it");
+        assert_eq!(nodes.look_up_all(&[5, 21, 6, 5]), [true, false, true, true]);
+        assert!(!nodes.orphaned(5) && !nodes.orphaned(6));
+        assert!(!nodes.forget(5, 1) && nodes.forget(5, 1) && nodes.forget(6, 1));
+    }
+
+    #[test]
     fn an_inode_that_is_only_known_takes_a_few_bytes_and_none_when_it_is_forgotten() {
         const KNOWN: u64 = 1_000_000;
         let nodes = Nodes::default();
         assert!((0..KNOWN).all(|ino| nodes.look_up(ino) && !nodes.may_have(ino, std::iter::once(0..1))));
         assert!(nodes.memory() <= KNOWN as usize * 40, "{}", nodes.memory());
-        assert!(nodes.shards.iter().all(|shard| shard.lock().nodes.is_empty()));
+        assert!(nodes.shards.lock_each().all(|shard| shard.nodes.is_empty()));
         assert!(!(0..KNOWN).any(|ino| nodes.forget(ino, 1)));
         assert!(nodes.memory() < 4096, "{}", nodes.memory());
     }

@@ -26,6 +26,8 @@ use super::op::{Blocks, Meta, Op, TRANSACTION_MAX};
 use super::{Volume, read_blocks};
 use crate::error::{Fail, FsError};
 
+/// Images that are written home at once: a megabyte in flight keeps a device busy, and the buffer stays small.
+const HOME_PART: usize = 256;
 /// Sequences that recovery leaves out, so that a torn transaction's images can never complete a later one.
 pub(crate) const SEQUENCE_GAP: u64 = 1024;
 /// Blocks that are read in one piece when the journal is searched.
@@ -347,9 +349,9 @@ impl Volume {
     /// Writes blocks home, durably: address, sequence and content of each.
     pub(crate) fn write_home(&self, images: &mut [(u64, u64, Arc<Block>)]) -> Result<(), FsError> {
         images.sort_unstable_by_key(|(address, _, _)| *address);
-        // A megabyte in flight keeps a device busy; the buffer stays small.
-        for part in images.chunks(256) {
-            let region = Region::allocate(part.len() * BLOCK_SIZE)?;
+        // One buffer for all parts: the first use of memory costs more than the copies.
+        let region = Region::allocate(images.len().clamp(1, HOME_PART) * BLOCK_SIZE)?;
+        for part in images.chunks(HOME_PART) {
             let mut requests: Vec<Request> = Vec::new();
             for (i, (address, _, block)) in part.iter().enumerate() {
                 region.write_at(i * BLOCK_SIZE, block.bytes())?;

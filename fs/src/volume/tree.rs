@@ -46,23 +46,34 @@ impl Place {
     }
 }
 
+/// Where every way down begins.
+fn root(blocks: &impl Blocks) -> Place {
+    Place { address: blocks.meta().state.root, lower: Key::MIN, upper: None }
+}
+
+/// Goes on from an inner node of that level, on the way to `key`. Returns where to, and the slot that is followed.
+fn step(blocks: &impl Blocks, mut place: Place, level: u8, key: Key) -> Attempt<(Place, usize)> {
+    let block = load(blocks, place.address, level)?;
+    // The key in slot 0 stands for all below it.
+    place.check(block, 1)?;
+    let (slot, count) = (node::child_slot(block, key), node::count(block));
+    if slot > 0 {
+        place.lower = node::key(block, slot);
+    }
+    if slot + 1 < count {
+        place.upper = Some(node::key(block, slot + 1));
+    }
+    place.address = node::child(block, slot);
+    Ok((place, slot))
+}
+
 /// Goes down to where the leaf is that covers `key`, and calls `visit` with each inner node's address and the slot that is followed.
 fn descend(blocks: &impl Blocks, key: Key, mut visit: impl FnMut(u64, usize)) -> Attempt<Place> {
-    let (root, level) = (blocks.meta().state.root, blocks.meta().state.level);
-    let mut place = Place { address: root, lower: Key::MIN, upper: None };
-    for level in (1..=level).rev() {
-        let block = load(blocks, place.address, level)?;
-        // The key in slot 0 stands for all below it.
-        place.check(block, 1)?;
-        let (slot, count) = (node::child_slot(block, key), node::count(block));
+    let mut place = root(blocks);
+    for level in (1..=blocks.meta().state.level).rev() {
+        let (below, slot) = step(blocks, place, level, key)?;
         visit(place.address, slot);
-        if slot > 0 {
-            place.lower = node::key(block, slot);
-        }
-        if slot + 1 < count {
-            place.upper = Some(node::key(block, slot + 1));
-        }
-        place.address = node::child(block, slot);
+        place = below;
     }
     Ok(place)
 }
@@ -104,12 +115,19 @@ pub(crate) fn get(blocks: &impl Blocks, key: Key) -> Attempt<Option<&[u8]>> {
     Ok(node::search(block, key).ok().map(|slot| node::value(block, slot)))
 }
 
-/// The values of several items, as [`get`] finds them. It goes through all of them step by step: then the processor has the leaves of many on
-/// their way from memory at once, where one by one it would wait for each.
+/// The values of several items, as [`get`] finds them. It goes through all of them step by step: then the processor is at many of them at
+/// once, and has their leaves on the way from memory, where one by one it would wait for each.
 pub(crate) fn get_all<B: Blocks>(blocks: &B, keys: impl Iterator<Item = Key>) -> Vec<Attempt<Option<&[u8]>>> {
-    let places: Vec<_> = keys.map(|key| Ok((key, descend(blocks, key, |_, _| {})?))).collect();
-    let load = |(key, place): (Key, Place)| Ok((key, place, load(blocks, place.address, 0)?));
-    let leaves: Vec<_> = places.into_iter().map(|place: Attempt<_>| place.and_then(load)).collect();
+    let mut places: Vec<_> = keys.map(|key| (key, Ok(root(blocks)))).collect();
+    for level in (1..=blocks.meta().state.level).rev() {
+        for (key, place) in &mut places {
+            if let Ok(above) = *place {
+                *place = step(blocks, above, level, *key).map(|(below, _)| below);
+            }
+        }
+    }
+    let load = |(key, place): (Key, Attempt<Place>)| place.and_then(|place| Ok((key, place, load(blocks, place.address, 0)?)));
+    let leaves: Vec<_> = places.into_iter().map(load).collect();
     for (_, _, block) in leaves.iter().flatten() {
         std::hint::black_box(block.bytes()[..SEARCHED].iter().step_by(CACHE_LINE).fold(0, |sum, byte| sum ^ byte));
     }

@@ -1,0 +1,64 @@
+//! Tables by inode number that many threads use at once: each part of a table has a lock of its own.
+
+use parking_lot::{Mutex, MutexGuard};
+
+/// Parts of a table: threads that are at different inodes rarely meet.
+const SHARDS: usize = 16;
+
+/// A table by inode number, whose parts are of type `S`.
+#[derive(Default)]
+pub(crate) struct Sharded<S>([Mutex<S>; SHARDS]);
+
+impl<S> Sharded<S> {
+    /// The part that an inode belongs to.
+    pub fn lock(&self, ino: u64) -> MutexGuard<'_, S> {
+        self.0[shard_of(ino)].lock()
+    }
+
+    /// All parts, one after the other.
+    pub fn lock_each(&self) -> impl Iterator<Item = MutexGuard<'_, S>> {
+        self.0.iter().map(Mutex::lock)
+    }
+
+    /// Calls `visit` with each part that some of `inos` belong to, and with the places of these in `inos`. Each lock is taken once, and none while
+    /// another is held.
+    pub fn lock_all(&self, inos: &[u64], mut visit: impl FnMut(&[usize], &mut S)) {
+        // Sorted by part, by counting.
+        let mut begins = [0; SHARDS + 1];
+        inos.iter().for_each(|ino| begins[shard_of(*ino) + 1] += 1);
+        (0..SHARDS).for_each(|shard| begins[shard + 1] += begins[shard]);
+        let mut places = vec![0; inos.len()];
+        for (place, ino) in inos.iter().enumerate() {
+            let next = &mut begins[shard_of(*ino)];
+            places[*next] = place;
+            *next += 1;
+        }
+        for group in places.chunk_by(|a, b| shard_of(inos[*a]) == shard_of(inos[*b])) {
+            visit(group, &mut self.lock(inos[group[0]]));
+        }
+    }
+}
+
+fn shard_of(ino: u64) -> usize {
+    ino as usize % SHARDS
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    #[test]
+    fn each_inode_is_visited_once_with_the_part_that_it_belongs_to() {
+        let table = Sharded::<HashMap<u64, Vec<usize>>>::default();
+        let inos: Vec<u64> = (0..100).map(|n| n * n + 7).chain([7, 7]).collect();
+        table
+            .lock_all(&inos, |places, shard| places.iter().for_each(|place| shard.entry(inos[*place]).or_default().push(*place)));
+        for (place, ino) in inos.iter().enumerate() {
+            let places = table.lock(*ino)[ino].clone();
+            assert!(places.contains(&place) && places.iter().all(|place| inos[*place] == *ino));
+        }
+        assert_eq!(table.lock_each().map(|shard| shard.values().map(Vec::len).sum::<usize>()).sum::<usize>(), inos.len());
+    }
+}
