@@ -55,9 +55,10 @@ impl BufferPool {
         Ok(Buffer { pool: self.clone(), len: region.len(), region: Mutex::new(Some(region)) })
     }
 
-    /// A new region. Others that come with it are kept.
+    /// A new region. Others that come with it are kept; where the pool has no room for them, it comes alone.
     fn allocate(&self, size: usize) -> Result<Arc<Region>> {
-        if !(SHARING..HUGE_PAGE).contains(&size) {
+        let has_room = || self.cache.lock().bytes + HUGE_PAGE - size <= self.limit;
+        if !(SHARING..HUGE_PAGE).contains(&size) || !has_room() {
             let region = Region::allocate(size)?;
             self.device.map(&region)?;
             return Ok(region);
@@ -66,8 +67,10 @@ impl BufferPool {
         let first = parts.swap_remove(0);
         self.device.map(&first)?;
         for part in parts {
-            self.device.map(&part)?;
-            self.put(part);
+            // One that cannot be mapped is not needed yet.
+            if self.device.map(&part).is_ok() {
+                self.put(part);
+            }
         }
         Ok(first)
     }

@@ -405,7 +405,7 @@ impl fuser::Filesystem for Adapter {
             strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),
             direct: flags.0 & libc::O_DIRECT != 0,
             // What is written back of a mapping has a place of its own. (So has what `RWF_NOAPPEND` writes, and no flag says so; it
-            // is taken for what it is unless it lies where direct writes have just made the file longer.)
+            // is taken for what it is unless it lies where direct writes have made the file longer.)
             append: flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE),
             cached: owner.is_none(),
         };

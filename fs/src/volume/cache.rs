@@ -63,12 +63,8 @@ impl Cache {
     /// Others take so many bytes of the memory: there are fewer blocks in it, down to a quarter of them.
     pub fn give_way(&mut self, bytes: usize) {
         self.limit = self.beside(bytes);
-        for _ in 0..self.clock.len() {
-            if self.entries.len() < self.limit {
-                break;
-            }
-            self.make_room();
-        }
+        // Two rounds: the first takes the marks away. What is left then is pinned, and goes when new blocks come.
+        self.drop_blocks(2 * self.clock.len());
     }
 
     /// The entry of a block, if it is in memory.
@@ -121,7 +117,11 @@ impl Cache {
 
     fn make_room(&mut self) {
         // Two rounds at the most: the first takes the marks away. The bound keeps one insertion short when all is pinned.
-        let mut tries = (2 * self.clock.len()).min(64);
+        self.drop_blocks((2 * self.clock.len()).min(64));
+    }
+
+    /// Drops blocks down to the limit, or until it has looked at so many.
+    fn drop_blocks(&mut self, mut tries: usize) {
         while self.entries.len() >= self.limit && tries > 0 {
             tries -= 1;
             let Some(address) = self.clock.pop_front() else { return };
