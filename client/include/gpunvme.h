@@ -158,6 +158,8 @@ int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_fil
  * waits while CUDA has no room for more in the stream (a request takes three operations for each 512 KiB, and CUDA takes about a thousand), or while 8 other streams of the GPU
  * have requests to come to. Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. After a kernel
  * of the application crashed the stream comes to no request any more, and such a request is never answered.
+ *
+ * After an error, of the call or of gpunvme_pending_wait(), the memory may still be in use until the stream has passed what was put into it.
  */
 int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,

@@ -32,6 +32,8 @@ pub(super) struct Job {
     pub flushes: bool,
     /// Of its steps, those that the stream gets.
     steps: AtomicUsize,
+    /// The stream does not get all that belongs to those either.
+    cut: AtomicBool,
     /// Nothing of it is to be transferred any more.
     cancelled: AtomicBool,
 }
@@ -54,13 +56,14 @@ impl Job {
 
     /// Whether the stream does not get all of it, and so never passes it.
     pub fn is_cut(&self) -> bool {
-        self.steps() < self.plan.steps.len()
+        self.cut.load(Ordering::Acquire)
     }
 
-    /// Only the steps before this one are in the stream, and no others will be.
+    /// Only the steps before this one are in the stream, and no others will be. It may be one after the last: what is missing then is what follows the steps.
     pub fn cut(&self, step: usize) {
         self.cancel();
         self.steps.fetch_min(step, Ordering::AcqRel);
+        self.cut.store(true, Ordering::Release);
     }
 
     /// Its steps only give their rooms back from now on.
@@ -133,12 +136,12 @@ impl Ordered {
             direction == Direction::Read && parts.iter().any(|part| part.registered.as_ref().is_ok_and(|l| l.flushes()));
         let file = file.in_ring(&self.ring)?;
         let begin = |window, first| {
-            let (steps, cancelled) = (plan.steps.len().into(), AtomicBool::new(false));
-            let job = Arc::new(Job { direction, file, parts, require, plan, window, first, flushes, steps, cancelled });
+            let (steps, cut, cancelled) = (plan.steps.len().into(), AtomicBool::new(false), AtomicBool::new(false));
+            let job = Arc::new(Job { direction, file, parts, require, plan, window, first, flushes, steps, cut, cancelled });
             self.inbox.send(|mail| mail.jobs.push((job.clone(), answer.clone())));
             job
         };
-        let put = self.windows.put(gpu, &stream, scatter.as_deref(), begin, failed);
+        let put = self.windows.put(gpu, &stream, scatter.as_ref(), begin, failed);
         if put.is_err() {
             self.inbox.send(|_| {}); // so that it looks
         }

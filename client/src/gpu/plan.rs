@@ -97,9 +97,9 @@ impl Plan {
             }
         }
         plan.end_step(begun);
-        // Whoever serves a write fills the table of a step when the step before it in its room ends: so there has to be one.
+        // Whoever serves a write fills the table of a step when the step before it in its room ends: so each has to have one.
         if direction == Direction::Write && plan.steps.iter().any(|step| step.moves > 0) {
-            let none = (0..DEPTH.min(plan.steps.len())).map(|_| Step { pieces: 0..0, moves: 0 });
+            let none = (0..DEPTH).map(|_| Step { pieces: 0..0, moves: 0 });
             plan.steps.splice(0..0, none);
         }
         plan

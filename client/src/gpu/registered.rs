@@ -36,6 +36,11 @@ impl Registration {
         self.gpu.writes_ordering() < WritesOrdering::Owner
     }
 
+    /// Whether a stream can see to that.
+    pub fn is_for_streams(&self) -> bool {
+        !self.flushes() || self.gpu.streams_flush()
+    }
+
     /// Sees to it that what devices wrote to it is there for work that the GPU is given from now on.
     pub fn settle(&self) -> Result<(), (Gpu, CudaError)> {
         self.gpu.flush_remote_writes().map_err(|error| (self.gpu, error))

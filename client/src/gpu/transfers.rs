@@ -202,7 +202,7 @@ impl Transfers {
     ///
     /// # Errors
     /// As [`Transfers::read`], if nothing was begun; [`Error::StreamCaptured`]; [`Error::Cuda`] where CUDA does not take all of it, and any segment may have changed in part
-    /// then; later ones come with the answer.
+    /// then; later ones come with the answer. After an error of either kind the memory may still be in use until the stream has passed what was put into it.
     pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
         self.begin_on_stream(Direction::Read, file, segments, stream)
     }
@@ -275,7 +275,13 @@ impl Transfers {
     fn begin_on_stream(&self, direction: Direction, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
         let (inner, require) = (&*self.inner, self.require);
         let _alone = inner.cuda.leave_captures_alone();
-        let (parts, bytes) = self.look_up(direction, file, segments)?;
+        let (mut parts, bytes) = self.look_up(direction, file, segments)?;
+        for part in parts.iter_mut().filter(|_| direction == Direction::Read) {
+            if part.registered.as_ref().is_ok_and(|lease| !lease.is_for_streams()) {
+                // What the device wrote itself would not be there for the stream.
+                part.registered = Err(Reason::None);
+            }
+        }
         let (path, action) = (file.path(), action(direction));
         let failed = |error| Error::Cuda { path: path.to_owned(), action, on: format!("in stream {stream:#x}"), error };
         // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
@@ -418,7 +424,7 @@ impl fmt::Debug for Transfers {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The worker's are the last then, which end when it is done with all requests: this may be a callback, and the worker the thread that it runs on.
+        // The last are the worker's and those of windows then, which end when all requests are done: this may be a callback, and the worker the thread that it runs on.
         self.lanes.get_mut().clear();
         self.inbox.send(|mail| mail.end = true);
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());

@@ -18,8 +18,8 @@ use crate::mount::Mount;
 use gpunvme_gpupath::cuda::{CudaError, Gpu, Move, Scatter, Stream};
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::Mutex;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
@@ -58,13 +58,15 @@ pub(super) struct Window {
     /// The number of the step that is put into the stream next.
     next: Mutex<u32>,
     pub staging: Arc<Shared<Staging>>,
+    /// The kernel that the stream may still run, which has to stay as long as the window.
+    scatter: OnceLock<Arc<Scatter>>,
 }
 
 impl Window {
     fn new(mount: &Mount, gpu: Gpu, stream: u64) -> Result<Window> {
         let staging = Staging::new(&mount.connection().path, &gpu, DEPTH * ROOM, DEPTH * (TABLE + WORDS))?;
         let staging = mount.register(staging)?.share();
-        let window = Window { gpu, stream: stream.into(), next: Mutex::new(DEPTH as u32), staging };
+        let window = Window { gpu, stream: stream.into(), next: Mutex::new(DEPTH as u32), staging, scatter: OnceLock::new() };
         (0..DEPTH as u32).for_each(|number| window.word(number, GIVEN).store(number + 1, Ordering::Relaxed));
         Ok(window)
     }
@@ -252,7 +254,7 @@ impl Windows {
         &self,
         gpu: Gpu,
         stream: &Stream,
-        scatter: Option<&Scatter>,
+        scatter: Option<&Arc<Scatter>>,
         begin: impl FnOnce(Arc<Window>, u32) -> Arc<Job>,
         failed: impl Fn(CudaError) -> Error,
     ) -> Result<()> {
@@ -263,10 +265,15 @@ impl Windows {
             if window.stream.load(Ordering::Relaxed) != id {
                 continue; // it became another's before it was used
             }
+            if let Some(scatter) = scatter {
+                window.scatter.get_or_init(|| scatter.clone());
+            }
             let job = begin(window.clone(), *next);
             *next = job.number(job.plan.steps.len());
-            return window.put(stream, scatter, &job).map_err(|Refused { error, lost }| {
+            return window.put(stream, scatter.map(Arc::as_ref), &job).map_err(|Refused { error, lost }| {
                 if lost {
+                    // Whoever waits for it looks for another.
+                    window.stream.store(u64::MAX, Ordering::Relaxed);
                     // What the stream still does to the memory nobody knows: it stays as long as the process.
                     self.list.lock().retain(|other| !Arc::ptr_eq(other, &window));
                     std::mem::forget(window.clone());
@@ -311,7 +318,7 @@ impl Drop for Windows {
             let next = *window.next.lock();
             while !window.is_free(next) {
                 if start.elapsed() > Duration::from_secs(1) {
-                    std::mem::forget(window.staging.clone());
+                    std::mem::forget(window.clone());
                     break;
                 }
                 std::thread::yield_now();

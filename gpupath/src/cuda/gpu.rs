@@ -29,6 +29,7 @@ pub(super) struct Device {
     dma_buf: bool,
     writes_ordering: WritesOrdering,
     flushable: bool,
+    streams_flush: bool,
     context: OnceLock<Context>,
 }
 
@@ -72,6 +73,7 @@ impl Device {
             flushable: attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)?
                 & FlushOption::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as c_int
                 != 0,
+            streams_flush: attribute(Attribute::CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES)? != 0,
             context: OnceLock::new(),
         })
     }
@@ -212,6 +214,11 @@ impl Gpu {
     /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where there is no allocation; not all memory has the setting.
     pub fn sync_memops(&self, address: u64) -> Result<(), CudaError> {
         memory::sync_memops(self.context()?, address)
+    }
+
+    /// Whether its streams can do what [`Gpu::flush_remote_writes`] does ([`Stream::wait_value_and_flush`]).
+    pub fn streams_flush(&self) -> bool {
+        self.0.streams_flush
     }
 
     /// Puts what PCIe devices wrote into this GPU's memory before what it reads from now on. Where it does so by itself ([`Gpu::writes_ordering`]) this does nothing.

@@ -108,6 +108,7 @@ exports! {
             CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => 1,
             CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED => c_int::from(software.settings.dma_buf),
             CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => 1,
+            CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES => 1,
             CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS => 1,
             CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING => software.settings.writes_ordering,
             _ => return Err(CUDA_ERROR_INVALID_VALUE),

@@ -2,8 +2,9 @@
 
 use super::super::application::{Memory, Pinned, allocated, begin_capture, end_capture, every_kind, own_stream};
 use super::{MIB, Sample, Site, read, segment};
+use crate::tree;
 use gpunvme::Error;
-use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::gpu::{Pending, Segment, Transfers};
 use gpunvme_gpupath::cuda::{Cuda, Gpu, Stream};
 use rustix::process::{Signal, kill_process};
 use std::fs;
@@ -106,6 +107,63 @@ pub(super) fn every_kind_of_memory(site: &Site) {
             }
         }
     }
+}
+
+/// A kernel moves them, by a table that is this request's and not that of the one before it.
+pub(super) fn few_small_segments(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(26, 4 * MIB);
+    let memory = allocated(site.gpu, 8 * MIB as usize);
+    let stream = own_stream(site.gpu);
+    let (here, elsewhere) = (memory.address(), memory.address() + 4 * MIB);
+    let bytes = tree::pattern(27, 4 * MIB as usize);
+    for count in [1, 3, 100, 130, 300, 500] {
+        site.put(here, &bytes);
+        let (file, path) = site.empty("out");
+        let segments = |address| -> Vec<Segment> { (0..count).map(|n| segment(n * 8192, address + n * 8192, 4096)).collect() };
+        // SAFETY: nobody uses the memory until both were waited for.
+        let (read_in, written) = unsafe {
+            let read_in = transfers.read_on_stream(&sample.file, &segments(elsewhere), stream).unwrap();
+            (read_in, transfers.write_on_stream(&file, &segments(here), stream).unwrap())
+        };
+        assert_eq!((read_in.wait().unwrap().bytes(), written.wait().unwrap().bytes()), (count * 4096, count * 4096));
+        let (there, written) = (site.look(elsewhere, 4 * MIB), fs::read(path).unwrap());
+        for n in 0..count as usize {
+            let range = n * 8192..n * 8192 + 4096;
+            assert!(there[range.clone()] == sample.bytes[range.clone()], "segment {n} of {count} that were read");
+            assert!(written[range.clone()] == bytes[range], "segment {n} of {count} that were written");
+        }
+        assert!(site.look(here, 4 * MIB) == bytes, "what {count} segments were written from changed");
+    }
+}
+
+/// Neither call may wait for the stream: only their caller lets it go.
+pub(super) fn pinned_memory(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(28, 2 * MIB);
+    let (file, path) = site.empty("out");
+    let (mut from, mut to) = (Pinned::new(site.gpu, 2 * MIB as usize), Pinned::new(site.gpu, 2 * MIB as usize));
+    from.bytes().fill(0x2c);
+    read(&transfers, &sample.file, &[segment(0, to.address(), MIB)]).unwrap();
+    to.bytes().fill(0);
+    let blocked = Blocked::new(site.gpu);
+    let begin = |what, begin: &dyn Fn() -> gpunvme::Result<Pending>| within(Duration::from_secs(20), what, || begin().unwrap());
+    // SAFETY: nobody uses the memory until both were waited for.
+    let read_in = begin("the call that puts a read into pinned host memory into a held stream", &|| unsafe {
+        transfers.read_on_stream(&sample.file, &[segment(0, to.address(), 2 * MIB)], blocked.stream)
+    });
+    // SAFETY: as above.
+    let written = begin("the call that puts a write from pinned host memory into a held stream", &|| unsafe {
+        transfers.write_on_stream(&file, &[segment(0, from.address(), 2 * MIB)], blocked.stream)
+    });
+    thread::sleep(Duration::from_millis(50));
+    assert!(!read_in.is_done() && !written.is_done(), "the stream has not come to them");
+    blocked.let_go();
+    within(Duration::from_secs(20), "a read and a write of pinned host memory in a stream", || {
+        assert_eq!((read_in.wait().unwrap().bytes(), written.wait().unwrap().bytes()), (2 * MIB, 2 * MIB));
+    });
+    assert!(to.bytes() == &sample.bytes[..], "what was read into pinned host memory");
+    assert!(fs::read(path).unwrap().iter().all(|byte| *byte == 0x2c), "what was written from pinned host memory");
 }
 
 pub(super) fn many_streams(site: &Site) {
