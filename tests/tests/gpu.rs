@@ -15,6 +15,7 @@ use gpunvme_tests::cuda::{Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, tak
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::process::Signal;
 use zerocopy::IntoBytes;
 
 const MIB: u64 = 1 << 20;
@@ -176,6 +177,34 @@ fn a_stream_that_takes_half_of_a_request_goes_on() {
         let done = unsafe { transfers.read_on_stream(&file, &whole(&memory), stream) }.unwrap().wait();
         assert_eq!(done.unwrap().bytes(), 8 * MIB);
         assert!(look(&memory) == bytes);
+    });
+}
+
+/// The request's steps are all in the stream, and what follows them is not.
+#[test]
+fn a_stream_that_takes_no_waits_leaves_no_request_behind() {
+    needs_mount!();
+    with_software_cuda("wait-fails=1", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 1);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        let (stream, block) = (own_stream(gpu()), [segment_at(&memory, 0)]);
+        // SAFETY: the stream is never destroyed, and the memory is this test's.
+        let error = unsafe { transfers.read_on_stream(&file, &block, stream) }.unwrap_err();
+        assert!(matches!(&error, Error::Cuda { error, .. } if error.name == "CUDA_ERROR_NOT_SUPPORTED"), "{error}");
+        // The next has another window, and the end of it all does not wait for the one that was refused.
+        // SAFETY: as above.
+        let done = unsafe { transfers.read_on_stream(&file, &whole(&memory), stream) }.unwrap().wait();
+        assert_eq!(done.unwrap().bytes(), MIB);
+        assert!(look(&memory) == bytes);
+        let (over, ended) = mpsc::channel();
+        thread::spawn(move || {
+            drop(transfers);
+            over.send(()).unwrap();
+        });
+        ended.recv_timeout(Duration::from_secs(10)).expect("transfers end");
+        // The window of the one that was refused is the stream's as long as the process, and keeps the mount busy.
+        drop((file, volume.signal(Signal::KILL)));
     });
 }
 

@@ -73,6 +73,7 @@ struct Software {
     handles: Mutex<Handles>,
     last_handle: AtomicUsize,
     copies: AtomicU64,
+    waits: AtomicU64,
     /// By GPU: bytes of memory that are free.
     left: Vec<Arc<AtomicU64>>,
     bars: Option<Bars>,
@@ -100,6 +101,7 @@ impl Software {
                 handles: Mutex::default(),
                 last_handle: AtomicUsize::new(0x1000),
                 copies: AtomicU64::new(0),
+                waits: AtomicU64::new(0),
                 turn: Mutex::default(),
             }
         })

@@ -15,6 +15,8 @@ pub struct Settings {
     pub memory: u64,
     /// `copy-fails`: the copy, counted from 1, whose call fails with `CUDA_ERROR_ECC_UNCORRECTABLE`.
     pub copy_fails: Option<u64>,
+    /// `wait-fails`: the wait for a word, counted from 1, whose call fails with `CUDA_ERROR_NOT_SUPPORTED`.
+    pub wait_fails: Option<u64>,
     /// `copy-takes`: microseconds that a copy or a kernel takes at least.
     pub copy_takes: Duration,
     /// `call-takes`: nanoseconds that a call takes at least which gives a stream something to do; on an H200 that is about 1200.
@@ -40,6 +42,7 @@ impl Settings {
             init: None,
             memory: 16 << 30,
             copy_fails: None,
+            wait_fails: None,
             copy_takes: Duration::ZERO,
             call_takes: Duration::ZERO,
             dma_buf: true,
@@ -60,6 +63,7 @@ impl Settings {
                 "init" => settings.init = Some(value as u32),
                 "memory" => settings.memory = value,
                 "copy-fails" => settings.copy_fails = Some(value),
+                "wait-fails" => settings.wait_fails = Some(value),
                 "copy-takes" => settings.copy_takes = Duration::from_micros(value),
                 "call-takes" => settings.call_takes = Duration::from_nanos(value),
                 "dma-buf" => settings.dma_buf = value != 0,

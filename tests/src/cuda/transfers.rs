@@ -30,7 +30,6 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("what a stream does before and after a read or write is in order with it", streams::streams_are_ordered),
     ("streams move files into and out of every kind of memory, to their ends", streams::every_kind_of_memory),
     ("a stream's small segments are those of their request, however few", streams::few_small_segments),
-    ("pinned host memory is read and written in a stream that has not come to it", streams::pinned_memory),
     ("more streams than windows take turns", streams::many_streams),
     ("requests in streams do not wait for each other", streams::many_in_streams),
     ("a stream goes on when its request fails", streams::streams_go_on),
@@ -44,6 +43,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("memory that CUDA does not know is refused", unknown_memory),
     ("what is required is done or refused", requirements),
     ("a request may be for several GPUs", several_gpus),
+    ("pinned host memory is read and written in a stream that has not come to it", streams::pinned_memory),
 ];
 
 const MIB: u64 = 1 << 20;

@@ -97,6 +97,9 @@ exports! {
             1 => false,
             _ => return Err(CUDA_ERROR_NOT_SUPPORTED),
         };
+        if Some(software.waits.fetch_add(1, Ordering::Relaxed) + 1) == software.settings.wait_fails {
+            return Err(CUDA_ERROR_NOT_SUPPORTED);
+        }
         let _turn = software.turn();
         stream.put(Work::AwaitValue(word(software, address)?, value, passed));
         Ok(())
