@@ -190,11 +190,11 @@ impl Transfers {
     /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read. All that CUDA has to do for the read is
     /// in the stream when the call returns, so calls that wait for the whole GPU (`cudaFree`, `cuMemFree`) may be made meanwhile, in any thread.
     ///
-    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes about a thousand operations into a stream, of which a read takes three for each
+    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes a limited number of operations into a stream, of which a read takes three for each
     /// 512 KiB; and a GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come to. A call that finds no room waits until streams went on.
     ///
     /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. A stream whose context ended, because a kernel of the application
-    /// crashed, comes to no request any more: such a request is never answered.
+    /// crashed, comes to no request any more: such a request is never answered, and dropping the `Transfers` waits for it.
     ///
     /// # Safety
     /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
