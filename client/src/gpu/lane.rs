@@ -68,7 +68,8 @@ struct Run {
     len: u64,
     direction: Direction,
     by_kernel: bool,
-    on_host: bool,
+    /// Where the processor finds it, if the processor copies it.
+    host: Option<u64>,
 }
 
 impl Run {
@@ -200,9 +201,9 @@ impl Lane {
         self.broken = Some(error);
     }
 
-    /// Gives the stream what waits, if it is not too busy, and if it is not better to wait for more: `coming` pieces are on their way through the ring. Copies that could not be
-    /// made are appended to `failed`. Returns whether anything was done.
-    pub fn issue(&mut self, coming: usize, now: Instant, failed: &mut Vec<(usize, NotCopied)>) -> bool {
+    /// Gives the stream what waits, if it is not too busy, and if it is not better to wait for more: `coming` pieces are on their way through the ring. Pieces that the processor
+    /// copied are appended to `copied`, and those that could not be to `failed`. Returns whether anything was done.
+    pub fn issue(&mut self, coming: usize, now: Instant, copied: &mut Vec<usize>, failed: &mut Vec<(usize, NotCopied)>) -> bool {
         if self.waiting.is_empty() {
             self.since = now;
             return false;
@@ -212,7 +213,7 @@ impl Lane {
             return false;
         }
         self.since = now;
-        if let Err(error) = self.broken.clone().map_or_else(|| self.issue_all(failed), Err) {
+        if let Err(error) = self.broken.clone().map_or_else(|| self.issue_all(copied, failed), Err) {
             failed.extend(self.waiting.drain(..).map(|copy| (copy.piece, Some(error.clone()))));
             self.give_up(error, failed);
         }
@@ -221,7 +222,11 @@ impl Lane {
         true
     }
 
-    fn issue_all(&mut self, failed: &mut Vec<(usize, NotCopied)>) -> std::result::Result<(), CudaError> {
+    fn issue_all(
+        &mut self,
+        on_host: &mut Vec<usize>,
+        failed: &mut Vec<(usize, NotCopied)>,
+    ) -> std::result::Result<(), CudaError> {
         let _entered = self.gpu.enter()?;
         self.drop_freed(failed)?;
         self.join();
@@ -241,18 +246,23 @@ impl Lane {
                 moves += 1;
                 continue;
             }
+            let copies = self.waiting[run.copies.clone()].iter();
+            if let Some(host) = run.host {
+                // SAFETY: as below. It was there a moment ago.
+                unsafe { self.staging.memory().copy_on_host(run.direction, run.slot as usize, host, run.len as usize) };
+                on_host.extend(copies.map(|copy| copy.piece));
+                continue;
+            }
             let (to, from) = run.ends(self.staging.memory().mapping.as_ptr() as u64);
             // SAFETY: one side is the application's memory, which it vouched for until its request is answered; the other is a slot that is this
             // piece's. Both stay until the batch is done: pieces are answered, and slots given back, only then.
             let copied = unsafe {
                 match run.direction {
-                    _ if run.on_host => self.stream.copy(to, from, run.len as usize),
                     // These notice memory that was freed since it was looked at.
                     Direction::Read => self.stream.copy_in(to, from, run.len as usize),
                     Direction::Write => self.stream.copy_out(to, from, run.len as usize),
                 }
             };
-            let copies = self.waiting[run.copies.clone()].iter();
             match copied {
                 Ok(()) => batch.pieces.extend(copies.map(|copy| copy.piece)),
                 Err(error) => failed.extend(copies.map(|copy| (copy.piece, Some(error.clone())))),
@@ -324,8 +334,9 @@ impl Lane {
                 run.copies.end = at + 1;
                 continue;
             }
-            let (direction, Allocation { by_kernel, on_host, .. }) = (copy.direction, copy.allocation);
-            self.runs.push(Run { copies: at..at + 1, address: copy.address, slot, len: copy.len, direction, by_kernel, on_host });
+            let Copy { direction, address, len, allocation, .. } = *copy;
+            let (by_kernel, host) = (allocation.by_kernel, allocation.on_host(address));
+            self.runs.push(Run { copies: at..at + 1, address, slot, len, direction, by_kernel, host });
         }
     }
 }

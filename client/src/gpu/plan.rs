@@ -29,8 +29,17 @@ pub(super) struct Planned {
     pub piece: Piece,
     /// Which move of the kernel's table it is, if the kernel moves it.
     pub entry: Option<usize>,
+    /// Where the processor finds it, if the processor moves it.
+    pub host: Option<u64>,
     /// The file may end in it: what is in memory behind the end has to stay.
     pub keeps: bool,
+}
+
+impl Planned {
+    /// Whether the stream copies it.
+    pub fn is_copied(&self) -> bool {
+        self.slot.is_some() && self.entry.is_none() && self.host.is_none()
+    }
 }
 
 /// Pieces that are transferred together, and copied together.
@@ -84,13 +93,16 @@ impl Plan {
                 }
                 let small = staged && piece.wanted <= SMALL && part.allocation.by_kernel;
                 let by_kernel = small && terms.kernels_of == Some(part.allocation.gpu);
+                let address = part.address + within;
+                let host = part.allocation.on_host(address).filter(|_| staged);
                 plan.pieces.push(Planned {
                     part: index,
-                    address: part.address + within,
+                    address,
                     slot: staged.then_some(used),
                     piece,
                     entry: by_kernel.then_some(0),
-                    keeps: staged && direction == Direction::Read && offset + piece.wanted > terms.file_size,
+                    host,
+                    keeps: staged && host.is_none() && direction == Direction::Read && offset + piece.wanted > terms.file_size,
                 });
                 used += taken;
                 within += piece.wanted;

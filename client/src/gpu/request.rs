@@ -57,10 +57,17 @@ pub(super) struct Allocation {
     pub gpu: Gpu,
     /// Whether that GPU's kernels do.
     pub by_kernel: bool,
-    /// Whether it is host memory.
-    pub on_host: bool,
+    /// Where the processor finds its first byte, if it is host memory. Then the processor copies it: CUDA does that in its caller, and lets the caller wait for the stream.
+    pub host: Option<u64>,
     pub base: u64,
     pub buffer_id: u64,
+}
+
+impl Allocation {
+    /// Where the processor finds what lies at an address of it, if it is host memory.
+    pub fn on_host(&self, address: u64) -> Option<u64> {
+        Some(self.host?.wrapping_add(address - self.base))
+    }
 }
 
 /// A read or write, looked up and ready to be done.

@@ -185,6 +185,9 @@ impl Server {
                 continue;
             }
             let planned = &job.plan.pieces[piece];
+            if job.direction == Direction::Write {
+                job.window.copy_on_host(job.number(step), Direction::Write, planned, planned.piece.wanted);
+            }
             let kept = if planned.keeps { job.window.keep(job.number(step), planned) } else { Vec::new() };
             self.waiting.push_back(self.pieces.insert(InFlight { request: id, step, piece, kept }));
         }
@@ -237,6 +240,10 @@ impl Server {
             outcome.failed(at_place(error, part.segment, planned.piece.file_offset));
             0
         });
+        // Of a request that was cut short the memory may be gone soon.
+        if job.direction == Direction::Read && !job.is_cancelled() {
+            job.window.copy_on_host(job.number(step), Direction::Read, planned, arrived);
+        }
         if planned.keeps {
             job.window.put_back(job.number(step), planned, &kept, arrived);
         }

@@ -8,10 +8,11 @@ use crate::error::{Error, Result};
 use crate::sys::Mapping;
 use gpunvme_gpupath::abi::RegisterFlags;
 use gpunvme_gpupath::cuda::{Gpu, HostRegistration};
+use gpunvme_gpupath::pieces::Direction;
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 
 /// Host memory that is registered with CUDA.
 #[derive(Debug)]
@@ -48,6 +49,23 @@ impl Staging {
         let registration = unsafe { HostRegistration::new(gpu, address, len) }.map_err(failed)?;
         let device_address = registration.device_address(gpu).map_err(failed)?;
         Ok(Staging { _registration: registration, mapping, memory, pool, device_address })
+    }
+
+    /// Copies `len` bytes between `at` in it and host memory of the application.
+    ///
+    /// # Safety
+    /// The bytes at `host` are the application's, which lets nobody else use them meanwhile.
+    pub unsafe fn copy_on_host(&self, direction: Direction, at: usize, host: u64, len: usize) {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.pool), "{len} bytes at {at} of a pool of {}", self.pool);
+        let host: *mut u8 = ptr::with_exposed_provenance_mut(host as usize);
+        // SAFETY: the range lies in the mapping, and nobody else uses it; the caller vouches for the other one.
+        unsafe {
+            let slot = self.mapping.as_ptr().add(at);
+            match direction {
+                Direction::Read => ptr::copy_nonoverlapping(slot, host, len),
+                Direction::Write => ptr::copy_nonoverlapping(host, slot, len),
+            }
+        }
     }
 }
 

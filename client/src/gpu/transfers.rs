@@ -388,8 +388,8 @@ impl Inner {
                 }
             }
         };
-        let on_host = matches!(found.place, Place::Host);
-        Ok(Allocation { gpu, by_kernel: found.by_kernel, on_host, base: found.base, buffer_id: found.buffer_id })
+        let host = found.host.filter(|_| matches!(found.place, Place::Host));
+        Ok(Allocation { gpu, by_kernel: found.by_kernel, host, base: found.base, buffer_id: found.buffer_id })
     }
 
     /// Gives a GPU a lane if it has none, and returns its kernel.

@@ -2,7 +2,8 @@
 //!
 //! It guards that a stream never waits for a call of CUDA. Freeing memory waits for all streams, and in the driver everybody else's calls wait for that (seen on an H200, driver
 //! 580): a thread that had to copy something so that a stream goes on would be one of them. So copies are in the stream when the call returns, each between two words in
-//! this memory. By one the stream gives a room to whoever serves its requests, by the other it gets it back.
+//! this memory. By one the stream gives a room to whoever serves its requests, by the other it gets it back. Between the two whoever serves them copies what lies in host memory:
+//! CUDA would do that in the call, after all that is in the stream.
 //!
 //! A window is one stream's at a time, until the stream has passed all that was asked for in it. Requests of one stream use it one after the other, as the stream comes to
 //! them, so none holds a room that another waits for, whatever streams wait for each other.
@@ -102,6 +103,14 @@ impl Window {
         self.staging.memory().mapping.copy_in(entry_at, entry.as_bytes()).expect("a table has room for all pieces of a step");
     }
 
+    /// Copies the first `len` bytes of a piece between its slot and the application's memory, if that is host memory.
+    pub fn copy_on_host(&self, number: u32, direction: Direction, planned: &Planned, len: u64) {
+        let Some(host) = planned.host else { return };
+        let at = self.slot(number, planned).expect("it is staged") + planned.piece.skip as usize;
+        // SAFETY: the application vouched for its memory from when the stream came to the request, as it did, until it has passed it, for which this step's room has to be back.
+        unsafe { self.staging.memory().copy_on_host(direction, at, host, len as usize) };
+    }
+
     /// The bytes of a slot that are the application's.
     pub fn keep(&self, number: u32, planned: &Planned) -> Vec<u8> {
         let mut kept = vec![0; planned.piece.wanted as usize];
@@ -153,7 +162,7 @@ impl Window {
             let number = job.number(step);
             let mut copied = job.pieces(step).filter(|planned| which(planned));
             if refused.is_ok() {
-                *refused = copied.try_for_each(|planned| self.copy(stream, job, number, planned, direction));
+                *refused = copied.try_for_each(|planned| self.copy(stream, number, planned, direction));
             }
             if refused.is_ok() && direction == job.direction {
                 *refused = self.scatter(stream, scatter, number, job.plan.steps[step].moves);
@@ -173,13 +182,13 @@ impl Window {
                 if job.flushes { stream.wait_value_and_flush(returned, number) } else { stream.wait_value(returned, number) }
             }?;
             if job.direction == Direction::Read {
-                copy(before, Direction::Read, |planned| planned.entry.is_none());
+                copy(before, Direction::Read, Planned::is_copied);
             }
         }
         if at < job.plan.steps.len() {
             match job.direction {
                 Direction::Read => copy(at, Direction::Write, |planned| planned.keeps),
-                Direction::Write => copy(at, Direction::Write, |planned| planned.entry.is_none()),
+                Direction::Write => copy(at, Direction::Write, Planned::is_copied),
             }
             given = Some(job.number(at));
         }
@@ -190,22 +199,14 @@ impl Window {
         Ok(())
     }
 
-    /// Copies a piece between its slot and the application's memory, if it has a slot.
-    fn copy(
-        &self,
-        stream: &Stream,
-        job: &Job,
-        number: u32,
-        planned: &Planned,
-        direction: Direction,
-    ) -> std::result::Result<(), CudaError> {
-        let Some(slot) = self.slot(number, planned) else { return Ok(()) };
+    /// Copies a piece between its slot and the application's memory.
+    fn copy(&self, stream: &Stream, number: u32, planned: &Planned, direction: Direction) -> std::result::Result<(), CudaError> {
+        let slot = self.slot(number, planned).expect("what a stream copies is staged");
         let slot = self.staging.memory().mapping.as_ptr() as u64 + slot as u64 + planned.piece.skip;
         let ((to, from), len) = (ends(direction, planned.address, slot), planned.piece.wanted as usize);
         // SAFETY: one side is the application's memory, which it vouched for until the stream has passed the request; the other is a slot that is this piece's until then.
         unsafe {
             match direction {
-                _ if job.parts[planned.part].allocation.on_host => stream.copy(to, from, len),
                 Direction::Read => stream.copy_in(to, from, len),
                 Direction::Write => stream.copy_out(to, from, len),
             }

@@ -244,7 +244,7 @@ impl Worker {
         for at in 0..self.lanes.len() {
             let Some(lane) = &mut self.lanes[at] else { continue };
             lane.finished(&mut self.copied);
-            let moved = lane.issue(coming, now, &mut self.not_copied) || !self.copied.is_empty();
+            let moved = lane.issue(coming, now, &mut self.copied, &mut self.not_copied) || !self.copied.is_empty();
             if moved {
                 self.progress[at] = now;
                 any = true;

@@ -25,6 +25,8 @@ pub struct Allocation {
     pub base: u64,
     /// Its length in bytes.
     pub len: u64,
+    /// Where the processor finds its first byte, if it may.
+    pub host: Option<u64>,
     /// Its number ([`Cuda::buffer_id`]).
     pub buffer_id: u64,
     /// Whether the GPU's primary context can reach it: not if it was allocated in another one.
@@ -45,7 +47,7 @@ pub enum Place {
 }
 
 pub(super) fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>, CudaError> {
-    const ATTRIBUTES: [Attribute; 9] = [
+    const ATTRIBUTES: [Attribute; 10] = [
         Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
         Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
         Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
@@ -55,6 +57,7 @@ pub(super) fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>
         Attribute::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
         Attribute::CU_POINTER_ATTRIBUTE_MAPPING_SIZE,
         Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID,
+        Attribute::CU_POINTER_ATTRIBUTE_HOST_POINTER,
     ];
     let mut attributes = ATTRIBUTES;
     let mut values = [0u64; ATTRIBUTES.len()];
@@ -63,7 +66,7 @@ pub(super) fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>
     unsafe {
         cuda.driver.cuPointerGetAttributes(ATTRIBUTES.len() as u32, attributes.as_mut_ptr(), pointers.as_mut_ptr(), address)
     }?;
-    let [kind, managed, ordinal, context, range, range_len, mapping, mapping_len, buffer_id] = values;
+    let [kind, managed, ordinal, context, range, range_len, mapping, mapping_len, buffer_id, host] = values;
 
     let place = match kind as u32 {
         _ if managed != 0 => Place::Managed,
@@ -89,7 +92,8 @@ pub(super) fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>
         Place::Device(_) => primary,
         Place::Host | Place::Managed => false,
     };
-    Ok(Some(Allocation { place, base, len: end.saturating_sub(base), buffer_id, primary, by_kernel }))
+    let host = (host != 0).then(|| host.wrapping_sub(address.wrapping_sub(base)));
+    Ok(Some(Allocation { place, base, len: end.saturating_sub(base), host, buffer_id, primary, by_kernel }))
 }
 
 /// Whether kernels in a context may read and write the memory at an address that CUDA knows.

@@ -1,8 +1,8 @@
 //! A `libcuda.so` without a GPU: the driver API as far as gpunvme and its tests call it, on the CPU.
 //!
 //! It is to CUDA what `sim:` is to an NVMe controller: the interface is real, the silicon is not. Memory has addresses that only CUDA reaches, streams run beside their callers,
-//! copies from memory that is not registered are synchronous, freed memory is refused, and a kernel that touches what it must not ends its context. It knows one kernel,
-//! gpunvme's own, by name. It says nothing about speed. Where it and a GPU differ, the GPU is right.
+//! copies from memory that is not registered, and from host memory to host memory, are synchronous, freed memory is refused, and a kernel that touches what it must not ends its
+//! context. It knows one kernel, gpunvme's own, by name. It says nothing about speed. Where it and a GPU differ, the GPU is right.
 //!
 //! It differs in this, at least: a default stream waits for no other stream and none for it; a dma-buf is a memfd, and begins where its allocation begins; GPUs do not reach each
 //! other's memory from kernels.

@@ -130,7 +130,8 @@ fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
             Work::Await(mark) => mark.wait(),
             Work::AwaitValue(word, value, passed) => {
                 let there = |found: u32| if passed { found.wrapping_sub(value).cast_signed() >= 0 } else { found == value };
-                while !there(word_at(&word).load(Ordering::Acquire)) {
+                // A context that ends takes its streams with it.
+                while !there(word_at(&word).load(Ordering::Acquire)) && context.broken().is_none() {
                     thread::sleep(Duration::from_micros(20));
                 }
             }

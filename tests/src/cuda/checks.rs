@@ -72,6 +72,8 @@ fn memory_is_recognised(gpu: Gpu) {
             assert_eq!((found.place, found.primary), (place, true), "{kind}: {found:?}");
             assert_eq!(found.by_kernel, matches!(place, Place::Device(_)), "{kind}: {found:?}");
             assert_eq!((found.base, found.len), (base, len), "{kind}: its bounds");
+            let reached = if let Place::Managed = place { found.host } else { (place == Place::Host).then_some(base) };
+            assert_eq!(found.host, reached, "{kind}: where the processor finds it");
             assert_eq!(cuda().buffer_id(at).unwrap(), Some(found.buffer_id), "{kind}: its number");
             assert_eq!(cuda().buffer_id(base).unwrap(), Some(found.buffer_id), "{kind}: its number at another address");
         }

@@ -264,6 +264,13 @@ fn put_attribute(software: &Software, value: *mut c_void, attribute: CUpointer_a
                 None => 0,
             },
         ),
+        CU_POINTER_ATTRIBUTE_HOST_POINTER => put(
+            value.cast(),
+            match kind {
+                Some(Kind::Managed(_) | Kind::Host(_)) => address,
+                _ => 0,
+            },
+        ),
         CU_POINTER_ATTRIBUTE_IS_MANAGED => put(value.cast(), u32::from(matches!(kind, Some(Kind::Managed(_))))),
         CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => put(
             value.cast(),

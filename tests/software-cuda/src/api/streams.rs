@@ -1,7 +1,7 @@
 //! What concerns streams, events and kernels.
 
 use super::{Answer, handle, put};
-use crate::memory::Piece;
+use crate::memory::{Kind, Piece};
 use crate::stream::{Stream, Work};
 use crate::{Code, Software};
 use cudarc::driver::sys::cudaError_enum::*;
@@ -228,6 +228,8 @@ fn copy(to: CUdeviceptr, from: CUdeviceptr, len: usize, stream: CUstream, right:
         return Err(CUDA_ERROR_ECC_UNCORRECTABLE);
     }
     let addresses = software.addresses.lock().unwrap();
+    let on_gpu = |address| addresses.find(address).is_some_and(|(_, found)| !matches!(found.kind, Kind::Host(_)));
+    let between_host = !on_gpu(to) && !on_gpu(from);
     let (to, from) = (addresses.pieces(to, len as u64)?, addresses.pieces(from, len as u64)?);
     drop(addresses);
     let [knows_to, knows_from] = [&to, &from].map(|pieces| pieces.iter().all(|piece| piece.known));
@@ -237,7 +239,7 @@ fn copy(to: CUdeviceptr, from: CUdeviceptr, len: usize, stream: CUstream, right:
     let turn = software.turn();
     stream.put(Work::Copy(to, from));
     drop(turn);
-    if !knows_to || !knows_from {
+    if !knows_to || !knows_from || between_host {
         stream.mark().wait();
     }
     Ok(())
