@@ -176,6 +176,10 @@ impl Error {
         Error::Cuda { path: path.to_owned(), action, on: format!("GPU {gpu}"), error }
     }
 
+    pub(crate) fn in_stream(path: &Path, action: &'static str, stream: usize, error: CudaError) -> Error {
+        Error::Cuda { path: path.to_owned(), action, on: format!("in stream {stream:#x}"), error }
+    }
+
     /// The error number that fits it best, for callers that know nothing else.
     pub fn errno(&self) -> Errno {
         match self {

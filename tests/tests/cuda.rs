@@ -102,6 +102,23 @@ fn what_holds_on_a_gpu_holds_on_the_software_driver() {
 }
 
 #[test]
+fn a_gpu_that_orders_writes_for_itself_does_not_for_streams_of_others() {
+    with_software_cuda("gpus=2,writes-ordering=100", || {
+        let gpus: Vec<_> = Cuda::load().unwrap().gpus().collect();
+        assert!(gpus[0].orders_writes_for_streams_of(&gpus[0]));
+        assert!(!gpus[0].orders_writes_for_streams_of(&gpus[1]));
+    });
+}
+
+#[test]
+fn a_gpu_that_orders_writes_for_all_does_for_streams_of_others() {
+    with_software_cuda("gpus=2,writes-ordering=200", || {
+        let gpus: Vec<_> = Cuda::load().unwrap().gpus().collect();
+        assert!(gpus[0].orders_writes_for_streams_of(&gpus[1]));
+    });
+}
+
+#[test]
 fn threads_that_load_it_at_once_get_the_same() {
     with_software_cuda("", || {
         let loads: Vec<_> = (0..8).map(|_| thread::spawn(|| std::ptr::from_ref(Cuda::load().unwrap()).addr())).collect();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Mount, Wait};
 use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
-use gpunvme_tests::cuda::{Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, take_access};
+use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
@@ -49,6 +49,12 @@ fn what_holds_on_a_gpu_holds_on_the_software_driver() {
             check(&site);
         }
     });
+}
+
+#[test]
+fn requests_are_answered_whose_streams_a_kernel_that_crashes_ended() {
+    needs_mount!();
+    with_software_cuda("", || CRASH_CHECK.1(&Site::new(gpu())));
 }
 
 /// The sixth copy is one of those that empty the pool.

@@ -23,6 +23,7 @@
 //! the pool and each GPU (`lane`). Requests in the order of a stream have a thread of their own (`ordered`), which makes no call of CUDA: all that the GPU has to do for them is
 //! in the stream when the call returns (`plan`, `window`).
 
+mod health;
 mod inbox;
 #[allow(unsafe_code)]
 mod lane;

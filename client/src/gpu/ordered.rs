@@ -2,16 +2,19 @@
 //!
 //! It guards that all of a request is in its stream when the call returns, and that the stream goes on whatever becomes of it.
 
+use super::health::Health;
 use super::inbox::Inbox;
+use super::outcome::action;
 use super::plan::{Plan, Planned, Terms};
 use super::request::{Answer, Parts};
 use super::server::{ENTRIES, Mail, Server};
-use super::window::{Window, Windows};
+use super::window::{Owner, Window, Windows};
+use super::worker;
 use crate::error::{Error, Result};
 use crate::file::{File, Require};
 use crate::mount::Mount;
 use crate::ring::{Attached, Ring, RingName};
-use gpunvme_gpupath::cuda::{CudaError, Scatter, Stream};
+use gpunvme_gpupath::cuda::{Gpu, Scatter, Stream};
 use gpunvme_gpupath::pieces::{Blocks, Direction};
 use rustix::io::Errno;
 use std::sync::Arc;
@@ -26,6 +29,10 @@ pub(super) struct Job {
     pub require: Require,
     pub plan: Plan,
     pub window: Arc<Window>,
+    /// The stream, as the application names it.
+    pub stream: usize,
+    /// Its context, if that is looked after.
+    pub context: Option<Arc<Health>>,
     /// The window's number for the first step.
     first: u32,
     /// What the device wrote to GPU memory itself is there for the stream only after a flush.
@@ -83,7 +90,11 @@ pub(super) struct Ask<'a> {
     pub parts: Parts,
     pub require: Require,
     pub bytes: u64,
+    /// The stream, as the application names it.
+    pub name: usize,
     pub stream: Stream,
+    /// The GPU that it is of.
+    pub of: Gpu,
     /// The kernel of the first part's GPU, if anything is staged for it.
     pub scatter: Option<Arc<Scatter>>,
 }
@@ -99,15 +110,15 @@ pub(super) struct Ordered {
 }
 
 impl Ordered {
-    /// Starts the thread. Slots are aligned to `alignment`.
-    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize) -> Result<Ordered> {
+    /// Starts the thread, which has `worker` look after contexts, and ends that one when it ends itself. Slots are aligned to `alignment`.
+    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize, worker: Arc<Inbox<worker::Mail>>) -> Result<Ordered> {
         let ring = Ring::new(mount, ENTRIES)?;
         let name = ring.name().clone();
         let path = &mount.connection().path;
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers in streams", errno };
         let inbox = Arc::new(Inbox::new().map_err(failed)?);
         let windows = Arc::new(Windows::new(mount));
-        let server = Server::new(ring, inbox.clone(), windows.clone());
+        let server = Server::new(ring, inbox.clone(), windows.clone(), worker);
         let thread = std::thread::Builder::new().name("gpunvme-stream".into());
         let thread =
             thread.spawn(move || server.run()).map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
@@ -115,14 +126,17 @@ impl Ordered {
     }
 
     /// Puts a request into its stream.
-    pub fn begin(&self, ask: Ask<'_>, failed: impl Fn(CudaError) -> Error) -> Result<Arc<Answer>> {
-        let Ask { direction, file, parts, require, bytes, stream, scatter } = ask;
+    pub fn begin(&self, ask: Ask<'_>) -> Result<Arc<Answer>> {
+        let Ask { direction, file, parts, require, bytes, name, stream, of, scatter } = ask;
+        let failed = |error| Error::in_stream(file.path(), action(direction), name, error);
         let answer = Arc::new(Answer::default());
         let Some(gpu) = parts.first().map(|part| part.allocation.gpu) else {
             answer.set(Ok(crate::file::Transfer::default()));
             return Ok(answer);
         };
-        let scatter = if stream.is_of(&gpu).map_err(&failed)? { scatter } else { None };
+        let primary = stream.is_of(&of).map_err(failed)?;
+        let scatter = scatter.filter(|_| primary && of == gpu);
+        let context = primary.then(|| self.windows.context(of)).transpose().map_err(failed)?;
         let terms = Terms {
             direction,
             blocks: self.blocks,
@@ -134,21 +148,35 @@ impl Ordered {
         let plan = Plan::new(&terms, &parts);
         let flushes =
             direction == Direction::Read && parts.iter().any(|part| part.registered.as_ref().is_ok_and(|l| l.flushes()));
-        let file = file.in_ring(&self.ring)?;
+        let attached = file.in_ring(&self.ring)?;
+        let owner = Owner { stream: stream.id().map_err(failed)?, context: context.clone() };
         let begin = |window, first| {
-            let (steps, cut, cancelled) = (plan.steps.len().into(), AtomicBool::new(false), AtomicBool::new(false));
-            let job = Arc::new(Job { direction, file, parts, require, plan, window, first, flushes, steps, cut, cancelled });
+            let job = Arc::new(Job {
+                direction,
+                file: attached,
+                parts,
+                require,
+                steps: plan.steps.len().into(),
+                plan,
+                window,
+                stream: name,
+                context,
+                first,
+                flushes,
+                cut: AtomicBool::new(false),
+                cancelled: AtomicBool::new(false),
+            });
             self.inbox.send(|mail| mail.jobs.push((job.clone(), answer.clone())));
             job
         };
-        let put = self.windows.put(gpu, &stream, scatter.as_ref(), begin, failed);
+        let put = self.windows.put(gpu, owner, &stream, scatter.as_ref(), begin, failed);
         if put.is_err() {
             self.inbox.send(|_| {}); // so that it looks
         }
         put.map(|()| answer)
     }
 
-    /// Ends the thread when it is done with all requests, and waits for that if `wait` says so.
+    /// Ends the thread when it is done with all requests, and the worker with it, and waits for that if `wait` says so.
     pub fn end(self, wait: bool) {
         // The thread's are the last then.
         drop(self.windows);

@@ -36,9 +36,9 @@ impl Registration {
         self.gpu.writes_ordering() < WritesOrdering::Owner
     }
 
-    /// Whether a stream can see to that.
-    pub fn is_for_streams(&self) -> bool {
-        !self.flushes() || self.gpu.streams_flush()
+    /// Whether a stream of a GPU sees it, by that flush or without.
+    pub fn is_for_streams_of(&self, gpu: &Gpu) -> bool {
+        self.gpu.orders_writes_for_streams_of(gpu)
     }
 
     /// Sees to it that what devices wrote to it is there for work that the GPU is given from now on.

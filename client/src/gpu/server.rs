@@ -9,6 +9,7 @@ use super::outcome::{Outcome, action, at_place, of_the_application};
 use super::plan::DEPTH;
 use super::request::{Answer, operation};
 use super::window::Windows;
+use super::worker::{self, STALLED};
 use crate::error::Error;
 use crate::file::Transfer;
 use crate::linger::Linger;
@@ -49,6 +50,8 @@ struct Active {
     left: Vec<usize>,
     /// Steps that were begun, and of which some are not.
     open: usize,
+    /// When its stream last came to something of it, or when it was last asked whether the stream still can.
+    since: Instant,
     outcome: Outcome,
 }
 
@@ -65,6 +68,8 @@ struct InFlight {
 pub(super) struct Server {
     ring: Ring,
     inbox: Arc<Inbox<Mail>>,
+    /// Of the thread that copies, and may make calls of CUDA.
+    worker: Arc<Inbox<worker::Mail>>,
     /// They end with the last of both sides that use them.
     _windows: Arc<Windows>,
     requests: Slab<Active>,
@@ -78,10 +83,11 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub fn new(ring: Ring, inbox: Arc<Inbox<Mail>>, windows: Arc<Windows>) -> Server {
+    pub fn new(ring: Ring, inbox: Arc<Inbox<Mail>>, windows: Arc<Windows>, worker: Arc<Inbox<worker::Mail>>) -> Server {
         Server {
             ring,
             inbox,
+            worker,
             _windows: windows,
             requests: Slab::new(),
             pieces: Slab::new(),
@@ -99,6 +105,8 @@ impl Server {
         if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
             std::process::abort();
         }
+        // It had to be there to look after contexts.
+        self.worker.send(|mail| mail.end = true);
     }
 
     fn work(&mut self) {
@@ -106,7 +114,7 @@ impl Server {
         loop {
             let mut busy = self.receive();
             busy |= self.collect(linger.now());
-            busy |= self.look_at_streams();
+            busy |= self.look_at_streams(linger.now());
             self.push();
             self.ring.submit();
             if busy {
@@ -127,7 +135,8 @@ impl Server {
         }
         for (job, answer) in self.mail.jobs.drain(..) {
             let left = job.plan.steps.iter().map(|step| step.pieces.len()).collect();
-            self.requests.insert(Active { job, answer, begun: 0, left, open: 0, outcome: Outcome::default() });
+            let since = Instant::now();
+            self.requests.insert(Active { job, answer, begun: 0, left, open: 0, since, outcome: Outcome::default() });
         }
         self.ending |= std::mem::take(&mut self.mail.end);
         true
@@ -148,22 +157,44 @@ impl Server {
         taken.inspect_err(|_| self.close()).is_ok_and(|taken| taken > 0)
     }
 
-    /// Begins the steps whose rooms streams gave, and answers requests that streams have passed.
-    fn look_at_streams(&mut self) -> bool {
+    /// Begins the steps whose rooms streams gave, and answers requests that streams have passed, or will never come to.
+    fn look_at_streams(&mut self, now: Instant) -> bool {
         let mut any = false;
         let ids: Vec<usize> = self.requests.iter().map(|(id, _)| id).collect();
         for id in ids {
+            // First: whatever a stream did before its context ended is seen below.
+            let ended = self.requests[id].job.context.as_ref().and_then(|context| context.ended()).cloned();
             while let Some(step) = self.requests[id].given() {
                 self.begin(id, step);
+                self.requests[id].since = now;
                 any = true;
             }
-            if self.requests[id].is_over() {
-                let Active { answer, outcome, .. } = self.requests.remove(id);
-                answer.set(outcome.result());
-                any = true;
+            let active = &mut self.requests[id];
+            let over = active.is_over();
+            if let Some(error) = ended.filter(|_| !over && active.open == 0) {
+                let job = &active.job;
+                active.outcome.failed(Error::in_stream(job.file.path(), action(job.direction), job.stream, error));
+            } else if !over {
+                self.look_after(id, now);
+                continue;
             }
+            let Active { answer, outcome, .. } = self.requests.remove(id);
+            answer.set(outcome.result());
+            any = true;
         }
         any
+    }
+
+    /// Has somebody look whether a request's context lives, if its stream does nothing.
+    fn look_after(&mut self, id: usize, now: Instant) {
+        let active = &mut self.requests[id];
+        let Some(context) = &active.job.context else { return };
+        if now.saturating_duration_since(active.since) > STALLED {
+            active.since = now;
+            if context.ask() {
+                self.worker.send(|mail| mail.contexts.push(context.clone()));
+            }
+        }
     }
 
     /// Begins a step.

@@ -193,8 +193,9 @@ impl Transfers {
     /// The call returns before the stream comes to the read, unless there is no room: CUDA takes a limited number of operations into a stream, of which a read takes three for each
     /// 512 KiB; and a GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come to. A call that finds no room waits until streams went on.
     ///
-    /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. A stream whose context ended, because a kernel of the application
-    /// crashed, comes to no request any more: such a request is never answered, and dropping the `Transfers` waits for it.
+    /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. Where a kernel of the application crashes, its context ends with all
+    /// streams: such requests are answered with [`Error::Cuda`] within a second. That is only so in the context that the CUDA runtime uses, the GPU's primary one: in one of the
+    /// application's own (`cuCtxCreate`) they are never answered, and dropping the `Transfers` waits for them.
     ///
     /// # Safety
     /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
@@ -276,24 +277,25 @@ impl Transfers {
         let (inner, require) = (&*self.inner, self.require);
         let _alone = inner.cuda.leave_captures_alone();
         let (mut parts, bytes) = self.look_up(direction, file, segments)?;
-        for part in parts.iter_mut().filter(|_| direction == Direction::Read) {
-            if part.registered.as_ref().is_ok_and(|lease| !lease.is_for_streams()) {
-                // What the device wrote itself would not be there for the stream.
-                part.registered = Err(Reason::None);
-            }
-        }
         let (path, action) = (file.path(), action(direction));
-        let failed = |error| Error::Cuda { path: path.to_owned(), action, on: format!("in stream {stream:#x}"), error };
+        let failed = |error| Error::in_stream(path, action, stream, error);
         // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
         let handle = unsafe { inner.cuda.application_stream(stream) }.map_err(failed)?;
         // Whether a graph is launched, and how often, nobody here would know.
         if handle.is_captured().map_err(failed)? {
             return Err(Error::StreamCaptured { path: path.to_owned(), action, stream });
         }
+        let of = inner.cuda.gpu_of(&handle).map_err(failed)?;
+        for part in parts.iter_mut().filter(|_| direction == Direction::Read) {
+            if part.registered.as_ref().is_ok_and(|lease| !lease.is_for_streams_of(&of)) {
+                // What the device wrote itself would not be there for the stream.
+                part.registered = Err(Reason::None);
+            }
+        }
         let staged = parts.first().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
         let scatter = staged.map(|gpu| inner.need_lane(gpu)).transpose()?;
-        let ask = Ask { direction, file, parts, require, bytes, stream: handle, scatter };
-        inner.ordered()?.begin(ask, failed).map(Pending)
+        let ask = Ask { direction, file, parts, require, bytes, name: stream, stream: handle, of, scatter };
+        inner.ordered()?.begin(ask).map(Pending)
     }
 
     /// The parts of a request that can be done, and how long it is in bytes.
@@ -411,7 +413,7 @@ impl Inner {
         if let Some(ordered) = &*ordered {
             return Ok(ordered.clone());
         }
-        let started = Arc::new(Ordered::start(&self.mount, self.blocks, self.alignment)?);
+        let started = Arc::new(Ordered::start(&self.mount, self.blocks, self.alignment, self.inbox.clone())?);
         Ok(ordered.insert(started).clone())
     }
 }
@@ -426,10 +428,10 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // The last are the worker's and those of windows then, which end when all requests are done: this may be a callback, and the worker the thread that it runs on.
         self.lanes.get_mut().clear();
-        self.inbox.send(|mail| mail.end = true);
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
-        if let Some(ordered) = self.ordered.get_mut().take().and_then(Arc::into_inner) {
-            ordered.end(worker.is_some());
+        match self.ordered.get_mut().take().and_then(Arc::into_inner) {
+            Some(ordered) => ordered.end(worker.is_some()),
+            None => self.inbox.send(|mail| mail.end = true),
         }
         if let Some(worker) = worker {
             let _ = worker.join(); // a panic there was reported there

@@ -8,18 +8,20 @@
 //! A window is one stream's at a time, until the stream has passed all that was asked for in it. Requests of one stream use it one after the other, as the stream comes to
 //! them, so none holds a room that another waits for, whatever streams wait for each other.
 //!
-//! Locks: `Windows::list` for look-ups, and while a window is made; `Window::next` while a request is put into the stream, which may take long. Who serves requests takes neither.
+//! Locks: `Windows::list` for look-ups, and while a window is made; `Window::next` while a request is put into the stream, which may take long; inside of either `Window::owner`,
+//! for moments. `Windows::contexts` stands alone. Who serves requests takes none.
 
+use super::health::Health;
 use super::ordered::Job;
 use super::plan::{DEPTH, MOVES, Planned, ROOM};
 use super::staging::Staging;
 use crate::buffer::Shared;
 use crate::error::{Error, Result};
 use crate::mount::Mount;
-use gpunvme_gpupath::cuda::{CudaError, Gpu, Move, Scatter, Stream};
+use gpunvme_gpupath::cuda::{CudaError, Gpu, Move, Scatter, Stream, StreamId};
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
@@ -51,11 +53,19 @@ struct Refused {
     lost: bool,
 }
 
+/// The stream that a window is of.
+#[derive(Clone)]
+pub(super) struct Owner {
+    pub stream: StreamId,
+    /// Its context, if that is looked after.
+    pub context: Option<Arc<Health>>,
+}
+
 /// One window. Its steps are numbered through all requests, and wrap; step `n` is in room `n % DEPTH`.
 pub(super) struct Window {
     gpu: Gpu,
-    /// The number of the stream that it is of.
-    stream: AtomicU64,
+    /// None once it is lost.
+    owner: Mutex<Option<Owner>>,
     /// The number of the step that is put into the stream next.
     next: Mutex<u32>,
     pub staging: Arc<Shared<Staging>>,
@@ -64,10 +74,11 @@ pub(super) struct Window {
 }
 
 impl Window {
-    fn new(mount: &Mount, gpu: Gpu, stream: u64) -> Result<Window> {
+    fn new(mount: &Mount, gpu: Gpu, owner: Owner) -> Result<Window> {
         let staging = Staging::new(&mount.connection().path, &gpu, DEPTH * ROOM, DEPTH * (TABLE + WORDS))?;
         let staging = mount.register(staging)?.share();
-        let window = Window { gpu, stream: stream.into(), next: Mutex::new(DEPTH as u32), staging, scatter: OnceLock::new() };
+        let (owner, next) = (Mutex::new(Some(owner)), Mutex::new(DEPTH as u32));
+        let window = Window { gpu, owner, next, staging, scatter: OnceLock::new() };
         (0..DEPTH as u32).for_each(|number| window.word(number, GIVEN).store(number + 1, Ordering::Relaxed));
         Ok(window)
     }
@@ -127,6 +138,17 @@ impl Window {
 
     fn word(&self, number: u32, which: usize) -> &AtomicU32 {
         self.staging.memory().mapping.word(words(number) + which)
+    }
+
+    fn is_of(&self, stream: StreamId) -> bool {
+        self.owner.lock().as_ref().is_some_and(|owner| owner.stream == stream)
+    }
+
+    /// Whether its stream does nothing more.
+    fn is_dead(&self) -> bool {
+        let owner = self.owner.lock();
+        let context = owner.as_ref().and_then(|owner| owner.context.as_ref());
+        context.is_some_and(|context| context.ended().is_some())
     }
 
     fn is_free(&self, next: u32) -> bool {
@@ -236,15 +258,27 @@ fn ends(direction: Direction, address: u64, slot: u64) -> (u64, u64) {
     }
 }
 
-/// The windows of all streams.
+/// The windows of all streams, and the contexts that are looked after.
 pub(super) struct Windows {
     mount: Mount,
     list: Mutex<Vec<Arc<Window>>>,
+    contexts: Mutex<Vec<Arc<Health>>>,
 }
 
 impl Windows {
     pub fn new(mount: &Mount) -> Windows {
-        Windows { mount: mount.clone(), list: Mutex::default() }
+        Windows { mount: mount.clone(), list: Mutex::default(), contexts: Mutex::default() }
+    }
+
+    /// The primary context of a GPU.
+    pub fn context(&self, gpu: Gpu) -> std::result::Result<Arc<Health>, CudaError> {
+        let mut contexts = self.contexts.lock();
+        if let Some(context) = contexts.iter().find(|context| context.gpu == gpu) {
+            return Ok(context.clone());
+        }
+        let context = Arc::new(Health::new(gpu)?);
+        contexts.push(context.clone());
+        Ok(context)
     }
 
     /// Puts a job into a stream, in a window near `gpu`. `begin` makes it, with the window and the number of its first step, and hands it to whoever serves it. Waits while all
@@ -254,16 +288,16 @@ impl Windows {
     pub fn put(
         &self,
         gpu: Gpu,
+        owner: Owner,
         stream: &Stream,
         scatter: Option<&Arc<Scatter>>,
         begin: impl FnOnce(Arc<Window>, u32) -> Arc<Job>,
         failed: impl Fn(CudaError) -> Error,
     ) -> Result<()> {
-        let id = stream.id().map_err(&failed)?;
         loop {
-            let window = self.of(gpu, id)?;
+            let window = self.of(gpu, &owner)?;
             let mut next = window.next.lock();
-            if window.stream.load(Ordering::Relaxed) != id {
+            if !window.is_of(owner.stream) {
                 continue; // it became another's before it was used
             }
             if let Some(scatter) = scatter {
@@ -274,7 +308,7 @@ impl Windows {
             return window.put(stream, scatter.map(Arc::as_ref), &job).map_err(|Refused { error, lost }| {
                 if lost {
                     // Whoever waits for it looks for another.
-                    window.stream.store(u64::MAX, Ordering::Relaxed);
+                    *window.owner.lock() = None;
                     // What the stream still does to the memory nobody knows: it stays as long as the process.
                     self.list.lock().retain(|other| !Arc::ptr_eq(other, &window));
                     std::mem::forget(window.clone());
@@ -285,23 +319,23 @@ impl Windows {
     }
 
     /// The window of a stream.
-    fn of(&self, gpu: Gpu, stream: u64) -> Result<Arc<Window>> {
+    fn of(&self, gpu: Gpu, owner: &Owner) -> Result<Arc<Window>> {
         loop {
             let mut list = self.list.lock();
-            let near = || list.iter().filter(|window| window.gpu == gpu);
-            if let Some(window) = near().find(|window| window.stream.load(Ordering::Relaxed) == stream) {
+            let near = || list.iter().filter(|window| window.gpu == gpu && !window.is_dead());
+            if let Some(window) = near().find(|window| window.is_of(owner.stream)) {
                 return Ok(window.clone());
             }
             for window in near() {
                 if let Some(next) = window.next.try_lock()
                     && window.is_free(*next)
                 {
-                    window.stream.store(stream, Ordering::Relaxed);
+                    *window.owner.lock() = Some(owner.clone());
                     return Ok(window.clone());
                 }
             }
             if near().count() < WINDOWS {
-                let window = Arc::new(Window::new(&self.mount, gpu, stream)?);
+                let window = Arc::new(Window::new(&self.mount, gpu, owner.clone())?);
                 list.push(window.clone());
                 return Ok(window);
             }
@@ -312,12 +346,12 @@ impl Windows {
 }
 
 impl Drop for Windows {
-    /// All requests are done, so streams pass soon, if they live. If they do not, the memory is left to them.
+    /// All requests are done, so streams pass soon, if they live. If it is not known that they do not, the memory is left to them.
     fn drop(&mut self) {
         let start = Instant::now();
         for window in self.list.get_mut().drain(..) {
             let next = *window.next.lock();
-            while !window.is_free(next) {
+            while !window.is_free(next) && !window.is_dead() {
                 if start.elapsed() > Duration::from_secs(1) {
                     std::mem::forget(window.clone());
                     break;

@@ -3,6 +3,7 @@
 //! It guards three things. Requests share what there is: they take turns, a few pieces each. Nothing in flight is ever given up: a request that failed is answered when
 //! the last of its pieces is back. And an idle thread sleeps, while a busy one makes no system call: it looks at the ring, at the words that its streams write, and at its inbox.
 
+use super::health::Health;
 use super::inbox::Inbox;
 use super::lane::{BATCH, Copy, Lane, NotCopied};
 use super::outcome::{Outcome, action, at_place, of_the_application};
@@ -34,7 +35,7 @@ const NAP: Duration = Duration::from_micros(50);
 /// How long it sleeps at most while the daemon is busy, whose death would wake nobody: the ring is then asked about it.
 const LOOK: Duration = Duration::from_secs(1);
 /// After how long without progress, and how often then, a stream is asked what is the matter.
-const STALLED: Duration = Duration::from_millis(100);
+pub(super) const STALLED: Duration = Duration::from_millis(100);
 
 /// What application threads tell it.
 #[derive(Default)]
@@ -42,6 +43,8 @@ pub(super) struct Mail {
     /// GPUs that are used for the first time. They come before the requests that use them.
     pub lanes: Vec<(u32, Box<Lane>)>,
     pub requests: Vec<Request>,
+    /// Contexts that may have ended.
+    pub contexts: Vec<Arc<Health>>,
     /// It is to end when everything is done.
     pub end: bool,
 }
@@ -158,7 +161,8 @@ impl Worker {
         if !self.inbox.take(&mut self.mail) {
             return false;
         }
-        let Mail { lanes, requests, end } = &mut self.mail;
+        let Mail { lanes, requests, contexts, end } = &mut self.mail;
+        contexts.drain(..).for_each(|context| context.look());
         for (index, lane) in lanes.drain(..) {
             let index = index as usize;
             self.lanes.resize_with(self.lanes.len().max(index + 1), || None);

@@ -35,6 +35,8 @@ impl CudaError {
     pub const STREAM_CAPTURE_IMPLICIT: u32 = sys::cudaError_enum::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as u32;
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     pub const OUT_OF_MEMORY: u32 = sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY as u32;
+    /// `CUDA_ERROR_INVALID_DEVICE`.
+    pub(super) const INVALID_DEVICE: u32 = sys::cudaError_enum::CUDA_ERROR_INVALID_DEVICE as u32;
     /// `CUDA_ERROR_NO_DEVICE`.
     pub(super) const NO_DEVICE: u32 = sys::cudaError_enum::CUDA_ERROR_NO_DEVICE as u32;
     /// `CUDA_ERROR_STUB_LIBRARY`: what every function of the toolkit's stub says.
@@ -130,6 +132,8 @@ functions! {
     fn cuMemHostGetDevicePointer_v2(device: *mut CUdeviceptr, address: *mut c_void, flags: c_uint);
     fn cuMemGetHandleForAddressRange(handle: *mut c_void, address: CUdeviceptr, len: usize, kind: CUmemRangeHandleType, flags: c_ulonglong);
     fn cuFlushGPUDirectRDMAWrites(target: CUflushGPUDirectRDMAWritesTarget, scope: CUflushGPUDirectRDMAWritesScope);
+    fn cuCtxGetDevice(device: *mut CUdevice);
+    fn cuCtxGetId(context: CUcontext, id: *mut c_ulonglong);
     fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     fn cuStreamDestroy_v2(stream: CUstream);
     fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);

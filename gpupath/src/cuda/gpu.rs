@@ -41,6 +41,10 @@ impl Device {
         (0..count).map(|ordinal| Device::get(driver, ordinal)).collect()
     }
 
+    pub(super) fn is(&self, handle: CUdevice) -> bool {
+        self.handle == handle
+    }
+
     fn get(driver: &'static Driver, ordinal: c_int) -> Result<Device, CudaError> {
         let (mut handle, mut uuid, mut memory) = (0, CUuuid { bytes: [0; 16] }, 0);
         // SAFETY: each writes what its first argument points at, of a device that the first found.
@@ -216,9 +220,11 @@ impl Gpu {
         memory::sync_memops(self.context()?, address)
     }
 
-    /// Whether its streams can do what [`Gpu::flush_remote_writes`] does ([`Stream::wait_value_and_flush`]).
-    pub fn streams_flush(&self) -> bool {
-        self.0.streams_flush
+    /// Whether what PCIe devices wrote into its memory can be there for a stream of `other` that waits for a word which was written afterwards: by itself, or because the stream
+    /// flushes ([`Stream::wait_value_and_flush`]), which it does for its own GPU only.
+    pub fn orders_writes_for_streams_of(&self, other: &Gpu) -> bool {
+        let enough = if self == other { WritesOrdering::Owner } else { WritesOrdering::AllDevices };
+        self.0.writes_ordering >= enough || self == other && self.0.streams_flush
     }
 
     /// Puts what PCIe devices wrote into this GPU's memory before what it reads from now on. Where it does so by itself ([`Gpu::writes_ordering`]) this does nothing.

@@ -18,7 +18,7 @@ pub use driver::CudaError;
 pub use gpu::{Gpu, NoGpuName, NoSuchGpu, Which, WritesOrdering};
 pub use memory::{Allocation, DeviceAllocation, HostRegistration, Place};
 pub use scatter::{Move, Scatter};
-pub use stream::{Event, Stream};
+pub use stream::{Event, Stream, StreamId};
 
 use cudarc::driver::sys::{CUstreamCaptureMode, CUstreamCaptureMode_enum};
 use driver::Driver;
@@ -141,6 +141,16 @@ impl Cuda {
     pub unsafe fn application_stream(&self, stream: usize) -> Result<Stream, CudaError> {
         // SAFETY: the caller vouches for it.
         unsafe { Stream::of_application(self.driver, stream) }
+    }
+
+    /// The GPU that a stream is of, in whatever context.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn gpu_of(&'static self, stream: &Stream) -> Result<Gpu, CudaError> {
+        let device = stream.device()?;
+        let found = self.devices.iter().find(|known| known.is(device));
+        found.map(Gpu::new).ok_or_else(|| self.driver.error("cuCtxGetDevice", CudaError::INVALID_DEVICE))
     }
 
     /// Says that what the calling thread asks CUDA, until the guard is dropped, is the library's own business: it does not end a graph capture of the application's.

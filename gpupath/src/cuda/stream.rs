@@ -5,12 +5,19 @@ use super::driver::{CudaError, Driver};
 use super::gpu::Gpu;
 use super::scatter::Scatter;
 use cudarc::driver::sys::{
-    CUevent, CUevent_flags_enum, CUstream, CUstream_flags_enum, CUstreamCaptureStatus_enum, CUstreamWaitValue_flags_enum,
-    CUstreamWriteValue_flags_enum,
+    CUdevice, CUevent, CUevent_flags_enum, CUstream, CUstream_flags_enum, CUstreamCaptureStatus_enum,
+    CUstreamWaitValue_flags_enum, CUstreamWriteValue_flags_enum,
 };
 use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::ptr;
+
+/// The number of a stream, which no other stream of this process ever had or will have: CUDA's number of its context, and the one that it has there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamId {
+    context: u64,
+    stream: u64,
+}
 
 /// A stream: the library's own, or one of the application.
 pub struct Stream {
@@ -43,16 +50,28 @@ impl Stream {
         Ok(Stream { context: Context::new(driver, context), raw, ours: false })
     }
 
-    /// Its number, which no other stream of this process ever had or will have. What two handles with one number stand for is in one order.
+    /// Its number. What two handles with one number stand for is in one order.
     ///
     /// # Errors
     /// What CUDA says.
-    pub fn id(&self) -> Result<u64, CudaError> {
+    pub fn id(&self) -> Result<StreamId, CudaError> {
         let _entered = self.context.enter()?;
-        let mut id = 0;
-        // SAFETY: it writes an integer.
-        unsafe { self.context.driver.cuStreamGetId(self.raw, &mut id) }?;
+        let mut id = StreamId { context: 0, stream: 0 };
+        // SAFETY: each writes an integer.
+        unsafe {
+            self.context.driver.cuCtxGetId(self.context.raw(), &mut id.context)?;
+            self.context.driver.cuStreamGetId(self.raw, &mut id.stream)?;
+        }
         Ok(id)
+    }
+
+    /// The device of its context.
+    pub(super) fn device(&self) -> Result<CUdevice, CudaError> {
+        let _entered = self.context.enter()?;
+        let mut device = 0;
+        // SAFETY: it writes an integer.
+        unsafe { self.context.driver.cuCtxGetDevice(&mut device) }?;
+        Ok(device)
     }
 
     /// Whether it is of the primary context of a GPU: only then it runs the kernels of [`Gpu::scatter`].

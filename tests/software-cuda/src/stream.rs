@@ -131,7 +131,7 @@ fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
             Work::AwaitValue(word, value, passed) => {
                 let there = |found: u32| if passed { found.wrapping_sub(value).cast_signed() >= 0 } else { found == value };
                 // A context that ends takes its streams with it.
-                while !there(word_at(&word).load(Ordering::Acquire)) && context.broken().is_none() {
+                while context.broken().is_none() && !there(word_at(&word).load(Ordering::Acquire)) {
                     thread::sleep(Duration::from_micros(20));
                 }
             }

@@ -4,9 +4,9 @@
 
 use clap::Parser;
 use gpunvme_gpupath::cuda::{Cuda, Which};
-use gpunvme_tests::cuda::{CHECKS, HARDWARE_CHECKS, Site, TRANSFER_CHECKS, facts, measure};
+use gpunvme_tests::cuda::{CHECKS, CRASH_CHECK, HARDWARE_CHECKS, Site, TRANSFER_CHECKS, facts, measure};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 #[derive(Parser)]
 struct Arguments {
@@ -16,6 +16,9 @@ struct Arguments {
     /// Check transfers too, on a volume that is made for it. The project's programs are found in the folder that GPUNVME_BIN names.
     #[arg(long)]
     transfers: bool,
+    /// Only the check of transfers that leaves this process without its GPU.
+    #[arg(long, hide = true)]
+    crash: bool,
     /// Print what the driver says of memory of each kind.
     #[arg(long)]
     facts: bool,
@@ -49,6 +52,10 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    if arguments.crash {
+        CRASH_CHECK.1(&Site::new(gpu));
+        return ExitCode::SUCCESS;
+    }
     let (mut passed, mut failed) = (0, 0);
     let mut run = |name: &str, check: &dyn Fn()| {
         // What went wrong the panic says itself.
@@ -68,6 +75,10 @@ fn main() -> ExitCode {
         for (name, check) in TRANSFER_CHECKS {
             run(name, &|| check(&site));
         }
+        run(CRASH_CHECK.0, &|| {
+            let mut alone = Command::new(std::env::current_exe().unwrap());
+            assert!(alone.args(["--crash", "--gpu", &arguments.gpu.to_string()]).status().unwrap().success());
+        });
     }
     if arguments.facts {
         facts(gpu);

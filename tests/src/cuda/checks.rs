@@ -293,7 +293,16 @@ fn contexts(gpu: Gpu) {
         assert!(application::current_context().is_null());
 
         // In a context of its own.
+        // SAFETY: default streams are never destroyed.
+        let default_stream = || unsafe { cuda().application_stream(0) }.unwrap();
+        let primary = {
+            let _entered = gpu.enter().unwrap();
+            default_stream().id().unwrap()
+        };
         let (own, address) = application::own_context(gpu, 4096);
+        assert_ne!(default_stream().id().unwrap(), primary, "two streams with one number");
+        assert_eq!(cuda().gpu_of(&default_stream()).unwrap(), gpu);
+        assert!(!default_stream().is_of(&gpu).unwrap());
         let found = cuda().memory_at(address).unwrap().unwrap();
         assert_eq!((found.place, found.primary), (Place::Device(gpu), false));
         let stream = gpu.stream().unwrap();

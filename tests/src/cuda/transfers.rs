@@ -46,6 +46,10 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("pinned host memory is read and written in a stream that has not come to it", streams::pinned_memory),
 ];
 
+/// What holds on every driver, and leaves the process without its GPU: it needs one of its own.
+pub const CRASH_CHECK: TransferCheck =
+    ("requests are answered whose streams a kernel that crashes ended", streams::crashed_context);
+
 const MIB: u64 = 1 << 20;
 
 /// Where checks are made.

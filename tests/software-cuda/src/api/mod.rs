@@ -5,7 +5,7 @@
 use crate::{Code, Context, ENTERED, Software};
 use cudarc::driver::sys::cudaError_enum::*;
 use cudarc::driver::sys::*;
-use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -147,6 +147,14 @@ exports! {
         Software::running()?;
         let current = ENTERED.with_borrow(|entered| entered.last().map_or(0, |context| context.handle));
         put(context, handle(current))
+    }
+
+    fn cuCtxGetDevice(device: *mut CUdevice) {
+        put(device, Software::running()?.current()?.gpu as c_int)
+    }
+
+    fn cuCtxGetId(context: CUcontext, id: *mut c_ulonglong) {
+        put(id, Software::running()?.context(context.addr())?.handle as c_ulonglong)
     }
 
     fn cuCtxPushCurrent_v2(context: CUcontext) {

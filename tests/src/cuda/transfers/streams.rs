@@ -5,13 +5,14 @@ use super::{MIB, Sample, Site, read, segment};
 use crate::tree;
 use gpunvme::Error;
 use gpunvme::gpu::{Pending, Segment, Transfers};
-use gpunvme_gpupath::cuda::{Cuda, Gpu, Stream};
+use gpunvme_gpupath::cuda::{Cuda, Gpu, Move, Stream};
 use rustix::process::{Signal, kill_process};
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
+use zerocopy::IntoBytes;
 
 /// A stream of the application that waits until it is let go.
 struct Blocked {
@@ -311,6 +312,57 @@ fn within<T>(limit: Duration, what: &str, body: impl FnOnce() -> T) -> T {
         let _running = running;
         body()
     })
+}
+
+pub(super) fn crashed_context(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(29, MIB);
+    let memory = allocated(site.gpu, MIB as usize);
+    let whole = [segment(0, memory.address(), MIB)];
+    read(&transfers, &sample.file, &whole).unwrap();
+    let (kernels, scatter) = (site.gpu.stream().unwrap(), site.gpu.scatter().unwrap());
+    let mut table = Pinned::new(site.gpu, 4096);
+    // SAFETY: the table stays until the end; zeroed, it moves nothing. Loading the kernel may wait for all streams, so it is done now.
+    unsafe { kernels.scatter(&scatter, table.address(), 1) }.unwrap();
+    kernels.synchronize().unwrap();
+    let nowhere = Move { to: 0, from: table.address() + 2048, len: 16 };
+    table.bytes()[..size_of::<Move>()].copy_from_slice(nowhere.as_bytes());
+
+    // As many as there are windows, and one for which there is none.
+    let streams: Vec<Blocked> = (0..9).map(|_| Blocked::new(site.gpu)).collect();
+    let ended = |result: gpunvme::Result<()>, what: &str| {
+        let error = result.expect_err(what);
+        assert!(matches!(&error, Error::Cuda { error, .. } if error.name == "CUDA_ERROR_ILLEGAL_ADDRESS"), "{what}: {error}");
+        assert!(error.to_string().contains("only a new process"), "{what}: {error}");
+        error.to_string()
+    };
+    within(Duration::from_secs(20), "all requests are answered after a kernel crashed", || {
+        // SAFETY: what is in the memory does not matter.
+        let begin = |stream: &Blocked| unsafe { transfers.read_on_stream(&sample.file, &whole, stream.stream) };
+        let mut pending: Vec<_> = (0..16).map(|n| begin(&streams[n % 8]).unwrap()).collect();
+        let (polled, unwatched) = (pending.pop().unwrap(), pending.pop().unwrap());
+        drop(unwatched);
+        thread::scope(|scope| {
+            let without = scope.spawn(|| begin(&streams[8]).map(drop));
+            let waiting = scope.spawn(|| pending.into_iter().map(|pending| pending.wait().map(drop)).collect::<Vec<_>>());
+            thread::sleep(Duration::from_millis(300));
+            assert!(!polled.is_done() && !without.is_finished() && !waiting.is_finished(), "no stream has come to any");
+            // SAFETY: what it does wrong is the point.
+            unsafe { kernels.scatter(&scatter, table.address(), 1) }.unwrap();
+            for result in waiting.join().unwrap() {
+                let text = ended(result, "a request that is waited for");
+                assert!(text.contains("in stream 0x") && text.contains(&sample.path.display().to_string()), "{text}");
+            }
+            while !polled.is_done() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            ended(polled.wait().map(drop), "a request that is looked at");
+            ended(without.join().unwrap(), "a request without a window");
+        });
+        ended(begin(&streams[0]).map(drop), "a request that comes afterwards");
+        drop(transfers);
+    });
+    assert!(fs::read(&sample.path).unwrap() == sample.bytes, "the volume is as it was");
 }
 
 pub(super) fn captured_streams(site: &Site) {
