@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::time::{Duration, Instant};
 
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
@@ -145,6 +146,30 @@ fn the_length_after_a_direct_write_is_everybodys() {
     let mut read = [1; 1005];
     other.read_exact_at(&mut read, LEN as u64).unwrap();
     assert!(read[..5] == [0; 5] && read[5..] == tree::pattern(24, LEN)[..1000]);
+}
+
+#[test]
+fn the_time_of_a_direct_write_in_place_shows_whenever_somebody_looks() {
+    needs_mount!();
+    let (_volume, file, _) = volume_with_file();
+    let buffer = Buffer::new(&file, LEN as u64);
+    let write = || assert_eq!(buffer.write(&file, 4096, 4096).unwrap().bytes, 4096);
+    let time = || file.metadata().unwrap().modified().unwrap();
+    write();
+    let mut last = time();
+    for round in 0..300 {
+        // At first one look after the other, then such that come when nobody has looked for a while.
+        let quiet = Instant::now() + Duration::from_millis(if round < 298 { round % 3 } else { 1200 });
+        while Instant::now() < quiet {
+            write();
+        }
+        for look in 0..3 {
+            write();
+            let now = time();
+            assert!(now > last, "round {round}, look {look}: {last:?}, and then {now:?}");
+            last = now;
+        }
+    }
 }
 
 #[test]

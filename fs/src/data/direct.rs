@@ -62,6 +62,15 @@ struct Flight {
     guard: Option<Guard>,
 }
 
+/// What a direct write was to the file.
+#[derive(Debug, Clone, Copy)]
+pub struct Written {
+    /// Only content and times changed, where the file had blocks before.
+    pub in_place: bool,
+    /// Somebody may keep attributes of the file that are out of date now.
+    pub shown: bool,
+}
+
 /// How a direct write can fail.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum WriteFailed {
@@ -214,8 +223,9 @@ impl Filesystem {
     }
 
     /// Writes from the buffer to the device; `done` is called when the data is there and the file's.
-    pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<(), WriteFailed>) + Send + 'static) {
+    pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
         let DirectWrite { mut plan, mut flight } = write;
+        let in_place = flight.stamp.is_none() && plan.edges.is_empty();
         let requests = std::mem::take(&mut plan.requests);
         self.volume.io.submit(requests, move |result| {
             if let Err(error) = result {
@@ -226,8 +236,9 @@ impl Filesystem {
             flight.guard = None;
             match flight.map() {
                 Ok(()) => {
+                    let written = Written { in_place, shown: flight.file.state.lock().shown.are_kept() };
                     drop(flight);
-                    done(Ok(()));
+                    done(Ok(written));
                 }
                 Err(Fail::Error(error)) => {
                     drop(flight);
@@ -239,7 +250,7 @@ impl Filesystem {
                     completions.spawn(Box::new(move || {
                         let result = fs.wait_for_space(|| flight.map());
                         drop(flight);
-                        done(result.map_err(WriteFailed::from));
+                        done(result.map(|()| Written { in_place, shown: true }).map_err(WriteFailed::from));
                     }));
                 }
             }

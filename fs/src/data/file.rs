@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use gpunvme_layout::Timestamp;
 use parking_lot::{Condvar, Mutex};
@@ -60,6 +61,8 @@ pub(crate) struct FileState {
     pub shrinks: u64,
     /// Time of the last write that the inode does not know of.
     pub changed: Option<Timestamp>,
+    /// Who may keep attributes of it.
+    pub shown: Shown,
     /// What a write in the background failed with. It stays until somebody was told and nobody has the file open.
     pub error: Option<FsError>,
     /// Whether somebody was told of it.
@@ -108,6 +111,40 @@ impl FileState {
         if self.opens == 0 && self.told {
             (self.error, self.told) = (None, false);
         }
+    }
+}
+
+/// How long attributes may be on their way to whoever asked for them.
+const ON_THE_WAY: Duration = Duration::from_secs(1);
+
+/// When somebody was given attributes of a file, and when those who keep them were last told that they are out of date. Who is told of each write pays a
+/// system call for each, and nobody keeps what was taken back.
+pub(crate) struct Shown {
+    given: Instant,
+    taken_back: Option<Instant>,
+}
+
+impl Default for Shown {
+    /// Somebody may have been given them just before the file was taken into memory.
+    fn default() -> Shown {
+        Shown { given: Instant::now(), taken_back: None }
+    }
+}
+
+impl Shown {
+    /// Somebody is given attributes.
+    pub fn give(&mut self) {
+        self.given = Instant::now();
+    }
+
+    /// Whoever keeps attributes knows that they are out of date; that was so at `since` already.
+    pub fn take_back(&mut self, since: Instant) {
+        self.taken_back = self.taken_back.max(Some(since));
+    }
+
+    /// Whether somebody may keep some. What was given shortly before the others were taken back may have come to whoever asked for it only after that.
+    pub fn are_kept(&self) -> bool {
+        self.taken_back.is_none_or(|taken_back| taken_back < self.given + ON_THE_WAY)
     }
 }
 

@@ -9,6 +9,7 @@
 //! are attempts ([`crate::volume`]); what waits for the device is answered by a callback from its completion.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use gpunvme_blockdev::{BufferPool, Io};
 use gpunvme_layout::{Block, Key, Timestamp};
@@ -177,14 +178,22 @@ impl Filesystem {
     /// Attributes of an inode.
     pub fn attributes(&self, ino: u64) -> Attempt<Attributes> {
         let Some(file) = self.files.find(ino) else { return self.volume.stored_attributes(ino) };
-        let state = file.state.lock();
-        self.attributes_with(&state, ino)
+        let mut state = file.state.lock();
+        self.attributes_with(&mut state, ino)
     }
 
-    fn attributes_with(&self, state: &FileState, ino: u64) -> Attempt<Attributes> {
+    fn attributes_with(&self, state: &mut FileState, ino: u64) -> Attempt<Attributes> {
+        state.shown.give();
         let mut attributes = self.volume.stored_attributes(ino)?;
         overlay(state, &mut attributes);
         Ok(attributes)
+    }
+
+    /// Notes that whoever keeps attributes of a file was told that they are out of date, after `since` ([`direct::Written::shown`]).
+    pub fn take_attributes_back(&self, ino: u64, since: Instant) {
+        if let Some(file) = self.files.find(ino) {
+            file.state.lock().shown.take_back(since);
+        }
     }
 
     /// Attributes of several inodes that directory entries name; it takes less time than one by one.
@@ -206,7 +215,7 @@ impl Filesystem {
         let Some(file) = self.files.find(ino) else { return Ok(self.volume.set_attributes(context, ino, set)?.0) };
         let mut state = file.state.lock();
         // The time of a write before this change must not come back when that write lands.
-        let written = self.attributes_with(&state, ino)?.inode.mtime;
+        let written = self.attributes_with(&mut state, ino)?.inode.mtime;
         let set = SetAttributes { mtime: set.mtime.or(state.changed.map(|_| written)), ..*set };
         let (mut attributes, _) = self.volume.set_attributes(context, ino, &set)?;
         state.changed = None;

@@ -190,7 +190,7 @@ impl Front {
                     assert!(planned.plan.edges.is_empty(), "whole blocks have no edges");
                     front.fs.submit_direct_write(planned, move |written| {
                         drop((buffer, room));
-                        done(written.map_err(FsError::from));
+                        done(written.map(drop).map_err(FsError::from));
                     });
                 }
                 Err(error) => done(Err(error)),
@@ -266,7 +266,7 @@ impl Front {
 
 /// Takes the set-user-id bits from a file. Returns whether it had any.
 pub(super) fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
-    let Some(mode) = stripped(&fs.attributes(ino)?.inode, caller) else { return Ok(false) };
+    let Some(mode) = stripped(&fs.volume().stored_attributes(ino)?.inode, caller) else { return Ok(false) };
     fs.set_attributes(&caller.context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
     Ok(true)
 }

@@ -116,9 +116,9 @@ impl KernelCache for Notifier {
         told(ino, self.0.store(INodeNo(ino), offset, data));
     }
 
-    fn invalidate_attributes(&self, ino: u64) {
+    fn invalidate_attributes(&self, ino: u64) -> bool {
         // A negative offset stands for no content at all (`fuse_reverse_inval_inode`).
-        told(ino, self.0.inval_inode(INodeNo(ino), -1, 0));
+        told(ino, self.0.inval_inode(INodeNo(ino), -1, 0))
     }
 }
 

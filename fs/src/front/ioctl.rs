@@ -8,6 +8,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, TransferRequest};
 use gpunvme_gpupath::planner::{self, Direction};
@@ -26,7 +27,7 @@ use smallvec::SmallVec;
 use super::files::strip;
 use super::handles::Handle;
 use super::{Caller, Front};
-use crate::data::direct::{DirectRead, DirectWrite, WriteFailed};
+use crate::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
 use crate::data::{Filesystem, system_time};
 use crate::error::FsError;
 use crate::volume::Mapping;
@@ -56,11 +57,12 @@ pub(super) struct Transfer {
     pub buffer: Arc<Buffer>,
 }
 
-/// A write under way: its segments before `first` are done, and came to `outcome`.
+/// A write under way: its segments before `first` are done, came to `outcome`, and were to the file what `written` says.
 struct Write<D> {
     transfer: Transfer,
     first: usize,
     outcome: Outcome,
+    written: Written,
     done: D,
 }
 
@@ -216,7 +218,10 @@ impl Front {
         let ranges: SmallVec<[Range<u64>; 1]> = transfer.ranges().collect();
         self.written_back(transfer.ino, ranges.into_iter(), move || match transfer.direction {
             Direction::Read => front.direct_read(transfer, done),
-            Direction::Write => front.write_group(Write { transfer, first: 0, outcome: Outcome::default(), done }),
+            Direction::Write => {
+                let written = Written { in_place: true, shown: false };
+                front.write_group(Write { transfer, first: 0, outcome: Outcome::default(), written, done });
+            }
         });
     }
 
@@ -268,7 +273,7 @@ impl Front {
                 let planned = match planned {
                     // Only the first group can be refused as if nothing had been asked.
                     Err(error) if write.first > 0 => {
-                        return front.end_group(write, next, Outcome::failed(error.errno(), None));
+                        return front.end_group(write, next, Outcome::failed(error.errno(), None), None);
                     }
                     planned => front.admitted(&write.transfer, planned, |planned| &planned.plan),
                 };
@@ -280,7 +285,7 @@ impl Front {
                         let general = front.general.clone();
                         general.run(move || match front.write_edges(&write, next, now) {
                             Ok(planned) => front.begin_group(planned, write, next),
-                            Err(error) => front.end_group(write, next, Outcome::failed(error.errno(), None)),
+                            Err(error) => front.end_group(write, next, Outcome::failed(error.errno(), None), None),
                         });
                     }
                     Err(refusal) => (write.done)(refusal),
@@ -301,36 +306,58 @@ impl Front {
         let front = self.clone();
         let complete = Outcome::done(&write.transfer.buffer, &planned.plan);
         self.fs.submit_direct_write(planned, move |result| {
-            let outcome = match result {
-                Ok(()) => complete,
-                Err(WriteFailed::Device(error)) => failed(&write.transfer, error),
-                Err(WriteFailed::Mapping(error)) => Outcome::failed(error.errno(), None),
+            let (outcome, written) = match result {
+                Ok(written) => (complete, Some(written)),
+                Err(WriteFailed::Device(error)) => (failed(&write.transfer, error), None),
+                Err(WriteFailed::Mapping(error)) => (Outcome::failed(error.errno(), None), None),
             };
-            front.end_group(write, next, outcome);
+            front.end_group(write, next, outcome, written);
         });
     }
 
-    /// A group is over: goes on with the one that begins with segment `next`, or answers.
-    fn end_group<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>, next: usize, outcome: Outcome) {
-        let Write { transfer, first, outcome: before, done } = write;
+    /// A group is over: goes on with the one that begins with segment `next`, or answers. `written` is what it was to the file, if it was written.
+    fn end_group<D: FnOnce(Answer) + Send + 'static>(
+        self: &Arc<Self>,
+        write: Write<D>,
+        next: usize,
+        outcome: Outcome,
+        written: Option<Written>,
+    ) {
+        let Write { transfer, first, outcome: before, written: Written { in_place, shown }, done } = write;
         let outcome = before.then(outcome, first as u32);
+        let written = Written {
+            in_place: in_place && written.is_some_and(|w| w.in_place),
+            shown: shown || written.is_none_or(|w| w.shown),
+        };
         if outcome.status == 0 && next < transfer.request.segments.len() {
             let (front, general) = (self.clone(), self.general.clone());
-            let write = Write { transfer, first: next, outcome, done };
+            let write = Write { transfer, first: next, outcome, written, done };
             return general.run(move || front.write_group(write));
         }
-        self.end_write(transfer, outcome, done);
+        self.end_write(transfer, outcome, written, done);
     }
 
     /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it knew of them, and answers.
-    fn end_write(self: &Arc<Self>, transfer: Transfer, outcome: Outcome, done: impl FnOnce(Answer) + Send + 'static) {
-        let end = transfer.ranges().map(|range| range.end).max().unwrap_or(0);
-        let in_the_middle = matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size);
+    fn end_write(
+        self: &Arc<Self>,
+        transfer: Transfer,
+        outcome: Outcome,
+        written: Written,
+        done: impl FnOnce(Answer) + Send + 'static,
+    ) {
+        let ends_inside = || {
+            let end = transfer.ranges().map(|range| range.end).max().unwrap_or(0);
+            matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size)
+        };
         // Asked when the device has the data: what the kernel asks for from here on is new.
-        if let (true, false, Some(kernel)) =
-            (in_the_middle, self.nodes.may_have(transfer.ino, transfer.ranges()), self.kernel.get())
-        {
-            kernel.invalidate_attributes(transfer.ino);
+        let only_attributes = (written.in_place || ends_inside()) && !self.nodes.may_have(transfer.ino, transfer.ranges());
+        if only_attributes && let Some(kernel) = self.kernel.get() {
+            if written.shown {
+                let since = Instant::now();
+                if kernel.invalidate_attributes(transfer.ino) {
+                    self.fs.take_attributes_back(transfer.ino, since);
+                }
+            }
             return self.answer_write(transfer, outcome, done);
         }
         let front = self.clone();

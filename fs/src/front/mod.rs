@@ -54,8 +54,8 @@ trait KernelCache: Send + Sync {
     /// Tells the kernel what a file holds at `offset`, and so that it is at least that long. Waits as [`KernelCache::invalidate`].
     fn store(&self, ino: u64, offset: u64, data: &[u8]);
 
-    /// Has the kernel forget the attributes of a file. Does not wait.
-    fn invalidate_attributes(&self, ino: u64);
+    /// Has the kernel forget the attributes of a file. Does not wait. Returns whether the kernel took it.
+    fn invalidate_attributes(&self, ino: u64) -> bool;
 }
 
 /// What the operations of one mount share.

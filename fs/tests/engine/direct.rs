@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region, Request};
 use gpunvme_fs::Filesystem;
@@ -191,7 +192,7 @@ fn the_time_of_an_overwrite_shows_at_once_and_is_stored_while_the_file_is_open()
     let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
     let write = |now| {
         let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, now)).expect("there is room");
-        fs.submit_direct_write(write, |result| result.expect("the device works"));
+        fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
         fs.wait(|| fs.attributes(ino)).expect("it is there").inode.mtime
     };
     assert_eq!((write(NOW), write(LATER)), (NOW, LATER));
@@ -208,6 +209,31 @@ fn the_time_of_an_overwrite_shows_at_once_and_is_stored_while_the_file_is_open()
 }
 
 #[test]
+fn a_write_in_place_tells_whether_somebody_may_keep_attributes_of_before() {
+    let (fs, ino) = with_an_open_file();
+    let region = Region::allocate(8192).expect("there is memory");
+    let write = |blocks: u64| {
+        let segment = Segment { file_offset: 0, buffer_offset: 0, len: blocks * 4096 };
+        let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).expect("there is room");
+        let (sender, receiver) = channel();
+        fs.submit_direct_write(write, move |result| sender.send(result).expect("somebody waits"));
+        let written = receiver.recv().expect("a write is answered").expect("the device works");
+        (written.in_place, written.shown)
+    };
+    let on_the_way = Duration::from_secs(1);
+    assert_eq!((write(1), write(1)), ((false, true), (true, true)), "somebody may have looked before it was in memory");
+    fs.take_attributes_back(ino, Instant::now());
+    assert_eq!(write(1), (true, true), "what was given just before may not have arrived");
+    fs.take_attributes_back(ino, Instant::now() + on_the_way);
+    assert_eq!((write(1), write(2)), ((true, false), (false, false)));
+    fs.wait(|| fs.attributes(ino)).expect("it is there");
+    assert_eq!(write(2), (true, true));
+    fs.take_attributes_back(ino, Instant::now() + on_the_way);
+    fs.wait(|| fs.set_attributes(&WHO, ino, &SetAttributes::default())).expect("it is there");
+    assert_eq!(write(2), (true, true), "the answer to a change has them, too");
+}
+
+#[test]
 fn times_do_not_step_back_when_writes_are_over_in_another_order_than_they_began() {
     const EARLIER: Timestamp = Timestamp { seconds: 50, nanoseconds: 0 };
     const LATER: Timestamp = Timestamp { seconds: 51, nanoseconds: 0 };
@@ -217,7 +243,7 @@ fn times_do_not_step_back_when_writes_are_over_in_another_order_than_they_began(
         let segment = Segment { file_offset: block * 4096, buffer_offset: 0, len: 4096 };
         fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, now)).expect("there is room")
     };
-    let submit = |write| fs.submit_direct_write(write, |result| result.expect("the device works"));
+    let submit = |write| fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
     let times = || {
         let inode = fs.wait(|| fs.attributes(ino)).expect("it is there").inode;
         (inode.mtime, inode.ctime)

@@ -222,7 +222,7 @@ fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() 
                 assert!(waits.fetch_add(1, Ordering::Relaxed) < 100, "{what}: it waits for as long as others write");
                 let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
                 if let Ok(write) = fs.plan_direct_write(*ino, &[segment], &region, NOW) {
-                    fs.submit_direct_write(write, |result| result.expect("the device works"));
+                    fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
                 }
             }
         };
@@ -263,7 +263,7 @@ fn what_is_appended_beside_direct_writes_that_make_the_file_longer_goes_behind_t
         let segment = Segment { file_offset: offset, buffer_offset: 0, len };
         fs.write_edges(ino, &[segment], &region, NOW).unwrap();
         let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();
-        fs.submit_direct_write(write, |result| result.expect("the device works"));
+        fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
     };
     let append = |offset, byte| fs.wait(|| fs.append(ino, offset, &[byte; 10], NOW)).unwrap();
     assert_eq!(append(0, 1), 0);
@@ -299,7 +299,7 @@ fn a_small_write_is_not_kept_waiting_by_direct_writes_to_other_blocks() {
             assert!(waits.fetch_add(1, Ordering::Relaxed) < 100, "it waits for as long as others write");
             let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
             if let Ok(write) = fs.plan_direct_write(*ino, &[segment], &region, NOW) {
-                fs.submit_direct_write(write, |result| result.expect("the device works"));
+                fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
             }
         }
     };
@@ -346,7 +346,7 @@ fn a_rename_waits_for_the_writes_of_the_file_that_the_name_stands_for_now() {
     for ino in [new, other] {
         let segment = Segment { file_offset: 0, buffer_offset: 0, len: 4096 };
         let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();
-        fs.submit_direct_write(write, |result| result.expect("the device works"));
+        fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
     }
     assert!(shared.set(fs.clone()).is_ok());
     fs.wait(|| {
@@ -383,7 +383,7 @@ fn parts_of_an_append_that_come_in_any_order_lie_over_nothing_that_a_direct_writ
                     let at = fs.wait(|| fs.attributes(ino)).unwrap().inode.size;
                     let segment = Segment { file_offset: at, buffer_offset: 0, len };
                     let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();
-                    fs.submit_direct_write(write, |result| result.expect("the device works"));
+                    fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
                     direct = Some(at);
                 }
                 let part = left.remove(0);
