@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
-use gpunvme_layout::key::INO_NONE;
+use gpunvme_layout::key::{INO_MAX, INO_NONE};
 use gpunvme_layout::{Block, BlockKind, Corrupt, Extent, Key, Kind, node};
 use rustc_hash::FxHashSet;
 
@@ -47,6 +47,7 @@ pub(crate) struct Survey {
     inner: Vec<u64>,
     /// Keys that nothing readable covers.
     holes: BTreeMap<Key, Option<Key>>,
+    /// What the old tree points to and cannot use.
     damaged: Vec<u64>,
 }
 
@@ -127,7 +128,7 @@ impl Survey {
         let geometry = volume.superblock().geometry();
         // What a damaged state or a crafted node points to may be no block at all.
         self.damaged.retain(|address| geometry.contains_data(*address, 1));
-        for part in std::mem::take(&mut self.damaged).chunks(BATCH) {
+        for part in self.damaged.chunks(BATCH) {
             for (address, block) in part.iter().zip(reader.read(part)?) {
                 if block.is_ok_and(|b| b.expect(BlockKind::Node).is_ok() && node::level(&b) == 0 && node::check(&b).is_err()) {
                     self.loose.push(*address);
@@ -141,6 +142,8 @@ impl Survey {
     pub fn note_used(&self, volume: &Volume, reader: &Reader, kept: &mut Kept) -> Result<(), FsError> {
         let geometry = volume.superblock().geometry();
         self.inner.iter().try_for_each(|address| kept.use_blocks(&geometry, INO_NONE, *address, 1))?;
+        // What a damaged one really is, nobody knows. As data nothing is written over it, and its chunk becomes none of nodes.
+        self.damaged.iter().try_for_each(|address| kept.use_blocks(&geometry, INO_MAX, *address, 1))?;
         let addresses: Vec<u64> = self.leaves.values().map(|leaf| leaf.address).chain(self.loose.iter().copied()).collect();
         for part in addresses.chunks(BATCH) {
             for (address, block) in part.iter().zip(reader.read(part)?) {

@@ -302,6 +302,36 @@ fn a_new_tree_that_does_not_fit_leaves_the_old_one() {
 }
 
 #[test]
+fn a_new_tree_is_written_over_nothing_of_the_old_one_where_a_bitmap_is_damaged_too() {
+    let mut surgeon = Surgeon::new(subject().image.clone());
+    let path = surgeon.path(Key::new(subject().inodes["many"], gpunvme_layout::Kind::Dirent, 1 << 62));
+    let old = surgeon.state().root;
+    assert_eq!(path.len(), 3);
+    surgeon.ruin(path[1]);
+    let before: Vec<_> = path.iter().map(|address| (*address, surgeon.block(*address))).collect();
+    (0..surgeon.geometry.groups).for_each(|group| surgeon.ruin(surgeon.geometry.bitmap(group)));
+    let recorder = Recorder::new(surgeon.image);
+    let device: Arc<dyn BlockDevice> = recorder.clone();
+    mend(&device, "inner node and bitmaps");
+    assert_eq!(contents(&open(&device).expect("the volume can be opened")), subject().contents);
+
+    let log = recorder.log();
+    let mut cuts = log.power_cuts();
+    let mut looked = 0;
+    for cut in log.cuts() {
+        let now = Surgeon::new(cuts.image(cut, |_, _| true));
+        if now.state().root != old {
+            break;
+        }
+        looked += 1;
+        for (address, block) in &before {
+            assert!(now.block(*address).bytes() == block.bytes(), "block {address} is another at {cut}, and the old tree counts");
+        }
+    }
+    assert!(looked > 0);
+}
+
+#[test]
 fn a_volume_without_a_superblock_is_refused() {
     let mut surgeon = Surgeon::new(subject().image.clone());
     surgeon.geometry.superblocks().into_iter().for_each(|address| surgeon.ruin(address));
