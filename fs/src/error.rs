@@ -147,11 +147,6 @@ pub enum Stall {
         /// The file.
         ino: u64,
     },
-    /// What goes before in the file, and is appended to it first.
-    End {
-        /// The file.
-        ino: u64,
-    },
 }
 
 /// Why an attempt of an operation ended: it failed, or it has to wait. An attempt that ends so has changed nothing.

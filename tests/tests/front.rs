@@ -1,9 +1,9 @@
 //! What the kernel leaves to the front end of a FUSE filesystem, and would not notice if it were wrong.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::io::{IoSlice, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::{needs_mount, sys, tree};
 use rustix::fs::SeekFrom;
+use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 
 /// Neither root nor anybody's group.
 const USER: u32 = 4711;
@@ -88,6 +89,41 @@ fn appending_begins_where_a_direct_write_ended() {
     drop((file, appender));
     assert!(fs::read(volume.path("file")).unwrap() == expected);
     assert!(fs::read(volume.remount().path("file")).unwrap() == expected);
+}
+
+#[test]
+fn nobody_else_is_kept_waiting_by_parts_of_a_direct_append_that_others_do_not_go_before() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let direct = || OpenOptions::new().append(true).create(true).custom_flags(libc::O_DIRECT).open(volume.path("file")).unwrap();
+    let mut other = File::create_new(volume.path("other")).unwrap();
+    // Far behind the end, on a file that is open for appending: the daemon cannot know that nothing comes before.
+    const FAR: u64 = 256 << 20;
+    let bytes = tree::pattern(62, 96 << 20);
+    std::thread::scope(|scope| {
+        let far = scope.spawn(|| {
+            let flags = ReadWriteFlags::from_bits_retain(libc::RWF_NOAPPEND as u32);
+            pwritev2(direct(), &[IoSlice::new(&bytes)], FAR, flags)
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        let begun = Instant::now();
+        for _ in 0..3 {
+            other.write_all(b"a few bytes").unwrap();
+            other.sync_all().unwrap();
+        }
+        let took = begun.elapsed();
+        match far.join().unwrap() {
+            Err(Errno::OPNOTSUPP) => eprintln!("not run: the kernel has no RWF_NOAPPEND"),
+            written => {
+                assert_eq!(written.unwrap(), bytes.len());
+                assert!(took < Duration::from_millis(1500), "it took {took:?}");
+                let found = fs::read(volume.path("file")).unwrap();
+                assert!(found[..FAR as usize].iter().all(|byte| *byte == 0) && found[FAR as usize..] == bytes);
+                direct().write_all(&bytes[..5 << 20]).unwrap();
+                assert!(fs::read(volume.path("file")).unwrap()[FAR as usize + bytes.len()..] == bytes[..5 << 20]);
+            }
+        }
+    });
 }
 
 #[test]

@@ -153,7 +153,6 @@ impl Filesystem {
                     hold.get_or_insert_with(|| self.hold(ino)).wait();
                 }
                 Err(Fail::Stall(Stall::Held { ino })) => self.wait_while_held(ino),
-                Err(Fail::Stall(Stall::End { ino })) => self.wait_for_appends(ino),
                 Err(Fail::Stall(stall)) => {
                     if stall == Stall::Reuse {
                         self.drop_windows();

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use gpunvme_blockdev::Request;
 use gpunvme_layout::block::BLOCK_SIZE;
@@ -16,8 +15,6 @@ use super::hold::Hold;
 use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// How long it waits at a time for something to be appended.
-const APPENDS_LOOK: Duration = Duration::from_millis(10);
 
 /// Whose bytes are written.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -26,8 +23,8 @@ enum Writer {
     Kernel,
     /// The kernel's, behind the last byte.
     Appending,
-    /// As `Appending`, one of several parts that the kernel sends together. `waits`: for those before it.
-    AppendingPart { waits: bool },
+    /// As `Appending`, one of several parts that the kernel sends together.
+    AppendingPart,
     /// A direct write's, of which the kernel knows nothing before it is over.
     Direct,
 }
@@ -52,20 +49,12 @@ impl Filesystem {
     }
 
     /// As [`Filesystem::append`], for one of the parts in which the kernel sends what is long and past its page cache: all at once,
-    /// so that they come in any order. One that comes early stalls as long as `waits` says so; then what goes before it has failed.
-    /// It would else leave a gap, in which a direct write could put what an earlier part is to be written over.
+    /// so that they come in any order. Whoever writes one before the end of the file has come to it leaves a gap.
     ///
     /// # Errors
     /// As [`Filesystem::write`].
-    pub fn append_part(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp, waits: bool) -> Attempt<u64> {
-        self.write_as(Writer::AppendingPart { waits }, ino, offset, data, now)
-    }
-
-    /// Waits for something to be appended to a file, but not long: it may have been already.
-    pub(super) fn wait_for_appends(&self, ino: u64) {
-        let Some(file) = self.files.find(ino) else { return };
-        let mut state = file.state.lock();
-        file.landed.wait_for(&mut state, APPENDS_LOOK);
+    pub fn append_part(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<u64> {
+        self.write_as(Writer::AppendingPart, ino, offset, data, now)
     }
 
     /// Writes the part of a direct write that cannot go direct.
@@ -87,9 +76,6 @@ impl Filesystem {
         } else if full {
             self.flush_soon(&file);
         }
-        if matches!(writer, Writer::AppendingPart { .. }) {
-            file.landed.notify_all();
-        }
         written
     }
 
@@ -105,11 +91,8 @@ impl Filesystem {
         self.volume.writable()?;
         let size = self.size_of_regular(state, ino)?;
         let is_outgrown = |from: u64| (from..size).contains(&offset);
-        let appends = matches!(writer, Writer::Appending | Writer::AppendingPart { .. });
+        let appends = matches!(writer, Writer::Appending | Writer::AppendingPart);
         let moves = appends && state.outgrown.is_some_and(is_outgrown);
-        if offset > size && writer == (Writer::AppendingPart { waits: true }) {
-            return Err(Fail::Stall(Stall::End { ino }));
-        }
         let offset = if moves { size } else { offset };
         let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_SIZE_MAX).ok_or(FsError::FileTooLarge)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::block::BLOCK_SIZE;
@@ -17,9 +16,6 @@ use crate::volume::{Context, SetAttributes};
 
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
 const COPY_MAX: u64 = 64 << 20;
-
-/// How long a part of what is appended waits for those before it, which were sent before it and are not over: far longer than they take.
-const PARTS_WAIT: Duration = Duration::from_secs(2);
 
 /// How a write is done.
 #[derive(Debug, Clone, Copy)]
@@ -99,14 +95,9 @@ impl Front {
         if how.direct && !how.append && is_aligned(how.offset) && is_aligned(data.len() as u64) {
             return self.write_direct(caller, ino, data, how, done);
         }
-        let begun = Instant::now();
         let attempt = move |fs: &Arc<Filesystem>, data: &[u8]| {
             if how.strip {
                 strip(fs, &caller, ino)?;
-            }
-            if how.append && how.direct {
-                let waits = begun.elapsed() < PARTS_WAIT;
-                return fs.append_part(ino, how.offset, data, caller.context.now, waits);
             }
             if how.append {
                 return fs.append(ino, how.offset, data, caller.context.now);
@@ -124,6 +115,9 @@ impl Front {
                 front.moved(ino, how.offset..how.offset + len, place..place + len, last);
             }
         };
+        if how.append && how.direct {
+            return self.append_part(caller, ino, data, how, done);
+        }
         match attempt(&self.fs, data) {
             Ok(place) if how.direct => self.wait(move |fs| land(fs, ino).map(|()| place), done),
             Ok(place) => done(Ok(place)),
@@ -276,7 +270,7 @@ fn is_aligned(bytes: u64) -> bool {
 }
 
 /// Waits until the device has what was written to a file.
-fn land(fs: &Arc<Filesystem>, ino: u64) -> Result<(), FsError> {
+pub(super) fn land(fs: &Arc<Filesystem>, ino: u64) -> Result<(), FsError> {
     fs.flush_file(ino)?;
     fs.write_error(ino)
 }

@@ -48,7 +48,7 @@ impl Drop for Housekeeping {
     }
 }
 
-fn keep(front: &Front, commit: Duration, (ending, changed): &(Mutex<bool>, Condvar)) {
+fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, Condvar)) {
     let fs = &front.fs;
     let (mut written, mut committed, mut reaped) = (Instant::now(), Instant::now(), false);
     loop {
@@ -63,6 +63,7 @@ fn keep(front: &Front, commit: Duration, (ending, changed): &(Mutex<bool>, Condv
         }
         // The kernel decides how many inodes it knows; what counts them is taken from the cache.
         fs.volume().give_way(front.nodes.memory());
+        front.wake_late_parts();
         if fs.volume().is_read_only() {
             continue;
         }

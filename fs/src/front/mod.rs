@@ -5,7 +5,8 @@
 //!   would stand beside it.
 //! - `names` and `files` are the operations that it calls, `ioctl` and `rings` those of the direct path. Each takes a `done` that gets the
 //!   result, on whatever thread it comes.
-//! - `nodes` and `cached` know what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for, `room` bounds memory.
+//! - `nodes` and `cached` know what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for, `room` bounds memory,
+//!   `parts` puts what belongs together into its order.
 //!
 //! A loop of the transport never waits for a device. It tries an operation on what is in memory, which is almost always
 //! enough; an operation that stalls goes to a thread that may wait and is answered from there.
@@ -26,6 +27,7 @@ mod housekeeping;
 mod ioctl;
 mod names;
 mod nodes;
+mod parts;
 mod rings;
 mod room;
 mod session;
@@ -36,12 +38,15 @@ pub use workers::Workers;
 
 use ioctl::Direct;
 use nodes::Nodes;
+use parts::Parts;
 use room::Room;
 
 /// Threads for operations that wait. Each may hold a device queue's worth of requests; more threads would only wait longer.
 const GENERAL_THREADS: usize = 64;
 /// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at the most (`fuse.rs`, MAX_BACKGROUND).
 const ROOM: usize = 256 << 20;
+/// Of these, bytes of parts of appends that may wait for something of which nobody knows whether it comes. The rest is for others.
+const PARKED: usize = ROOM / 4;
 /// Threads that wait for the kernel.
 const INVALIDATION_THREADS: usize = 16;
 
@@ -63,6 +68,7 @@ struct Front {
     fs: Arc<Filesystem>,
     nodes: Nodes,
     room: Arc<Room>,
+    parts: Parts,
     general: Arc<Workers>,
     invalidations: Arc<Workers>,
     direct: Direct,

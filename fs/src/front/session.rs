@@ -11,9 +11,10 @@ use rustix::mount::MountFlags;
 use super::housekeeping::Housekeeping;
 use super::ioctl::Direct;
 use super::nodes::Nodes;
+use super::parts::Parts;
 use super::room::Room;
 use super::workers::Workers;
-use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, ROOM, fuse};
+use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, PARKED, ROOM, fuse};
 use crate::data::Filesystem;
 use crate::error::FsError;
 
@@ -50,6 +51,7 @@ impl Session {
         let front = Arc::new(Front {
             nodes: Nodes::default(),
             room: Room::new(ROOM),
+            parts: Parts::new(PARKED),
             general: Workers::new("worker", GENERAL_THREADS)?,
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
             direct: Direct::new(&fs, &settings.source)?,
@@ -81,6 +83,7 @@ impl Session {
         front.direct.rings.end();
         drop(housekeeping);
         front.general.end();
+        front.parts.clear();
         front.invalidations.end();
         if !front.fs.volume().is_read_only() {
             for ino in front.nodes.orphans() {

@@ -262,12 +262,7 @@ impl Volume {
                     std::thread::sleep(std::time::Duration::from_millis(5));
                 }
             }
-            Stall::Memory
-            | Stall::Page { .. }
-            | Stall::File { .. }
-            | Stall::Flights { .. }
-            | Stall::Held { .. }
-            | Stall::End { .. } => {
+            Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::Flights { .. } | Stall::Held { .. } => {
                 unreachable!("only operations on data stall so")
             }
         }

@@ -377,7 +377,7 @@ fn parts_of_an_append_that_come_in_any_order_lie_over_nothing_that_a_direct_writ
             let mut direct = None;
             let mut left: Vec<u64> = order.to_vec();
             let mut judged = 0;
-            // Those that stall go to the end of the queue, as they do where threads wait for each other.
+            // Those that come early go to the end of the queue.
             while !left.is_empty() {
                 if Some(judged) == before && direct.is_none() {
                     let at = fs.wait(|| fs.attributes(ino)).unwrap().inode.size;
@@ -388,9 +388,12 @@ fn parts_of_an_append_that_come_in_any_order_lie_over_nothing_that_a_direct_writ
                 }
                 let part = left.remove(0);
                 let bytes = [part as u8 + 1; PART as usize];
-                match fs.append_part(ino, 4096 + part * PART, &bytes, NOW, true) {
+                if fs.wait(|| fs.attributes(ino)).unwrap().inode.size < 4096 + part * PART {
+                    left.push(part);
+                    continue;
+                }
+                match fs.append_part(ino, 4096 + part * PART, &bytes, NOW) {
                     Ok(_) => judged += 1,
-                    Err(Fail::Stall(Stall::End { .. })) => left.push(part),
                     Err(Fail::Stall(Stall::File { .. })) => {
                         fs.flush_file(ino).unwrap();
                         left.insert(0, part);
