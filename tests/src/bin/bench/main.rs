@@ -65,6 +65,9 @@ pub struct Scale {
     tree: usize,
 }
 
+/// A size of which only what one thread reads and writes in order is of interest: the time goes to the others.
+const ONE_THREAD: u64 = 4 << 20;
+
 /// Folders of a client where it has several.
 const FOLDERS: usize = 8;
 
@@ -72,7 +75,7 @@ const FULL: Scale = Scale {
     runs: 3,
     time: Duration::from_millis(500),
     file_len: 128 << 20,
-    blocks: &[4 << 10, 64 << 10, 1 << 20, 16 << 20],
+    blocks: &[4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20],
     threads: &[1, 2, 8],
     names: 100_000,
     tree: 20_000,
@@ -150,7 +153,7 @@ fn sections(scale: &Scale) -> Vec<Plan> {
     let mut direct = Vec::new();
     for (random, write) in [(false, false), (false, true), (true, false), (true, true)] {
         for &block in scale.blocks {
-            for &threads in scale.threads {
+            for &threads in scale.threads.iter().filter(|&&threads| block != ONE_THREAD || (threads == 1 && !random)) {
                 direct.push(Work::Data(Data { random, write, block, threads, depth: 1, direct: true }));
             }
         }
@@ -163,7 +166,7 @@ fn sections(scale: &Scale) -> Vec<Plan> {
     let mut buffered = Vec::new();
     for write in [false, true] {
         for &block in scale.blocks {
-            for &threads in scale.threads {
+            for &threads in scale.threads.iter().filter(|&&threads| block != ONE_THREAD || threads == 1) {
                 buffered.push(Work::Data(Data { random: false, write, block, threads, depth: 1, direct: false }));
             }
         }
