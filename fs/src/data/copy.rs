@@ -33,6 +33,7 @@ impl Filesystem {
     fn copy_step(self: &Arc<Self>, from: (u64, u64), to: (u64, u64), len: u64, now: Timestamp) -> Result<u64, FsError> {
         let bytes = self.read(from.0, from.1, len as usize)?;
         self.wait(|| self.write(to.0, to.1, &bytes, now))?;
+        self.write_behind(to.0);
         Ok(bytes.len() as u64)
     }
 }

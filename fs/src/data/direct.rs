@@ -19,7 +19,6 @@ use smallvec::SmallVec;
 use super::Filesystem;
 use super::file::File;
 use super::place::Placement;
-use super::write::mark_dirty;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::epoch::Guard;
 use crate::volume::{Mapping, Stamp};
@@ -134,7 +133,7 @@ impl Filesystem {
             return Err(Fail::Stall(Stall::Held { ino }));
         }
         let size = self.size_of_regular(&state, ino)?;
-        if runs().any(|run| state.pages.range(run.clone()).next().is_some() || state.writing.range(run).next().is_some()) {
+        if runs().any(|run| state.pages.overlaps(run.clone()) || state.writing.overlaps(run)) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let last = runs().map(|run| run.end).max().unwrap_or(0);
@@ -145,7 +144,7 @@ impl Filesystem {
             && !runs().any(|run| run.contains(&(size / BLOCK)))
             && let Some(tail) = self.tail_before(&state, ino, size, last)?
         {
-            mark_dirty(&mut state, tail);
+            state.mark_dirty(tail..tail + 1);
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let mut new = 0;
@@ -211,6 +210,7 @@ impl Filesystem {
                     bytes.resize((edge.end - at).min(EDGE_STEP) as usize, 0);
                     region.read_at((segment.buffer_offset + (at - segment.file_offset)) as usize, &mut bytes)?;
                     self.wait(|| self.write_edge(ino, at, &bytes, now))?;
+                    self.write_behind(ino);
                     at += bytes.len() as u64;
                 }
             }

@@ -1,6 +1,6 @@
 //! Files in memory: what is known of a file that is open, or whose data is not on the device yet.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,20 +9,11 @@ use gpunvme_layout::Timestamp;
 use parking_lot::{Condvar, Mutex};
 use rustc_hash::FxHashMap;
 
-use super::pages::Page;
+use super::pages::Pages;
+use super::pieces::{FilePages, Pieces};
 use crate::error::FsError;
 use crate::sharded::Sharded;
 use crate::volume::Run;
-
-/// A page of a file that is in memory.
-pub(crate) struct FilePage {
-    /// Its content.
-    pub page: Page,
-    /// It differs from the device.
-    pub dirty: bool,
-    /// A block was promised for it: the file has none there yet.
-    pub promised: bool,
-}
 
 /// What the file's lock guards.
 #[derive(Default)]
@@ -31,8 +22,8 @@ pub(crate) struct FileState {
     pub opens: u32,
     /// Times that it is open so that it can be mapped shared and writable: the kernel may hold dirty pages.
     pub mappable: u32,
-    /// Pages to be written, by block of the file.
-    pub pages: BTreeMap<u64, FilePage>,
+    /// Pages to be written.
+    pub pages: Pieces<FilePages>,
     /// Pages of them that are dirty.
     pub dirty: u64,
     /// Pages of them that a block was promised for.
@@ -41,9 +32,9 @@ pub(crate) struct FileState {
     pub version: u64,
     /// The block in which the file ends, as the device has it, for the next append to begin with. Kept from when it was written until content
     /// changes, or until the write buffer needs the page.
-    pub last: Option<(u64, Arc<Page>)>,
+    pub last: Option<(u64, Pages)>,
     /// Pages that are being written. They do not change any more.
-    pub writing: BTreeMap<u64, Arc<Page>>,
+    pub writing: Pieces<Arc<Pages>>,
     /// Blocks that direct writes under way replace: what the device has there is neither old nor new.
     pub direct: Vec<Range<u64>>,
     /// Batches of writes, and direct writes, that are under way.
@@ -87,10 +78,15 @@ impl FileState {
         self.last = None;
     }
 
-    /// The newest content of a block of which no page waits to be written, if it is in memory.
-    pub fn settled(&self, block: u64) -> Option<&Arc<Page>> {
-        let last = || self.last.as_ref().filter(|(number, _)| *number == block).map(|(_, page)| page);
-        self.writing.get(&block).or_else(last)
+    /// The newest content of a block that is in no page waiting to be written, if it is in memory: the memory, and which page of it.
+    pub fn settled(&self, block: u64) -> Option<(&Pages, usize)> {
+        let last = || self.last.as_ref().filter(|(number, _)| *number == block).map(|(_, page)| (page, 0));
+        self.writing.find(block).or_else(last)
+    }
+
+    /// Notes that these blocks, which are in memory, have to be written.
+    pub fn mark_dirty(&mut self, blocks: Range<u64>) {
+        self.dirty += self.pages.change(blocks, |piece| !piece.dirty, |piece| piece.dirty = true);
     }
 
     /// Notes that a direct write makes, or will make, the file longer than `size`.

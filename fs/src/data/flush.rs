@@ -1,15 +1,18 @@
 //! Writing out: from the write buffer to the device, many batches at a time, and into the metadata when they have landed.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{Request, Span};
 use gpunvme_layout::Geometry;
 use gpunvme_layout::block::BLOCK_SIZE;
 use parking_lot::MutexGuard;
+use smallvec::SmallVec;
 
 use super::Filesystem;
 use super::file::{File, FileState};
-use super::pages::{Page, push_span};
+use super::pages::{Pages, push_span};
+use super::pieces::{Piece, without};
 use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError};
 use crate::volume::Stamp;
@@ -18,14 +21,14 @@ use crate::volume::epoch::Guard;
 /// Pages that are worth a batch of their own: 2 MiB, a chunk.
 pub(super) const BATCH_PAGES: u64 = 512;
 /// Pages of one batch at the most: it keeps the operation that maps them bounded.
-const BATCH_MAX: usize = 2048;
+const BATCH_MAX: u64 = 2048;
 
 /// A batch of writes under way.
 struct Batch {
     /// Among the flights of the file.
     number: u64,
     placed: Placement,
-    pages: Vec<(u64, Arc<Page>)>,
+    pages: Vec<(u64, Arc<Pages>)>,
     promised: u64,
     /// First byte of the file beyond the batch.
     end: u64,
@@ -61,28 +64,41 @@ impl Filesystem {
         // what the device has there may be what a truncation cut off.
         let stored = self.volume.stored_attributes(file.ino)?.inode.size;
         let tail = stored / BLOCK_SIZE as u64;
-        let behind_tail = state.may_hide(stored) && state.writing.contains_key(&tail);
-        let waits = |block: u64| state.writing.contains_key(&block) || (behind_tail && block > tail);
-        let eligible = state.pages.iter().filter(|(block, page)| page.dirty && !waits(**block));
-        let blocks: Vec<u64> = eligible.map(|(block, _)| *block).take(BATCH_MAX).collect();
-        let Some(last) = blocks.last() else { return Ok(None) };
-        let end = (last + 1) * BLOCK_SIZE as u64;
+        let behind_tail = state.may_hide(stored) && state.writing.contains(tail);
+        let mut ready: SmallVec<[Range<u64>; 4]> = SmallVec::new();
+        let mut room = BATCH_MAX;
+        for (blocks, _) in state.pages.iter().filter(|(_, piece)| piece.dirty) {
+            let on_their_way = state.writing.overlapping(blocks.clone()).map(|(blocks, _)| blocks);
+            for part in without(blocks, on_their_way) {
+                let end = if behind_tail { part.end.min(tail + 1) } else { part.end };
+                let part = part.start..end.min(part.start + room);
+                if !part.is_empty() {
+                    room -= part.end - part.start;
+                    ready.push(part);
+                }
+            }
+            if room == 0 {
+                break;
+            }
+        }
+        let Some(last) = ready.last() else { return Ok(None) };
+        let end = last.end * BLOCK_SIZE as u64;
         let guard = self.volume.epochs.enter();
         let size = self.size_of_regular(state, file.ino)?;
-        let runs = blocks.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u64);
+        let runs = ready.chunk_by(|a, b| a.end == b.start).map(|run| run[0].start..run[run.len() - 1].end);
         let placed = self.place(state, file.ino, size, runs)?;
         let number = state.flights.begin();
-        let pages = Vec::with_capacity(blocks.len());
-        let tail = Some(tail).filter(|tail| state.may_hide(stored) && blocks.contains(tail));
+        let pages = Vec::with_capacity(ready.len());
+        let tail = Some(tail).filter(|tail| state.may_hide(stored) && ready.iter().any(|part| part.contains(tail)));
         let mut batch = Batch { number, placed, pages, promised: 0, end, size, tail, guard: Some(guard) };
-        for block in &blocks {
-            let page = state.pages.remove(block).expect("listed above");
-            batch.promised += u64::from(page.promised);
-            let page = Arc::new(page.page);
-            state.writing.insert(*block, page.clone());
-            batch.pages.push((*block, page));
+        for part in ready {
+            let piece = state.pages.take(&part);
+            state.dirty -= piece.blocks();
+            batch.promised += if piece.promised { piece.blocks() } else { 0 };
+            let pages = Arc::new(piece.pages);
+            state.writing.insert(part.start, pages.clone());
+            batch.pages.push((part.start, pages));
         }
-        state.dirty -= blocks.len() as u64;
         state.promised -= batch.promised;
         Ok(Some((requests(&batch), batch)))
     }
@@ -126,7 +142,7 @@ impl Filesystem {
         // Also when nobody has it open: who syncs it later, or replaces another file by it, has to know.
         state.told = false;
         state.error.get_or_insert(error);
-        if let Some(tail) = batch.tail.filter(|tail| !state.has_dirty_page(*tail)) {
+        if let Some(tail) = batch.tail.filter(|tail| !state.has_dirty_pages(*tail..*tail + 1)) {
             // The device still has there what a truncation cut off: what waits to grow the file beyond it is lost with it.
             self.drop_pages(&mut state, tail + 1);
             state.size = None;
@@ -146,10 +162,12 @@ impl Filesystem {
         let mut state = file.state.lock();
         let size = state.size.unwrap_or(batch.size);
         let is_last = |block: u64| !size.is_multiple_of(BLOCK_SIZE as u64) && block == size / BLOCK_SIZE as u64;
-        let last = batch.pages.last().filter(|(block, _)| landed && is_last(*block) && self.pages.is_roomy()).cloned();
-        for (block, page) in batch.pages {
-            if state.writing.get(&block).is_some_and(|p| Arc::ptr_eq(p, &page)) {
-                state.writing.remove(&block);
+        let mut last = None;
+        for (start, pages) in batch.pages {
+            state.writing.remove(start);
+            let block = start + pages.len() as u64 - 1;
+            if landed && is_last(block) && self.pages.is_roomy() {
+                last = Arc::into_inner(pages).map(|mut pages| (block, pages.split_off(pages.len() - 1)));
             }
         }
         state.flights.end(batch.number);
@@ -303,15 +321,24 @@ impl Filesystem {
 
 /// One write for each piece of the device that the batch goes to.
 fn requests(batch: &Batch) -> Vec<Request> {
-    let mut pages = batch.pages.iter();
+    let mut parts = batch.pages.iter().map(|(_, pages)| (pages, 0..pages.len()));
+    let mut part = parts.next();
     let pieces = batch.placed.pieces().map(|piece| {
         let mut spans: Vec<Span> = Vec::new();
-        for (_, page) in pages.by_ref().take(piece.run.len as usize) {
-            push_span(&mut spans, page.span());
+        let mut missing = piece.run.len as usize;
+        while missing > 0 {
+            let (pages, left) = part.as_mut().expect("each block has a page");
+            let taken = left.start..left.end.min(left.start + missing);
+            missing -= taken.len();
+            left.start = taken.end;
+            push_span(&mut spans, pages.span(taken));
+            if left.start == left.end {
+                part = parts.next();
+            }
         }
-        (Geometry::byte(piece.run.start), spans)
+        Request::write(Geometry::byte(piece.run.start), spans, false)
     });
-    pieces.map(|(offset, spans)| Request::write(offset, spans, false)).collect()
+    pieces.collect()
 }
 
 impl FileState {
@@ -320,13 +347,13 @@ impl FileState {
         !size.is_multiple_of(BLOCK_SIZE as u64) && !self.tail_is_zero
     }
 
-    /// Whether a page waits to be written.
-    fn has_dirty_page(&self, block: u64) -> bool {
-        self.pages.get(&block).is_some_and(|page| page.dirty)
+    /// Whether pages of these blocks wait to be written.
+    fn has_dirty_pages(&self, blocks: Range<u64>) -> bool {
+        self.pages.overlapping(blocks).any(|(_, piece)| piece.dirty)
     }
 
     /// Whether blocks `from..to` have content in memory that the device does not have.
     pub(super) fn has_dirty(&self, from: u64, to: u64) -> bool {
-        self.writing.range(from..to).next().is_some() || self.pages.range(from..to).any(|(_, p)| p.dirty)
+        self.writing.overlaps(from..to) || self.has_dirty_pages(from..to)
     }
 }

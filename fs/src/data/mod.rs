@@ -27,6 +27,7 @@ mod file;
 mod flush;
 mod hold;
 mod pages;
+mod pieces;
 mod place;
 mod read;
 pub mod resize;

@@ -7,6 +7,7 @@ use gpunvme_layout::Geometry;
 use gpunvme_layout::block::BLOCK_SIZE;
 
 use super::Filesystem;
+use super::pieces::without;
 use crate::error::{Attempt, FsError};
 use crate::volume::epoch::Guard;
 
@@ -62,26 +63,23 @@ impl Filesystem {
             }
         }
         buffer.bytes_mut()[place(at)..place(last + 1)].fill(0);
-        let newer = |block| {
-            state.as_ref().and_then(|s| s.pages.get(&block).map(|p| &p.page).or_else(|| s.writing.get(&block).map(|p| &**p)))
-        };
-        if state.as_ref().is_some_and(|s| !s.pages.is_empty() || !s.writing.is_empty()) {
-            for block in first..=last {
-                if let Some(page) = newer(block) {
-                    page.read(0, &mut buffer.bytes_mut()[place(block)..place(block + 1)])?;
-                }
+        // What waits to be written is newer than what is on its way, which is newer than what the device has.
+        let mut newer: Vec<Range<u64>> = Vec::new();
+        if let Some(state) = &state {
+            let writing = state.writing.overlapping(first..last + 1).map(|(held, pages)| (held, &**pages));
+            let waiting = state.pages.overlapping(first..last + 1).map(|(held, piece)| (held, &piece.pages));
+            for (held, pages) in writing.chain(waiting) {
+                let part = held.start.max(first)..held.end.min(last + 1);
+                let out = &mut buffer.bytes_mut()[place(part.start)..place(part.end)];
+                pages.read((part.start - held.start) as usize * BLOCK_SIZE, out)?;
+                newer.push(part);
             }
+            newer.sort_unstable_by_key(|part| part.start);
         }
         for mapping in mappings.iter().filter(|m| !m.extent.unwritten) {
-            // Runs of blocks that only the device has.
-            let mut blocks = (mapping.offset..mapping.end()).filter(|block| newer(*block).is_none()).peekable();
-            while let Some(start) = blocks.next() {
-                let mut stop = start + 1;
-                while blocks.next_if_eq(&stop).is_some() {
-                    stop += 1;
-                }
-                let device = Geometry::byte(mapping.extent.block + (start - mapping.offset));
-                requests.push(Request::read(device, vec![buffer.span(place(start)..place(stop))]));
+            for run in without(mapping.offset..mapping.end(), newer.iter().cloned()) {
+                let device = Geometry::byte(mapping.extent.block + (run.start - mapping.offset));
+                requests.push(Request::read(device, vec![buffer.span(place(run.start)..place(run.end))]));
             }
         }
         let skip = (offset - first * BLOCK) as usize;

@@ -7,7 +7,6 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 
 use super::Filesystem;
 use super::file::{File, FileState, Truncation};
-use super::write::mark_dirty;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::extents::BLOCKS_PER_OP;
 use crate::volume::{Attributes, Context, Stamp};
@@ -92,8 +91,8 @@ impl Filesystem {
         let more = self.volume.set_size(&Context { now, ..*context }, ino, size)?;
         self.drop_pages(state, size.div_ceil(BLOCK));
         self.drop_window(state);
-        if let Some(page) = state.pages.get(&(size / BLOCK)) {
-            page.page.zero((size % BLOCK) as usize..BLOCK_SIZE)?;
+        if let Some((pages, at)) = state.pages.find(size / BLOCK) {
+            pages.zero(at * BLOCK_SIZE + (size % BLOCK) as usize..(at + 1) * BLOCK_SIZE)?;
         }
         // The inode has the new size; what is still in memory lies below it.
         (state.size, state.changed, state.goal) = (None, None, None);
@@ -121,7 +120,7 @@ impl Filesystem {
     /// whether that page is waiting to be written out.
     fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<bool> {
         let Some(tail) = self.tail_before(state, ino, old, new.div_ceil(BLOCK))? else { return Ok(false) };
-        mark_dirty(state, tail);
+        state.mark_dirty(tail..tail + 1);
         Ok(true)
     }
 

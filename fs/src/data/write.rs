@@ -7,11 +7,14 @@ use gpunvme_blockdev::Request;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{FileType, Geometry, Timestamp};
+use smallvec::SmallVec;
 
 use super::Filesystem;
-use super::file::{File, FilePage, FileState, Truncation};
+use super::file::{FileState, Truncation};
 use super::flush::BATCH_PAGES;
 use super::hold::Hold;
+use super::pages::Pages;
+use super::pieces::{FilePages, Piece, without};
 use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -31,7 +34,7 @@ enum Writer {
 
 impl Filesystem {
     /// Writes bytes into a file, as far as the write buffer: they are on the device after [`Filesystem::sync_file`], or when
-    /// somebody writes the file out.
+    /// somebody writes the file out. [`Filesystem::write_behind`] is to follow, when whoever waits for the write was answered.
     ///
     /// # Errors
     /// [`FsError::NoSpace`] here and not later: a block is promised to each byte that is taken.
@@ -69,12 +72,9 @@ impl Filesystem {
         let file = self.files.get(ino);
         let mut state = file.state.lock();
         let written = self.write_pages(&mut state, writer, ino, offset, data, now);
-        let full = state.dirty >= BATCH_PAGES || self.pages.is_short();
         drop(state);
         if written.is_err() {
             self.release(&file);
-        } else if full {
-            self.flush_soon(&file);
         }
         written
     }
@@ -104,50 +104,63 @@ impl Filesystem {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let gap = self.tail_before(state, ino, size, first)?;
-        for block in [first, last] {
-            // The first and the last page keep what they have around the new bytes, up to the end of the file.
-            let kept = (block * BLOCK < offset.min(size)) || end < size.min((block + 1) * BLOCK);
-            if kept && !state.pages.contains_key(&block) && state.settled(block).is_none() {
+        let is_partial = |block: &u64| offset > block * BLOCK || end < (block + 1) * BLOCK;
+        let mut partial: SmallVec<[u64; 2]> = [first, last].into_iter().filter(is_partial).collect();
+        partial.dedup();
+        partial.retain(|block| !state.pages.contains(*block));
+        for &block in &partial {
+            // What they have around the new bytes, up to the end of the file, stays.
+            let kept = block * BLOCK < offset.min(size) || end < size.min((block + 1) * BLOCK);
+            if kept && state.settled(block).is_none() {
                 self.needs_no_content(ino, block)?;
             }
         }
-        let mut unmapped: Vec<u64> = Vec::new();
-        let mut at = first;
-        for mapping in self.volume.map(ino, first, last + 1, usize::MAX)? {
-            unmapped.extend(at..mapping.offset);
-            at = mapping.end();
+        let blocks = first..last + 1;
+        let mut mapped: SmallVec<[Range<u64>; 2]> = SmallVec::new();
+        self.volume.map_each(ino, first, last + 1, |mapping| mapped.push(mapping.offset..mapping.end()))?;
+        let mut unpromised: SmallVec<[Range<u64>; 2]> = SmallVec::new();
+        for hole in without(blocks.clone(), mapped.into_iter()) {
+            let promised = state.pages.overlapping(hole.clone()).filter(|(_, piece)| piece.promised).map(|(held, _)| held);
+            unpromised.extend(without(hole, promised));
         }
-        unmapped.extend(at..=last);
-        unmapped.retain(|block| state.pages.get(block).is_none_or(|p| !p.promised));
-
-        let missing: Vec<u64> = (first..=last).filter(|block| !state.pages.contains_key(block)).collect();
-        let mut pages = self.pages.take(missing.len()).ok_or(Fail::Stall(Stall::Memory))?.into_iter();
-        self.volume.promise(unmapped.len() as u64)?;
+        let missing = state.pages.gaps(blocks.clone());
+        let mut memory = self.pages.take(blocks_of(&missing) as usize).ok_or(Fail::Stall(Stall::Memory))?.into_iter();
+        self.volume.promise(blocks_of(&unpromised))?;
 
         // From here on nothing fails: the pages are ours, and copying inside them is within bounds.
-        for block in missing {
-            let page = pages.next().expect("one was taken for each");
-            match state.settled(block) {
-                Some(old) => page.copy_from(old)?,
-                None if block == first || block == last => page.zero(0..BLOCK_SIZE)?,
-                None => {}
+        let mut rest: Option<Pages> = None;
+        for gap in missing {
+            let mut at = gap.start;
+            while at < gap.end {
+                let mut pages = rest.take().or_else(|| memory.next()).expect("as many were taken");
+                if pages.len() as u64 > gap.end - at {
+                    rest = Some(pages.split_off((gap.end - at) as usize));
+                }
+                let start = at;
+                at += pages.len() as u64;
+                state.pages.insert(start, FilePages { pages, dirty: false, promised: false });
             }
-            state.pages.insert(block, FilePage { page, dirty: false, promised: false });
         }
-        for block in unmapped {
-            state.pages.get_mut(&block).expect("inserted above").promised = true;
-            state.promised += 1;
+        for &block in &partial {
+            let (page, at) = state.pages.find(block).expect("inserted above");
+            let mut bytes = [0; BLOCK_SIZE];
+            if let Some((old, at)) = state.settled(block) {
+                old.read(at * BLOCK_SIZE, &mut bytes)?;
+            }
+            page.write(at * BLOCK_SIZE, &bytes)?;
         }
-        for block in first..=last {
-            let start = offset.max(block * BLOCK);
-            let stop = end.min((block + 1) * BLOCK);
-            let page = state.pages.get_mut(&block).expect("inserted above");
-            page.page.write((start - block * BLOCK) as usize, &data[(start - offset) as usize..(stop - offset) as usize])?;
-            state.dirty += u64::from(!page.dirty);
-            page.dirty = true;
+        for (held, piece) in state.pages.overlapping(blocks.clone()) {
+            let start = offset.max(held.start * BLOCK);
+            let stop = end.min(held.end * BLOCK);
+            let bytes = &data[(start - offset) as usize..(stop - offset) as usize];
+            piece.pages.write((start - held.start * BLOCK) as usize, bytes)?;
         }
+        for hole in unpromised {
+            state.promised += state.pages.change(hole, |piece| !piece.promised, |piece| piece.promised = true);
+        }
+        state.mark_dirty(blocks);
         if let Some(tail) = gap {
-            mark_dirty(state, tail);
+            state.mark_dirty(tail..tail + 1);
         }
         if end > size {
             state.size = Some(end);
@@ -180,10 +193,10 @@ impl Filesystem {
         if tail >= next || !state.may_hide(size) {
             return Ok(None);
         }
-        if state.writing.contains_key(&tail) {
+        if state.writing.contains(tail) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
-        if state.pages.contains_key(&tail) {
+        if state.pages.contains(tail) {
             return Ok(Some(tail));
         }
         self.needs_no_content(ino, tail)?;
@@ -212,7 +225,7 @@ impl Filesystem {
             let guard = self.volume.epochs.enter();
             let mapped = self.volume.wait(|| self.volume.map(ino, block, block + 1, 1))?;
             let Some(mapping) = mapped.first().filter(|m| !m.extent.unwritten) else { return Ok(()) };
-            self.volume.io.run(vec![Request::read(Geometry::byte(mapping.extent.block), vec![page.span()])])?;
+            self.volume.io.run(vec![Request::read(Geometry::byte(mapping.extent.block), vec![page.span(0..1)])])?;
             drop(guard);
             let stored = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.size;
             let mut state = file.state.lock();
@@ -227,34 +240,41 @@ impl Filesystem {
                 drop(state);
                 return self.flush_file(ino);
             }
-            if state.writing.contains_key(&block) {
+            if state.writing.contains(block) {
                 // Somebody else filled the page and wrote to it meanwhile: what is on its way is newer than what was read.
                 return Ok(());
             }
             let size = state.size.unwrap_or(0).max(stored);
             let end = size.saturating_sub(block * BLOCK).min(BLOCK) as usize;
             page.zero(end..BLOCK_SIZE)?;
-            state.pages.entry(block).or_insert(FilePage { page, dirty: false, promised: false });
+            if !state.pages.contains(block) {
+                state.pages.insert(block, FilePages { pages: page, dirty: false, promised: false });
+            }
             return Ok(());
         }
     }
 
     /// Forgets the pages from block `from` on.
     pub(super) fn drop_pages(&self, state: &mut FileState, from: u64) {
-        let dropped = state.pages.split_off(&from);
-        let promised = dropped.values().filter(|p| p.promised).count() as u64;
-        state.dirty -= dropped.values().filter(|p| p.dirty).count() as u64;
+        let mut promised = 0;
+        for piece in state.pages.take_from(from) {
+            state.dirty -= if piece.dirty { piece.blocks() } else { 0 };
+            promised += if piece.promised { piece.blocks() } else { 0 };
+        }
         state.promised -= promised;
         state.content_changes();
         self.volume.forget_promise(promised);
     }
 
-    /// Writes a file's pages out without waiting for them.
-    pub(super) fn flush_soon(self: &Arc<Self>, file: &Arc<File>) {
-        if self.start_flush(file).is_ok() {
+    /// Begins writing a file out if enough of it is in memory for that, or too much of all files; does not wait for it.
+    pub fn write_behind(self: &Arc<Self>, ino: u64) {
+        let Some(file) = self.files.find(ino) else { return };
+        let dirty = file.state.lock().dirty;
+        let enough = dirty >= BATCH_PAGES || (dirty > 0 && self.pages.is_short());
+        if !enough || self.start_flush(&file).is_ok() {
             return;
         }
-        let (fs, file) = (self.clone(), file.clone());
+        let fs = self.clone();
         self.completions.spawn(Box::new(move || {
             // What fails here fails again, and is reported, when somebody waits for it.
             if let Err(error) = fs.wait_for_space(|| fs.start_flush(&file)) {
@@ -264,9 +284,6 @@ impl Filesystem {
     }
 }
 
-/// Makes a page that is in memory one that has to be written.
-pub(super) fn mark_dirty(state: &mut FileState, block: u64) {
-    let page = state.pages.get_mut(&block).expect("the page is in memory");
-    state.dirty += u64::from(!page.dirty);
-    page.dirty = true;
+fn blocks_of(ranges: &[Range<u64>]) -> u64 {
+    ranges.iter().map(|range| range.end - range.start).sum()
 }

@@ -110,6 +110,8 @@ impl Front {
         let done = move |written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
             done(written.map(drop));
+            // After the answer: the caller's next bytes are on their way while the device is given these.
+            front.fs.write_behind(ino);
             if let Some(last) = last.filter(|_| place != how.offset) {
                 // Answered first: until then the kernel may keep a page locked that it is to forget.
                 front.moved(ino, how.offset..how.offset + len, place..place + len, last);
