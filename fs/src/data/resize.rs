@@ -219,19 +219,34 @@ impl Filesystem {
                 self.wait(|| self.write(ino, from, &zeros[..(to - from) as usize], context.now))?;
             }
         }
-        self.flush_file(ino)?;
-        self.touched(ino);
+        let file = self.files.get(ino);
         let mut at = Some(first).filter(|first| *first < last);
-        while let Some(from) = at {
-            at = self.wait_for_space(|| {
-                if keep_blocks {
-                    self.volume.unwrite_step(context, ino, from, last)
-                } else {
-                    self.volume.punch_step(context, ino, from, last)
-                }
-            })?;
+        let cleared = loop {
+            let Some(from) = at else { break Ok(()) };
+            match self.wait(|| self.clear_step(&file, context, from, last, keep_blocks)) {
+                Ok(next) => at = next,
+                Err(error) => break Err(error),
+            }
+        };
+        self.release(&file);
+        cleared
+    }
+
+    /// One step of making blocks read as zeros. Returns the block to go on from. What was there is in no page in memory then, and
+    /// nobody is about to read it into one: written out later, it would come back.
+    fn clear_step(&self, file: &File, context: &Context, from: u64, to: u64, keep_blocks: bool) -> Attempt<Option<u64>> {
+        let mut state = file.state.lock();
+        if state.has_dirty(from, to) {
+            return Err(Fail::Stall(Stall::File { ino: file.ino }));
         }
-        Ok(())
+        let next = match keep_blocks {
+            true => self.volume.unwrite_step(context, file.ino, from, to)?,
+            false => self.volume.punch_step(context, file.ino, from, to)?,
+        };
+        state.pages.retain(|block, page| page.dirty || !(from..to).contains(block));
+        state.content_changes();
+        state.goal = None;
+        Ok(next)
     }
 
     fn is_hole(&self, ino: u64, block: u64) -> Result<bool, FsError> {

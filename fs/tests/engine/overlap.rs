@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Region, Rule};
 use gpunvme_fs::VolumeOptions;
+use gpunvme_fs::data::resize::Allocate;
 use gpunvme_fs::data::{Filesystem, Options, Spawn};
 use gpunvme_fs::error::{Fail, FsError, Stall};
 use gpunvme_fs::volume::{Context, NewNode, RenameMode};
@@ -194,6 +195,55 @@ fn a_long_truncation_stands_in_nobodys_way_and_is_over_before_the_file_grows() {
     fs.wait(|| fs.write(ino, 3000 * 8192, &[1; 100], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     assert!(fs.read(ino, 0, 3000 * 8192).unwrap().iter().all(|byte| *byte == 0), "it is a hole");
+}
+
+#[test]
+fn what_a_long_punch_takes_away_does_not_come_back_around_a_few_bytes_that_are_written_meanwhile() {
+    const EXTENTS: u64 = 3000;
+    for what in [Allocate::Punch, Allocate::Zero { grow: false }] {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
+        make(&device);
+        let fs = open(&device).unwrap();
+        let ino = file(&fs, b"a");
+        for i in 0..EXTENTS {
+            fs.wait(|| fs.write(ino, i * 8192, &[0xaa; 4096], NOW)).unwrap();
+        }
+        fs.close().unwrap();
+
+        // Opened anew, so that it has to wait for the device in between.
+        let shared: Arc<OnceLock<Arc<Filesystem>>> = Arc::default();
+        let (looks, written) = (AtomicBool::new(false), Arc::new(AtomicBool::new(false)));
+        let last = (EXTENTS - 1) * 8192;
+        let writer = {
+            let (shared, written) = (shared.clone(), written.clone());
+            move || {
+                let Some(fs) = shared.get().filter(|_| !written.load(Ordering::Relaxed)) else { return };
+                // What it asks for itself comes by here, too.
+                if looks.swap(true, Ordering::Relaxed) {
+                    return;
+                }
+                let is_cleared = |at| fs.read(ino, at, 1).unwrap() == [0];
+                if is_cleared(0) && !is_cleared(last) {
+                    let region = Region::allocate(4096).unwrap();
+                    region.write_at(0, &[1; 100]).unwrap();
+                    let edge = Segment { file_offset: last + 200, buffer_offset: 0, len: 100 };
+                    fs.write_edges(ino, &[edge], &region, NOW).unwrap();
+                    written.store(true, Ordering::Relaxed);
+                }
+                looks.store(false, Ordering::Relaxed);
+            }
+        };
+        let fs = stepped(&device, writer);
+        assert!(shared.set(fs.clone()).is_ok());
+        fs.allocate(&WHO, ino, 0, EXTENTS * 8192, what).unwrap();
+        assert!(written.load(Ordering::Relaxed), "{what:?}: somebody wrote in between");
+        fs.sync_file(ino).unwrap();
+        let found = fs.read(ino, 0, 1 << 30).unwrap();
+        let stale = found.iter().position(|byte| *byte == 0xaa);
+        assert_eq!(stale, None, "{what:?}: of {} bytes, this one came back", found.len());
+        fs.close().unwrap();
+        assert_sound(&fs, "after a punch");
+    }
 }
 
 #[test]
