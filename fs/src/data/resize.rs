@@ -243,7 +243,8 @@ impl Filesystem {
             true => self.volume.unwrite_step(context, file.ino, from, to)?,
             false => self.volume.punch_step(context, file.ino, from, to)?,
         };
-        state.pages.retain(|block, page| page.dirty || !(from..to).contains(block));
+        let read_in: Vec<_> = state.pages.overlapping(from..to).map(|(held, _)| held.start.max(from)..held.end.min(to)).collect();
+        read_in.iter().for_each(|blocks| drop(state.pages.take(blocks)));
         state.content_changes();
         state.goal = None;
         Ok(next)
