@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Region, Rule};
 use gpunvme_fs::VolumeOptions;
+use gpunvme_fs::data::direct::DirectWrite;
 use gpunvme_fs::data::resize::Allocate;
 use gpunvme_fs::data::{Filesystem, Options, Spawn};
-use gpunvme_fs::error::{Fail, FsError, Stall};
+use gpunvme_fs::error::{Attempt, Fail, FsError, Stall};
 use gpunvme_fs::volume::{Context, NewNode, RenameMode};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
@@ -246,6 +247,42 @@ fn what_a_long_punch_takes_away_does_not_come_back_around_a_few_bytes_that_are_w
     }
 }
 
+/// A stream of direct writes to the first two blocks of a file: another begins with each call, until it is over.
+struct DirectWrites {
+    file: OnceLock<(Arc<Filesystem>, u64)>,
+    memory: Arc<Region>,
+    begun: AtomicU32,
+    over: AtomicBool,
+}
+
+impl DirectWrites {
+    fn new() -> Arc<DirectWrites> {
+        let memory = Region::allocate(8192).unwrap();
+        Arc::new(DirectWrites { file: OnceLock::new(), memory, begun: AtomicU32::new(0), over: AtomicBool::new(false) })
+    }
+
+    fn plan(&self) -> Attempt<DirectWrite> {
+        let (fs, ino) = self.file.get().expect("it was said");
+        fs.plan_direct_write(*ino, &[Segment { file_offset: 0, buffer_offset: 0, len: 8192 }], &self.memory, NOW)
+    }
+
+    /// Begins one, if it may. `what` waits for them meanwhile.
+    fn begin(&self, what: &str) {
+        let Some((fs, _)) = self.file.get().filter(|_| !self.over.load(Ordering::Relaxed)) else { return };
+        assert!(self.begun.fetch_add(1, Ordering::Relaxed) < 100, "{what}: it waits for as long as others write");
+        if let Ok(write) = self.plan() {
+            fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
+        }
+    }
+
+    /// It is over, and so are its writes.
+    fn end(&self) {
+        self.over.store(true, Ordering::Relaxed);
+        let (fs, _) = self.file.get().expect("it was said");
+        while fs.volume().io().step() {}
+    }
+}
+
 #[test]
 fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() {
     type Operation = fn(&Arc<Filesystem>, u64) -> Result<(), FsError>;
@@ -262,23 +299,10 @@ fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() 
     for (what, operation) in operations {
         let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
         make(&device);
-        let region = Region::allocate(8192).unwrap();
-        let shared: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();
-        let (waits, over) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
-        let begin = {
-            let (shared, waits, over, region) = (shared.clone(), waits.clone(), over.clone(), region.clone());
-            move || {
-                let Some((fs, ino)) = shared.get().filter(|_| !over.load(Ordering::Relaxed)) else { return };
-                assert!(waits.fetch_add(1, Ordering::Relaxed) < 100, "{what}: it waits for as long as others write");
-                let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
-                if let Ok(write) = fs.plan_direct_write(*ino, &[segment], &region, NOW) {
-                    fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
-                }
-            }
-        };
-        let writer = begin.clone();
+        let direct = DirectWrites::new();
+        let writer = direct.clone();
         let fs = stepped_by(&device, move |_| {
-            writer();
+            writer.begin(what);
             0
         });
         let ino = file(&fs, b"a");
@@ -286,15 +310,13 @@ fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() 
         fs.open_file(ino, false);
         fs.wait(|| fs.write(ino, 0, &[0xaa; 8192], NOW)).unwrap();
         fs.sync_file(ino).unwrap();
-        assert!(shared.set((fs.clone(), ino)).is_ok());
-        begin();
+        assert!(direct.file.set((fs.clone(), ino)).is_ok());
+        direct.begin(what);
         operation(&fs, ino).unwrap();
-        assert!(waits.load(Ordering::Relaxed) > 1, "{what}: others wrote meanwhile");
-        over.store(true, Ordering::Relaxed);
-        while fs.volume().io().step() {}
+        assert!(direct.begun.load(Ordering::Relaxed) > 1, "{what}: others wrote meanwhile");
+        direct.end();
         if what != "removal" {
-            let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
-            let held = fs.plan_direct_write(ino, &[segment], &region, NOW).err();
+            let held = direct.plan().err();
             assert!(!matches!(held, Some(Fail::Stall(Stall::Held { .. }))), "{what}: they are let in again");
         }
     }
@@ -339,34 +361,20 @@ fn what_is_appended_beside_direct_writes_that_make_the_file_longer_goes_behind_t
 fn a_small_write_is_not_kept_waiting_by_direct_writes_to_other_blocks() {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
     make(&device);
-    let region = Region::allocate(8192).unwrap();
-    let shared: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();
-    let (waits, over) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
-    let begin = {
-        let (shared, waits, over) = (shared.clone(), waits.clone(), over.clone());
-        move || {
-            let Some((fs, ino)) = shared.get().filter(|_| !over.load(Ordering::Relaxed)) else { return };
-            assert!(waits.fetch_add(1, Ordering::Relaxed) < 100, "it waits for as long as others write");
-            let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
-            if let Ok(write) = fs.plan_direct_write(*ino, &[segment], &region, NOW) {
-                fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
-            }
-        }
-    };
-    let writer = begin.clone();
+    let direct = DirectWrites::new();
+    let writer = direct.clone();
     let fs = stepped_by(&device, move |_| {
-        writer();
+        writer.begin("small write");
         0
     });
     let ino = file(&fs, b"a");
     fs.open_file(ino, false);
     fs.wait(|| fs.write(ino, 0, &[0xaa; 16_384], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
-    assert!(shared.set((fs.clone(), ino)).is_ok());
-    begin();
+    assert!(direct.file.set((fs.clone(), ino)).is_ok());
+    direct.begin("small write");
     fs.wait(|| fs.write(ino, 12_388, &[3; 10], NOW)).unwrap();
-    over.store(true, Ordering::Relaxed);
-    while fs.volume().io().step() {}
+    direct.end();
     let found = fs.read(ino, 12_288, 4096).unwrap();
     assert!(found[..100] == [0xaa; 100] && found[100..110] == [3; 10] && found[110..] == [0xaa; 3986]);
 }
