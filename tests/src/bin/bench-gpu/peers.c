@@ -3,7 +3,7 @@
  *
  *   cufile        cuFileRead and cuFileWrite, one at a time in each thread
  *   cufile-batch  cuFileBatchIOSubmit, --depth in flight in each thread
- *   pinned        pread and pwrite with O_DIRECT, two pinned buffers a thread, the copy of one beside the I/O of the other
+ *   pinned        pread and pwrite with O_DIRECT and pinned buffers: one with a depth of 1, else two a thread, the copy of one beside the I/O of the other
  *   pageable      read and write through the page cache, and copies from and to ordinary memory; writes end with fdatasync
  *
  * usage: peers --method NAME --file FILE --gpu N --size BYTES --pattern random|sequential --depth N --threads N --seconds S [--write]
@@ -126,7 +126,7 @@ static void pinned(struct thread *t) {
     unsigned turn = 0;
     off_t at[2] = { -1, -1 };
     while (!time_is_up(t)) {
-        unsigned here = turn++ % 2, other = !here;
+        unsigned here = depth > 1 ? turn++ % 2 : 0, other = depth > 1 ? !here : here;
         char *slot = t->device + t->operations % t->slots * size;
         if (writing) {
             /* The copy into this buffer runs beside the write from the other. */
@@ -139,6 +139,7 @@ static void pinned(struct thread *t) {
             cuda(cudaStreamSynchronize(t->stream[here]), "copying");
             whole(pread(t->fd, t->host[here], size, next_offset(t)), "pread");
             cuda(cudaMemcpyAsync(slot, t->host[here], size, cudaMemcpyHostToDevice, t->stream[here]), "copying");
+            if (depth == 1) cuda(cudaStreamSynchronize(t->stream[here]), "copying");
         }
         t->operations++;
     }
