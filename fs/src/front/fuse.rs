@@ -22,6 +22,7 @@ use rustix::mount::MountFlags;
 use super::files::Write;
 use super::handles::Handle;
 use super::names::Listing;
+use super::readers::{Busy, Readers};
 use super::session::Settings;
 use super::{Caller, Front, KernelCache, attr};
 use crate::error::FsError;
@@ -92,7 +93,7 @@ pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::
             config.mount_options.push(option);
         }
     }
-    let session = fuser::Session::new(Adapter { front: front.clone() }, dir, &config)?;
+    let session = fuser::Session::new(Adapter { front: front.clone(), readers: Readers::new(settings.loops) }, dir, &config)?;
     let set = front.kernel.set(Box::new(Notifier(session.notifier())));
     assert!(set.is_ok(), "a front end is mounted once");
     session.spawn()
@@ -213,6 +214,15 @@ impl Listing for ReplyDirectoryPlus {
 
 struct Adapter {
     front: Arc<Front>,
+    /// None where there are too few loops for it to matter.
+    readers: Option<Arc<Readers>>,
+}
+
+impl Adapter {
+    /// For as long as a request is served by a loop.
+    fn busy(&self) -> Option<Busy<'_>> {
+        self.readers.as_ref().map(Readers::busy)
+    }
 }
 
 impl fuser::Filesystem for Adapter {
@@ -226,6 +236,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _busy = self.busy();
         self.front.lookup(parent.0, name.as_bytes(), move |found| match found {
             // With a lifetime, unlike an error: the kernel does not ask again.
             Ok(None) => reply.entry(&LIFETIME, &attr::NOTHING, GENERATION),
@@ -235,10 +246,12 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn forget(&self, _: &Request, ino: INodeNo, lookups: u64) {
+        let _busy = self.busy();
         self.front.forget(ino.0, lookups);
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        let _busy = self.busy();
         self.front.attributes(ino.0, move |found| attributes("getattr", ino.0, found, reply));
     }
 
@@ -260,6 +273,7 @@ impl fuser::Filesystem for Adapter {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
+        let _busy = self.busy();
         let caller = caller(request);
         let set = SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse) };
         let strip = strips(request.uid(), size, &set);
@@ -268,6 +282,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
+        let _busy = self.busy();
         self.front.attempt(
             move |fs| fs.read_link(ino.0),
             move |target| match target {
@@ -278,12 +293,14 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn mknod(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, rdev: u32, reply: ReplyEntry) {
+        let _busy = self.busy();
         let context = caller(request).context;
         let new = NewNode { mode, umask, rdev, target: &[] };
         self.front.create(context, parent.0, name.as_bytes(), new, move |new| entry("mknod", parent.0, new, reply));
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+        let _busy = self.busy();
         let context = caller(request).context;
         let mode = mode & !libc::S_IFMT | libc::S_IFDIR;
         let new = NewNode { mode, umask, rdev: 0, target: &[] };
@@ -291,6 +308,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+        let _busy = self.busy();
         let context = caller(request).context;
         let target = target.as_os_str().as_bytes();
         let new = NewNode { mode: libc::S_IFLNK | 0o777, umask: 0, rdev: 0, target };
@@ -298,16 +316,19 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn link(&self, request: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _busy = self.busy();
         let context = caller(request).context;
         self.front.link(context, ino.0, parent.0, name.as_bytes(), move |linked| entry("link", ino.0, linked, reply));
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _busy = self.busy();
         let context = caller(request).context;
         self.front.unlink(context, parent.0, name.as_bytes(), move |done| empty("unlink", parent.0, done, reply));
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _busy = self.busy();
         let context = caller(request).context;
         self.front.rmdir(context, parent.0, name.as_bytes(), move |done| empty("rmdir", parent.0, done, reply));
     }
@@ -322,6 +343,7 @@ impl fuser::Filesystem for Adapter {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
+        let _busy = self.busy();
         let mode = match flags {
             RenameFlags::RENAME_NOREPLACE => RenameMode::NoReplace,
             RenameFlags::RENAME_EXCHANGE => RenameMode::Exchange,
@@ -334,6 +356,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn create(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
+        let _busy = self.busy();
         let caller = caller(request);
         let mode = mode & !libc::S_IFMT | libc::S_IFREG;
         let new = NewNode { mode, umask, rdev: 0, target: &[] };
@@ -348,6 +371,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let _busy = self.busy();
         let handle = self.front.open(ino.0, flags.0);
         reply.opened(FileHandle(handle.0), opened(flags.0));
     }
@@ -362,6 +386,7 @@ impl fuser::Filesystem for Adapter {
         _: bool,
         reply: ReplyEmpty,
     ) {
+        let _busy = self.busy();
         self.front.release(ino.0, Handle(handle.0));
         reply.ok();
     }
@@ -377,6 +402,7 @@ impl fuser::Filesystem for Adapter {
         owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let _busy = self.busy();
         // Only direct I/O names an owner (`fuse_direct_io`); the flags say O_DIRECT for a page fault, too.
         let cached = owner.is_none();
         self.front.read(ino.0, Handle(handle.0), (offset, size as usize), cached, move |read| match read {
@@ -397,6 +423,7 @@ impl fuser::Filesystem for Adapter {
         owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let _busy = self.busy();
         let len = data.len() as u32;
         let caller = caller(request);
         let how = Write {
@@ -416,14 +443,17 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn flush(&self, _: &Request, ino: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        let _busy = self.busy();
         empty("flush", ino.0, self.front.flush(ino.0), reply);
     }
 
     fn fsync(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        let _busy = self.busy();
         self.front.sync(ino.0, move |done| empty("fsync", ino.0, done, reply));
     }
 
     fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        let _busy = self.busy();
         self.front.sync_names(move |done| empty("fsyncdir", ino.0, done, reply));
     }
 
@@ -432,6 +462,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn readdir(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, reply: ReplyDirectory) {
+        let _busy = self.busy();
         self.front.read_dir(ino.0, offset, reply, move |reply, filled| match filled {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(refuse("readdir", ino.0, &error)),
@@ -439,6 +470,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn readdirplus(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, reply: ReplyDirectoryPlus) {
+        let _busy = self.busy();
         self.front.read_dir(ino.0, offset, reply, move |reply, filled| match filled {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(refuse("readdir", ino.0, &error)),
@@ -446,6 +478,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
+        let _busy = self.busy();
         let usage = self.front.fs.usage();
         let unused = usage.available.saturating_mul(INODES_PER_BLOCK);
         let block = BLOCK_SIZE as u32;
@@ -453,20 +486,24 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn setxattr(&self, request: &Request, ino: INodeNo, name: &OsStr, value: &[u8], flags: i32, _: u32, reply: ReplyEmpty) {
+        let _busy = self.busy();
         let attribute = (name.as_bytes(), value);
         self.front.set_xattr(caller(request), ino.0, attribute, flags, move |done| empty("setxattr", ino.0, done, reply));
     }
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let _busy = self.busy();
         let name = name.as_bytes().to_vec();
         self.front.attempt(move |fs| fs.get_xattr(ino.0, &name), move |found| value("getxattr", ino.0, size, found, reply));
     }
 
     fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        let _busy = self.busy();
         self.front.attempt(move |fs| fs.list_xattrs(ino.0), move |found| value("listxattr", ino.0, size, found, reply));
     }
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _busy = self.busy();
         let context = caller(request).context;
         let name = name.as_bytes().to_vec();
         self.front
@@ -483,12 +520,14 @@ impl fuser::Filesystem for Adapter {
         mode: i32,
         reply: ReplyEmpty,
     ) {
+        let _busy = self.busy();
         let context = caller(request).context;
         let done = move |done| empty("fallocate", ino.0, done, reply);
         self.front.allocate(context, ino.0, Handle(handle.0), (offset, len), mode, done);
     }
 
     fn lseek(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+        let _busy = self.busy();
         let (Ok(place), true) = (u64::try_from(offset), matches!(whence, libc::SEEK_DATA | libc::SEEK_HOLE)) else {
             // A place that no file has is beyond the end of this one.
             return reply.error(if offset < 0 { Errno::ENXIO } else { Errno::EINVAL });
@@ -512,6 +551,7 @@ impl fuser::Filesystem for Adapter {
         _: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
+        let _busy = self.busy();
         let from = (from.0, Handle(from_handle.0), from_offset);
         let to = (to.0, Handle(to_handle.0), to_offset);
         self.front.copy(from, to, len, move |copied| match copied {
@@ -531,6 +571,7 @@ impl fuser::Filesystem for Adapter {
         _: u32,
         reply: ReplyIoctl,
     ) {
+        let _busy = self.busy();
         let caller = caller(request);
         self.front.ioctl(caller, ino.0, Handle(handle.0), command, argument, move |answer| {
             // The kernel takes an answer only at the length that it asked for; an error has none.

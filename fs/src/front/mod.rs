@@ -5,8 +5,8 @@
 //!   would stand beside it.
 //! - `names` and `files` are the operations that it calls, `ioctl` and `rings` those of the direct path. Each takes a `done` that gets the
 //!   result, on whatever thread it comes.
-//! - `nodes` and `cached` know what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for, `room` bounds memory,
-//!   `parts` puts what belongs together into its order.
+//! - `readers` says how many loops wait for requests, `nodes` and `cached` know what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for,
+//!   `room` bounds memory, `parts` puts what belongs together into its order.
 //!
 //! A loop of the transport never waits for a device. It tries an operation on what is in memory, which is almost always
 //! enough; an operation that stalls goes to a thread that may wait and is answered from there.
@@ -28,6 +28,7 @@ mod ioctl;
 mod names;
 mod nodes;
 mod parts;
+mod readers;
 mod rings;
 mod room;
 mod session;

@@ -23,7 +23,7 @@ use clap::Parser;
 struct Arguments {
     /// Where to mount.
     mount_point: PathBuf,
-    /// FUSE loops [default: as many as there are processors, from 2 to 16]
+    /// FUSE loops [default: as many as there are processors, from 2 to 4: with more, one client's requests find each loop asleep]
     #[arg(long)]
     threads: Option<usize>,
     /// Keep what files hold on this device or image, which is overwritten
@@ -36,7 +36,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let threads = arguments.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
+    let threads = arguments.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 4));
     match serve(&arguments, threads) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

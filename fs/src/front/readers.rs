@@ -1,0 +1,200 @@
+//! How many of a mount's loops wait for the kernel's requests: few, so that they and their processors stay awake.
+//!
+//! The kernel gives a request to the loop that has waited longest (`fuse_dev_do_read` waits exclusively, first in, first out). With many loops and few clients
+//! each loop waits so long between two requests that its processor sleeps, and waking that takes longer than the request itself. So a loop that has done its
+//! request stands aside while others wait for the next, and the last of those calls one back when it gets one.
+//!
+//! It guards that no request lies there while a loop stands aside: one is called whenever no loop is known to wait, and all are when one ends, which it does
+//! only because the mount has ended.
+
+use std::cell::OnceCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+/// Loops that wait at the most before others stand aside. One is not enough: there are requests that their clients do not wait for, and the next one comes
+/// while they are served.
+const WAITING: usize = 3;
+
+/// The loops of one mount.
+pub(super) struct Readers {
+    /// Loops that wait, of those that have had a request before. (Of the others nobody can tell.)
+    waiting: AtomicUsize,
+    aside: Mutex<Aside>,
+    called: Condvar,
+}
+
+#[derive(Default)]
+struct Aside {
+    loops: usize,
+    /// How many of them may go.
+    calls: usize,
+    ended: bool,
+}
+
+/// A loop is at a request as long as it has this.
+pub(super) struct Busy<'a>(&'a Readers);
+
+/// A loop's thread, which ends when its mount has ended.
+struct Loop(Arc<Readers>);
+
+thread_local! {
+    static LOOP: OnceCell<Loop> = const { OnceCell::new() };
+}
+
+impl Readers {
+    /// For so many loops; none, where all of them may wait at once.
+    pub fn new(loops: usize) -> Option<Arc<Readers>> {
+        let readers = || Arc::new(Readers { waiting: AtomicUsize::new(0), aside: Mutex::default(), called: Condvar::new() });
+        (loops > WAITING).then(readers)
+    }
+
+    /// This thread, a loop, has a request. What is returned is to be dropped when the loop is done with it, and may keep it for long then.
+    pub fn busy(self: &Arc<Self>) -> Busy<'_> {
+        let is_known = LOOP.with(|this| {
+            let is_known = this.get().is_some();
+            this.get_or_init(|| Loop(self.clone()));
+            is_known
+        });
+        if is_known && self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.call();
+        }
+        Busy(self)
+    }
+
+    fn call(&self) {
+        let mut aside = self.aside.lock();
+        if aside.calls < aside.loops {
+            aside.calls += 1;
+            self.called.notify_one();
+        }
+    }
+
+    /// Waits until this loop is called.
+    fn stand_aside(&self) {
+        let mut aside = self.aside.lock();
+        aside.loops += 1;
+        // Whoever was the last to wait and looked here before this may have seen nobody to call.
+        while !aside.ended && aside.calls == 0 && self.waiting.load(Ordering::SeqCst) > 0 {
+            self.called.wait(&mut aside);
+        }
+        aside.loops -= 1;
+        aside.calls = aside.calls.saturating_sub(1);
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        if self.0.waiting.load(Ordering::SeqCst) >= WAITING {
+            self.0.stand_aside();
+        }
+        self.0.waiting.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        self.0.aside.lock().ended = true;
+        self.0.called.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread::{self, JoinHandle};
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Loops that each serve what comes through a channel of their own: a request is over when the second message comes.
+    struct Threads {
+        loops: Vec<(mpsc::Sender<()>, JoinHandle<()>)>,
+        done: mpsc::Receiver<usize>,
+    }
+
+    impl Threads {
+        fn new(count: usize) -> Threads {
+            let readers = Readers::new(count).unwrap();
+            let (report, done) = mpsc::channel();
+            let loops = (0..count).map(|number| {
+                let (sender, receiver) = mpsc::channel::<()>();
+                let (readers, report) = (readers.clone(), report.clone());
+                let serve = move || {
+                    while receiver.recv().is_ok() {
+                        let busy = readers.busy();
+                        receiver.recv().unwrap();
+                        drop(busy);
+                        report.send(number).unwrap();
+                    }
+                };
+                (sender, thread::spawn(serve))
+            });
+            let loops = loops.collect();
+            Threads { loops, done }
+        }
+
+        fn next(&self) -> Option<usize> {
+            self.done.recv_timeout(Duration::from_millis(300)).ok()
+        }
+
+        /// Half of a request: its beginning, or its end.
+        fn send(&self, number: usize) {
+            self.loops[number].0.send(()).unwrap();
+        }
+
+        fn all_have_had_one(&self) {
+            for number in 0..self.loops.len() {
+                self.send(number);
+                self.send(number);
+            }
+            for _ in 0..WAITING {
+                assert!(self.next().is_some());
+            }
+            assert_eq!(self.next(), None, "the others stand aside");
+        }
+    }
+
+    #[test]
+    fn loops_beyond_a_few_stand_aside_until_all_others_are_busy() {
+        let threads = Threads::new(8);
+        threads.all_have_had_one();
+        // Who stands aside does not look.
+        for number in 0..8 {
+            threads.send(number);
+        }
+        assert!(threads.next().is_some(), "one is called when the last that waited is busy");
+    }
+
+    #[test]
+    fn loops_that_stand_aside_end_with_the_mount() {
+        let threads = Threads::new(6);
+        threads.all_have_had_one();
+        let Threads { loops, .. } = threads;
+        let (senders, handles): (Vec<_>, Vec<_>) = loops.into_iter().unzip();
+        drop(senders);
+        for handle in handles {
+            handle.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn no_loop_is_left_aside_while_none_waits() {
+        // Many threads in and out at once: each has to come to its end.
+        let readers = Readers::new(8).unwrap();
+        let threads: Vec<_> = (0..8)
+            .map(|_| {
+                let readers = readers.clone();
+                thread::spawn(move || {
+                    for _ in 0..20_000 {
+                        drop(readers.busy());
+                    }
+                })
+            })
+            .collect();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    }
+}
