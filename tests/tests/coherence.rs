@@ -159,7 +159,7 @@ fn the_time_of_a_direct_write_in_place_shows_whenever_somebody_looks() {
     let mut last = time();
     for round in 0..300 {
         // At first one look after the other, then such that come when nobody has looked for a while.
-        let quiet = Instant::now() + Duration::from_millis(if round < 298 { round % 3 } else { 1200 });
+        let quiet = Instant::now() + Duration::from_millis(if round < 295 { round % 3 } else { 200 });
         while Instant::now() < quiet {
             write();
         }

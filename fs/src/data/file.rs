@@ -110,8 +110,9 @@ impl FileState {
     }
 }
 
-/// How long attributes may be on their way to whoever asked for them.
-const ON_THE_WAY: Duration = Duration::from_secs(1);
+/// How long attributes may be on their way to whoever asked for them. (The kernel drops an answer that it was told to be out of date before it came, but not
+/// that for a file that it did not know: only for that one the time counts.)
+const ON_THE_WAY: Duration = Duration::from_millis(100);
 
 /// When somebody was given attributes of a file, and when those who keep them were last told that they are out of date. Who is told of each write pays a
 /// system call for each, and nobody keeps what was taken back.
