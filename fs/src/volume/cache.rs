@@ -19,6 +19,8 @@ const BLOCK_MEMORY: usize = BLOCK_SIZE + 128;
 const LIMIT_MIN: usize = 256;
 /// One in so many of the blocks that the memory is for stays there, whatever others take.
 const KEPT: usize = 4;
+/// Dropped blocks that are kept for the next ones.
+const SPARE_MAX: usize = 64;
 
 /// A block in memory.
 pub(crate) struct Entry {
@@ -41,13 +43,15 @@ pub(crate) struct Cache {
     given: usize,
     /// Of those, what others leave.
     limit: usize,
+    /// Dropped blocks. An allocator keeps what one thread gives back for that thread, and another one that loads takes more from the system.
+    spare: Vec<Arc<Block>>,
 }
 
 impl Cache {
     /// An empty cache for clean blocks in so many bytes.
     pub fn new(bytes: usize) -> Cache {
         let given = (bytes / BLOCK_MEMORY).max(LIMIT_MIN);
-        Cache { entries: FxHashMap::default(), clock: VecDeque::new(), given, limit: given }
+        Cache { entries: FxHashMap::default(), clock: VecDeque::new(), given, limit: given, spare: Vec::new() }
     }
 
     /// How many blocks there may be when others take so many bytes of the memory.
@@ -98,6 +102,20 @@ impl Cache {
         entry
     }
 
+    /// As [`Cache::put`], for a block that was read, and is copied into the memory of one that was dropped.
+    pub fn put_copy(&mut self, address: u64, block: &Block) -> Arc<Block> {
+        self.make_room();
+        let copy = match self.spare.pop() {
+            Some(mut spare) => {
+                Arc::get_mut(&mut spare).expect("nobody else had it when it was dropped").clone_from(block);
+                spare
+            }
+            None => Arc::new(block.clone()),
+        };
+        self.put(address, copy.clone());
+        copy
+    }
+
     /// Forgets a block.
     pub fn remove(&mut self, address: u64) {
         self.entries.remove(&address);
@@ -132,7 +150,8 @@ impl Cache {
             if pinned || entry.recent.swap(false, Ordering::Relaxed) {
                 self.clock.push_back(address);
             } else {
-                self.entries.remove(&address);
+                let dropped = self.entries.remove(&address).filter(|_| self.spare.len() < SPARE_MAX);
+                self.spare.extend(dropped.map(|entry| entry.block));
             }
         }
     }

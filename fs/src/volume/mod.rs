@@ -288,9 +288,7 @@ impl Volume {
                 Some(entry) => Ok(entry.block.clone()),
                 None => {
                     check_block(&block, *address, &meta.uuid)?;
-                    let block = Arc::new(block);
-                    meta.cache.put(*address, block.clone());
-                    Ok(block)
+                    Ok(meta.cache.put_copy(*address, &block))
                 }
             };
             return addresses.iter().zip(read).map(take).collect();
