@@ -32,6 +32,8 @@ pub(crate) struct Entry {
     pub image: Option<(u64, Arc<Block>)>,
     /// Number of the last operation that changed it.
     pub operation: u64,
+    /// That operation keeps all of the block as it was.
+    pub copied: bool,
     recent: AtomicBool,
 }
 
@@ -96,6 +98,7 @@ impl Cache {
             running: false,
             image: None,
             operation: 0,
+            copied: false,
             recent: AtomicBool::new(true),
         });
         entry.block = block;

@@ -39,6 +39,7 @@ pub(crate) mod op;
 pub(crate) mod orphan;
 mod space;
 pub(crate) mod tree;
+mod undo;
 pub(crate) mod xattr;
 
 pub use acl::ACCESS as ACL_ACCESS;

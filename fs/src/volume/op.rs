@@ -4,17 +4,18 @@
 //! nothing. Whatever ends it before [`Op::finish`] (an error, a block that has to be loaded first, a panic) puts every block
 //! back as it was; so operations are written straight down, without planning what they may need.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::sync::Arc;
 
 use gpunvme_layout::geometry::STATE;
-use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
+use gpunvme_layout::{Block, BlockKind, Geometry, Key, State, Superblock, Uuid, node};
 use parking_lot::RwLockWriteGuard;
 
 use super::alloc::{Hints, Run};
 use super::busy::Busy;
 use super::cache::{Cache, Entry};
 use super::tree::Place;
+use super::undo::{Change, Changes};
 use crate::error::{Attempt, Fail, Stall};
 
 /// Everything that the metadata lock guards.
@@ -53,24 +54,8 @@ pub(crate) struct Meta {
     operations: u64,
 }
 
-/// What a thread's operations leave to its next one, so that as a rule an operation allocates nothing. Not shared like [`Meta`]: to write
-/// memory that another core has just written takes as long as the rest of an operation.
-#[derive(Default)]
-struct Leftovers {
-    /// Blocks that nobody needs any more, for copies.
-    blocks: Vec<Arc<Block>>,
-    /// A list, empty.
-    undo: Vec<Undo>,
-}
-
-thread_local! {
-    static LEFTOVERS: RefCell<Leftovers> = RefCell::default();
-}
-
 /// Blocks that one operation may change at the most; all of them are bounded by the depth of the tree.
 pub(crate) const OP_BLOCKS_MAX: usize = 160;
-/// Blocks that a thread keeps for the copies of later operations. Most operations change fewer.
-const SPARE_MAX: usize = 16;
 /// Leaves whose place an operation remembers: what most operations go back to.
 const PLACES: usize = 4;
 /// Blocks that a transaction holds at the most: what a commit writes at once stays below 32 MiB.
@@ -141,38 +126,10 @@ impl Meta {
     }
 }
 
-impl Leftovers {
-    /// A copy of a block, made of a spare one where there is one.
-    fn copy(&mut self, block: &Block) -> Arc<Block> {
-        let Some(mut copy) = self.blocks.pop() else { return Arc::new(block.clone()) };
-        Arc::get_mut(&mut copy).expect("a spare block is nobody else's").clone_from(block);
-        copy
-    }
-
-    /// Takes the list of an operation that is over, and the blocks that it needs no more.
-    fn take(&mut self, mut undo: Vec<Undo>) {
-        for mut block in undo.drain(..).filter_map(|undo| undo.block) {
-            if self.blocks.len() < SPARE_MAX && Arc::get_mut(&mut block).is_some() {
-                self.blocks.push(block);
-            }
-        }
-        self.undo = undo;
-    }
-}
-
-struct Undo {
-    address: u64,
-    /// Content before the operation; none for a block that was not in memory.
-    block: Option<Arc<Block>>,
-    running: bool,
-}
-
 /// One operation that changes metadata.
 pub(crate) struct Op<'a> {
     meta: RwLockWriteGuard<'a, Meta>,
-    undo: Vec<Undo>,
-    /// Its number: marks the blocks that it has changed.
-    number: u64,
+    changes: Changes,
     places: Cell<[Option<Place>; PLACES]>,
     state: State,
     running: usize,
@@ -215,11 +172,10 @@ impl<'a> Op<'a> {
         }
         let (state, running) = (meta.state, meta.running.len());
         meta.operations += 1;
-        let (number, undo) = (meta.operations, LEFTOVERS.with_borrow_mut(|left| std::mem::take(&mut left.undo)));
+        let changes = Changes::new(meta.operations);
         Ok(Op {
             meta,
-            undo,
-            number,
+            changes,
             places: Cell::default(),
             state,
             running,
@@ -238,7 +194,7 @@ impl<'a> Op<'a> {
 
     /// Blocks that it has changed so far.
     pub fn changed_blocks(&self) -> usize {
-        self.undo.len()
+        self.changes.blocks()
     }
 
     /// Where the allocator looks first; a wrong hint only costs time, so it is not put back.
@@ -248,30 +204,38 @@ impl<'a> Op<'a> {
 
     /// A block that is in memory, to change.
     pub fn block_mut(&mut self, address: u64, kind: BlockKind) -> Attempt<&mut Block> {
-        let meta = &mut *self.meta;
-        let Some(entry) = meta.cache.get_mut(address) else { return Err(Fail::Stall(Stall::Load { address })) };
-        entry.block.expect(kind)?;
-        if entry.operation != self.number {
-            entry.operation = self.number;
-            let copy = LEFTOVERS.with_borrow_mut(|left| left.copy(&entry.block));
-            // Images share a block's content: then it is the copy that changes.
-            let before = if Arc::get_mut(&mut entry.block).is_some() { copy } else { std::mem::replace(&mut entry.block, copy) };
-            note(&mut self.undo, &mut meta.running, entry, Undo { address, block: Some(before), running: entry.running });
-        }
-        Ok(Arc::get_mut(&mut entry.block).expect("made its own above"))
+        let (entry, running) = entry(&mut self.meta, address, kind)?;
+        Ok(self.changes.block(address, entry, running))
+    }
+
+    /// Inserts an item into a leaf that is in memory. It must fit.
+    pub fn leaf_insert(&mut self, address: u64, slot: usize, key: Key, value: &[u8]) -> Attempt<()> {
+        let (entry, running) = entry(&mut self.meta, address, BlockKind::Node)?;
+        node::leaf_insert(self.changes.leaf(address, entry, running, Change::Insert(slot)), slot, key, value);
+        Ok(())
+    }
+
+    /// Removes an item from a leaf that is in memory. Returns the leaf.
+    pub fn leaf_remove(&mut self, address: u64, slot: usize) -> Attempt<&Block> {
+        let (entry, running) = entry(&mut self.meta, address, BlockKind::Node)?;
+        let leaf = self.changes.leaf(address, entry, running, Change::Remove(slot));
+        node::remove(leaf, slot);
+        Ok(leaf)
+    }
+
+    /// The value of an item in a leaf that is in memory, to change.
+    pub fn leaf_value(&mut self, address: u64, slot: usize) -> Attempt<&mut [u8]> {
+        let (entry, running) = entry(&mut self.meta, address, BlockKind::Node)?;
+        Ok(node::value_mut(self.changes.leaf(address, entry, running, Change::Value(slot)), slot))
     }
 
     /// A new block; whatever was known of that address is gone.
     pub fn create(&mut self, block: Block) {
         let address = block.address();
         let meta = &mut *self.meta;
-        let old = meta.cache.get(address).map(|entry| (entry.block.clone(), entry.running, entry.operation));
+        let old = meta.cache.get(address).map(|entry| entry.block.clone());
         let entry = meta.cache.put(address, Arc::new(block));
-        if old.as_ref().is_none_or(|(_, _, operation)| *operation != self.number) {
-            entry.operation = self.number;
-            let running = old.as_ref().is_some_and(|(_, running, _)| *running);
-            note(&mut self.undo, &mut meta.running, entry, Undo { address, block: old.map(|(block, _, _)| block), running });
-        }
+        self.changes.created(address, entry, &mut meta.running, old);
         self.forget_places();
     }
 
@@ -303,34 +267,21 @@ impl<'a> Op<'a> {
     }
 }
 
-/// Notes a block as changed, and how it was.
-fn note(undo: &mut Vec<Undo>, running: &mut Vec<u64>, entry: &mut Entry, before: Undo) {
-    if !entry.running {
-        running.push(before.address);
-        entry.running = true;
-    }
-    undo.push(before);
-    // One more is the state block.
-    assert!(undo.len() < OP_BLOCKS_MAX, "an operation changes a bounded number of blocks");
+/// A block that is in memory, of the kind that the caller expects, and the list of those that the running transaction changes.
+fn entry(meta: &mut Meta, address: u64, kind: BlockKind) -> Attempt<(&mut Entry, &mut Vec<u64>)> {
+    let Some(entry) = meta.cache.get_mut(address) else { return Err(Fail::Stall(Stall::Load { address })) };
+    entry.block.expect(kind)?;
+    Ok((entry, &mut meta.running))
 }
 
 impl Drop for Op<'_> {
     fn drop(&mut self) {
         if self.finished {
-            return LEFTOVERS.with_borrow_mut(|left| left.take(std::mem::take(&mut self.undo)));
+            return;
         }
         let meta = &mut *self.meta;
         meta.state = self.state;
         meta.running.truncate(self.running);
-        for undo in self.undo.drain(..).rev() {
-            match undo.block {
-                Some(block) => {
-                    let entry = meta.cache.get_mut(undo.address).expect("changed blocks stay in memory");
-                    entry.block = block;
-                    entry.running = undo.running;
-                }
-                None => meta.cache.remove(undo.address),
-            }
-        }
+        self.changes.take_back(&mut meta.cache);
     }
 }

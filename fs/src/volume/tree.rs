@@ -85,6 +85,7 @@ fn leaf(blocks: &impl Blocks, key: Key) -> Attempt<(&Block, Place)> {
     }
     let place = descend(blocks, key, |_, _| {})?;
     let block = load(blocks, place.address, 0)?;
+    fetch(block);
     place.check(block, 0)?;
     blocks.remember(place);
     Ok((block, place))
@@ -100,6 +101,11 @@ pub(crate) fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Bl
         return Err(Corrupt::Field { address, what: "node is not of the level that its parent expects" }.into());
     }
     Ok(block)
+}
+
+/// Has the processor bring what a search looks at from memory side by side: the search waits for one after the other.
+fn fetch(leaf: &Block) {
+    std::hint::black_box(leaf.bytes()[..SEARCHED].iter().step_by(CACHE_LINE).fold(0, |sum, byte| sum ^ byte));
 }
 
 /// Inner nodes from the root down to the leaf that covers `key`, with the slot that is followed.
@@ -128,9 +134,7 @@ pub(crate) fn get_all<B: Blocks>(blocks: &B, keys: impl Iterator<Item = Key>) ->
     }
     let load = |(key, place): (Key, Attempt<Place>)| place.and_then(|place| Ok((key, place, load(blocks, place.address, 0)?)));
     let leaves: Vec<_> = places.into_iter().map(load).collect();
-    for (_, _, block) in leaves.iter().flatten() {
-        std::hint::black_box(block.bytes()[..SEARCHED].iter().step_by(CACHE_LINE).fold(0, |sum, byte| sum ^ byte));
-    }
+    leaves.iter().flatten().for_each(|(_, _, block)| fetch(block));
     let value = |(key, place, block): (Key, Place, _)| {
         place.check(block, 0)?;
         Ok(node::search(block, key).ok().map(|slot| node::value(block, slot)))
@@ -212,7 +216,7 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
     let (block, Place { address, .. }) = leaf(op, key)?;
     let Err(slot) = node::search(block, key) else { return Ok(false) };
     if node::leaf_fits(block, value.len()) {
-        node::leaf_insert(op.block_mut(address, BlockKind::Node)?, slot, key, value);
+        op.leaf_insert(address, slot, key, value)?;
         return Ok(true);
     }
     // A leaf that grows at its end stays full: the new item begins the next one.
@@ -237,7 +241,7 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
 pub(crate) fn update<T>(op: &mut Op, key: Key, change: impl FnOnce(&mut [u8]) -> Attempt<T>) -> Attempt<Option<T>> {
     let (block, Place { address, .. }) = leaf(op, key)?;
     let Ok(slot) = node::search(block, key) else { return Ok(None) };
-    change(node::value_mut(op.block_mut(address, BlockKind::Node)?, slot)).map(Some)
+    change(op.leaf_value(address, slot)?).map(Some)
 }
 
 /// Gives an item another value of any length, or inserts it.
@@ -245,7 +249,7 @@ pub(crate) fn put(op: &mut Op, key: Key, value: &[u8]) -> Attempt<()> {
     let (block, Place { address, .. }) = leaf(op, key)?;
     match node::search(block, key) {
         Ok(slot) if node::value(block, slot).len() == value.len() => {
-            node::value_mut(op.block_mut(address, BlockKind::Node)?, slot).copy_from_slice(value);
+            op.leaf_value(address, slot)?.copy_from_slice(value);
             return Ok(());
         }
         Ok(_) => drop(remove(op, key)?),
@@ -258,9 +262,7 @@ pub(crate) fn put(op: &mut Op, key: Key, value: &[u8]) -> Attempt<()> {
 pub(crate) fn remove(op: &mut Op, key: Key) -> Attempt<bool> {
     let (block, Place { address, .. }) = leaf(op, key)?;
     let Ok(slot) = node::search(block, key) else { return Ok(false) };
-    let block = op.block_mut(address, BlockKind::Node)?;
-    node::remove(block, slot);
-    if node::used(block) < THIN {
+    if node::used(op.leaf_remove(address, slot)?) < THIN {
         let path = path(op, key)?;
         thin_out(op, path, address)?;
     }
