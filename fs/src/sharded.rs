@@ -5,19 +5,24 @@ use parking_lot::{Mutex, MutexGuard};
 /// Parts of a table: threads that are at different inodes rarely meet.
 const SHARDS: usize = 16;
 
+/// A part of a table. A processor that changes one does not take the next one's memory from another processor.
+#[derive(Default)]
+#[repr(align(64))]
+struct Part<S>(Mutex<S>);
+
 /// A table by inode number, whose parts are of type `S`.
 #[derive(Default)]
-pub(crate) struct Sharded<S>([Mutex<S>; SHARDS]);
+pub(crate) struct Sharded<S>([Part<S>; SHARDS]);
 
 impl<S> Sharded<S> {
     /// The part that an inode belongs to.
     pub fn lock(&self, ino: u64) -> MutexGuard<'_, S> {
-        self.0[shard_of(ino)].lock()
+        self.0[shard_of(ino)].0.lock()
     }
 
     /// All parts, one after the other.
     pub fn lock_each(&self) -> impl Iterator<Item = MutexGuard<'_, S>> {
-        self.0.iter().map(Mutex::lock)
+        self.0.iter().map(|part| part.0.lock())
     }
 
     /// Calls `visit` with each part that some of `inos` belong to, and with the places of these in `inos`. Each lock is taken once, and none while

@@ -63,10 +63,10 @@ impl Front {
         if cached {
             self.nodes.caches(ino, offset..offset.saturating_add(len as u64));
         }
-        let (front, room) = (self.clone(), self.room.take(len));
+        let room = self.room.take(len);
         self.attempt(
             move |fs| fs.plan_read(ino, offset, len),
-            move |plan| match plan {
+            move |front, plan| match plan {
                 Ok(plan) => front.fs.submit_read(plan, move |read| {
                     done(read);
                     drop(room);
@@ -172,7 +172,6 @@ impl Front {
         buffer.bytes_mut()[..data.len()].copy_from_slice(data);
         let memory = buffer.span(0..data.len());
         let segment = Segment { file_offset: how.offset, buffer_offset: memory.offset as u64, len: memory.len as u64 };
-        let front = self.clone();
         self.attempt(
             move |fs| {
                 if how.strip {
@@ -180,7 +179,7 @@ impl Front {
                 }
                 fs.plan_direct_write(ino, &[segment], &memory.region, caller.context.now)
             },
-            move |planned| match planned {
+            move |front, planned| match planned {
                 Ok(planned) => {
                     // A device needs no more of memory than a block does.
                     assert!(planned.plan.edges.is_empty(), "whole blocks have no edges");

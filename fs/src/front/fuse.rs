@@ -285,7 +285,7 @@ impl fuser::Filesystem for Adapter {
         let _busy = self.busy();
         self.front.attempt(
             move |fs| fs.read_link(ino.0),
-            move |target| match target {
+            move |_, target| match target {
                 Ok(target) => reply.data(&target),
                 Err(error) => reply.error(refuse("readlink", ino.0, &error)),
             },
@@ -494,12 +494,12 @@ impl fuser::Filesystem for Adapter {
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let _busy = self.busy();
         let name = name.as_bytes().to_vec();
-        self.front.attempt(move |fs| fs.get_xattr(ino.0, &name), move |found| value("getxattr", ino.0, size, found, reply));
+        self.front.attempt(move |fs| fs.get_xattr(ino.0, &name), move |_, found| value("getxattr", ino.0, size, found, reply));
     }
 
     fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         let _busy = self.busy();
-        self.front.attempt(move |fs| fs.list_xattrs(ino.0), move |found| value("listxattr", ino.0, size, found, reply));
+        self.front.attempt(move |fs| fs.list_xattrs(ino.0), move |_, found| value("listxattr", ino.0, size, found, reply));
     }
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -507,7 +507,7 @@ impl fuser::Filesystem for Adapter {
         let context = caller(request).context;
         let name = name.as_bytes().to_vec();
         self.front
-            .attempt(move |fs| fs.remove_xattr(&context, ino.0, &name), move |done| empty("removexattr", ino.0, done, reply));
+            .attempt(move |fs| fs.remove_xattr(&context, ino.0, &name), move |_, done| empty("removexattr", ino.0, done, reply));
     }
 
     fn fallocate(

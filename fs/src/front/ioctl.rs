@@ -226,14 +226,13 @@ impl Front {
     }
 
     fn direct_read(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Answer) + Send + 'static) {
-        let front = self.clone();
         self.attempt_for(
             transfer,
             |fs, transfer| fs.plan_direct_read(transfer.ino, &transfer.request.segments, &transfer.buffer.region),
-            move |transfer, read| match front.admitted(&transfer, read, |read| &read.plan) {
+            |front, transfer, read| match front.admitted(&transfer, read, |read| &read.plan) {
                 // Holes are filled by the thread that begins the transfer.
                 Ok(read) if read.plan.hole > QUICK_ZEROES => {
-                    let general = front.general.clone();
+                    let (front, general) = (front.clone(), front.general.clone());
                     general.run(move || front.begin_read(read, transfer, done));
                 }
                 Ok(read) => front.begin_read(read, transfer, done),
@@ -257,7 +256,6 @@ impl Front {
     /// Writes the segments from `first` on, as many as do not overlap: those that do have an order, and what is in flight
     /// together has none.
     fn write_group<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>) {
-        let front = self.clone();
         let next = write.first + planner::disjoint(&write.transfer.request.segments[write.first..]).len();
         let now = system_time();
         self.attempt_for(
@@ -269,7 +267,7 @@ impl Front {
                 }
                 fs.plan_direct_write(transfer.ino, &transfer.request.segments[*first..next], &transfer.buffer.region, now)
             },
-            move |write, planned| {
+            move |front, write, planned| {
                 let planned = match planned {
                     // Only the first group can be refused as if nothing had been asked.
                     Err(error) if write.first > 0 => {
@@ -282,7 +280,7 @@ impl Front {
                     // Was only to see whether it is admitted: edges go first.
                     Ok(planned) => {
                         drop(planned);
-                        let general = front.general.clone();
+                        let (front, general) = (front.clone(), front.general.clone());
                         general.run(move || match front.write_edges(&write, next, now) {
                             Ok(planned) => front.begin_group(planned, write, next),
                             Err(error) => front.end_group(write, next, Outcome::failed(error.errno(), None), None),
@@ -420,12 +418,11 @@ impl Front {
         let start = request.offset.min(end);
         self.written_back(ino, std::iter::once(start..end), move || {
             let (from, file_end) = (start / BLOCK, FILE_SIZE_MAX.div_ceil(BLOCK));
-            let finish = front.clone();
             front.attempt(
                 // One more than there is room for says whether there is more.
                 move |fs| fs.resolve(ino, from, file_end, request.capacity as usize + 1),
-                move |resolved| {
-                    finish.direct.server.stats.call(Command::Resolve, resolved.is_err());
+                move |front, resolved| {
+                    front.direct.server.stats.call(Command::Resolve, resolved.is_err());
                     done(match resolved {
                         Ok((mappings, size)) => resolved_reply(&request, end, &mappings, size),
                         Err(error) => Reply::new(error.errno(), &request),

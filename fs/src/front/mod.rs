@@ -78,13 +78,14 @@ struct Front {
 }
 
 impl Front {
-    /// Tries an operation here, and where it has to wait goes on with it on a thread that may.
+    /// Tries an operation here, and where it has to wait goes on with it on a thread that may. `done` is lent the front end: to count one
+    /// more holder of what all threads hold takes as long as some operations.
     fn attempt<T>(
         self: &Arc<Self>,
         mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,
-        done: impl FnOnce(Result<T, FsError>) + Send + 'static,
+        done: impl FnOnce(&Arc<Self>, Result<T, FsError>) + Send + 'static,
     ) {
-        self.attempt_for((), move |fs, ()| attempt(fs), |(), result| done(result));
+        self.attempt_for((), move |fs, ()| attempt(fs), |front, (), result| done(front, result));
     }
 
     /// As [`Front::attempt`], for something that the operation and `done` both need.
@@ -92,16 +93,16 @@ impl Front {
         self: &Arc<Self>,
         subject: S,
         mut attempt: impl FnMut(&Arc<Filesystem>, &S) -> Attempt<T> + Send + 'static,
-        done: impl FnOnce(S, Result<T, FsError>) + Send + 'static,
+        done: impl FnOnce(&Arc<Self>, S, Result<T, FsError>) + Send + 'static,
     ) {
         match attempt(&self.fs, &subject) {
-            Ok(result) => done(subject, Ok(result)),
-            Err(Fail::Error(error)) => done(subject, Err(error)),
+            Ok(result) => done(self, subject, Ok(result)),
+            Err(Fail::Error(error)) => done(self, subject, Err(error)),
             Err(Fail::Stall(_)) => {
-                let fs = self.fs.clone();
+                let front = self.clone();
                 self.general.run(move || {
-                    let result = fs.wait(|| attempt(&fs, &subject));
-                    done(subject, result);
+                    let result = front.fs.wait(|| attempt(&front.fs, &subject));
+                    done(&front, subject, result);
                 });
             }
         }
@@ -153,23 +154,26 @@ impl Front {
 
     /// Removes an inode that is an orphan nobody has.
     fn remove(self: &Arc<Self>, ino: u64) {
-        let front = self.clone();
         let rest = move |fs: &Arc<Filesystem>| -> Result<(), FsError> {
             while fs.wait(|| fs.reap_step(ino))? {}
             Ok(())
         };
-        let done = move |result: Result<(), FsError>| {
-            if let Err(error) = result {
-                // The next mount tries again.
-                tracing::warn!(ino, %error, "an inode without a name could not be removed");
-            }
-            front.nodes.removed(ino);
-        };
         match self.fs.reap_step(ino) {
-            Ok(false) => done(Ok(())),
-            Err(Fail::Error(error)) => done(Err(error)),
-            Ok(true) | Err(Fail::Stall(_)) => self.wait(rest, done),
+            Ok(false) => self.removed(ino, Ok(())),
+            Err(Fail::Error(error)) => self.removed(ino, Err(error)),
+            Ok(true) | Err(Fail::Stall(_)) => {
+                let front = self.clone();
+                self.wait(rest, move |result| front.removed(ino, result));
+            }
         }
+    }
+
+    fn removed(&self, ino: u64, result: Result<(), FsError>) {
+        if let Err(error) = result {
+            // The next mount tries again.
+            tracing::warn!(ino, %error, "an inode without a name could not be removed");
+        }
+        self.nodes.removed(ino);
     }
 }
 

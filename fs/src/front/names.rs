@@ -30,7 +30,7 @@ impl Front {
         name: &[u8],
         done: impl FnOnce(Result<Option<Attributes>, FsError>) + Send + 'static,
     ) {
-        let (front, name) = (self.clone(), name.to_vec());
+        let name = name.to_vec();
         self.attempt(
             move |fs| {
                 let found = match &name[..] {
@@ -45,7 +45,7 @@ impl Front {
                     found => found.map(Some),
                 }
             },
-            move |found| done(found.map(|found| found.filter(|found| front.nodes.look_up(found.ino)))),
+            move |front, found| done(found.map(|found| found.filter(|found| front.nodes.look_up(found.ino)))),
         );
     }
 
@@ -65,11 +65,11 @@ impl Front {
         new: NewNode<'_>,
         done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
-        let (front, name, target) = (self.clone(), name.to_vec(), new.target.to_vec());
+        let (name, target) = (name.to_vec(), new.target.to_vec());
         let (mode, umask, rdev) = (new.mode, new.umask, new.rdev);
         self.attempt(
             move |fs| fs.create(&context, parent, &name, &NewNode { mode, umask, rdev, target: &target }),
-            move |created| done(front.given(created)),
+            move |front, created| done(front.given(created)),
         );
     }
 
@@ -82,10 +82,10 @@ impl Front {
         name: &[u8],
         done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
-        let (front, name) = (self.clone(), name.to_vec());
+        let name = name.to_vec();
         self.attempt(
             move |fs| fs.link(&context, ino, parent, &name),
-            move |linked| {
+            move |front, linked| {
                 if linked.is_ok() {
                     front.nodes.named(ino);
                 }
@@ -107,8 +107,8 @@ impl Front {
         name: &[u8],
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        let (front, name) = (self.clone(), name.to_vec());
-        self.attempt(move |fs| fs.unlink(&context, parent, &name), move |orphan| done(front.orphaned(orphan)));
+        let name = name.to_vec();
+        self.attempt(move |fs| fs.unlink(&context, parent, &name), move |front, orphan| done(front.orphaned(orphan)));
     }
 
     /// Removes an empty directory.
@@ -119,8 +119,8 @@ impl Front {
         name: &[u8],
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        let (front, name) = (self.clone(), name.to_vec());
-        self.attempt(move |fs| fs.rmdir(&context, parent, &name).map(Some), move |orphan| done(front.orphaned(orphan)));
+        let name = name.to_vec();
+        self.attempt(move |fs| fs.rmdir(&context, parent, &name).map(Some), move |front, orphan| done(front.orphaned(orphan)));
     }
 
     /// Renames.
@@ -132,10 +132,10 @@ impl Front {
         mode: RenameMode,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        let (front, from, to) = (self.clone(), (from.0, from.1.to_vec()), (to.0, to.1.to_vec()));
+        let (from, to) = ((from.0, from.1.to_vec()), (to.0, to.1.to_vec()));
         self.attempt(
             move |fs| fs.rename(&context, (from.0, &from.1), (to.0, &to.1), mode),
-            move |orphan| done(front.orphaned(orphan)),
+            move |front, orphan| done(front.orphaned(orphan)),
         );
     }
 
@@ -151,7 +151,7 @@ impl Front {
 
     /// Attributes of an inode.
     pub fn attributes(self: &Arc<Self>, ino: u64, done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static) {
-        self.attempt(move |fs| fs.attributes(ino), done);
+        self.attempt(move |fs| fs.attributes(ino), |_, found| done(found));
     }
 
     /// Changes attributes, the size first. `strip`: the set-user-id bits go, too ([`stripped`]).
@@ -180,7 +180,7 @@ impl Front {
                 },
                 done,
             ),
-            None => self.attempt(others, done),
+            None => self.attempt(others, |_, changed| done(changed)),
         }
     }
 
@@ -200,7 +200,7 @@ impl Front {
                 fs.set_xattr(&caller.context, ino, &name, &value, create, replace)?;
                 if name == ACL_ACCESS { drop_set_group_id(fs, &caller, ino) } else { Ok(()) }
             },
-            done,
+            |_, set| done(set),
         );
     }
 

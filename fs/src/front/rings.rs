@@ -34,15 +34,14 @@ impl Front {
         request: Attach,
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
-        let front = self.clone();
         // A directory has nothing to transfer.
         self.attempt(
             move |fs| fs.resolve(ino, 0, 0, 0).map(drop),
-            move |regular| {
+            move |front, regular| {
                 if let Err(error) = regular {
                     return done(Reply::new(error.errno(), &request));
                 }
-                let file = || Arc::new(Attached::new(&front, ino, handle, &caller)) as Arc<dyn AttachedFile>;
+                let file = || Arc::new(Attached::new(front, ino, handle, &caller)) as Arc<dyn AttachedFile>;
                 done(front.direct.rings.attach(caller.thread, &request, file));
             },
         );
