@@ -232,7 +232,13 @@ mod tests {
     fn apply(op: &mut Op, act: &Act) -> Attempt<()> {
         match *act {
             Act::Put(number, len, byte) => tree::put(op, key(number), &vec![byte; len]),
-            Act::Update(number, byte) => tree::update(op, key(number), |value| Ok(value.fill(byte))).map(drop),
+            Act::Update(number, byte) => {
+                let fill = |value: &mut [u8]| {
+                    value.fill(byte);
+                    Ok(())
+                };
+                tree::update(op, key(number), fill).map(drop)
+            }
             Act::Remove(number) => tree::remove(op, key(number)).map(drop),
         }
     }

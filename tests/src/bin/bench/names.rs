@@ -14,11 +14,12 @@ use crate::subject::{Subject, Subjects};
 type Operation = fn(&[PathBuf], usize) -> io::Result<()>;
 
 /// In this order: each finds what the one before left.
-const OPERATIONS: [(&str, Operation); 8] = [
+const OPERATIONS: [(&str, Operation); 9] = [
     ("create", |folders, count| (0..count).try_for_each(|n| File::create_new(file(folders, n)).map(drop))),
     ("stat", |folders, count| (0..count).try_for_each(|n| fs::symlink_metadata(file(folders, n)).map(drop))),
     ("open and close", |folders, count| (0..count).try_for_each(|n| File::open(file(folders, n)).map(drop))),
     ("readdir and stat", list),
+    ("readdir and stat, again", list),
     ("readdir and stat, caches dropped", list),
     ("rename", |folders, count| (0..count).try_for_each(|n| fs::rename(file(folders, n), moved(folders, n)))),
     ("unlink", |folders, count| (0..count).try_for_each(|n| fs::remove_file(moved(folders, n)))),
