@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
+use std::time::{Duration, Instant};
 
 use gpunvme_tests::mounted::{Image, Mounted};
 use gpunvme_tests::{needs_mount, tree};
@@ -133,4 +134,32 @@ fn fallocate_that_does_not_fit_is_refused_and_reserves_nothing() {
     let volume = volume.remount();
     assert!(free(&volume) + (1 << 20) >= before);
     fs::write(volume.path("file"), tree::pattern(1, 50 << 20)).unwrap();
+}
+
+#[test]
+fn what_many_remove_at_once_is_gone_soon() {
+    needs_mount!();
+    // With so many loops some stand aside; what the kernel forgets comes to one of them in lots.
+    let volume = Image::formatted_with(256 << 20).mount_with("threads=16");
+    let inodes = || rustix::fs::statvfs(volume.root()).map(|statfs| statfs.f_files - statfs.f_ffree).unwrap();
+    let before = inodes();
+    let in_each = |work: fn(&std::path::Path)| {
+        std::thread::scope(|scope| {
+            for client in 0..8 {
+                let folder = volume.path(format!("{client}"));
+                scope.spawn(move || work(&folder));
+            }
+        });
+    };
+    in_each(|folder| {
+        fs::create_dir(folder).unwrap();
+        (0..400).for_each(|number| drop(File::create(folder.join(format!("{number}"))).unwrap()));
+    });
+    assert_eq!(inodes() - before, 8 * 401);
+    in_each(|folder| fs::remove_dir_all(folder).unwrap());
+    let start = Instant::now();
+    while inodes() != before {
+        assert!(start.elapsed() < Duration::from_secs(20), "{} inodes are still there", inodes() - before);
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }

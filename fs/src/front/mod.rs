@@ -46,7 +46,7 @@ use room::Room;
 const GENERAL_THREADS: usize = 64;
 /// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at the most (`fuse.rs`, MAX_BACKGROUND).
 const ROOM: usize = 256 << 20;
-/// Of these, bytes of parts of appends that may wait for something of which nobody knows whether it comes. The rest is for others.
+/// Of these, bytes of parts of appends that wait for something of which nobody knows whether it comes. Beyond them they wait for less long: the rest is for others.
 const PARKED: usize = ROOM / 4;
 /// Threads that wait for the kernel.
 const INVALIDATION_THREADS: usize = 16;

@@ -19,6 +19,8 @@ use crate::error::{Attempt, Fail, FsError};
 
 /// How long parts wait for one of which nothing is known: far longer than a loop takes with it.
 const WAIT: Duration = Duration::from_secs(2);
+/// The same where too many wait: longer than a loop takes that has lost its processor meanwhile.
+const SHORT_WAIT: Duration = Duration::from_millis(300);
 
 /// A part of an append, on its way.
 pub(super) struct Part {
@@ -51,7 +53,8 @@ impl Front {
         how: Write,
         done: impl FnOnce(Result<u64, FsError>) + Send + 'static,
     ) {
-        let tried = self.try_part(&caller, ino, how, data, true);
+        let behind = self.parts.are_before(ino, how.offset);
+        let tried = if behind { Ok(None) } else { self.try_part(&caller, ino, how, data, true) };
         match tried {
             Ok(Some(place)) => {
                 self.wake_parts(ino);
@@ -62,24 +65,27 @@ impl Front {
                 // The bytes are the transport's, which takes its next request into the same place.
                 let (room, data) = (self.room.take(data.len()), data.to_vec());
                 let part = Part { caller, ino, how, data, room, done: Box::new(done) };
-                if tried.is_ok() { self.park(part) } else { self.work_on(part, true) }
+                if tried.is_ok() {
+                    return self.park(part);
+                }
+                self.parts.begin_work(ino);
+                self.work_on(part, true);
             }
         }
     }
 
-    /// Writes a part of an append on a thread that may wait for the device. `waits`: it is parked where it comes early.
+    /// Writes a part that is with a worker now, on a thread that may wait for the device. `waits`: it is parked where it comes early.
     fn work_on(self: &Arc<Self>, part: Part, waits: bool) {
         let front = self.clone();
-        self.parts.begin_work(part.ino);
         self.general.run(move || {
             let Part { caller, ino, how, ref data, .. } = part;
             let written = front.fs.wait(|| front.try_part(&caller, ino, how, data, waits));
             let Some(written) = written.transpose() else {
-                front.park(part);
-                return front.parts.end_work(ino);
+                front.parts.end_work(ino);
+                return front.park(part);
             };
-            front.wake_parts(ino);
             front.parts.end_work(ino);
+            front.wake_parts(ino);
             let Part { data, room, done, .. } = part;
             drop((data, room));
             done(written.and_then(|place| land(&front.fs, ino).map(|()| place)));
@@ -88,21 +94,20 @@ impl Front {
 
     fn park(self: &Arc<Self>, part: Part) {
         let (ino, offset, len) = (part.ino, part.how.offset, part.data.len());
-        if let Some(first) = self.parts.park(ino, offset, len, part) {
-            self.work_on(first, false);
-        }
+        self.parts.park(ino, offset, len, part);
         // What goes before it may have been written since it looked.
         self.wake_parts(ino);
     }
 
-    /// Goes on with the parked parts of a file that its end has come to.
+    /// Goes on with the first of the parked parts of a file, if the end of the file has come to it. The next follow when it is written: they go behind it, also where it
+    /// goes elsewhere than the kernel believes.
     fn wake_parts(self: &Arc<Self>, ino: u64) {
         if !self.parts.has(ino) {
             return;
         }
         // Where that is not in memory they look by themselves.
         let end = self.fs.attributes(ino).map_or(u64::MAX, |now| now.inode.size);
-        while let Some(part) = self.parts.take(ino, end) {
+        if let Some(part) = self.parts.take(ino, end) {
             self.work_on(part, true);
         }
     }
@@ -136,7 +141,7 @@ struct File<P> {
 }
 
 impl<P> Parts<P> {
-    /// `limit`: bytes of parts that may wait for one of which nothing is known. Those that wait for a worker are not limited.
+    /// `limit`: bytes of parts beyond which they wait for less long for one of which nothing is known.
     pub fn new(limit: usize) -> Parts<P> {
         Parts { limit, state: Mutex::new(State { bytes: 0, files: FxHashMap::default() }) }
     }
@@ -156,29 +161,34 @@ impl<P> Parts<P> {
         state.forget_idle(ino);
     }
 
-    /// Parks a part. Returns the first of the file where it may not wait any longer, since too many do.
-    fn park(&self, ino: u64, offset: u64, len: usize, part: P) -> Option<P> {
+    /// Whether something that goes before a part is parked, or with a worker.
+    fn are_before(&self, ino: u64, offset: u64) -> bool {
+        let state = self.state.lock();
+        let parked_before = |file: &File<P>| file.parked.first_key_value().is_some_and(|(first, _)| *first < offset);
+        state.files.get(&ino).is_some_and(|file| file.working > 0 || parked_before(file))
+    }
+
+    /// Parks a part.
+    fn park(&self, ino: u64, offset: u64, len: usize, part: P) {
         let mut state = self.state.lock();
         state.bytes += len;
-        let full = state.bytes > self.limit;
-        let file = state.file(ino);
-        file.parked.entry(offset).or_default().push((len, part));
-        if full && file.working == 0 { state.take(ino, u64::MAX) } else { None }
+        state.file(ino).parked.entry(offset).or_default().push((len, part));
     }
 
     fn has(&self, ino: u64) -> bool {
         self.state.lock().files.get(&ino).is_some_and(|file| !file.parked.is_empty())
     }
 
-    /// Takes out the first part of a file, if it begins at `end` or before.
+    /// Takes out the first part of a file for a worker, if it begins at `end` or before and no other is with one.
     fn take(&self, ino: u64, end: u64) -> Option<P> {
         self.state.lock().take(ino, end)
     }
 
-    /// Takes out the first part of each file in which they have waited too long.
+    /// Takes out the first part of each file in which they have waited too long, for a worker.
     fn take_late(&self) -> Vec<P> {
         let mut state = self.state.lock();
-        let is_late = |file: &File<P>| file.working == 0 && file.since.elapsed() >= WAIT;
+        let wait = if state.bytes > self.limit { SHORT_WAIT } else { WAIT };
+        let is_late = |file: &File<P>| file.working == 0 && file.since.elapsed() >= wait;
         let late: Vec<u64> = state.files.iter().filter(|(_, file)| is_late(file)).map(|(ino, _)| *ino).collect();
         late.into_iter().filter_map(|ino| state.take(ino, u64::MAX)).collect()
     }
@@ -196,13 +206,14 @@ impl<P> State<P> {
     }
 
     fn take(&mut self, ino: u64, end: u64) -> Option<P> {
-        let mut first = self.files.get_mut(&ino)?.parked.first_entry().filter(|first| *first.key() <= end)?;
+        let file = self.files.get_mut(&ino).filter(|file| file.working == 0)?;
+        let mut first = file.parked.first_entry().filter(|first| *first.key() <= end)?;
         let (len, part) = first.get_mut().pop()?;
         if first.get().is_empty() {
             first.remove();
         }
+        (file.working, file.since) = (1, Instant::now());
         self.bytes -= len;
-        self.forget_idle(ino);
         Some(part)
     }
 
@@ -218,43 +229,51 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_of_a_file_goes_when_the_end_comes_to_it_and_nothing_is_left_behind() {
+    fn one_of_a_file_goes_at_a_time_when_the_end_comes_to_it_and_nothing_is_left_behind() {
         let parts = Parts::new(100);
-        assert!(
-            parts.park(1, 20, 10, "c").is_none()
-                && parts.park(1, 10, 10, "b").is_none()
-                && parts.park(2, 10, 10, "other").is_none()
-        );
-        assert_eq!(
-            [parts.take(1, 9), parts.take(1, 10), parts.take(1, 10), parts.take(1, 30)],
-            [None, Some("b"), None, Some("c")]
-        );
+        for (ino, offset, part) in [(1, 20, "c"), (1, 10, "b"), (2, 10, "other")] {
+            parts.park(ino, offset, 10, part);
+        }
+        assert_eq!([parts.take(1, 9), parts.take(1, 10), parts.take(1, 30)], [None, Some("b"), None]);
+        parts.end_work(1);
+        assert_eq!([parts.take(1, 10), parts.take(1, 30)], [None, Some("c")]);
+        parts.end_work(1);
         assert!(!parts.has(1) && parts.has(2));
         assert_eq!(parts.take(2, u64::MAX), Some("other"));
+        parts.end_work(2);
         let state = parts.state.lock();
         assert!(state.files.is_empty() && state.bytes == 0);
     }
 
     #[test]
-    fn so_many_wait_for_what_nobody_knows_of_and_all_for_a_worker() {
-        let parts = Parts::new(20);
-        assert_eq!([30, 20, 10].map(|offset| parts.park(1, offset, 10, offset)), [None, None, Some(10)]);
+    fn a_part_goes_behind_those_before_it_and_those_with_a_worker() {
+        let parts = Parts::new(100);
+        assert!(!parts.are_before(1, 30));
+        parts.park(1, 20, 10, ());
+        assert!(parts.are_before(1, 30) && !parts.are_before(1, 10) && !parts.are_before(2, 30));
         parts.begin_work(1);
-        assert_eq!([5, 40].map(|offset| parts.park(1, offset, 10, offset)), [None, None]);
-        parts.end_work(1);
-        assert_eq!(parts.park(1, 50, 10, 50), Some(5));
+        assert!(parts.are_before(1, 10));
     }
 
     #[test]
     fn they_wait_for_long_but_not_for_ever_where_no_worker_has_what_is_missing() {
-        let parts = Parts::new(100);
+        let parts = Parts::new(30);
+        let later = |by: Duration| [1, 2].map(|ino| parts.state.lock().file(ino).since -= by);
         parts.begin_work(1);
         for ino in [1, 2] {
-            assert_eq!(parts.park(ino, 10, 10, ino), None);
-            parts.state.lock().file(ino).since -= WAIT;
+            parts.park(ino, 10, 10, ino);
         }
+        later(SHORT_WAIT);
+        assert!(parts.take_late().is_empty());
+        later(WAIT);
         assert_eq!(parts.take_late(), [2]);
         parts.end_work(1);
+        parts.end_work(2);
         assert!(parts.take_late().is_empty(), "the end may come to it now");
+        // Too many of them wait for less long, but never for no time: what is missing may be with a loop.
+        parts.park(2, 10, 30, 2);
+        assert!(parts.take_late().is_empty());
+        later(SHORT_WAIT);
+        assert_eq!(parts.take_late().len(), 2);
     }
 }
