@@ -155,10 +155,10 @@ int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_fil
  * stream goes on even if the request fails: gpunvme_pending_wait() tells. One that is being captured is refused (EBUSY).
  *
  * All that CUDA has to do for it is in the stream when the call returns, so calls that wait for the whole GPU (cudaFree, cuMemFree) may be made meanwhile, in any thread. The call
- * waits while CUDA has no room for more in the stream (a request takes three operations for each 512 KiB, and CUDA takes a limited number), or while 8 other streams of the GPU
- * have requests to come to. Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. Where a kernel of
- * the application crashes, its context ends with all streams: such requests are answered with EIO within a second. That is only so in the context that the CUDA runtime uses, the
- * GPU's primary one: in one of the application's own (cuCtxCreate) they are never answered, and closing waits for them.
+ * waits while CUDA has no room for more in the stream (a request takes two or three operations for each 512 KiB, two for pinned host memory, and more where many small pieces are
+ * copied singly; CUDA takes a limited number), or while 8 other streams of the GPU have requests to come to. Where a file becomes shorter between the call and the read, what is in
+ * memory behind its end is undefined. Where a kernel of the application crashes, its context ends with all streams: such requests are answered with EIO within a second. That is
+ * only so in the context that the CUDA runtime uses, the GPU's primary one: in one of the application's own (cuCtxCreate) they are never answered, and closing waits for them.
  *
  * After an error, of the call or of gpunvme_pending_wait(), the memory may still be in use until the stream has passed what was put into it.
  */

@@ -15,7 +15,7 @@ use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, mapped, ow
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
-use rustix::process::Signal;
+use rustix::process::{Signal, kill_process};
 use zerocopy::IntoBytes;
 
 const MIB: u64 = 1 << 20;
@@ -211,6 +211,62 @@ fn a_stream_that_takes_no_waits_leaves_no_request_behind() {
         ended.recv_timeout(Duration::from_secs(10)).expect("transfers end");
         // The window of the one that was refused is the stream's as long as the process, and keeps the mount busy.
         drop((file, volume.signal(Signal::KILL)));
+    });
+}
+
+/// The first request is one step, and waits once. Calls take so long that the second's first steps are begun before it is to wait.
+#[test]
+fn a_request_that_cuda_takes_no_more_of_is_refused_when_nothing_touches_its_memory() {
+    needs_mount!();
+    with_software_cuda("wait-fails=2,call-takes=20000000", || {
+        let volume = Mounted::new();
+        let (file, ..) = sample(&volume, 4);
+        let mut memory = Pinned::new(gpu(), 4 * MIB as usize);
+        let part = |len| [Segment { file_offset: 0, address: memory.address(), len }];
+        let (whole, first) = (part(4 * MIB), part(4096));
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        let stream = own_stream(gpu());
+        // Afterwards the file is known, and nobody has to ask the daemon for it.
+        // SAFETY: the stream is never destroyed, and the memory is this test's.
+        assert_eq!(unsafe { transfers.read_on_stream(&file, &first, stream) }.unwrap().wait().unwrap().bytes(), 4096);
+        kill_process(volume.daemon(), Signal::STOP).unwrap();
+        let error = thread::scope(|scope| {
+            // SAFETY: as above.
+            let call = scope.spawn(|| unsafe { transfers.read_on_stream(&file, &whole, stream) }.unwrap_err());
+            thread::sleep(Duration::from_millis(500));
+            let early = call.is_finished();
+            kill_process(volume.daemon(), Signal::CONT).unwrap();
+            assert!(!early, "the daemon still transfers what was asked for");
+            call.join().unwrap()
+        });
+        assert!(matches!(&error, Error::Cuda { error, .. } if error.name == "CUDA_ERROR_NOT_SUPPORTED"), "{error}");
+        memory.bytes().fill(0xee);
+        thread::sleep(Duration::from_millis(100));
+        assert!(memory.bytes().iter().all(|byte| *byte == 0xee), "the memory is the application's again");
+        // The window of the one that was refused is the stream's as long as the process, and keeps the mount busy.
+        drop((file, transfers, volume.signal(Signal::KILL)));
+    });
+}
+
+/// While the request waits for its stream the library asks CUDA now and then whether the context lives still.
+#[test]
+fn a_context_whose_health_cuda_does_not_tell_is_asked_for_again() {
+    needs_mount!();
+    with_software_cuda("query-fails=1", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 1);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        let (stream, word) = (own_stream(gpu()), Pinned::new(gpu(), 4096));
+        // SAFETY: the stream is never destroyed, the word stays until it has passed, and the memory is this test's.
+        let pending = unsafe {
+            Cuda::load().unwrap().application_stream(stream).unwrap().wait_value(word.address(), 1).unwrap();
+            transfers.read_on_stream(&file, &whole(&memory), stream).unwrap()
+        };
+        thread::sleep(Duration::from_millis(500));
+        assert!(!pending.is_done(), "the stream has not come to it");
+        word.word(0).store(1, Ordering::Release);
+        assert_eq!(pending.wait().unwrap().bytes(), MIB);
+        assert!(look(&memory) == bytes);
     });
 }
 

@@ -1,14 +1,14 @@
 //! Whether the contexts that streams are of live still.
 //!
 //! It guards that a request is answered whose stream never comes to it: a kernel of the application that crashes ends its context with all streams, and CUDA tells only whoever
-//! asks. The thread that serves such requests makes no call of CUDA, so where nothing goes on for a while it asks the thread that copies to ask.
+//! asks. The thread that serves such requests makes no call of CUDA, and the one that copies must not wait, so where nothing goes on for a while a thread of its own asks.
 //!
 //! Only the primary contexts of GPUs are looked after, which is those of the CUDA runtime and PyTorch. Others the application may destroy as soon as a stream has passed a request,
 //! and whoever asked for one then would ask for something that is not there.
 
-use gpunvme_gpupath::cuda::{CudaError, Event, Gpu, Stream};
-use std::sync::OnceLock;
+use gpunvme_gpupath::cuda::{Cuda, CudaError, Event, Gpu, Stream};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// What is known of the primary context of a GPU.
 pub(super) struct Health {
@@ -16,15 +16,15 @@ pub(super) struct Health {
     /// In that context, and otherwise idle.
     stream: Stream,
     event: Event,
-    /// Somebody is about to look.
-    asked: AtomicBool,
+    /// A thread is asking CUDA.
+    asking: AtomicBool,
     ended: OnceLock<CudaError>,
 }
 
 impl Health {
     pub fn new(gpu: Gpu) -> Result<Health, CudaError> {
         let (stream, event) = (gpu.stream()?, gpu.event()?);
-        Ok(Health { gpu, stream, event, asked: AtomicBool::new(false), ended: OnceLock::new() })
+        Ok(Health { gpu, stream, event, asking: AtomicBool::new(false), ended: OnceLock::new() })
     }
 
     /// What ended it, as far as is known.
@@ -32,18 +32,33 @@ impl Health {
         self.ended.get()
     }
 
-    /// Whether the caller is to have somebody look, because nobody else has.
-    pub fn ask(&self) -> bool {
-        !self.asked.swap(true, Ordering::Relaxed)
+    /// Has a thread ask CUDA, unless one is at it: the answer may take as long as all streams.
+    pub fn look(self: &Arc<Health>) {
+        if self.asking.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let health = self.clone();
+        let thread = std::thread::Builder::new().name("gpunvme-health".into()).spawn(move || {
+            let _alone = Cuda::load().map(Cuda::leave_captures_alone);
+            health.ask();
+            drop(health); // which makes calls of CUDA, if it is the last
+        });
+        if let Err(error) = thread {
+            tracing::warn!(%error, "whether the context of GPU {} lives is not known", self.gpu);
+            self.asking.store(false, Ordering::Relaxed);
+        }
     }
 
-    /// Asks CUDA. It may wait for whatever CUDA waits for.
-    pub fn look(&self) {
-        let asked = self.event.done().and_then(|done| if done { self.stream.record(&self.event) } else { Ok(()) });
-        if let Err(error) = asked {
-            tracing::debug!(%error, "the context of GPU {} ended", self.gpu);
-            let _ = self.ended.set(error); // the first is the reason
+    fn ask(&self) {
+        match self.event.done().and_then(|done| if done { self.stream.record(&self.event) } else { Ok(()) }) {
+            Ok(()) => {}
+            Err(error) if error.ends_context() => {
+                tracing::debug!(%error, "the context of GPU {} ended", self.gpu);
+                let _ = self.ended.set(error); // the first is the reason
+            }
+            // Streams may go on: the next to ask learns it.
+            Err(error) => tracing::debug!(%error, "CUDA does not say whether the context of GPU {} lives", self.gpu),
         }
-        self.asked.store(false, Ordering::Relaxed);
+        self.asking.store(false, Ordering::Relaxed);
     }
 }

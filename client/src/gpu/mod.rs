@@ -20,8 +20,8 @@
 //! requests in flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
 //! Inside, a thread of the library's owns everything (`worker`): it cuts requests into pieces, keeps them in flight between the mount's ring and the pool, and copies between
-//! the pool and each GPU (`lane`). Requests in the order of a stream have a thread of their own (`ordered`), which makes no call of CUDA: all that the GPU has to do for them is
-//! in the stream when the call returns (`plan`, `window`).
+//! the pool and each GPU (`lane`). Requests in the order of a stream have a thread of their own (`ordered`), which makes no call of CUDA and copies pinned host memory itself:
+//! all that the GPU has to do for them is in the stream when the call returns (`plan`, `window`).
 
 mod health;
 mod inbox;

@@ -8,8 +8,7 @@ use super::outcome::action;
 use super::plan::{Plan, Planned, Terms};
 use super::request::{Answer, Parts};
 use super::server::{ENTRIES, Mail, Server};
-use super::window::{Owner, Window, Windows};
-use super::worker;
+use super::window::{NAP, Owner, Window, Windows};
 use crate::error::{Error, Result};
 use crate::file::{File, Require};
 use crate::mount::Mount;
@@ -43,6 +42,8 @@ pub(super) struct Job {
     cut: AtomicBool,
     /// Nothing of it is to be transferred any more.
     cancelled: AtomicBool,
+    /// Steps that were begun, and of which some pieces are not back: as long as there are any, the application's memory may be in use.
+    open: AtomicUsize,
 }
 
 impl Job {
@@ -73,13 +74,35 @@ impl Job {
         self.cut.store(true, Ordering::Release);
     }
 
-    /// Its steps only give their rooms back from now on.
+    /// Steps that begin from now on only give their rooms back.
     pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::Release);
+        self.cancelled.store(true, Ordering::SeqCst);
     }
 
     pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Acquire)
+        self.cancelled.load(Ordering::SeqCst)
+    }
+
+    /// A step begins. What follows sees that it was cancelled, or whoever cancelled it sees the step.
+    pub fn open_step(&self) {
+        self.open.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// All pieces of a step are back.
+    pub fn close_step(&self) {
+        self.open.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether steps are open.
+    pub fn is_open(&self) -> bool {
+        self.open.load(Ordering::SeqCst) > 0
+    }
+
+    /// Waits until nothing touches the application's memory for it any more, once it was cancelled. That takes as long as the device does, and no call of CUDA.
+    pub fn wait_until_closed(&self) {
+        while self.is_open() {
+            std::thread::sleep(NAP);
+        }
     }
 }
 
@@ -110,15 +133,15 @@ pub(super) struct Ordered {
 }
 
 impl Ordered {
-    /// Starts the thread, which has `worker` look after contexts, and ends that one when it ends itself. Slots are aligned to `alignment`.
-    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize, worker: Arc<Inbox<worker::Mail>>) -> Result<Ordered> {
+    /// Starts the thread. Slots are aligned to `alignment`.
+    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize) -> Result<Ordered> {
         let ring = Ring::new(mount, ENTRIES)?;
         let name = ring.name().clone();
         let path = &mount.connection().path;
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers in streams", errno };
         let inbox = Arc::new(Inbox::new().map_err(failed)?);
         let windows = Arc::new(Windows::new(mount));
-        let server = Server::new(ring, inbox.clone(), windows.clone(), worker);
+        let server = Server::new(ring, inbox.clone(), windows.clone());
         let thread = std::thread::Builder::new().name("gpunvme-stream".into());
         let thread =
             thread.spawn(move || server.run()).map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
@@ -165,6 +188,7 @@ impl Ordered {
                 flushes,
                 cut: AtomicBool::new(false),
                 cancelled: AtomicBool::new(false),
+                open: AtomicUsize::new(0),
             });
             self.inbox.send(|mail| mail.jobs.push((job.clone(), answer.clone())));
             job
@@ -176,7 +200,7 @@ impl Ordered {
         put.map(|()| answer)
     }
 
-    /// Ends the thread when it is done with all requests, and the worker with it, and waits for that if `wait` says so.
+    /// Ends the thread when it is done with all requests, and waits for that if `wait` says so.
     pub fn end(self, wait: bool) {
         // The thread's are the last then.
         drop(self.windows);

@@ -1,7 +1,7 @@
 //! The thread that serves requests in streams: it moves bytes between the file and the rooms that streams gave, and gives the rooms back.
 //!
-//! It guards that it never waits for CUDA: it makes no call of it, and takes no lock under which somebody else makes one. It only looks at words that streams write, writes words
-//! that streams wait for, and uses a ring of its own. A step that failed gives its room back like any other: a stream must not wait for what will never come.
+//! It guards that it never waits for CUDA: it makes no call of it until it ends, and takes no lock under which somebody else makes one. It only looks at words that streams write,
+//! writes words that streams wait for, and uses a ring of its own. A step that failed gives its room back like any other: a stream must not wait for what will never come.
 
 use super::inbox::Inbox;
 use super::ordered::Job;
@@ -9,11 +9,12 @@ use super::outcome::{Outcome, action, at_place, of_the_application};
 use super::plan::DEPTH;
 use super::request::{Answer, operation};
 use super::window::Windows;
-use super::worker::{self, STALLED};
+use super::worker::STALLED;
 use crate::error::Error;
 use crate::file::Transfer;
 use crate::linger::Linger;
 use crate::ring::{Completed, Ring};
+use gpunvme_gpupath::cuda::Cuda;
 use gpunvme_gpupath::pieces::Direction;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -48,8 +49,6 @@ struct Active {
     begun: usize,
     /// Pieces of each step that are not back.
     left: Vec<usize>,
-    /// Steps that were begun, and of which some are not.
-    open: usize,
     /// When its stream last came to something of it, or when it was last asked whether the stream still can.
     since: Instant,
     outcome: Outcome,
@@ -68,8 +67,6 @@ struct InFlight {
 pub(super) struct Server {
     ring: Ring,
     inbox: Arc<Inbox<Mail>>,
-    /// Of the thread that copies, and may make calls of CUDA.
-    worker: Arc<Inbox<worker::Mail>>,
     /// They end with the last of both sides that use them.
     _windows: Arc<Windows>,
     requests: Slab<Active>,
@@ -83,11 +80,10 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub fn new(ring: Ring, inbox: Arc<Inbox<Mail>>, windows: Arc<Windows>, worker: Arc<Inbox<worker::Mail>>) -> Server {
+    pub fn new(ring: Ring, inbox: Arc<Inbox<Mail>>, windows: Arc<Windows>) -> Server {
         Server {
             ring,
             inbox,
-            worker,
             _windows: windows,
             requests: Slab::new(),
             pieces: Slab::new(),
@@ -105,8 +101,9 @@ impl Server {
         if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
             std::process::abort();
         }
-        // It had to be there to look after contexts.
-        self.worker.send(|mail| mail.end = true);
+        // Windows and contexts may end with it, and a capture of the application's would end with them.
+        let _alone = Cuda::load().map(Cuda::leave_captures_alone);
+        drop(self);
     }
 
     fn work(&mut self) {
@@ -136,7 +133,7 @@ impl Server {
         for (job, answer) in self.mail.jobs.drain(..) {
             let left = job.plan.steps.iter().map(|step| step.pieces.len()).collect();
             let since = Instant::now();
-            self.requests.insert(Active { job, answer, begun: 0, left, open: 0, since, outcome: Outcome::default() });
+            self.requests.insert(Active { job, answer, begun: 0, left, since, outcome: Outcome::default() });
         }
         self.ending |= std::mem::take(&mut self.mail.end);
         true
@@ -171,7 +168,7 @@ impl Server {
             }
             let active = &mut self.requests[id];
             let over = active.is_over();
-            if let Some(error) = ended.filter(|_| !over && active.open == 0) {
+            if let Some(error) = ended.filter(|_| !over && !active.job.is_open()) {
                 let job = &active.job;
                 active.outcome.failed(Error::in_stream(job.file.path(), action(job.direction), job.stream, error));
             } else if !over {
@@ -191,9 +188,7 @@ impl Server {
         let Some(context) = &active.job.context else { return };
         if now.saturating_duration_since(active.since) > STALLED {
             active.since = now;
-            if context.ask() {
-                self.worker.send(|mail| mail.contexts.push(context.clone()));
-            }
+            context.look();
         }
     }
 
@@ -201,8 +196,8 @@ impl Server {
     fn begin(&mut self, id: usize, step: usize) {
         let active = &mut self.requests[id];
         active.begun += 1;
-        active.open += 1;
         let job = active.job.clone();
+        job.open_step();
         if active.left[step] == 0 {
             return self.end(id, step);
         }
@@ -271,7 +266,6 @@ impl Server {
             outcome.failed(at_place(error, part.segment, planned.piece.file_offset));
             0
         });
-        // Of a request that was cut short the memory may be gone soon.
         if job.direction == Direction::Read && !job.is_cancelled() {
             job.window.copy_on_host(job.number(step), Direction::Read, planned, arrived);
         }
@@ -296,8 +290,8 @@ impl Server {
 
     /// All pieces of a step are back.
     fn end(&mut self, id: usize, step: usize) {
-        let Active { job, open, .. } = &mut self.requests[id];
-        *open -= 1;
+        let job = &self.requests[id].job;
+        job.close_step();
         // What the room's table is needed for next.
         let next = step + DEPTH;
         if job.direction == Direction::Write && next < job.plan.steps.len() {
@@ -354,8 +348,9 @@ impl Active {
 
     /// Whether nothing is left to do, for the stream neither.
     fn is_over(&self) -> bool {
+        // A word that CUDA refused may have come to the stream all the same, and begun a step more.
         let (job, steps) = (&self.job, self.job.steps());
         let passed = || (0..steps).rev().take(DEPTH).all(|step| job.window.is_passed(job.number(step)));
-        self.open == 0 && self.begun == steps && (job.is_cut() || passed())
+        !job.is_open() && self.begun >= steps && (job.is_cut() || passed())
     }
 }

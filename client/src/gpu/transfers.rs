@@ -190,8 +190,9 @@ impl Transfers {
     /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read. All that CUDA has to do for the read is
     /// in the stream when the call returns, so calls that wait for the whole GPU (`cudaFree`, `cuMemFree`) may be made meanwhile, in any thread.
     ///
-    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes a limited number of operations into a stream, of which a read takes three for each
-    /// 512 KiB; and a GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come to. A call that finds no room waits until streams went on.
+    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes a limited number of operations into a stream, of which a read takes two or three
+    /// for each 512 KiB (two for pinned host memory), and more where many small pieces are copied singly; and a GPU has 8 windows of 2 MiB of pinned memory, one for each stream
+    /// that has requests to come to. A call that finds no room waits until streams went on.
     ///
     /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. Where a kernel of the application crashes, its context ends with all
     /// streams: such requests are answered with [`Error::Cuda`] within a second. That is only so in the context that the CUDA runtime uses, the GPU's primary one: in one of the
@@ -413,7 +414,7 @@ impl Inner {
         if let Some(ordered) = &*ordered {
             return Ok(ordered.clone());
         }
-        let started = Arc::new(Ordered::start(&self.mount, self.blocks, self.alignment, self.inbox.clone())?);
+        let started = Arc::new(Ordered::start(&self.mount, self.blocks, self.alignment)?);
         Ok(ordered.insert(started).clone())
     }
 }
@@ -429,9 +430,9 @@ impl Drop for Inner {
         // The last are the worker's and those of windows then, which end when all requests are done: this may be a callback, and the worker the thread that it runs on.
         self.lanes.get_mut().clear();
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
-        match self.ordered.get_mut().take().and_then(Arc::into_inner) {
-            Some(ordered) => ordered.end(worker.is_some()),
-            None => self.inbox.send(|mail| mail.end = true),
+        self.inbox.send(|mail| mail.end = true);
+        if let Some(ordered) = self.ordered.get_mut().take().and_then(Arc::into_inner) {
+            ordered.end(worker.is_some());
         }
         if let Some(worker) = worker {
             let _ = worker.join(); // a panic there was reported there

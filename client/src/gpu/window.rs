@@ -21,15 +21,15 @@ use crate::mount::Mount;
 use gpunvme_gpupath::cuda::{CudaError, Gpu, Move, Scatter, Stream, StreamId};
 use gpunvme_gpupath::pieces::Direction;
 use parking_lot::Mutex;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
 /// Windows of a GPU at most, and so streams with requests at once.
 const WINDOWS: usize = 8;
-/// How long a stream waits before it looks again whether another has passed its window.
-const NAP: Duration = Duration::from_micros(200);
+/// How long a thread of the application waits before it looks again whether it can go on.
+pub(super) const NAP: Duration = Duration::from_micros(200);
 /// Bytes of the table of one room.
 const TABLE: usize = MOVES * size_of::<Move>();
 /// Bytes of the words of one room: two cache lines, because two sides write them.
@@ -119,7 +119,10 @@ impl Window {
         let Some(host) = planned.host else { return };
         let at = self.slot(number, planned).expect("it is staged") + planned.piece.skip as usize;
         // SAFETY: the application vouched for its memory from when the stream came to the request, as it did, until it has passed it, for which this step's room has to be back.
+        // Where the stream does not wait for that, because CUDA took no words, the call waits that put the request into it.
         unsafe { self.staging.memory().copy_on_host(direction, at, host, len as usize) };
+        // Stores to write-combined memory are in no order with those to other memory: they are to be there before the room is back.
+        fence(Ordering::SeqCst);
     }
 
     /// The bytes of a slot that are the application's.
@@ -284,7 +287,7 @@ impl Windows {
     /// Puts a job into a stream, in a window near `gpu`. `begin` makes it, with the window and the number of its first step, and hands it to whoever serves it. Waits while all
     /// windows are of other streams.
     ///
-    /// Where CUDA refuses something, the job is cancelled, and the stream goes on.
+    /// Where CUDA refuses something, the job is cancelled, and the stream goes on; nothing but the stream touches the application's memory for it afterwards.
     pub fn put(
         &self,
         gpu: Gpu,
@@ -309,9 +312,12 @@ impl Windows {
                 if lost {
                     // Whoever waits for it looks for another.
                     *window.owner.lock() = None;
+                    drop(next);
                     // What the stream still does to the memory nobody knows: it stays as long as the process.
                     self.list.lock().retain(|other| !Arc::ptr_eq(other, &window));
                     std::mem::forget(window.clone());
+                    // The stream does not wait for steps that have begun.
+                    job.wait_until_closed();
                 }
                 failed(error)
             });

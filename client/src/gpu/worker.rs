@@ -3,7 +3,6 @@
 //! It guards three things. Requests share what there is: they take turns, a few pieces each. Nothing in flight is ever given up: a request that failed is answered when
 //! the last of its pieces is back. And an idle thread sleeps, while a busy one makes no system call: it looks at the ring, at the words that its streams write, and at its inbox.
 
-use super::health::Health;
 use super::inbox::Inbox;
 use super::lane::{BATCH, Copy, Lane, NotCopied};
 use super::outcome::{Outcome, action, at_place, of_the_application};
@@ -43,8 +42,6 @@ pub(super) struct Mail {
     /// GPUs that are used for the first time. They come before the requests that use them.
     pub lanes: Vec<(u32, Box<Lane>)>,
     pub requests: Vec<Request>,
-    /// Contexts that may have ended.
-    pub contexts: Vec<Arc<Health>>,
     /// It is to end when everything is done.
     pub end: bool,
 }
@@ -161,8 +158,7 @@ impl Worker {
         if !self.inbox.take(&mut self.mail) {
             return false;
         }
-        let Mail { lanes, requests, contexts, end } = &mut self.mail;
-        contexts.drain(..).for_each(|context| context.look());
+        let Mail { lanes, requests, end } = &mut self.mail;
         for (index, lane) in lanes.drain(..) {
             let index = index as usize;
             self.lanes.resize_with(self.lanes.len().max(index + 1), || None);

@@ -74,6 +74,7 @@ struct Software {
     last_handle: AtomicUsize,
     copies: AtomicU64,
     waits: AtomicU64,
+    queries: AtomicU64,
     /// By GPU: bytes of memory that are free.
     left: Vec<Arc<AtomicU64>>,
     bars: Option<Bars>,
@@ -102,6 +103,7 @@ impl Software {
                 last_handle: AtomicUsize::new(0x1000),
                 copies: AtomicU64::new(0),
                 waits: AtomicU64::new(0),
+                queries: AtomicU64::new(0),
                 turn: Mutex::default(),
             }
         })

@@ -17,6 +17,8 @@ pub struct Settings {
     pub copy_fails: Option<u64>,
     /// `wait-fails`: the wait for a word, counted from 1, whose call fails with `CUDA_ERROR_NOT_SUPPORTED`.
     pub wait_fails: Option<u64>,
+    /// `query-fails`: the query of an event, counted from 1, whose call fails with `CUDA_ERROR_OUT_OF_MEMORY`, which ends no context.
+    pub query_fails: Option<u64>,
     /// `copy-takes`: microseconds that a copy or a kernel takes at least.
     pub copy_takes: Duration,
     /// `call-takes`: nanoseconds that a call takes at least which gives a stream something to do; on an H200 that is about 1200.
@@ -43,6 +45,7 @@ impl Settings {
             memory: 16 << 30,
             copy_fails: None,
             wait_fails: None,
+            query_fails: None,
             copy_takes: Duration::ZERO,
             call_takes: Duration::ZERO,
             dma_buf: true,
@@ -64,6 +67,7 @@ impl Settings {
                 "memory" => settings.memory = value,
                 "copy-fails" => settings.copy_fails = Some(value),
                 "wait-fails" => settings.wait_fails = Some(value),
+                "query-fails" => settings.query_fails = Some(value),
                 "copy-takes" => settings.copy_takes = Duration::from_micros(value),
                 "call-takes" => settings.call_takes = Duration::from_nanos(value),
                 "dma-buf" => settings.dma_buf = value != 0,

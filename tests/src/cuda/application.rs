@@ -52,7 +52,7 @@ pub fn every_kind(gpu: Gpu, len: usize) -> Vec<Memory> {
         mapped(gpu, &[len]),
         mapped(gpu, &[len / 2, len / 2]),
         managed(gpu, len),
-        host_allocated(gpu, len),
+        host_allocated("cuMemHostAlloc", gpu, len, 0),
         Memory::new("registered", host, len, move || drop(registered)),
     ]
 }
@@ -141,19 +141,27 @@ fn managed(gpu: Gpu, len: usize) -> Memory {
     Memory::new("cuMemAllocManaged", address, len, free)
 }
 
+/// `cudaHostAlloc`, of memory that the processor writes past its caches.
+pub fn write_combined(gpu: Gpu, len: usize) -> Memory {
+    host_allocated("cuMemHostAlloc, write-combined", gpu, len, sys::CU_MEMHOSTALLOC_WRITECOMBINED)
+}
+
 /// `cudaHostAlloc`.
-fn host_allocated(gpu: Gpu, len: usize) -> Memory {
+fn host_allocated(kind: &'static str, gpu: Gpu, len: usize, flags: u32) -> Memory {
     let _entered = gpu.enter().unwrap();
-    let mut address = ptr::null_mut();
-    // SAFETY: it writes an address.
-    unsafe { ok(sys::cuMemHostAlloc(&mut address, len, 0)) };
-    let (number, address) = (address as u64, address as usize);
+    let (mut address, mut number) = (ptr::null_mut(), 0);
+    // SAFETY: they write addresses, which may differ where the memory is write-combined.
+    unsafe {
+        ok(sys::cuMemHostAlloc(&mut address, len, flags));
+        ok(sys::cuMemHostGetDevicePointer_v2(&mut number, address, 0));
+    }
+    let address = address as usize;
     let free = move || {
         let _entered = gpu.enter().unwrap();
         // SAFETY: nothing uses it any more.
         unsafe { ok(sys::cuMemFreeHost(ptr::with_exposed_provenance_mut(address))) };
     };
-    Memory::new("cuMemHostAlloc", number, len, free)
+    Memory::new(kind, number, len, free)
 }
 
 /// Host memory that is registered with CUDA, as the library's staging pool is.

@@ -44,6 +44,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("what is required is done or refused", requirements),
     ("a request may be for several GPUs", several_gpus),
     ("pinned host memory is read and written in a stream that has not come to it", streams::pinned_memory),
+    ("write-combined memory has all of a read when its stream goes on", streams::write_combined_memory),
 ];
 
 /// What holds on every driver, and leaves the process without its GPU: it needs one of its own.

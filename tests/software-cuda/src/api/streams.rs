@@ -150,8 +150,12 @@ exports! {
     }
 
     fn cuEventQuery(event: CUevent) {
-        let handles = Software::running()?.handles.lock().unwrap();
+        let software = Software::running()?;
+        let handles = software.handles.lock().unwrap();
         let (context, mark) = handles.events.get(&event.addr()).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        if Some(software.queries.fetch_add(1, Ordering::Relaxed) + 1) == software.settings.query_fails {
+            return Err(CUDA_ERROR_OUT_OF_MEMORY);
+        }
         let passed = mark.as_ref().is_none_or(|mark| mark.passed());
         match context.broken() {
             Some(code) => Err(code),

@@ -1,6 +1,6 @@
 //! Requests in the order of an application's streams.
 
-use super::super::application::{Memory, Pinned, allocated, begin_capture, end_capture, every_kind, own_stream};
+use super::super::application::{Memory, Pinned, allocated, begin_capture, end_capture, every_kind, own_stream, write_combined};
 use super::{MIB, Sample, Site, read, segment};
 use crate::tree;
 use gpunvme::Error;
@@ -165,6 +165,30 @@ pub(super) fn pinned_memory(site: &Site) {
     });
     assert!(to.bytes() == &sample.bytes[..], "what was read into pinned host memory");
     assert!(fs::read(path).unwrap().iter().all(|byte| *byte == 0x2c), "what was written from pinned host memory");
+}
+
+/// The processor's stores to it are in no order with those of words.
+pub(super) fn write_combined_memory(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(30, 2 * MIB);
+    let memory = write_combined(site.gpu, 2 * MIB as usize);
+    let (zeroes, seen) = (allocated(site.gpu, 2 * MIB as usize), allocated(site.gpu, 2 * MIB as usize));
+    site.put(zeroes.address(), &vec![0; 2 * MIB as usize]);
+    let stream = own_stream(site.gpu);
+    // SAFETY: the stream is never destroyed.
+    let handle = unsafe { Cuda::load().unwrap().application_stream(stream) }.unwrap();
+    for round in 0..20 {
+        // SAFETY: the stream orders what uses the memory, all of which stays until it was waited for.
+        let read = unsafe {
+            handle.copy(memory.address(), zeroes.address(), 2 * MIB as usize).unwrap();
+            let read = transfers.read_on_stream(&sample.file, &[segment(0, memory.address(), 2 * MIB)], stream).unwrap();
+            handle.copy(seen.address(), memory.address(), 2 * MIB as usize).unwrap();
+            read
+        };
+        assert_eq!(read.wait().unwrap().bytes(), 2 * MIB);
+        handle.synchronize().unwrap();
+        assert!(site.look(seen.address(), 2 * MIB) == sample.bytes, "what the stream saw in round {round}");
+    }
 }
 
 pub(super) fn many_streams(site: &Site) {
