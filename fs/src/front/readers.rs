@@ -50,7 +50,7 @@ impl Readers {
         (loops > WAITING).then(readers)
     }
 
-    /// This thread, a loop, has a request. What is returned is to be dropped when the loop is done with it, and may keep it for long then.
+    /// This thread, a loop, has a request. It drops what is returned when it is done with it, and may have to stand aside in that for as long as the mount is there.
     pub fn busy(self: &Arc<Self>) -> Busy<'_> {
         let is_known = LOOP.with(|this| {
             let is_known = this.get().is_some();
