@@ -85,10 +85,11 @@ fn all_work() -> Vec<Work> {
     let mut work = Vec::new();
     for (write, threads) in [(false, [1, 4, 16].as_slice()), (true, &[1, 4])] {
         for (size, random, depth) in [(4 << 10, true, 128), (64 << 10, true, 32), (1 << 20, false, 8), (16 << 20, false, 4)] {
-            if random {
-                work.push(Work { write, size, random, threads: 1, depth: 1 });
+            // One operation at a time in each thread, as most applications are written. The longest are cut into pieces in any case.
+            if size < 16 << 20 {
+                work.extend(threads.iter().map(|&threads| Work { write, size, random, threads, depth: 1 }));
             }
-            // As many threads as the machine has cores need no depth of their own.
+            // Many in flight; as many threads as the machine has cores need little depth of their own.
             work.extend(threads.iter().map(|&threads| Work { write, size, random, threads, depth: (depth / threads).max(2) }));
         }
     }
