@@ -14,6 +14,7 @@ pub mod mounted;
 pub mod peers;
 pub mod programs;
 pub mod random;
+pub mod rings;
 pub mod software_cuda;
 #[allow(unsafe_code)]
 pub mod sys;

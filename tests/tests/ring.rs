@@ -1,54 +1,26 @@
 //! Rings on a real mount: many transfers in flight from one thread, and owners who do their worst to their own.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufRead, BufReader};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
-use std::process::Stdio;
-use std::sync::Arc;
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use gpunvme::{Attached, Buffer, Completed, Error, Mount, Operation, Require, Ring, Route, Shared, Wait};
+use gpunvme::{Completed, Error, Mount, Operation, Require, Ring, Route, Wait};
 use gpunvme_gpupath::abi::Command;
 use gpunvme_gpupath::abi::ring::{self as abi, Submission, Word, ring_bytes};
-use gpunvme_gpupath::ring::RingMemory;
 use gpunvme_tests::direct::{call_plain, memfd};
-use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::mounted::{Image, Mounted};
+use gpunvme_tests::rings::{Bystander, Raw, attach, bytes_of, serving_threads, shared, wait_for};
 use gpunvme_tests::{needs_mount, tree};
 use rustix::event::EventfdFlags;
 use rustix::fs::SealFlags;
-use rustix::process::{Pid, Signal};
+use rustix::process::Signal;
 use zerocopy::FromZeros;
 
 const MIB: u64 = 1 << 20;
 
 fn random(seed: u64, below: u64) -> u64 {
     u64::from_le_bytes(tree::pattern(seed, 8).try_into().unwrap()) % below
-}
-
-fn shared(mount: &Mount, len: u64) -> Arc<Shared> {
-    mount.register(Buffer::memfd(len as usize).unwrap()).unwrap().share()
-}
-
-fn attach(ring: &Ring, path: impl AsRef<Path>) -> Attached {
-    ring.attach(&gpunvme::File::create(path).unwrap()).unwrap()
-}
-
-/// Waits for this many completions; fails rather than hang.
-fn wait_for(ring: &mut Ring, count: usize) -> Vec<Completed> {
-    let mut done = Vec::new();
-    while done.len() < count {
-        let more = ring.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap();
-        assert!(more > 0, "{} of {count} completions came", done.len());
-    }
-    done
-}
-
-fn bytes_of(buffer: &Shared, offset: u64, len: u64) -> Vec<u8> {
-    let mut bytes = vec![0; len as usize];
-    buffer.copy_out(offset as usize, &mut bytes);
-    bytes
 }
 
 #[test]
@@ -153,17 +125,6 @@ fn an_attached_file_lives_until_it_is_detached() {
     }
 }
 
-/// Processor time of the daemon's thread that serves rings, in clock ticks.
-fn ring_thread_ticks(daemon: Pid) -> u64 {
-    let tasks = fs::read_dir(format!("/proc/{}/task", daemon.as_raw_nonzero())).unwrap();
-    let stat = tasks
-        .map(|task| fs::read_to_string(task.unwrap().path().join("stat")).unwrap())
-        .find(|stat| stat.contains("(rings)"))
-        .expect("a thread for rings");
-    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
-}
-
 #[test]
 fn an_idle_ring_costs_nothing_and_wakes_up() {
     needs_mount!();
@@ -175,9 +136,9 @@ fn an_idle_ring_costs_nothing_and_wakes_up() {
     let file = attach(&ring, volume.path("file"));
     for _ in 0..3 {
         std::thread::sleep(Duration::from_millis(50));
-        let before = ring_thread_ticks(volume.daemon());
+        let before = serving_threads(volume.daemon());
         std::thread::sleep(Duration::from_millis(500));
-        assert!(ring_thread_ticks(volume.daemon()) - before <= 2, "the daemon is spinning");
+        assert!(serving_threads(volume.daemon())[0] - before[0] < Duration::from_millis(20), "the daemon is spinning");
         ring.push(&Operation::read(&file, 0, &buffer, 0, 65536)).unwrap();
         assert_eq!(wait_for(&mut ring, 1)[0].result.as_ref().unwrap().bytes(), 65536);
     }
@@ -193,90 +154,6 @@ fn an_idle_ring_costs_nothing_and_wakes_up() {
     assert_eq!(ring.complete(Wait::No, &mut done).unwrap(), 1);
 }
 
-/// A ring made by hand, whose memory is at hand.
-struct Raw {
-    memory: RingMemory,
-    id: u64,
-    submitted: OwnedFd,
-    completed: OwnedFd,
-    directory: File,
-}
-
-impl Raw {
-    fn new(volume: &Mounted, entries: u32) -> Raw {
-        let directory = File::open(volume.root()).unwrap();
-        let fd = memfd(ring_bytes(entries) as u64);
-        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let (submitted, completed) = (event(), event());
-        let mut request = abi::Ring {
-            memory: fd.as_raw_fd(),
-            submitted: submitted.as_raw_fd(),
-            completed: completed.as_raw_fd(),
-            entries,
-            ..abi::Ring::default()
-        };
-        let memory = RingMemory::map(fd.as_fd(), entries).unwrap();
-        call_plain(&directory, Command::Ring, &mut request).unwrap();
-        Raw { memory, id: request.ring, submitted, completed, directory }
-    }
-
-    fn attach(&self, file: &File) -> u64 {
-        let mut request = abi::Attach { ring: self.id, ..abi::Attach::default() };
-        call_plain(file, Command::Attach, &mut request).unwrap();
-        request.file
-    }
-
-    fn publish(&self, tail: u32) {
-        self.memory.swap(Word::SubmissionTail, tail);
-        rustix::io::write(&self.submitted, &1u64.to_ne_bytes()).unwrap();
-    }
-
-    fn wait_until(&self, what: &str, is: impl Fn(&RingMemory) -> bool) {
-        let late = Instant::now() + Duration::from_secs(20);
-        while !is(&self.memory) {
-            assert!(Instant::now() < late, "{what}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-impl Drop for Raw {
-    fn drop(&mut self) {
-        // The daemon may have closed it before.
-        let _ = call_plain(&self.directory, Command::Detach, &mut abi::Detach { ring: self.id, ..abi::Detach::default() });
-    }
-}
-
-/// Somebody else's ring, which has to go on working whatever happens beside it.
-struct Bystander {
-    ring: Ring,
-    file: Attached,
-    buffer: Arc<Shared>,
-    data: Vec<u8>,
-}
-
-impl Bystander {
-    fn new(volume: &Mounted) -> Bystander {
-        let data = tree::pattern(77, 1 << 20);
-        fs::write(volume.path("bystander"), &data).unwrap();
-        let mount = Mount::open(volume.root()).unwrap();
-        let ring = Ring::new(&mount, 16).unwrap();
-        let file = attach(&ring, volume.path("bystander"));
-        Bystander { file, buffer: shared(&mount, MIB), ring, data }
-    }
-
-    fn check(&mut self) {
-        self.buffer.copy_in(0, &vec![0; 1 << 20]);
-        for piece in 0..16 {
-            self.ring.push(&Operation::read(&self.file, piece << 16, &self.buffer, piece << 16, 1 << 16)).unwrap();
-        }
-        for completed in wait_for(&mut self.ring, 16) {
-            assert_eq!(completed.result.unwrap().bytes(), 1 << 16);
-        }
-        assert!(bytes_of(&self.buffer, 0, MIB) == self.data);
-    }
-}
-
 #[test]
 fn words_that_run_away_cost_their_owner_the_ring() {
     needs_mount!();
@@ -287,9 +164,7 @@ fn words_that_run_away_cost_their_owner_the_ring() {
         raw.publish(word);
         raw.wait_until("a tail that ran away was taken", |memory| memory.load(Word::Daemon) == abi::CLOSED);
         bystander.check();
-        let mut detach = abi::Detach { ring: raw.id, ..abi::Detach::default() };
-        let gone = call_plain(&raw.directory, Command::Detach, &mut detach).unwrap_err();
-        assert_eq!(gone.raw_os_error(), Some(libc::ENOENT));
+        assert_eq!(raw.detach().unwrap_err().raw_os_error(), Some(libc::ENOENT));
     }
     let raw = Raw::new(&volume, 8);
     raw.memory.store(Word::CompletionHead, 5);
@@ -325,13 +200,14 @@ fn entries_that_mean_nothing_are_refused_one_by_one() {
     }
     // Nobody can use, or end, another process's ring: here, one that nobody has.
     let mut detach = abi::Detach { ring: raw.id + 1, ..abi::Detach::default() };
-    assert!(call_plain(&raw.directory, Command::Detach, &mut detach).is_err());
+    assert!(call_plain(File::open(volume.root()).unwrap(), Command::Detach, &mut detach).is_err());
 }
 
 #[test]
 fn memory_that_changes_while_it_is_read_harms_nobody_else() {
     needs_mount!();
-    let volume = Mounted::new();
+    // Enough for three threads that serve rings.
+    let volume = Image::formatted().mount_with("threads=12");
     let data = tree::pattern(9, 1 << 20);
     fs::write(volume.path("file"), &data).unwrap();
     let mut bystander = Bystander::new(&volume);
@@ -351,7 +227,7 @@ fn memory_that_changes_while_it_is_read_harms_nobody_else() {
                 ];
                 let mut round = seed << 32;
                 while !stop.load(Ordering::Relaxed) {
-                    let raw = Raw::new(volume, 8);
+                    let raw = Raw::new(volume, 32);
                     let name = raw.attach(&file);
                     let mut tail = 0u32;
                     for _ in 0..200 {
@@ -449,89 +325,6 @@ fn what_is_no_eventfd_or_not_sealed_is_refused() {
     let error = call_plain(&directory, Command::Ring, &mut request).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(libc::ENOSPC), "a process has a share of rings");
     drop(many);
-}
-
-/// Not a test: a process that keeps its ring full until it is killed.
-#[test]
-#[ignore = "the other process of the tests beside it"]
-fn the_other_process() {
-    let root = std::env::var("RING_ROOT").unwrap();
-    let mount = Mount::open(&root).unwrap();
-    let buffer = shared(&mount, 64 * MIB);
-    let mut ring = Ring::new(&mount, 64).unwrap();
-    let file = attach(&ring, Path::new(&root).join("big"));
-    let mut done = Vec::new();
-    for number in 0u64.. {
-        if ring.room() == 0 {
-            ring.complete(Wait::Forever, &mut done).unwrap();
-            done.clear();
-        }
-        if number == 200 {
-            println!("=> busy");
-        }
-        let at = number % 64 * MIB;
-        let operation = if number % 3 == 0 { Operation::write } else { Operation::read };
-        ring.push(&operation(&file, at, &buffer, at, MIB)).unwrap();
-    }
-}
-
-fn start_other(volume: &Mounted) -> std::process::Child {
-    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_other_process", "--ignored", "--nocapture"])
-        .env("RING_ROOT", volume.root())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert!(lines.map_while(Result::ok).any(|line| line.contains("=> busy")), "the other process ended");
-    child
-}
-
-fn descriptors(daemon: Pid) -> usize {
-    fs::read_dir(format!("/proc/{}/fd", daemon.as_raw_nonzero())).unwrap().count()
-}
-
-#[test]
-fn a_process_killed_in_mid_transfer_leaves_nothing_behind() {
-    needs_mount!();
-    let volume = Mounted::new();
-    fs::write(volume.path("big"), tree::pattern(2, 64 << 20)).unwrap();
-    let mut bystander = Bystander::new(&volume);
-    bystander.check();
-    let before = descriptors(volume.daemon());
-    for _ in 0..3 {
-        let mut child = start_other(&volume);
-        bystander.check();
-        child.kill().unwrap();
-        child.wait().unwrap();
-        bystander.check();
-    }
-    let late = Instant::now() + Duration::from_secs(20);
-    while descriptors(volume.daemon()) > before + 2 {
-        assert!(Instant::now() < late, "the daemon still holds what the dead had");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let stats = Mount::open(volume.root()).unwrap().stats().unwrap();
-    assert_eq!((stats.processes, stats.buffers), (1, 1), "only the bystander's");
-    drop(bystander);
-    volume.unmount().check();
-}
-
-/// While one process has the device full of large reads, another's small ones get through between them.
-#[test]
-fn a_small_ring_is_served_beside_a_greedy_one() {
-    needs_mount!();
-    let volume = Mounted::new();
-    fs::write(volume.path("big"), tree::pattern(2, 64 << 20)).unwrap();
-    let mut bystander = Bystander::new(&volume);
-    let mut greedy: Vec<_> = (0..3).map(|_| start_other(&volume)).collect();
-    for _ in 0..10 {
-        bystander.check();
-    }
-    for child in &mut greedy {
-        child.kill().unwrap();
-        child.wait().unwrap();
-    }
 }
 
 #[test]

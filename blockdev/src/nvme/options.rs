@@ -86,7 +86,7 @@ pub(crate) struct Options {
     pub(crate) namespace: u32,
     /// `depth=N`: commands in flight in a queue, 1 to 65534. Default 256; less where the controller takes less.
     pub(crate) depth: u32,
-    /// `queues=N`: the most I/O queues. Default: one a CPU, at most 64.
+    /// `queues=N`: the most I/O queues. Default: one a CPU, and four for threads with one of their own, at most 64.
     pub(crate) queues: u32,
     /// `completion=poll|interrupt|adaptive`. Default: adaptive.
     pub(crate) completion: CompletionMode,
@@ -116,7 +116,7 @@ impl Options {
         Ok(Self {
             namespace: name.take_as("ns", "a namespace's number", number(1..=u32::MAX - 1))?.unwrap_or(1),
             depth: name.take_as("depth", "a number from 1 to 65534", number(1..=65534))?.unwrap_or(256),
-            queues: name.take_as("queues", "a number from 1 to 65534", number(1..=65534))?.unwrap_or(cpus.min(64)),
+            queues: name.take_as("queues", "a number from 1 to 65534", number(1..=65534))?.unwrap_or((cpus + 4).min(64)),
             completion: name
                 .take_as("completion", "poll, interrupt or adaptive", completion)?
                 .unwrap_or(CompletionMode::Adaptive),

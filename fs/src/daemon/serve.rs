@@ -70,7 +70,10 @@ fn open_filesystem(
     completions: Arc<Workers>,
 ) -> Result<Arc<Filesystem>, FsError> {
     let settings = &options.settings;
-    let io = Io::threaded(device, settings.threads)?;
+    // The threads that serve rings will have queues of their own.
+    let geometry = device.geometry();
+    let others = geometry.max_queues as usize - front::serving_threads(settings.threads, geometry);
+    let io = Io::threaded(device.clone(), settings.threads.min(others))?;
     let options = data::Options {
         volume: VolumeOptions { read_only: settings.read_only, cache: settings.cache as usize },
         write_buffer: settings.write_buffer as usize,

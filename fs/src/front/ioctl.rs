@@ -75,11 +75,11 @@ impl Transfer {
 }
 
 impl Direct {
-    /// The direct path to a filesystem, whose device the user called `device`.
+    /// The direct path to a filesystem, whose device the user called `device`. Up to `serving_threads` threads serve rings.
     ///
     /// # Errors
     /// If the system has no thread or descriptor to give.
-    pub fn new(fs: &Filesystem, device: &str) -> io::Result<Direct> {
+    pub fn new(fs: &Filesystem, device: &str, serving_threads: usize) -> io::Result<Direct> {
         let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
         let server = Arc::new(Server::new(registry));
         let path = socket_path(fs, device);
@@ -88,7 +88,7 @@ impl Direct {
             .and_then(|()| Listener::bind(&path, Mode::from_raw_mode(0o666), server.clone()))
             .inspect_err(|error| tracing::debug!("{}: {error}", path.display()))
             .ok();
-        let rings = Rings::new(server.clone(), fs.volume().io().clone())?;
+        let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
         Ok(Direct { server, rings, socket, device: device.to_owned() })
     }
 

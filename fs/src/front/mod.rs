@@ -34,6 +34,7 @@ mod room;
 mod session;
 mod workers;
 
+pub use rings::serving_threads;
 pub use session::{Session, Settings};
 pub use workers::Workers;
 

@@ -1,9 +1,10 @@
-//! Files attached to rings: the same transfers as by ioctl, begun by the thread that serves the rings.
+//! Files attached to rings: the same transfers as by ioctl, begun by the threads that serve the rings.
 //!
 //! It guards the life of an attached file. Its application may close it, and somebody unlink it: until it is detached it counts as known to the kernel, and as open.
 
 use std::sync::Arc;
 
+use gpunvme_blockdev::Geometry;
 use gpunvme_gpupath::abi::ring::Attach;
 use gpunvme_gpupath::abi::{Command, TransferRequest};
 use gpunvme_gpupath::planner::Direction;
@@ -14,6 +15,12 @@ use gpunvme_gpupath::server::Reply;
 use super::handles::Handle;
 use super::ioctl::Transfer;
 use super::{Caller, Front};
+
+/// How many threads serve rings at the most, beside so many loops. Each is busy as long as there is work, and has a queue of the device to itself, and for
+/// some devices a thread of the kernel: a quarter of what there is. With four the device has more to do than it can.
+pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
+    (loops.min(device.max_queues as usize) / 4).clamp(1, 4)
+}
 
 /// An open file, as it was when it was attached.
 struct Attached {

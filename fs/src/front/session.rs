@@ -12,6 +12,7 @@ use super::housekeeping::Housekeeping;
 use super::ioctl::Direct;
 use super::nodes::Nodes;
 use super::parts::Parts;
+use super::rings::serving_threads;
 use super::room::Room;
 use super::workers::Workers;
 use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, PARKED, ROOM, fuse};
@@ -48,13 +49,14 @@ impl Session {
     /// # Errors
     /// Those of mounting, and of threads that the system has not got.
     pub fn mount(fs: Arc<Filesystem>, dir: &Path, settings: &Settings) -> io::Result<Session> {
+        let serving_threads = serving_threads(settings.loops, fs.volume().device().geometry());
         let front = Arc::new(Front {
             nodes: Nodes::default(),
             room: Room::new(ROOM),
             parts: Parts::new(PARKED),
             general: Workers::new("worker", GENERAL_THREADS)?,
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
-            direct: Direct::new(&fs, &settings.source)?,
+            direct: Direct::new(&fs, &settings.source, serving_threads)?,
             kernel: std::sync::OnceLock::new(),
             fs,
         });

@@ -8,11 +8,17 @@ mod memory;
 #[cfg(feature = "daemon")]
 mod queue_pair;
 #[cfg(feature = "daemon")]
+mod rings;
+#[cfg(feature = "daemon")]
 mod service;
 #[cfg(feature = "daemon")]
 #[allow(unsafe_code)]
 mod signal;
+#[cfg(feature = "daemon")]
+mod watch;
 
 pub use memory::RingMemory;
 #[cfg(feature = "daemon")]
-pub use service::{AttachedFile, Rings, Taken};
+pub use rings::Rings;
+#[cfg(feature = "daemon")]
+pub use service::{AttachedFile, Taken};

@@ -73,6 +73,11 @@ impl Ring {
         }
     }
 
+    /// Entries of each queue: the most that can be under way.
+    pub fn entries(&self) -> u32 {
+        self.memory.entries()
+    }
+
     /// Submissions that wait to be taken.
     pub fn pending(&self) -> Result<u32, Broken> {
         let pending = self.memory.load(Word::SubmissionTail).wrapping_sub(self.head.load(Ordering::Relaxed));
@@ -93,15 +98,15 @@ impl Ring {
         Ok(self.memory.entries().saturating_sub(in_flight.saturating_add(unread)))
     }
 
-    /// Takes the next submission. Only where [`Ring::pending`] said that there is one.
-    pub fn take(&self) -> Submission {
+    /// Takes the next submission, and says whether nothing else is under way. Only where [`Ring::pending`] said that there is one.
+    pub fn take(&self) -> (Submission, bool) {
         let head = self.head.load(Ordering::Relaxed);
         let submission = self.memory.submission(head);
         self.head.store(head.wrapping_add(1), Ordering::Relaxed);
         self.memory.store(Word::SubmissionHead, head.wrapping_add(1));
-        self.in_flight.fetch_add(1, Ordering::AcqRel);
         self.bytes.fetch_add(submission.len, Ordering::AcqRel);
-        submission
+        let before = self.in_flight.fetch_add(1, Ordering::AcqRel);
+        (submission, before == 0)
     }
 
     /// Submissions under way, and the bytes they are about.
@@ -109,17 +114,18 @@ impl Ring {
         (self.in_flight.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire))
     }
 
-    /// Ends a submission of `len` bytes that was taken. [`Ring::wake_if_due`] has to follow.
-    pub fn complete(&self, len: u64, completion: &Completion) {
-        {
+    /// Ends a submission of `len` bytes that was taken, and says whether nothing else is under way. [`Ring::wake_if_due`] has to follow.
+    pub fn complete(&self, len: u64, completion: &Completion) -> bool {
+        let before = {
             let mut tail = self.tail.lock();
             self.memory.put_completion(*tail, completion);
             *tail = tail.wrapping_add(1);
             self.memory.store(Word::CompletionTail, *tail);
             self.bytes.fetch_sub(len, Ordering::AcqRel);
-            self.in_flight.fetch_sub(1, Ordering::AcqRel);
-        }
+            self.in_flight.fetch_sub(1, Ordering::AcqRel)
+        };
         self.due.store(true, Ordering::Release);
+        before == 1
     }
 
     /// Says whether the service sleeps, with a full barrier.

@@ -1,31 +1,23 @@
-//! The daemon's end of all rings of a mount: one thread that takes submissions, begins them, and ends them when the device is done, on a queue of
-//! its own. It never waits for a single transfer: what has to wait for something else than the device goes on elsewhere, and is completed from there.
+//! A thread that serves rings: it takes submissions, begins them, and ends them when the device is done, on a queue of its own. It never waits for a single
+//! transfer: what has to wait for something else than the device goes on elsewhere, and is completed from there.
 //!
-//! It guards fairness. Rings take turns, a few submissions each; and while several are busy, none may have more than its share under way, because what the device
-//! has been given it serves in the order in which it came. As long as there is work the thread looks at the rings themselves; when there is none it
-//! soon sleeps until the device answers, and says so in each ring, so that the next submission wakes it: a second thread hears the applications' signals,
-//! and of their end.
+//! It guards fairness. Rings take turns, a few submissions each; and while several are busy, whoever serves them, none may have more than its share under way,
+//! because what the device has been given it serves in the order in which it came. As long as there is work the thread looks at the rings themselves; when
+//! there is none it soon sleeps until the device answers, and says so in each ring, so that the next submission wakes it.
 
-use super::memory::RingMemory;
 use super::queue_pair::{Broken, Ring};
-use super::signal::Signal;
-use crate::abi::ring::{self, Attach, Completion, Detach, ring_bytes};
+use super::watch::Watch;
+use crate::abi::ring::Completion;
 use crate::abi::{Command, Reason, TransferRequest};
-use crate::foreign;
-use crate::process::Process;
 use crate::registry::Buffer;
-use crate::server::{Answer, Reply, Server};
-use gpunvme_blockdev::{Io, OwnQueue, Wait, Waker};
+use crate::server::{Answer, Server};
+use gpunvme_blockdev::{OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, epoll};
 use rustix::io::Errno;
 use std::cell::Cell;
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::os::fd::{AsFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
-use std::sync::{Arc, OnceLock, mpsc};
-use std::thread::JoinHandle;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// Submissions that a ring may have taken in one turn.
@@ -35,19 +27,15 @@ const SHARED_TRANSFERS: u32 = 1024;
 const SHARED_BYTES: u64 = 64 << 20;
 /// How long the thread looks at rings in which nothing happens before it sleeps. Less than what being woken costs an application.
 const LINGER: Duration = Duration::from_micros(50);
+/// The same while something is under way, which will end soon: about what a device takes for one transfer of 1 MiB. To be woken from sleep when it ends would
+/// add up to a quarter of that.
+const LINGER_UNDER_WAY: Duration = Duration::from_micros(250);
 /// How often the thread looks, at the end, whether the last transfers are over.
 const DRAIN: Duration = Duration::from_millis(1);
-/// Rings of one process, and of all.
-const RINGS_PER_PROCESS: usize = 64;
-const RINGS: usize = 1024;
-/// The end of the thread that listens.
-const END: u64 = u64::MAX;
-/// The event of an application's eventfd. Which one does not matter: all rings are looked at.
-const SUBMITTED: u64 = u64::MAX - 1;
 
 thread_local! {
-    /// Whether this is the thread that serves.
-    static SERVING: Cell<bool> = const { Cell::new(false) };
+    /// Whose thread this is.
+    static SERVING: Cell<*const Service> = const { Cell::new(ptr::null()) };
 }
 
 /// A file that was attached to a ring: what it was opened for goes with it.
@@ -59,7 +47,7 @@ pub trait AttachedFile: Send + Sync {
 
 /// A submission that was taken from a ring, and has to be answered. Dropped without an answer it is answered with `EIO`: its ring's end would wait for it for ever.
 pub struct Taken {
-    shared: Arc<Shared>,
+    service: Arc<Service>,
     ring: Arc<Ring>,
     user_data: u64,
     /// Bytes that it asks for.
@@ -67,178 +55,78 @@ pub struct Taken {
     answered: bool,
 }
 
-/// The rings of a mount.
-pub struct Rings {
-    shared: Arc<Shared>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+/// How many rings of a mount have something under way, by the number of the thread that serves them.
+pub(super) struct Active(Box<[ActiveOf]>);
+
+/// Of one thread's rings. A thread that counts does not take the next one's memory from another processor.
+#[derive(Default)]
+#[repr(align(64))]
+struct ActiveOf(AtomicU32);
+
+impl Active {
+    /// None yet, of so many threads.
+    pub fn new(services: usize) -> Active {
+        Active((0..services).map(|_| ActiveOf::default()).collect())
+    }
+
+    fn of(&self, service: usize) -> &AtomicU32 {
+        &self.0[service].0
+    }
+
+    fn all(&self) -> u32 {
+        self.0.iter().map(|of| of.0.load(Ordering::Relaxed)).sum()
+    }
 }
 
-struct Shared {
+/// A thread that serves rings, and these.
+pub(super) struct Service {
+    number: usize,
     server: Arc<Server>,
-    /// What the applications signal, and their ends.
-    epoll: OwnedFd,
-    end: OwnedFd,
-    /// Wakes the thread that serves.
-    waker: OnceLock<Waker>,
+    watch: Arc<Watch>,
+    active: Arc<Active>,
+    /// Wakes the thread.
+    waker: Waker,
     /// It sleeps, or is about to.
     asleep: AtomicBool,
     ending: AtomicBool,
-    last_id: AtomicU64,
     /// Replaced as a whole when one comes or goes.
     rings: Mutex<Arc<Vec<Arc<Ring>>>>,
 }
 
-impl Rings {
-    /// No rings yet. They will have a queue of `io`'s device to themselves.
-    ///
-    /// # Errors
-    /// When the kernel gives no epoll, eventfd or thread, or the device no queue.
-    pub fn new(server: Arc<Server>, io: Arc<Io>) -> std::io::Result<Rings> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let end = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(&epoll, &end, epoll::EventData::new_u64(END), epoll::EventFlags::IN)?;
-        let shared = Arc::new(Shared {
+impl Service {
+    /// No rings yet. `waker` wakes the thread that will [`Service::serve`].
+    pub fn new(number: usize, server: Arc<Server>, watch: Arc<Watch>, active: Arc<Active>, waker: Waker) -> Service {
+        Service {
+            number,
             server,
-            epoll,
-            end,
-            waker: OnceLock::new(),
+            watch,
+            active,
+            waker,
             asleep: AtomicBool::new(false),
             ending: AtomicBool::new(false),
-            // As with buffers: one mount's name for a ring means nothing to another mount.
-            last_id: AtomicU64::new(RandomState::new().build_hasher().finish() >> 1),
             rings: Mutex::default(),
-        });
-        let rings = Rings { shared: shared.clone(), threads: Mutex::default() };
-        let (sender, began) = mpsc::sync_channel(1);
-        let server = shared.clone();
-        rings.start("rings", move || match io.own_queue() {
-            Ok(queue) => {
-                let _ = server.waker.set(queue.waker()); // nobody else sets it
-                let _ = sender.send(Ok(())); // the receiver waits below
-                server.serve(&queue);
-            }
-            Err(error) => {
-                let _ = sender.send(Err(std::io::Error::other(error)));
-            }
-        })?;
-        began.recv().map_err(std::io::Error::other)??;
-        rings.start("ring-signals", move || shared.listen())?;
-        Ok(rings)
-    }
-
-    fn start(&self, name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
-            // What a thread that panics was doing to the volume is unknown.
-            if catch_unwind(AssertUnwindSafe(run)).is_err() {
-                std::process::abort();
-            }
-        })?;
-        self.threads.lock().push(thread);
-        Ok(())
-    }
-
-    /// `RING`. `thread` is the caller's id in a FUSE request that must not have been answered. It maps memory: not for the thread that everybody waits for.
-    pub fn open(&self, thread: u32, request: &ring::Ring) -> Reply {
-        let opened = self.shared.open(thread, request);
-        self.shared.server.stats.call(Command::Ring, opened.is_err());
-        match opened {
-            Ok(ring) => Reply::new(0, &ring::Ring { ring, ..request.clone() }),
-            Err(errno) => Reply::new(errno.raw_os_error(), request),
         }
     }
 
-    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread` as in [`Rings::open`].
-    pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn AttachedFile>) -> Reply {
-        let ring = self.shared.find(thread, request.ring);
-        let attached = ring.ok_or(Errno::NOENT).and_then(|ring| ring.attach(file()).ok_or(Errno::NOSPC));
-        self.shared.server.stats.call(Command::Attach, attached.is_err());
-        match attached {
-            Ok(file) => Reply::new(0, &Attach { file, ..request.clone() }),
-            Err(errno) => Reply::new(errno.raw_os_error(), request),
-        }
-    }
-
-    /// `DETACH`. `thread` as in [`Rings::open`].
-    pub fn detach(&self, thread: u32, request: &Detach) -> Reply {
-        let detached = self.shared.find(thread, request.ring).ok_or(Errno::NOENT).and_then(|ring| {
-            if request.file == 0 {
-                self.shared.remove(&ring);
-                return Ok(());
-            }
-            ring.detach(request.file).map(drop).ok_or(Errno::NOENT)
-        });
-        self.shared.server.stats.call(Command::Detach, detached.is_err());
-        Reply::new(detached.err().map_or(0, Errno::raw_os_error), request)
-    }
-
-    /// Ends all rings, after the transfers that are under way.
-    pub fn end(&self) {
-        self.shared.ending.store(true, Ordering::SeqCst);
-        self.shared.wake_up();
-        let _ = rustix::io::write(&self.shared.end, &1u64.to_ne_bytes()); // never full: it is written once
-        for thread in self.threads.lock().drain(..) {
-            let _ = thread.join(); // a panic there was reported there
-        }
-        for ring in self.shared.all().iter() {
-            self.shared.remove(ring);
-        }
-    }
-}
-
-impl Drop for Rings {
-    fn drop(&mut self) {
-        self.end();
-    }
-}
-
-impl Shared {
-    fn all(&self) -> Arc<Vec<Arc<Ring>>> {
+    /// Its rings.
+    pub fn rings(&self) -> Arc<Vec<Arc<Ring>>> {
         self.rings.lock().clone()
     }
 
-    /// The ring of this name, if it is that thread's process's.
-    fn find(&self, thread: u32, id: u64) -> Option<Arc<Ring>> {
-        let ring = self.all().iter().find(|ring| ring.id == id).cloned()?;
-        ring.owner.has_thread(thread).then_some(ring)
+    /// Serves a ring from now on.
+    pub fn add(&self, ring: Ring) -> Result<(), Errno> {
+        {
+            let mut rings = self.rings.lock();
+            self.watch.add(&ring, self.number)?;
+            let more = rings.iter().cloned().chain([Arc::new(ring)]).collect();
+            *rings = Arc::new(more);
+        }
+        self.wake();
+        Ok(())
     }
 
-    fn open(&self, thread: u32, request: &ring::Ring) -> Result<u64, Errno> {
-        let owner = Process::of_thread(thread)?;
-        if !foreign::may_accept() {
-            return Err(Errno::NOSPC);
-        }
-        let len = ring_bytes(request.entries) as u64;
-        let memory = foreign::accept(owner.take_fd(request.memory)?, len, || false).map_err(|_| Errno::INVAL)?;
-        if memory.kind != foreign::Kind::Host {
-            // A device's memory may be gone at any time, and touching it then is a SIGBUS.
-            return Err(Errno::INVAL);
-        }
-        let submitted = foreign::accept_eventfd(owner.take_fd(request.submitted)?).ok_or(Errno::INVAL)?;
-        let completed = foreign::accept_eventfd(owner.take_fd(request.completed)?).ok_or(Errno::INVAL)?;
-        let completed = Signal::new(completed).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
-        let mapped = RingMemory::map(memory.fd.as_fd(), request.entries)?;
-        // A hole in it would have this daemon wait for the owner, or get a SIGBUS.
-        foreign::seal_mapped(memory.fd)?;
-        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
-        let ring = Arc::new(Ring::new(id, owner, mapped, submitted, completed));
-        let mut rings = self.rings.lock();
-        let owned = rings.iter().filter(|other| other.owner.id == ring.owner.id && other.owner.is_alive()).count();
-        if owned >= RINGS_PER_PROCESS || rings.len() >= RINGS || self.ending.load(Ordering::Acquire) {
-            return Err(Errno::NOSPC);
-        }
-        // Edges only: nobody reads the counter, and each signal is a new edge.
-        let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, &ring.submitted, epoll::EventData::new_u64(SUBMITTED), edge)?;
-        epoll::add(&self.epoll, &ring.owner, epoll::EventData::new_u64(id), epoll::EventFlags::IN)
-            .inspect_err(|_| forget(&self.epoll, &ring.submitted))?;
-        let more = rings.iter().cloned().chain([ring]).collect();
-        *rings = Arc::new(more);
-        drop(rings);
-        self.wake_up();
-        Ok(id)
-    }
-
-    fn remove(&self, ring: &Arc<Ring>) {
+    /// Ends a ring, if it is still there.
+    pub fn remove(&self, ring: &Arc<Ring>) {
         {
             let mut rings = self.rings.lock();
             if !rings.iter().any(|other| Arc::ptr_eq(other, ring)) {
@@ -246,31 +134,36 @@ impl Shared {
             }
             let rest = rings.iter().filter(|other| !Arc::ptr_eq(other, ring)).cloned().collect();
             *rings = Arc::new(rest);
-            forget(&self.epoll, &ring.submitted);
-            forget(&self.epoll, &ring.owner);
+            self.watch.remove(ring);
         }
         ring.close();
     }
 
-    fn wake_up(&self) {
-        if let Some(waker) = self.waker.get() {
-            waker.wake();
-        }
+    /// Has the thread look at its rings.
+    pub fn wake(&self) {
+        self.waker.wake();
     }
 
-    /// The thread that serves.
-    fn serve(self: &Arc<Self>, queue: &OwnQueue) {
-        SERVING.set(true);
+    /// Ends the thread, after the transfers that are under way.
+    pub fn end(&self) {
+        self.ending.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// What the thread does.
+    pub fn serve(self: &Arc<Self>, queue: &OwnQueue) {
+        SERVING.set(Arc::as_ptr(self));
         let mut first = 0;
         let mut busy = Instant::now();
         while !self.ending.load(Ordering::Acquire) {
-            let rings = self.all();
+            let rings = self.rings();
             first += 1;
             if self.turn(&rings, first, queue, Wait::No) {
                 busy = Instant::now();
                 continue;
             }
-            if busy.elapsed() < LINGER && !rings.is_empty() {
+            let under_way = self.active.of(self.number).load(Ordering::Relaxed) > 0;
+            if busy.elapsed() < if under_way { LINGER_UNDER_WAY } else { LINGER } && !rings.is_empty() {
                 // On a machine with nothing to spare the device, or the application, may need this processor.
                 std::thread::yield_now();
                 continue;
@@ -280,7 +173,7 @@ impl Shared {
             // Whoever submitted before seeing that word did not signal, and whoever completed did not either: looks once more, then sleeps.
             fence(Ordering::SeqCst);
             // A wake for a new ring, or for the end, may have been taken by the turn before.
-            if !self.ending.load(Ordering::SeqCst) && Arc::ptr_eq(&self.all(), &rings) {
+            if !self.ending.load(Ordering::SeqCst) && Arc::ptr_eq(&self.rings(), &rings) {
                 self.turn(&rings, first, queue, Wait::Forever);
             }
             self.asleep.store(false, Ordering::SeqCst);
@@ -288,39 +181,8 @@ impl Shared {
             busy = Instant::now();
         }
         // Once a ring says that it is closed its application may use the memory again. Transfers that went on elsewhere wake nobody here.
-        while self.all().iter().any(|ring| ring.load().0 > 0) {
+        while self.rings().iter().any(|ring| ring.load().0 > 0) {
             queue.run(Wait::Timeout(DRAIN));
-        }
-    }
-
-    /// The thread that listens.
-    fn listen(&self) {
-        let mut events = Vec::with_capacity(64);
-        while !self.ending.load(Ordering::Acquire) {
-            events.clear();
-            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), None) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(errno) => {
-                    tracing::error!(%errno, "rings are not heard any more until the next mount");
-                    return;
-                }
-            }
-            let mut submitted = false;
-            for event in &events {
-                match event.data.u64() {
-                    END => return,
-                    SUBMITTED => submitted = true,
-                    id => {
-                        if let Some(ring) = self.all().iter().find(|ring| ring.id == id) {
-                            tracing::debug!(process = ring.owner.id, "a process ended; its ring is gone");
-                            self.remove(ring);
-                        }
-                    }
-                }
-            }
-            if submitted {
-                self.wake_up();
-            }
         }
     }
 
@@ -336,22 +198,26 @@ impl Shared {
     /// Takes from each ring what may be taken now. Returns whether anything was.
     fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> bool {
         let mut ready = Vec::new();
-        let mut active = 0;
+        let mut starting = 0;
         for at in 0..rings.len() {
             let ring = &rings[(first + at) % rings.len()];
             if ring.is_closed() {
                 continue;
             }
             match ring.pending() {
+                Ok(0) => {}
                 Ok(pending) => {
-                    active += u32::from(pending > 0 || ring.load().0 > 0);
-                    if pending > 0 {
-                        ready.push((ring, pending));
-                    }
+                    starting += u32::from(ring.load().0 == 0);
+                    ready.push((ring, pending));
                 }
                 Err(broken) => self.give_up(ring, &broken),
             }
         }
+        if ready.is_empty() {
+            return false;
+        }
+        // At least one. Those that are just ending may make it one too many.
+        let active = (self.active.all() + starting).max(1);
         let mut any = false;
         for (ring, pending) in ready {
             match ring.room() {
@@ -379,9 +245,12 @@ impl Shared {
 
     /// Takes one submission and begins it.
     fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
-        let submission = ring.take();
+        let (submission, is_first) = ring.take();
+        if is_first {
+            self.active.of(self.number).fetch_add(1, Ordering::Relaxed);
+        }
         let taken = Taken {
-            shared: self.clone(),
+            service: self.clone(),
             ring: ring.clone(),
             user_data: submission.user_data,
             len: submission.len,
@@ -419,17 +288,21 @@ impl Taken {
 
     fn complete(&mut self, completion: Completion) {
         self.answered = true;
-        let Taken { shared, ring, len, .. } = self;
-        ring.complete(*len, &completion);
-        if SERVING.get() {
+        let Taken { service, ring, len, .. } = self;
+        let is_last = ring.complete(*len, &completion);
+        if is_last {
+            service.active.of(service.number).fetch_sub(1, Ordering::Relaxed);
+        }
+        if SERVING.get() == Arc::as_ptr(service) {
             // The application is woken once for all that ends in this turn.
             return;
         }
+        // Another thread may end it, one that serves other rings too: what this transfer waited for may have ended there.
         ring.wake_if_due();
-        // The thread may have left submissions lying because too much was under way.
+        // The ring's thread may have left submissions lying because too much was under way.
         fence(Ordering::SeqCst);
-        if shared.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
-            shared.wake_up();
+        if service.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
+            service.wake();
         }
     }
 }
@@ -439,12 +312,5 @@ impl Drop for Taken {
         if !self.answered {
             self.complete(Completion { user_data: self.user_data, status: libc::EIO, ..Completion::default() });
         }
-    }
-}
-
-/// No longer watches a descriptor.
-fn forget(epoll: &OwnedFd, what: impl AsFd) {
-    if let Err(errno) = epoll::delete(epoll, what) {
-        tracing::warn!(%errno, "cannot end the watch over a ring");
     }
 }

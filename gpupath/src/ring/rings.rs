@@ -1,0 +1,252 @@
+//! All rings of a mount, and the threads that serve them: a few at the most, each begun when there is a ring for it. A ring keeps to one of them.
+//!
+//! It guards that a busy ring finds a thread with time for it, while rings that may be idle do not each have one. How much a ring will be used nobody knows
+//! when it is made, but not for more than it has entries at a time.
+
+use super::memory::RingMemory;
+use super::queue_pair::Ring;
+use super::service::{Active, AttachedFile, Service};
+use super::signal::Signal;
+use super::watch::{Heard, Watch};
+use crate::abi::Command;
+use crate::abi::ring::{self, Attach, Detach, ring_bytes};
+use crate::foreign;
+use crate::process::Process;
+use crate::server::{Reply, Server};
+use gpunvme_blockdev::Io;
+use parking_lot::Mutex;
+use rustix::io::Errno;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io;
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::thread::JoinHandle;
+
+/// Rings of one process, and of all.
+const RINGS_PER_PROCESS: usize = 64;
+const RINGS: usize = 1024;
+/// About so many small transfers in flight keep a serving thread busy: 100 us each, 3 us of the thread. What a ring can have in flight beyond them makes no difference.
+const BUSY: u32 = 32;
+
+/// The rings of a mount.
+pub struct Rings {
+    server: Arc<Server>,
+    io: Arc<Io>,
+    watch: Arc<Watch>,
+    active: Arc<Active>,
+    /// Filled from the front.
+    services: Arc<[OnceLock<Arc<Service>>]>,
+    opening: Mutex<Opening>,
+}
+
+/// What making a ring changes. It is locked before a service's rings are.
+struct Opening {
+    last_id: u64,
+    /// The most services that there may be: fewer than there is room for where the device has no further queue, none after the end.
+    services: usize,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Rings {
+    /// No rings yet. Up to `services` threads, at least one, will serve them, each with a queue of `io`'s device to itself. Where the device has fewer,
+    /// those that there are serve.
+    ///
+    /// # Errors
+    /// When the kernel gives no epoll, eventfd or thread, or the device no queue.
+    pub fn new(server: Arc<Server>, io: Arc<Io>, services: usize) -> io::Result<Rings> {
+        let services = services.max(1);
+        let rings = Rings {
+            server,
+            io,
+            watch: Arc::new(Watch::new()?),
+            active: Arc::new(Active::new(services)),
+            services: (0..services).map(|_| OnceLock::new()).collect(),
+            opening: Mutex::new(Opening {
+                // As with buffers: one mount's name for a ring means nothing to another mount.
+                last_id: RandomState::new().build_hasher().finish() >> 2,
+                services,
+                threads: Vec::new(),
+            }),
+        };
+        {
+            let mut opening = rings.opening.lock();
+            rings.begin(&mut opening)?;
+            let (watch, services) = (rings.watch.clone(), rings.services.clone());
+            opening.threads.push(spawn("ring-signals".into(), move || watch.listen(|heard| hear(&services, heard)))?);
+        }
+        Ok(rings)
+    }
+
+    /// `RING`. `thread` is the caller's id in a FUSE request that must not have been answered. It maps memory, and waits for the device where that has to give a
+    /// queue: not for the thread that everybody waits for.
+    pub fn open(&self, thread: u32, request: &ring::Ring) -> Reply {
+        let opened = self.make(thread, request);
+        self.server.stats.call(Command::Ring, opened.is_err());
+        match opened {
+            Ok(ring) => Reply::new(0, &ring::Ring { ring, ..request.clone() }),
+            Err(errno) => Reply::new(errno.raw_os_error(), request),
+        }
+    }
+
+    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread` as in [`Rings::open`].
+    pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn AttachedFile>) -> Reply {
+        let found = self.find(thread, request.ring);
+        let attached = found.ok_or(Errno::NOENT).and_then(|(_, ring)| ring.attach(file()).ok_or(Errno::NOSPC));
+        self.server.stats.call(Command::Attach, attached.is_err());
+        match attached {
+            Ok(file) => Reply::new(0, &Attach { file, ..request.clone() }),
+            Err(errno) => Reply::new(errno.raw_os_error(), request),
+        }
+    }
+
+    /// `DETACH`. `thread` as in [`Rings::open`].
+    pub fn detach(&self, thread: u32, request: &Detach) -> Reply {
+        let detached = self.find(thread, request.ring).ok_or(Errno::NOENT).and_then(|(service, ring)| {
+            if request.file == 0 {
+                service.remove(&ring);
+                return Ok(());
+            }
+            ring.detach(request.file).map(drop).ok_or(Errno::NOENT)
+        });
+        self.server.stats.call(Command::Detach, detached.is_err());
+        Reply::new(detached.err().map_or(0, Errno::raw_os_error), request)
+    }
+
+    /// Ends all rings, after the transfers that are under way.
+    pub fn end(&self) {
+        let threads = {
+            let mut opening = self.opening.lock();
+            opening.services = 0;
+            std::mem::take(&mut opening.threads)
+        };
+        begun(&self.services).for_each(|service| service.end());
+        self.watch.end();
+        for thread in threads {
+            let _ = thread.join(); // a panic there was reported there
+        }
+        for service in begun(&self.services) {
+            service.rings().iter().for_each(|ring| service.remove(ring));
+        }
+    }
+
+    /// The ring of this name, if it is that thread's process's, and the service that it has.
+    fn find(&self, thread: u32, id: u64) -> Option<(&Arc<Service>, Arc<Ring>)> {
+        let (service, ring) = find(&self.services, id)?;
+        ring.owner.has_thread(thread).then_some((service, ring))
+    }
+
+    fn make(&self, thread: u32, request: &ring::Ring) -> Result<u64, Errno> {
+        let owner = Process::of_thread(thread)?;
+        if !foreign::may_accept() {
+            return Err(Errno::NOSPC);
+        }
+        let len = ring_bytes(request.entries) as u64;
+        let memory = foreign::accept(owner.take_fd(request.memory)?, len, || false).map_err(|_| Errno::INVAL)?;
+        if memory.kind != foreign::Kind::Host {
+            // A device's memory may be gone at any time, and touching it then is a SIGBUS.
+            return Err(Errno::INVAL);
+        }
+        let submitted = foreign::accept_eventfd(owner.take_fd(request.submitted)?).ok_or(Errno::INVAL)?;
+        let completed = foreign::accept_eventfd(owner.take_fd(request.completed)?).ok_or(Errno::INVAL)?;
+        let completed = Signal::new(completed).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        let mapped = RingMemory::map(memory.fd.as_fd(), request.entries)?;
+        // A hole in it would have this daemon wait for the owner, or get a SIGBUS.
+        foreign::seal_mapped(memory.fd)?;
+        let mut opening = self.opening.lock();
+        let all: Vec<_> = begun(&self.services).flat_map(|service| service.rings().to_vec()).collect();
+        let owned = all.iter().filter(|other| other.owner.id == owner.id && other.owner.is_alive()).count();
+        if owned >= RINGS_PER_PROCESS || all.len() >= RINGS || opening.services == 0 {
+            return Err(Errno::NOSPC);
+        }
+        opening.last_id += 1;
+        let id = opening.last_id;
+        let ring = Ring::new(id, owner, mapped, submitted, completed);
+        self.service_for(&mut opening, weight(&ring)).add(ring)?;
+        Ok(id)
+    }
+
+    /// Who is to serve a further ring: whoever has the least to serve, or a new one where this ring would be too much for all that there are.
+    fn service_for(&self, opening: &mut Opening, weight_of_it: u32) -> Arc<Service> {
+        let load = |service: &Service| service.rings().iter().map(|ring| weight(ring)).sum::<u32>();
+        let (load, least) = begun(&self.services)
+            .map(|service| (load(service), service))
+            .min_by_key(|(load, _)| *load)
+            .expect("one is always there");
+        if load + weight_of_it > BUSY && begun(&self.services).count() < opening.services {
+            match self.begin(opening) {
+                Ok(service) => return service,
+                Err(error) => {
+                    opening.services = begun(&self.services).count();
+                    tracing::info!(threads = opening.services, "no further thread serves rings: {error}");
+                }
+            }
+        }
+        least.clone()
+    }
+
+    /// Begins the next service.
+    fn begin(&self, opening: &mut Opening) -> io::Result<Arc<Service>> {
+        let number = begun(&self.services).count();
+        let (io, server, watch, active) = (self.io.clone(), self.server.clone(), self.watch.clone(), self.active.clone());
+        let (sender, receiver) = mpsc::sync_channel(1);
+        // The queue belongs to its thread.
+        let thread = spawn(format!("rings-{number}"), move || {
+            let queue = match io.own_queue() {
+                Ok(queue) => queue,
+                Err(error) => return drop(sender.send(Err(io::Error::other(error)))), // the receiver waits below
+            };
+            let service = Arc::new(Service::new(number, server, watch, active, queue.waker()));
+            let _ = sender.send(Ok(service.clone())); // as above
+            service.serve(&queue);
+        })?;
+        opening.threads.push(thread);
+        let service = receiver.recv().map_err(io::Error::other)??;
+        Ok(self.services[number].get_or_init(|| service).clone())
+    }
+}
+
+impl Drop for Rings {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// The services that were begun.
+fn begun(services: &[OnceLock<Arc<Service>>]) -> impl Iterator<Item = &Arc<Service>> {
+    services.iter().map_while(OnceLock::get)
+}
+
+/// How much a ring can give its service to do.
+fn weight(ring: &Ring) -> u32 {
+    ring.entries().min(BUSY)
+}
+
+fn find(services: &[OnceLock<Arc<Service>>], id: u64) -> Option<(&Arc<Service>, Arc<Ring>)> {
+    begun(services).find_map(|service| {
+        let ring = service.rings().iter().find(|ring| ring.id == id).cloned()?;
+        Some((service, ring))
+    })
+}
+
+/// On the thread that listens.
+fn hear(services: &[OnceLock<Arc<Service>>], heard: Heard) {
+    match heard {
+        Heard::Submitted(number) => services[number].get().expect("it has the ring that was signalled").wake(),
+        Heard::Ended(id) => {
+            if let Some((service, ring)) = find(services, id) {
+                tracing::debug!(process = ring.owner.id, "a process ended; its ring is gone");
+                service.remove(&ring);
+            }
+        }
+    }
+}
+
+fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name).spawn(move || {
+        // What a thread that panics was doing to the volume is unknown.
+        if catch_unwind(AssertUnwindSafe(run)).is_err() {
+            std::process::abort();
+        }
+    })
+}

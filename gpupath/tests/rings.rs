@@ -1,0 +1,203 @@
+//! The threads that serve rings, with files that end their transfers when and where a test wants it. Both ends are this process.
+
+use gpunvme_blockdev::sim::SimController;
+use gpunvme_blockdev::{Io, OpenMode};
+use gpunvme_gpupath::abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Submission, Word, ring_bytes};
+use gpunvme_gpupath::abi::{Command, Register, Transfer, TransferRequest};
+use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
+use gpunvme_gpupath::ring::{AttachedFile, RingMemory, Rings, Taken};
+use gpunvme_gpupath::server::{Answer, Reply, Server};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::fs::{MemfdFlags, SealFlags};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use zerocopy::{FromBytes, FromZeros};
+
+const LEN: u64 = 64 << 10;
+
+/// Rings on a controller that has so many queues, one of which is for all that is not in rings.
+fn rings(queues: u32, services: usize) -> (Arc<Server>, Rings) {
+    let controller = SimController::new("sim:,memory=16M", OpenMode::ReadWrite).unwrap();
+    let device = controller.attach(&format!("queues={queues}")).unwrap();
+    assert_eq!(device.geometry().max_queues, queues);
+    let server = Arc::new(Server::new(Registry::new(device.clone(), Limits::default()).unwrap()));
+    let rings = Rings::new(server.clone(), Io::threaded(device, 1).unwrap(), services).unwrap();
+    (server, rings)
+}
+
+fn thread() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get() as u32
+}
+
+fn memfd(len: u64) -> OwnedFd {
+    let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+    // All of it: our own driver takes no memory that is not there.
+    rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, len).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+    fd
+}
+
+fn answer<T: FromBytes>(reply: &Reply) -> T {
+    assert_eq!(reply.result, 0);
+    T::read_from_bytes(&reply.data).unwrap()
+}
+
+/// Waits for something that has to happen.
+fn until(what: &str, happened: impl Fn() -> bool) {
+    let late = Instant::now() + Duration::from_secs(20);
+    while !happened() {
+        assert!(Instant::now() < late, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The application's end of a ring.
+struct Application {
+    id: u64,
+    memory: RingMemory,
+    submitted: OwnedFd,
+    completed: OwnedFd,
+}
+
+impl Application {
+    fn new(rings: &Rings, entries: u32) -> Application {
+        let fd = memfd(ring_bytes(entries) as u64);
+        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let (submitted, completed) = (event(), event());
+        let memory = RingMemory::map(fd.as_fd(), entries).unwrap();
+        let request = abi::Ring {
+            memory: fd.as_raw_fd(),
+            submitted: submitted.as_raw_fd(),
+            completed: completed.as_raw_fd(),
+            entries,
+            ..abi::Ring::default()
+        };
+        let id = answer::<abi::Ring>(&rings.open(thread(), &request)).ring;
+        Application { id, memory, submitted, completed }
+    }
+
+    /// Submits a read of a file that is attached for it.
+    fn submit(&self, rings: &Rings, buffer: u64, file: Arc<dyn AttachedFile>) {
+        let attach = Attach { ring: self.id, ..Attach::default() };
+        let file = answer::<Attach>(&rings.attach(thread(), &attach, || file)).file;
+        let submission = Submission { command: Command::Read as u32, file, buffer, len: 4096, ..Submission::new_zeroed() };
+        let tail = self.memory.load(Word::SubmissionTail);
+        self.memory.put_submission(tail, &submission);
+        self.memory.swap(Word::SubmissionTail, tail + 1);
+        rustix::io::write(&self.submitted, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    fn completed(&self) -> u32 {
+        self.memory.load(Word::CompletionTail)
+    }
+
+    fn taken(&self) -> u32 {
+        self.memory.load(Word::SubmissionHead)
+    }
+
+    fn daemon_is_asleep(&self) -> bool {
+        self.memory.load(Word::Daemon) == ASLEEP
+    }
+
+    fn is_signalled(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut [PollFd::new(&self.completed, PollFlags::IN)], Some(&now)).unwrap() == 1
+    }
+}
+
+/// Holds its transfers until they are ended, or the test is over.
+struct Held(Mutex<Option<VecDeque<Taken>>>);
+
+impl Held {
+    fn end_one(&self) {
+        let taken = self.0.lock().unwrap().as_mut().and_then(VecDeque::pop_front).expect("a transfer is held");
+        taken.answer(Answer { errno: 0, transfer: Transfer::default() });
+    }
+}
+
+impl AttachedFile for Held {
+    fn transfer(&self, _: Command, _: TransferRequest, _: Arc<Buffer>, taken: Taken) {
+        if let Some(held) = &mut *self.0.lock().unwrap() {
+            held.push_back(taken);
+        }
+    }
+}
+
+/// The end of a test, which the end of the rings waits for.
+struct Holding(Arc<Held>);
+
+impl Holding {
+    fn new() -> Holding {
+        Holding(Arc::new(Held(Mutex::new(Some(VecDeque::new())))))
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        *self.0.0.lock().unwrap() = None;
+    }
+}
+
+/// Its transfers end those that another file holds, on the thread that serves them.
+struct Ending(Arc<Held>);
+
+impl AttachedFile for Ending {
+    fn transfer(&self, _: Command, _: TransferRequest, _: Arc<Buffer>, taken: Taken) {
+        self.0.end_one();
+        taken.answer(Answer { errno: 0, transfer: Transfer::default() });
+    }
+}
+
+fn register(server: &Server) -> u64 {
+    let memory = memfd(LEN);
+    answer::<Register>(&server.register(thread(), &Register { fd: memory.as_raw_fd(), len: LEN, ..Register::default() })).buffer
+}
+
+/// As a write of one ring for which a read of another had to wait.
+#[test]
+fn what_ends_on_the_thread_of_another_ring_wakes_its_own() {
+    let (server, rings) = rings(3, 2);
+    let buffer = register(&server);
+    // So large that each has a thread for itself.
+    let (waiting, other) = (Application::new(&rings, 32), Application::new(&rings, 32));
+    let holding = Holding::new();
+    let held = &holding.0;
+    for _ in 0..32 {
+        waiting.submit(&rings, buffer, held.clone());
+    }
+    until("not all were taken", || waiting.taken() == 32);
+    // There is no place for its completion yet.
+    waiting.submit(&rings, buffer, held.clone());
+    until("it does not sleep", || waiting.daemon_is_asleep());
+    waiting.memory.swap(Word::Application, ASLEEP);
+
+    other.submit(&rings, buffer, Arc::new(Ending(held.clone())));
+    until("the application was not woken", || waiting.is_signalled());
+    assert_eq!((waiting.completed(), waiting.taken()), (1, 32));
+    assert_eq!(waiting.memory.load(Word::Application), AWAKE);
+    waiting.memory.store(Word::CompletionHead, 1);
+    until("it does not sleep", || waiting.daemon_is_asleep());
+
+    other.submit(&rings, buffer, Arc::new(Ending(held.clone())));
+    until("the submission that was left lying was forgotten", || waiting.taken() == 33);
+}
+
+#[test]
+fn fewer_threads_serve_where_the_device_has_fewer_queues() {
+    let (server, rings) = rings(3, 4);
+    let buffer = register(&server);
+    let holding = Holding::new();
+    let held = &holding.0;
+    let applications: Vec<_> = (0..6).map(|_| Application::new(&rings, 64)).collect();
+    for application in &applications {
+        application.submit(&rings, buffer, held.clone());
+    }
+    for (taken, application) in applications.iter().enumerate() {
+        until("a ring is not served", || application.taken() == 1);
+        held.end_one();
+        let completed: u32 = applications.iter().map(Application::completed).sum();
+        assert_eq!(completed as usize, taken + 1);
+    }
+}
