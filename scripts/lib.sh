@@ -9,7 +9,7 @@ die() { printf '%s\n' "${0##*/}: $*" >&2; exit 1; }
 # What makes a command run as root, for what needs it: mounting, loop devices, packages. Empty for root, who may have no sudo.
 sudo=()
 if [ "$(id -u)" != 0 ]; then
-    sudo=(sudo "--preserve-env=GPUNVME_BIN,TMPDIR,CARGO_TARGET_DIR,CARGO_HOME,RUSTUP_HOME" env "PATH=$PATH")
+    sudo=(sudo "--preserve-env=GPUNVME_BIN,TMPDIR,CARGO_TARGET_DIR,CARGO_INCREMENTAL,CARGO_HOME,RUSTUP_HOME" env "PATH=$PATH")
 fi
 as_root() { "${sudo[@]}" "$@"; }
 
