@@ -119,9 +119,9 @@ struct gpunvme_gpu_segment {
 };
 
 /*
- * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why. `staging` is how many bytes of pinned host memory it may use for each GPU,
- * `registered` how many of each GPU's memory may be registered with the mount at once; 0 for the usual. One serves a whole application. A process that forks must not use it in
- * the child.
+ * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why. `staging` is how many bytes of pinned host memory it may use for each GPU, beside
+ * 2 MiB for each thread that waits for requests of at most 1 MiB, as many as there are processors and at most 16; `registered` is how many of each GPU's memory may be
+ * registered with the mount at once; 0 for the usual. One serves a whole application. A process that forks must not use it in the child.
  */
 int gpunvme_transfers_open(const gpunvme_mount *mount, size_t staging, uint64_t registered, gpunvme_transfers **transfers);
 /* Waits for all requests; in a callback (gpunvme_done) it does not, and all ends when they are done. Queues keep it alive. NULL is fine. */

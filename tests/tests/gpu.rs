@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use gpunvme::gpu::{Segment, Transfers};
-use gpunvme::{Error, File, Mount, Wait};
+use gpunvme::{Error, File, Mount, Ring, Wait};
 use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
 use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Mounted, text};
@@ -55,6 +55,28 @@ fn what_holds_on_a_gpu_holds_on_the_software_driver() {
 fn requests_are_answered_whose_streams_a_kernel_that_crashes_ended() {
     needs_mount!();
     with_software_cuda("", || CRASH_CHECK.1(&Site::new(gpu())));
+}
+
+/// Rings and pools of callers are for speed alone.
+#[test]
+fn callers_who_get_no_ring_are_served_all_the_same() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 1);
+        let mount = Mount::open(volume.root()).unwrap();
+        let transfers = Transfers::new(&mount).unwrap();
+        let mut rings: Vec<Ring> = std::iter::from_fn(|| Ring::new(&mount, 8).ok()).take(1000).collect();
+        assert!(rings.len() < 1000, "a process may have so many rings only");
+        for _ in 0..2 {
+            let other = vec![0xee; memory.len()];
+            Pinned::new(gpu(), memory.len()).put(&gpu().stream().unwrap(), memory.address(), &other);
+            // SAFETY: the memory is this test's.
+            assert_eq!(unsafe { transfers.read(&file, &whole(&memory)) }.unwrap().bytes(), MIB);
+            assert!(look(&memory) == bytes);
+            rings.clear();
+        }
+    });
 }
 
 /// The sixth copy is one of those that empty the pool.

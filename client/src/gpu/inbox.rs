@@ -58,8 +58,9 @@ impl<M: Default> Inbox<M> {
         !self.watched.mail.load(Ordering::SeqCst)
     }
 
-    /// Says that it need not be woken.
+    /// Says that it need not be woken, and takes the signal, if any.
     pub fn wake_up(&self) {
+        let _ = rustix::io::read(&self.event, &mut [0u8; 8]); // nonblocking
         self.watched.asleep.store(false, Ordering::SeqCst);
     }
 }

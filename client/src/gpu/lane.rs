@@ -1,4 +1,4 @@
-//! What the worker has for one GPU: a staging pool, and a stream that copies between it and the application's memory.
+//! What an engine has for one GPU: a staging pool, and a stream that copies between it and the application's memory.
 //!
 //! It guards the application's context. What waits to be copied is copied together: neighbours as one, and many small pieces by one kernel. A kernel that meets an
 //! address which is no longer mapped would end everything that the application does on this GPU, so each allocation is looked at once more just before. While a few batches are
@@ -6,7 +6,6 @@
 
 use super::request::Allocation;
 use super::staging::Staging;
-use super::transfers::Settings;
 use crate::buffer::Shared;
 use crate::error::{Error, Result};
 use crate::mount::Mount;
@@ -92,7 +91,7 @@ pub(super) struct Lane {
     cuda: &'static Cuda,
     gpu: Gpu,
     stream: Stream,
-    /// Shared with requests in streams.
+    /// Shared with the GPU's other lanes, and with requests in streams.
     pub scatter: Arc<Scatter>,
     /// To ask whether the stream still works.
     probe: Event,
@@ -113,12 +112,21 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    pub fn new(cuda: &'static Cuda, gpu: Gpu, mount: &Mount, settings: &Settings, alignment: usize) -> Result<Lane> {
+    /// With a pool of so many bytes, and the GPU's kernel if there is one already.
+    pub fn new(
+        cuda: &'static Cuda,
+        gpu: Gpu,
+        mount: &Mount,
+        pool: usize,
+        alignment: usize,
+        kernel: Option<Arc<Scatter>>,
+    ) -> Result<Lane> {
         let path = &mount.connection().path;
         let failed = |error| Error::on_gpu(path, "prepare", &gpu, error);
-        let chunks = settings.staging.div_ceil(CHUNK).max(1);
+        let chunks = pool.div_ceil(CHUNK).max(1);
         let staging = Staging::new(path, &gpu, chunks * CHUNK, BATCHES * TABLE + WORD)?;
-        let (stream, scatter) = (gpu.stream().map_err(failed)?, gpu.scatter().map_err(failed)?);
+        let stream = gpu.stream().map_err(failed)?;
+        let scatter = kernel.map_or_else(|| gpu.scatter().map(Arc::new), Ok).map_err(failed)?;
         // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very lane.
         // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
         unsafe { stream.scatter(&scatter, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
@@ -127,7 +135,7 @@ impl Lane {
         Ok(Lane {
             cuda,
             stream,
-            scatter: Arc::new(scatter),
+            scatter,
             probe: gpu.event().map_err(failed)?,
             staging,
             slots: Slots::new(chunks, alignment),

@@ -19,10 +19,12 @@
 //! Calls may come from any number of threads. [`Transfers::read`] waits; [`Transfers::read_then`] calls back; a [`Queue`] collects what is done, for one thread that keeps many
 //! requests in flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
-//! Inside, a thread of the library's owns everything (`worker`): it cuts requests into pieces, keeps them in flight between the mount's ring and the pool, and copies between
-//! the pool and each GPU (`lane`). Requests in the order of a stream have a thread of their own (`ordered`), which makes no call of CUDA and copies pinned host memory itself:
+//! Inside, an `engine` cuts requests into pieces, keeps them in flight between a ring of the mount and a pool, and copies between the pool and each GPU (`lane`). Short requests that are
+//! waited for are done by the thread that waits (`desks`), all others by a thread of the library's (`worker`). Requests in the order of a stream have a thread of their own (`ordered`), which makes no call of CUDA and copies pinned host memory itself:
 //! all that the GPU has to do for them is in the stream when the call returns (`plan`, `window`).
 
+mod desks;
+mod engine;
 mod health;
 mod inbox;
 #[allow(unsafe_code)]

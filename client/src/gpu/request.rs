@@ -132,6 +132,11 @@ impl Answer {
         self.there.store(true, Ordering::Release);
         self.changed.notify_one();
     }
+
+    /// The result, if it is there and was not taken.
+    pub fn take(&self) -> Option<Result<Transfer>> {
+        self.result.lock().take()
+    }
 }
 
 /// A request that was begun. Dropping it neither ends the request nor waits for it: the memory is still in use.

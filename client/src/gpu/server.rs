@@ -3,13 +3,13 @@
 //! It guards that it never waits for CUDA: it makes no call of it until it ends, and takes no lock under which somebody else makes one. It only looks at words that streams write,
 //! writes words that streams wait for, and uses a ring of its own. A step that failed gives its room back like any other: a stream must not wait for what will never come.
 
+use super::engine::STALLED;
 use super::inbox::Inbox;
 use super::ordered::Job;
 use super::outcome::{Outcome, action, at_place, of_the_application};
 use super::plan::DEPTH;
 use super::request::{Answer, operation};
 use super::window::Windows;
-use super::worker::STALLED;
 use crate::error::Error;
 use crate::file::Transfer;
 use crate::linger::Linger;
@@ -322,7 +322,6 @@ impl Server {
             let watched = if in_ring { &mut events[..] } else { &mut events[..1] };
             // Whatever it says, everything is looked at next.
             let _ = rustix::event::poll(watched, timeout.as_ref());
-            let _ = rustix::io::read(&self.inbox.event, &mut [0u8; 8]); // nonblocking: a signal, if any
         }
         self.inbox.wake_up();
     }

@@ -1,6 +1,8 @@
 //! Where applications come in: it looks up what lies at their addresses, and hands the worker requests that can be done.
 
 use super::Queue;
+use super::desks::{self, Desks};
+use super::engine::Engine;
 use super::inbox::Inbox;
 use super::lane::Lane;
 use super::ordered::{Ask, Ordered};
@@ -11,14 +13,15 @@ use super::worker::{Mail, PIECES, Worker};
 use crate::error::{Error, Result};
 use crate::file::{File, Require, Transfer};
 use crate::mount::Mount;
-use crate::ring::{Ring, RingName};
+use crate::ring::{Attached, Ring, RingName};
 use crate::{Reason, Route};
 use gpunvme_gpupath::abi::MAX_OFFSET;
 use gpunvme_gpupath::cuda::{self, Cuda, Gpu, Place, Scatter};
 use gpunvme_gpupath::pieces::{Blocks, Direction, piece_len};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use std::fmt;
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -26,12 +29,19 @@ use std::thread::JoinHandle;
 /// Bytes of a staging pool beyond which no machine has the memory.
 const LONGEST_POOL: usize = 1 << 40;
 
+/// More threads than this have no more use of a device that is shared by all.
+const CALLERS: usize = 16;
+
 /// How much of the machine [`Transfers`] may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Settings {
     /// Bytes of the staging pool of each GPU that is used: whole MiB, at least one. It is host memory, pinned, on the GPU's NUMA node.
     pub staging: usize,
+    /// Threads that may at once do their own requests, by calls that wait ([`Transfers::read`], [`Transfers::write`]) for at most 1 MiB: by default as many as the machine has
+    /// processors, and at most 16; never more than 64. A thread of the library does what others ask for, and what the mount or a GPU has no room for. Each has a ring, and for each
+    /// GPU that it uses a staging pool of 2 MiB, beside the other one.
+    pub callers: usize,
     /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD reaches them: by default as much as the GPU's BAR shows.
     pub registered: Option<u64>,
 }
@@ -40,7 +50,8 @@ impl Default for Settings {
     /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's cache between the device and the copy engine. Beside an H200 reads of 16 MiB
     /// went at 7.2 GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64.
     fn default() -> Settings {
-        Settings { staging: 8 << 20, registered: None }
+        let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+        Settings { staging: 8 << 20, callers: processors.min(CALLERS), registered: None }
     }
 }
 
@@ -65,8 +76,12 @@ struct Inner {
     ring: RingName,
     inbox: Arc<Inbox<Mail>>,
     worker: Option<JoinHandle<()>>,
-    /// GPUs that the worker knows, and the kernel of each.
-    lanes: Mutex<Vec<(Gpu, Arc<Scatter>)>>,
+    /// Where callers do their requests themselves.
+    desks: Desks,
+    /// GPUs in use, and the kernel of each.
+    kernels: Mutex<Vec<(Gpu, Arc<Scatter>)>>,
+    /// GPUs of which the worker has a lane.
+    lanes: Mutex<Vec<Gpu>>,
     /// What blocks ask for.
     blocks: Blocks,
     /// Who serves requests in streams, from the first on.
@@ -98,7 +113,7 @@ impl Transfers {
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers", errno };
         let inbox = Arc::new(Inbox::new().map_err(failed)?);
         let blocks = Blocks { read: info.logical_block.into(), write: info.block_size.into() };
-        let worker = Worker::new(ring, inbox.clone(), blocks);
+        let worker = Worker::new(Engine::new(ring, blocks), inbox.clone());
         let thread = std::thread::Builder::new().name("gpunvme".into());
         let thread = thread
             .spawn(move || {
@@ -111,11 +126,13 @@ impl Transfers {
             cuda,
             mount: mount.clone(),
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
+            desks: Desks::new(settings.callers),
             settings,
             alignment: (info.memory_alignment.max(info.logical_block) as usize).max(512),
             ring: name,
             inbox,
             worker: Some(thread),
+            kernels: Mutex::default(),
             lanes: Mutex::default(),
             blocks,
             ordered: Mutex::default(),
@@ -138,7 +155,7 @@ impl Transfers {
     /// # Errors
     /// [`Error::UnknownMemory`] before anything was read; [`Error::Transfer`] and [`Error::Copy`] say what was, and any segment may have changed in part then.
     pub unsafe fn read(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
-        self.pending(Direction::Read, file, segments)?.wait()
+        self.perform(Direction::Read, file, segments)
     }
 
     /// Writes each segment, and waits for it, extending the file where it ends before. Of segments that overlap in the file it is not defined which is there afterwards.
@@ -149,7 +166,7 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::read`].
     pub unsafe fn write(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
-        self.pending(Direction::Write, file, segments)?.wait()
+        self.perform(Direction::Write, file, segments)
     }
 
     /// Begins a read, and calls `done` with what [`Transfers::read`] would have returned. That happens on the thread that serves all requests: it should do little, and must not
@@ -255,29 +272,48 @@ impl Transfers {
         Error::Path { path: self.inner.path.clone(), action, errno }
     }
 
-    fn pending(&self, direction: Direction, file: &File, segments: &[Segment]) -> Result<Pending> {
+    /// Looks up the memory of a request, and does it, or waits until the worker has.
+    fn perform(&self, direction: Direction, file: &File, segments: &[Segment]) -> Result<Transfer> {
+        let _alone = self.inner.cuda.leave_captures_alone(); // as in `begin`
+        let found = self.look_up(direction, file, segments)?;
         let answer = Arc::new(Answer::default());
-        self.begin(direction, file, segments, End::Pending(answer.clone()))?;
-        Ok(Pending(answer))
+        let end = End::Pending(answer.clone());
+        if let Some(mut desk) = self.inner.desk(&found) {
+            let request = self.request(direction, file.in_ring(desk.ring().name())?, found, end);
+            return desks::serve(&mut desk, request, &answer);
+        }
+        self.hand_over(direction, file, found, end)?;
+        Pending(answer).wait()
     }
 
     /// Looks up the memory of a request, and hands it to the worker.
     pub(super) fn begin(&self, direction: Direction, file: &File, segments: &[Segment], end: End) -> Result<()> {
-        let (inner, require) = (&*self.inner, self.require);
         // The first use of a GPU or an allocation asks CUDA for what would end a capture, also one on another thread; without it the request is done all the same.
-        let _alone = inner.cuda.leave_captures_alone();
-        let (parts, bytes) = self.look_up(direction, file, segments)?;
-        let file = file.in_ring(&inner.ring)?;
-        let request = Request { direction, file, parts, require, piece_len: piece_len(bytes), end };
+        let _alone = self.inner.cuda.leave_captures_alone();
+        let found = self.look_up(direction, file, segments)?;
+        self.hand_over(direction, file, found, end)
+    }
+
+    fn hand_over(&self, direction: Direction, file: &File, found: Found, end: End) -> Result<()> {
+        let inner = &*self.inner;
+        for gpu in found.gpus() {
+            inner.need_lane(gpu)?;
+        }
+        let request = self.request(direction, file.in_ring(&inner.ring)?, found, end);
         inner.inbox.send(|mail| mail.requests.push(request));
         Ok(())
+    }
+
+    fn request(&self, direction: Direction, file: Attached, found: Found, end: End) -> Request {
+        let Found { parts, bytes } = found;
+        Request { direction, file, parts, require: self.require, piece_len: piece_len(bytes), end }
     }
 
     /// Looks up the memory of a request, and puts it into a stream.
     fn begin_on_stream(&self, direction: Direction, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
         let (inner, require) = (&*self.inner, self.require);
         let _alone = inner.cuda.leave_captures_alone();
-        let (mut parts, bytes) = self.look_up(direction, file, segments)?;
+        let Found { mut parts, bytes } = self.look_up(direction, file, segments)?;
         let (path, action) = (file.path(), action(direction));
         let failed = |error| Error::in_stream(path, action, stream, error);
         // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
@@ -294,13 +330,12 @@ impl Transfers {
             }
         }
         let staged = parts.first().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
-        let scatter = staged.map(|gpu| inner.need_lane(gpu)).transpose()?;
+        let scatter = staged.map(|gpu| inner.kernel(gpu)).transpose()?;
         let ask = Ask { direction, file, parts, require, bytes, name: stream, stream: handle, of, scatter };
         inner.ordered()?.begin(ask).map(Pending)
     }
 
-    /// The parts of a request that can be done, and how long it is in bytes.
-    fn look_up(&self, direction: Direction, file: &File, segments: &[Segment]) -> Result<(Parts, u64)> {
+    fn look_up(&self, direction: Direction, file: &File, segments: &[Segment]) -> Result<Found> {
         let (inner, require) = (&*self.inner, self.require);
         let refused = |errno, reason, segment| Error::Transfer {
             path: file.path().to_owned(),
@@ -328,7 +363,21 @@ impl Transfers {
         if let (Some(Route::P2p), Some((segment, reason))) = (require.route, staged) {
             return Err(refused(Errno::OPNOTSUPP, reason, Some(segment)));
         }
-        Ok((parts, bytes))
+        Ok(Found { parts, bytes })
+    }
+}
+
+/// What lies at the addresses of a request.
+struct Found {
+    parts: Parts,
+    /// Of all of it.
+    bytes: u64,
+}
+
+impl Found {
+    /// The GPUs whose copies it needs, one again and again where it has many parts.
+    fn gpus(&self) -> impl Iterator<Item = Gpu> {
+        self.parts.iter().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu)
     }
 }
 
@@ -369,9 +418,6 @@ impl Inner {
                 _ => self.registrations.get(&found, address),
             };
             let rest = registered.as_ref().map_or(found.base + found.len - address, |lease| lease.len);
-            if registered.is_err() && route != Some(Route::P2p) {
-                self.need_lane(allocation.gpu)?;
-            }
             let (file_offset, len) = (segment.file_offset + within, rest.min(segment.len - within));
             parts.push(Part { file_offset, address, len, segment: index, allocation, registered });
             within += len;
@@ -385,7 +431,7 @@ impl Inner {
             Place::Device(gpu) => gpu,
             // Any GPU reaches it: one that is in use already, if there is one.
             Place::Host | Place::Managed => {
-                match self.lanes.lock().first().map(|(gpu, _)| *gpu).or_else(|| self.cuda.gpus().next()) {
+                match self.kernels.lock().first().map(|(gpu, _)| *gpu).or_else(|| self.cuda.gpus().next()) {
                     Some(gpu) => gpu,
                     None => return Err(Error::NoCuda(cuda::Unavailable::NoGpu)),
                 }
@@ -395,17 +441,63 @@ impl Inner {
         Ok(Allocation { gpu, by_kernel: found.by_kernel, host, base: found.base, buffer_id: found.buffer_id })
     }
 
-    /// Gives a GPU a lane if it has none, and returns its kernel.
-    fn need_lane(&self, gpu: Gpu) -> Result<Arc<Scatter>> {
-        let mut lanes = self.lanes.lock();
-        if let Some((_, scatter)) = lanes.iter().find(|(known, _)| *known == gpu) {
-            return Ok(scatter.clone());
+    /// A free desk for a request, if it is short enough and there is one.
+    fn desk(&self, found: &Found) -> Option<MutexGuard<'_, Engine>> {
+        if found.bytes > desks::LONGEST {
+            return None;
         }
-        let lane = Lane::new(self.cuda, gpu, &self.mount, &self.settings, self.alignment)?;
-        let scatter = lane.scatter.clone();
-        self.inbox.send(|mail| mail.lanes.push((gpu.index(), Box::new(lane))));
-        lanes.push((gpu, scatter.clone()));
-        Ok(scatter)
+        let mut desk = self.desks.take(&self.mount, self.blocks)?;
+        for gpu in found.gpus() {
+            if desk.has_lane(gpu) {
+                continue;
+            }
+            if self.desks.is_full() {
+                return None;
+            }
+            match self.lane(gpu, desks::POOL) {
+                Ok(lane) => desk.add_lane(gpu, lane),
+                Err(error) => {
+                    tracing::debug!(%error, "no further thread does its own requests");
+                    self.desks.fill();
+                    return None;
+                }
+            }
+        }
+        Some(desk)
+    }
+
+    /// Gives the worker a lane of a GPU if it has none.
+    fn need_lane(&self, gpu: Gpu) -> Result<()> {
+        let mut lanes = self.lanes.lock();
+        if lanes.contains(&gpu) {
+            return Ok(());
+        }
+        let lane = self.lane(gpu, self.settings.staging)?;
+        self.inbox.send(|mail| mail.lanes.push((gpu, lane)));
+        lanes.push(gpu);
+        Ok(())
+    }
+
+    /// The kernel of a GPU.
+    fn kernel(&self, gpu: Gpu) -> Result<Arc<Scatter>> {
+        let known = || self.kernels.lock().iter().find(|(known, _)| *known == gpu).map(|(_, kernel)| kernel.clone());
+        if let Some(kernel) = known() {
+            return Ok(kernel);
+        }
+        self.need_lane(gpu)?;
+        Ok(known().expect("each lane has one"))
+    }
+
+    /// A new lane of a GPU, with a pool of so many bytes.
+    fn lane(&self, gpu: Gpu, pool: usize) -> Result<Box<Lane>> {
+        let mut kernels = self.kernels.lock();
+        let known = kernels.iter().find(|(known, _)| *known == gpu).map(|(_, kernel)| kernel.clone());
+        let is_new = known.is_none();
+        let lane = Lane::new(self.cuda, gpu, &self.mount, pool, self.alignment, known)?;
+        if is_new {
+            kernels.push((gpu, lane.scatter.clone()));
+        }
+        Ok(Box::new(lane))
     }
 
     /// Who serves requests in streams.
@@ -428,7 +520,11 @@ impl fmt::Debug for Transfers {
 impl Drop for Inner {
     fn drop(&mut self) {
         // The last are the worker's and those of windows then, which end when all requests are done: this may be a callback, and the worker the thread that it runs on.
-        self.lanes.get_mut().clear();
+        self.kernels.get_mut().clear();
+        {
+            let _alone = self.cuda.leave_captures_alone();
+            self.desks.close();
+        }
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
         self.inbox.send(|mail| mail.end = true);
         if let Some(ordered) = self.ordered.get_mut().take().and_then(Arc::into_inner) {

@@ -5,6 +5,7 @@ use std::fs::OpenOptions;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
@@ -139,6 +140,23 @@ impl Worker<'_> {
         Ok(())
     }
 
+    /// Makes a request, since the first of a GPU and a thread prepares things; and the queue, if the thread is to have one.
+    fn prepare(&self, transfers: &Transfers) -> Result<Option<Queue>> {
+        let first = [Segment { file_offset: self.part.start, address: self.memory.address(), len: self.args.size }];
+        if self.args.depth == 1 {
+            // SAFETY: the memory is this thread's, and waited for.
+            unsafe { transfers.read(self.file, &first) }?;
+            return Ok(None);
+        }
+        let mut queue = transfers.queue()?;
+        // SAFETY: as above.
+        unsafe { queue.read(self.file, &first, 0) }?;
+        let mut done = Vec::new();
+        queue.complete(Wait::Forever, &mut done)?;
+        done.into_iter().try_for_each(|finished| finished.result.map(drop))?;
+        Ok(Some(queue))
+    }
+
     /// One request after the other.
     fn one_by_one(mut self, transfers: &Transfers, until: Instant) -> Result<Reached> {
         let mut reached = Reached::default();
@@ -227,33 +245,32 @@ fn main() -> Result<()> {
     let size = file.size()?;
     let workers =
         (0..args.threads).map(|thread| Worker::new(&args, &file, &gpu, size, thread)).collect::<Result<Vec<Worker>>>()?;
-    // The first request of a GPU prepares it.
-    if let Some(worker) = workers.first() {
-        let first = Segment { file_offset: 0, address: worker.memory.address(), len: args.size };
-        // SAFETY: the memory is that long, and nobody uses it yet.
-        unsafe { transfers.read(&file, &[first]) }?;
-    }
-    let begun = Instant::now();
-    let until = begun + Duration::from_secs_f64(args.seconds);
-    let reached = std::thread::scope(|scope| {
+    let prepared = Barrier::new(workers.len() + 1);
+    let (begun, reached) = std::thread::scope(|scope| {
         let threads: Vec<_> = workers
             .into_iter()
             .map(|worker| {
-                let transfers = &transfers;
+                let (transfers, prepared) = (&transfers, &prepared);
                 scope.spawn(move || {
-                    if worker.args.depth > 1 {
-                        worker.many_at_once(transfers.queue()?, until)
-                    } else {
-                        worker.one_by_one(transfers, until)
+                    let queue = worker.prepare(transfers);
+                    prepared.wait();
+                    let until = Instant::now() + Duration::from_secs_f64(worker.args.seconds);
+                    match queue? {
+                        Some(queue) => worker.many_at_once(queue, until),
+                        None => worker.one_by_one(transfers, until),
                     }
                 })
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().expect("a thread panicked")).collect::<Result<Vec<Reached>>>()
-    })?;
+        prepared.wait();
+        let begun = Instant::now();
+        let reached =
+            threads.into_iter().map(|thread| thread.join().expect("a thread panicked")).collect::<Result<Vec<Reached>>>();
+        (begun, reached)
+    });
     let seconds = begun.elapsed().as_secs_f64();
     let mut sum = Reached::default();
-    for reached in reached {
+    for reached in reached? {
         sum.requests += reached.requests;
         sum.done.add(&reached.done);
         sum.latencies.extend(reached.latencies);

@@ -27,6 +27,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("a thread keeps many requests in flight", many_in_flight),
     ("requests call back", callbacks),
     ("threads do not disturb each other", many_threads),
+    ("short requests that are waited for are done by whoever waits, as far as there is room", callers),
     ("what a stream does before and after a read or write is in order with it", streams::streams_are_ordered),
     ("streams move files into and out of every kind of memory, to their ends", streams::every_kind_of_memory),
     ("a stream's small segments are those of their request, however few", streams::few_small_segments),
@@ -37,6 +38,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("a stream that is being captured is refused", streams::captured_streams),
     ("a file forgets the rings that are over", rings_that_are_over),
     ("memory that was freed too early is an error, and hurts nothing else", freed_too_early),
+    ("memory that was freed while a caller waits for its bytes is an error too", freed_before_its_caller_copies),
     ("a daemon that dies ends its requests and no others", a_dying_daemon),
     ("a daemon that ends in order leaves no request behind", an_ending_daemon),
     ("an application that dies in the middle leaves nothing behind", a_dying_application),
@@ -303,6 +305,42 @@ fn many_threads(site: &Site) {
     });
 }
 
+fn callers(site: &Site) {
+    let sample = site.sample(24, 4 * MIB);
+    let mount = site.mount();
+    let rings = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "ring").unwrap().1;
+    for most in [0, 1, 3] {
+        let mut settings = Settings::default();
+        settings.callers = most;
+        let before = rings();
+        let transfers = Transfers::with(&mount, settings).unwrap();
+        assert_eq!(rings() - before, 1, "the library's thread has a ring");
+        let memory = allocated(site.gpu, 2 * MIB as usize);
+        let read_at = |address: u64, offset: u64, len: u64| {
+            assert_eq!(read(&transfers, &sample.file, &[segment(offset, address, len)]).unwrap().bytes(), len);
+            assert!(site.look(address, len) == sample.bytes[offset as usize..][..len as usize], "{len} bytes at {offset}");
+        };
+        read_at(memory.address(), MIB, 2 * MIB);
+        assert_eq!(rings() - before, 1, "a long request is the library's");
+        read_at(memory.address(), 5, MIB);
+        read_at(memory.address(), 4096, 4096);
+        assert_eq!(rings() - before, 1 + most.min(1) as u64, "one caller needs one ring");
+        thread::scope(|scope| {
+            for number in 0..8 {
+                let read_at = &read_at;
+                scope.spawn(move || {
+                    let memory = allocated(site.gpu, MIB as usize);
+                    for round in 0..40 {
+                        let len = 1 + random(number * 3000 + round, if round % 8 == 0 { MIB } else { 20_000 });
+                        read_at(memory.address(), random(number * 5000 + round, 4 * MIB - len), len);
+                    }
+                });
+            }
+        });
+        assert!(rings() - before <= 1 + most as u64, "{most} callers with rings of their own");
+    }
+}
+
 fn rings_that_are_over(site: &Site) {
     let sample = site.sample(22, MIB);
     let memory = allocated(site.gpu, MIB as usize);
@@ -313,7 +351,7 @@ fn rings_that_are_over(site: &Site) {
         assert_eq!(read(&site.transfers(), &sample.file, &[segment(0, memory.address(), MIB)]).unwrap().bytes(), MIB);
     }
     drop(sample);
-    assert_eq!(detached() - before, 4, "a ring takes what it knows with it");
+    assert_eq!(detached() - before, 2 * 4, "a ring takes what it knows with it: the caller's and the library's");
 }
 
 fn freed_too_early(site: &Site) {
@@ -327,7 +365,9 @@ fn freed_too_early(site: &Site) {
             (0..count).map(|at| segment(at * len, address + at * len, len)).collect()
         };
         // The lane is there, and nothing is in its stream, for which freeing would wait.
-        read(&transfers, &sample.file, &segments(kept.address())).unwrap();
+        // SAFETY: the memory is this check's.
+        unsafe { queue.read(&sample.file, &segments(kept.address()), 0) }.unwrap();
+        queue.complete(Wait::Forever, &mut Vec::new()).unwrap();
         site.put(kept.address(), &vec![0; MIB as usize]);
         kill_process(site.volume.daemon(), Signal::STOP).unwrap();
         // SAFETY: the memory is freed before it is used, which is what is checked.
@@ -351,6 +391,47 @@ fn freed_too_early(site: &Site) {
     }
 }
 
+/// Until the thread that sends its number sleeps.
+fn wait_until_asleep(thread: &mpsc::Receiver<i32>) {
+    let thread = thread.recv().unwrap();
+    let mut asleep = 0;
+    while asleep < 5 {
+        thread::sleep(Duration::from_millis(10));
+        let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
+        let sleeps = stat.rsplit(") ").next().unwrap().starts_with('S');
+        asleep = if sleeps { asleep + 1 } else { 0 };
+    }
+}
+
+fn freed_before_its_caller_copies(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(25, MIB);
+    let kept = allocated(site.gpu, MIB as usize);
+    for (count, len) in [(200, 4096), (1, MIB)] {
+        let freed = allocated(site.gpu, MIB as usize);
+        let segments =
+            |address: u64| -> Vec<Segment> { (0..count).map(|at| segment(at * len, address + at * len, len)).collect() };
+        // The ring and the lane are there, and the file is known to the ring.
+        read(&transfers, &sample.file, &segments(kept.address())).unwrap();
+        kill_process(site.volume.daemon(), Signal::STOP).unwrap();
+        let error = thread::scope(|scope| {
+            let (sender, asleep) = mpsc::channel();
+            let (transfers, file, segments) = (&transfers, &sample.file, segments(freed.address()));
+            let caller = scope.spawn(move || {
+                sender.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap();
+                read(transfers, file, &segments).unwrap_err()
+            });
+            wait_until_asleep(&asleep);
+            drop(freed);
+            kill_process(site.volume.daemon(), Signal::CONT).unwrap();
+            caller.join().unwrap()
+        });
+        assert!(matches!(error, Error::Copy { error: None, .. }) && error.to_string().contains("was freed"), "{error}");
+        assert_eq!(read(&transfers, &sample.file, &segments(kept.address())).unwrap().bytes(), count * len);
+        assert!(site.look(kept.address(), count * len) == sample.bytes[..(count * len) as usize]);
+    }
+}
+
 fn a_dying_daemon(site: &Site) {
     let dying = Site::new(site.gpu);
     let (sample, dying_sample) = (site.sample(14, 4 * MIB), dying.sample(15, 64 * MIB));
@@ -360,13 +441,26 @@ fn a_dying_daemon(site: &Site) {
     let whole = [segment(0, memory.address(), 64 * MIB)];
     // The file is known to the ring, and the GPU to the mount: neither has to be asked for again.
     assert_eq!(read(&dying_transfers, &dying_sample.file, &whole).unwrap().bytes(), 64 * MIB);
+    let short = [segment(0, memory.address(), MIB)];
+    read(&dying_transfers, &dying_sample.file, &short).unwrap();
     kill_process(dying.volume.daemon(), Signal::STOP).unwrap();
     for number in 0..100 {
         // SAFETY: what is in the memory does not matter.
         unsafe { queue.read(&dying_sample.file, &whole, number) }.unwrap();
     }
     let Site { volume, .. } = dying;
-    drop(volume.signal(Signal::KILL));
+    let error = thread::scope(|scope| {
+        let (sender, asleep) = mpsc::channel();
+        let (transfers, file) = (&dying_transfers, &dying_sample.file);
+        let caller = scope.spawn(move || {
+            sender.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap();
+            read(transfers, file, &short).unwrap_err()
+        });
+        wait_until_asleep(&asleep);
+        drop(volume.signal(Signal::KILL));
+        caller.join().unwrap()
+    });
+    assert!(matches!(error, Error::RingClosed { .. }), "{error}");
     let mut done = Vec::new();
     while queue.in_flight() > 0 {
         assert!(queue.complete(Wait::Timeout(Duration::from_secs(20)), &mut done).unwrap() > 0, "requests wait for the dead");

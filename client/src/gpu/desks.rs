@@ -1,0 +1,115 @@
+//! Short requests that their callers wait for: the thread that asks for one does it itself, at a desk with a ring, and pools, of its own. No other thread need be woken for it, or
+//! has to wake it.
+//!
+//! It guards that nobody waits for a desk: a caller that finds none free gives its request to the worker.
+
+use super::engine::Engine;
+use super::request::{Answer, Request};
+use crate::error::Result;
+use crate::file::Transfer;
+use crate::linger::Linger;
+use crate::mount::Mount;
+use crate::ring::Ring;
+use gpunvme_gpupath::pieces::Blocks;
+use gpunvme_gpupath::staging::CHUNK;
+use parking_lot::{Mutex, MutexGuard};
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Bytes of the longest request: what is longer keeps a device busy only with more of it in flight than a desk has room for.
+pub(super) const LONGEST: u64 = CHUNK as u64;
+/// Bytes of a desk's pool on a GPU: the longest request has room, also where its pieces are rounded outwards.
+pub(super) const POOL: usize = 2 * CHUNK;
+/// Entries of a desk's ring: pieces of a request that may be in flight.
+const ENTRIES: u32 = 256;
+/// How long a caller looks around before it sleeps: longer than an SSD takes for most requests. Being woken would take longer than the copy to the GPU.
+const LINGER: Duration = Duration::from_micros(250);
+
+/// The daemon gives a process no more rings.
+const MOST: usize = 64;
+
+thread_local! {
+    /// Which desk this thread had last: its files are attached there.
+    static LAST: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Desks: each comes into being when all others are in use.
+pub(super) struct Desks {
+    desks: Box<[OnceLock<Option<Mutex<Engine>>>]>,
+    /// The mount, or a GPU, gave no more: those that there are have to do.
+    full: AtomicBool,
+}
+
+impl Desks {
+    /// At most so many.
+    pub fn new(most: usize) -> Desks {
+        Desks { desks: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), full: AtomicBool::new(false) }
+    }
+
+    /// A free one, if there is one.
+    pub fn take(&self, mount: &Mount, blocks: Blocks) -> Option<MutexGuard<'_, Engine>> {
+        let free = |at: usize| self.desks.get(at)?.get()?.as_ref()?.try_lock();
+        if let Some(desk) = free(LAST.get()) {
+            return Some(desk);
+        }
+        for (at, desk) in self.desks.iter().enumerate() {
+            if desk.get().is_none() {
+                if self.is_full() {
+                    return None;
+                }
+                desk.get_or_init(|| self.make(mount, blocks));
+            }
+            if let Some(desk) = free(at) {
+                LAST.set(at);
+                return Some(desk);
+            }
+        }
+        None
+    }
+
+    fn make(&self, mount: &Mount, blocks: Blocks) -> Option<Mutex<Engine>> {
+        let ring = Ring::new(mount, ENTRIES).inspect_err(|error| {
+            tracing::debug!(%error, "no further thread does its own requests");
+            self.fill();
+        });
+        Some(Mutex::new(Engine::new(ring.ok()?, blocks)))
+    }
+
+    /// No more of anything is asked for.
+    pub fn fill(&self) {
+        self.full.store(true, Ordering::Relaxed);
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.full.load(Ordering::Relaxed)
+    }
+
+    /// Ends them all.
+    pub fn close(&mut self) {
+        self.desks = Box::default();
+    }
+}
+
+/// Does a request that `answer` is to be the answer of.
+pub(super) fn serve(desk: &mut Engine, request: Request, answer: &Answer) -> Result<Transfer> {
+    // After a panic nobody would know what memory the daemon and the GPUs still use.
+    let served = catch_unwind(AssertUnwindSafe(|| {
+        let mut linger = Linger::new();
+        desk.begin(request);
+        while !desk.is_idle() {
+            if desk.turn(linger.now()) {
+                linger.restart();
+            } else if !linger.goes_on(LINGER) {
+                if desk.arm() {
+                    desk.wait(None);
+                }
+                linger.look_at_clock();
+            }
+        }
+        answer.take()
+    }));
+    served.ok().flatten().unwrap_or_else(|| std::process::abort())
+}
