@@ -64,7 +64,9 @@ pub fn check(block: &Block) -> Result<(), Corrupt> {
     if slots_end > BLOCK_SIZE {
         return fail("node has more slots than fit");
     }
-    if (1..count).any(|i| key(block, i - 1) >= key(block, i)) {
+    // It is on the way of every node that is read: the size of a slot is a constant in each loop.
+    let ascend = if level == 0 { keys_ascend::<LEAF_SLOT>(block) } else { keys_ascend::<INNER_SLOT>(block) };
+    if !ascend {
         return fail("keys of the node do not ascend");
     }
     if level > 0 {
@@ -75,11 +77,16 @@ pub fn check(block: &Block) -> Result<(), Corrupt> {
         return fail("heap of the leaf is out of range");
     }
     let mut used = 0;
-    for i in 0..count {
-        let (at, len) = value_range(block, i);
+    let mut taken = Taken([0; BLOCK_SIZE / 64]);
+    for slot in slots::<LEAF_SLOT>(block) {
+        let (at, len) = (usize::from(le::get_u16(slot, 16)), usize::from(le::get_u16(slot, 18)));
         // An empty value lies nowhere.
         if (len > 0 && at < heap) || at + len > BLOCK_SIZE || len > VALUE_MAX {
             return fail("value of the leaf is out of range");
+        }
+        // A change of one of two that share bytes would change the other.
+        if len > 0 && !taken.take(at, at + len) {
+            return fail("values of the leaf overlap");
         }
         used += len;
     }
@@ -103,9 +110,21 @@ pub fn search(block: &Block, target: Key) -> Result<usize, usize> {
 }
 
 fn search_slots<const SIZE: usize>(block: &Block, target: Key) -> Result<usize, usize> {
-    let (slots, _) = block.bytes()[HEADER_SIZE..].as_chunks::<SIZE>();
-    let slots = &slots[..count(block)];
-    slots.binary_search_by(|slot| Key::from_words(le::get_u64(slot, 0), le::get_u64(slot, 8)).cmp(&target))
+    slots::<SIZE>(block).binary_search_by(|slot| slot_key(slot).cmp(&target))
+}
+
+fn keys_ascend<const SIZE: usize>(block: &Block) -> bool {
+    slots::<SIZE>(block).is_sorted_by(|a, b| slot_key(a) < slot_key(b))
+}
+
+#[inline]
+fn slots<const SIZE: usize>(block: &Block) -> &[[u8; SIZE]] {
+    &block.bytes()[HEADER_SIZE..].as_chunks().0[..count(block)]
+}
+
+#[inline]
+fn slot_key<const SIZE: usize>(slot: &[u8; SIZE]) -> Key {
+    Key::from_words(le::get_u64(slot, 0), le::get_u64(slot, 8))
 }
 
 /// Value in slot `i` of a leaf.
@@ -247,6 +266,30 @@ pub fn middle(block: &Block) -> usize {
     count(block) / 2
 }
 
+/// The bytes of a leaf in which values were found, a bit each.
+struct Taken([u64; BLOCK_SIZE / 64]);
+
+impl Taken {
+    /// Takes the bytes from `start` to before `end`, at least one. Returns whether nobody had any of them.
+    fn take(&mut self, start: usize, end: usize) -> bool {
+        let (first, last) = (start / 64, (end - 1) / 64);
+        let (head, tail) = (u64::MAX << (start % 64), u64::MAX >> (63 - (end - 1) % 64));
+        if first == last {
+            let free = self.0[first] & head & tail == 0;
+            self.0[first] |= head & tail;
+            return free;
+        }
+        let mut before = self.0[first] & head | self.0[last] & tail;
+        self.0[first] |= head;
+        self.0[last] |= tail;
+        for word in &mut self.0[first + 1..last] {
+            before |= *word;
+            *word = u64::MAX;
+        }
+        before == 0
+    }
+}
+
 #[inline]
 fn slot_size(block: &Block) -> usize {
     if level(block) == 0 { LEAF_SLOT } else { INNER_SLOT }
@@ -340,6 +383,37 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// A leaf with values of these lengths, in the order in which they came, and its check after the value in slot `of` was put at `at`.
+    fn moved(lengths: &[usize], of: usize, at: usize) -> Result<(), Corrupt> {
+        let mut block = leaf();
+        for (slot, len) in lengths.iter().enumerate() {
+            leaf_insert(&mut block, slot, Key::new(slot as u64, Kind::Inode, 0), &vec![slot as u8; *len]);
+        }
+        assert_eq!(check(&block), Ok(()));
+        le::put_u16(block.bytes_mut(), HEADER_SIZE + of * LEAF_SLOT + 16, at as u16);
+        check(&block)
+    }
+
+    #[test]
+    fn values_that_share_bytes_are_refused() {
+        let overlap = Err(Corrupt::Field { address: 9, what: "values of the leaf overlap" });
+        // The same place, one inside another, the last byte of one and the first of another; inside a word of 64 bytes and across them.
+        for (lengths, of, at) in [
+            (&[50, 50][..], 0, 3996),
+            (&[500, 10], 1, 3700),
+            (&[10, 500], 0, 4000),
+            (&[300, 200, 100], 2, 3497),
+            (&[300, 200, 100], 1, 3597),
+            (&[64, 64], 0, 4031),
+            (&[1, 1], 0, 4094),
+            (&[960, 960, 960, 960], 3, 257),
+        ] {
+            assert_eq!(moved(lengths, of, at), overlap, "{lengths:?}: value {of} at {at}");
+        }
+        // An empty one lies nowhere.
+        assert_eq!(moved(&[50, 0], 1, 4070), Ok(()));
     }
 
     #[test]

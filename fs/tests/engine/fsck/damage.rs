@@ -274,6 +274,18 @@ pub const CASES: &[Case] = &[
         expect: same,
     },
     Case {
+        name: "two entries of a leaf in the same place",
+        kind: Kind::Node,
+        damage: |s, subject| {
+            s.edit(leaf_of_many(s, subject), |leaf| {
+                let place = leaf.bytes()[64 + 16..64 + 20].to_vec();
+                leaf.bytes_mut()[64 + 20 + 16..64 + 40].copy_from_slice(&place);
+            });
+        },
+        touched: &["/many/"],
+        expect: |c| lost(c) == 1,
+    },
+    Case {
         name: "leaf with the root directory",
         kind: Kind::Node,
         damage: |s, _| s.ruin(s.leaf(Key::inode(ROOT))),
