@@ -124,9 +124,9 @@ impl OwnQueue {
         let mut requests = OWN.with_borrow_mut(|own| std::mem::take(&mut own.as_mut().expect("set with the queue").requests));
         if !requests.is_empty() {
             lane.queue.submit(&mut requests);
-            // It keeps its memory.
-            OWN.with_borrow_mut(|own| own.as_mut().expect("set with the queue").requests = requests);
         }
+        // It keeps its memory.
+        OWN.with_borrow_mut(|own| own.as_mut().expect("set with the queue").requests = requests);
         lane.turn(wait, &mut self.reaped.borrow_mut())
     }
 

@@ -4,11 +4,27 @@
 use crate::abi::{self, Command, Moved, REASON_SLOTS, Reason};
 use crate::planner::Direction;
 use crate::registry::Usage;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+
+/// Threads that count at once rarely meet in one of so many parts.
+const PARTS: usize = 16;
+
+thread_local! {
+    /// The part in which this thread counts.
+    static PART: usize = {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        NEXT.fetch_add(1, Relaxed) % PARTS
+    };
+}
 
 /// The counters. Each is exact; together they are of no one moment.
+#[derive(Debug, Default)]
+pub struct Stats([Part; PARTS]);
+
+/// What some threads counted. A processor that counts does not take the next one's memory from another processor.
 #[derive(Debug)]
-pub struct Stats {
+#[repr(align(64))]
+struct Part {
     calls: [AtomicU64; 16],
     failed: AtomicU64,
     read: Counters,
@@ -25,9 +41,9 @@ struct Counters {
     edge: AtomicU64,
 }
 
-impl Default for Stats {
+impl Default for Part {
     fn default() -> Self {
-        Stats {
+        Part {
             calls: Default::default(),
             failed: AtomicU64::new(0),
             read: Counters::default(),
@@ -38,49 +54,62 @@ impl Default for Stats {
 }
 
 impl Stats {
+    fn part(&self) -> &Part {
+        &self.0[PART.with(|part| *part)]
+    }
+
     /// Counts a call, when it is answered.
     pub fn call(&self, command: Command, failed: bool) {
-        self.calls[command as usize].fetch_add(1, Relaxed);
-        self.failed.fetch_add(failed.into(), Relaxed);
+        let part = self.part();
+        part.calls[command as usize].fetch_add(1, Relaxed);
+        add(&part.failed, failed.into());
     }
 
     /// Counts what a transfer moved.
     pub fn moved(&self, direction: Direction, moved: &Moved, reason: Reason) {
+        let part = self.part();
         let counters = match direction {
-            Direction::Read => &self.read,
-            Direction::Write => &self.write,
+            Direction::Read => &part.read,
+            Direction::Write => &part.write,
         };
-        for (counter, bytes) in [
-            (&counters.p2p, moved.p2p),
-            (&counters.bounce, moved.bounce),
-            (&counters.host, moved.host),
-            (&counters.hole, moved.hole),
-            (&counters.edge, moved.edge),
-        ] {
-            counter.fetch_add(bytes, Relaxed);
-        }
-        self.reasons[reason as usize].fetch_add(1, Relaxed);
+        add(&counters.p2p, moved.p2p);
+        add(&counters.bounce, moved.bounce);
+        add(&counters.host, moved.host);
+        add(&counters.hole, moved.hole);
+        add(&counters.edge, moved.edge);
+        part.reasons[reason as usize].fetch_add(1, Relaxed);
     }
 
     /// All of them, as `STATS` reports them.
     pub fn snapshot(&self, usage: Usage) -> abi::Stats {
-        let load = |counters: &Counters| Moved {
-            p2p: counters.p2p.load(Relaxed),
-            bounce: counters.bounce.load(Relaxed),
-            host: counters.host.load(Relaxed),
-            hole: counters.hole.load(Relaxed),
-            edge: counters.edge.load(Relaxed),
+        let moved = |counters: fn(&Part) -> &Counters| Moved {
+            p2p: self.sum(|part| &counters(part).p2p),
+            bounce: self.sum(|part| &counters(part).bounce),
+            host: self.sum(|part| &counters(part).host),
+            hole: self.sum(|part| &counters(part).hole),
+            edge: self.sum(|part| &counters(part).edge),
         };
         abi::Stats {
-            calls: std::array::from_fn(|at| self.calls[at].load(Relaxed)),
-            failed: self.failed.load(Relaxed),
-            read: load(&self.read),
-            write: load(&self.write),
+            calls: std::array::from_fn(|at| self.sum(|part| &part.calls[at])),
+            failed: self.sum(|part| &part.failed),
+            read: moved(|part| &part.read),
+            write: moved(|part| &part.write),
             buffers: usage.buffers,
             buffer_bytes: usage.bytes,
             processes: usage.processes,
-            reasons: std::array::from_fn(|at| self.reasons[at].load(Relaxed)),
+            reasons: std::array::from_fn(|at| self.sum(|part| &part.reasons[at])),
             ..abi::Stats::default()
         }
+    }
+
+    fn sum<'a>(&'a self, counter: impl Fn(&'a Part) -> &'a AtomicU64) -> u64 {
+        self.0.iter().map(|part| counter(part).load(Relaxed)).sum()
+    }
+}
+
+/// Most of what is counted is nothing.
+fn add(counter: &AtomicU64, count: u64) {
+    if count > 0 {
+        counter.fetch_add(count, Relaxed);
     }
 }

@@ -14,6 +14,7 @@ use crate::server::{Answer, Server};
 use gpunvme_blockdev::{OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
 use rustix::io::Errno;
+use smallvec::SmallVec;
 use std::cell::Cell;
 use std::ptr;
 use std::sync::Arc;
@@ -197,7 +198,7 @@ impl Service {
 
     /// Takes from each ring what may be taken now. Returns whether anything was.
     fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> bool {
-        let mut ready = Vec::new();
+        let mut ready: SmallVec<[(&Arc<Ring>, u32); 16]> = SmallVec::new();
         let mut starting = 0;
         for at in 0..rings.len() {
             let ring = &rings[(first + at) % rings.len()];
