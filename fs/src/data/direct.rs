@@ -182,7 +182,7 @@ impl Filesystem {
             None
         } else {
             if last * BLOCK > size {
-                state.outgrows(size);
+                state.outgrows(size..last * BLOCK);
             }
             Some(Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) })
         };

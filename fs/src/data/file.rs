@@ -45,9 +45,9 @@ pub(crate) struct FileState {
     pub truncation: Truncation,
     /// Size, when it is larger than the inode says.
     pub size: Option<u64>,
-    /// Where the file ended before direct writes made it longer, as long as the kernel may still believe that it ends there, or
-    /// somewhere between there and the end.
-    pub outgrown: Option<u64>,
+    /// What direct writes made the file longer by, and appends that went behind them, as long as the kernel may still believe that it
+    /// ends somewhere in there.
+    pub outgrown: Option<Range<u64>>,
     /// Times that the file was made shorter.
     pub shrinks: u64,
     /// Time of the last write that the inode does not know of.
@@ -89,9 +89,10 @@ impl FileState {
         self.dirty += self.pages.change(blocks, |piece| !piece.dirty, |piece| piece.dirty = true);
     }
 
-    /// Notes that a direct write makes, or will make, the file longer than `size`.
-    pub fn outgrows(&mut self, size: u64) {
-        self.outgrown = Some(self.outgrown.map_or(size, |from| from.min(size)));
+    /// Notes that the file becomes, or will become, longer by this, of which the kernel does not know.
+    pub fn outgrows(&mut self, by: Range<u64>) {
+        let known = self.outgrown.get_or_insert_with(|| by.clone());
+        *known = known.start.min(by.start)..known.end.max(by.end);
     }
 
     /// Tells somebody of the error of a write in the background.

@@ -90,9 +90,9 @@ impl Filesystem {
     ) -> Attempt<u64> {
         self.volume.writable()?;
         let size = self.size_of_regular(state, ino)?;
-        let is_outgrown = |from: u64| (from..size).contains(&offset);
+        let is_outgrown = |by: &Range<u64>| by.contains(&offset) && offset < size;
         let appends = matches!(writer, Writer::Appending | Writer::AppendingPart);
-        let moves = appends && state.outgrown.is_some_and(is_outgrown);
+        let moves = appends && state.outgrown.as_ref().is_some_and(is_outgrown);
         let offset = if moves { size } else { offset };
         let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_SIZE_MAX).ok_or(FsError::FileTooLarge)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
@@ -165,9 +165,10 @@ impl Filesystem {
         if end > size {
             state.size = Some(end);
             match writer {
-                Writer::Direct => state.outgrows(size),
-                // The kernel knows where it ends. Of a part that is not sure: the first one may still come.
-                Writer::Appending if !moves && state.direct.is_empty() => state.outgrown = None,
+                Writer::Direct => state.outgrows(size..end),
+                _ if moves => state.outgrows(size..end),
+                // The kernel knows where it ends. Of a part that is not sure, since the first one may still come: it knows of this one.
+                Writer::Appending if state.direct.is_empty() => state.outgrown = None,
                 _ => {}
             }
         }

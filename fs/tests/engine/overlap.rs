@@ -474,3 +474,26 @@ fn parts_of_an_append_that_come_in_any_order_lie_over_nothing_that_a_direct_writ
         }
     }
 }
+
+#[test]
+fn only_where_a_direct_write_made_a_file_longer_a_part_of_an_append_goes_elsewhere() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let fs = open(&device).unwrap();
+    let ino = file(&fs, b"a");
+    fs.open_file(ino, false);
+    let region = Region::allocate(8192).unwrap();
+    let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
+    let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();
+    fs.submit_direct_write(write, |result| _ = result.expect("the device works"));
+    let part = |offset: u64| {
+        let place = fs.wait(|| fs.append_part(ino, offset, &[offset as u8; 4096], NOW)).unwrap();
+        fs.flush_file(ino).unwrap();
+        place
+    };
+    assert_eq!(part(8192), 8192, "the kernel knows of the direct write");
+    assert_eq!(part(8192), 8192, "what is no append at all is written over what was appended (RWF_NOAPPEND)");
+    assert_eq!(part(4096), 12288, "where the direct write's bytes are, the kernel may have been late");
+    assert_eq!(part(8192), 16384, "and what it sent behind that goes behind it");
+    assert_eq!(part(20480), 20480);
+}
