@@ -161,6 +161,11 @@ impl Registered {
 pub struct Shared<M = Buffer>(Registered<M>);
 
 impl<M: Memory> Shared<M> {
+    /// For calls that use parts of it that nobody else does.
+    pub(crate) fn registered(&self) -> &Registered<M> {
+        &self.0
+    }
+
     /// Its length in bytes.
     #[allow(clippy::len_without_is_empty)] // memory is never empty
     pub fn len(&self) -> usize {

@@ -16,6 +16,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// An open regular file of a mount.
@@ -26,6 +27,8 @@ pub struct File {
     connection: Arc<Connection>,
     /// The rings that [`crate::gpu::Transfers`] attached it to.
     rings: Mutex<Vec<Attached>>,
+    /// Whether [`File::is_first_read`] was asked.
+    read: AtomicBool,
 }
 
 /// What a transfer moved, and how.
@@ -125,13 +128,18 @@ impl File {
     pub fn of(file: impl Into<OwnedFd>, path: impl AsRef<Path>) -> Result<File> {
         let (file, path) = (file.into(), path.as_ref());
         let lost = |errno| Error::Path { path: path.to_owned(), action: "ask what it is", errno };
-        let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(lost)?.st_mode);
-        if kind != FileType::RegularFile {
+        let stat = rustix::fs::fstat(&file).map_err(lost)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file" });
         }
-        let mount =
-            Mount::of(file.try_clone().map_err(|error| lost(Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?, path)?;
-        Ok(File { file, path: path.to_owned(), connection: mount.connection().clone(), rings: Mutex::default() })
+        let connection = match Connection::known(stat.st_dev) {
+            Some(connection) => connection,
+            None => {
+                let copy = file.try_clone().map_err(|error| lost(Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?;
+                Mount::of(copy, path)?.connection().clone()
+            }
+        };
+        Ok(File { file, path: path.to_owned(), connection, rings: Mutex::default(), read: AtomicBool::new(false) })
     }
 
     /// The path that it was opened by.
@@ -160,6 +168,11 @@ impl File {
         let attached = ring.attach(self)?;
         rings.push(attached.clone());
         Ok(attached)
+    }
+
+    /// Whether nobody asked this before.
+    pub(crate) fn is_first_read(&self) -> bool {
+        !self.read.load(Ordering::Relaxed) && !self.read.swap(true, Ordering::Relaxed)
     }
 
     /// Its size in bytes.

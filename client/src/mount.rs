@@ -4,11 +4,12 @@ use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::error::{Error, Result};
 use crate::{Reason, Route, socket, sys};
 use gpunvme_gpupath::abi::{self, Command, Features, Moved};
+use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// A mounted volume.
@@ -100,15 +101,20 @@ impl Mount {
 
     pub(crate) fn of(file: OwnedFd, path: &Path) -> Result<Mount> {
         let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
-        let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(failed)?.st_mode);
-        if !matches!(kind, FileType::RegularFile | FileType::Directory) {
+        let stat = rustix::fs::fstat(&file).map_err(failed)?;
+        if !matches!(FileType::from_raw_mode(stat.st_mode), FileType::RegularFile | FileType::Directory) {
             return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file or a directory" });
         }
         let connection = Connection { file, path: path.to_owned(), limits: Limits::default(), socket: String::new() };
         let info = connection.info()?;
         let limits =
             Limits { segments: (info.max_segments as usize).clamp(1, abi::MAX_SEGMENTS), bytes: info.max_transfer.max(1) };
-        Ok(Mount { connection: Arc::new(Connection { limits, socket: info.socket, ..connection }) })
+        let connection = Arc::new(Connection { limits, socket: info.socket, ..connection });
+        let mut known = KNOWN.lock();
+        known.retain(|(_, connection)| connection.strong_count() > 0);
+        known.push((stat.st_dev, Arc::downgrade(&connection)));
+        drop(known);
+        Ok(Mount { connection })
     }
 
     pub(crate) fn connection(&self) -> &Arc<Connection> {
@@ -200,6 +206,9 @@ pub(crate) struct Connection {
     socket: String,
 }
 
+/// Connections by the numbers of their filesystems (`st_dev`): as long as one is open its filesystem is there, and no other has its number.
+static KNOWN: Mutex<Vec<(u64, Weak<Connection>)>> = Mutex::new(Vec::new());
+
 /// What one ioctl may carry.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Limits {
@@ -208,6 +217,11 @@ pub(crate) struct Limits {
 }
 
 impl Connection {
+    /// One to the filesystem of this number, if this process has one: nothing need be asked then.
+    pub fn known(number: u64) -> Option<Arc<Connection>> {
+        KNOWN.lock().iter().filter(|(known, _)| *known == number).find_map(|(_, connection)| connection.upgrade())
+    }
+
     /// `INFO`, as the daemon answers it.
     pub fn raw_info(&self) -> Result<abi::Info> {
         let info = self.call(Command::Info, abi::Info::default(), "ask it about its filesystem")?;

@@ -4,7 +4,7 @@
 //! It guards that nobody waits for a desk: a caller that finds none free gives its request to the worker.
 
 use super::engine::Engine;
-use super::request::{Answer, Request};
+use super::request::Answer;
 use crate::error::Result;
 use crate::file::Transfer;
 use crate::linger::Linger;
@@ -93,12 +93,12 @@ impl Desks {
     }
 }
 
-/// Does a request that `answer` is to be the answer of.
-pub(super) fn serve(desk: &mut Engine, request: Request, answer: &Answer) -> Result<Transfer> {
+/// Does a request, which `begin` gives the desk, and whose answer `answer` is to be.
+pub(super) fn serve(desk: &mut Engine, begin: impl FnOnce(&mut Engine), answer: &Answer) -> Result<Transfer> {
     // After a panic nobody would know what memory the daemon and the GPUs still use.
     let served = catch_unwind(AssertUnwindSafe(|| {
         let mut linger = Linger::new();
-        desk.begin(request);
+        begin(desk);
         while !desk.is_idle() {
             if desk.turn(linger.now()) {
                 linger.restart();

@@ -7,10 +7,12 @@ use super::lane::{Copy, Lane, NotCopied};
 use super::outcome::{Outcome, action, at_place, of_the_application};
 use super::queue::Deliveries;
 use super::registered::Lease;
-use super::request::{Part, Request, operation};
+use super::request::{Part, Request, Source, operation};
+use crate::Segment;
 use crate::error::Error;
-use crate::file::Transfer;
+use crate::file::{File, Transfer};
 use crate::ring::{Completed, Ring};
+use gpunvme_gpupath::abi::Command;
 use gpunvme_gpupath::cuda::{Entered, Gpu};
 use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -139,6 +141,26 @@ impl Engine {
         self.turns.push_back(id);
     }
 
+    /// Takes a read of one part that is one piece, and has its bytes brought into its slot by a call on the file itself: for a file that is read once that costs less than to make it known
+    /// to the ring. Only where all requests are answered, so that there is room.
+    pub fn read_by_call(&mut self, request: Request, file: &File) {
+        let [part] = &request.parts[..] else { unreachable!("a read of one part") };
+        let (address, gpu) = (part.address, part.allocation.gpu);
+        let piece = pieces::first(Direction::Read, self.blocks, part.file_offset, part.len, request.piece_len);
+        debug_assert_eq!(piece.wanted, part.len);
+        let lane = lane(&mut self.lanes, gpu);
+        let slot = lane.slots.take(piece.slot_len()).expect("an unused pool has room for a piece");
+        let segment = Segment { file_offset: piece.file_offset, buffer_offset: slot as u64 + piece.slot_offset, len: piece.len };
+        let flags = request.require.flags();
+        let result = file.transfer(Command::Read, lane.staging.registered(), &[segment], flags);
+        let within = part.len;
+        let active = Active { request, part: 0, within, in_flight: 1, in_turns: false, outcome: Outcome::default() };
+        let request = self.requests.insert(active);
+        let (slot, done) = (Some(slot), Transfer::default());
+        let index = self.pieces.insert(InFlight { request, part: 0, address, slot, piece, done, in_ring: false });
+        self.transferred(index, result);
+    }
+
     /// Whether all requests are answered.
     pub fn is_idle(&self) -> bool {
         self.requests.is_empty()
@@ -217,7 +239,7 @@ impl Engine {
         match active.request.direction {
             Direction::Write if wanted < piece.wanted => {
                 // The daemon owes a status for this; a file with a gap in it must not pass for written.
-                let error = Error::Path { path: active.request.file.path().to_owned(), action: "write", errno: Errno::IO };
+                let error = Error::Path { path: active.request.source.path().to_owned(), action: "write", errno: Errno::IO };
                 self.fail(index, error);
             }
             Direction::Write => self.finish(index),
@@ -277,7 +299,7 @@ impl Engine {
             let action = action(request.direction);
             let segment = request.parts[in_flight.part].segment;
             let (path, offset) = (
-                request.file.path().to_owned(),
+                request.source.path().to_owned(),
                 in_flight.piece.file_offset + in_flight.piece.skip - in_flight.piece.slot_offset,
             );
             let error = Error::Copy { path, action, segment, offset, error: error.map(Box::new), done: Transfer::default() };
@@ -321,7 +343,7 @@ impl Engine {
         loop {
             let active = &mut self.requests[id];
             if self.closed {
-                let path = active.request.file.path().to_owned();
+                let path = active.request.source.path().to_owned();
                 active.outcome.failed(Error::RingClosed { path });
             }
             let Some(part) = active.next() else { return true };
@@ -367,20 +389,21 @@ impl Engine {
     fn push(&mut self, index: usize) {
         let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
         let request = &self.requests[*request].request;
+        let Source::Ring(file) = &request.source else { unreachable!("what was brought by a call is not transferred again") };
         if self.closed {
             // While it was being copied.
-            let path = request.file.path().to_owned();
+            let path = file.path().to_owned();
             return self.fail(index, Error::RingClosed { path });
         }
         let part = &request.parts[*part];
         let operation = match (&part.registered, slot) {
             (Ok(lease), _) => {
                 let at = lease.offset + (address - part.address);
-                operation(request.direction, &request.file, piece, &lease.buffer, at)
+                operation(request.direction, file, piece, &lease.buffer, at)
             }
             (Err(_), slot) => {
                 let at = slot.expect("what is staged has a slot") as u64 + piece.slot_offset;
-                operation(request.direction, &request.file, piece, &lane(&mut self.lanes, part.allocation.gpu).staging, at)
+                operation(request.direction, file, piece, &lane(&mut self.lanes, part.allocation.gpu).staging, at)
             }
         };
         match self.ring.push(&operation.requiring(request.require).tagged(index as u64)) {
@@ -430,7 +453,7 @@ impl Engine {
         self.closed = true;
         let lost: Vec<usize> = self.pieces.iter().filter(|(_, piece)| piece.in_ring).map(|(index, _)| index).collect();
         for index in lost {
-            let path = self.requests[self.pieces[index].request].request.file.path().to_owned();
+            let path = self.requests[self.pieces[index].request].request.source.path().to_owned();
             self.fail(index, Error::RingClosed { path });
         }
     }
@@ -443,9 +466,9 @@ fn settle(request: &Request) -> crate::Result<()> {
     for lease in registered.filter(|_| request.direction == Direction::Read) {
         // Parts of the same memory mostly follow each other.
         if !settled.is_some_and(|settled| Arc::ptr_eq(&settled.buffer, &lease.buffer)) {
-            lease
-                .settle()
-                .map_err(|(gpu, error)| Error::on_gpu(request.file.path(), "make sure that what was read is in", &gpu, error))?;
+            lease.settle().map_err(|(gpu, error)| {
+                Error::on_gpu(request.source.path(), "make sure that what was read is in", &gpu, error)
+            })?;
             settled = Some(lease);
         }
     }

@@ -15,6 +15,7 @@ use gpunvme_gpupath::pieces::{Direction, Piece};
 use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -73,12 +74,30 @@ impl Allocation {
 /// A read or write, looked up and ready to be done.
 pub(super) struct Request {
     pub direction: Direction,
-    pub file: Attached,
+    pub source: Source,
     pub parts: Parts,
     pub require: Require,
     /// How long its pieces are.
     pub piece_len: u64,
     pub end: End,
+}
+
+/// The file of a request.
+pub(super) enum Source {
+    /// As a ring knows it.
+    Ring(Attached),
+    /// By its path: its bytes were brought by a call.
+    Call(PathBuf),
+}
+
+impl Source {
+    /// The path that the file was opened by.
+    pub fn path(&self) -> &Path {
+        match self {
+            Source::Ring(file) => file.path(),
+            Source::Call(path) => path,
+        }
+    }
 }
 
 /// A transfer of the ring between a piece of a file and `at` in a buffer.

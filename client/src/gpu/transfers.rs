@@ -8,16 +8,16 @@ use super::lane::Lane;
 use super::ordered::{Ask, Ordered};
 use super::outcome::action;
 use super::registered::Registrations;
-use super::request::{Allocation, Answer, End, Part, Parts, Pending, Request, Segment};
+use super::request::{Allocation, Answer, End, Part, Parts, Pending, Request, Segment, Source};
 use super::worker::{Mail, PIECES, Worker};
 use crate::error::{Error, Result};
 use crate::file::{File, Require, Transfer};
 use crate::mount::Mount;
-use crate::ring::{Attached, Ring, RingName};
+use crate::ring::{Ring, RingName};
 use crate::{Reason, Route};
 use gpunvme_gpupath::abi::MAX_OFFSET;
 use gpunvme_gpupath::cuda::{self, Cuda, Gpu, Place, Scatter};
-use gpunvme_gpupath::pieces::{Blocks, Direction, piece_len};
+use gpunvme_gpupath::pieces::{Blocks, Direction, first, piece_len};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use std::fmt;
@@ -279,8 +279,13 @@ impl Transfers {
         let answer = Arc::new(Answer::default());
         let end = End::Pending(answer.clone());
         if let Some(mut desk) = self.inner.desk(&found) {
-            let request = self.request(direction, file.in_ring(desk.ring().name())?, found, end);
-            return desks::serve(&mut desk, request, &answer);
+            if direction == Direction::Read && found.is_one_piece(self.inner.blocks) && file.is_first_read() {
+                let request = self.request(direction, Source::Call(file.path().to_owned()), found, end);
+                return desks::serve(&mut desk, |desk| desk.read_by_call(request, file), &answer);
+            }
+            let source = Source::Ring(file.in_ring(desk.ring().name())?);
+            let request = self.request(direction, source, found, end);
+            return desks::serve(&mut desk, |desk| desk.begin(request), &answer);
         }
         self.hand_over(direction, file, found, end)?;
         Pending(answer).wait()
@@ -299,14 +304,14 @@ impl Transfers {
         for gpu in found.gpus() {
             inner.need_lane(gpu)?;
         }
-        let request = self.request(direction, file.in_ring(&inner.ring)?, found, end);
+        let request = self.request(direction, Source::Ring(file.in_ring(&inner.ring)?), found, end);
         inner.inbox.send(|mail| mail.requests.push(request));
         Ok(())
     }
 
-    fn request(&self, direction: Direction, file: Attached, found: Found, end: End) -> Request {
+    fn request(&self, direction: Direction, source: Source, found: Found, end: End) -> Request {
         let Found { parts, bytes } = found;
-        Request { direction, file, parts, require: self.require, piece_len: piece_len(bytes), end }
+        Request { direction, source, parts, require: self.require, piece_len: piece_len(bytes), end }
     }
 
     /// Looks up the memory of a request, and puts it into a stream.
@@ -375,6 +380,12 @@ struct Found {
 }
 
 impl Found {
+    /// Whether a read of it is one piece that goes through a staging pool.
+    fn is_one_piece(&self, blocks: Blocks) -> bool {
+        let [Part { file_offset, len, registered: Err(_), .. }] = self.parts[..] else { return false };
+        first(Direction::Read, blocks, file_offset, len, piece_len(self.bytes)).wanted == len
+    }
+
     /// The GPUs whose copies it needs, one again and again where it has many parts.
     fn gpus(&self) -> impl Iterator<Item = Gpu> {
         self.parts.iter().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu)

@@ -27,6 +27,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("a thread keeps many requests in flight", many_in_flight),
     ("requests call back", callbacks),
     ("threads do not disturb each other", many_threads),
+    ("a file that is read once is asked for once", read_once),
     ("short requests that are waited for are done by whoever waits, as far as there is room", callers),
     ("what a stream does before and after a read or write is in order with it", streams::streams_are_ordered),
     ("streams move files into and out of every kind of memory, to their ends", streams::every_kind_of_memory),
@@ -303,6 +304,30 @@ fn many_threads(site: &Site) {
             });
         }
     });
+}
+
+fn read_once(site: &Site) {
+    let sample = site.sample(26, MIB);
+    let (transfers, mount) = (site.transfers(), site.mount());
+    let calls = |command| mount.stats().unwrap().calls.iter().find(|(name, _)| *name == command).unwrap().1;
+    let memory = allocated(site.gpu, MIB as usize);
+    for (offset, len, arrives) in [(0, 4096, 4096), (5, 200_000, 200_000), (MIB - 100, 5000, 100), (2 * MIB, 10, 0), (7, 1, 1)] {
+        let file = File::open(&sample.path).unwrap();
+        let part = [segment(offset, memory.address() + 3, len)];
+        let before = ["info", "attach", "read"].map(calls);
+        let done = read(&transfers, &file, &part).unwrap();
+        assert_eq!(done.bytes(), arrives, "{len} bytes at {offset}");
+        let from = sample.bytes.len().min(offset as usize);
+        let there = arrives == 0 || site.look(memory.address() + 3, arrives) == sample.bytes[from..][..arrives as usize];
+        assert!(there, "{len} bytes at {offset}");
+        let calls_of = |more: [u64; 3]| std::array::from_fn(|at| before[at] + more[at]);
+        assert_eq!(["info", "attach", "read"].map(calls), calls_of([0, 0, 1]), "one call");
+        // Who reads again may do so often.
+        for _ in 0..3 {
+            assert_eq!(read(&transfers, &file, &part).unwrap().bytes(), arrives);
+        }
+        assert_eq!(["info", "attach", "read"].map(calls)[..2], calls_of([0, 1, 0])[..2], "a ring");
+    }
 }
 
 fn callers(site: &Site) {
