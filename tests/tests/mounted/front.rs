@@ -79,7 +79,7 @@ fn appending_begins_where_a_direct_write_ended() {
     let mut appender = OpenOptions::new().append(true).open(volume.path("file")).unwrap();
     let buffer = Buffer::new(&file, 1 << 20);
     buffer.put(0, &tree::pattern(61, 1 << 20));
-    let mut expected = Vec::new();
+    let mut expected: Vec<u8> = Vec::new();
     for len in [4096, 1, 5000, 65536, 4095] {
         buffer.write(&file, expected.len() as u64, len).unwrap();
         expected.extend(&tree::pattern(61, 1 << 20)[..len as usize]);

@@ -1,0 +1,20 @@
+//! A mounted volume, end to end, in one program: what waits for a device or a daemon leaves the processors to the others.
+
+mod coherence;
+mod controllers;
+mod direct;
+mod direct_refusals;
+mod faults;
+mod files;
+mod front;
+mod fsck;
+mod kill;
+mod memory;
+mod mkfs;
+mod mount;
+mod names;
+mod programs;
+mod ring;
+mod space;
+mod storm;
+mod users;
