@@ -87,8 +87,16 @@ impl Ring {
         Ok(pending)
     }
 
-    /// How many more may be taken, so that each completion has a place: none as long as the application leaves completions lying.
-    pub fn room(&self) -> Result<u32, Broken> {
+    /// How many submissions may be taken now.
+    pub fn ready(&self) -> Result<u32, Broken> {
+        match self.pending()? {
+            0 => Ok(0),
+            pending => Ok(pending.min(self.room()?)),
+        }
+    }
+
+    /// How many may be taken so that each completion has a place: none as long as the application leaves completions lying.
+    fn room(&self) -> Result<u32, Broken> {
         // In this order: what is completed in between is counted twice, not left out.
         let in_flight = self.in_flight.load(Ordering::Acquire);
         let unread = self.tail.lock().wrapping_sub(self.memory.load(Word::CompletionHead));
@@ -98,15 +106,15 @@ impl Ring {
         Ok(self.memory.entries().saturating_sub(in_flight.saturating_add(unread)))
     }
 
-    /// Takes the next submission, and says whether nothing else is under way. Only where [`Ring::pending`] said that there is one.
-    pub fn take(&self) -> (Submission, bool) {
+    /// Takes the next submission. Only where [`Ring::ready`] said that there is one.
+    pub fn take(&self) -> Submission {
         let head = self.head.load(Ordering::Relaxed);
         let submission = self.memory.submission(head);
         self.head.store(head.wrapping_add(1), Ordering::Relaxed);
         self.memory.store(Word::SubmissionHead, head.wrapping_add(1));
         self.bytes.fetch_add(submission.len, Ordering::AcqRel);
-        let before = self.in_flight.fetch_add(1, Ordering::AcqRel);
-        (submission, before == 0)
+        self.in_flight.fetch_add(1, Ordering::AcqRel);
+        submission
     }
 
     /// Submissions under way, and the bytes they are about.
@@ -114,18 +122,17 @@ impl Ring {
         (self.in_flight.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire))
     }
 
-    /// Ends a submission of `len` bytes that was taken, and says whether nothing else is under way. [`Ring::wake_if_due`] has to follow.
-    pub fn complete(&self, len: u64, completion: &Completion) -> bool {
-        let before = {
+    /// Ends a submission of `len` bytes that was taken. [`Ring::wake_if_due`] has to follow.
+    pub fn complete(&self, len: u64, completion: &Completion) {
+        {
             let mut tail = self.tail.lock();
             self.memory.put_completion(*tail, completion);
             *tail = tail.wrapping_add(1);
             self.memory.store(Word::CompletionTail, *tail);
             self.bytes.fetch_sub(len, Ordering::AcqRel);
-            self.in_flight.fetch_sub(1, Ordering::AcqRel)
-        };
+            self.in_flight.fetch_sub(1, Ordering::AcqRel);
+        }
         self.due.store(true, Ordering::Release);
-        before == 1
     }
 
     /// Says whether the service sleeps, with a full barrier.

@@ -56,10 +56,10 @@ pub struct Taken {
     answered: bool,
 }
 
-/// How many rings of a mount have something under way, by the number of the thread that serves them.
+/// How many rings of a mount have something to do or under way, by the number of the thread that serves them, which counts them.
 pub(super) struct Active(Box<[ActiveOf]>);
 
-/// Of one thread's rings. A thread that counts does not take the next one's memory from another processor.
+/// Of one thread. One that counts does not take the next one's memory from another processor.
 #[derive(Default)]
 #[repr(align(64))]
 struct ActiveOf(AtomicU32);
@@ -70,8 +70,15 @@ impl Active {
         Active((0..services).map(|_| ActiveOf::default()).collect())
     }
 
-    fn of(&self, service: usize) -> &AtomicU32 {
-        &self.0[service].0
+    fn of(&self, service: usize) -> u32 {
+        self.0[service].0.load(Ordering::Relaxed)
+    }
+
+    fn set(&self, service: usize, count: u32) {
+        // Others have the number at hand as long as nobody writes it.
+        if self.of(service) != count {
+            self.0[service].0.store(count, Ordering::Relaxed);
+        }
     }
 
     fn all(&self) -> u32 {
@@ -163,7 +170,7 @@ impl Service {
                 busy = Instant::now();
                 continue;
             }
-            let under_way = self.active.of(self.number).load(Ordering::Relaxed) > 0;
+            let under_way = self.active.of(self.number) > 0;
             if busy.elapsed() < if under_way { LINGER_UNDER_WAY } else { LINGER } && !rings.is_empty() {
                 // On a machine with nothing to spare the device, or the application, may need this processor.
                 std::thread::yield_now();
@@ -199,41 +206,37 @@ impl Service {
     /// Takes from each ring what may be taken now. Returns whether anything was.
     fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> bool {
         let mut ready: SmallVec<[(&Arc<Ring>, u32); 16]> = SmallVec::new();
-        let mut starting = 0;
+        let mut active = 0;
         for at in 0..rings.len() {
             let ring = &rings[(first + at) % rings.len()];
             if ring.is_closed() {
                 continue;
             }
-            match ring.pending() {
-                Ok(0) => {}
-                Ok(pending) => {
-                    starting += u32::from(ring.load().0 == 0);
-                    ready.push((ring, pending));
+            match ring.ready() {
+                Ok(count) => {
+                    active += u32::from(count > 0 || ring.load().0 > 0);
+                    if count > 0 {
+                        ready.push((ring, count));
+                    }
                 }
                 Err(broken) => self.give_up(ring, &broken),
             }
         }
+        self.active.set(self.number, active);
         if ready.is_empty() {
             return false;
         }
-        // At least one. Those that are just ending may make it one too many.
-        let active = (self.active.all() + starting).max(1);
+        let active = self.active.all();
         let mut any = false;
-        for (ring, pending) in ready {
-            match ring.room() {
-                Ok(room) => {
-                    for _ in 0..pending.min(room).min(TURN) {
-                        let (transfers, bytes) = ring.load();
-                        let share = transfers < SHARED_TRANSFERS / active && bytes < SHARED_BYTES / u64::from(active);
-                        if transfers > 0 && !share {
-                            break;
-                        }
-                        self.begin(ring);
-                        any = true;
-                    }
+        for (ring, count) in ready {
+            for _ in 0..count.min(TURN) {
+                let (transfers, bytes) = ring.load();
+                let share = transfers < SHARED_TRANSFERS / active && bytes < SHARED_BYTES / u64::from(active);
+                if transfers > 0 && !share {
+                    break;
                 }
-                Err(broken) => self.give_up(ring, &broken),
+                self.begin(ring);
+                any = true;
             }
         }
         any
@@ -246,10 +249,7 @@ impl Service {
 
     /// Takes one submission and begins it.
     fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
-        let (submission, is_first) = ring.take();
-        if is_first {
-            self.active.of(self.number).fetch_add(1, Ordering::Relaxed);
-        }
+        let submission = ring.take();
         let taken = Taken {
             service: self.clone(),
             ring: ring.clone(),
@@ -290,19 +290,16 @@ impl Taken {
     fn complete(&mut self, completion: Completion) {
         self.answered = true;
         let Taken { service, ring, len, .. } = self;
-        let is_last = ring.complete(*len, &completion);
-        if is_last {
-            service.active.of(service.number).fetch_sub(1, Ordering::Relaxed);
-        }
+        ring.complete(*len, &completion);
         if SERVING.get() == Arc::as_ptr(service) {
             // The application is woken once for all that ends in this turn.
             return;
         }
         // Another thread may end it, one that serves other rings too: what this transfer waited for may have ended there.
         ring.wake_if_due();
-        // The ring's thread may have left submissions lying because too much was under way.
+        // The ring's thread may have left submissions lying because too much was under way, and counts the ring while something is.
         fence(Ordering::SeqCst);
-        if service.asleep.load(Ordering::SeqCst) && ring.pending().is_ok_and(|pending| pending > 0) {
+        if service.asleep.load(Ordering::SeqCst) && (ring.load().0 == 0 || ring.pending().is_ok_and(|pending| pending > 0)) {
             service.wake();
         }
     }
