@@ -23,8 +23,8 @@ use std::time::Duration;
 pub(super) const LONGEST: u64 = CHUNK as u64;
 /// Bytes of a desk's pool on a GPU: the longest request has room, also where its pieces are rounded outwards.
 pub(super) const POOL: usize = 2 * CHUNK;
-/// Entries of a desk's ring: pieces of a request that may be in flight.
-const ENTRIES: u32 = 256;
+/// Parts that a request may have, and entries of a desk's ring: a request of more is better off among the many that the library's thread has in flight.
+pub(super) const PARTS: usize = 8;
 /// How long a caller looks around before it sleeps: longer than an SSD takes for most requests. Being woken would take longer than the copy to the GPU.
 const LINGER: Duration = Duration::from_micros(250);
 
@@ -71,7 +71,7 @@ impl Desks {
     }
 
     fn make(&self, mount: &Mount, blocks: Blocks) -> Option<Mutex<Engine>> {
-        let ring = Ring::new(mount, ENTRIES).inspect_err(|error| {
+        let ring = Ring::new(mount, PARTS as u32).inspect_err(|error| {
             tracing::debug!(%error, "no further thread does its own requests");
             self.fill();
         });

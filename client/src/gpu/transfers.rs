@@ -454,7 +454,7 @@ impl Inner {
 
     /// A free desk for a request, if it is short enough and there is one.
     fn desk(&self, found: &Found) -> Option<MutexGuard<'_, Engine>> {
-        if found.bytes > desks::LONGEST {
+        if found.bytes > desks::LONGEST || found.parts.len() > desks::PARTS {
             return None;
         }
         let mut desk = self.desks.take(&self.mount, self.blocks)?;
