@@ -120,8 +120,8 @@ struct gpunvme_gpu_segment {
 
 /*
  * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why. `staging` is how many bytes of pinned host memory it may use for each GPU, beside
- * 2 MiB for each thread that waits for requests of at most 1 MiB, as many as there are processors and at most 16; `registered` is how many of each GPU's memory may be
- * registered with the mount at once; 0 for the usual. One serves a whole application. A process that forks must not use it in the child.
+ * 2 MiB for each thread that waits for requests of at most 1 MiB in at most 8 parts, as many threads as there are processors and at most 16; `registered` is how many of
+ * each GPU's memory may be registered with the mount at once; 0 for the usual. One serves a whole application. A process that forks must not use it in the child.
  */
 int gpunvme_transfers_open(const gpunvme_mount *mount, size_t staging, uint64_t registered, gpunvme_transfers **transfers);
 /* Waits for all requests; in a callback (gpunvme_done) it does not, and all ends when they are done. Queues keep it alive. NULL is fine. */
@@ -140,7 +140,7 @@ int gpunvme_gpu_write(const gpunvme_transfers *transfers, const gpunvme_file *fi
 
 /*
  * Begins a request, and calls `done` when it is over, unless this returns an error. `error` is 0 or a negative errno; gpunvme_last_error() has its sentence. It is called on the
- * thread that serves all requests: it should do little, and must not wait for another request.
+ * thread that serves many requests: it should do little, and must not wait for another request.
  */
 typedef void gpunvme_done(void *user_data, int error, const struct gpunvme_result *result);
 int gpunvme_gpu_read_then(const gpunvme_transfers *transfers, const gpunvme_file *file,

@@ -5,7 +5,7 @@
 
 use crate::buffer::{Memory, Registered};
 use crate::error::{Error, Result};
-use crate::mount::{Connection, Mount, failed, reason, status};
+use crate::mount::{Connection, Limits, Mount, failed, reason, status};
 use crate::ring::{Attached, RingName};
 use crate::{Extent, Reason, Route, Segment, sys};
 use gpunvme_gpupath::abi::{self, Command, Moved, TransferFlags};
@@ -15,7 +15,6 @@ use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
@@ -24,7 +23,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 pub struct File {
     file: OwnedFd,
     path: PathBuf,
-    connection: Arc<Connection>,
+    limits: Limits,
     /// The rings that [`crate::gpu::Transfers`] attached it to.
     rings: Mutex<Vec<Attached>>,
     /// Whether [`File::is_first_read`] was asked.
@@ -132,14 +131,15 @@ impl File {
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file" });
         }
-        let connection = match Connection::known(stat.st_dev) {
-            Some(connection) => connection,
+        // What is kept of the mount keeps no other file open.
+        let limits = match Connection::known(stat.st_dev) {
+            Some(connection) => connection.limits,
             None => {
                 let copy = file.try_clone().map_err(|error| lost(Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?;
-                Mount::of(copy, path)?.connection().clone()
+                Mount::of(copy, path)?.connection().limits
             }
         };
-        Ok(File { file, path: path.to_owned(), connection, rings: Mutex::default(), read: AtomicBool::new(false) })
+        Ok(File { file, path: path.to_owned(), limits, rings: Mutex::default(), read: AtomicBool::new(false) })
     }
 
     /// The path that it was opened by.
@@ -265,7 +265,7 @@ impl File {
             }
         }
         let mut done = Transfer::default();
-        let mut batch = Batch::new(self.connection.limits.segments, self.connection.limits.bytes, segments);
+        let mut batch = Batch::new(self.limits.segments, self.limits.bytes, segments);
         let mut argument = Vec::new();
         while let Some((first, part)) = batch.next() {
             let asked: u64 = part.iter().map(|segment| segment.len).sum();

@@ -96,25 +96,22 @@ impl Mount {
             action: "open it",
             errno,
         })?;
-        Mount::of(file, path)
+        let mount = Mount::of(file, path)?;
+        mount.connection.make_known();
+        Ok(mount)
     }
 
     pub(crate) fn of(file: OwnedFd, path: &Path) -> Result<Mount> {
         let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
-        let stat = rustix::fs::fstat(&file).map_err(failed)?;
-        if !matches!(FileType::from_raw_mode(stat.st_mode), FileType::RegularFile | FileType::Directory) {
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(failed)?.st_mode);
+        if !matches!(kind, FileType::RegularFile | FileType::Directory) {
             return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file or a directory" });
         }
         let connection = Connection { file, path: path.to_owned(), limits: Limits::default(), socket: String::new() };
         let info = connection.info()?;
         let limits =
             Limits { segments: (info.max_segments as usize).clamp(1, abi::MAX_SEGMENTS), bytes: info.max_transfer.max(1) };
-        let connection = Arc::new(Connection { limits, socket: info.socket, ..connection });
-        let mut known = KNOWN.lock();
-        known.retain(|(_, connection)| connection.strong_count() > 0);
-        known.push((stat.st_dev, Arc::downgrade(&connection)));
-        drop(known);
-        Ok(Mount { connection })
+        Ok(Mount { connection: Arc::new(Connection { limits, socket: info.socket, ..connection }) })
     }
 
     pub(crate) fn connection(&self) -> &Arc<Connection> {
@@ -206,7 +203,8 @@ pub(crate) struct Connection {
     socket: String,
 }
 
-/// Connections by the numbers of their filesystems (`st_dev`): as long as one is open its filesystem is there, and no other has its number.
+/// Connections by the numbers of their filesystems (`st_dev`): as long as one is open its filesystem is there, and no other has its number. Nobody waits for it: in a process
+/// that was forked meanwhile it may be locked for ever.
 static KNOWN: Mutex<Vec<(u64, Weak<Connection>)>> = Mutex::new(Vec::new());
 
 /// What one ioctl may carry.
@@ -219,7 +217,17 @@ pub(crate) struct Limits {
 impl Connection {
     /// One to the filesystem of this number, if this process has one: nothing need be asked then.
     pub fn known(number: u64) -> Option<Arc<Connection>> {
-        KNOWN.lock().iter().filter(|(known, _)| *known == number).find_map(|(_, connection)| connection.upgrade())
+        KNOWN.try_lock()?.iter().filter(|(known, _)| *known == number).find_map(|(_, connection)| connection.upgrade())
+    }
+
+    /// Has [`Connection::known`] find it, unless there is another.
+    fn make_known(self: &Arc<Connection>) {
+        let Ok(stat) = rustix::fs::fstat(&self.file) else { return };
+        let Some(mut known) = KNOWN.try_lock() else { return };
+        known.retain(|(_, connection)| connection.strong_count() > 0);
+        if known.iter().all(|(number, _)| *number != stat.st_dev) {
+            known.push((stat.st_dev, Arc::downgrade(self)));
+        }
     }
 
     /// `INFO`, as the daemon answers it.

@@ -68,12 +68,15 @@ fn callers_who_get_no_ring_are_served_all_the_same() {
         let transfers = Transfers::new(&mount).unwrap();
         let mut rings: Vec<Ring> = std::iter::from_fn(|| Ring::new(&mount, 8).ok()).take(1000).collect();
         assert!(rings.len() < 1000, "a process may have so many rings only");
+        let made = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "ring").unwrap().1;
+        let before = made();
         for _ in 0..2 {
             let other = vec![0xee; memory.len()];
             Pinned::new(gpu(), memory.len()).put(&gpu().stream().unwrap(), memory.address(), &other);
             // SAFETY: the memory is this test's.
             assert_eq!(unsafe { transfers.read(&file, &whole(&memory)) }.unwrap().bytes(), MIB);
             assert!(look(&memory) == bytes);
+            assert_eq!(made() - before, 1, "it was asked for one, once");
             rings.clear();
         }
     });

@@ -5,7 +5,7 @@
 
 use super::engine::Engine;
 use super::request::Answer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::file::Transfer;
 use crate::linger::Linger;
 use crate::mount::Mount;
@@ -28,8 +28,8 @@ pub(super) const PARTS: usize = 8;
 /// How long a caller looks around before it sleeps: longer than an SSD takes for most requests. Being woken would take longer than the copy to the GPU.
 const LINGER: Duration = Duration::from_micros(250);
 
-/// The daemon gives a process no more rings.
-const MOST: usize = 64;
+/// The most desks: the daemon gives a process 64 rings, and the application and other threads of the library need some.
+const MOST: usize = 32;
 
 thread_local! {
     /// Which desk this thread had last: its files are attached there.
@@ -37,8 +37,11 @@ thread_local! {
 }
 
 /// Desks: each comes into being when all others are in use.
+#[derive(Default)]
 pub(super) struct Desks {
-    desks: Box<[OnceLock<Option<Mutex<Engine>>>]>,
+    desks: Box<[OnceLock<Mutex<Engine>>]>,
+    /// Held by who makes one.
+    making: Mutex<()>,
     /// The mount, or a GPU, gave no more: those that there are have to do.
     full: AtomicBool,
 }
@@ -46,21 +49,21 @@ pub(super) struct Desks {
 impl Desks {
     /// At most so many.
     pub fn new(most: usize) -> Desks {
-        Desks { desks: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), full: AtomicBool::new(false) }
+        Desks { desks: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..Desks::default() }
     }
 
-    /// A free one, if there is one.
-    pub fn take(&self, mount: &Mount, blocks: Blocks) -> Option<MutexGuard<'_, Engine>> {
-        let free = |at: usize| self.desks.get(at)?.get()?.as_ref()?.try_lock();
+    /// A free one, if there is one: when no more of anything is to be had, one that `has_all` a request needs.
+    pub fn take(&self, mount: &Mount, blocks: Blocks, has_all: impl Fn(&Engine) -> bool) -> Option<MutexGuard<'_, Engine>> {
+        let free = |at: usize| {
+            let desk = self.desks.get(at)?.get()?.try_lock()?;
+            (!self.is_full() || has_all(&desk)).then_some(desk)
+        };
         if let Some(desk) = free(LAST.get()) {
             return Some(desk);
         }
-        for (at, desk) in self.desks.iter().enumerate() {
-            if desk.get().is_none() {
-                if self.is_full() {
-                    return None;
-                }
-                desk.get_or_init(|| self.make(mount, blocks));
+        for at in 0..self.desks.len() {
+            if self.desks[at].get().is_none() {
+                self.make(at, mount, blocks)?;
             }
             if let Some(desk) = free(at) {
                 LAST.set(at);
@@ -70,26 +73,35 @@ impl Desks {
         None
     }
 
-    fn make(&self, mount: &Mount, blocks: Blocks) -> Option<Mutex<Engine>> {
-        let ring = Ring::new(mount, PARTS as u32).inspect_err(|error| {
-            tracing::debug!(%error, "no further thread does its own requests");
-            self.fill();
-        });
-        Some(Mutex::new(Engine::new(ring.ok()?, blocks)))
+    /// Makes the next one, if nobody else does.
+    fn make(&self, at: usize, mount: &Mount, blocks: Blocks) -> Option<()> {
+        let _making = self.making.try_lock()?;
+        if self.is_full() {
+            return None;
+        }
+        if self.desks[at].get().is_some() {
+            return Some(());
+        }
+        match Ring::new(mount, PARTS as u32) {
+            Ok(ring) => {
+                self.desks[at].get_or_init(|| Mutex::new(Engine::new(ring, blocks)));
+                Some(())
+            }
+            Err(error) => {
+                self.fill(&error);
+                None
+            }
+        }
     }
 
-    /// No more of anything is asked for.
-    pub fn fill(&self) {
+    /// No more of anything is asked for, because of this.
+    pub fn fill(&self, error: &Error) {
+        tracing::debug!(%error, "no further thread does its own requests");
         self.full.store(true, Ordering::Relaxed);
     }
 
-    pub fn is_full(&self) -> bool {
+    fn is_full(&self) -> bool {
         self.full.load(Ordering::Relaxed)
-    }
-
-    /// Ends them all.
-    pub fn close(&mut self) {
-        self.desks = Box::default();
     }
 }
 
@@ -97,8 +109,8 @@ impl Desks {
 pub(super) fn serve(desk: &mut Engine, begin: impl FnOnce(&mut Engine), answer: &Answer) -> Result<Transfer> {
     // After a panic nobody would know what memory the daemon and the GPUs still use.
     let served = catch_unwind(AssertUnwindSafe(|| {
-        let mut linger = Linger::new();
         begin(desk);
+        let mut linger = Linger::new();
         while !desk.is_idle() {
             if desk.turn(linger.now()) {
                 linger.restart();

@@ -144,6 +144,9 @@ impl Engine {
     /// Takes a read of one part that is one piece, and has its bytes brought into its slot by a call on the file itself: for a file that is read once that costs less than to make it known
     /// to the ring. Only where all requests are answered, so that there is room.
     pub fn read_by_call(&mut self, request: Request, file: &File) {
+        if self.closed {
+            return self.begin(request);
+        }
         let [part] = &request.parts[..] else { unreachable!("a read of one part") };
         let (address, gpu) = (part.address, part.allocation.gpu);
         let piece = pieces::first(Direction::Read, self.blocks, part.file_offset, part.len, request.piece_len);
@@ -152,7 +155,12 @@ impl Engine {
         let slot = lane.slots.take(piece.slot_len()).expect("an unused pool has room for a piece");
         let segment = Segment { file_offset: piece.file_offset, buffer_offset: slot as u64 + piece.slot_offset, len: piece.len };
         let flags = request.require.flags();
-        let result = file.transfer(Command::Read, lane.staging.registered(), &[segment], flags);
+        let mut result = file.transfer(Command::Read, lane.staging.registered(), &[segment], flags);
+        if let Err(Error::Transfer { errno: Errno::CONNABORTED | Errno::NOTCONN, .. }) = result {
+            // The mount's end told by the kernel, and not by the daemon: that may be using the slot still, which nobody gets from now on.
+            self.closed = true;
+            result = Err(Error::RingClosed { path: file.path().to_owned() });
+        }
         let within = part.len;
         let active = Active { request, part: 0, within, in_flight: 1, in_turns: false, outcome: Outcome::default() };
         let request = self.requests.insert(active);
@@ -475,7 +483,7 @@ fn settle(request: &Request) -> crate::Result<()> {
     Ok(())
 }
 
-/// The lane of a GPU. It came through the inbox before the request.
+/// The lane of a GPU. It came before the request.
 fn lane(lanes: &mut [Option<Box<Lane>>], gpu: Gpu) -> &mut Lane {
     lanes[gpu.index() as usize].as_mut().expect("a lane comes before the requests that use it")
 }

@@ -126,11 +126,17 @@ impl Lane {
         let chunks = pool.div_ceil(CHUNK).max(1);
         let staging = Staging::new(path, &gpu, chunks * CHUNK, BATCHES * TABLE + WORD)?;
         let stream = gpu.stream().map_err(failed)?;
-        let scatter = kernel.map_or_else(|| gpu.scatter().map(Arc::new), Ok).map_err(failed)?;
-        // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very lane.
-        // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
-        unsafe { stream.scatter(&scatter, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
-        stream.synchronize().map_err(failed)?;
+        let scatter = match kernel {
+            Some(kernel) => kernel,
+            None => {
+                let kernel = gpu.scatter().map_err(failed)?;
+                // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very lane.
+                // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
+                unsafe { stream.scatter(&kernel, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
+                stream.synchronize().map_err(failed)?;
+                Arc::new(kernel)
+            }
+        };
         let staging = mount.register(staging)?.share();
         Ok(Lane {
             cuda,

@@ -1,4 +1,4 @@
-//! Where applications come in: it looks up what lies at their addresses, and hands the worker requests that can be done.
+//! Where applications come in: it looks up what lies at their addresses, and hands requests that can be done to whoever does them.
 
 use super::Queue;
 use super::desks::{self, Desks};
@@ -38,9 +38,9 @@ const CALLERS: usize = 16;
 pub struct Settings {
     /// Bytes of the staging pool of each GPU that is used: whole MiB, at least one. It is host memory, pinned, on the GPU's NUMA node.
     pub staging: usize,
-    /// Threads that may at once do their own requests, by calls that wait ([`Transfers::read`], [`Transfers::write`]) for at most 1 MiB: by default as many as the machine has
-    /// processors, and at most 16; never more than 64. A thread of the library does what others ask for, and what the mount or a GPU has no room for. Each has a ring, and for each
-    /// GPU that it uses a staging pool of 2 MiB, beside the other one.
+    /// Threads that may at once do their own requests, by calls that wait ([`Transfers::read`], [`Transfers::write`]) for at most 1 MiB in at most 8 parts: by default as many as the
+    /// machine has processors, and at most 16; never more than 32. For each the library makes a ring, and a staging pool of 2 MiB for each GPU that it uses, beside the other one. A
+    /// thread of the library does what others ask for, and what the mount or a GPU has no room for.
     pub callers: usize,
     /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD reaches them: by default as much as the GPU's BAR shows.
     pub registered: Option<u64>,
@@ -169,7 +169,7 @@ impl Transfers {
         self.perform(Direction::Write, file, segments)
     }
 
-    /// Begins a read, and calls `done` with what [`Transfers::read`] would have returned. That happens on the thread that serves all requests: it should do little, and must not
+    /// Begins a read, and calls `done` with what [`Transfers::read`] would have returned. That happens on the library's thread, which serves many requests: it should do little, and must not
     /// wait for another request.
     ///
     /// # Safety
@@ -457,21 +457,11 @@ impl Inner {
         if found.bytes > desks::LONGEST || found.parts.len() > desks::PARTS {
             return None;
         }
-        let mut desk = self.desks.take(&self.mount, self.blocks)?;
+        let has_all = |desk: &Engine| found.gpus().all(|gpu| desk.has_lane(gpu));
+        let mut desk = self.desks.take(&self.mount, self.blocks, has_all)?;
         for gpu in found.gpus() {
-            if desk.has_lane(gpu) {
-                continue;
-            }
-            if self.desks.is_full() {
-                return None;
-            }
-            match self.lane(gpu, desks::POOL) {
-                Ok(lane) => desk.add_lane(gpu, lane),
-                Err(error) => {
-                    tracing::debug!(%error, "no further thread does its own requests");
-                    self.desks.fill();
-                    return None;
-                }
+            if !desk.has_lane(gpu) {
+                desk.add_lane(gpu, self.lane(gpu, desks::POOL).inspect_err(|error| self.desks.fill(error)).ok()?);
             }
         }
         Some(desk)
@@ -501,14 +491,16 @@ impl Inner {
 
     /// A new lane of a GPU, with a pool of so many bytes.
     fn lane(&self, gpu: Gpu, pool: usize) -> Result<Box<Lane>> {
+        let new = |kernel| Lane::new(self.cuda, gpu, &self.mount, pool, self.alignment, kernel).map(Box::new);
         let mut kernels = self.kernels.lock();
-        let known = kernels.iter().find(|(known, _)| *known == gpu).map(|(_, kernel)| kernel.clone());
-        let is_new = known.is_none();
-        let lane = Lane::new(self.cuda, gpu, &self.mount, pool, self.alignment, known)?;
-        if is_new {
-            kernels.push((gpu, lane.scatter.clone()));
+        if let Some((_, kernel)) = kernels.iter().find(|(known, _)| *known == gpu) {
+            let kernel = kernel.clone();
+            drop(kernels);
+            return new(Some(kernel));
         }
-        Ok(Box::new(lane))
+        let lane = new(None)?;
+        kernels.push((gpu, lane.scatter.clone()));
+        Ok(lane)
     }
 
     /// Who serves requests in streams.
@@ -532,12 +524,9 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // The last are the worker's and those of windows then, which end when all requests are done: this may be a callback, and the worker the thread that it runs on.
         self.kernels.get_mut().clear();
-        {
-            let _alone = self.cuda.leave_captures_alone();
-            self.desks.close();
-        }
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
-        self.inbox.send(|mail| mail.end = true);
+        let desks = std::mem::take(&mut self.desks);
+        self.inbox.send(|mail| mail.end = Some(desks));
         if let Some(ordered) = self.ordered.get_mut().take().and_then(Arc::into_inner) {
             ordered.end(worker.is_some());
         }

@@ -2,6 +2,7 @@
 //!
 //! It guards that whoever calls never waits for it: it sleeps when there is nothing to do, and whoever sends it a request wakes it.
 
+use super::desks::Desks;
 use super::engine::Engine;
 use super::inbox::Inbox;
 use super::lane::{BATCH, Lane};
@@ -23,20 +24,20 @@ pub(super) struct Mail {
     /// GPUs that are used for the first time. They come before the requests that use them.
     pub lanes: Vec<(Gpu, Box<Lane>)>,
     pub requests: Vec<Request>,
-    /// It is to end when everything is done.
-    pub end: bool,
+    /// It is to end when everything is done, and these with it.
+    pub end: Option<Desks>,
 }
 
 pub(super) struct Worker {
     engine: Engine,
     inbox: Arc<Inbox<Mail>>,
-    ending: bool,
+    ending: Option<Desks>,
     mail: Mail,
 }
 
 impl Worker {
     pub fn new(engine: Engine, inbox: Arc<Inbox<Mail>>) -> Worker {
-        Worker { engine, inbox, ending: false, mail: Mail::default() }
+        Worker { engine, inbox, ending: None, mail: Mail::default() }
     }
 
     /// The thread.
@@ -58,7 +59,7 @@ impl Worker {
             busy |= self.engine.turn(linger.now());
             if busy {
                 linger.restart();
-            } else if self.ending && self.engine.is_idle() {
+            } else if self.ending.is_some() && self.engine.is_idle() {
                 return;
             } else if !linger.goes_on(LINGER) {
                 if self.engine.arm() && self.inbox.fall_asleep() {
@@ -82,7 +83,7 @@ impl Worker {
         for request in requests.drain(..) {
             self.engine.begin(request);
         }
-        self.ending |= std::mem::take(end);
+        self.ending = self.ending.take().or(end.take());
         true
     }
 }

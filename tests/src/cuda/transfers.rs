@@ -41,6 +41,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("memory that was freed too early is an error, and hurts nothing else", freed_too_early),
     ("memory that was freed while a caller waits for its bytes is an error too", freed_before_its_caller_copies),
     ("a daemon that dies ends its requests and no others", a_dying_daemon),
+    ("a daemon that dies in the first read of a file ends it", a_daemon_dies_in_a_first_read),
     ("a daemon that ends in order leaves no request behind", an_ending_daemon),
     ("an application that dies in the middle leaves nothing behind", a_dying_application),
     ("memory that CUDA does not know is refused", unknown_memory),
@@ -284,6 +285,25 @@ fn callbacks(site: &Site) {
     drop(transfers);
     assert_eq!(writes.try_iter().map(|done| done.unwrap().bytes()).sum::<u64>(), 8 * MIB);
     assert!(fs::read(path).unwrap() == sample.bytes);
+    // The last copy may be a callback's; other requests are done all the same.
+    let last = site.transfers();
+    assert_eq!(read(&last, &sample.file, &[segment(0, memory.address(), MIB)]).unwrap().bytes(), MIB);
+    let ((go, wait), (was_read, reads)) = (mpsc::channel(), mpsc::channel());
+    let (copy, first, second) = (last.clone(), was_read.clone(), was_read);
+    let dropping = move |done| {
+        wait.recv().unwrap();
+        drop(copy);
+        first.send(done).unwrap();
+    };
+    // SAFETY: as above.
+    unsafe { last.read_then(&sample.file, &[segment(0, memory.address(), MIB)], dropping) }.unwrap();
+    let part = segment(MIB, memory.address() + MIB, 7 * MIB);
+    // SAFETY: as above.
+    unsafe { last.read_then(&sample.file, &[part], move |done| second.send(done).unwrap()) }.unwrap();
+    drop(last);
+    go.send(()).unwrap();
+    let bytes: u64 = (0..2).map(|_| reads.recv_timeout(Duration::from_secs(20)).unwrap().unwrap().bytes()).sum();
+    assert_eq!(bytes, 8 * MIB);
 }
 
 fn many_threads(site: &Site) {
@@ -308,13 +328,15 @@ fn many_threads(site: &Site) {
 
 fn read_once(site: &Site) {
     let sample = site.sample(26, MIB);
-    let (transfers, mount) = (site.transfers(), site.mount());
+    // Memory that the device reaches has no need of it.
+    let by_bounce = Require { route: Some(Route::Bounce), ..Require::default() };
+    let (transfers, mount) = (site.transfers().requiring(by_bounce), site.mount());
     let calls = |command| mount.stats().unwrap().calls.iter().find(|(name, _)| *name == command).unwrap().1;
     let memory = allocated(site.gpu, MIB as usize);
     for (offset, len, arrives) in [(0, 4096, 4096), (5, 200_000, 200_000), (MIB - 100, 5000, 100), (2 * MIB, 10, 0), (7, 1, 1)] {
+        let before = ["info", "attach", "read"].map(calls);
         let file = File::open(&sample.path).unwrap();
         let part = [segment(offset, memory.address() + 3, len)];
-        let before = ["info", "attach", "read"].map(calls);
         let done = read(&transfers, &file, &part).unwrap();
         assert_eq!(done.bytes(), arrives, "{len} bytes at {offset}");
         let from = sample.bytes.len().min(offset as usize);
@@ -432,7 +454,7 @@ fn freed_before_its_caller_copies(site: &Site) {
     let transfers = site.transfers();
     let sample = site.sample(25, MIB);
     let kept = allocated(site.gpu, MIB as usize);
-    for (count, len) in [(200, 4096), (1, MIB)] {
+    for (count, len) in [(8, 4096), (1, MIB)] {
         let freed = allocated(site.gpu, MIB as usize);
         let segments =
             |address: u64| -> Vec<Segment> { (0..count).map(|at| segment(at * len, address + at * len, len)).collect() };
@@ -453,8 +475,39 @@ fn freed_before_its_caller_copies(site: &Site) {
         });
         assert!(matches!(error, Error::Copy { error: None, .. }) && error.to_string().contains("was freed"), "{error}");
         assert_eq!(read(&transfers, &sample.file, &segments(kept.address())).unwrap().bytes(), count * len);
-        assert!(site.look(kept.address(), count * len) == sample.bytes[..(count * len) as usize]);
+        for Segment { file_offset, address, len } in segments(kept.address()) {
+            assert!(site.look(address, len) == sample.bytes[file_offset as usize..][..len as usize]);
+        }
     }
+}
+
+fn a_daemon_dies_in_a_first_read(site: &Site) {
+    let dying = Site::new(site.gpu);
+    let sample = dying.sample(27, MIB);
+    let memory = allocated(site.gpu, MIB as usize);
+    let transfers = dying.transfers();
+    let part = [segment(0, memory.address(), 4096)];
+    assert_eq!(read(&transfers, &sample.file, &part).unwrap().bytes(), 4096);
+    // In the ring now.
+    assert_eq!(read(&transfers, &sample.file, &part).unwrap().bytes(), 4096);
+    let fresh = File::open(&sample.path).unwrap();
+    kill_process(dying.volume.daemon(), Signal::STOP).unwrap();
+    let Site { volume, .. } = dying;
+    let error = thread::scope(|scope| {
+        let (sender, asleep) = mpsc::channel();
+        let (transfers, fresh) = (&transfers, &fresh);
+        let caller = scope.spawn(move || {
+            sender.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap();
+            read(transfers, fresh, &part).unwrap_err()
+        });
+        wait_until_asleep(&asleep);
+        drop(volume.signal(Signal::KILL));
+        caller.join().unwrap()
+    });
+    assert!(matches!(error, Error::RingClosed { .. }), "{error}");
+    // What the call may have left in the device's hands is used by nobody.
+    let error = read(&transfers, &sample.file, &part).unwrap_err();
+    assert!(matches!(error, Error::RingClosed { .. }), "{error}");
 }
 
 fn a_dying_daemon(site: &Site) {
@@ -605,12 +658,15 @@ fn requirements(site: &Site) {
 fn several_gpus(site: &Site) {
     let transfers = site.transfers();
     let gpus: Vec<Gpu> = Cuda::load().unwrap().gpus().collect();
-    let len = gpus.len() as u64 * MIB;
-    let sample = site.sample(13, len);
+    let sample = site.sample(13, gpus.len() as u64 * MIB);
     let memory: Vec<Memory> = gpus.iter().map(|gpu| allocated(*gpu, MIB as usize)).collect();
-    let segments: Vec<Segment> = (0..).zip(&memory).map(|(at, memory)| segment(at * MIB, memory.address(), MIB)).collect();
-    assert_eq!(read(&transfers, &sample.file, &segments).unwrap().bytes(), len);
-    for ((gpu, memory), expected) in gpus.iter().zip(&memory).zip(sample.bytes.chunks(MIB as usize)) {
-        assert!(look(*gpu, memory.address(), MIB) == expected, "on GPU {gpu}");
+    // A long request, and a short one.
+    for each in [MIB, MIB / gpus.len() as u64] {
+        let part = |at: u64, memory: &Memory| segment(at * each, memory.address(), each);
+        let segments: Vec<Segment> = (0..).zip(&memory).map(|(at, memory)| part(at, memory)).collect();
+        assert_eq!(read(&transfers, &sample.file, &segments).unwrap().bytes(), gpus.len() as u64 * each);
+        for ((gpu, memory), expected) in gpus.iter().zip(&memory).zip(sample.bytes.chunks(each as usize)) {
+            assert!(look(*gpu, memory.address(), each) == expected, "on GPU {gpu}");
+        }
     }
 }
