@@ -2,7 +2,7 @@
 
 use gpunvme_blockdev::sim::SimController;
 use gpunvme_blockdev::{Io, OpenMode};
-use gpunvme_gpupath::abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Submission, Word, ring_bytes};
+use gpunvme_gpupath::abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
 use gpunvme_gpupath::abi::{Command, Register, Transfer, TransferRequest};
 use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
 use gpunvme_gpupath::ring::{AttachedFile, RingMemory, Rings, Taken};
@@ -63,6 +63,11 @@ struct Application {
 
 impl Application {
     fn new(rings: &Rings, entries: u32) -> Application {
+        Application::try_new(rings, entries).unwrap()
+    }
+
+    /// Or an errno.
+    fn try_new(rings: &Rings, entries: u32) -> Result<Application, i32> {
         let fd = memfd(ring_bytes(entries) as u64);
         let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let (submitted, completed) = (event(), event());
@@ -74,8 +79,16 @@ impl Application {
             entries,
             ..abi::Ring::default()
         };
-        let id = answer::<abi::Ring>(&rings.open(thread(), &request)).ring;
-        Application { id, memory, submitted, completed }
+        let reply = rings.open(thread(), &request);
+        if reply.result != 0 {
+            return Err(-reply.result);
+        }
+        Ok(Application { id: answer::<abi::Ring>(&reply).ring, memory, submitted, completed })
+    }
+
+    /// Gives the ring up.
+    fn detach(&self, rings: &Rings) {
+        answer::<Detach>(&rings.detach(thread(), &Detach { ring: self.id, ..Detach::default() }));
     }
 
     /// Submits a read of a file that is attached for it.
@@ -200,4 +213,30 @@ fn fewer_threads_serve_where_the_device_has_fewer_queues() {
         let completed: u32 = applications.iter().map(Application::completed).sum();
         assert_eq!(completed as usize, taken + 1);
     }
+}
+
+/// Or a process could have the daemon hold any number of them.
+#[test]
+fn rings_given_up_count_until_their_transfers_end() {
+    let (server, rings) = rings(3, 2);
+    let buffer = register(&server);
+    let holding = Holding::new();
+    let mut given_up = 0;
+    let refused = loop {
+        match Application::try_new(&rings, 8) {
+            Ok(application) => {
+                application.submit(&rings, buffer, holding.0.clone());
+                until("a ring is not served", || application.taken() == 1);
+                application.detach(&rings);
+            }
+            Err(errno) => break errno,
+        }
+        given_up += 1;
+        assert!(given_up < 1000, "there is no end to it");
+    };
+    assert_eq!((refused, given_up), (libc::ENOSPC, 128));
+    for _ in 0..given_up {
+        holding.0.end_one();
+    }
+    until("rings that are over still count", || Application::try_new(&rings, 8).is_ok());
 }

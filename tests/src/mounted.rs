@@ -228,7 +228,7 @@ pub fn text(output: &Output) -> String {
 
 /// umount(8). A program that another test starts at this moment has all of this process's files open until it is executed, so a
 /// mount that is busy gets another chance.
-fn unmount_unless_busy(mount_point: &Path) -> Output {
+pub fn unmount_unless_busy(mount_point: &Path) -> Output {
     let start = Instant::now();
     loop {
         let output = Command::new("umount").arg(mount_point).output().expect("umount runs");

@@ -149,6 +149,7 @@ fn mostly_under_way(ring: &Raw) -> u32 {
     let mut seen = Vec::new();
     while ring.memory.load(Word::CompletionTail) < ring.memory.entries() {
         seen.push(under_way(&ring.memory));
+        std::thread::sleep(Duration::from_micros(100));
         assert!(Instant::now() < late, "not all of a ring was done");
     }
     seen.sort_unstable();
@@ -212,6 +213,26 @@ fn rings_come_and_go_while_others_are_busy() {
     bystander.check();
     let late = Instant::now() + Duration::from_secs(20);
     while descriptors(volume.daemon()) > before {
+        assert!(Instant::now() < late, "the daemon still holds what is gone");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A thread that sleeps has looked at its rings before.
+#[test]
+fn a_ring_that_is_given_up_while_its_thread_sleeps_is_gone() {
+    needs_mount!();
+    let volume = volume_with_three();
+    let mount = Mount::open(volume.root()).unwrap();
+    let before = descriptors(volume.daemon());
+    let rings: Vec<_> = (0..3).map(|_| Ring::new(&mount, 64).unwrap()).collect();
+    assert_eq!(serving_threads(volume.daemon()).len(), 3);
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(descriptors(volume.daemon()) >= before + 3 * 4, "each ring costs some");
+    drop(rings);
+    // The queues of two more threads stay.
+    let late = Instant::now() + Duration::from_secs(20);
+    while descriptors(volume.daemon()) > before + 2 {
         assert!(Instant::now() < late, "the daemon still holds what is gone");
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -20,11 +20,13 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::thread::JoinHandle;
 
 /// Rings of one process, and of all.
 const RINGS_PER_PROCESS: usize = 64;
+/// Rings of one process, those included that it gave up and whose transfers are still under way.
+const LIVING_PER_PROCESS: usize = 128;
 const RINGS: usize = 1024;
 /// About so many small transfers in flight keep a serving thread busy: 100 us each, 3 us of the thread. What a ring can have in flight beyond them makes no difference.
 const BUSY: u32 = 32;
@@ -46,9 +48,11 @@ pub struct Rings {
 /// What making a ring changes. It is locked before a service's rings are.
 struct Opening {
     last_id: u64,
-    /// The most services that there may be: fewer than there is room for where the device has no further queue, none after the end.
+    /// The most services that there may be: none after the end.
     services: usize,
     threads: Vec<JoinHandle<()>>,
+    /// All rings that were made; those that are gone leave at the next one.
+    made: Vec<Weak<Ring>>,
 }
 
 impl Rings {
@@ -70,6 +74,7 @@ impl Rings {
                 last_id: RandomState::new().build_hasher().finish() >> 2,
                 services,
                 threads: Vec::new(),
+                made: Vec::new(),
             }),
         };
         {
@@ -157,14 +162,19 @@ impl Rings {
         // A hole in it would have this daemon wait for the owner, or get a SIGBUS.
         foreign::seal_mapped(memory.fd)?;
         let mut opening = self.opening.lock();
-        let all: Vec<_> = begun(&self.services).flat_map(|service| service.rings().to_vec()).collect();
-        let owned = all.iter().filter(|other| other.owner.id == owner.id && other.owner.is_alive()).count();
-        if owned >= RINGS_PER_PROCESS || all.len() >= RINGS || opening.services == 0 {
+        opening.made.retain(|ring| ring.strong_count() > 0);
+        let of_owner = |ring: &Arc<Ring>| ring.owner.id == owner.id && ring.owner.is_alive();
+        let open =
+            begun(&self.services).map(|service| service.rings().iter().filter(|ring| of_owner(ring)).count()).sum::<usize>();
+        let living = opening.made.iter().filter_map(Weak::upgrade).filter(of_owner).count();
+        let too_many = open >= RINGS_PER_PROCESS || living >= LIVING_PER_PROCESS || opening.made.len() >= RINGS;
+        if too_many || opening.services == 0 {
             return Err(Errno::NOSPC);
         }
         opening.last_id += 1;
         let id = opening.last_id;
-        let ring = Ring::new(id, owner, mapped, submitted, completed);
+        let ring = Arc::new(Ring::new(id, owner, mapped, submitted, completed));
+        opening.made.push(Arc::downgrade(&ring));
         self.service_for(&mut opening, weight(&ring)).add(ring)?;
         Ok(id)
     }
@@ -179,10 +189,8 @@ impl Rings {
         if load + weight_of_it > BUSY && begun(&self.services).count() < opening.services {
             match self.begin(opening) {
                 Ok(service) => return service,
-                Err(error) => {
-                    opening.services = begun(&self.services).count();
-                    tracing::info!(threads = opening.services, "no further thread serves rings: {error}");
-                }
+                // For the next ring there may be one.
+                Err(error) => tracing::debug!(%error, "no further thread serves rings"),
             }
         }
         least.clone()
@@ -203,8 +211,15 @@ impl Rings {
             let _ = sender.send(Ok(service.clone())); // as above
             service.serve(&queue);
         })?;
+        let service = receiver.recv().map_err(io::Error::other).flatten();
+        let service = match service {
+            Ok(service) => service,
+            Err(error) => {
+                let _ = thread.join(); // it has no queue, and ends
+                return Err(error);
+            }
+        };
         opening.threads.push(thread);
-        let service = receiver.recv().map_err(io::Error::other)??;
         Ok(self.services[number].get_or_init(|| service).clone())
     }
 }

@@ -122,11 +122,11 @@ impl Service {
     }
 
     /// Serves a ring from now on.
-    pub fn add(&self, ring: Ring) -> Result<(), Errno> {
+    pub fn add(&self, ring: Arc<Ring>) -> Result<(), Errno> {
         {
             let mut rings = self.rings.lock();
             self.watch.add(&ring, self.number)?;
-            let more = rings.iter().cloned().chain([Arc::new(ring)]).collect();
+            let more = rings.iter().cloned().chain([ring]).collect();
             *rings = Arc::new(more);
         }
         self.wake();
@@ -145,6 +145,8 @@ impl Service {
             self.watch.remove(ring);
         }
         ring.close();
+        // What it last looked at still has the ring.
+        self.wake();
     }
 
     /// Has the thread look at its rings.

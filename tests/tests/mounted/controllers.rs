@@ -8,7 +8,7 @@ use gpunvme::gpu::{Segment, Transfers};
 use gpunvme_gpupath::abi::{Reason, Route, get_text};
 use gpunvme_gpupath::cuda::{Cuda, Which};
 use gpunvme_tests::direct::{Buffer, info};
-use gpunvme_tests::mounted::{is_mounted, text};
+use gpunvme_tests::mounted::{is_mounted, text, unmount_unless_busy};
 use gpunvme_tests::software_cuda::with_software_cuda;
 use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
 use tempfile::TempDir;
@@ -44,7 +44,7 @@ impl Controller {
     }
 
     fn unmount(&self) {
-        succeeds(Command::new("umount").arg(self.dir()).output().unwrap());
+        succeeds(unmount_unless_busy(&self.dir()));
     }
 }
 

@@ -337,7 +337,9 @@ fn another_user_reads_what_it_may_open() {
     fs::set_permissions(volume.root().parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     // The program has to lie where the other user can run it.
     let program = volume.image().path().with_file_name("direct-client");
-    fs::copy(env!("CARGO_BIN_EXE_direct-client"), &program).unwrap();
+    // By another process: a program that is open for writing here, or in what another test is starting, cannot be run.
+    let copied = std::process::Command::new("cp").arg(env!("CARGO_BIN_EXE_direct-client")).arg(&program).status().unwrap();
+    assert!(copied.success());
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let path = volume.path("file");
     fs::write(&path, tree::pattern(11, 100_000)).unwrap();

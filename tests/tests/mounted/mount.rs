@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::process::{Command, Output};
 
 use gpunvme_layout::{BLOCK_SIZE, Block, Geometry, Superblock};
-use gpunvme_tests::mounted::{IMAGE_LEN, Image, Mounted, is_mounted, text};
+use gpunvme_tests::mounted::{IMAGE_LEN, Image, Mounted, is_mounted, text, unmount_unless_busy};
 use gpunvme_tests::{needs_mount, tree};
 use rustix::process::Signal;
 
@@ -171,8 +171,7 @@ fn a_dead_daemons_mount_does_not_stand_in_the_way() {
     let output = volume.image().try_mount("");
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(fs::read_to_string(volume.path("file")).unwrap(), "kept");
-    let status = Command::new("umount").arg(volume.root()).status().unwrap();
-    assert!(status.success());
+    assert!(unmount_unless_busy(volume.root()).status.success());
     let (_, image) = volume.signal(Signal::KILL);
     assert_eq!(image.path(), image_path);
 }
