@@ -211,7 +211,7 @@ impl Rings {
             let _ = sender.send(Ok(service.clone())); // as above
             service.serve(&queue);
         })?;
-        let service = receiver.recv().map_err(io::Error::other).flatten();
+        let service = receiver.recv().map_err(io::Error::other).and_then(|service| service);
         let service = match service {
             Ok(service) => service,
             Err(error) => {

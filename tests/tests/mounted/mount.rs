@@ -171,7 +171,7 @@ fn a_dead_daemons_mount_does_not_stand_in_the_way() {
     let output = volume.image().try_mount("");
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(fs::read_to_string(volume.path("file")).unwrap(), "kept");
-    assert!(unmount_unless_busy(volume.root()).status.success());
+    assert!(unmount_unless_busy(&volume.root()).status.success());
     let (_, image) = volume.signal(Signal::KILL);
     assert_eq!(image.path(), image_path);
 }
