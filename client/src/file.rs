@@ -23,10 +23,12 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 pub struct File {
     file: OwnedFd,
     path: PathBuf,
+    /// The number of its filesystem (`st_dev`).
+    filesystem: u64,
     limits: Limits,
     /// The rings that [`crate::gpu::Transfers`] attached it to.
     rings: Mutex<Vec<Attached>>,
-    /// Whether [`File::is_first_read`] was asked.
+    /// Whether [`File::is_first_read_on`] was asked.
     read: AtomicBool,
 }
 
@@ -139,7 +141,14 @@ impl File {
                 Mount::of(copy, path)?.connection().limits
             }
         };
-        Ok(File { file, path: path.to_owned(), limits, rings: Mutex::default(), read: AtomicBool::new(false) })
+        Ok(File {
+            file,
+            path: path.to_owned(),
+            filesystem: stat.st_dev,
+            limits,
+            rings: Mutex::default(),
+            read: AtomicBool::new(false),
+        })
     }
 
     /// The path that it was opened by.
@@ -170,9 +179,11 @@ impl File {
         Ok(attached)
     }
 
-    /// Whether nobody asked this before.
-    pub(crate) fn is_first_read(&self) -> bool {
-        !self.read.load(Ordering::Relaxed) && !self.read.swap(true, Ordering::Relaxed)
+    /// Whether it lies on that mount, and nobody asked this before.
+    pub(crate) fn is_first_read_on(&self, mount: &Mount) -> bool {
+        self.filesystem == mount.connection().filesystem
+            && !self.read.load(Ordering::Relaxed)
+            && !self.read.swap(true, Ordering::Relaxed)
     }
 
     /// Its size in bytes.

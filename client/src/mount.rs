@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// A mounted volume.
@@ -103,11 +104,12 @@ impl Mount {
 
     pub(crate) fn of(file: OwnedFd, path: &Path) -> Result<Mount> {
         let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
-        let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(failed)?.st_mode);
-        if !matches!(kind, FileType::RegularFile | FileType::Directory) {
+        let stat = rustix::fs::fstat(&file).map_err(failed)?;
+        if !matches!(FileType::from_raw_mode(stat.st_mode), FileType::RegularFile | FileType::Directory) {
             return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file or a directory" });
         }
-        let connection = Connection { file, path: path.to_owned(), limits: Limits::default(), socket: String::new() };
+        let connection =
+            Connection { file, filesystem: stat.st_dev, path: path.to_owned(), limits: Limits::default(), socket: String::new() };
         let info = connection.info()?;
         let limits =
             Limits { segments: (info.max_segments as usize).clamp(1, abi::MAX_SEGMENTS), bytes: info.max_transfer.max(1) };
@@ -198,14 +200,17 @@ impl Mount {
 #[derive(Debug)]
 pub(crate) struct Connection {
     file: OwnedFd,
+    /// The number of its filesystem (`st_dev`).
+    pub filesystem: u64,
     pub path: PathBuf,
     pub limits: Limits,
     socket: String,
 }
 
-/// Connections by the numbers of their filesystems (`st_dev`): as long as one is open its filesystem is there, and no other has its number. Nobody waits for it: in a process
-/// that was forked meanwhile it may be locked for ever.
-static KNOWN: Mutex<Vec<(u64, Weak<Connection>)>> = Mutex::new(Vec::new());
+/// Connections that are open: as long as one is its filesystem is there, and no other has its number. Nobody waits for it long: in a process that was forked meanwhile it may be
+/// locked for ever.
+static KNOWN: Mutex<Vec<Weak<Connection>>> = Mutex::new(Vec::new());
+const MOMENT: Duration = Duration::from_millis(1);
 
 /// What one ioctl may carry.
 #[derive(Clone, Copy, Debug, Default)]
@@ -217,16 +222,15 @@ pub(crate) struct Limits {
 impl Connection {
     /// One to the filesystem of this number, if this process has one: nothing need be asked then.
     pub fn known(number: u64) -> Option<Arc<Connection>> {
-        KNOWN.try_lock()?.iter().filter(|(known, _)| *known == number).find_map(|(_, connection)| connection.upgrade())
+        let known = KNOWN.try_lock_for(MOMENT)?;
+        known.iter().filter_map(Weak::upgrade).find(|connection| connection.filesystem == number)
     }
 
-    /// Has [`Connection::known`] find it, unless there is another.
+    /// Has [`Connection::known`] find it.
     fn make_known(self: &Arc<Connection>) {
-        let Ok(stat) = rustix::fs::fstat(&self.file) else { return };
-        let Some(mut known) = KNOWN.try_lock() else { return };
-        known.retain(|(_, connection)| connection.strong_count() > 0);
-        if known.iter().all(|(number, _)| *number != stat.st_dev) {
-            known.push((stat.st_dev, Arc::downgrade(self)));
+        if let Some(mut known) = KNOWN.try_lock_for(MOMENT) {
+            known.retain(|connection| connection.strong_count() > 0);
+            known.push(Arc::downgrade(self));
         }
     }
 

@@ -279,7 +279,7 @@ impl Transfers {
         let answer = Arc::new(Answer::default());
         let end = End::Pending(answer.clone());
         if let Some(mut desk) = self.inner.desk(&found) {
-            if direction == Direction::Read && found.is_one_piece(self.inner.blocks) && file.is_first_read() {
+            if direction == Direction::Read && found.is_one_piece(self.inner.blocks) && file.is_first_read_on(&self.inner.mount) {
                 let request = self.request(direction, Source::Call(file.path().to_owned()), found, end);
                 return desks::serve(&mut desk, |desk| desk.read_by_call(request, file), &answer);
             }

@@ -85,14 +85,10 @@ impl AttachedFile for Attached {
 }
 
 impl Drop for Attached {
-    /// By the workers: whoever drops it may be the one that all rings wait for, with thousands of files, each the last of an inode.
     fn drop(&mut self) {
-        let (front, ino) = (self.front.clone(), self.ino);
-        self.front.general.run(move || {
-            front.fs.close_file(ino, false);
-            if front.nodes.forget(ino, 1) {
-                front.remove(ino);
-            }
-        });
+        self.front.fs.close_file(self.ino, false);
+        if self.front.nodes.forget(self.ino, 1) {
+            self.front.remove(self.ino);
+        }
     }
 }

@@ -22,6 +22,7 @@ use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Rings of one process, and of all.
 const RINGS_PER_PROCESS: usize = 64;
@@ -33,6 +34,9 @@ const BUSY: u32 = 32;
 /// What the smallest ring counts as: it is that of a thread that waits for what it asks for, with a transfer at a time, or a few long ones. Sixteen such rings on a machine with 16
 /// processors were served as fast by one thread as by four (230 to 260 thousand 4 KiB reads a second, and 200 to 220), which took eight processors with those of the kernel.
 const WAITING: u32 = 2;
+
+/// How long no further service is asked for where there was none: to ask may take the device's time.
+const PAUSE: Duration = Duration::from_secs(10);
 
 /// The rings of a mount.
 pub struct Rings {
@@ -51,6 +55,8 @@ struct Opening {
     /// The most services that there may be: none after the end.
     services: usize,
     threads: Vec<JoinHandle<()>>,
+    /// When a further service was last not to be had.
+    refused: Option<Instant>,
     /// All rings that were made; those that are gone leave at the next one.
     made: Vec<Weak<Ring>>,
 }
@@ -74,6 +80,7 @@ impl Rings {
                 last_id: RandomState::new().build_hasher().finish() >> 2,
                 services,
                 threads: Vec::new(),
+                refused: None,
                 made: Vec::new(),
             }),
         };
@@ -186,11 +193,14 @@ impl Rings {
             .map(|service| (load(service), service))
             .min_by_key(|(load, _)| *load)
             .expect("one is always there");
-        if load + weight_of_it > BUSY && begun(&self.services).count() < opening.services {
+        let refused = opening.refused.is_some_and(|refused| refused.elapsed() < PAUSE);
+        if load + weight_of_it > BUSY && begun(&self.services).count() < opening.services && !refused {
             match self.begin(opening) {
                 Ok(service) => return service,
-                // For the next ring there may be one.
-                Err(error) => tracing::debug!(%error, "no further thread serves rings"),
+                Err(error) => {
+                    tracing::info!(%error, "no further thread serves rings for now");
+                    opening.refused = Some(Instant::now());
+                }
             }
         }
         least.clone()

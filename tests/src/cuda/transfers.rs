@@ -485,12 +485,14 @@ fn a_daemon_dies_in_a_first_read(site: &Site) {
     let dying = Site::new(site.gpu);
     let sample = dying.sample(27, MIB);
     let memory = allocated(site.gpu, MIB as usize);
-    let transfers = dying.transfers();
+    // Memory that the device reaches has no first read.
+    let by_bounce = Require { route: Some(Route::Bounce), ..Require::default() };
+    let (transfers, others) = (dying.transfers().requiring(by_bounce), site.transfers().requiring(by_bounce));
     let part = [segment(0, memory.address(), 4096)];
     assert_eq!(read(&transfers, &sample.file, &part).unwrap().bytes(), 4096);
     // In the ring now.
     assert_eq!(read(&transfers, &sample.file, &part).unwrap().bytes(), 4096);
-    let fresh = File::open(&sample.path).unwrap();
+    let [fresh, elsewhere] = [0, 1].map(|_| File::open(&sample.path).unwrap());
     kill_process(dying.volume.daemon(), Signal::STOP).unwrap();
     let Site { volume, .. } = dying;
     let error = thread::scope(|scope| {
@@ -508,6 +510,13 @@ fn a_daemon_dies_in_a_first_read(site: &Site) {
     // What the call may have left in the device's hands is used by nobody.
     let error = read(&transfers, &sample.file, &part).unwrap_err();
     assert!(matches!(error, Error::RingClosed { .. }), "{error}");
+    // A file of a mount that is gone is refused by another mount, which goes on.
+    assert!(read(&others, &elsewhere, &part).is_err());
+    let living = site.sample(28, MIB);
+    for _ in 0..2 {
+        assert_eq!(read(&others, &living.file, &part).unwrap().bytes(), 4096);
+    }
+    assert!(site.look(memory.address(), 4096) == living.bytes[..4096]);
 }
 
 fn a_dying_daemon(site: &Site) {
