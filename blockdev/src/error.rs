@@ -221,6 +221,11 @@ pub enum Error {
     /// The file behind a region was cut shorter than the region.
     #[error("the memory behind the region was truncated by its owner; seal it with F_SEAL_SHRINK before registering it")]
     RegionShrunk,
+    /// Pages of the file behind a region do not exist.
+    #[error(
+        "the memory behind the region has pages that do not exist; fallocate(2) it before registering it, and punch no holes"
+    )]
+    RegionSparse,
 }
 
 impl Error {
@@ -240,7 +245,7 @@ impl Error {
             Error::Command { status, .. } | Error::Admin { status, .. } => status.errno(),
             Error::TimedOut { .. } | Error::Controller { .. } => libc::EIO,
             Error::Io { errno, .. } | Error::System { errno, .. } | Error::Memory { errno, .. } => *errno,
-            Error::RegionReadOnly | Error::RegionShrunk => libc::EFAULT,
+            Error::RegionReadOnly | Error::RegionShrunk | Error::RegionSparse => libc::EFAULT,
         }
     }
 }

@@ -147,6 +147,14 @@ impl Region {
         populated != Err(Errno::INVAL)
     }
 
+    /// Whether as many pages exist as a shared region has, so that its owner has paid for them. They can go at any time, by a hole: it is a matter of fairness,
+    /// not of safety.
+    pub fn is_allocated(&self) -> bool {
+        let Backing::Shared { fd, .. } = &self.backing else { return true };
+        let blocks = rustix::fs::fstat(fd).map(|stat| u64::try_from(stat.st_blocks).unwrap_or(0));
+        blocks.is_ok_and(|blocks| blocks.saturating_mul(512) >= self.len as u64)
+    }
+
     /// Length in bytes.
     #[allow(clippy::len_without_is_empty)] // a region is never empty
     pub fn len(&self) -> usize {
@@ -198,17 +206,10 @@ impl Region {
             }
             Backing::Shared { writable: false, .. } => Err(Error::RegionReadOnly),
             Backing::Shared { fd, .. } => {
-                // What lies between the file's end and its page's would be written, and lost.
-                let size = rustix::fs::fstat(fd).map(|stat| u64::try_from(stat.st_size).unwrap_or(0)).unwrap_or(0);
-                if size < (offset + data.len()) as u64 {
-                    return Err(Error::RegionShrunk);
-                }
+                has_not_shrunk(fd, offset + data.len())?;
                 // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
                 let copied = unsafe { uaccess::copy_in(data, self.base.as_ptr().wrapping_add(offset)) };
-                copied.map_err(|errno| match errno {
-                    Errno::FAULT => Error::RegionShrunk,
-                    errno => Error::Memory { action: "writing", len: data.len(), errno: errno.raw_os_error() },
-                })
+                copied.map_err(|errno| shared_memory(data.len(), errno))
             }
             Backing::Device { .. } => {
                 // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
@@ -220,12 +221,22 @@ impl Region {
 
     /// Fills bytes with zeroes.
     pub fn zero_at(&self, offset: usize, len: usize) -> Result<()> {
-        static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
         self.check(offset, len)?;
-        for start in (0..len).step_by(ZEROES.len()) {
-            self.write_at(offset + start, &ZEROES[..ZEROES.len().min(len - start)])?;
+        // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
+        let zero = |range: Range<usize>| unsafe { uaccess::zero(self.base.as_ptr().wrapping_add(range.start), range.len()) };
+        match &self.backing {
+            Backing::Anonymous { .. } => {
+                // SAFETY: the target lies inside the mapping (checked above); nobody holds a reference into it (module rule).
+                unsafe { ptr::write_bytes(self.base.as_ptr().add(offset), 0, len) }
+                Ok(())
+            }
+            Backing::Shared { writable: false, .. } => Err(Error::RegionReadOnly),
+            Backing::Shared { fd, .. } => {
+                has_not_shrunk(fd, offset + len)?;
+                zero(offset..offset + len).map_err(|errno| shared_memory(len, errno))
+            }
+            Backing::Device { .. } => zero(offset..offset + len).map_err(|errno| device_memory("writing", len, errno)),
         }
-        Ok(())
     }
 
     /// Whether the range lies inside.
@@ -301,6 +312,19 @@ impl Drop for Region {
 
 fn page_size() -> usize {
     rustix::param::page_size()
+}
+
+/// Whether a file still reaches that far. What lies between its end and its page's would be written, and lost.
+fn has_not_shrunk(file: &OwnedFd, end: usize) -> Result<()> {
+    let size = rustix::fs::fstat(file).map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
+    if size < end as u64 { Err(Error::RegionShrunk) } else { Ok(()) }
+}
+
+fn shared_memory(len: usize, errno: Errno) -> Error {
+    match errno {
+        Errno::FAULT => Error::RegionShrunk,
+        errno => Error::Memory { action: "writing", len, errno: errno.raw_os_error() },
+    }
 }
 
 fn device_memory(action: &'static str, len: usize, errno: Errno) -> Error {

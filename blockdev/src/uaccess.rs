@@ -4,7 +4,9 @@
 //! It guards this process against SIGBUS and SIGSEGV. The kernel does the copying, between the memory and a pipe, and where the
 //! memory faults it stops with EFAULT (fs/pipe.c: `copy_page_from_iter`, `copy_page_to_iter`). What is copied this way is
 //! what alignment keeps from going direct, so that a pipe for each copy is cheap enough.
+use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::LazyLock;
 use std::sync::atomic::{Ordering, fence};
 
 use rustix::io::Errno;
@@ -49,6 +51,27 @@ pub(crate) unsafe fn copy_in(data: &[u8], to: *mut u8) -> Result<(), Errno> {
             // SAFETY: the kernel checks the address; the caller allows that what is there changes.
             done += check(unsafe { libc::read(reader.as_raw_fd(), to.wrapping_add(done).cast(), end - done) })?;
         }
+    }
+    fence(Ordering::SeqCst);
+    Ok(())
+}
+
+/// Fills `len` bytes at `to` with zeroes, at the speed of memory: the kernel clears what it reads a file of zeroes into (drivers/char/mem.c, `read_iter_zero`).
+///
+/// # Safety
+///
+/// As of [`copy_in`].
+///
+/// # Errors
+/// `EFAULT` where the memory does not answer.
+pub(crate) unsafe fn zero(to: *mut u8, len: usize) -> Result<(), Errno> {
+    static ZEROES: LazyLock<Result<File, Errno>> =
+        LazyLock::new(|| File::open("/dev/zero").map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO)));
+    let zeroes = ZEROES.as_ref().map_err(|errno| *errno)?;
+    let mut done = 0;
+    while done < len {
+        // SAFETY: the kernel checks the address; the caller allows that what is there changes.
+        done += check(unsafe { libc::read(zeroes.as_raw_fd(), to.wrapping_add(done).cast(), len - done) })?;
     }
     fence(Ordering::SeqCst);
     Ok(())

@@ -215,6 +215,24 @@ fn after_a_subsystem_reset_nobody_is_told_that_lost_writes_are_durable() {
 }
 
 #[test]
+fn a_queue_that_could_not_be_deleted_is_there_again_after_a_reset() {
+    let sim = controller("");
+    let device = sim.attach("timeout=200ms,queues=2").expect("the driver comes up");
+    let (first, second) = (device.open_queue().expect("a queue"), device.open_queue().expect("a second"));
+    sim.inject(Fault::new(On::Admin, Effect::Status(0, 6)).once());
+    drop(second);
+    assert!(device.open_queue().is_err(), "the controller has it still");
+    let (region, _) = patterned(4096);
+    device.map(&region).expect("mapped");
+    sim.inject(Fault::new(On::Read, Effect::Fatal).once());
+    first.submit(&mut vec![Request::read(0, vec![region.span(0..4096)])]);
+    assert!(collect(&*first, 1).remove(0).result.is_ok(), "after a reset by the supervisor");
+    let third = device.open_queue().expect("the number of the second");
+    drop((first, third));
+    device.unmap(&region);
+}
+
+#[test]
 fn however_many_commands_are_lost_one_unanswered_abort_is_enough() {
     let sim = controller("");
     let device = sim.attach("timeout=400ms,depth=256").expect("the driver comes up");

@@ -218,6 +218,34 @@ fn a_fatal_status_is_recovered_from_and_one_that_stays_is_the_end() {
     Bench::new("").ends(&[fatal, Fault::new(On::SetFeatures, Effect::Lose)], refused);
 }
 
+/// No command is late within the patience of these tests, so what is found is found by looking.
+const PATIENT: &str = "timeout=600s,depth=16";
+
+#[test]
+fn a_controller_that_something_else_reset_is_brought_up_again() {
+    for on in [On::Read, On::Write, On::Flush] {
+        Bench::with_driver("mdts=4", PATIENT).succeeds(&[Fault::new(on, Effect::Reset).once()]);
+    }
+}
+
+#[test]
+fn an_error_of_the_bus_is_recovered_from_whether_commands_are_in_flight_or_not() {
+    let mut bench = Bench::with_driver("mdts=4", PATIENT);
+    bench.sim.report_bus_error();
+    bench.exercise(2).into_iter().for_each(|result| result.expect("after an error while it was idle"));
+    bench.sim.inject(Fault::new(On::Read, Effect::Hold).once());
+    std::thread::scope(|scope| {
+        let sim = bench.sim.clone();
+        scope.spawn(move || {
+            while sim.stalled() == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            sim.report_bus_error();
+        });
+        bench.exercise(3).into_iter().for_each(|result| result.expect("after an error in mid-flight"));
+    });
+}
+
 #[test]
 fn a_controller_that_does_not_stop_is_reset_from_outside() {
     let lost = once(On::Read, Effect::Lose);
@@ -347,6 +375,7 @@ fn campaign(seed: u64) {
         Effect::Status(0, 0x22),
         Effect::Delay(Duration::from_millis(1 + random.below(80))),
         Effect::Hold,
+        Effect::Reset,
         Effect::Lose,
         Effect::LoseCompletion,
         Effect::Reorder,

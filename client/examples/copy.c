@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
+#include <sys/stat.h>
 
 #include <gpunvme.h>
 
@@ -18,6 +19,14 @@ static void check(int result)
 {
 	if (result < 0)
 		errx(1, "%s", gpunvme_last_error());
+}
+
+/* Emptying a file to copy it to itself leaves nothing to copy. */
+static int same(const char *a, const char *b)
+{
+	struct stat of_a, of_b;
+
+	return !stat(a, &of_a) && !stat(b, &of_b) && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
 }
 
 int main(int argc, char **argv)
@@ -30,6 +39,8 @@ int main(int argc, char **argv)
 
 	if (argc != 3)
 		errx(2, "usage: copy FROM TO");
+	if (same(argv[1], argv[2]))
+		errx(1, "%s and %s are the same file", argv[1], argv[2]);
 	check(gpunvme_file_open(argv[1], O_RDONLY, 0, &from));
 	check(gpunvme_file_open(argv[2], O_RDWR | O_CREAT | O_TRUNC, 0666, &to));
 	check(gpunvme_mount_open(argv[1], &mount));

@@ -72,7 +72,8 @@ uint32_t gpunvme_buffer_reason(const gpunvme_buffer *buffer);
 /* Unregisters and unmaps it. No call may be using it. NULL is fine. */
 void gpunvme_buffer_destroy(gpunvme_buffer *buffer);
 
-/* As open(2); -ENOTTY where the file lies on another filesystem. */
+/* As open(2); -ENOTTY where the file lies, or would lie, on another filesystem: nothing is created or truncated there. O_TRUNC is -EINVAL with
+ * O_RDONLY. */
 int gpunvme_file_open(const char *path, int flags, unsigned int mode, gpunvme_file **file);
 /* A file that is open already. The descriptor is duplicated, and stays the caller's. */
 int gpunvme_file_from_fd(int fd, gpunvme_file **file);

@@ -50,6 +50,7 @@ extern "C" {
 #define GPUNVME_REASON_ROUTE_NOT_AVAILABLE 41u
 #define GPUNVME_REASON_MEMLOCK_LIMIT 42u
 #define GPUNVME_REASON_NOT_ALLOCATED 43u
+#define GPUNVME_REASON_USER_LIMIT 44u
 #define GPUNVME_REASON_UNKNOWN 63u
 
 /* INFO: on any file or directory of the mount. Texts are UTF-8 and end in a zero byte. */

@@ -53,7 +53,7 @@ pub struct Buffer {
 
 impl Buffer {
     /// Zeroed memory of `len` bytes, page aligned. It lies in huge pages of 2 MiB where the system has them, but for a rest of less than half of one; they
-    /// come into being at once, each as a whole. Small ones do when they are touched, or when they are registered with a device that needs all of them.
+    /// come into being at once, each as a whole. Small ones do when they are touched, or when they are registered, which needs all of them.
     ///
     /// # Errors
     /// [`Error::Memory`], also for a `len` of 0.

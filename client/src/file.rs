@@ -7,7 +7,7 @@ use crate::buffer::{Memory, Registered};
 use crate::error::{Error, Result};
 use crate::mount::{Connection, Limits, Mount, failed, reason, status};
 use crate::ring::{Attached, RingName};
-use crate::{Extent, Reason, Route, Segment, sys};
+use crate::{Extent, Reason, Route, Segment, opening, sys};
 use gpunvme_gpupath::abi::{self, Command, Moved, TransferFlags};
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
@@ -102,24 +102,16 @@ impl File {
     /// # Errors
     /// As [`File::open`].
     pub fn create(path: impl AsRef<Path>) -> Result<File> {
-        let path = path.as_ref();
-        match File::with_flags(path, OFlags::RDWR, Mode::empty()) {
-            Err(Error::Path { errno: Errno::NOENT, .. }) => {
-                // So that a mistyped path leaves no empty file on another filesystem.
-                let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
-                if let Err(Error::NotGpunvme { .. }) = Mount::open(directory) {
-                    return Err(Error::NotGpunvme { path: path.to_owned() });
-                }
-                File::with_flags(path, OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666))
-            }
-            opened => opened,
-        }
+        File::with_flags(path.as_ref(), OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666))
     }
 
+    /// As open(2), but that a file elsewhere is neither created nor truncated, and that `O_TRUNC` needs a file open for writing.
     pub(crate) fn with_flags(path: &Path, flags: OFlags, mode: Mode) -> Result<File> {
-        let file = rustix::fs::open(path, flags | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY, mode)
-            .map_err(|errno| Error::Path { path: path.to_owned(), action: "open it", errno })?;
-        File::of(file, path)
+        let file = File::of(opening::open(path, flags, mode)?, path)?;
+        if flags.contains(OFlags::TRUNC) {
+            file.set_size(0)?;
+        }
+        Ok(file)
     }
 
     /// A file that is open already; `path` is for messages.

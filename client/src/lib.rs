@@ -25,6 +25,7 @@ mod file;
 pub mod gpu;
 mod linger;
 mod mount;
+mod opening;
 mod ring;
 mod socket;
 #[allow(unsafe_code)]

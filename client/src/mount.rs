@@ -158,7 +158,7 @@ impl Mount {
     /// [`Error::Refused`] with the reason, and [`Error::NotReachable`] where neither way is open.
     pub fn register<M: Memory>(&self, memory: M) -> Result<Registered<M>> {
         let (answer, by) = match self.ask_to_register(&memory) {
-            // Its device needs all of it in place.
+            // The daemon pays for no page of it.
             Err(Error::Refused { reason: Reason::NotAllocated, .. }) => {
                 let len = memory.length();
                 rustix::fs::fallocate(memory.descriptor(), FallocateFlags::empty(), 0, len as u64)

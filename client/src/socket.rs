@@ -69,8 +69,10 @@ mod tests {
         let _listener = Listener::bind(&path, rustix::fs::Mode::RWXU, server.clone()).unwrap();
         let path = path.to_str().unwrap();
         let mut buffer = Buffer::memfd(10_000).unwrap();
-        buffer[9_999] = 7;
         let request = Register { fd: -1, len: 10_000, ..Register::default() };
+        let (refused, answer) = register(path, buffer.descriptor(), &request).unwrap();
+        assert_eq!((refused, answer.reason), (Some(Errno::INVAL), Reason::NotAllocated.code()));
+        buffer.fill(7);
         let (refused, answer) = register(path, buffer.descriptor(), &request).unwrap();
         assert_eq!((refused, answer.route), (None, Route::Host.code()));
         let registered = server.registry.lookup(std::process::id(), answer.buffer).unwrap();

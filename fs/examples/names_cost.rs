@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
-use gpunvme_fs::data::{Filesystem, Inline, Options};
+use gpunvme_fs::data::{Filesystem, Inline, Options, Settling};
 use gpunvme_fs::volume::{Context, NewNode, RenameMode};
 use gpunvme_fs::{FormatOptions, VolumeOptions, format};
 use gpunvme_layout::Timestamp;
@@ -52,7 +52,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     })?;
     measure("rename", &fs, count, |n| {
         let (from, to) = (name("file", n), name("moved", n));
-        fs.wait(|| fs.rename(&now(), (dir, &from), (dir, &to), RenameMode::Replace))?;
+        fs.wait(|| fs.rename(&now(), (dir, &from), (dir, &to), RenameMode::Replace, &mut Settling::default()))?;
         Ok(())
     })?;
     measure("unlink", &fs, count, |n| Ok(_ = fs.wait(|| fs.unlink(&now(), dir, &name("moved", n)))?))?;

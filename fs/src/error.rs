@@ -63,6 +63,9 @@ pub enum FsError {
     /// The image is damaged.
     #[error("damaged volume: {0}; unmount it and run fsck.gpunvme")]
     Corrupt(#[from] Corrupt),
+    /// The operation would change more blocks of metadata than one may. It has changed nothing.
+    #[error("the operation would change too many blocks of metadata at once")]
+    TooManyBlocks,
     /// Whoever asked for it wants it no more.
     #[error("cancelled")]
     Cancelled,
@@ -78,6 +81,15 @@ pub enum FsError {
     /// An earlier failure of the device stopped all writing.
     #[error("volume went read-only after a failed write of its metadata: {0}; unmount it, repair the device, mount it again")]
     Failed(String),
+    /// The superblock or an anchor on the device is not the one that this mount read or wrote.
+    #[error(
+        "{device} was formatted, mounted or repaired elsewhere while it was mounted here: nothing more is written; unmount both, see \
+         with fsck.gpunvme -n what the device holds, and mount it once"
+    )]
+    Taken {
+        /// The device.
+        device: String,
+    },
 }
 
 impl FsError {
@@ -104,8 +116,8 @@ impl FsError {
             FsError::NotSupported => libc::EOPNOTSUPP,
             FsError::Corrupt(_) => libc::EUCLEAN,
             FsError::Cancelled => libc::EINTR,
-            FsError::Device(_) | FsError::Lost { .. } => libc::EIO,
-            FsError::Failed(_) => libc::EROFS,
+            FsError::Device(_) | FsError::Lost { .. } | FsError::TooManyBlocks => libc::EIO,
+            FsError::Failed(_) | FsError::Taken { .. } => libc::EROFS,
         }
     }
 }
@@ -122,6 +134,8 @@ pub enum Stall {
     Commit,
     /// Blocks that were freed, but may not be reused yet.
     Reuse,
+    /// Chunks of metadata that emptied: a checkpoint gives them back to all uses.
+    Checkpoint,
     /// Room in the write buffer.
     Memory,
     /// Content of a block of a file, of which only a part is written.

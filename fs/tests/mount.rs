@@ -3,6 +3,7 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -235,4 +236,202 @@ fn a_wrong_directory_or_option_is_refused() {
     assert_eq!(code, 1);
     assert!(reason.contains("gpunvme.toml:2: unknown field `thread`"), "{reason}");
     assert!(!volume.is_mounted());
+}
+
+/// A filesystem with a file that tells it apart from every other.
+fn put_tmpfs_on(dir: &Path, mark: &str) {
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "none"]).arg(dir).status().unwrap();
+    assert!(mounted.success());
+    fs::write(dir.join(mark), "").unwrap();
+}
+
+#[test]
+fn after_an_external_umount_the_daemon_unmounts_nothing_more() {
+    let Some(volume) = Volume::new() else { return };
+    put_tmpfs_on(&volume.mnt(), "below");
+    let volume = volume.mounted(&[]);
+    volume.umount();
+    volume.wait_for_daemon();
+    assert!(volume.mnt().join("below").exists(), "what lay below the mount point has gone with the mount");
+    volume.umount();
+}
+
+#[test]
+fn sigterm_leaves_what_covers_the_mount_where_it_is() {
+    let Some(volume) = Volume::new() else { return };
+    let volume = volume.mounted(&[]);
+    fs::write(volume.mnt().join("file"), "kept").unwrap();
+    put_tmpfs_on(&volume.mnt(), "above");
+    volume.signal(Signal::TERM);
+    volume.wait_for_daemon();
+    assert!(volume.mnt().join("above").exists(), "what was mounted over the mount has gone with it");
+    volume.umount();
+    // What is left below is a dead mount, which the next mount of the device releases.
+    let volume = volume.mounted(&[]);
+    assert_eq!(fs::read_to_string(volume.mnt().join("file")).unwrap(), "kept");
+    volume.umount();
+    assert!(!volume.is_mounted());
+}
+
+#[test]
+fn an_aborted_connection_takes_its_own_mount_along_and_no_other() {
+    let Some(volume) = Volume::new() else { return };
+    put_tmpfs_on(&volume.mnt(), "below");
+    let volume = volume.mounted(&[]);
+    let number = rustix::fs::minor(fs::metadata(volume.mnt()).unwrap().dev());
+    let control = volume.dir.path().join("control");
+    fs::create_dir(&control).unwrap();
+    assert!(Command::new("mount").args(["-t", "fusectl", "none"]).arg(&control).status().unwrap().success());
+    let aborted = fs::write(control.join(format!("{number}/abort")), "1");
+    assert!(Command::new("umount").arg(&control).status().unwrap().success());
+    aborted.unwrap();
+    volume.wait_for_daemon();
+    assert!(volume.mnt().join("below").exists());
+    volume.umount();
+    assert!(!volume.is_mounted());
+}
+
+#[test]
+fn a_full_or_closed_output_ends_no_mount() {
+    let Some(volume) = Volume::new() else { return };
+    let full = || File::options().write(true).open("/dev/full").unwrap();
+    let status = command(&volume.image(), &volume.mnt(), &["-v"]).stdout(full()).stderr(full()).status().unwrap();
+    assert_eq!(status.code(), Some(0), "the mount is live, and only that could not be said");
+    volume.umount();
+    for arguments in [&["--help"][..], &["-V"]] {
+        let mut command = command(&volume.image(), &volume.mnt(), arguments);
+        assert_eq!(command.stdout(full()).stderr(Stdio::null()).status().unwrap().code(), Some(2));
+    }
+    let refused = command(&volume.image(), &volume.image(), &[]).stderr(full()).status().unwrap();
+    assert_eq!(refused.code(), Some(32));
+    // The reader of the log ends at once.
+    let mut child =
+        command(&volume.image(), &volume.mnt(), &["--foreground", "-o", "log=trace"]).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    eventually("the mount is live", || volume.is_mounted() || child.try_wait().unwrap().is_some());
+    fs::write(volume.mnt().join("file"), "written").unwrap();
+    volume.umount();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_stopped_daemon_holds_up_nobody_who_wants_its_device() {
+    let Some(volume) = Volume::new() else { return };
+    let volume = volume.mounted(&[]);
+    let elsewhere = volume.dir.path().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    volume.signal(Signal::STOP);
+    for options in [&[][..], &["-o", "ro"], &["-f"]] {
+        let mut child = command(&volume.image(), &elsewhere, options).stderr(Stdio::piped()).spawn().unwrap();
+        let start = Instant::now();
+        while child.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(30) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let ended = child.try_wait().unwrap();
+        if ended.is_none() {
+            volume.signal(Signal::CONT);
+        }
+        let output = child.wait_with_output().unwrap();
+        assert!(ended.is_some(), "{options:?} waited for the daemon: {output:?}");
+        assert!(refusal(&output, &volume.image()).1.starts_with("already mounted on"), "{output:?}");
+    }
+    volume.signal(Signal::CONT);
+    volume.umount();
+}
+
+/// Whether this process has `CAP_SYS_RESOURCE`, which root lacks in most containers.
+fn may_raise_limits() -> bool {
+    rustix::thread::capabilities(None).unwrap().effective.contains(rustix::thread::CapabilitySet::SYS_RESOURCE)
+}
+
+/// Runs mount.gpunvme under another limit of open files, with or without the privilege to raise it.
+fn mount_with_descriptors(volume: &Volume, files: u32, privileged: bool) -> Output {
+    let mut command = Command::new("setpriv");
+    if !privileged {
+        command.args(["--bounding-set", "-sys_resource", "--inh-caps", "-sys_resource"]);
+    }
+    command.args(["prlimit", &format!("--nofile={files}:{files}"), env!("CARGO_BIN_EXE_mount-gpunvme")]);
+    command.arg(volume.image()).arg(volume.mnt()).stdin(Stdio::null()).output().unwrap()
+}
+
+#[test]
+fn too_few_descriptors_are_raised_or_refused() {
+    let Some(volume) = Volume::new() else { return };
+    let (code, reason) = refusal(&mount_with_descriptors(&volume, 16, false), &volume.image());
+    assert_eq!(code, 2);
+    assert!(reason.starts_with("at most 16 files may be open (RLIMIT_NOFILE)"), "{reason}");
+    assert!(!volume.is_mounted());
+    if !may_raise_limits() {
+        return;
+    }
+    let output = mount_with_descriptors(&volume, 16, true);
+    assert!(output.status.success(), "{output:?}");
+    for number in 0..50 {
+        fs::write(volume.mnt().join(number.to_string()), "there").unwrap();
+    }
+    volume.umount();
+}
+
+#[test]
+fn a_configuration_file_without_end_is_refused() {
+    let Some(volume) = Volume::new() else { return };
+    let (code, reason) = refusal(&volume.mount(&["-o", "config=/dev/zero"]), &volume.image());
+    assert_eq!(code, 1);
+    assert!(reason.starts_with("/dev/zero: longer than"), "{reason}");
+}
+
+#[test]
+fn the_daemon_has_given_up_what_it_does_not_need() {
+    let Some(volume) = Volume::new() else { return };
+    let volume = volume.mounted(&[]);
+    let process = PathBuf::from(format!("/proc/{}", volume.daemon().unwrap().as_raw_nonzero()));
+    // SYS_ADMIN, SYS_PTRACE, IPC_LOCK, DAC_OVERRIDE and DAC_READ_SEARCH.
+    let needed = 1_u64 << 21 | 1 << 19 | 1 << 14 | 1 << 1 | 1 << 2;
+    let threads: Vec<_> = fs::read_dir(process.join("task")).unwrap().flatten().collect();
+    assert!(threads.len() > 10);
+    for thread in threads {
+        // One that has ended meanwhile has nothing.
+        let Ok(status) = fs::read_to_string(thread.path().join("status")) else { continue };
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(":\t")).unwrap();
+        let set = |name: &str| u64::from_str_radix(field(name), 16).unwrap();
+        assert_eq!((field("NoNewPrivs"), field("Seccomp")), ("1", "2"), "{status}");
+        assert_eq!((set("CapBnd"), set("CapAmb"), set("CapInh")), (0, 0, 0), "{status}");
+        assert_eq!((set("CapPrm") & !needed, set("CapEff") & !needed), (0, 0), "{status}");
+    }
+    let expected = if may_raise_limits() { "-900" } else { "0" };
+    assert_eq!(fs::read_to_string(process.join("oom_score_adj")).unwrap().trim(), expected);
+    volume.umount();
+}
+
+#[test]
+fn an_oom_score_that_was_set_stays() {
+    let Some(volume) = Volume::new() else { return };
+    let mut command = Command::new("choom");
+    command.args(["-n", "300", "--", env!("CARGO_BIN_EXE_mount-gpunvme")]).arg(volume.image()).arg(volume.mnt());
+    assert!(command.stdin(Stdio::null()).status().unwrap().success());
+    let daemon = volume.daemon().unwrap().as_raw_nonzero();
+    assert_eq!(fs::read_to_string(format!("/proc/{daemon}/oom_score_adj")).unwrap().trim(), "300");
+    volume.umount();
+}
+
+#[test]
+fn the_socket_of_a_daemon_that_was_killed_is_removed() {
+    let Some(volume) = Volume::new() else { return };
+    let sockets = || -> std::collections::BTreeSet<PathBuf> {
+        fs::read_dir("/run/gpunvme").into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+    };
+    let before = sockets();
+    let volume = volume.mounted(&[]);
+    let listening =
+        |path: &PathBuf| fs::read_to_string("/proc/net/unix").unwrap().lines().any(|line| line.ends_with(path.to_str().unwrap()));
+    let own: Vec<PathBuf> = sockets().difference(&before).filter(|path| listening(path)).cloned().collect();
+    assert!(!own.is_empty(), "the mount has a socket");
+    volume.signal(Signal::KILL);
+    volume.wait_for_daemon();
+    let left: Vec<PathBuf> = own.into_iter().filter(|path| !listening(path)).collect();
+    assert!(!left.is_empty(), "a killed daemon removes nothing");
+    // Any other mount tidies up.
+    let other = Volume::new().unwrap().mounted(&[]);
+    assert!(left.iter().all(|path| !path.exists()), "{left:?}");
+    other.umount();
 }

@@ -1,26 +1,18 @@
 //! File descriptors that come from other processes.
 //!
-//! It guards the daemon's threads: almost any system call on a stranger's fd can wait for whoever serves that file, `close` included (it asks a FUSE
-//! server to flush), and that may be a hostile process, or this daemon itself. So a descriptor is asked only what the kernel answers from
-//! memory until it has proved to be a memfd, a device's memory or an eventfd, and everything else is closed on a thread of its own.
+//! It guards the daemon's threads: almost any system call on a stranger's descriptor can wait for the process that serves that file, `close` included (it asks a FUSE
+//! server to flush), and that may be a hostile one, or this daemon itself. So a descriptor is asked only what the kernel answers from
+//! memory until it has proved to be a memfd, a device's memory or an eventfd, and everything else is closed by the [`Intake`].
 //!
 //! And it guards what the daemon maps: nothing is taken for memory because of its name, which anybody can give to a file in a mount namespace of
 //! their own.
 
 use crate::abi::Reason;
+use crate::intake::Intake;
 use rustix::fs::{AtFlags, OFlags, SealFlags, SeekFrom, StatxFlags};
-use rustix::io::Errno;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
-
-/// The most foreign descriptors that may be waiting to be closed.
-const MAX_CLOSING: usize = 64;
-
-/// How long a seal may take.
-const SEALING: Duration = Duration::from_secs(2);
 
 /// `include/uapi/linux/magic.h`.
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
@@ -29,8 +21,6 @@ const DMA_BUF_MAGIC: i64 = 0x444d_4142;
 
 /// Exporters of dma-bufs that keep the memory where it is for as long as the dma-buf lives; `DEFINE_DMA_BUF_EXPORT_INFO` names them for their module.
 const PINNING: [&[u8]; 2] = [b"nvidia", b"nv_dmabuf"];
-
-static CLOSING: AtomicUsize = AtomicUsize::new(0);
 
 /// Memory that was taken in: its descriptor, open for reading and writing, and how much of it.
 #[derive(Debug)]
@@ -49,18 +39,45 @@ pub(crate) enum Kind {
     Device,
 }
 
-/// Whether another foreign descriptor may be taken in. Not when too many are stuck on their way out.
-pub(crate) fn may_accept() -> bool {
-    CLOSING.load(Ordering::Relaxed) < MAX_CLOSING
+/// A descriptor of which nothing is known. Dropping it waits for nothing.
+pub(crate) struct Foreign {
+    fd: Option<OwnedFd>,
+    user: u32,
+    intake: Intake,
 }
 
-/// Takes a descriptor as memory, or says why it cannot be, and gets rid of it. `by_root` is asked for what only root may register.
-pub(crate) fn accept(fd: OwnedFd, len: u64, by_root: impl Fn() -> bool) -> Result<Memory, Reason> {
-    match check(&fd, len, by_root) {
-        Ok((kind, len)) => Ok(Memory { fd, len, kind }),
-        Err(reason) => {
-            discard(fd);
-            Err(reason)
+impl Foreign {
+    /// A descriptor that came from a process of `user`.
+    pub fn new(fd: OwnedFd, user: u32, intake: &Intake) -> Foreign {
+        Foreign { fd: Some(fd), user, intake: intake.clone() }
+    }
+
+    /// Takes it as memory, or says why it cannot be. `by_root` is asked for what only root may register.
+    pub fn memory(mut self, len: u64, by_root: impl Fn() -> bool) -> Result<Memory, Reason> {
+        let (kind, len) = check(self.get(), len, by_root)?;
+        Ok(Memory { fd: self.take(), len, kind })
+    }
+
+    /// Takes it as an eventfd, if it is one.
+    pub fn eventfd(mut self) -> Option<OwnedFd> {
+        // By the name that the kernel gives it (fs/eventfd.c); no path begins so.
+        let is_eventfd = link(self.get()).is_some_and(|link| link.as_os_str() == "anon_inode:[eventfd]");
+        is_eventfd.then(|| self.take())
+    }
+
+    fn get(&self) -> &OwnedFd {
+        self.fd.as_ref().expect("it goes only with its holder")
+    }
+
+    fn take(&mut self) -> OwnedFd {
+        self.fd.take().expect("it goes only with its holder")
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        if let Some(fd) = self.fd.take() {
+            self.intake.discard(self.user, fd);
         }
     }
 }
@@ -103,22 +120,6 @@ fn memfd_size(fd: &OwnedFd, seals: SealFlags) -> Result<u64, Reason> {
     Ok(u64::try_from(stat.st_size).unwrap_or(0))
 }
 
-/// Whether all pages of a memfd are there, paid for by whoever touched them. They can go again, by a hole: it is a matter of fairness, not of safety.
-pub(crate) fn is_allocated(memory: &Memory) -> bool {
-    let stat = rustix::fs::fstat(&memory.fd);
-    stat.is_ok_and(|stat| u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= memory.len as u64)
-}
-
-/// Takes a descriptor as an eventfd; gets rid of it where it is none.
-pub(crate) fn accept_eventfd(fd: OwnedFd) -> Option<OwnedFd> {
-    // By the name that the kernel gives it (fs/eventfd.c); no path begins so.
-    if link(&fd).is_some_and(|link| link.as_os_str() == "anon_inode:[eventfd]") {
-        return Some(fd);
-    }
-    discard(fd);
-    None
-}
-
 /// The name that the kernel gives it (drivers/dma-buf/dma-buf.c, `dmabuffs_dname`) is only a reason to ask on: for what no other file's fdinfo has,
 /// which nobody but the kernel writes, and then for its filesystem. Gives the name of the driver that exports it.
 fn dma_buf_exporter(fd: &OwnedFd) -> Option<Vec<u8>> {
@@ -155,42 +156,6 @@ fn link(fd: &OwnedFd) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok()
 }
 
-/// Forbids its owner to take pages out of a memfd that is mapped here for reading and writing. No other mapping can be made to write after this.
-///
-/// # Errors
-/// Where the owner forbade sealing, or holds the lock of the file, which a seal has to wait for.
-pub(crate) fn seal_mapped(fd: OwnedFd) -> Result<(), Errno> {
-    let (sealed, seal) = std::sync::mpsc::sync_channel(1);
-    CLOSING.fetch_add(1, Ordering::Relaxed);
-    let sealing = std::thread::Builder::new().name("seal-foreign".into()).spawn(move || {
-        let _ = sealed.send(rustix::fs::fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE)); // nobody may be waiting any more
-        drop(fd);
-        CLOSING.fetch_sub(1, Ordering::Relaxed);
-    });
-    if sealing.is_err() {
-        CLOSING.fetch_sub(1, Ordering::Relaxed);
-        return Err(Errno::AGAIN);
-    }
-    match seal.recv_timeout(SEALING) {
-        Ok(Ok(())) => Ok(()),
-        _ => Err(Errno::INVAL),
-    }
-}
-
-/// Closes a descriptor without waiting for it.
-pub(crate) fn discard(fd: OwnedFd) {
-    CLOSING.fetch_add(1, Ordering::Relaxed);
-    let closing = std::thread::Builder::new().name("close-foreign".into()).spawn(move || {
-        drop(fd);
-        CLOSING.fetch_sub(1, Ordering::Relaxed);
-    });
-    if let Err(error) = closing {
-        // The closure, and the descriptor in it, was dropped here instead.
-        CLOSING.fetch_sub(1, Ordering::Relaxed);
-        tracing::warn!(%error, "no thread to close a foreign descriptor on; closed it in place");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -225,7 +190,7 @@ mod tests {
         // Only root may put it there, and elsewhere it would not have the name.
         if let Ok(file) = named {
             file.set_len(4096).unwrap();
-            let refused = accept(file.into(), 4096, || false).unwrap_err();
+            let refused = Foreign::new(file.into(), 0, &Intake::new()).memory(4096, || false).unwrap_err();
             std::fs::remove_file("/dmabuf:a-file-with-this-name").unwrap();
             assert_eq!(refused, Reason::NotABuffer);
         }

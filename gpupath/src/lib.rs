@@ -33,6 +33,10 @@ pub mod cuda;
 #[cfg(feature = "daemon")]
 mod foreign;
 #[cfg(feature = "daemon")]
+mod intake;
+#[cfg(feature = "daemon")]
+pub mod limits;
+#[cfg(feature = "daemon")]
 #[allow(unsafe_code)]
 mod peer;
 #[cfg(feature = "application")]
@@ -46,7 +50,11 @@ pub mod registry;
 #[cfg(any(feature = "daemon", feature = "application"))]
 pub mod ring;
 #[cfg(feature = "daemon")]
+pub mod seldom;
+#[cfg(feature = "daemon")]
 pub mod server;
+#[cfg(feature = "daemon")]
+mod shares;
 #[cfg(feature = "daemon")]
 pub mod socket;
 #[cfg(feature = "application")]

@@ -1,20 +1,24 @@
 //! Who connected to a Unix socket. The one module here with `unsafe`: the two socket options have no safe binding that survives a peer whose process id is
 //! 0, which is what a process in an invisible pid namespace has.
 
-use crate::process::Process;
+use crate::process::{Client, Process};
 use rustix::io::Errno;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// The user who connected this socket: as it was then, whoever holds the connection now.
+pub(crate) fn user(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
+    Ok(credentials(socket)?.uid)
+}
 
 /// The process that connected this socket, even if others hold the connection now.
 ///
 /// # Errors
 /// `ESRCH` where it is dead, or in a pid namespace that is not visible here.
-pub(crate) fn process(socket: BorrowedFd<'_>) -> Result<Process, Errno> {
-    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    get(socket, libc::SO_PEERCRED, &mut credentials)?;
-    let id = u32::try_from(credentials.pid).ok().filter(|&id| id != 0).ok_or(Errno::SRCH)?;
+pub(crate) fn client(socket: BorrowedFd<'_>) -> Result<Client, Errno> {
+    let libc::ucred { pid, uid: user, .. } = credentials(socket)?;
+    let id = u32::try_from(pid).ok().filter(|&id| id != 0).ok_or(Errno::SRCH)?;
     let mut number: libc::c_int = -1;
-    match get(socket, libc::SO_PEERPIDFD, &mut number) {
+    let process = match get(socket, libc::SO_PEERPIDFD, &mut number) {
         Ok(()) => {
             // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and nobody else knows its number.
             let pidfd = unsafe { OwnedFd::from_raw_fd(number) };
@@ -23,7 +27,14 @@ pub(crate) fn process(socket: BorrowedFd<'_>) -> Result<Process, Errno> {
         // Before Linux 6.5. A peer whose id is another's by now makes that other process pay for the buffer, and gains nothing.
         Err(Errno::NOPROTOOPT) => Process::open(id),
         Err(errno) => Err(errno),
-    }
+    };
+    Ok(Client { process: process?, user })
+}
+
+fn credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    get(socket, libc::SO_PEERCRED, &mut credentials)?;
+    Ok(credentials)
 }
 
 /// `getsockopt(2)` of an option that is a plain structure of integers.

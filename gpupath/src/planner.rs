@@ -122,6 +122,11 @@ impl Plan {
         self.direct + self.hole + self.edge
     }
 
+    /// What it takes memory for: commands, and ranges for the CPU.
+    pub fn pieces(&self) -> usize {
+        self.origins.len() + self.zeroes.len() + self.edges.len()
+    }
+
     /// The first segment that touches the device at this offset: who is meant by a device's error.
     pub fn segment_at(&self, device_offset: u64) -> Option<u32> {
         let direct = self.origins.iter().find(|origin| origin.device.contains(&device_offset)).map(|origin| origin.segment);
@@ -181,6 +186,129 @@ pub fn plan<E>(
         }
     }
     Ok(builder.finish(region))
+}
+
+/// How much one part of a transfer may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// Pieces of its plan ([`Plan::pieces`]), at least 1. It may be a few times as many: a piece is cut where it is not aligned.
+    pub pieces: usize,
+    /// Bytes that it moves, at least 1.
+    pub bytes: u64,
+}
+
+impl Bounds {
+    /// All of a transfer in one part.
+    pub const NONE: Bounds = Bounds { pieces: usize::MAX, bytes: u64::MAX };
+}
+
+/// A place in a transfer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Position {
+    /// Index of a segment.
+    pub segment: usize,
+    /// Bytes of it that lie before the place.
+    pub done: u64,
+}
+
+/// Parts end at multiples of this in the file, or where extents do, so that no part has an edge that the whole would not have.
+const CUT: u64 = 1 << 20;
+
+/// Where a part that begins at `start` and may move `most` bytes of what lies before `end` ends, in the file.
+fn cut(start: u64, end: u64, most: u64) -> u64 {
+    if end - start <= most {
+        return end;
+    }
+    let last = start + most - (start + most) % CUT;
+    if last > start { last } else { (start - start % CUT + CUT).min(end) }
+}
+
+/// Plans a part of a read, from a place on. Also returns where the next one begins. `extents` as for [`plan`], but it is asked for at most so many extents, and
+/// as often as it takes.
+///
+/// # Errors
+/// Those of `extents`.
+///
+/// # Panics
+/// When a segment reaches out of the region: see [`outside`].
+pub fn plan_part<E>(
+    segments: &[Segment],
+    (from, bounds): (Position, Bounds),
+    file_size: u64,
+    region: &Arc<Region>,
+    alignment: Alignment,
+    mut extents: impl FnMut(Range<u64>, usize, &mut Extents) -> Result<(), E>,
+) -> Result<(Plan, Option<Position>), E> {
+    let mut builder = Builder { direction: Direction::Read, alignment, plan: Plan { block: alignment.block, ..Plan::default() } };
+    let mut found = Extents::new();
+    for (index, segment) in segments.iter().enumerate().skip(from.segment) {
+        assert!(segment.buffer_offset + segment.len <= region.len() as u64, "segment {index} reaches out of the buffer");
+        let len = segment.len.min(file_size.saturating_sub(segment.file_offset));
+        let mut done = if index == from.segment { from.done } else { 0 };
+        while done < len {
+            let (pieces, bytes) = (builder.plan.pieces(), builder.plan.bytes());
+            if pieces >= bounds.pieces || bytes >= bounds.bytes {
+                return Ok((builder.finish(region), Some(Position { segment: index, done })));
+            }
+            // An extent often comes with a hole.
+            let limit = (bounds.pieces - pieces).div_ceil(2);
+            let start = segment.file_offset + done;
+            let end = cut(start, segment.file_offset + len, bounds.bytes - bytes);
+            found.clear();
+            extents(start..end, limit, &mut found)?;
+            let end = match found.last() {
+                Some(last) if found.len() >= limit => end.min(last.file_offset + last.len),
+                _ => end,
+            };
+            let part = Segment { file_offset: start, buffer_offset: segment.buffer_offset + done, len: end - start };
+            builder.segment(index as u32, &part, &found);
+            done += part.len;
+        }
+        if len < segment.len {
+            break;
+        }
+    }
+    Ok((builder.finish(region), None))
+}
+
+/// The first segment of a write of which not every byte can go direct.
+pub fn unaligned(segments: &[Segment], alignment: Alignment) -> Option<u32> {
+    let is_direct = |segment: &Segment| {
+        let middle = aligned_middle(segment, alignment);
+        middle.end - middle.start == segment.len
+    };
+    segments.iter().position(|segment| !is_direct(segment)).map(|index| index as u32)
+}
+
+/// A part of a write: its segments, of which the first is the one of `from`, and where the next part begins. No two overlap in the file ([`disjoint`]).
+pub fn write_part(segments: &[Segment], from: Position, most: u64) -> (SmallVec<[Segment; 1]>, Position) {
+    let mut part: SmallVec<[Segment; 1]> = segments[from.segment..].into();
+    if let Some(first) = part.first_mut() {
+        first.file_offset += from.done;
+        first.buffer_offset += from.done;
+        first.len -= from.done;
+    }
+    part.truncate(disjoint(&part).len());
+    let mut room = most;
+    for index in 0..part.len() {
+        let Segment { file_offset, len, .. } = part[index];
+        if len > room {
+            let done = if room == most || room >= CUT { cut(file_offset, file_offset + len, room) - file_offset } else { 0 };
+            part[index].len = done;
+            part.truncate(index + usize::from(done > 0));
+            let before = if index == 0 { from.done } else { 0 };
+            let next = from.segment + index;
+            let next = if done < len {
+                Position { segment: next, done: before + done }
+            } else {
+                Position { segment: next + 1, done: 0 }
+            };
+            return (part, next);
+        }
+        room -= len;
+    }
+    let next = Position { segment: from.segment + part.len(), done: 0 };
+    (part, next)
 }
 
 /// The first segment that reaches out of a buffer of `len` bytes.

@@ -4,6 +4,7 @@
 //! so its id names it and nobody else until the daemon answers; everything here that starts from an id happens before that. What outlives
 //! the request holds a pidfd and a directory of `/proc`, which refer to the process itself.
 
+use crate::shares::ROOT;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -11,11 +12,21 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+/// What tells a process from every other, dead ones included: its id, when it began, in ticks of the clock since boot, and from Linux 6.9 on the number that
+/// the kernel gives each process but once (the inode of its pidfds).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Identity {
+    id: u32,
+    started: u64,
+    inode: u64,
+}
+
 /// A process, held so that its id cannot deceive.
 #[derive(Debug)]
 pub(crate) struct Process {
     /// Its id (that of its thread group) in this process's pid namespace.
     pub id: u32,
+    identity: Identity,
     /// Readable once the whole process is dead.
     pidfd: OwnedFd,
     /// `/proc/ID/task`: has an entry for each thread, and none once the process is dead.
@@ -47,9 +58,15 @@ impl Process {
     pub fn with_pidfd(id: u32, pidfd: OwnedFd) -> Result<Process, Errno> {
         let directory = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let threads = rustix::fs::open(format!("/proc/{id}/task"), directory, Mode::empty())?;
-        let process = Process { id, pidfd, threads };
+        let (started, inode) = (started(id).ok_or(Errno::SRCH)?, rustix::fs::fstat(&pidfd)?.st_ino);
+        let process = Process { id, identity: Identity { id, started, inode }, pidfd, threads };
         // Alive now, so the id was its own when the directory was opened.
         if process.is_alive() { Ok(process) } else { Err(Errno::SRCH) }
+    }
+
+    /// What tells it from every other process.
+    pub fn identity(&self) -> Identity {
+        self.identity
     }
 
     /// Whether any of its threads is alive.
@@ -64,7 +81,7 @@ impl Process {
         rustix::fs::statat(&self.threads, thread.to_string(), AtFlags::SYMLINK_NOFOLLOW).is_ok()
     }
 
-    /// Whether it is root's: of the user namespace that this process is in.
+    /// Whether it is root's now: of the user namespace that this process is in.
     pub fn is_root(&self) -> bool {
         let path = format!("{}/status", self.id);
         let status = rustix::fs::openat(&self.threads, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
@@ -79,6 +96,28 @@ impl Process {
     /// `EBADF` where it has no such descriptor; `EPERM` where this process may not trace it (another user, Yama, a user namespace).
     pub fn take_fd(&self, number: i32) -> Result<OwnedFd, Errno> {
         rustix::process::pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())
+    }
+}
+
+/// When the process with this id began: the 22nd field, counted behind the name, which may hold anything (proc_pid_stat(5)).
+fn started(id: u32) -> Option<u64> {
+    let stat = std::fs::read(format!("/proc/{id}/stat")).ok()?;
+    let behind_name = stat.iter().rposition(|&byte| byte == b')')? + 1;
+    str::from_utf8(&stat[behind_name..]).ok()?.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// A process that asks for something, and the user in whose name: the one of its request, or of the moment when it connected.
+#[derive(Debug)]
+pub(crate) struct Client {
+    pub process: Process,
+    pub user: u32,
+}
+
+impl Client {
+    /// Whether it is root's: it was when it asked, and it is one of root's processes. Neither a connection that another program inherited nor a program
+    /// that has become root since makes it so.
+    pub fn is_root(&self) -> bool {
+        self.user == ROOT && self.process.is_root()
     }
 }
 

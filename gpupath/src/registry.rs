@@ -3,14 +3,19 @@
 //! It guards three things: a buffer is used only by the process that registered it; its memory stays mapped for as long as a transfer uses it; and
 //! it is gone when its process is, however that ends. One thread watches the processes.
 //!
-//! Locks: `State` alone, held for map operations only. Nothing is mapped, unmapped or closed under it.
+//! Locks: `State`, and that of the accounts, each alone and held for map operations only. Nothing is mapped, unmapped or closed under them.
 
+mod accounts;
 #[cfg(test)]
 mod tests;
 
+pub use accounts::{Amounts, Limits};
+
 use crate::abi::{Reason, Register, RegisterFlags, Route};
-use crate::foreign::{self, Kind, Memory};
-use crate::process::Process;
+use crate::foreign::{Foreign, Kind, Memory};
+use crate::intake::Intake;
+use crate::process::{Client, Process};
+use accounts::{Accounts, Charge};
 use gpunvme_blockdev::{BlockDevice, NoPeerToPeer, Region};
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
@@ -21,40 +26,8 @@ use std::collections::hash_map;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-
-/// How much may be registered. Memory is charged to the processes that own it; a buffer costs the daemon a mapping and a descriptor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Buffers of one process.
-    pub buffers_per_process: u32,
-    /// Bytes in the buffers of one process.
-    pub bytes_per_process: u64,
-    /// Buffers of all processes. [`Registry::new`] lowers it to what the hard limit of descriptors allows.
-    pub buffers: u32,
-    /// Bytes in the buffers of all processes.
-    pub bytes: u64,
-    /// Bytes of host memory that one process may have pinned, for a device that pins ([`BlockDevice::pins`]).
-    pub pinned_per_process: u64,
-    /// Bytes of host memory that all processes may have pinned: the kernel cannot get at such pages however short memory becomes.
-    pub pinned: u64,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        // The kernel allows a process 65,530 mappings (vm.max_map_count).
-        let sysinfo = rustix::system::sysinfo();
-        let memory = sysinfo.totalram * u64::from(sysinfo.mem_unit);
-        Limits {
-            buffers_per_process: 4096,
-            bytes_per_process: 1 << 40,
-            buffers: 32768,
-            bytes: 1 << 42,
-            pinned_per_process: memory / 4,
-            pinned: memory / 2,
-        }
-    }
-}
 
 /// Registered memory. A transfer holds it from before its first command until after its last completion: dropping the last handle takes
 /// the memory out of the device's reach.
@@ -68,17 +41,16 @@ pub struct Buffer {
     /// Why that is not a faster one.
     pub reason: Reason,
     device: Arc<dyn BlockDevice>,
+    revoked: AtomicBool,
+    /// Goes last: what it counts is held until then.
+    _charge: Charge,
 }
 
 impl Buffer {
-    /// Bytes of host memory that it keeps pinned.
-    fn pinned(&self) -> u64 {
-        pinned(&*self.device, self.route, self.region.len() as u64)
+    /// Whether it was unregistered, or its process ended: nothing may begin on it then.
+    pub fn is_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Acquire)
     }
-}
-
-fn pinned(device: &dyn BlockDevice, route: Route, len: u64) -> u64 {
-    if route != Route::P2p && device.pins() { len } else { 0 }
 }
 
 impl Drop for Buffer {
@@ -134,7 +106,7 @@ impl RegistryError {
             | RegistryError::Watch { errno, .. } => errno.raw_os_error(),
             RegistryError::BadFd { .. } => libc::EBADF,
             RegistryError::Refused(reason) => match reason {
-                Reason::ProcessLimit | Reason::TotalLimit => libc::ENOSPC,
+                Reason::ProcessLimit | Reason::UserLimit | Reason::TotalLimit => libc::ENOSPC,
                 Reason::NoSuchBuffer => libc::ENOENT,
                 Reason::NotWritable => libc::EACCES,
                 Reason::NoVfio | Reason::IommufdCompat | Reason::MmapRefused | Reason::MapDmaRefused | Reason::NotGpuMemory => {
@@ -167,6 +139,15 @@ impl From<NoPeerToPeer> for Reason {
     }
 }
 
+/// Who makes a call through FUSE that has not been answered yet.
+#[derive(Clone, Copy, Debug)]
+pub struct Caller {
+    /// The thread, by its id in this process's pid namespace.
+    pub thread: u32,
+    /// The user in whose name it acts.
+    pub user: u32,
+}
+
 /// What is registered now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -187,7 +168,8 @@ pub struct Registry {
 
 struct Shared {
     device: Arc<dyn BlockDevice>,
-    limits: Limits,
+    accounts: Arc<Accounts>,
+    intake: Intake,
     epoll: OwnedFd,
     state: RwLock<State>,
 }
@@ -197,15 +179,12 @@ struct State {
     owners: FxHashMap<u32, Owner>,
     buffers: FxHashMap<u64, Entry>,
     bytes: u64,
-    pinned: u64,
     last_id: u64,
 }
 
 struct Owner {
     process: Arc<Process>,
     buffers: u32,
-    bytes: u64,
-    pinned: u64,
 }
 
 struct Entry {
@@ -227,15 +206,15 @@ impl Registry {
         let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
         let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }); // what it is, is asked for next
         let descriptors = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        let buffers = limits.buffers.min(u32::try_from(descriptors / 4).unwrap_or(u32::MAX));
-        let limits = Limits { buffers, buffers_per_process: limits.buffers_per_process.min(buffers), ..limits };
+        let fewer = |amounts: Amounts| Amounts { buffers: amounts.buffers.min(descriptors / 4), ..amounts };
+        let limits = Limits { process: fewer(limits.process), all: fewer(limits.all) };
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
         // Names begin anywhere, so that one mount's name for a buffer means nothing to another mount.
         let last_id = RandomState::new().build_hasher().finish() >> 1;
         let state = RwLock::new(State { last_id, ..State::default() });
-        let shared = Arc::new(Shared { device, limits, epoll, state });
+        let shared = Arc::new(Shared { device, accounts: Accounts::new(limits), intake: Intake::new(), epoll, state });
         let watcher = std::thread::Builder::new().name("buffer-owners".into()).spawn({
             let shared = shared.clone();
             move || shared.watch()
@@ -245,7 +224,12 @@ impl Registry {
 
     /// The limits in force.
     pub fn limits(&self) -> Limits {
-        self.shared.limits
+        self.shared.accounts.limits()
+    }
+
+    /// The threads for what may wait for clients.
+    pub(crate) fn intake(&self) -> &Intake {
+        &self.shared.intake
     }
 
     /// What is registered now.
@@ -254,39 +238,36 @@ impl Registry {
         Usage { buffers: state.buffers.len() as u64, bytes: state.bytes, processes: state.owners.len() as u64 }
     }
 
-    /// Registers a descriptor that a process names by its number. `thread` is the caller's thread id, and the call that it makes must not have
-    /// been answered yet.
+    /// Registers a descriptor that a process names by its number.
     ///
     /// # Errors
     /// See [`RegistryError`]. Nothing is kept of a buffer that was refused.
-    pub fn register(&self, thread: u32, request: &Register) -> Result<Arc<Buffer>, RegistryError> {
-        let process = Process::of_thread(thread).map_err(RegistryError::UnknownCaller)?;
-        if !foreign::may_accept() {
-            return Err(RegistryError::Refused(Reason::TotalLimit));
-        }
+    pub fn register(&self, caller: Caller, request: &Register) -> Result<Arc<Buffer>, RegistryError> {
+        let process = Process::of_thread(caller.thread).map_err(RegistryError::UnknownCaller)?;
         let taken = if request.fd < 0 { Err(Errno::BADF) } else { process.take_fd(request.fd) };
         let fd = taken.map_err(|errno| match errno {
             Errno::BADF => RegistryError::BadFd { process: process.id, fd: request.fd },
             errno => RegistryError::NotReachable { process: process.id, errno },
         })?;
-        self.adopt(process, fd, request)
+        let fd = Foreign::new(fd, caller.user, &self.shared.intake);
+        self.adopt(Client { process, user: caller.user }, fd, request)
     }
 
-    /// Registers a descriptor that was received from a process.
-    pub(crate) fn adopt(&self, process: Process, fd: OwnedFd, request: &Register) -> Result<Arc<Buffer>, RegistryError> {
-        let memory = foreign::accept(fd, request.len, || process.is_root()).map_err(RegistryError::Refused)?;
+    /// Registers a descriptor that was received from a client.
+    pub(crate) fn adopt(&self, client: Client, fd: Foreign, request: &Register) -> Result<Arc<Buffer>, RegistryError> {
+        let memory = fd.memory(request.len, || client.is_root()).map_err(RegistryError::Refused)?;
         match memory.kind {
             Kind::Host => {
+                let region = Region::from_fd(memory.fd, memory.len, true)?;
                 // What its owner has not paid for would come out of the daemon's purse.
-                if self.shared.device.pins() && !foreign::is_allocated(&memory) {
+                if !region.is_allocated() {
                     return Err(RegistryError::Refused(Reason::NotAllocated));
                 }
-                let region = Region::from_fd(memory.fd, memory.len, true)?;
                 // Of the two routes that end in host memory, only its owner knows which it is for.
                 let staging = RegisterFlags::from_bits_retain(request.flags).contains(RegisterFlags::STAGING);
-                self.enter(process, region, if staging { Route::Bounce } else { Route::Host })
+                self.enter(client, region, if staging { Route::Bounce } else { Route::Host })
             }
-            Kind::Device => self.enter(process, self.device_region(memory)?, Route::P2p),
+            Kind::Device => self.enter(client, self.device_region(memory)?, Route::P2p),
         }
     }
 
@@ -305,14 +286,15 @@ impl Registry {
     }
 
     /// Makes a region reachable for the device, and a buffer of it.
-    fn enter(&self, process: Process, region: Arc<Region>, route: Route) -> Result<Arc<Buffer>, RegistryError> {
-        // Asked again when the buffer is entered; here, so that what will be refused is not pinned first.
-        self.shared.reap(process.id);
-        let len = region.len() as u64;
-        self.shared.has_room(&self.shared.state.read(), process.id, len, pinned(&*self.shared.device, route, len))?;
+    fn enter(&self, client: Client, region: Arc<Region>, route: Route) -> Result<Arc<Buffer>, RegistryError> {
+        let bytes = region.len() as u64;
+        let amounts = Amounts { buffers: 1, bytes, host_bytes: if route == Route::P2p { 0 } else { bytes } };
+        // Before it is mapped, so that what is refused is not pinned first.
+        let charge = self.shared.accounts.charge(client.user, client.process.identity(), amounts);
+        let charge = charge.map_err(RegistryError::Refused)?;
         self.shared.device.map(&region).map_err(|error| match route {
             Route::P2p => {
-                tracing::warn!(process = process.id, %error, "the IOMMU did not take a device's memory");
+                tracing::warn!(process = client.process.id, %error, "the IOMMU did not take a device's memory");
                 RegistryError::Refused(Reason::MapDmaRefused)
             }
             // vfio_iommu_type1's answer for what exceeds RLIMIT_MEMLOCK.
@@ -320,16 +302,26 @@ impl Registry {
             _ => error.into(),
         })?;
         let reason = if route == Route::P2p { Reason::None } else { Reason::NotGpuMemory };
-        let device = self.shared.device.clone();
-        self.shared.insert(process, Buffer { id: 0, region, route, reason, device })
+        let (device, revoked) = (self.shared.device.clone(), AtomicBool::new(false));
+        self.shared.insert(client.process, Buffer { id: 0, region, route, reason, device, revoked, _charge: charge })
     }
 
-    /// Forgets a buffer. Transfers in flight on it keep its memory until they are done.
+    /// Forgets a buffer: nothing begins on it any more. Transfers in flight on it keep its memory until they are done, and so long it counts.
     ///
     /// # Errors
     /// [`Reason::NoSuchBuffer`] where the caller owns no such buffer.
     pub fn unregister(&self, thread: u32, id: u64) -> Result<(), RegistryError> {
         self.lookup(thread, id)?;
+        self.remove(id)
+    }
+
+    /// As [`Registry::unregister`], for a process that is known by more than its id.
+    pub(crate) fn unregister_of(&self, process: &Process, id: u64) -> Result<(), RegistryError> {
+        self.lookup_of(process, id)?;
+        self.remove(id)
+    }
+
+    fn remove(&self, id: u64) -> Result<(), RegistryError> {
         let removed = self.shared.state.write().remove(id, &self.shared.epoll);
         removed.map(drop).ok_or(RegistryError::Refused(Reason::NoSuchBuffer))
     }
@@ -339,9 +331,18 @@ impl Registry {
     /// # Errors
     /// [`Reason::NoSuchBuffer`] where the caller owns no such buffer.
     pub fn lookup(&self, thread: u32, id: u64) -> Result<Arc<Buffer>, RegistryError> {
+        self.find(id, |owner| owner.has_thread(thread))
+    }
+
+    /// A buffer that this process owns, which may have ended.
+    pub(crate) fn lookup_of(&self, process: &Process, id: u64) -> Result<Arc<Buffer>, RegistryError> {
+        self.find(id, |owner| owner.identity() == process.identity())
+    }
+
+    fn find(&self, id: u64, owns: impl FnOnce(&Process) -> bool) -> Result<Arc<Buffer>, RegistryError> {
         let found = self.shared.state.read().buffers.get(&id).map(|entry| (entry.buffer.clone(), entry.owner.clone()));
         match found {
-            Some((buffer, owner)) if owner.has_thread(thread) => Ok(buffer),
+            Some((buffer, owner)) if owns(&owner) => Ok(buffer),
             _ => Err(RegistryError::Refused(Reason::NoSuchBuffer)),
         }
     }
@@ -357,33 +358,12 @@ impl Drop for Registry {
 }
 
 impl Shared {
-    /// Whether a process may have a buffer of `len` bytes more, `pinned` of them pinned.
-    fn has_room(&self, state: &State, process: u32, len: u64, pinned: u64) -> Result<(), RegistryError> {
-        let owner = state.owners.get(&process);
-        let (owned, owned_bytes, owned_pinned) = owner.map_or((0, 0, 0), |owner| (owner.buffers, owner.bytes, owner.pinned));
-        if owned >= self.limits.buffers_per_process
-            || owned_bytes.saturating_add(len) > self.limits.bytes_per_process
-            || owned_pinned.saturating_add(pinned) > self.limits.pinned_per_process
-        {
-            return Err(RegistryError::Refused(Reason::ProcessLimit));
-        }
-        if state.buffers.len() as u64 >= self.limits.buffers.into()
-            || state.bytes.saturating_add(len) > self.limits.bytes
-            || state.pinned.saturating_add(pinned) > self.limits.pinned
-        {
-            return Err(RegistryError::Refused(Reason::TotalLimit));
-        }
-        Ok(())
-    }
-
     /// A buffer that is refused is dropped after the lock, because it was made before it.
     fn insert(&self, process: Process, mut buffer: Buffer) -> Result<Arc<Buffer>, RegistryError> {
-        let (len, pinned) = (buffer.region.len() as u64, buffer.pinned());
-        let id = process.id;
+        let (len, id) = (buffer.region.len() as u64, process.id);
         // Whoever had this process id before, if it is not the same process still.
         self.reap(id);
         let mut state = self.state.write();
-        self.has_room(&state, id, len, pinned)?;
         let State { owners, last_id, .. } = &mut *state;
         let owner = match owners.entry(id) {
             hash_map::Entry::Occupied(owner) => owner.into_mut(),
@@ -392,18 +372,15 @@ impl Shared {
                 // Under the lock, so that the event of a process that dies now waits for the entry.
                 epoll::add(&self.epoll, &process, data, epoll::EventFlags::IN)
                     .map_err(|errno| RegistryError::Watch { process: id, errno })?;
-                vacant.insert(Owner { process: Arc::new(process), buffers: 0, bytes: 0, pinned: 0 })
+                vacant.insert(Owner { process: Arc::new(process), buffers: 0 })
             }
         };
         owner.buffers += 1;
-        owner.bytes += len;
-        owner.pinned += pinned;
         *last_id += 1;
         buffer.id = *last_id;
         let buffer = Arc::new(buffer);
         let entry = Entry { buffer: buffer.clone(), owner: owner.process.clone() };
         state.bytes += len;
-        state.pinned += pinned;
         state.buffers.insert(buffer.id, entry);
         Ok(buffer)
     }
@@ -445,13 +422,10 @@ impl State {
     /// Removes a buffer, and its owner with the last one. What is returned must be dropped without the lock.
     fn remove(&mut self, id: u64, epoll: &OwnedFd) -> Option<Entry> {
         let entry = self.buffers.remove(&id)?;
-        let (len, pinned) = (entry.buffer.region.len() as u64, entry.buffer.pinned());
-        self.bytes -= len;
-        self.pinned -= pinned;
+        entry.buffer.revoked.store(true, Ordering::Release);
+        self.bytes -= entry.buffer.region.len() as u64;
         let owner = self.owners.get_mut(&entry.owner.id).expect("a buffer's owner stays as long as it");
         owner.buffers -= 1;
-        owner.bytes -= len;
-        owner.pinned -= pinned;
         if owner.buffers == 0 {
             forget(epoll, &entry.owner);
             self.owners.remove(&entry.owner.id);

@@ -5,12 +5,14 @@
 //! socket uses the same server.
 
 use crate::abi::{self, Command, Moved, Reason, Register, Route, Transfer, TransferFlags, TransferRequest, Unregister};
+use crate::foreign::Foreign;
+use crate::intake::Turn;
 use crate::planner::{self, Direction, Plan};
-use crate::process::Process;
-use crate::registry::{Buffer, Registry, RegistryError};
+use crate::process::{Client, Process};
+use crate::registry::{Buffer, Caller, Registry, RegistryError};
+use crate::seldom::Seldom;
 use crate::stats::Stats;
 use crate::transfer::Failed;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use zerocopy::{Immutable, IntoBytes};
 
@@ -121,24 +123,43 @@ pub struct Server {
     pub registry: Registry,
     /// The counters.
     pub stats: Stats,
+    /// Messages about rings whose applications broke them.
+    pub(crate) broken_rings: Seldom,
 }
 
 impl Server {
     /// A server that has counted nothing.
     pub fn new(registry: Registry) -> Server {
-        Server { registry, stats: Stats::default() }
+        Server { registry, stats: Stats::default(), broken_rings: Seldom::default() }
     }
 
-    /// `REGISTER` by ioctl. `thread` is the caller's id in the FUSE request, which must not have been answered.
-    ///
-    /// It may wait for nothing but memory, yet it maps and pins: not for the thread that everybody waits for.
-    pub fn register(&self, thread: u32, request: &Register) -> Reply {
-        self.registered(request, self.registry.register(thread, request))
+    /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for the thread that everybody waits for.
+    pub fn register(&self, caller: Caller, request: &Register) -> Reply {
+        self.registered(request, self.registry.register(caller, request))
     }
 
     /// `REGISTER` by socket.
-    pub(crate) fn register_received(&self, process: Process, fd: OwnedFd, request: &Register) -> Reply {
-        self.registered(request, self.registry.adopt(process, fd, request))
+    pub(crate) fn register_received(&self, client: Client, fd: Foreign, request: &Register) -> Reply {
+        self.registered(request, self.registry.adopt(client, fd, request))
+    }
+
+    /// As [`Server::register`], on a thread of which the user has only a share.
+    pub fn register_soon(self: &Arc<Self>, caller: Caller, request: Register, done: impl FnOnce(Reply) + Send + 'static) {
+        let server = self.clone();
+        self.take_in(caller.user, move |may| {
+            done(match may {
+                Ok(()) => server.register(caller, &request),
+                Err(refusal) => server.registered(&request, Err(refusal)),
+            });
+        });
+    }
+
+    /// Calls `task` on a thread that may wait for a user's processes; here and at once, with an error, where the user has used up the share of such threads.
+    pub fn take_in(&self, user: u32, task: impl FnOnce(Result<(), RegistryError>) + Send + 'static) {
+        self.registry.intake().run(user, |turn| match turn {
+            Turn::Taken => task(Ok(())),
+            Turn::Refused => task(Err(RegistryError::Refused(Reason::UserLimit))),
+        });
     }
 
     fn registered(&self, request: &Register, result: Result<Arc<Buffer>, RegistryError>) -> Reply {
@@ -156,9 +177,17 @@ impl Server {
         }
     }
 
-    /// `UNREGISTER`. `thread` as in [`Server::register`].
+    /// `UNREGISTER`. `thread` is the caller's, which must not have been answered.
     pub fn unregister(&self, thread: u32, request: &Unregister) -> Reply {
-        let result = self.registry.unregister(thread, request.buffer);
+        self.unregistered(request, self.registry.unregister(thread, request.buffer))
+    }
+
+    /// `UNREGISTER` by socket.
+    pub(crate) fn unregister_of(&self, process: &Process, request: &Unregister) -> Reply {
+        self.unregistered(request, self.registry.unregister_of(process, request.buffer))
+    }
+
+    fn unregistered(&self, request: &Unregister, result: Result<(), RegistryError>) -> Reply {
         self.stats.call(Command::Unregister, result.is_err());
         match result {
             Ok(()) => Reply::new(0, request),
@@ -172,8 +201,8 @@ impl Server {
         Reply::new(0, &self.stats.snapshot(self.registry.usage()))
     }
 
-    /// The buffer of a `READ` or `WRITE`, if the caller owns it, every segment lies in it, and its route is the one required. `thread` as in
-    /// [`Server::register`].
+    /// The buffer of a `READ` or `WRITE`, if the caller owns it, every segment lies in it, and its route is the one required. `thread` is the caller's,
+    /// which must not have been answered.
     ///
     /// # Errors
     /// The answer to give.

@@ -1,32 +1,41 @@
 //! The registration socket: the way in for descriptors that the daemon may not fetch (another user, Yama, a container).
 //!
-//! It guards the daemon against its clients: one thread serves all of them and waits for none. A client that does not take its answer, says
+//! It guards the daemon against its clients. One thread listens, and never touches what a client sent: a message is received, and a connection closed, by the
+//! [`Intake`], because descriptors may come with it that cannot be closed. A client that does not take its answer, says
 //! something malformed or keeps others out by holding connections is disconnected. Buffers do not depend on the connection they came by.
 //!
 //! A datagram is a [`Message`] followed by a [`crate::abi::Register`] (with exactly one descriptor) or an [`crate::abi::Unregister`]; the answer has the same form.
 
 use crate::abi::{self, Message, Request};
-use crate::foreign;
+use crate::foreign::Foreign;
+use crate::intake::{Intake, Turn};
 use crate::peer;
 use crate::server::{Reply, Server};
-use rustix::event::{EventfdFlags, epoll};
+use crate::shares::{ROOT, share};
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, Timespec, epoll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix, SocketFlags,
-    SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, Shutdown, SocketAddrUnix,
+    SocketFlags, SocketType, sockopt,
 };
+use rustix::process::{Resource, getrlimit};
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Connections held at a time. A client needs one for a moment, so the oldest goes when one more comes.
+/// Connections held at a time, of which a user has a share. A client needs one for a moment, so a user's oldest goes when one more comes.
 const MAX_CONNECTIONS: usize = 128;
+/// The most descriptors that can come with a message (`SCM_MAX_FD`). There is room for all of them: what finds none is closed by the kernel as it is received.
+const MAX_DESCRIPTORS: usize = 253;
+/// How long no connection is accepted after one could not be, for lack of descriptors, say.
+const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// More than any command is that has no entries, so that what is merely out of place is told apart from what is malformed.
 const MAX_DATAGRAM: usize = 1024;
 const STOP: u64 = 0;
@@ -62,7 +71,9 @@ impl Listener {
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
         epoll::add(&epoll, &socket, epoll::EventData::new_u64(LISTEN), epoll::EventFlags::IN)?;
-        let mut service = Service { server, socket, epoll, connections: VecDeque::new(), next: LISTEN + 1 };
+        let held = Arc::new(Held { intake: server.registry.intake().clone(), epoll, connections: Mutex::default() });
+        let mut service =
+            Service { server: Arc::downgrade(&server), socket: Some(socket), held, next: LISTEN + 1, accepting: true };
         let thread = std::thread::Builder::new().name("registration".into()).spawn(move || service.run())?;
         Ok(Listener { path: path.to_owned(), stop, thread: Some(thread) })
     }
@@ -83,18 +94,30 @@ impl Drop for Listener {
     }
 }
 
-struct Service {
-    server: Arc<Server>,
-    socket: OwnedFd,
+/// The connections, which the listening thread and those that receive share.
+struct Held {
+    intake: Intake,
     epoll: OwnedFd,
     /// Oldest first.
-    connections: VecDeque<Connection>,
-    next: u64,
+    connections: Mutex<VecDeque<Arc<Connection>>>,
 }
 
 struct Connection {
     token: u64,
-    socket: OwnedFd,
+    user: u32,
+    intake: Intake,
+    /// None only while it is dropped.
+    socket: Option<OwnedFd>,
+}
+
+struct Service {
+    /// The mount need not wait for a client that keeps a thread of the intake.
+    server: Weak<Server>,
+    /// None only while it is dropped.
+    socket: Option<OwnedFd>,
+    held: Arc<Held>,
+    next: u64,
+    accepting: bool,
 }
 
 /// Why a connection ends.
@@ -116,7 +139,9 @@ impl Service {
         let mut events = Vec::with_capacity(64);
         loop {
             events.clear();
-            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), None) {
+            let pause = if self.accepting { None } else { Some(&PAUSE) };
+            match epoll::wait(&self.held.epoll, rustix::buffer::spare_capacity(&mut events), pause) {
+                Ok(0) => self.accept_again(true),
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => {
                     tracing::error!(%errno, "the registration socket is out of service until the next mount");
@@ -134,55 +159,148 @@ impl Service {
     }
 
     fn accept(&mut self) {
-        let accepted = rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
-        let connected = accepted.and_then(|socket| {
-            let token = self.next;
-            epoll::add(&self.epoll, &socket, epoll::EventData::new_u64(token), epoll::EventFlags::IN)?;
-            Ok(Connection { token, socket })
-        });
-        match connected {
-            Ok(connection) => {
+        // A quarter of all descriptors may wait to be closed: buffers have another. Each of these counts for its sender as one in flight.
+        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        if self.held.intake.discarded() as u64 > descriptors / 4 {
+            return self.accept_again(false);
+        }
+        let socket = self.socket.as_ref().expect("it goes with the service");
+        match rustix::net::accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(socket) => {
+                // Without credentials it is counted for root, who has the largest share: a socket of this kind has them.
+                let user = peer::user(socket.as_fd()).unwrap_or(ROOT);
+                let connection = Connection { token: self.next, user, intake: self.held.intake.clone(), socket: Some(socket) };
                 self.next += 1;
-                self.connections.push_back(connection);
-                if self.connections.len() > MAX_CONNECTIONS {
-                    self.connections.pop_front();
+                if let Err(errno) = self.held.hold(Arc::new(connection)) {
+                    tracing::debug!(%errno, "a connection to the registration socket cannot be watched");
                 }
             }
-            Err(Errno::AGAIN) => {}
-            Err(errno) => tracing::debug!(%errno, "a client could not connect to the registration socket"),
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+            Err(errno) => {
+                tracing::debug!(%errno, "a client could not connect to the registration socket");
+                self.accept_again(false);
+            }
         }
     }
 
-    fn serve(&mut self, token: u64) {
-        let Some(at) = self.connections.iter().position(|connection| connection.token == token) else { return };
-        match exchange(&self.server, self.connections[at].socket.as_fd()) {
-            Ok(()) => {}
-            Err(end) => {
-                if let End::Kernel(errno) = end {
-                    tracing::debug!(%errno, "a registration connection failed");
+    /// Accepts connections again, or pauses: the event would come back at once.
+    fn accept_again(&mut self, accepting: bool) {
+        let flags = if accepting { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
+        let socket = self.socket.as_ref().expect("it goes with the service");
+        match epoll::modify(&self.held.epoll, socket, epoll::EventData::new_u64(LISTEN), flags) {
+            Ok(()) => self.accepting = accepting,
+            Err(errno) => tracing::warn!(%errno, "cannot pause or go on accepting registrations"),
+        }
+    }
+
+    /// Something came from a client: has it received, and the connection watched again after that.
+    fn serve(&self, token: u64) {
+        let Some(connection) = self.held.find(token) else { return };
+        let (server, held) = (self.server.clone(), self.held.clone());
+        self.held.intake.run(connection.user, move |turn| {
+            let exchanged = match turn {
+                Turn::Taken => exchange(&server, &connection),
+                // What came is not received, since it cannot be got rid of.
+                Turn::Refused => Err(Errno::BUSY.into()),
+            };
+            match exchanged.and_then(|()| Ok(held.watch(&connection)?)) {
+                Ok(()) => {}
+                Err(end) => {
+                    if let End::Kernel(errno) = end {
+                        tracing::debug!(%errno, user = connection.user, "a registration connection failed");
+                    }
+                    held.let_go(connection.token);
                 }
-                self.connections.remove(at);
             }
+        });
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        // Connections that nobody accepted go with it, and what was sent over them.
+        if let Some(socket) = self.socket.take() {
+            self.held.intake.discard(ROOT, socket);
+        }
+        self.held.connections.lock().clear();
+    }
+}
+
+impl Held {
+    /// Takes a connection in, in the place of its user's oldest where the user has the share. The user without a share is not let in.
+    fn hold(&self, connection: Arc<Connection>) -> Result<(), Errno> {
+        let mut connections = self.connections.lock();
+        let of_user = |other: &Arc<Connection>| other.user == connection.user;
+        let held = connections.iter().filter(|other| of_user(other)).count();
+        let share = share(connection.user, MAX_CONNECTIONS as u64, (connections.len() - held) as u64);
+        let oldest = if held as u64 >= share { connections.iter().position(of_user) } else { None };
+        let dropped = oldest.and_then(|oldest| connections.remove(oldest));
+        if (share == 0) && dropped.is_none() {
+            return Err(Errno::BUSY);
+        }
+        let data = epoll::EventData::new_u64(connection.token);
+        epoll::add(&self.epoll, connection.socket(), data, epoll::EventFlags::IN | epoll::EventFlags::ONESHOT)?;
+        connections.push_back(connection);
+        Ok(())
+    }
+
+    /// Has the next message of a connection noticed.
+    fn watch(&self, connection: &Connection) -> Result<(), Errno> {
+        let data = epoll::EventData::new_u64(connection.token);
+        epoll::modify(&self.epoll, connection.socket(), data, epoll::EventFlags::IN | epoll::EventFlags::ONESHOT)
+    }
+
+    fn find(&self, token: u64) -> Option<Arc<Connection>> {
+        self.connections.lock().iter().find(|connection| connection.token == token).cloned()
+    }
+
+    fn let_go(&self, token: u64) {
+        self.connections.lock().retain(|connection| connection.token != token);
+    }
+}
+
+impl Connection {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_ref().expect("it goes with the connection").as_fd()
+    }
+}
+
+impl Drop for Connection {
+    /// Waits for nothing. Messages that were not received go with a connection, and what came with them.
+    fn drop(&mut self) {
+        let Some(socket) = self.socket.take() else { return };
+        // From here on nothing more can come.
+        let ended = rustix::net::shutdown(&socket, Shutdown::Both);
+        if ended.is_err() || has_messages(&socket) {
+            self.intake.discard(self.user, socket);
         }
     }
 }
 
+/// Whether a message lies in a socket that was shut down. One that has no bytes looks like the end, but for its sender's credentials, which find no room.
+fn has_messages(socket: &OwnedFd) -> bool {
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let peeked = sockopt::set_socket_passcred(socket, true).and_then(|()| {
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut [0])], &mut RecvAncillaryBuffer::default(), flags)
+    });
+    peeked.map_or_else(|errno| errno != Errno::AGAIN, |message| message.flags.contains(ReturnFlags::CTRUNC))
+}
+
 /// One datagram and its answer.
-fn exchange(server: &Server, socket: BorrowedFd<'_>) -> Result<(), End> {
+fn exchange(server: &Weak<Server>, connection: &Connection) -> Result<(), End> {
+    let socket = connection.socket();
     let mut bytes = [0u8; MAX_DATAGRAM];
-    let (len, mut fds) = match receive(socket, &mut bytes) {
+    let (len, mut fds) = match receive(connection, &mut bytes) {
         Ok((0, _)) => return Err(End::Client),
         Ok(received) => received,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
         Err(errno) => return Err(errno.into()),
     };
-    let Ok((message, argument)) = Message::read_from_prefix(&bytes[..len]) else {
-        fds.into_iter().for_each(foreign::discard);
-        return Err(End::Client);
-    };
+    let Ok((message, argument)) = Message::read_from_prefix(&bytes[..len]) else { return Err(End::Client) };
     let fd = if fds.len() == 1 { fds.pop() } else { None };
-    fds.into_iter().for_each(foreign::discard);
-    let reply = answer(server, socket, message.request, argument, fd);
+    drop(fds);
+    let server = server.upgrade().ok_or(End::Client)?;
+    let reply = answer(&server, socket, message.request, argument, fd);
     let mut data = Message { request: message.request, status: -reply.result }.as_bytes().to_vec();
     data.extend_from_slice(&reply.data);
     // A client that has no room for its answer is not listening.
@@ -190,38 +308,29 @@ fn exchange(server: &Server, socket: BorrowedFd<'_>) -> Result<(), End> {
     Ok(())
 }
 
-fn answer(server: &Server, socket: BorrowedFd<'_>, request: u32, argument: &[u8], fd: Option<OwnedFd>) -> Reply {
-    match (abi::decode(request, argument), fd) {
-        (Ok(Request::Register(_)), None) => Reply::error(libc::EBADF),
-        (Ok(Request::Register(register)), Some(fd)) => match peer::process(socket) {
-            Ok(process) if foreign::may_accept() => server.register_received(process, fd, &register),
-            refused => {
-                foreign::discard(fd);
-                Reply::error(refused.err().unwrap_or(Errno::NOSPC).raw_os_error())
-            }
-        },
-        (decoded, fd) => {
-            fd.into_iter().for_each(foreign::discard);
-            match (decoded, peer::process(socket)) {
-                (Ok(Request::Unregister(unregister)), Ok(process)) => server.unregister(process.id, &unregister),
-                (Ok(Request::Unregister(_)), Err(errno)) => Reply::error(errno.raw_os_error()),
-                (Ok(_), _) => Reply::error(libc::ENOTTY),
-                (Err(error), _) => error.into(),
-            }
-        }
+fn answer(server: &Server, socket: BorrowedFd<'_>, request: u32, argument: &[u8], fd: Option<Foreign>) -> Reply {
+    let client = peer::client(socket);
+    match (abi::decode(request, argument), fd, client) {
+        (Ok(Request::Register(_)), None, _) => Reply::error(libc::EBADF),
+        (Ok(Request::Register(register)), Some(fd), Ok(client)) => server.register_received(client, fd, &register),
+        (Ok(Request::Unregister(unregister)), _, Ok(client)) => server.unregister_of(&client.process, &unregister),
+        (Ok(Request::Register(_) | Request::Unregister(_)), _, Err(errno)) => Reply::error(errno.raw_os_error()),
+        (Ok(_), ..) => Reply::error(libc::ENOTTY),
+        (Err(error), ..) => error.into(),
     }
 }
 
-/// A datagram, and the descriptors that came with it. There is room for two, so that more than one is noticed; the kernel closes the others.
-fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+/// A datagram, and the descriptors that came with it.
+fn receive(connection: &Connection, bytes: &mut [u8]) -> Result<(usize, Vec<Foreign>), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let message = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut ancillary, flags)?;
+    let message = rustix::net::recvmsg(connection.socket(), &mut [IoSliceMut::new(bytes)], &mut ancillary, flags)?;
+    let foreign = |fd| Foreign::new(fd, connection.user, &connection.intake);
     let fds = ancillary
         .drain()
         .flat_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(fds) => fds.collect::<Vec<_>>(),
+            RecvAncillaryMessage::ScmRights(fds) => fds.map(foreign).collect::<Vec<_>>(),
             _ => Vec::new(),
         })
         .collect();

@@ -32,9 +32,34 @@ impl Failed {
     }
 }
 
+/// Fills holes of a plan to read into `buffer`, at most `most` bytes of them: who has many fills them in turns with others. Returns whether none is left.
+///
+/// # Errors
+/// The buffer's memory does not answer.
+pub fn fill(plan: &mut Plan, buffer: &Buffer, mut most: u64) -> Result<bool, Failed> {
+    // A client that took pages out of its buffer after registering it gets none of the daemon's for holes.
+    if !plan.zeroes.is_empty() && !buffer.region.is_allocated() {
+        return Err(Failed { error: Error::RegionSparse, segment: None });
+    }
+    while let Some(last) = plan.zeroes.last_mut() {
+        if most == 0 {
+            return Ok(false);
+        }
+        let len = last.len.min(most);
+        last.len -= len;
+        most -= len;
+        let offset = last.buffer_offset + last.len;
+        buffer.region.zero_at(offset as usize, len as usize).map_err(|error| Failed { error, segment: None })?;
+        if last.len == 0 {
+            plan.zeroes.pop();
+        }
+    }
+    Ok(true)
+}
+
 /// Carries out a plan to read into `buffer`.
 ///
-/// Holes are filled on the calling thread, at the speed of memory, before anything is submitted. `done` is called once, from the thread that
+/// Holes that are left to [`fill`] are filled on the calling thread, at the speed of memory, before anything is submitted. `done` is called once, from the thread that
 /// reaps completions (of [`Io::inline`]: from this one). After an error any part of the segments may have been overwritten.
 pub fn read(
     io: &Arc<Io>,
@@ -44,10 +69,8 @@ pub fn read(
     buffer: Arc<Buffer>,
     done: impl FnOnce(Result<(), Failed>) + Send + 'static,
 ) {
-    for zeroes in &plan.zeroes {
-        if let Err(error) = buffer.region.zero_at(zeroes.buffer_offset as usize, zeroes.len as usize) {
-            return done(Err(Failed { error, segment: None }));
-        }
+    if let Err(failed) = fill(&mut plan, &buffer, u64::MAX) {
+        return done(Err(failed));
     }
     let requests = std::mem::take(&mut plan.requests);
     if plan.edges.is_empty() {

@@ -2,8 +2,8 @@
 
 use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Faulty, Geometry, Image, Io, MemoryDevice, On, Region, Rule};
 use gpunvme_gpupath::abi::{Register, Segment};
-use gpunvme_gpupath::planner::{self, Alignment, Direction, Extent, Plan};
-use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
+use gpunvme_gpupath::planner::{self, Alignment, Bounds, Direction, Extent, Plan, Position};
+use gpunvme_gpupath::registry::{Buffer, Caller, Limits, Registry};
 use gpunvme_gpupath::server::Outcome;
 use gpunvme_gpupath::transfer;
 use proptest::prelude::*;
@@ -190,6 +190,83 @@ proptest! {
         prop_assert_eq!(plan.bytes(), moved.iter().map(|segment| segment.len).sum::<u64>());
     }
 
+    /// Parts put together do what one plan does, and none is larger than it may be.
+    #[test]
+    fn parts_of_a_read_are_the_whole(
+        file in file(),
+        segments in segments(),
+        geometry in geometry(),
+        pieces in prop_oneof![1..20usize, Just(usize::MAX)],
+        bytes in prop_oneof![1..100_000u64, Just(u64::MAX)],
+    ) {
+        let alignment = Alignment::for_reads(&geometry);
+        let bounds = Bounds { pieces, bytes };
+        let (mut from, mut together) = (Position::default(), Vec::new());
+        loop {
+            let look_up = |range: Range<u64>, limit, found: &mut planner::Extents| -> Result<(), Infallible> {
+                found.extend(file.extents(range).into_iter().take(limit));
+                Ok(())
+            };
+            let Ok((plan, next)) = planner::plan_part(&segments, (from, bounds), file.size, &REGION, alignment, look_up);
+            // An extent that is not aligned makes four.
+            prop_assert!(plan.pieces() < pieces.saturating_mul(4).saturating_add(4));
+            prop_assert!(plan.bytes() < bytes.saturating_add(2 << 20));
+            together.extend(deeds(&plan, alignment));
+            let Some(next) = next else { break };
+            prop_assert!(plan.bytes() > 0 && (next.segment, next.done) > (from.segment, from.done), "it gets on");
+            from = next;
+        }
+        together.sort_by_key(|(buffer, deed)| (*buffer, format!("{deed:?}")));
+        let whole = file.plan(Direction::Read, &segments, &REGION, alignment);
+        prop_assert_eq!(together, deeds(&whole, alignment));
+    }
+
+    /// Likewise of a write, whose parts have no edge that it would not have as a whole, and keep the order of segments that overlap.
+    #[test]
+    fn parts_of_a_write_are_the_whole(
+        segments in proptest::collection::vec((0..16u64 << 20, 0..16u64 << 20, 0..8u64 << 20, any::<bool>()), 0..6),
+        most in 1..8u64 << 20,
+        geometry in geometry(),
+    ) {
+        let align = |at: u64, aligned| if aligned { at - at % BLOCK } else { at };
+        let segments: Vec<Segment> = segments
+            .into_iter()
+            .map(|(file, buffer, len, aligned)| Segment {
+                file_offset: align(file, aligned),
+                buffer_offset: align(buffer, aligned),
+                len: align(len, aligned),
+            })
+            .collect();
+        let alignment = Alignment::for_writes(BLOCK as u32, &geometry);
+        let direct = |segments: &[Segment]| -> u64 {
+            segments.iter().map(|segment| planner::aligned_middle(segment, alignment)).map(|middle| middle.end - middle.start).sum()
+        };
+        let (mut at, mut parts) = (Position::default(), Vec::new());
+        while at.segment < segments.len() {
+            let (part, next) = planner::write_part(&segments, at, most);
+            prop_assert_eq!(planner::disjoint(&part).len(), part.len());
+            prop_assert!(part.iter().map(|segment| segment.len).sum::<u64>() <= most.max(1 << 20));
+            prop_assert!((next.segment, next.done) > (at.segment, at.done), "it gets on");
+            parts.extend(part);
+            at = next;
+        }
+        prop_assert_eq!(direct(&parts), direct(&segments));
+        prop_assert_eq!(planner::unaligned(&parts, alignment).is_some(), planner::unaligned(&segments, alignment).is_some());
+        // The pieces of a segment, put together again.
+        let mut rest = parts.iter().peekable();
+        for segment in &segments {
+            let mut at = 0;
+            while let Some(piece) = rest.next_if(|piece| {
+                piece.len > 0 && at < segment.len && (piece.file_offset, piece.buffer_offset) == (segment.file_offset + at, segment.buffer_offset + at)
+            }) {
+                at += piece.len;
+            }
+            prop_assert_eq!(at, segment.len);
+            while rest.next_if(|piece| piece.len == 0).is_some() {}
+        }
+        prop_assert!(rest.next().is_none());
+    }
+
     /// What a writer is told to allocate is what goes direct once it is allocated.
     #[test]
     fn allocating_the_aligned_middles_is_enough(segments in segments(), geometry in geometry()) {
@@ -273,11 +350,11 @@ struct Bench {
 impl Bench {
     fn new(device: Arc<dyn BlockDevice>) -> Bench {
         let memory = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
-        rustix::fs::ftruncate(&memory, 8 << 20).unwrap();
+        rustix::fs::fallocate(&memory, rustix::fs::FallocateFlags::empty(), 0, 8 << 20).unwrap();
         rustix::fs::fcntl_add_seals(&memory, rustix::fs::SealFlags::SHRINK).unwrap();
         let registry = Registry::new(device.clone(), Limits::default()).unwrap();
         let request = Register { fd: memory.as_raw_fd(), len: 8 << 20, ..Register::default() };
-        let buffer = registry.register(std::process::id(), &request).unwrap();
+        let buffer = registry.register(Caller { thread: std::process::id(), user: 0 }, &request).unwrap();
         Bench { io: Io::inline(device.clone()).unwrap(), pool: BufferPool::new(device, 4 << 20), buffer, registry, memory }
     }
 

@@ -6,10 +6,10 @@ use gpunvme_gpupath::abi::{
     Unregister, decode,
 };
 use gpunvme_gpupath::planner::Direction;
-use gpunvme_gpupath::registry::{Limits, Registry, RegistryError};
+use gpunvme_gpupath::registry::{Amounts, Caller, Limits, Registry, RegistryError};
 use gpunvme_gpupath::server::{Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
-use rustix::fs::{MemfdFlags, Mode, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use std::io::{BufRead, BufReader, IoSlice, Write};
 use std::mem::MaybeUninit;
@@ -26,13 +26,18 @@ fn registry(limits: Limits) -> Registry {
     Registry::new(MemoryDevice::new(1 << 20), limits).unwrap()
 }
 
+/// A thread of root's that calls.
+fn by(thread: u32) -> Caller {
+    Caller { thread, user: 0 }
+}
+
 fn request(fd: i32) -> Register {
     Register { fd, len: LEN, ..Register::default() }
 }
 
 fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
     let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
-    rustix::fs::ftruncate(&fd, len).unwrap();
+    rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len).unwrap();
     rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
     fd
 }
@@ -177,7 +182,7 @@ fn any_thread_of_the_owner_may_use_a_buffer() {
     let mut client = Client::start();
     let (thread, fd) = client.memfd("thread");
     assert_ne!(thread, client.id());
-    let buffer = registry.register(thread, &request(fd)).unwrap();
+    let buffer = registry.register(by(thread), &request(fd)).unwrap();
     assert_eq!((buffer.route, buffer.reason, buffer.region.len() as u64), (Route::Host, Reason::NotGpuMemory, LEN));
     let (other, _) = client.memfd("thread");
     for caller in [thread, other, client.id()] {
@@ -193,9 +198,9 @@ fn nobody_else_may_use_a_buffer() {
     let registry = registry(Limits::default());
     let (mut owner, mut other) = (Client::start(), Client::start());
     let (thread, fd) = owner.memfd("main");
-    let id = registry.register(thread, &request(fd)).unwrap().id;
+    let id = registry.register(by(thread), &request(fd)).unwrap().id;
     let (stranger, fd) = other.memfd("thread");
-    let strangers_id = registry.register(stranger, &request(fd)).unwrap().id;
+    let strangers_id = registry.register(by(stranger), &request(fd)).unwrap().id;
     for caller in [stranger, other.id(), std::process::id(), 1, 0, u32::MAX] {
         assert_eq!(reason(registry.lookup(caller, id)), (Reason::NoSuchBuffer, libc::ENOENT));
         assert_eq!(reason(registry.unregister(caller, id)), (Reason::NoSuchBuffer, libc::ENOENT));
@@ -210,7 +215,7 @@ fn nobody_else_may_use_a_buffer() {
 fn the_buffer_is_the_clients_memory() {
     let registry = registry(Limits::default());
     let fd = memfd(LEN, SealFlags::SHRINK);
-    let buffer = registry.register(std::process::id(), &request(fd.as_raw_fd())).unwrap();
+    let buffer = registry.register(by(std::process::id()), &request(fd.as_raw_fd())).unwrap();
     buffer.region.write_at(4000, b"from the daemon").unwrap();
     let mut bytes = [0; 15];
     rustix::io::pread(&fd, &mut bytes, 4000).unwrap();
@@ -222,10 +227,10 @@ fn buffers_go_with_their_process() {
     let registry = registry(Limits::default());
     let (mut dies, mut lives) = (Client::start(), Client::start());
     let (thread, fd) = dies.memfd("thread");
-    let held = registry.register(thread, &request(fd)).unwrap();
-    registry.register(thread, &request(fd)).unwrap();
+    let held = registry.register(by(thread), &request(fd)).unwrap();
+    registry.register(by(thread), &request(fd)).unwrap();
     let (survivor, fd) = lives.memfd("main");
-    let kept = registry.register(survivor, &request(fd)).unwrap();
+    let kept = registry.register(by(survivor), &request(fd)).unwrap();
     assert_eq!(registry.usage().buffers, 3);
     dies.kill();
     wait_for("the buffers to go", || registry.usage().buffers == 1);
@@ -241,18 +246,18 @@ fn a_buffer_does_not_outlive_its_owner_even_unobserved() {
     let registry = registry(Limits::default());
     let mut client = Client::start();
     let (thread, fd) = client.memfd("main");
-    let id = registry.register(thread, &request(fd)).unwrap().id;
+    let id = registry.register(by(thread), &request(fd)).unwrap().id;
     client.kill();
     // Whether or not the watcher has seen it by now.
     assert_eq!(reason(registry.lookup(thread, id)).0, Reason::NoSuchBuffer);
-    assert!(matches!(registry.register(thread, &request(fd)), Err(RegistryError::UnknownCaller(_))));
+    assert!(matches!(registry.register(by(thread), &request(fd)), Err(RegistryError::UnknownCaller(_))));
 }
 
 #[test]
 fn what_is_no_buffer_is_refused() {
     let registry = registry(Limits::default());
     let me = std::process::id();
-    let refused = |fd: BorrowedFd, len| reason(registry.register(me, &Register { len, ..request(fd.as_raw_fd()) }));
+    let refused = |fd: BorrowedFd, len| reason(registry.register(by(me), &Register { len, ..request(fd.as_raw_fd()) }));
     assert_eq!(refused(memfd(LEN, SealFlags::GROW).as_fd(), LEN), (Reason::NotSealed, libc::EINVAL));
     assert_eq!(refused(memfd(LEN - 1, SealFlags::SHRINK).as_fd(), LEN), (Reason::TooSmall, libc::EINVAL));
     assert_eq!(refused(memfd(LEN, SealFlags::SHRINK).as_fd(), u64::MAX >> 1), (Reason::TooSmall, libc::EINVAL));
@@ -273,9 +278,9 @@ fn what_is_no_buffer_is_refused() {
         rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
         assert_eq!(refused(huge.as_fd(), LEN), (Reason::NotABuffer, libc::EINVAL));
     }
-    assert_eq!(reason(registry.register(me, &request(987_654))), (Reason::NotABuffer, libc::EBADF));
-    assert_eq!(reason(registry.register(me, &request(-1))), (Reason::NotABuffer, libc::EBADF));
-    assert_eq!(reason(registry.register(0, &request(0))), (Reason::FdNotReachable, libc::ESRCH));
+    assert_eq!(reason(registry.register(by(me), &request(987_654))), (Reason::NotABuffer, libc::EBADF));
+    assert_eq!(reason(registry.register(by(me), &request(-1))), (Reason::NotABuffer, libc::EBADF));
+    assert_eq!(reason(registry.register(by(0), &request(0))), (Reason::FdNotReachable, libc::ESRCH));
     assert_eq!(registry.usage(), Default::default());
 }
 
@@ -288,7 +293,7 @@ fn a_refused_descriptor_is_closed() {
     let registry = registry(Limits::default());
     let (read, write) = rustix::pipe::pipe().unwrap();
     let number = write.as_raw_fd();
-    assert_eq!(reason(registry.register(std::process::id(), &request(number))).0, Reason::NotABuffer);
+    assert_eq!(reason(registry.register(by(std::process::id()), &request(number))).0, Reason::NotABuffer);
     drop(write);
     // End of file arrives once the daemon's copy is closed too.
     let mut byte = [0];
@@ -297,17 +302,18 @@ fn a_refused_descriptor_is_closed() {
 
 #[test]
 fn limits_hold_for_a_process_and_for_all() {
-    let limits = Limits { buffers_per_process: 2, bytes_per_process: 3 * LEN, buffers: 3, bytes: 4 * LEN, ..Limits::default() };
+    let amounts = |buffers| Amounts { buffers, bytes: (buffers + 1) * LEN, host_bytes: u64::MAX };
+    let limits = Limits { process: amounts(2), all: amounts(3) };
     let registry = registry(limits);
     let (mut one, mut two) = (Client::start(), Client::start());
     let (one, two) = (one.memfd("main"), two.memfd("main"));
-    let ids: Vec<_> = (0..2).map(|_| registry.register(one.0, &request(one.1)).unwrap().id).collect();
-    assert_eq!(reason(registry.register(one.0, &request(one.1))), (Reason::ProcessLimit, libc::ENOSPC));
-    registry.register(two.0, &request(two.1)).unwrap();
-    assert_eq!(reason(registry.register(two.0, &request(two.1))), (Reason::TotalLimit, libc::ENOSPC));
+    let ids: Vec<_> = (0..2).map(|_| registry.register(by(one.0), &request(one.1)).unwrap().id).collect();
+    assert_eq!(reason(registry.register(by(one.0), &request(one.1))), (Reason::ProcessLimit, libc::ENOSPC));
+    registry.register(by(two.0), &request(two.1)).unwrap();
+    assert_eq!(reason(registry.register(by(two.0), &request(two.1))), (Reason::TotalLimit, libc::ENOSPC));
     registry.unregister(one.0, ids[0]).unwrap();
     assert_eq!(registry.usage().bytes, 2 * LEN);
-    registry.register(two.0, &request(two.1)).unwrap();
+    registry.register(by(two.0), &request(two.1)).unwrap();
 }
 
 #[test]
@@ -315,10 +321,65 @@ fn bytes_are_limited_too() {
     let me = std::process::id();
     let fd = memfd(4 * LEN, SealFlags::SHRINK);
     let of = |len| Register { len, ..request(fd.as_raw_fd()) };
-    let registry_of = |per_process, all| registry(Limits { bytes_per_process: per_process, bytes: all, ..Limits::default() });
-    assert_eq!(reason(registry_of(3 * LEN, 8 * LEN).register(me, &of(4 * LEN))).0, Reason::ProcessLimit);
-    assert_eq!(reason(registry_of(8 * LEN, 3 * LEN).register(me, &of(4 * LEN))).0, Reason::TotalLimit);
-    registry_of(4 * LEN, 4 * LEN).register(me, &of(4 * LEN)).unwrap();
+    let amounts = |bytes| Amounts { buffers: 8, bytes, host_bytes: u64::MAX };
+    let registry_of = |process, all| registry(Limits { process: amounts(process), all: amounts(all) });
+    assert_eq!(reason(registry_of(3 * LEN, 8 * LEN).register(by(me), &of(4 * LEN))).0, Reason::ProcessLimit);
+    assert_eq!(reason(registry_of(8 * LEN, 3 * LEN).register(by(me), &of(4 * LEN))).0, Reason::TotalLimit);
+    registry_of(4 * LEN, 4 * LEN).register(by(me), &of(4 * LEN)).unwrap();
+}
+
+/// Of eight buffers one is root's, and a user leaves half of the others to those who come later.
+#[test]
+fn no_user_locks_the_others_out() {
+    let amounts = |buffers| Amounts { buffers, bytes: u64::MAX, host_bytes: u64::MAX };
+    let registry = registry(Limits { process: amounts(100), all: amounts(8) });
+    let fd = memfd(LEN, SealFlags::SHRINK);
+    let mut clients: Vec<_> = (0..5).map(|_| Client::start()).collect();
+    let mut register = |client: usize, user| {
+        let (thread, fd) = clients[client].memfd("main");
+        registry.register(Caller { thread, user }, &request(fd))
+    };
+    // A process more does not give a user more.
+    let held: Vec<_> = (0..4).map(|client| register(client % 2, 1000).unwrap()).collect();
+    assert_eq!(reason(register(2, 1000)), (Reason::UserLimit, libc::ENOSPC));
+    register(3, 1001).unwrap();
+    register(3, 1001).unwrap();
+    assert_eq!(reason(register(3, 1001)).0, Reason::UserLimit);
+    register(4, 1002).unwrap();
+    assert_eq!(reason(register(4, 1003)).0, Reason::UserLimit);
+    registry.register(by(std::process::id()), &request(fd.as_raw_fd())).unwrap();
+    assert_eq!(reason(registry.register(by(std::process::id()), &request(fd.as_raw_fd()))).0, Reason::TotalLimit);
+    registry.unregister(clients[0].id(), held[0].id).unwrap();
+}
+
+/// A transfer in flight holds a buffer that is unregistered: nothing begins on it, and it counts until the transfer is over.
+#[test]
+fn what_is_unregistered_counts_until_it_is_gone() {
+    let amounts = Amounts { buffers: 1, bytes: u64::MAX, host_bytes: u64::MAX };
+    let registry = registry(Limits { process: amounts, all: amounts });
+    let (fd, me) = (memfd(LEN, SealFlags::SHRINK), std::process::id());
+    let in_flight = registry.register(by(me), &request(fd.as_raw_fd())).unwrap();
+    assert!(!in_flight.is_revoked());
+    registry.unregister(me, in_flight.id).unwrap();
+    assert!(in_flight.is_revoked());
+    assert_eq!(reason(registry.register(by(me), &request(fd.as_raw_fd()))).0, Reason::ProcessLimit);
+    drop(in_flight);
+    registry.register(by(me), &request(fd.as_raw_fd())).unwrap();
+}
+
+/// Pages that do not exist would come out of the daemon's memory when a transfer reaches them.
+#[test]
+fn memory_is_there_before_it_is_registered() {
+    let registry = registry(Limits::default());
+    let me = std::process::id();
+    let sparse = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&sparse, 1 << 40).unwrap();
+    rustix::fs::fcntl_add_seals(&sparse, SealFlags::SHRINK).unwrap();
+    let of = |len| Register { len, ..request(sparse.as_raw_fd()) };
+    assert_eq!(reason(registry.register(by(me), &of(1 << 40))), (Reason::NotAllocated, libc::EINVAL));
+    rustix::fs::fallocate(&sparse, FallocateFlags::empty(), 0, LEN).unwrap();
+    assert_eq!(reason(registry.register(by(me), &of(LEN + 1))).0, Reason::NotAllocated);
+    registry.register(by(me), &of(LEN)).unwrap();
 }
 
 #[test]
@@ -331,7 +392,7 @@ fn many_threads_register_at_once() {
                 let fd = memfd(LEN, SealFlags::SHRINK);
                 let thread = rustix::thread::gettid().as_raw_nonzero().get() as u32;
                 for _ in 0..50 {
-                    let buffer = registry.register(thread, &request(fd.as_raw_fd())).unwrap();
+                    let buffer = registry.register(by(thread), &request(fd.as_raw_fd())).unwrap();
                     registry.lookup(me, buffer.id).unwrap();
                     registry.unregister(thread, buffer.id).unwrap();
                     assert_eq!(reason(registry.unregister(thread, buffer.id)).0, Reason::NoSuchBuffer);
@@ -422,7 +483,7 @@ fn transfers_are_admitted_and_answered() {
     let server = Server::new(registry(Limits::default()));
     let fd = memfd(LEN, SealFlags::SHRINK);
     let me = std::process::id();
-    let reply = server.register(me, &Register { flags: RegisterFlags::STAGING.bits(), ..request(fd.as_raw_fd()) });
+    let reply = server.register(by(me), &Register { flags: RegisterFlags::STAGING.bits(), ..request(fd.as_raw_fd()) });
     let registered = Register::read_from_bytes(&reply.data).unwrap();
     assert_eq!((reply.result, registered.route), (0, Route::Bounce.code()));
 

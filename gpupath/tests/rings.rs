@@ -3,8 +3,8 @@
 use gpunvme_blockdev::sim::SimController;
 use gpunvme_blockdev::{Io, OpenMode};
 use gpunvme_gpupath::abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
-use gpunvme_gpupath::abi::{Command, Register, Transfer, TransferRequest};
-use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
+use gpunvme_gpupath::abi::{Command, Reason, Register, Transfer, TransferRequest, Unregister};
+use gpunvme_gpupath::registry::{Buffer, Caller, Limits, Registry};
 use gpunvme_gpupath::ring::{AttachedFile, RingMemory, Rings, Taken};
 use gpunvme_gpupath::server::{Answer, Reply, Server};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -29,6 +29,10 @@ fn rings(queues: u32, services: usize) -> (Arc<Server>, Rings) {
 
 fn thread() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get() as u32
+}
+
+fn caller() -> Caller {
+    Caller { thread: thread(), user: 0 }
 }
 
 fn memfd(len: u64) -> OwnedFd {
@@ -63,11 +67,11 @@ struct Application {
 
 impl Application {
     fn new(rings: &Rings, entries: u32) -> Application {
-        Application::try_new(rings, entries).unwrap()
+        Application::try_new(rings, 0, entries).unwrap()
     }
 
-    /// Or an errno.
-    fn try_new(rings: &Rings, entries: u32) -> Result<Application, i32> {
+    /// Of a user; or an errno.
+    fn try_new(rings: &Rings, user: u32, entries: u32) -> Result<Application, i32> {
         let fd = memfd(ring_bytes(entries) as u64);
         let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let (submitted, completed) = (event(), event());
@@ -79,7 +83,7 @@ impl Application {
             entries,
             ..abi::Ring::default()
         };
-        let reply = rings.open(thread(), &request);
+        let reply = rings.open(Caller { user, ..caller() }, &request);
         if reply.result != 0 {
             return Err(-reply.result);
         }
@@ -91,10 +95,15 @@ impl Application {
         answer::<Detach>(&rings.detach(thread(), &Detach { ring: self.id, ..Detach::default() }));
     }
 
+    /// Gives a file a name.
+    fn attach(&self, rings: &Rings, file: Arc<dyn AttachedFile>) -> u64 {
+        let attach = Attach { ring: self.id, ..Attach::default() };
+        answer::<Attach>(&rings.attach(thread(), &attach, || file)).file
+    }
+
     /// Submits a read of a file that is attached for it.
     fn submit(&self, rings: &Rings, buffer: u64, file: Arc<dyn AttachedFile>) {
-        let attach = Attach { ring: self.id, ..Attach::default() };
-        let file = answer::<Attach>(&rings.attach(thread(), &attach, || file)).file;
+        let file = self.attach(rings, file);
         let submission = Submission { command: Command::Read as u32, file, buffer, len: 4096, ..Submission::new_zeroed() };
         let tail = self.memory.load(Word::SubmissionTail);
         self.memory.put_submission(tail, &submission);
@@ -165,7 +174,75 @@ impl AttachedFile for Ending {
 
 fn register(server: &Server) -> u64 {
     let memory = memfd(LEN);
-    answer::<Register>(&server.register(thread(), &Register { fd: memory.as_raw_fd(), len: LEN, ..Register::default() })).buffer
+    answer::<Register>(&server.register(caller(), &Register { fd: memory.as_raw_fd(), len: LEN, ..Register::default() })).buffer
+}
+
+/// More rings get nobody more, and one who comes later is served at once, whoever's thread serves the others.
+#[test]
+fn what_is_under_way_is_shared_between_users() {
+    let (server, rings) = rings(3, 2);
+    let buffer = register(&server);
+    let (greedy, modest) = (Holding::new(), Holding::new());
+    let many: Vec<_> = (0..3).map(|_| Application::try_new(&rings, 1000, 1024).unwrap()).collect();
+    let taken = || many.iter().map(Application::taken).sum::<u32>();
+    for application in &many {
+        (0..1000).for_each(|_| application.submit(&rings, buffer, greedy.0.clone()));
+    }
+    until("not as much was taken as one may have alone", || taken() == 1024);
+    let few = Application::try_new(&rings, 1001, 64).unwrap();
+    (0..20).for_each(|_| few.submit(&rings, buffer, modest.0.clone()));
+    until("another user is held up", || few.taken() == 20);
+    // Who is busy is looked at every few milliseconds.
+    std::thread::sleep(Duration::from_millis(100));
+    // While that one has something under way the first has half: as much has to end before more of its is taken.
+    (0..500).for_each(|_| greedy.0.end_one());
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(taken(), 1024);
+    (0..100).for_each(|_| greedy.0.end_one());
+    until("it does not get its half", || taken() == 1024 + 88);
+    assert_eq!((many.iter().map(Application::completed).sum::<u32>(), few.completed()), (600, 0));
+}
+
+/// A file that takes long to go, such as the last of an inode.
+struct Lasting(Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl AttachedFile for Lasting {
+    fn transfer(&self, _: Command, _: TransferRequest, _: Arc<Buffer>, taken: Taken) {
+        taken.answer(Answer { errno: 0, transfer: Transfer::default() });
+    }
+}
+
+impl Drop for Lasting {
+    fn drop(&mut self) {
+        let _ = self.0.lock().unwrap().recv_timeout(Duration::from_secs(5)); // a test that failed
+    }
+}
+
+#[test]
+fn files_that_take_long_to_go_hold_up_no_ring() {
+    let (server, rings) = rings(3, 1);
+    let buffer = register(&server);
+    let (gone, other) = (Application::new(&rings, 8), Application::new(&rings, 8));
+    let (let_go, receiver) = std::sync::mpsc::channel();
+    let lasting = Arc::new(Lasting(Mutex::new(receiver)));
+    let watched = Arc::downgrade(&lasting);
+    gone.attach(&rings, lasting);
+    // The thread that serves the ring closes it.
+    gone.memory.swap(Word::SubmissionTail, 9);
+    rustix::io::write(&gone.submitted, &1u64.to_ne_bytes()).unwrap();
+    until("it was not closed", || gone.memory.load(Word::Daemon) == abi::CLOSED);
+    let holding = Holding::new();
+    for number in 1..=100 {
+        let at = Instant::now();
+        other.submit(&rings, buffer, holding.0.clone());
+        until("it is not served", || other.taken() == number);
+        holding.0.end_one();
+        until("it is not answered", || other.completed() == number);
+        other.memory.store(Word::CompletionHead, number);
+        assert!(at.elapsed() < Duration::from_secs(4), "it waited for the file");
+    }
+    let_go.send(()).unwrap();
+    until("it did not go", || watched.strong_count() == 0);
 }
 
 /// As a write of one ring for which a read of another had to wait.
@@ -225,7 +302,7 @@ fn rings_given_up_count_until_their_transfers_end() {
     let holding = Holding::new();
     let mut given_up = 0;
     let refused = loop {
-        match Application::try_new(&rings, 8) {
+        match Application::try_new(&rings, 0, 8) {
             Ok(application) => {
                 application.submit(&rings, buffer, holding.0.clone());
                 until("a ring is not served", || application.taken() == 1);
@@ -240,5 +317,24 @@ fn rings_given_up_count_until_their_transfers_end() {
     for _ in 0..given_up {
         holding.0.end_one();
     }
-    until("rings that are over still count", || Application::try_new(&rings, 8).is_ok());
+    until("rings that are over still count", || Application::try_new(&rings, 0, 8).is_ok());
+}
+
+/// The name of a buffer is worth nothing once it is unregistered, although a transfer still holds the memory.
+#[test]
+fn nothing_begins_on_a_buffer_that_was_unregistered() {
+    let (server, rings) = rings(3, 2);
+    let buffer = register(&server);
+    let application = Application::new(&rings, 8);
+    let holding = Holding::new();
+    application.submit(&rings, buffer, holding.0.clone());
+    until("it is not taken", || application.taken() == 1);
+    let unregister = Unregister { buffer, ..Unregister::default() };
+    answer::<Unregister>(&server.unregister(thread(), &unregister));
+    application.submit(&rings, buffer, holding.0.clone());
+    until("it is not refused", || application.completed() == 1);
+    let refused = application.memory.completion(0);
+    assert_eq!((refused.status, refused.reason), (libc::ENOENT, Reason::NoSuchBuffer.code()));
+    holding.0.end_one();
+    until("the first one does not end", || application.completed() == 2);
 }

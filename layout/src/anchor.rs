@@ -10,7 +10,7 @@
 
 use crate::block::{BlockKind, Uuid};
 use crate::geometry::ANCHORS;
-use crate::{Block, Corrupt, Geometry, le};
+use crate::{Block, COUNT_MAX, Corrupt, Geometry, le};
 
 /// Where the live part of the journal begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,9 +24,6 @@ pub struct Anchor {
     /// The volume was unmounted cleanly: the journal is empty.
     pub clean: bool,
 }
-
-/// Sequences and generations beyond this are no count of anything that happened.
-const COUNT_MAX: u64 = 1 << 62;
 
 const TAIL: usize = 64;
 const TAIL_SEQUENCE: usize = 72;
@@ -97,6 +94,10 @@ mod tests {
         assert_eq!(Anchor::choose([read(&old, false), read(&new, false)]), Ok(new));
         assert_eq!(Anchor::choose([read(&old, false), read(&new, true)]), Ok(old));
         assert!(Anchor::choose([read(&old, true), read(&new, true)]).is_err());
-        assert!(read(&Anchor { tail: 4096, ..new }, false).is_err());
+        for bad in
+            [Anchor { tail: 4096, ..new }, Anchor { sequence: COUNT_MAX + 1, ..new }, Anchor { generation: COUNT_MAX + 1, ..new }]
+        {
+            assert!(read(&bad, false).is_err(), "{bad:?}");
+        }
     }
 }

@@ -4,6 +4,7 @@ use zerocopy::little_endian::{I64, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::Corrupt;
+use crate::key::{DIRENT_OFFSETS, INO_MAX};
 use crate::node::VALUE_MAX;
 
 /// Longest name of a directory entry in bytes.
@@ -187,6 +188,9 @@ impl Inode {
         if inode.mode > 0o177_777 || FileType::from_mode(inode.mode).is_none() {
             return fail("inode has an impossible mode");
         }
+        if inode.parent > INO_MAX {
+            return fail("directory lies in an impossible one");
+        }
         if inode.size > FILE_SIZE_MAX || inode.blocks > crate::geometry::TOTAL_BLOCKS_MAX {
             return fail("inode has an impossible size");
         }
@@ -215,7 +219,7 @@ impl Inode {
             rdev: raw.rdev.get(),
             size: if size > FILE_SIZE_MAX { 0 } else { size },
             blocks: 0,
-            parent: raw.parent.get(),
+            parent: Some(raw.parent.get()).filter(|parent| *parent <= INO_MAX).unwrap_or(0),
             atime: time(raw.atime),
             mtime: time(raw.mtime),
             ctime: time(raw.ctime),
@@ -245,9 +249,12 @@ impl<'a> Dirent<'a> {
         bytes
     }
 
-    /// Reads the stored form of an entry of directory `dir`.
-    pub fn decode(dir: u64, bytes: &'a [u8]) -> Result<Dirent<'a>, Corrupt> {
+    /// Reads the stored form of the entry of directory `dir` at `offset`.
+    pub fn decode(dir: u64, offset: u64, bytes: &'a [u8]) -> Result<Dirent<'a>, Corrupt> {
         let fail = |what| Err(Corrupt::Item { ino: dir, what });
+        if !DIRENT_OFFSETS.contains(&offset) {
+            return fail("directory entry lies where none can be");
+        }
         let (Some((ino, rest)), true) = (bytes.split_first_chunk::<8>(), bytes.len() > 9) else {
             return fail("directory entry is too short");
         };
@@ -255,7 +262,7 @@ impl<'a> Dirent<'a> {
         let Some(file_type) = FileType::from_number(rest[0]) else {
             return fail("directory entry has an impossible type");
         };
-        if ino == 0 || ino > crate::key::INO_MAX {
+        if ino == 0 || ino > INO_MAX {
             return fail("directory entry names an impossible inode");
         }
         if name.len() > NAME_MAX || name.contains(&0) || name.contains(&b'/') {
@@ -393,18 +400,37 @@ mod tests {
         };
         assert_eq!(Inode::decode(9, &inode.encode()), Ok(inode));
         let dirent = Dirent { ino: 5, file_type: FileType::Socket, name: b"x" };
-        assert_eq!(Dirent::decode(1, &dirent.encode()), Ok(dirent));
+        assert_eq!(Dirent::decode(1, 1 << 40, &dirent.encode()), Ok(dirent));
         let extent = Extent { block: 1 << 39, len: u32::MAX, unwritten: true, device: 0 };
         assert_eq!(Extent::decode(1, 0, &extent.encode()), Ok(extent));
         let head = XattrHead { value_len: 3, name: b"user.a", start: b"abc" };
         assert_eq!(XattrHead::decode(1, &head.encode()), Ok(head));
     }
 
+    #[test]
+    fn a_parent_or_an_offset_that_cannot_be_is_refused() {
+        let time = Timestamp::default();
+        let (mode, atime, mtime, ctime, btime) = (0o040755, time, time, time, time);
+        let with =
+            |parent| Inode { mode, nlink: 2, uid: 0, gid: 0, rdev: 0, size: 0, blocks: 0, parent, atime, mtime, ctime, btime };
+        assert!(Inode::decode(9, &with(INO_MAX).encode()).is_ok());
+        for parent in [INO_MAX + 1, u64::MAX] {
+            assert!(Inode::decode(9, &with(parent).encode()).is_err());
+            assert_eq!(Inode::salvage(&with(parent).encode(), FileType::Directory).map(|inode| inode.parent), Some(0));
+        }
+        let dirent = Dirent { ino: 5, file_type: FileType::Regular, name: b"x" };
+        for (offset, is_one) in
+            [(0, false), (255, false), (256, true), (i64::MAX as u64, true), (1 << 63, false), (u64::MAX, false)]
+        {
+            assert_eq!(Dirent::decode(1, offset, &dirent.encode()).is_ok(), is_one, "{offset:#x}");
+        }
+    }
+
     proptest! {
         #[test]
         fn no_bytes_make_a_decoder_panic(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
             let _ = Inode::decode(1, &bytes);
-            let _ = Dirent::decode(1, &bytes);
+            let _ = Dirent::decode(1, 1 << 40, &bytes);
             let _ = Extent::decode(1, 0, &bytes);
             let _ = XattrHead::decode(1, &bytes);
         }

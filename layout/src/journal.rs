@@ -13,7 +13,7 @@
 //! | 80 | 8 each | home addresses of the images, 502 a block |
 
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
-use crate::{Block, Corrupt, Geometry, le};
+use crate::{Block, COUNT_MAX, Corrupt, Geometry, le};
 
 /// Home addresses in one descriptor block.
 pub const ADDRESSES_PER_BLOCK: usize = (BLOCK_SIZE - ADDRESSES) / 8;
@@ -72,7 +72,7 @@ pub fn decode_descriptor(
     block.verify(BlockKind::Journal, at, uuid)?;
     let images = u64::from(le::get_u32(block.bytes(), IMAGES));
     let fits = images > 0 && transaction_blocks(images) <= geometry.journal_blocks;
-    if block.sequence() != sequence || u64::from(le::get_u32(block.bytes(), INDEX)) != index || !fits {
+    if sequence > COUNT_MAX || block.sequence() != sequence || u64::from(le::get_u32(block.bytes(), INDEX)) != index || !fits {
         return Err(Corrupt::Field { address: at, what: "not the descriptor of the next transaction" });
     }
     let here = (images - (index * ADDRESSES_PER_BLOCK as u64).min(images)).min(ADDRESSES_PER_BLOCK as u64);

@@ -108,6 +108,8 @@ impl Key {
 
 /// Bits of a directory offset that tell entries with the same hash apart.
 pub const DIRENT_SLOTS: u64 = 1 << 8;
+/// Offsets that an entry can have: readers of a directory get them as `off_t`, and the lowest are those of `.` and `..`.
+pub const DIRENT_OFFSETS: std::ops::RangeInclusive<u64> = DIRENT_SLOTS..=i64::MAX as u64;
 
 /// First of the offsets where an entry of that name may be: 55 bits of a keyed hash, then 8 bits that tell names with the same
 /// hash apart. Never below 256, so that the offsets 0 to 2 are free for `.` and `..`, and never negative as an `off_t`.

@@ -25,6 +25,10 @@ pub use key::{Key, Kind};
 pub use state::State;
 pub use superblock::Superblock;
 
+/// Sequences of transactions and generations of anchors beyond this are no count of anything that happened: mkfs begins below half of
+/// it, and no device lasts for as many.
+pub const COUNT_MAX: u64 = 1 << 61;
+
 /// What is wrong with a block or an item that was read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Corrupt {

@@ -86,6 +86,12 @@ impl Superblock {
         bytes[AT_SIGNATURE..AT_SIGNATURE + 16] == *SIGNATURE
     }
 
+    /// Whether the block is a superblock as it was written to `address`, of whatever version.
+    pub fn is_intact(block: &Block, address: u64) -> bool {
+        let is_one = Self::recognize(block.bytes()) && block.expect(BlockKind::Superblock).is_ok();
+        is_one && block.verify_content(address).is_ok()
+    }
+
     /// Reads the copy at `address`. `device_blocks`: size of the device that it was read from.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::{BufRead, IsTerminal, Write};
+use std::io::{BufRead, IsTerminal};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
@@ -12,12 +12,13 @@ use gpunvme_blockdev::{Io, OpenMode};
 use gpunvme_fs::FsError;
 use gpunvme_fs::check::{CheckOptions, Finding, Findings, Fsck, Kind};
 use gpunvme_fs::daemon::claim::{claim, reason};
+use gpunvme_fs::daemon::terminal::{complain, print};
 use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
 use uuid::Uuid;
 
 use crate::meter::Meter;
-use crate::now;
+use crate::{json, now};
 
 /// Exit codes of fsck(8).
 const CLEAN: u8 = 0;
@@ -102,22 +103,26 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     };
     match examine(&arguments) {
         Ok(report) => {
-            match arguments.json {
-                true => println!("{}", serde_json::to_string_pretty(&report).expect("strings and numbers")),
-                false => report.print(arguments.verbose),
-            }
-            match (report.left, report.counts.is_empty()) {
+            let text = if arguments.json { format!("{}\n", json(&report)) } else { report.text(arguments.verbose) };
+            let found = match (report.left, report.counts.is_empty()) {
                 (0, true) => CLEAN,
                 (0, false) => CORRECTED,
                 _ => ERRORS_LEFT,
+            };
+            match print(format_args!("{text}")) {
+                Ok(()) => found,
+                Err(error) => {
+                    complain(format_args!("fsck.gpunvme: {}: the report could not be written: {error}", arguments.device));
+                    found | FAILED
+                }
             }
         }
         Err(Failure::Cancelled) => {
-            eprintln!("fsck.gpunvme: {}: cancelled; what was mended until then stays so", arguments.device);
+            complain(format_args!("fsck.gpunvme: {}: cancelled; what was mended until then stays so", arguments.device));
             CANCELLED
         }
         Err(Failure::Other(error)) => {
-            eprintln!("fsck.gpunvme: {}: {error}", arguments.device);
+            complain(format_args!("fsck.gpunvme: {}: {error}", arguments.device));
             FAILED
         }
     }
@@ -221,8 +226,7 @@ fn ask(kind: Kind, count: u64) -> bool {
         n => format!("{} ({n} findings)", kind.name()),
     };
     loop {
-        print!("Mend {what}? yes or no: ");
-        let _ = std::io::stdout().flush(); // a terminal that is gone answers nothing below
+        let _ = print(format_args!("Mend {what}? yes or no: ")); // a terminal that is gone answers nothing below
         let mut answer = String::new();
         ASKING.store(true, Ordering::Relaxed);
         let read = std::io::stdin().lock().read_line(&mut answer);
@@ -245,7 +249,7 @@ fn list(device: &str, findings: &Findings, all: bool) {
         let shown = shown.entry(finding.kind.name()).or_default();
         *shown += 1;
         if all || *shown <= SHOWN {
-            println!("{device}: {finding}");
+            let _ = print(format_args!("{device}: {finding}\n")); // nor does it then
         }
     }
 }
@@ -275,10 +279,12 @@ impl Report {
         }
     }
 
-    fn print(&self, all: bool) {
+    /// For people. All findings, or the first of each kind.
+    fn text(&self, all: bool) -> String {
         let device = &self.device;
+        let mut text = String::new();
         if self.recovered {
-            println!("{device}: was not unmounted, the journal was replayed");
+            text += &format!("{device}: was not unmounted, the journal was replayed\n");
         }
         let mut shown: BTreeMap<&str, u64> = BTreeMap::new();
         for line in &self.findings {
@@ -286,13 +292,13 @@ impl Report {
             if all || *shown < SHOWN as u64 {
                 *shown += 1;
                 let fixed = if line.fixed { " (mended)" } else { "" };
-                println!("{device}: {}: {}{fixed}", line.place, line.what);
+                text += &format!("{device}: {}: {}{fixed}\n", line.place, line.what);
             }
         }
         for (kind, count) in &self.counts {
             let hidden = count - shown.get(kind).copied().unwrap_or(0).min(*count);
             if hidden > 0 {
-                println!("{device}: {hidden} more of kind {kind}");
+                text += &format!("{device}: {hidden} more of kind {kind}\n");
             }
         }
         let total: u64 = self.counts.values().sum();
@@ -304,6 +310,8 @@ impl Report {
             (n, left) if left >= n => format!("{left} errors, left as they are; fsck.gpunvme -y mends them"),
             (n, left) => format!("{} errors mended, {left} left; fsck.gpunvme -y mends them", n - left),
         };
-        println!("{device}: {verdict}, {} inodes, {}/{} blocks", self.inodes, self.blocks - self.free_blocks, self.blocks);
+        let used = self.blocks - self.free_blocks;
+        text += &format!("{device}: {verdict}, {} inodes, {used}/{} blocks\n", self.inodes, self.blocks);
+        text
     }
 }

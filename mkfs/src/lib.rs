@@ -14,6 +14,7 @@ pub mod report;
 pub mod wipe;
 
 use std::ffi::OsString;
+use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -22,30 +23,43 @@ use clap::Parser;
 use gpunvme_blockdev::{BlockDevice, OpenMode};
 use gpunvme_fs::FormatOptions;
 use gpunvme_fs::daemon::claim::{claim, reason};
+use gpunvme_fs::daemon::terminal::{complain, print};
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
 use gpunvme_layout::{BLOCK_SIZE, Geometry, Timestamp};
+use serde::Serialize;
 use uuid::Uuid;
 
 use arguments::Arguments;
 use report::{Binary, Report};
 
-/// Exit code when the device was not formatted.
+/// Exit code when the device was not formatted, or it could not be said that it was.
 const FAILED: u8 = 1;
 
-/// Runs the program with `args`, the first being its name. Returns its exit code: 0 formatted, 1 not formatted, 2 wrong
+/// Runs the program with `args`, the first being its name. Returns its exit code: 0 formatted, 1 not formatted or the
+/// report could not be written, 2 wrong
 /// command line (after clap has said why and ended the process).
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments = Arguments::parse_from(args);
-    match make(&arguments) {
-        Ok(report) if arguments.json => println!("{}", serde_json::to_string_pretty(&report).expect("strings and numbers")),
-        Ok(_) if arguments.quiet => {}
-        Ok(report) => println!("{report}"),
-        Err(error) => {
-            eprintln!("mkfs.gpunvme: {}: {error}", arguments.device);
-            return FAILED;
-        }
+    let failed = |error: &dyn Display| {
+        complain(format_args!("mkfs.gpunvme: {}: {error}", arguments.device));
+        FAILED
+    };
+    let printed = match make(&arguments) {
+        Ok(report) if arguments.json => print(format_args!("{}\n", json(&report))),
+        Ok(_) if arguments.quiet => Ok(()),
+        Ok(report) => print(format_args!("{report}\n")),
+        Err(error) => return failed(&error),
+    };
+    match printed {
+        Ok(()) => 0,
+        Err(error) if arguments.dry_run => failed(&format_args!("standard output: {error}")),
+        Err(error) => failed(&format_args!("formatted, but the report could not be written: {error}")),
     }
-    0
+}
+
+/// A report for programs.
+fn json(report: &impl Serialize) -> String {
+    serde_json::to_string_pretty(report).expect("strings and numbers")
 }
 
 /// Does what the command line asks for.

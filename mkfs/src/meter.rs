@@ -32,15 +32,14 @@ impl Meter {
             Stage::Groups => "groups",
         };
         let percent = done.min(of) * 100 / of.max(1);
-        eprint!("\r\x1b[K{}: {percent}% of {of} {what}", self.device);
-        let _ = std::io::stderr().flush(); // only for show
+        let _ = write!(std::io::stderr(), "\r\x1b[K{}: {percent}% of {of} {what}", self.device); // only for show
         (self.last, self.shown) = (Instant::now(), true);
     }
 
     /// Takes the line away.
     pub fn clear(&mut self) {
         if std::mem::take(&mut self.shown) {
-            eprint!("\r\x1b[K");
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 
 use gpunvme_blockdev::{OpenMode, open};
@@ -225,4 +225,34 @@ fn fsck_leaves_to_y_what_loses_something() {
     let mended = fsck(&image.path, &["-y"]);
     assert_eq!(mended.status.code(), Some(1), "{mended:?}");
     assert_eq!(fsck(&image.path, &["-y"]).status.code(), Some(0));
+}
+
+/// What a program does when its output goes to a full device, and when nobody reads it: exit codes, and what stderr says.
+fn with_bad_outputs(program: &str, args: &[&str], path: &Path) -> [(Option<i32>, String); 3] {
+    let run = |stdout: Stdio, stderr: Stdio| {
+        let child = Command::new(program).args(args).arg(path).stdout(stdout).stderr(stderr).spawn().unwrap();
+        let output = child.wait_with_output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let full = || Stdio::from(OpenOptions::new().write(true).open("/dev/full").unwrap());
+    let (reader, closed) = std::io::pipe().unwrap();
+    drop(reader);
+    [run(full(), Stdio::piped()), run(closed.into(), Stdio::piped()), run(full(), full())]
+}
+
+#[test]
+fn a_full_or_closed_output_changes_no_verdict() {
+    let image = Image::new(64 * MIB);
+    let [full, closed, silent] = with_bad_outputs(env!("CARGO_BIN_EXE_mkfs-gpunvme"), &["--force"], &image.path);
+    assert_eq!((full.0, closed.0, silent.0), (Some(1), Some(0), Some(1)));
+    assert!(full.1.contains("formatted, but the report could not be written") && closed.1.is_empty(), "{full:?} {closed:?}");
+    assert!(image.superblock().is_some());
+    let fsck = env!("CARGO_BIN_EXE_fsck-gpunvme");
+    for json in [&[][..], &["--json"]] {
+        let [full, closed, silent] = with_bad_outputs(fsck, json, &image.path);
+        assert_eq!((full.0, closed.0, silent.0), (Some(8), Some(0), Some(8)), "clean, and a failure to say so");
+        assert!(full.1.contains("the report could not be written") && closed.1.is_empty(), "{full:?} {closed:?}");
+    }
+    let [_, refused, silent] = with_bad_outputs(fsck, &[], Path::new("/nonexistent"));
+    assert_eq!((refused.0, silent.0), (Some(8), Some(8)));
 }

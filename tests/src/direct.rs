@@ -97,11 +97,19 @@ pub struct Buffer {
 impl Buffer {
     /// Registers `len` bytes on the mount that `file` is on.
     pub fn new(file: impl AsFd, len: u64) -> Self {
-        let memory = memfd(len);
+        let buffer = Self::of(memfd(len), file, len).expect("REGISTER");
+        assert_ne!(buffer.id, 0);
+        buffer
+    }
+
+    /// Registers a memfd that is there.
+    ///
+    /// # Errors
+    /// The ioctl's errno.
+    pub fn of(memory: File, file: impl AsFd, len: u64) -> io::Result<Self> {
         let mut register = Register { fd: memory.as_raw_fd(), len, ..Register::default() };
-        call_plain(file, Command::Register, &mut register).expect("REGISTER");
-        assert_ne!(register.buffer, 0);
-        Self { memory, id: register.buffer }
+        call_plain(file, Command::Register, &mut register)?;
+        Ok(Self { memory, id: register.buffer })
     }
 
     /// `READ` or `WRITE` of segments given as (file offset, buffer offset, length).

@@ -6,11 +6,14 @@
 
 #![deny(unsafe_code)]
 
+pub mod attack;
 #[allow(unsafe_code)]
 pub mod cuda;
+pub mod differential;
 pub mod direct;
 pub mod machine;
 pub mod mounted;
+pub mod observe;
 pub mod peers;
 pub mod programs;
 pub mod random;

@@ -2,6 +2,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::ptr::NonNull;
 
 use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
@@ -72,4 +74,30 @@ pub fn ioctl(fd: BorrowedFd<'_>, command: u32, argument: &mut [u8]) -> io::Resul
 pub fn owned(number: i32) -> OwnedFd {
     // SAFETY: the kernel made it for this process just now, and nobody else knows its number.
     unsafe { OwnedFd::from_raw_fd(number) }
+}
+
+/// Has a program run where io_uring is switched off, as in containers that keep to Docker's list of system calls: `io_uring_setup(2)` fails with EPERM.
+pub fn without_io_uring(command: &mut Command) -> &mut Command {
+    // seccomp(2): the number of the system call is the first word of what the filter looks at.
+    const LOAD_NUMBER: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let instruction = |code, jt, k| libc::sock_filter { code, jt, jf: 0, k };
+    let filter = [
+        instruction(LOAD_NUMBER, 0, 0),
+        instruction(IF_EQUAL, 1, libc::SYS_io_uring_setup as u32),
+        instruction(RETURN, 0, libc::SECCOMP_RET_ALLOW),
+        instruction(RETURN, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+    ];
+    let install = move || {
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        // SAFETY: the kernel copies the program, which lives until then.
+        let result = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+                | libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program)
+        };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: between fork and exec it makes two system calls, and touches memory of its own only.
+    unsafe { command.pre_exec(install) }
 }

@@ -102,11 +102,31 @@ fn what_holds_on_a_gpu_holds_on_the_software_driver() {
 }
 
 #[test]
-fn a_gpu_that_orders_writes_for_itself_does_not_for_streams_of_others() {
+fn a_gpu_that_orders_writes_for_itself_does_so_only_where_it_is_alone() {
+    with_software_cuda("gpus=1,writes-ordering=100", || {
+        let gpu = Cuda::load().unwrap().gpu(Which::Index(0)).unwrap();
+        assert!(gpu.orders_writes_for_streams_of(&gpu) && !gpu.needs_flush());
+    });
+}
+
+#[test]
+fn a_gpu_that_orders_writes_for_itself_does_not_where_others_may_read_its_memory() {
+    // What comes after in the order of streams may be on the other GPU, and read this one's memory.
     with_software_cuda("gpus=2,writes-ordering=100", || {
         let gpus: Vec<_> = Cuda::load().unwrap().gpus().collect();
-        assert!(gpus[0].orders_writes_for_streams_of(&gpus[0]));
+        assert!(!gpus[0].orders_writes_for_streams_of(&gpus[0]));
         assert!(!gpus[0].orders_writes_for_streams_of(&gpus[1]));
+        assert!(gpus[0].needs_flush());
+        gpus[0].flush_remote_writes().unwrap();
+    });
+}
+
+#[test]
+fn where_processor_and_gpu_are_linked_otherwise_no_order_is_taken_for_granted() {
+    with_software_cuda("c2c=1,writes-ordering=200", || {
+        let gpu = Cuda::load().unwrap().gpu(Which::Index(0)).unwrap();
+        assert_eq!(gpu.writes_ordering(), WritesOrdering::None);
+        assert!(gpu.needs_flush());
     });
 }
 
@@ -114,7 +134,7 @@ fn a_gpu_that_orders_writes_for_itself_does_not_for_streams_of_others() {
 fn a_gpu_that_orders_writes_for_all_does_for_streams_of_others() {
     with_software_cuda("gpus=2,writes-ordering=200", || {
         let gpus: Vec<_> = Cuda::load().unwrap().gpus().collect();
-        assert!(gpus[0].orders_writes_for_streams_of(&gpus[1]));
+        assert!(gpus[0].orders_writes_for_streams_of(&gpus[1]) && !gpus[0].needs_flush());
     });
 }
 

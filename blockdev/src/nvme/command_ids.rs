@@ -1,5 +1,9 @@
 //! Command identifiers. One is the number of a slot, and above it, in the bits that are left of 16, a count that goes on with
 //! each use of the slot: a completion that comes twice names a command that is over, and is not taken for that of the next.
+//! FFFFh is left out: the Error Information log names no command by it (Base 5.16.1.2).
+
+/// What no command is called.
+const NONE: u16 = 0xffff;
 
 pub(super) struct CommandIds {
     /// Of the slot's number.
@@ -9,7 +13,7 @@ pub(super) struct CommandIds {
 }
 
 impl CommandIds {
-    /// For this many slots, 65536 at the most.
+    /// For this many slots, 65535 at the most: the last slot is then FFFEh.
     pub(super) fn new(slots: u32) -> Self {
         Self { bits: slots.next_power_of_two().ilog2(), last: (0..slots).map(|slot| slot as u16).collect() }
     }
@@ -19,6 +23,9 @@ impl CommandIds {
     pub(super) fn next(&mut self, slot: u16) -> u16 {
         let last = &mut self.last[usize::from(slot)];
         *last = (u32::from(*last) + (1 << self.bits)) as u16;
+        if *last == NONE {
+            *last = (u32::from(*last) + (1 << self.bits)) as u16;
+        }
         *last
     }
 
@@ -35,7 +42,7 @@ mod tests {
 
     #[test]
     fn an_identifier_names_its_slot_and_comes_again_late() {
-        for slots in [1, 2, 3, 256, 257, 32768] {
+        for slots in [1, 2, 3, 256, 257, 16384] {
             let mut ids = CommandIds::new(slots);
             let slot = (slots - 1) as u16;
             let first = ids.next(slot);
@@ -44,6 +51,8 @@ mod tests {
         let mut ids = CommandIds::new(256);
         let first = ids.next(7);
         assert_eq!((0..).take_while(|_| ids.next(7) != first).count(), 255);
+        let mut ids = CommandIds::new(256);
+        assert_eq!((0..1000).filter(|_| ids.next(255) == NONE).count(), 0, "of slot 255, one in 256 would be FFFFh");
         let mut full = CommandIds::new(65534);
         assert_eq!((full.next(65533), full.next(65533), full.slot(65533)), (65533, 65533, 65533), "there are no bits left");
     }

@@ -377,6 +377,7 @@ impl Core {
             .and_then(|_| self.admin.run(command(admin::DELETE_CQ), "Delete I/O Completion Queue", timeout));
         if let Err(error) = deleted {
             tracing::warn!(%error, queue = queue.id(), "a queue could not be deleted; it stays until the controller is reset");
+            queue.abandon();
             lifecycle.queues.extend(removed.map(|queue| (queue.id(), queue)));
         }
     }

@@ -1,14 +1,20 @@
-//! Memory that the controller reaches. It guards the order of things: memory is mapped before a command names it, a mapping
+//! The memory that one controller can reach. It guards that memory is mapped before a command names it, a mapping
 //! goes before the memory behind it does, and memory that could not be unmapped is never given back.
 //!
-//! Looking up a region's IOVA takes no lock ([`crate::mappings`]); `state` is locked to map and to unmap, also across the
-//! system call, so that two mappings of one region cannot race.
-use std::collections::BTreeMap;
-use std::mem::ManuallyDrop;
-use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+//! Looking up a region's IOVA takes no lock ([`crate::mappings`]). `state` is locked for moments, never across a system
+//! call: pinning memory takes milliseconds for each 64 MiB, and the driver's own small mappings must not wait for a
+//! client's large one. A region whose mapping changes is in `State::changing` meanwhile; whoever else wants to change it
+//! waits. The kernel has one lock for all mappings of a container, so a large region is mapped in pieces.
+#[cfg(test)]
+mod tests;
 
-use parking_lot::Mutex;
+use std::collections::{BTreeMap, HashSet};
+use std::mem::ManuallyDrop;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::iova::IovaAllocator;
@@ -18,6 +24,10 @@ use crate::{Error, Region, Result};
 
 /// Mappings of this size and more are aligned to it, so that the IOMMU can use its large pages.
 const LARGE_PAGES: [u64; 2] = [1 << 30, 2 << 20];
+/// Bytes of host memory that one system call pins.
+const HOST_PIECE: u64 = 64 << 20;
+/// Bytes of a device's memory that one system call maps. Nothing is pinned, and the IOMMU's largest pages stay usable.
+const DEVICE_PIECE: u64 = 1 << 30;
 
 /// The IOMMU address space of one controller.
 pub(crate) struct Dma {
@@ -25,15 +35,35 @@ pub(crate) struct Dma {
     domain: Domain,
     /// Granularity of mappings in bytes: a page of the host, at least.
     page: u64,
+    /// Whether the controller was shut off from all memory, for good. Set under `state`.
+    fenced: AtomicBool,
     state: Mutex<State>,
+    /// Signalled when a region leaves `State::changing`.
+    settled: Condvar,
 }
 
 struct State {
     iovas: IovaAllocator,
-    /// What is mapped: bytes by IOVA.
-    live: BTreeMap<u64, u64>,
-    /// Whether the controller was shut off from all memory, for good.
-    fenced: bool,
+    /// What is mapped, by its first IOVA.
+    live: BTreeMap<u64, Extent>,
+    /// The regions, by their addresses, that a thread is mapping or unmapping now.
+    changing: HashSet<usize>,
+}
+
+/// IOVAs that one region has.
+#[derive(Clone, Copy)]
+struct Extent {
+    len: u64,
+    /// Bytes that one system call mapped; the last piece may be shorter.
+    piece: u64,
+}
+
+impl Extent {
+    /// The pieces of the extent that begins at `iova`, as offsets from there.
+    fn pieces(&self) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (len, piece) = (self.len, self.piece);
+        (0..len.div_ceil(piece)).map(move |number| number * piece..len.min((number + 1) * piece))
+    }
 }
 
 impl Dma {
@@ -45,7 +75,9 @@ impl Dma {
             transport,
             domain: Domain::new(),
             page,
-            state: Mutex::new(State { iovas, live: BTreeMap::new(), fenced: false }),
+            fenced: AtomicBool::new(false),
+            state: Mutex::new(State { iovas, live: BTreeMap::new(), changing: HashSet::new() }),
+            settled: Condvar::new(),
         })
     }
 
@@ -56,64 +88,136 @@ impl Dma {
     }
 
     /// Maps a region, if it is not. The caller keeps it alive until [`Dma::unmap`].
+    ///
+    /// # Errors
+    /// What the transport says of the memory; [`Error::Gone`] after [`Dma::fence`]. Nothing of the region is then mapped.
     pub(crate) fn map(&self, region: &Region) -> Result<()> {
-        let mut state = self.state.lock();
+        let mut state = self.change(region);
         if self.address(region).is_some() {
+            self.settle(state, region);
             return Ok(());
-        }
-        if state.fenced {
-            return Err(Error::Gone { device: self.transport.name().into() });
         }
         let len = (region.len() as u64).next_multiple_of(self.page);
         let align = LARGE_PAGES.into_iter().find(|large| len >= *large).unwrap_or(self.page).max(self.page);
-        let failed = |errno| Error::Memory { action: "mapping for DMA", len: len as usize, errno };
-        let iova = state.iovas.allocate(len, align).ok_or_else(|| failed(libc::ENOSPC))?;
+        let Some(iova) = state.iovas.allocate(len, align) else {
+            self.settle(state, region);
+            return Err(Error::Memory { action: "mapping for DMA", len: len as usize, errno: libc::ENOSPC });
+        };
+        drop(state);
+
+        let extent = Extent { len, piece: if region.is_device_memory() { DEVICE_PIECE } else { HOST_PIECE } };
+        let mut mapped = 0;
+        let mut result = Ok(());
+        for piece in extent.pieces() {
+            result = self.map_piece(region, iova, &piece);
+            if result.is_err() {
+                break;
+            }
+            mapped = piece.end;
+        }
+        if result.is_ok() && !region.mappings().insert(self.domain, iova) {
+            result = Err(Error::Unsupported {
+                device: self.transport.name().into(),
+                reason: "the memory is mapped for too many devices at once; unregister it from one of them".into(),
+            });
+        }
+        let left = if result.is_err() { self.unmap_pieces(iova, &Extent { len: mapped, ..extent }) } else { Ok(()) };
+
+        let mut state = self.state.lock();
+        if result.is_ok() || left.is_err() {
+            state.live.insert(iova, extent);
+        } else {
+            state.iovas.free(iova, len);
+        }
+        self.settle(state, region);
+        if let Err(error) = left {
+            tracing::error!(%error, "memory that was not to be mapped stays mapped for DMA until the device is closed");
+        }
+        result
+    }
+
+    fn map_piece(&self, region: &Region, iova: u64, piece: &Range<u64>) -> Result<()> {
+        if self.fenced.load(Ordering::Acquire) {
+            return Err(Error::Gone { device: self.transport.name().into() });
+        }
+        let address = region.as_ptr().wrapping_add(piece.start as usize);
+        let len = (piece.end - piece.start) as usize;
         // SAFETY: a region is mapped to the end of its last page as long as it lives, the caller keeps it alive, and Rust code
         // holds no reference into it while a request is in flight (the region's module guards that).
-        if let Err(error) = unsafe { self.transport.map(region.as_ptr(), len as usize, iova, region.writable()) } {
-            state.iovas.free(iova, len);
-            return Err(error);
-        }
-        state.live.insert(iova, len);
-        if region.mappings().insert(self.domain, iova) {
-            return Ok(());
-        }
-        self.remove(&mut state, iova)?;
-        Err(Error::Unsupported {
-            device: self.transport.name().into(),
-            reason: "the memory is mapped for too many devices at once; unregister it from one of them".into(),
-        })
+        unsafe { self.transport.map(address, len, iova + piece.start, region.writable()) }
     }
 
     /// Undoes [`Dma::map`]. No command may name the region any more. After an error the memory must never be given back.
+    ///
+    /// # Errors
+    /// What the transport says; then the controller may still reach a part of the region.
     pub(crate) fn unmap(&self, region: &Region) -> Result<()> {
+        let mut state = self.change(region);
+        // Not in `live` after a fence.
+        let extent = region.mappings().remove(self.domain).and_then(|iova| Some((iova, state.live.remove(&iova)?)));
+        let Some((iova, extent)) = extent else {
+            self.settle(state, region);
+            return Ok(());
+        };
+        drop(state);
+        let unmapped = self.unmap_pieces(iova, &extent);
         let mut state = self.state.lock();
-        match region.mappings().remove(self.domain) {
-            Some(iova) => self.remove(&mut state, iova),
-            None => Ok(()),
+        match unmapped {
+            Ok(()) => state.iovas.free(iova, extent.len),
+            // Its IOVAs are never given out again.
+            Err(_) => drop(state.live.insert(iova, extent)),
         }
+        self.settle(state, region);
+        unmapped
     }
 
-    /// Unmaps everything at once, for good: the IOMMU then keeps a controller that cannot be stopped from all memory.
+    /// Unmaps everything, for good: the IOMMU then keeps a controller that cannot be stopped from all memory. Waits for a
+    /// mapping under way, one piece of it at the most.
+    ///
+    /// # Errors
+    /// The transport's first; what else can be unmapped is.
     pub(crate) fn fence(&self) -> Result<()> {
         let mut state = self.state.lock();
-        state.fenced = true;
-        let all: Vec<u64> = state.live.keys().copied().collect();
-        // What can be removed is, whatever becomes of the rest.
+        self.fenced.store(true, Ordering::Release);
+        while !state.changing.is_empty() {
+            self.settled.wait(&mut state);
+        }
         let mut fenced = Ok(());
-        for iova in all {
-            fenced = fenced.and(self.remove(&mut state, iova));
+        for (iova, extent) in std::mem::take(&mut state.live) {
+            match self.unmap_pieces(iova, &extent) {
+                Ok(()) => state.iovas.free(iova, extent.len),
+                Err(error) => {
+                    state.live.insert(iova, extent);
+                    fenced = fenced.and(Err(error));
+                }
+            }
         }
         fenced
     }
 
-    fn remove(&self, state: &mut State, iova: u64) -> Result<()> {
-        // Not there after a fence.
-        let Some(len) = state.live.get(&iova).copied() else { return Ok(()) };
-        self.transport.unmap(iova, len as usize)?;
-        state.live.remove(&iova);
-        state.iovas.free(iova, len);
-        Ok(())
+    /// Unmaps what of an extent is mapped; all that can be.
+    fn unmap_pieces(&self, iova: u64, extent: &Extent) -> Result<()> {
+        let mut result = Ok(());
+        for piece in extent.pieces() {
+            let unmapped = self.transport.unmap(iova + piece.start, (piece.end - piece.start) as usize);
+            result = result.and(unmapped);
+        }
+        result
+    }
+
+    /// Makes this thread the only one that changes a region's mapping, until [`Dma::settle`].
+    fn change(&self, region: &Region) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        while !state.changing.insert(key(region)) {
+            self.settled.wait(&mut state);
+        }
+        state
+    }
+
+    fn settle(&self, mut state: MutexGuard<'_, State>, region: &Region) {
+        state.changing.remove(&key(region));
+        drop(state);
+        self.settled.notify_all();
     }
 
     /// New zeroed memory of the driver's own, mapped.
@@ -123,6 +227,11 @@ impl Dma {
         let iova = self.address(&region).expect("it was mapped above");
         Ok(DmaMemory { dma: self.clone(), region: ManuallyDrop::new(region), iova })
     }
+}
+
+/// What tells a region from all others that live.
+fn key(region: &Region) -> usize {
+    region.as_ptr().addr()
 }
 
 /// Memory of the driver's own: queues, lists, bounce buffers. Unmapped and given back when dropped.

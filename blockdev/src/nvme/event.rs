@@ -6,15 +6,15 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 /// A counter that can be slept on. A signal is never lost: it stays until [`Event::drain`].
-pub(super) struct Event(OwnedFd);
+pub(crate) struct Event(OwnedFd);
 
 impl Event {
-    pub(super) fn new() -> Result<Self, Errno> {
+    pub(crate) fn new() -> Result<Self, Errno> {
         rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Self)
     }
 
     /// Wakes the sleeper, or the next one.
-    pub(super) fn signal(&self) {
+    pub(crate) fn signal(&self) {
         // It can only fail when the counter is full, and then it is signalled already.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }

@@ -53,6 +53,8 @@ pub(super) struct IoQueue {
     /// Commands that the controller has.
     in_flight: AtomicU32,
     woken: AtomicBool,
+    /// Whether its user let go of it, and the controller could not be told.
+    abandoned: AtomicBool,
     /// Whether the reaper sleeps, or is about to.
     sleeping: AtomicBool,
     reaper: Mutex<()>,
@@ -148,6 +150,7 @@ impl IoQueue {
             position: AtomicU32::new(state.pair.position().bits()),
             in_flight: AtomicU32::new(0),
             woken: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
             sleeping: AtomicBool::new(false),
             reaper: Mutex::new(()),
             state: Mutex::new(state),
@@ -425,6 +428,16 @@ impl IoQueue {
             }
         }
         late
+    }
+
+    /// Notes that it has no user any more. The controller still knows it.
+    pub(super) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Release);
+    }
+
+    /// Whether it has no user any more.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Acquire)
     }
 
     /// Stops sending. The controller is about to be reset.

@@ -6,13 +6,15 @@
 //!
 //! A controller has one owner: the device and its queues share it, and the last of them shuts it down.
 mod admin;
+#[allow(unsafe_code)]
+mod barrier;
 mod bounce;
 mod command_ids;
 mod controller;
 #[allow(unsafe_code)]
 mod dma;
 mod encoder;
-mod event;
+pub(crate) mod event;
 mod io_queue;
 mod iova;
 mod maintenance;

@@ -1,8 +1,9 @@
 //! A submission and completion queue pair in memory (Base 3.3.1), for admin and I/O commands alike. It guards the order in
 //! which the two sides see each other's writes: an entry before the doorbell, the phase tag before the entry.
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 
+use super::barrier;
 use super::dma::{Dma, DmaMemory};
 use super::spec::{Cqe, Sqe, reg};
 use super::transport::Transport;
@@ -59,7 +60,12 @@ impl Position {
     #[inline]
     pub(super) fn is_filled(self, cq: &DmaMemory) -> bool {
         let status = cq.atomic((self.0 >> 1) as usize * CQE + CQE_STATUS).load(Ordering::Acquire);
-        (u32::from_le(status) & PHASE != 0) == (self.0 & 1 == 1)
+        let filled = (u32::from_le(status) & PHASE != 0) == (self.0 & 1 == 1);
+        if filled {
+            // The rest of the entry, and the data that it says is there.
+            barrier::after_device_write();
+        }
+        filled
     }
 }
 
@@ -173,8 +179,9 @@ impl QueuePair {
             let offset = doorbell - reg::DOORBELLS;
             // Entries are visible before the new value, and the new value before the event index is read: the controller
             // writes that one and then looks at the value again.
+            barrier::before_doorbell();
             shadow.values.atomic(offset).store(new.to_le(), Ordering::Release);
-            fence(Ordering::SeqCst);
+            barrier::between_write_and_read();
             let event = u32::from_le(shadow.event_indexes.atomic(offset).load(Ordering::Relaxed));
             // Of the admin queue's shadow not every controller takes notice.
             if self.id != 0 && !passes(event, new, old) {

@@ -25,6 +25,15 @@ const TICKS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(50
 /// What an Abort gets before the controller is reset: so many parts of the command timeout.
 const GRACE: u32 = 4;
 
+/// What a reset begins with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reset {
+    /// CC.EN, and the PCI function only where that does not help.
+    Controller,
+    /// The PCI function: its configuration is not to be trusted.
+    Function,
+}
+
 /// The supervisor's thread, until [`Core::stop`].
 pub(super) fn supervise(core: &Arc<Core>) {
     let tick = (core.options.timeout / 4).clamp(TICKS[0], TICKS[1]);
@@ -34,8 +43,9 @@ pub(super) fn supervise(core: &Arc<Core>) {
             core.event.wait(None);
             continue;
         }
-        let release = core.transport.release_requested();
-        wait_any(&std::iter::once(core.event.as_fd()).chain(release).collect::<Vec<BorrowedFd<'_>>>(), Some(tick));
+        let (release, bus_error) = (core.transport.release_requested(), core.transport.bus_error());
+        let notices = release.into_iter().chain(bus_error.map(AsFd::as_fd));
+        wait_any(&std::iter::once(core.event.as_fd()).chain(notices).collect::<Vec<BorrowedFd<'_>>>(), Some(tick));
         core.event.drain();
         if core.stopping.load(Ordering::Acquire) {
             return;
@@ -43,6 +53,12 @@ pub(super) fn supervise(core: &Arc<Core>) {
         if release.is_some_and(is_signalled) {
             tracing::warn!(device = %core.name, "the host asks for the device back; everything in flight is ended");
             core.let_go();
+            continue;
+        }
+        if let Some(bus_error) = bus_error.filter(|error| is_signalled(error.as_fd())) {
+            bus_error.drain();
+            // What fails here was given up, and everybody who waits was told.
+            let _ = core.recover_from("the bus reports an error that it did not correct (AER)", Reset::Function);
             continue;
         }
         core.handle_events();
@@ -62,9 +78,18 @@ impl Core {
     }
 
     fn look_after(&self, queues: &[Arc<IoQueue>]) -> Result<()> {
-        let status = self.status().inspect_err(|gone| self.give_up(gone.clone()))?;
+        // Not while somebody else resets it.
+        let status = {
+            let _lifecycle = self.lifecycle();
+            self.status()
+        };
+        let status = status.inspect_err(|gone| self.give_up(gone.clone()))?;
         if status & csts::CFS != 0 {
             return self.recover("it reports a fatal status (CSTS.CFS)");
+        }
+        if status & csts::RDY == 0 {
+            // The function was reset, by the bus or by the host: what was in flight never completes.
+            return self.recover("it stopped by itself (CSTS.RDY is clear)");
         }
         if self.admin.has_late() {
             return self.recover("an admin command did not complete");
@@ -100,12 +125,16 @@ impl Core {
 
     /// Resets the controller, or gives it up.
     pub(super) fn recover(&self, reason: &str) -> Result<()> {
-        self.reset(reason).inspect_err(|error| self.give_up(error.clone()))
+        self.recover_from(reason, Reset::Controller)
+    }
+
+    fn recover_from(&self, reason: &str, reset: Reset) -> Result<()> {
+        self.reset(reason, reset).inspect_err(|error| self.give_up(error.clone()))
     }
 
     /// Controller reset: stops it, brings it up again with the same queues, and sends what was in flight once more
     /// ([`IoQueue::resume`] says why that is safe).
-    fn reset(&self, reason: &str) -> Result<()> {
+    fn reset(&self, reason: &str, reset: Reset) -> Result<()> {
         tracing::warn!(device = %self.name, reason, "resetting the controller");
         let mut lifecycle = self.lifecycle();
         if let Some(error) = self.broken() {
@@ -113,6 +142,9 @@ impl Core {
         }
         for queue in lifecycle.queues.values() {
             queue.pause();
+        }
+        if reset == Reset::Function {
+            self.transport.reset()?;
         }
         if let Err(error) = self.disable() {
             if matches!(error, Error::Gone { .. }) {
@@ -134,8 +166,8 @@ impl Core {
 
     /// Brings a stopped controller up with the queues that it had.
     pub(super) fn rebuild(&self, lifecycle: &mut Lifecycle) -> Result<()> {
-        // A queue that could not be deleted has no other owner any more, and goes now.
-        lifecycle.queues.retain(|_, queue| Arc::strong_count(queue) > 1);
+        // A queue that could not be deleted when its user let go of it: the controller does not know it any more.
+        lifecycle.queues.retain(|_, queue| !queue.is_abandoned());
         for queue in lifecycle.queues.values() {
             queue.restart();
         }

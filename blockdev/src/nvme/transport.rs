@@ -3,6 +3,7 @@
 use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 
+use super::event::Event;
 use crate::{NoPeerToPeer, Result};
 
 /// How the driver reaches one controller. Everything may be called from any thread.
@@ -60,6 +61,10 @@ pub(crate) trait Transport: Send + Sync {
 
     /// An eventfd that is signalled when the host asks for the device back (hot-unplug, unbinding), where it can ask.
     fn release_requested(&self) -> Option<BorrowedFd<'_>>;
+
+    /// An event that is signalled when the bus reports an error of the device that it did not correct, where it can tell.
+    /// The device may have been reset since, and answers or not.
+    fn bus_error(&self) -> Option<&Event>;
 
     /// Function-level reset. Afterwards the registers are as after power-on, and no command is in flight.
     fn reset(&self) -> Result<()>;

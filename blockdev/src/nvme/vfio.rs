@@ -10,7 +10,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -19,6 +18,7 @@ use vfio_bindings::bindings::vfio::*;
 use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::barrier;
 use super::event::{Event, is_signalled};
 use super::spec::reg;
 use super::transport::Transport;
@@ -59,6 +59,8 @@ pub(super) struct VfioTransport {
 struct OpenDevice {
     /// Signalled when the host wants the device back.
     release: Option<Event>,
+    /// Signalled when the bus reports an uncorrectable error (AER).
+    bus_error: Option<Event>,
     /// `None` only while being dropped.
     device: Option<VfioDevice>,
 }
@@ -75,17 +77,14 @@ impl VfioTransport {
         let container = Arc::new(container);
         let device = VfioDevice::new(&pci.path, container.clone()).map_err(|error| pci.explain(&name, &error))?;
 
-        let mut command = [0; 2];
-        device.region_read(VFIO_PCI_CONFIG_REGION_INDEX, &mut command, COMMAND);
-        let command = u16::from_le_bytes(command) | MEMORY_AND_MASTER;
-        device.region_write(VFIO_PCI_CONFIG_REGION_INDEX, &command.to_le_bytes(), COMMAND);
-
+        switch_on(&device);
         let registers = Registers::map(&name, &device)?;
         let iovas = without_pci(iova_ranges(container.as_raw_fd()));
-        let release = watch_release(&device);
+        let release = watch(&device, VFIO_PCI_REQ_IRQ_INDEX);
+        let bus_error = watch(&device, VFIO_PCI_ERR_IRQ_INDEX);
         let iommufd_compat = is_iommufd(container.as_raw_fd());
         tracing::debug!(%name, bytes = registers.len, ?iovas, iommufd_compat, "opened through VFIO");
-        let device = OpenDevice { release, device: Some(device) };
+        let device = OpenDevice { release, bus_error, device: Some(device) };
         Ok(Self { name, registers, iovas, iommufd_compat, device, container })
     }
 
@@ -109,22 +108,26 @@ impl Transport for VfioTransport {
 
     fn read32(&self, offset: usize) -> u32 {
         // SAFETY: inside the mapping and aligned (`at` checks it); the registers stay mapped as long as `self`.
-        u32::from_le(unsafe { self.registers.at::<u32>(offset).read_volatile() })
+        let value = u32::from_le(unsafe { self.registers.at::<u32>(offset).read_volatile() });
+        barrier::after_device_write();
+        value
     }
 
     fn write32(&self, offset: usize, value: u32) {
-        fence(Ordering::Release);
+        barrier::before_doorbell();
         // SAFETY: as in `read32`.
         unsafe { self.registers.at::<u32>(offset).write_volatile(value.to_le()) }
     }
 
     fn read64(&self, offset: usize) -> u64 {
         // SAFETY: as in `read32`.
-        u64::from_le(unsafe { self.registers.at::<u64>(offset).read_volatile() })
+        let value = u64::from_le(unsafe { self.registers.at::<u64>(offset).read_volatile() });
+        barrier::after_device_write();
+        value
     }
 
     fn write64(&self, offset: usize, value: u64) {
-        fence(Ordering::Release);
+        barrier::before_doorbell();
         // SAFETY: as in `read32`.
         unsafe { self.registers.at::<u64>(offset).write_volatile(value.to_le()) }
     }
@@ -191,11 +194,17 @@ impl Transport for VfioTransport {
         Some(self.device.release.as_ref()?.as_fd())
     }
 
+    fn bus_error(&self) -> Option<&Event> {
+        self.device.bus_error.as_ref()
+    }
+
     fn reset(&self) -> Result<()> {
         // SAFETY: the descriptor is a VFIO device's, and the call takes no argument.
         Errno::from_ioctl(unsafe { libc::ioctl(self.device().as_raw_fd(), DEVICE_RESET) })
-            .map(drop)
-            .map_err(|errno| self.failed("resetting its function", errno.raw_os_error()))
+            .map_err(|errno| self.failed("resetting its function", errno.raw_os_error()))?;
+        // A reset of the bus, as after an error, may have left the function switched off.
+        switch_on(self.device());
+        Ok(())
     }
 }
 
@@ -395,14 +404,21 @@ fn link_name(link: &Path) -> Option<String> {
     Some(fs::read_link(link).ok()?.file_name()?.to_string_lossy().into_owned())
 }
 
-/// Asks for a signal when the host wants the device back (VFIO_PCI_REQ_IRQ_INDEX; Linux 4.0).
-fn watch_release(device: &VfioDevice) -> Option<Event> {
-    let index = VFIO_PCI_REQ_IRQ_INDEX;
+/// Has the function answer on the bus, and reach memory by itself.
+fn switch_on(device: &VfioDevice) {
+    let mut command = [0; 2];
+    device.region_read(VFIO_PCI_CONFIG_REGION_INDEX, &mut command, COMMAND);
+    let command = u16::from_le_bytes(command) | MEMORY_AND_MASTER;
+    device.region_write(VFIO_PCI_CONFIG_REGION_INDEX, &command.to_le_bytes(), COMMAND);
+}
+
+/// An event that the kernel signals for an interrupt index that stands for a notice of the host, where it has this one.
+fn watch(device: &VfioDevice, index: u32) -> Option<Event> {
     device.get_irq_info(index).filter(|info| info.count > 0)?;
-    let release = Event::new().ok()?;
-    let event = duplicate(&release.as_fd()).ok()?;
-    device.enable_irq(index, vec![&event]).ok()?;
-    Some(release)
+    let event = Event::new().ok()?;
+    let signalled = duplicate(&event.as_fd()).ok()?;
+    device.enable_irq(index, vec![&signalled]).ok()?;
+    Some(event)
 }
 
 fn duplicate(event: &BorrowedFd<'_>) -> std::result::Result<EventFd, Errno> {

@@ -121,6 +121,8 @@ pub enum Effect {
     Bogus,
     /// The controller fails (CSTS.CFS) and does nothing until it is reset (`fatal`).
     Fatal,
+    /// The controller is reset by something else than its driver, as after an error of the bus (`reset`).
+    Reset,
     /// The controller is pulled out: registers read as all ones, for good (`vanish`).
     Vanish,
     /// Power is cut, before the command is done, until [`super::SimController::power_on`] (`power-cut`).
@@ -142,6 +144,7 @@ impl Effect {
             ("duplicate", "") => Effect::Duplicate,
             ("bogus", "") => Effect::Bogus,
             ("fatal", "") => Effect::Fatal,
+            ("reset", "") => Effect::Reset,
             ("vanish", "") => Effect::Vanish,
             ("power-cut", "") => Effect::PowerCut,
             _ => return None,

@@ -45,6 +45,7 @@ use iommu::Iommu;
 use medium::{Backing, Medium};
 use options::{Kept, Options};
 
+use crate::nvme::event::Event;
 use crate::nvme::spec::{NSSR_MAGIC, reg};
 use crate::nvme::transport::Transport;
 use crate::nvme::{self, DeviceName, NvmeDevice};
@@ -60,6 +61,7 @@ pub struct SimController {
     iommu: Arc<Iommu>,
     shared: Arc<Shared>,
     release: OwnedFd,
+    bus_error: Event,
     worker: Option<JoinHandle<()>>,
 }
 
@@ -107,6 +109,7 @@ impl SimController {
             .collect::<Result<Vec<_>>>()?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let release = rustix::event::eventfd(0, flags).map_err(|errno| failed("making an eventfd", errno))?;
+        let bus_error = Event::new().map_err(|errno| failed("making an eventfd", errno))?;
         let (inline, vectors) = (options.inline, options.vectors);
         let state = State::new(options, namespaces, mode == OpenMode::ReadOnly);
         let (iommu, registers_len) = (state.iommu.clone(), state.registers_len());
@@ -120,7 +123,7 @@ impl SimController {
             action: "starting the controller's thread",
             errno: error.raw_os_error().unwrap_or(libc::EAGAIN),
         })?;
-        Ok(Self { name, mode, inline, registers_len, vectors, iommu, shared, release, worker: Some(worker) })
+        Ok(Self { name, mode, inline, registers_len, vectors, iommu, shared, release, bus_error, worker: Some(worker) })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -179,6 +182,12 @@ impl SimController {
     /// Asks the driver to let go of the device, as the host does before it is unplugged.
     pub fn request_release(&self) {
         rustix::io::write(&self.release, &1u64.to_ne_bytes()).expect("the counter is not full");
+    }
+
+    /// Has the bus report an error of it, and resets it, as the host does then.
+    pub fn report_bus_error(&self) {
+        self.state().reset();
+        self.bus_error.signal();
     }
 
     /// What its IOMMU refused so far.
@@ -340,6 +349,10 @@ impl Transport for SimController {
 
     fn release_requested(&self) -> Option<BorrowedFd<'_>> {
         Some(self.release.as_fd())
+    }
+
+    fn bus_error(&self) -> Option<&Event> {
+        Some(&self.bus_error)
     }
 
     fn reset(&self) -> Result<()> {

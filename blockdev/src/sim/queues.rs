@@ -217,6 +217,7 @@ impl State {
                 self.execute(sq, &sqe);
             }
             Some(Effect::Fatal) => self.fail(),
+            Some(Effect::Reset) => self.reset(),
             Some(Effect::Vanish) => self.vanish(),
             Some(Effect::PowerCut) => {
                 if let Err(error) = self.power_cut() {

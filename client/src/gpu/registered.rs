@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::mount::Mount;
 use crate::{Reason, Route};
 use gpunvme_gpupath::cache::{self, Cache, Export, Refusal, Registrar};
-use gpunvme_gpupath::cuda::{self, Cuda, CudaError, Gpu, Place, WritesOrdering};
+use gpunvme_gpupath::cuda::{self, Cuda, CudaError, Gpu, Place};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -33,7 +33,7 @@ pub(super) struct Registration {
 impl Registration {
     /// Whether what devices write to it needs a flush before the GPU sees it.
     pub fn flushes(&self) -> bool {
-        self.gpu.writes_ordering() < WritesOrdering::Owner
+        self.gpu.needs_flush()
     }
 
     /// Whether a stream of a GPU sees it, by that flush or without.
@@ -113,7 +113,7 @@ impl Registrar for Exporter {
             Ok(registered) if registered.route() == Route::P2p => Ok(Registration { buffer: registered.share(), gpu: self.gpu }),
             // What poses as a GPU's memory is host memory.
             Ok(registered) => Err(Refusal::Gpu(registered.reason())),
-            Err(Error::Refused { reason: reason @ (Reason::ProcessLimit | Reason::TotalLimit), .. }) => {
+            Err(Error::Refused { reason: reason @ (Reason::ProcessLimit | Reason::UserLimit | Reason::TotalLimit), .. }) => {
                 Err(Refusal::NoRoom(reason))
             }
             Err(Error::Refused { reason, .. }) if reason != Reason::None => Err(Refusal::Gpu(reason)),

@@ -274,7 +274,7 @@ impl<'c> Items<'c> {
         let (dir, offset) = (key.ino(), key.offset());
         let place = Place::Entry(dir, offset);
         self.current().entries += 1;
-        let entry = match Dirent::decode(dir, value) {
+        let entry = match Dirent::decode(dir, offset, value) {
             Ok(entry) => entry,
             Err(error) => {
                 self.report(Kind::Entry, place, Fix::MendEntry(key), || reason(&error));

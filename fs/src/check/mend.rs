@@ -361,7 +361,7 @@ fn free_name(op: &Op, dir: u64, wanted: &[u8]) -> Attempt<Vec<u8>> {
 /// Stores an entry again under the hash of its name; under another name, if that is taken by another inode.
 fn move_entry(op: &mut Op, key: Key) -> Attempt<()> {
     let value = remove_entry(op, key)?;
-    let entry = Dirent::decode(key.ino(), &value)?;
+    let entry = Dirent::decode(key.ino(), key.offset(), &value)?;
     let name = match dir::find(op, key.ino(), entry.name)? {
         Some(found) if found.ino == entry.ino => return Ok(()),
         _ => free_name(op, key.ino(), entry.name)?,

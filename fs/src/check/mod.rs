@@ -99,6 +99,8 @@ pub struct Fsck {
     superblocks: Vec<Block>,
     /// The journal was left empty on purpose.
     clean: bool,
+    /// The journal has to be erased before the first change.
+    erase_journal: bool,
     /// Nothing is known of the root of the tree.
     lost: bool,
     /// The anchors say that the volume is in use.
@@ -116,8 +118,8 @@ impl Fsck {
         let mut fixed = Findings::new(LISTED_MAX);
         let opened = open::open(io, options.read_only, CACHE, &mut fixed)?;
         let lost = fixed.counts.contains_key(&Kind::State);
-        let open::Opened { volume, clean, superblocks } = opened;
-        Ok(Fsck { volume, options, fixed, superblocks, clean, lost, begun: false, abandoned: false })
+        let open::Opened { volume, clean, erase_journal, superblocks } = opened;
+        Ok(Fsck { volume, options, fixed, superblocks, clean, erase_journal, lost, begun: false, abandoned: false })
     }
 
     /// The volume.
@@ -156,12 +158,9 @@ impl Fsck {
             return Ok(Repaired { more: Vec::new(), left: first });
         }
         self.begin()?;
-        if self.fixed.counts.contains_key(&Kind::Anchor) {
-            // The other one.
-            self.volume.checkpoint()?;
-        }
         if !self.superblocks.is_empty() && may(Kind::Superblock) {
             open::write_superblocks(self.volume.io(), &std::mem::take(&mut self.superblocks))?;
+            self.volume.know_front();
         }
         self.fixed = Findings::new(LISTED_MAX);
         let mut known: FxHashSet<_> = first.list.iter().map(|f| (f.kind, f.place)).collect();
@@ -184,6 +183,11 @@ impl Fsck {
     fn begin(&mut self) -> Result<(), FsError> {
         if !self.begun {
             self.volume.checkpoint()?;
+            if std::mem::take(&mut self.erase_journal) {
+                // The other one: an anchor that is not to be believed may count more than the first.
+                self.volume.checkpoint()?;
+                self.volume.erase_journal()?;
+            }
             self.begun = true;
         }
         Ok(())

@@ -9,7 +9,7 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::{ANCHORS, DESCRIPTORS_PER_BLOCK, GROUP_BLOCKS, STATE};
 use gpunvme_layout::group::{self, ChunkKind};
 use gpunvme_layout::key::INO_ROOT;
-use gpunvme_layout::{Anchor, Block, BlockKind, Corrupt, State, Superblock, journal as format};
+use gpunvme_layout::{Anchor, Block, BlockKind, COUNT_MAX, Corrupt, State, Superblock, journal as format};
 
 use super::finding::{Findings, Fix, Kind, Place};
 use super::walk::reason;
@@ -19,6 +19,10 @@ use crate::volume::{Volume, check_block, read_blocks};
 
 /// Blocks that are read at once where many follow one another.
 const PIECE: u64 = 256;
+/// Counts that are left to a mount after a repair, until it is refused.
+const COUNTS_LEFT: u64 = 1 << 40;
+/// Where counts begin again that are at their end.
+const FIRST: u64 = 1;
 
 /// What could be made of the fixed places.
 pub(crate) struct Opened {
@@ -26,6 +30,8 @@ pub(crate) struct Opened {
     pub volume: Volume,
     /// The journal holds nothing, and says so.
     pub clean: bool,
+    /// The journal holds what may be taken for part of what follows, and has to be erased before.
+    pub erase_journal: bool,
     /// Superblocks as they should be, of those that are damaged.
     pub superblocks: Vec<Block>,
 }
@@ -39,6 +45,12 @@ pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Fi
     }
     let superblocks = compare_superblocks(&io, &superblock, &good, findings)?;
     let (mut recovered, clean) = recover(&io, &superblock, findings)?;
+    let ends = |count: u64| count > COUNT_MAX - COUNTS_LEFT;
+    if ends(recovered.sequence) || ends(recovered.anchors.generation()) {
+        let what = "sequences or generations are at their end, and begin again";
+        findings.add(Kind::Anchor, Place::Journal, Fix::Elsewhere, || what.into());
+        recovered.begin_again(FIRST);
+    }
     recovered.images.retain(|address, block| match check_block(block, *address, &superblock.uuid) {
         Ok(()) => true,
         Err(error) => {
@@ -65,7 +77,8 @@ pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Fi
         (state.encode(&superblock.uuid), state)
     });
     let volume = Volume::assemble(io, superblock, read_only, recovered, state, cache);
-    Ok(Opened { volume, clean, superblocks })
+    let erase_journal = [Kind::Anchor, Kind::Journal].iter().any(|kind| findings.counts.contains_key(kind));
+    Ok(Opened { volume, clean, erase_journal, superblocks })
 }
 
 /// The first superblock that can be read: the one at the start, else the one at the end, else the one before the journal.
@@ -81,9 +94,7 @@ fn find_superblock(io: &Io) -> Result<(Superblock, Block), FsError> {
         match Superblock::decode(&block, address, device_blocks) {
             Ok(superblock) => return Ok((superblock, block)),
             // An intact superblock that says something else is not overruled by a copy.
-            Err(error) if Superblock::recognize(block.bytes()) && block.verify_content(address).is_ok() => {
-                return Err(error.into());
-            }
+            Err(error) if Superblock::is_intact(&block, address) => return Err(error.into()),
             Err(error) => first = first.or(Some(error)),
         }
     }

@@ -111,7 +111,8 @@ impl<'a, 'm> Space<'a, 'm> {
             }
             self.volume.wait(|| {
                 let mut op = self.volume.begin()?;
-                op.create(block.clone());
+                op.create(block.clone())?;
+                op.set_free_nodes(None);
                 op.finish();
                 Ok(())
             })?;
@@ -182,7 +183,8 @@ impl<'a, 'm> Space<'a, 'm> {
         let (address, index) = geometry.descriptor(number);
         self.volume.wait(|| {
             let mut op = self.volume.begin()?;
-            op.create(expected.clone());
+            op.create(expected.clone())?;
+            op.set_free_nodes(None);
             right.store(op.block_mut(address, BlockKind::Descriptors)?, index);
             op.finish();
             Ok(())

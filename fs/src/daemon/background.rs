@@ -11,6 +11,7 @@ use nix::unistd::{ForkResult, Pid, fork};
 use rustix::fs::{Mode, OFlags};
 
 use super::error::MountError;
+use super::terminal::complain;
 
 /// Which of the two processes this is, after [`split`].
 pub enum Side {
@@ -102,7 +103,7 @@ impl Report {
             Self::ToCaller(mut pipe) => {
                 let _ = pipe.write_all(&[&[error.exit_code()], error.to_string().as_bytes()].concat());
             }
-            Self::InForeground => eprintln!("mount.gpunvme: {device}: {error}"),
+            Self::InForeground => complain(format_args!("mount.gpunvme: {device}: {error}")),
         }
     }
 }

@@ -10,11 +10,14 @@ use std::time::{Duration, Instant};
 use gpunvme_blockdev::nvme::Controller;
 use gpunvme_blockdev::{BlockDevice, Error, OpenMode, path_of};
 
-use super::loops;
+use super::below::{self, Rival};
 use super::mounts::Mount;
 
 /// How long a daemon that is no longer mounted may take to let go of its device.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
+/// How long one may take that is still listed as mounted. It was killed and is about to end, or is alive: the filesystem would
+/// know, but a daemon that was stopped does not answer.
+const DYING_LIMIT: Duration = Duration::from_secs(2);
 /// Time between two looks at a held device.
 const RELEASE_POLL: Duration = Duration::from_millis(20);
 
@@ -30,6 +33,9 @@ pub enum ClaimError {
     /// It is an image file that a loop device has.
     #[error("attached to {}; `losetup -d {}` detaches it", .0.display(), .0.display())]
     Attached(PathBuf),
+    /// It is in use by another name: a second loop device over one image, for example.
+    #[error("the same data is in use through {}", .0.display())]
+    Shared(PathBuf),
     /// The caller may not open it.
     #[error("permission denied: run as root, or as a user who may open it")]
     Permission,
@@ -38,12 +44,13 @@ pub enum ClaimError {
     Device(String),
 }
 
-/// Opens `device` with its lock, and waits for a daemon that is about to let go of it.
+/// Opens `device` with its lock, and waits for a daemon that is about to let go of it. Mounts of it that are still listed then
+/// are those of daemons that were killed.
 ///
 /// # Errors
 /// The device is mounted, in use, or cannot be opened.
 pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
-    patiently(device, || gpunvme_blockdev::open(device, mode))
+    patiently(device, mode, || gpunvme_blockdev::open(device, mode))
 }
 
 /// Waits until a daemon that is about to let go of `device` has done so.
@@ -51,36 +58,41 @@ pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, Claim
 /// # Errors
 /// As [`claim`].
 pub fn await_release(device: &str) -> Result<(), ClaimError> {
-    patiently(device, || match path_of(device) {
+    patiently(device, OpenMode::ReadOnly, || match path_of(device) {
         Some(_) => gpunvme_blockdev::open(device, OpenMode::ReadOnly).map(drop),
         // A controller is taken and given back as it is: bringing it up and down takes seconds on some.
         None => Controller::open(device).map(drop),
     })
 }
 
-/// Calls `open` until `device` is not held any more.
-fn patiently<T>(device: &str, open: impl Fn() -> gpunvme_blockdev::Result<T>) -> Result<T, ClaimError> {
-    if let Some(attached) = path_of(device).and_then(loops::attached_to) {
-        return Err(ClaimError::Attached(attached));
-    }
+/// Calls `open` until `device` is not held any more. Nothing is asked of a mount, which may not answer: a daemon that lives holds its
+/// device.
+fn patiently<T>(device: &str, mode: OpenMode, open: impl Fn() -> gpunvme_blockdev::Result<T>) -> Result<T, ClaimError> {
     let start = Instant::now();
     loop {
-        match open() {
-            Ok(opened) => {
-                // A reader's lock admits other readers, so having it does not tell that there is no mount.
-                return match live_mount(device)? {
-                    Some(mount) => Err(ClaimError::Mounted(mount)),
-                    None => Ok(opened),
-                };
-            }
-            Err(Error::Busy { .. }) => match live_mount(device)? {
-                Some(mount) => return Err(ClaimError::Mounted(mount)),
-                None if start.elapsed() > RELEASE_LIMIT => return Err(ClaimError::Held),
-                None => std::thread::sleep(RELEASE_POLL),
+        // A reader's lock admits other readers, so having it does not tell that there is no mount. Asked before this process is one.
+        let shared = mode == OpenMode::ReadOnly && path_of(device).is_some_and(below::has_users);
+        let refusal = match open() {
+            Ok(opened) => match path_of(device).and_then(|path| below::rival(path, mode)) {
+                Some(Rival::Attached(attached)) => return Err(ClaimError::Attached(attached)),
+                Some(Rival::InUse(name)) => match listed_mount(&name.to_string_lossy())? {
+                    Some(mount) => ClaimError::Mounted(mount),
+                    None => ClaimError::Shared(name),
+                },
+                None => match listed_mount(device)?.filter(|_| shared) {
+                    Some(mount) => ClaimError::Mounted(mount),
+                    None => return Ok(opened),
+                },
             },
+            Err(Error::Busy { .. }) => listed_mount(device)?.map_or(ClaimError::Held, ClaimError::Mounted),
             Err(Error::Permission { .. }) => return Err(ClaimError::Permission),
             Err(error) => return Err(ClaimError::Device(reason(device, &error))),
+        };
+        let limit = if matches!(refusal, ClaimError::Mounted(_)) { DYING_LIMIT } else { RELEASE_LIMIT };
+        if start.elapsed() > limit {
+            return Err(refusal);
         }
+        std::thread::sleep(RELEASE_POLL);
     }
 }
 
@@ -93,14 +105,14 @@ pub fn reason(device: &str, error: &impl ToString) -> String {
     }
 }
 
-/// The mount that has `device`, or the image file behind it.
-fn live_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
+/// The mount of `device`, or of the image file below it, that the mount table lists.
+fn listed_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
     let unknown = |error| ClaimError::Device(format!("/proc/self/mountinfo: {error}"));
     let mut mounts = Mount::all_of(device).map_err(unknown)?;
-    if let Some(image) = path_of(device).and_then(loops::backing_file) {
+    if let Some(image) = path_of(device).and_then(below::backing_file) {
         mounts.extend(Mount::all_of(&image.to_string_lossy()).map_err(unknown)?);
     }
-    Ok(mounts.into_iter().find(|mount| !mount.is_dead()))
+    Ok(mounts.into_iter().next())
 }
 
 #[cfg(test)]
@@ -120,6 +132,6 @@ mod tests {
         // Any filesystem on a real block device will do; a machine without one has nothing to check.
         let Some(mount) = mounts.iter().find(|mount| mount.source.as_encoded_bytes().starts_with(b"/dev/")) else { return };
         let Some(device) = mount.source.to_str().filter(|source| std::fs::metadata(source).is_ok()) else { return };
-        assert!(live_mount(device).unwrap().is_some(), "{mount:?}");
+        assert!(listed_mount(device).unwrap().is_some(), "{mount:?}");
     }
 }

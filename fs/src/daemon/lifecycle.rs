@@ -3,7 +3,8 @@
 //! | stage    | SIGTERM, SIGINT, SIGHUP                                                                       |
 //! | -------- | --------------------------------------------------------------------------------------------- |
 //! | starting | end at once; nothing is mounted, and the volume recovers from this like from a crash          |
-//! | live     | unmount; if that fails because the mount is in use, try for a moment, then cut off its users  |
+//! | live     | unmount; if that fails because the mount is in use, try for a moment, then cut off its users. |
+//! |          | What else is mounted on the directory stays: then only the connection ends                    |
 //! | ended    | nothing: the volume is being written down, which is what the signal asks for                  |
 //!
 //! The signals are blocked in every thread and taken by one of their own, so that they interrupt nothing.
@@ -15,15 +16,12 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use parking_lot::Mutex;
-use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
+use super::attachment::Attachment;
 use super::background::Report;
 use super::error::MountError;
-use super::fusectl;
-use super::mounts::Mount;
-use super::unmount::release;
 
 /// How long a mount in use may stay after a signal before it is cut off.
 const GRACE: Duration = Duration::from_secs(5);
@@ -40,7 +38,7 @@ enum Stage {
     /// Not mounted yet. Holds whom to tell when it is, or fails to be.
     Starting(Report),
     /// Mounted.
-    Live(Mount),
+    Live(Arc<Attachment>),
     /// The kernel has let go of the mount, or is about to.
     Ended,
 }
@@ -71,22 +69,28 @@ impl Lifecycle {
     ///
     /// # Errors
     /// What `mount` returns.
-    pub fn go_live<S>(&self, mount: impl FnOnce() -> Result<(S, Mount), MountError>) -> Result<S, MountError> {
+    pub fn go_live<S>(&self, mount: impl FnOnce() -> Result<(S, Attachment), MountError>) -> Result<S, MountError> {
         let mut stage = self.stage.lock();
         let (session, mount) = mount()?;
-        let dir = mount.dir.clone();
-        if let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Live(mount))
+        let mount = Arc::new(mount);
+        if let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Live(Arc::clone(&mount)))
             && let Err(error) = report.live()
         {
-            tracing::warn!("{}: nobody waits for this mount any more ({error}): unmounting", dir.display());
-            release(&dir, UnmountFlags::DETACH).map_err(|error| MountError::Failed(format!("unmounting: {error}")))?;
+            tracing::warn!("{}: the caller is gone ({error}): unmounting", mount.dir().display());
+            mount.release(UnmountFlags::DETACH).map_err(|error| MountError::Failed(format!("unmounting: {error}")))?;
         }
         Ok(session)
     }
 
-    /// To be called when the kernel has let go of the mount.
+    /// To be called when the connection to the kernel has ended. A mount that is still there leads nowhere, and is taken away.
     pub fn ended(&self) {
-        *self.stage.lock() = Stage::Ended;
+        let stage = std::mem::replace(&mut *self.stage.lock(), Stage::Ended);
+        if let Stage::Live(mount) = stage
+            && mount.is_in_place()
+            && let Err(error) = mount.release(UnmountFlags::DETACH)
+        {
+            tracing::warn!("{}: the mount has ended, but cannot be released: {error}", mount.dir().display());
+        }
     }
 
     /// Says why it went wrong: to the caller while there is one, later to the log.
@@ -106,11 +110,11 @@ impl Lifecycle {
                 std::process::exit(error.exit_code().into());
             }
             Stage::Live(mount) => {
-                *stage = Stage::Live(mount.clone());
+                *stage = Stage::Live(Arc::clone(&mount));
                 drop(stage);
-                tracing::info!("{signal}: unmounting {}", mount.dir.display());
+                tracing::info!("{signal}: unmounting {}", mount.dir().display());
                 if let Err(error) = self.unmount(&mount) {
-                    tracing::error!("{}: unmounting: {error}", mount.dir.display());
+                    tracing::error!("{}: unmounting: {error}", mount.dir().display());
                 }
             }
             Stage::Ended => {}
@@ -118,32 +122,27 @@ impl Lifecycle {
     }
 
     /// Unmounts, and cuts off whoever uses the mount for longer than [`GRACE`]: with open files, or in another mount namespace.
-    fn unmount(&self, mount: &Mount) -> io::Result<()> {
+    fn unmount(&self, mount: &Attachment) -> io::Result<()> {
         let until = Instant::now() + GRACE;
-        let mut released = false;
         while !self.has_ended() && Instant::now() < until {
-            if !released {
-                match release(&mount.dir, UnmountFlags::empty()) {
-                    Ok(()) => released = true,
-                    Err(Errno::BUSY) => {}
-                    Err(error) => return Err(error.into()),
-                }
+            match mount.release(UnmountFlags::empty()) {
+                // Released, in use, or not ours to release: others may still have it.
+                Ok(()) | Err(Errno::BUSY | Errno::INVAL) => {}
+                Err(error) => return Err(error.into()),
             }
             thread::sleep(GRACE_POLL);
         }
         if self.has_ended() {
             return Ok(());
         }
-        tracing::warn!("{}: still in use: cutting off what is open", mount.dir.display());
-        if released {
-            return fusectl::abort(mount.dev);
-        }
+        tracing::warn!("{}: still in use: cutting off what is open", mount.dir().display());
         // What is dirty in shared mappings goes to the daemon while it can still be reached.
-        let root = rustix::fs::open(&mount.dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-        rustix::fs::syncfs(&root)?;
-        drop(root);
-        release(&mount.dir, UnmountFlags::DETACH)?;
-        fusectl::abort(mount.dev)
+        mount.sync()?;
+        match mount.release(UnmountFlags::DETACH) {
+            Ok(()) | Err(Errno::INVAL) => {}
+            Err(error) => return Err(error.into()),
+        }
+        mount.abort()
     }
 
     fn has_ended(&self) -> bool {

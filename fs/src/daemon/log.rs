@@ -20,7 +20,8 @@ const FACILITY_DAEMON: u8 = 3;
 /// If the filter is not in the syntax of `RUST_LOG`.
 pub fn start(filter: &str, foreground: bool) -> Result<(), MountError> {
     let filter = parse(&std::env::var("RUST_LOG").unwrap_or_else(|_| filter.to_owned()))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
+    // What cannot be logged is lost. Saying so on stderr would end the daemon where that is what is full or closed.
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).log_internal_errors(false);
     let started = if foreground {
         log.with_writer(io::stderr).try_init()
     } else {

@@ -7,13 +7,16 @@
 //! 4. `serve` starts the engine and the FUSE session, and writes the volume down when the mount has ended.
 //! 5. [`lifecycle`] knows which stage the mount is in and what a signal means there.
 
+mod attachment;
 pub mod background;
+mod below;
 pub mod claim;
 pub mod error;
+mod filter;
 mod fusectl;
 pub mod lifecycle;
+mod limits;
 pub mod log;
-mod loops;
 pub mod mounts;
 pub mod options;
 mod privileges;
@@ -21,6 +24,7 @@ mod readahead;
 mod remount;
 mod serve;
 pub mod settings;
+pub mod terminal;
 mod unmount;
 
 use std::ffi::OsString;
@@ -36,6 +40,7 @@ use error::MountError;
 use lifecycle::Lifecycle;
 use mounts::Mount;
 use options::{Command, Options};
+use terminal::complain;
 
 /// Runs the program with `args`, the first being its name, and returns its exit code in mount(8)'s terms.
 ///
@@ -58,7 +63,7 @@ fn run_unmount(args: Vec<OsString>) -> u8 {
     };
     let result = enter_namespace(arguments.namespace.as_deref()).and_then(|()| arguments.unmount());
     if let Err(error) = result {
-        eprintln!("umount.fuse.gpunvme: {error}");
+        complain(format_args!("umount.fuse.gpunvme: {error}"));
         return error.exit_code();
     }
     0
@@ -68,8 +73,10 @@ fn run_mount(args: Vec<OsString>) -> u8 {
     let options = match Command::parse(args) {
         Ok(Command::Mount(options)) => options,
         Ok(Command::Print(text)) => {
-            print!("{text}");
-            return 0;
+            return match terminal::print(format_args!("{text}")) {
+                Ok(()) => 0,
+                Err(error) => refuse(None, &MountError::System(format!("standard output: {error}"))),
+            };
         }
         Err(refusal) => return refuse(refusal.device.as_deref(), &refusal.error),
     };
@@ -95,9 +102,11 @@ fn run_mount(args: Vec<OsString>) -> u8 {
         Ok(Side::Caller(caller)) => {
             let (code, text) = caller.wait();
             if code != 0 {
-                eprintln!("mount.gpunvme: {}: {text}", options.device);
+                complain(format_args!("mount.gpunvme: {}: {text}", options.device));
             } else if options.verbose {
-                println!("mount.gpunvme: {} mounted on {}.", options.device, options.dir.display());
+                // The mount is live whether or not this can be said.
+                let _ =
+                    terminal::print(format_args!("mount.gpunvme: {} mounted on {}.\n", options.device, options.dir.display()));
             }
             code
         }
@@ -110,6 +119,11 @@ fn run_mount(args: Vec<OsString>) -> u8 {
 fn daemon(options: &Options, report: Report) -> u8 {
     let foreground = matches!(report, Report::InForeground);
     end_at_a_panic();
+    limits::protect_from_oom();
+    if let Err(error) = limits::raise_descriptors(options.settings.threads) {
+        report.failed(&options.device, &error);
+        return error.exit_code();
+    }
     if let Err(error) = privileges::drop_unneeded() {
         let error = MountError::System(format!("giving up privileges: {error}"));
         report.failed(&options.device, &error);
@@ -138,8 +152,8 @@ fn end_at_a_panic() {
 
 fn refuse(device: Option<&str>, error: &MountError) -> u8 {
     match device {
-        Some(device) => eprintln!("mount.gpunvme: {device}: {error}"),
-        None => eprintln!("mount.gpunvme: {error}"),
+        Some(device) => complain(format_args!("mount.gpunvme: {device}: {error}")),
+        None => complain(format_args!("mount.gpunvme: {error}")),
     }
     error.exit_code()
 }
@@ -164,11 +178,14 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
     if real.is_dir() { Ok(real) } else { Err(failed(&"not a directory")) }
 }
 
-/// Releases mounts of `device` whose daemon was killed: they answer every access with an error, and no daemon will come back
-/// to them. The caller holds the device, so none of them is alive.
+/// Releases mounts of `device` that are still listed: they answer every access with an error, and no daemon will come back to
+/// them. The caller holds the device, so none of them is alive.
 fn release_dead_mounts(device: &str) {
-    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(Mount::is_dead) {
-        match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH) {
+    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(|mount| mount.fs_type == mounts::FS_TYPE) {
+        if !attachment::is_at_its_place(&mount) {
+            continue;
+        }
+        match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),
             Err(Errno::PERM) => {}
             Err(error) => tracing::warn!("{}: a dead mount cannot be released: {error}", mount.dir.display()),

@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use gpunvme_blockdev::{path_of, without_options};
-use rustix::io::Errno;
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 /// The type under which the kernel lists our mounts.
 pub const FS_TYPE: &str = "fuse.gpunvme";
@@ -15,6 +15,8 @@ pub const FS_TYPE: &str = "fuse.gpunvme";
 /// One mount of this process's mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
+    /// The number that the kernel has for it (`STATX_MNT_ID`), until it is unmounted.
+    pub id: u64,
     /// The device number that files on it show in `st_dev`.
     pub dev: u64,
     /// The mount point.
@@ -56,17 +58,14 @@ impl Mount {
         Ok(Self::all()?.into_iter().filter(uses).collect())
     }
 
-    /// Whether this is one of our mounts whose daemon died without unmounting it. Asks the daemon if there is one.
-    pub fn is_dead(&self) -> bool {
-        self.fs_type == FS_TYPE && rustix::fs::statfs(&self.dir).is_err_and(|error| error == Errno::NOTCONN)
-    }
-
     fn parse(line: &[u8]) -> Option<Self> {
         let mut fields = line.split(|&byte| byte == b' ');
-        let (major, minor) = std::str::from_utf8(fields.nth(2)?).ok()?.split_once(':')?;
+        let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+        let (major, minor) = std::str::from_utf8(fields.nth(1)?).ok()?.split_once(':')?;
         let dir = unescape(fields.nth(1)?);
         let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
         Some(Self {
+            id,
             dev: rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?),
             dir: dir.into(),
             fs_type: String::from_utf8_lossy(fields.next()?).into_owned(),
@@ -77,7 +76,11 @@ impl Mount {
 
 /// Whether both name the same device: the same text but for options, or the same file.
 fn is_same(source: &OsStr, device: &str) -> bool {
-    let identity = |device| path_of(device).and_then(|path| std::fs::metadata(path).ok()).map(|file| (file.dev(), file.ino()));
+    let identity = |device| {
+        // What the kernel knows is enough: the file may lie on a mount that does not answer.
+        let file = statx(CWD, path_of(device)?, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
+        Some((file.stx_dev_major, file.stx_dev_minor, file.stx_ino))
+    };
     let Some(source) = source.to_str() else { return source == device };
     without_options(source) == without_options(device)
         || matches!((identity(source), identity(device)), (Some(a), Some(b)) if a == b)
@@ -111,7 +114,7 @@ mod tests {
     fn reads_a_line_with_optional_fields_and_escapes() {
         let line = br"36 35 98:5 /mnt1 /mnt/my\040data rw,noatime master:1 shared:2 - fuse.gpunvme /img/a\134b rw,user_id=0";
         let mount = Mount::parse(line).unwrap();
-        assert_eq!(mount.dev, rustix::fs::makedev(98, 5));
+        assert_eq!((mount.id, mount.dev), (36, rustix::fs::makedev(98, 5)));
         assert_eq!(mount.dir, PathBuf::from("/mnt/my data"));
         assert_eq!(mount.fs_type, "fuse.gpunvme");
         assert_eq!(mount.source, OsString::from(r"/img/a\b"));

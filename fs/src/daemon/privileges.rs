@@ -1,6 +1,12 @@
 //! The privileges that the daemon keeps, out of all that root has.
 
-use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+use std::io;
+
+use rustix::io::Errno;
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, remove_capability_from_bounding_set,
+    set_capabilities, set_no_new_privs,
+};
 
 /// What the daemon needs, each for a reason:
 /// - `SYS_ADMIN`: mount, and unmount at a signal;
@@ -13,13 +19,30 @@ const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN
     .union(CapabilitySet::DAC_OVERRIDE)
     .union(CapabilitySet::DAC_READ_SEARCH);
 
-/// Gives up what is not needed, for good. Must be called before the process starts threads: each has privileges of its own,
-/// and inherits those of its maker.
+/// Gives up what is not needed, for good: no program that it could start would have more either. Must be called before the process
+/// starts threads: each has privileges of its own, and inherits those of its maker.
+///
+/// A daemon that is not root's has nothing to give up, and needs the set-user-id program fusermount3 to unmount.
 ///
 /// # Errors
 /// If the kernel does not know capabilities.
-pub fn drop_unneeded() -> std::io::Result<()> {
+pub fn drop_unneeded() -> io::Result<()> {
+    if is_unprivileged() {
+        return Ok(());
+    }
     let held = capabilities(None)?;
+    // Those that programs get, all of them: the daemon starts none.
+    for number in 0..u64::BITS {
+        match remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << number)) {
+            Ok(()) => {}
+            // Beyond the last that the kernel knows.
+            Err(Errno::INVAL) => break,
+            // Of a root that has little, in a container.
+            Err(Errno::PERM) => break,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    clear_ambient_capability_set()?;
     set_capabilities(
         None,
         CapabilitySets {
@@ -28,11 +51,18 @@ pub fn drop_unneeded() -> std::io::Result<()> {
             inheritable: CapabilitySet::empty(),
         },
     )?;
-    Ok(())
+    Ok(set_no_new_privs(true)?)
+}
+
+/// Whether this is a user's daemon, which can do no more than the user.
+pub fn is_unprivileged() -> bool {
+    !rustix::process::geteuid().is_root()
 }
 
 #[cfg(test)]
 mod tests {
+    use rustix::thread::{capability_is_in_bounding_set, no_new_privs};
+
     use super::*;
 
     #[test]
@@ -41,6 +71,11 @@ mod tests {
         let (before, after, again) = std::thread::spawn(|| {
             let before = capabilities(None).unwrap();
             drop_unneeded().unwrap();
+            if !is_unprivileged() {
+                assert!(no_new_privs().unwrap());
+                let setpcap = before.effective.contains(CapabilitySet::SETPCAP);
+                assert!(!setpcap || !capability_is_in_bounding_set(CapabilitySet::SYS_ADMIN).unwrap());
+            }
             (before, capabilities(None).unwrap(), set_capabilities(None, before))
         })
         .join()

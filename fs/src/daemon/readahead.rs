@@ -3,14 +3,12 @@
 
 use std::fs;
 
-use super::mounts::Mount;
-
 /// What sequential readers gain from: several of the largest requests in flight.
 const READ_AHEAD_KIB: u32 = 4096;
 
-/// Raises the read-ahead of a mount. Best effort: without root it stays as it is, and reading works.
-pub fn raise(mount: &Mount) {
-    let (major, minor) = (rustix::fs::major(mount.dev), rustix::fs::minor(mount.dev));
+/// Raises the read-ahead of the mount with the device number `dev`. Best effort: without root it stays as it is, and reading works.
+pub fn raise(dev: u64) {
+    let (major, minor) = (rustix::fs::major(dev), rustix::fs::minor(dev));
     let setting = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
     if let Err(error) = fs::write(&setting, READ_AHEAD_KIB.to_string()) {
         tracing::debug!("{setting}: {error}");

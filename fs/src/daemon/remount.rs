@@ -1,6 +1,8 @@
 //! `mount -o remount`: the kernel's flags of a live mount change, `ro` and `rw` above all. The daemon goes on as it was started, and
 //! writes down what it has.
 
+use std::fs::File;
+
 use rustix::fs::removexattr;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount_remount};
@@ -31,6 +33,10 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
         // What the mount says and what the daemon does are to agree.
         mount_remount(&dir, flags | MountFlags::RDONLY, "").map_err(|error| failed(&error))?;
         return Err(failed(&"was mounted read-only from the start: unmount it first"));
+    }
+    if read_only {
+        // The daemon refuses what begins from now on; what a ring had under way is over when it answers this.
+        File::open(&dir).and_then(|dir| dir.sync_all()).map_err(|error| failed(&error))?;
     }
     Ok(())
 }

@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_layout::Corrupt;
+use rustix::mount::{MountFlags, UnmountFlags};
 
+use super::attachment::{self, attach};
 use super::claim::{claim, reason};
 use super::error::MountError;
 use super::lifecycle::Lifecycle;
-use super::mounts::Mount;
 use super::options::Options;
-use super::{mount_point, readahead, release_dead_mounts};
+use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
 use crate::data::{self, Filesystem};
 use crate::error::FsError;
 use crate::front::{self, Session, Workers};
@@ -33,18 +34,29 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
     let completions = Workers::new("completion", COMPLETION_THREADS)
         .map_err(|error| MountError::System(format!("starting a thread: {error}")))?;
     let fs = open_filesystem(device, options, completions).map_err(|error| failed(options, &error))?;
+    let mut flags = options.flags;
+    flags.set(MountFlags::RDONLY, settings.read_only);
+    let request = attachment::Request { dir: &dir, source: &options.device, flags, allow_other: settings.allow_other };
     let front = front::Settings {
-        source: options.device.clone(),
+        device: options.device.clone(),
         allow_other: settings.allow_other,
-        read_only: settings.read_only,
-        flags: options.flags,
         loops: settings.threads,
         commit: settings.commit,
     };
     let session = lifecycle.go_live(|| {
-        let session = Session::mount(Arc::clone(&fs), &dir, &front).map_err(|error| cannot_mount(&dir, &error))?;
-        let mount = Mount::on(&dir).map_err(|error| cannot_mount(&dir, &error))?;
-        readahead::raise(&mount);
+        let (connection, mount) = attach(&request).map_err(|error| cannot_mount(&dir, &error))?;
+        let session = Session::start(Arc::clone(&fs), connection, &front).map_err(|error| {
+            // The connection is closed, so a mount that stays behind would only answer with errors.
+            let _ = mount.release(UnmountFlags::DETACH);
+            cannot_mount(&dir, &error)
+        })?;
+        session.is_device(mount.dev());
+        readahead::raise(mount.dev());
+        if !privileges::is_unprivileged()
+            && let Err(error) = filter::apply()
+        {
+            tracing::warn!("the daemon's system calls are not filtered: {error}");
+        }
         Ok((session, mount))
     });
     let session = session.inspect_err(|_| {
@@ -53,13 +65,12 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
     })?;
     tracing::info!("{} mounted on {}", options.device, dir.display());
 
-    if let Err(error) = session.join() {
-        tracing::error!("{}: the kernel's requests cannot be had: {error}", dir.display());
-    }
+    let served = session.join();
     lifecycle.ended();
     let ended = session.end();
     // Closed in any case: there may be data that only memory has.
     ended.and(fs.close()).map_err(|error| failed(options, &error))?;
+    served.map_err(|error| MountError::System(format!("the kernel's requests could not be had any more: {error}")))?;
     tracing::info!("{} unmounted", options.device);
     Ok(())
 }

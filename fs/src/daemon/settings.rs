@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
@@ -14,6 +14,9 @@ use super::error::MountError;
 
 /// The configuration file that is read when `config=FILE` names no other and it exists.
 pub const DEFAULT_CONFIG: &str = "/etc/gpunvme.toml";
+
+/// The longest configuration file, in bytes: far more than all settings together.
+const MAX_CONFIG: usize = 64 << 10;
 
 /// Bytes that the metadata cache may use when nothing else is said.
 pub const DEFAULT_CACHE: u64 = 256 << 20;
@@ -102,6 +105,13 @@ pub struct Partial {
     pub log: Option<String>,
 }
 
+/// The text of a file, or as much of it as shows that it is too long.
+fn read(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    fs::File::open(path)?.take(MAX_CONFIG as u64 + 1).read_to_string(&mut text)?;
+    Ok(text)
+}
+
 impl Partial {
     /// Reads a configuration file. Without `path` that is [`DEFAULT_CONFIG`], which need not exist.
     ///
@@ -110,7 +120,11 @@ impl Partial {
     /// not exist, or a value of the wrong type.
     pub fn from_config(path: Option<&Path>) -> Result<Self, MountError> {
         let file = path.unwrap_or(Path::new(DEFAULT_CONFIG));
-        let text = match fs::read_to_string(file) {
+        let text = match read(file) {
+            Ok(text) if text.len() > MAX_CONFIG => {
+                let why = format!("{}: longer than a configuration file can be: {MAX_CONFIG} bytes", file.display());
+                return Err(MountError::Usage(why));
+            }
             Ok(text) => text,
             Err(error) if path.is_none() && error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
             Err(error) => return Err(MountError::Usage(format!("{}: {error}", file.display()))),
@@ -237,6 +251,12 @@ mod tests {
         assert!(kind.starts_with("FILE:2: invalid type"), "{kind}");
         let syntax = config("ro = true\n\ncache 1G\n").unwrap_err();
         assert!(syntax.starts_with("FILE:3: "), "{syntax}");
+    }
+
+    #[test]
+    fn a_file_without_end_is_refused() {
+        let error = Partial::from_config(Some(Path::new("/dev/zero"))).unwrap_err();
+        assert!(error.to_string().starts_with("/dev/zero: longer than a configuration file can be"), "{error}");
     }
 
     #[test]

@@ -13,6 +13,7 @@ use rustix::mount::{UnmountFlags, unmount};
 use super::claim::{ClaimError, await_release};
 use super::error::MountError;
 use super::mounts::{FS_TYPE, Mount};
+use super::terminal::complain;
 
 /// Unmounts a gpunvme volume. Usually called by umount(8)
 #[derive(Debug, Parser)]
@@ -58,7 +59,7 @@ impl Arguments {
         // Having the device, if only for a moment, means that its daemon is done.
         if let Err(ClaimError::Held) = await_release(&mount.source.to_string_lossy()) {
             let why = "the daemon still has the device: mounted in another namespace too, or a slow device";
-            eprintln!("umount.fuse.gpunvme: {}: unmounted, but {why}", self.dir.display());
+            complain(format_args!("umount.fuse.gpunvme: {}: unmounted, but {why}", self.dir.display()));
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::Region;
 use gpunvme_gpupath::abi::Segment;
-use gpunvme_gpupath::planner::{self, Alignment, Direction, Extent, Plan};
+use gpunvme_gpupath::planner::{self, Alignment, Bounds, Direction, Extent, Plan, Position};
 use gpunvme_gpupath::transfer::Failed;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
@@ -17,7 +17,7 @@ use gpunvme_layout::{Geometry, Timestamp};
 use smallvec::SmallVec;
 
 use super::Filesystem;
-use super::file::File;
+use super::file::{File, FileState};
 use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::epoch::Guard;
@@ -31,6 +31,8 @@ const EDGE_STEP: u64 = 1 << 20;
 pub struct DirectRead {
     /// What is to be done.
     pub plan: Plan,
+    /// Where the next part of the transfer begins.
+    pub next: Option<Position>,
     /// The alignment it was planned for.
     pub alignment: Alignment,
     /// Keeps the blocks from being reused; to be held until the last byte has arrived.
@@ -55,8 +57,10 @@ struct Flight {
     placement: Placement,
     /// Blocks promised for it.
     promised: u64,
-    /// What its end leaves in the inode. None where only content changes: the time was noted when it was planned.
-    stamp: Option<Stamp>,
+    /// Only content changes, where the file had blocks before.
+    in_place: bool,
+    /// First byte of the file beyond it; 0 if nothing of it goes direct.
+    end: u64,
     /// Until the device is done with the blocks.
     guard: Option<Guard>,
 }
@@ -91,8 +95,14 @@ impl From<WriteFailed> for FsError {
 }
 
 impl Filesystem {
-    /// Looks up where the bytes of a direct read are. The segments must lie inside the region.
-    pub fn plan_direct_read(&self, ino: u64, segments: &[Segment], region: &Arc<Region>) -> Attempt<DirectRead> {
+    /// Looks up where the bytes of a part of a direct read are, from a place on. The segments must lie inside the region.
+    pub fn plan_direct_read(
+        &self,
+        ino: u64,
+        segments: &[Segment],
+        part: (Position, Bounds),
+        region: &Arc<Region>,
+    ) -> Attempt<DirectRead> {
         let file = self.files.find(ino);
         let state = file.as_ref().map(|file| file.state.lock());
         if let Some(state) = &state {
@@ -104,10 +114,15 @@ impl Filesystem {
         let size = self.size_of_regular(state.as_deref().unwrap_or(&Default::default()), ino)?;
         let guard = self.volume.epochs.enter();
         let alignment = Alignment::for_reads(self.volume.device().geometry());
-        let plan = planner::plan(Direction::Read, segments, size, region, alignment, |range, extents| -> Attempt<()> {
-            self.volume.map_each(ino, range.start / BLOCK, range.end.div_ceil(BLOCK), |mapping| extents.push(extent(&mapping)))
+        let (plan, next) = planner::plan_part(segments, part, size, region, alignment, |range, limit, extents| -> Attempt<()> {
+            let (from, to) = (range.start / BLOCK, range.end.div_ceil(BLOCK));
+            if to - from <= limit as u64 {
+                return self.volume.map_each(ino, from, to, |mapping| extents.push(extent(&mapping)));
+            }
+            extents.extend(self.volume.map(ino, from, to, limit)?.iter().map(extent));
+            Ok(())
         })?;
-        Ok(DirectRead { plan, alignment, guard })
+        Ok(DirectRead { plan, next, alignment, guard })
     }
 
     /// Finds a place for a direct write. The segments must lie inside the region.
@@ -128,7 +143,6 @@ impl Filesystem {
         let runs = || middles.iter().filter(|m| !m.is_empty()).map(|m| m.start / BLOCK..m.end / BLOCK);
         let file = self.files.get(ino);
         let mut state = file.state.lock();
-        state.take_error()?;
         if state.holds > 0 {
             return Err(Fail::Stall(Stall::Held { ino }));
         }
@@ -156,9 +170,9 @@ impl Filesystem {
         self.volume.promise(new)?;
         let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
         let number = state.flights.begin();
-        state.content_changes();
         let direct: SmallVec<[Range<u64>; 1]> = runs().collect();
         state.direct.extend(direct.iter().cloned());
+        direct.iter().for_each(|run| state.content_changes(run.clone()));
         let mut places = placement.pieces().map(|p| Extent {
             file_offset: p.offset * BLOCK,
             device_offset: Geometry::byte(p.run.start),
@@ -177,20 +191,16 @@ impl Filesystem {
             Ok(())
         })?;
         drop(places);
-        let stamp = if placement.is_in_place() && last * BLOCK <= size {
-            state.changed = state.changed.max(Some(now));
-            None
-        } else {
-            if last * BLOCK > size {
-                state.outgrows(size..last * BLOCK);
-            }
-            Some(Stamp { size: (last > 0).then_some(last * BLOCK), changed: Some(now) })
-        };
+        state.changes_at(now);
+        let end = last * BLOCK;
+        if end > size {
+            state.outgrows(size..end);
+        }
+        let in_place = placement.is_in_place() && end <= size;
         drop(state);
-        Ok(DirectWrite {
-            plan,
-            flight: Flight { number, fs: self.clone(), file, direct, placement, promised: new, stamp, guard: Some(guard) },
-        })
+        let fs = self.clone();
+        let flight = Flight { number, fs, file, direct, placement, promised: new, in_place, end, guard: Some(guard) };
+        Ok(DirectWrite { plan, flight })
     }
 
     /// Writes what of the segments cannot go direct as ordinary bytes. To be called before the write is planned: it may need
@@ -218,14 +228,15 @@ impl Filesystem {
         Ok(())
     }
 
-    fn write_alignment(&self) -> Alignment {
+    /// What of a direct write goes direct.
+    pub fn write_alignment(&self) -> Alignment {
         Alignment::for_writes(BLOCK_SIZE as u32, self.volume.device().geometry())
     }
 
     /// Writes from the buffer to the device; `done` is called when the data is there and the file's.
     pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
         let DirectWrite { mut plan, mut flight } = write;
-        let in_place = flight.stamp.is_none() && plan.edges.is_empty();
+        let in_place = flight.in_place && plan.edges.is_empty();
         let requests = std::mem::take(&mut plan.requests);
         self.volume.io.submit(requests, move |result| {
             if let Err(error) = result {
@@ -273,15 +284,31 @@ impl Filesystem {
 impl Flight {
     /// Makes the written blocks the file's.
     fn map(&mut self) -> Attempt<()> {
-        let Some(stamp) = &self.stamp else { return Ok(()) };
-        let mut state = self.file.state.lock();
-        self.fs.attach(self.file.ino, &mut self.placement, self.promised, stamp)?;
-        self.promised = 0;
-        // The last block may be another now.
-        state.tail_is_zero = false;
-        state.version += 1;
-        self.placement = Placement::default();
-        Ok(())
+        if self.in_place {
+            return Ok(());
+        }
+        loop {
+            let mut state = self.file.state.lock();
+            let stamp = Stamp { size: Some(self.end), changed: state.changed };
+            if !self.fs.attach(self.file.ino, &mut self.placement, self.promised, &stamp)? {
+                self.fs.let_others_in(state);
+                continue;
+            }
+            self.promised = 0;
+            state.changed = None;
+            // The last block may be another now.
+            state.tail_is_zero = false;
+            self.placement = Placement::default();
+            return Ok(());
+        }
+    }
+}
+
+impl FileState {
+    /// Passes when no direct write to blocks `from..to` is under way.
+    pub(super) fn has_no_direct(&self, ino: u64, from: u64, to: u64) -> Attempt<()> {
+        let overlaps = |run: &Range<u64>| run.start < to && from < run.end;
+        if self.direct.iter().any(overlaps) { Err(Fail::Stall(Stall::Flights { ino })) } else { Ok(()) }
     }
 }
 
@@ -291,8 +318,8 @@ impl Drop for Flight {
         self.fs.volume.forget_promise(self.promised);
         let mut state = self.file.state.lock();
         state.flights.end(self.number);
-        state.content_changes();
         for run in &self.direct {
+            state.content_changes(run.clone());
             let at = state.direct.iter().position(|r| r == run).expect("noted when it was planned");
             state.direct.swap_remove(at);
         }

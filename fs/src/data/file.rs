@@ -9,11 +9,12 @@ use gpunvme_layout::Timestamp;
 use parking_lot::{Condvar, Mutex};
 use rustc_hash::FxHashMap;
 
+use super::errors::Errors;
 use super::pages::Pages;
 use super::pieces::{FilePages, Pieces};
-use crate::error::FsError;
 use crate::sharded::Sharded;
 use crate::volume::Run;
+use crate::volume::attr::in_order;
 
 /// What the file's lock guards.
 #[derive(Default)]
@@ -28,8 +29,8 @@ pub(crate) struct FileState {
     pub dirty: u64,
     /// Pages of them that a block was promised for.
     pub promised: u64,
-    /// Counts whatever changes content ([`FileState::content_changes`]): what was read from the device before may be out of date.
-    pub version: u64,
+    /// Blocks that are being read into pages.
+    pub fills: Fills,
     /// The block in which the file ends, as the device has it, for the next append to begin with. Kept from when it was written until content
     /// changes, or until the write buffer needs the page.
     pub last: Option<(u64, Pages)>,
@@ -37,6 +38,8 @@ pub(crate) struct FileState {
     pub writing: Pieces<Arc<Pages>>,
     /// Blocks that direct writes under way replace: what the device has there is neither old nor new.
     pub direct: Vec<Range<u64>>,
+    /// How often the file was written out as a whole.
+    pub flushes: Flushes,
     /// Batches of writes, and direct writes, that are under way.
     pub flights: Flights,
     /// Operations that wait for the flights to end, and hold direct writes back.
@@ -50,14 +53,15 @@ pub(crate) struct FileState {
     pub outgrown: Option<Range<u64>>,
     /// Times that the file was made shorter.
     pub shrinks: u64,
-    /// Time of the last write that the inode does not know of.
+    /// Time of the last change of content, if the inode does not know of it. It replaces what the inode has, whatever that is: who sets
+    /// that time takes this one away.
     pub changed: Option<Timestamp>,
+    /// Time of the last change of content since the file was taken into memory.
+    pub last_changed: Option<Timestamp>,
     /// Who may keep attributes of it.
     pub shown: Shown,
-    /// What a write in the background failed with. It stays until somebody was told and nobody has the file open.
-    pub error: Option<FsError>,
-    /// Whether somebody was told of it.
-    pub told: bool,
+    /// Who has it open, and what of it was lost.
+    pub errors: Errors,
     /// Where the next new block of the file best goes: (block of the file, block of the device).
     pub goal: Option<(u64, u64)>,
     /// Blocks reserved beyond the last write of a file that grows.
@@ -72,10 +76,26 @@ impl FileState {
         self.flights.is_empty() && self.dirty == 0 && self.size.is_none() && self.changed.is_none()
     }
 
-    /// Notes that content changes.
-    pub fn content_changes(&mut self) {
-        self.version += 1;
+    /// Notes that the content of these blocks on the device changes.
+    pub fn content_changes(&mut self, blocks: Range<u64>) {
+        self.fills.spoil(blocks);
         self.last = None;
+    }
+
+    /// The time of a change of content that is noted now.
+    pub fn time_of_change(&self, now: Timestamp) -> Timestamp {
+        self.last_changed.map_or(now, |before| in_order(before, now))
+    }
+
+    /// Notes the time of a change of content, for the inode to learn of.
+    pub fn changes_at(&mut self, now: Timestamp) {
+        self.last_changed = Some(self.time_of_change(now));
+        self.changed = self.last_changed;
+    }
+
+    /// Notes that the inode knows of all changes of content, the last of which was at that time.
+    pub fn changed_at(&mut self, at: Timestamp) {
+        (self.last_changed, self.changed) = (Some(at), None);
     }
 
     /// The newest content of a block that is in no page waiting to be written, if it is in memory: the memory, and which page of it.
@@ -95,19 +115,43 @@ impl FileState {
         *known = known.start.min(by.start)..known.end.max(by.end);
     }
 
-    /// Tells somebody of the error of a write in the background.
-    pub fn take_error(&mut self) -> Result<(), FsError> {
-        let Some(error) = self.error.clone() else { return Ok(()) };
-        self.told = true;
-        self.forget_error();
-        Err(error)
+    /// Forgets an error that a caller knows of when none is left that could learn of it.
+    pub fn forget_known_error(&mut self) {
+        if self.opens == 0 {
+            self.errors.closed();
+        }
+    }
+}
+
+/// Blocks that are being read from the device into pages, as long as nothing changes what is there.
+#[derive(Default)]
+pub(crate) struct Fills {
+    begun: u64,
+    /// Number and block of each.
+    good: Vec<(u64, u64)>,
+}
+
+impl Fills {
+    /// A block is about to be read. Returns the number of the fill.
+    pub fn begin(&mut self, block: u64) -> u64 {
+        self.begun += 1;
+        self.good.push((self.begun, block));
+        self.begun
     }
 
-    /// Forgets the error of a write in the background when nobody is left who could be told, and somebody was.
-    pub fn forget_error(&mut self) {
-        if self.opens == 0 && self.told {
-            (self.error, self.told) = (None, false);
-        }
+    /// Whether nothing has changed the block since.
+    pub fn is_good(&self, number: u64) -> bool {
+        self.good.iter().any(|(good, _)| *good == number)
+    }
+
+    /// It is over.
+    pub fn end(&mut self, number: u64) {
+        self.good.retain(|(good, _)| *good != number);
+    }
+
+    /// What is being read of these blocks may be out of date.
+    pub fn spoil(&mut self, blocks: Range<u64>) {
+        self.good.retain(|(_, block)| !blocks.contains(block));
     }
 }
 
@@ -144,6 +188,15 @@ impl Shown {
     pub fn are_kept(&self) -> bool {
         self.taken_back.is_none_or(|taken_back| taken_back < self.given + ON_THE_WAY)
     }
+}
+
+/// Flushes of a file: each has on the device, when it is over, what was in memory or on its way when it began.
+#[derive(Default)]
+pub(crate) struct Flushes {
+    /// How many have begun.
+    pub begun: u64,
+    /// The number of the last to have begun of those that are over.
+    pub done: u64,
 }
 
 /// Writes of a file that are under way, numbered in the order in which they began.
@@ -243,7 +296,7 @@ impl Files {
         // Whoever has the lock is using the file; and nobody waits here, since completions come by.
         let mut state = file.state.try_lock()?;
         // Two handles: the table's, and the caller's. With more, somebody is about to use it.
-        let idle = state.opens == 0 && state.is_clean() && state.pages.is_empty() && state.error.is_none();
+        let idle = state.opens == 0 && state.is_clean() && state.pages.is_empty() && state.errors.is_empty();
         let idle = idle && state.truncation == Truncation::Over;
         if !idle || Arc::strong_count(file) > 2 {
             return None;

@@ -20,7 +20,7 @@ use crate::volume::epoch::Guard;
 
 /// Pages that are worth a batch of their own: 2 MiB, a chunk.
 pub(super) const BATCH_PAGES: u64 = 512;
-/// Pages of one batch at the most: it keeps the operation that maps them bounded.
+/// Pages of one batch at the most: it keeps the list of its parts short.
 const BATCH_MAX: u64 = 2048;
 
 /// A batch of writes under way.
@@ -44,6 +44,7 @@ impl Filesystem {
     /// Begins writing out the dirty pages of a file. Pages whose older content is still on its way wait for it to land, and so may
     /// those behind the old end of the file.
     pub(super) fn start_flush(self: &Arc<Self>, file: &Arc<File>) -> Attempt<()> {
+        self.volume.has_device()?;
         while let Some((requests, batch)) = self.next_batch(file)? {
             let (fs, file) = (self.clone(), file.clone());
             self.volume.io.submit(requests, move |result| match result {
@@ -122,26 +123,35 @@ impl Filesystem {
     }
 
     fn map_batch(&self, file: &File, batch: &mut Batch) -> Attempt<()> {
-        let mut state = file.state.lock();
-        let stamp = Stamp { size: state.size.map(|size| size.min(batch.end)), changed: state.changed };
-        self.attach(file.ino, &mut batch.placed, batch.promised, &stamp)?;
-        state.changed = None;
-        // Pages are zeros beyond the end.
-        state.tail_is_zero |= state.size.unwrap_or(batch.size) <= batch.end;
-        state.size = state.size.filter(|size| *size > batch.end);
-        state.version += 1;
-        Ok(())
+        loop {
+            let mut state = file.state.lock();
+            let stamp = Stamp { size: state.size.map(|size| size.min(batch.end)), changed: state.changed };
+            if !self.attach(file.ino, &mut batch.placed, batch.promised, &stamp)? {
+                self.let_others_in(state);
+                continue;
+            }
+            state.changed = None;
+            // Pages are zeros beyond the end.
+            state.tail_is_zero |= state.size.unwrap_or(batch.size) <= batch.end;
+            state.size = state.size.filter(|size| *size > batch.end);
+            return Ok(());
+        }
     }
 
-    /// A batch failed: its data is lost, and somebody has to be told.
+    /// Between two operations of something long: those who wait for the file's lock, or for that of the metadata, go first.
+    pub(super) fn let_others_in(&self, state: MutexGuard<FileState>) {
+        MutexGuard::unlock_fair(state);
+        self.volume.meta.let_others_in();
+    }
+
+    /// A batch failed: its data is lost, and a caller has to be told.
     fn lost(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch, error: FsError) {
         tracing::error!(ino = file.ino, %error, "data could not be written out and is lost");
         self.unplace(&mut batch.placed);
         self.volume.forget_promise(batch.promised);
         let mut state = file.state.lock();
-        // Also when nobody has it open: who syncs it later, or replaces another file by it, has to know.
-        state.told = false;
-        state.error.get_or_insert(error);
+        // Also when no one has it open: who syncs it later, or replaces another file by it, has to know.
+        state.errors.add(error);
         if let Some(tail) = batch.tail.filter(|tail| !state.has_dirty_pages(*tail..*tail + 1)) {
             // The device still has there what a truncation cut off: what waits to grow the file beyond it is lost with it.
             self.drop_pages(&mut state, tail + 1);
@@ -165,13 +175,13 @@ impl Filesystem {
         let mut last = None;
         for (start, pages) in batch.pages {
             state.writing.remove(start);
+            state.content_changes(start..start + pages.len() as u64);
             let block = start + pages.len() as u64 - 1;
             if landed && is_last(block) && self.pages.is_roomy() {
                 last = Arc::into_inner(pages).map(|mut pages| (block, pages.split_off(pages.len() - 1)));
             }
         }
         state.flights.end(batch.number);
-        state.content_changes();
         state.last = last;
         drop(state);
         file.landed.notify_all();
@@ -181,7 +191,7 @@ impl Filesystem {
     /// not waited for, so that it ends however much others write.
     ///
     /// # Errors
-    /// What had to be waited for failed. A failed write is reported by [`Filesystem::write_error`].
+    /// What had to be waited for failed. Of data that is lost [`Filesystem::write_error`] tells.
     pub fn flush_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
         let flushed = self.flush(&file);
@@ -189,11 +199,30 @@ impl Filesystem {
         flushed
     }
 
+    /// As [`Filesystem::flush_file`], for an operation that wants it on the device.
+    ///
+    /// # Errors
+    /// Also that of data that was lost meanwhile.
+    pub(super) fn flush_whole(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
+        let errors = |file: Arc<File>| file.state.lock().errors.count();
+        let before = self.files.find(ino).map_or(0, errors);
+        self.flush_file(ino)?;
+        let Some(file) = self.files.find(ino) else { return Ok(()) };
+        let mut state = file.state.lock();
+        if state.errors.count() == before {
+            return Ok(());
+        }
+        let told = state.errors.tell_again();
+        state.forget_known_error();
+        told
+    }
+
     fn flush(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
         self.finish_truncation(file)?;
-        let (grown, shrinks) = {
-            let state = file.state.lock();
-            (state.size, state.shrinks)
+        let (number, grown, shrinks) = {
+            let mut state = file.state.lock();
+            state.flushes.begun += 1;
+            (state.flushes.begun, state.size, state.shrinks)
         };
         // Twice: what has to wait for something that is on its way can only go when that has landed.
         for _ in 0..2 {
@@ -202,7 +231,10 @@ impl Filesystem {
             let last = state.flights.begun();
             self.wait_until(file, &mut state, |state| state.flights.are_over(last));
         }
-        self.volume.wait(|| self.stamp(file, grown, shrinks))
+        self.volume.wait(|| self.stamp(file, grown, shrinks))?;
+        let mut state = file.state.lock();
+        state.flushes.done = state.flushes.done.max(number);
+        Ok(())
     }
 
     /// Waits for something that ends with a write or a truncation of the file.

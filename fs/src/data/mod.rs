@@ -22,6 +22,7 @@ use crate::volume::{
 
 mod copy;
 pub mod direct;
+mod errors;
 
 mod file;
 mod flush;
@@ -33,6 +34,7 @@ mod read;
 pub mod resize;
 mod write;
 
+pub use errors::Open;
 use file::{File, FileState, Files};
 use hold::Hold;
 use pages::PagePool;
@@ -83,6 +85,10 @@ pub struct Preloaded {
     _blocks: Vec<Arc<Block>>,
 }
 
+/// What a rename waits for, from one attempt to the next: that a flush of the file is over that began after this many.
+#[derive(Default)]
+pub struct Settling(Option<(Arc<File>, u64)>);
+
 /// Bytes of read buffers kept for reuse.
 const READ_BUFFERS: usize = 64 << 20;
 
@@ -115,7 +121,7 @@ impl Filesystem {
         for file in self.files.all() {
             let mut state = file.state.lock();
             self.drop_window(&mut state);
-            if let Some(error) = state.error.as_ref().filter(|_| !state.told) {
+            if let Some(error) = state.errors.unknown() {
                 tracing::error!(ino = file.ino, %error, "data of this file is lost, and nobody has been told before");
                 files += 1;
             }
@@ -147,7 +153,7 @@ impl Filesystem {
                 Err(Fail::Error(error)) => return Err(error),
                 Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
-                Err(Fail::Stall(Stall::File { ino })) => self.flush_file(ino)?,
+                Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,
                 Err(Fail::Stall(Stall::Flights { ino })) => {
                     // What a name stands for may have changed.
                     hold.take_if(|hold: &mut Hold| hold.ino() != ino);
@@ -230,8 +236,12 @@ impl Filesystem {
 
     /// Gives an inode another name.
     pub fn link(&self, context: &Context, ino: u64, parent: u64, name: &[u8]) -> Attempt<Attributes> {
-        self.volume.link(context, ino, parent, name)?;
-        self.attributes(ino)
+        let Some(file) = self.files.find(ino) else { return Ok(self.volume.link(context, ino, parent, name)?.0) };
+        let mut state = file.state.lock();
+        state.shown.give();
+        let (mut attributes, _) = self.volume.link(context, ino, parent, name)?;
+        overlay(&state, &mut attributes);
+        Ok(attributes)
     }
 
     /// Removes a name of anything but a directory. Returns the inode when it was its last name.
@@ -248,28 +258,41 @@ impl Filesystem {
     /// Renames. Returns the inode that lost its last name, if one did.
     ///
     /// A file that takes another's name is written out first: whoever replaces a file by a new one without fsync shall not
-    /// find it empty after a crash.
-    pub fn rename(&self, context: &Context, from: (u64, &[u8]), to: (u64, &[u8]), mode: RenameMode) -> Attempt<Option<u64>> {
+    /// find it empty after a crash. What is written to it after the first attempt is not waited for.
+    pub fn rename(
+        &self,
+        context: &Context,
+        from: (u64, &[u8]),
+        to: (u64, &[u8]),
+        mode: RenameMode,
+        settling: &mut Settling,
+    ) -> Attempt<Option<u64>> {
         let mut settled = None;
         loop {
             match self.volume.rename(context, from, to, mode, settled)? {
                 Renamed::Done(orphaned) => return Ok(orphaned),
                 // Asked here, without the metadata lock: a file's lock is taken before that.
                 Renamed::Replaces(ino) => {
-                    self.write_error(ino)?;
-                    if let Some(file) = self.files.find(ino) {
-                        let state = file.state.lock();
-                        if !state.flights.is_empty() {
-                            return Err(Fail::Stall(Stall::Flights { ino }));
-                        }
-                        if !state.is_clean() {
-                            return Err(Fail::Stall(Stall::File { ino }));
-                        }
-                    }
+                    self.settle(ino, settling)?;
                     settled = Some(ino);
                 }
             }
         }
+    }
+
+    /// Passes when what of a file was in memory, or on its way, at the first attempt is on the device.
+    fn settle(&self, ino: u64, settling: &mut Settling) -> Attempt<()> {
+        self.unknown_error(ino)?;
+        let Some(file) = self.files.find(ino) else { return Ok(()) };
+        let state = file.state.lock();
+        let waited_for = settling.0.as_ref().filter(|(waited_for, _)| Arc::ptr_eq(waited_for, &file));
+        if state.is_clean() || waited_for.is_some_and(|(_, before)| state.flushes.done > *before) {
+            return Ok(());
+        }
+        if waited_for.is_none() {
+            settling.0 = Some((file.clone(), state.flushes.begun));
+        }
+        Err(Fail::Stall(Stall::File { ino }))
     }
 
     /// Target of a symbolic link.
@@ -314,11 +337,12 @@ impl Filesystem {
     }
 
     /// Notes that a file was opened. `mappable`: for reading and writing, so that it can be mapped shared and writable.
-    pub fn open_file(&self, ino: u64, mappable: bool) {
+    pub fn open_file(&self, ino: u64, mappable: bool) -> Open {
         let file = self.files.get(ino);
         let mut state = file.state.lock();
         state.opens += 1;
         state.mappable += u32::from(mappable);
+        state.errors.open()
     }
 
     /// Notes that a file was closed.
@@ -329,7 +353,7 @@ impl Filesystem {
         state.mappable -= u32::from(mappable);
         if state.opens == 0 {
             self.drop_window(&mut state);
-            state.forget_error();
+            state.forget_known_error();
         }
         drop(state);
         self.release(&file);
@@ -348,18 +372,29 @@ impl Filesystem {
             if !state.flights.is_empty() {
                 return Err(Fail::Stall(Stall::Flights { ino }));
             }
-            (state.size, state.changed, state.error) = (None, None, None);
+            (state.size, state.changed) = (None, None);
+            state.errors.clear();
         }
         self.volume.reap_step(ino)
     }
 
-    /// Writes out what is in memory of a file and makes it, and everything done before, durable.
+    /// Writes out what is in memory of a file and makes it, and everything done before, durable, for a caller that has it open.
     ///
     /// # Errors
-    /// Also the error of an earlier write in the background.
+    /// Also [`Filesystem::write_error`].
+    pub fn sync_open(self: &Arc<Self>, ino: u64, open: Open) -> Result<(), FsError> {
+        self.flush_file(ino)?;
+        self.write_error(ino, open)?;
+        self.volume.commit()
+    }
+
+    /// As [`Filesystem::sync_open`], for a caller that has no open of its own.
+    ///
+    /// # Errors
+    /// Also that of data that was lost, if no caller was told.
     pub fn sync_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
         self.flush_file(ino)?;
-        self.write_error(ino)?;
+        self.unknown_error(ino)?;
         self.volume.commit()
     }
 
@@ -371,14 +406,21 @@ impl Filesystem {
         self.volume.commit()
     }
 
-    /// The error of an earlier write in the background. It stays until somebody was told and the file is closed by all: who
-    /// closes a descriptor without looking must not take it from who asks.
+    /// Says once to each open of a file that was there whether data of it was lost; to later ones if no caller was told.
     ///
     /// # Errors
-    /// That error.
-    pub fn write_error(&self, ino: u64) -> Result<(), FsError> {
+    /// What it was lost by.
+    pub fn write_error(&self, ino: u64, open: Open) -> Result<(), FsError> {
+        self.files.find(ino).map_or(Ok(()), |file| file.state.lock().errors.tell(open))
+    }
+
+    /// As [`Filesystem::write_error`], to a caller that has no open of its own.
+    fn unknown_error(&self, ino: u64) -> Result<(), FsError> {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
-        let told = file.state.lock().take_error();
+        let mut state = file.state.lock();
+        let told = state.errors.tell_anyone();
+        state.forget_known_error();
+        drop(state);
         if told.is_err() {
             self.release(&file);
         }

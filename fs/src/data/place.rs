@@ -19,7 +19,7 @@ const GROWS_FROM: u64 = 1 << 20;
 pub(super) struct Placement {
     /// In the order of the blocks.
     pieces: SmallVec<[Placed; 1]>,
-    /// Pieces that are mapped.
+    /// Pieces that are mapped. Of the next one only the part that is not is left.
     mapped: usize,
 }
 
@@ -34,6 +34,17 @@ impl Placement {
     /// All pieces, in the order of the blocks that were asked for.
     pub fn pieces(&self) -> impl Iterator<Item = &Piece> {
         self.pieces.iter().map(|p| &p.piece)
+    }
+
+    /// Notes that the next blocks are mapped.
+    fn skip(&mut self, mut blocks: u64) {
+        while blocks > 0 {
+            let piece = &mut self.pieces[self.mapped].piece;
+            let part = blocks.min(piece.run.len);
+            blocks -= part;
+            piece.skip(part);
+            self.mapped += usize::from(piece.run.len == 0);
+        }
     }
 
     /// Whether all blocks were written before, so that none has to be mapped.
@@ -69,20 +80,18 @@ impl Filesystem {
         }
     }
 
-    /// Maps what was placed, once its data is on the device. An attempt that stalls goes on where it was.
-    pub(super) fn attach(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<()> {
+    /// Maps what was placed, once its data is on the device, as far as one operation goes. Returns whether that was the rest.
+    /// Nothing but the placement says how far it came: the file's lock need not be held in between.
+    pub(super) fn attach(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<bool> {
         if placement.mapped == 0 {
             // Those that change nothing go first, so that the rest is one slice.
             placement.pieces.sort_by_key(|p| !p.in_place);
             placement.mapped = placement.pieces.iter().filter(|p| p.in_place).count();
         }
-        loop {
-            let pieces: Vec<Piece> = placement.pieces[placement.mapped..].iter().map(|p| p.piece).collect();
-            placement.mapped += self.volume.attach(ino, &pieces, promised, stamp)?;
-            if placement.mapped == placement.pieces.len() {
-                return Ok(());
-            }
-        }
+        let left = &placement.pieces[placement.mapped..];
+        let mapped = self.volume.attach(ino, left.iter().map(|p| p.piece), promised, stamp)?;
+        placement.skip(mapped);
+        Ok(placement.mapped == placement.pieces.len())
     }
 
     fn place_run(&self, state: &mut FileState, ino: u64, size: u64, run: Range<u64>, placement: &mut Placement) -> Attempt<()> {

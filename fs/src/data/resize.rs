@@ -1,5 +1,6 @@
 //! Sizes, holes and preallocation: truncate, fallocate and lseek.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_layout::block::BLOCK_SIZE;
@@ -8,7 +9,7 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use super::Filesystem;
 use super::file::{File, FileState, Truncation};
 use crate::error::{Attempt, Fail, FsError, Stall};
-use crate::volume::extents::BLOCKS_PER_OP;
+use crate::volume::extents::BLOCKS_PER_STEP;
 use crate::volume::{Attributes, Context, Stamp};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -83,19 +84,22 @@ impl Filesystem {
         state.outgrown = None;
         if size > old && self.zero_tail(state, ino, old, size)? {
             // As after a write: the inode learns of the size when the zeros are on the device.
-            (state.size, state.changed) = (Some(size), state.changed.max(Some(context.now)));
-            state.content_changes();
+            state.size = Some(size);
+            state.changes_at(context.now);
+            state.last = None;
             return Ok(());
         }
-        let now = state.changed.map_or(context.now, |changed| changed.max(context.now));
+        let now = state.time_of_change(context.now);
         let more = self.volume.set_size(&Context { now, ..*context }, ino, size)?;
         self.drop_pages(state, size.div_ceil(BLOCK));
+        state.content_changes(size.min(old) / BLOCK..u64::MAX);
         self.drop_window(state);
         if let Some((pages, at)) = state.pages.find(size / BLOCK) {
             pages.zero(at * BLOCK_SIZE + (size % BLOCK) as usize..(at + 1) * BLOCK_SIZE)?;
         }
         // The inode has the new size; what is still in memory lies below it.
-        (state.size, state.changed, state.goal) = (None, None, None);
+        (state.size, state.goal) = (None, None);
+        state.changed_at(now);
         state.tail_is_zero &= size >= old;
         state.shrinks += u64::from(size < old);
         if more {
@@ -148,21 +152,31 @@ impl Filesystem {
                 self.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?;
             }
         }
-        let stamp = Stamp { size: grow.then_some(end), changed: Some(context.now) };
-        self.touched(ino);
+        self.touched(ino, offset / BLOCK..end.div_ceil(BLOCK));
         let file = self.files.get(ino);
         let stamped = self.wait(|| {
-            let state = file.state.lock();
+            let mut state = file.state.lock();
+            let now = state.time_of_change(context.now);
+            let stamp = Stamp { size: grow.then_some(end), changed: Some(now) };
             self.may_grow(&state, ino, stamp.size.unwrap_or(0))?;
-            self.volume.stamp(ino, &stamp)
+            self.volume.stamp(ino, &stamp)?;
+            state.changed_at(now);
+            Ok(())
         });
         self.release(&file);
         stamped
     }
 
     /// Preallocates the holes in blocks `from..to`.
-    fn preallocate(&self, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
-        let mut at = from;
+    fn preallocate(self: &Arc<Self>, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
+        let file = self.files.get(ino);
+        let preallocated = self.preallocate_holes(&file, from, to);
+        self.release(&file);
+        preallocated
+    }
+
+    fn preallocate_holes(self: &Arc<Self>, file: &File, from: u64, to: u64) -> Result<(), FsError> {
+        let (ino, mut at) = (file.ino, from);
         while at < to {
             let next = self.volume.wait(|| self.volume.map(ino, at, to, 1))?.first().copied();
             let hole_end = next.map_or(to, |m| m.offset);
@@ -174,11 +188,16 @@ impl Filesystem {
                 Some(before) => self.volume.wait(|| self.volume.map(ino, before, at, 1))?.first().map(|m| m.extent.block + 1),
                 None => None,
             };
-            let want = (hole_end - at).min(BLOCKS_PER_OP);
+            let want = (hole_end - at).min(BLOCKS_PER_STEP);
             self.volume.wait(|| self.volume.promise(want))?;
             let reserved = self.wait_for_space(|| self.volume.reserve(goal, want, 0));
             let run = reserved.inspect_err(|_| self.volume.forget_promise(want))?;
-            match self.wait_for_space(|| self.volume.attach_unwritten(ino, at, run, want)) {
+            let attach = || {
+                // A write that is about to map a part of the hole would take away what others find preallocated there meanwhile.
+                file.state.lock().has_no_direct(ino, at, at + run.len)?;
+                self.volume.attach_unwritten(ino, at, run, want)
+            };
+            match self.wait(attach) {
                 Ok(true) => at += run.len,
                 // Somebody wrote there: looks again.
                 result => {
@@ -239,13 +258,17 @@ impl Filesystem {
         if state.has_dirty(from, to) {
             return Err(Fail::Stall(Stall::File { ino: file.ino }));
         }
+        // The blocks that a write goes to are the file's until it is over.
+        state.has_no_direct(file.ino, from, to)?;
+        let context = Context { now: state.time_of_change(context.now), ..*context };
         let next = match keep_blocks {
-            true => self.volume.unwrite_step(context, file.ino, from, to)?,
-            false => self.volume.punch_step(context, file.ino, from, to)?,
+            true => self.volume.unwrite_step(&context, file.ino, from, to)?,
+            false => self.volume.punch_step(&context, file.ino, from, to)?,
         };
+        state.changed_at(context.now);
         let read_in: Vec<_> = state.pages.overlapping(from..to).map(|(held, _)| held.start.max(from)..held.end.min(to)).collect();
         read_in.iter().for_each(|blocks| drop(state.pages.take(blocks)));
-        state.content_changes();
+        state.content_changes(from..to);
         state.goal = None;
         Ok(next)
     }
@@ -254,11 +277,11 @@ impl Filesystem {
         Ok(self.volume.wait(|| self.volume.map(ino, block, block + 1, 1))?.is_empty())
     }
 
-    /// Notes that content changed without the write buffer.
-    pub(super) fn touched(&self, ino: u64) {
+    /// Notes that content of these blocks changed without the write buffer.
+    fn touched(&self, ino: u64, blocks: Range<u64>) {
         if let Some(file) = self.files.find(ino) {
             let mut state = file.state.lock();
-            state.content_changes();
+            state.content_changes(blocks);
             state.goal = None;
         }
     }

@@ -10,7 +10,7 @@ use gpunvme_layout::{FileType, Geometry, Timestamp};
 use smallvec::SmallVec;
 
 use super::Filesystem;
-use super::file::{FileState, Truncation};
+use super::file::{File, FileState, Truncation};
 use super::flush::BATCH_PAGES;
 use super::hold::Hold;
 use super::pages::Pages;
@@ -172,8 +172,8 @@ impl Filesystem {
                 _ => {}
             }
         }
-        state.changed = state.changed.max(Some(now));
-        state.content_changes();
+        state.changes_at(now);
+        state.last = None;
         Ok(offset)
     }
 
@@ -218,41 +218,46 @@ impl Filesystem {
         let file = self.files.get(ino);
         let mut hold: Option<Hold> = None;
         loop {
-            let version = file.state.lock().version;
             let Some(page) = self.pages.take(1).and_then(|mut pages| pages.pop()) else {
                 self.make_room()?;
                 continue;
             };
-            let guard = self.volume.epochs.enter();
-            let mapped = self.volume.wait(|| self.volume.map(ino, block, block + 1, 1))?;
-            let Some(mapping) = mapped.first().filter(|m| !m.extent.unwritten) else { return Ok(()) };
-            self.volume.io.run(vec![Request::read(Geometry::byte(mapping.extent.block), vec![page.span(0..1)])])?;
-            drop(guard);
-            let stored = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.size;
-            let mut state = file.state.lock();
-            if state.version != version {
-                drop(state);
-                // In a stream of direct writes one always begins or ends.
-                hold.get_or_insert_with(|| self.hold(ino)).wait();
-                continue;
-            }
-            if state.direct.iter().any(|run| run.contains(&block)) {
-                // What was read is neither old nor new.
-                drop(state);
-                return self.flush_file(ino);
-            }
-            if state.writing.contains(block) {
-                // Somebody else filled the page and wrote to it meanwhile: what is on its way is newer than what was read.
+            let number = file.state.lock().fills.begin(block);
+            let filled = self.fill(&file, block, number, page);
+            file.state.lock().fills.end(number);
+            if filled? {
                 return Ok(());
             }
-            let size = state.size.unwrap_or(0).max(stored);
+            // In a stream of direct writes to the block one always begins or ends.
+            hold.get_or_insert_with(|| self.hold(ino)).wait();
+        }
+    }
+
+    /// Reads a block into a page. Returns whether the block is in memory then, or has nothing on the device: not where what was read
+    /// may be out of date.
+    fn fill(&self, file: &File, block: u64, number: u64, page: Pages) -> Result<bool, FsError> {
+        let guard = self.volume.epochs.enter();
+        let mapped = self.volume.wait(|| self.volume.map(file.ino, block, block + 1, 1))?;
+        let Some(mapping) = mapped.first().filter(|m| !m.extent.unwritten) else { return Ok(true) };
+        self.volume.io.run(vec![Request::read(Geometry::byte(mapping.extent.block), vec![page.span(0..1)])])?;
+        drop(guard);
+        let mut page = Some(page);
+        self.volume.wait(|| {
+            let mut state = file.state.lock();
+            let size = self.size_of_regular(&state, file.ino)?;
+            if state.pages.contains(block) || state.writing.contains(block) {
+                // Another caller filled the page and wrote to it meanwhile: that is newer than what was read.
+                return Ok(true);
+            }
+            if !state.fills.is_good(number) || state.direct.iter().any(|run| run.contains(&block)) {
+                return Ok(false);
+            }
+            let Some(page) = page.take() else { return Ok(true) };
             let end = size.saturating_sub(block * BLOCK).min(BLOCK) as usize;
             page.zero(end..BLOCK_SIZE)?;
-            if !state.pages.contains(block) {
-                state.pages.insert(block, FilePages { pages: page, dirty: false, promised: false });
-            }
-            return Ok(());
-        }
+            state.pages.insert(block, FilePages { pages: page, dirty: false, promised: false });
+            Ok(true)
+        })
     }
 
     /// Forgets the pages from block `from` on.
@@ -263,7 +268,7 @@ impl Filesystem {
             promised += if piece.promised { piece.blocks() } else { 0 };
         }
         state.promised -= promised;
-        state.content_changes();
+        state.content_changes(from..u64::MAX);
         self.volume.forget_promise(promised);
     }
 

@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::block::BLOCK_SIZE;
+use rustix::thread::CapabilitySet;
 
 use super::handles::Handle;
-use super::names::stripped;
+use super::names::set_id_bits;
 use super::{Caller, Front};
 use crate::data::resize::Allocate;
 use crate::data::{Filesystem, Read, system_time};
 use crate::error::{Attempt, Fail, FsError};
-use crate::volume::{Context, SetAttributes};
+use crate::volume::SetAttributes;
 
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
 const COPY_MAX: u64 = 64 << 20;
@@ -39,8 +40,7 @@ impl Front {
     /// Opens a file with these flags of open(2).
     pub fn open(&self, ino: u64, flags: i32) -> Handle {
         let handle = Handle::new(flags);
-        self.fs.open_file(ino, handle.is_mappable());
-        handle
+        handle.of(self.fs.open_file(ino, handle.is_mappable()))
     }
 
     /// Closes a file.
@@ -95,14 +95,14 @@ impl Front {
         if how.direct && !how.append && is_aligned(how.offset) && is_aligned(data.len() as u64) {
             return self.write_direct(caller, ino, data, how, done);
         }
-        let attempt = move |fs: &Arc<Filesystem>, data: &[u8]| {
+        let attempt = move |front: &Front, data: &[u8]| {
             if how.strip {
-                strip(fs, &caller, ino)?;
+                front.strip(&caller, ino)?;
             }
             if how.append {
-                return fs.append(ino, how.offset, data, caller.context.now);
+                return front.fs.append(ino, how.offset, data, caller.context.now);
             }
-            fs.write(ino, how.offset, data, caller.context.now)?;
+            front.fs.write(ino, how.offset, data, caller.context.now)?;
             Ok(how.offset)
         };
         let (len, last) = (data.len() as u64, data.last().copied());
@@ -120,19 +120,20 @@ impl Front {
         if how.append && how.direct {
             return self.append_part(caller, ino, data, how, done);
         }
-        match attempt(&self.fs, data) {
-            Ok(place) if how.direct => self.wait(move |fs| land(fs, ino).map(|()| place), done),
+        match attempt(self, data) {
+            Ok(place) if how.direct => self.wait(move |fs| land(fs, ino, how.handle).map(|()| place), done),
             Ok(place) => done(Ok(place)),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
                 let (room, data) = (self.room.take(data.len()), data.to_vec());
+                let front = self.clone();
                 self.wait(
                     move |fs| {
                         let _room = room;
-                        let place = fs.wait(|| attempt(fs, &data))?;
+                        let place = fs.wait(|| attempt(&front, &data))?;
                         if how.direct {
-                            land(fs, ino)?;
+                            land(fs, ino, how.handle)?;
                         }
                         Ok(place)
                     },
@@ -147,10 +148,12 @@ impl Front {
     fn moved(self: &Arc<Self>, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
         let front = self.clone();
         self.invalidations.run(move || {
-            // Somebody may have shortened it since.
-            let ends_there = front.fs.wait(|| front.fs.attributes(ino)).is_ok_and(|now| now.inode.size == to.end);
-            let end = ends_there.then_some((to.end - 1, last));
-            front.invalidate(ino, vec![from, to], end);
+            let end = || {
+                // Somebody may have shortened it since.
+                let ends_there = front.fs.wait(|| front.fs.attributes(ino)).is_ok_and(|now| now.inode.size == to.end);
+                ends_there.then_some((to.end - 1, last))
+            };
+            front.invalidate(ino, vec![from, to.clone()], end);
         });
     }
 
@@ -172,10 +175,11 @@ impl Front {
         buffer.bytes_mut()[..data.len()].copy_from_slice(data);
         let memory = buffer.span(0..data.len());
         let segment = Segment { file_offset: how.offset, buffer_offset: memory.offset as u64, len: memory.len as u64 };
+        let stripper = how.strip.then(|| self.clone());
         self.attempt(
             move |fs| {
-                if how.strip {
-                    strip(fs, &caller, ino)?;
+                if let Some(front) = &stripper {
+                    front.strip(&caller, ino)?;
                 }
                 fs.plan_direct_write(ino, &[segment], &memory.region, caller.context.now)
             },
@@ -193,25 +197,27 @@ impl Front {
         );
     }
 
-    /// The error of an earlier write in the background, once: what close(2) reports.
-    pub fn flush(&self, ino: u64) -> Result<(), FsError> {
-        self.fs.write_error(ino)
+    /// The error of an earlier write in the background, once for each open: what close(2) reports.
+    pub fn flush(&self, ino: u64, handle: Handle) -> Result<(), FsError> {
+        self.fs.write_error(ino, handle.open())
     }
 
     /// Makes a file durable.
-    pub fn sync(self: &Arc<Self>, ino: u64, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
-        self.wait(move |fs| fs.sync_file(ino), done);
+    pub fn sync(self: &Arc<Self>, ino: u64, handle: Handle, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
+        self.wait(move |fs| fs.sync_open(ino, handle.open()), done);
     }
 
-    /// Makes everything that was done to names durable.
+    /// Makes everything that was done to names durable. Of a mount that has become read-only nothing changes any more after it.
     pub fn sync_names(self: &Arc<Self>, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
-        self.wait(|fs| fs.commit(), done);
+        let front = self.clone();
+        let commit = move || front.wait(|fs| fs.commit(), done);
+        if self.mount_state.is_read_only() { self.mount_state.after_unseen_writes(commit) } else { commit() }
     }
 
     /// fallocate(2) with this mode.
     pub fn allocate(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         ino: u64,
         handle: Handle,
         (offset, len): (u64, u64),
@@ -229,7 +235,16 @@ impl Front {
             _ => Err(FsError::NotSupported),
         };
         match handle.writable().and(what) {
-            Ok(what) => self.wait(move |fs| fs.allocate(&context, ino, offset, len, what), done),
+            Ok(what) => {
+                let front = self.clone();
+                self.wait(
+                    move |fs| {
+                        fs.wait(|| front.strip_unless_privileged(&caller, ino))?;
+                        fs.allocate(&caller.context, ino, offset, len, what)
+                    },
+                    done,
+                );
+            }
             Err(error) => done(Err(error)),
         }
     }
@@ -242,6 +257,7 @@ impl Front {
     /// Copies between files. Each place is an inode, its handle and an offset. Returns the bytes copied.
     pub fn copy(
         self: &Arc<Self>,
+        caller: Caller,
         from: (u64, Handle, u64),
         to: (u64, Handle, u64),
         len: u64,
@@ -254,16 +270,45 @@ impl Front {
         let front = self.clone();
         let source = from.2..from.2.saturating_add(len);
         self.written_back(from.0, std::iter::once(source), move || {
-            front.wait(move |fs| fs.copy_range((from.0, from.2), (to.0, to.2), len, system_time()), done);
+            let stripper = front.clone();
+            front.wait(
+                move |fs| {
+                    fs.wait(|| stripper.strip_unless_privileged(&caller, to.0))?;
+                    fs.copy_range((from.0, from.2), (to.0, to.2), len, system_time())
+                },
+                done,
+            );
         });
+    }
+
+    /// Takes the set-user-id bits from a file whose content changes, and has the kernel forget the mode that it knows: by that it
+    /// executes programs.
+    pub(super) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
+        if strip(&self.fs, caller, ino)?
+            && let Some(kernel) = self.kernel.get()
+        {
+            kernel.invalidate_attributes(ino);
+        }
+        Ok(())
+    }
+
+    /// As [`Front::strip`], where the kernel does not say whether the caller is above that (`CAP_FSETID`).
+    fn strip_unless_privileged(&self, caller: &Caller, ino: u64) -> Attempt<()> {
+        let inode = self.fs.volume().stored_attributes(ino)?.inode;
+        if set_id_bits(&inode, caller) != 0 && !caller.is_root_with(CapabilitySet::FSETID) {
+            self.strip(caller, ino)?;
+        }
+        Ok(())
     }
 }
 
 /// Takes the set-user-id bits from a file. Returns whether it had any.
 pub(super) fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
-    let Some(mode) = stripped(&fs.volume().stored_attributes(ino)?.inode, caller) else { return Ok(false) };
-    fs.set_attributes(&caller.context, ino, &SetAttributes { mode: Some(mode), ..SetAttributes::default() })?;
-    Ok(true)
+    let bits_gone = set_id_bits(&fs.volume().stored_attributes(ino)?.inode, caller);
+    if bits_gone != 0 {
+        fs.set_attributes(&caller.context, ino, &SetAttributes { bits_gone, ..SetAttributes::default() })?;
+    }
+    Ok(bits_gone != 0)
 }
 
 fn is_aligned(bytes: u64) -> bool {
@@ -271,7 +316,7 @@ fn is_aligned(bytes: u64) -> bool {
 }
 
 /// Waits until the device has what was written to a file.
-pub(super) fn land(fs: &Arc<Filesystem>, ino: u64) -> Result<(), FsError> {
+pub(super) fn land(fs: &Arc<Filesystem>, ino: u64, handle: Handle) -> Result<(), FsError> {
     fs.flush_file(ino)?;
-    fs.write_error(ino)
+    fs.write_error(ino, handle.open())
 }

@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,20 +12,19 @@ use std::time::{Duration, SystemTime};
 
 use fuser::{
     BackgroundSession, BsdFileFlags, Config, CopyFileRangeFlags, Errno, FileHandle, FopenFlags, Generation, INodeNo, InitFlags,
-    IoctlFlags, KernelConfig, LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
+    IoctlFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
     ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
     SessionACL, TimeOrNow, WriteFlags,
 };
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::NAME_MAX;
-use rustix::mount::MountFlags;
 
 use super::files::Write;
 use super::handles::Handle;
 use super::names::Listing;
 use super::readers::{Busy, Readers};
 use super::session::Settings;
-use super::{Caller, Front, KernelCache, attr};
+use super::{Caller, Front, KernelCache, attr, messages};
 use crate::error::FsError;
 use crate::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
 
@@ -57,51 +57,23 @@ const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_HAS_IOCTL_DIR)
     // Content changes behind the kernel's back only in direct writes, which say so.
     .union(InitFlags::FUSE_EXPLICIT_INVAL_DATA)
-    // Without it the kernel asks for an extended attribute before each write. What it leaves to us in return: see `strips`.
+    // Without it the kernel asks for an extended attribute before each write. What it leaves to us in return: see [`Front::set_attributes`].
     .union(InitFlags::FUSE_HANDLE_KILLPRIV_V2)
     // A directory needs no handle: the answer to opendir is ENOSYS, once.
     .union(InitFlags::FUSE_NO_OPENDIR_SUPPORT);
 
-/// Mounts and begins to serve.
-pub(super) fn mount(front: &Arc<Front>, dir: &Path, settings: &Settings) -> io::Result<BackgroundSession> {
+/// Begins to serve the kernel at the other end of `connection`, an open `/dev/fuse`. fuser does not know where that is mounted: it
+/// unmounts by path, and does so also when the mount was gone before.
+pub(super) fn serve(front: &Arc<Front>, connection: OwnedFd, settings: &Settings) -> io::Result<BackgroundSession> {
     let mut config = Config::default();
-    config.acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.n_threads = Some(settings.loops);
     config.clone_fd = true;
-    let is_root = rustix::process::geteuid().is_root();
-    config.mount_options = vec![
-        // Root mounts by itself. For others fusermount3 does, which finds it in a list.
-        MountOption::FSName(if is_root { settings.source.clone() } else { escaped(&settings.source) }),
-        // As `MountOption::Subtype` it would not reach the kernel where no helper program mounts.
-        MountOption::CUSTOM("subtype=gpunvme".to_owned()),
-        MountOption::DefaultPermissions,
-        if settings.read_only { MountOption::RO } else { MountOption::RW },
-    ];
-    // fuser adds nodev and nosuid where it is not told otherwise, and nobody but root may tell it.
-    for (flag, option) in [(MountFlags::NODEV, MountOption::Dev), (MountFlags::NOSUID, MountOption::Suid)] {
-        if is_root && !settings.flags.contains(flag) {
-            config.mount_options.push(option);
-        }
-    }
-    for (flag, option) in [
-        (MountFlags::NOEXEC, MountOption::NoExec),
-        (MountFlags::NOATIME, MountOption::NoAtime),
-        (MountFlags::SYNCHRONOUS, MountOption::Sync),
-        (MountFlags::DIRSYNC, MountOption::DirSync),
-    ] {
-        if settings.flags.contains(flag) {
-            config.mount_options.push(option);
-        }
-    }
-    let session = fuser::Session::new(Adapter { front: front.clone(), readers: Readers::new(settings.loops) }, dir, &config)?;
+    let acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
+    let adapter = Adapter { front: front.clone(), readers: Readers::new(settings.loops) };
+    let session = fuser::Session::from_fd(adapter, connection, acl, config)?;
     let set = front.kernel.set(Box::new(Notifier(session.notifier())));
     assert!(set.is_ok(), "a front end is mounted once");
     session.spawn()
-}
-
-/// A text as an element of a list of mount options (libfuse, util/fusermount.c).
-fn escaped(text: &str) -> String {
-    text.replace('\\', "\\\\").replace(',', "\\,")
 }
 
 struct Notifier(fuser::Notifier);
@@ -129,18 +101,14 @@ fn caller(request: &Request) -> Caller {
 
 fn told(ino: u64, result: io::Result<()>) -> bool {
     if let Err(error) = &result {
-        tracing::warn!(ino, %error, "the kernel did not take a notification: it may show what this file was before");
+        messages::not_told(ino, error);
     }
     result.is_ok()
 }
 
 /// Logs what is not the caller's doing, and returns what the caller gets.
 fn refuse(operation: &'static str, ino: u64, error: &FsError) -> Errno {
-    match error {
-        FsError::Device(_) => tracing::error!(operation, ino, "{error}"),
-        FsError::Corrupt(_) => tracing::error!(operation, ino, "{error}"),
-        _ => {}
-    }
+    messages::failed(operation, ino, error);
     Errno::from_i32(error.errno())
 }
 
@@ -180,17 +148,6 @@ fn opened(flags: i32) -> FopenFlags {
     let always = FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
     // close(2) of a file that was written reports what went wrong in the background; there is nothing to say of others.
     if flags & libc::O_ACCMODE == libc::O_RDONLY { always | FopenFlags::FOPEN_NOFLUSH } else { always }
-}
-
-/// Whether a change of attributes takes the set-user-id bits along.
-///
-/// fuser 0.18 does not pass on the flags by which the kernel says so, but it follows from the rest of the request (`fs/fuse/dir.c`,
-/// `fs/attr.c`): a new owner always does; a new size does unless the caller is privileged, which is taken to mean root; and a
-/// request that changes nothing is how the kernel asks for that and nothing else, ahead of a write.
-fn strips(caller: u32, size: Option<u64>, set: &SetAttributes) -> bool {
-    let owner = set.uid.or(set.gid).is_some();
-    let others = set.mode.is_some() || set.atime.or(set.mtime).is_some();
-    owner || size.is_some() && caller != 0 || size.is_none() && !others
 }
 
 impl Listing for ReplyDirectory {
@@ -246,7 +203,10 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn forget(&self, _: &Request, ino: INodeNo, lookups: u64) {
-        // The loop is not counted as busy: it has more of them, which come in lots that fuser takes apart, and must not stand aside amid these.
+        // They come in lots that fuser takes apart. Amid these the loop must not stand aside, nor be taken for one that waits.
+        if let Some(readers) = &self.readers {
+            readers.leave();
+        }
         self.front.forget(ino.0, lookups);
     }
 
@@ -275,10 +235,9 @@ impl fuser::Filesystem for Adapter {
     ) {
         let _busy = self.busy();
         let caller = caller(request);
-        let set = SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse) };
-        let strip = strips(request.uid(), size, &set);
-        let done = move |done| attributes("setattr", ino.0, done, reply);
-        self.front.set_attributes(caller, ino.0, size, set, strip, done);
+        let set =
+            SetAttributes { mode, uid, gid, atime: atime.map(attr::from_fuse), mtime: mtime.map(attr::from_fuse), bits_gone: 0 };
+        self.front.set_attributes(caller, ino.0, size, set, move |done| attributes("setattr", ino.0, done, reply));
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
@@ -442,14 +401,14 @@ impl fuser::Filesystem for Adapter {
         });
     }
 
-    fn flush(&self, _: &Request, ino: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+    fn flush(&self, _: &Request, ino: INodeNo, handle: FileHandle, _: LockOwner, reply: ReplyEmpty) {
         let _busy = self.busy();
-        empty("flush", ino.0, self.front.flush(ino.0), reply);
+        empty("flush", ino.0, self.front.flush(ino.0, Handle(handle.0)), reply);
     }
 
-    fn fsync(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+    fn fsync(&self, _: &Request, ino: INodeNo, handle: FileHandle, _: bool, reply: ReplyEmpty) {
         let _busy = self.busy();
-        self.front.sync(ino.0, move |done| empty("fsync", ino.0, done, reply));
+        self.front.sync(ino.0, Handle(handle.0), move |done| empty("fsync", ino.0, done, reply));
     }
 
     fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
@@ -491,23 +450,21 @@ impl fuser::Filesystem for Adapter {
         self.front.set_xattr(caller(request), ino.0, attribute, flags, move |done| empty("setxattr", ino.0, done, reply));
     }
 
-    fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+    fn getxattr(&self, request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let _busy = self.busy();
-        let name = name.as_bytes().to_vec();
-        self.front.attempt(move |fs| fs.get_xattr(ino.0, &name), move |_, found| value("getxattr", ino.0, size, found, reply));
+        let done = move |found| value("getxattr", ino.0, size, found, reply);
+        self.front.get_xattr(caller(request), ino.0, name.as_bytes(), done);
     }
 
-    fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+    fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         let _busy = self.busy();
-        self.front.attempt(move |fs| fs.list_xattrs(ino.0), move |_, found| value("listxattr", ino.0, size, found, reply));
+        self.front.list_xattrs(caller(request), ino.0, move |found| value("listxattr", ino.0, size, found, reply));
     }
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _busy = self.busy();
-        let context = caller(request).context;
-        let name = name.as_bytes().to_vec();
-        self.front
-            .attempt(move |fs| fs.remove_xattr(&context, ino.0, &name), move |_, done| empty("removexattr", ino.0, done, reply));
+        let done = move |done| empty("removexattr", ino.0, done, reply);
+        self.front.remove_xattr(caller(request), ino.0, name.as_bytes(), done);
     }
 
     fn fallocate(
@@ -521,9 +478,8 @@ impl fuser::Filesystem for Adapter {
         reply: ReplyEmpty,
     ) {
         let _busy = self.busy();
-        let context = caller(request).context;
         let done = move |done| empty("fallocate", ino.0, done, reply);
-        self.front.allocate(context, ino.0, Handle(handle.0), (offset, len), mode, done);
+        self.front.allocate(caller(request), ino.0, Handle(handle.0), (offset, len), mode, done);
     }
 
     fn lseek(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
@@ -540,7 +496,7 @@ impl fuser::Filesystem for Adapter {
 
     fn copy_file_range(
         &self,
-        _: &Request,
+        request: &Request,
         from: INodeNo,
         from_handle: FileHandle,
         from_offset: u64,
@@ -554,7 +510,7 @@ impl fuser::Filesystem for Adapter {
         let _busy = self.busy();
         let from = (from.0, Handle(from_handle.0), from_offset);
         let to = (to.0, Handle(to_handle.0), to_offset);
-        self.front.copy(from, to, len, move |copied| match copied {
+        self.front.copy(caller(request), from, to, len, move |copied| match copied {
             Ok(copied) => reply.written(copied as u32),
             Err(error) => reply.error(refuse("copy_file_range", to.0, &error)),
         });

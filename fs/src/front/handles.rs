@@ -1,26 +1,42 @@
 //! Handles of open files. A handle is a number that the kernel keeps for us and sends with every request on the file: what
-//! the file was opened for. It names nothing in our memory, so no value of it can do harm, and none has to be looked up.
+//! the file was opened for, and which of its opens it is. It names nothing in our memory, so no value of it can do harm, and none has
+//! to be looked up.
 
+use crate::data::Open;
 use crate::error::FsError;
 
 const READ: u64 = 1;
 const WRITE: u64 = 2;
 const SYNC: u64 = 4;
+/// Bits below the number of the open.
+const BITS: u32 = 3;
 
 /// What an open file was opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Handle(pub u64);
 
 impl Handle {
-    /// For a file opened with these flags of open(2).
+    /// For a file opened with these flags of open(2). Which of its opens it is, [`Handle::of`] adds.
     pub fn new(flags: i32) -> Handle {
         let access = match flags & libc::O_ACCMODE {
             libc::O_WRONLY => WRITE,
             libc::O_RDWR => READ | WRITE,
-            _ => READ,
+            libc::O_RDONLY => READ,
+            // Both bits: for ioctls, which may neither read nor write (open(2)).
+            _ => 0,
         };
         // O_SYNC has the bit of O_DSYNC and one more.
         Handle(if flags & libc::O_DSYNC != 0 { access | SYNC } else { access })
+    }
+
+    /// The same for another open of the file.
+    pub fn of(self, open: Open) -> Handle {
+        Handle(self.0 & ((1 << BITS) - 1) | open.0 << BITS)
+    }
+
+    /// Which of the file's opens it is.
+    pub fn open(self) -> Open {
+        Open(self.0 >> BITS)
     }
 
     /// Fails unless the file is open for reading.

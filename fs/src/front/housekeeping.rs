@@ -67,14 +67,19 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
         if fs.volume().is_read_only() {
             continue;
         }
+        fs.volume().look_again();
         // Whoever writes or syncs learns of an error, and a failed commit is logged where it fails: nothing to add here.
         if written.elapsed() >= WRITE_BACK || fs.wants_flush() {
+            let _ = fs.volume().look_before_writing();
             let _ = fs.write_back();
             written = Instant::now();
         }
-        if committed.elapsed() >= commit || fs.volume().wants_commit() {
+        if committed.elapsed() >= commit {
             let _ = fs.commit();
+            let _ = fs.volume().give_back();
             committed = Instant::now();
+        } else if fs.volume().wants_commit() {
+            let _ = fs.commit();
         }
         if fs.volume().wants_checkpoint() {
             let _ = fs.volume().checkpoint();

@@ -6,14 +6,16 @@
 
 use std::io;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
+use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
-use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, TransferRequest};
-use gpunvme_gpupath::planner::{self, Direction};
-use gpunvme_gpupath::registry::{Buffer, Limits, Registry};
+use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, Segment, TransferFlags, TransferRequest};
+use gpunvme_gpupath::limits;
+use gpunvme_gpupath::planner::{self, Direction, Position};
+use gpunvme_gpupath::registry::{self, Buffer, Limits, Registry};
 use gpunvme_gpupath::ring::Rings;
+use gpunvme_gpupath::seldom::Seldom;
 use gpunvme_gpupath::server::{Answer, Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
 use gpunvme_gpupath::transfer::{self, Failed};
@@ -21,28 +23,31 @@ use gpunvme_layout::Geometry;
 use gpunvme_layout::Timestamp;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
-use rustix::fs::Mode;
 use smallvec::SmallVec;
 
 use super::files::strip;
 use super::handles::Handle;
-use super::{Caller, Front};
+use super::plans::Planned;
+use super::turns::Owner;
+use super::{Caller, Front, sockets};
 use crate::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
 use crate::data::{Filesystem, system_time};
-use crate::error::FsError;
+use crate::error::{Attempt, Fail, FsError};
 use crate::volume::Mapping;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Where the registration sockets are.
-const SOCKETS: &str = "/run/gpunvme";
-/// Filling more than this with zeros is not for a loop of the transport.
+/// The capabilities that a program has when it is executed.
+const CAPABILITY: &[u8] = b"security.capability";
+/// Filling more than this with zeros is not for a loop of the transport, nor for a thread that serves rings.
 const QUICK_ZEROES: u64 = 256 << 10;
+/// What is filled before it is another's turn: less than a millisecond.
+const FILL: u64 = 4 << 20;
 
 /// The daemon's end of the direct path for one mount.
 pub(super) struct Direct {
     pub(super) server: Arc<Server>,
     pub(super) rings: Rings,
-    /// None where nothing can be put into [`SOCKETS`]: whoever is not root registers by ioctl.
+    /// None where it cannot have one ([`sockets`]): whoever is not root registers by ioctl.
     socket: Option<Listener>,
     device: String,
 }
@@ -55,18 +60,44 @@ pub(super) struct Transfer {
     pub handle: Handle,
     pub request: TransferRequest,
     pub buffer: Arc<Buffer>,
+    /// Whose ring it is from; none of an ioctl, whose caller it is for.
+    pub owner: Option<Owner>,
 }
 
-/// A write under way: its segments before `first` are done, came to `outcome`, and were to the file what `written` says.
-struct Write<D> {
+/// A read under way: what lies before `at` is done, and came to `outcome`.
+struct Read<D> {
     transfer: Transfer,
-    first: usize,
+    at: Position,
     outcome: Outcome,
-    written: Written,
     done: D,
 }
 
+/// A write under way: what lies before `at` is done, came to `outcome`, and was to the file what `written` says.
+struct Write<D> {
+    transfer: Transfer,
+    at: Position,
+    outcome: Outcome,
+    written: Written,
+    /// The segment in which the writer's limit of file sizes ends it.
+    cut: Option<u32>,
+    done: D,
+}
+
+/// A part of a write. Its segments do not overlap: those that do have an order, and what is in flight together has none.
+struct Part {
+    segments: SmallVec<[Segment; 1]>,
+    /// Where the next one begins.
+    next: Position,
+    planned: Planned,
+}
+
 impl Transfer {
+    /// Who it is for. The caller of an ioctl waits for it, so that its process can be asked for.
+    fn owner(&self) -> Owner {
+        let of_caller = || Owner { user: self.caller.context.uid, process: limits::process_of(self.caller.thread) };
+        self.owner.unwrap_or_else(of_caller)
+    }
+
     /// The ranges of the file that it is about.
     fn ranges(&self) -> impl Iterator<Item = Range<u64>> + Clone {
         let segments = self.request.segments.iter().filter(|s| s.len > 0);
@@ -82,12 +113,8 @@ impl Direct {
     pub fn new(fs: &Filesystem, device: &str, serving_threads: usize) -> io::Result<Direct> {
         let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
         let server = Arc::new(Server::new(registry));
-        let path = socket_path(fs, device);
-        let socket = std::fs::create_dir_all(SOCKETS)
-            // Everybody may register: what buffers can be used for, the mount's permissions decide.
-            .and_then(|()| Listener::bind(&path, Mode::from_raw_mode(0o666), server.clone()))
-            .inspect_err(|error| tracing::debug!("{}: {error}", path.display()))
-            .ok();
+        let name = socket_name(fs, device);
+        let socket = sockets::listen(&name, server.clone()).inspect_err(|error| tracing::debug!("{name}: {error}")).ok();
         let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
         Ok(Direct { server, rings, socket, device: device.to_owned() })
     }
@@ -110,8 +137,8 @@ impl Direct {
             capacity: usage.blocks * BLOCK,
             free: usage.available * BLOCK,
             max_transfer: abi::MAX_TRANSFER,
-            max_buffer_bytes: limits.bytes_per_process,
-            max_buffers: limits.buffers_per_process,
+            max_buffer_bytes: limits.process.bytes,
+            max_buffers: limits.process.buffers as u32,
             max_segments: abi::MAX_SEGMENTS as u32,
             block_size: BLOCK_SIZE as u32,
             logical_block: geometry.logical_block,
@@ -130,13 +157,20 @@ impl Direct {
     }
 }
 
-/// A path of its own for each mount: copies of a volume share its UUID.
-fn socket_path(fs: &Filesystem, device: &str) -> PathBuf {
+/// A name of its own for each mount: copies of a volume share its UUID.
+fn socket_name(fs: &Filesystem, device: &str) -> String {
     use std::hash::Hasher;
     let mut hasher = rustc_hash::FxHasher::default();
     hasher.write(device.as_bytes());
     let uuid = u128::from_be_bytes(fs.volume().superblock().uuid);
-    Path::new(SOCKETS).join(format!("{uuid:032x}-{:016x}.sock", hasher.finish()))
+    format!("{uuid:032x}-{:016x}.sock", hasher.finish())
+}
+
+impl Caller {
+    /// The caller, as the direct path knows it.
+    fn of_direct(&self) -> registry::Caller {
+        registry::Caller { thread: self.thread, user: self.context.uid }
+    }
 }
 
 impl Front {
@@ -160,7 +194,7 @@ impl Front {
             }
             Ok(Request::Stats) => done(server.stats()),
             Ok(Request::Register(register)) => {
-                self.general.run(move || done(front.direct.server.register(caller.thread, &register)));
+                server.register_soon(caller.of_direct(), register, done);
             }
             Ok(Request::Unregister(unregister)) => {
                 self.general.run(move || done(front.direct.server.unregister(caller.thread, &unregister)));
@@ -173,7 +207,12 @@ impl Front {
                 self.transfer(Direction::Write, caller, ino, handle, request, |answer| done(answer.into()));
             }
             Ok(Request::Ring(ring)) => {
-                self.general.run(move || done(front.direct.rings.open(caller.thread, &ring)));
+                server.take_in(caller.context.uid, move |may| {
+                    done(match may {
+                        Ok(()) => front.direct.rings.open(caller.of_direct(), &ring),
+                        Err(refusal) => Reply::new(refusal.errno(), &ring),
+                    });
+                });
             }
             Ok(Request::Attach(attach)) => self.attach(caller, ino, handle, attach, done),
             Ok(Request::Detach(detach)) => {
@@ -196,7 +235,11 @@ impl Front {
             return done(refusal);
         }
         match self.direct.server.admit(caller.thread, direction, &request) {
-            Ok(buffer) => self.begin_transfer(Transfer { direction, caller, ino, handle, request, buffer }, done),
+            Ok(buffer) => {
+                let transfer = Transfer { direction, caller, ino, handle, request, buffer, owner: None };
+                let limit = if direction == Direction::Write { limits::file_size(caller.thread) } else { u64::MAX };
+                self.begin_transfer(transfer, limit, done);
+            }
             Err(refusal) => done(refusal),
         }
     }
@@ -206,131 +249,212 @@ impl Front {
         let access = match direction {
             Direction::Read => handle.readable(),
             Direction::Write => {
-                handle.writable().and_then(|()| if self.fs.volume().is_read_only() { Err(FsError::ReadOnly) } else { Ok(()) })
+                let is_read_only = self.fs.volume().is_read_only() || self.mount_state.is_read_only();
+                handle.writable().and(if is_read_only { Err(FsError::ReadOnly) } else { Ok(()) })
             }
         };
         access.map_err(|error| self.direct.server.refuse(direction, request, error.errno(), Reason::None, None))
     }
 
-    /// Begins a transfer that was admitted.
-    pub(super) fn begin_transfer(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Answer) + Send + 'static) {
+    /// Begins a transfer that was admitted. `limit`: the offset in files from which on its writer may write nothing.
+    pub(super) fn begin_transfer(
+        self: &Arc<Self>,
+        mut transfer: Transfer,
+        limit: u64,
+        done: impl FnOnce(Answer) + Send + 'static,
+    ) {
+        let cut = if transfer.direction == Direction::Write { cut_at(&mut transfer.request, limit) } else { None };
+        let Transfer { direction, request, .. } = &transfer;
+        let refuse = |errno, reason, segment| self.direct.server.refuse(*direction, request, errno, reason, segment);
+        if cut.is_some() && transfer.ranges().next().is_none() {
+            return done(refuse(libc::EFBIG, Reason::None, cut));
+        }
+        if *direction == Direction::Write
+            && request.flags.contains(TransferFlags::REQUIRE_DIRECT)
+            && let Some(segment) = planner::unaligned(&request.segments, self.fs.write_alignment())
+        {
+            return done(refuse(libc::EOPNOTSUPP, Reason::Unaligned, Some(segment)));
+        }
         let front = self.clone();
         let ranges: SmallVec<[Range<u64>; 1]> = transfer.ranges().collect();
+        if ranges.is_empty() {
+            // As with write(2), what moves nothing changes nothing: no time, no bit of the mode.
+            return self.answer(transfer, &Outcome::default(), done);
+        }
         self.written_back(transfer.ino, ranges.into_iter(), move || match transfer.direction {
-            Direction::Read => front.direct_read(transfer, done),
+            Direction::Read => {
+                front.direct_read(Read { transfer, at: Position::default(), outcome: Outcome::default(), done });
+            }
             Direction::Write => {
                 let written = Written { in_place: true, shown: false };
-                front.write_group(Write { transfer, first: 0, outcome: Outcome::default(), written, done });
+                front.write_part(Write { transfer, at: Position::default(), outcome: Outcome::default(), written, cut, done });
             }
         });
     }
 
-    fn direct_read(self: &Arc<Self>, transfer: Transfer, done: impl FnOnce(Answer) + Send + 'static) {
+    /// Reads a part, and goes on with the next.
+    fn direct_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, read: Read<D>) {
+        let plans = self.plans.clone();
         self.attempt_for(
-            transfer,
-            |fs, transfer| fs.plan_direct_read(transfer.ino, &transfer.request.segments, &transfer.buffer.region),
-            |front, transfer, read| match front.admitted(&transfer, read, |read| &read.plan) {
-                // Holes are filled by the thread that begins the transfer.
-                Ok(read) if read.plan.hole > QUICK_ZEROES => {
-                    let (front, general) = (front.clone(), front.general.clone());
-                    general.run(move || front.begin_read(read, transfer, done));
+            read,
+            move |fs, Read { transfer, at, .. }| {
+                let Transfer { ino, request, buffer, .. } = transfer;
+                let plan = |from| fs.plan_direct_read(*ino, &request.segments, (from, plans.read_bounds()), &buffer.region);
+                let part = plan(*at)?;
+                if *at == Position::default() && request.flags.contains(TransferFlags::REQUIRE_DIRECT) {
+                    // Before anything moves it has to be known of all parts.
+                    let mut next = part.next;
+                    while let Some(from) = next {
+                        let later = plan(from)?;
+                        if !later.plan.edges.is_empty() {
+                            return Ok(later);
+                        }
+                        next = later.next;
+                    }
                 }
-                Ok(read) => front.begin_read(read, transfer, done),
-                Err(refusal) => done(refusal),
+                Ok(part)
+            },
+            |front, read, part| {
+                let part = match part {
+                    // Only the first part can be refused as if nothing had been asked.
+                    Err(error) if read.at != Position::default() => {
+                        return front.end_read(read, Outcome::failed(error.errno(), None), None);
+                    }
+                    part => front.admitted(&read.transfer, part, |part| &part.plan),
+                };
+                match part {
+                    Ok(part) if part.plan.hole > QUICK_ZEROES => front.fill(part, read),
+                    Ok(part) => front.begin_read(part, read),
+                    Err(refusal) => (read.done)(refusal),
+                }
             },
         );
     }
 
-    fn begin_read(self: &Arc<Self>, read: DirectRead, transfer: Transfer, done: impl FnOnce(Answer) + Send + 'static) {
-        let DirectRead { plan, alignment, guard } = read;
+    /// Fills the holes of a part in turns with other transfers', and then begins it.
+    fn fill<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, mut part: DirectRead, read: Read<D>) {
         let front = self.clone();
-        let complete = Outcome::done(&transfer.buffer, &plan);
-        let buffer = transfer.buffer.clone();
-        transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
-            drop(guard);
-            let outcome = result.map_or_else(|error| failed(&transfer, error), |()| complete);
-            front.answer(transfer, &outcome, done);
+        let hole = part.plan.hole;
+        self.transfers.run_for(read.transfer.owner(), move || {
+            debug_assert_eq!(part.plan.hole, hole, "what is filled still counts");
+            match transfer::fill(&mut part.plan, &read.transfer.buffer, FILL) {
+                Ok(true) => front.begin_read(part, read),
+                Ok(false) => front.fill(part, read),
+                Err(error) => {
+                    let outcome = failed(&read.transfer, error);
+                    front.end_read(read, outcome, None);
+                }
+            }
         });
     }
 
-    /// Writes the segments from `first` on, as many as do not overlap: those that do have an order, and what is in flight
-    /// together has none.
-    fn write_group<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>) {
-        let next = write.first + planner::disjoint(&write.transfer.request.segments[write.first..]).len();
+    fn begin_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, part: DirectRead, read: Read<D>) {
+        let DirectRead { plan, next, alignment, guard } = part;
+        let front = self.clone();
+        let planned = self.plans.take(plan.pieces());
+        let complete = Outcome::done(&read.transfer.buffer, &plan);
+        let buffer = read.transfer.buffer.clone();
+        transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
+            drop((guard, planned));
+            let outcome = result.map_or_else(|error| failed(&read.transfer, error), |()| complete);
+            front.end_read(read, outcome, next);
+        });
+    }
+
+    /// A part of a read is over: goes on with the one that begins at `next`, or answers.
+    fn end_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, read: Read<D>, outcome: Outcome, next: Option<Position>) {
+        let Read { transfer, outcome: before, done, .. } = read;
+        let outcome = before.then(outcome, 0);
+        match next {
+            Some(at) if outcome.status == 0 => {
+                let front = self.clone();
+                let read = Read { transfer, at, outcome, done };
+                self.transfers.run_for(read.transfer.owner(), move || front.direct_read(read));
+            }
+            _ => self.answer(transfer, &outcome, done),
+        }
+    }
+
+    /// Writes a part, and goes on with the next.
+    fn write_part<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>) {
+        let (segments, next) = planner::write_part(&write.transfer.request.segments, write.at, self.plans.write_bytes());
+        // Each of its blocks may have to be written by a command of its own.
+        let blocks: u64 = segments.iter().map(|segment| segment.len.div_ceil(BLOCK)).sum();
+        let part = Part { segments, next, planned: self.plans.take(blocks as usize) };
         let now = system_time();
         self.attempt_for(
-            write,
-            move |fs, Write { transfer, first, .. }| {
+            (write, part),
+            move |fs, (Write { transfer, .. }, part)| {
                 // As for any other write: whoever changes a program does not get to keep it somebody else's.
-                if transfer.caller.context.uid != 0 {
-                    strip(fs, &transfer.caller, transfer.ino)?;
-                }
-                fs.plan_direct_write(transfer.ino, &transfer.request.segments[*first..next], &transfer.buffer.region, now)
+                strip_unseen(fs, &transfer.caller, transfer.ino)?;
+                fs.plan_direct_write(transfer.ino, &part.segments, &transfer.buffer.region, now)
             },
-            move |front, write, planned| {
-                let planned = match planned {
-                    // Only the first group can be refused as if nothing had been asked.
-                    Err(error) if write.first > 0 => {
-                        return front.end_group(write, next, Outcome::failed(error.errno(), None), None);
-                    }
-                    planned => front.admitted(&write.transfer, planned, |planned| &planned.plan),
-                };
-                match planned {
-                    Ok(planned) if planned.plan.edges.is_empty() => front.begin_group(planned, write, next),
-                    // Was only to see whether it is admitted: edges go first.
-                    Ok(planned) => {
-                        drop(planned);
-                        let (front, general) = (front.clone(), front.general.clone());
-                        general.run(move || match front.write_edges(&write, next, now) {
-                            Ok(planned) => front.begin_group(planned, write, next),
-                            Err(error) => front.end_group(write, next, Outcome::failed(error.errno(), None), None),
-                        });
-                    }
-                    Err(refusal) => (write.done)(refusal),
+            move |front, (write, part), planned| match planned {
+                Ok(planned) if planned.plan.edges.is_empty() => front.begin_part(planned, write, part),
+                // Was only to see what is to be written: edges go first.
+                Ok(planned) => {
+                    drop(planned);
+                    let (front, general) = (front.clone(), front.general.clone());
+                    general.run(move || match front.write_edges(&write, &part, now) {
+                        Ok(planned) => front.begin_part(planned, write, part),
+                        Err(error) => front.end_part(write, part.next, Outcome::failed(error.errno(), None), None),
+                    });
                 }
+                // Only the first part can be refused as if nothing had been asked.
+                Err(error) if write.at == Position::default() => {
+                    let Transfer { direction, request, .. } = &write.transfer;
+                    let refusal = front.direct.server.refuse(*direction, request, error.errno(), Reason::None, None);
+                    (write.done)(refusal);
+                }
+                Err(error) => front.end_part(write, part.next, Outcome::failed(error.errno(), None), None),
             },
         );
     }
 
-    /// Writes the edges of a group, and plans the rest of it.
-    fn write_edges<D>(&self, write: &Write<D>, next: usize, now: Timestamp) -> Result<DirectWrite, FsError> {
-        let Transfer { ino, request, buffer, .. } = &write.transfer;
-        let segments = &request.segments[write.first..next];
-        self.fs.write_edges(*ino, segments, &buffer.region, now)?;
-        self.fs.wait(|| self.fs.plan_direct_write(*ino, segments, &buffer.region, now))
+    /// Writes the edges of a part, and plans the rest of it.
+    fn write_edges<D>(&self, write: &Write<D>, part: &Part, now: Timestamp) -> Result<DirectWrite, FsError> {
+        let Transfer { ino, buffer, .. } = &write.transfer;
+        self.fs.write_edges(*ino, &part.segments, &buffer.region, now)?;
+        self.fs.wait(|| self.fs.plan_direct_write(*ino, &part.segments, &buffer.region, now))
     }
 
-    fn begin_group<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, planned: DirectWrite, write: Write<D>, next: usize) {
+    fn begin_part<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, planned: DirectWrite, write: Write<D>, part: Part) {
         let front = self.clone();
         let complete = Outcome::done(&write.transfer.buffer, &planned.plan);
+        let Part { next, planned: mut pieces, .. } = part;
+        pieces.set(planned.plan.pieces());
         self.fs.submit_direct_write(planned, move |result| {
+            drop(pieces);
             let (outcome, written) = match result {
                 Ok(written) => (complete, Some(written)),
                 Err(WriteFailed::Device(error)) => (failed(&write.transfer, error), None),
                 Err(WriteFailed::Mapping(error)) => (Outcome::failed(error.errno(), None), None),
             };
-            front.end_group(write, next, outcome, written);
+            front.end_part(write, next, outcome, written);
         });
     }
 
-    /// A group is over: goes on with the one that begins with segment `next`, or answers. `written` is what it was to the file, if it was written.
-    fn end_group<D: FnOnce(Answer) + Send + 'static>(
+    /// A part is over: goes on with the one that begins at `next`, or answers. `written` is what it was to the file, if it was written.
+    fn end_part<D: FnOnce(Answer) + Send + 'static>(
         self: &Arc<Self>,
         write: Write<D>,
-        next: usize,
+        next: Position,
         outcome: Outcome,
         written: Option<Written>,
     ) {
-        let Write { transfer, first, outcome: before, written: Written { in_place, shown }, done } = write;
-        let outcome = before.then(outcome, first as u32);
+        let Write { transfer, at, outcome: before, written: Written { in_place, shown }, cut, done } = write;
+        let mut outcome = before.then(outcome, at.segment as u32);
         let written = Written {
             in_place: in_place && written.is_some_and(|w| w.in_place),
             shown: shown || written.is_none_or(|w| w.shown),
         };
-        if outcome.status == 0 && next < transfer.request.segments.len() {
-            let (front, general) = (self.clone(), self.general.clone());
-            let write = Write { transfer, first: next, outcome, written, done };
-            return general.run(move || front.write_group(write));
+        if outcome.status == 0 && next.segment < transfer.request.segments.len() {
+            let front = self.clone();
+            let write = Write { transfer, at: next, outcome, written, cut, done };
+            return self.transfers.run_for(write.transfer.owner(), move || front.write_part(write));
+        }
+        if outcome.status == 0 && cut.is_some() {
+            (outcome.status, outcome.failed_segment) = (libc::EFBIG, cut);
         }
         self.end_write(transfer, outcome, written, done);
     }
@@ -360,7 +484,7 @@ impl Front {
         }
         let front = self.clone();
         self.invalidations.run(move || {
-            let last = if outcome.status == 0 { front.last_byte(&transfer) } else { None };
+            let last = || if outcome.status == 0 { front.last_byte(&transfer) } else { None };
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
             front.answer_write(transfer, outcome, done);
         });
@@ -373,7 +497,7 @@ impl Front {
             return self.answer(transfer, &outcome, done);
         }
         let front = self.clone();
-        self.sync(transfer.ino, move |synced| {
+        self.sync(transfer.ino, transfer.handle, move |synced| {
             let outcome = synced.map_or_else(|error| Outcome::failed(error.errno(), None), |()| outcome);
             front.answer(transfer, &outcome, done);
         });
@@ -433,9 +557,35 @@ impl Front {
     }
 }
 
-/// What a transfer came to when the device failed: the application gets the errno, and the log says what the device said.
+/// Takes from a file what a write takes that the kernel does not see: its capabilities, which the kernel takes ahead of every write(2), and the set-user-id bits,
+/// unless root writes.
+fn strip_unseen(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
+    match fs.get_xattr(ino, CAPABILITY).and_then(|_| fs.remove_xattr(&caller.context, ino, CAPABILITY)) {
+        Ok(()) | Err(Fail::Error(FsError::NoData)) => {}
+        Err(fail) => return Err(fail),
+    }
+    if caller.context.uid != 0 {
+        strip(fs, caller, ino)?;
+    }
+    Ok(())
+}
+
+/// Cuts a write where its writer may write no further: what lies behind is left out. Returns the first segment that is cut.
+fn cut_at(request: &mut TransferRequest, limit: u64) -> Option<u32> {
+    let cut = request.segments.iter().position(|s| s.len > 0 && s.file_offset.saturating_add(s.len) > limit)?;
+    let (first, behind) = request.segments[cut..].split_first_mut().expect("it is one of them");
+    first.len = limit.saturating_sub(first.file_offset);
+    behind.iter_mut().for_each(|segment| segment.len = 0);
+    Some(cut as u32)
+}
+
+/// What a transfer came to when the device, or the buffer, failed: the application gets the errno, and the log says what failed. Not each time: the buffer is
+/// the application's, which can make it fail as often as it likes.
 fn failed(transfer: &Transfer, failed: Failed) -> Outcome {
-    tracing::error!(ino = transfer.ino, direction = ?transfer.direction, "a direct transfer failed: {failed}");
+    static MESSAGES: LazyLock<Seldom> = LazyLock::new(Seldom::default);
+    if let Some(left_out) = MESSAGES.now() {
+        tracing::error!(ino = transfer.ino, direction = ?transfer.direction, left_out, "a direct transfer failed: {failed}");
+    }
     failed.into()
 }
 

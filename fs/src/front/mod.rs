@@ -3,16 +3,18 @@
 //! - [`Session`] mounts, serves and ends.
 //! - `fuse` is the adapter to the fuser library and the only module that knows its requests and replies. Another transport
 //!   would stand beside it.
-//! - `names` and `files` are the operations that it calls, `ioctl` and `rings` those of the direct path. Each takes a `done` that gets the
+//! - `names`, `xattr` and `files` are the operations that it calls, `ioctl` and `rings` those of the direct path. Each takes a `done` that gets the
 //!   result, on whatever thread it comes.
 //! - `readers` says how many loops wait for requests, `nodes` and `cached` know what the kernel knows, `workers` are the threads that may wait, `housekeeping` is what nobody asks for,
-//!   `room` bounds memory, `parts` puts what belongs together into its order.
+//!   `room` and `plans` bound memory, `turns` are taken by what has to be fair, `mount_state` knows what the kernel does not say, `parts` puts what belongs together into its order.
 //!
 //! A loop of the transport never waits for a device. It tries an operation on what is in memory, which is almost always
 //! enough; an operation that stalls goes to a thread that may wait and is answered from there.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
+
+use rustix::thread::CapabilitySet;
 
 use crate::data::{Filesystem, system_time};
 use crate::error::{Attempt, Fail, FsError};
@@ -25,22 +27,32 @@ mod fuse;
 mod handles;
 mod housekeeping;
 mod ioctl;
+mod lengths;
+mod messages;
+mod mount_state;
 mod names;
 mod nodes;
 mod parts;
+mod plans;
 mod readers;
 mod rings;
 mod room;
 mod session;
+mod sockets;
+mod turns;
 mod workers;
+mod xattr;
 
 pub use rings::serving_threads;
 pub use session::{Session, Settings};
 pub use workers::Workers;
 
 use ioctl::Direct;
+use lengths::Lengths;
+use mount_state::MountState;
 use nodes::Nodes;
 use parts::Parts;
+use plans::Plans;
 use room::Room;
 
 /// Threads for operations that wait. Each may hold a device queue's worth of requests; more threads would only wait longer.
@@ -49,6 +61,8 @@ const GENERAL_THREADS: usize = 64;
 const ROOM: usize = 256 << 20;
 /// Of these, bytes of parts of appends that wait for something of which nobody knows whether it comes. Beyond them they wait for less long: the rest is for others.
 const PARKED: usize = ROOM / 4;
+/// Threads that work for long direct transfers. They wait for nothing, and fill memory as fast as it is.
+const TRANSFER_THREADS: usize = 2;
 /// Threads that wait for the kernel.
 const INVALIDATION_THREADS: usize = 16;
 
@@ -69,11 +83,15 @@ trait KernelCache: Send + Sync {
 struct Front {
     fs: Arc<Filesystem>,
     nodes: Nodes,
+    lengths: Lengths,
     room: Arc<Room>,
     parts: Parts,
     general: Arc<Workers>,
     invalidations: Arc<Workers>,
+    transfers: Arc<Workers>,
+    plans: Arc<Plans>,
     direct: Direct,
+    mount_state: Arc<MountState>,
     /// Set when the mount is there.
     kernel: OnceLock<Box<dyn KernelCache>>,
 }
@@ -132,7 +150,7 @@ impl Front {
         }
         let (front, ranges): (_, Vec<Range<u64>>) = (self.clone(), ranges.collect());
         self.invalidations.run(move || {
-            front.invalidate(ino, ranges, None);
+            front.invalidate(ino, ranges, || None);
             front.general.run(then);
         });
     }
@@ -140,11 +158,16 @@ impl Front {
     /// Has the kernel write back and forget what it has of these ranges of a file, and the file's attributes. `last`: before that,
     /// tells it how long the file is, by its last byte, which lies in one of the ranges; what is stored for it is then forgotten,
     /// and only the length stays.
-    fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: Option<(u64, u8)>) {
+    fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: impl FnOnce() -> Option<(u64, u8)>) {
         let Some(kernel) = self.kernel.get() else { return };
+        let telling = self.lengths.tell(ino);
+        let last = last();
         let (number, ranges) = self.nodes.begin_invalidation(ino, ranges, last.map(|(offset, _)| offset..offset + 1));
         if let Some((offset, byte)) = last {
             kernel.store(ino, offset, &[byte]);
+        }
+        for answer in self.lengths.told(telling) {
+            self.general.run(answer);
         }
         if ranges.is_empty() {
             kernel.invalidate_attributes(ino);
@@ -155,24 +178,28 @@ impl Front {
 
     /// Removes an inode that is an orphan nobody has.
     fn remove(self: &Arc<Self>, ino: u64) {
-        let rest = move |fs: &Arc<Filesystem>| -> Result<(), FsError> {
-            while fs.wait(|| fs.reap_step(ino))? {}
-            Ok(())
-        };
         match self.fs.reap_step(ino) {
             Ok(false) => self.removed(ino, Ok(())),
             Err(Fail::Error(error)) => self.removed(ino, Err(error)),
             Ok(true) | Err(Fail::Stall(_)) => {
                 let front = self.clone();
-                self.wait(rest, move |result| front.removed(ino, result));
+                self.general.run(move || front.remove_waiting(ino));
             }
         }
     }
 
+    /// As [`Front::remove`], on a thread that may wait.
+    fn remove_waiting(&self, ino: u64) {
+        let remove = || -> Result<(), FsError> {
+            while self.fs.wait(|| self.fs.reap_step(ino))? {}
+            Ok(())
+        };
+        self.removed(ino, remove());
+    }
+
     fn removed(&self, ino: u64, result: Result<(), FsError>) {
         if let Err(error) = result {
-            // The next mount tries again.
-            tracing::warn!(ino, %error, "an inode without a name could not be removed");
+            messages::not_removed(ino, &error);
         }
         self.nodes.removed(ino);
     }
@@ -196,13 +223,21 @@ impl Caller {
     /// of `/proc`, so this is for what is rare.
     fn is_in_group(&self, gid: u32) -> bool {
         let Context { uid, gid: own, .. } = self.context;
-        uid == 0 || own == gid || supplementary_groups(self.thread).contains(&gid)
+        let has_group = |groups: String| groups.split_whitespace().any(|group| group.parse() == Ok(gid));
+        uid == 0 || own == gid || status_of(self.thread, "Groups:").is_some_and(has_group)
+    }
+
+    /// Whether the caller is root and has not given this capability up. Requests do not say; `/proc` is asked, so this is for what
+    /// is rare. Root that cannot be asked has it. (A user can have it too, by a program that has it: that goes unseen.)
+    fn is_root_with(&self, capability: CapabilitySet) -> bool {
+        let bits = |set: String| u64::from_str_radix(set.trim(), 16).ok();
+        let has = |set: u64| CapabilitySet::from_bits_retain(set).contains(capability);
+        self.context.uid == 0 && status_of(self.thread, "CapEff:").and_then(bits).is_none_or(has)
     }
 }
 
-/// The supplementary groups of a thread; none if it is not there to ask.
-fn supplementary_groups(thread: u32) -> Vec<u32> {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-    let groups = status.lines().find_map(|line| line.strip_prefix("Groups:")).unwrap_or_default();
-    groups.split_whitespace().filter_map(|group| group.parse().ok()).collect()
+/// A field of `/proc/THREAD/status` (proc_pid_status(5)); none if the thread is not there to ask.
+fn status_of(thread: u32, field: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix(field)).map(str::to_owned)
 }

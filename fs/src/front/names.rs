@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use gpunvme_layout::Inode;
+use rustix::thread::CapabilitySet;
 
 use super::{Caller, Front};
-use crate::data::Filesystem;
+use crate::data::{Filesystem, Settling};
 use crate::error::{Attempt, Fail, FsError};
-use crate::volume::{ACL_ACCESS, Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
+use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
 
 /// Entries of a directory that are fetched at once.
 const BATCH: usize = 64;
@@ -133,8 +134,9 @@ impl Front {
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         let (from, to) = ((from.0, from.1.to_vec()), (to.0, to.1.to_vec()));
+        let mut settling = Settling::default();
         self.attempt(
-            move |fs| fs.rename(&context, (from.0, &from.1), (to.0, &to.1), mode),
+            move |fs| fs.rename(&context, (from.0, &from.1), (to.0, &to.1), mode, &mut settling),
             move |front, orphan| done(front.orphaned(orphan)),
         );
     }
@@ -154,54 +156,64 @@ impl Front {
         self.attempt(move |fs| fs.attributes(ino), |_, found| done(found));
     }
 
-    /// Changes attributes, the size first. `strip`: the set-user-id bits go, too ([`stripped`]).
+    /// Changes attributes, the size first.
+    ///
+    /// Which changes take the set-user-id bits along, the kernel says in flags that fuser 0.18 does not pass on; it follows from the
+    /// rest of the request (`fs/fuse/dir.c`, `fs/attr.c`). A new owner always does, a new size unless the caller is above that. A
+    /// request that changes nothing has two meanings. It may be chown(2) of nothing, which anybody may ask for, or come ahead of
+    /// something that takes the bits by itself ([`Front::strip`]), and so it takes them at the request of the file's owner only.
     pub fn set_attributes(
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,
         size: Option<u64>,
         set: SetAttributes,
-        strip: bool,
         done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
         let others = move |fs: &Arc<Filesystem>| {
             let now = fs.attributes(ino)?;
-            let set = SetAttributes { mode: set.mode.or_else(|| stripped(&now.inode, &caller).filter(|_| strip)), ..set };
-            let SetAttributes { mode, uid, gid, atime, mtime } = set;
-            let changes = mode.or(uid).or(gid).is_some() || atime.or(mtime).is_some();
-            if changes { fs.set_attributes(&caller.context, ino, &set) } else { Ok(now) }
+            let uid = caller.context.uid;
+            let bits = if set.mode.is_none() { set_id_bits(&now.inode, &caller) } else { 0 };
+            let takes = if set.uid.or(set.gid).is_some() {
+                true
+            } else if size.is_some() {
+                bits != 0 && !caller.is_root_with(CapabilitySet::FSETID)
+            } else {
+                set.is_empty() && uid != 0 && uid == now.inode.uid
+            };
+            let set = SetAttributes { bits_gone: if takes { bits } else { 0 }, ..set };
+            // What changes nothing changes the time of change, but where it would have to take bits that are not the caller's.
+            let nothing = set.is_empty() && (size.is_some() || uid != 0 && bits != 0);
+            if nothing { Ok(now) } else { fs.set_attributes(&caller.context, ino, &set) }
         };
         match size {
             // Freeing what a file had beyond its size can take long.
-            Some(size) => self.wait(
-                move |fs| {
-                    fs.wait(|| fs.set_size(&caller.context, ino, size))?;
-                    fs.wait(|| others(fs))
-                },
-                done,
-            ),
+            Some(size) => {
+                let front = self.clone();
+                self.wait(
+                    move |fs| {
+                        fs.wait(|| fs.set_size(&caller.context, ino, size))?;
+                        fs.wait(|| others(fs))
+                    },
+                    move |set| front.shortened(ino, set, done),
+                );
+            }
             None => self.attempt(others, |_, changed| done(changed)),
         }
     }
 
-    /// Sets an extended attribute.
-    pub fn set_xattr(
+    /// Answers a change of size, when the kernel is not told an older one any more.
+    fn shortened(
         self: &Arc<Self>,
-        caller: Caller,
         ino: u64,
-        (name, value): (&[u8], &[u8]),
-        flags: i32,
-        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+        set: Result<Attributes, FsError>,
+        done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
-        let (name, value) = (name.to_vec(), value.to_vec());
-        let (create, replace) = (flags & libc::XATTR_CREATE != 0, flags & libc::XATTR_REPLACE != 0);
-        self.attempt(
-            move |fs| {
-                fs.set_xattr(&caller.context, ino, &name, &value, create, replace)?;
-                if name == ACL_ACCESS { drop_set_group_id(fs, &caller, ino) } else { Ok(()) }
-            },
-            |_, set| done(set),
-        );
+        let front = self.clone();
+        let answer = move || done(set.and_then(|_| front.fs.wait(|| front.fs.attributes(ino))));
+        if let Some(answer) = self.lengths.shortened(ino, Box::new(answer)) {
+            answer();
+        }
     }
 
     /// Fills a listing with the entries of a directory after `cookie`. Those that come with attributes are given to the kernel,
@@ -228,24 +240,12 @@ impl Front {
 /// Entries whose inodes are brought into memory together: several requests' worth, so that the device is asked rarely.
 const PRELOAD: usize = 1024;
 
-/// The mode of a file without its set-user-id bit, and without its set-group-id bit where its group can execute it or the caller
-/// is not in that group (`setattr_should_drop_sgid` of `fs/attr.c`); none where there is nothing to take.
-pub(super) fn stripped(inode: &Inode, caller: &Caller) -> Option<u32> {
+/// The bits that a file loses when the caller changes it: its set-user-id bit, and its set-group-id bit where its group can execute
+/// it or the caller is not in that group (`setattr_should_drop_sgid` of `fs/attr.c`).
+pub(super) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
     let goes = |bit| bit == libc::S_ISUID || inode.mode & libc::S_IXGRP != 0 || !caller.is_in_group(inode.gid);
-    let bits = [libc::S_ISUID, libc::S_ISGID].into_iter().filter(|bit| inode.mode & bit != 0 && goes(*bit));
-    let mode = bits.fold(inode.mode, |mode, bit| mode & !bit);
-    (mode != inode.mode && !inode.is_dir()).then_some(mode)
-}
-
-/// Who sets the permissions of a file through its ACL and is not in its group takes its set-group-id bit (`posix_acl_update_mode`;
-/// fuser 0.18 does not pass on the kernel's word for it).
-fn drop_set_group_id(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
-    let inode = fs.attributes(ino)?.inode;
-    if inode.mode & libc::S_ISGID != 0 && !caller.is_in_group(inode.gid) {
-        let mode = Some(inode.mode & !libc::S_ISGID);
-        fs.set_attributes(&caller.context, ino, &SetAttributes { mode, ..SetAttributes::default() })?;
-    }
-    Ok(())
+    let bits = [libc::S_ISUID, libc::S_ISGID].into_iter().filter(|bit| !inode.is_dir() && inode.mode & bit != 0 && goes(*bit));
+    bits.fold(0, |all, bit| all | bit)
 }
 
 /// A directory being read, as far as it has been.

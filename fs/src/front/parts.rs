@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
-use super::files::{Write, land, strip};
+use super::files::{Write, land};
 use super::room::Taken;
 use super::{Caller, Front};
 use crate::error::{Attempt, Fail, FsError};
@@ -39,7 +39,7 @@ impl Front {
             return Ok(None);
         }
         if how.strip {
-            strip(&self.fs, caller, ino)?;
+            self.strip(caller, ino)?;
         }
         self.fs.append_part(ino, how.offset, data, caller.context.now).map(Some)
     }
@@ -58,7 +58,7 @@ impl Front {
         match tried {
             Ok(Some(place)) => {
                 self.wake_parts(ino);
-                self.wait(move |fs| land(fs, ino).map(|()| place), done);
+                self.wait(move |fs| land(fs, ino, how.handle).map(|()| place), done);
             }
             Err(Fail::Error(error)) => done(Err(error)),
             Ok(None) | Err(Fail::Stall(_)) => {
@@ -88,7 +88,7 @@ impl Front {
             front.wake_parts(ino);
             let Part { data, room, done, .. } = part;
             drop((data, room));
-            done(written.and_then(|place| land(&front.fs, ino).map(|()| place)));
+            done(written.and_then(|place| land(&front.fs, ino, how.handle).map(|()| place)));
         });
     }
 

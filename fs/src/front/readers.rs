@@ -7,7 +7,7 @@
 //! It guards that no request lies there while a loop stands aside: one is called whenever no loop is known to wait, and all are when one ends, which it does
 //! only because the mount has ended.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -19,7 +19,7 @@ const WAITING: usize = 3;
 
 /// The loops of one mount.
 pub(super) struct Readers {
-    /// Loops that wait, of those that have had a request before. (Of the others nobody can tell.)
+    /// Loops that wait, of those whose last request is known to be over. (Of the others nobody can tell.)
     waiting: AtomicUsize,
     aside: Mutex<Aside>,
     called: Condvar,
@@ -34,10 +34,14 @@ struct Aside {
 }
 
 /// A loop is at a request as long as it has this.
-pub(super) struct Busy<'a>(&'a Readers);
+pub(super) struct Busy<'a>(&'a Arc<Readers>);
 
 /// A loop's thread, which ends when its mount has ended.
-struct Loop(Arc<Readers>);
+struct Loop {
+    readers: Arc<Readers>,
+    /// Whether it is one of those that wait.
+    waits: Cell<bool>,
+}
 
 thread_local! {
     static LOOP: OnceCell<Loop> = const { OnceCell::new() };
@@ -52,15 +56,20 @@ impl Readers {
 
     /// This thread, a loop, has a request. It drops what is returned when it is done with it, and may have to stand aside in that for as long as the mount is there.
     pub fn busy(self: &Arc<Self>) -> Busy<'_> {
-        let is_known = LOOP.with(|this| {
-            let is_known = this.get().is_some();
-            this.get_or_init(|| Loop(self.clone()));
-            is_known
-        });
-        if is_known && self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
+        self.leave();
+        Busy(self)
+    }
+
+    /// This thread, a loop, has a request and does not say when it is done with it: it counts as one that waits only after the next of which it does.
+    pub fn leave(self: &Arc<Self>) {
+        if self.waits(false) && self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call();
         }
-        Busy(self)
+    }
+
+    /// Notes whether this thread is one of the loops that wait. Returns whether it was.
+    fn waits(self: &Arc<Self>, waits: bool) -> bool {
+        LOOP.with(|this| this.get_or_init(|| Loop { readers: self.clone(), waits: Cell::new(false) }).waits.replace(waits))
     }
 
     fn call(&self) {
@@ -89,14 +98,15 @@ impl Drop for Busy<'_> {
         if self.0.waiting.load(Ordering::SeqCst) >= WAITING {
             self.0.stand_aside();
         }
+        self.0.waits(true);
         self.0.waiting.fetch_add(1, Ordering::SeqCst);
     }
 }
 
 impl Drop for Loop {
     fn drop(&mut self) {
-        self.0.aside.lock().ended = true;
-        self.0.called.notify_all();
+        self.readers.aside.lock().ended = true;
+        self.readers.called.notify_all();
     }
 }
 
@@ -165,6 +175,33 @@ mod tests {
             threads.send(number);
         }
         assert!(threads.next().is_some(), "one is called when the last that waited is busy");
+    }
+
+    #[test]
+    fn a_loop_that_does_not_say_when_it_is_done_does_not_count_as_one_that_waits() {
+        let readers = Readers::new(8).unwrap();
+        let barrier = Arc::new(std::sync::Barrier::new(WAITING));
+        let at_forgets = |_| {
+            let (readers, barrier) = (readers.clone(), barrier.clone());
+            thread::spawn(move || {
+                drop(readers.busy());
+                readers.leave();
+                readers.leave();
+                // All of them are at it at once, and none ends meanwhile.
+                barrier.wait();
+                barrier.wait();
+            })
+        };
+        let threads: Vec<_> = (1..WAITING).map(at_forgets).collect();
+        drop(readers.busy());
+        readers.leave();
+        barrier.wait();
+        assert_eq!(readers.waiting.load(Ordering::SeqCst), 0);
+        // Who comes now must not stand aside.
+        drop(readers.busy());
+        assert_eq!(readers.waiting.load(Ordering::SeqCst), 1);
+        barrier.wait();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
     }
 
     #[test]

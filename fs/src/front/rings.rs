@@ -14,6 +14,7 @@ use gpunvme_gpupath::server::Reply;
 
 use super::handles::Handle;
 use super::ioctl::Transfer;
+use super::turns::Owner;
 use super::{Caller, Front};
 
 /// How many threads serve rings at the most, beside so many loops. Each is busy as long as there is work, and has a queue of the device to itself, and for
@@ -27,9 +28,11 @@ struct Attached {
     front: Arc<Front>,
     ino: u64,
     handle: Handle,
-    uid: u32,
-    gid: u32,
 }
+
+/// The user and group of writes by rings: none that there is. Who submits is whoever has the ring's memory mapped, and the process that made the ring
+/// may have given up what it was then; so a write by a ring takes what anybody's does.
+const NOBODY: u32 = u32::MAX;
 
 impl Front {
     /// `ATTACH` on an open file.
@@ -48,7 +51,7 @@ impl Front {
                 if let Err(error) = regular {
                     return done(Reply::new(error.errno(), &request));
                 }
-                let file = || Arc::new(Attached::new(front, ino, handle, &caller)) as Arc<dyn AttachedFile>;
+                let file = || Arc::new(Attached::new(front, ino, handle)) as Arc<dyn AttachedFile>;
                 done(front.direct.rings.attach(caller.thread, &request, file));
             },
         );
@@ -57,27 +60,33 @@ impl Front {
 
 impl Attached {
     /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being removed.
-    fn new(front: &Arc<Front>, ino: u64, handle: Handle, caller: &Caller) -> Attached {
+    fn new(front: &Arc<Front>, ino: u64, handle: Handle) -> Attached {
         let known = front.nodes.look_up(ino);
         debug_assert!(known, "an open file is being removed");
-        front.fs.open_file(ino, false);
-        Attached { front: front.clone(), ino, handle, uid: caller.context.uid, gid: caller.context.gid }
+        let handle = handle.of(front.fs.open_file(ino, false));
+        Attached { front: front.clone(), ino, handle }
     }
 }
 
 impl AttachedFile for Attached {
     fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken) {
         let direction = if command == Command::Write { Direction::Write } else { Direction::Read };
+        let unseen = (direction == Direction::Write).then(|| self.front.mount_state.unseen_write());
         let admitted = self
             .front
             .may_transfer(direction, self.handle, &request)
             .and_then(|()| self.front.direct.server.admit_buffer(direction, &request, &buffer));
         match admitted {
             Ok(()) => {
-                // No thread waits for an answer that could be asked for its other groups.
-                let caller = Caller::now(self.uid, self.gid, 0);
-                let transfer = Transfer { direction, caller, ino: self.ino, handle: self.handle, request, buffer };
-                self.front.begin_transfer(transfer, |answer| taken.answer(answer));
+                let caller = Caller::now(NOBODY, NOBODY, 0);
+                let (user, process) = taken.owner();
+                let owner = Some(Owner { user, process });
+                let transfer = Transfer { direction, caller, ino: self.ino, handle: self.handle, request, buffer, owner };
+                let limit = if direction == Direction::Write { taken.file_size_limit() } else { u64::MAX };
+                self.front.begin_transfer(transfer, limit, move |answer| {
+                    taken.answer(answer);
+                    drop(unseen);
+                });
             }
             Err(refusal) => taken.answer(refusal),
         }
@@ -88,7 +97,7 @@ impl Drop for Attached {
     fn drop(&mut self) {
         self.front.fs.close_file(self.ino, false);
         if self.front.nodes.forget(self.ino, 1) {
-            self.front.remove(self.ino);
+            self.front.remove_waiting(self.ino);
         }
     }
 }

@@ -1,35 +1,32 @@
-//! A mount: from the system call to the last answer.
+//! A mount's connection to the kernel: from the first request to the last answer.
 
 use std::io;
-use std::path::Path;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rustix::mount::MountFlags;
 
 use super::housekeeping::Housekeeping;
 use super::ioctl::Direct;
+use super::lengths::Lengths;
+use super::mount_state::MountState;
 use super::nodes::Nodes;
 use super::parts::Parts;
 use super::rings::serving_threads;
 use super::room::Room;
 use super::workers::Workers;
-use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, PARKED, ROOM, fuse};
+use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, PARKED, ROOM, TRANSFER_THREADS, fuse};
 use crate::data::Filesystem;
 use crate::error::FsError;
 
-/// How a filesystem is mounted.
+/// How a filesystem is served.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// What the mount table says is mounted.
-    pub source: String,
+    /// The device, as the user called it.
+    pub device: String,
     /// Let users other than the one who mounts in.
     pub allow_other: bool,
-    /// Mount read-only.
-    pub read_only: bool,
-    /// What else the kernel is asked to do with the mount (`nodev`, `nosuid`, ...).
-    pub flags: MountFlags,
     /// Loops that take requests.
     pub loops: usize,
     /// Time between two commits of the journal.
@@ -44,28 +41,38 @@ pub struct Session {
 }
 
 impl Session {
-    /// Mounts the filesystem on a directory and begins to serve it.
+    /// Begins to serve a filesystem to the kernel: `connection` is the open `/dev/fuse` of a mount that nobody serves yet. It is
+    /// closed when the session ends, and what is mounted stays where it is.
     ///
     /// # Errors
-    /// Those of mounting, and of threads that the system has not got.
-    pub fn mount(fs: Arc<Filesystem>, dir: &Path, settings: &Settings) -> io::Result<Session> {
+    /// The kernel and this program have no protocol in common, or the system has not got the threads.
+    pub fn start(fs: Arc<Filesystem>, connection: OwnedFd, settings: &Settings) -> io::Result<Session> {
         let serving_threads = serving_threads(settings.loops, fs.volume().device().geometry());
         let front = Arc::new(Front {
             nodes: Nodes::default(),
+            lengths: Lengths::default(),
             room: Room::new(ROOM),
             parts: Parts::new(PARKED),
             general: Workers::new("worker", GENERAL_THREADS)?,
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
-            direct: Direct::new(&fs, &settings.source, serving_threads)?,
+            transfers: Workers::new("transfers", TRANSFER_THREADS)?,
+            plans: Arc::default(),
+            direct: Direct::new(&fs, &settings.device, serving_threads)?,
+            mount_state: MountState::new()?,
             kernel: std::sync::OnceLock::new(),
             fs,
         });
         let housekeeping = Housekeeping::start(front.clone(), settings.commit)?;
-        let served = fuse::mount(&front, dir, settings)?;
+        let served = fuse::serve(&front, connection, settings)?;
         Ok(Session { front, served: Mutex::new(Some(served)), housekeeping })
     }
 
-    /// Waits until the kernel has let go of the mount.
+    /// Files on the mount show this device number. Until that is said, the mount is taken to stay writable.
+    pub fn is_device(&self, dev: u64) {
+        self.front.mount_state.mounted(dev);
+    }
+
+    /// Waits until the kernel has let go of the connection.
     ///
     /// # Errors
     /// Why requests could no longer be taken, where that is what ended it.
@@ -84,6 +91,7 @@ impl Session {
         // Before the workers: transfers that stalled go on there, and are waited for. Attached files go with the rings, which may be the last of an inode.
         front.direct.rings.end();
         drop(housekeeping);
+        front.transfers.end();
         front.general.end();
         front.parts.clear();
         front.invalidations.end();

@@ -1,13 +1,13 @@
 //! Threads for what a loop of the transport must not do: wait.
 //!
-//! There are three pools, so that no task waits for another of its own pool. Threads of a later one may wait for those of an
+//! There are four pools, so that no task waits for another of its own pool. Threads of a later one may wait for those of an
 //! earlier one, never the other way round:
 //! 1. *completions*: ends what I/O began. Waits for the journal, never for a file or for room in the write buffer.
 //! 2. *general*: operations that stalled. May wait for anything inside the filesystem.
 //! 3. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a write. Its threads submit no I/O that is not over when the call
 //!    returns: io_uring has the thread that submitted complete it, and one that waits for a page in the kernel cannot.
+//! 4. *transfers*: works for direct transfers that are long, in turns. Waits for nothing.
 
-use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -16,6 +16,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
+use super::messages;
+use super::turns::{Owner, Turns};
 use crate::data::Spawn;
 
 /// How long a thread beyond the first waits for another task before it ends.
@@ -40,7 +42,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    tasks: VecDeque<Task>,
+    tasks: Turns<Task>,
     threads: usize,
     idle: usize,
     ending: bool,
@@ -64,6 +66,11 @@ impl Workers {
         self.spawn(Box::new(task));
     }
 
+    /// As [`Workers::run`], in turns with the tasks of others.
+    pub(super) fn run_for(&self, owner: Owner, task: impl FnOnce() + Send + 'static) {
+        self.push(owner, Box::new(task));
+    }
+
     /// Waits until all tasks are done, and ends the threads. Tasks that come later are dropped.
     pub fn end(&self) {
         let mut state = self.shared.state.lock();
@@ -78,8 +85,14 @@ impl Workers {
 
 impl Spawn for Workers {
     fn spawn(&self, task: Task) {
+        self.push(Owner::default(), task);
+    }
+}
+
+impl Workers {
+    fn push(&self, owner: Owner, task: Task) {
         let mut state = self.shared.state.lock();
-        state.tasks.push_back(task);
+        state.tasks.push(owner, task);
         let wanted = state.tasks.len() > state.idle && state.threads < self.shared.limit;
         state.threads += usize::from(wanted);
         drop(state);
@@ -87,7 +100,7 @@ impl Spawn for Workers {
         if wanted && let Err(error) = Shared::start(&self.shared) {
             // The threads there are will come to the task.
             self.shared.state.lock().threads -= 1;
-            tracing::warn!(pool = self.shared.name, %error, "no thread to be had");
+            messages::no_thread(self.shared.name, &error);
         }
     }
 }
@@ -107,7 +120,7 @@ impl Shared {
     fn work(&self) {
         let mut state = self.state.lock();
         loop {
-            if let Some(task) = state.tasks.pop_front() {
+            if let Some(task) = state.tasks.pop() {
                 drop(state);
                 // What a task that panics was doing to the volume is unknown: nothing of it may reach the device.
                 if catch_unwind(AssertUnwindSafe(task)).is_err() {

@@ -63,6 +63,11 @@ impl Acl {
     }
 }
 
+/// Whether an attribute of this name is an ACL.
+pub(crate) fn is_acl(name: &[u8]) -> bool {
+    name == ACCESS || name == DEFAULT
+}
+
 /// What setting an attribute does beside storing it.
 pub(crate) enum Effect {
     /// Nothing: it is no ACL that the permission bits follow.

@@ -7,7 +7,7 @@
 //! [`Meta::reserve`] marks free blocks busy, in memory only; when their data is on the device, [`Op::claim`] makes them the
 //! file's in the same operation that maps them. A crash in between loses nothing and leaks nothing.
 
-use gpunvme_layout::geometry::{CHUNK_BLOCKS, GROUP_BLOCKS, GROUP_CHUNKS};
+use gpunvme_layout::geometry::{CHUNK_BLOCKS, GROUP_BLOCKS, GROUP_CHUNKS, STATE};
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::{Block, BlockKind, Corrupt};
 
@@ -64,6 +64,8 @@ fn fits_better(want: u64, run: u64, than: u64) -> bool {
 }
 
 fn descriptor(blocks: &impl Blocks, group: u64) -> Attempt<Descriptor> {
+    #[cfg(test)]
+    tests::LOOKED_AT.set(tests::LOOKED_AT.get() + 1);
     let (address, index) = blocks.meta().geometry.descriptor(group);
     Ok(Descriptor::load(blocks.block(address, BlockKind::Descriptors)?, index))
 }
@@ -86,24 +88,6 @@ impl Meta {
     /// the placing of its data, which then still finds room above the margin itself.
     pub fn available(&self) -> u64 {
         self.state.free_blocks.saturating_sub(self.reserved + 2 * self.chunk_margin() * CHUNK_BLOCKS)
-    }
-
-    /// Whether there is room for operations that add names or attributes.
-    /// They take no chunk that is promised to data, nor one of the margin.
-    pub fn has_room_for_names(&self) -> Attempt<bool> {
-        let margin = self.chunk_margin();
-        let needed = self.reserved + (margin + 1) * CHUNK_BLOCKS;
-        if self.state.free_chunks > margin && self.state.free_blocks >= needed {
-            return Ok(true);
-        }
-        let mut nodes = 0;
-        for group in 0..self.geometry.groups {
-            nodes += u64::from(descriptor(self, group)?.free_metadata);
-            if nodes >= NODES_LEFT {
-                return Ok(true);
-            }
-        }
-        Ok(false)
     }
 
     /// Takes a run of at most `want` free blocks, and marks it busy. `goal`: where it would best begin.
@@ -130,7 +114,12 @@ impl Meta {
 
     /// No block can be had: for now, when some were freed that cannot be reused yet.
     fn no_space(&self) -> Fail {
-        if self.pending > 0 { Fail::Stall(Stall::Reuse) } else { FsError::NoSpace.into() }
+        if self.pending > 0 { Fail::Stall(Stall::Reuse) } else { self.no_chunk() }
+    }
+
+    /// No chunk can be had: for now, when some emptied that a checkpoint gives back.
+    pub fn no_chunk(&self) -> Fail {
+        if self.emptied.is_empty() { FsError::NoSpace.into() } else { Fail::Stall(Stall::Checkpoint) }
     }
 
     /// Whether data may take a free chunk.
@@ -402,9 +391,33 @@ impl Op<'_> {
         Ok(())
     }
 
+    /// Fails when there is no room for operations that add names or attributes. They take no chunk that is promised to data, nor
+    /// one of the margin.
+    pub fn room_for_names(&mut self) -> Attempt<()> {
+        let meta = self.meta();
+        let margin = meta.chunk_margin();
+        let needed = meta.reserved + (margin + 1) * CHUNK_BLOCKS;
+        let has_chunk = meta.state.free_chunks > margin && meta.state.free_blocks >= needed;
+        if has_chunk || self.free_nodes()? >= NODES_LEFT { Ok(()) } else { Err(self.meta().no_chunk()) }
+    }
+
+    /// Free nodes in all chunks of metadata: counted once, and kept up to date.
+    fn free_nodes(&mut self) -> Attempt<u64> {
+        if let Some(nodes) = self.meta().free_nodes {
+            return Ok(nodes);
+        }
+        let mut nodes = 0;
+        for group in 0..self.meta().geometry.groups {
+            nodes += u64::from(descriptor(self, group)?.free_metadata);
+        }
+        self.set_free_nodes(Some(nodes));
+        Ok(nodes)
+    }
+
     /// Allocates a block for a node of the tree.
     pub fn allocate_node(&mut self) -> Attempt<u64> {
-        let groups = self.meta().geometry.groups;
+        let has_none = self.meta().free_nodes == Some(0);
+        let groups = if has_none { 0 } else { self.meta().geometry.groups };
         let first = self.hints().node;
         for i in 0..groups {
             let group = (first + i) % groups;
@@ -452,8 +465,19 @@ impl Op<'_> {
             d.free_chunks = d.free_chunks.checked_add(1)?;
             Some(())
         })?;
-        self.state_mut().free_blocks += CHUNK_BLOCKS;
-        self.state_mut().free_chunks += 1;
+        self.count_freed(CHUNK_BLOCKS, 1)
+    }
+
+    /// Counts blocks, and chunks that are wholly free now, that were not free.
+    fn count_freed(&mut self, blocks: u64, chunks: u64) -> Attempt<()> {
+        let geometry = self.meta().geometry;
+        let state = self.state_mut();
+        state.free_blocks += blocks;
+        state.free_chunks += chunks;
+        if state.free_blocks > geometry.data_blocks() || state.free_chunks > geometry.chunks {
+            // Stored, it would be a state that no mount accepts.
+            return Err(Corrupt::Field { address: STATE, what: "more is free than the volume has" }.into());
+        }
         Ok(())
     }
 
@@ -493,26 +517,25 @@ impl Op<'_> {
                 _ => return Err(Corrupt::Field { address, what: "data lies in a chunk of another kind" }.into()),
             }
         }
-        let state = *self.state_mut();
-        let counters = if used {
-            self.change_descriptor(group, |d| {
-                d.free_blocks = d.free_blocks.checked_sub(len as u16)?;
-                d.free_chunks = d.free_chunks.checked_sub(chunks)?;
-                Some(())
-            })?;
-            state.free_blocks.checked_sub(len).zip(state.free_chunks.checked_sub(u64::from(chunks)))
-        } else {
+        if !used {
             self.change_descriptor(group, |d| {
                 d.free_blocks = d.free_blocks.checked_add(len as u16)?;
                 d.free_chunks = d.free_chunks.checked_add(chunks)?;
                 Some(())
             })?;
-            Some((state.free_blocks + len, state.free_chunks + u64::from(chunks)))
-        };
-        let Some((free_blocks, free_chunks)) = counters else {
+            return self.count_freed(len, chunks.into());
+        }
+        self.change_descriptor(group, |d| {
+            d.free_blocks = d.free_blocks.checked_sub(len as u16)?;
+            d.free_chunks = d.free_chunks.checked_sub(chunks)?;
+            Some(())
+        })?;
+        let state = self.state_mut();
+        let left = state.free_blocks.checked_sub(len).zip(state.free_chunks.checked_sub(chunks.into()));
+        let Some((free_blocks, free_chunks)) = left else {
             return Err(Corrupt::Field { address, what: "counters of the volume do not agree with the bitmaps" }.into());
         };
-        (self.state_mut().free_blocks, self.state_mut().free_chunks) = (free_blocks, free_chunks);
+        (state.free_blocks, state.free_chunks) = (free_blocks, free_chunks);
         Ok(())
     }
 
@@ -556,7 +579,7 @@ impl Op<'_> {
     fn bitmap_mut(&mut self, group: u64) -> Attempt<&mut Block> {
         let geometry = self.meta().geometry;
         if !descriptor(self, group)?.initialized {
-            self.create(group::new_bitmap(&geometry, group, &self.meta().uuid.clone()));
+            self.create(group::new_bitmap(&geometry, group, &self.meta().uuid.clone()))?;
             self.change_descriptor(group, |d| {
                 d.initialized = true;
                 Some(())
@@ -569,9 +592,11 @@ impl Op<'_> {
     fn change_descriptor(&mut self, group: u64, change: impl FnOnce(&mut Descriptor) -> Option<()>) -> Attempt<()> {
         let (address, index) = self.meta().geometry.descriptor(group);
         let mut descriptor = descriptor(self, group)?;
+        let nodes = descriptor.free_metadata;
         if change(&mut descriptor).is_none() {
             return Err(Corrupt::Field { address, what: "descriptor does not agree with its bitmap" }.into());
         }
+        self.nodes_freed(i64::from(descriptor.free_metadata) - i64::from(nodes));
         descriptor.store(self.block_mut(address, BlockKind::Descriptors)?, index);
         let behind = self.meta().geometry.groups - 1 - group;
         let hints = self.hints();
@@ -583,5 +608,72 @@ impl Op<'_> {
             hints.full_behind += u64::from(hints.full_behind == behind);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::sync::Arc;
+
+    use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
+    use gpunvme_layout::Timestamp;
+
+    use super::*;
+    use crate::volume::{FormatOptions, Volume, VolumeOptions, format};
+
+    thread_local! {
+        /// Descriptors that were looked at.
+        pub static LOOKED_AT: Cell<u64> = const { Cell::new(0) };
+    }
+
+    fn volume(bytes: u64) -> Volume {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(bytes);
+        let now = Timestamp { seconds: 1, nanoseconds: 0 };
+        let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
+        format(&device, &options).unwrap();
+        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
+    }
+
+    #[test]
+    fn whether_names_have_room_is_known_without_looking_at_all_groups() {
+        let volume = volume(4 << 40);
+        let groups = volume.superblock().geometry().groups;
+        assert!(groups > 30_000);
+        // Everything is full, but for a few nodes.
+        volume.meta.write().state.free_chunks = 0;
+        let nodes = volume.wait(|| {
+            let mut op = volume.begin()?;
+            let all = op.free_nodes()?;
+            (NODES_LEFT..all).try_for_each(|_| op.allocate_node().map(drop))?;
+            op.finish();
+            Ok(all)
+        });
+        assert_eq!(nodes.unwrap(), CHUNK_BLOCKS - 1);
+        let room = || volume.wait(|| volume.begin()?.room_for_names());
+        assert!(room().is_ok());
+        LOOKED_AT.set(0);
+        for _ in 0..100 {
+            // What is put back counts as if it had never been.
+            let _ = volume.begin().unwrap().allocate_node().unwrap();
+            assert!(room().is_ok());
+        }
+        let last = volume.wait(|| {
+            let mut op = volume.begin()?;
+            let last = op.allocate_node()?;
+            op.finish();
+            Ok(last)
+        });
+        assert!(matches!(room(), Err(FsError::NoSpace)));
+        assert!(LOOKED_AT.get() < 1000, "{} descriptors of {groups} groups", LOOKED_AT.get());
+        volume
+            .wait(|| {
+                let mut op = volume.begin()?;
+                op.release_node(*last.as_ref().unwrap())?;
+                op.finish();
+                Ok(())
+            })
+            .unwrap();
+        assert!(room().is_ok());
     }
 }

@@ -8,6 +8,8 @@ use crate::error::{Attempt, FsError};
 
 /// Permission bits that chmod can set.
 const PERMISSIONS: u32 = 0o7777;
+/// Those that have a program run as its owner, or its group.
+const SET_ID_BITS: u32 = 0o6000;
 
 /// An inode and its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,6 +25,8 @@ pub struct Attributes {
 pub struct SetAttributes {
     /// Permission bits; the type bits are ignored.
     pub mode: Option<u32>,
+    /// Set-user-id and set-group-id bits that go, whatever the mode is by then.
+    pub bits_gone: u32,
     /// Owner.
     pub uid: Option<u32>,
     /// Group.
@@ -31,6 +35,14 @@ pub struct SetAttributes {
     pub atime: Option<Timestamp>,
     /// Last change of content.
     pub mtime: Option<Timestamp>,
+}
+
+impl SetAttributes {
+    /// Whether it changes nothing.
+    pub fn is_empty(&self) -> bool {
+        let SetAttributes { mode, bits_gone, uid, gid, atime, mtime } = self;
+        mode.or(*uid).or(*gid).is_none() && *bits_gone == 0 && atime.or(*mtime).is_none()
+    }
 }
 
 /// The inode.
@@ -51,13 +63,23 @@ fn decode(ino: u64, found: Attempt<Option<&[u8]>>) -> Attempt<Inode> {
 /// Seconds by which changes that are under way together may be noted out of order. What is further ahead is from a clock that was wrong.
 const DISORDER: i64 = 60;
 
-/// Notes when the content changed, and the inode with it. Changes may be noted in another order than they were asked for: a later
-/// one keeps its time.
+/// The time of a change that is noted after one of the time `before`. Changes may be noted in another order than they were asked for:
+/// the later time counts.
+pub(crate) fn in_order(before: Timestamp, at: Timestamp) -> Timestamp {
+    if before.seconds.saturating_sub(at.seconds) <= DISORDER { at.max(before) } else { at }
+}
+
+/// Notes when the content of a file changed, and the inode with it. The file's own state puts changes in order: this is the last.
 pub(crate) fn content_changed(inode: &mut Inode, at: Timestamp) {
-    // A time of content that somebody set may lie ahead of all changes; the next change replaces it.
-    let is_late = at < inode.ctime && inode.ctime.seconds.saturating_sub(at.seconds) <= DISORDER;
-    inode.mtime = if is_late { inode.mtime.max(at) } else { at };
+    inode.mtime = at;
     changed(inode, at);
+}
+
+/// Notes when the entries of a directory changed, and the inode with it.
+pub(crate) fn entries_changed(inode: &mut Inode, at: Timestamp) {
+    // A time of content that lies ahead of all changes was set, and the next change replaces it.
+    let at = if inode.mtime <= inode.ctime { in_order(inode.mtime, at) } else { at };
+    content_changed(inode, at);
 }
 
 /// Notes when the inode changed.
@@ -102,6 +124,7 @@ impl Volume {
             inode.mode = inode.mode & !PERMISSIONS | mode & PERMISSIONS;
             acl::follow_mode(&mut op, ino, inode.mode)?;
         }
+        inode.mode &= !(set.bits_gone & SET_ID_BITS);
         inode.uid = set.uid.unwrap_or(inode.uid);
         inode.gid = set.gid.unwrap_or(inode.gid);
         inode.atime = set.atime.unwrap_or(inode.atime);

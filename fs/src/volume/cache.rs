@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use gpunvme_layout::Block;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 /// Memory for a block, in bytes: its content, and what finds it.
 const BLOCK_MEMORY: usize = BLOCK_SIZE + 128;
@@ -29,7 +29,7 @@ pub(crate) struct Entry {
     /// The running transaction has changed it.
     pub running: bool,
     /// The latest committed image that is not at home yet, with the sequence of its transaction.
-    pub image: Option<(u64, Arc<Block>)>,
+    image: Option<(u64, Arc<Block>)>,
     /// Number of the last operation that changed it.
     pub operation: u64,
     /// That operation keeps all of the block as it was.
@@ -40,6 +40,8 @@ pub(crate) struct Entry {
 /// The metadata blocks in memory, by address.
 pub(crate) struct Cache {
     entries: FxHashMap<u64, Entry>,
+    /// Blocks with an image: a checkpoint looks at no others.
+    imaged: FxHashSet<u64>,
     clock: VecDeque<u64>,
     /// Blocks that the memory is for.
     given: usize,
@@ -53,7 +55,8 @@ impl Cache {
     /// An empty cache for clean blocks in so many bytes.
     pub fn new(bytes: usize) -> Cache {
         let given = (bytes / BLOCK_MEMORY).max(LIMIT_MIN);
-        Cache { entries: FxHashMap::default(), clock: VecDeque::new(), given, limit: given, spare: Vec::new() }
+        let (entries, imaged) = (FxHashMap::default(), FxHashSet::default());
+        Cache { entries, imaged, clock: VecDeque::new(), given, limit: given, spare: Vec::new() }
     }
 
     /// How many blocks there may be when others take so many bytes of the memory.
@@ -124,10 +127,31 @@ impl Cache {
         self.entries.remove(&address);
     }
 
-    /// The committed images that are not at home yet: address, sequence, content.
-    pub fn images(&self) -> Vec<(u64, u64, Arc<Block>)> {
-        let images = self.entries.iter().filter_map(|(a, e)| e.image.as_ref().map(|(s, b)| (*a, *s, b.clone())));
-        images.collect()
+    /// Keeps what a block holds now as its image of a transaction, until that is at home.
+    pub fn keep_image(&mut self, address: u64, sequence: u64) {
+        let entry = self.entries.get_mut(&address).expect("an image is one of a block in memory");
+        entry.image = Some((sequence, entry.block.clone()));
+        self.imaged.insert(address);
+    }
+
+    /// Addresses of the blocks with an image.
+    pub fn imaged(&self) -> Vec<u64> {
+        self.imaged.iter().copied().collect()
+    }
+
+    /// The image of a block, with the sequence of its transaction.
+    pub fn image(&self, address: u64) -> Option<&(u64, Arc<Block>)> {
+        self.entries.get(&address)?.image.as_ref()
+    }
+
+    /// Forgets the image of a transaction, which is at home. A later one stays.
+    pub fn drop_image(&mut self, address: u64, sequence: u64) {
+        if let Some(entry) = self.entries.get_mut(&address)
+            && entry.image.as_ref().is_some_and(|(of, _)| *of == sequence)
+        {
+            entry.image = None;
+            self.imaged.remove(&address);
+        }
     }
 
     /// Number of blocks in memory.
@@ -188,6 +212,23 @@ mod tests {
             cache.put(address, block(address));
         }
         assert!(!(1000..1050).any(|a| cache.entries.contains_key(&a)));
+    }
+
+    #[test]
+    fn only_blocks_with_an_image_are_looked_at_for_a_checkpoint() {
+        let mut cache = Cache::new(100_000 * BLOCK_MEMORY);
+        for address in 0..50_000 {
+            cache.put(address, block(address));
+        }
+        (0..30).for_each(|address| cache.keep_image(address * 1000, 7));
+        cache.keep_image(5000, 8);
+        let mut imaged = cache.imaged();
+        imaged.sort_unstable();
+        assert_eq!(imaged, (0..30).map(|address| address * 1000).collect::<Vec<_>>());
+        imaged.iter().for_each(|address| cache.drop_image(*address, 7));
+        // The later one is not at home yet.
+        assert_eq!(cache.imaged(), [5000]);
+        assert!(cache.image(5000).is_some_and(|(sequence, _)| *sequence == 8) && cache.image(6000).is_none());
     }
 
     #[test]

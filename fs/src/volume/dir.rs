@@ -68,7 +68,7 @@ pub(crate) fn find(blocks: &impl Blocks, dir: u64, name: &[u8]) -> Attempt<Optio
         if !key.is(dir, Kind::Dirent) || key.offset() >= first + DIRENT_SLOTS {
             return Ok(ControlFlow::Break(None));
         }
-        let entry = Dirent::decode(dir, value)?;
+        let entry = Dirent::decode(dir, key.offset(), value)?;
         if entry.name == name {
             return Ok(ControlFlow::Break(Some(Found { key, ino: entry.ino, file_type: entry.file_type })));
         }
@@ -121,7 +121,7 @@ impl Volume {
             if !key.is(dir, Kind::Dirent) || entries.len() >= limit {
                 return Ok(ControlFlow::Break(()));
             }
-            let entry = Dirent::decode(dir, value)?;
+            let entry = Dirent::decode(dir, key.offset(), value)?;
             let (ino, file_type, name) = (entry.ino, entry.file_type, entry.name.to_vec());
             entries.push(DirEntry { ino, file_type, name, cookie: key.offset() });
             Ok(ControlFlow::Continue(()))

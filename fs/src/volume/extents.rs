@@ -11,10 +11,10 @@ use super::op::{Blocks, Op};
 use super::tree;
 use crate::error::Attempt;
 
-/// Extents that one operation removes at the most: it keeps operations bounded.
-const EXTENTS_PER_OP: usize = 16;
-/// Blocks that one operation takes or frees at the most, for the same reason.
-pub(crate) const BLOCKS_PER_OP: u64 = 16 * GROUP_BLOCKS;
+/// Extents that one step of an operation removes or converts at the most: it keeps operations bounded.
+const EXTENTS_PER_STEP: usize = 16;
+/// Blocks that one step takes or frees at the most, for the same reason.
+pub(crate) const BLOCKS_PER_STEP: u64 = 16 * GROUP_BLOCKS;
 
 /// A part of a file and where it lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,45 +123,52 @@ pub(crate) fn insert(op: &mut Op, ino: u64, mut new: Mapping) -> Attempt<()> {
 }
 
 /// How far a step came.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Step {
+    /// Extents that it came by.
+    pub extents: usize,
     /// Blocks that changed hands.
     pub blocks: u64,
     /// Block of the file to go on from; none when the range is done.
     pub next: Option<u64>,
 }
 
-/// Makes blocks `from..to` of a file a hole, as far as one operation goes, and frees what they had.
+/// Makes blocks `from..to` of a file a hole, as far as one step goes, and frees what they had.
 pub(crate) fn remove(op: &mut Op, ino: u64, from: u64, to: u64) -> Attempt<Step> {
-    let found = map_whole(op, ino, from, to, EXTENTS_PER_OP)?;
-    let mut freed = 0;
+    let found = map_whole(op, ino, from, to, EXTENTS_PER_STEP)?;
+    let mut step = step_over(&found, to);
     for whole in &found {
         let cut = whole.clip(from, to);
-        let cut = cut.clip(cut.offset, cut.offset + (BLOCKS_PER_OP - freed));
+        let cut = cut.clip(cut.offset, cut.offset + (BLOCKS_PER_STEP - step.blocks));
         take_out(op, ino, whole, &cut)?;
         op.release(cut.run())?;
-        freed += u64::from(cut.extent.len);
-        if freed == BLOCKS_PER_OP {
-            return Ok(Step { blocks: freed, next: Some(cut.end()).filter(|next| *next < to) });
+        step.blocks += u64::from(cut.extent.len);
+        if step.blocks == BLOCKS_PER_STEP {
+            step.next = Some(cut.end()).filter(|next| *next < to);
+            break;
         }
     }
-    let next = found.last().filter(|_| found.len() == EXTENTS_PER_OP).map(Mapping::end).filter(|next| *next < to);
-    Ok(Step { blocks: freed, next })
+    Ok(step)
 }
 
 /// Makes preallocated blocks `from..to` of a file written ones (`unwritten` false), or written ones preallocated, which read
-/// as zeros; holes stay holes. As far as one operation goes.
+/// as zeros; holes stay holes. As far as one step goes.
 pub(crate) fn convert(op: &mut Op, ino: u64, from: u64, to: u64, unwritten: bool) -> Attempt<Step> {
-    let found = map_whole(op, ino, from, to, EXTENTS_PER_OP)?;
-    let mut converted = 0;
+    let found = map_whole(op, ino, from, to, EXTENTS_PER_STEP)?;
+    let mut step = step_over(&found, to);
     for whole in found.iter().filter(|m| m.extent.unwritten != unwritten) {
         let cut = whole.clip(from, to);
         take_out(op, ino, whole, &cut)?;
         insert(op, ino, Mapping { extent: Extent { unwritten, ..cut.extent }, ..cut })?;
-        converted += u64::from(cut.extent.len);
+        step.blocks += u64::from(cut.extent.len);
     }
-    let next = found.last().filter(|_| found.len() == EXTENTS_PER_OP).map(Mapping::end).filter(|next| *next < to);
-    Ok(Step { blocks: converted, next })
+    Ok(step)
+}
+
+/// A step that comes by these extents on its way to block `to`.
+fn step_over(found: &[Mapping], to: u64) -> Step {
+    let last = found.last().filter(|_| found.len() == EXTENTS_PER_STEP);
+    Step { extents: found.len(), blocks: 0, next: last.map(Mapping::end).filter(|next| *next < to) }
 }
 
 /// Takes the part `cut` out of the extent `whole`; what is left and right of it stays.

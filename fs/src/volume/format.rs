@@ -72,7 +72,8 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
     // From the end backwards: until the first superblock is there, nothing is; and what was there before is not any more.
     writer.write(&[Block::from_bytes(&[0; BLOCK_SIZE])], Superblock::ADDRESS)?;
     writer.flush()?;
-    writer.forget(geometry.journal, geometry.journal_blocks)?;
+    // An earlier volume with the same UUID may have left transactions; to a check that goes by the journal alone they are as good as ours.
+    writer.written += erase(&io, geometry.journal, geometry.journal_blocks)?;
     let first_node = geometry.data;
     let uuid = &options.uuid;
     for address in geometry.descriptor_blocks() {
@@ -175,22 +176,25 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Overwrites what is not zero. An earlier volume with the same UUID may have left transactions in the journal; to a check
-    /// that goes by the journal alone they are as good as ours.
-    fn forget(&mut self, start: u64, count: u64) -> Result<(), FsError> {
-        let zeroes = vec![Block::from_bytes(&[0; BLOCK_SIZE]); PIECE as usize];
-        for from in (start..start + count).step_by(PIECE as usize) {
-            let piece = PIECE.min(start + count - from);
-            let fresh = |block: &Block| block.bytes().iter().all(|byte| *byte == 0);
-            // What cannot be read may be written all the same.
-            if !read_blocks(self.io, from, piece).is_ok_and(|blocks| blocks.iter().all(fresh)) {
-                self.write(&zeroes[..piece as usize], from)?;
-            }
-        }
-        Ok(())
-    }
-
     fn flush(&self) -> Result<(), FsError> {
         Ok(self.io.run(vec![Request::flush()])?)
     }
+}
+
+/// Makes blocks zeros where they are not. Returns how many bytes that took.
+///
+/// # Errors
+/// The device fails.
+pub(crate) fn erase(io: &Io, start: u64, count: u64) -> Result<u64, FsError> {
+    let zeroes = vec![Block::from_bytes(&[0; BLOCK_SIZE]); PIECE as usize];
+    let mut writer = Writer { io, written: 0 };
+    for from in (start..start + count).step_by(PIECE as usize) {
+        let piece = PIECE.min(start + count - from);
+        let fresh = |block: &Block| block.bytes().iter().all(|byte| *byte == 0);
+        // What cannot be read may be written all the same.
+        if !read_blocks(io, from, piece).is_ok_and(|blocks| blocks.iter().all(fresh)) {
+            writer.write(&zeroes[..piece as usize], from)?;
+        }
+    }
+    Ok(writer.written)
 }

@@ -11,6 +11,11 @@
 //!
 //! A commit freezes the running transaction under the metadata lock (content is shared, and copied by whoever changes it
 //! next), then writes it without holding that lock. Commits wait for each other; those who wait for the same one share it.
+//! A checkpoint writes home what was durable when it began, while further commits go on.
+//!
+//! A mount remembers the superblock and the anchors as it read or wrote them. Before an anchor is written, and before commits
+//! as often as [`Volume::look_again`] asks, the device is asked for them: where it has others, somebody else has formatted, mounted or
+//! repaired the volume, and nothing more is written.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,16 +23,19 @@ use std::sync::atomic::Ordering;
 
 use gpunvme_blockdev::{Io, Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
-use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::geometry::{ANCHORS, STATE, SUPERBLOCK};
 use gpunvme_layout::{Anchor, Block, Corrupt, Geometry, Superblock, journal};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::alloc::{self, Run};
 use super::op::{Blocks, Meta, Op, TRANSACTION_MAX};
-use super::{Volume, read_blocks};
-use crate::error::{Fail, FsError};
+use super::{Volume, erase, read_blocks, read_scattered};
+use crate::error::{Fail, FsError, Stall};
 
 /// Images that are written home at once: a megabyte in flight keeps a device busy, and the buffer stays small.
 const HOME_PART: usize = 256;
+/// Blocks of which the images are looked at, or forgotten, under one hold of the metadata lock.
+const IMAGES_PART: usize = 256;
 /// Sequences that recovery leaves out, so that a torn transaction's images can never complete a later one.
 pub(crate) const SEQUENCE_GAP: u64 = 1024;
 /// Blocks that are read in one piece when the journal is searched.
@@ -40,18 +48,40 @@ pub(crate) struct Journal {
     head: u64,
     /// Where the oldest live transaction begins.
     tail: u64,
-    /// Generation of the last anchor written.
-    generation: u64,
     /// Frees of transactions that are not durable.
     freed: Vec<Run>,
     /// Buffer that transactions are put together in.
     buffer: Option<Arc<Region>>,
 }
 
+/// The blocks at the start of the device that say which volume it is and who has it.
+const FRONT: [u64; 3] = [SUPERBLOCK, ANCHORS[0], ANCHORS[1]];
+
+/// The anchors, guarded by a lock that a checkpoint holds to its end.
+pub(crate) struct Anchors {
+    /// Generation of the last one written.
+    generation: u64,
+    /// What is in [`FRONT`], as this mount read or wrote it; none where the device could not read.
+    front: [Option<Block>; 3],
+}
+
+impl Anchors {
+    fn read(io: &Io, generation: u64) -> Anchors {
+        Anchors { generation, front: FRONT.map(|address| Some(read_blocks(io, address, 1).ok()?.swap_remove(0))) }
+    }
+
+    /// Generation of the last one written.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+}
+
 /// What recovery found.
 pub(crate) struct Recovered {
     /// Journal to go on with.
     pub journal: Journal,
+    /// Anchors to go on with.
+    pub anchors: Anchors,
     /// Sequence of the next transaction.
     pub sequence: u64,
     /// The latest image of each block in the live journal.
@@ -129,8 +159,9 @@ pub(crate) fn recover_from(io: &Io, superblock: &Superblock, anchor: &Anchor) ->
         sequence += 1;
         transactions += 1;
     }
-    let journal = Journal { head, tail: anchor.tail, generation: anchor.generation, freed: Vec::new(), buffer: None };
-    Ok(Recovered { journal, sequence: sequence + SEQUENCE_GAP, images, transactions, stopped })
+    let journal = Journal { head, tail: anchor.tail, freed: Vec::new(), buffer: None };
+    let anchors = Anchors::read(io, anchor.generation);
+    Ok(Recovered { journal, anchors, sequence: sequence + SEQUENCE_GAP, images, transactions, stopped })
 }
 
 /// A transaction that is all in the journal.
@@ -196,7 +227,27 @@ fn ring_parts(geometry: &Geometry, position: u64, count: u64) -> impl Iterator<I
     parts.into_iter().filter(|(_, len)| *len > 0)
 }
 
+impl Recovered {
+    /// Lets sequences and generations begin anew. The journal has to be erased, and both anchors written, before anything is committed.
+    pub fn begin_again(&mut self, sequence: u64) {
+        self.sequence = sequence;
+        self.anchors.generation = 0;
+    }
+}
+
 impl Volume {
+    /// Takes a lock that is held across I/O. Where batches complete only when a caller waits ([`Io::stepped`]), the thread that has
+    /// it goes on while this one completes them.
+    fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
+        loop {
+            match lock.try_lock() {
+                Some(guard) => return guard,
+                None if self.io.step() => {}
+                None => return lock.lock(),
+            }
+        }
+    }
+
     /// Makes every operation that was finished before the call durable, together with all data written so far. Who calls
     /// while a commit is under way waits for it, and shares the next one with all others that do.
     pub fn commit(&self) -> Result<(), FsError> {
@@ -207,12 +258,70 @@ impl Volume {
             let meta = self.meta.read();
             if meta.running.is_empty() { meta.sequence - 1 } else { meta.sequence }
         };
-        let mut journal = self.journal.lock();
-        self.writable()?;
-        if self.durable.load(Ordering::Acquire) >= wanted {
-            return self.flush_data().map_err(|e| self.fail(e));
+        loop {
+            let mut journal = self.lock(&self.journal);
+            self.writable()?;
+            if self.durable.load(Ordering::Acquire) >= wanted {
+                return self.flush_data().map_err(|e| self.fail(e));
+            }
+            let has_room = self.write_transaction(&mut journal).map_err(|e| self.fail(e))?;
+            if has_room {
+                return Ok(());
+            }
+            let tail = journal.tail;
+            drop(journal);
+            let mut anchors = self.lock(&self.anchors);
+            // Of those that find no room, one makes it.
+            if self.lock(&self.journal).tail == tail {
+                self.writable()?;
+                self.checkpoint_locked(&mut anchors).map_err(|e| self.fail(e))?;
+            }
         }
-        self.write_transaction(&mut journal).map_err(|e| self.fail(e))
+    }
+
+    /// Time has passed: has the next commit look whether the volume on the device is still this mount's.
+    pub fn look_again(&self) {
+        self.look_again.store(true, Ordering::Relaxed);
+    }
+
+    /// Looks whether the volume on the device is still this mount's, where something waits to be written.
+    ///
+    /// # Errors
+    /// [`FsError::Taken`]: it is not, and nothing more is written.
+    pub fn look_before_writing(&self) -> Result<(), FsError> {
+        let waits = {
+            let meta = self.meta.read();
+            meta.reserved > 0 || !meta.running.is_empty()
+        };
+        if waits { self.look().map_err(|e| self.fail(e)) } else { Ok(()) }
+    }
+
+    /// Looks whether the volume on the device is still this mount's, if it is time to.
+    fn look(&self) -> Result<(), FsError> {
+        if self.look_again.load(Ordering::Relaxed)
+            // A checkpoint that is under way looks itself.
+            && let Some(anchors) = self.anchors.try_lock()
+        {
+            self.look_again.store(false, Ordering::Relaxed);
+            self.is_still_ours(&anchors)?;
+        }
+        Ok(())
+    }
+
+    /// Fails when the superblock or an anchor on the device is another than this mount read or wrote there.
+    fn is_still_ours(&self, anchors: &Anchors) -> Result<(), FsError> {
+        // A device that cannot read is no proof of anything.
+        let Ok(now) = read_scattered(&self.io, &FRONT) else { return Ok(()) };
+        if anchors.front.iter().zip(&now).any(|(known, now)| known.as_ref().is_some_and(|known| known != now)) {
+            return Err(FsError::Taken { device: self.io.device().name().to_owned() });
+        }
+        Ok(())
+    }
+
+    /// Takes for this mount's what is at the start of the device now: a repair has written superblocks.
+    pub(crate) fn know_front(&self) {
+        let mut anchors = self.lock(&self.anchors);
+        *anchors = Anchors::read(&self.io, anchors.generation);
     }
 
     /// Whether the running transaction is large enough for a commit to be due: where it is full, operations wait for one.
@@ -230,23 +339,23 @@ impl Volume {
         Ok(())
     }
 
-    fn write_transaction(&self, journal: &mut Journal) -> Result<(), FsError> {
+    /// Writes the running transaction. Returns whether the journal has room for it.
+    fn write_transaction(&self, journal: &mut Journal) -> Result<bool, FsError> {
         let geometry = self.superblock.geometry();
-        let (sequence, homes, images) = loop {
+        self.look()?;
+        let (sequence, homes, images) = {
             let mut meta = self.meta.write();
-
             if meta.running.is_empty() {
                 drop(meta);
-                return self.flush_data();
+                self.flush_data()?;
+                return Ok(true);
             }
             let blocks = journal::transaction_blocks(meta.running.len() as u64);
             if blocks > geometry.journal_blocks - (journal.head - journal.tail) {
                 // Before the transaction is frozen: afterwards its images would hide the committed ones.
-                drop(meta);
-                self.checkpoint_locked(journal)?;
-                continue;
+                return Ok(false);
             }
-            break freeze(&mut meta, journal);
+            freeze(&mut meta, journal)
         };
         let blocks = journal::transaction_blocks(images.len() as u64);
         self.flush_data()?;
@@ -261,7 +370,7 @@ impl Volume {
         self.durable.store(sequence, Ordering::Release);
         self.epochs.retire(std::mem::take(&mut journal.freed));
         self.reuse_freed();
-        Ok(())
+        Ok(true)
     }
 
     /// Writes blocks into the ring, durably.
@@ -298,9 +407,21 @@ impl Volume {
 
     /// Writes all committed images home and frees their part of the journal.
     pub fn checkpoint(&self) -> Result<(), FsError> {
-        let mut journal = self.journal.lock();
+        let mut anchors = self.lock(&self.anchors);
         self.writable()?;
-        self.checkpoint_locked(&mut journal).map_err(|e| self.fail(e))
+        self.checkpoint_locked(&mut anchors).map_err(|e| self.fail(e))
+    }
+
+    /// Gives the chunks of metadata that emptied back to all uses, if there are any: commits, and makes a checkpoint.
+    ///
+    /// # Errors
+    /// As [`Volume::checkpoint`].
+    pub fn give_back(&self) -> Result<(), FsError> {
+        if self.meta.read().emptied.is_empty() {
+            return Ok(());
+        }
+        self.commit()?;
+        self.checkpoint()
     }
 
     /// Begins the journal anew, empty, with sequences that follow on none in it: metadata may be written straight home then, to
@@ -311,39 +432,55 @@ impl Volume {
         self.checkpoint()
     }
 
+    /// Erases the journal, of which nothing may be live: no image in it is ever taken for part of what follows.
+    pub(crate) fn erase_journal(&self) -> Result<(), FsError> {
+        let journal = self.lock(&self.journal);
+        assert_eq!(journal.head, journal.tail, "a checkpoint was just made");
+        let geometry = self.superblock.geometry();
+        erase(&self.io, geometry.journal, geometry.journal_blocks)?;
+        Ok(self.io.run(vec![Request::flush()])?)
+    }
+
     /// Whether the journal is full enough for a checkpoint to be due.
     pub fn wants_checkpoint(&self) -> bool {
-        let journal = self.journal.lock();
+        let journal = self.lock(&self.journal);
         journal.head - journal.tail > self.superblock.geometry().journal_blocks / 2
     }
 
-    fn checkpoint_locked(&self, journal: &mut Journal) -> Result<(), FsError> {
-        let sequence = self.meta.read().sequence;
-        self.checkpoint_before(journal, sequence)?;
-        self.free_emptied_chunks(sequence)
+    fn checkpoint_locked(&self, anchors: &mut Anchors) -> Result<(), FsError> {
+        let moved = self.move_tail(anchors)?;
+        self.free_emptied_chunks(moved.sequence)
     }
 
-    /// Writes home the images of all transactions before `sequence`, the next one to be written to the journal.
-    fn checkpoint_before(&self, journal: &mut Journal, sequence: u64) -> Result<(), FsError> {
-        let mut images = self.meta.read().cache.images();
-        images.retain(|(_, s, _)| *s < sequence);
-        self.write_home(&mut images)?;
-        let anchor = Anchor {
-            generation: journal.generation + 1,
-            tail: journal.head % self.superblock.geometry().journal_blocks,
-            sequence,
-            clean: false,
-        };
-        self.write_anchor(journal, &anchor)?;
-        let mut meta = self.meta.write();
-        meta.checkpoints += 1;
-        for (address, sequence, _) in images {
-            let entry = meta.cache.get_mut(address).expect("a block with an image stays in memory");
-            if entry.image.as_ref().is_some_and(|(s, _)| *s == sequence) {
-                entry.image = None;
+    /// Writes home the images of all durable transactions, and lets the journal begin behind them. Returns the anchor that says so.
+    fn move_tail(&self, anchors: &mut Anchors) -> Result<Anchor, FsError> {
+        self.is_still_ours(anchors)?;
+        let (mut images, sequence, head) = {
+            // With the journal's lock nothing is frozen that is not durable, nor an image replaced by a later one.
+            let journal = self.lock(&self.journal);
+            let (imaged, sequence) = {
+                let meta = self.meta.read();
+                (meta.cache.imaged(), meta.sequence)
+            };
+            let mut images = Vec::with_capacity(imaged.len());
+            for part in imaged.chunks(IMAGES_PART) {
+                let meta = self.meta.read();
+                let found = part.iter().filter_map(|address| Some((*address, meta.cache.image(*address)?)));
+                images.extend(found.map(|(address, (sequence, block))| (address, *sequence, block.clone())));
             }
+            (images, sequence, journal.head)
+        };
+        self.write_home(&mut images)?;
+        let tail = head % self.superblock.geometry().journal_blocks;
+        let anchor = Anchor { generation: anchors.generation + 1, tail, sequence, clean: false };
+        self.write_anchor(anchors, &anchor)?;
+        for part in images.chunks(IMAGES_PART) {
+            let mut meta = self.meta.write();
+            meta.checkpoints += 1;
+            part.iter().for_each(|(address, sequence, _)| meta.cache.drop_image(*address, *sequence));
         }
-        Ok(())
+        self.lock(&self.journal).tail = head;
+        Ok(anchor)
     }
 
     /// Writes blocks home, durably: address, sequence and content of each.
@@ -375,10 +512,14 @@ impl Volume {
         Ok(())
     }
 
-    fn write_anchor(&self, journal: &mut Journal, anchor: &Anchor) -> Result<(), FsError> {
-        write_block(&self.io, &anchor.encode(&self.superblock.uuid), anchor.address())?;
-        journal.generation = anchor.generation;
-        journal.tail = journal.head;
+    fn write_anchor(&self, anchors: &mut Anchors, anchor: &Anchor) -> Result<(), FsError> {
+        self.is_still_ours(anchors)?;
+        let (block, address) = (anchor.encode(&self.superblock.uuid), anchor.address());
+        write_block(&self.io, &block, address)?;
+        anchors.generation = anchor.generation;
+        for (known, _) in anchors.front.iter_mut().zip(FRONT).filter(|(_, of)| *of == address) {
+            *known = Some(block.clone());
+        }
         Ok(())
     }
 
@@ -399,11 +540,20 @@ impl Volume {
                 op.finish();
                 Ok(())
             };
-            match attempt() {
-                // Not worth waiting for: the next checkpoint comes by again.
-                Err(Fail::Stall(_)) => self.meta.write().emptied.push((chunk, emptied)),
-                Err(Fail::Error(error)) => return Err(error),
-                Ok(()) => {}
+            // What it needs stays in memory until it is done.
+            let mut held = Vec::new();
+            loop {
+                match attempt() {
+                    Err(Fail::Stall(Stall::Load { address })) => {
+                        held.push(self.load(address)?);
+                        continue;
+                    }
+                    // The running transaction is full: the next checkpoint comes by again.
+                    Err(Fail::Stall(_)) => self.meta.write().emptied.push((chunk, emptied)),
+                    Err(Fail::Error(error)) => return Err(error),
+                    Ok(()) => {}
+                }
+                break;
             }
         }
         Ok(())
@@ -431,16 +581,9 @@ impl Volume {
         self.checkpoint()?;
         // The checkpoint may have given chunks back.
         self.commit()?;
-        let mut journal = self.journal.lock();
-        let sequence = self.meta.read().sequence;
-        self.checkpoint_before(&mut journal, sequence)?;
-        let anchor = Anchor {
-            generation: journal.generation + 1,
-            tail: journal.head % self.superblock.geometry().journal_blocks,
-            sequence,
-            clean: true,
-        };
-        self.write_anchor(&mut journal, &anchor)
+        let mut anchors = self.lock(&self.anchors);
+        let last = self.move_tail(&mut anchors)?;
+        self.write_anchor(&mut anchors, &Anchor { generation: last.generation + 1, clean: true, ..last })
     }
 }
 
@@ -458,8 +601,8 @@ fn freeze(meta: &mut Meta, journal: &mut Journal) -> (u64, Vec<u64>, Vec<Arc<Blo
         }
         block.seal(sequence);
         entry.running = false;
-        entry.image = Some((sequence, entry.block.clone()));
         images.push(entry.block.clone());
+        meta.cache.keep_image(*home, sequence);
     }
     meta.sequence += 1;
     journal.freed.append(&mut meta.freed);

@@ -31,6 +31,11 @@ impl MetaLock {
     pub fn write(&self) -> RwLockWriteGuard<'_, Meta> {
         spin(|| if self.0.is_locked() { None } else { self.0.try_write() }).unwrap_or_else(|| self.0.write())
     }
+
+    /// Those who wait for the lock by now have it before the caller does again.
+    pub fn let_others_in(&self) {
+        RwLockWriteGuard::bump(&mut self.0.write());
+    }
 }
 
 /// Tries until it succeeds, for a while.

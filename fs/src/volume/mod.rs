@@ -7,8 +7,9 @@
 //! The volume has no threads and no clock: whoever drives it calls [`Volume::commit`], [`Volume::checkpoint`] and
 //! [`Volume::reap`], and passes the time in a [`Context`].
 //!
-//! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the journal lock, the metadata lock, the
-//! epochs' lock. The metadata lock is never held across I/O.
+//! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the anchors' lock, which a checkpoint holds, the
+//! journal lock, which a commit holds, the metadata lock, the epochs' lock. The metadata lock is never held across I/O, and a
+//! checkpoint holds the journal lock for moments only: commits go on beside it.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -47,13 +48,15 @@ pub use alloc::Run;
 pub use attr::{Attributes, SetAttributes};
 pub use dir::DirEntry;
 pub use extents::Mapping;
+pub(crate) use format::erase;
 pub use format::{FormatOptions, FormatReport, format, probe};
 pub(crate) use namespace::Renamed;
 pub use namespace::{NewNode, RenameMode};
 pub(crate) use space::{Piece, Stamp};
+pub use xattr::check_name as check_xattr_name;
 
 use epoch::Epochs;
-use journal::{Journal, Recovered};
+use journal::{Anchors, Journal, Recovered};
 use lock::MetaLock;
 use op::{Meta, Op};
 
@@ -92,6 +95,8 @@ pub struct Usage {
 
 /// Rounds in which an operation waits for freed blocks before it reports that there are none.
 const REUSES_MAX: u32 = 100;
+/// Checkpoints that an operation waits for before it reports that there is no space.
+const CHECKPOINTS_MAX: u32 = 3;
 
 /// What an operation that waits has waited for so far.
 #[derive(Default)]
@@ -99,6 +104,7 @@ pub(crate) struct Waiter {
     /// Blocks loaded for it: they stay in memory until it is done, however small the cache.
     held: Vec<Arc<Block>>,
     reuses: u32,
+    checkpoints: u32,
 }
 
 /// An open volume.
@@ -107,13 +113,17 @@ pub struct Volume {
     superblock: Superblock,
     read_only: bool,
     pub(crate) meta: MetaLock,
+    anchors: Mutex<Anchors>,
     journal: Mutex<Journal>,
+    /// The next commit looks whether the volume on the device is still this mount's.
+    look_again: AtomicBool,
     /// Sequence of the last durable transaction.
     durable: AtomicU64,
     pub(crate) epochs: Arc<Epochs>,
     /// Data was written since the device was last flushed.
     pub(crate) data_written: AtomicBool,
-    failed: OnceLock<String>,
+    /// Why nothing is written any more.
+    failed: OnceLock<FsError>,
     /// Inodes that were without a name when the volume was opened.
     orphans: Mutex<Vec<u64>>,
 }
@@ -167,15 +177,19 @@ impl Volume {
     ) -> Volume {
         let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, cache);
         for (address, block) in recovered.images {
-            let block = Arc::new(block);
-            meta.cache.put(address, block.clone()).image = Some((block.sequence(), block.clone()));
+            // A check may have begun the sequences anew: what is in the journal is before all that comes.
+            let sequence = block.sequence().min(recovered.sequence - 1);
+            meta.cache.put(address, Arc::new(block));
+            meta.cache.keep_image(address, sequence);
         }
         Volume {
             io,
             superblock,
             read_only,
             meta: MetaLock::new(meta),
+            anchors: Mutex::new(recovered.anchors),
             journal: Mutex::new(recovered.journal),
+            look_again: AtomicBool::new(true),
             durable: AtomicU64::new(recovered.sequence - 1),
             epochs: Arc::default(),
             data_written: AtomicBool::new(false),
@@ -263,6 +277,13 @@ impl Volume {
                     std::thread::sleep(std::time::Duration::from_millis(5));
                 }
             }
+            Stall::Checkpoint => {
+                waiter.checkpoints += 1;
+                if waiter.checkpoints > CHECKPOINTS_MAX {
+                    return Err(FsError::NoSpace);
+                }
+                self.give_back()?;
+            }
             Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::Flights { .. } | Stall::Held { .. } => {
                 unreachable!("only operations on data stall so")
             }
@@ -329,9 +350,17 @@ impl Volume {
     /// Fails when the volume cannot be written.
     pub(crate) fn writable(&self) -> Result<(), FsError> {
         match self.failed.get() {
-            Some(reason) => Err(FsError::Failed(reason.clone())),
+            Some(error) => Err(error.clone()),
             None if self.read_only => Err(FsError::ReadOnly),
             None => Ok(()),
+        }
+    }
+
+    /// Fails when another has the device: no data may be written then, nor what waits in memory.
+    pub(crate) fn has_device(&self) -> Result<(), FsError> {
+        match self.failed.get() {
+            Some(taken @ FsError::Taken { .. }) => Err(taken.clone()),
+            _ => Ok(()),
         }
     }
 
@@ -340,7 +369,11 @@ impl Volume {
         if matches!(error, FsError::ReadOnly | FsError::Failed(_)) {
             return error;
         }
-        if self.failed.set(error.to_string()).is_ok() {
+        if matches!(error, FsError::Taken { .. }) {
+            if self.failed.set(error.clone()).is_ok() {
+                tracing::error!(%error, "the volume is read-only from now on");
+            }
+        } else if self.failed.set(FsError::Failed(error.to_string())).is_ok() {
             tracing::error!(
                 device = self.io.device().name(),
                 %error,
@@ -365,7 +398,7 @@ pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
     let read = |address| -> Result<Superblock, FsError> {
         let block = read_blocks(io, address, 1)?.swap_remove(0);
         // An intact superblock that says something else is not overruled by a copy.
-        intact.set(Superblock::recognize(block.bytes()) && block.verify_content(address).is_ok());
+        intact.set(Superblock::is_intact(&block, address));
         Ok(Superblock::decode(&block, address, device_blocks)?)
     };
     match read(Superblock::ADDRESS) {

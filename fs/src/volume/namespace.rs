@@ -67,7 +67,7 @@ impl Volume {
     pub(crate) fn link(&self, context: &Context, ino: u64, parent: u64, name: &[u8]) -> Attempt<(Attributes, u64)> {
         dir::check_name(name)?;
         let mut op = self.begin()?;
-        room_for_names(&op)?;
+        op.room_for_names()?;
         living_directory(&op, parent)?;
         let mut inode = attr::load(&op, ino)?;
         if inode.is_dir() {
@@ -205,10 +205,6 @@ impl Volume {
     }
 }
 
-fn room_for_names(op: &Op) -> Attempt<()> {
-    if op.meta().has_room_for_names()? { Ok(()) } else { Err(FsError::NoSpace.into()) }
-}
-
 /// A directory that still has a name: nothing can be added to one that was removed.
 fn living_directory(blocks: &impl Blocks, dir: u64) -> Attempt<Inode> {
     let inode = dir::load(blocks, dir)?;
@@ -220,7 +216,7 @@ fn living_directory(blocks: &impl Blocks, dir: u64) -> Attempt<Inode> {
 
 /// Makes the inode of a new node, with what it inherits from its directory.
 fn new_inode(op: &mut Op, context: &Context, parent: u64, directory: &Inode, new: &NewNode) -> Attempt<(u64, Inode)> {
-    room_for_names(op)?;
+    op.room_for_names()?;
     let file_type = FileType::from_mode(new.mode).ok_or(FsError::Invalid("unknown file type"))?;
     let is_dir = file_type == FileType::Directory;
     if new.target.len() > SYMLINK_MAX {
@@ -265,7 +261,7 @@ fn change_directory(op: &mut Op, context: &Context, dir: u64, entries: i64, subd
     attr::change(op, dir, |inode| {
         inode.size = inode.size.saturating_add_signed(entries);
         inode.nlink = inode.nlink.saturating_add_signed(subdirectories);
-        attr::content_changed(inode, context.now);
+        attr::entries_changed(inode, context.now);
     })
 }
 
@@ -300,7 +296,7 @@ fn exchange(op: &mut Op, context: &Context, a: (u64, Found), b: (u64, Found)) ->
     for (here, other) in [(a, b), (b, a)] {
         let mut name = [0; NAME_MAX];
         let value = tree::get(op, here.1.key)?.ok_or(FsError::NotFound)?;
-        let entry = Dirent::decode(here.0, value)?;
+        let entry = Dirent::decode(here.0, here.1.key.offset(), value)?;
         let name = &mut name[..entry.name.len()];
         name.copy_from_slice(entry.name);
         tree::put(op, here.1.key, &Dirent { ino: other.1.ino, file_type: other.1.file_type, name }.encode())?;

@@ -16,7 +16,7 @@ use super::busy::Busy;
 use super::cache::{Cache, Entry};
 use super::tree::Place;
 use super::undo::{Change, Changes};
-use crate::error::{Attempt, Fail, Stall};
+use crate::error::{Attempt, Fail, FsError, Stall};
 
 /// Everything that the metadata lock guards.
 pub(crate) struct Meta {
@@ -46,6 +46,8 @@ pub(crate) struct Meta {
     pub reserved: u64,
     /// Metadata chunks that became empty, with the sequence of the transaction that emptied them.
     pub emptied: Vec<(u64, u64)>,
+    /// Free nodes in all chunks of metadata, once they were counted.
+    pub free_nodes: Option<u64>,
     /// Where the allocator looks first.
     pub hints: Hints,
     /// Times that images were written home; tells a load that what it read may be out of date.
@@ -54,7 +56,8 @@ pub(crate) struct Meta {
     operations: u64,
 }
 
-/// Blocks that one operation may change at the most; all of them are bounded by the depth of the tree.
+/// Blocks that one operation may change at the most. Operations on sound volumes change fewer: those that may be long end before, and
+/// go on as another.
 pub(crate) const OP_BLOCKS_MAX: usize = 160;
 /// Leaves whose place an operation remembers: what most operations go back to.
 const PLACES: usize = 4;
@@ -110,6 +113,7 @@ impl Meta {
             pending: 0,
             reserved: 0,
             emptied: Vec::new(),
+            free_nodes: None,
             hints: Hints::default(),
             checkpoints: 0,
             operations: 0,
@@ -139,6 +143,8 @@ pub(crate) struct Op<'a> {
     pub claimed: Vec<Run>,
     /// Metadata chunks that the operation emptied.
     pub emptied: Vec<u64>,
+    /// Nodes that the operation freed in all; those that it took count against them.
+    nodes_freed: i64,
     /// Promised blocks that the operation redeems.
     pub redeemed: u64,
     finished: bool,
@@ -182,6 +188,7 @@ impl<'a> Op<'a> {
             freed: Vec::new(),
             claimed: Vec::new(),
             emptied: Vec::new(),
+            nodes_freed: 0,
             redeemed: 0,
             finished: false,
         })
@@ -190,6 +197,17 @@ impl<'a> Op<'a> {
     /// Root and counters, to change.
     pub fn state_mut(&mut self) -> &mut State {
         &mut self.meta.state
+    }
+
+    /// Says how many nodes are free in all chunks of metadata; none when they have to be counted again.
+    pub fn set_free_nodes(&mut self, nodes: Option<u64>) {
+        self.meta.free_nodes = nodes;
+    }
+
+    /// Notes that so many nodes more are free, or fewer.
+    pub fn nodes_freed(&mut self, nodes: i64) {
+        self.nodes_freed += nodes;
+        self.meta.free_nodes = self.meta.free_nodes.map(|free| free.wrapping_add_signed(nodes));
     }
 
     /// Blocks that it has changed so far.
@@ -203,21 +221,24 @@ impl<'a> Op<'a> {
     }
 
     /// A block that is in memory, to change.
+    ///
+    /// # Errors
+    /// [`FsError::TooManyBlocks`] where it would be one more than an operation may change; so do the others that change a block.
     pub fn block_mut(&mut self, address: u64, kind: BlockKind) -> Attempt<&mut Block> {
-        let (entry, running) = entry(&mut self.meta, address, kind)?;
+        let (entry, running) = entry(&mut self.meta, &self.changes, address, kind)?;
         Ok(self.changes.block(address, entry, running))
     }
 
     /// Inserts an item into a leaf that is in memory. It must fit.
     pub fn leaf_insert(&mut self, address: u64, slot: usize, key: Key, value: &[u8]) -> Attempt<()> {
-        let (entry, running) = entry(&mut self.meta, address, BlockKind::Node)?;
+        let (entry, running) = entry(&mut self.meta, &self.changes, address, BlockKind::Node)?;
         node::leaf_insert(self.changes.leaf(address, entry, running, Change::Insert(slot)), slot, key, value);
         Ok(())
     }
 
     /// Removes an item from a leaf that is in memory. Returns the leaf.
     pub fn leaf_remove(&mut self, address: u64, slot: usize) -> Attempt<&Block> {
-        let (entry, running) = entry(&mut self.meta, address, BlockKind::Node)?;
+        let (entry, running) = entry(&mut self.meta, &self.changes, address, BlockKind::Node)?;
         let leaf = self.changes.leaf(address, entry, running, Change::Remove(slot));
         node::remove(leaf, slot);
         Ok(leaf)
@@ -225,18 +246,22 @@ impl<'a> Op<'a> {
 
     /// The value of an item in a leaf that is in memory, to change.
     pub fn leaf_value(&mut self, address: u64, slot: usize) -> Attempt<&mut [u8]> {
-        let (entry, running) = entry(&mut self.meta, address, BlockKind::Node)?;
+        let (entry, running) = entry(&mut self.meta, &self.changes, address, BlockKind::Node)?;
         Ok(node::value_mut(self.changes.leaf(address, entry, running, Change::Value(slot)), slot))
     }
 
     /// A new block; whatever was known of that address is gone.
-    pub fn create(&mut self, block: Block) {
+    pub fn create(&mut self, block: Block) -> Attempt<()> {
         let address = block.address();
         let meta = &mut *self.meta;
+        if self.changes.are_full(meta.cache.get(address)) {
+            return Err(FsError::TooManyBlocks.into());
+        }
         let old = meta.cache.get(address).map(|entry| entry.block.clone());
         let entry = meta.cache.put(address, Arc::new(block));
         self.changes.created(address, entry, &mut meta.running, old);
         self.forget_places();
+        Ok(())
     }
 
     /// Forgets the places of leaves: the tree takes another shape.
@@ -267,10 +292,14 @@ impl<'a> Op<'a> {
     }
 }
 
-/// A block that is in memory, of the kind that the caller expects, and the list of those that the running transaction changes.
-fn entry(meta: &mut Meta, address: u64, kind: BlockKind) -> Attempt<(&mut Entry, &mut Vec<u64>)> {
+/// A block that is in memory and may change, of the kind that the caller expects, and the list of those that the running transaction
+/// changes.
+fn entry<'m>(meta: &'m mut Meta, changes: &Changes, address: u64, kind: BlockKind) -> Attempt<(&'m mut Entry, &'m mut Vec<u64>)> {
     let Some(entry) = meta.cache.get_mut(address) else { return Err(Fail::Stall(Stall::Load { address })) };
     entry.block.expect(kind)?;
+    if changes.are_full(Some(entry)) {
+        return Err(FsError::TooManyBlocks.into());
+    }
     Ok((entry, &mut meta.running))
 }
 
@@ -281,6 +310,7 @@ impl Drop for Op<'_> {
         }
         let meta = &mut *self.meta;
         meta.state = self.state;
+        meta.free_nodes = meta.free_nodes.map(|free| free.wrapping_add_signed(-self.nodes_freed));
         meta.running.truncate(self.running);
         self.changes.take_back(&mut meta.cache);
     }

@@ -3,8 +3,6 @@
 //! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when their place is chosen,
 //! [`Volume::attach`] when they are on the device. Only the last one changes metadata.
 
-use std::ops::Range;
-
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
@@ -15,6 +13,9 @@ use super::op::{OP_BLOCKS_MAX, Op};
 use super::{Context, Volume, attr, blocks_of, orphan};
 use crate::error::{Attempt, FsError};
 
+/// Extents that one operation maps or comes by, about: others wait for the metadata lock for as long as that takes.
+const EXTENTS_PER_OP: usize = 64;
+
 /// A part of a file whose data is on the device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Piece {
@@ -22,8 +23,16 @@ pub(crate) struct Piece {
     pub offset: u64,
     /// Where the data is.
     pub run: Run,
-    /// The blocks were reserved for this write; else they were preallocated to the file.
+    /// The blocks were reserved for this write; else they were preallocated to the file, and stay the file's until it is mapped.
     pub reserved: bool,
+}
+
+impl Piece {
+    /// Takes away its first blocks.
+    pub fn skip(&mut self, blocks: u64) {
+        self.offset += blocks;
+        self.run = Run { start: self.run.start + blocks, len: self.run.len - blocks };
+    }
 }
 
 /// What an operation on a file's content leaves in its inode.
@@ -64,7 +73,7 @@ impl Volume {
         }
         let mut meta = self.meta.write();
         if meta.available() < blocks {
-            return Err(FsError::NoSpace.into());
+            return Err(meta.no_chunk());
         }
         meta.reserved += blocks;
         Ok(())
@@ -113,41 +122,27 @@ impl Volume {
         extents::map_each(&*self.meta.read(), ino, from, to, visit)
     }
 
-    /// Maps data that is on the device: as many pieces as one operation can take, from the first on. With the last of them it
-    /// redeems `promised` blocks and applies the stamp. Returns how many pieces it mapped.
-    pub(crate) fn attach(&self, ino: u64, pieces: &[Piece], promised: u64, stamp: &Stamp) -> Attempt<usize> {
+    /// Maps data that is on the device: as many blocks of the pieces as one operation can take, from the first on. With the last
+    /// of them it redeems `promised` blocks and applies the stamp. Returns how many blocks it mapped.
+    pub(crate) fn attach(&self, ino: u64, pieces: impl Iterator<Item = Piece>, promised: u64, stamp: &Stamp) -> Attempt<u64> {
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
-        let mut mapped = 0;
-        for piece in pieces {
-            if op.changed_blocks() > OP_BLOCKS_MAX / 3 {
-                // What is mapped lies below the end, whatever happens before the rest is.
-                let reached = pieces[..mapped].iter().map(|p| (p.offset + p.run.len) * BLOCK_SIZE as u64).max();
-                inode.size = inode.size.max(stamp.size.min(reached).unwrap_or(0));
-                attr::store(&mut op, ino, &inode)?;
-                op.finish();
-                return Ok(mapped);
-            }
-            let end = piece.offset + piece.run.len;
-            if piece.reserved {
-                // Somebody may have mapped the range meanwhile; the last writer wins.
-                let step = extents::remove(&mut op, ino, piece.offset, end)?;
-                if step.next.is_some() {
-                    return Err(FsError::Invalid("a write meets more extents than one operation can replace").into());
+        let (mut mapped, mut extents, mut reached) = (0, 0, 0);
+        for mut piece in pieces {
+            while piece.run.len > 0 {
+                if extents >= EXTENTS_PER_OP || op.changed_blocks() > OP_BLOCKS_MAX / 3 {
+                    // What is mapped lies below the end, whatever happens before the rest is.
+                    inode.size = inode.size.max(stamp.size.unwrap_or(0).min(reached * BLOCK_SIZE as u64));
+                    attr::store(&mut op, ino, &inode)?;
+                    op.finish();
+                    return Ok(mapped);
                 }
-                op.claim(piece.run)?;
-                let extent = Extent { block: piece.run.start, len: piece.run.len as u32, unwritten: false, device: 0 };
-                extents::insert(&mut op, ino, Mapping { offset: piece.offset, extent })?;
-                inode.blocks = (inode.blocks + piece.run.len).saturating_sub(step.blocks);
-            } else {
-                for part in still_there(&op, ino, piece)? {
-                    let mut at = Some(part.start);
-                    while let Some(from) = at {
-                        at = extents::convert(&mut op, ino, from, part.end, false)?.next;
-                    }
-                }
+                let (blocks, passed) = attach_part(&mut op, ino, &mut inode, &piece)?;
+                piece.skip(blocks);
+                mapped += blocks;
+                extents += passed;
+                reached = reached.max(piece.offset);
             }
-            mapped += 1;
         }
         stamp.apply(&mut inode);
         attr::store(&mut op, ino, &inode)?;
@@ -166,7 +161,7 @@ impl Volume {
         // What is preallocated beyond the end stays when the file grows.
         let step = match size < inode.size {
             true => extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?,
-            false => extents::Step { blocks: 0, next: None },
+            false => extents::Step::default(),
         };
         inode.size = size;
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
@@ -229,19 +224,21 @@ impl Volume {
     }
 }
 
-/// The blocks of the file, in runs, that still lie where the piece has them: somebody may have punched or replaced others.
-fn still_there(op: &Op, ino: u64, piece: &Piece) -> Attempt<Vec<Range<u64>>> {
-    let mut parts: Vec<Range<u64>> = Vec::new();
-    for mapping in extents::map(op, ino, piece.offset, piece.offset + piece.run.len, usize::MAX)? {
-        if mapping.extent.block != piece.run.start + (mapping.offset - piece.offset) {
-            continue;
-        }
-        match parts.last_mut().filter(|last| last.end == mapping.offset) {
-            Some(last) => last.end = mapping.end(),
-            None => parts.push(mapping.offset..mapping.end()),
-        }
+/// Maps the first blocks of a piece, as far as one step goes. Returns how many, and the extents that it came by.
+fn attach_part(op: &mut Op, ino: u64, inode: &mut Inode, piece: &Piece) -> Attempt<(u64, usize)> {
+    let end = piece.offset + piece.run.len;
+    if !piece.reserved {
+        let step = extents::convert(op, ino, piece.offset, end, false)?;
+        return Ok((step.next.unwrap_or(end) - piece.offset, step.extents));
     }
-    Ok(parts)
+    // Another write may have mapped the range meanwhile: the last one wins.
+    let step = extents::remove(op, ino, piece.offset, end)?;
+    let run = Run { start: piece.run.start, len: step.next.unwrap_or(end) - piece.offset };
+    op.claim(run)?;
+    let extent = Extent { block: run.start, len: run.len as u32, unwritten: false, device: 0 };
+    extents::insert(op, ino, Mapping { offset: piece.offset, extent })?;
+    inode.blocks = (inode.blocks + run.len).saturating_sub(step.blocks);
+    Ok((run.len, step.extents + 1))
 }
 
 #[cfg(test)]
@@ -287,5 +284,58 @@ mod tests {
             let run = reserve(left.min(300)).unwrap_or_else(|error| panic!("{left} blocks are left: {error}"));
             left -= run.len;
         }
+    }
+
+    fn new_file(volume: &Volume) -> u64 {
+        let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+        let new = crate::volume::NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+        volume.wait(|| volume.create(&context, 1, b"file", &new)).unwrap().0.ino
+    }
+
+    /// Maps pieces to the last, and returns how many operations that took.
+    fn attach_all(volume: &Volume, ino: u64, pieces: &[Piece]) -> usize {
+        let mut left = pieces.to_vec();
+        for operations in 1.. {
+            let mut mapped = volume.wait(|| volume.attach(ino, left.iter().copied(), 0, &Stamp::default())).unwrap();
+            while let Some(first) = left.first_mut().filter(|_| mapped > 0) {
+                let blocks = mapped.min(first.run.len);
+                first.skip(blocks);
+                mapped -= blocks;
+                if first.run.len == 0 {
+                    left.remove(0);
+                }
+            }
+            if left.is_empty() {
+                return operations;
+            }
+        }
+        unreachable!("it ends")
+    }
+
+    #[test]
+    fn mapping_a_long_piece_over_many_extents_takes_operations_that_are_each_bounded() {
+        const PIECES: u64 = 60_000;
+        let volume = volume(1 << 30);
+        let ino = new_file(&volume);
+        let (mut long, mut at) = (Vec::new(), 0);
+        while at < 2 * PIECES {
+            let run = volume.wait(|| volume.reserve(None, 2 * PIECES - at, 0)).unwrap();
+            assert!(volume.wait(|| volume.attach_unwritten(ino, at, run, 0)).unwrap());
+            long.push(Piece { offset: at, run, reserved: false });
+            at += run.len;
+        }
+        // In no order, as they come from many threads.
+        for number in 0..PIECES {
+            let at = number * 7919 % PIECES * 2;
+            let piece = long.iter().find(|piece| (piece.offset..piece.offset + piece.run.len).contains(&at)).unwrap();
+            let run = Run { start: piece.run.start + (at - piece.offset), len: 1 };
+            attach_all(&volume, ino, &[Piece { offset: at, run, reserved: false }]);
+        }
+        let before = volume.wait(|| volume.map(ino, 0, 2 * PIECES, usize::MAX)).unwrap();
+        assert!(before.len() as u64 >= 2 * PIECES);
+        let operations = attach_all(&volume, ino, &long);
+        assert!(operations >= before.len() / (EXTENTS_PER_OP + 16), "{operations} operations for {} extents", before.len());
+        let after = volume.wait(|| volume.map(ino, 0, 2 * PIECES, usize::MAX)).unwrap();
+        assert!(after.iter().all(|mapping| !mapping.extent.unwritten) && after.len() < 32);
     }
 }

@@ -232,7 +232,7 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
         node::leaf_insert(&mut right, slot - at, key, value);
     }
     let (first, address) = (node::key(&right, 0), right.address());
-    op.create(right);
+    op.create(right)?;
     add_child(op, path, first, address)?;
     Ok(true)
 }
@@ -296,7 +296,7 @@ fn add_child(op: &mut Op, mut path: Vec<(u64, usize)>, key: Key, child: u64) -> 
         node::inner_insert(&mut right, at - middle, key, child);
     }
     let (first, right_address) = (node::key(&right, 0), right.address());
-    op.create(right);
+    op.create(right)?;
     add_child(op, path, first, right_address)
 }
 
@@ -311,8 +311,7 @@ fn grow(op: &mut Op, key: Key, child: u64) -> Attempt<()> {
     node::inner_insert(&mut root, 1, key, child);
     let state = op.state_mut();
     (state.root, state.level) = (root.address(), level);
-    op.create(root);
-    Ok(())
+    op.create(root)
 }
 
 /// After a removal from `address`: frees it when it is empty, joins it with a neighbour when it is thin.

@@ -85,6 +85,12 @@ impl Changes {
         self.blocks
     }
 
+    /// Whether this block, or a new one, may not change, because too many others have.
+    pub fn are_full(&self, entry: Option<&Entry>) -> bool {
+        // One more is the state block.
+        self.blocks + 1 >= OP_BLOCKS_MAX && entry.is_none_or(|entry| entry.operation != self.operation)
+    }
+
     /// A block that is about to change in any way.
     pub fn block<'e>(&mut self, address: u64, entry: &'e mut Entry, running: &mut Vec<u64>) -> &'e mut Block {
         if entry.operation != self.operation || !entry.copied {
@@ -127,8 +133,6 @@ impl Changes {
         if entry.operation != self.operation {
             entry.operation = self.operation;
             self.blocks += 1;
-            // One more is the state block.
-            assert!(self.blocks < OP_BLOCKS_MAX, "an operation changes a bounded number of blocks");
         }
         entry.copied = matches!(before, Before::Absent | Before::Block(_));
         self.undo.push(Undo { address, running: entry.running, before });
@@ -202,7 +206,7 @@ mod tests {
 
     use super::super::op::{Blocks, Meta, Op};
     use super::super::tree;
-    use crate::error::Attempt;
+    use crate::error::{Attempt, FsError};
     use crate::volume::{FormatOptions, Volume, VolumeOptions, format};
 
     use super::*;
@@ -261,6 +265,35 @@ mod tests {
         let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
         format(&device, &options).unwrap();
         Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
+    }
+
+    #[test]
+    fn an_operation_that_would_change_too_many_blocks_fails_and_has_changed_nothing() {
+        let volume = volume();
+        let put = |op: &mut Op, number| tree::put(op, key(number), &[number as u8; 900]);
+        for number in 0..1000 {
+            volume
+                .wait(|| {
+                    let mut op = volume.begin()?;
+                    put(&mut op, number)?;
+                    op.finish();
+                    Ok(())
+                })
+                .unwrap();
+        }
+        let was = content(&volume.meta.read());
+        let many = [(0..1000).rev().collect::<Vec<u64>>(), (1000..2000).collect()];
+        for numbers in many {
+            let change = || {
+                let mut op = volume.begin()?;
+                numbers.iter().try_for_each(|number| put(&mut op, *number))?;
+                op.finish();
+                Ok(())
+            };
+            let failed = volume.wait(change).unwrap_err();
+            assert!(matches!(failed, FsError::TooManyBlocks), "{failed}");
+            assert!(content(&volume.meta.read()) == was);
+        }
     }
 
     proptest! {

@@ -12,6 +12,23 @@ use crate::error::{Attempt, FsError};
 
 /// Longest name of an extended attribute in bytes (`XATTR_NAME_MAX` of linux/limits.h).
 const XATTR_NAME_MAX: usize = 255;
+/// Bytes of all names of an inode together, each with a zero byte after it: more listxattr(2) does not give (`XATTR_LIST_MAX`).
+const XATTR_LIST_MAX: usize = 65536;
+/// What the name of an attribute begins with, unless it is an ACL's.
+const PREFIXES: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
+
+/// Whether a volume has attributes of this name: as filesystems of the kernel, so that they can be copied there.
+///
+/// # Errors
+/// [`FsError::NotSupported`], and [`FsError::Invalid`] where nothing follows the prefix.
+pub fn check_name(name: &[u8]) -> Result<(), FsError> {
+    match PREFIXES.iter().find_map(|prefix| name.strip_prefix(*prefix)) {
+        Some([]) => Err(FsError::Invalid("an attribute's name that is only a prefix")),
+        Some(_) => Ok(()),
+        None if acl::is_acl(name) => Ok(()),
+        None => Err(FsError::NotSupported),
+    }
+}
 
 /// Offset of the first piece of an attribute.
 fn find(blocks: &impl Blocks, ino: u64, name: &[u8]) -> Attempt<Option<u64>> {
@@ -81,26 +98,39 @@ pub(crate) fn set(op: &mut Op, ino: u64, name: &[u8], value: &[u8]) -> Attempt<(
     Err(FsError::NoSpace.into())
 }
 
+/// The names of the attributes, each with a zero byte after it, up to [`XATTR_LIST_MAX`]. Their values are stepped over.
+fn list(blocks: &impl Blocks, ino: u64) -> Attempt<Vec<u8>> {
+    let (mut names, mut from) = (Vec::new(), Some(0));
+    while let Some(offset) = from.take() {
+        tree::scan(blocks, Key::new(ino, Kind::Xattr, offset), |key, value| {
+            if !key.is(ino, Kind::Xattr) {
+                return Ok(ControlFlow::Break(()));
+            }
+            if key.offset() % XATTR_PIECES != 0 {
+                from = (key.offset() - key.offset() % XATTR_PIECES).checked_add(XATTR_PIECES);
+                return Ok(ControlFlow::Break(()));
+            }
+            let name = XattrHead::decode(ino, value)?.name;
+            if names.len() + name.len() + 1 > XATTR_LIST_MAX {
+                return Ok(ControlFlow::Break(()));
+            }
+            names.extend(name);
+            names.push(0);
+            Ok(ControlFlow::Continue(()))
+        })?;
+    }
+    Ok(names)
+}
+
 impl Volume {
     /// The value of an extended attribute.
     pub(crate) fn get_xattr(&self, ino: u64, name: &[u8]) -> Attempt<Vec<u8>> {
         Ok(get(&*self.meta.read(), ino, name)?.ok_or(FsError::NoData)?)
     }
 
-    /// The names of the extended attributes, each with a zero byte after it.
+    /// The names of the extended attributes, each with a zero byte after it, as many as listxattr(2) can give.
     pub(crate) fn list_xattrs(&self, ino: u64) -> Attempt<Vec<u8>> {
-        let mut names = Vec::new();
-        tree::scan(&*self.meta.read(), Key::new(ino, Kind::Xattr, 0), |key, value| {
-            if !key.is(ino, Kind::Xattr) || names.len() > XATTR_MAX {
-                return Ok(ControlFlow::Break(()));
-            }
-            if key.offset() % XATTR_PIECES == 0 {
-                names.extend(XattrHead::decode(ino, value)?.name);
-                names.push(0);
-            }
-            Ok(ControlFlow::Continue(()))
-        })?;
-        Ok(names)
+        list(&*self.meta.read(), ino)
     }
 
     /// Sets an extended attribute. `create`: it must not exist; `replace`: it must. An ACL changes the permission bits, too.
@@ -116,17 +146,17 @@ impl Volume {
         if name.is_empty() || name.len() > XATTR_NAME_MAX {
             return Err(FsError::Range.into());
         }
+        check_name(name)?;
         if value.len() > XATTR_MAX {
             return Err(FsError::TooBig.into());
         }
         let mut op = self.begin()?;
-        if !op.meta().has_room_for_names()? {
-            return Err(FsError::NoSpace.into());
-        }
+        op.room_for_names()?;
         let mut inode = attr::load(&op, ino)?;
         match find(&op, ino, name)? {
             Some(_) if create => return Err(FsError::Exists.into()),
             None if replace => return Err(FsError::NoData.into()),
+            None if list(&op, ino)?.len() + name.len() + 1 > XATTR_LIST_MAX => return Err(FsError::NoSpace.into()),
             _ => {}
         }
         match acl::mode_of(name, value, inode.mode, inode.is_dir())? {
@@ -146,11 +176,11 @@ impl Volume {
         Ok(())
     }
 
-    /// Removes an extended attribute.
+    /// Removes an extended attribute. An inode without an ACL is as one that has lost it.
     pub(crate) fn remove_xattr(&self, context: &Context, ino: u64, name: &[u8]) -> Attempt<()> {
         let mut op = self.begin()?;
         if !remove(&mut op, ino, name)? {
-            return Err(FsError::NoData.into());
+            return if acl::is_acl(name) { Ok(()) } else { Err(FsError::NoData.into()) };
         }
         attr::change(&mut op, ino, |inode| attr::changed(inode, context.now))?;
         op.finish();

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice};
 use gpunvme_fs::Filesystem;
 use gpunvme_fs::check::{CheckOptions, Fsck, check};
+use gpunvme_fs::data::Settling;
 use gpunvme_fs::data::resize::Allocate;
 use gpunvme_fs::error::FsError;
 use gpunvme_fs::volume::{Context, NewNode, RenameMode, SetAttributes};
@@ -140,7 +141,14 @@ pub fn use_it(fs: &Arc<Filesystem>, random: &mut Random) -> Result<(), FsError> 
         for _ in 0..20 {
             let Ok(entries) = fs.wait(|| fs.read_dir(dir, cookie, 50)) else { break };
             let Some(last) = entries.last() else { break };
+            // A reader goes on behind the last one until nothing comes: what does not go on is read for ever.
+            assert!(
+                entries.is_sorted_by(|a, b| a.cookie < b.cookie) && entries[0].cookie > cookie,
+                "directory {dir} does not end"
+            );
             cookie = last.cookie;
+            // As readdirplus does.
+            let _ = fs.all_attributes(&entries.iter().map(|entry| entry.ino).collect::<Vec<_>>());
             for entry in entries {
                 let _ = fs.wait(|| fs.lookup(dir, &entry.name));
                 seen.push((dir, entry.ino, entry.name));
@@ -166,7 +174,9 @@ pub fn use_it(fs: &Arc<Filesystem>, random: &mut Random) -> Result<(), FsError> 
             2 => drop(fs.allocate(&WHO, ino, offset, len + 1, Allocate::Punch)),
             3 => drop(fs.allocate(&WHO, ino, offset, len + 1, Allocate::Zero { grow: true })),
             4 => drop(fs.wait(|| fs.unlink(&WHO, dir, &name)).map(|gone| gone.map(|ino| reap(fs, ino)))),
-            5 => drop(fs.wait(|| fs.rename(&WHO, (dir, &name), (ROOT, b"moved"), RenameMode::Exchange))),
+            5 => {
+                drop(fs.wait(|| fs.rename(&WHO, (dir, &name), (ROOT, b"moved"), RenameMode::Exchange, &mut Settling::default())))
+            }
             6 => drop(fs.wait(|| fs.create(&WHO, ino, b"new", &new))),
             7 => drop(fs.wait(|| fs.set_xattr(&WHO, ino, b"user.1", &vec![1; len as usize], false, false))),
             8 => drop(fs.wait(|| fs.set_attributes(&WHO, ino, &SetAttributes { mode: Some(0o600), ..Default::default() }))),
@@ -174,6 +184,7 @@ pub fn use_it(fs: &Arc<Filesystem>, random: &mut Random) -> Result<(), FsError> 
         }
     }
     let _ = fs.flush_all();
+    let _ = fs.volume().find_emptied_chunks();
     let _ = fs.commit();
     let _ = fs.volume().checkpoint();
     let _ = check(fs.volume())?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_fs::check::check;
 use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::data::{Filesystem, Inline, Options};
+use gpunvme_fs::data::{Filesystem, Inline, Options, Settling};
 use gpunvme_fs::error::FsError;
 use gpunvme_fs::volume::{Context, NewNode, RenameMode, SetAttributes};
 use gpunvme_fs::{FormatOptions, VolumeOptions, format};
@@ -376,7 +376,7 @@ impl Pair {
         let source = self.model.entries(from.0).get(&from.1).copied();
         let target = self.model.entries(to.0).get(&to.1).copied();
         let is_dir = |model: &Model, ino: Option<u64>| ino.is_some_and(|i| matches!(model.nodes[&i], Node::Dir(_)));
-        let result = fs.wait(|| fs.rename(&context, (from.0, &from.1), (to.0, &to.1), mode));
+        let result = fs.wait(|| fs.rename(&context, (from.0, &from.1), (to.0, &to.1), mode, &mut Settling::default()));
         match result {
             Ok(gone) => {
                 let source = source.expect("the source was there");

@@ -10,6 +10,7 @@ use gpunvme_fs::data::resize::Allocate;
 use gpunvme_fs::error::FsError;
 use gpunvme_fs::volume::{Context, NewNode, SetAttributes};
 use gpunvme_gpupath::abi::Segment;
+use gpunvme_gpupath::planner::{Bounds, Position};
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, Random, assert_sound, make, open};
@@ -46,7 +47,9 @@ fn write(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Regi
 /// The bytes of each segment, as far as the file goes.
 fn read(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Region>) {
     region.zero_at(0, region.len()).expect("it is ours");
-    let read = fs.wait(|| fs.plan_direct_read(ino, segments, region)).expect("the file can be read");
+    let read = fs
+        .wait(|| fs.plan_direct_read(ino, segments, (Position::default(), Bounds::NONE), region))
+        .expect("the file can be read");
     // Edges are whole blocks of the device here, of which a part counts.
     for edge in &read.plan.edges {
         let bytes = fs.read(ino, edge.file_offset, edge.len as usize).expect("the file can be read");

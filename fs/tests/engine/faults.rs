@@ -4,10 +4,13 @@
 use std::sync::Arc;
 
 use crate::common::{ROOT, assert_sound, make, open};
-use gpunvme_blockdev::{BlockDevice, Faulty, MemoryDevice, On, Rule};
+use gpunvme_blockdev::{BlockDevice, Faulty, MemoryDevice, On, Region, Rule};
+use gpunvme_fs::data::Settling;
 use gpunvme_fs::error::FsError;
 use gpunvme_fs::volume::{Context, NewNode, RenameMode};
 use gpunvme_fs::{Filesystem, Volume};
+use gpunvme_gpupath::abi::Segment;
+use gpunvme_gpupath::planner::{Bounds, Position};
 use gpunvme_layout::{Block, Timestamp};
 
 const NOW: Timestamp = Timestamp { seconds: 1, nanoseconds: 0 };
@@ -63,11 +66,75 @@ fn an_append_after_a_sync_reads_nothing_from_the_device() {
 }
 
 #[test]
-fn data_that_cannot_be_written_is_reported_until_the_file_is_closed_and_leaks_nothing() {
+fn each_open_that_was_there_learns_once_of_lost_data_and_what_is_written_next_is_well() {
     let (faulty, device, fs) = setup();
     let ino = file(&fs, b"a");
+    let region = Region::allocate(4096).unwrap();
+    let direct = || {
+        let segment = Segment { file_offset: 1 << 20, buffer_offset: 0, len: 4096 };
+        let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW))?;
+        fs.submit_direct_write(write, |result| _ = result.expect("nothing else fails"));
+        Ok::<(), FsError>(())
+    };
+    let told = |result: Result<(), FsError>| result.is_err_and(|error| error.errno() == libc::EIO);
+    let [writer, other, reader] = [0; 3].map(|_| fs.open_file(ino, false));
+    for byte in [7, 8] {
+        fs.wait(|| fs.write(ino, 0, &[byte; 50_000], NOW)).unwrap();
+        faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
+        fs.flush_file(ino).unwrap();
+        let early = fs.open_file(ino, false);
+        direct().expect("a direct write has nothing to do with what was lost");
+        assert!(told(fs.sync_open(ino, writer)));
+        fs.sync_open(ino, writer).expect("it was told");
+        fs.wait(|| fs.write(ino, 0, &[9; 50_000], NOW)).unwrap();
+        fs.sync_open(ino, writer).expect("it was written again");
+        let late = fs.open_file(ino, false);
+        fs.sync_open(ino, late).expect("it was not there, and another was told");
+        fs.write_error(ino, late).expect("neither does it learn of it when it is closed");
+        assert!(told(fs.sync_open(ino, other)), "it was there");
+        assert!(told(fs.write_error(ino, reader)), "and so was this one, which asks when it is closed");
+        assert!(told(fs.sync_open(ino, early)), "no one had been told when it was opened");
+        for open in [writer, other, reader, early, late] {
+            fs.sync_open(ino, open).expect("each was told");
+        }
+        (0..2).for_each(|_| fs.close_file(ino, false));
+        assert_eq!(fs.read(ino, 0, 50_000).unwrap(), [9; 50_000]);
+    }
+    (0..3).for_each(|_| fs.close_file(ino, false));
+    fs.close().expect("all were told");
+    assert_sound(&open(&device).unwrap(), "after lost writes");
+}
+
+#[test]
+fn an_operation_that_needs_lost_data_on_the_device_fails_and_does_not_try_for_ever() {
+    let (faulty, _, fs) = setup();
+    let ino = file(&fs, b"a");
     fs.open_file(ino, false);
-    fs.open_file(ino, false);
+    fs.wait(|| fs.write(ino, 0, &[7; 100], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    fs.wait(|| fs.set_size(&WHO, ino, 50)).unwrap();
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())));
+    let region = Region::allocate(4096).unwrap();
+    let segment = |file_offset| [Segment { file_offset, buffer_offset: 0, len: 4096 }];
+    // Zeros behind the end have to be on the device before the file grows.
+    let failed = fs.wait(|| fs.plan_direct_write(ino, &segment(8192), &region, NOW)).err().expect("the device fails");
+    assert_eq!(failed.errno(), libc::EIO);
+    fs.wait(|| fs.write(ino, 0, &[8; 100], NOW)).unwrap();
+    let failed = fs
+        .wait(|| fs.plan_direct_read(ino, &segment(0), (Position::default(), Bounds::NONE), &region))
+        .err()
+        .expect("the device fails");
+    assert_eq!(failed.errno(), libc::EIO);
+    faulty.clear();
+    fs.wait(|| fs.plan_direct_read(ino, &segment(0), (Position::default(), Bounds::NONE), &region))
+        .expect("what is left is there to be read");
+}
+
+#[test]
+fn data_that_cannot_be_written_is_reported_and_leaks_nothing() {
+    let (faulty, device, fs) = setup();
+    let ino = file(&fs, b"a");
+    let [_, open_here] = [0; 2].map(|_| fs.open_file(ino, false));
     fs.commit().unwrap();
     let before = fs.usage();
     fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
@@ -75,9 +142,9 @@ fn data_that_cannot_be_written_is_reported_until_the_file_is_closed_and_leaks_no
     fs.flush_file(ino).unwrap();
     assert_eq!(fs.usage(), before, "the promise and the blocks are given back");
     fs.close_file(ino, false);
-    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO, "another's close does not take it away");
+    assert_eq!(fs.sync_open(ino, open_here).unwrap_err().errno(), libc::EIO, "another's close does not take it away");
     fs.close_file(ino, false);
-    fs.sync_file(ino).expect("somebody was told, and nobody has it open any more");
+    fs.sync_file(ino).expect("a caller was told, and none has it open any more");
     assert_eq!(fs.read(ino, 0, 100).unwrap(), [], "what was lost is not in the file");
     fs.wait(|| fs.write(ino, 0, &[8; 50_000], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
@@ -109,7 +176,7 @@ fn data_of_a_closed_file_that_cannot_be_written_is_reported_to_who_comes_next() 
     let target = file(&fs, b"target");
     fs.wait(|| fs.write(target, 0, &[1; 5000], NOW)).unwrap();
     fs.sync_file(target).unwrap();
-    let rename = || fs.wait(|| fs.rename(&WHO, (ROOT, b"a"), (ROOT, b"target"), RenameMode::Replace));
+    let rename = || fs.wait(|| fs.rename(&WHO, (ROOT, b"a"), (ROOT, b"target"), RenameMode::Replace, &mut Settling::default()));
     lose(ino);
     assert_eq!(rename().unwrap_err().errno(), libc::EIO, "an empty file replaced a good one");
     // What is lost when the rename has it written out.

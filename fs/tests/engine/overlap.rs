@@ -1,14 +1,14 @@
 //! Schedules in which operations overlap, one by one: what each of them must not break. The random ones are in [`crate::crash`].
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::Duration;
 
 use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Region, Rule};
 use gpunvme_fs::VolumeOptions;
 use gpunvme_fs::data::direct::DirectWrite;
 use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::data::{Filesystem, Options, Spawn};
+use gpunvme_fs::data::{Filesystem, Options, Settling, Spawn};
 use gpunvme_fs::error::{Attempt, Fail, FsError, Stall};
 use gpunvme_fs::volume::{Context, NewNode, RenameMode};
 use gpunvme_gpupath::abi::Segment;
@@ -288,7 +288,10 @@ fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() 
     type Operation = fn(&Arc<Filesystem>, u64) -> Result<(), FsError>;
     let operations: [(&str, Operation); 4] = [
         ("truncation", |fs, ino| fs.wait(|| fs.set_size(&WHO, ino, 0)).map(drop)),
-        ("rename", |fs, _| fs.wait(|| fs.rename(&WHO, (ROOT, b"a"), (ROOT, b"b"), RenameMode::Replace)).map(drop)),
+        ("rename", |fs, _| {
+            let mut settling = Settling::default();
+            fs.wait(|| fs.rename(&WHO, (ROOT, b"a"), (ROOT, b"b"), RenameMode::Replace, &mut settling)).map(drop)
+        }),
         ("removal", |fs, ino| {
             fs.wait(|| fs.unlink(&WHO, ROOT, b"a"))?;
             while fs.wait(|| fs.reap_step(ino))? {}
@@ -358,6 +361,37 @@ fn what_is_appended_beside_direct_writes_that_make_the_file_longer_goes_behind_t
 }
 
 #[test]
+fn small_writes_read_their_block_once_whatever_is_written_to_others() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let direct = DirectWrites::new();
+    let writer = direct.clone();
+    // How many requests were on their way at each step.
+    let steps: Arc<Mutex<Vec<usize>>> = Arc::default();
+    let noted = steps.clone();
+    let fs = stepped_by(&device, move |count| {
+        noted.lock().unwrap().push(count);
+        writer.begin("small write");
+        0
+    });
+    let ino = file(&fs, b"a");
+    fs.open_file(ino, false);
+    fs.wait(|| fs.write(ino, 0, &[0xaa; 65_536], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    assert!(direct.file.set((fs.clone(), ino)).is_ok());
+    for block in 2..8 {
+        direct.begin("small write");
+        steps.lock().unwrap().clear();
+        fs.wait(|| fs.write(ino, block * 4096 + 100, &[3; 10], NOW)).unwrap();
+        let steps = steps.lock().unwrap();
+        assert_eq!(steps.len(), steps[0], "block {block}: it was read more than once");
+    }
+    direct.end();
+    let found = fs.read(ino, 0, 65_536).unwrap();
+    assert!((2..8).all(|block| found[block * 4096 + 100..][..10] == [3; 10] && found[block * 4096 + 110] == 0xaa));
+}
+
+#[test]
 fn a_small_write_is_not_kept_waiting_by_direct_writes_to_other_blocks() {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
     make(&device);
@@ -380,6 +414,48 @@ fn a_small_write_is_not_kept_waiting_by_direct_writes_to_other_blocks() {
 }
 
 #[test]
+fn a_rename_waits_for_what_was_written_before_it_and_ends_however_much_others_write() {
+    let recorder = {
+        let memory = MemoryDevice::new(32 << 20);
+        let device: Arc<dyn BlockDevice> = memory.clone();
+        make(&device);
+        Recorder::new(memory.snapshot())
+    };
+    let device: Arc<dyn BlockDevice> = recorder.clone();
+    let shared: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();
+    let waits = Arc::new(AtomicU32::new(0));
+    let writer = {
+        let (shared, waits) = (shared.clone(), waits.clone());
+        move || {
+            if let Some((fs, ino)) = shared.get() {
+                let wait = waits.fetch_add(1, Ordering::Relaxed);
+                assert!(wait < 100, "the rename waits for as long as others write");
+                fs.wait(|| fs.write(*ino, 4096, &[1 + wait as u8; 4096], NOW)).unwrap();
+            }
+        }
+    };
+    let fs = stepped(&device, writer);
+    let [new, old] = [b"new".as_slice(), b"old"].map(|name| file(&fs, name));
+    fs.open_file(new, false);
+    for (ino, byte) in [(old, 0xbb), (new, 0xaa)] {
+        fs.wait(|| fs.write(ino, 0, &[byte; 8192], NOW)).unwrap();
+        if ino == old {
+            fs.sync_file(old).unwrap();
+        }
+    }
+    assert!(shared.set((fs.clone(), new)).is_ok());
+    let mut settling = Settling::default();
+    fs.wait(|| fs.rename(&WHO, (ROOT, b"new"), (ROOT, b"old"), RenameMode::Replace, &mut settling)).unwrap();
+    assert!(waits.load(Ordering::Relaxed) > 0, "others wrote meanwhile");
+    fs.commit().unwrap();
+    let image = recorder.log().power_cuts().image(recorder.position(), |_, _| false);
+    let fs = open(&(MemoryDevice::from_image(image) as Arc<dyn BlockDevice>)).unwrap();
+    let found = fs.wait(|| fs.lookup(ROOT, b"old")).unwrap();
+    assert_eq!(found.ino, new);
+    assert!(fs.read(new, 0, 4096).unwrap() == [0xaa; 4096], "what was written before the rename is not there after a crash");
+}
+
+#[test]
 fn a_rename_waits_for_the_writes_of_the_file_that_the_name_stands_for_now() {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
     make(&device);
@@ -390,8 +466,8 @@ fn a_rename_waits_for_the_writes_of_the_file_that_the_name_stands_for_now() {
         move || {
             let Some(fs) = shared.get().filter(|_| !swapped.swap(true, Ordering::Relaxed)) else { return };
             // While the rename waits for the writes of one file, its name goes to another.
-            fs.rename(&WHO, (ROOT, b"new"), (ROOT, b"third"), RenameMode::NoReplace).unwrap();
-            fs.rename(&WHO, (ROOT, b"other"), (ROOT, b"new"), RenameMode::NoReplace).unwrap();
+            fs.rename(&WHO, (ROOT, b"new"), (ROOT, b"third"), RenameMode::NoReplace, &mut Settling::default()).unwrap();
+            fs.rename(&WHO, (ROOT, b"other"), (ROOT, b"new"), RenameMode::NoReplace, &mut Settling::default()).unwrap();
         }
     };
     // The writes of the file that the name stood for first come first.
@@ -409,7 +485,7 @@ fn a_rename_waits_for_the_writes_of_the_file_that_the_name_stands_for_now() {
     assert!(shared.set(fs.clone()).is_ok());
     fs.wait(|| {
         assert!(looks.fetch_add(1, Ordering::Relaxed) < 100, "it looks again and again, and waits for the wrong file");
-        fs.rename(&WHO, (ROOT, b"new"), (ROOT, b"old"), RenameMode::Replace)
+        fs.rename(&WHO, (ROOT, b"new"), (ROOT, b"old"), RenameMode::Replace, &mut Settling::default())
     })
     .unwrap();
     assert_eq!(fs.wait(|| fs.lookup(ROOT, b"old")).unwrap().ino, other);

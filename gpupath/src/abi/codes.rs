@@ -90,8 +90,10 @@ codes! {
         RouteNotAvailable = 41, "route-not-available";
         /// Refused: the daemon may not lock that much memory for the device.
         MemlockLimit = 42, "memlock-limit";
-        /// Refused: the memory has pages that were never touched, and the device needs all of them in place.
+        /// Refused: the memory has pages that do not exist, and would come out of the daemon's memory.
         NotAllocated = 43, "not-allocated";
+        /// Refused: the user has the share of one, or keeps the daemon busy with descriptors that it cannot close.
+        UserLimit = 44, "user-limit";
         /// A reason of a later version than this program's.
         Unknown = 63, "unknown";
     }
@@ -134,6 +136,9 @@ impl Reason {
             Reason::TotalLimit => {
                 "All processes together have as many buffers, or bytes in them, as the mount allows; raise its limits."
             }
+            Reason::UserLimit => {
+                "The processes of this user have as much as one user may have while others want some too; unregister some, or close what keeps the daemon from closing it."
+            }
             Reason::FdNotReachable => {
                 "The daemon may not take an fd from this process; register over the socket that INFO names."
             }
@@ -145,7 +150,7 @@ impl Reason {
                 "The daemon may not lock that much memory for the device: raise its RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=), or run it as root."
             }
             Reason::NotAllocated => {
-                "The device needs all of the memory in place, and some of its pages do not exist yet: fallocate(2) the memfd before registering it."
+                "Some pages of the memory do not exist yet, or no longer: fallocate(2) all of the memfd before registering it, and punch no holes."
             }
             Reason::Unknown => "This program is older than the daemon and does not know the reason.",
             Reason::RouteNotAvailable => {

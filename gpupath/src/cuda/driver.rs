@@ -105,6 +105,7 @@ macro_rules! functions {
         #[allow(non_snake_case)]
         pub(super) struct Driver {
             error_name: unsafe extern "C" fn(c_uint, *mut *const c_char) -> c_uint,
+            stream_contexts: Option<StreamContexts>,
             $($name: unsafe extern "C" fn($($type),*) -> c_uint,)*
         }
 
@@ -113,6 +114,8 @@ macro_rules! functions {
                 Ok(Driver {
                     // SAFETY: this is its signature; an enum's results and arguments are integers in C.
                     error_name: unsafe { symbol("cuGetErrorName") }?,
+                    // SAFETY: this is its signature, of drivers from CUDA 12.5 on.
+                    stream_contexts: unsafe { symbol("cuStreamGetCtx_v2") }.ok(),
                     // SAFETY: these are their signatures, as is checked below.
                     $($name: unsafe { symbol(stringify!($name)) }?,)*
                 })
@@ -210,6 +213,25 @@ impl Driver {
         }
     }
 
+    /// The context that a stream works in. For one of a green context that is the GPU's primary context, whose memory and
+    /// kernels it uses, and which any thread may enter: a green context is for one thread at a time.
+    ///
+    /// # Safety
+    /// It is a stream of this process, and none of the default streams.
+    pub(super) unsafe fn context_of(&self, stream: CUstream) -> Result<CUcontext, CudaError> {
+        let (mut context, mut green) = (std::ptr::null_mut(), std::ptr::null_mut());
+        match self.stream_contexts {
+            Some(get) => {
+                // SAFETY: the caller vouches for the stream; it writes two handles.
+                let code = unsafe { get(stream, &mut context, &mut green) };
+                self.check("cuStreamGetCtx_v2", code)?;
+            }
+            // SAFETY: as above; it writes one.
+            None => unsafe { self.cuStreamGetCtx(stream, &mut context) }?,
+        }
+        Ok(context)
+    }
+
     /// The driver API's version, which is older or newer than that of the application's toolkit.
     pub(super) fn version(&self) -> Result<Version, CudaError> {
         let mut version = 0;
@@ -231,6 +253,9 @@ impl Driver {
         CudaError { call, code, name: name.unwrap_or("unknown to this driver") }
     }
 }
+
+/// `cuStreamGetCtx_v2`: of a stream, its context, or for one of a green context the GPU's primary context and the green one.
+type StreamContexts = unsafe extern "C" fn(CUstream, *mut CUcontext, *mut *mut c_void) -> c_uint;
 
 /// Before anything else is looked up: what an old driver lacks is explained by its age.
 fn version() -> Result<Version, Unavailable> {

@@ -28,6 +28,8 @@ pub(super) struct Device {
     memory: u64,
     dma_buf: bool,
     writes_ordering: WritesOrdering,
+    /// For whom the writes of PCIe devices have to be ordered: every GPU of the process may read this one's memory.
+    readers: WritesOrdering,
     flushable: bool,
     streams_flush: bool,
     context: OnceLock<Context>,
@@ -38,14 +40,15 @@ impl Device {
         let mut count = 0;
         // SAFETY: it writes an integer.
         unsafe { driver.cuDeviceGetCount(&mut count) }?;
-        (0..count).map(|ordinal| Device::get(driver, ordinal)).collect()
+        let readers = if count > 1 { WritesOrdering::AllDevices } else { WritesOrdering::Owner };
+        (0..count).map(|ordinal| Device::get(driver, ordinal, readers)).collect()
     }
 
     pub(super) fn is(&self, handle: CUdevice) -> bool {
         self.handle == handle
     }
 
-    fn get(driver: &'static Driver, ordinal: c_int) -> Result<Device, CudaError> {
+    fn get(driver: &'static Driver, ordinal: c_int, readers: WritesOrdering) -> Result<Device, CudaError> {
         let (mut handle, mut uuid, mut memory) = (0, CUuuid { bytes: [0; 16] }, 0);
         // SAFETY: each writes what its first argument points at, of a device that the first found.
         unsafe {
@@ -69,7 +72,11 @@ impl Device {
             pci_address: text(|out, len| unsafe { driver.cuDeviceGetPCIBusId(out, len, handle) })?.to_lowercase(),
             memory: memory as u64,
             dma_buf: attribute(Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)? != 0,
+            readers,
             writes_ordering: match attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)? {
+                // NVLink-C2C, told by atomics between processor and GPU: data may take another way to the GPU than the
+                // completion that is read there, and the order on one says nothing about the other.
+                _ if attribute(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED)? != 0 => WritesOrdering::None,
                 ..100 => WritesOrdering::None,
                 100..200 => WritesOrdering::Owner,
                 200.. => WritesOrdering::AllDevices,
@@ -146,7 +153,8 @@ impl Gpu {
         self.0.dma_buf
     }
 
-    /// For whom it orders the writes of PCIe devices.
+    /// For whom it orders the writes of PCIe devices. [`WritesOrdering::None`] on machines with NVLink-C2C, whatever the
+    /// driver says: what it says is true of one of the ways into the memory.
     pub fn writes_ordering(&self) -> WritesOrdering {
         self.0.writes_ordering
     }
@@ -220,19 +228,26 @@ impl Gpu {
         memory::sync_memops(self.context()?, address)
     }
 
-    /// Whether what PCIe devices wrote into its memory can be there for a stream of `other` that waits for a word which was written afterwards: by itself, or because the stream
-    /// flushes ([`Stream::wait_value_and_flush`]), which it does for its own GPU only.
+    /// Whether what PCIe devices wrote into its memory can be there for a stream of `other` that waits for a word which was
+    /// written afterwards, and for all that comes after in the order of CUDA, on other GPUs of the process too: by itself, or
+    /// because the stream flushes ([`Stream::wait_value_and_flush`]), which it does for its own GPU only.
     pub fn orders_writes_for_streams_of(&self, other: &Gpu) -> bool {
-        let enough = if self == other { WritesOrdering::Owner } else { WritesOrdering::AllDevices };
-        self.0.writes_ordering >= enough || self == other && self.0.streams_flush
+        self.0.writes_ordering >= self.0.readers
+            || self.0.readers == WritesOrdering::Owner && self == other && self.0.streams_flush
     }
 
-    /// Puts what PCIe devices wrote into this GPU's memory before what it reads from now on. Where it does so by itself ([`Gpu::writes_ordering`]) this does nothing.
+    /// Whether [`Gpu::flush_remote_writes`] has work to do.
+    pub fn needs_flush(&self) -> bool {
+        self.0.writes_ordering < self.0.readers
+    }
+
+    /// Puts what PCIe devices wrote into this GPU's memory before what any GPU of the process reads there from now on. Where
+    /// it does so by itself ([`Gpu::writes_ordering`]) this does nothing.
     ///
     /// # Errors
     /// What CUDA says: `CUDA_ERROR_NOT_SUPPORTED` where the GPU needs the flush, and the host cannot ask for it.
     pub fn flush_remote_writes(&self) -> Result<(), CudaError> {
-        if self.0.writes_ordering >= WritesOrdering::Owner {
+        if !self.needs_flush() {
             return Ok(());
         }
         if !self.0.flushable {
@@ -240,10 +255,11 @@ impl Gpu {
         }
         let context = self.context()?;
         let _entered = context.enter()?;
-        let (target, scope) = (
-            FlushTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
-            FlushScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
-        );
+        let target = FlushTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
+        let scope = match self.0.readers {
+            WritesOrdering::AllDevices => FlushScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES,
+            _ => FlushScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
+        };
         // SAFETY: it has no requirements.
         unsafe { context.driver.cuFlushGPUDirectRDMAWrites(target, scope) }
     }

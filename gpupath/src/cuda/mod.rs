@@ -130,17 +130,23 @@ impl Cuda {
         memory::buffer_id(self.driver, address)
     }
 
-    /// A stream of the application (`cudaStream_t`, `CUstream`), to order work with its work. 0, 1 and 2 are the default streams of the calling thread's context, as they
-    /// are everywhere in CUDA; 2, the thread's own, is that of whichever thread calls.
+    /// A stream of the application (`cudaStream_t`, `CUstream`), to order work with its work. 0, 1 and 2 are the default streams
+    /// of the calling thread's context, as they are everywhere in CUDA; 2, the thread's own, is that of whichever thread calls.
+    /// For a thread without a context they are those of the first GPU's primary context, as for the CUDA runtime.
     ///
     /// # Safety
     /// It is a stream of this process, and is not destroyed before what is returned is dropped.
     ///
     /// # Errors
     /// What CUDA says.
-    pub unsafe fn application_stream(&self, stream: usize) -> Result<Stream, CudaError> {
+    pub unsafe fn application_stream(&'static self, stream: usize) -> Result<Stream, CudaError> {
         // SAFETY: the caller vouches for it.
-        unsafe { Stream::of_application(self.driver, stream) }
+        unsafe { Stream::of_application(self, stream) }
+    }
+
+    /// The context that the CUDA runtime gives a thread that chose no GPU.
+    fn default_context(&'static self) -> Result<context::Context, CudaError> {
+        Gpu::new(&self.devices[0]).context()
     }
 
     /// The GPU that a stream is of, in whatever context.

@@ -1,7 +1,8 @@
 //! Streams, which do things in order while their caller does something else, and events, which tell how far they are.
 
+use super::Cuda;
 use super::context::Context;
-use super::driver::{CudaError, Driver};
+use super::driver::CudaError;
 use super::gpu::Gpu;
 use super::scatter::Scatter;
 use cudarc::driver::sys::{
@@ -11,6 +12,9 @@ use cudarc::driver::sys::{
 use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::ptr;
+
+/// The default streams are numbers up to this: `CU_STREAM_LEGACY` is 1, `CU_STREAM_PER_THREAD` 2, and 0 one of them.
+const DEFAULT_STREAMS: usize = 2;
 
 /// The number of a stream, which no other stream of this process ever had or will have: CUDA's number of its context, and the one that it has there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,12 +46,16 @@ impl Stream {
 
     /// # Safety
     /// As for `Cuda::application_stream`.
-    pub(super) unsafe fn of_application(driver: &'static Driver, stream: usize) -> Result<Stream, CudaError> {
-        let raw = ptr::without_provenance_mut(stream);
-        let mut context = ptr::null_mut();
-        // SAFETY: the caller vouches for the stream.
-        unsafe { driver.cuStreamGetCtx(raw, &mut context) }?;
-        Ok(Stream { context: Context::new(driver, context), raw, ours: false })
+    pub(super) unsafe fn of_application(cuda: &'static Cuda, stream: usize) -> Result<Stream, CudaError> {
+        let (driver, raw) = (cuda.driver, ptr::without_provenance_mut(stream));
+        let context = if stream <= DEFAULT_STREAMS {
+            let current = Context::current(driver)?;
+            if current.is_null() { cuda.default_context()? } else { Context::new(driver, current) }
+        } else {
+            // SAFETY: the caller vouches for the stream.
+            Context::new(driver, unsafe { driver.context_of(raw) }?)
+        };
+        Ok(Stream { context, raw, ours: false })
     }
 
     /// Its number. What two handles with one number stand for is in one order.

@@ -16,6 +16,15 @@ use std::time::{Duration, Instant};
 
 const LEN: usize = 1 << 20;
 
+/// A process of root's.
+fn client(id: u32) -> Client {
+    Client { process: Process::open(id).unwrap(), user: 0 }
+}
+
+fn by(thread: u32) -> Caller {
+    Caller { thread, user: 0 }
+}
+
 struct Bench {
     controller: Arc<SimController>,
     io: Arc<Io>,
@@ -41,7 +50,7 @@ impl Bench {
 
     fn register(&self, owner: u32) -> Arc<Buffer> {
         let region = Region::of_device(self.memory.try_clone().unwrap(), LEN).unwrap();
-        self.registry.enter(Process::open(owner).unwrap(), region, Route::P2p).unwrap()
+        self.registry.enter(client(owner), region, Route::P2p).unwrap()
     }
 
     fn memory(&self) -> Vec<u8> {
@@ -196,11 +205,11 @@ fn a_controllers_error_names_the_segment() {
     assert_eq!(Outcome::from(failed), Outcome::failed(libc::EIO, Some(2)));
 }
 
-/// The software controller's IOMMU wants all of a buffer in place, as the real one does.
 #[test]
-fn what_is_pinned_was_paid_for_and_is_limited() {
+fn host_memory_was_paid_for_and_is_limited() {
     let bench = Bench::new();
-    let limits = Limits { pinned_per_process: 2 * LEN as u64, ..Limits::default() };
+    let Limits { process, all } = Limits::default();
+    let limits = Limits { process: Amounts { host_bytes: 2 * LEN as u64, ..process }, all };
     let registry = Registry::new(bench.io.device().clone(), limits).unwrap();
     let me = std::process::id();
     let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
@@ -210,14 +219,51 @@ fn what_is_pinned_was_paid_for_and_is_limited() {
     let request = Register { fd: std::os::fd::AsRawFd::as_raw_fd(&memory), len: LEN as u64, ..Register::default() };
     let refused = |reason| move |error: RegistryError| assert_eq!((error.reason(), reason), (reason, reason), "{error}");
     rustix::fs::fallocate(&memory, rustix::fs::FallocateFlags::empty(), 0, LEN as u64 - 4096).unwrap();
-    registry.register(me, &request).map(drop).map_err(refused(Reason::NotAllocated)).unwrap_err();
+    registry.register(by(me), &request).map(drop).map_err(refused(Reason::NotAllocated)).unwrap_err();
     rustix::fs::fallocate(&memory, rustix::fs::FallocateFlags::empty(), 0, LEN as u64).unwrap();
-    let first = registry.register(me, &request).unwrap().id;
-    registry.register(me, &request).unwrap();
-    registry.register(me, &request).map(drop).map_err(refused(Reason::ProcessLimit)).unwrap_err();
+    let first = registry.register(by(me), &request).unwrap().id;
+    registry.register(by(me), &request).unwrap();
+    registry.register(by(me), &request).map(drop).map_err(refused(Reason::ProcessLimit)).unwrap_err();
     // Device memory costs the machine none of its own.
     let device = Region::of_device(bench.memory.try_clone().unwrap(), LEN).unwrap();
-    registry.enter(Process::open(me).unwrap(), device, Route::P2p).unwrap();
+    registry.enter(client(me), device, Route::P2p).unwrap();
     registry.unregister(me, first).unwrap();
-    registry.register(me, &request).unwrap();
+    registry.register(by(me), &request).unwrap();
+}
+
+/// A process is root's where it asks as root and is root's: each can be had without the other.
+#[test]
+fn neither_an_inherited_connection_nor_a_program_that_became_root_is_roots() {
+    let me = || Process::open(std::process::id()).unwrap();
+    let is_roots = rustix::process::geteuid().is_root();
+    assert_eq!(Client { process: me(), user: 0 }.is_root(), is_roots);
+    assert!(!Client { process: me(), user: 65534 }.is_root());
+    let other = std::os::unix::process::CommandExt::uid(&mut std::process::Command::new("sleep"), 65534).arg("1000").spawn();
+    // Only root can start a process of another user.
+    if let Ok(other) = other {
+        let other = Owner(other);
+        assert!(!client(other.0.id()).is_root());
+    }
+}
+
+/// A process that has ended is not taken for one that got its number.
+#[test]
+fn the_number_of_a_process_is_not_the_process() {
+    let bench = Bench::new();
+    let mut first = Owner::start();
+    let number = first.0.id();
+    let (ended, same) = (Process::open(number).unwrap(), Process::open(number).unwrap());
+    assert_eq!(ended.identity(), same.identity());
+    first.end();
+    let next_number = |number: u32| std::fs::write("/proc/sys/kernel/ns_last_pid", (number - 1).to_string());
+    let again = (0..200).find_map(|_| {
+        next_number(number).ok()?;
+        Some(Owner::start()).filter(|owner| owner.0.id() == number)
+    });
+    // Only root can choose numbers, and others may be faster.
+    if let Some(again) = again {
+        let buffer = bench.register(again.0.id());
+        assert!(bench.registry.lookup_of(&client(number).process, buffer.id).is_ok());
+        assert!(bench.registry.lookup_of(&ended, buffer.id).is_err());
+    }
 }

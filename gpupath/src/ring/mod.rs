@@ -3,6 +3,8 @@
 //! The memory belongs to the application. The daemon takes nothing in it for true: it keeps its own positions, copies a submission out before it looks at it,
 //! and gives up a ring whose words cannot be right. What an application does to its ring costs it the ring, and nobody else anything.
 
+#[cfg(feature = "daemon")]
+mod leavings;
 #[allow(unsafe_code)]
 mod memory;
 #[cfg(feature = "daemon")]
@@ -11,6 +13,8 @@ mod queue_pair;
 mod rings;
 #[cfg(feature = "daemon")]
 mod service;
+#[cfg(feature = "daemon")]
+mod shares;
 #[cfg(feature = "daemon")]
 #[allow(unsafe_code)]
 mod signal;

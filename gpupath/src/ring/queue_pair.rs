@@ -1,10 +1,13 @@
 //! One ring, as the daemon holds it: what was taken from it and what was given back. It guards the ring's rules. It knows no threads: the service takes, whoever ends
 //! a transfer completes.
 
+use super::leavings::{Held, Leavings};
 use super::memory::RingMemory;
 use super::service::AttachedFile;
+use super::shares::Member;
 use super::signal::Signal;
-use crate::abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
+use crate::abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, MAX_RING_TRANSFER, Submission, Word};
+use crate::limits;
 use crate::process::Process;
 use crate::registry::Buffer;
 use parking_lot::{Mutex, RwLock};
@@ -12,14 +15,21 @@ use rustc_hash::FxHashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 /// The most files of one ring.
 const FILES_MAX: usize = 65536;
+/// How long a limit of the owner is taken for what it was: to ask takes longer than to begin a transfer.
+const LIMIT_LASTS: Duration = Duration::from_millis(10);
 
 /// A ring.
 pub(super) struct Ring {
     pub id: u64,
     pub owner: Process,
+    /// The user that made it.
+    pub user: u32,
+    /// Whose share it has a part of.
+    pub member: Member,
     /// Signalled by the application; only watched.
     pub submitted: OwnedFd,
     memory: RingMemory,
@@ -32,17 +42,23 @@ pub(super) struct Ring {
     in_flight: AtomicU32,
     /// Bytes asked for in those.
     bytes: AtomicU64,
+    /// When there was last something to take or under way ([`super::shares::Shares::now`]).
+    last_busy: AtomicU64,
     /// Something was completed since the application was last looked after.
     due: AtomicBool,
     closed: AtomicBool,
     files: RwLock<Files>,
     /// Buffers used before: to look one up in the registry takes a system call.
     buffers: Mutex<FxHashMap<u64, Weak<Buffer>>>,
+    /// The longest that the owner may make a file, and when that was asked.
+    file_size: Mutex<Option<(Instant, u64)>>,
+    /// Where what it lets go of goes.
+    leavings: Leavings,
 }
 
 #[derive(Default)]
 struct Files {
-    by_name: FxHashMap<u64, Arc<dyn AttachedFile>>,
+    by_name: FxHashMap<u64, Arc<Held>>,
     last: u64,
 }
 
@@ -55,10 +71,20 @@ pub(super) struct Broken {
 }
 
 impl Ring {
-    pub fn new(id: u64, owner: Process, memory: RingMemory, submitted: OwnedFd, completed: Signal) -> Ring {
+    pub fn new(
+        id: u64,
+        (user, owner): (u32, Process),
+        member: Member,
+        memory: RingMemory,
+        submitted: OwnedFd,
+        completed: Signal,
+        leavings: Leavings,
+    ) -> Ring {
         Ring {
             id,
             owner,
+            user,
+            member,
             submitted,
             memory,
             completed,
@@ -66,10 +92,13 @@ impl Ring {
             tail: Mutex::new(0),
             in_flight: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
+            last_busy: AtomicU64::new(0),
             due: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             files: RwLock::default(),
             buffers: Mutex::default(),
+            file_size: Mutex::default(),
+            leavings,
         }
     }
 
@@ -112,8 +141,11 @@ impl Ring {
         let submission = self.memory.submission(head);
         self.head.store(head.wrapping_add(1), Ordering::Relaxed);
         self.memory.store(Word::SubmissionHead, head.wrapping_add(1));
-        self.bytes.fetch_add(submission.len, Ordering::AcqRel);
+        // One that asks for more is refused, and weighs no more until then.
+        let len = submission.len.min(MAX_RING_TRANSFER);
+        self.bytes.fetch_add(len, Ordering::AcqRel);
         self.in_flight.fetch_add(1, Ordering::AcqRel);
+        self.member.begin(len);
         submission
     }
 
@@ -122,8 +154,21 @@ impl Ring {
         (self.in_flight.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire))
     }
 
+    /// When it was last busy.
+    pub fn last_busy(&self) -> u64 {
+        self.last_busy.load(Ordering::Relaxed)
+    }
+
+    /// It is busy.
+    pub fn set_busy(&self, now: u64) {
+        if self.last_busy() != now {
+            self.last_busy.store(now, Ordering::Relaxed);
+        }
+    }
+
     /// Ends a submission of `len` bytes that was taken. [`Ring::wake_if_due`] has to follow.
     pub fn complete(&self, len: u64, completion: &Completion) {
+        let len = len.min(MAX_RING_TRANSFER);
         {
             let mut tail = self.tail.lock();
             self.memory.put_completion(*tail, completion);
@@ -132,6 +177,7 @@ impl Ring {
             self.bytes.fetch_sub(len, Ordering::AcqRel);
             self.in_flight.fetch_sub(1, Ordering::AcqRel);
         }
+        self.member.end(len);
         self.due.store(true, Ordering::Release);
     }
 
@@ -152,9 +198,8 @@ impl Ring {
         self.memory.swap(Word::Daemon, CLOSED);
         self.memory.swap(Word::Application, AWAKE);
         self.completed.send();
-        // Outside the lock: what goes with a file may take long.
         let files = std::mem::take(&mut self.files.write().by_name);
-        drop(files);
+        self.leavings.leave(files);
         self.buffers.lock().clear();
     }
 
@@ -182,25 +227,34 @@ impl Ring {
         }
         files.last += 1;
         let name = files.last;
-        files.by_name.insert(name, file);
+        files.by_name.insert(name, Arc::new(Held::new(file, &self.leavings)));
         Some(name)
     }
 
-    /// Takes a file out.
-    #[must_use = "to be dropped where it may take long"]
-    pub fn detach(&self, name: u64) -> Option<Arc<dyn AttachedFile>> {
-        self.files.write().by_name.remove(&name)
+    /// Takes a file out. Returns whether it was there.
+    pub fn detach(&self, name: u64) -> bool {
+        self.files.write().by_name.remove(&name).is_some()
+    }
+
+    /// The longest that the owner may make a file, in bytes.
+    pub fn file_size_limit(&self) -> u64 {
+        let mut known = self.file_size.lock();
+        match *known {
+            Some((asked, limit)) if asked.elapsed() < LIMIT_LASTS => limit,
+            _ => known.insert((Instant::now(), limits::file_size(self.owner.id))).1,
+        }
     }
 
     /// The file of this name.
-    pub fn file(&self, name: u64) -> Option<Arc<dyn AttachedFile>> {
+    pub fn file(&self, name: u64) -> Option<Arc<Held>> {
         self.files.read().by_name.get(&name).cloned()
     }
 
     /// A buffer of the owner; `look_up` asks the registry.
     pub fn buffer<E>(&self, id: u64, look_up: impl FnOnce() -> Result<Arc<Buffer>, E>) -> Result<Arc<Buffer>, E> {
         let known = self.buffers.lock().get(&id).and_then(Weak::upgrade);
-        if let Some(buffer) = known {
+        // One that was unregistered lives as long as a transfer on it.
+        if let Some(buffer) = known.filter(|buffer| !buffer.is_revoked()) {
             return Ok(buffer);
         }
         let buffer = look_up()?;

@@ -3,19 +3,25 @@
 //! It guards that a busy ring finds a thread with time for it, while rings that may be idle do not each have one. How much a ring will be used nobody knows
 //! when it is made, but not for more than it has entries at a time.
 
+use super::leavings::Leavings;
 use super::memory::RingMemory;
 use super::queue_pair::Ring;
-use super::service::{Active, AttachedFile, Service};
+use super::service::{AttachedFile, Service};
+use super::shares::Shares;
 use super::signal::Signal;
 use super::watch::{Heard, Watch};
 use crate::abi::Command;
 use crate::abi::ring::{self, Attach, Detach, RING_ENTRIES, ring_bytes};
-use crate::foreign;
+use crate::foreign::{Foreign, Kind};
 use crate::process::Process;
+use crate::registry::Caller;
 use crate::server::{Reply, Server};
+use crate::shares::share;
 use gpunvme_blockdev::Io;
 use parking_lot::Mutex;
+use rustix::fs::SealFlags;
 use rustix::io::Errno;
+use rustix::process::Resource;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::fd::AsFd;
@@ -24,11 +30,14 @@ use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Rings of one process, and of all.
+/// Rings of one process.
 const RINGS_PER_PROCESS: usize = 64;
 /// Rings of one process, those included that it gave up and whose transfers are still under way.
 const LIVING_PER_PROCESS: usize = 128;
+/// Rings of all.
 const RINGS: usize = 1024;
+/// Descriptors of the daemon that a ring takes: what each side signals the other by, and the owner by two names.
+const DESCRIPTORS: usize = 4;
 /// About so many small transfers in flight keep a serving thread busy: 100 us each, 3 us of the thread. What a ring can have in flight beyond them makes no difference.
 const BUSY: u32 = 32;
 /// What the smallest ring counts as: it is that of a thread that waits for what it asks for, with a transfer at a time, or a few long ones. Sixteen such rings on a machine with 16
@@ -38,12 +47,35 @@ const WAITING: u32 = 2;
 /// How long no further service is asked for where there was none: to ask may take the device's time.
 const PAUSE: Duration = Duration::from_secs(10);
 
+/// How many rings there may be at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Limits {
+    all: usize,
+}
+
+impl Limits {
+    /// As many as [`RINGS`], if they take no more than a quarter of this many descriptors.
+    fn within(descriptors: u64) -> Limits {
+        let descriptors = usize::try_from(descriptors).unwrap_or(usize::MAX);
+        Limits { all: RINGS.min(descriptors / 4 / DESCRIPTORS) }
+    }
+
+    /// Whether a user who has so many, of so many, may have another.
+    fn admit(self, user: u32, of_user: usize, made: usize) -> bool {
+        (of_user as u64) < share(user, self.all as u64, (made - of_user) as u64)
+    }
+}
+
 /// The rings of a mount.
 pub struct Rings {
+    limits: Limits,
     server: Arc<Server>,
     io: Arc<Io>,
     watch: Arc<Watch>,
-    active: Arc<Active>,
+    shares: Arc<Shares>,
+    leavings: Leavings,
+    /// Of `leavings`.
+    dropping: Mutex<Option<JoinHandle<()>>>,
     /// Filled from the front.
     services: Arc<[OnceLock<Arc<Service>>]>,
     opening: Mutex<Opening>,
@@ -69,11 +101,16 @@ impl Rings {
     /// When the kernel gives no epoll, eventfd or thread, or the device no queue.
     pub fn new(server: Arc<Server>, io: Arc<Io>, services: usize) -> io::Result<Rings> {
         let services = services.max(1);
+        let (leavings, dropping) = Leavings::new(spawn)?;
+        let descriptors = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let rings = Rings {
+            limits: Limits::within(descriptors),
             server,
             io,
             watch: Arc::new(Watch::new()?),
-            active: Arc::new(Active::new(services)),
+            shares: Arc::new(Shares::new()),
+            leavings,
+            dropping: Mutex::new(Some(dropping)),
             services: (0..services).map(|_| OnceLock::new()).collect(),
             opening: Mutex::new(Opening {
                 // As with buffers: one mount's name for a ring means nothing to another mount.
@@ -93,10 +130,10 @@ impl Rings {
         Ok(rings)
     }
 
-    /// `RING`. `thread` is the caller's id in a FUSE request that must not have been answered. It maps memory, and waits for the device where that has to give a
-    /// queue: not for the thread that everybody waits for.
-    pub fn open(&self, thread: u32, request: &ring::Ring) -> Reply {
-        let opened = self.make(thread, request);
+    /// `RING`, whose caller must not have been answered. It maps memory, waits for the lock of a file that its owner may hold, and for the device where that has to
+    /// give a queue: to be called by [`Server::take_in`].
+    pub fn open(&self, caller: Caller, request: &ring::Ring) -> Reply {
+        let opened = self.make(caller, request);
         self.server.stats.call(Command::Ring, opened.is_err());
         match opened {
             Ok(ring) => Reply::new(0, &ring::Ring { ring, ..request.clone() }),
@@ -104,7 +141,7 @@ impl Rings {
         }
     }
 
-    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread` as in [`Rings::open`].
+    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread` is the caller's, which must not have been answered.
     pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn AttachedFile>) -> Reply {
         let found = self.find(thread, request.ring);
         let attached = found.ok_or(Errno::NOENT).and_then(|(_, ring)| ring.attach(file()).ok_or(Errno::NOSPC));
@@ -115,14 +152,14 @@ impl Rings {
         }
     }
 
-    /// `DETACH`. `thread` as in [`Rings::open`].
+    /// `DETACH`. `thread` is the caller's, which must not have been answered.
     pub fn detach(&self, thread: u32, request: &Detach) -> Reply {
         let detached = self.find(thread, request.ring).ok_or(Errno::NOENT).and_then(|(service, ring)| {
             if request.file == 0 {
                 service.remove(&ring);
                 return Ok(());
             }
-            ring.detach(request.file).map(drop).ok_or(Errno::NOENT)
+            ring.detach(request.file).then_some(()).ok_or(Errno::NOENT)
         });
         self.server.stats.call(Command::Detach, detached.is_err());
         Reply::new(detached.err().map_or(0, Errno::raw_os_error), request)
@@ -143,6 +180,10 @@ impl Rings {
         for service in begun(&self.services) {
             service.rings().iter().for_each(|ring| service.remove(ring));
         }
+        self.leavings.end();
+        if let Some(dropping) = self.dropping.lock().take() {
+            let _ = dropping.join(); // as above
+        }
     }
 
     /// The ring of this name, if it is that thread's process's, and the service that it has.
@@ -151,37 +192,40 @@ impl Rings {
         ring.owner.has_thread(thread).then_some((service, ring))
     }
 
-    fn make(&self, thread: u32, request: &ring::Ring) -> Result<u64, Errno> {
-        let owner = Process::of_thread(thread)?;
-        if !foreign::may_accept() {
-            return Err(Errno::NOSPC);
-        }
+    fn make(&self, caller: Caller, request: &ring::Ring) -> Result<u64, Errno> {
+        let owner = Process::of_thread(caller.thread)?;
+        let take = |number| Ok(Foreign::new(owner.take_fd(number)?, caller.user, self.server.registry.intake()));
         let len = ring_bytes(request.entries) as u64;
-        let memory = foreign::accept(owner.take_fd(request.memory)?, len, || false).map_err(|_| Errno::INVAL)?;
-        if memory.kind != foreign::Kind::Host {
+        let memory = take(request.memory)?.memory(len, || false).map_err(|_| Errno::INVAL)?;
+        if memory.kind != Kind::Host {
             // A device's memory may be gone at any time, and touching it then is a SIGBUS.
             return Err(Errno::INVAL);
         }
-        let submitted = foreign::accept_eventfd(owner.take_fd(request.submitted)?).ok_or(Errno::INVAL)?;
-        let completed = foreign::accept_eventfd(owner.take_fd(request.completed)?).ok_or(Errno::INVAL)?;
+        let submitted = take(request.submitted)?.eventfd().ok_or(Errno::INVAL)?;
+        let completed = take(request.completed)?.eventfd().ok_or(Errno::INVAL)?;
         let completed = Signal::new(completed).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
         let mapped = RingMemory::map(memory.fd.as_fd(), request.entries)?;
-        // A hole in it would have this daemon wait for the owner, or get a SIGBUS.
-        foreign::seal_mapped(memory.fd)?;
+        // A hole in it would have this daemon wait for the owner, or get a SIGBUS. No other mapping can be made to write after this.
+        rustix::fs::fcntl_add_seals(&memory.fd, SealFlags::FUTURE_WRITE).map_err(|_| Errno::INVAL)?;
         let mut opening = self.opening.lock();
         opening.made.retain(|ring| ring.strong_count() > 0);
         let of_owner = |ring: &Arc<Ring>| ring.owner.id == owner.id && ring.owner.is_alive();
         let open =
             begun(&self.services).map(|service| service.rings().iter().filter(|ring| of_owner(ring)).count()).sum::<usize>();
         let living = opening.made.iter().filter_map(Weak::upgrade).filter(of_owner).count();
-        let too_many = open >= RINGS_PER_PROCESS || living >= LIVING_PER_PROCESS || opening.made.len() >= RINGS;
+        let of_user = opening.made.iter().filter_map(Weak::upgrade).filter(|ring| ring.user == caller.user).count();
+        let too_many = open >= RINGS_PER_PROCESS
+            || living >= LIVING_PER_PROCESS
+            || !self.limits.admit(caller.user, of_user, opening.made.len());
         if too_many || opening.services == 0 {
             return Err(Errno::NOSPC);
         }
         opening.last_id += 1;
         let id = opening.last_id;
-        let ring = Arc::new(Ring::new(id, owner, mapped, submitted, completed));
+        let member = self.shares.member(caller.user, owner.id);
+        let ring = Arc::new(Ring::new(id, (caller.user, owner), member, mapped, submitted, completed, self.leavings.clone()));
         opening.made.push(Arc::downgrade(&ring));
+        self.shares.add(&ring);
         self.service_for(&mut opening, weight(&ring)).add(ring)?;
         Ok(id)
     }
@@ -209,7 +253,7 @@ impl Rings {
     /// Begins the next service.
     fn begin(&self, opening: &mut Opening) -> io::Result<Arc<Service>> {
         let number = begun(&self.services).count();
-        let (io, server, watch, active) = (self.io.clone(), self.server.clone(), self.watch.clone(), self.active.clone());
+        let (io, server, watch, shares) = (self.io.clone(), self.server.clone(), self.watch.clone(), self.shares.clone());
         let (sender, receiver) = mpsc::sync_channel(1);
         // The queue belongs to its thread.
         let thread = spawn(format!("rings-{number}"), move || {
@@ -217,7 +261,7 @@ impl Rings {
                 Ok(queue) => queue,
                 Err(error) => return drop(sender.send(Err(io::Error::other(error)))), // the receiver waits below
             };
-            let service = Arc::new(Service::new(number, server, watch, active, queue.waker()));
+            let service = Arc::new(Service::new(number, server, watch, shares, queue.waker()));
             let _ = sender.send(Ok(service.clone())); // as above
             service.serve(&queue);
         })?;
@@ -280,4 +324,30 @@ fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHa
             std::process::abort();
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Any number of users that take all they get leave room for root.
+    #[test]
+    fn no_user_has_all_rings_and_root_always_gets_one() {
+        for (descriptors, all) in [(1024, 64), (4096, 256), (1 << 20, RINGS), (u64::MAX, RINGS)] {
+            let limits = Limits::within(descriptors);
+            assert_eq!(limits.all, all);
+            let mut made = 0;
+            let of_users: Vec<usize> = (1000..1010)
+                .map(|user| {
+                    let mut of_user = 0;
+                    while limits.admit(user, of_user, made) {
+                        (of_user, made) = (of_user + 1, made + 1);
+                    }
+                    of_user
+                })
+                .collect();
+            assert!(of_users[0] == all * 7 / 16 && of_users[1] == all * 7 / 32, "{of_users:?}");
+            assert!(made < all && limits.admit(0, 0, made));
+        }
+    }
 }

@@ -1,11 +1,11 @@
 //! A thread that serves rings: it takes submissions, begins them, and ends them when the device is done, on a queue of its own. It never waits for a single
 //! transfer: what has to wait for something else than the device goes on elsewhere, and is completed from there.
 //!
-//! It guards fairness. Rings take turns, a few submissions each; and while several are busy, whoever serves them, none may have more than its share under way,
-//! because what the device has been given it serves in the order in which it came. As long as there is work the thread looks at the rings themselves; when
+//! It guards fairness. Processes take turns, a few submissions each; and no ring may have more than its share under way ([`super::shares`]). As long as there is work the thread looks at the rings themselves; when
 //! there is none it soon sleeps until the device answers, and says so in each ring, so that the next submission wakes it.
 
 use super::queue_pair::{Broken, Ring};
+use super::shares::{Group, Shares};
 use super::watch::Watch;
 use crate::abi::ring::Completion;
 use crate::abi::{Command, Reason, TransferRequest};
@@ -21,11 +21,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// Submissions that a ring may have taken in one turn.
+/// Submissions that the rings of a process may have taken in one turn.
 const TURN: u32 = 32;
-/// What all rings together may have under way before they have to share: enough to keep any device busy.
-const SHARED_TRANSFERS: u32 = 1024;
-const SHARED_BYTES: u64 = 64 << 20;
+/// How long the thread sleeps at the most while submissions are left lying because others have too much under way: what ends elsewhere wakes nobody here.
+const BLOCKED: Duration = Duration::from_micros(500);
 /// How long the thread looks at rings in which nothing happens before it sleeps. Less than what being woken costs an application.
 const LINGER: Duration = Duration::from_micros(50);
 /// The same while something is under way, which will end soon: about what a device takes for one transfer of 1 MiB. To be woken from sleep when it ends would
@@ -39,7 +38,7 @@ thread_local! {
     static SERVING: Cell<*const Service> = const { Cell::new(ptr::null()) };
 }
 
-/// A file that was attached to a ring: what it was opened for goes with it.
+/// A file that was attached to a ring: what it was opened for goes with it. It is dropped by a thread that may wait.
 pub trait AttachedFile: Send + Sync {
     /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer that the ring's owner owns. `taken` gets the answer
     /// that the ioctl would have given. It must not wait for a device.
@@ -56,34 +55,12 @@ pub struct Taken {
     answered: bool,
 }
 
-/// How many rings of a mount have something to do or under way, by the number of the thread that serves them, which counts them.
-pub(super) struct Active(Box<[ActiveOf]>);
-
-/// Of one thread. One that counts does not take the next one's memory from another processor.
-#[derive(Default)]
-#[repr(align(64))]
-struct ActiveOf(AtomicU32);
-
-impl Active {
-    /// None yet, of so many threads.
-    pub fn new(services: usize) -> Active {
-        Active((0..services).map(|_| ActiveOf::default()).collect())
-    }
-
-    fn of(&self, service: usize) -> u32 {
-        self.0[service].0.load(Ordering::Relaxed)
-    }
-
-    fn set(&self, service: usize, count: u32) {
-        // Others have the number at hand as long as nobody writes it.
-        if self.of(service) != count {
-            self.0[service].0.store(count, Ordering::Relaxed);
-        }
-    }
-
-    fn all(&self) -> u32 {
-        self.0.iter().map(|of| of.0.load(Ordering::Relaxed)).sum()
-    }
+/// What came of a look at all rings.
+struct Taking {
+    /// Something was taken.
+    taken: bool,
+    /// Something was left lying, because too much is under way.
+    blocked: bool,
 }
 
 /// A thread that serves rings, and these.
@@ -91,7 +68,9 @@ pub(super) struct Service {
     number: usize,
     server: Arc<Server>,
     watch: Arc<Watch>,
-    active: Arc<Active>,
+    shares: Arc<Shares>,
+    /// Its rings that have something under way.
+    under_way: AtomicU32,
     /// Wakes the thread.
     waker: Waker,
     /// It sleeps, or is about to.
@@ -103,12 +82,13 @@ pub(super) struct Service {
 
 impl Service {
     /// No rings yet. `waker` wakes the thread that will [`Service::serve`].
-    pub fn new(number: usize, server: Arc<Server>, watch: Arc<Watch>, active: Arc<Active>, waker: Waker) -> Service {
+    pub fn new(number: usize, server: Arc<Server>, watch: Arc<Watch>, shares: Arc<Shares>, waker: Waker) -> Service {
         Service {
             number,
             server,
             watch,
-            active,
+            shares,
+            under_way: AtomicU32::new(0),
             waker,
             asleep: AtomicBool::new(false),
             ending: AtomicBool::new(false),
@@ -172,7 +152,7 @@ impl Service {
                 busy = Instant::now();
                 continue;
             }
-            let under_way = self.active.of(self.number) > 0;
+            let under_way = self.under_way.load(Ordering::Relaxed) > 0;
             if busy.elapsed() < if under_way { LINGER_UNDER_WAY } else { LINGER } && !rings.is_empty() {
                 // On a machine with nothing to spare the device, or the application, may need this processor.
                 std::thread::yield_now();
@@ -199,16 +179,22 @@ impl Service {
     /// Takes from each ring what may be taken now, gives it to the device, and ends what the device has done, for which it waits where there was nothing to
     /// take. Returns whether anything happened.
     fn turn(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize, queue: &OwnQueue, wait: Wait) -> bool {
-        let taken = self.take(rings, first);
-        let done = queue.run(if taken { Wait::No } else { wait });
+        let Taking { taken, blocked } = self.take(rings, first);
+        let wait = match wait {
+            _ if taken => Wait::No,
+            Wait::Forever if blocked => Wait::Timeout(BLOCKED),
+            wait => wait,
+        };
+        let done = queue.run(wait);
         rings.iter().for_each(|ring| ring.wake_if_due());
         taken || done > 0
     }
 
-    /// Takes from each ring what may be taken now. Returns whether anything was.
-    fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> bool {
+    /// Takes from each ring what may be taken now.
+    fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> Taking {
         let mut ready: SmallVec<[(&Arc<Ring>, u32); 16]> = SmallVec::new();
-        let mut active = 0;
+        let now = self.shares.now();
+        let mut under_way = 0;
         for at in 0..rings.len() {
             let ring = &rings[(first + at) % rings.len()];
             if ring.is_closed() {
@@ -216,7 +202,11 @@ impl Service {
             }
             match ring.ready() {
                 Ok(count) => {
-                    active += u32::from(count > 0 || ring.load().0 > 0);
+                    let busy = ring.load().0 > 0;
+                    under_way += u32::from(busy || count > 0);
+                    if busy || count > 0 {
+                        ring.set_busy(now);
+                    }
                     if count > 0 {
                         ready.push((ring, count));
                     }
@@ -224,28 +214,37 @@ impl Service {
                 Err(broken) => self.give_up(ring, &broken),
             }
         }
-        self.active.set(self.number, active);
+        self.under_way.store(under_way, Ordering::Relaxed);
+        let mut taking = Taking { taken: false, blocked: false };
         if ready.is_empty() {
-            return false;
+            return taking;
         }
-        let active = self.active.all();
-        let mut any = false;
+        self.shares.look(now);
+        // What is left of each process's turn.
+        let mut turns: SmallVec<[(*const Group, u32); 8]> = SmallVec::new();
         for (ring, count) in ready {
-            for _ in 0..count.min(TURN) {
-                let (transfers, bytes) = ring.load();
-                let share = transfers < SHARED_TRANSFERS / active && bytes < SHARED_BYTES / u64::from(active);
-                if transfers > 0 && !share {
+            let process = Arc::as_ptr(&ring.member.process);
+            let turn = turns.iter().position(|(of, _)| *of == process).unwrap_or_else(|| {
+                turns.push((process, TURN));
+                turns.len() - 1
+            });
+            for _ in 0..count.min(turns[turn].1) {
+                if !self.shares.has_room(ring) {
+                    taking.blocked = true;
                     break;
                 }
                 self.begin(ring);
-                any = true;
+                turns[turn].1 -= 1;
+                taking.taken = true;
             }
         }
-        any
+        taking
     }
 
     fn give_up(&self, ring: &Arc<Ring>, broken: &Broken) {
-        tracing::warn!(ring = ring.id, "{broken}; the ring is closed");
+        if let Some(left_out) = self.server.broken_rings.now() {
+            tracing::warn!(ring = ring.id, left_out, "{broken}; the ring is closed");
+        }
         self.remove(ring);
     }
 
@@ -261,7 +260,7 @@ impl Service {
         };
         let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
         let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
-        match ring.buffer(request.buffer, || self.server.registry.lookup(ring.owner.id, request.buffer)) {
+        match ring.buffer(request.buffer, || self.server.registry.lookup_of(&ring.owner, request.buffer)) {
             Ok(buffer) => file.transfer(command, request, buffer, taken),
             Err(error) => taken.refuse(error.errno(), error.reason()),
         }
@@ -269,6 +268,16 @@ impl Service {
 }
 
 impl Taken {
+    /// The user that made the ring, and the process.
+    pub fn owner(&self) -> (u32, u32) {
+        (self.ring.user, self.ring.owner.id)
+    }
+
+    /// The longest that the ring's owner may make a file, in bytes (`RLIMIT_FSIZE`).
+    pub fn file_size_limit(&self) -> u64 {
+        self.ring.file_size_limit()
+    }
+
     /// Ends it with what the ioctl would have answered.
     pub fn answer(mut self, answer: Answer) {
         let Answer { errno, transfer } = answer;

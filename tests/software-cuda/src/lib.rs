@@ -31,6 +31,8 @@ type Code = CUresult;
 struct Context {
     handle: usize,
     gpu: usize,
+    /// The primary context that a green context is part of.
+    green_of: Option<usize>,
     broken: Mutex<Option<Code>>,
 }
 
@@ -119,8 +121,8 @@ impl Software {
         self.last_handle.fetch_add(16, Ordering::Relaxed)
     }
 
-    fn new_context(&self, gpu: usize) -> Arc<Context> {
-        let context = Arc::new(Context { handle: self.new_handle(), gpu, broken: Mutex::new(None) });
+    fn new_context(&self, gpu: usize, green_of: Option<usize>) -> Arc<Context> {
+        let context = Arc::new(Context { handle: self.new_handle(), gpu, green_of, broken: Mutex::new(None) });
         self.handles.lock().unwrap().contexts.insert(context.handle, Arc::clone(&context));
         context
     }
@@ -128,7 +130,7 @@ impl Software {
     fn primary(&self, gpu: usize) -> Arc<Context> {
         let found = self.handles.lock().unwrap().primary.get(&gpu).cloned();
         found.unwrap_or_else(|| {
-            let context = self.new_context(gpu);
+            let context = self.new_context(gpu, None);
             Arc::clone(self.handles.lock().unwrap().primary.entry(gpu).or_insert(context))
         })
     }
@@ -150,7 +152,7 @@ impl Software {
             return self.handles.lock().unwrap().streams.get(&handle).cloned().ok_or(CUDA_ERROR_INVALID_HANDLE);
         }
         let mut handles = self.handles.lock().unwrap();
-        let stream = handles.default_streams.entry(current.handle).or_insert_with(|| Arc::new(Stream::new(self, current)));
+        let stream = handles.default_streams.entry(current.handle).or_insert_with(|| Arc::new(Stream::new(self, current, None)));
         Ok(Arc::clone(stream))
     }
 

@@ -27,6 +27,8 @@ pub struct Settings {
     pub dma_buf: bool,
     /// `writes-ordering`: for whom GPUs order the writes of others (0, 100 or 200).
     pub writes_ordering: i32,
+    /// `c2c`: 1 where processor and GPU are linked by NVLink-C2C.
+    pub c2c: bool,
     /// `bar`, as often as there are any: files that device memory lies in, one allocation each, and none elsewhere then. The memory behind a PCI device's resource file
     /// (`/sys/bus/pci/devices/ADDRESS/resource2`) is what other devices reach.
     pub bars: Vec<PathBuf>,
@@ -50,6 +52,7 @@ impl Settings {
             call_takes: Duration::ZERO,
             dma_buf: true,
             writes_ordering: 100,
+            c2c: false,
             bars: Vec::new(),
         };
         let text = std::env::var("SOFTWARE_CUDA").unwrap_or_default();
@@ -71,6 +74,7 @@ impl Settings {
                 "copy-takes" => settings.copy_takes = Duration::from_micros(value),
                 "call-takes" => settings.call_takes = Duration::from_nanos(value),
                 "dma-buf" => settings.dma_buf = value != 0,
+                "c2c" => settings.c2c = value != 0,
                 "writes-ordering" => settings.writes_ordering = value as i32,
                 _ => panic!("SOFTWARE_CUDA: there is no setting {name:?}"),
             }

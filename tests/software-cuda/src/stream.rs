@@ -61,6 +61,8 @@ pub struct Stream {
     pub id: usize,
     /// Where it was made.
     pub context: Arc<Context>,
+    /// The green context, a part of that one, in which it was made.
+    pub green: Option<usize>,
     queue: Sender<Work>,
     call_takes: Duration,
     /// While it is captured: what would be in the graph, counted. Graphs are never launched.
@@ -69,14 +71,21 @@ pub struct Stream {
 
 impl Stream {
     /// A new one, with its thread, which ends when the stream is dropped and all is done.
-    pub fn new(software: &'static Software, context: Arc<Context>) -> Stream {
+    pub fn new(software: &'static Software, context: Arc<Context>, green: Option<usize>) -> Stream {
         let (queue, work) = mpsc::channel();
         let place = Arc::clone(&context);
         thread::Builder::new()
             .name("software-cuda".to_owned())
             .spawn(move || run(software, &place, &work))
             .expect("a thread for a stream");
-        Stream { id: software.new_handle(), context, queue, call_takes: software.settings.call_takes, captured: Mutex::default() }
+        Stream {
+            id: software.new_handle(),
+            context,
+            green,
+            queue,
+            call_takes: software.settings.call_takes,
+            captured: Mutex::default(),
+        }
     }
 
     /// Puts work at its end.

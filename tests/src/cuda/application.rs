@@ -4,13 +4,15 @@ use cudarc::driver::sys::{
     self, CUmemAccess_flags, CUmemAccess_flags_enum, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,
     CUmemAllocationProp_st__bindgen_ty_1,
 };
-use cudarc::driver::sys::{CUcontext, CUresult, CUstream_flags_enum, CUstreamCaptureMode_enum};
+use cudarc::driver::sys::{CUcontext, CUdevResource, CUdevResourceType, CUgreenCtxCreate_flags};
 use cudarc::driver::sys::{
     CUmemAllocationGranularity_flags_enum, CUmemAllocationType_enum, CUmemAttach_flags_enum, CUmemLocation,
     CUmemLocationType_enum,
 };
+use cudarc::driver::sys::{CUresult, CUstream_flags_enum, CUstreamCaptureMode_enum};
 use gpunvme::Buffer;
 use gpunvme_gpupath::cuda::{Gpu, HostRegistration, Stream};
+use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::AtomicU32;
 
@@ -258,6 +260,26 @@ pub fn own_stream(gpu: Gpu) -> usize {
     let mut stream = ptr::null_mut();
     // SAFETY: it writes a handle.
     unsafe { ok(sys::cuStreamCreate(&mut stream, CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32)) };
+    stream as usize
+}
+
+/// A stream of a green context of the application's own, with all of the GPU's processors; it is never destroyed.
+pub fn green_stream(gpu: Gpu) -> usize {
+    let (device, sm) = (gpu.index() as i32, CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM);
+    let _entered = gpu.enter().unwrap();
+    let mut resource = MaybeUninit::<CUdevResource>::zeroed();
+    let (mut desc, mut green) = (ptr::null_mut(), ptr::null_mut());
+    let (mut context, mut stream, mut popped) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+    // SAFETY: each writes what it is given a place for; the resource was filled in by the driver.
+    unsafe {
+        ok(sys::cuDeviceGetDevResource(device, resource.as_mut_ptr(), sm));
+        ok(sys::cuDevResourceGenerateDesc(&mut desc, resource.as_mut_ptr(), 1));
+        ok(sys::cuGreenCtxCreate(&mut green, desc, device, CUgreenCtxCreate_flags::CU_GREEN_CTX_DEFAULT_STREAM as u32));
+        ok(sys::cuCtxFromGreenCtx(&mut context, green));
+        ok(sys::cuCtxPushCurrent_v2(context));
+        ok(sys::cuStreamCreate(&mut stream, CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32));
+        ok(sys::cuCtxPopCurrent_v2(&mut popped));
+    }
     stream as usize
 }
 

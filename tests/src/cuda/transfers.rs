@@ -37,6 +37,8 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("a stream goes on when its request fails", streams::streams_go_on),
     ("memory is freed while a stream waits for a request", streams::memory_is_freed_meanwhile),
     ("a stream that is being captured is refused", streams::captured_streams),
+    ("streams of green contexts are served as others of their GPU", streams::green_contexts),
+    ("a thread without a context means the first GPU by a default stream", streams::default_streams),
     ("a file forgets the rings that are over", rings_that_are_over),
     ("memory that was freed too early is an error, and hurts nothing else", endings::freed_too_early),
     ("memory that was freed while a caller waits for its bytes is an error too", endings::freed_before_its_caller_copies),

@@ -5,11 +5,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::{Mount, Operation, Ring};
 use gpunvme_gpupath::abi::{Reason, Route, get_text};
 use gpunvme_gpupath::cuda::{Cuda, Which};
 use gpunvme_tests::direct::{Buffer, info};
 use gpunvme_tests::mounted::{is_mounted, text, unmount_unless_busy};
+use gpunvme_tests::rings::{attach, bytes_of, shared, wait_for};
 use gpunvme_tests::software_cuda::with_software_cuda;
+use gpunvme_tests::sys::without_io_uring;
 use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
 use tempfile::TempDir;
 
@@ -209,4 +212,34 @@ fn gpu_memory_that_is_refused_is_offered_once() {
         drop((transfers, file, mount));
         controller.unmount();
     });
+}
+
+/// The driver needs none of it, and neither do rings.
+#[test]
+fn rings_work_where_io_uring_is_switched_off() {
+    needs_mount!();
+    let controller = Controller::new();
+    let device = controller.device("");
+    succeeds(run("mkfs.gpunvme", &[&device]));
+    let mut mount = programs::command("mount.gpunvme");
+    succeeds(without_io_uring(mount.args([&device, controller.dir().to_str().unwrap()])).output().unwrap());
+    let mount = Mount::open(controller.dir()).unwrap();
+    let memory = shared(&mount, 4 << 20);
+    let data = tree::pattern(31, 4 << 20);
+    memory.copy_in(0, &data);
+    let mut ring = Ring::new(&mount, 64).expect("a ring");
+    let file = attach(&ring, controller.dir().join("file"));
+    for piece in 0..64u64 {
+        ring.push(&Operation::write(&file, piece << 16, &memory, piece << 16, 1 << 16)).unwrap();
+    }
+    wait_for(&mut ring, 64).into_iter().for_each(|completed| assert_eq!(completed.result.unwrap().bytes(), 1 << 16));
+    // One at a time, so that each has to wake this end.
+    memory.copy_in(0, &vec![0; 4 << 20]);
+    for piece in 0..64u64 {
+        ring.push(&Operation::read(&file, piece << 16, &memory, piece << 16, 1 << 16)).unwrap();
+        wait_for(&mut ring, 1).remove(0).result.unwrap();
+    }
+    assert!(bytes_of(&memory, 0, 4 << 20) == data);
+    drop((ring, file, memory, mount));
+    controller.unmount();
 }

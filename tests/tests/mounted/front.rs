@@ -9,8 +9,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use gpunvme_tests::direct::Buffer;
-use gpunvme_tests::mounted::Mounted;
-use gpunvme_tests::{needs_mount, sys, tree};
+use gpunvme_tests::mounted::{Mounted, is_mounted};
+use gpunvme_tests::{needs_mount, programs, sys, tree};
 use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 
@@ -183,4 +183,43 @@ fn what_there_is_not_is_refused_with_the_errno_that_programs_know() {
     for whence in [SeekFrom::Data, SeekFrom::Hole] {
         assert_eq!(rustix::fs::seek(&file, whence(u64::MAX)), Err(rustix::io::Errno::NXIO));
     }
+}
+
+/// A daemon in the foreground, which ends with the test.
+struct Foreground(std::process::Child, std::path::PathBuf);
+
+impl Drop for Foreground {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.1).status();
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn calls_that_fail_in_any_number_write_few_lines_of_log() {
+    needs_mount!();
+    const FILES: usize = 2000;
+    let volume = Mounted::new();
+    for i in 0..FILES {
+        File::create(volume.path(format!("{i:0>200}"))).unwrap();
+    }
+    let image = volume.unmount();
+    let (path, dir) = (image.path(), image.mount_point());
+    let log = path.with_file_name("log");
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(&path).arg(&dir).args(["-o", "foreground"]).stderr(File::create(&log).unwrap());
+    let _daemon = Foreground(mount.spawn().unwrap(), dir.clone());
+    let began = Instant::now();
+    while !is_mounted(&dir) {
+        assert!(began.elapsed() < Duration::from_secs(60), "no mount");
+        std::thread::yield_now();
+    }
+    // Nothing of the directory is in memory, and the device ends before it.
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(64 << 10).unwrap();
+    let failed = (0..FILES).filter(|i| fs::symlink_metadata(dir.join(format!("{i:0>200}"))).is_err()).count();
+    let lines = fs::read_to_string(&log).unwrap();
+    assert!(failed > FILES / 2, "{failed} of {FILES}");
+    assert!(lines.contains("ERROR") && lines.contains("lookup"), "the first is logged: {lines}");
+    assert!(lines.lines().count() < 20, "{} lines", lines.lines().count());
 }

@@ -306,3 +306,71 @@ fn mount_8_finds_the_helper_and_fstab_works() {
         .unwrap();
     assert!(output.status.success(), "{}", text(&output));
 }
+
+/// A loop device, detached when it is dropped.
+struct Loop(std::path::PathBuf);
+
+impl Loop {
+    fn over(file: &std::path::Path, options: &[&str]) -> Loop {
+        let output = Command::new("losetup").args(options).args(["--find", "--show"]).arg(file).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+        Loop(String::from_utf8(output.stdout).unwrap().trim().into())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn two_loop_devices_over_one_image_are_one_device() {
+    needs_mount!();
+    let image = Image::formatted_with(64 << 20);
+    let folder = image.path().parent().unwrap().to_owned();
+    let (dir, elsewhere) = (folder.join("mnt"), folder.join("elsewhere"));
+    for dir in [&dir, &elsewhere] {
+        fs::create_dir_all(dir).unwrap();
+    }
+    let (first, second) = (Loop::over(&image.path(), &[]), Loop::over(&image.path(), &[]));
+    let run = |program: &str, arguments: &[&std::ffi::OsStr]| {
+        gpunvme_tests::programs::command(program).args(arguments).output().unwrap()
+    };
+    let mounted = run("mount.gpunvme", &[first.0.as_ref(), dir.as_ref()]);
+    assert!(mounted.status.success(), "{}", text(&mounted));
+    fs::write(dir.join("file"), "kept").unwrap();
+    File::open(dir.join("file")).unwrap().sync_all().unwrap();
+    let mount = run("mount.gpunvme", &[second.0.as_ref(), elsewhere.as_ref()]);
+    let mkfs = run("mkfs.gpunvme", &["--force".as_ref(), second.0.as_ref()]);
+    let fsck = run("fsck.gpunvme", &["-n".as_ref(), second.0.as_ref()]);
+    let itself = run("mkfs.gpunvme", &["--force".as_ref(), image.path().as_ref()]);
+    let umount = unmount_unless_busy(&dir);
+    assert!(umount.status.success(), "{}", text(&umount));
+    for (output, code, word) in
+        [(mount, 32, "mounted on"), (mkfs, 1, "mounted on"), (fsck, 8, "mounted on"), (itself, 1, "attached to")]
+    {
+        assert!(output.status.code() == Some(code) && text(&output).contains(word), "{}", text(&output));
+    }
+    // Now either will do, and what was written is there by both names.
+    let mounted = run("mount.gpunvme", &[second.0.as_ref(), elsewhere.as_ref()]);
+    assert!(mounted.status.success(), "{}", text(&mounted));
+    let kept = fs::read(elsewhere.join("file"));
+    let umount = unmount_unless_busy(&elsewhere);
+    assert!(umount.status.success(), "{}", text(&umount));
+    assert_eq!(kept.unwrap(), b"kept");
+    // What a kernel filesystem has by one name is in use by the other. Two that do not overlap have nothing to do with each other.
+    drop((first, second));
+    let lower = Loop::over(&image.path(), &["--sizelimit", "33554432"]);
+    let (upper, whole) = (Loop::over(&image.path(), &["--offset", "33554432"]), Loop::over(&image.path(), &[]));
+    let ext4 = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&lower.0).output().unwrap();
+    assert!(ext4.status.success(), "{}", text(&ext4));
+    assert!(Command::new("mount").arg(&lower.0).arg(&dir).status().unwrap().success());
+    let (apart, over) = (
+        run("mkfs.gpunvme", &["--force".as_ref(), upper.0.as_ref()]),
+        run("mkfs.gpunvme", &["--force".as_ref(), whole.0.as_ref()]),
+    );
+    assert!(Command::new("umount").arg(&dir).status().unwrap().success());
+    assert!(apart.status.success(), "{}", text(&apart));
+    assert!(over.status.code() == Some(1) && text(&over).contains("mounted on"), "{}", text(&over));
+}

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -164,4 +164,105 @@ fn errors_are_one_line_that_names_the_file() {
         let message = String::from_utf8_lossy(&output.stderr);
         assert!(message.trim_end().lines().count() == 1 && message.contains(path.to_str().unwrap()), "{message}");
     }
+}
+
+fn refused(arguments: &[&str], path: &Path, word: &str) {
+    let output = gpunvme(arguments, path);
+    assert!(!output.status.success() && text(&output).contains(word), "{arguments:?}: {}", text(&output));
+}
+
+#[test]
+fn a_file_is_not_copied_to_itself() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let data = tree::pattern(34, 300_000);
+    let path = volume.path("file");
+    fs::write(&path, &data).unwrap();
+    fs::hard_link(&path, volume.path("name")).unwrap();
+    std::os::unix::fs::symlink("file", volume.path("link")).unwrap();
+    for name in ["file", "name", "link"] {
+        let other = volume.path(name);
+        refused(&["read", "--output", other.to_str().unwrap()], &path, "is the file that is read");
+        refused(&["write", "--input", other.to_str().unwrap()], &path, "is the file that is written");
+    }
+    let mut stdin = programs::command("gpunvme");
+    stdin.arg("write").arg(&path).stdin(File::open(volume.path("name")).unwrap());
+    assert!(!stdin.status().unwrap().success());
+    let mut stdout = programs::command("gpunvme");
+    stdout.arg("read").arg(&path).args(["--output", "-"]).stdout(File::options().append(true).open(&path).unwrap());
+    assert!(!stdout.status().unwrap().success());
+    assert!(fs::read(&path).unwrap() == data);
+}
+
+#[test]
+fn what_cannot_be_done_costs_no_file_its_content() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let data = tree::pattern(35, 300_000);
+    let path = volume.path("file");
+    fs::write(&path, &data).unwrap();
+    refused(&["write", "--input", "/etc"], &path, "directory");
+    refused(&["write", "--input", "/etc", "--from", "host"], &volume.path("new"), "directory");
+    refused(&["write", "--require", "p2p", "--input", "/etc/hostname"], &path, "as it was");
+    refused(&["write", "--require", "p2p", "--input", "/etc/hostname"], &volume.path("new"), "as it was");
+    assert!(fs::read(&path).unwrap() == data && !volume.path("new").exists());
+    let folder = volume.image().path().with_file_name("outputs");
+    fs::create_dir(&folder).unwrap();
+    let old = folder.join("old");
+    fs::write(&old, "content").unwrap();
+    fs::write(folder.join("twice"), "content").unwrap();
+    fs::hard_link(folder.join("twice"), folder.join("named")).unwrap();
+    for name in ["old", "named", "new"] {
+        refused(&["read", "--require", "p2p", "--output", folder.join(name).to_str().unwrap()], &path, "route");
+    }
+    assert_eq!((fs::read(&old).unwrap(), fs::read(folder.join("twice")).unwrap()), (b"content".to_vec(), b"content".to_vec()));
+    let mut left: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["named", "old", "twice"]);
+}
+
+#[test]
+fn an_output_that_is_replaced_stays_what_it_was_but_for_its_content() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let data = tree::pattern(36, 300_000);
+    let path = volume.path("file");
+    fs::write(&path, &data).unwrap();
+    let folder = volume.image().path().with_file_name("outputs");
+    fs::create_dir(&folder).unwrap();
+    let at = |name: &str| folder.join(name);
+    let read = |name: &str| {
+        let output = gpunvme(&["read", "--output", at(name).to_str().unwrap()], &path);
+        assert!(output.status.success(), "{name}: {}", text(&output));
+        assert!(fs::read(at(name)).unwrap() == data, "{name}");
+    };
+    let longer = tree::pattern(37, 400_000);
+    fs::write(at("private"), &longer).unwrap();
+    fs::set_permissions(at("private"), std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+    std::os::unix::fs::chown(at("private"), None, Some(7)).unwrap();
+    fs::write(at("foreign"), &longer).unwrap();
+    std::os::unix::fs::chown(at("foreign"), Some(1234), Some(1234)).unwrap();
+    fs::write(at("twice"), &longer).unwrap();
+    fs::hard_link(at("twice"), at("named")).unwrap();
+    fs::write(at("target"), &longer).unwrap();
+    std::os::unix::fs::symlink("target", at("link")).unwrap();
+    std::os::unix::fs::symlink("dangling", at("nowhere")).unwrap();
+    for name in ["private", "foreign", "named", "link", "nowhere", "new"] {
+        read(name);
+    }
+    let private = fs::metadata(at("private")).unwrap();
+    assert_eq!((private.mode() & 0o7777, private.gid()), (0o640, 7));
+    assert_eq!(fs::metadata(at("foreign")).unwrap().uid(), 1234);
+    assert!(fs::read(at("twice")).unwrap() == data && fs::read(at("target")).unwrap() == data);
+    assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink() && at("dangling").is_file());
+    assert_eq!(fs::metadata(at("new")).unwrap().mode() & 0o600, 0o600);
+    // The shell's file goes on where it is.
+    let mut stdout = File::create(at("stdout")).unwrap();
+    stdout.write_all(b"before").unwrap();
+    let mut command = programs::command("gpunvme");
+    command.arg("read").arg(&path).args(["--output", "/dev/stdout"]).stdout(stdout);
+    assert!(command.status().unwrap().success());
+    assert!(fs::read(at("stdout")).unwrap() == [&b"before"[..], &data].concat());
+    refused(&["read", "--output", "/dev/full"], &path, "No space left");
+    assert!(gpunvme(&["read", "--output", "/dev/null"], &path).status.success());
 }

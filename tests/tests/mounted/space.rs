@@ -163,3 +163,20 @@ fn what_many_remove_at_once_is_gone_soon() {
         std::thread::sleep(Duration::from_millis(20));
     }
 }
+
+#[test]
+fn what_names_took_comes_back_to_a_mount_that_is_idle() {
+    needs_mount!();
+    let volume = Image::formatted_with(32 << 20).mount_with("commit=1");
+    let before = free(&volume);
+    // More than one chunk of 2 MiB for their entries and inodes, and no data.
+    let name = |number: u32| volume.path(format!("{number:0>250}"));
+    (0..10_000).for_each(|number| drop(File::create(name(number)).unwrap()));
+    assert!(free(&volume) + (2 << 20) <= before);
+    (0..10_000).for_each(|number| fs::remove_file(name(number)).unwrap());
+    let start = Instant::now();
+    while free(&volume) < before {
+        assert!(start.elapsed() < Duration::from_secs(30), "{} bytes are not free", before - free(&volume));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}

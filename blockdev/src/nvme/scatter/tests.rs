@@ -60,6 +60,10 @@ impl Transport for Nobody {
     fn release_requested(&self) -> Option<BorrowedFd<'_>> {
         None
     }
+    fn bus_error(&self) -> Option<&crate::nvme::event::Event> {
+        None
+    }
+
     fn reset(&self) -> Result<()> {
         Ok(())
     }

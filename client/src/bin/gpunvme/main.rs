@@ -8,6 +8,7 @@ mod doctor;
 mod gpu;
 mod meter;
 mod nvme;
+mod output;
 mod read;
 mod report;
 mod write;
@@ -32,7 +33,8 @@ fn main() -> ExitCode {
     match result.and_then(|report| print(&report, args.json).map(|()| report.code)) {
         Ok(code) => code.into(),
         Err(Failure(message)) => {
-            eprintln!("gpunvme: {message}");
+            // Where there is no stderr, the exit status has to do.
+            let _ = writeln!(std::io::stderr(), "gpunvme: {message}");
             ExitCode::FAILURE
         }
     }

@@ -2,13 +2,13 @@
 
 use crate::args::{Memory, Read, require};
 use crate::meter::Meter;
+use crate::output::Output;
 use crate::report::{Failure, Report};
 use crate::{device, gpu, write};
 use gpunvme::{Buffer, Error, File, Registered, Segment};
 use sha2::{Digest, Sha256};
 use std::io::Write;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::mpsc::sync_channel;
 
 /// Bytes of one buffer.
@@ -31,7 +31,7 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
     let file = File::open(&args.file)?;
     let rest = file.size()?.saturating_sub(args.offset);
     let len = args.length.map_or(rest, |length| length.min(rest));
-    let mut output = args.output.as_deref().map(open).transpose()?;
+    let mut output = args.output.as_deref().map(|path| Output::open(path, &file)).transpose()?;
     let mut hash = args.checksum.then(Sha256::new);
     let mut meter = Meter::new(Some(len));
     let require = require(&args.require);
@@ -42,17 +42,14 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
         let looks = hash.is_some() || output.is_some();
         let see = looks.then_some(|bytes: &[u8]| consume(bytes, &mut hash, &mut output));
         window.read(&file, (args.offset, len), require, &mut meter, see)?;
-        let mut report = write::outcome(&args.file, args.offset, meter, hash, Some(by)).on(&window.name());
-        report.to_stderr = args.output.as_deref().is_some_and(is_stdout);
-        return Ok(report);
+        let report = write::outcome(&args.file, args.offset, meter, hash, Some(by)).on(&window.name());
+        return finish(output, report);
     }
     if let Memory::Pci(memory) = &args.to {
         let mut window = device::Window::register(&file, memory, Some(len))?;
         window.read(&file, args.offset, require, &mut meter)?;
         window.look(|bytes| consume(bytes, &mut hash, &mut output))?;
-        let mut report = write::outcome(&args.file, args.offset, meter, hash, Some(window.by()));
-        report.to_stderr = args.output.as_deref().is_some_and(is_stdout);
-        return Ok(report);
+        return finish(output, write::outcome(&args.file, args.offset, meter, hash, Some(window.by())));
     }
 
     // Filled buffers come one way, empty ones go the other.
@@ -86,13 +83,20 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
         }
         reader.join().map_err(|_| Failure("the reading thread panicked".into()))?.map_err(Failure::from)
     })?;
-    let mut report = write::outcome(&args.file, args.offset, meter, hash, by);
-    report.to_stderr = args.output.as_deref().is_some_and(is_stdout);
+    finish(output, write::outcome(&args.file, args.offset, meter, hash, by))
+}
+
+/// Everything has arrived.
+fn finish(output: Option<Output>, mut report: Report) -> Result<Report, Failure> {
+    if let Some(output) = output {
+        report.to_stderr = output.is_stdout();
+        output.finish()?;
+    }
     Ok(report)
 }
 
 /// Does with bytes that arrived what was asked for.
-fn consume(bytes: &[u8], hash: &mut Option<Sha256>, output: &mut Option<Box<dyn Write>>) -> Result<(), Failure> {
+fn consume(bytes: &[u8], hash: &mut Option<Sha256>, output: &mut Option<Output>) -> Result<(), Failure> {
     if let Some(hash) = hash {
         hash.update(bytes);
     }
@@ -100,18 +104,6 @@ fn consume(bytes: &[u8], hash: &mut Option<Sha256>, output: &mut Option<Box<dyn 
         Some(output) => output.write_all(bytes).map_err(|error| Failure(format!("cannot write what arrived: {error}"))),
         None => Ok(()),
     }
-}
-
-fn is_stdout(path: &Path) -> bool {
-    path == Path::new("-")
-}
-
-fn open(path: &Path) -> Result<Box<dyn Write>, Failure> {
-    if is_stdout(path) {
-        return Ok(Box::new(std::io::stdout().lock()));
-    }
-    let file = std::fs::File::create(path).map_err(|error| Failure(format!("{}: {error}", path.display())))?;
-    Ok(Box::new(file))
 }
 
 /// As many as keep both ends busy, and no larger than the whole.

@@ -4,18 +4,25 @@ use crate::args::{Memory, Write, require};
 use crate::device::Window;
 use crate::gpu;
 use crate::meter::Meter;
+use crate::output::identity;
 use crate::read::{buffers, part, range};
 use crate::report::{self, Failure, Report};
 use gpunvme::{Error, File, Reason, Registered, Route, Segment};
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use std::io::Read;
+use std::cell::Cell;
+use std::io::{Cursor, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::mpsc::sync_channel;
 
+/// Bytes of the input that are read before the file is touched.
+const FIRST: usize = 64 << 10;
+
 pub fn run(args: &Write) -> Result<Report, Failure> {
-    let file = File::create(&args.file)?;
     let mut input = Input::open(args)?;
+    let fresh = Fresh::new(&args.file);
+    let file = File::create(&args.file)?;
     let offset = args.offset.unwrap_or(0);
     let mut hash = args.checksum.then(Sha256::new);
     let mut meter = Meter::new(input.len);
@@ -26,8 +33,10 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
         Some(required) if required != route => {
             Err(Failure(format!("the memory's route is {route}, and {required} is required; the file is as it was")))
         }
-        _ if args.offset.is_none() => Ok(file.set_size(0)?),
-        _ => Ok(()),
+        _ => {
+            fresh.keep();
+            if args.offset.is_none() { Ok(file.set_size(0)?) } else { Ok(()) }
+        }
     };
     if let Memory::Gpu(which) = args.from {
         let mut window = gpu::Window::new(&file, which, input.len)?;
@@ -94,6 +103,28 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     Ok(outcome(&args.file, offset, meter, hash, by))
 }
 
+/// A file that is not there before the command, and goes again if nothing comes of it.
+struct Fresh<'a>(Cell<Option<&'a Path>>);
+
+impl<'a> Fresh<'a> {
+    /// To be asked before the file is created.
+    fn new(path: &'a Path) -> Fresh<'a> {
+        Fresh(Cell::new(Some(path).filter(|path| std::fs::symlink_metadata(path).is_err())))
+    }
+
+    fn keep(&self) {
+        self.0.set(None);
+    }
+}
+
+impl Drop for Fresh<'_> {
+    fn drop(&mut self) {
+        if let Some(path) = self.0.get() {
+            let _ = std::fs::remove_file(path); // why nothing came of it is what matters
+        }
+    }
+}
+
 /// Where the data comes from.
 struct Input {
     bytes: Box<dyn Read>,
@@ -102,17 +133,33 @@ struct Input {
 }
 
 impl Input {
+    /// Looks at the input, and has its first bytes: what cannot be read costs no file its content.
     fn open(args: &Write) -> Result<Input, Failure> {
         let path = args.input.as_deref().filter(|path| *path != Path::new("-"));
-        let (bytes, len): (Box<dyn Read>, _) = match path {
+        let name = path.unwrap_or(Path::new("standard input")).display();
+        let failed = |error: std::io::Error| Failure(format!("{name}: {error}"));
+        let itself = Failure(format!("{name}: is the file that is written"));
+        let target = std::fs::metadata(&args.file).ok().map(|target| (target.dev(), target.ino()));
+        let (mut bytes, len): (Box<dyn Read>, _) = match path {
+            // A device's memory is written as it is where no input is named.
+            None if matches!(args.from, Memory::Pci(_)) => {
+                return Ok(Input { bytes: Box::new(std::io::empty()), len: args.length });
+            }
+            None if target == Some(identity(std::io::stdin()).map_err(failed)?) => return Err(itself),
             None => (Box::new(std::io::stdin().lock()), None),
             Some(path) => {
-                let failed = |error| Failure(format!("{}: {error}", path.display()));
                 let file = std::fs::File::open(path).map_err(failed)?;
                 let stat = file.metadata().map_err(failed)?;
+                if target == Some((stat.dev(), stat.ino())) {
+                    return Err(itself);
+                }
                 (Box::new(file), stat.is_file().then_some(stat.len()))
             }
         };
+        let mut first = vec![0; args.length.map_or(FIRST, |length| FIRST.min(length as usize))];
+        let filled = fill(&mut bytes, &mut first).map_err(failed)?;
+        first.truncate(filled);
+        let bytes = Box::new(Cursor::new(first).chain(bytes));
         Ok(match args.length {
             Some(length) => {
                 // Of the length that was asked for, an input of unknown length may still have less.

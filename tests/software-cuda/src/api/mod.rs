@@ -106,6 +106,7 @@ exports! {
             CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING => 1,
             CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED => 1,
             CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => 1,
+            CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED => c_int::from(software.settings.c2c),
             CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED => c_int::from(software.settings.dma_buf),
             CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => 1,
             CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES => 1,
@@ -128,7 +129,7 @@ exports! {
 
     fn cuCtxCreate_v2(context: *mut CUcontext, _flags: c_uint, device: CUdevice) {
         let software = Software::running()?;
-        let new = software.new_context(gpu(software, device)?);
+        let new = software.new_context(gpu(software, device)?, None);
         put(context, handle(new.handle))?;
         enter(new);
         Ok(())
@@ -141,6 +142,26 @@ exports! {
         ENTERED.with_borrow_mut(|entered| entered.retain(|other| other.handle != context.handle));
         software.handles.lock().unwrap().contexts.remove(&context.handle);
         Ok(())
+    }
+
+    fn cuDeviceGetDevResource(device: CUdevice, resource: *mut CUdevResource, _kind: CUdevResourceType) {
+        gpu(Software::running()?, device)?;
+        if resource.is_null() { Err(CUDA_ERROR_INVALID_VALUE) } else { Ok(()) }
+    }
+
+    fn cuDevResourceGenerateDesc(desc: *mut CUdevResourceDesc, _resources: *mut CUdevResource, _count: c_uint) {
+        put(desc, handle(Software::running()?.new_handle()))
+    }
+
+    fn cuGreenCtxCreate(context: *mut CUgreenCtx, _desc: CUdevResourceDesc, device: CUdevice, _flags: c_uint) {
+        let software = Software::running()?;
+        let gpu = gpu(software, device)?;
+        let primary = software.primary(gpu).handle;
+        put(context, handle(software.new_context(gpu, Some(primary)).handle))
+    }
+
+    fn cuCtxFromGreenCtx(context: *mut CUcontext, green: CUgreenCtx) {
+        put(context, handle(Software::running()?.context(green.addr())?.handle))
     }
 
     fn cuCtxGetCurrent(context: *mut CUcontext) {

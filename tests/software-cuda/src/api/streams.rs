@@ -13,7 +13,13 @@ use std::sync::atomic::Ordering;
 exports! {
     fn cuStreamCreate(stream: *mut CUstream, _flags: c_uint) {
         let software = Software::running()?;
-        let new = Arc::new(Stream::new(software, software.current()?));
+        let current = software.current()?;
+        let new = match current.green_of {
+            // It shares the primary context's memory, kernels and end.
+            Some(primary) => Stream::new(software, software.context(primary)?, Some(current.handle)),
+            None => Stream::new(software, current, None),
+        };
+        let new = Arc::new(new);
         let name = software.new_handle();
         software.handles.lock().unwrap().streams.insert(name, new);
         put(stream, handle(name))
@@ -33,7 +39,7 @@ exports! {
         if stream.addr() <= 2 {
             return put(context, handle(software.current()?.handle));
         }
-        let found = software.handles.lock().unwrap().streams.get(&stream.addr()).map(|stream| stream.context.handle);
+        let found = software.handles.lock().unwrap().streams.get(&stream.addr()).map(|stream| stream.green.unwrap_or(stream.context.handle));
         put(context, handle(found.ok_or(CUDA_ERROR_INVALID_HANDLE)?))
     }
 
@@ -217,6 +223,22 @@ exports! {
         stream.put(Work::Scatter(table, count));
         Ok(())
     }
+}
+
+/// Of a stream, its context, or for one of a green context the primary context and the green one. Not in `cudarc`'s CUDA 12.4.
+///
+/// # Safety
+/// As the driver API's reference says.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case)]
+pub unsafe extern "C" fn cuStreamGetCtx_v2(stream: CUstream, context: *mut CUcontext, green: *mut CUgreenCtx) -> CUresult {
+    let answer = || -> Answer {
+        let found = Software::running()?.handles.lock().unwrap().streams.get(&stream.addr()).cloned();
+        let found = found.ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        put(context, handle(found.context.handle))?;
+        put(green, found.green.map_or(std::ptr::null_mut(), handle))
+    };
+    answer().err().unwrap_or(CUDA_SUCCESS)
 }
 
 fn word(software: &Software, address: u64) -> Result<Piece, Code> {

@@ -1,6 +1,8 @@
 //! Requests in the order of an application's streams.
 
-use super::super::application::{Memory, Pinned, allocated, begin_capture, end_capture, every_kind, own_stream, write_combined};
+use super::super::application::{
+    Memory, Pinned, allocated, begin_capture, current_context, end_capture, every_kind, green_stream, own_stream, write_combined,
+};
 use super::{MIB, Sample, Site, read, segment};
 use crate::tree;
 use gpunvme::Error;
@@ -413,4 +415,52 @@ pub(super) fn captured_streams(site: &Site) {
     // SAFETY: nobody uses the memory until the read was waited for.
     let pending = unsafe { transfers.read_on_stream(&sample.file, &whole, stream) }.unwrap();
     assert_eq!(pending.wait().unwrap().bytes(), MIB);
+}
+
+/// Segments long enough to be copied, and short ones that a kernel moves: it was loaded in the primary context.
+pub(super) fn green_contexts(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(61, MIB);
+    let memory = allocated(site.gpu, MIB as usize);
+    let stream = green_stream(site.gpu);
+    // SAFETY: the stream is never destroyed.
+    let handle = unsafe { Cuda::load().unwrap().application_stream(stream) }.unwrap();
+    assert!(handle.is_of(&site.gpu).unwrap(), "its context is the primary one");
+    let long = vec![segment(0, memory.address(), MIB)];
+    let short: Vec<Segment> = (0..64).map(|n| segment(n * 8192, memory.address() + n * 8192, 512)).collect();
+    for segments in [long, short] {
+        site.put(memory.address(), &vec![0; MIB as usize]);
+        thread::scope(|scope| {
+            // SAFETY: nobody uses the memory until the requests were waited for. Any thread may ask.
+            let read = || unsafe { transfers.read_on_stream(&sample.file, &segments, stream) }.unwrap().wait().unwrap();
+            scope.spawn(read);
+            scope.spawn(read);
+        });
+        let there = site.look(memory.address(), MIB);
+        for Segment { file_offset, len, .. } in segments {
+            let range = file_offset as usize..(file_offset + len) as usize;
+            assert!(there[range.clone()] == sample.bytes[range], "{file_offset}");
+        }
+    }
+}
+
+pub(super) fn default_streams(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(62, MIB);
+    let memory = allocated(site.gpu, MIB as usize);
+    let whole = [segment(0, memory.address(), MIB)];
+    for stream in 0..=2 {
+        site.put(memory.address(), &vec![0; MIB as usize]);
+        thread::scope(|scope| {
+            let asked = scope.spawn(|| {
+                assert!(current_context().is_null(), "a new thread has none");
+                // SAFETY: nobody uses the memory until the request was waited for.
+                let bytes = unsafe { transfers.read_on_stream(&sample.file, &whole, stream) }.unwrap().wait().unwrap().bytes();
+                assert!(current_context().is_null(), "the thread is as it was");
+                bytes
+            });
+            assert_eq!(asked.join().unwrap(), MIB);
+        });
+        assert!(site.look(memory.address(), MIB) == sample.bytes, "stream {stream}");
+    }
 }

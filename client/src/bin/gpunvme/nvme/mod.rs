@@ -165,7 +165,7 @@ fn confirm(yes: bool, what: &str) -> Result<(), Failure> {
     if !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
         return Err(Failure(format!("{what} Give --yes if that is meant")));
     }
-    eprint!("{what}\nType yes to go on: ");
+    let _ = write!(std::io::stderr(), "{what}\nType yes to go on: "); // without a terminal nothing is answered
     std::io::stderr().flush()?;
     let mut answer = String::new();
     std::io::stdin().read_line(&mut answer)?;

@@ -1,6 +1,7 @@
 //! What the workload consists of: one operation each, chosen and aimed at random, and what it means for the content that is expected.
 
 use gpunvme_blockdev::Region;
+use gpunvme_fs::data::Settling;
 use gpunvme_fs::data::resize::Allocate;
 use gpunvme_fs::error::FsError;
 use gpunvme_fs::volume::{NewNode, RenameMode, SetAttributes};
@@ -49,7 +50,7 @@ impl World {
                 let replaces = Mutex::new(false);
                 let gone = self.change(|| {
                     *replaces.lock() = had(self.state.lock().history.now(), to, &new).is_some();
-                    fs.rename(&context, (dir, &name), (to, &new), mode)
+                    fs.rename(&context, (dir, &name), (to, &new), mode, &mut Settling::default())
                 });
                 if gone.is_some() && mode == RenameMode::Replace && *replaces.lock() {
                     let mut state = self.state.lock();

@@ -1,0 +1,245 @@
+//! Where a mount is attached to the directory tree: how it comes there, and how it is taken away.
+//!
+//! A path does not say what is mounted there now: an administrator may have unmounted the volume, and mounted something else in
+//! its place or over it. So a mount is known by its identity, and nothing is unmounted before the directory was seen to be this
+//! mount. The kernel unmounts by path only: what is mounted between the look and the call is not protected.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, statx};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType, recvmsg, socketpair,
+};
+use rustix::process::{getegid, geteuid};
+
+use super::fusectl;
+use super::mounts::{FS_TYPE, Mount};
+use super::unmount;
+
+/// Where the kernel offers connections to FUSE servers.
+const DEV_FUSE: &str = "/dev/fuse";
+/// `STATX_MNT_ID_UNIQUE` (linux/stat.h, since 6.8): an identity that no later mount gets again.
+const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+
+/// What is mounted, and how.
+pub struct Request<'a> {
+    /// The mount point, a real path.
+    pub dir: &'a Path,
+    /// What the mount table says is mounted.
+    pub source: &'a str,
+    /// `ro`, `nodev`, `nosuid` and the like.
+    pub flags: MountFlags,
+    /// Let users other than the one who mounts in.
+    pub allow_other: bool,
+}
+
+/// A mount of ours, attached to a directory.
+#[derive(Debug)]
+pub struct Attachment {
+    dir: PathBuf,
+    dev: u64,
+    /// `None` where something else covered it before it could be looked at.
+    identity: Option<Identity>,
+    /// Ends the connection. Opened in time: the kernel binds it to this connection and no later one.
+    control: Option<File>,
+}
+
+/// A mount in this process's mount namespace: the kernel's number for it, and that of its filesystem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Identity {
+    id: u64,
+    dev: u64,
+}
+
+/// Mounts: by itself where the caller may, else by fusermount3. Returns the connection to the kernel, on which requests wait
+/// from now on, and where the mount is.
+///
+/// # Errors
+/// Those of mount(2), and what fusermount3 says.
+pub fn attach(request: &Request) -> io::Result<(OwnedFd, Attachment)> {
+    let connection = match mount(request) {
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => mount_by_helper(request)?,
+        mounted => mounted?,
+    };
+    Ok((connection, Attachment::find(request)?))
+}
+
+fn mount(request: &Request) -> io::Result<OwnedFd> {
+    let connection = rustix::fs::open(DEV_FUSE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    let mut options = format!(
+        "fd={},rootmode={:o},user_id={},group_id={},subtype=gpunvme,default_permissions",
+        connection.as_raw_fd(),
+        std::fs::metadata(request.dir)?.mode(),
+        geteuid().as_raw(),
+        getegid().as_raw()
+    );
+    if request.allow_other {
+        options.push_str(",allow_other");
+    }
+    let options = std::ffi::CString::new(options)?;
+    rustix::mount::mount(request.source, request.dir, "fuse", request.flags, options.as_c_str())?;
+    Ok(connection)
+}
+
+/// The setuid program fusermount3 mounts, and sends the connection over the socket that `_FUSE_COMMFD` names.
+fn mount_by_helper(request: &Request) -> io::Result<OwnedFd> {
+    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let mut helper = Command::new("fusermount3");
+    helper.arg("-o").arg(helper_options(request)).arg("--").arg(request.dir);
+    helper.env("_FUSE_COMMFD", "0").stdin(theirs).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = helper.spawn()?;
+    // It has the other end of the socket still, which would hide that the program is gone.
+    drop(helper);
+    let connection = receive_descriptor(&ours);
+    let mut message = String::new();
+    child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut message)).transpose()?;
+    child.wait()?;
+    connection?.ok_or_else(|| io::Error::other(message.trim().to_owned()))
+}
+
+fn helper_options(request: &Request) -> std::ffi::OsString {
+    let mut options = vec![
+        // libfuse, util/fusermount.c: a backslash guards what would separate options.
+        format!("fsname={}", request.source.replace('\\', "\\\\").replace(',', "\\,")),
+        "subtype=gpunvme,default_permissions".to_owned(),
+    ];
+    for (set, option) in [
+        (request.allow_other, "allow_other"),
+        (request.flags.contains(MountFlags::RDONLY), "ro"),
+        (request.flags.contains(MountFlags::NOEXEC), "noexec"),
+        (request.flags.contains(MountFlags::NOATIME), "noatime"),
+        (request.flags.contains(MountFlags::SYNCHRONOUS), "sync"),
+        (request.flags.contains(MountFlags::DIRSYNC), "dirsync"),
+    ] {
+        if set {
+            options.push(option.to_owned());
+        }
+    }
+    options.join(",").into()
+}
+
+/// The descriptor that comes over a socket; `None` where it is closed instead.
+fn receive_descriptor(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    rustix::io::retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(&mut [0])], &mut ancillary, RecvFlags::CMSG_CLOEXEC))?;
+    let mut messages = ancillary.drain();
+    Ok(messages.find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    }))
+}
+
+impl Attachment {
+    /// The mount that was just made. Its device is held, so there is no other with the same source.
+    fn find(request: &Request) -> io::Result<Attachment> {
+        let ours = |mount: &Mount| {
+            mount.dir == request.dir && mount.fs_type == FS_TYPE && mount.source.as_bytes() == request.source.as_bytes()
+        };
+        let missing = || io::Error::new(io::ErrorKind::NotFound, "the mount has gone again");
+        let listed = Mount::all()?.into_iter().rfind(ours).ok_or_else(missing)?;
+        let identity = Identity::of(request.dir, MNT_ID_UNIQUE).filter(|identity| {
+            // Twice, so that the look between them was at the same mount.
+            is_at_its_place(&listed) && Identity::of(request.dir, MNT_ID_UNIQUE) == Some(*identity)
+        });
+        let control = fusectl::control(listed.dev).inspect_err(|error| tracing::debug!("fusectl: {error}")).ok();
+        Ok(Attachment { dir: listed.dir, dev: listed.dev, identity, control })
+    }
+
+    /// The mount point.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The device number that files on it show in `st_dev`.
+    pub fn dev(&self) -> u64 {
+        self.dev
+    }
+
+    /// Whether the directory is this mount, and not what lies below it or was mounted over it.
+    pub fn is_in_place(&self) -> bool {
+        self.identity.is_some() && Identity::of(&self.dir, MNT_ID_UNIQUE) == self.identity
+    }
+
+    /// Unmounts it, if it is in place.
+    ///
+    /// # Errors
+    /// [`Errno::BUSY`] while it is in use. [`Errno::INVAL`] if it is not in place.
+    pub fn release(&self, flags: UnmountFlags) -> rustix::io::Result<()> {
+        if !self.is_in_place() {
+            return Err(Errno::INVAL);
+        }
+        unmount::release(&self.dir, flags | UnmountFlags::NOFOLLOW)
+    }
+
+    /// Writes down what is dirty in shared mappings, if it is in place.
+    ///
+    /// # Errors
+    /// Those of syncfs(2).
+    pub fn sync(&self) -> rustix::io::Result<()> {
+        if !self.is_in_place() {
+            return Ok(());
+        }
+        let root = rustix::fs::open(&self.dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        rustix::fs::syncfs(&root)
+    }
+
+    /// Ends the connection, wherever it is mounted: its requests and all that is open on it fail from now on.
+    ///
+    /// # Errors
+    /// If the daemon is not root's.
+    pub fn abort(&self) -> io::Result<()> {
+        match &self.control {
+            Some(control) => fusectl::abort(control),
+            None => Err(io::ErrorKind::PermissionDenied.into()),
+        }
+    }
+}
+
+/// Whether a mount that the mount table lists is what its directory shows.
+pub fn is_at_its_place(mount: &Mount) -> bool {
+    Identity::of(&mount.dir, StatxFlags::MNT_ID) == Some(Identity { id: mount.id, dev: mount.dev })
+}
+
+impl Identity {
+    /// What is mounted on a directory, with the id that `kind` names (the kernel gives what it has). Asks the kernel and not
+    /// the filesystem, which may not answer.
+    fn of(dir: &Path, kind: StatxFlags) -> Option<Identity> {
+        let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+        let found = statx(rustix::fs::CWD, dir, flags, kind | StatxFlags::MNT_ID).ok()?;
+        Some(Identity { id: found.stx_mnt_id, dev: rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mount_is_told_from_its_parent() {
+        let root = Identity::of(Path::new("/"), MNT_ID_UNIQUE).unwrap();
+        assert_eq!(Identity::of(Path::new("/"), MNT_ID_UNIQUE), Some(root));
+        assert_ne!(Identity::of(Path::new("/proc"), MNT_ID_UNIQUE), Some(root));
+        let listed = Mount::on(Path::new("/proc")).unwrap();
+        assert!(is_at_its_place(&listed));
+        assert!(!is_at_its_place(&Mount { dir: "/".into(), ..listed }));
+    }
+
+    #[test]
+    fn the_helper_gets_a_list_that_it_can_split() {
+        let dir = Path::new("/mnt");
+        let flags = MountFlags::RDONLY | MountFlags::NOEXEC;
+        let request = Request { dir, source: r"/img/a,b\c", flags, allow_other: false };
+        let expected = r"fsname=/img/a\,b\\c,subtype=gpunvme,default_permissions,ro,noexec";
+        assert_eq!(helper_options(&request), expected);
+    }
+}

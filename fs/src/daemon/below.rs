@@ -1,0 +1,356 @@
+//! What lies below a device: one medium can have several names, and the locks of one do not show at another.
+//!
+//! A loop device has an image file or a block device below it, a partition its disk, a device-mapper or RAID device the devices it is
+//! made of. The kernel keeps users of a disk and of its partitions apart, and of what RAID and device-mapper have taken; it does
+//! not know that two loop devices have the same image.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use gpunvme_blockdev::OpenMode;
+
+/// Deepest stack of devices that is looked through.
+const MAX_DEPTH: usize = 8;
+/// The unit of sizes in sysfs.
+const SECTOR: u64 = 512;
+
+/// Another name for what a device has below it.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Rival {
+    /// The image file has this loop device.
+    Attached(PathBuf),
+    /// The same medium is in use through this device or file.
+    InUse(PathBuf),
+}
+
+/// A part of a medium.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Part {
+    medium: Medium,
+    bytes: Range<u64>,
+}
+
+/// What holds the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Medium {
+    /// A file, by device and inode.
+    File(u64, u64),
+    /// A block device, by its number, with nothing below it that this module knows.
+    Disk(u64),
+}
+
+/// A device and everything below it.
+#[derive(Debug, Default)]
+struct Stack {
+    /// The numbers of the block devices in it.
+    members: BTreeSet<u64>,
+    /// Where the data lies in the end.
+    parts: Vec<Part>,
+    /// Block devices and files that a loop device has below it, which does not claim them.
+    unclaimed: Vec<Part>,
+}
+
+/// Another name under which the medium of `device` (a path) is in use, for one who has opened it in this mode. Having it open
+/// makes the answer reliable: of two that open two names at once, at least one finds the other.
+pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
+    let own = Stack::of(device)?;
+    let is_file = own.members.is_empty();
+    for entry in fs::read_dir("/sys/block").ok()?.flatten() {
+        if !entry.path().join("loop/backing_file").exists() {
+            continue;
+        }
+        let Some(number) = number_of(&entry.path()).filter(|number| !own.members.contains(number)) else { continue };
+        let mut other = Stack::default();
+        other.add(number, 0..u64::MAX, 0);
+        if own.overlaps(&other) {
+            let node = Path::new("/dev").join(entry.file_name());
+            match is_file {
+                true => return Some(Rival::Attached(node)),
+                false if is_claimed(&node) => return Some(Rival::InUse(node)),
+                false => {}
+            }
+        }
+    }
+    own.unclaimed.iter().find_map(|part| match part.medium {
+        Medium::Disk(number) => node_of(number).filter(|node| is_claimed(node)).map(Rival::InUse),
+        Medium::File(..) => own.members.iter().find_map(|member| {
+            let path = backing_path(*member)?;
+            let file = File::open(&path).ok().filter(|file| Medium::of(file) == Some(part.medium))?;
+            is_locked(&file, mode, &part.bytes).then_some(Rival::InUse(path))
+        }),
+    })
+}
+
+/// The image file or block device below the loop device `path`, by the kernel's name for it.
+pub fn backing_file(path: &Path) -> Option<PathBuf> {
+    let status = fs::metadata(path).ok().filter(|status| status.file_type().is_block_device())?;
+    backing_path(status.rdev())
+}
+
+/// Whether a file is locked by a reader or a writer. Block devices are not: there is one user of each, reader or writer.
+pub fn has_users(path: &Path) -> bool {
+    let is_file = fs::metadata(path).is_ok_and(|status| status.is_file());
+    is_file && File::open(path).is_ok_and(|file| is_locked(&file, OpenMode::ReadWrite, &(0..u64::MAX)))
+}
+
+impl Stack {
+    fn of(path: &Path) -> Option<Stack> {
+        let status = fs::metadata(path).ok()?;
+        let mut stack = Stack::default();
+        if status.file_type().is_block_device() {
+            stack.add(status.rdev(), 0..u64::MAX, 0);
+        } else {
+            let medium = Medium::File(status.dev(), status.ino());
+            stack.parts.push(Part { medium, bytes: 0..u64::MAX });
+        }
+        Some(stack)
+    }
+
+    /// Adds a range of a block device, and what is below it.
+    fn add(&mut self, number: u64, bytes: Range<u64>, depth: usize) {
+        self.members.insert(number);
+        let sysfs = sysfs(number);
+        let attribute = |name: &str| fs::read_to_string(sysfs.join(name)).ok()?.trim().parse::<u64>().ok();
+        if depth == MAX_DEPTH {
+            return;
+        }
+        if let Some(start) = attribute("partition").and_then(|_| attribute("start"))
+            && let Some(disk) = fs::canonicalize(&sysfs).ok().and_then(|path| number_of(path.parent()?))
+        {
+            let size = attribute("size").map_or(u64::MAX, |size| size.saturating_mul(SECTOR));
+            return self.add(disk, within(&bytes, start.saturating_mul(SECTOR), size), depth + 1);
+        }
+        if let Some(below) = LoopBacking::of(number, &sysfs) {
+            let bytes = within(&bytes, below.offset, below.limit);
+            self.unclaimed.push(Part { medium: below.medium, bytes: bytes.clone() });
+            return match below.medium {
+                Medium::Disk(number) => self.add(number, bytes, depth + 1),
+                Medium::File(..) => self.parts.push(Part { medium: below.medium, bytes }),
+            };
+        }
+        // Which part of which is used, sysfs does not say.
+        let slaves = fs::read_dir(sysfs.join("slaves")).into_iter().flatten().flatten();
+        let slaves: Vec<u64> = slaves.filter_map(|slave| number_of(&slave.path())).collect();
+        if slaves.is_empty() {
+            self.parts.push(Part { medium: Medium::Disk(number), bytes });
+        }
+        for slave in slaves {
+            self.add(slave, 0..u64::MAX, depth + 1);
+        }
+    }
+
+    fn overlaps(&self, other: &Stack) -> bool {
+        self.parts.iter().any(|part| other.parts.iter().any(|theirs| part.overlaps(theirs)))
+    }
+}
+
+impl Part {
+    fn overlaps(&self, other: &Part) -> bool {
+        self.medium == other.medium && self.bytes.start < other.bytes.end && other.bytes.start < self.bytes.end
+    }
+}
+
+impl Medium {
+    fn of(file: &File) -> Option<Medium> {
+        let status = file.metadata().ok()?;
+        Some(match status.file_type().is_block_device() {
+            true => Medium::Disk(status.rdev()),
+            false => Medium::File(status.dev(), status.ino()),
+        })
+    }
+}
+
+/// A range of something that begins at `offset` of what is below, and has `size` bytes of it.
+fn within(bytes: &Range<u64>, offset: u64, size: u64) -> Range<u64> {
+    let shifted = |at: u64| offset.saturating_add(at.min(size));
+    shifted(bytes.start)..shifted(bytes.end)
+}
+
+/// What a loop device has below it.
+struct LoopBacking {
+    medium: Medium,
+    offset: u64,
+    /// `u64::MAX`: as far as that goes.
+    limit: u64,
+}
+
+impl LoopBacking {
+    /// `None` for what is no loop device, or one that has nothing.
+    fn of(number: u64, sysfs: &Path) -> Option<LoopBacking> {
+        let attribute = |name: &str| fs::read_to_string(sysfs.join("loop").join(name)).ok()?.trim().parse::<u64>().ok();
+        let path = backing_path(number)?;
+        let medium = match node_of(number).and_then(|node| File::open(node).ok()).and_then(|device| loop_status(&device)) {
+            Some(status) if status.rdev != 0 => Medium::Disk(status.rdev),
+            Some(status) => Medium::File(status.device, status.inode),
+            // Without the device, its name has to do.
+            None => Medium::of(&File::open(path).ok()?)?,
+        };
+        let limit = attribute("sizelimit").filter(|limit| *limit > 0).unwrap_or(u64::MAX);
+        Some(LoopBacking { medium, offset: attribute("offset").unwrap_or(0), limit })
+    }
+}
+
+/// The beginning of `struct loop_info64` (linux/loop.h).
+#[repr(C)]
+#[derive(Default)]
+struct LoopStatus {
+    device: u64,
+    inode: u64,
+    rdev: u64,
+    rest: [u64; 26],
+}
+
+const LOOP_GET_STATUS64: u32 = 0x4C05;
+// The kernel writes 232 bytes.
+const _: () = assert!(size_of::<LoopStatus>() == 232);
+
+fn loop_status(device: &File) -> Option<LoopStatus> {
+    let mut status = LoopStatus::default();
+    // SAFETY: of a loop device the kernel writes one `struct loop_info64`, which is as long as `status` and like it has no
+    // invalid values; other devices do not know the number, and write nothing.
+    #[allow(unsafe_code)]
+    let result = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_GET_STATUS64 as _, &mut status) };
+    (result == 0).then_some(status)
+}
+
+/// Whether a lock keeps one who would lock that range in this mode out.
+fn is_locked(file: &File, mode: OpenMode, bytes: &Range<u64>) -> bool {
+    let kind = if mode == OpenMode::ReadOnly { libc::F_RDLCK } else { libc::F_WRLCK };
+    // A length of 0 goes to the end, whatever that is.
+    let len = if bytes.end > i64::MAX as u64 { 0 } else { bytes.end - bytes.start };
+    let start = bytes.start.min(i64::MAX as u64);
+    let mut lock =
+        libc::flock { l_type: kind as _, l_whence: libc::SEEK_SET as _, l_start: start as _, l_len: len as _, l_pid: 0 };
+    // SAFETY: the descriptor is open, and the kernel reads and writes the structure during the call only.
+    #[allow(unsafe_code)]
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) };
+    result == 0 && lock.l_type != libc::F_UNLCK as libc::c_short
+}
+
+/// Whether a block device has an exclusive user. One that cannot be looked at may have.
+fn is_claimed(node: &Path) -> bool {
+    File::options().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(node).is_err()
+}
+
+fn sysfs(number: u64) -> PathBuf {
+    format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number)).into()
+}
+
+/// The number of the device that a folder of sysfs is about.
+fn number_of(sysfs: &Path) -> Option<u64> {
+    let text = fs::read_to_string(sysfs.join("dev")).ok()?;
+    let (major, minor) = text.trim().split_once(':')?;
+    Some(rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?))
+}
+
+/// The device's file.
+fn node_of(number: u64) -> Option<PathBuf> {
+    let event = fs::read_to_string(sysfs(number).join("uevent")).ok()?;
+    let name = event.lines().find_map(|line| line.strip_prefix("DEVNAME="))?;
+    Some(Path::new("/dev").join(name))
+}
+
+fn backing_path(number: u64) -> Option<PathBuf> {
+    let text = fs::read_to_string(sysfs(number).join("loop/backing_file")).ok()?;
+    Some(PathBuf::from(text.trim_end_matches('\n')))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// A loop device over a file, detached when it is dropped.
+    struct Loop(PathBuf);
+
+    impl Loop {
+        /// `None`, said aloud, where none can be had.
+        fn over(file: &Path, options: &[&str]) -> Option<Loop> {
+            let output = Command::new("losetup").args(options).args(["--find", "--show"]).arg(file).output();
+            match output.ok().filter(|output| output.status.success()) {
+                Some(output) => Some(Loop(PathBuf::from(String::from_utf8(output.stdout).unwrap().trim()))),
+                None => {
+                    eprintln!("no loop device can be had here");
+                    None
+                }
+            }
+        }
+    }
+
+    impl Drop for Loop {
+        fn drop(&mut self) {
+            assert!(Command::new("losetup").arg("--detach").arg(&self.0).status().unwrap().success());
+        }
+    }
+
+    fn image() -> tempfile::NamedTempFile {
+        let image = tempfile::NamedTempFile::new().unwrap();
+        image.as_file().set_len(4 << 20).unwrap();
+        image
+    }
+
+    fn claim(node: &Path) -> File {
+        File::options().read(true).custom_flags(libc::O_EXCL).open(node).unwrap()
+    }
+
+    #[test]
+    fn a_file_and_its_loop_device_are_found_from_each_other() {
+        let image = image();
+        let path = image.path().canonicalize().unwrap();
+        assert_eq!((rival(&path, OpenMode::ReadWrite), backing_file(&path)), (None, None));
+        let Some(device) = Loop::over(&path, &[]) else { return };
+        assert_eq!(rival(&path, OpenMode::ReadOnly), Some(Rival::Attached(device.0.clone())));
+        assert_eq!(backing_file(&device.0), Some(path));
+        assert_eq!(rival(&device.0, OpenMode::ReadWrite), None);
+    }
+
+    #[test]
+    fn loop_devices_over_one_file_are_rivals_where_they_overlap() {
+        let image = image();
+        let other_name = image.path().with_extension("link");
+        fs::hard_link(image.path(), &other_name).unwrap();
+        let lower = Loop::over(image.path(), &["--sizelimit", "2097152"]);
+        let upper = Loop::over(image.path(), &["--offset", "2097152"]);
+        let whole = Loop::over(&other_name, &[]);
+        fs::remove_file(&other_name).unwrap();
+        let (Some(lower), Some(upper), Some(whole)) = (lower, upper, whole) else { return };
+        assert_eq!(rival(&whole.0, OpenMode::ReadWrite), None, "nobody uses any of them");
+        let used = claim(&lower.0);
+        assert_eq!(rival(&whole.0, OpenMode::ReadWrite), Some(Rival::InUse(lower.0.clone())));
+        assert_eq!(rival(&upper.0, OpenMode::ReadWrite), None);
+        drop(used);
+        let _used = claim(&whole.0);
+        assert_eq!(rival(&lower.0, OpenMode::ReadOnly), Some(Rival::InUse(whole.0.clone())));
+        assert_eq!(rival(&upper.0, OpenMode::ReadOnly), Some(Rival::InUse(whole.0.clone())));
+    }
+
+    #[test]
+    fn a_loop_device_over_a_loop_device_is_seen_through() {
+        let image = image();
+        let Some(lower) = Loop::over(image.path(), &[]) else { return };
+        let Some(upper) = Loop::over(&lower.0, &[]) else { return };
+        let used = claim(&lower.0);
+        assert_eq!(rival(&upper.0, OpenMode::ReadWrite), Some(Rival::InUse(lower.0.clone())));
+        drop(used);
+        let _used = claim(&upper.0);
+        assert_eq!(rival(&lower.0, OpenMode::ReadWrite), Some(Rival::InUse(upper.0.clone())));
+    }
+
+    #[test]
+    fn an_image_that_is_in_use_itself_is_no_loop_device_s() {
+        let image = image();
+        let device = gpunvme_blockdev::open(image.path().to_str().unwrap(), OpenMode::ReadOnly);
+        // A file in memory may refuse direct I/O.
+        let Ok(device) = device else { return };
+        assert!(has_users(image.path()));
+        let Some(over) = Loop::over(image.path(), &[]) else { return };
+        assert_eq!(rival(&over.0, OpenMode::ReadWrite), Some(Rival::InUse(image.path().canonicalize().unwrap())));
+        assert_eq!(rival(&over.0, OpenMode::ReadOnly), None);
+        drop(device);
+    }
+}

@@ -1,0 +1,85 @@
+//! Memory for the plans of direct transfers. A transfer of 1 GiB can be a quarter of a million commands; it is carried out in parts, and the fewer pieces the plans of
+//! all transfers together have left, the smaller the parts are. So nobody waits for memory, and many transfers at once take time and not memory.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use gpunvme_gpupath::planner::Bounds;
+use gpunvme_layout::block::BLOCK_SIZE;
+
+/// Pieces of all plans: about 350 bytes each, as long as their commands are under way.
+const ALL: usize = 64 << 10;
+/// Pieces of one part at the most, and what each may have however many there are.
+const MOST: usize = 4 << 10;
+const LEAST: usize = 64;
+/// Bytes of a part of a read: between parts the device has nothing to do for some 50 us, of 10 ms.
+const READ_BYTES: u64 = 64 << 20;
+/// Blocks of a part of a write at the most and at the least. Each may be a piece; how many are, is only known when it is planned.
+const WRITE_BLOCKS: std::ops::RangeInclusive<usize> = 256..=8 << 10;
+
+/// What is left.
+#[derive(Default)]
+pub(super) struct Plans {
+    taken: AtomicUsize,
+}
+
+/// Pieces that a plan has, given back when it is dropped.
+pub(super) struct Planned {
+    plans: Arc<Plans>,
+    pieces: usize,
+}
+
+impl Plans {
+    /// What the next part of a read may be.
+    pub fn read_bounds(&self) -> Bounds {
+        Bounds { pieces: self.share().clamp(LEAST, MOST), bytes: READ_BYTES }
+    }
+
+    /// The bytes that the next part of a write may be.
+    pub fn write_bytes(&self) -> u64 {
+        (self.share().clamp(*WRITE_BLOCKS.start(), *WRITE_BLOCKS.end()) * BLOCK_SIZE) as u64
+    }
+
+    /// Takes what a plan has, or may have.
+    pub fn take(self: &Arc<Self>, pieces: usize) -> Planned {
+        self.taken.fetch_add(pieces, Ordering::Relaxed);
+        Planned { plans: self.clone(), pieces }
+    }
+
+    fn share(&self) -> usize {
+        ALL.saturating_sub(self.taken.load(Ordering::Relaxed)) / 8
+    }
+}
+
+impl Planned {
+    /// It has so many.
+    pub fn set(&mut self, pieces: usize) {
+        let before = std::mem::replace(&mut self.pieces, pieces);
+        // Wraps around where it becomes less.
+        self.plans.taken.fetch_add(pieces.wrapping_sub(before), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Planned {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn however_many_there_are_all_get_on_and_all_is_given_back() {
+        let plans = Arc::new(Plans::default());
+        assert_eq!((plans.read_bounds().pieces, plans.write_bytes()), (MOST, 32 << 20));
+        let mut parts: Vec<_> = (0..500).map(|_| plans.take(plans.read_bounds().pieces)).collect();
+        assert!(plans.taken.load(Ordering::Relaxed) < ALL + 500 * LEAST);
+        assert_eq!((plans.read_bounds().pieces, plans.write_bytes()), (LEAST, 1 << 20));
+        parts.iter_mut().for_each(|part| part.set(7));
+        assert_eq!(plans.taken.load(Ordering::Relaxed), 500 * 7);
+        drop(parts);
+        assert_eq!(plans.taken.load(Ordering::Relaxed), 0);
+    }
+}

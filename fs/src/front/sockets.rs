@@ -1,0 +1,75 @@
+//! The registration sockets of this machine's mounts, in one directory.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use gpunvme_gpupath::server::Server;
+use gpunvme_gpupath::socket::Listener;
+use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+
+/// Where they are.
+const DIRECTORY: &str = "/run/gpunvme";
+
+/// Listens at a name of that directory, and removes what daemons left there that were killed.
+///
+/// # Errors
+/// Nothing can be put into the directory.
+pub(super) fn listen(name: &str, server: Arc<Server>) -> io::Result<Listener> {
+    fs::create_dir_all(DIRECTORY)?;
+    let directory = Path::new(DIRECTORY);
+    // A socket that is bound and does not listen yet looks like one that was left. One daemon at a time.
+    let lock = File::open(directory)?;
+    flock(&lock, FlockOperation::LockExclusive)?;
+    for left in abandoned(directory)? {
+        match fs::remove_file(&left) {
+            Ok(()) => tracing::debug!("{}: removed the socket of a daemon that was killed", left.display()),
+            Err(error) => tracing::debug!("{}: {error}", left.display()),
+        }
+    }
+    // Everybody may register: what buffers can be used for, the mount's permissions decide.
+    Listener::bind(&directory.join(name), Mode::from_raw_mode(0o666), server)
+}
+
+/// The sockets in a directory at which nobody listens.
+fn abandoned(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let paths = fs::read_dir(directory)?.flatten().map(|entry| entry.path());
+    Ok(paths.filter(|path| path.extension().is_some_and(|extension| extension == "sock") && is_abandoned(path)).collect())
+}
+
+fn is_abandoned(path: &Path) -> bool {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None) else { return false };
+    let Ok(address) = SocketAddrUnix::new(path) else { return false };
+    connect(&socket, &address) == Err(Errno::CONNREFUSED)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{bind, listen, socket};
+
+    use super::*;
+
+    #[test]
+    fn only_a_socket_without_a_listener_is_abandoned() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let bound = |name: &str| {
+            let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            bind(&socket, &SocketAddrUnix::new(path(name)).unwrap()).unwrap();
+            socket
+        };
+        let live = bound("live.sock");
+        listen(&live, 1).unwrap();
+        drop(bound("left.sock"));
+        fs::write(path("file.sock"), "").unwrap();
+        drop(bound("other"));
+        let mut found = abandoned(directory.path()).unwrap();
+        found.sort();
+        // Whatever a file of that name is, it is nobody's socket.
+        assert_eq!(found, [path("file.sock"), path("left.sock")]);
+    }
+}

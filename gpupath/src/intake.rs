@@ -1,0 +1,266 @@
+//! Threads for what may wait for another process: taking a descriptor from it, and closing it.
+//!
+//! It guards everybody's time. To close a foreign descriptor can take for ever: a socket lingers until its peer takes what was sent, a file of a FUSE mount
+//! waits for its server's answer. So there is a fixed number of threads for it, of which each user has a share; a user who has used up the share
+//! is refused before anything more is taken in; and nothing ever waits for these threads, the end of the mount included.
+
+use crate::shares::share;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Threads at the most.
+const THREADS: usize = 16;
+/// Tasks of one user that may wait for a thread.
+const WAITING: usize = 256;
+/// Threads of a user of which none came to an end for so long are taken for stuck.
+const STUCK: Duration = Duration::from_secs(2);
+/// How long a thread waits for another task before it ends.
+const LINGER: Duration = Duration::from_secs(10);
+/// How often it is looked whether a task that waits has become hopeless.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// What a task is called for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// To be done.
+    Taken,
+    /// To be refused, without waiting for anything: the user's threads are stuck.
+    Refused,
+}
+
+type Task = Box<dyn FnOnce(Turn) + Send>;
+
+/// The threads. A clone is another handle to them; they end some time after the last.
+#[derive(Clone)]
+pub(crate) struct Intake(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    work: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    threads: usize,
+    idle: usize,
+    /// Tasks and descriptors that wait, of all users.
+    waiting: usize,
+    /// Threads at work, for all users.
+    busy: usize,
+    users: FxHashMap<u32, User>,
+    /// Users for whom something waits, in the order of their turns.
+    turns: VecDeque<u32>,
+}
+
+#[derive(Default)]
+struct User {
+    busy: usize,
+    /// When a thread last began or ended something for this user; before that, when the first task came.
+    progress: Option<Instant>,
+    /// Descriptors to be closed. They go first: as long as they are there nothing more is taken in.
+    discarded: VecDeque<OwnedFd>,
+    tasks: VecDeque<Task>,
+}
+
+/// What a thread does next.
+enum Work {
+    Close(OwnedFd),
+    Run(Task, Turn),
+}
+
+impl Intake {
+    pub fn new() -> Intake {
+        Intake(Arc::default())
+    }
+
+    /// Runs a task for a user, on a thread of its own. It is called here and at once, with [`Turn::Refused`], where the user's share is stuck or too much waits.
+    pub fn run(&self, user: u32, task: impl FnOnce(Turn) + Send + 'static) {
+        let mut state = self.0.state.lock();
+        let is_stuck = state.is_stuck(user);
+        let of = state.users.entry(user).or_default();
+        if is_stuck || of.tasks.len() >= WAITING {
+            drop(state);
+            return task(Turn::Refused);
+        }
+        of.progress.get_or_insert_with(Instant::now);
+        of.tasks.push_back(Box::new(task));
+        self.wake(state, user);
+    }
+
+    /// Closes a descriptor that came from a user's process, without waiting for it.
+    pub fn discard(&self, user: u32, fd: OwnedFd) {
+        let mut state = self.0.state.lock();
+        state.users.entry(user).or_default().discarded.push_back(fd);
+        self.wake(state, user);
+    }
+
+    /// Descriptors that wait to be closed.
+    pub fn discarded(&self) -> usize {
+        self.0.state.lock().users.values().map(|user| user.discarded.len()).sum()
+    }
+
+    /// Finds a thread for what was queued for a user.
+    fn wake(&self, mut state: MutexGuard<'_, State>, user: u32) {
+        if !state.turns.contains(&user) {
+            state.turns.push_back(user);
+        }
+        state.waiting += 1;
+        self.0.work.notify_one();
+        self.0.staff(&mut state, user);
+    }
+}
+
+impl Shared {
+    /// Begins a thread where one is missing: for what waits for a user who may have one more, and one that is idle as long as anything waits, because tasks that have become
+    /// hopeless are refused by it.
+    fn staff(self: &Arc<Self>, state: &mut State, user: u32) {
+        let missing = state.waiting > state.idle && (state.idle == 0 || state.has_room(user));
+        if !missing || state.threads == THREADS {
+            return;
+        }
+        let shared = self.clone();
+        match std::thread::Builder::new().name("intake".into()).spawn(move || shared.work()) {
+            Ok(_) => state.threads += 1,
+            // The threads there are will come to it; where there is none, the next that is queued asks again.
+            Err(error) => tracing::warn!(%error, "no thread to take descriptors in on"),
+        }
+    }
+
+    fn work(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        loop {
+            if let Some((user, work)) = state.next() {
+                self.staff(&mut state, user);
+                drop(state);
+                let refused = matches!(work, Work::Run(_, Turn::Refused));
+                match work {
+                    Work::Close(fd) => drop(fd),
+                    Work::Run(task, turn) => {
+                        // As anywhere: what a thread that panics was doing is unknown.
+                        if catch_unwind(AssertUnwindSafe(|| task(turn))).is_err() {
+                            std::process::abort();
+                        }
+                    }
+                }
+                state = self.state.lock();
+                state.ended(user, refused);
+                continue;
+            }
+            state.idle += 1;
+            let patience = if state.turns.is_empty() { LINGER } else { LOOK };
+            let late = self.work.wait_for(&mut state, patience).timed_out();
+            state.idle -= 1;
+            if late && state.turns.is_empty() {
+                break;
+            }
+        }
+        state.threads -= 1;
+    }
+}
+
+impl State {
+    /// The next work of the next user who may have a thread more, or whose tasks are hopeless.
+    fn next(&mut self) -> Option<(u32, Work)> {
+        for _ in 0..self.turns.len() {
+            let user = self.turns.pop_front()?;
+            let (has_room, is_stuck) = (self.has_room(user), self.is_stuck(user));
+            let of = self.users.get_mut(&user).expect("something waits for this user");
+            let task = |of: &mut User, turn| of.tasks.pop_front().map(|task| Work::Run(task, turn));
+            let work = match (has_room, is_stuck) {
+                (true, _) => of.discarded.pop_front().map(Work::Close).or_else(|| task(of, Turn::Taken)),
+                (false, true) => task(of, Turn::Refused),
+                (false, false) => None,
+            };
+            if !of.discarded.is_empty() || !of.tasks.is_empty() {
+                self.turns.push_back(user);
+            }
+            if let Some(work) = work {
+                if has_room {
+                    of.progress = Some(Instant::now());
+                }
+                of.busy += 1;
+                self.busy += 1;
+                self.waiting -= 1;
+                return Some((user, work));
+            }
+        }
+        None
+    }
+
+    /// A thread is done with something of a user's. To refuse it was no progress.
+    fn ended(&mut self, user: u32, refused: bool) {
+        self.busy -= 1;
+        let of = self.users.get_mut(&user).expect("a user for whom a thread works is known");
+        of.busy -= 1;
+        if !refused {
+            of.progress = Some(Instant::now());
+        }
+        if of.busy == 0 && of.discarded.is_empty() && of.tasks.is_empty() {
+            self.users.remove(&user);
+        }
+    }
+
+    fn has_room(&self, user: u32) -> bool {
+        let busy = self.users.get(&user).map_or(0, |of| of.busy);
+        (busy as u64) < share(user, THREADS as u64, (self.busy - busy) as u64)
+    }
+
+    /// Whether a user has no thread to be had, and has had none for a while.
+    fn is_stuck(&self, user: u32) -> bool {
+        let progress = self.users.get(&user).and_then(|of| of.progress);
+        !self.has_room(user) && progress.is_none_or(|progress| progress.elapsed() > STUCK)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    /// Runs a task that sends what it was called for.
+    fn ask(intake: &Intake, user: u32) -> Receiver<Turn> {
+        let (sender, receiver) = channel();
+        intake.run(user, move |turn| sender.send(turn).unwrap());
+        receiver
+    }
+
+    /// Keeps as many threads of a user as it gets, until the sender is dropped.
+    fn keep(intake: &Intake, user: u32) -> Sender<()> {
+        let (sender, receiver) = channel();
+        let receiver = Arc::new(Mutex::new(receiver));
+        for _ in 0..THREADS {
+            let receiver = receiver.clone();
+            intake.run(user, move |turn| {
+                if turn == Turn::Taken {
+                    let _ = receiver.lock().recv(); // its sender goes, and says nothing
+                }
+            });
+        }
+        sender
+    }
+
+    #[test]
+    fn a_user_whose_threads_are_stuck_is_refused_and_others_are_served() {
+        const PATIENCE: Duration = Duration::from_secs(20);
+        let intake = Intake::new();
+        let kept = [1000, 1001].map(|user| keep(&intake, user));
+        // What waits when it becomes clear that the threads are stuck is refused, and what comes later at once.
+        assert_eq!(ask(&intake, 1000).recv_timeout(PATIENCE), Ok(Turn::Refused));
+        assert_eq!(ask(&intake, 1000).try_recv(), Ok(Turn::Refused));
+        for user in [1002, 0] {
+            assert_eq!(ask(&intake, user).recv_timeout(PATIENCE), Ok(Turn::Taken), "{user}");
+        }
+        assert!(intake.0.state.lock().threads <= THREADS);
+        drop(kept);
+        let since = Instant::now();
+        while ask(&intake, 1000).recv_timeout(PATIENCE) != Ok(Turn::Taken) {
+            assert!(since.elapsed() < PATIENCE, "a user is refused for ever");
+        }
+    }
+}

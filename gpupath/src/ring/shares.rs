@@ -1,0 +1,187 @@
+//! How much each ring may have under way. The device serves what it was given in the order in which it came, so that whoever has much under way has all others wait.
+//!
+//! It guards fairness: what all rings together may have is shared between the users that have busy rings, a user's share between its processes, and a process's share
+//! between its rings. More rings, or more processes, get nobody more. A share may be exceeded by one transfer, and by no other while it is.
+
+use super::queue_pair::Ring;
+use parking_lot::Mutex;
+use rustc_hash::FxHashMap;
+use std::hash::Hash;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+/// What is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Amount {
+    pub transfers: u32,
+    pub bytes: u64,
+}
+
+/// What one process's rings may have under way while nobody else's are busy: enough to keep any device busy.
+const ALONE: Amount = Amount { transfers: 1024, bytes: 32 << 20 };
+/// What all may have while several processes are busy: still enough for that, and no more, since each waits for what the others have under way.
+const TOGETHER: Amount = Amount { transfers: 1024, bytes: 16 << 20 };
+/// How long a ring counts as busy after it last was, in milliseconds: one that waits for each answer before it asks again is not to find the device full each time.
+const BUSY_FOR: u64 = 50;
+/// Time between two looks at who is busy, in milliseconds.
+const LOOK: u64 = 5;
+
+/// A user, or a process: what its rings have under way.
+#[derive(Default)]
+pub(super) struct Group {
+    transfers: AtomicU32,
+    bytes: AtomicU64,
+    /// Busy members: processes of a user, rings of a process.
+    busy: AtomicU32,
+}
+
+impl Group {
+    fn has_room(&self, share: Amount) -> bool {
+        self.transfers.load(Ordering::Acquire) < share.transfers && self.bytes.load(Ordering::Acquire) < share.bytes
+    }
+
+    /// What each of its busy members gets.
+    fn divide(&self, share: Amount) -> Amount {
+        share.divided(self.busy.load(Ordering::Relaxed))
+    }
+
+    fn begin(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::AcqRel);
+        self.transfers.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn end(&self, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Ordering::AcqRel);
+        self.transfers.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Amount {
+    /// The share of each of so many, at least of one.
+    fn divided(self, by: u32) -> Amount {
+        let by = by.max(1);
+        Amount { transfers: (self.transfers / by).max(1), bytes: (self.bytes / u64::from(by)).max(1) }
+    }
+}
+
+/// Whose a ring is.
+#[derive(Clone)]
+pub(super) struct Member {
+    pub user: Arc<Group>,
+    pub process: Arc<Group>,
+}
+
+impl Member {
+    /// A transfer begins.
+    pub fn begin(&self, bytes: u64) {
+        self.user.begin(bytes);
+        self.process.begin(bytes);
+    }
+
+    /// A transfer is over.
+    pub fn end(&self, bytes: u64) {
+        self.user.end(bytes);
+        self.process.end(bytes);
+    }
+}
+
+/// The shares of all rings of a mount, whoever serves them.
+pub(super) struct Shares {
+    begun: Instant,
+    /// When it was last looked who is busy, in milliseconds since `begun`.
+    looked: AtomicU64,
+    /// Busy users, and busy processes of all.
+    users: AtomicU32,
+    processes: AtomicU32,
+    known: Mutex<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    rings: Vec<Weak<Ring>>,
+    users: FxHashMap<u32, Weak<Group>>,
+    /// By user and process.
+    processes: FxHashMap<(u32, u32), Weak<Group>>,
+}
+
+impl Shares {
+    /// Of no rings yet.
+    pub fn new() -> Shares {
+        Shares {
+            begun: Instant::now(),
+            looked: AtomicU64::new(0),
+            users: AtomicU32::new(0),
+            processes: AtomicU32::new(0),
+            known: Mutex::default(),
+        }
+    }
+
+    /// Whose a ring of this process of this user is.
+    pub fn member(&self, user: u32, process: u32) -> Member {
+        let mut known = self.known.lock();
+        Member { user: group(&mut known.users, user), process: group(&mut known.processes, (user, process)) }
+    }
+
+    /// A ring is there.
+    pub fn add(&self, ring: &Arc<Ring>) {
+        let mut known = self.known.lock();
+        known.rings.retain(|ring| ring.strong_count() > 0);
+        known.rings.push(Arc::downgrade(ring));
+    }
+
+    /// The time, for [`Ring::is_busy`], in milliseconds.
+    pub fn now(&self) -> u64 {
+        self.begun.elapsed().as_millis() as u64 + BUSY_FOR
+    }
+
+    /// Looks who is busy, if it is time for that.
+    pub fn look(&self, now: u64) {
+        let looked = self.looked.load(Ordering::Relaxed);
+        let is_due = now >= looked + LOOK;
+        if !is_due || self.looked.compare_exchange(looked, now, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+            return;
+        }
+        let mut known = self.known.lock();
+        let (mut users, mut processes): (FxHashMap<_, u32>, FxHashMap<_, u32>) = Default::default();
+        // The thread of one that has something under way may sleep.
+        let is_busy = |ring: &Arc<Ring>| ring.load().0 > 0 || ring.last_busy() + BUSY_FOR > now;
+        for ring in known.rings.iter().filter_map(Weak::upgrade).filter(is_busy) {
+            let of_process = processes.entry(Arc::as_ptr(&ring.member.process)).or_default();
+            *of_process += 1;
+            if *of_process == 1 {
+                *users.entry(Arc::as_ptr(&ring.member.user)).or_default() += 1;
+            }
+        }
+        set(&mut known.users, &users);
+        set(&mut known.processes, &processes);
+        self.users.store(users.len() as u32, Ordering::Relaxed);
+        self.processes.store(processes.len() as u32, Ordering::Relaxed);
+    }
+
+    /// Whether a further transfer of a ring may begin.
+    pub fn has_room(&self, ring: &Ring) -> bool {
+        let Member { user, process } = &ring.member;
+        let all = if self.processes.load(Ordering::Relaxed) > 1 { TOGETHER } else { ALONE };
+        let of_user = all.divided(self.users.load(Ordering::Relaxed));
+        let of_process = user.divide(of_user);
+        let of_ring = process.divide(of_process);
+        let (transfers, bytes) = ring.load();
+        user.has_room(of_user) && process.has_room(of_process) && transfers < of_ring.transfers && bytes < of_ring.bytes
+    }
+}
+
+fn group<K: Eq + Hash>(groups: &mut FxHashMap<K, Weak<Group>>, id: K) -> Arc<Group> {
+    groups.retain(|_, group| group.strong_count() > 0);
+    groups.get(&id).and_then(Weak::upgrade).unwrap_or_else(|| {
+        let group = Arc::new(Group::default());
+        groups.insert(id, Arc::downgrade(&group));
+        group
+    })
+}
+
+fn set<K>(groups: &mut FxHashMap<K, Weak<Group>>, busy: &FxHashMap<*const Group, u32>) {
+    for group in groups.values().filter_map(Weak::upgrade) {
+        group.busy.store(busy.get(&Arc::as_ptr(&group)).copied().unwrap_or(0), Ordering::Relaxed);
+    }
+}

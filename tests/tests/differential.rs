@@ -1,0 +1,70 @@
+//! gpunvme held against ext4: see `gpunvme_tests::differential`.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use gpunvme_tests::differential::call::Step;
+use gpunvme_tests::differential::differences::{DIFFERENCES, documented};
+use gpunvme_tests::differential::generate::sequence;
+use gpunvme_tests::differential::pair::{Pair, read_docs, say};
+use gpunvme_tests::differential::run::{Disagreement, Runner};
+use gpunvme_tests::differential::shrink::shrink;
+use gpunvme_tests::{needs_mount, report_skipped};
+
+/// Calls in a sequence.
+const LEN: usize = 300;
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} has to be a number")))
+}
+
+fn program(steps: &[Step], found: &Disagreement) -> String {
+    let lines: Vec<_> = steps.iter().map(|step| format!("  {step}")).collect();
+    format!("{}\n{found}", lines.join("\n"))
+}
+
+/// `DIFFERENTIAL_SEED` repeats one sequence; `DIFFERENTIAL_SECONDS` goes on for as long, from a seed of its own, and past what it
+/// finds.
+#[test]
+fn programs_get_from_gpunvme_what_they_get_from_ext4() {
+    needs_mount!();
+    let mut runner = Runner { known: BTreeSet::new(), program: env!("CARGO_BIN_EXE_differential-process").into() };
+    let mut pair = match Pair::new() {
+        Ok(pair) => pair,
+        Err(why) => return report_skipped("programs_get_from_gpunvme_what_they_get_from_ext4", &format!("needs ext4: {why}")),
+    };
+    let (only, seconds) = (number("DIFFERENTIAL_SEED"), number("DIFFERENTIAL_SECONDS"));
+    let begun = Instant::now();
+    let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let first = only.unwrap_or(if seconds.is_some() { since_1970.as_millis() as u64 } else { 1 });
+    let end = begun + Duration::from_secs(seconds.unwrap_or(20));
+    let mut calls = 0;
+    for seed in first.. {
+        let steps = sequence(seed, LEN);
+        calls += steps.len();
+        if let Err(found) = runner.run(&mut pair, &steps, true) {
+            say(&format!("seed {seed}, after {:.1?}, step {}: {found}", begun.elapsed(), found.step));
+            let (steps, found) = shrink(&runner, &mut pair, steps, found);
+            say(&format!("DIFFERENTIAL_SEED={seed} disagrees; in short:\n{}", program(&steps, &found)));
+            runner.known.insert(found.kind);
+            if seconds.is_none() {
+                break;
+            }
+        }
+        if only.is_some() || Instant::now() > end {
+            break;
+        }
+    }
+    say(&format!("differential: {calls} calls on each side in {:.1?}", begun.elapsed()));
+    assert!(runner.known.is_empty(), "{} kinds of disagreement: {:#?}", runner.known.len(), runner.known);
+}
+
+#[test]
+fn the_docs_name_the_differences_that_the_fuzzer_leaves_out() {
+    let named: Vec<_> = DIFFERENCES.iter().map(|&(name, how)| (name.to_owned(), how.words().to_owned())).collect();
+    assert_eq!(
+        documented(&read_docs("docs/posix.md")),
+        named,
+        "the table in docs/posix.md, and the one in tests/src/differential/differences.rs"
+    );
+}

@@ -1,0 +1,16 @@
+//! Attacks on a mount by users without rights, who speak the raw ABI. Each is a process of its own, begun by the test that watches what it costs others.
+//!
+//! The modules go by what is attacked. An attack is a function in the table of its module (`attacks!`), which a test begins by name
+//! ([`gpunvme_tests::attack`]); what it did to the daemon and to a victim, [`gpunvme_tests::observe`] tells.
+
+mod ownership;
+mod registration;
+mod rings;
+mod stubborn;
+
+/// Not a test: what [`gpunvme_tests::attack::UnderWay::begin`] runs.
+#[test]
+#[ignore = "the other end of the tests beside it"]
+fn attacker() {
+    gpunvme_tests::attack::carry_out(&[ownership::ATTACKS, registration::ATTACKS, rings::ATTACKS]);
+}

@@ -1,0 +1,204 @@
+//! Writes that the kernel does not see, by ioctl and by rings: they change nothing that a write(2) of the same process could not, and take what it takes.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use gpunvme::{Mount, Operation, Ring};
+use gpunvme_gpupath::abi;
+use gpunvme_tests::direct::Buffer;
+use gpunvme_tests::mounted::{Mounted, text};
+use gpunvme_tests::rings::{attach, shared, wait_for};
+use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::fs::XattrFlags;
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, mount_remount};
+use rustix::process::{Resource, Rlimit};
+
+const MIB: u64 = 1 << 20;
+const CAPABILITY: &str = "security.capability";
+
+/// `cap_setuid+ep` (linux/capability.h, `vfs_cap_data`).
+fn capability() -> Vec<u8> {
+    [0x0200_0001u32, 1 << 7, 0, 0, 0].iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// Makes a file a program that gives whoever runs it the most that a file can.
+fn privilege(path: &Path) {
+    fs::set_permissions(path, Permissions::from_mode(0o6777)).unwrap();
+    rustix::fs::setxattr(path, CAPABILITY, &capability(), XattrFlags::empty()).unwrap();
+    assert_eq!(fs::metadata(path).unwrap().mode() & 0o7777, 0o6777);
+}
+
+fn has_capability(path: &Path) -> bool {
+    match rustix::fs::getxattr(path, CAPABILITY, &mut [0u8; 64][..]) {
+        Ok(_) => true,
+        Err(errno) => {
+            assert_eq!(errno, Errno::NODATA);
+            false
+        }
+    }
+}
+
+/// By ioctl root's write keeps the bits, as its write(2) does. Who writes by a ring is not known, so nothing is kept.
+#[test]
+fn they_take_capabilities_and_set_user_id_bits() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let path = volume.path("program");
+    fs::write(&path, tree::pattern(1, 8192)).unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let buffer = Buffer::new(&file, MIB);
+    // Whole blocks, a part of one, and beyond the end.
+    for (offset, len) in [(0, 4096), (5, 100), (0, MIB)] {
+        privilege(&path);
+        buffer.write(&file, offset, len).unwrap();
+        assert!(!has_capability(&path), "after an ioctl at {offset}");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o6777);
+    }
+    let mount = Mount::open(volume.root()).unwrap();
+    let memory = shared(&mount, MIB);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let attached = attach(&ring, &path);
+    for (offset, len) in [(0, 4096), (5, 100), (MIB, MIB)] {
+        privilege(&path);
+        ring.push(&Operation::write(&attached, offset, &memory, 0, len)).unwrap();
+        wait_for(&mut ring, 1).remove(0).result.unwrap();
+        assert!(!has_capability(&path), "after a ring's write at {offset}");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o777, "after a ring's write at {offset}");
+    }
+    // What is refused takes nothing.
+    privilege(&path);
+    let read_only = ring.attach(&gpunvme::File::open(&path).unwrap()).unwrap();
+    ring.push(&Operation::write(&read_only, 0, &memory, 0, 4096)).unwrap();
+    wait_for(&mut ring, 1).remove(0).result.unwrap_err();
+    assert!(has_capability(&path));
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o6777);
+}
+
+fn remount_with_helper(volume: &Mounted, flag: &str) {
+    let mut mount = programs::command("mount.gpunvme");
+    let output = mount.arg(volume.image().path()).arg(volume.root()).args(["-o", &format!("remount,{flag}")]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+}
+
+/// A ring goes on with files that are closed, which do not keep the mount from becoming read-only.
+#[test]
+fn they_end_with_a_remount_to_read_only() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let path = volume.path("file");
+    fs::write(&path, [0; 1 << 20]).unwrap();
+    File::open(&path).unwrap().sync_all().unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let memory = shared(&mount, MIB);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let attached = attach(&ring, &path);
+    let by_hand = |flags| mount_remount(volume.root(), flags, "").unwrap();
+    for round in 0..20u64 {
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (ring, attached, memory, stop) = (&mut ring, &attached, &memory, &stop);
+            let writer = scope.spawn(move || {
+                let (mut refused, mut last) = (None, false);
+                for number in round << 32.. {
+                    memory.copy_in(0, &number.to_le_bytes());
+                    ring.push(&Operation::write(attached, 0, memory, 0, 4096)).unwrap();
+                    let result = wait_for(ring, 1).remove(0).result;
+                    match (result, refused) {
+                        (Ok(_), None) => {}
+                        (Ok(_), Some(_)) => panic!("a write after one that was refused"),
+                        (Err(error), _) => refused = Some(error.errno().raw_os_error()),
+                    }
+                    // One at least begins after the remount.
+                    if stop.swap(false, Ordering::Relaxed) {
+                        last = true;
+                    } else if last {
+                        return refused;
+                    }
+                }
+                unreachable!("it writes until it is stopped")
+            });
+            std::thread::sleep(Duration::from_millis(5));
+            // What mount(8) runs, and what an init system calls when it shuts down; there a write may be under way.
+            if round % 2 == 0 {
+                remount_with_helper(&volume, "ro");
+            } else {
+                by_hand(MountFlags::RDONLY);
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let content = || {
+                let mut number = [0; 8];
+                File::open(&path).unwrap().read_exact_at(&mut number, 0).unwrap();
+                u64::from_le_bytes(number)
+            };
+            let before = content();
+            std::thread::sleep(Duration::from_millis(20));
+            let after = content();
+            stop.store(true, Ordering::Relaxed);
+            let refused = writer.join().unwrap();
+            assert_eq!(after, before, "round {round}: written after the mount had become read-only");
+            assert_eq!(refused, Some(libc::EROFS));
+        });
+        if round % 2 == 0 {
+            remount_with_helper(&volume, "rw");
+        } else {
+            by_hand(MountFlags::empty());
+        }
+        ring.push(&Operation::write(&attached, 0, &memory, 0, 4096)).unwrap();
+        wait_for(&mut ring, 1).remove(0).result.expect("it is writable again");
+    }
+}
+
+/// Not a test: a process that may make files of 1 MiB and a few bytes at the most. In a process of its own: the limit is the process's.
+#[test]
+#[ignore = "the other process of the test beside it"]
+fn a_limited_process() {
+    const LIMIT: u64 = MIB + 100;
+    let root = PathBuf::from(std::env::var("LIMITED_ROOT").unwrap());
+    let path = root.join("limited");
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+    let mount = Mount::open(&root).unwrap();
+    let memory = shared(&mount, 4 * MIB);
+    let buffer = Buffer::new(&file, 4 * MIB);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let attached = attach(&ring, &path);
+    rustix::process::setrlimit(Resource::Fsize, Rlimit { current: Some(LIMIT), maximum: None }).unwrap();
+    // A ring looks now and then.
+    std::thread::sleep(Duration::from_millis(50));
+    let size = || fs::metadata(&path).unwrap().len();
+
+    let short = buffer.write(&file, 4096, 4 * MIB).unwrap();
+    assert_eq!((short.bytes, short.status, short.failed_segment), (LIMIT - 4096, libc::EFBIG, 0));
+    assert_eq!(size(), LIMIT);
+    let write = abi::Command::Write;
+    let short = buffer.transfer(write, &file, &[(0, 0, 4096), (MIB, 0, 4096), (0, 0, 4096)]).unwrap();
+    assert_eq!((short.bytes, short.status, short.failed_segment), (4096 + 100, libc::EFBIG, 1));
+    for offset in [LIMIT, 3 * MIB] {
+        assert_eq!(buffer.write(&file, offset, 4096).unwrap_err().raw_os_error(), Some(libc::EFBIG));
+    }
+    ring.push(&Operation::write(&attached, 0, &memory, 0, 4 * MIB)).unwrap();
+    ring.push(&Operation::write(&attached, LIMIT, &memory, 0, 4096)).unwrap();
+    for completed in wait_for(&mut ring, 2) {
+        assert_eq!(completed.result.unwrap_err().errno().raw_os_error(), libc::EFBIG);
+    }
+    ring.push(&Operation::write(&attached, 0, &memory, 0, LIMIT)).unwrap();
+    assert_eq!(wait_for(&mut ring, 1).remove(0).result.unwrap().bytes(), LIMIT);
+    assert_eq!(size(), LIMIT);
+    println!("=> limited");
+}
+
+#[test]
+fn they_keep_to_the_limit_of_file_sizes() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "unseen_writes::a_limited_process", "--ignored", "--nocapture"])
+        .env("LIMITED_ROOT", volume.root())
+        .output()
+        .unwrap();
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("=> limited"), "{}", text(&output));
+}
