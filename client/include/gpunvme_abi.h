@@ -1,5 +1,5 @@
 /*
- * The ioctls of a gpunvme mount: what the library makes, for programs that would rather make them themselves. docs/ioctl.md explains them.
+ * The ioctls of a gpunvme mount: what the library makes, for programs that would rather make them themselves. docs/reference/ioctl.md explains them.
  *
  * All structures are little-endian. `version` is GPUNVME_VERSION; reserved fields are zero; unknown flags are refused with EINVAL. Fields marked "out" are
  * ignored on the way in.
@@ -175,7 +175,7 @@ struct gpunvme_stats {
 };
 
 /*
- * RING: on any file or directory of the mount. docs/ioctl.md says how the two sides use its memory: a memfd of GPUNVME_RING_BYTES(entries) zero bytes, sealed
+ * RING: on any file or directory of the mount. docs/reference/ioctl.md says how the two sides use its memory: a memfd of GPUNVME_RING_BYTES(entries) zero bytes, sealed
  * with F_SEAL_SHRINK, that begins with the words, each a uint32_t.
  */
 struct gpunvme_ring {

@@ -1,4 +1,4 @@
-//! The application's end of the registration socket (`docs/ioctl.md`): one datagram out with the descriptor, one back.
+//! The application's end of the registration socket (`docs/reference/ioctl.md`): one datagram out with the descriptor, one back.
 
 use crate::mount::status;
 use crate::sys;

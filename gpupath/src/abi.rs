@@ -1,6 +1,6 @@
 //! The ABI between applications and the daemon: ioctl commands, their structures, and the messages of the registration socket.
 //!
-//! It guards what programs compiled today and daemons built years later must agree on, byte for byte. `docs/ioctl.md` describes it for people
+//! It guards what programs compiled today and daemons built years later must agree on, byte for byte. `docs/reference/ioctl.md` describes it for people
 //! who write neither; `client/include/gpunvme_abi.h` is the same thing in C, and a test compares the two.
 //!
 //! Rules:

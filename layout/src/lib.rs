@@ -2,7 +2,7 @@
 //!
 //! Types, encoding, checksums and the invariants that a block can be checked for on its own. No I/O, no clocks, no threads:
 //! everything here is a function from bytes to values or back, so that the engine, mkfs, fsck and the tests share one truth.
-//! `docs/layout.md` describes the same format byte by byte.
+//! `docs/reference/layout.md` describes the same format byte by byte.
 #![forbid(unsafe_code)]
 
 pub mod anchor;

@@ -63,8 +63,8 @@ fn programs_get_from_gpunvme_what_they_get_from_ext4() {
 fn the_docs_name_the_differences_that_the_fuzzer_leaves_out() {
     let named: Vec<_> = DIFFERENCES.iter().map(|&(name, how)| (name.to_owned(), how.words().to_owned())).collect();
     assert_eq!(
-        documented(&read_docs("docs/posix.md")),
+        documented(&read_docs("docs/reference/posix.md")),
         named,
-        "the table in docs/posix.md, and the one in tests/src/differential/differences.rs"
+        "the table in docs/reference/posix.md, and the one in tests/src/differential/differences.rs"
     );
 }

@@ -2,7 +2,7 @@
 //!
 //! The daemon reads what clients and devices wrote, with the privileges of root. Should one of them ever get it to run code of
 //! theirs, that code starts no program, attaches to no process, mounts nothing, loads nothing into the kernel and maps no memory
-//! that can be executed. What the calls that are left can do, `docs/security.md` says.
+//! that can be executed. What the calls that are left can do, `docs/reference/security.md` says.
 //!
 //! A call that is not listed fails with `ENOSYS`, as on a kernel without it: libraries have another way then, and a path that
 //! no test has taken costs no mount. In a debug build it ends the process, so that tests find every call that is missing here.

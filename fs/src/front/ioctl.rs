@@ -1,4 +1,4 @@
-//! The ioctls of the direct path (`docs/ioctl.md`) on open files and directories.
+//! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories.
 //!
 //! Ordinary and direct access to a file see each other's bytes: the kernel's dirty pages are written back before a direct
 //! transfer looks, and what it has cached of a range is forgotten after a direct write. Both wait for the kernel, and so does

@@ -12,7 +12,7 @@ pub enum How {
 }
 
 impl How {
-    /// As docs/posix.md says it.
+    /// As docs/reference/posix.md says it.
     pub fn words(self) -> &'static str {
         match self {
             Self::NotCompared => "not compared",
@@ -22,7 +22,7 @@ impl How {
     }
 }
 
-/// All of them, by their names in docs/posix.md. Where the fuzzer leaves one out, a comment has its name.
+/// All of them, by their names in docs/reference/posix.md. Where the fuzzer leaves one out, a comment has its name.
 pub const DIFFERENCES: &[(&str, How)] = &[
     ("access-times", How::AskedOtherwise),
     ("directory-sizes", How::NotCompared),
@@ -45,7 +45,7 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("file-flags", How::NotAsked),
 ];
 
-/// The names and the treatment in the table below the heading `## Against ext4` of docs/posix.md.
+/// The names and the treatment in the table below the heading `## Against ext4` of docs/reference/posix.md.
 pub fn documented(posix: &str) -> Vec<(String, String)> {
     let section = posix.split("## Against ext4").nth(1).unwrap_or_default().split("\n## ").next().unwrap_or_default();
     let rows = section.lines().filter(|line| line.starts_with("| `"));

@@ -1,4 +1,4 @@
-//! What docs/layout.md promises, broken one by one. Most of it a mount refuses, or answers with an error where it meets it; a repair
+//! What docs/reference/layout.md promises, broken one by one. Most of it a mount refuses, or answers with an error where it meets it; a repair
 //! mends all, but what a superblock says on purpose.
 
 use gpunvme_blockdev::Image;

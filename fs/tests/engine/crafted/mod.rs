@@ -1,4 +1,4 @@
-//! Images that an attacker made field by field: every invariant of docs/layout.md broken one by one, and any field of any structure
+//! Images that an attacker made field by field: every invariant of docs/reference/layout.md broken one by one, and any field of any structure
 //! given any value, with checksums that are right again. Each image is mounted, walked, written to and mounted again; and checked,
 //! repaired and checked once more, as it came and as the mount left it.
 //!
