@@ -2,10 +2,10 @@
 //! takes neither the process down nor its memory up. The input says what is changed in which volume; see `attack`.
 #![no_main]
 
-#[path = "../../fs/tests/engine/attack.rs"]
+#[path = "../../fs/engine/tests/attack.rs"]
 mod attack;
 #[allow(dead_code, reason = "of what the engine's tests share a target uses a part")]
-#[path = "../../fs/tests/engine/common.rs"]
+#[path = "../../fs/engine/tests/common.rs"]
 mod common;
 
 use std::sync::LazyLock;

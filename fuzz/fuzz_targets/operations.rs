@@ -3,7 +3,7 @@
 #![no_main]
 
 #[allow(dead_code, reason = "of what the engine's tests share a target uses a part")]
-#[path = "../../fs/tests/engine/common.rs"]
+#[path = "../../fs/engine/tests/common.rs"]
 mod common;
 
 use std::sync::{Arc, LazyLock};

@@ -10,10 +10,10 @@ use std::process::Command;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request};
-use gpunvme_fs::FsError;
-use gpunvme_fs::daemon::claim::reason;
+use gpunvme_engine::FsError;
 use gpunvme_layout::geometry::SUPERBLOCK;
 use gpunvme_layout::{BLOCK_SIZE, Geometry, Superblock};
+use gpunvme_programs::claim::reason;
 use rustix::fs::MemfdFlags;
 use uuid::Uuid;
 
@@ -66,7 +66,7 @@ pub fn find(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, String> {
 
 /// A volume of ours, even one that is damaged or newer than this program.
 fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> {
-    if let Some(superblock) = gpunvme_fs::probe(device)? {
+    if let Some(superblock) = gpunvme_engine::probe(device)? {
         return Ok(Some(Contents {
             what: "a gpunvme volume".to_owned(),
             label: Some(superblock.label).filter(|label| !label.is_empty()),

@@ -1,6 +1,6 @@
 //! fsck.gpunvme: checks a volume, says what is wrong with it, and repairs it.
 //!
-//! The work is done by `gpunvme_fs::check`; here are the conventions of fsck(8): options, questions, exit codes.
+//! The work is done by `gpunvme_engine::check`; here are the conventions of fsck(8): options, questions, exit codes.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
 use gpunvme_blockdev::{Io, OpenMode};
-use gpunvme_fs::FsError;
-use gpunvme_fs::check::{CheckOptions, Finding, Findings, Fsck, Kind};
-use gpunvme_fs::daemon::claim::{claim, reason};
-use gpunvme_fs::daemon::terminal::{complain, print};
+use gpunvme_engine::FsError;
+use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind};
+use gpunvme_programs::claim::{claim, reason};
+use gpunvme_programs::terminal::{complain, print};
 use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
 use uuid::Uuid;
@@ -56,7 +56,7 @@ pub struct Arguments {
     #[arg(long)]
     pub json: bool,
     /// Memory to use in MiB; what exceeds it goes to temporary files
-    #[arg(long, value_name = "MIB", default_value_t = (gpunvme_fs::check::MEMORY >> 20) as u64, value_parser = clap::value_parser!(u64).range(MEMORY_MIN..=1 << 20))]
+    #[arg(long, value_name = "MIB", default_value_t = (gpunvme_engine::check::MEMORY >> 20) as u64, value_parser = clap::value_parser!(u64).range(MEMORY_MIN..=1 << 20))]
     pub memory: u64,
     /// Check although the volume was unmounted cleanly; it is checked anyway
     #[arg(short = 'f', long, hide = true)]

@@ -1,6 +1,6 @@
 //! mkfs.gpunvme: formats a device as a gpunvme volume; and fsck.gpunvme, which checks one ([`fsck`]).
 //!
-//! The format itself is written by `gpunvme_fs::format`. This crate is what stands around it: it looks before it leaps
+//! The format itself is written by `gpunvme_engine::format`. This crate is what stands around it: it looks before it leaps
 //! ([`contents`]), clears what the device was recognised by before ([`wipe`]), and says what it made
 //! ([`report`]).
 
@@ -21,11 +21,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
 use gpunvme_blockdev::{BlockDevice, OpenMode};
-use gpunvme_fs::FormatOptions;
-use gpunvme_fs::daemon::claim::{claim, reason};
-use gpunvme_fs::daemon::terminal::{complain, print};
+use gpunvme_engine::FormatOptions;
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
 use gpunvme_layout::{BLOCK_SIZE, Geometry, Timestamp};
+use gpunvme_programs::claim::{claim, reason};
+use gpunvme_programs::terminal::{complain, print};
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -89,7 +89,7 @@ pub fn make(arguments: &Arguments) -> Result<Report, String> {
         owner: (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw()),
     };
     wipe::wipe(&device).map_err(|error| failed(&error))?;
-    gpunvme_fs::format(&device, &options).map_err(|error| failed(&error))?;
+    gpunvme_engine::format(&device, &options).map_err(|error| failed(&error))?;
     Ok(report)
 }
 

@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-use gpunvme_fs::check::Stage;
+use gpunvme_engine::check::Stage;
 
 /// Time between two looks at the clock's face.
 const INTERVAL: Duration = Duration::from_millis(200);

@@ -31,7 +31,7 @@ impl Image {
 
     fn superblock(&self) -> Option<gpunvme_layout::Superblock> {
         let device = open(self.path.to_str().unwrap(), OpenMode::ReadOnly).unwrap();
-        gpunvme_fs::probe(&device).unwrap()
+        gpunvme_engine::probe(&device).unwrap()
     }
 }
 

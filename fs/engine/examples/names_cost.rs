@@ -2,15 +2,15 @@
 //! other load of the machine changes least. Give a count of files that are there already to see how cost grows.
 //!
 //! ```text
-//! cargo run --release -p gpunvme-fs --example names_cost -- [FILES PER ROW] [FILES BEFORE]
+//! cargo run --release -p gpunvme-engine --example names_cost -- [FILES PER ROW] [FILES BEFORE]
 //! ```
 use std::sync::Arc;
 use std::time::Duration;
 
 use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
-use gpunvme_fs::data::{Filesystem, Inline, Options, Settling};
-use gpunvme_fs::volume::{Context, NewNode, RenameMode};
-use gpunvme_fs::{FormatOptions, VolumeOptions, format};
+use gpunvme_engine::data::{Filesystem, Inline, Options, Settling};
+use gpunvme_engine::volume::{Context, NewNode, RenameMode};
+use gpunvme_engine::{FormatOptions, VolumeOptions, format};
 use gpunvme_layout::Timestamp;
 
 const ROOT: u64 = 1;
@@ -72,7 +72,7 @@ fn fresh() -> Result<Arc<Filesystem>, Box<dyn std::error::Error>> {
 }
 
 fn now() -> Context {
-    Context { uid: 0, gid: 0, now: gpunvme_fs::data::system_time() }
+    Context { uid: 0, gid: 0, now: gpunvme_engine::data::system_time() }
 }
 
 fn name(prefix: &str, number: usize) -> Vec<u8> {

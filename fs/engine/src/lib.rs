@@ -1,13 +1,11 @@
-//! The gpunvme filesystem: the engine ([`volume`]), the data path ([`data`]), the FUSE front end ([`front`]), and the daemon
-//! that puts them together ([`daemon`]). The engine and the data path can be driven without FUSE, on any device.
-#![deny(unsafe_code)]
+//! The engine of gpunvme: metadata and its journal ([`volume`]), the content of files ([`data`]), and checking and repairing
+//! volumes ([`check`]). It runs on any device, knows nothing of FUSE, and has no threads of its own.
+#![forbid(unsafe_code)]
 
 pub mod check;
-pub mod daemon;
 pub mod data;
 pub mod error;
-pub mod front;
-mod sharded;
+pub mod sharded;
 pub mod volume;
 
 pub use data::Filesystem;

@@ -12,7 +12,7 @@ struct Part<S>(Mutex<S>);
 
 /// A table by inode number, whose parts are of type `S`.
 #[derive(Default)]
-pub(crate) struct Sharded<S>([Part<S>; SHARDS]);
+pub struct Sharded<S>([Part<S>; SHARDS]);
 
 impl<S> Sharded<S> {
     /// The part that an inode belongs to.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice};
-use gpunvme_fs::data::Filesystem;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::data::Filesystem;
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 use gpunvme_layout::block::BLOCK_SIZE;
 

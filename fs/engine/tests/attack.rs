@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice};
-use gpunvme_fs::Filesystem;
-use gpunvme_fs::check::{CheckOptions, Fsck, check};
-use gpunvme_fs::data::Settling;
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode, RenameMode, SetAttributes};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::check::{CheckOptions, Fsck, check};
+use gpunvme_engine::data::Settling;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode, RenameMode, SetAttributes};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::{Block, Timestamp};
 

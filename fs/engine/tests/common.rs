@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io};
-use gpunvme_fs::check::check;
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::data::{Filesystem, Inline, Options, Settling};
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode, RenameMode, SetAttributes};
-use gpunvme_fs::{FormatOptions, VolumeOptions, format};
+use gpunvme_engine::check::check;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::data::{Filesystem, Inline, Options, Settling};
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode, RenameMode, SetAttributes};
+use gpunvme_engine::{FormatOptions, VolumeOptions, format};
 use gpunvme_layout::Timestamp;
 
 /// The root directory.

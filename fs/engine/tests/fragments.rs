@@ -3,11 +3,11 @@
 use std::sync::{Arc, OnceLock, mpsc};
 
 use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, Region};
-use gpunvme_fs::VolumeOptions;
-use gpunvme_fs::data::direct::DirectWrite;
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::data::{Filesystem, Inline, Options, Spawn};
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::VolumeOptions;
+use gpunvme_engine::data::direct::DirectWrite;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::data::{Filesystem, Inline, Options, Spawn};
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, Request};
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::key::INO_MAX;

@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::Duration;
 
 use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Region, Rule};
-use gpunvme_fs::VolumeOptions;
-use gpunvme_fs::data::direct::DirectWrite;
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::data::{Filesystem, Options, Settling, Spawn};
-use gpunvme_fs::error::{Attempt, Fail, FsError, Stall};
-use gpunvme_fs::volume::{Context, NewNode, RenameMode};
+use gpunvme_engine::VolumeOptions;
+use gpunvme_engine::data::direct::DirectWrite;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::data::{Filesystem, Options, Settling, Spawn};
+use gpunvme_engine::error::{Attempt, Fail, FsError, Stall};
+use gpunvme_engine::volume::{Context, NewNode, RenameMode};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 

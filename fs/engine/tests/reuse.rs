@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice};
-use gpunvme_fs::volume::{Context, NewNode};
-use gpunvme_fs::{Filesystem, FormatOptions, format};
+use gpunvme_engine::volume::{Context, NewNode};
+use gpunvme_engine::{Filesystem, FormatOptions, format};
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, assert_sound, make, open};

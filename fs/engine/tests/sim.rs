@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::OpenMode;
 use gpunvme_blockdev::sim::{Effect, Fault, On, SimController};
-use gpunvme_fs::Filesystem;
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 
 use crate::common::{Pair, ROOT, Random, assert_sound, make, open};

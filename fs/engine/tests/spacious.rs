@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice};
-use gpunvme_fs::Filesystem;
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, assert_sound, make, open};

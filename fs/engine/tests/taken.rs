@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice};
-use gpunvme_fs::Filesystem;
-use gpunvme_fs::check::{CheckOptions, Fsck};
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, assert_sound, make, open};

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use crate::common::{Pair, ROOT, Random, assert_sound, make};
 use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, OpenMode};
-use gpunvme_fs::data::{Filesystem, Options, Spawn};
-use gpunvme_fs::volume::{Context, NewNode};
-use gpunvme_fs::{VolumeOptions, error::FsError};
+use gpunvme_engine::data::{Filesystem, Options, Spawn};
+use gpunvme_engine::volume::{Context, NewNode};
+use gpunvme_engine::{VolumeOptions, error::FsError};
 use gpunvme_layout::Timestamp;
 
 /// One thread for what completions cannot do themselves.

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region};
-use gpunvme_fs::Filesystem;
-use gpunvme_fs::data::Settling;
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::volume::{Context, NewNode, RenameMode, SetAttributes};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::data::Settling;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::volume::{Context, NewNode, RenameMode, SetAttributes};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{OpenMode, open};
-use gpunvme_fs::FormatOptions;
+use gpunvme_engine::FormatOptions;
 use gpunvme_layout::Timestamp;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -35,7 +35,7 @@ impl Volume {
         let device = open(volume.image().to_str().unwrap(), OpenMode::ReadWrite).unwrap();
         let now = Timestamp { seconds: 1, nanoseconds: 0 };
         let options = FormatOptions { label: "test".into(), uuid: [7; 16], hash_key: [8; 16], now, owner: (0, 0) };
-        gpunvme_fs::format(&device, &options).unwrap();
+        gpunvme_engine::format(&device, &options).unwrap();
         Some(volume)
     }
 

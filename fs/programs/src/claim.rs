@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use gpunvme_blockdev::nvme::Controller;
 use gpunvme_blockdev::{BlockDevice, Error, OpenMode, path_of};
 
-use super::below::{self, Rival};
-use super::mounts::Mount;
+use crate::below::{self, Rival};
+use crate::mounts::Mount;
 
 /// How long a daemon that is no longer mounted may take to let go of its device.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);

@@ -105,7 +105,7 @@ pub(crate) fn change<T>(op: &mut Op, ino: u64, change: impl FnOnce(&mut Inode) -
 
 impl Volume {
     /// Attributes as the tree has them; a file that is being written has newer ones in memory.
-    pub(crate) fn stored_attributes(&self, ino: u64) -> Attempt<Attributes> {
+    pub fn stored_attributes(&self, ino: u64) -> Attempt<Attributes> {
         Ok(Attributes { ino, inode: load(&*self.meta.read(), ino)? })
     }
 

@@ -18,10 +18,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice};
-use gpunvme_fs::Filesystem;
-use gpunvme_fs::check::{CheckOptions, Fsck};
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::{Corrupt, Timestamp};
 
 use crate::attack::use_it;
@@ -64,7 +64,7 @@ fn victim() -> &'static Victim {
         }
         let pieces = create(dir, "pieces", 0o100644, &[]);
         (0..4).for_each(|at| write(pieces, at * 50_000, 9000));
-        fs.allocate(&WHO, pieces, 300_000, 50_000, gpunvme_fs::data::resize::Allocate::Reserve { grow: true })
+        fs.allocate(&WHO, pieces, 300_000, 50_000, gpunvme_engine::data::resize::Allocate::Reserve { grow: true })
             .expect("there is room");
         create(dir, "short", 0o120777, b"somewhere");
         create(dir, "long", 0o120777, &[b'x'; 3000]);

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use gpunvme_fs::Filesystem;
+use gpunvme_engine::Filesystem;
 use gpunvme_layout::Timestamp;
 
 use super::view::View;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::{ROOT, Random, assert_sound, make, open};
 use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice, Recorder};
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 
 mod history;

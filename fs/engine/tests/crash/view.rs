@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use gpunvme_fs::Filesystem;
+use gpunvme_engine::Filesystem;
 use gpunvme_layout::FileType;
 
 /// All that is below a directory.

@@ -8,10 +8,10 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, Recorder};
-use gpunvme_fs::VolumeOptions;
-use gpunvme_fs::data::{Filesystem, Options, Spawn};
-use gpunvme_fs::error::{Attempt, Fail, FsError, Stall};
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::VolumeOptions;
+use gpunvme_engine::data::{Filesystem, Options, Spawn};
+use gpunvme_engine::error::{Attempt, Fail, FsError, Stall};
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;
 

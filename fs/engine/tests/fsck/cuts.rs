@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice, Recorder};
-use gpunvme_fs::volume::NewNode;
+use gpunvme_engine::volume::NewNode;
 
 use super::subject::{ROOT, WHO, contents};
 use super::{found, mend};

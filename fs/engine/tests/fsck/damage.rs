@@ -2,7 +2,7 @@
 //! is mended.
 
 use gpunvme_blockdev::Image;
-use gpunvme_fs::check::Kind;
+use gpunvme_engine::check::Kind;
 use gpunvme_layout::geometry::{ANCHORS, STATE};
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::key::{dirent_offset, xattr_offset};

@@ -10,8 +10,8 @@ mod subject;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice, Recorder};
-use gpunvme_fs::check::{CheckOptions, Findings, Fsck, Kind};
-use gpunvme_fs::volume::NewNode;
+use gpunvme_engine::check::{CheckOptions, Findings, Fsck, Kind};
+use gpunvme_engine::volume::NewNode;
 use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS};
 use gpunvme_layout::{Inode, Key};
 

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
 use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice};
-use gpunvme_fs::Filesystem;
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::{FileType, Timestamp};
 
 use crate::common::{Random, make, open};

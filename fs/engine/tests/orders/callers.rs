@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{Region, Request};
-use gpunvme_fs::data::{Open, Settling, resize::Allocate};
-use gpunvme_fs::error::{Attempt, Fail, FsError};
-use gpunvme_fs::volume::{NewNode, RenameMode};
+use gpunvme_engine::data::{Open, Settling, resize::Allocate};
+use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_engine::volume::{NewNode, RenameMode};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_gpupath::planner::{Bounds, Position};
 use parking_lot::Mutex;

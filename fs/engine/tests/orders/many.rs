@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Image, Io, MemoryDevice, Op, Queue, Region, Request, Result, Wait};
-use gpunvme_fs::VolumeOptions;
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::data::{Filesystem, Inline, Options};
-use gpunvme_fs::volume::{Context, NewNode};
+use gpunvme_engine::VolumeOptions;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::data::{Filesystem, Inline, Options};
+use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice, Request};
-use gpunvme_fs::VolumeOptions;
-use gpunvme_fs::data::{Filesystem, Options, Spawn};
-use gpunvme_fs::volume::Context;
+use gpunvme_engine::VolumeOptions;
+use gpunvme_engine::data::{Filesystem, Options, Spawn};
+use gpunvme_engine::volume::Context;
 use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;
 

@@ -22,8 +22,8 @@ use rustix::net::{
 use rustix::process::{getegid, geteuid};
 
 use super::fusectl;
-use super::mounts::{FS_TYPE, Mount};
 use super::unmount;
+use gpunvme_programs::mounts::{FS_TYPE, Mount};
 
 /// Where the kernel offers connections to FUSE servers.
 const DEV_FUSE: &str = "/dev/fuse";

@@ -11,7 +11,7 @@ use nix::unistd::{ForkResult, Pid, fork};
 use rustix::fs::{Mode, OFlags};
 
 use super::error::MountError;
-use super::terminal::complain;
+use gpunvme_programs::terminal::complain;
 
 /// Which of the two processes this is, after [`split`].
 pub enum Side {

@@ -3,28 +3,24 @@
 //!
 //! 1. [`options`] and [`settings`] understand what was asked, on the command line and in the configuration file.
 //! 2. [`background`] splits the process: the caller waits for a verdict, the daemon works towards one.
-//! 3. [`claim`] takes the device, waiting for a daemon that is just letting go of it.
+//! 3. [`gpunvme_programs::claim`] takes the device, waiting for a daemon that is just letting go of it.
 //! 4. `serve` starts the engine and the FUSE session, and writes the volume down when the mount has ended.
 //! 5. [`lifecycle`] knows which stage the mount is in and what a signal means there.
 
 mod attachment;
 pub mod background;
-mod below;
-pub mod claim;
 pub mod error;
 mod filter;
 mod fusectl;
 pub mod lifecycle;
 mod limits;
 pub mod log;
-pub mod mounts;
 pub mod options;
 mod privileges;
 mod readahead;
 mod remount;
 mod serve;
 pub mod settings;
-pub mod terminal;
 mod unmount;
 
 use std::ffi::OsString;
@@ -37,10 +33,10 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use background::{Report, Side};
 use error::MountError;
+use gpunvme_programs::mounts::{self, Mount};
+use gpunvme_programs::terminal::{self, complain};
 use lifecycle::Lifecycle;
-use mounts::Mount;
 use options::{Command, Options};
-use terminal::complain;
 
 /// Runs the program with `args`, the first being its name, and returns its exit code in mount(8)'s terms.
 ///

@@ -9,8 +9,8 @@ use rustix::mount::{MountFlags, mount_remount};
 
 use super::error::MountError;
 use super::mount_point;
-use super::mounts::{FS_TYPE, Mount};
 use super::options::Options;
+use gpunvme_programs::mounts::{FS_TYPE, Mount};
 
 /// An attribute that no file has.
 const NONE: &str = "user.gpunvme.none";

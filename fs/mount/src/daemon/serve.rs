@@ -8,15 +8,15 @@ use gpunvme_layout::Corrupt;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::attachment::{self, attach};
-use super::claim::{claim, reason};
 use super::error::MountError;
 use super::lifecycle::Lifecycle;
 use super::options::Options;
 use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
-use crate::data::{self, Filesystem};
-use crate::error::FsError;
 use crate::front::{self, Session, Workers};
-use crate::volume::VolumeOptions;
+use gpunvme_engine::data::{self, Filesystem};
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::VolumeOptions;
+use gpunvme_programs::claim::{claim, reason};
 
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
@@ -99,7 +99,7 @@ fn open_filesystem(
 pub fn check(options: &Options) -> Result<(), MountError> {
     let device = open(options, OpenMode::ReadOnly)?;
     mount_point(&options.dir)?;
-    match crate::probe(&device) {
+    match gpunvme_engine::probe(&device) {
         Ok(Some(_)) => Ok(()),
         Ok(None) => Err(MountError::Failed("no gpunvme filesystem is here: mkfs.gpunvme makes one".to_owned())),
         Err(error) => Err(failed(options, &error)),

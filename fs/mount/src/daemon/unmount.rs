@@ -10,10 +10,10 @@ use clap::Parser;
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
-use super::claim::{ClaimError, await_release};
 use super::error::MountError;
-use super::mounts::{FS_TYPE, Mount};
-use super::terminal::complain;
+use gpunvme_programs::claim::{ClaimError, await_release};
+use gpunvme_programs::mounts::{FS_TYPE, Mount};
+use gpunvme_programs::terminal::complain;
 
 /// Unmounts a gpunvme volume. Usually called by umount(8)
 #[derive(Debug, Parser)]

@@ -6,8 +6,8 @@ use fuser::{FileAttr, INodeNo, TimeOrNow};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::{FileType, Timestamp};
 
-use crate::data::system_time;
-use crate::volume::Attributes;
+use gpunvme_engine::data::system_time;
+use gpunvme_engine::volume::Attributes;
 
 /// What stat(2) calls the best size for I/O. C libraries take it for their buffers, and each one is a round trip.
 const IO_SIZE: u32 = 64 << 10;

@@ -10,10 +10,10 @@ use rustix::thread::CapabilitySet;
 use super::handles::Handle;
 use super::names::set_id_bits;
 use super::{Caller, Front};
-use crate::data::resize::Allocate;
-use crate::data::{Filesystem, Read, system_time};
-use crate::error::{Attempt, Fail, FsError};
-use crate::volume::SetAttributes;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::data::{Filesystem, Read, system_time};
+use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_engine::volume::SetAttributes;
 
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
 const COPY_MAX: u64 = 64 << 20;

@@ -25,8 +25,8 @@ use super::names::Listing;
 use super::readers::{Busy, Readers};
 use super::session::Settings;
 use super::{Caller, Front, KernelCache, attr, messages};
-use crate::error::FsError;
-use crate::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
 
 /// How long the kernel may keep entries and attributes. Nobody but this mount changes them.
 const LIFETIME: Duration = Duration::from_secs(3600);

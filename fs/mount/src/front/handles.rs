@@ -2,8 +2,8 @@
 //! the file was opened for, and which of its opens it is. It names nothing in our memory, so no value of it can do harm, and none has
 //! to be looked up.
 
-use crate::data::Open;
-use crate::error::FsError;
+use gpunvme_engine::data::Open;
+use gpunvme_engine::error::FsError;
 
 const READ: u64 = 1;
 const WRITE: u64 = 2;

@@ -30,10 +30,10 @@ use super::handles::Handle;
 use super::plans::Planned;
 use super::turns::Owner;
 use super::{Caller, Front, sockets};
-use crate::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
-use crate::data::{Filesystem, system_time};
-use crate::error::{Attempt, Fail, FsError};
-use crate::volume::Mapping;
+use gpunvme_engine::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
+use gpunvme_engine::data::{Filesystem, system_time};
+use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_engine::volume::Mapping;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// The capabilities that a program has when it is executed.

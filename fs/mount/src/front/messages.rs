@@ -7,7 +7,7 @@ use gpunvme_gpupath::seldom::Seldom;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
-use crate::error::FsError;
+use gpunvme_engine::error::FsError;
 
 /// What was being done, and what is said of it.
 type Kind = (&'static str, &'static str);

@@ -16,9 +16,9 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::thread::CapabilitySet;
 
-use crate::data::{Filesystem, system_time};
-use crate::error::{Attempt, Fail, FsError};
-use crate::volume::Context;
+use gpunvme_engine::data::{Filesystem, system_time};
+use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_engine::volume::Context;
 
 mod attr;
 mod cached;

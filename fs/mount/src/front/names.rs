@@ -6,9 +6,9 @@ use gpunvme_layout::Inode;
 use rustix::thread::CapabilitySet;
 
 use super::{Caller, Front};
-use crate::data::{Filesystem, Settling};
-use crate::error::{Attempt, Fail, FsError};
-use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
+use gpunvme_engine::data::{Filesystem, Settling};
+use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
 
 /// Entries of a directory that are fetched at once.
 const BATCH: usize = 64;

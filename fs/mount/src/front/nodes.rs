@@ -19,7 +19,7 @@ use parking_lot::MutexGuard;
 use rustc_hash::FxHashMap;
 
 use super::cached::Cached;
-use crate::sharded::Sharded;
+use gpunvme_engine::sharded::Sharded;
 
 /// Memory, in bytes, for each of the entries that a table has room for: one in eight of its slots stays free, and each has a byte besides.
 const fn slot<T>() -> usize {

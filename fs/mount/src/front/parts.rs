@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 use super::files::{Write, land};
 use super::room::Taken;
 use super::{Caller, Front};
-use crate::error::{Attempt, Fail, FsError};
+use gpunvme_engine::error::{Attempt, Fail, FsError};
 
 /// How long parts wait for one of which nothing is known: far longer than a loop takes with it.
 const WAIT: Duration = Duration::from_secs(2);

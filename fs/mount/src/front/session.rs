@@ -17,8 +17,8 @@ use super::rings::serving_threads;
 use super::room::Room;
 use super::workers::Workers;
 use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, PARKED, ROOM, TRANSFER_THREADS, fuse};
-use crate::data::Filesystem;
-use crate::error::FsError;
+use gpunvme_engine::data::Filesystem;
+use gpunvme_engine::error::FsError;
 
 /// How a filesystem is served.
 #[derive(Debug, Clone)]

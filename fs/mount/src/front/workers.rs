@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::messages;
 use super::turns::{Owner, Turns};
-use crate::data::Spawn;
+use gpunvme_engine::data::Spawn;
 
 /// How long a thread beyond the first waits for another task before it ends.
 const LINGER: Duration = Duration::from_secs(10);

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use rustix::thread::CapabilitySet;
 
 use super::{Caller, Front};
-use crate::data::Filesystem;
-use crate::error::{Attempt, FsError};
-use crate::volume::{ACL_ACCESS, SetAttributes, check_xattr_name};
+use gpunvme_engine::data::Filesystem;
+use gpunvme_engine::error::{Attempt, FsError};
+use gpunvme_engine::volume::{ACL_ACCESS, SetAttributes, check_xattr_name};
 
 impl Front {
     /// The value of an extended attribute.

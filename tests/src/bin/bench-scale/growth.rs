@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use gpunvme_blockdev::{Io, OpenMode};
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::data::{Filesystem, Inline, Options, system_time};
-use gpunvme_fs::volume::{Context, NewNode};
-use gpunvme_fs::{FsError, VolumeOptions};
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::data::{Filesystem, Inline, Options, system_time};
+use gpunvme_engine::volume::{Context, NewNode};
+use gpunvme_engine::{FsError, VolumeOptions};
 use gpunvme_tests::mounted::{Image, Mounted, text};
 use gpunvme_tests::programs;
 use gpunvme_tests::random::Random;

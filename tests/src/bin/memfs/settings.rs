@@ -1,4 +1,4 @@
-//! The settings of the FUSE transport: those of the daemon, in `fs/src/front/fuse.rs`, so that the two differ in what answers the
+//! The settings of the FUSE transport: those of the daemon, in `fs/mount/src/front/fuse.rs`, so that the two differ in what answers the
 //! requests and in nothing else.
 
 use std::time::{Duration, SystemTime};

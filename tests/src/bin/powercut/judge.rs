@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Event, Image, Io, Log, MemoryDevice};
-use gpunvme_fs::check::check;
-use gpunvme_fs::data::{Filesystem, Inline, Options};
-use gpunvme_fs::{FsError, VolumeOptions};
+use gpunvme_engine::check::check;
+use gpunvme_engine::data::{Filesystem, Inline, Options};
+use gpunvme_engine::{FsError, VolumeOptions};
 use gpunvme_layout::FileType;
 use gpunvme_layout::key::INO_ROOT;
 

@@ -83,7 +83,7 @@ fn journal(events: &[Event], len: u64) -> Result<std::ops::Range<u64>, Box<dyn s
         }
     }
     let device: std::sync::Arc<dyn gpunvme_blockdev::BlockDevice> = MemoryDevice::from_image(image);
-    let superblock = gpunvme_fs::probe(&device)?.ok_or("the log holds no volume")?;
+    let superblock = gpunvme_engine::probe(&device)?.ok_or("the log holds no volume")?;
     let geometry = superblock.geometry();
     let start = geometry.journal * BLOCK_SIZE as u64;
     Ok(start..start + geometry.journal_blocks * BLOCK_SIZE as u64)

@@ -1,10 +1,10 @@
 //! What the workload consists of: one operation each, chosen and aimed at random, and what it means for the content that is expected.
 
 use gpunvme_blockdev::Region;
-use gpunvme_fs::data::Settling;
-use gpunvme_fs::data::resize::Allocate;
-use gpunvme_fs::error::FsError;
-use gpunvme_fs::volume::{NewNode, RenameMode, SetAttributes};
+use gpunvme_engine::data::Settling;
+use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{NewNode, RenameMode, SetAttributes};
 use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::{FileType, Timestamp};
 use parking_lot::Mutex;
