@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::Op;
-use crate::nvme::Status;
+use crate::spec::Status;
 
 /// What the operations of this crate return.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -12,31 +12,39 @@
 mod buffer;
 mod completions;
 mod device;
+mod device_name;
 mod error;
 mod faulty;
 mod file;
+mod geometry;
 mod io;
-#[allow(unsafe_code)]
-mod lock;
 mod mappings;
 mod memory;
 pub mod nvme;
+mod op;
+mod open;
 mod recorder;
 #[allow(unsafe_code)]
 mod region;
 mod request;
 pub mod sim;
+mod spec;
+mod transport;
 #[allow(unsafe_code)]
 mod uaccess;
 #[allow(unsafe_code)]
-mod uring;
+mod vfio;
 
 pub use buffer::{Buffer, BufferPool};
-pub use device::{BlockDevice, Geometry, NoPeerToPeer, OpenMode, Queue, Wait, open, path_of, without_options};
+pub use device::{BlockDevice, NoPeerToPeer, OpenMode, Queue, Wait};
+pub use device_name::{path_of, without_options};
 pub use error::{Error, Result};
 pub use faulty::{Faulty, On, Rule};
+pub use geometry::Geometry;
 pub use io::{Io, OwnQueue, Waker};
 pub use memory::{Image, MemoryDevice};
+pub use op::Op;
+pub use open::{open, open_controller};
 pub use recorder::{Event, Log, PowerCuts, Recorder, SECTOR};
 pub use region::{Region, Span};
-pub use request::{Completion, Op, Request, Spans};
+pub use request::{Completion, Request, Spans};

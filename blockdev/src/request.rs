@@ -1,45 +1,10 @@
 //! Commands and their completions. Every backend takes a request only after [`Request::check`], so that no backend has to
 //! trust its caller with ranges or alignment.
-use std::fmt;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::{Error, Geometry, Result, Span};
-
-/// What a command does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Op {
-    /// From the device into the spans.
-    Read,
-    /// From the spans to the device. With `fua` the data is durable when the command completes, as if a flush of this
-    /// range alone had followed.
-    Write {
-        /// Force unit access.
-        fua: bool,
-    },
-    /// Makes every write durable that *completed before this command was submitted*. Writes in flight beside it are not
-    /// covered.
-    Flush,
-    /// Tells the device that the range's contents are not needed any more. What a read finds there afterwards is not
-    /// defined.
-    Discard,
-    /// Fills the range with zeroes without moving data.
-    WriteZeroes,
-}
-
-impl fmt::Display for Op {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Op::Read => "read",
-            Op::Write { fua: false } => "write",
-            Op::Write { fua: true } => "durable write",
-            Op::Flush => "flush",
-            Op::Discard => "discard",
-            Op::WriteZeroes => "write zeroes",
-        })
-    }
-}
+use crate::{Error, Geometry, Op, Result, Span};
 
 /// Memory of a request: often one span, and then nothing is allocated for it.
 pub type Spans = SmallVec<[Span; 1]>;

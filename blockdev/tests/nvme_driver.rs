@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::nvme::{Controller, Erase};
+use gpunvme_blockdev::nvme::Erase;
 use gpunvme_blockdev::sim::{Effect, Fault, On, SimController};
-use gpunvme_blockdev::{BlockDevice, Completion, Error, Io, OpenMode, Queue, Region, Request, Wait};
+use gpunvme_blockdev::{BlockDevice, Completion, Error, Io, OpenMode, Queue, Region, Request, Wait, open_controller};
 
 /// Nothing takes longer, on however busy a machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -253,7 +253,7 @@ fn however_many_commands_are_lost_one_unanswered_abort_is_enough() {
 #[test]
 fn a_controller_can_be_looked_after() {
     let device = "sim:test,memory=32M,namespaces=2";
-    let controller = Controller::open(device).expect("it opens");
+    let controller = open_controller(device).expect("it opens");
     let register = |name: &str| controller.registers().expect("they are there").into_iter().find(|it| it.name == name);
     assert_eq!(register("CC").map(|cc| cc.value & 1), Some(0), "looking at registers brings nothing up");
     assert!(register("CAP").is_some_and(|cap| cap.size == 8 && cap.value != 0));
@@ -274,5 +274,5 @@ fn a_controller_can_be_looked_after() {
     assert!(error.contains("namespace 3"), "{error}");
     let error = controller.format(1, 2048, Erase::No).expect_err("there is no such format").to_string();
     assert!(error.contains("2048"), "{error}");
-    assert!(matches!(Controller::open("/dev/null"), Err(Error::Unsupported { .. })));
+    assert!(matches!(open_controller("/dev/null"), Err(Error::Unsupported { .. })));
 }

@@ -12,9 +12,9 @@ use zerocopy::little_endian::{U16, U32, U64};
 
 use super::dma::{Dma, DmaMemory};
 use super::queue::{QueuePair, Shadow};
-use super::spec::{Cqe, NSID_ALL, Sqe, admin, cns, csts, reg};
-use super::status::Status;
-use super::transport::Transport;
+use crate::spec::Status;
+use crate::spec::{Cqe, NSID_ALL, Sqe, admin, cns, csts, reg};
+use crate::transport::Transport;
 use crate::{Error, Result};
 
 /// Entries of the admin queue, and one more than the commands in flight.

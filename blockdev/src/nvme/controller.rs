@@ -14,13 +14,14 @@ use zerocopy::little_endian::{U32, U64};
 
 use super::admin::{Admin, DATA};
 use super::dma::Dma;
-use super::event::Event;
-use super::io_queue::{IoQueue, Setup};
+use super::io_queue::IoQueue;
 use super::options::{CompletionMode, Options};
 use super::queue::Shadow;
-use super::spec::identify::{IdentifyController, oacs, sgls};
-use super::spec::{Cap, Sqe, admin, async_event, cc, cns, csts, feature, reg};
-use super::transport::Transport;
+use super::queue_setup::QueueSetup;
+use crate::spec::identify::{IdentifyController, oacs, sgls};
+use crate::spec::{Cap, Sqe, admin, async_event, cc, cns, csts, feature, reg};
+use crate::transport::Transport;
+use crate::transport::event::Event;
 use crate::{Error, Result};
 
 /// What a register reads as when there is no controller any more.
@@ -308,7 +309,7 @@ impl Core {
     }
 
     /// Makes a new I/O queue pair.
-    pub(super) fn open_queue(&self, setup: Setup) -> Result<Arc<IoQueue>> {
+    pub(super) fn open_queue(&self, setup: QueueSetup) -> Result<Arc<IoQueue>> {
         let mut lifecycle = self.lifecycle.lock();
         if let Some(error) = self.broken() {
             return Err(error.clone());

@@ -18,8 +18,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::iova::IovaAllocator;
-use super::transport::Transport;
 use crate::mappings::Domain;
+use crate::transport::Transport;
 use crate::{Error, Region, Result};
 
 /// Mappings of this size and more are aligned to it, so that the IOMMU can use its large pages.

@@ -6,9 +6,9 @@ use zerocopy::little_endian::{U32, U64};
 
 use super::bounce::Bounce;
 use super::dma::{Dma, DmaMemory};
-use super::io_queue::Setup;
+use super::queue_setup::QueueSetup;
 use super::scatter::{self, Cursor, Cut, List, Piece};
-use super::spec::{DsmRange, PSDT_SGL, Sqe, nvm};
+use crate::spec::{DsmRange, PSDT_SGL, Sqe, nvm};
 use crate::{Error, Op, Region, Request, Result};
 
 /// The most blocks of a write-zeroes command: its length has 16 bits.
@@ -18,7 +18,7 @@ const MAX_DISCARD: u64 = 1 << 30;
 
 /// A queue's lists and its bounce buffer.
 pub(super) struct Encoder {
-    setup: Setup,
+    setup: QueueSetup,
     dma: Arc<Dma>,
     /// For each command in flight a list of PRPs, of SGL descriptors, or of ranges.
     lists: DmaMemory,
@@ -37,7 +37,7 @@ pub(super) struct Encoded {
 }
 
 impl Encoder {
-    pub(super) fn new(setup: &Setup, dma: &Arc<Dma>) -> Result<Self> {
+    pub(super) fn new(setup: &QueueSetup, dma: &Arc<Dma>) -> Result<Self> {
         Ok(Self {
             lists: dma.allocate(setup.geometry.queue_depth as usize * setup.limits.list_len())?,
             bounce: Bounce::new(dma, setup.limits.bounce)?,

@@ -17,33 +17,23 @@ use zerocopy::little_endian::U16;
 use super::command_ids::CommandIds;
 use super::dma::{Dma, DmaMemory};
 use super::encoder::{Encoded, Encoder};
-use super::event::Event;
 use super::options::CompletionMode;
 use super::queue::{Position, QueuePair, Shadow};
-use super::scatter::{Cursor, Limits};
-use super::spec::{Cqe, Sqe};
-use super::status::Status;
-use super::transport::Transport;
-use crate::{Completion, Error, Geometry, Op, Request, Result, Wait};
+use super::queue_setup::QueueSetup;
+use super::scatter::Cursor;
+use crate::spec::Status;
+use crate::spec::{Cqe, Sqe};
+use crate::transport::Transport;
+use crate::transport::event::Event;
+use crate::{Completion, Error, Op, Request, Result, Wait};
 
 /// How long an adaptive queue looks for completions before it sleeps: about what falling asleep and waking up costs.
 const SPIN: Duration = Duration::from_micros(20);
 /// How often a command is sent that the controller gives back for the moment, or that was in flight when it was reset.
 const MAX_TRIES: u8 = 3;
 
-/// What a queue is made for.
-#[derive(Clone)]
-pub(super) struct Setup {
-    pub(super) name: Arc<str>,
-    pub(super) geometry: Geometry,
-    pub(super) namespace: u32,
-    pub(super) limits: Limits,
-    pub(super) completion: CompletionMode,
-    pub(super) timeout: Duration,
-}
-
 pub(super) struct IoQueue {
-    setup: Setup,
+    setup: QueueSetup,
     id: u16,
     /// What the controller's interrupts, and [`IoQueue::wake`], signal.
     event: Arc<Event>,
@@ -121,7 +111,7 @@ pub(super) struct Overdue {
 impl IoQueue {
     /// A queue that is paused: the controller does not know it yet. [`IoQueue::resume`] follows.
     pub(super) fn new(
-        setup: Setup,
+        setup: QueueSetup,
         transport: Arc<dyn Transport>,
         dma: &Arc<Dma>,
         event: Arc<Event>,

@@ -7,12 +7,14 @@ use parking_lot::Mutex;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U32;
 
+use super::Running;
 use super::controller::Core;
-use super::options::{DeviceName, Options};
-use super::spec::identify::{IdentifyController, IdentifyNamespace, oacs};
-use super::spec::log::{self, SmartLog};
-use super::spec::{NSSR_MAGIC, Sqe, admin, cns, csts, log_page, reg};
-use super::{Running, Status, connect};
+use super::options::Options;
+use crate::spec::Status;
+use crate::spec::identify::{IdentifyController, IdentifyNamespace, oacs};
+use crate::spec::log::{self, SmartLog};
+use crate::spec::{NSSR_MAGIC, Sqe, admin, cns, csts, log_page, reg};
+use crate::transport::Transport;
 use crate::{Error, Result};
 
 /// A format may take this long.
@@ -169,15 +171,9 @@ pub enum Erase {
 }
 
 impl Controller {
-    /// Claims the controller of DEVICE (`vfio:0000:01:00.0`), without touching it. [`Error::Busy`] when somebody else has it.
-    pub fn open(device: &str) -> Result<Self> {
-        let Some(mut name) = DeviceName::parse(device) else {
-            let reason = "is not driven by gpunvme; name an NVMe controller as vfio:0000:01:00.0".into();
-            return Err(Error::Unsupported { device: device.into(), reason });
-        };
-        let options = Options::take(&mut name)?;
-        let transport = connect(&mut name, crate::OpenMode::ReadWrite)?;
-        Ok(Self { core: Arc::new(Core::new(name.device(), transport, options)?), running: Mutex::default() })
+    /// Holds the controller that the transport reaches, without touching it.
+    pub(crate) fn new(name: Arc<str>, transport: Arc<dyn Transport>, options: Options) -> Result<Self> {
+        Ok(Self { core: Arc::new(Core::new(name, transport, options)?), running: Mutex::default() })
     }
 
     /// The DEVICE string.

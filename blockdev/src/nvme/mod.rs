@@ -1,4 +1,4 @@
-//! The userspace NVMe driver: a [`BlockDevice`] on a controller that a [`transport::Transport`] reaches.
+//! The userspace NVMe driver: a [`BlockDevice`] on a controller that a [`Transport`] reaches.
 //!
 //! From the top: [`NvmeDevice`] is a namespace; `io_queue` keeps its requests going; `encoder` makes commands of them, and
 //! `scatter` says where their memory is; `queue` is the pair of rings, for `admin` as well; `dma` maps memory; `controller` brings everything up and down, and
@@ -6,45 +6,36 @@
 //!
 //! A controller has one owner: the device and its queues share it, and the last of them shuts it down.
 mod admin;
-#[allow(unsafe_code)]
-mod barrier;
 mod bounce;
 mod command_ids;
 mod controller;
 #[allow(unsafe_code)]
 mod dma;
 mod encoder;
-pub(crate) mod event;
 mod io_queue;
 mod iova;
 mod maintenance;
 mod options;
 mod queue;
+mod queue_setup;
 mod recovery;
 mod scatter;
-pub(crate) mod spec;
-mod status;
-pub(crate) mod transport;
-#[allow(unsafe_code)]
-mod vfio;
-mod windows;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 pub use maintenance::{BlockFormat, Controller, ControllerInfo, Erase, ErrorEntry, NamespaceInfo, Register, Smart};
-pub use status::Status;
 
 use controller::Core;
-use io_queue::{IoQueue, Setup};
-use options::Backend;
-pub(crate) use options::{DeviceName, Options, duration};
+use io_queue::IoQueue;
+pub(crate) use options::Options;
+use queue_setup::QueueSetup;
 use scatter::Limits;
-use spec::cns;
-use spec::identify::{IdentifyNamespace, oncs};
-use transport::Transport;
 
-use crate::sim::SimController;
+pub use crate::spec::Status;
+use crate::spec::cns;
+use crate::spec::identify::{IdentifyNamespace, oncs};
+use crate::transport::Transport;
 use crate::{BlockDevice, Completion, Error, Geometry, NoPeerToPeer, OpenMode, Queue, Region, Request, Result, Wait};
 
 /// Bytes of a chunk of a queue's bounce buffer.
@@ -93,32 +84,10 @@ impl Drop for Running {
     }
 }
 
-/// Opens DEVICE, if it is one that this driver runs.
-pub(crate) fn open(device: &str, mode: OpenMode) -> Option<Result<NvmeDevice>> {
-    let name = DeviceName::parse(device)?;
-    let open = |mut name: DeviceName<'_>| {
-        let options = Options::take(&mut name)?;
-        let transport = connect(&mut name, mode)?;
-        NvmeDevice::open(name.device(), transport, options, mode)
-    };
-    Some(open(name))
-}
-
-/// Reaches the controller that a DEVICE string names, and claims it.
-fn connect(name: &mut DeviceName<'_>, mode: OpenMode) -> Result<Arc<dyn Transport>> {
-    match name.backend {
-        Backend::Sim => Ok(Arc::new(SimController::connect(name, mode)?)),
-        Backend::Vfio => {
-            name.finish()?;
-            Ok(Arc::new(vfio::VfioTransport::open(name.device(), name.target)?))
-        }
-    }
-}
-
 /// A namespace of a controller.
 pub(crate) struct NvmeDevice {
     running: Arc<Running>,
-    setup: Setup,
+    setup: QueueSetup,
 }
 
 impl NvmeDevice {
@@ -164,7 +133,8 @@ impl NvmeDevice {
             read_only: mode == OpenMode::ReadOnly || identity.nsattr & 1 != 0,
         };
         tracing::debug!(device = %name, ?geometry, ?limits, "opened");
-        let setup = Setup { name, geometry, namespace, limits, completion: core.completion(), timeout: core.options.timeout };
+        let setup =
+            QueueSetup { name, geometry, namespace, limits, completion: core.completion(), timeout: core.options.timeout };
         Ok(Self { running, setup })
     }
 }

@@ -1,72 +1,8 @@
-//! What a DEVICE string says beyond the device: `vfio:0000:01:00.0,ns=2,depth=64`.
-use std::sync::Arc;
+//! The driver's options, as a DEVICE string gives them: `vfio:0000:01:00.0,ns=2,depth=64`.
 use std::time::Duration;
 
-use crate::{Error, Result};
-
-/// A DEVICE string of the form `BACKEND:TARGET[,name=value...]`. Whoever knows an option takes it; what nobody took is an
-/// error.
-pub(crate) struct DeviceName<'a> {
-    device: &'a str,
-    pub(crate) backend: Backend,
-    /// What the backend opens.
-    pub(crate) target: &'a str,
-    options: Vec<(&'a str, &'a str)>,
-}
-
-/// What reaches the controller.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Backend {
-    /// A PCI function, through VFIO.
-    Vfio,
-    /// A software controller in this process.
-    Sim,
-}
-
-impl<'a> DeviceName<'a> {
-    /// Takes a DEVICE string apart, if it is of this form.
-    pub(crate) fn parse(device: &'a str) -> Option<Self> {
-        let (backend, rest) = device.split_once(':')?;
-        let backend = match backend {
-            "vfio" => Backend::Vfio,
-            "sim" => Backend::Sim,
-            _ => return None,
-        };
-        let mut words = rest.split(',');
-        let target = words.next()?;
-        let options = words.map(|word| word.split_once('=').unwrap_or((word, ""))).collect();
-        Some(Self { device, backend, target, options })
-    }
-
-    /// The whole string.
-    pub(crate) fn device(&self) -> Arc<str> {
-        self.device.into()
-    }
-
-    /// The value of an option, if it was given.
-    pub(crate) fn take(&mut self, name: &str) -> Option<&'a str> {
-        let at = self.options.iter().position(|(option, _)| *option == name)?;
-        Some(self.options.remove(at).1)
-    }
-
-    /// The value of an option that `parse` understands.
-    pub(crate) fn take_as<T>(&mut self, name: &str, expected: &str, parse: impl Fn(&str) -> Option<T>) -> Result<Option<T>> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        parse(value).map(Some).ok_or_else(|| self.refuse(format!("option {name}={value}: expected {expected}")))
-    }
-
-    /// Refuses options that nobody took.
-    pub(crate) fn finish(&self) -> Result<()> {
-        match self.options.first() {
-            Some((name, _)) => Err(self.refuse(format!("there is no option {name:?} here, or it was given twice"))),
-            None => Ok(()),
-        }
-    }
-
-    fn refuse(&self, reason: String) -> Error {
-        Error::Unsupported { device: self.device(), reason }
-    }
-}
+use crate::Result;
+use crate::device_name::{DeviceName, duration};
 
 /// How a queue's completions are waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,15 +62,6 @@ impl Options {
     }
 }
 
-/// `30`, `30s` or `250ms`. Not 0.
-pub(crate) fn duration(value: &str) -> Option<Duration> {
-    let duration = match value.strip_suffix("ms") {
-        Some(number) => Duration::from_millis(number.parse().ok()?),
-        None => Duration::from_secs(value.strip_suffix('s').unwrap_or(value).parse::<u32>().ok()?.into()),
-    };
-    (!duration.is_zero()).then_some(duration)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -154,7 +81,6 @@ mod tests {
         let (_, options) = parse("vfio:x,sgl=off,ns=2,depth=8,queues=3,completion=poll,timeout=250ms").expect("all options");
         assert_eq!((options.namespace, options.depth, options.queues, options.sgl), (2, 8, 3, false));
         assert_eq!((options.completion, options.timeout), (CompletionMode::Poll, Duration::from_millis(250)));
-        assert!(DeviceName::parse("vfiox:1").is_none() && DeviceName::parse("vfio").is_none());
     }
 
     #[test]

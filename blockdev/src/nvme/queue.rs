@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::barrier;
 use super::dma::{Dma, DmaMemory};
-use super::spec::{Cqe, Sqe, reg};
-use super::transport::Transport;
 use crate::Result;
+use crate::spec::{Cqe, Sqe, reg};
+use crate::transport::Transport;
+use crate::transport::barrier;
 
 const SQE: usize = size_of::<Sqe>();
 const CQE: usize = size_of::<Cqe>();

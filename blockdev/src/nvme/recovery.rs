@@ -10,11 +10,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::controller::{Core, Lifecycle};
-use super::event::{is_signalled, wait_any};
 use super::io_queue::{IoQueue, Overdue};
-use super::spec::log::{ErrorEntry, SmartLog};
-use super::spec::{Sqe, admin, csts, log_page, reg};
-use super::status::Status;
+use crate::spec::Status;
+use crate::spec::log::{ErrorEntry, SmartLog};
+use crate::spec::{Sqe, admin, csts, log_page, reg};
+use crate::transport::event::{is_signalled, wait_any};
 use crate::{Error, Result};
 
 use zerocopy::FromBytes;

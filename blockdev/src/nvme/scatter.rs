@@ -6,7 +6,7 @@ use std::ops::Range;
 use zerocopy::little_endian::{U32, U64};
 
 use super::dma::DmaMemory;
-use super::spec::{SglDescriptor, sgl};
+use crate::spec::{SglDescriptor, sgl};
 use crate::{Region, Result, Span};
 
 /// Bytes of a PRP entry.

@@ -9,9 +9,9 @@ use super::logs::{ERRORS, FIRMWARE};
 use super::options::Sgls;
 use super::queues::{CompletionQueue, Shadow, SubmissionQueue};
 use super::{data, status};
-use crate::nvme::Status;
-use crate::nvme::spec::identify::{IdentifyController, IdentifyNamespace, oacs, oncs, sgls};
-use crate::nvme::spec::{NSID_ALL, Sqe, admin, async_event, cns, feature};
+use crate::spec::Status;
+use crate::spec::identify::{IdentifyController, IdentifyNamespace, oacs, oncs, sgls};
+use crate::spec::{NSID_ALL, Sqe, admin, async_event, cns, feature};
 
 /// Sizes of a logical block, by LBA format.
 const FORMATS: [u64; 2] = [512, 4096];

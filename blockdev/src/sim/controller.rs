@@ -16,7 +16,7 @@ use super::medium::Medium;
 use super::options::Options;
 use super::queues::{CompletionQueue, Late, Stalled, SubmissionQueue};
 use super::random::Random;
-use crate::nvme::spec::{NSSR_MAGIC, cc, csts, reg};
+use crate::spec::{NSSR_MAGIC, cc, csts, reg};
 
 /// Largest memory page, as a power of two above 4096 (CAP.MPSMAX), where the smallest is not larger.
 const MPSMAX: u8 = 4;

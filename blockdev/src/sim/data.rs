@@ -6,8 +6,8 @@ use zerocopy::FromBytes;
 use super::iommu::{Access, Iommu, Piece};
 use super::options::Sgls;
 use super::status;
-use crate::nvme::Status;
-use crate::nvme::spec::{PSDT_SGL, SglDescriptor, Sqe, sgl};
+use crate::spec::Status;
+use crate::spec::{PSDT_SGL, SglDescriptor, Sqe, sgl};
 
 /// Bytes of an entry of a PRP list.
 const PRP: u64 = 8;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use super::controller::State;
 use super::status;
-use crate::nvme::Status;
-use crate::nvme::spec::{async_event, log_page};
+use crate::spec::Status;
+use crate::spec::{async_event, log_page};
 
 /// Requests that the driver may leave outstanding.
 pub(super) const LIMIT: u8 = 4;

@@ -7,8 +7,8 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::random::Random;
-use crate::nvme::duration;
-use crate::nvme::spec::{admin, nvm};
+use crate::device_name::duration;
+use crate::spec::{admin, nvm};
 
 /// What a [`Fault`] is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::nvme::spec::Cqe;
+use crate::spec::Cqe;
 
 /// Granularity of mappings.
 pub(super) const PAGE: u64 = 4096;

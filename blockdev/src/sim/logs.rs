@@ -6,9 +6,9 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::controller::State;
 use super::status;
-use crate::nvme::Status;
-use crate::nvme::spec::log::{ErrorEntry, SmartLog};
-use crate::nvme::spec::log_page;
+use crate::spec::Status;
+use crate::spec::log::{ErrorEntry, SmartLog};
+use crate::spec::log_page;
 
 /// Entries of the error log.
 pub(super) const ERRORS: usize = 64;

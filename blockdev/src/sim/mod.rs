@@ -45,11 +45,11 @@ use iommu::Iommu;
 use medium::{Backing, Medium};
 use options::{Kept, Options};
 
-use crate::nvme::event::Event;
-use crate::nvme::spec::{NSSR_MAGIC, reg};
-use crate::nvme::transport::Transport;
-use crate::nvme::{self, DeviceName, NvmeDevice};
-use crate::{BlockDevice, Error, NoPeerToPeer, OpenMode, Result};
+use crate::device_name::DeviceName;
+use crate::spec::{NSSR_MAGIC, reg};
+use crate::transport::Transport;
+use crate::transport::event::Event;
+use crate::{Error, NoPeerToPeer, OpenMode, Result};
 
 /// A software controller. It has power for as long as it lives, whatever drivers come and go.
 pub struct SimController {
@@ -87,14 +87,9 @@ impl SimController {
         Self::start(name.device(), name.target, options, mode)
     }
 
-    /// Runs the driver on it, with options of the driver's, such as `depth=8,timeout=250ms`. One at a time.
-    pub fn attach(self: &Arc<Self>, options: &str) -> Result<Arc<dyn BlockDevice>> {
-        let device = if options.is_empty() { "sim:".into() } else { format!("sim:,{options}") };
-        let mut name = DeviceName::parse(&device).expect("it begins so");
-        let options = nvme::Options::take(&mut name)?;
-        name.finish()?;
-        let driver = NvmeDevice::open(self.name.clone(), self.clone(), options, self.mode)?;
-        Ok(Arc::new(driver))
+    /// What it was opened for.
+    pub(crate) fn mode(&self) -> OpenMode {
+        self.mode
     }
 
     fn start(name: Arc<str>, target: &str, options: Options, mode: OpenMode) -> Result<Self> {

@@ -8,8 +8,8 @@ use zerocopy::FromBytes;
 use super::controller::State;
 use super::medium::Medium;
 use super::{data, status};
-use crate::nvme::Status;
-use crate::nvme::spec::{DsmRange, NSID_ALL, Sqe, nvm};
+use crate::spec::Status;
+use crate::spec::{DsmRange, NSID_ALL, Sqe, nvm};
 
 /// Bytes of a range of Dataset Management.
 const DSM_RANGE: usize = size_of::<DsmRange>();

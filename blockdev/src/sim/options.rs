@@ -1,7 +1,7 @@
 //! What a DEVICE string says of the software controller: `sim:PATH,lba=4096,mdts=5`. What it does not know is the driver's.
 use super::faults::Fault;
 use crate::Result;
-use crate::nvme::DeviceName;
+use crate::device_name::DeviceName;
 
 /// Which SGLs the controller takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

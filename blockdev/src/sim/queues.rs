@@ -9,8 +9,8 @@ use super::controller::State;
 use super::data::{self, Dma};
 use super::faults::{Effect, Event};
 use super::status;
-use crate::nvme::Status;
-use crate::nvme::spec::{Cqe, Sqe};
+use crate::spec::Status;
+use crate::spec::{Cqe, Sqe};
 
 /// A shadow doorbell: where its value and its event index are.
 pub(super) type Shadow = Option<(u64, u64)>;

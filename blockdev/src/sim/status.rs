@@ -1,6 +1,6 @@
 //! The statuses that the software controller fails commands with. All say "do not retry" where the same command would fail
 //! again.
-use crate::nvme::Status;
+use crate::spec::Status;
 
 const fn generic(code: u8) -> Status {
     Status::new(0, code).with_do_not_retry()

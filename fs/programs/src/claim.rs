@@ -7,8 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::nvme::Controller;
-use gpunvme_blockdev::{BlockDevice, Error, OpenMode, path_of};
+use gpunvme_blockdev::{BlockDevice, Error, OpenMode, open_controller, path_of};
 
 use crate::below::{self, Rival};
 use crate::mounts::Mount;
@@ -61,7 +60,7 @@ pub fn await_release(device: &str) -> Result<(), ClaimError> {
     patiently(device, OpenMode::ReadOnly, || match path_of(device) {
         Some(_) => gpunvme_blockdev::open(device, OpenMode::ReadOnly).map(drop),
         // A controller is taken and given back as it is: bringing it up and down takes seconds on some.
-        None => Controller::open(device).map(drop),
+        None => open_controller(device).map(drop),
     })
 }
 

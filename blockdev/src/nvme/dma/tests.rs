@@ -7,8 +7,8 @@ use std::time::Duration;
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::*;
-use crate::nvme::event::Event;
 use crate::sim::SimController;
+use crate::transport::event::Event;
 use crate::{NoPeerToPeer, OpenMode};
 
 const MIB: usize = 1 << 20;

@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::*;
 use crate::NoPeerToPeer;
 use crate::nvme::dma::Dma;
-use crate::nvme::transport::Transport;
+use crate::transport::Transport;
 
 const BLOCK: usize = 512;
 const PAGE: u64 = 4096;
@@ -60,7 +60,7 @@ impl Transport for Nobody {
     fn release_requested(&self) -> Option<BorrowedFd<'_>> {
         None
     }
-    fn bus_error(&self) -> Option<&crate::nvme::event::Event> {
+    fn bus_error(&self) -> Option<&crate::transport::event::Event> {
         None
     }
 

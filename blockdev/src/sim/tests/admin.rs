@@ -5,11 +5,11 @@ use zerocopy::little_endian::U32;
 
 use super::super::status;
 use super::host::{DATA, ENTRIES, Host, flush, prps, transfer, with_cid};
-use crate::nvme::Status;
-use crate::nvme::spec::identify::{IdentifyController, IdentifyNamespace};
-use crate::nvme::spec::log::{ErrorEntry, SmartLog};
-use crate::nvme::spec::{Cap, NSID_ALL, NSSR_MAGIC, Sqe, admin, cc, cns, csts, feature, log_page, nvm, reg};
-use crate::nvme::transport::Transport;
+use crate::spec::Status;
+use crate::spec::identify::{IdentifyController, IdentifyNamespace};
+use crate::spec::log::{ErrorEntry, SmartLog};
+use crate::spec::{Cap, NSID_ALL, NSSR_MAGIC, Sqe, admin, cc, cns, csts, feature, log_page, nvm, reg};
+use crate::transport::Transport;
 
 #[test]
 fn the_registers_say_what_was_asked_for() {

@@ -4,9 +4,9 @@ use zerocopy::little_endian::U32;
 
 use super::super::{Effect, Fault, On, status};
 use super::host::{DATA, Host, flush, prps, transfer, with_cid};
-use crate::nvme::Status;
-use crate::nvme::spec::{Cqe, Sqe, admin, cc, csts, nvm, reg};
-use crate::nvme::transport::Transport;
+use crate::spec::Status;
+use crate::spec::{Cqe, Sqe, admin, cc, csts, nvm, reg};
+use crate::transport::Transport;
 
 fn read(cid: u16) -> Sqe {
     with_cid(cid, transfer(nvm::READ, 0, 1, prps(DATA, 0)))

@@ -6,9 +6,9 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::super::SimController;
-use crate::nvme::Status;
-use crate::nvme::spec::{Cqe, NSID_ALL, SglDescriptor, Sqe, admin, cc, csts, nvm, reg};
-use crate::nvme::transport::Transport;
+use crate::spec::Status;
+use crate::spec::{Cqe, NSID_ALL, SglDescriptor, Sqe, admin, cc, csts, nvm, reg};
+use crate::transport::Transport;
 use crate::{OpenMode, Region};
 
 /// Where things are mapped: queues, then [`DATA`] for the tests.

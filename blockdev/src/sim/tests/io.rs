@@ -2,9 +2,9 @@ use zerocopy::little_endian::{U32, U64};
 
 use super::super::status;
 use super::host::{DATA, ENTRIES, Host, flush, prps, transfer, with_cid};
-use crate::nvme::Status;
-use crate::nvme::spec::{NSID_ALL, PSDT_SGL, SglDescriptor, Sqe, admin, nvm, reg, sgl};
-use crate::nvme::transport::Transport;
+use crate::spec::Status;
+use crate::spec::{NSID_ALL, PSDT_SGL, SglDescriptor, Sqe, admin, nvm, reg, sgl};
+use crate::transport::Transport;
 
 fn descriptor(kind: u8, address: u64, len: u32) -> SglDescriptor {
     SglDescriptor { address: U64::new(address), len: U32::new(len), kind, ..SglDescriptor::default() }

@@ -7,6 +7,7 @@ mod render;
 use crate::report::{Failure, Report};
 use clap::{Subcommand, ValueEnum};
 use gpunvme_blockdev::nvme::{Controller, Erase, NamespaceInfo};
+use gpunvme_blockdev::open_controller;
 use indicatif::ProgressBar;
 use serde_json::json;
 use std::io::{IsTerminal, Write};
@@ -105,7 +106,7 @@ fn open(device: &str) -> Result<Controller, Failure> {
         let advice = "nvme(1) of nvme-cli looks after those; `gpunvme-vfio bind` hands a controller over to vfio-pci";
         return Err(Failure(format!("{device}: is driven by the kernel; {advice}, and this takes it as vfio:ADDRESS")));
     }
-    Ok(Controller::open(device)?)
+    Ok(open_controller(device)?)
 }
 
 fn run_format(device: &str, format: &Format) -> Result<Report, Failure> {

@@ -6,6 +6,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 pub(crate) mod identify;
 pub(crate) mod log;
+mod status;
+
+pub use status::Status;
 
 /// Registers: offsets in BAR0 (Base 3.1.3).
 pub(crate) mod reg {

@@ -20,13 +20,13 @@ impl Event {
     }
 
     /// Takes all signals.
-    pub(super) fn drain(&self) {
+    pub(crate) fn drain(&self) {
         // Nothing to take is what the caller wants.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 
     /// Sleeps until a signal comes, `None` without end, and takes it. It may return for no reason.
-    pub(super) fn wait(&self, timeout: Option<Duration>) {
+    pub(crate) fn wait(&self, timeout: Option<Duration>) {
         wait_any(&[self.as_fd()], timeout);
         self.drain();
     }
@@ -39,7 +39,7 @@ impl AsFd for Event {
 }
 
 /// Sleeps until one of the descriptors can be read. It may return for no reason.
-pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
+pub(crate) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
     let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
     // An interrupted wait is one that returned for no reason.
@@ -47,7 +47,7 @@ pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
 }
 
 /// Whether a descriptor can be read now.
-pub(super) fn is_signalled(fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn is_signalled(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
     rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use slab::Slab;
 use smallvec::SmallVec;
 
-use crate::file::{Kind, Target};
+use super::target::{Kind, Target};
 use crate::{Completion, Error, Op, Queue, Request, Result, Span, Wait};
 
 type Builder = io_uring::Builder<squeue::Entry, cqueue::Entry>;

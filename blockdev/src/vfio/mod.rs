@@ -4,6 +4,9 @@
 //!
 //! What the crate vfio-ioctls leaves out is called here: mappings for reading only, the IOMMU's ranges, a reset whose result is
 //! known, and whether the container is a real one.
+#[deny(unsafe_code)]
+mod pci_windows;
+
 use std::fs;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
@@ -18,11 +21,11 @@ use vfio_bindings::bindings::vfio::*;
 use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::barrier;
-use super::event::{Event, is_signalled};
-use super::spec::reg;
-use super::transport::Transport;
-use super::windows::without_pci;
+use pci_windows::without_pci;
+
+use crate::spec::reg;
+use crate::transport::event::{Event, is_signalled};
+use crate::transport::{Transport, barrier};
 use crate::{Error, NoPeerToPeer, Result};
 
 /// PCI class of an NVM Express controller.
@@ -45,7 +48,7 @@ const IOMMU_MAP_DMA: libc::Ioctl = vfio_io(13);
 const IOMMUFD_VFIO_IOAS: libc::Ioctl = 0x3b88;
 
 /// A controller that VFIO gave us.
-pub(super) struct VfioTransport {
+pub(crate) struct VfioTransport {
     name: Arc<str>,
     /// Dropped before the device, which its mapping keeps open.
     registers: Registers,
@@ -70,7 +73,7 @@ impl VfioTransport {
     ///
     /// # Errors
     /// They say what keeps the device from being used, and what to do.
-    pub(super) fn open(name: Arc<str>, address: &str) -> Result<Self> {
+    pub(crate) fn open(name: Arc<str>, address: &str) -> Result<Self> {
         let pci = PciFunction::find(&name, address)?;
         pci.check(&name)?;
         let container = VfioContainer::new(None).map_err(|error| pci.explain(&name, &error))?;

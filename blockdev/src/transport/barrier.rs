@@ -8,7 +8,7 @@
 
 /// Everything written to memory before is visible to the device before anything written after: a doorbell, a shadow doorbell.
 #[inline]
-pub(super) fn before_doorbell() {
+pub(crate) fn before_doorbell() {
     #[cfg(target_arch = "x86_64")]
     std::sync::atomic::fence(std::sync::atomic::Ordering::Release); // stores stay in order; this holds the compiler
     #[cfg(target_arch = "aarch64")]
@@ -21,7 +21,7 @@ pub(super) fn before_doorbell() {
 /// What the device wrote before what was just read is visible to what is read after: the entry behind a phase tag, the data
 /// behind a completion.
 #[inline]
-pub(super) fn after_device_write() {
+pub(crate) fn after_device_write() {
     #[cfg(target_arch = "x86_64")]
     std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire); // loads stay in order; this holds the compiler
     #[cfg(target_arch = "aarch64")]
@@ -33,7 +33,7 @@ pub(super) fn after_device_write() {
 
 /// What was written before is visible to the device before what is read after was read.
 #[inline]
-pub(super) fn between_write_and_read() {
+pub(crate) fn between_write_and_read() {
     #[cfg(target_arch = "x86_64")]
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     #[cfg(target_arch = "aarch64")]

@@ -1,9 +1,14 @@
 //! The seam between the driver and a controller: its registers, its DMA and its interrupts. [`crate::nvme`] is written
 //! against this trait alone, so that what runs on silicon behind VFIO is what the tests run on the software controller.
+#[allow(unsafe_code)]
+pub(crate) mod barrier;
+pub(crate) mod event;
+
 use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 
-use super::event::Event;
+use event::Event;
+
 use crate::{NoPeerToPeer, Result};
 
 /// How the driver reaches one controller. Everything may be called from any thread.

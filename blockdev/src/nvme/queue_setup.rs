@@ -1,0 +1,18 @@
+//! What an I/O queue is made for: the namespace, and the limits of commands to it.
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::options::CompletionMode;
+use super::scatter::Limits;
+use crate::Geometry;
+
+/// What a queue is made for.
+#[derive(Clone)]
+pub(super) struct QueueSetup {
+    pub(super) name: Arc<str>,
+    pub(super) geometry: Geometry,
+    pub(super) namespace: u32,
+    pub(super) limits: Limits,
+    pub(super) completion: CompletionMode,
+    pub(super) timeout: Duration,
+}
