@@ -28,7 +28,6 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("directory-sizes", How::NotCompared),
     ("directory-positions", How::NotAsked),
     ("unchanged-owner", How::NotAsked),
-    ("capabilities-of-others", How::NotAsked),
     ("created-for-ioctls", How::NotAsked),
     ("far-times", How::NotCompared),
     ("times-of-failures", How::NotCompared),

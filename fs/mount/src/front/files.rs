@@ -284,31 +284,36 @@ impl Front {
     /// Takes the set-user-id bits from a file whose content changes, and has the kernel forget the mode that it knows: by that it
     /// executes programs.
     pub(super) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
-        if strip(&self.fs, caller, ino)?
-            && let Some(kernel) = self.kernel.get()
-        {
-            kernel.invalidate_attributes(ino);
-        }
+        self.stripped(ino, strip(&self.fs, caller, ino)?);
         Ok(())
     }
 
-    /// As [`Front::strip`], where the kernel does not say whether the caller is above that (`CAP_FSETID`).
+    /// As [`Front::strip`], where the kernel does not say whether the caller is above that.
     fn strip_unless_privileged(&self, caller: &Caller, ino: u64) -> Attempt<()> {
-        let inode = self.fs.volume().stored_attributes(ino)?.inode;
-        if set_id_bits(&inode, caller) != 0 && !caller.is_root_with(CapabilitySet::FSETID) {
-            self.strip(caller, ino)?;
-        }
+        self.stripped(ino, strip_unless_privileged(&self.fs, caller, ino)?);
         Ok(())
+    }
+
+    fn stripped(&self, ino: u64, is_stripped: bool) {
+        if is_stripped && let Some(kernel) = self.kernel.get() {
+            kernel.invalidate_attributes(ino);
+        }
     }
 }
 
 /// Takes the set-user-id bits from a file. Returns whether it had any.
-pub(super) fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
+fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
     let bits_gone = set_id_bits(&fs.volume().stored_attributes(ino)?.inode, caller);
     if bits_gone != 0 {
         fs.set_attributes(&caller.context, ino, &SetAttributes { bits_gone, ..SetAttributes::default() })?;
     }
     Ok(bits_gone != 0)
+}
+
+/// As [`strip`], unless the caller is above that (`CAP_FSETID`).
+pub(super) fn strip_unless_privileged(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
+    let inode = fs.volume().stored_attributes(ino)?.inode;
+    if set_id_bits(&inode, caller) == 0 || caller.has(CapabilitySet::FSETID) { Ok(false) } else { strip(fs, caller, ino) }
 }
 
 fn is_aligned(bytes: u64) -> bool {

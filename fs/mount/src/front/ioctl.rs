@@ -1,47 +1,28 @@
-//! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories.
-//!
-//! Ordinary and direct access to a file see each other's bytes: the kernel's dirty pages are written back before a direct
-//! transfer looks, and what it has cached of a range is forgotten after a direct write. Both wait for the kernel, and so does
-//! nothing that the kernel waits for.
+//! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories. What `READ` and `WRITE` do
+//! once they are admitted is in [`super::transfers`].
 
 use std::io;
-use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, LazyLock};
-use std::time::Instant;
+use std::sync::Arc;
 
-use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, Segment, TransferFlags, TransferRequest};
+use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, TransferRequest};
 use gpunvme_gpupath::limits;
-use gpunvme_gpupath::planner::{self, Direction, Position};
-use gpunvme_gpupath::registry::{self, Buffer, Limits, Registry};
+use gpunvme_gpupath::planner::Direction;
+use gpunvme_gpupath::registry::{self, Limits, Registry};
 use gpunvme_gpupath::ring::Rings;
-use gpunvme_gpupath::seldom::Seldom;
-use gpunvme_gpupath::server::{Answer, Outcome, Reply, Server};
+use gpunvme_gpupath::server::{Answer, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
-use gpunvme_gpupath::transfer::{self, Failed};
 use gpunvme_layout::Geometry;
-use gpunvme_layout::Timestamp;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
-use smallvec::SmallVec;
 
-use super::files::strip;
 use super::handles::Handle;
-use super::plans::Planned;
-use super::turns::Owner;
+use super::transfers::Transfer;
 use super::{Caller, Front, sockets};
-use gpunvme_engine::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
-use gpunvme_engine::data::{Filesystem, system_time};
-use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::volume::Mapping;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// The capabilities that a program has when it is executed.
-const CAPABILITY: &[u8] = b"security.capability";
-/// Filling more than this with zeros is not for a loop of the transport, nor for a thread that serves rings.
-const QUICK_ZEROES: u64 = 256 << 10;
-/// What is filled before it is another's turn: less than a millisecond.
-const FILL: u64 = 4 << 20;
 
 /// The daemon's end of the direct path for one mount.
 pub(super) struct Direct {
@@ -50,59 +31,6 @@ pub(super) struct Direct {
     /// None where it cannot have one ([`sockets`]): whoever is not root registers by ioctl.
     socket: Option<Listener>,
     device: String,
-}
-
-/// A transfer that was admitted.
-pub(super) struct Transfer {
-    pub direction: Direction,
-    pub caller: Caller,
-    pub ino: u64,
-    pub handle: Handle,
-    pub request: TransferRequest,
-    pub buffer: Arc<Buffer>,
-    /// Whose ring it is from; none of an ioctl, whose caller it is for.
-    pub owner: Option<Owner>,
-}
-
-/// A read under way: what lies before `at` is done, and came to `outcome`.
-struct Read<D> {
-    transfer: Transfer,
-    at: Position,
-    outcome: Outcome,
-    done: D,
-}
-
-/// A write under way: what lies before `at` is done, came to `outcome`, and was to the file what `written` says.
-struct Write<D> {
-    transfer: Transfer,
-    at: Position,
-    outcome: Outcome,
-    written: Written,
-    /// The segment in which the writer's limit of file sizes ends it.
-    cut: Option<u32>,
-    done: D,
-}
-
-/// A part of a write. Its segments do not overlap: those that do have an order, and what is in flight together has none.
-struct Part {
-    segments: SmallVec<[Segment; 1]>,
-    /// Where the next one begins.
-    next: Position,
-    planned: Planned,
-}
-
-impl Transfer {
-    /// Who it is for. The caller of an ioctl waits for it, so that its process can be asked for.
-    fn owner(&self) -> Owner {
-        let of_caller = || Owner { user: self.caller.context.uid, process: limits::process_of(self.caller.thread) };
-        self.owner.unwrap_or_else(of_caller)
-    }
-
-    /// The ranges of the file that it is about.
-    fn ranges(&self) -> impl Iterator<Item = Range<u64>> + Clone {
-        let segments = self.request.segments.iter().filter(|s| s.len > 0);
-        segments.map(|s| s.file_offset..s.file_offset + s.len)
-    }
 }
 
 impl Direct {
@@ -244,298 +172,6 @@ impl Front {
         }
     }
 
-    /// Whether a file is open for a transfer, and its volume there for it.
-    pub(super) fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Answer> {
-        let access = match direction {
-            Direction::Read => handle.readable(),
-            Direction::Write => {
-                let is_read_only = self.fs.volume().is_read_only() || self.mount_state.is_read_only();
-                handle.writable().and(if is_read_only { Err(FsError::ReadOnly) } else { Ok(()) })
-            }
-        };
-        access.map_err(|error| self.direct.server.refuse(direction, request, error.errno(), Reason::None, None))
-    }
-
-    /// Begins a transfer that was admitted. `limit`: the offset in files from which on its writer may write nothing.
-    pub(super) fn begin_transfer(
-        self: &Arc<Self>,
-        mut transfer: Transfer,
-        limit: u64,
-        done: impl FnOnce(Answer) + Send + 'static,
-    ) {
-        let cut = if transfer.direction == Direction::Write { cut_at(&mut transfer.request, limit) } else { None };
-        let Transfer { direction, request, .. } = &transfer;
-        let refuse = |errno, reason, segment| self.direct.server.refuse(*direction, request, errno, reason, segment);
-        if cut.is_some() && transfer.ranges().next().is_none() {
-            return done(refuse(libc::EFBIG, Reason::None, cut));
-        }
-        if *direction == Direction::Write
-            && request.flags.contains(TransferFlags::REQUIRE_DIRECT)
-            && let Some(segment) = planner::unaligned(&request.segments, self.fs.write_alignment())
-        {
-            return done(refuse(libc::EOPNOTSUPP, Reason::Unaligned, Some(segment)));
-        }
-        let front = self.clone();
-        let ranges: SmallVec<[Range<u64>; 1]> = transfer.ranges().collect();
-        if ranges.is_empty() {
-            // As with write(2), what moves nothing changes nothing: no time, no bit of the mode.
-            return self.answer(transfer, &Outcome::default(), done);
-        }
-        self.written_back(transfer.ino, ranges.into_iter(), move || match transfer.direction {
-            Direction::Read => {
-                front.direct_read(Read { transfer, at: Position::default(), outcome: Outcome::default(), done });
-            }
-            Direction::Write => {
-                let written = Written { in_place: true, shown: false };
-                front.write_part(Write { transfer, at: Position::default(), outcome: Outcome::default(), written, cut, done });
-            }
-        });
-    }
-
-    /// Reads a part, and goes on with the next.
-    fn direct_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, read: Read<D>) {
-        let plans = self.plans.clone();
-        self.attempt_for(
-            read,
-            move |fs, Read { transfer, at, .. }| {
-                let Transfer { ino, request, buffer, .. } = transfer;
-                let plan = |from| fs.plan_direct_read(*ino, &request.segments, (from, plans.read_bounds()), &buffer.region);
-                let part = plan(*at)?;
-                if *at == Position::default() && request.flags.contains(TransferFlags::REQUIRE_DIRECT) {
-                    // Before anything moves it has to be known of all parts.
-                    let mut next = part.next;
-                    while let Some(from) = next {
-                        let later = plan(from)?;
-                        if !later.plan.edges.is_empty() {
-                            return Ok(later);
-                        }
-                        next = later.next;
-                    }
-                }
-                Ok(part)
-            },
-            |front, read, part| {
-                let part = match part {
-                    // Only the first part can be refused as if nothing had been asked.
-                    Err(error) if read.at != Position::default() => {
-                        return front.end_read(read, Outcome::failed(error.errno(), None), None);
-                    }
-                    part => front.admitted(&read.transfer, part, |part| &part.plan),
-                };
-                match part {
-                    Ok(part) if part.plan.hole > QUICK_ZEROES => front.fill(part, read),
-                    Ok(part) => front.begin_read(part, read),
-                    Err(refusal) => (read.done)(refusal),
-                }
-            },
-        );
-    }
-
-    /// Fills the holes of a part in turns with other transfers', and then begins it.
-    fn fill<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, mut part: DirectRead, read: Read<D>) {
-        let front = self.clone();
-        let hole = part.plan.hole;
-        self.transfers.run_for(read.transfer.owner(), move || {
-            debug_assert_eq!(part.plan.hole, hole, "what is filled still counts");
-            match transfer::fill(&mut part.plan, &read.transfer.buffer, FILL) {
-                Ok(true) => front.begin_read(part, read),
-                Ok(false) => front.fill(part, read),
-                Err(error) => {
-                    let outcome = failed(&read.transfer, error);
-                    front.end_read(read, outcome, None);
-                }
-            }
-        });
-    }
-
-    fn begin_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, part: DirectRead, read: Read<D>) {
-        let DirectRead { plan, next, alignment, guard } = part;
-        let front = self.clone();
-        let planned = self.plans.take(plan.pieces());
-        let complete = Outcome::done(&read.transfer.buffer, &plan);
-        let buffer = read.transfer.buffer.clone();
-        transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
-            drop((guard, planned));
-            let outcome = result.map_or_else(|error| failed(&read.transfer, error), |()| complete);
-            front.end_read(read, outcome, next);
-        });
-    }
-
-    /// A part of a read is over: goes on with the one that begins at `next`, or answers.
-    fn end_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, read: Read<D>, outcome: Outcome, next: Option<Position>) {
-        let Read { transfer, outcome: before, done, .. } = read;
-        let outcome = before.then(outcome, 0);
-        match next {
-            Some(at) if outcome.status == 0 => {
-                let front = self.clone();
-                let read = Read { transfer, at, outcome, done };
-                self.transfers.run_for(read.transfer.owner(), move || front.direct_read(read));
-            }
-            _ => self.answer(transfer, &outcome, done),
-        }
-    }
-
-    /// Writes a part, and goes on with the next.
-    fn write_part<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>) {
-        let (segments, next) = planner::write_part(&write.transfer.request.segments, write.at, self.plans.write_bytes());
-        // Each of its blocks may have to be written by a command of its own.
-        let blocks: u64 = segments.iter().map(|segment| segment.len.div_ceil(BLOCK)).sum();
-        let part = Part { segments, next, planned: self.plans.take(blocks as usize) };
-        let now = system_time();
-        self.attempt_for(
-            (write, part),
-            move |fs, (Write { transfer, .. }, part)| {
-                // As for any other write: whoever changes a program does not get to keep it somebody else's.
-                strip_unseen(fs, &transfer.caller, transfer.ino)?;
-                fs.plan_direct_write(transfer.ino, &part.segments, &transfer.buffer.region, now)
-            },
-            move |front, (write, part), planned| match planned {
-                Ok(planned) if planned.plan.edges.is_empty() => front.begin_part(planned, write, part),
-                // Was only to see what is to be written: edges go first.
-                Ok(planned) => {
-                    drop(planned);
-                    let (front, general) = (front.clone(), front.general.clone());
-                    general.run(move || match front.write_edges(&write, &part, now) {
-                        Ok(planned) => front.begin_part(planned, write, part),
-                        Err(error) => front.end_part(write, part.next, Outcome::failed(error.errno(), None), None),
-                    });
-                }
-                // Only the first part can be refused as if nothing had been asked.
-                Err(error) if write.at == Position::default() => {
-                    let Transfer { direction, request, .. } = &write.transfer;
-                    let refusal = front.direct.server.refuse(*direction, request, error.errno(), Reason::None, None);
-                    (write.done)(refusal);
-                }
-                Err(error) => front.end_part(write, part.next, Outcome::failed(error.errno(), None), None),
-            },
-        );
-    }
-
-    /// Writes the edges of a part, and plans the rest of it.
-    fn write_edges<D>(&self, write: &Write<D>, part: &Part, now: Timestamp) -> Result<DirectWrite, FsError> {
-        let Transfer { ino, buffer, .. } = &write.transfer;
-        self.fs.write_edges(*ino, &part.segments, &buffer.region, now)?;
-        self.fs.wait(|| self.fs.plan_direct_write(*ino, &part.segments, &buffer.region, now))
-    }
-
-    fn begin_part<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, planned: DirectWrite, write: Write<D>, part: Part) {
-        let front = self.clone();
-        let complete = Outcome::done(&write.transfer.buffer, &planned.plan);
-        let Part { next, planned: mut pieces, .. } = part;
-        pieces.set(planned.plan.pieces());
-        self.fs.submit_direct_write(planned, move |result| {
-            drop(pieces);
-            let (outcome, written) = match result {
-                Ok(written) => (complete, Some(written)),
-                Err(WriteFailed::Device(error)) => (failed(&write.transfer, error), None),
-                Err(WriteFailed::Mapping(error)) => (Outcome::failed(error.errno(), None), None),
-            };
-            front.end_part(write, next, outcome, written);
-        });
-    }
-
-    /// A part is over: goes on with the one that begins at `next`, or answers. `written` is what it was to the file, if it was written.
-    fn end_part<D: FnOnce(Answer) + Send + 'static>(
-        self: &Arc<Self>,
-        write: Write<D>,
-        next: Position,
-        outcome: Outcome,
-        written: Option<Written>,
-    ) {
-        let Write { transfer, at, outcome: before, written: Written { in_place, shown }, cut, done } = write;
-        let mut outcome = before.then(outcome, at.segment as u32);
-        let written = Written {
-            in_place: in_place && written.is_some_and(|w| w.in_place),
-            shown: shown || written.is_none_or(|w| w.shown),
-        };
-        if outcome.status == 0 && next.segment < transfer.request.segments.len() {
-            let front = self.clone();
-            let write = Write { transfer, at: next, outcome, written, cut, done };
-            return self.transfers.run_for(write.transfer.owner(), move || front.write_part(write));
-        }
-        if outcome.status == 0 && cut.is_some() {
-            (outcome.status, outcome.failed_segment) = (libc::EFBIG, cut);
-        }
-        self.end_write(transfer, outcome, written, done);
-    }
-
-    /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it knew of them, and answers.
-    fn end_write(
-        self: &Arc<Self>,
-        transfer: Transfer,
-        outcome: Outcome,
-        written: Written,
-        done: impl FnOnce(Answer) + Send + 'static,
-    ) {
-        let ends_inside = || {
-            let end = transfer.ranges().map(|range| range.end).max().unwrap_or(0);
-            matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size)
-        };
-        // Asked when the device has the data: what the kernel asks for from here on is new.
-        let only_attributes = (written.in_place || ends_inside()) && !self.nodes.may_have(transfer.ino, transfer.ranges());
-        if only_attributes && let Some(kernel) = self.kernel.get() {
-            if written.shown {
-                let since = Instant::now();
-                if kernel.invalidate_attributes(transfer.ino) {
-                    self.fs.take_attributes_back(transfer.ino, since);
-                }
-            }
-            return self.answer_write(transfer, outcome, done);
-        }
-        let front = self.clone();
-        self.invalidations.run(move || {
-            let last = || if outcome.status == 0 { front.last_byte(&transfer) } else { None };
-            front.invalidate(transfer.ino, transfer.ranges().collect(), last);
-            front.answer_write(transfer, outcome, done);
-        });
-    }
-
-    /// Answers a write. Of a file that was opened with `O_DSYNC` or `O_SYNC`, when it is durable: nobody else syncs for the caller, as
-    /// the kernel does after write(2).
-    fn answer_write(self: &Arc<Self>, transfer: Transfer, outcome: Outcome, done: impl FnOnce(Answer) + Send + 'static) {
-        if !transfer.handle.is_sync() || outcome.moved.total() == 0 {
-            return self.answer(transfer, &outcome, done);
-        }
-        let front = self.clone();
-        self.sync(transfer.ino, transfer.handle, move |synced| {
-            let outcome = synced.map_or_else(|error| Outcome::failed(error.errno(), None), |()| outcome);
-            front.answer(transfer, &outcome, done);
-        });
-    }
-
-    /// The last byte of a file that a write may have extended, and where it is, for the kernel to learn the length from. It asks by
-    /// itself before it shows the length, but not before it appends; and it takes a length only with the bytes before it.
-    fn last_byte(&self, transfer: &Transfer) -> Option<(u64, u8)> {
-        let segments = transfer.request.segments.iter().filter(|s| s.len > 0);
-        let last = segments.max_by_key(|s| s.file_offset + s.len)?;
-        let end = last.file_offset + last.len;
-        let reaches_end = self.fs.wait(|| self.fs.attributes(transfer.ino)).is_ok_and(|now| now.inode.size == end);
-        let mut byte = [0];
-        let read = transfer.buffer.region.read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
-        (reaches_end && read.is_ok()).then_some((end - 1, byte[0]))
-    }
-
-    /// Whether a transfer that was planned may begin; the answer to give where not.
-    fn admitted<P>(
-        &self,
-        transfer: &Transfer,
-        planned: Result<P, FsError>,
-        plan: impl FnOnce(&P) -> &gpunvme_gpupath::planner::Plan,
-    ) -> Result<P, Answer> {
-        let Transfer { direction, request, .. } = transfer;
-        let server = &self.direct.server;
-        let planned = planned.map_err(|error| server.refuse(*direction, request, error.errno(), Reason::None, None))?;
-        server.admit_plan(*direction, request, plan(&planned))?;
-        Ok(planned)
-    }
-
-    /// Answers a transfer that was begun. Before that it lets go of the buffer: whoever unregisters it after the answer finds the memory free.
-    fn answer(&self, transfer: Transfer, outcome: &Outcome, done: impl FnOnce(Answer)) {
-        let answer = self.direct.server.finish(transfer.direction, &transfer.request, &transfer.buffer, outcome);
-        drop(transfer);
-        done(answer);
-    }
-
     fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {
         let front = self.clone();
         let end = request.offset.saturating_add(request.len).min(FILE_SIZE_MAX);
@@ -555,38 +191,6 @@ impl Front {
             );
         });
     }
-}
-
-/// Takes from a file what a write takes that the kernel does not see: its capabilities, which the kernel takes ahead of every write(2), and the set-user-id bits,
-/// unless root writes.
-fn strip_unseen(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
-    match fs.get_xattr(ino, CAPABILITY).and_then(|_| fs.remove_xattr(&caller.context, ino, CAPABILITY)) {
-        Ok(()) | Err(Fail::Error(FsError::NoData)) => {}
-        Err(fail) => return Err(fail),
-    }
-    if caller.context.uid != 0 {
-        strip(fs, caller, ino)?;
-    }
-    Ok(())
-}
-
-/// Cuts a write where its writer may write no further: what lies behind is left out. Returns the first segment that is cut.
-fn cut_at(request: &mut TransferRequest, limit: u64) -> Option<u32> {
-    let cut = request.segments.iter().position(|s| s.len > 0 && s.file_offset.saturating_add(s.len) > limit)?;
-    let (first, behind) = request.segments[cut..].split_first_mut().expect("it is one of them");
-    first.len = limit.saturating_sub(first.file_offset);
-    behind.iter_mut().for_each(|segment| segment.len = 0);
-    Some(cut as u32)
-}
-
-/// What a transfer came to when the device, or the buffer, failed: the application gets the errno, and the log says what failed. Not each time: the buffer is
-/// the application's, which can make it fail as often as it likes.
-fn failed(transfer: &Transfer, failed: Failed) -> Outcome {
-    static MESSAGES: LazyLock<Seldom> = LazyLock::new(Seldom::default);
-    if let Some(left_out) = MESSAGES.now() {
-        tracing::error!(ino = transfer.ino, direction = ?transfer.direction, left_out, "a direct transfer failed: {failed}");
-    }
-    failed.into()
 }
 
 /// The answer to `RESOLVE`: of what a file has from the offset on, what lies before `end` and fits.

@@ -12,6 +12,7 @@
 //! enough; an operation that stalls goes to a thread that may wait and is answered from there.
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use rustix::thread::CapabilitySet;
@@ -39,6 +40,7 @@ mod rings;
 mod room;
 mod session;
 mod sockets;
+mod transfers;
 mod turns;
 mod workers;
 mod xattr;
@@ -227,13 +229,21 @@ impl Caller {
         uid == 0 || own == gid || status_of(self.thread, "Groups:").is_some_and(has_group)
     }
 
-    /// Whether the caller is root and has not given this capability up. Requests do not say; `/proc` is asked, so this is for what
-    /// is rare. Root that cannot be asked has it. (A user can have it too, by a program that has it: that goes unseen.)
-    fn is_root_with(&self, capability: CapabilitySet) -> bool {
+    /// Whether the caller has a capability, in this process's user namespace. Requests do not say; `/proc` is asked, so this is for what is rare. Root
+    /// that cannot be asked has it.
+    fn has(&self, capability: CapabilitySet) -> bool {
         let bits = |set: String| u64::from_str_radix(set.trim(), 16).ok();
-        let has = |set: u64| CapabilitySet::from_bits_retain(set).contains(capability);
-        self.context.uid == 0 && status_of(self.thread, "CapEff:").and_then(bits).is_none_or(has)
+        let effective = status_of(self.thread, "CapEff:").and_then(bits).map(CapabilitySet::from_bits_retain);
+        match (effective, user_namespace(self.thread), user_namespace(std::process::id())) {
+            (Some(effective), Some(theirs), Some(own)) => theirs == own && effective.contains(capability),
+            _ => self.context.uid == 0,
+        }
     }
+}
+
+/// The user namespace of a thread; none if it is not there to ask, or not this process's to ask.
+fn user_namespace(thread: u32) -> Option<PathBuf> {
+    std::fs::read_link(format!("/proc/{thread}/ns/user")).ok()
 }
 
 /// A field of `/proc/THREAD/status` (proc_pid_status(5)); none if the thread is not there to ask.

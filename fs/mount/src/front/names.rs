@@ -177,7 +177,7 @@ impl Front {
             let takes = if set.uid.or(set.gid).is_some() {
                 true
             } else if size.is_some() {
-                bits != 0 && !caller.is_root_with(CapabilitySet::FSETID)
+                bits != 0 && !caller.has(CapabilitySet::FSETID)
             } else {
                 set.is_empty() && uid != 0 && uid == now.inode.uid
             };

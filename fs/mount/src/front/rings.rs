@@ -13,7 +13,7 @@ use gpunvme_gpupath::ring::{AttachedFile, Taken};
 use gpunvme_gpupath::server::Reply;
 
 use super::handles::Handle;
-use super::ioctl::Transfer;
+use super::transfers::Transfer;
 use super::turns::Owner;
 use super::{Caller, Front};
 

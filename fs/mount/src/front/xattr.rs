@@ -97,7 +97,7 @@ fn or_missing<T>(found: Result<T, FsError>, missing: FsError) -> Result<T, FsErr
 fn visible(caller: &Caller, names: Vec<u8>) -> Vec<u8> {
     let is_for_root = |name: &[u8]| name.starts_with(b"trusted.") || check_xattr_name(name).is_err();
     let each = || names.split_inclusive(|byte| *byte == 0).map(|name| (name, is_for_root(&name[..name.len() - 1])));
-    if !each().any(|(_, is_for_root)| is_for_root) || caller.is_root_with(CapabilitySet::SYS_ADMIN) {
+    if !each().any(|(_, is_for_root)| is_for_root) || caller.has(CapabilitySet::SYS_ADMIN) {
         return names;
     }
     each().filter(|(_, is_for_root)| !is_for_root).flat_map(|(name, _)| name).copied().collect()
