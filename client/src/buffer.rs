@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::mount::Connection;
 use crate::sys::Mapping;
 use crate::{Reason, Route};
-use gpunvme_gpupath::abi::RegisterFlags;
+use gpunvme_abi::RegisterFlags;
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::any::Any;
 use std::fmt::Debug;

@@ -1,7 +1,7 @@
 //! What can go wrong, in words that say what to do.
 
 use crate::{Reason, Transfer};
-use gpunvme_gpupath::cuda::{CudaError, Gpu, Unavailable};
+use gpunvme_cuda::{CudaError, Gpu, Unavailable};
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};
 

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::mount::{Connection, Limits, Mount, failed, reason, status};
 use crate::ring::{Attached, RingName};
 use crate::{Extent, Reason, Route, Segment, opening, sys};
-use gpunvme_gpupath::abi::{self, Command, Moved, TransferFlags};
+use gpunvme_abi::{self as abi, Command, Moved, TransferFlags};
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;

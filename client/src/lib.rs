@@ -35,6 +35,6 @@ pub use buffer::{Buffer, Memory, Registered, RegisteredBy, Shared};
 pub use device_memory::{DeviceMapping, DeviceMemory};
 pub use error::{Error, Result};
 pub use file::{Extents, File, Require, Transfer};
-pub use gpunvme_gpupath::abi::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
+pub use gpunvme_abi::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
 pub use mount::{Info, Mount, Stats};
 pub use ring::{Attached, Completed, Operation, Ring, Wait};

@@ -3,7 +3,7 @@
 use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::error::{Error, Result};
 use crate::{Reason, Route, socket, sys};
-use gpunvme_gpupath::abi::{self, Command, Features, Moved};
+use gpunvme_abi::{self as abi, Command, Features, Moved};
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;

@@ -2,7 +2,7 @@
 
 use crate::mount::status;
 use crate::sys;
-use gpunvme_gpupath::abi::{Command, Message, Register};
+use gpunvme_abi::{Command, Message, Register};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -53,8 +53,8 @@ mod tests {
     use super::*;
     use crate::Buffer;
     use crate::buffer::sealed::Memory as _;
+    use gpunvme_abi::{Reason, Route};
     use gpunvme_blockdev::MemoryDevice;
-    use gpunvme_gpupath::abi::{Reason, Route};
     use gpunvme_gpupath::registry::{Limits, Registry};
     use gpunvme_gpupath::server::Server;
     use gpunvme_gpupath::socket::Listener;

@@ -1,8 +1,8 @@
 //! The C headers and the C ABI, by compiling C.
 
 use gpunvme::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
-use gpunvme_gpupath::abi::ring::{self, Word};
-use gpunvme_gpupath::abi::{self, Command};
+use gpunvme_abi::ring::{self, Word};
+use gpunvme_abi::{self as abi, Command};
 use std::fmt::Write;
 use std::mem::offset_of;
 use std::path::{Path, PathBuf};

@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
 use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region};
-use gpunvme_gpupath::abi::{Command, Request, Segment, decode};
-use gpunvme_gpupath::planner::{self, Alignment, Direction, Extent};
+use gpunvme_abi::{Command, Direction, Request, Segment, decode};
+use gpunvme_gpupath::planner::{self, Alignment, Extent};
 use libfuzzer_sys::fuzz_target;
 
 /// Bytes of a block of the file.

@@ -7,8 +7,8 @@
 //! And it guards what the daemon maps: nothing is taken for memory because of its name, which anybody can give to a file in a mount namespace of
 //! their own.
 
-use crate::abi::Reason;
 use crate::intake::Intake;
+use gpunvme_abi::Reason;
 use rustix::fs::{AtFlags, OFlags, SealFlags, SeekFrom, StatxFlags};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;

@@ -1,7 +1,8 @@
-//! The direct path of gpunvme: how an application's `ioctl` on an open file becomes device commands on memory that it registered.
+//! The daemon's end of the direct path: how an application's `ioctl` on an open file becomes device commands on memory that it
+//! registered.
 //!
-//! It knows files only as extents, and memory only as file descriptors. [`abi`] is what both ends share, and of [`ring`]
-//! the memory. `cuda` is the application's (feature `application`). The rest is the daemon's end (feature `daemon`), which a FUSE front end uses like this:
+//! It knows files only as extents, and memory only as file descriptors. What it shares with applications is in
+//! [`gpunvme_abi`]. A FUSE front end uses it like this:
 //!
 //! ```text
 //! let request = abi::decode(cmd, bytes)?;                                // DecodeError becomes a Reply
@@ -24,42 +25,18 @@
 //! ```
 #![deny(unsafe_code)]
 
-pub mod abi;
-#[cfg(feature = "application")]
-pub mod cache;
-#[cfg(feature = "application")]
-#[allow(unsafe_code)]
-pub mod cuda;
-#[cfg(feature = "daemon")]
 mod foreign;
-#[cfg(feature = "daemon")]
 mod intake;
-#[cfg(feature = "daemon")]
 pub mod limits;
-#[cfg(feature = "daemon")]
 #[allow(unsafe_code)]
 mod peer;
-#[cfg(feature = "application")]
-pub mod pieces;
-#[cfg(feature = "daemon")]
 pub mod planner;
-#[cfg(feature = "daemon")]
 mod process;
-#[cfg(feature = "daemon")]
 pub mod registry;
-#[cfg(any(feature = "daemon", feature = "application"))]
 pub mod ring;
-#[cfg(feature = "daemon")]
 pub mod seldom;
-#[cfg(feature = "daemon")]
 pub mod server;
-#[cfg(feature = "daemon")]
 mod shares;
-#[cfg(feature = "daemon")]
 pub mod socket;
-#[cfg(feature = "application")]
-pub mod staging;
-#[cfg(feature = "daemon")]
 pub mod stats;
-#[cfg(feature = "daemon")]
 pub mod transfer;

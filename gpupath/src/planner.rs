@@ -3,21 +3,12 @@
 //! It guards two promises: what is aligned goes between device and buffer without a copy, and what is not is neither skipped nor written around,
 //! but handed back as an *edge* and counted. A property test compares it with a byte-by-byte model.
 
-use crate::abi::{Segment, TransferRequest};
+use gpunvme_abi::{Direction, Segment, TransferRequest};
 use gpunvme_blockdev::{Geometry, Region, Request};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Which way bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// From the file to the buffer.
-    Read,
-    /// From the buffer to the file.
-    Write,
-}
 
 /// A part of a file that has a place on the device. What no extent covers is a hole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

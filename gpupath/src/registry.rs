@@ -11,11 +11,11 @@ mod tests;
 
 pub use accounts::{Amounts, Limits};
 
-use crate::abi::{Reason, Register, RegisterFlags, Route};
 use crate::foreign::{Foreign, Kind, Memory};
 use crate::intake::Intake;
 use crate::process::{Client, Process};
 use accounts::{Accounts, Charge};
+use gpunvme_abi::{Reason, Register, RegisterFlags, Route};
 use gpunvme_blockdev::{BlockDevice, NoPeerToPeer, Region};
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
@@ -130,13 +130,15 @@ impl RegistryError {
     }
 }
 
-impl From<NoPeerToPeer> for Reason {
-    fn from(no: NoPeerToPeer) -> Reason {
-        match no {
-            NoPeerToPeer::KernelDriver => Reason::NoVfio,
-            NoPeerToPeer::IommufdCompat => Reason::IommufdCompat,
-        }
-    }
+/// Whether a device reaches the memory of other devices.
+///
+/// # Errors
+/// The reason why it does not.
+pub fn peer_to_peer(device: &dyn BlockDevice) -> Result<(), Reason> {
+    device.peer_to_peer().map_err(|no| match no {
+        NoPeerToPeer::KernelDriver => Reason::NoVfio,
+        NoPeerToPeer::IommufdCompat => Reason::IommufdCompat,
+    })
 }
 
 /// Who makes a call through FUSE that has not been answered yet.
@@ -273,7 +275,7 @@ impl Registry {
 
     /// The region of a device's memory, where the SSD can reach such memory at all.
     fn device_region(&self, memory: Memory) -> Result<Arc<Region>, RegistryError> {
-        self.shared.device.peer_to_peer().map_err(|no| RegistryError::Refused(no.into()))?;
+        peer_to_peer(&*self.shared.device).map_err(RegistryError::Refused)?;
         let region = Region::of_device(memory.fd, memory.len).map_err(|error| {
             tracing::debug!(%error, "a device's memory cannot be mapped");
             RegistryError::Refused(Reason::MmapRefused)

@@ -4,15 +4,17 @@
 //! and `WRITE` with [`Server::admit`] and [`Server::finish`]. Every answer is a [`Reply`], or becomes one, and every call is counted once. The registration
 //! socket uses the same server.
 
-use crate::abi::{self, Command, Moved, Reason, Register, Route, Transfer, TransferFlags, TransferRequest, Unregister};
 use crate::foreign::Foreign;
 use crate::intake::Turn;
-use crate::planner::{self, Direction, Plan};
+use crate::planner::{self, Plan};
 use crate::process::{Client, Process};
 use crate::registry::{Buffer, Caller, Registry, RegistryError};
 use crate::seldom::Seldom;
 use crate::stats::Stats;
 use crate::transfer::Failed;
+use gpunvme_abi::{
+    self as abi, Command, Direction, Moved, Reason, Register, Route, Transfer, TransferFlags, TransferRequest, Unregister,
+};
 use std::sync::Arc;
 use zerocopy::{Immutable, IntoBytes};
 

@@ -4,14 +4,14 @@
 //! [`Intake`], because descriptors may come with it that cannot be closed. A client that does not take its answer, says
 //! something malformed or keeps others out by holding connections is disconnected. Buffers do not depend on the connection they came by.
 //!
-//! A datagram is a [`Message`] followed by a [`crate::abi::Register`] (with exactly one descriptor) or an [`crate::abi::Unregister`]; the answer has the same form.
+//! A datagram is a [`Message`] followed by a [`gpunvme_abi::Register`] (with exactly one descriptor) or an [`gpunvme_abi::Unregister`]; the answer has the same form.
 
-use crate::abi::{self, Message, Request};
 use crate::foreign::Foreign;
 use crate::intake::{Intake, Turn};
 use crate::peer;
 use crate::server::{Reply, Server};
 use crate::shares::{ROOT, share};
+use gpunvme_abi::{self as abi, Message, Request};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, Timespec, epoll};
 use rustix::fs::Mode;

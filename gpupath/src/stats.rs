@@ -1,9 +1,8 @@
 //! Counters of what the direct path did since mount. They guard the promise that nothing falls back in silence: whatever was moved, and however, is
 //! in them.
 
-use crate::abi::{self, Command, Moved, REASON_SLOTS, Reason};
-use crate::planner::Direction;
 use crate::registry::Usage;
+use gpunvme_abi::{self as abi, Command, Direction, Moved, REASON_SLOTS, Reason};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 /// Threads that count at once rarely meet in one of so many parts.

@@ -1,8 +1,8 @@
 //! Plans against a model that looks at every byte, and plans carried out on a device in memory.
 
+use gpunvme_abi::{Direction, Register, Segment};
 use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Faulty, Geometry, Image, Io, MemoryDevice, On, Region, Rule};
-use gpunvme_gpupath::abi::{Register, Segment};
-use gpunvme_gpupath::planner::{self, Alignment, Bounds, Direction, Extent, Plan, Position};
+use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
 use gpunvme_gpupath::registry::{Buffer, Caller, Limits, Registry};
 use gpunvme_gpupath::server::Outcome;
 use gpunvme_gpupath::transfer;

@@ -1,11 +1,10 @@
 //! Ownership of buffers, between real processes: this test binary starts itself again as the client.
 
-use gpunvme_blockdev::MemoryDevice;
-use gpunvme_gpupath::abi::{
-    Command, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer, TransferRequest,
-    Unregister, decode,
+use gpunvme_abi::{
+    Command, Direction, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer,
+    TransferRequest, Unregister, decode,
 };
-use gpunvme_gpupath::planner::Direction;
+use gpunvme_blockdev::MemoryDevice;
 use gpunvme_gpupath::registry::{Amounts, Caller, Limits, Registry, RegistryError};
 use gpunvme_gpupath::server::{Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;

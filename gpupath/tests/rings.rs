@@ -1,11 +1,11 @@
 //! The threads that serve rings, with files that end their transfers when and where a test wants it. Both ends are this process.
 
+use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, RingMemory, Submission, Word, ring_bytes};
+use gpunvme_abi::{Command, Reason, Register, Transfer, TransferRequest, Unregister};
 use gpunvme_blockdev::sim::SimController;
 use gpunvme_blockdev::{Io, OpenMode};
-use gpunvme_gpupath::abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
-use gpunvme_gpupath::abi::{Command, Reason, Register, Transfer, TransferRequest, Unregister};
 use gpunvme_gpupath::registry::{Buffer, Caller, Limits, Registry};
-use gpunvme_gpupath::ring::{AttachedFile, RingMemory, Rings, Taken};
+use gpunvme_gpupath::ring::{AttachedFile, Rings, Taken};
 use gpunvme_gpupath::server::{Answer, Reply, Server};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};

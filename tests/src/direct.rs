@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 
-use gpunvme_gpupath::abi::{Command, Extent, Info, Register, Resolve, Segment, Stats, Transfer, Unregister};
+use gpunvme_abi::{Command, Extent, Info, Register, Resolve, Segment, Stats, Transfer, Unregister};
 use rustix::fs::{MemfdFlags, SealFlags};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 

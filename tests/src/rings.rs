@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpunvme::{Attached, Buffer, Completed, Mount, Operation, Ring, Shared, Wait};
-use gpunvme_gpupath::abi::Command;
-use gpunvme_gpupath::abi::ring::{self as abi, Word, ring_bytes};
-use gpunvme_gpupath::ring::RingMemory;
+use gpunvme_abi::Command;
+use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::ring::{self as abi, Word, ring_bytes};
 use rustix::event::EventfdFlags;
 use rustix::process::Pid;
 

@@ -1,6 +1,6 @@
 //! CUDA as the library uses it, against the software driver, and where there is none.
 
-use gpunvme_gpupath::cuda::{Cuda, CudaError, Move, Unavailable, Version, Which, WritesOrdering};
+use gpunvme_cuda::{Cuda, CudaError, Move, Unavailable, Version, Which, WritesOrdering};
 use gpunvme_tests::cuda::{CHECKS, Pinned};
 use gpunvme_tests::scratch_dir;
 use gpunvme_tests::software_cuda::{with_libcuda, with_software_cuda};

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Mount, Ring, Wait};
-use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
+use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
 use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};

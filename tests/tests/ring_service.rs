@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use gpunvme::{Mount, Operation, Ring, Wait};
-use gpunvme_gpupath::abi::Command;
-use gpunvme_gpupath::abi::ring::{CLOSED, Submission, Word};
-use gpunvme_gpupath::ring::RingMemory;
+use gpunvme_abi::Command;
+use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::ring::{CLOSED, Submission, Word};
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::{Image, Mounted};
 use gpunvme_tests::random::Random;

@@ -7,7 +7,7 @@ use crate::gpu::{Finished, Pending, Queue, Segment, Settings, Transfers};
 use crate::mount::Mount;
 use crate::ring::Wait;
 use crate::{Reason, Route};
-use gpunvme_gpupath::abi::TransferFlags;
+use gpunvme_abi::TransferFlags;
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};

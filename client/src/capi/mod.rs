@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::file::{File, Transfer};
 use crate::mount::{Mount, reason};
 use crate::{Extent, Moved, Reason, Route, Segment};
-use gpunvme_gpupath::abi::{self, Command, TransferFlags};
+use gpunvme_abi::{self as abi, Command, TransferFlags};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::cell::RefCell;

@@ -4,14 +4,14 @@
 //! It guards that nobody waits for a desk: a caller that finds none free gives its request to the worker.
 
 use super::engine::Engine;
+use super::memory::pieces::Blocks;
+use super::memory::slots::CHUNK;
 use super::request::Answer;
 use crate::error::{Error, Result};
 use crate::file::Transfer;
 use crate::linger::Linger;
 use crate::mount::Mount;
 use crate::ring::Ring;
-use gpunvme_gpupath::pieces::Blocks;
-use gpunvme_gpupath::staging::CHUNK;
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};

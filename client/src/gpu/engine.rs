@@ -4,6 +4,7 @@
 //! the last of its pieces is back. It makes no system call while there is something to see: it looks at the ring and at the words that its streams write.
 
 use super::lane::{Copy, Lane, NotCopied};
+use super::memory::pieces::{self, Blocks, Piece};
 use super::outcome::{Outcome, action, at_place, of_the_application};
 use super::queue::Deliveries;
 use super::registered::Lease;
@@ -12,9 +13,8 @@ use crate::Segment;
 use crate::error::Error;
 use crate::file::{File, Transfer};
 use crate::ring::{Completed, Ring};
-use gpunvme_gpupath::abi::Command;
-use gpunvme_gpupath::cuda::{Entered, Gpu};
-use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
+use gpunvme_abi::{Command, Direction};
+use gpunvme_cuda::{Entered, Gpu};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use slab::Slab;

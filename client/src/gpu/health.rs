@@ -6,7 +6,7 @@
 //! Only the primary contexts of GPUs are looked after, which is those of the CUDA runtime and PyTorch. Others the application may destroy as soon as a stream has passed a request,
 //! and whoever asked for one then would ask for something that is not there.
 
-use gpunvme_gpupath::cuda::{Cuda, CudaError, Event, Gpu, Stream};
+use gpunvme_cuda::{Cuda, CudaError, Event, Gpu, Stream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 

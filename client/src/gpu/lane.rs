@@ -4,14 +4,14 @@
 //! address which is no longer mapped would end everything that the application does on this GPU, so each allocation is looked at once more just before. While a few batches are
 //! on their way nothing more is given to the stream, so batches grow by themselves under load.
 
+use super::memory::slots::{CHUNK, Slots};
 use super::request::Allocation;
 use super::staging::Staging;
 use crate::buffer::Shared;
 use crate::error::{Error, Result};
 use crate::mount::Mount;
-use gpunvme_gpupath::cuda::{Cuda, CudaError, Entered, Event, Gpu, Move, Scatter, Stream};
-use gpunvme_gpupath::pieces::Direction;
-use gpunvme_gpupath::staging::{CHUNK, Slots};
+use gpunvme_abi::Direction;
+use gpunvme_cuda::{Cuda, CudaError, Entered, Event, Gpu, Move, Scatter, Stream};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;

@@ -29,6 +29,7 @@ mod health;
 mod inbox;
 #[allow(unsafe_code)]
 mod lane;
+mod memory;
 mod ordered;
 mod outcome;
 mod plan;

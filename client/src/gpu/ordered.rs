@@ -4,6 +4,7 @@
 
 use super::health::Health;
 use super::inbox::Inbox;
+use super::memory::pieces::Blocks;
 use super::outcome::action;
 use super::plan::{Plan, Planned, Terms};
 use super::request::{Answer, Parts};
@@ -13,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::file::{File, Require};
 use crate::mount::Mount;
 use crate::ring::{Attached, Ring, RingName};
-use gpunvme_gpupath::cuda::{Gpu, Scatter, Stream};
-use gpunvme_gpupath::pieces::{Blocks, Direction};
+use gpunvme_abi::Direction;
+use gpunvme_cuda::{Gpu, Scatter, Stream};
 use rustix::io::Errno;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::file::Transfer;
 use crate::{Moved, Reason};
-use gpunvme_gpupath::pieces::Direction;
+use gpunvme_abi::Direction;
 
 /// What is known so far.
 #[derive(Default)]

@@ -3,9 +3,10 @@
 //! It guards the bound of a stream's window: whatever a request asks for, what is in flight at once fits into its rooms. Each step has one room to itself; steps that are
 //! [`DEPTH`] apart have the same, one after the other.
 
+use super::memory::pieces::{self, Blocks, Piece};
 use super::request::Part;
-use gpunvme_gpupath::cuda::Gpu;
-use gpunvme_gpupath::pieces::{self, Blocks, Direction, Piece};
+use gpunvme_abi::Direction;
+use gpunvme_cuda::Gpu;
 use std::ops::Range;
 
 /// Rooms of a window, and so steps of a request in flight at once.

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::file::{File, Transfer};
 use crate::linger::Linger;
 use crate::ring::Wait;
-use gpunvme_gpupath::pieces::Direction;
+use gpunvme_abi::Direction;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;

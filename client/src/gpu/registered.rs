@@ -1,14 +1,14 @@
-//! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when it is first used, and stays so (`gpunvme_gpupath::cache` says how long).
+//! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when it is first used, and stays so (`super::memory::cache` says how long).
 //!
 //! It guards the order of things on the GPU: what was registered is synchronous to CUDA's own copies (SYNC_MEMOPS), and what an SSD wrote is in place before anybody is told so.
 
+use super::memory::cache::{self, Cache, Export, Refusal, Registrar};
 use crate::buffer::Shared;
 use crate::device_memory::DeviceMemory;
 use crate::error::Error;
 use crate::mount::Mount;
 use crate::{Reason, Route};
-use gpunvme_gpupath::cache::{self, Cache, Export, Refusal, Registrar};
-use gpunvme_gpupath::cuda::{self, Cuda, CudaError, Gpu, Place};
+use gpunvme_cuda::{self as cuda, Cuda, CudaError, Gpu, Place};
 use std::sync::Arc;
 use std::time::Instant;
 

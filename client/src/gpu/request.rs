@@ -2,6 +2,7 @@
 //!
 //! It guards that every request is answered once, whatever becomes of it.
 
+use super::memory::pieces::Piece;
 use super::queue::{Deliveries, QueueEnd};
 use super::registered::Lease;
 use crate::Reason;
@@ -10,8 +11,8 @@ use crate::error::Result;
 use crate::file::{Require, Transfer};
 use crate::linger::Linger;
 use crate::ring::{Attached, Operation};
-use gpunvme_gpupath::cuda::Gpu;
-use gpunvme_gpupath::pieces::{Direction, Piece};
+use gpunvme_abi::Direction;
+use gpunvme_cuda::Gpu;
 use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 use std::panic::{AssertUnwindSafe, catch_unwind};

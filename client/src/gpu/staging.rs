@@ -6,9 +6,8 @@
 use crate::buffer::{Memory, sealed};
 use crate::error::{Error, Result};
 use crate::sys::Mapping;
-use gpunvme_gpupath::abi::RegisterFlags;
-use gpunvme_gpupath::cuda::{Gpu, HostRegistration};
-use gpunvme_gpupath::pieces::Direction;
+use gpunvme_abi::{Direction, RegisterFlags};
+use gpunvme_cuda::{Gpu, HostRegistration};
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;

@@ -8,7 +8,7 @@ use super::inbox::Inbox;
 use super::lane::{BATCH, Lane};
 use super::request::Request;
 use crate::linger::Linger;
-use gpunvme_gpupath::cuda::Gpu;
+use gpunvme_cuda::Gpu;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region, Request};
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, SetAttributes};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_gpupath::planner::{Bounds, Position};
 use gpunvme_layout::Timestamp;
 

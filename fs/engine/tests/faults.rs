@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use crate::common::{ROOT, assert_sound, make, open};
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, Faulty, MemoryDevice, On, Region, Rule};
 use gpunvme_engine::data::Settling;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};
 use gpunvme_engine::{Filesystem, Volume};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_gpupath::planner::{Bounds, Position};
 use gpunvme_layout::{Block, Timestamp};
 

@@ -2,13 +2,13 @@
 
 use std::sync::{Arc, OnceLock, mpsc};
 
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, Region};
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::direct::DirectWrite;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::data::{Filesystem, Inline, Options, Spawn};
 use gpunvme_engine::volume::{Context, NewNode};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;
 

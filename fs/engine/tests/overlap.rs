@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::Duration;
 
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Region, Rule};
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::direct::DirectWrite;
@@ -11,7 +12,6 @@ use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::data::{Filesystem, Options, Settling, Spawn};
 use gpunvme_engine::error::{Attempt, Fail, FsError, Stall};
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, assert_sound, make, open};

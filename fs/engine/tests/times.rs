@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region};
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::data::Settling;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode, SetAttributes};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, make, open};

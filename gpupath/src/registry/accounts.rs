@@ -3,9 +3,9 @@
 //! It guards that nothing is forgotten: what a buffer holds is counted from before it is mapped until it is truly gone, which can be long after it was
 //! unregistered, and given back by dropping a [`Charge`].
 
-use crate::abi::Reason;
 use crate::process::Identity;
 use crate::shares::share;
+use gpunvme_abi::Reason;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use std::hash::Hash;

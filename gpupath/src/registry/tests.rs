@@ -2,10 +2,10 @@
 //! only devices' memory gets so far is tried where there is some, in the laboratory.
 
 use super::*;
-use crate::abi::Segment;
-use crate::planner::{self, Alignment, Direction, Extent};
+use crate::planner::{self, Alignment, Extent};
 use crate::server::Outcome;
 use crate::transfer;
+use gpunvme_abi::{Direction, Segment};
 use gpunvme_blockdev::sim::{Effect, Fault, On, SimController};
 use gpunvme_blockdev::{BufferPool, Error, Io, OpenMode, Request};
 use std::convert::Infallible;

@@ -2,14 +2,14 @@
 //! a transfer completes.
 
 use super::leavings::{Held, Leavings};
-use super::memory::RingMemory;
 use super::service::AttachedFile;
 use super::shares::Member;
 use super::signal::Signal;
-use crate::abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, MAX_RING_TRANSFER, Submission, Word};
 use crate::limits;
 use crate::process::Process;
 use crate::registry::Buffer;
+use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, MAX_RING_TRANSFER, Submission, Word};
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::os::fd::OwnedFd;

@@ -4,19 +4,19 @@
 //! when it is made, but not for more than it has entries at a time.
 
 use super::leavings::Leavings;
-use super::memory::RingMemory;
 use super::queue_pair::Ring;
 use super::service::{AttachedFile, Service};
 use super::shares::Shares;
 use super::signal::Signal;
 use super::watch::{Heard, Watch};
-use crate::abi::Command;
-use crate::abi::ring::{self, Attach, Detach, RING_ENTRIES, ring_bytes};
 use crate::foreign::{Foreign, Kind};
 use crate::process::Process;
 use crate::registry::Caller;
 use crate::server::{Reply, Server};
 use crate::shares::share;
+use gpunvme_abi::Command;
+use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::ring::{self, Attach, Detach, RING_ENTRIES, ring_bytes};
 use gpunvme_blockdev::Io;
 use parking_lot::Mutex;
 use rustix::fs::SealFlags;

@@ -7,10 +7,10 @@
 use super::queue_pair::{Broken, Ring};
 use super::shares::{Group, Shares};
 use super::watch::Watch;
-use crate::abi::ring::Completion;
-use crate::abi::{Command, Reason, TransferRequest};
 use crate::registry::Buffer;
 use crate::server::{Answer, Server};
+use gpunvme_abi::ring::Completion;
+use gpunvme_abi::{Command, Reason, TransferRequest};
 use gpunvme_blockdev::{OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
 use rustix::io::Errno;

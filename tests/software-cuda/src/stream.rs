@@ -191,7 +191,7 @@ fn next<'a>(pieces: &mut impl Iterator<Item = &'a Piece>) -> Option<(*mut u8, us
     pieces.next().map(|piece| (piece.at, piece.len))
 }
 
-/// What `gpunvme_scatter` does (gpupath/src/cuda/scatter.ptx), with the care for addresses that a GPU's memory management takes.
+/// What `gpunvme_scatter` does (gpupath/cuda/src/scatter.ptx), with the care for addresses that a GPU's memory management takes.
 fn scatter(software: &Software, context: &Context, table: u64, count: u32) -> Result<(), Code> {
     let mut entries = vec![[0u64; 3]; count as usize];
     let bytes = count as usize * 24;

@@ -3,7 +3,7 @@
 //! The last line is "N passed, N failed"; the exit code is 0 if nothing failed.
 
 use clap::Parser;
-use gpunvme_gpupath::cuda::{Cuda, Which};
+use gpunvme_cuda::{Cuda, Which};
 use gpunvme_tests::cuda::{CHECKS, CRASH_CHECK, HARDWARE_CHECKS, Site, TRANSFER_CHECKS, facts, measure};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, ExitCode};

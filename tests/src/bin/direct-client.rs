@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
-use gpunvme_gpupath::abi::Command;
+use gpunvme_abi::Command;
 use gpunvme_tests::direct::{Buffer, memfd};
 
 #[derive(Parser)]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use clap::{Parser, ValueEnum};
 use gpunvme::gpu::{Queue, Segment, Settings, Transfers};
 use gpunvme::{File, Mount, Transfer, Wait};
-use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Stream, Which};
+use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Stream, Which};
 use gpunvme_tests::tree;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;

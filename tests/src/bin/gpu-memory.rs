@@ -9,7 +9,7 @@ use std::time::Instant;
 use clap::{Parser, Subcommand};
 use gpunvme::gpu::{Segment, Settings, Transfers};
 use gpunvme::{File, Mount, Moved, Route};
-use gpunvme_gpupath::cuda::{Cuda, DeviceAllocation, Gpu, Which};
+use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Which};
 use gpunvme_tests::cuda::Pinned;
 use gpunvme_tests::random::Random;
 use gpunvme_tests::tree;

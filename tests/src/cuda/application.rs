@@ -11,7 +11,7 @@ use cudarc::driver::sys::{
 };
 use cudarc::driver::sys::{CUresult, CUstream_flags_enum, CUstreamCaptureMode_enum};
 use gpunvme::Buffer;
-use gpunvme_gpupath::cuda::{Gpu, HostRegistration, Stream};
+use gpunvme_cuda::{Gpu, HostRegistration, Stream};
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::AtomicU32;

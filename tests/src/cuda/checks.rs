@@ -1,7 +1,7 @@
 //! The checks.
 
 use super::application::{self, Memory, Pinned, allocated, every_kind};
-use gpunvme_gpupath::cuda::{Cuda, CudaError, Event, Gpu, HostRegistration, Move, Place, Stream, WritesOrdering};
+use gpunvme_cuda::{Cuda, CudaError, Event, Gpu, HostRegistration, Move, Place, Stream, WritesOrdering};
 use rustix::fs::SeekFrom;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
@@ -135,7 +135,7 @@ fn the_kernel_moves_bytes(gpu: Gpu) {
     }
 }
 
-fn run(stream: &Stream, scatter: &gpunvme_gpupath::cuda::Scatter, table: &mut Pinned, moves: &[Move]) {
+fn run(stream: &Stream, scatter: &gpunvme_cuda::Scatter, table: &mut Pinned, moves: &[Move]) {
     table.bytes().copy_from_slice(moves.as_bytes());
     // SAFETY: table and memory stay until the stream is done, and are what the kernel reaches.
     unsafe { stream.scatter(scatter, table.address(), moves.len() as u32) }.unwrap();

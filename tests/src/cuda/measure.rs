@@ -2,7 +2,7 @@
 
 use super::application::{Pinned, allocated, every_kind};
 use cudarc::driver::sys::{self, CUpointer_attribute_enum as Attribute, CUresult};
-use gpunvme_gpupath::cuda::{Cuda, Gpu, HostRegistration, Move};
+use gpunvme_cuda::{Cuda, Gpu, HostRegistration, Move};
 use std::hint::black_box;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};

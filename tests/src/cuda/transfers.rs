@@ -8,7 +8,7 @@ use crate::mounted::Mounted;
 use crate::tree;
 use gpunvme::gpu::{Segment, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Require, Route, Wait};
-use gpunvme_gpupath::cuda::{Cuda, Gpu};
+use gpunvme_cuda::{Cuda, Gpu};
 use std::fs;
 use std::path::PathBuf;
 use std::sync::mpsc;

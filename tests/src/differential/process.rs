@@ -5,7 +5,7 @@ use std::io::{self, BufRead, IoSlice, IoSliceMut, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use gpunvme_gpupath::abi;
+use gpunvme_abi as abi;
 use rustix::fs::{AtFlags, CWD, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom, XattrFlags};
 use rustix::io::ReadWriteFlags;
 use rustix::mm::{MapFlags, ProtFlags};

@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 
-use gpunvme_gpupath::abi::{Command, Segment, Transfer, Unregister};
+use gpunvme_abi::{Command, Segment, Transfer, Unregister};
 use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, STRANGER, UnderWay};
 use gpunvme_tests::direct::{Buffer, call, call_plain};
 use gpunvme_tests::{attacks, needs_mount};

@@ -9,7 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpunvme_gpupath::abi::{Command, Message, Reason, Register, Segment, Transfer, Unregister, get_text};
+use gpunvme_abi::{Command, Message, Reason, Register, Segment, Transfer, Unregister, get_text};
 use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, STRANGER, UnderWay};
 use gpunvme_tests::direct::{Buffer, call, call_plain, info, memfd};
 use gpunvme_tests::mounted::{text, unmount_unless_busy};

@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use gpunvme_gpupath::abi::Command;
-use gpunvme_gpupath::abi::ring::{self as abi, ring_bytes};
+use gpunvme_abi::Command;
+use gpunvme_abi::ring::{self as abi, ring_bytes};
 use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, STRANGER, UnderWay};
 use gpunvme_tests::direct::{call_plain, memfd};
 use gpunvme_tests::{attacks, needs_mount};

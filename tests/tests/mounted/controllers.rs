@@ -6,8 +6,8 @@ use std::process::{Command, Output};
 
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Mount, Operation, Ring};
-use gpunvme_gpupath::abi::{Reason, Route, get_text};
-use gpunvme_gpupath::cuda::{Cuda, Which};
+use gpunvme_abi::{Reason, Route, get_text};
+use gpunvme_cuda::{Cuda, Which};
 use gpunvme_tests::direct::{Buffer, info};
 use gpunvme_tests::mounted::{is_mounted, text, unmount_unless_busy};
 use gpunvme_tests::rings::{attach, bytes_of, shared, wait_for};
@@ -121,7 +121,7 @@ fn large_blocks_and_fine_alignment() {
     assert_eq!(get_text(&info.device), device);
     let buffer = Buffer::new(&file, 2 << 20);
     let segments = [(0, 1004, 65536), (100_000, 200_000, 100_000)];
-    let done = buffer.transfer(gpunvme_gpupath::abi::Command::Read, &file, &segments).unwrap();
+    let done = buffer.transfer(gpunvme_abi::Command::Read, &file, &segments).unwrap();
     let edges = (102_400 - 100_000) + (200_000 - 196_608);
     assert_eq!((done.bytes, done.host, done.edge), (165_536, 165_536 - edges, edges));
     assert!(buffer.get(1004, 65536) == data[..65536] && buffer.get(200_000, 100_000) == data[100_000..200_000]);

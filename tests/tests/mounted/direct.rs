@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use gpunvme_gpupath::abi::{Command, ExtentFlags, INFO_MAGIC, Route, VERSION, get_text};
+use gpunvme_abi::{Command, ExtentFlags, INFO_MAGIC, Route, VERSION, get_text};
 use gpunvme_tests::direct::{Buffer, extents, info, stats};
 use gpunvme_tests::mounted::{Image, Mounted};
 use gpunvme_tests::{needs_mount, tree};

@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
-use gpunvme_gpupath::abi::{
+use gpunvme_abi::{
     Command, MAX_SEGMENTS, MAX_TRANSFER, Message, Reason, Register, Resolve, Segment, Transfer, TransferFlags, Unregister,
     get_text,
 };
@@ -192,7 +192,7 @@ fn every_field_of_resolve_and_unregister_wrong_in_turn() {
         ("an offset past loff_t", Resolve { offset: u64::MAX, ..base() }, libc::EINVAL),
     ];
     for (what, mut resolve, expected) in cases {
-        let mut room = [gpunvme_gpupath::abi::Extent::new_zeroed()];
+        let mut room = [gpunvme_abi::Extent::new_zeroed()];
         assert_eq!(errno(call(&file, Command::Resolve, &mut resolve, &mut room)), expected, "{what}");
     }
     for unregister in [Unregister { flags: 1, ..Unregister::default() }, Unregister { buffer: 5, ..Unregister::default() }] {
@@ -295,7 +295,7 @@ fn the_socket_registers_what_the_ioctl_would() {
     assert_ne!(two.0.status, 0);
     let other = exchange(connect(), request, register.as_bytes(), &[&file]);
     assert_ne!(other.0.status, 0);
-    let stats = exchange(connect(), Command::Stats.request(0), gpunvme_gpupath::abi::Stats::default().as_bytes(), &[]);
+    let stats = exchange(connect(), Command::Stats.request(0), gpunvme_abi::Stats::default().as_bytes(), &[]);
     assert_eq!(stats.0.status, libc::ENOTTY);
 
     let unregister = Unregister { buffer: buffer.id, ..Unregister::default() };

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use gpunvme_gpupath::abi::{Command, Register, Segment, Transfer, TransferFlags, Unregister};
+use gpunvme_abi::{Command, Register, Segment, Transfer, TransferFlags, Unregister};
 use gpunvme_tests::direct::{Buffer, call, call_plain, memfd};
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::{needs_mount, tree};

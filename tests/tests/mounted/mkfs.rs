@@ -30,7 +30,7 @@ fn label_and_uuid_are_kept_and_reported_as_json() {
     assert_eq!(report["size_bytes"], 256 << 20);
     let volume = image.mount();
     let info = info(File::open(volume.root()).unwrap());
-    assert_eq!(gpunvme_gpupath::abi::get_text(&info.label), "weights é");
+    assert_eq!(gpunvme_abi::get_text(&info.label), "weights é");
     assert_eq!(info.uuid[..4], [0x6b, 0xf5, 0xc1, 0xf4]);
 }
 

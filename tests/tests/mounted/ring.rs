@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use gpunvme::{Completed, Error, Mount, Operation, Require, Ring, Route, Wait};
-use gpunvme_gpupath::abi::Command;
-use gpunvme_gpupath::abi::ring::{self as abi, Submission, Word, ring_bytes};
+use gpunvme_abi::Command;
+use gpunvme_abi::ring::{self as abi, Submission, Word, ring_bytes};
 use gpunvme_tests::direct::{call_plain, memfd};
 use gpunvme_tests::mounted::{Image, Mounted};
 use gpunvme_tests::rings::{Bystander, Raw, attach, bytes_of, serving_threads, shared, wait_for};

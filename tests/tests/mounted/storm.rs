@@ -4,7 +4,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
-use gpunvme_gpupath::abi::Command;
+use gpunvme_abi::Command;
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::{Image, Mounted};
 use gpunvme_tests::{needs_mount, tree};

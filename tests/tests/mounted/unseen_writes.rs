@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gpunvme::{Mount, Operation, Ring};
-use gpunvme_gpupath::abi;
+use gpunvme_abi as abi;
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::rings::{attach, shared, wait_for};

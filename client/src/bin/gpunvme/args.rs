@@ -2,8 +2,8 @@
 
 use clap::{Parser, Subcommand};
 use gpunvme::{Require, Route};
-use gpunvme_gpupath::cuda::NoGpuName;
-pub use gpunvme_gpupath::cuda::Which;
+use gpunvme_cuda::NoGpuName;
+pub use gpunvme_cuda::Which;
 use std::path::PathBuf;
 use std::str::FromStr;
 

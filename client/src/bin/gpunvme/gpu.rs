@@ -5,7 +5,7 @@ use crate::meter::Meter;
 use crate::report::Failure;
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{File, Reason, Require, Route};
-use gpunvme_gpupath::cuda::{Cuda, CudaError, DeviceAllocation, Gpu, Stream};
+use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Gpu, Stream};
 use std::io::Read;
 
 /// Most bytes of GPU memory that are used, and of one transfer.

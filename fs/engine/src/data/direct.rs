@@ -7,9 +7,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use gpunvme_abi::{Direction, Segment};
 use gpunvme_blockdev::Region;
-use gpunvme_gpupath::abi::Segment;
-use gpunvme_gpupath::planner::{self, Alignment, Bounds, Direction, Extent, Plan, Position};
+use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
 use gpunvme_gpupath::transfer::Failed;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;

@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::{Region, Request};
 use gpunvme_engine::data::{Open, Settling, resize::Allocate};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
 use gpunvme_engine::volume::{NewNode, RenameMode};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_gpupath::planner::{Bounds, Position};
 use parking_lot::Mutex;
 

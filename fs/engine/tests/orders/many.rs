@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Image, Io, MemoryDevice, Op, Queue, Region, Request, Result, Wait};
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::volume::{Context, NewNode};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;
 

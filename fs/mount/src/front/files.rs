@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use gpunvme_gpupath::abi::Segment;
+use gpunvme_abi::Segment;
 use gpunvme_layout::block::BLOCK_SIZE;
 use rustix::thread::CapabilitySet;
 

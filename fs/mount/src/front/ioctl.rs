@@ -5,9 +5,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use gpunvme_gpupath::abi::{self, Command, Info, Reason, Request, Resolve, Route, TransferRequest};
+use gpunvme_abi::{self as abi, Command, Direction, Info, Reason, Request, Resolve, Route, TransferRequest};
 use gpunvme_gpupath::limits;
-use gpunvme_gpupath::planner::Direction;
 use gpunvme_gpupath::registry::{self, Limits, Registry};
 use gpunvme_gpupath::ring::Rings;
 use gpunvme_gpupath::server::{Answer, Reply, Server};
@@ -54,9 +53,9 @@ impl Direct {
         let limits = self.server.registry.limits();
         let mut features = abi::Features::empty();
         features.set(abi::Features::READ_ONLY, fs.volume().is_read_only());
-        let (route, reason) = match fs.volume().device().peer_to_peer() {
+        let (route, reason) = match registry::peer_to_peer(&**fs.volume().device()) {
             Ok(()) => (Route::P2p, Reason::None),
-            Err(no) => (Route::Bounce, no.into()),
+            Err(reason) => (Route::Bounce, reason),
         };
         let mut info = Info {
             magic: abi::INFO_MAGIC,

@@ -4,10 +4,9 @@
 
 use std::sync::Arc;
 
+use gpunvme_abi::ring::Attach;
+use gpunvme_abi::{Command, Direction, TransferRequest};
 use gpunvme_blockdev::Geometry;
-use gpunvme_gpupath::abi::ring::Attach;
-use gpunvme_gpupath::abi::{Command, TransferRequest};
-use gpunvme_gpupath::planner::Direction;
 use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::ring::{AttachedFile, Taken};
 use gpunvme_gpupath::server::Reply;

@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
-use gpunvme_gpupath::abi::{Reason, Segment, TransferFlags, TransferRequest};
+use gpunvme_abi::{Direction, Reason, Segment, TransferFlags, TransferRequest};
 use gpunvme_gpupath::limits;
-use gpunvme_gpupath::planner::{self, Direction, Plan, Position};
+use gpunvme_gpupath::planner::{self, Plan, Position};
 use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::seldom::Seldom;
 use gpunvme_gpupath::server::{Answer, Outcome};

@@ -7,7 +7,7 @@ use super::{MIB, Sample, Site, read, segment};
 use crate::tree;
 use gpunvme::Error;
 use gpunvme::gpu::{Pending, Segment, Transfers};
-use gpunvme_gpupath::cuda::{Cuda, Gpu, Move, Stream};
+use gpunvme_cuda::{Cuda, Gpu, Move, Stream};
 use rustix::process::{Signal, kill_process};
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -10,7 +10,7 @@ use crate::args::Which;
 use crate::gpu::{Memory, find};
 use crate::report::{self, Failure, Report};
 use gpunvme::{DeviceMemory, Info, Mount, Reason, Route};
-use gpunvme_gpupath::cuda::{Cuda, CudaError, Gpu, WritesOrdering};
+use gpunvme_cuda::{Cuda, CudaError, Gpu, WritesOrdering};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;

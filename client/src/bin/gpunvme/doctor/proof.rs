@@ -4,7 +4,7 @@ use crate::gpu::Memory;
 use crate::report::Failure;
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Moved, Reason, Require, Route};
-use gpunvme_gpupath::cuda::{CudaError, Gpu};
+use gpunvme_cuda::{CudaError, Gpu};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 use std::hash::{BuildHasher, RandomState};

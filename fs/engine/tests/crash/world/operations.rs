@@ -1,11 +1,11 @@
 //! What the workload consists of: one operation each, chosen and aimed at random, and what it means for the content that is expected.
 
+use gpunvme_abi::Segment;
 use gpunvme_blockdev::Region;
 use gpunvme_engine::data::Settling;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{NewNode, RenameMode, SetAttributes};
-use gpunvme_gpupath::abi::Segment;
 use gpunvme_layout::{FileType, Timestamp};
 use parking_lot::Mutex;
 

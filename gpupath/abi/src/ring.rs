@@ -10,10 +10,15 @@
 //! - A side that goes to sleep says so in its word, looks once more, and then waits for its eventfd. A side that has moved a tail looks at
 //!   that word, with a full barrier between, and signals if the other sleeps.
 
+pub use memory::RingMemory;
+
 use super::decode::{is_offset_range, is_one_route};
 use super::{Command, Segment, TransferFlags, TransferRequest, VERSION};
 use smallvec::smallvec;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
+
+#[allow(unsafe_code)]
+mod memory;
 
 /// The fewest and the most entries of a ring.
 pub const RING_ENTRIES: std::ops::RangeInclusive<u32> = 8..=4096;

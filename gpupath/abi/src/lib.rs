@@ -1,4 +1,5 @@
-//! The ABI between applications and the daemon: ioctl commands, their structures, and the messages of the registration socket.
+//! The ABI between applications and the daemon: ioctl commands, their structures, the memory of a ring, and the messages of the
+//! registration socket.
 //!
 //! It guards what programs compiled today and daemons built years later must agree on, byte for byte. `docs/reference/ioctl.md` describes it for people
 //! who write neither; `client/include/gpunvme_abi.h` is the same thing in C, and a test compares the two.
@@ -12,6 +13,7 @@
 //!   are refused, so that both can get a meaning later. Fields marked *out* are ignored on the way in.
 //! - When a command fails the ioctl returns the errno, and the out fields say more where there is more to say ([`Register::reason`],
 //!   [`Transfer::reason`], [`Transfer::failed_segment`]).
+#![deny(unsafe_code)]
 
 pub use codes::{Reason, Route};
 pub use decode::{DecodeError, Request, TransferRequest, decode};
@@ -67,6 +69,15 @@ pub const MAX_TRANSFER: u64 = 1 << 30;
 pub const MAX_OFFSET: u64 = i64::MAX as u64;
 /// How many codes [`Stats::reasons`] has room for.
 pub const REASON_SLOTS: usize = 64;
+
+/// Which way bytes move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the file to memory.
+    Read,
+    /// From memory to the file.
+    Write,
+}
 
 /// What a command does. The value is its `_IOC_NR`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -9,7 +9,7 @@
 #[cfg(test)]
 mod tests;
 
-use crate::abi::Reason;
+use gpunvme_abi::Reason;
 use lru::LruCache;
 use parking_lot::Mutex;
 use std::num::NonZeroUsize;

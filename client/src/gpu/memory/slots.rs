@@ -72,7 +72,8 @@ impl Slots {
     }
 
     /// Whether nothing is taken.
-    pub fn is_unused(&self) -> bool {
+    #[cfg(test)]
+    fn is_unused(&self) -> bool {
         self.free.len() + 1 == self.used.len() && self.open.end == 0
     }
 }

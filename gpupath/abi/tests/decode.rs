@@ -1,6 +1,6 @@
 //! The ABI against whatever bytes a process may send.
 
-use gpunvme_gpupath::abi::*;
+use gpunvme_abi::*;
 use proptest::prelude::*;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 

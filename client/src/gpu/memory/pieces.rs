@@ -3,7 +3,8 @@
 //! It guards the promise that staging makes no byte go through the CPU that would not have to: reads are rounded outwards to what the device reads whole, and what was read
 //! too much is not copied on; writes, which cannot be rounded, lie in their slots as they lie in the file's blocks.
 
-use crate::staging::CHUNK;
+use super::slots::CHUNK;
+use gpunvme_abi::Direction;
 
 /// The least that a long transfer is cut into: an H200's copy engine moves 37 GB/s in copies of 256 KiB, more than any SSD does, and 18 in copies of 64 KiB.
 const LEAST: u64 = 256 << 10;
@@ -17,15 +18,6 @@ pub struct Blocks {
     pub read: u64,
     /// Writes that cover whole ones are direct: the filesystem's block.
     pub write: u64,
-}
-
-/// Which way bytes move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// From the file to memory.
-    Read,
-    /// From memory to the file.
-    Write,
 }
 
 /// One piece. Of its slot, `wanted` bytes after the first `skip` are the application's.
