@@ -70,8 +70,18 @@ impl Request {
         Self { op, offset, len, spans: Spans::new(), tag: 0 }
     }
 
-    /// Whether a device of this geometry can take the request.
-    pub(crate) fn check(&self, device: &Arc<str>, geometry: &Geometry) -> Result<()> {
+    /// Checks that a device of this geometry can take the request. Every backend calls it before it
+    /// does anything; `device` is its DEVICE string, for the error.
+    ///
+    /// # Errors
+    /// - [`Error::ReadOnly`] for a change to a device that is read-only.
+    /// - [`Error::Unsupported`] for a command that the device does not have.
+    /// - [`Error::Alignment`] unless offset and length are multiples of the logical block, and each
+    ///   span's start and length are multiples of [`Geometry::memory_alignment`].
+    /// - [`Error::OutOfRange`] beyond the device's end, [`Error::RegionRange`] beyond a region's.
+    /// - [`Error::RegionReadOnly`] for a read into memory that may not be written.
+    /// - [`Error::SpanLength`] unless the spans add up to the length of a read or write.
+    pub fn check(&self, device: &Arc<str>, geometry: &Geometry) -> Result<()> {
         let (op, offset, len) = (self.op, self.offset, self.len);
         let device = || device.clone();
         if geometry.read_only && op != Op::Read && op != Op::Flush {

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{Error, Faulty, Io, MemoryDevice, On, Op, OpenMode, Region, Request, Rule, Wait, open};
+use gpunvme_blockdev::{Error, Io, Op, OpenMode, Region, Request, Wait, open};
+use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Rule};
 
 const LEN: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(20);

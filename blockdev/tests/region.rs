@@ -4,7 +4,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Io, MemoryDevice, OpenMode, Region, Request, open};
+use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Io, OpenMode, Region, Request, open};
+use gpunvme_blockdev_testing::MemoryDevice;
 use rustix::fs::MemfdFlags;
 
 fn memfd(len: u64) -> OwnedFd {

@@ -54,7 +54,7 @@ mod tests {
     use crate::Buffer;
     use crate::buffer::sealed::Memory as _;
     use gpunvme_abi::{Reason, Route};
-    use gpunvme_blockdev::MemoryDevice;
+    use gpunvme_blockdev_testing::MemoryDevice;
     use gpunvme_gpupath::registry::{Limits, Registry};
     use gpunvme_gpupath::server::Server;
     use gpunvme_gpupath::socket::Listener;

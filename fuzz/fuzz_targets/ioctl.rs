@@ -7,8 +7,9 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
-use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region};
 use gpunvme_abi::{Command, Direction, Request, Segment, decode};
+use gpunvme_blockdev::{BlockDevice, Region};
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_gpupath::planner::{self, Alignment, Extent};
 use libfuzzer_sys::fuzz_target;
 

@@ -9,7 +9,8 @@ mod common;
 use std::sync::{Arc, LazyLock};
 
 use common::{Pair, Random, assert_sound, make, open};
-use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use libfuzzer_sys::fuzz_target;
 
 /// Small, so that it fills up.

@@ -1,7 +1,8 @@
 //! Plans against a model that looks at every byte, and plans carried out on a device in memory.
 
 use gpunvme_abi::{Direction, Register, Segment};
-use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Faulty, Geometry, Image, Io, MemoryDevice, On, Region, Rule};
+use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Geometry, Io, Region};
+use gpunvme_blockdev_testing::{Faulty, Image, MemoryDevice, On, Rule};
 use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
 use gpunvme_gpupath::registry::{Buffer, Caller, Limits, Registry};
 use gpunvme_gpupath::server::Outcome;

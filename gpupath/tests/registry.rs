@@ -4,7 +4,7 @@ use gpunvme_abi::{
     Command, Direction, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer,
     TransferRequest, Unregister, decode,
 };
-use gpunvme_blockdev::MemoryDevice;
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_gpupath::registry::{Amounts, Caller, Limits, Registry, RegistryError};
 use gpunvme_gpupath::server::{Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;

@@ -139,7 +139,8 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
-    use gpunvme_blockdev::{Image, MemoryDevice, OpenMode};
+    use gpunvme_blockdev::OpenMode;
+    use gpunvme_blockdev_testing::{Image, MemoryDevice};
 
     use super::*;
 

@@ -30,7 +30,7 @@ pub fn wipe(device: &Arc<dyn BlockDevice>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use gpunvme_blockdev::{Image, MemoryDevice};
+    use gpunvme_blockdev_testing::{Image, MemoryDevice};
 
     use super::*;
 

@@ -7,7 +7,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
+use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::data::{Filesystem, Inline, Options, Settling};
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};
 use gpunvme_engine::{FormatOptions, VolumeOptions, format};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, MemoryDevice};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;

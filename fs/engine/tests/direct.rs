@@ -5,7 +5,8 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region, Request};
+use gpunvme_blockdev::{BlockDevice, Region, Request};
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::error::FsError;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::common::{ROOT, assert_sound, make, open};
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, Faulty, MemoryDevice, On, Region, Rule};
+use gpunvme_blockdev::{BlockDevice, Region};
+use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Rule};
 use gpunvme_engine::data::Settling;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};

@@ -3,7 +3,8 @@
 use std::sync::{Arc, OnceLock, mpsc};
 
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, Region};
+use gpunvme_blockdev::{BlockDevice, Io, Region};
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::direct::DirectWrite;
 use gpunvme_engine::data::resize::Allocate;

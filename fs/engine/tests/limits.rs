@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, Request};
+use gpunvme_blockdev::{BlockDevice, Io, Request};
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::block::BLOCK_SIZE;

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use crate::common::{Pair, Random, assert_sound, make, open};
-use gpunvme_blockdev::{BlockDevice, MemoryDevice};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::MemoryDevice;
 
 fn run(seed: u64, bytes: u64, steps: u32, reach: u64) {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(bytes);

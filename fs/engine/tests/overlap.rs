@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::Duration;
 
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, Faulty, Io, MemoryDevice, On, Recorder, Region, Rule};
+use gpunvme_blockdev::{BlockDevice, Io, Region};
+use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Recorder, Rule};
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::direct::DirectWrite;
 use gpunvme_engine::data::resize::Allocate;

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, MemoryDevice};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};

@@ -1,6 +1,6 @@
 //! Damages images on purpose: any block, or any item of the tree, with checksums that are right again.
 
-use gpunvme_blockdev::Image;
+use gpunvme_blockdev_testing::Image;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Block, Geometry, Key, State, Superblock, node};

@@ -7,7 +7,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use crate::common::{Pair, ROOT, Random, assert_sound, make};
-use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice, OpenMode};
+use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::data::{Filesystem, Options, Spawn};
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_engine::{VolumeOptions, error::FsError};

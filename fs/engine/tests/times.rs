@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, MemoryDevice, Region};
+use gpunvme_blockdev::{BlockDevice, Region};
+use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::data::Settling;
 use gpunvme_engine::data::resize::Allocate;

@@ -616,7 +616,8 @@ mod tests {
     use std::cell::Cell;
     use std::sync::Arc;
 
-    use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
+    use gpunvme_blockdev::{BlockDevice, Io};
+    use gpunvme_blockdev_testing::MemoryDevice;
     use gpunvme_layout::Timestamp;
 
     use super::*;

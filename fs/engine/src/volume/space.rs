@@ -245,7 +245,8 @@ fn attach_part(op: &mut Op, ino: u64, inode: &mut Inode, piece: &Piece) -> Attem
 mod tests {
     use std::sync::Arc;
 
-    use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
+    use gpunvme_blockdev::{BlockDevice, Io};
+    use gpunvme_blockdev_testing::MemoryDevice;
 
     use super::*;
     use crate::volume::{FormatOptions, VolumeOptions, format};

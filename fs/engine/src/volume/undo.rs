@@ -200,7 +200,8 @@ impl Leftovers {
 mod tests {
     use std::ops::ControlFlow;
 
-    use gpunvme_blockdev::{BlockDevice, Io, MemoryDevice};
+    use gpunvme_blockdev::{BlockDevice, Io};
+    use gpunvme_blockdev_testing::MemoryDevice;
     use gpunvme_layout::{BlockKind, Kind, Timestamp};
     use proptest::prelude::*;
 

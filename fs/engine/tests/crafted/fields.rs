@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use gpunvme_blockdev::Image;
+use gpunvme_blockdev_testing::Image;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::GROUP_CHUNKS;
 use gpunvme_layout::item::NAME_MAX;

@@ -1,7 +1,7 @@
 //! What docs/reference/layout.md promises, broken one by one. Most of it a mount refuses, or answers with an error where it meets it; a repair
 //! mends all, but what a superblock says on purpose.
 
-use gpunvme_blockdev::Image;
+use gpunvme_blockdev_testing::Image;
 use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS, STATE};
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::key::{INO_MAX, dirent_offset, xattr_offset};

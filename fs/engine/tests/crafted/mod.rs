@@ -17,7 +17,8 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice};
+use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::check::{CheckOptions, Fsck};
 use gpunvme_engine::error::FsError;

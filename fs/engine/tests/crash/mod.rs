@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common::{ROOT, Random, assert_sound, make, open};
-use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice, Recorder};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::{Image, MemoryDevice, Recorder};
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 

@@ -7,7 +7,8 @@ mod operations;
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Io, Recorder};
+use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_blockdev_testing::Recorder;
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::{Filesystem, Options, Spawn};
 use gpunvme_engine::error::{Attempt, Fail, FsError, Stall};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, MemoryDevice, Recorder};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::{MemoryDevice, Recorder};
 use gpunvme_engine::volume::NewNode;
 
 use super::subject::{ROOT, WHO, contents};

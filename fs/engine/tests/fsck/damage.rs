@@ -1,7 +1,7 @@
 //! The damage: one case for each kind of finding, in every structure, with what it may touch and what has to be there when it
 //! is mended.
 
-use gpunvme_blockdev::Image;
+use gpunvme_blockdev_testing::Image;
 use gpunvme_engine::check::Kind;
 use gpunvme_layout::geometry::{ANCHORS, STATE};
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};

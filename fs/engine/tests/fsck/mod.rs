@@ -9,7 +9,8 @@ mod subject;
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice, Recorder};
+use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_blockdev_testing::{Image, MemoryDevice, Recorder};
 use gpunvme_engine::check::{CheckOptions, Findings, Fsck, Kind};
 use gpunvme_engine::volume::NewNode;
 use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS};

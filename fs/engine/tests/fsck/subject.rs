@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
-use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::{FileType, Timestamp};

@@ -4,9 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gpunvme_blockdev::{
-    BlockDevice, Completion, Error, Geometry, Image, Op, Queue, Recorder, Region, Request, Result, SECTOR, Span, Spans, Wait,
-};
+use gpunvme_blockdev::{BlockDevice, Completion, Error, Geometry, Op, Queue, Region, Request, Result, Span, Spans, Wait};
+use gpunvme_blockdev_testing::{Image, Recorder, SECTOR};
 use parking_lot::Mutex;
 
 use crate::common::Random;

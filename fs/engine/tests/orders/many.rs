@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Image, Io, MemoryDevice, Op, Queue, Region, Request, Result, Wait};
+use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Io, Op, Queue, Region, Request, Result, Wait};
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::data::{Filesystem, Inline, Options};

@@ -9,7 +9,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{BlockDevice, Image, MemoryDevice};
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
 
 use crate::common::{Random, make};
 

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use gpunvme_blockdev::{BlockDevice, Image, Io, MemoryDevice, Request};
+use gpunvme_blockdev::{BlockDevice, Io, Request};
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::{Filesystem, Options, Spawn};
 use gpunvme_engine::volume::Context;

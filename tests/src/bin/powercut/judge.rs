@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Event, Image, Io, Log, MemoryDevice};
+use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_blockdev_testing::{Event, Image, Log, MemoryDevice};
 use gpunvme_engine::check::check;
 use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::{FsError, VolumeOptions};

@@ -10,7 +10,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use gpunvme_blockdev::{Event, Image, Log, MemoryDevice};
+use gpunvme_blockdev_testing::{Event, Image, Log, MemoryDevice};
 use gpunvme_layout::BLOCK_SIZE;
 
 const MAGIC: u64 = 0x006a_7366_7773_6872;

@@ -1,9 +1,8 @@
 //! What devices that run their requests at once have finished: a list with a wait, a wake and a timeout.
 use std::time::Instant;
 
+use gpunvme_blockdev::Wait;
 use parking_lot::{Condvar, Mutex};
-
-use crate::Wait;
 
 /// Where finished requests wait to be collected.
 pub(crate) struct Completions<T> {
@@ -29,7 +28,7 @@ impl<T> Completions<T> {
         self.changed.notify_all();
     }
 
-    /// Takes all that finished; waits for the first as [`crate::Queue::complete`] does.
+    /// Takes all that finished; waits for the first as [`gpunvme_blockdev::Queue::complete`] does.
     pub(crate) fn take(&self, wait: Wait) -> Vec<T> {
         let deadline = match wait {
             Wait::Timeout(timeout) => Instant::now().checked_add(timeout),
@@ -47,7 +46,7 @@ impl<T> Completions<T> {
         std::mem::take(&mut state.finished)
     }
 
-    /// As [`crate::Queue::wake`].
+    /// As [`gpunvme_blockdev::Queue::wake`].
     pub(crate) fn wake(&self) {
         self.state.lock().woken = true;
         self.changed.notify_all();

@@ -5,11 +5,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Op, Queue, Region, Request, Result, Wait};
 use parking_lot::Mutex;
 
 use crate::completions::Completions;
-use crate::memory::{Memory, gather};
-use crate::{BlockDevice, Completion, Geometry, Image, Op, Queue, Region, Request, Result, Wait};
+use crate::memory::{Image, Memory, gather, geometry};
 
 /// What a power cut tears writes at.
 pub const SECTOR: u64 = 512;
@@ -67,7 +67,7 @@ struct Recording {
 impl Recorder {
     /// A device that begins with these contents and an empty log. Its geometry is that of [`crate::MemoryDevice::new`].
     pub fn new(base: Image) -> Arc<Self> {
-        let memory = Memory::new("recorder", base.clone(), Geometry::of_memory(base.len()));
+        let memory = Memory::new("recorder", base.clone(), geometry(base.len()));
         Arc::new(Self { recording: Arc::new(Recording { memory, log: Mutex::new(Log { base, events: Vec::new() }) }) })
     }
 

@@ -3,9 +3,8 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use gpunvme_blockdev::{BlockDevice, Completion, Error, Geometry, NoPeerToPeer, Op, Queue, Region, Request, Result, Wait};
 use parking_lot::Mutex;
-
-use crate::{BlockDevice, Completion, Error, Geometry, NoPeerToPeer, Op, Queue, Region, Request, Result, Wait};
 
 /// Which commands a [`Rule`] is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,7 +65,7 @@ impl Rule {
         Self::new(on, Effect::Delay(delay))
     }
 
-    /// The command reaches the device when [`Faulty::release`] is called. An [`crate::Io`] that is dropped before waits for it
+    /// The command reaches the device when [`Faulty::release`] is called. An [`gpunvme_blockdev::Io`] that is dropped before waits for it
     /// for ever, as it would for a device that never answers.
     pub fn hold(on: On) -> Self {
         Self::new(on, Effect::Hold)

@@ -1,5 +1,6 @@
 //! Images and devices in RAM.
-use gpunvme_blockdev::{BlockDevice, Geometry, Image, Io, MemoryDevice, Region, Request};
+use gpunvme_blockdev::{BlockDevice, Geometry, Io, Region, Request};
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use proptest::prelude::*;
 
 const LEN: usize = 3 << 20;

@@ -2,7 +2,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Event, Image, Io, Log, Queue, Recorder, Region, Request, SECTOR, Wait};
+use gpunvme_blockdev::{BlockDevice, Io, Queue, Region, Request, Wait};
+use gpunvme_blockdev_testing::{Event, Image, Log, Recorder, SECTOR};
 use proptest::prelude::*;
 
 const LEN: u64 = 64 << 10;

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Op, Queue, Region, Request, Result, Wait};
 use parking_lot::Mutex;
 
 use crate::completions::Completions;
-use crate::{BlockDevice, Completion, Geometry, Op, Queue, Region, Request, Result, Wait};
 
 const PAGE: usize = 4096;
 /// Pages a chunk: clones of an image share whole chunks until one of them is written to.
@@ -125,7 +125,7 @@ impl MemoryDevice {
 
     /// A device that begins with these contents.
     pub fn from_image(image: Image) -> Arc<Self> {
-        let geometry = Geometry::of_memory(image.len());
+        let geometry = geometry(image.len());
         Self::with_geometry(image, geometry)
     }
 
@@ -143,21 +143,19 @@ impl MemoryDevice {
     }
 }
 
-impl Geometry {
-    /// Everything supported, in blocks of 512 bytes.
-    pub(crate) fn of_memory(len: u64) -> Self {
-        Geometry {
-            len,
-            logical_block: 512,
-            memory_alignment: 512,
-            max_transfer: u32::MAX,
-            queue_depth: u32::MAX,
-            max_queues: u32::MAX,
-            volatile_cache: true,
-            discard: true,
-            write_zeroes: true,
-            read_only: false,
-        }
+/// Everything supported, in blocks of 512 bytes.
+pub(crate) fn geometry(len: u64) -> Geometry {
+    Geometry {
+        len,
+        logical_block: 512,
+        memory_alignment: 512,
+        max_transfer: u32::MAX,
+        queue_depth: u32::MAX,
+        max_queues: u32::MAX,
+        volatile_cache: true,
+        discard: true,
+        write_zeroes: true,
+        read_only: false,
     }
 }
 
