@@ -44,13 +44,16 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("file-flags", How::NotAsked),
 ];
 
-/// The names and the treatment in the table below the heading `## Against ext4` of docs/reference/posix.md.
+/// The names and the treatment in the list below the heading `## Against ext4` of docs/reference/posix.md, whose items read
+/// "- `name` (treatment): what is different".
 pub fn documented(posix: &str) -> Vec<(String, String)> {
     let section = posix.split("## Against ext4").nth(1).unwrap_or_default().split("\n## ").next().unwrap_or_default();
-    let rows = section.lines().filter(|line| line.starts_with("| `"));
-    rows.map(|row| {
-        let mut cells = row.split('|').map(str::trim).skip(1);
-        (cells.next().unwrap_or_default().trim_matches('`').to_owned(), cells.next().unwrap_or_default().to_owned())
-    })
-    .collect()
+    let items = section.lines().filter_map(|line| line.strip_prefix("- `"));
+    items
+        .map(|item| {
+            let (name, rest) = item.split_once('`').unwrap_or((item, ""));
+            let treatment = rest.split_once('(').and_then(|(_, rest)| rest.split_once(')')).unwrap_or_default().0;
+            (name.to_owned(), treatment.to_owned())
+        })
+        .collect()
 }

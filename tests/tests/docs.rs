@@ -1,0 +1,212 @@
+//! The documents, held against the repository: tests, campaigns and lab cases that `docs/promises.md` names exist, paths and links lead
+//! to files and headings that are there, the book lists every page, and no line is longer than a screen is wide.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
+
+/// Characters that a line of Markdown may have.
+const LINE: usize = 120;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests are a folder of the repository").to_owned()
+}
+
+/// The repository's files whose names end in `ending`, by their paths from its root. What is built and what is hidden is left out.
+fn files(ending: &str) -> Vec<PathBuf> {
+    fn collect(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+        for entry in fs::read_dir(folder).expect("a folder of the repository").map(|entry| entry.expect("an entry")) {
+            let name = entry.file_name().into_string().expect("a name in UTF-8");
+            let kind = entry.file_type().expect("a type");
+            if kind.is_dir() && name != "target" && !name.starts_with('.') {
+                collect(&entry.path(), ending, found);
+            } else if kind.is_file() && name.ends_with(ending) {
+                found.push(entry.path().strip_prefix(root()).expect("below the root").to_owned());
+            }
+        }
+    }
+    let mut found = Vec::new();
+    collect(&root(), ending, &mut found);
+    found.sort();
+    assert!(!found.is_empty(), "the repository has files that end in {ending}");
+    found
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// What a document says: where its links lead, the anchors of its headings, and its pieces of code within sentences.
+#[derive(Default)]
+struct Document {
+    links: Vec<String>,
+    anchors: BTreeSet<String>,
+    code: Vec<String>,
+}
+
+impl Document {
+    fn parse(text: &str) -> Document {
+        let mut document = Document::default();
+        let (mut heading, mut seen) = (None::<String>, BTreeMap::<String, usize>::new());
+        for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
+            match event {
+                Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
+                    document.links.push(dest_url.into_string())
+                }
+                Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
+                Event::End(TagEnd::Heading(_)) => {
+                    let anchor = anchor(&heading.take().expect("a heading began"));
+                    // A second heading of the same words gets a number.
+                    let before = seen.entry(anchor.clone()).or_default();
+                    document.anchors.insert(if *before == 0 { anchor } else { format!("{anchor}-{before}") });
+                    *before += 1;
+                }
+                Event::Code(code) => {
+                    heading.iter_mut().for_each(|heading| heading.push_str(&code));
+                    document.code.push(code.into_string());
+                }
+                Event::Text(text) => heading.iter_mut().for_each(|heading| heading.push_str(&text)),
+                _ => {}
+            }
+        }
+        document
+    }
+}
+
+/// The anchor that renderers give a heading: lower case, without punctuation, with hyphens for spaces.
+fn anchor(heading: &str) -> String {
+    let kept = heading.to_lowercase().chars().filter(|&c| c.is_alphanumeric() || " -_".contains(c)).collect::<String>();
+    kept.trim().replace(' ', "-")
+}
+
+/// A path without `.` and `..`.
+fn resolve(path: &Path) -> PathBuf {
+    let mut resolved = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::ParentDir => assert!(resolved.pop(), "{} leaves the repository", path.display()),
+            Component::CurDir => {}
+            other => resolved.push(other),
+        }
+    }
+    resolved
+}
+
+/// The names of all functions that are tests.
+fn tests() -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for path in files(".rs") {
+        let text = read(&path);
+        let mut marked = false;
+        for line in text.lines().map(str::trim) {
+            if line == "#[test]" {
+                marked = true;
+            } else if let Some(rest) = line.strip_prefix("fn ").filter(|_| marked) {
+                names.insert(rest.split(['(', '<']).next().unwrap_or_default().to_owned());
+                marked = false;
+            }
+        }
+    }
+    names
+}
+
+#[test]
+fn the_promises_name_tests_that_exist() {
+    let (tests, campaigns) = (tests(), read(Path::new("scripts/campaign")));
+    let promises = read(Path::new("docs/promises.md"));
+    let (mut named, mut wrong) = (0, Vec::new());
+    // An item of a list may go on in further lines, which are indented.
+    for item in promises.split("\n- ").skip(1).map(|item| item.split("\n\n").next().unwrap_or_default()) {
+        let Some((kind, rest)) = item.split_once(':') else { panic!("what does the item {item:?} name?") };
+        for name in Document::parse(rest).code {
+            named += 1;
+            let exists = match kind {
+                "Tests" => tests.contains(&name),
+                "Campaign" => name
+                    .strip_prefix("scripts/campaign ")
+                    .is_some_and(|campaign| campaigns.contains(&format!("campaign_{campaign}()"))),
+                "Lab" => root().join("lab/cases").join(format!("{name}.sh")).exists(),
+                _ => panic!("{kind} is neither Tests nor Campaign nor Lab"),
+            };
+            if !exists {
+                wrong.push(format!("{kind}: {name}"));
+            }
+        }
+    }
+    assert!(named > 50, "only {named} names were found in docs/promises.md");
+    assert!(wrong.is_empty(), "docs/promises.md names what is not there: {wrong:#?}");
+}
+
+#[test]
+fn links_of_documents_lead_somewhere() {
+    let documents: BTreeMap<_, _> = files(".md").into_iter().map(|path| (path.clone(), Document::parse(&read(&path)))).collect();
+    let (mut followed, mut broken) = (0, Vec::new());
+    for (path, document) in &documents {
+        for link in document.links.iter().filter(|link| !link.contains("://") && !link.starts_with("mailto:")) {
+            followed += 1;
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() {
+                path.clone()
+            } else {
+                resolve(&path.parent().expect("a document is in a folder").join(file))
+            };
+            let there = root().join(&target).exists()
+                && (anchor.is_empty() || documents.get(&target).is_some_and(|target| target.anchors.contains(anchor)));
+            if !there {
+                broken.push(format!("{}: {link}", path.display()));
+            }
+        }
+    }
+    assert!(followed > 50, "only {followed} links were found");
+    assert!(broken.is_empty(), "links that lead nowhere: {broken:#?}");
+}
+
+#[test]
+fn paths_in_documents_exist() {
+    let folders: BTreeSet<_> = fs::read_dir(root())
+        .expect("the repository")
+        .map(|entry| entry.expect("an entry"))
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| entry.file_name().into_string().expect("a name in UTF-8"))
+        .collect();
+    let (mut looked_at, mut missing) = (0, Vec::new());
+    for path in files(".md") {
+        for code in Document::parse(&read(&path)).code {
+            // What has no slash, or blanks and patterns in it, is no path but a name, a command or several files.
+            let begins_in = code.split_once('/').map_or("", |(folder, _)| folder);
+            let plain = code.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
+            if begins_in != "target" && folders.contains(begins_in) && plain {
+                looked_at += 1;
+                if !root().join(&code).exists() {
+                    missing.push(format!("{}: {code}", path.display()));
+                }
+            }
+        }
+    }
+    assert!(looked_at > 50, "only {looked_at} paths were found");
+    assert!(missing.is_empty(), "documents name files that are not there: {missing:#?}");
+}
+
+#[test]
+fn the_book_has_every_page() {
+    let summary = Document::parse(&read(Path::new("docs/SUMMARY.md")));
+    let listed: BTreeSet<_> = summary.links.iter().map(|link| resolve(&Path::new("docs").join(link))).collect();
+    let pages = files(".md").into_iter().filter(|path| path.starts_with("docs") && !path.ends_with("SUMMARY.md"));
+    let missing: Vec<_> = pages.filter(|page| !listed.contains(page)).collect();
+    assert!(missing.is_empty(), "docs/SUMMARY.md lacks {missing:#?}");
+}
+
+#[test]
+fn lines_of_documents_fit_a_screen() {
+    let mut long = Vec::new();
+    for path in files(".md") {
+        for (number, line) in (1..).zip(read(&path).lines()) {
+            if line.chars().count() > LINE {
+                long.push(format!("{}:{number}: {} characters", path.display(), line.chars().count()));
+            }
+        }
+    }
+    assert!(long.is_empty(), "lines of more than {LINE} characters: {long:#?}");
+}
