@@ -2,7 +2,7 @@
 use std::fmt;
 
 /// What a command does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Op {
     /// From the device into the spans.
     Read,

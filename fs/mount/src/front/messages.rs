@@ -1,34 +1,55 @@
-//! Messages about what a caller can bring about as often as it likes: the first of a kind is logged, and of those after it one in a while, with how many
-//! were left out.
+//! Messages that a caller can bring about as often as it likes: the first of a kind is logged, then one in ten seconds,
+//! with the number of those that were left out.
 
 use std::sync::{Arc, LazyLock};
 
+use gpunvme_blockdev::{self as blockdev, Op};
 use gpunvme_gpupath::seldom::Seldom;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
 use gpunvme_engine::error::FsError;
 
-/// What was being done, and what is said of it.
-type Kind = (&'static str, &'static str);
+/// The operation that failed, what is logged about it, and how the device failed, if it did.
+type Kind = (&'static str, &'static str, Option<Failure>);
+
+/// What the device was asked, and what it or the kernel below it answered: few on any device, so kinds are few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Failure {
+    Command(Op, blockdev::nvme::Status),
+    Io(Op, i32),
+    Other(i32),
+}
 
 static KINDS: LazyLock<Mutex<FxHashMap<Kind, Arc<Seldom>>>> = LazyLock::new(Mutex::default);
 
 /// Whether a message of this kind is to be logged now, and then how many were not since the last one.
 fn seldom(operation: &'static str, kind: &'static str) -> Option<u64> {
-    let seldom = KINDS.lock().entry((operation, kind)).or_default().clone();
+    of_kind((operation, kind, None))
+}
+
+fn of_kind(kind: Kind) -> Option<u64> {
+    let seldom = KINDS.lock().entry(kind).or_default().clone();
     seldom.now()
 }
 
 /// An operation failed: logs what is not the caller's doing.
 pub(super) fn failed(operation: &'static str, ino: u64, error: &FsError) {
     let kind = match error {
-        FsError::Device(_) => "device",
-        FsError::Corrupt(_) => "damaged",
+        FsError::Device(error) => (operation, "device", Some(failure(error))),
+        FsError::Corrupt(_) => (operation, "damaged", None),
         _ => return,
     };
-    if let Some(left_out) = seldom(operation, kind) {
+    if let Some(left_out) = of_kind(kind) {
         tracing::error!(operation, ino, left_out, "{error}");
+    }
+}
+
+fn failure(error: &blockdev::Error) -> Failure {
+    match *error {
+        blockdev::Error::Command { op, status, .. } => Failure::Command(op, status),
+        blockdev::Error::Io { op, errno, .. } => Failure::Io(op, errno),
+        ref error => Failure::Other(error.errno()),
     }
 }
 
@@ -64,5 +85,17 @@ mod tests {
             assert!((0..20_000).all(|_| seldom("test", kind).is_none()));
         }
         assert_eq!(seldom("another test", "device"), Some(0));
+    }
+
+    #[test]
+    fn another_answer_of_the_device_is_another_kind() {
+        let failed = |op, errno| {
+            let error = blockdev::Error::Io { device: "test".into(), op, offset: 0, len: 4096, errno };
+            of_kind(("ioctl", "device", Some(failure(&error))))
+        };
+        assert_eq!(failed(Op::Read, libc::EIO), Some(0));
+        assert_eq!(failed(Op::Read, libc::EIO), None);
+        assert_eq!(failed(Op::Read, libc::EREMOTEIO), Some(0));
+        assert_eq!(failed(Op::Discard, libc::EIO), Some(0));
     }
 }
