@@ -13,8 +13,9 @@ use gpunvme_layout::{Dirent, Extent, FileType, Geometry, Inode, Key, Kind as Ite
 use super::finding::Fix;
 use crate::error::{Attempt, Fail, FsError};
 use crate::volume::extents::{Mapping, take_out};
-use crate::volume::op::{Blocks, Op};
-use crate::volume::{Run, Volume, attr, dir, orphan, tree, xattr};
+use crate::volume::meta::Blocks;
+use crate::volume::op::Op;
+use crate::volume::{Run, Volume, dir, inode, orphan, tree, xattr};
 
 /// Items that one operation removes at the most.
 const ITEMS_PER_OP: usize = 32;
@@ -97,7 +98,7 @@ impl<'v> Mender<'v> {
     }
 
     fn change(&self, ino: u64, change: &dyn Fn(&mut Inode)) -> Result<(), FsError> {
-        self.op(&mut |op| attr::change(op, ino, change))
+        self.op(&mut |op| inode::change(op, ino, change))
     }
 
     /// Removes all items from `from` to before `to`.
@@ -155,7 +156,7 @@ impl<'v> Mender<'v> {
     fn grow(&self, ino: u64) -> Result<(), FsError> {
         self.op(&mut |op| {
             let end = written_end(op, ino)? * BLOCK_SIZE as u64;
-            attr::change(op, ino, |inode| inode.size = inode.size.max(end))
+            inode::change(op, ino, |inode| inode.size = inode.size.max(end))
         })
     }
 
@@ -198,7 +199,7 @@ impl<'v> Mender<'v> {
                 size += piece.len() as u64;
                 pieces += 1;
             }
-            attr::change(op, ino, |inode| inode.size = size)
+            inode::change(op, ino, |inode| inode.size = size)
         })?;
         self.remove_range(Key::new(ino, ItemKind::Symlink, pieces), Key::new(ino, ItemKind::Dirent, 0))
     }
@@ -267,7 +268,7 @@ impl<'v> Mender<'v> {
     /// Gives an inode without a name one in lost+found.
     fn connect(&self, ino: u64, links: u32) -> Result<(), FsError> {
         self.op(&mut |op| {
-            let mut inode = attr::load(op, ino)?;
+            let mut inode = inode::load(op, ino)?;
             let lost = lost_and_found(op, self.now)?;
             let name = free_name(op, lost, format!("#{ino}").as_bytes())?;
             dir::add(op, lost, &Dirent { ino, file_type: inode.file_type(), name: &name })?;
@@ -278,7 +279,7 @@ impl<'v> Mender<'v> {
                 inode.parent = lost;
             }
             orphan::remove(op, ino)?;
-            attr::store(op, ino, &inode)
+            inode::store(op, ino, &inode)
         })
     }
 }
@@ -325,7 +326,7 @@ fn lost_and_found(op: &mut Op, now: Timestamp) -> Attempt<u64> {
 
 /// Notes in a directory that entries came or went. A directory that is not there is another finding's concern.
 fn count_entry(op: &mut Op, dir: u64, entries: i64, subdirectories: i32) -> Attempt<()> {
-    let changed = attr::change(op, dir, |inode| {
+    let changed = inode::change(op, dir, |inode| {
         inode.size = inode.size.saturating_add_signed(entries);
         inode.nlink = inode.nlink.saturating_add_signed(subdirectories);
     });
@@ -375,7 +376,7 @@ fn mend_entry(op: &mut Op, key: Key) -> Attempt<()> {
     let value = remove_entry(op, key)?;
     let Some((ino, rest)) = value.split_first_chunk::<8>() else { return Ok(()) };
     let ino = u64::from_le_bytes(*ino);
-    let inode = match attr::load(op, ino) {
+    let inode = match inode::load(op, ino) {
         Ok(inode) => inode,
         Err(Fail::Error(FsError::NotFound | FsError::Corrupt(_))) => return Ok(()),
         Err(error) => return Err(error),

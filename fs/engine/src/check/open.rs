@@ -14,8 +14,10 @@ use gpunvme_layout::{Anchor, Block, BlockKind, COUNT_MAX, Corrupt, State, Superb
 use super::finding::{Findings, Fix, Kind, Place};
 use super::walk::reason;
 use crate::error::FsError;
-use crate::volume::journal::{self, Recovered, SEQUENCE_GAP};
-use crate::volume::{Volume, check_block, read_blocks};
+use crate::volume::Volume;
+use crate::volume::io::{check_block, read_blocks, write_block};
+use crate::volume::journal::anchors::read_anchors;
+use crate::volume::journal::recovery::{self, Recovered, SEQUENCE_GAP};
 
 /// Blocks that are read at once where many follow one another.
 const PIECE: u64 = 256;
@@ -133,7 +135,7 @@ fn compare_superblocks(io: &Io, superblock: &Superblock, good: &Block, findings:
 
 /// Reads the live part of the journal. Also returns whether it was left empty on purpose.
 fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<(Recovered, bool), FsError> {
-    let anchors = journal::read_anchors(io, superblock)?;
+    let anchors = read_anchors(io, superblock)?;
     let mut damaged = false;
     for (address, anchor) in ANCHORS.into_iter().zip(&anchors) {
         if let Err(error) = anchor {
@@ -150,7 +152,7 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
             return Ok((recovered, false));
         }
     };
-    let recovered = journal::recover_from(io, superblock, &anchor)?;
+    let recovered = recovery::recover_from(io, superblock, &anchor)?;
     if let Some(error) = &recovered.stopped {
         findings.add(Kind::Journal, Place::Journal, Fix::Elsewhere, || reason(error));
     }
@@ -201,7 +203,7 @@ fn recover_latest(io: &Io, superblock: &Superblock, generation: u64) -> Result<R
         if chain.is_some_and(|c| c.sequence != sequence + 1) {
             break;
         }
-        match journal::read_transaction(io, superblock, &geometry, *position, *sequence, geometry.journal_blocks) {
+        match recovery::read_transaction(io, superblock, &geometry, *position, *sequence, geometry.journal_blocks) {
             Ok(Some(whole)) => {
                 let next = (position + whole.blocks) % geometry.journal_blocks;
                 if chain.is_some_and(|c| c.tail != next) {
@@ -216,7 +218,7 @@ fn recover_latest(io: &Io, superblock: &Superblock, generation: u64) -> Result<R
     }
     let highest = found.keys().next_back().copied().unwrap_or(0);
     let none = Anchor { generation, tail: 0, sequence: highest + 1, clean: true };
-    let mut recovered = journal::recover_from(io, superblock, &chain.unwrap_or(none))?;
+    let mut recovered = recovery::recover_from(io, superblock, &chain.unwrap_or(none))?;
     recovered.sequence = recovered.sequence.max(highest + SEQUENCE_GAP);
     let nodes: Vec<u64> = recovered.images.keys().copied().filter(|a| geometry.contains_data(*a, 1)).collect();
     for address in nodes {
@@ -242,7 +244,7 @@ fn is_metadata(io: &Io, superblock: &Superblock, recovered: &Recovered, address:
 /// Writes the superblocks again that are damaged, one after the other.
 pub(crate) fn write_superblocks(io: &Io, superblocks: &[Block]) -> Result<(), FsError> {
     for block in superblocks.iter().rev() {
-        journal::write_block(io, block, block.address())?;
+        write_block(io, block, block.address())?;
     }
     Ok(())
 }

@@ -9,7 +9,8 @@ use gpunvme_layout::{Block, BlockKind, Corrupt, Key, node};
 use rustc_hash::FxHashMap;
 
 use crate::error::FsError;
-use crate::volume::{Volume, read_scattered};
+use crate::volume::Volume;
+use crate::volume::io::read_scattered;
 
 /// Nodes that are read at once.
 const BATCH: usize = 256;

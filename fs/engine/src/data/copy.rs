@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gpunvme_layout::Timestamp;
 
-use super::Filesystem;
+use super::filesystem::Filesystem;
 use crate::error::FsError;
 
 /// Bytes that are copied at once.

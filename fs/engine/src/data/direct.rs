@@ -16,8 +16,8 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Geometry, Timestamp};
 use smallvec::SmallVec;
 
-use super::Filesystem;
 use super::file::{File, FileState};
+use super::filesystem::Filesystem;
 use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::epoch::Guard;

@@ -14,7 +14,7 @@ use super::pages::Pages;
 use super::pieces::{FilePages, Pieces};
 use crate::sharded::Sharded;
 use crate::volume::Run;
-use crate::volume::attr::in_order;
+use crate::volume::inode::in_order;
 
 /// What the file's lock guards.
 #[derive(Default)]

@@ -9,8 +9,8 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
-use super::Filesystem;
 use super::file::{File, FileState};
+use super::filesystem::Filesystem;
 use super::pages::{Pages, push_span};
 use super::pieces::{Piece, without};
 use super::place::Placement;

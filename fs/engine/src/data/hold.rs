@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use super::Filesystem;
 use super::file::File;
+use super::filesystem::Filesystem;
 
 /// While it lives, no direct write of a file begins: it stalls.
 pub(super) struct Hold {

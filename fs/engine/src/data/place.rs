@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::Filesystem;
 use super::file::FileState;
+use super::filesystem::Filesystem;
 use crate::error::Attempt;
 use crate::volume::{Mapping, Piece, Run, Stamp};
 

@@ -6,7 +6,7 @@ use gpunvme_blockdev::{Buffer, Request};
 use gpunvme_layout::Geometry;
 use gpunvme_layout::block::BLOCK_SIZE;
 
-use super::Filesystem;
+use super::filesystem::Filesystem;
 use super::pieces::without;
 use crate::error::{Attempt, FsError};
 use crate::volume::epoch::Guard;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 
-use super::Filesystem;
 use super::file::{File, FileState, Truncation};
+use super::filesystem::Filesystem;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::extents::BLOCKS_PER_STEP;
 use crate::volume::{Attributes, Context, Stamp};

@@ -9,8 +9,8 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{FileType, Geometry, Timestamp};
 use smallvec::SmallVec;
 
-use super::Filesystem;
 use super::file::{File, FileState, Truncation};
+use super::filesystem::Filesystem;
 use super::flush::BATCH_PAGES;
 use super::hold::Hold;
 use super::pages::Pages;

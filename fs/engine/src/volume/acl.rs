@@ -1,13 +1,12 @@
 //! POSIX ACLs, as far as a filesystem takes part in them: the kernel checks them; who stores them keeps them in step with the
 //! permission bits, and passes a directory's default ACL on. The form is that of linux/posix_acl_xattr.h, version 2.
 
-use super::op::Op;
-use super::xattr;
-use crate::error::{Attempt, FsError};
+use crate::error::FsError;
 
 /// The attribute that holds the ACL of a file.
 pub const ACCESS: &[u8] = b"system.posix_acl_access";
-const DEFAULT: &[u8] = b"system.posix_acl_default";
+/// The attribute that holds the ACL that new files of a directory get.
+pub(super) const DEFAULT: &[u8] = b"system.posix_acl_default";
 const VERSION: [u8; 4] = [2, 0, 0, 0];
 const ENTRY: usize = 8;
 
@@ -18,16 +17,22 @@ const OTHER: u16 = 0x20;
 const TAGS: [u16; 6] = [USER_OBJ, 0x02, GROUP_OBJ, 0x08, MASK, OTHER];
 
 /// An ACL in its stored form, checked.
-struct Acl(Vec<u8>);
+pub(super) struct Acl(Vec<u8>);
 
 impl Acl {
-    fn parse(value: &[u8]) -> Result<Acl, FsError> {
+    /// Checks an ACL.
+    pub fn parse(value: &[u8]) -> Result<Acl, FsError> {
         let invalid = FsError::Invalid("malformed ACL");
         let Some(entries) = value.strip_prefix(&VERSION).filter(|e| e.len() % ENTRY == 0) else { return Err(invalid) };
         let acl = Acl(value.to_vec());
         let known = entries.chunks(ENTRY).all(|e| TAGS.contains(&u16::from_le_bytes([e[0], e[1]])) && e[2] <= 7 && e[3] == 0);
         let complete = [USER_OBJ, GROUP_OBJ, OTHER].iter().all(|tag| acl.permissions(*tag).is_some());
         if known && complete { Ok(acl) } else { Err(invalid) }
+    }
+
+    /// Its stored form.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
     }
 
     fn permissions(&self, tag: u16) -> Option<u32> {
@@ -46,19 +51,20 @@ impl Acl {
     }
 
     /// The permission bits that the ACL amounts to.
-    fn mode(&self) -> u32 {
+    pub fn mode(&self) -> u32 {
         let bits = |tag| self.permissions(tag).unwrap_or(0);
         bits(USER_OBJ) << 6 | bits(self.group_class()) << 3 | bits(OTHER)
     }
 
-    fn set_mode(&mut self, mode: u32) {
+    /// Makes the ACL amount to these permission bits.
+    pub fn set_mode(&mut self, mode: u32) {
         self.set_permissions(USER_OBJ, mode >> 6 & 7);
         self.set_permissions(self.group_class(), mode >> 3 & 7);
         self.set_permissions(OTHER, mode & 7);
     }
 
     /// Whether it says nothing that permission bits cannot say.
-    fn is_minimal(&self) -> bool {
+    pub fn is_minimal(&self) -> bool {
         self.0.len() == 4 + 3 * ENTRY
     }
 }
@@ -92,35 +98,6 @@ pub(crate) fn mode_of(name: &[u8], value: &[u8], mode: u32, is_dir: bool) -> Res
     }
     let acl = Acl::parse(value)?;
     Ok(Effect::Mode { mode: mode & !0o777 | acl.mode(), store: !acl.is_minimal() })
-}
-
-/// Makes an access ACL follow a change of the permission bits.
-pub(crate) fn follow_mode(op: &mut Op, ino: u64, mode: u32) -> Attempt<()> {
-    if let Some(value) = xattr::get(op, ino, ACCESS)? {
-        let mut acl = Acl::parse(&value)?;
-        acl.set_mode(mode);
-        xattr::set(op, ino, ACCESS, &acl.0)?;
-    }
-    Ok(())
-}
-
-/// Gives a new inode what its directory's default ACL says, or else applies the umask. Returns the mode that results.
-pub(crate) fn inherit(op: &mut Op, parent: u64, ino: u64, mode: u32, umask: u32) -> Attempt<u32> {
-    use gpunvme_layout::FileType;
-    let file_type = FileType::from_mode(mode);
-    if file_type == Some(FileType::Symlink) {
-        return Ok(mode);
-    }
-    let Some(value) = xattr::get(op, parent, DEFAULT)? else { return Ok(mode & !(umask & 0o777)) };
-    let mut acl = Acl::parse(&value)?;
-    acl.set_mode(acl.mode() & mode);
-    if !acl.is_minimal() {
-        xattr::set(op, ino, ACCESS, &acl.0)?;
-    }
-    if file_type == Some(FileType::Directory) {
-        xattr::set(op, ino, DEFAULT, &value)?;
-    }
-    Ok(mode & !0o777 | acl.mode())
 }
 
 #[cfg(test)]

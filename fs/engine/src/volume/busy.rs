@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::alloc::Run;
+use super::run::Run;
 
 /// A set of blocks, as runs that do not overlap.
 #[derive(Default)]

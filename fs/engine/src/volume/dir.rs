@@ -6,8 +6,10 @@ use gpunvme_layout::item::NAME_MAX;
 use gpunvme_layout::key::{DIRENT_SLOTS, dirent_offset};
 use gpunvme_layout::{Dirent, FileType, Inode, Key, Kind};
 
-use super::op::{Blocks, Op};
-use super::{Volume, attr, tree};
+use super::meta::Blocks;
+use super::op::Op;
+use super::open::Volume;
+use super::{inode, tree};
 use crate::error::{Attempt, FsError};
 
 /// Cookies of the two entries that no directory stores.
@@ -51,7 +53,7 @@ pub(crate) fn check_name(name: &[u8]) -> Result<(), FsError> {
 
 /// The inode of a directory.
 pub(crate) fn load(blocks: &impl Blocks, dir: u64) -> Attempt<Inode> {
-    let inode = attr::load(blocks, dir)?;
+    let inode = inode::load(blocks, dir)?;
     if !inode.is_dir() {
         return Err(FsError::NotDirectory.into());
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::alloc::Run;
+use super::run::Run;
 
 #[derive(Default)]
 struct State {

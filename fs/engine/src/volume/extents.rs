@@ -6,8 +6,9 @@ use gpunvme_layout::geometry::GROUP_BLOCKS;
 use gpunvme_layout::item::EXTENT_BLOCKS_MAX;
 use gpunvme_layout::{Corrupt, Extent, Key, Kind};
 
-use super::alloc::Run;
-use super::op::{Blocks, Op};
+use super::meta::Blocks;
+use super::op::Op;
+use super::run::Run;
 use super::tree;
 use crate::error::Attempt;
 

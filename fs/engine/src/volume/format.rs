@@ -10,7 +10,7 @@ use gpunvme_layout::item::FileType;
 use gpunvme_layout::key::INO_ROOT;
 use gpunvme_layout::{Anchor, Block, BlockKind, Geometry, Inode, Key, State, Superblock, Timestamp, node};
 
-use super::{read_blocks, read_superblock};
+use super::io::{read_blocks, read_superblock};
 use crate::error::FsError;
 
 /// Blocks that are read, or written, at once where many follow one another.

@@ -8,7 +8,7 @@ use std::hint::spin_loop;
 
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use super::op::Meta;
+use super::meta::Meta;
 
 /// Times that a waiting thread looks at the lock before it may sleep: a few microseconds.
 const LOOKS: usize = 100;

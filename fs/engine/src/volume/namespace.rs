@@ -4,9 +4,12 @@ use gpunvme_layout::item::{NAME_MAX, PIECE, SYMLINK_MAX};
 use gpunvme_layout::key::INO_MAX;
 use gpunvme_layout::{Corrupt, Dirent, FileType, Inode, Key, Kind};
 
+use super::attr::Attributes;
 use super::dir::{self, Found};
-use super::op::{Blocks, Op};
-use super::{Attributes, Context, Volume, acl, attr, orphan, tree};
+use super::meta::Blocks;
+use super::op::Op;
+use super::open::{Context, Volume};
+use super::{inode, orphan, permissions, tree};
 use crate::error::{Attempt, FsError};
 
 /// Names that an inode can have.
@@ -69,7 +72,7 @@ impl Volume {
         let mut op = self.begin()?;
         op.room_for_names()?;
         living_directory(&op, parent)?;
-        let mut inode = attr::load(&op, ino)?;
+        let mut inode = inode::load(&op, ino)?;
         if inode.is_dir() {
             return Err(FsError::NotPermitted("a directory cannot have a second name").into());
         }
@@ -84,8 +87,8 @@ impl Volume {
             orphan::remove(&mut op, ino)?;
         }
         inode.nlink += 1;
-        attr::changed(&mut inode, context.now);
-        attr::store(&mut op, ino, &inode)?;
+        inode::changed(&mut inode, context.now);
+        inode::store(&mut op, ino, &inode)?;
         dir::add(&mut op, parent, &Dirent { ino, file_type: inode.file_type(), name })?;
         change_directory(&mut op, context, parent, 1, 0)?;
         Ok((Attributes { ino, inode }, op.finish()))
@@ -189,7 +192,7 @@ impl Volume {
     /// Target of a symbolic link.
     pub(crate) fn read_link(&self, ino: u64) -> Attempt<Vec<u8>> {
         let meta = self.meta.read();
-        let inode = attr::load(&*meta, ino)?;
+        let inode = inode::load(&*meta, ino)?;
         if inode.file_type() != FileType::Symlink {
             return Err(FsError::Invalid("not a symbolic link").into());
         }
@@ -246,7 +249,7 @@ fn new_inode(op: &mut Op, context: &Context, parent: u64, directory: &Inode, new
         inode.gid = directory.gid;
         inode.mode |= if is_dir { SETGID } else { 0 };
     }
-    inode.mode = acl::inherit(op, parent, ino, inode.mode, new.umask)?;
+    inode.mode = permissions::inherit(op, parent, ino, inode.mode, new.umask)?;
     if !tree::insert(op, Key::inode(ino), &inode.encode())? {
         return Err(Corrupt::Item { ino, what: "exists, and its number was not given out yet" }.into());
     }
@@ -258,18 +261,18 @@ fn new_inode(op: &mut Op, context: &Context, parent: u64, directory: &Inode, new
 
 /// Notes in a directory that entries came or went.
 fn change_directory(op: &mut Op, context: &Context, dir: u64, entries: i64, subdirectories: i32) -> Attempt<()> {
-    attr::change(op, dir, |inode| {
+    inode::change(op, dir, |inode| {
         inode.size = inode.size.saturating_add_signed(entries);
         inode.nlink = inode.nlink.saturating_add_signed(subdirectories);
-        attr::entries_changed(inode, context.now);
+        inode::entries_changed(inode, context.now);
     })
 }
 
 /// Takes one name from an inode; without names it becomes an orphan. Returns how many names are left.
 fn drop_link(op: &mut Op, context: &Context, ino: u64) -> Attempt<u32> {
-    let nlink = attr::change(op, ino, |inode| {
+    let nlink = inode::change(op, ino, |inode| {
         inode.nlink = if inode.is_dir() { 0 } else { inode.nlink.saturating_sub(1) };
-        attr::changed(inode, context.now);
+        inode::changed(inode, context.now);
         inode.nlink
     })?;
     if nlink == 0 {
@@ -280,8 +283,8 @@ fn drop_link(op: &mut Op, context: &Context, ino: u64) -> Attempt<u32> {
 
 /// Notes in an inode that it has a new name in that directory.
 fn moved(op: &mut Op, context: &Context, source: Found, parent: u64) -> Attempt<()> {
-    attr::change(op, source.ino, |inode| {
-        attr::changed(inode, context.now);
+    inode::change(op, source.ino, |inode| {
+        inode::changed(inode, context.now);
         if inode.is_dir() {
             inode.parent = parent;
         }

@@ -6,8 +6,11 @@ use std::ops::ControlFlow;
 use gpunvme_layout::key::INO_NONE;
 use gpunvme_layout::{Key, Kind};
 
-use super::op::{Blocks, Op};
-use super::{Volume, attr, blocks_of, extents, tree};
+use super::io::blocks_of;
+use super::meta::Blocks;
+use super::op::Op;
+use super::open::Volume;
+use super::{extents, inode, tree};
 use crate::error::{Attempt, Fail, FsError};
 
 /// Items of one inode that one operation removes at the most.
@@ -78,7 +81,7 @@ impl Volume {
     /// Removes a part of an inode without a name, as much as one operation can. Returns whether there is more.
     pub(crate) fn reap_step(&self, ino: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
-        let inode = match attr::load(&op, ino) {
+        let inode = match inode::load(&op, ino) {
             Ok(inode) => inode,
             Err(Fail::Error(FsError::NotFound)) => {
                 remove(&mut op, ino)?;
@@ -92,7 +95,7 @@ impl Volume {
         }
         let step = extents::remove(&mut op, ino, 0, u64::MAX)?;
         if step.blocks > 0 {
-            attr::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
+            inode::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
         }
         if step.next.is_none() && remove_items(&mut op, ino)? {
             remove(&mut op, ino)?;
@@ -107,9 +110,9 @@ impl Volume {
     /// Frees a part of what a file has beyond its size. Returns whether there is more.
     pub(crate) fn truncate_step(&self, ino: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
-        let inode = attr::load(&op, ino)?;
+        let inode = inode::load(&op, ino)?;
         let step = extents::remove(&mut op, ino, blocks_of(inode.size), u64::MAX)?;
-        attr::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
+        inode::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
         // Without a name it stays an orphan.
         if step.next.is_none() && inode.nlink > 0 {
             remove(&mut op, ino)?;

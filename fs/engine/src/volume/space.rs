@@ -7,10 +7,14 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
 
-use super::alloc::Run;
 use super::extents::{self, Mapping};
-use super::op::{OP_BLOCKS_MAX, Op};
-use super::{Context, Volume, attr, blocks_of, orphan};
+use super::inode;
+use super::io::blocks_of;
+use super::op::Op;
+use super::open::{Context, Volume};
+use super::orphan;
+use super::run::Run;
+use super::undo::OP_BLOCKS_MAX;
 use crate::error::{Attempt, FsError};
 
 /// Extents that one operation maps or comes by, about: others wait for the metadata lock for as long as that takes.
@@ -48,14 +52,14 @@ impl Stamp {
     fn apply(&self, inode: &mut Inode) {
         inode.size = inode.size.max(self.size.unwrap_or(0));
         if let Some(changed) = self.changed {
-            attr::content_changed(inode, changed);
+            inode::content_changed(inode, changed);
         }
     }
 }
 
 /// The inode of a regular file.
 fn regular(op: &Op, ino: u64) -> Attempt<Inode> {
-    let inode = attr::load(op, ino)?;
+    let inode = inode::load(op, ino)?;
     match inode.file_type() {
         FileType::Regular => Ok(inode),
         FileType::Directory => Err(FsError::IsDirectory.into()),
@@ -64,54 +68,6 @@ fn regular(op: &Op, ino: u64) -> Attempt<Inode> {
 }
 
 impl Volume {
-    /// Keeps `blocks` blocks free for data that waits in memory. Freed blocks that cannot be reused yet count as free: they
-    /// can when the data needs them.
-    pub(crate) fn promise(&self, blocks: u64) -> Attempt<()> {
-        self.writable()?;
-        if blocks == 0 {
-            return Ok(());
-        }
-        let mut meta = self.meta.write();
-        if meta.available() < blocks {
-            return Err(meta.no_chunk());
-        }
-        meta.reserved += blocks;
-        Ok(())
-    }
-
-    /// Takes a promise back.
-    pub(crate) fn forget_promise(&self, blocks: u64) {
-        if blocks > 0 {
-            self.meta.write().reserved -= blocks;
-        }
-    }
-
-    /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What it takes beyond `want` is a
-    /// window that the caller may need later, and gives back when others need it more.
-    pub(crate) fn reserve(&self, goal: Option<u64>, want: u64, ahead: u64) -> Attempt<Run> {
-        let mut meta = self.meta.write();
-        let run = meta.reserve(goal, want + ahead)?;
-        meta.pending += run.len.saturating_sub(want);
-        Ok(run)
-    }
-
-    /// Turns blocks of a window into reserved ones.
-    pub(crate) fn take_from_window(&self, blocks: u64) {
-        self.meta.write().pending -= blocks;
-    }
-
-    /// Gives a window back.
-    pub(crate) fn unreserve_window(&self, window: Run) {
-        let mut meta = self.meta.write();
-        meta.pending -= window.len;
-        meta.unreserve(window);
-    }
-
-    /// Gives reserved blocks back.
-    pub(crate) fn unreserve(&self, run: Run) {
-        self.meta.write().unreserve(run);
-    }
-
     /// Mappings of blocks `from..to` of a file, in order; at most `limit`.
     pub(crate) fn map(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
         extents::map(&*self.meta.read(), ino, from, to, limit)
@@ -133,7 +89,7 @@ impl Volume {
                 if extents >= EXTENTS_PER_OP || op.changed_blocks() > OP_BLOCKS_MAX / 3 {
                     // What is mapped lies below the end, whatever happens before the rest is.
                     inode.size = inode.size.max(stamp.size.unwrap_or(0).min(reached * BLOCK_SIZE as u64));
-                    attr::store(&mut op, ino, &inode)?;
+                    inode::store(&mut op, ino, &inode)?;
                     op.finish();
                     return Ok(mapped);
                 }
@@ -145,7 +101,7 @@ impl Volume {
             }
         }
         stamp.apply(&mut inode);
-        attr::store(&mut op, ino, &inode)?;
+        inode::store(&mut op, ino, &inode)?;
         op.redeemed = promised;
         op.finish();
         Ok(mapped)
@@ -165,8 +121,8 @@ impl Volume {
         };
         inode.size = size;
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
-        attr::content_changed(&mut inode, context.now);
-        attr::store(&mut op, ino, &inode)?;
+        inode::content_changed(&mut inode, context.now);
+        inode::store(&mut op, ino, &inode)?;
         if step.next.is_some() {
             orphan::add(&mut op, ino)?;
         }
@@ -180,8 +136,8 @@ impl Volume {
         let mut inode = regular(&op, ino)?;
         let step = extents::remove(&mut op, ino, from, to)?;
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
-        attr::content_changed(&mut inode, context.now);
-        attr::store(&mut op, ino, &inode)?;
+        inode::content_changed(&mut inode, context.now);
+        inode::store(&mut op, ino, &inode)?;
         op.finish();
         Ok(step.next)
     }
@@ -191,7 +147,7 @@ impl Volume {
         let mut op = self.begin()?;
         regular(&op, ino)?;
         let step = extents::convert(&mut op, ino, from, to, true)?;
-        attr::change(&mut op, ino, |inode| attr::content_changed(inode, context.now))?;
+        inode::change(&mut op, ino, |inode| inode::content_changed(inode, context.now))?;
         op.finish();
         Ok(step.next)
     }
@@ -207,7 +163,7 @@ impl Volume {
         op.claim(run)?;
         let extent = Extent { block: run.start, len: run.len as u32, unwritten: true, device: 0 };
         extents::insert(&mut op, ino, Mapping { offset, extent })?;
-        attr::change(&mut op, ino, |inode| inode.blocks += run.len)?;
+        inode::change(&mut op, ino, |inode| inode.blocks += run.len)?;
         op.redeemed = promised;
         op.finish();
         Ok(true)
@@ -218,7 +174,7 @@ impl Volume {
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
         stamp.apply(&mut inode);
-        attr::store(&mut op, ino, &inode)?;
+        inode::store(&mut op, ino, &inode)?;
         op.finish();
         Ok(())
     }

@@ -8,7 +8,9 @@ use std::ops::ControlFlow;
 
 use gpunvme_layout::{Block, BlockKind, Corrupt, Key, node};
 
-use super::op::{Blocks, Op};
+use super::meta::Blocks;
+use super::op::Op;
+use super::place::Place;
 use crate::error::{Attempt, Fail};
 
 /// Nodes with fewer bytes in use than this look for a neighbour to join.
@@ -20,31 +22,6 @@ const JOINED_MAX: usize = 3000;
 const SEARCHED: usize = 1024;
 /// Bytes that a processor fetches at once.
 const CACHE_LINE: usize = 64;
-
-/// Where a leaf is, and the keys that may be in it.
-#[derive(Clone, Copy)]
-pub(crate) struct Place {
-    address: u64,
-    lower: Key,
-    /// First key beyond it.
-    upper: Option<Key>,
-}
-
-impl Place {
-    fn covers(&self, key: Key) -> bool {
-        self.lower <= key && self.upper.is_none_or(|upper| key < upper)
-    }
-
-    /// Fails when the node that is here has keys, from slot `first` on, that it cannot have.
-    fn check(&self, block: &Block, first: usize) -> Result<(), Corrupt> {
-        let count = node::count(block);
-        let beyond = |upper| node::key(block, count - 1) >= upper;
-        if count > first && (node::key(block, first) < self.lower || self.upper.is_some_and(beyond)) {
-            return Err(Corrupt::Field { address: self.address, what: "node has keys that do not belong there" });
-        }
-        Ok(())
-    }
-}
 
 /// Where every way down begins.
 fn root(blocks: &impl Blocks) -> Place {

@@ -11,8 +11,10 @@ use std::sync::Arc;
 use gpunvme_layout::{Block, Key, node};
 
 use super::cache::{Cache, Entry};
-use super::op::OP_BLOCKS_MAX;
 
+/// Blocks that one operation may change at the most. Operations on sound volumes change fewer: those that may be long end before, and
+/// go on as another.
+pub(crate) const OP_BLOCKS_MAX: usize = 160;
 /// Blocks that a thread keeps for the copies of later operations. Most operations change fewer.
 const SPARE_MAX: usize = 16;
 
@@ -205,7 +207,8 @@ mod tests {
     use gpunvme_layout::{BlockKind, Kind, Timestamp};
     use proptest::prelude::*;
 
-    use super::super::op::{Blocks, Meta, Op};
+    use super::super::meta::{Blocks, Meta};
+    use super::super::op::Op;
     use super::super::tree;
     use crate::error::{Attempt, FsError};
     use crate::volume::{FormatOptions, Volume, VolumeOptions, format};

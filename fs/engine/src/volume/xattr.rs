@@ -6,8 +6,10 @@ use gpunvme_layout::item::{PIECE, XATTR_MAX};
 use gpunvme_layout::key::{XATTR_PIECES, XATTR_SLOTS, xattr_offset};
 use gpunvme_layout::{Corrupt, Key, Kind, XattrHead};
 
-use super::op::{Blocks, Op};
-use super::{Context, Volume, acl, attr, tree};
+use super::meta::Blocks;
+use super::op::Op;
+use super::open::{Context, Volume};
+use super::{acl, inode, tree};
 use crate::error::{Attempt, FsError};
 
 /// Longest name of an extended attribute in bytes (`XATTR_NAME_MAX` of linux/limits.h).
@@ -152,7 +154,7 @@ impl Volume {
         }
         let mut op = self.begin()?;
         op.room_for_names()?;
-        let mut inode = attr::load(&op, ino)?;
+        let mut inode = inode::load(&op, ino)?;
         match find(&op, ino, name)? {
             Some(_) if create => return Err(FsError::Exists.into()),
             None if replace => return Err(FsError::NoData.into()),
@@ -170,8 +172,8 @@ impl Volume {
                 }
             }
         }
-        attr::changed(&mut inode, context.now);
-        attr::store(&mut op, ino, &inode)?;
+        inode::changed(&mut inode, context.now);
+        inode::store(&mut op, ino, &inode)?;
         op.finish();
         Ok(())
     }
@@ -182,7 +184,7 @@ impl Volume {
         if !remove(&mut op, ino, name)? {
             return if acl::is_acl(name) { Ok(()) } else { Err(FsError::NoData.into()) };
         }
-        attr::change(&mut op, ino, |inode| attr::changed(inode, context.now))?;
+        inode::change(&mut op, ino, |inode| inode::changed(inode, context.now))?;
         op.finish();
         Ok(())
     }

@@ -1,0 +1,400 @@
+//! The filesystem as a front end sees it: the volume's names and attributes, with what memory knows better of the files that are
+//! being written.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use gpunvme_blockdev::{BufferPool, Io};
+use gpunvme_layout::{Block, Key, Timestamp};
+
+use super::errors::Open;
+use super::file::{File, FileState, Files};
+use super::pages::PagePool;
+use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::inode::content_changed;
+use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, Renamed, SetAttributes, Usage, Volume, VolumeOptions};
+
+/// Where an operation goes on that cannot on the thread it is on.
+pub trait Spawn: Send + Sync {
+    /// Runs a task on a thread that may wait for the device.
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>);
+
+    /// Does something of what somebody waits for, on the thread that waits: a task, or the completion of a write. Returns
+    /// whether it did; never where other threads do all that. Whoever calls it holds no lock.
+    fn help(&self) -> bool {
+        false
+    }
+}
+
+/// Runs tasks where they are: for tests, whose device answers at once.
+pub struct Inline;
+
+impl Spawn for Inline {
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
+        task();
+    }
+}
+
+/// How a filesystem is opened.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// How its volume is opened.
+    pub volume: VolumeOptions,
+    /// Size of the write buffer in bytes.
+    pub write_buffer: usize,
+}
+
+/// An open filesystem.
+pub struct Filesystem {
+    pub(super) volume: Volume,
+    pub(super) files: Files,
+    pub(super) pages: Arc<PagePool>,
+    pub(super) buffers: Arc<BufferPool>,
+    /// For what completions cannot do themselves. Its threads never wait for a file.
+    pub(super) completions: Arc<dyn Spawn>,
+}
+
+/// Keeps in memory what was brought there for an operation.
+pub struct Preloaded {
+    _blocks: Vec<Arc<Block>>,
+}
+
+/// What a rename waits for, from one attempt to the next: that a flush of the file is over that began after this many.
+#[derive(Default)]
+pub struct Settling(Option<(Arc<File>, u64)>);
+
+/// Bytes of read buffers kept for reuse.
+const READ_BUFFERS: usize = 64 << 20;
+
+impl Filesystem {
+    /// Opens the filesystem on a device.
+    ///
+    /// # Errors
+    /// Says what is wrong with the volume or the device.
+    pub fn open(io: Arc<Io>, options: Options, completions: Arc<dyn Spawn>) -> Result<Arc<Filesystem>, FsError> {
+        let device = io.device().clone();
+        let pages = PagePool::new(&device, options.write_buffer)?;
+        let volume = Volume::open(io, options.volume)?;
+        Ok(Arc::new(Filesystem {
+            volume,
+            files: Files::default(),
+            pages,
+            buffers: BufferPool::new(device, READ_BUFFERS),
+            completions,
+        }))
+    }
+
+    /// Writes everything out and closes the volume.
+    ///
+    /// # Errors
+    /// The device failed; the volume is recovered when it is opened again. [`FsError::Lost`] when the volume is well, but data
+    /// was lost and nobody has been told.
+    pub fn close(self: &Arc<Self>) -> Result<(), FsError> {
+        let written = self.flush_all();
+        let mut files = 0;
+        for file in self.files.all() {
+            let mut state = file.state.lock();
+            self.drop_window(&mut state);
+            if let Some(error) = state.errors.unknown() {
+                tracing::error!(ino = file.ino, %error, "data of this file is lost, and nobody has been told before");
+                files += 1;
+            }
+        }
+        let told = if files == 0 { Ok(()) } else { Err(FsError::Lost { files }) };
+        written.and(self.volume.close()).and(told)
+    }
+
+    /// The volume.
+    pub fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// Buffers that the device can reach.
+    pub fn buffers(&self) -> &Arc<BufferPool> {
+        &self.buffers
+    }
+
+    /// Counters of the volume.
+    pub fn usage(&self) -> Usage {
+        self.volume.usage()
+    }
+
+    /// Inode behind a name.
+    pub fn lookup(&self, dir: u64, name: &[u8]) -> Attempt<Attributes> {
+        self.attributes(self.volume.lookup(dir, name)?)
+    }
+
+    /// Attributes of an inode.
+    pub fn attributes(&self, ino: u64) -> Attempt<Attributes> {
+        let Some(file) = self.files.find(ino) else { return self.volume.stored_attributes(ino) };
+        let mut state = file.state.lock();
+        self.attributes_with(&mut state, ino)
+    }
+
+    fn attributes_with(&self, state: &mut FileState, ino: u64) -> Attempt<Attributes> {
+        state.shown.give();
+        let mut attributes = self.volume.stored_attributes(ino)?;
+        overlay(state, &mut attributes);
+        Ok(attributes)
+    }
+
+    /// Notes that whoever keeps attributes of a file was told that they are out of date, after `since` ([`super::direct::Written::shown`]).
+    pub fn take_attributes_back(&self, ino: u64, since: Instant) {
+        if let Some(file) = self.files.find(ino) {
+            file.state.lock().shown.take_back(since);
+        }
+    }
+
+    /// Attributes of several inodes that directory entries name; it takes less time than one by one.
+    pub fn all_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
+        // A file that is in memory now may have been written out, and be gone from there, when its inode was looked up.
+        let were_in_memory = self.files.are_in_memory(inos);
+        let mut found = self.volume.all_stored_attributes(inos);
+        let are_in_memory = self.files.are_in_memory(inos);
+        for (place, ino) in inos.iter().enumerate() {
+            if were_in_memory[place] || are_in_memory[place] {
+                found[place] = self.attributes(*ino);
+            }
+        }
+        found
+    }
+
+    /// Changes attributes other than the size.
+    pub fn set_attributes(&self, context: &Context, ino: u64, set: &SetAttributes) -> Attempt<Attributes> {
+        let Some(file) = self.files.find(ino) else { return Ok(self.volume.set_attributes(context, ino, set)?.0) };
+        let mut state = file.state.lock();
+        // The time of a write before this change must not come back when that write lands.
+        let written = self.attributes_with(&mut state, ino)?.inode.mtime;
+        let set = SetAttributes { mtime: set.mtime.or(state.changed.map(|_| written)), ..*set };
+        let (mut attributes, _) = self.volume.set_attributes(context, ino, &set)?;
+        state.changed = None;
+        overlay(&state, &mut attributes);
+        Ok(attributes)
+    }
+
+    /// Creates a node.
+    pub fn create(&self, context: &Context, parent: u64, name: &[u8], new: &NewNode) -> Attempt<Attributes> {
+        Ok(self.volume.create(context, parent, name, new)?.0)
+    }
+
+    /// Gives an inode another name.
+    pub fn link(&self, context: &Context, ino: u64, parent: u64, name: &[u8]) -> Attempt<Attributes> {
+        let Some(file) = self.files.find(ino) else { return Ok(self.volume.link(context, ino, parent, name)?.0) };
+        let mut state = file.state.lock();
+        state.shown.give();
+        let (mut attributes, _) = self.volume.link(context, ino, parent, name)?;
+        overlay(&state, &mut attributes);
+        Ok(attributes)
+    }
+
+    /// Removes a name of anything but a directory. Returns the inode when it was its last name.
+    pub fn unlink(&self, context: &Context, parent: u64, name: &[u8]) -> Attempt<Option<u64>> {
+        let (ino, left) = self.volume.unlink(context, parent, name)?;
+        Ok((left == 0).then_some(ino))
+    }
+
+    /// Removes an empty directory. Returns its inode.
+    pub fn rmdir(&self, context: &Context, parent: u64, name: &[u8]) -> Attempt<u64> {
+        self.volume.rmdir(context, parent, name)
+    }
+
+    /// Renames. Returns the inode that lost its last name, if one did.
+    ///
+    /// A file that takes another's name is written out first: whoever replaces a file by a new one without fsync shall not
+    /// find it empty after a crash. What is written to it after the first attempt is not waited for.
+    pub fn rename(
+        &self,
+        context: &Context,
+        from: (u64, &[u8]),
+        to: (u64, &[u8]),
+        mode: RenameMode,
+        settling: &mut Settling,
+    ) -> Attempt<Option<u64>> {
+        let mut settled = None;
+        loop {
+            match self.volume.rename(context, from, to, mode, settled)? {
+                Renamed::Done(orphaned) => return Ok(orphaned),
+                // Asked here, without the metadata lock: a file's lock is taken before that.
+                Renamed::Replaces(ino) => {
+                    self.settle(ino, settling)?;
+                    settled = Some(ino);
+                }
+            }
+        }
+    }
+
+    /// Passes when what of a file was in memory, or on its way, at the first attempt is on the device.
+    fn settle(&self, ino: u64, settling: &mut Settling) -> Attempt<()> {
+        self.unknown_error(ino)?;
+        let Some(file) = self.files.find(ino) else { return Ok(()) };
+        let state = file.state.lock();
+        let waited_for = settling.0.as_ref().filter(|(waited_for, _)| Arc::ptr_eq(waited_for, &file));
+        if state.is_clean() || waited_for.is_some_and(|(_, before)| state.flushes.done > *before) {
+            return Ok(());
+        }
+        if waited_for.is_none() {
+            settling.0 = Some((file.clone(), state.flushes.begun));
+        }
+        Err(Fail::Stall(Stall::File { ino }))
+    }
+
+    /// Target of a symbolic link.
+    pub fn read_link(&self, ino: u64) -> Attempt<Vec<u8>> {
+        self.volume.read_link(ino)
+    }
+
+    /// Entries of a directory after `cookie`.
+    pub fn read_dir(&self, dir: u64, cookie: u64, limit: usize) -> Attempt<Vec<DirEntry>> {
+        self.volume.read_dir(dir, cookie, limit)
+    }
+
+    /// Brings into memory what the next `limit` entries of a directory after `cookie` are and name. Waits for the device, once
+    /// for each level of the tree and not for each entry.
+    ///
+    /// # Errors
+    /// The device failed, or the volume is damaged.
+    pub fn preload_dir(&self, dir: u64, cookie: u64, limit: usize) -> Result<Preloaded, FsError> {
+        let entries = self.volume.wait(|| self.volume.read_dir(dir, cookie, limit))?;
+        let keys: Vec<Key> = entries.iter().map(|entry| Key::inode(entry.ino)).collect();
+        Ok(Preloaded { _blocks: self.volume.preload(&keys)? })
+    }
+
+    /// The value of an extended attribute.
+    pub fn get_xattr(&self, ino: u64, name: &[u8]) -> Attempt<Vec<u8>> {
+        self.volume.get_xattr(ino, name)
+    }
+
+    /// The names of the extended attributes, each with a zero byte after it.
+    pub fn list_xattrs(&self, ino: u64) -> Attempt<Vec<u8>> {
+        self.volume.list_xattrs(ino)
+    }
+
+    /// Sets an extended attribute. `create`: it must not exist; `replace`: it must.
+    pub fn set_xattr(&self, context: &Context, ino: u64, name: &[u8], value: &[u8], create: bool, replace: bool) -> Attempt<()> {
+        self.volume.set_xattr(context, ino, name, value, create, replace)
+    }
+
+    /// Removes an extended attribute.
+    pub fn remove_xattr(&self, context: &Context, ino: u64, name: &[u8]) -> Attempt<()> {
+        self.volume.remove_xattr(context, ino, name)
+    }
+
+    /// Notes that a file was opened. `mappable`: for reading and writing, so that it can be mapped shared and writable.
+    pub fn open_file(&self, ino: u64, mappable: bool) -> Open {
+        let file = self.files.get(ino);
+        let mut state = file.state.lock();
+        state.opens += 1;
+        state.mappable += u32::from(mappable);
+        state.errors.open()
+    }
+
+    /// Notes that a file was closed.
+    pub fn close_file(&self, ino: u64, mappable: bool) {
+        let Some(file) = self.files.find(ino) else { return };
+        let mut state = file.state.lock();
+        state.opens -= 1;
+        state.mappable -= u32::from(mappable);
+        if state.opens == 0 {
+            self.drop_window(&mut state);
+            state.forget_known_error();
+        }
+        drop(state);
+        self.release(&file);
+    }
+
+    /// Whether the kernel may hold dirty pages of a file: somebody has it open so that it can be mapped shared and writable.
+    pub fn is_mappable(&self, ino: u64) -> bool {
+        self.files.find(ino).is_some_and(|file| file.state.lock().mappable > 0)
+    }
+
+    /// Removes an inode that has no name when nobody has it any more. Returns whether there is more to remove.
+    pub fn reap_step(&self, ino: u64) -> Attempt<bool> {
+        if let Some(file) = self.files.find(ino) {
+            let mut state = file.state.lock();
+            self.drop_pages(&mut state, 0);
+            if !state.flights.is_empty() {
+                return Err(Fail::Stall(Stall::Flights { ino }));
+            }
+            (state.size, state.changed) = (None, None);
+            state.errors.clear();
+        }
+        self.volume.reap_step(ino)
+    }
+
+    /// Writes out what is in memory of a file and makes it, and everything done before, durable, for a caller that has it open.
+    ///
+    /// # Errors
+    /// Also [`Filesystem::write_error`].
+    pub fn sync_open(self: &Arc<Self>, ino: u64, open: Open) -> Result<(), FsError> {
+        self.flush_file(ino)?;
+        self.write_error(ino, open)?;
+        self.volume.commit()
+    }
+
+    /// As [`Filesystem::sync_open`], for a caller that has no open of its own.
+    ///
+    /// # Errors
+    /// Also that of data that was lost, if no caller was told.
+    pub fn sync_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
+        self.flush_file(ino)?;
+        self.unknown_error(ino)?;
+        self.volume.commit()
+    }
+
+    /// Makes everything done so far durable, but for data that is still in the write buffer.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn commit(&self) -> Result<(), FsError> {
+        self.volume.commit()
+    }
+
+    /// Says once to each open of a file that was there whether data of it was lost; to later ones if no caller was told.
+    ///
+    /// # Errors
+    /// What it was lost by.
+    pub fn write_error(&self, ino: u64, open: Open) -> Result<(), FsError> {
+        self.files.find(ino).map_or(Ok(()), |file| file.state.lock().errors.tell(open))
+    }
+
+    /// As [`Filesystem::write_error`], to a caller that has no open of its own.
+    fn unknown_error(&self, ino: u64) -> Result<(), FsError> {
+        let Some(file) = self.files.find(ino) else { return Ok(()) };
+        let mut state = file.state.lock();
+        let told = state.errors.tell_anyone();
+        state.forget_known_error();
+        drop(state);
+        if told.is_err() {
+            self.release(&file);
+        }
+        told
+    }
+
+    pub(super) fn release(&self, file: &Arc<File>) {
+        if let Some(window) = self.files.release(file) {
+            self.volume.unreserve_window(window);
+        }
+    }
+}
+
+/// Adds what memory knows better than the inode.
+fn overlay(state: &FileState, attributes: &mut Attributes) {
+    let inode = &mut attributes.inode;
+    if let Some(size) = state.size {
+        inode.size = inode.size.max(size);
+    }
+    if let Some(changed) = state.changed {
+        content_changed(inode, changed);
+    }
+    // What has no block yet will have one: du(1) shows what a file costs, not when it is paid.
+    inode.blocks += state.promised;
+}
+
+/// Now, by the system's clock.
+pub fn system_time() -> Timestamp {
+    let now = std::time::SystemTime::now();
+    match now.duration_since(std::time::UNIX_EPOCH) {
+        Ok(since) => Timestamp { seconds: since.as_secs() as i64, nanoseconds: since.subsec_nanos() },
+        Err(before) => Timestamp { seconds: -(before.duration().as_secs() as i64) - 1, nanoseconds: 0 },
+    }
+}

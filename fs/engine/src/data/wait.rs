@@ -1,0 +1,41 @@
+//! Waiting for what an operation on data stalls on.
+
+use std::sync::Arc;
+
+use super::filesystem::Filesystem;
+use super::hold::Hold;
+use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::Waiter;
+
+impl Filesystem {
+    /// Runs an operation to its end; for threads that may wait.
+    ///
+    /// # Errors
+    /// The operation's own error, or that of what it had to wait for.
+    pub fn wait<T>(self: &Arc<Self>, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
+        let mut waiter = Waiter::default();
+        let mut hold = None;
+        loop {
+            match attempt() {
+                Ok(result) => return Ok(result),
+                Err(Fail::Error(error)) => return Err(error),
+                Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
+                Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
+                Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,
+                Err(Fail::Stall(Stall::Flights { ino })) => {
+                    // What a name stands for may have changed.
+                    hold.take_if(|hold: &mut Hold| hold.ino() != ino);
+                    hold.get_or_insert_with(|| self.hold(ino)).wait();
+                }
+                Err(Fail::Stall(Stall::Held { ino })) => self.wait_while_held(ino),
+                Err(Fail::Stall(stall)) => {
+                    if stall == Stall::Reuse {
+                        self.drop_windows();
+                        self.completions.help();
+                    }
+                    self.volume.resolve(stall, &mut waiter)?;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Reading and writing blocks of a volume's device, past the cache.
+
+use std::cell::Cell;
+
+use gpunvme_blockdev::{Io, Region, Request, Span};
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::{Block, BlockKind, Corrupt, Geometry, Superblock, Uuid, group, node};
+
+use crate::error::FsError;
+
+/// Reads the superblock: the first copy, or another when that is damaged.
+pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
+    let device_blocks = io.device().geometry().len / BLOCK_SIZE as u64;
+    let short = || {
+        let message = format!("{} bytes are too few for a gpunvme filesystem", io.device().geometry().len);
+        FsError::from(Corrupt::Superblock(message))
+    };
+    if device_blocks == 0 {
+        return Err(short());
+    }
+    let intact = Cell::new(false);
+    let read = |address| -> Result<Superblock, FsError> {
+        let block = read_blocks(io, address, 1)?.swap_remove(0);
+        // An intact superblock that says something else is not overruled by a copy.
+        intact.set(Superblock::is_intact(&block, address));
+        Ok(Superblock::decode(&block, address, device_blocks)?)
+    };
+    match read(Superblock::ADDRESS) {
+        Ok(superblock) => Ok(superblock),
+        Err(error) if intact.get() => Err(error),
+        // The last copy lies at the end of the device, unless the device grew.
+        Err(error) => match read(device_blocks - 1) {
+            Ok(superblock) => {
+                tracing::warn!(%error, "the first superblock is damaged; using the copy at the end of the device");
+                Ok(superblock)
+            }
+            Err(_) => Err(error),
+        },
+    }
+}
+
+/// Checks a block that was read from a device: its header, and what can be said of its content.
+pub(crate) fn check_block(block: &Block, address: u64, uuid: &Uuid) -> Result<(), Corrupt> {
+    block.verify_any_kind(address, uuid)?;
+    if block.expect(BlockKind::Node).is_ok() {
+        node::check(block)?;
+    } else if block.expect(BlockKind::Bitmap).is_ok() {
+        group::check_bitmap(block)?;
+    }
+    Ok(())
+}
+
+/// Reads blocks from anywhere, all at once; nothing is checked.
+pub(crate) fn read_scattered(io: &Io, addresses: &[u64]) -> Result<Vec<Block>, FsError> {
+    let region = Region::allocate(addresses.len() * BLOCK_SIZE)?;
+    let request = |(i, address): (usize, &u64)| {
+        Request::read(Geometry::byte(*address), vec![Span { region: region.clone(), offset: i * BLOCK_SIZE, len: BLOCK_SIZE }])
+    };
+    io.run(addresses.iter().enumerate().map(request))?;
+    copy_out(&region, addresses.len())
+}
+
+/// Reads blocks that follow one another; nothing is checked.
+pub(crate) fn read_blocks(io: &Io, address: u64, count: u64) -> Result<Vec<Block>, FsError> {
+    let len = count as usize * BLOCK_SIZE;
+    let region = Region::allocate(len)?;
+    io.run(vec![Request::read(Geometry::byte(address), vec![Span { region: region.clone(), offset: 0, len }])])?;
+    copy_out(&region, count as usize)
+}
+
+fn copy_out(region: &Region, count: usize) -> Result<Vec<Block>, FsError> {
+    let mut bytes = [0; BLOCK_SIZE];
+    let mut blocks = Vec::with_capacity(count);
+    for i in 0..count {
+        region.read_at(i * BLOCK_SIZE, &mut bytes)?;
+        blocks.push(Block::from_bytes(&bytes));
+    }
+    Ok(blocks)
+}
+
+/// Writes one block, durably.
+pub(crate) fn write_block(io: &Io, block: &Block, address: u64) -> Result<(), FsError> {
+    let region = Region::allocate(BLOCK_SIZE)?;
+    region.write_at(0, block.bytes())?;
+    let span = Span { region, offset: 0, len: BLOCK_SIZE };
+    Ok(io.run(vec![Request::write(Geometry::byte(address), vec![span], true)])?)
+}
+
+/// Rounds up to whole blocks.
+pub(crate) fn blocks_of(bytes: u64) -> u64 {
+    bytes.div_ceil(BLOCK_SIZE as u64)
+}

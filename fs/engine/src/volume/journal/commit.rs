@@ -1,0 +1,172 @@
+//! Commits: make operations durable, together with the data written before.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use gpunvme_blockdev::{Region, Request, Span};
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::{Block, Geometry, journal};
+use parking_lot::{Mutex, MutexGuard};
+
+use super::ring::{Journal, ring_parts};
+use crate::error::FsError;
+use crate::volume::meta::Meta;
+use crate::volume::open::Volume;
+
+impl Volume {
+    /// Takes a lock that is held across I/O. Where batches complete only when a caller waits ([`Io::stepped`]), the thread that has
+    /// it goes on while this one completes them.
+    pub(super) fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
+        loop {
+            match lock.try_lock() {
+                Some(guard) => return guard,
+                None if self.io.step() => {}
+                None => return lock.lock(),
+            }
+        }
+    }
+
+    /// Makes every operation that was finished before the call durable, together with all data written so far. Who calls
+    /// while a commit is under way waits for it, and shares the next one with all others that do.
+    pub fn commit(&self) -> Result<(), FsError> {
+        if self.read_only {
+            return Ok(());
+        }
+        let wanted = {
+            let meta = self.meta.read();
+            if meta.running.is_empty() { meta.sequence - 1 } else { meta.sequence }
+        };
+        loop {
+            let mut journal = self.lock(&self.journal);
+            self.writable()?;
+            if self.durable.load(Ordering::Acquire) >= wanted {
+                return self.flush_data().map_err(|e| self.fail(e));
+            }
+            let has_room = self.write_transaction(&mut journal).map_err(|e| self.fail(e))?;
+            if has_room {
+                return Ok(());
+            }
+            let tail = journal.tail;
+            drop(journal);
+            let mut anchors = self.lock(&self.anchors);
+            // Of those that find no room, one makes it.
+            if self.lock(&self.journal).tail == tail {
+                self.writable()?;
+                self.checkpoint_locked(&mut anchors).map_err(|e| self.fail(e))?;
+            }
+        }
+    }
+
+    /// Whether the running transaction is large enough for a commit to be due: where it is full, operations wait for one.
+    pub fn wants_commit(&self) -> bool {
+        let meta = self.meta.read();
+        meta.running.len() > meta.transaction_max / 2
+    }
+
+    /// Flushes the device when data was written since the last flush.
+    fn flush_data(&self) -> Result<(), FsError> {
+        let written = self.data_written.swap(false, Ordering::AcqRel);
+        if written && self.io.device().geometry().volatile_cache {
+            self.io.run(vec![Request::flush()])?;
+        }
+        Ok(())
+    }
+
+    /// Writes the running transaction. Returns whether the journal has room for it.
+    fn write_transaction(&self, journal: &mut Journal) -> Result<bool, FsError> {
+        let geometry = self.superblock.geometry();
+        self.look()?;
+        let (sequence, homes, images) = {
+            let mut meta = self.meta.write();
+            if meta.running.is_empty() {
+                drop(meta);
+                self.flush_data()?;
+                return Ok(true);
+            }
+            let blocks = journal::transaction_blocks(meta.running.len() as u64);
+            if blocks > geometry.journal_blocks - (journal.head - journal.tail) {
+                // Before the transaction is frozen: afterwards its images would hide the committed ones.
+                return Ok(false);
+            }
+            freeze(&mut meta, journal)
+        };
+        let blocks = journal::transaction_blocks(images.len() as u64);
+        self.flush_data()?;
+        let descriptors = journal::encode_descriptors(&geometry, journal.head, sequence, &homes, &self.superblock.uuid);
+        let region = journal_buffer(journal, blocks as usize * BLOCK_SIZE)?;
+        let all = descriptors.iter().chain(images.iter().map(Arc::as_ref));
+        for (i, block) in all.enumerate() {
+            region.write_at(i * BLOCK_SIZE, block.bytes())?;
+        }
+        self.write_ring(&geometry, journal.head, blocks, &region)?;
+        journal.head += blocks;
+        self.durable.store(sequence, Ordering::Release);
+        self.epochs.retire(std::mem::take(&mut journal.freed));
+        self.reuse_freed();
+        Ok(true)
+    }
+
+    /// Writes blocks into the ring, durably.
+    fn write_ring(&self, geometry: &Geometry, position: u64, blocks: u64, region: &Arc<Region>) -> Result<(), FsError> {
+        let volatile = self.io.device().geometry().volatile_cache;
+        let parts: Vec<_> = ring_parts(geometry, position, blocks).collect();
+        let fua = volatile && parts.len() == 1;
+        let mut at = 0;
+        let requests = parts.iter().map(|(address, len)| {
+            let len = *len as usize * BLOCK_SIZE;
+            let span = Span { region: region.clone(), offset: at, len };
+            at += len;
+            Request::write(Geometry::byte(*address), vec![span], fua)
+        });
+        self.io.run(requests)?;
+        if volatile && !fua {
+            self.io.run(vec![Request::flush()])?;
+        }
+        Ok(())
+    }
+
+    /// Lets the allocator have the freed blocks that nothing holds back any more.
+    pub(crate) fn reuse_freed(&self) {
+        let runs = self.epochs.reusable();
+        if runs.is_empty() {
+            return;
+        }
+        let mut meta = self.meta.write();
+        for run in &runs {
+            meta.busy.remove(*run);
+            meta.pending -= run.len;
+        }
+    }
+}
+
+/// Ends the running transaction: seals its blocks and shares them. Returns its sequence, the home addresses and the images.
+fn freeze(meta: &mut Meta, journal: &mut Journal) -> (u64, Vec<u64>, Vec<Arc<Block>>) {
+    let sequence = meta.sequence;
+    let mut homes = std::mem::take(&mut meta.running);
+    homes.sort_unstable();
+    let mut images = Vec::with_capacity(homes.len());
+    for home in &homes {
+        let entry = meta.cache.get_mut(*home).expect("blocks of the running transaction stay in memory");
+        let block = Arc::make_mut(&mut entry.block);
+        if *home == STATE {
+            meta.state.store(block);
+        }
+        block.seal(sequence);
+        entry.running = false;
+        images.push(entry.block.clone());
+        meta.cache.keep_image(*home, sequence);
+    }
+    meta.sequence += 1;
+    journal.freed.append(&mut meta.freed);
+    (sequence, homes, images)
+}
+
+fn journal_buffer(journal: &mut Journal, len: usize) -> Result<Arc<Region>, FsError> {
+    if let Some(region) = journal.buffer.as_ref().filter(|r| r.len() >= len) {
+        return Ok(region.clone());
+    }
+    let region = Region::allocate(len.next_power_of_two())?;
+    journal.buffer = Some(region.clone());
+    Ok(region)
+}

@@ -1,0 +1,39 @@
+//! The journal's ring: positions in it, and their places on the device.
+
+use std::sync::Arc;
+
+use gpunvme_blockdev::{Io, Region};
+use gpunvme_layout::{Block, Geometry};
+
+use crate::error::FsError;
+use crate::volume::io::read_blocks;
+use crate::volume::run::Run;
+
+/// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap; their place on the device is
+/// the position modulo the length of the journal.
+pub(crate) struct Journal {
+    /// Where the next transaction goes.
+    pub(super) head: u64,
+    /// Where the oldest live transaction begins.
+    pub(super) tail: u64,
+    /// Frees of transactions that are not durable.
+    pub(super) freed: Vec<Run>,
+    /// Buffer that transactions are put together in.
+    pub(super) buffer: Option<Arc<Region>>,
+}
+
+pub(super) fn read_ring(io: &Io, geometry: &Geometry, position: u64, count: u64) -> Result<Vec<Block>, FsError> {
+    let mut blocks = Vec::with_capacity(count as usize);
+    for (address, len) in ring_parts(geometry, position, count) {
+        blocks.extend(read_blocks(io, address, len)?);
+    }
+    Ok(blocks)
+}
+
+/// The pieces of the device that `count` blocks from `position` on take: one, or two where the ring wraps.
+pub(super) fn ring_parts(geometry: &Geometry, position: u64, count: u64) -> impl Iterator<Item = (u64, u64)> {
+    let at = position % geometry.journal_blocks;
+    let first = count.min(geometry.journal_blocks - at);
+    let parts = [(geometry.journal + at, first), (geometry.journal, count - first)];
+    parts.into_iter().filter(|(_, len)| *len > 0)
+}

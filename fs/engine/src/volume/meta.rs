@@ -1,0 +1,134 @@
+//! Metadata in memory: everything that the volume's one metadata lock guards, and looking at it.
+
+use std::sync::Arc;
+
+use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
+
+use super::busy::Busy;
+use super::cache::Cache;
+use super::place::Place;
+use super::run::Run;
+use crate::error::{Attempt, Fail, Stall};
+
+/// Blocks that a transaction holds at the most: what a commit writes at once stays below 32 MiB.
+pub(super) const TRANSACTION_MAX: u64 = 8000;
+
+/// Everything that the metadata lock guards.
+pub(crate) struct Meta {
+    /// Layout of the volume.
+    pub geometry: Geometry,
+    /// UUID of the filesystem.
+    pub uuid: Uuid,
+    /// Key of the name hash.
+    pub hash_key: [u8; 16],
+    /// Root and counters, as the latest operation left them.
+    pub state: State,
+    /// Blocks in memory.
+    pub cache: Cache,
+    /// Addresses that the running transaction has changed.
+    pub running: Vec<u64>,
+    /// Sequence of the running transaction.
+    pub sequence: u64,
+    /// Blocks that the running transaction may change at the most.
+    pub transaction_max: usize,
+    /// Data blocks freed by the running transaction.
+    pub freed: Vec<Run>,
+    /// Blocks that are not to be allocated although their bits say that they are free.
+    pub busy: Busy,
+    /// Busy blocks that become free by waiting or asking: freed ones that may not be reused yet, and windows of growing files.
+    pub pending: u64,
+    /// Blocks promised to data that waits in memory for its place on the device.
+    pub reserved: u64,
+    /// Metadata chunks that became empty, with the sequence of the transaction that emptied them.
+    pub emptied: Vec<(u64, u64)>,
+    /// Free nodes in all chunks of metadata, once they were counted.
+    pub free_nodes: Option<u64>,
+    /// Where the allocator looks first.
+    pub hints: Hints,
+    /// Times that images were written home; tells a load that what it read may be out of date.
+    pub checkpoints: u64,
+    /// Operations begun so far.
+    pub operations: u64,
+}
+
+/// Where the allocator looks first.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Hints {
+    /// Group of the last small run.
+    pub small: u64,
+    /// Where the chunk goes on that was broken last.
+    pub broken: Option<u64>,
+    /// First group with a free chunk.
+    pub first_chunk: u64,
+    /// Groups behind the last one with a free chunk.
+    pub full_behind: u64,
+    /// Group of the last node.
+    pub node: u64,
+}
+
+impl Meta {
+    /// Metadata of a volume whose state block was read.
+    pub fn new(superblock: &Superblock, state_block: Block, state: State, sequence: u64, cache: usize) -> Meta {
+        let geometry = superblock.geometry();
+        let mut cache = Cache::new(cache);
+        cache.put(state_block.address(), Arc::new(state_block));
+        Meta {
+            geometry,
+            uuid: superblock.uuid,
+            hash_key: superblock.hash_key,
+            state,
+            cache,
+            running: Vec::new(),
+            sequence,
+            transaction_max: (geometry.journal_blocks / 2 - 8).min(TRANSACTION_MAX) as usize,
+            freed: Vec::new(),
+            busy: Busy::default(),
+            pending: 0,
+            reserved: 0,
+            emptied: Vec::new(),
+            free_nodes: None,
+            hints: Hints::default(),
+            checkpoints: 0,
+            operations: 0,
+        }
+    }
+
+    /// Makes the state block part of the running transaction; what it says is written into it when that is frozen.
+    pub fn run_state(&mut self) {
+        let entry = self.cache.get_mut(STATE).expect("the state block stays in memory");
+        if !entry.running {
+            entry.running = true;
+            self.running.push(STATE);
+        }
+    }
+}
+
+/// Whoever can look at metadata blocks: [`Meta`] itself, or an operation under way.
+pub(crate) trait Blocks {
+    /// The metadata.
+    fn meta(&self) -> &Meta;
+
+    /// A block that is in memory, of the kind that the caller expects.
+    fn block(&self, address: u64, kind: BlockKind) -> Attempt<&Block> {
+        let Some(entry) = self.meta().cache.get(address) else {
+            return Err(Fail::Stall(Stall::Load { address }));
+        };
+        entry.block.expect(kind)?;
+        Ok(&entry.block)
+    }
+
+    /// Remembers a leaf that was gone down to.
+    fn remember(&self, _place: Place) {}
+
+    /// A remembered leaf that satisfies `covers`.
+    fn recall(&self, _covers: impl Fn(&Place) -> bool) -> Option<Place> {
+        None
+    }
+}
+
+impl Blocks for Meta {
+    fn meta(&self) -> &Meta {
+        self
+    }
+}

@@ -1,0 +1,344 @@
+//! An open volume: opening and closing it, and waiting for what an operation stalls on.
+
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::{Block, Corrupt, Key, State, Superblock, Timestamp};
+use parking_lot::Mutex;
+
+use super::epoch::Epochs;
+use super::io::{check_block, read_blocks, read_scattered, read_superblock};
+use super::journal::recovery::{self, Recovered};
+use super::journal::{Anchors, Journal};
+use super::lock::MetaLock;
+use super::meta::Meta;
+use super::op::Op;
+use super::tree;
+use crate::error::{Attempt, Fail, FsError, Stall};
+
+/// How a volume is opened.
+#[derive(Debug, Clone, Copy)]
+pub struct VolumeOptions {
+    /// Nothing is written, not even the journal's recovery.
+    pub read_only: bool,
+    /// Memory for clean metadata, in bytes.
+    pub cache: usize,
+}
+
+/// Who asks for an operation, and when.
+#[derive(Debug, Clone, Copy)]
+pub struct Context {
+    /// User of the caller.
+    pub uid: u32,
+    /// Group of the caller.
+    pub gid: u32,
+    /// The time that the operation stamps.
+    pub now: Timestamp,
+}
+
+/// Counters of a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Blocks that files can have, free or not.
+    pub blocks: u64,
+    /// Free blocks.
+    pub free: u64,
+    /// Free blocks that data can still get.
+    pub available: u64,
+    /// Inodes in use.
+    pub inodes: u64,
+}
+
+/// Rounds in which an operation waits for freed blocks before it reports that there are none.
+const REUSES_MAX: u32 = 100;
+/// Checkpoints that an operation waits for before it reports that there is no space.
+const CHECKPOINTS_MAX: u32 = 3;
+
+/// What an operation that waits has waited for so far.
+#[derive(Default)]
+pub(crate) struct Waiter {
+    /// Blocks loaded for it: they stay in memory until it is done, however small the cache.
+    held: Vec<Arc<Block>>,
+    reuses: u32,
+    checkpoints: u32,
+}
+
+/// An open volume.
+pub struct Volume {
+    pub(crate) io: Arc<Io>,
+    pub(super) superblock: Superblock,
+    pub(super) read_only: bool,
+    pub(crate) meta: MetaLock,
+    pub(super) anchors: Mutex<Anchors>,
+    pub(super) journal: Mutex<Journal>,
+    /// The next commit looks whether the volume on the device is still this mount's.
+    pub(super) look_again: AtomicBool,
+    /// Sequence of the last durable transaction.
+    pub(super) durable: AtomicU64,
+    pub(crate) epochs: Arc<Epochs>,
+    /// Data was written since the device was last flushed.
+    pub(crate) data_written: AtomicBool,
+    /// Why nothing is written any more.
+    pub(super) failed: OnceLock<FsError>,
+    /// Inodes that were without a name when the volume was opened.
+    pub(super) orphans: Mutex<Vec<u64>>,
+}
+
+impl Volume {
+    /// Opens the volume on a device, and recovers it when it was not closed cleanly.
+    ///
+    /// # Errors
+    /// Says what is wrong with the volume or the device.
+    pub fn open(io: Arc<Io>, options: VolumeOptions) -> Result<Volume, FsError> {
+        let superblock = read_superblock(&io)?;
+        let read_only = options.read_only || io.device().geometry().read_only;
+        if superblock.unknown_ro_compat != 0 && !read_only {
+            let what = format!(
+                "uses features that this program can only read (bits {:#x}): mount it with -o ro, or use a newer program",
+                superblock.unknown_ro_compat
+            );
+            return Err(Corrupt::Superblock(what).into());
+        }
+        let recovered = recovery::recover(&io, &superblock)?;
+        if recovered.transactions > 0 {
+            tracing::info!(transactions = recovered.transactions, blocks = recovered.images.len(), "recovering from the journal");
+        }
+        let state_block = match recovered.images.get(&STATE) {
+            Some(block) => block.clone(),
+            None => read_blocks(&io, STATE, 1)?.swap_remove(0),
+        };
+        state_block.verify_any_kind(STATE, &superblock.uuid)?;
+        let state = State::decode(&state_block, &superblock.geometry())?;
+        for (address, block) in &recovered.images {
+            check_block(block, *address, &superblock.uuid)?;
+        }
+        let volume = Volume::assemble(io, superblock, read_only, recovered, (state_block, state), options.cache);
+        if !read_only {
+            // Also marks the volume as not cleanly unmounted, before the first change.
+            volume.checkpoint()?;
+            volume.finish_truncations()?;
+        }
+        Ok(volume)
+    }
+
+    /// A volume of which everything is known that has to be: superblock, live part of the journal, and state. Nothing is
+    /// written yet.
+    pub(crate) fn assemble(
+        io: Arc<Io>,
+        superblock: Superblock,
+        read_only: bool,
+        recovered: Recovered,
+        (state_block, state): (Block, State),
+        cache: usize,
+    ) -> Volume {
+        let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, cache);
+        for (address, block) in recovered.images {
+            // A check may have begun the sequences anew: what is in the journal is before all that comes.
+            let sequence = block.sequence().min(recovered.sequence - 1);
+            meta.cache.put(address, Arc::new(block));
+            meta.cache.keep_image(address, sequence);
+        }
+        Volume {
+            io,
+            superblock,
+            read_only,
+            meta: MetaLock::new(meta),
+            anchors: Mutex::new(recovered.anchors),
+            journal: Mutex::new(recovered.journal),
+            look_again: AtomicBool::new(true),
+            durable: AtomicU64::new(recovered.sequence - 1),
+            epochs: Arc::default(),
+            data_written: AtomicBool::new(false),
+            failed: OnceLock::new(),
+            orphans: Mutex::default(),
+        }
+    }
+
+    /// Makes everything durable and leaves nothing to recover. Data has to be written before.
+    pub fn close(&self) -> Result<(), FsError> {
+        if self.read_only || self.failed.get().is_some() {
+            return Ok(());
+        }
+        self.finish_truncations()?;
+        self.reap(usize::MAX)?;
+        self.close_journal()
+    }
+
+    /// What the volume is.
+    pub fn superblock(&self) -> &Superblock {
+        &self.superblock
+    }
+
+    /// Whether nothing can be written: mounted so, or after a failure.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only || self.failed.get().is_some()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn BlockDevice> {
+        self.io.device()
+    }
+
+    /// The executor of the device's queues.
+    pub fn io(&self) -> &Arc<Io> {
+        &self.io
+    }
+
+    /// Counters of the volume.
+    pub fn usage(&self) -> Usage {
+        let meta = self.meta.read();
+        let free = meta.state.free_blocks.saturating_sub(meta.reserved);
+        Usage { blocks: meta.geometry.data_blocks(), free, available: meta.available(), inodes: meta.state.inodes }
+    }
+
+    /// Others take so many bytes of the memory that is for metadata ([`VolumeOptions::cache`]): less of that is kept, down to a quarter.
+    pub fn give_way(&self, bytes: usize) {
+        if self.meta.read().cache.has_to_give_way(bytes) {
+            self.meta.write().cache.give_way(bytes);
+        }
+    }
+
+    /// Runs an operation to its end: resolves what it stalls on, and tries again.
+    ///
+    /// # Errors
+    /// The operation's own error, or that of resolving a stall.
+    pub fn wait<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
+        let mut waiter = Waiter::default();
+        loop {
+            match attempt() {
+                Ok(result) => return Ok(result),
+                Err(Fail::Error(error)) => return Err(error),
+                Err(Fail::Stall(stall)) => self.resolve(stall, &mut waiter)?,
+            }
+        }
+    }
+
+    /// Waits for what an operation stalled on.
+    ///
+    /// # Errors
+    /// The device failed, or what is waited for cannot come.
+    pub(crate) fn resolve(&self, stall: Stall, waiter: &mut Waiter) -> Result<(), FsError> {
+        match stall {
+            Stall::Load { address } => waiter.held.push(self.load(address)?),
+            Stall::Commit => self.commit()?,
+            Stall::Reuse => {
+                waiter.reuses += 1;
+                if waiter.reuses > REUSES_MAX {
+                    return Err(FsError::NoSpace);
+                }
+                self.commit()?;
+                self.reuse_freed();
+                if waiter.reuses > 1 {
+                    // A transfer still holds the blocks; it ends when the device answers.
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                }
+            }
+            Stall::Checkpoint => {
+                waiter.checkpoints += 1;
+                if waiter.checkpoints > CHECKPOINTS_MAX {
+                    return Err(FsError::NoSpace);
+                }
+                self.give_back()?;
+            }
+            Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::Flights { .. } | Stall::Held { .. } => {
+                unreachable!("only operations on data stall so")
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a metadata block into memory.
+    pub(super) fn load(&self, address: u64) -> Result<Arc<Block>, FsError> {
+        Ok(self.load_all(&[address])?.swap_remove(0))
+    }
+
+    /// Reads metadata blocks into memory, all at once.
+    fn load_all(&self, addresses: &[u64]) -> Result<Vec<Arc<Block>>, FsError> {
+        loop {
+            let before = self.meta.read().checkpoints;
+            let read = read_scattered(&self.io, addresses)?;
+            let mut meta = self.meta.write();
+            // What was read may be older than what a checkpoint has written, and the cache dropped, in the meantime.
+            if meta.checkpoints != before {
+                continue;
+            }
+            let take = |(address, block): (&u64, Block)| match meta.cache.get(*address) {
+                Some(entry) => Ok(entry.block.clone()),
+                None => {
+                    check_block(&block, *address, &meta.uuid)?;
+                    Ok(meta.cache.put_copy(*address, &block))
+                }
+            };
+            return addresses.iter().zip(read).map(take).collect();
+        }
+    }
+
+    /// Brings the nodes that lead to these items into memory, level by level, each level at once. They stay there as long as
+    /// what is returned lives.
+    pub(crate) fn preload(&self, keys: &[Key]) -> Result<Vec<Arc<Block>>, FsError> {
+        let mut held = Vec::new();
+        loop {
+            let mut missing: Vec<u64> = Vec::new();
+            let meta = self.meta.read();
+            for key in keys {
+                match tree::get(&*meta, *key) {
+                    Err(Fail::Stall(Stall::Load { address })) => missing.push(address),
+                    Err(Fail::Error(error)) => return Err(error),
+                    _ => {}
+                }
+            }
+            drop(meta);
+            if missing.is_empty() {
+                return Ok(held);
+            }
+            missing.sort_unstable();
+            missing.dedup();
+            held.extend(self.load_all(&missing)?);
+        }
+    }
+
+    /// Begins an operation that changes metadata.
+    pub(crate) fn begin(&self) -> Attempt<Op<'_>> {
+        self.writable()?;
+        Op::begin(self.meta.write())
+    }
+
+    /// Fails when the volume cannot be written.
+    pub(crate) fn writable(&self) -> Result<(), FsError> {
+        match self.failed.get() {
+            Some(error) => Err(error.clone()),
+            None if self.read_only => Err(FsError::ReadOnly),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails when another has the device: no data may be written then, nor what waits in memory.
+    pub(crate) fn has_device(&self) -> Result<(), FsError> {
+        match self.failed.get() {
+            Some(taken @ FsError::Taken { .. }) => Err(taken.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Stops all writing after a failure that leaves memory and device apart.
+    pub(super) fn fail(&self, error: FsError) -> FsError {
+        if matches!(error, FsError::ReadOnly | FsError::Failed(_)) {
+            return error;
+        }
+        if matches!(error, FsError::Taken { .. }) {
+            if self.failed.set(error.clone()).is_ok() {
+                tracing::error!(%error, "the volume is read-only from now on");
+            }
+        } else if self.failed.set(FsError::Failed(error.to_string())).is_ok() {
+            tracing::error!(
+                device = self.io.device().name(),
+                %error,
+                "metadata could not be written: the volume is read-only from now on; unmount it, repair the device, mount it again"
+            );
+        }
+        error
+    }
+}

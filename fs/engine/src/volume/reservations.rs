@@ -1,0 +1,56 @@
+//! Reservations: blocks that are kept for data which is in memory, or on its way to the device. Nothing of them is on the device: a
+//! crash forgets them.
+
+use super::open::Volume;
+use super::run::Run;
+use crate::error::Attempt;
+
+impl Volume {
+    /// Keeps `blocks` blocks free for data that waits in memory. Freed blocks that cannot be reused yet count as free: they
+    /// can when the data needs them.
+    pub(crate) fn promise(&self, blocks: u64) -> Attempt<()> {
+        self.writable()?;
+        if blocks == 0 {
+            return Ok(());
+        }
+        let mut meta = self.meta.write();
+        if meta.available() < blocks {
+            return Err(meta.no_chunk());
+        }
+        meta.reserved += blocks;
+        Ok(())
+    }
+
+    /// Takes a promise back.
+    pub(crate) fn forget_promise(&self, blocks: u64) {
+        if blocks > 0 {
+            self.meta.write().reserved -= blocks;
+        }
+    }
+
+    /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What it takes beyond `want` is a
+    /// window that the caller may need later, and gives back when others need it more.
+    pub(crate) fn reserve(&self, goal: Option<u64>, want: u64, ahead: u64) -> Attempt<Run> {
+        let mut meta = self.meta.write();
+        let run = meta.reserve(goal, want + ahead)?;
+        meta.pending += run.len.saturating_sub(want);
+        Ok(run)
+    }
+
+    /// Turns blocks of a window into reserved ones.
+    pub(crate) fn take_from_window(&self, blocks: u64) {
+        self.meta.write().pending -= blocks;
+    }
+
+    /// Gives a window back.
+    pub(crate) fn unreserve_window(&self, window: Run) {
+        let mut meta = self.meta.write();
+        meta.pending -= window.len;
+        meta.unreserve(window);
+    }
+
+    /// Gives reserved blocks back.
+    pub(crate) fn unreserve(&self, run: Run) {
+        self.meta.write().unreserve(run);
+    }
+}
