@@ -11,3 +11,8 @@ pub mod volume;
 pub use data::Filesystem;
 pub use error::FsError;
 pub use volume::{FormatOptions, FormatReport, Volume, VolumeOptions, format, probe};
+
+// What callers meet of the on-disk format: units and limits, and the values in attributes and errors.
+pub use gpunvme_layout::block::BLOCK_SIZE;
+pub use gpunvme_layout::item::{FILE_SIZE_MAX, NAME_MAX};
+pub use gpunvme_layout::{Corrupt, FileType, Inode, Timestamp};

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{OpenMode, open};
 use gpunvme_engine::FormatOptions;
-use gpunvme_layout::Timestamp;
+use gpunvme_engine::Timestamp;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 

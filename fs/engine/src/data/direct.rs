@@ -335,7 +335,7 @@ impl Drop for Flight {
 fn extent(mapping: &Mapping) -> Extent {
     Extent {
         file_offset: mapping.offset * BLOCK,
-        device_offset: Geometry::byte(mapping.extent.block),
+        device_offset: mapping.device_offset(),
         len: u64::from(mapping.extent.len) * BLOCK,
         written: !mapping.extent.unwritten,
     }

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use gpunvme_layout::geometry::GROUP_BLOCKS;
 use gpunvme_layout::item::EXTENT_BLOCKS_MAX;
-use gpunvme_layout::{Corrupt, Extent, Key, Kind};
+use gpunvme_layout::{Corrupt, Extent, Geometry, Key, Kind};
 
 use super::meta::Blocks;
 use super::op::Op;
@@ -30,6 +30,11 @@ impl Mapping {
     /// First block of the file beyond it.
     pub fn end(&self) -> u64 {
         self.offset + u64::from(self.extent.len)
+    }
+
+    /// Where it begins on the device, in bytes.
+    pub fn device_offset(&self) -> u64 {
+        Geometry::byte(self.extent.block)
     }
 
     /// The part of it within `from..to`.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
-use gpunvme_layout::Corrupt;
+use gpunvme_engine::Corrupt;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::attachment::{self, attach};

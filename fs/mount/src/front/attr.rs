@@ -3,8 +3,8 @@
 use std::time::{Duration, SystemTime};
 
 use fuser::{FileAttr, INodeNo, TimeOrNow};
-use gpunvme_layout::block::BLOCK_SIZE;
-use gpunvme_layout::{FileType, Timestamp};
+use gpunvme_engine::BLOCK_SIZE;
+use gpunvme_engine::{FileType, Timestamp};
 
 use gpunvme_engine::data::system_time;
 use gpunvme_engine::volume::Attributes;

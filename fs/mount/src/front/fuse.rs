@@ -16,15 +16,19 @@ use fuser::{
     ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
     SessionACL, TimeOrNow, WriteFlags,
 };
-use gpunvme_layout::block::BLOCK_SIZE;
-use gpunvme_layout::item::NAME_MAX;
+use gpunvme_engine::BLOCK_SIZE;
+use gpunvme_engine::NAME_MAX;
 
-use super::files::Write;
+use super::attr;
+use super::caller::Caller;
 use super::handles::Handle;
-use super::names::Listing;
-use super::readers::{Busy, Readers};
-use super::session::Settings;
-use super::{Caller, Front, KernelCache, attr, messages};
+use super::kernel::KernelCache;
+use super::messages;
+use super::operations::names::Listing;
+use super::resources::idle_loops::{BusyLoop, IdleLoops};
+use super::settings::Settings;
+use super::shared::Front;
+use super::write_request::WriteRequest;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
 
@@ -69,7 +73,7 @@ pub(super) fn serve(front: &Arc<Front>, connection: OwnedFd, settings: &Settings
     config.n_threads = Some(settings.loops);
     config.clone_fd = true;
     let acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
-    let adapter = Adapter { front: front.clone(), readers: Readers::new(settings.loops) };
+    let adapter = Adapter { front: front.clone(), idle_loops: IdleLoops::new(settings.loops) };
     let session = fuser::Session::from_fd(adapter, connection, acl, config)?;
     let set = front.kernel.set(Box::new(Notifier(session.notifier())));
     assert!(set.is_ok(), "a front end is mounted once");
@@ -172,13 +176,13 @@ impl Listing for ReplyDirectoryPlus {
 struct Adapter {
     front: Arc<Front>,
     /// None where there are too few loops for it to matter.
-    readers: Option<Arc<Readers>>,
+    idle_loops: Option<Arc<IdleLoops>>,
 }
 
 impl Adapter {
     /// For as long as a request is served by a loop.
-    fn busy(&self) -> Option<Busy<'_>> {
-        self.readers.as_ref().map(Readers::busy)
+    fn busy(&self) -> Option<BusyLoop<'_>> {
+        self.idle_loops.as_ref().map(IdleLoops::busy)
     }
 }
 
@@ -204,8 +208,8 @@ impl fuser::Filesystem for Adapter {
 
     fn forget(&self, _: &Request, ino: INodeNo, lookups: u64) {
         // They come in lots that fuser takes apart. Amid these the loop must not stand aside, nor be taken for one that waits.
-        if let Some(readers) = &self.readers {
-            readers.leave();
+        if let Some(idle_loops) = &self.idle_loops {
+            idle_loops.leave();
         }
         self.front.forget(ino.0, lookups);
     }
@@ -385,7 +389,7 @@ impl fuser::Filesystem for Adapter {
         let _busy = self.busy();
         let len = data.len() as u32;
         let caller = caller(request);
-        let how = Write {
+        let how = WriteRequest {
             handle: Handle(handle.0),
             offset,
             strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::Front;
+use super::shared::Front;
 
 /// How long written data stays in memory at the most, as long as nobody asks for more.
 const WRITE_BACK: Duration = Duration::from_secs(1);
@@ -62,7 +62,7 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
             }
         }
         // The kernel decides how many inodes it knows; what counts them is taken from the cache.
-        fs.volume().give_way(front.nodes.memory());
+        fs.volume().give_way(front.lookups.memory());
         front.wake_late_parts();
         if fs.volume().is_read_only() {
             continue;

@@ -2,36 +2,32 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
+use super::append_order::AppendOrder;
+use super::fuse;
 use super::housekeeping::Housekeeping;
-use super::ioctl::Direct;
-use super::lengths::Lengths;
-use super::mount_state::MountState;
-use super::nodes::Nodes;
-use super::parts::Parts;
-use super::rings::serving_threads;
-use super::room::Room;
-use super::workers::Workers;
-use super::{Front, GENERAL_THREADS, INVALIDATION_THREADS, PARKED, ROOM, TRANSFER_THREADS, fuse};
+use super::kernel::{Lengths, Lookups, MountState};
+use super::resources::endpoint::{Endpoint, serving_threads};
+use super::resources::request_budget::RequestBudget;
+use super::resources::workers::Workers;
+use super::settings::Settings;
+use super::shared::Front;
 use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::error::FsError;
 
-/// How a filesystem is served.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    /// The device, as the user called it.
-    pub device: String,
-    /// Let users other than the one who mounts in.
-    pub allow_other: bool,
-    /// Loops that take requests.
-    pub loops: usize,
-    /// Time between two commits of the journal.
-    pub commit: Duration,
-}
+/// Threads for operations that wait. Each may hold a device queue's worth of requests; more threads would only wait longer.
+const GENERAL_THREADS: usize = 64;
+/// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at the most (`fuse.rs`, MAX_BACKGROUND).
+const REQUEST_BYTES: usize = 256 << 20;
+/// Of these, bytes of parts of appends that wait for something of which nobody knows whether it comes. Beyond them they wait for less long: the rest is for others.
+const PARKED: usize = REQUEST_BYTES / 4;
+/// Threads that work for long direct transfers. They wait for nothing, and fill memory as fast as it is.
+const TRANSFER_THREADS: usize = 2;
+/// Threads that wait for the kernel.
+const INVALIDATION_THREADS: usize = 16;
 
 /// A live mount.
 pub struct Session {
@@ -49,17 +45,17 @@ impl Session {
     pub fn start(fs: Arc<Filesystem>, connection: OwnedFd, settings: &Settings) -> io::Result<Session> {
         let serving_threads = serving_threads(settings.loops, fs.volume().device().geometry());
         let front = Arc::new(Front {
-            nodes: Nodes::default(),
+            lookups: Lookups::default(),
             lengths: Lengths::default(),
-            room: Room::new(ROOM),
-            parts: Parts::new(PARKED),
+            request_budget: RequestBudget::new(REQUEST_BYTES),
+            append_order: AppendOrder::new(PARKED),
             general: Workers::new("worker", GENERAL_THREADS)?,
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
             transfers: Workers::new("transfers", TRANSFER_THREADS)?,
-            plans: Arc::default(),
-            direct: Direct::new(&fs, &settings.device, serving_threads)?,
+            plan_budget: Arc::default(),
+            direct: Endpoint::new(&fs, &settings.device, serving_threads)?,
             mount_state: MountState::new()?,
-            kernel: std::sync::OnceLock::new(),
+            kernel: OnceLock::new(),
             fs,
         });
         let housekeeping = Housekeeping::start(front.clone(), settings.commit)?;
@@ -93,10 +89,10 @@ impl Session {
         drop(housekeeping);
         front.transfers.end();
         front.general.end();
-        front.parts.clear();
+        front.append_order.clear();
         front.invalidations.end();
         if !front.fs.volume().is_read_only() {
-            for ino in front.nodes.orphans() {
+            for ino in front.lookups.orphans() {
                 while front.fs.wait(|| front.fs.reap_step(ino))? {}
             }
         }

@@ -1,97 +1,21 @@
 //! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories. What `READ` and `WRITE` do
 //! once they are admitted is in [`super::transfers`].
 
-use std::io;
-use std::path::Path;
 use std::sync::Arc;
 
-use gpunvme_abi::{self as abi, Command, Direction, Info, Reason, Request, Resolve, Route, TransferRequest};
-use gpunvme_gpupath::limits;
-use gpunvme_gpupath::registry::{self, Limits, Registry};
-use gpunvme_gpupath::ring::Rings;
-use gpunvme_gpupath::server::{Answer, Reply, Server};
-use gpunvme_gpupath::socket::Listener;
-use gpunvme_layout::Geometry;
-use gpunvme_layout::block::BLOCK_SIZE;
-use gpunvme_layout::item::FILE_SIZE_MAX;
-
-use super::handles::Handle;
-use super::transfers::Transfer;
-use super::{Caller, Front, sockets};
-use gpunvme_engine::data::Filesystem;
+use gpunvme_abi::{self as abi, Command, Direction, Request, Resolve, TransferRequest};
 use gpunvme_engine::volume::Mapping;
+use gpunvme_engine::{BLOCK_SIZE, FILE_SIZE_MAX};
+use gpunvme_gpupath::limits;
+use gpunvme_gpupath::registry;
+use gpunvme_gpupath::server::{Answer, Reply};
+
+use super::transfers::Transfer;
+use crate::front::caller::Caller;
+use crate::front::handles::Handle;
+use crate::front::shared::Front;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-
-/// The daemon's end of the direct path for one mount.
-pub(super) struct Direct {
-    pub(super) server: Arc<Server>,
-    pub(super) rings: Rings,
-    /// None where it cannot have one ([`sockets`]): whoever is not root registers by ioctl.
-    socket: Option<Listener>,
-    device: String,
-}
-
-impl Direct {
-    /// The direct path to a filesystem, whose device the user called `device`. Up to `serving_threads` threads serve rings.
-    ///
-    /// # Errors
-    /// If the system has no thread or descriptor to give.
-    pub fn new(fs: &Filesystem, device: &str, serving_threads: usize) -> io::Result<Direct> {
-        let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
-        let server = Arc::new(Server::new(registry));
-        let name = socket_name(fs, device);
-        let socket = sockets::listen(&name, server.clone()).inspect_err(|error| tracing::debug!("{name}: {error}")).ok();
-        let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
-        Ok(Direct { server, rings, socket, device: device.to_owned() })
-    }
-
-    fn info(&self, fs: &Filesystem) -> Info {
-        let superblock = fs.volume().superblock();
-        let geometry = fs.volume().device().geometry();
-        let usage = fs.usage();
-        let limits = self.server.registry.limits();
-        let mut features = abi::Features::empty();
-        features.set(abi::Features::READ_ONLY, fs.volume().is_read_only());
-        let (route, reason) = match registry::peer_to_peer(&**fs.volume().device()) {
-            Ok(()) => (Route::P2p, Reason::None),
-            Err(reason) => (Route::Bounce, reason),
-        };
-        let mut info = Info {
-            magic: abi::INFO_MAGIC,
-            features: features.bits(),
-            uuid: superblock.uuid,
-            capacity: usage.blocks * BLOCK,
-            free: usage.available * BLOCK,
-            max_transfer: abi::MAX_TRANSFER,
-            max_buffer_bytes: limits.process.bytes,
-            max_buffers: limits.process.buffers as u32,
-            max_segments: abi::MAX_SEGMENTS as u32,
-            block_size: BLOCK_SIZE as u32,
-            logical_block: geometry.logical_block,
-            memory_alignment: geometry.memory_alignment,
-            devices: 1,
-            route: route.code(),
-            reason: reason.code(),
-            ..Info::default()
-        };
-        let path = self.socket.as_ref().map_or(Path::new(""), Listener::path);
-        abi::put_text(&mut info.label, &superblock.label);
-        abi::put_text(&mut info.socket, &path.to_string_lossy());
-        abi::put_text(&mut info.device, &self.device);
-        abi::put_text(&mut info.daemon, concat!("mount.gpunvme ", env!("CARGO_PKG_VERSION")));
-        info
-    }
-}
-
-/// A name of its own for each mount: copies of a volume share its UUID.
-fn socket_name(fs: &Filesystem, device: &str) -> String {
-    use std::hash::Hasher;
-    let mut hasher = rustc_hash::FxHasher::default();
-    hasher.write(device.as_bytes());
-    let uuid = u128::from_be_bytes(fs.volume().superblock().uuid);
-    format!("{uuid:032x}-{:016x}.sock", hasher.finish())
-}
 
 impl Caller {
     /// The caller, as the direct path knows it.
@@ -213,7 +137,7 @@ fn extent(mapping: &Mapping) -> abi::Extent {
     let flags = if mapping.extent.unwritten { abi::ExtentFlags::UNWRITTEN } else { abi::ExtentFlags::empty() };
     abi::Extent {
         file_offset: mapping.offset * BLOCK,
-        device_offset: Geometry::byte(mapping.extent.block),
+        device_offset: mapping.device_offset(),
         len: u64::from(mapping.extent.len) * BLOCK,
         device: 0,
         flags: flags.bits(),

@@ -6,21 +6,15 @@ use std::sync::Arc;
 
 use gpunvme_abi::ring::Attach;
 use gpunvme_abi::{Command, Direction, TransferRequest};
-use gpunvme_blockdev::Geometry;
 use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::ring::{AttachedFile, Taken};
 use gpunvme_gpupath::server::Reply;
 
-use super::handles::Handle;
 use super::transfers::Transfer;
-use super::turns::Owner;
-use super::{Caller, Front};
-
-/// How many threads serve rings at the most, beside so many loops. Each is busy as long as there is work, and has a queue of the device to itself, and for
-/// some devices a thread of the kernel: a quarter of what there is. With four the device has more to do than it can.
-pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
-    (loops.min(device.max_queues as usize) / 4).clamp(1, 4)
-}
+use crate::front::caller::Caller;
+use crate::front::handles::Handle;
+use crate::front::resources::turns::Owner;
+use crate::front::shared::Front;
 
 /// An open file, as it was when it was attached.
 struct Attached {
@@ -35,7 +29,7 @@ const NOBODY: u32 = u32::MAX;
 
 impl Front {
     /// `ATTACH` on an open file.
-    pub(super) fn attach(
+    pub(in crate::front) fn attach(
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,
@@ -60,7 +54,7 @@ impl Front {
 impl Attached {
     /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being removed.
     fn new(front: &Arc<Front>, ino: u64, handle: Handle) -> Attached {
-        let known = front.nodes.look_up(ino);
+        let known = front.lookups.look_up(ino);
         debug_assert!(known, "an open file is being removed");
         let handle = handle.of(front.fs.open_file(ino, false));
         Attached { front: front.clone(), ino, handle }
@@ -95,7 +89,7 @@ impl AttachedFile for Attached {
 impl Drop for Attached {
     fn drop(&mut self) {
         self.front.fs.close_file(self.ino, false);
-        if self.front.nodes.forget(self.ino, 1) {
+        if self.front.lookups.forget(self.ino, 1) {
             self.front.remove_waiting(self.ino);
         }
     }

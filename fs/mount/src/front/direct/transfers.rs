@@ -11,21 +11,22 @@ use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
 use gpunvme_abi::{Direction, Reason, Segment, TransferFlags, TransferRequest};
+use gpunvme_engine::BLOCK_SIZE;
+use gpunvme_engine::Timestamp;
 use gpunvme_gpupath::limits;
 use gpunvme_gpupath::planner::{self, Plan, Position};
 use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::seldom::Seldom;
 use gpunvme_gpupath::server::{Answer, Outcome};
 use gpunvme_gpupath::transfer::{self, Failed};
-use gpunvme_layout::Timestamp;
-use gpunvme_layout::block::BLOCK_SIZE;
 use smallvec::SmallVec;
 
-use super::files::strip_unless_privileged;
-use super::handles::Handle;
-use super::plans::Planned;
-use super::turns::Owner;
-use super::{Caller, Front};
+use crate::front::caller::Caller;
+use crate::front::handles::Handle;
+use crate::front::operations::files::strip_unless_privileged;
+use crate::front::resources::plan_budget::PlanShare;
+use crate::front::resources::turns::Owner;
+use crate::front::shared::Front;
 use gpunvme_engine::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
 use gpunvme_engine::data::{Filesystem, system_time};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
@@ -40,7 +41,7 @@ const QUICK_ZEROES: u64 = 256 << 10;
 const FILL: u64 = 4 << 20;
 
 /// A transfer that was admitted.
-pub(super) struct Transfer {
+pub(in crate::front) struct Transfer {
     pub direction: Direction,
     pub caller: Caller,
     pub ino: u64,
@@ -77,7 +78,7 @@ struct Part {
     segments: SmallVec<[Segment; 1]>,
     /// Where the next one begins.
     next: Position,
-    planned: Planned,
+    planned: PlanShare,
 }
 
 impl Transfer {
@@ -96,7 +97,12 @@ impl Transfer {
 
 impl Front {
     /// Whether a file is open for a transfer, and its volume there for it.
-    pub(super) fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Answer> {
+    pub(in crate::front) fn may_transfer(
+        &self,
+        direction: Direction,
+        handle: Handle,
+        request: &TransferRequest,
+    ) -> Result<(), Answer> {
         let access = match direction {
             Direction::Read => handle.readable(),
             Direction::Write => {
@@ -109,7 +115,7 @@ impl Front {
 
     /// Begins a transfer that was admitted. `limit`: the offset in files from which on its writer
     /// may write nothing.
-    pub(super) fn begin_transfer(
+    pub(in crate::front) fn begin_transfer(
         self: &Arc<Self>,
         mut transfer: Transfer,
         limit: u64,
@@ -146,7 +152,7 @@ impl Front {
 
     /// Reads a part, and goes on with the next.
     fn direct_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, read: Read<D>) {
-        let plans = self.plans.clone();
+        let plans = self.plan_budget.clone();
         self.attempt_for(
             read,
             move |fs, Read { transfer, at, .. }| {
@@ -203,7 +209,7 @@ impl Front {
     fn begin_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, part: DirectRead, read: Read<D>) {
         let DirectRead { plan, next, alignment, guard } = part;
         let front = self.clone();
-        let planned = self.plans.take(plan.pieces());
+        let planned = self.plan_budget.take(plan.pieces());
         let complete = Outcome::done(&read.transfer.buffer, &plan);
         let buffer = read.transfer.buffer.clone();
         transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
@@ -229,10 +235,10 @@ impl Front {
 
     /// Writes a part, and goes on with the next.
     fn write_part<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, write: Write<D>) {
-        let (segments, next) = planner::write_part(&write.transfer.request.segments, write.at, self.plans.write_bytes());
+        let (segments, next) = planner::write_part(&write.transfer.request.segments, write.at, self.plan_budget.write_bytes());
         // Each of its blocks may have to be written by a command of its own.
         let blocks: u64 = segments.iter().map(|segment| segment.len.div_ceil(BLOCK)).sum();
-        let part = Part { segments, next, planned: self.plans.take(blocks as usize) };
+        let part = Part { segments, next, planned: self.plan_budget.take(blocks as usize) };
         let now = system_time();
         self.attempt_for(
             (write, part),
@@ -327,7 +333,7 @@ impl Front {
             matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size)
         };
         // Asked when the device has the data: what the kernel asks for from here on is new.
-        let only_attributes = (written.in_place || ends_inside()) && !self.nodes.may_have(transfer.ino, transfer.ranges());
+        let only_attributes = (written.in_place || ends_inside()) && !self.lookups.may_have(transfer.ino, transfer.ranges());
         if only_attributes && let Some(kernel) = self.kernel.get() {
             if written.shown {
                 let since = Instant::now();

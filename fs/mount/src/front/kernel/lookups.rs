@@ -1,4 +1,4 @@
-//! Which inodes the kernel knows, and when one that has lost its last name can be removed.
+//! Lookup counts: which inodes the kernel knows, and when one that has lost its last name can be removed.
 //!
 //! An inode without a name works on for as long as somebody has it: the kernel counts that for us, open files and mappings
 //! included, and forgets the inode when nobody does. So every answer that gives the kernel an inode is counted *before* it is
@@ -7,7 +7,7 @@
 //! An inode is removed when it is an orphan and its count is zero, whichever comes last. Both are one entry of one table,
 //! changed under one lock, so exactly one of the two sees both and removes it. What is left is an answer that found the inode
 //! by its name just before the name went, and is counted after: while the removal goes on, the entry says so, and
-//! [`Nodes::look_up`] refuses; once it has ended, the answer gives the kernel a number that stands for nothing, now and for
+//! [`Lookups::look_up`] refuses; once it has ended, the answer gives the kernel a number that stands for nothing, now and for
 //! ever, since numbers are never used again. (The kernel does not even ask for a name while it removes it: both hold the
 //! directory's lock.)
 
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::MutexGuard;
 use rustc_hash::FxHashMap;
 
-use super::cached::Cached;
+use super::page_cache::CachedPages;
 use gpunvme_engine::sharded::Sharded;
 
 /// Memory, in bytes, for each of the entries that a table has room for: one in eight of its slots stays free, and each has a byte besides.
@@ -32,24 +32,24 @@ const SPARSE: usize = 8;
 
 /// What is known of an inode besides its count. Of most that is nothing, and there may be millions.
 #[derive(Default)]
-struct Node {
+struct Known {
     /// It has lost its last name.
     orphan: bool,
     /// It is being removed.
     leaving: bool,
     /// What the kernel may have of the content.
-    cached: Cached,
+    cached: CachedPages,
 }
 
 #[derive(Default)]
 struct Shard {
     /// Answers that gave an inode to the kernel, less what it has forgotten. Of none that is zero.
     lookups: FxHashMap<u64, u64>,
-    nodes: FxHashMap<u64, Node>,
+    nodes: FxHashMap<u64, Known>,
 }
 
 impl Shard {
-    /// As [`Nodes::look_up`].
+    /// As [`Lookups::look_up`].
     fn look_up(&mut self, ino: u64) -> bool {
         let leaving = self.nodes.get(&ino).is_some_and(|node| node.leaving);
         if !leaving {
@@ -59,7 +59,7 @@ impl Shard {
     }
 
     /// What else is known of an inode that the kernel knows, or that is an orphan.
-    fn known(&mut self, ino: u64) -> Option<&mut Node> {
+    fn known(&mut self, ino: u64) -> Option<&mut Known> {
         if self.lookups.contains_key(&ino) { Some(self.nodes.entry(ino).or_default()) } else { self.nodes.get_mut(&ino) }
     }
 }
@@ -73,19 +73,19 @@ fn shrink<T>(table: &mut FxHashMap<u64, T>) {
 
 /// The inodes that the kernel knows.
 #[derive(Default)]
-pub(super) struct Nodes {
+pub(in crate::front) struct Lookups {
     shards: Sharded<Shard>,
     invalidations: AtomicU64,
 }
 
-impl Nodes {
+impl Lookups {
     /// Counts an answer that is about to give the inode to the kernel. False: it must not be given, it is being removed.
     #[must_use]
     pub fn look_up(&self, ino: u64) -> bool {
         self.shards.lock(ino).look_up(ino)
     }
 
-    /// As [`Nodes::look_up`], of several inodes. It takes less time than one by one.
+    /// As [`Lookups::look_up`], of several inodes. It takes less time than one by one.
     #[must_use]
     pub fn look_up_all(&self, inos: &[u64]) -> Vec<bool> {
         let mut counted = vec![false; inos.len()];
@@ -97,7 +97,7 @@ impl Nodes {
         counted
     }
 
-    /// Takes forgotten answers off the count. True: the inode is to be removed, and [`Nodes::removed`] to be called.
+    /// Takes forgotten answers off the count. True: the inode is to be removed, and [`Lookups::removed`] to be called.
     #[must_use]
     pub fn forget(&self, ino: u64, lookups: u64) -> bool {
         let mut shard = self.shards.lock(ino);
@@ -118,7 +118,7 @@ impl Nodes {
         true
     }
 
-    /// Notes that an inode has lost its last name. True: as for [`Nodes::forget`].
+    /// Notes that an inode has lost its last name. True: as for [`Lookups::forget`].
     #[must_use]
     pub fn orphaned(&self, ino: u64) -> bool {
         let mut shard = self.shards.lock(ino);
@@ -134,7 +134,7 @@ impl Nodes {
     pub fn memory(&self) -> usize {
         let of = |shard: MutexGuard<'_, Shard>| {
             let Shard { lookups, nodes } = &*shard;
-            lookups.capacity() * slot::<u64>() + nodes.capacity() * slot::<Node>() + nodes.len() * CACHED
+            lookups.capacity() * slot::<u64>() + nodes.capacity() * slot::<Known>() + nodes.len() * CACHED
         };
         self.shards.lock_each().map(of).sum()
     }
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn whichever_comes_last_removes_and_only_once() {
-        let nodes = Nodes::default();
+        let nodes = Lookups::default();
         assert!(nodes.look_up(5) && nodes.look_up(5));
         assert!(!nodes.forget(5, 1));
         assert!(!nodes.orphaned(5));
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn a_new_name_saves_an_orphan() {
-        let nodes = Nodes::default();
+        let nodes = Lookups::default();
         assert!(nodes.look_up(5));
         assert!(!nodes.orphaned(5));
         nodes.named(5);
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn several_are_counted_as_often_as_they_are_named_but_none_that_is_being_removed() {
-        let nodes = Nodes::default();
+        let nodes = Lookups::default();
         assert!(nodes.orphaned(21), "the kernel does not know it");
         assert_eq!(nodes.look_up_all(&[5, 21, 6, 5]), [true, false, true, true]);
         assert!(!nodes.orphaned(5) && !nodes.orphaned(6));
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn an_inode_that_is_only_known_takes_a_few_bytes_and_none_when_it_is_forgotten() {
         const KNOWN: u64 = 1_000_000;
-        let nodes = Nodes::default();
+        let nodes = Lookups::default();
         assert!((0..KNOWN).all(|ino| nodes.look_up(ino) && !nodes.may_have(ino, std::iter::once(0..1))));
         assert!(nodes.memory() <= KNOWN as usize * 40, "{}", nodes.memory());
         assert!(nodes.shards.lock_each().all(|shard| shard.nodes.is_empty()));

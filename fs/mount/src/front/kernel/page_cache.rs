@@ -1,4 +1,4 @@
-//! What the kernel may have in its page cache of one file.
+//! The kernel's pages of a file: what the kernel may have in its page cache.
 //!
 //! A direct transfer has the kernel write back and forget the pages that it touches, and waits for that. So it has to be known
 //! which pages those may be: no page too few, or somebody reads old bytes for ever, and few too many, since each costs a call.
@@ -18,8 +18,8 @@ const PAGE: u64 = 4096;
 
 /// The pages of a file that the kernel may have.
 #[derive(Debug, Default)]
-pub(super) struct Cached {
-    pages: Pages,
+pub(in crate::front) struct CachedPages {
+    pages: PageRuns,
     /// Invalidations under way.
     invalidations: Vec<Invalidation>,
 }
@@ -28,19 +28,19 @@ pub(super) struct Cached {
 struct Invalidation {
     number: u64,
     /// What will not be in the cache when it ends.
-    gone: Pages,
+    gone: PageRuns,
     /// What the kernel is given before, unasked. Until the end somebody may get hold of it there.
     stored: Option<Range<u64>>,
 }
 
-impl Cached {
+impl CachedPages {
     /// Notes that the kernel asks for bytes, or sends some. To be called before it is looked up what the file holds.
     pub fn note(&mut self, range: Range<u64>) {
         let range = whole_pages(range);
         for invalidation in &mut self.invalidations {
             // Whether the page comes before or after it is not known.
             if !invalidation.gone.remove(range.clone()) {
-                invalidation.gone = Pages::default();
+                invalidation.gone = PageRuns::default();
             }
         }
         self.pages.insert(range);
@@ -56,7 +56,7 @@ impl Cached {
     /// kernel. Returns what there is to invalidate: less than was asked for where the kernel has nothing, and more where there are
     /// too many runs to tell apart what would be left.
     pub fn begin(&mut self, number: u64, mut ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> Vec<Range<u64>> {
-        self.invalidations.push(Invalidation { number, gone: Pages::default(), stored: stored.map(whole_pages) });
+        self.invalidations.push(Invalidation { number, gone: PageRuns::default(), stored: stored.map(whole_pages) });
         ranges.retain(|range| self.may_have(std::iter::once(range.clone())));
         let ranges: Vec<Range<u64>> = ranges.into_iter().map(|range| self.pages.widened(whole_pages(range))).collect();
         let invalidation = self.invalidations.last_mut().expect("pushed above");
@@ -83,11 +83,11 @@ impl Cached {
 
 /// A set of pages: runs in order, that do not touch.
 #[derive(Debug, Default)]
-struct Pages {
+struct PageRuns {
     runs: Vec<Range<u64>>,
 }
 
-impl Pages {
+impl PageRuns {
     /// The runs that a range overlaps, or, with `beside`, that it touches.
     fn around(&self, range: &Range<u64>, beside: bool) -> Range<usize> {
         let beside = u64::from(beside);
@@ -171,11 +171,11 @@ mod tests {
         pages.start * PAGE..pages.end * PAGE
     }
 
-    fn has(cached: &Cached, page: u64) -> bool {
+    fn has(cached: &CachedPages, page: u64) -> bool {
         cached.may_have(std::iter::once(bytes(page..page + 1)))
     }
 
-    fn invalidate(cached: &mut Cached, pages: Range<u64>) -> Vec<Range<u64>> {
+    fn invalidate(cached: &mut CachedPages, pages: Range<u64>) -> Vec<Range<u64>> {
         let ranges = cached.begin(0, vec![bytes(pages)], None);
         cached.end(0, true);
         ranges
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn what_was_invalidated_is_clean_until_the_kernel_asks_again() {
-        let mut cached = Cached::default();
+        let mut cached = CachedPages::default();
         cached.note(100..PAGE * 9 + 1);
         assert!(has(&cached, 0) && has(&cached, 9) && !has(&cached, 10));
         assert_eq!(invalidate(&mut cached, 3..5), [bytes(3..5)]);
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn what_is_asked_for_during_an_invalidation_stays_noted_and_so_does_what_one_that_failed_was_about() {
-        let mut cached = Cached::default();
+        let mut cached = CachedPages::default();
         cached.note(bytes(0..10));
         cached.begin(1, vec![bytes(0..10)], None);
         cached.note(bytes(4..6));
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn what_is_stored_is_there_until_its_own_invalidation_ends() {
-        let mut cached = Cached::default();
+        let mut cached = CachedPages::default();
         assert_eq!(cached.begin(1, vec![bytes(5..9)], Some(9 * PAGE - 1..9 * PAGE)), [bytes(5..9)]);
         assert_eq!(invalidate(&mut cached, 8..9), [bytes(8..9)]);
         assert!(has(&cached, 8) && !has(&cached, 7), "the other may have ended before it was stored");
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_pass_of_invalidations_in_any_order_leaves_nothing_and_the_memory_is_bounded() {
-        let mut cached = Cached::default();
+        let mut cached = CachedPages::default();
         let pages = 1 << 16;
         cached.note(bytes(0..pages));
         for i in 0..pages {
@@ -244,7 +244,7 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) % limit
         };
-        let mut cached = Cached::default();
+        let mut cached = CachedPages::default();
         // What the kernel has: pages whose read has arrived here, and such whose read is on its way.
         let (mut given, mut asked) = (vec![false; PAGES as usize], Vec::<Range<u64>>::new());
         // Invalidations, and whether the kernel has come to them.

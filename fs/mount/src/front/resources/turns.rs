@@ -5,13 +5,13 @@ use std::collections::VecDeque;
 
 /// Who something is done for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Owner {
+pub(in crate::front) struct Owner {
     pub user: u32,
     pub process: u32,
 }
 
 /// A queue that takes turns.
-pub(super) struct Turns<T> {
+pub(in crate::front) struct Turns<T> {
     users: VecDeque<Group<Group<T>>>,
     len: usize,
 }

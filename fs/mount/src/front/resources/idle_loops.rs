@@ -1,4 +1,5 @@
-//! How many of a mount's loops wait for the kernel's requests: few, so that they and their processors stay awake.
+//! The idle FUSE loops: how many of a mount's loops wait for the kernel's requests. They are few, so that they and their processors
+//! stay awake.
 //!
 //! The kernel gives a request to the loop that has waited longest (`fuse_dev_do_read` waits exclusively, first in, first out). With many loops and few clients
 //! each loop waits so long between two requests that its processor sleeps, and waking that takes longer than the request itself. So a loop that has done its
@@ -18,7 +19,7 @@ use parking_lot::{Condvar, Mutex};
 const WAITING: usize = 3;
 
 /// The loops of one mount.
-pub(super) struct Readers {
+pub(in crate::front) struct IdleLoops {
     /// Loops that wait, of those whose last request is known to be over. (Of the others nobody can tell.)
     waiting: AtomicUsize,
     aside: Mutex<Aside>,
@@ -34,11 +35,11 @@ struct Aside {
 }
 
 /// A loop is at a request as long as it has this.
-pub(super) struct Busy<'a>(&'a Arc<Readers>);
+pub(in crate::front) struct BusyLoop<'a>(&'a Arc<IdleLoops>);
 
 /// A loop's thread, which ends when its mount has ended.
 struct Loop {
-    readers: Arc<Readers>,
+    loops: Arc<IdleLoops>,
     /// Whether it is one of those that wait.
     waits: Cell<bool>,
 }
@@ -47,17 +48,17 @@ thread_local! {
     static LOOP: OnceCell<Loop> = const { OnceCell::new() };
 }
 
-impl Readers {
+impl IdleLoops {
     /// For so many loops; none, where all of them may wait at once.
-    pub fn new(loops: usize) -> Option<Arc<Readers>> {
-        let readers = || Arc::new(Readers { waiting: AtomicUsize::new(0), aside: Mutex::default(), called: Condvar::new() });
-        (loops > WAITING).then(readers)
+    pub fn new(loops: usize) -> Option<Arc<IdleLoops>> {
+        let idle = || Arc::new(IdleLoops { waiting: AtomicUsize::new(0), aside: Mutex::default(), called: Condvar::new() });
+        (loops > WAITING).then(idle)
     }
 
     /// This thread, a loop, has a request. It drops what is returned when it is done with it, and may have to stand aside in that for as long as the mount is there.
-    pub fn busy(self: &Arc<Self>) -> Busy<'_> {
+    pub fn busy(self: &Arc<Self>) -> BusyLoop<'_> {
         self.leave();
-        Busy(self)
+        BusyLoop(self)
     }
 
     /// This thread, a loop, has a request and does not say when it is done with it: it counts as one that waits only after the next of which it does.
@@ -69,7 +70,7 @@ impl Readers {
 
     /// Notes whether this thread is one of the loops that wait. Returns whether it was.
     fn waits(self: &Arc<Self>, waits: bool) -> bool {
-        LOOP.with(|this| this.get_or_init(|| Loop { readers: self.clone(), waits: Cell::new(false) }).waits.replace(waits))
+        LOOP.with(|this| this.get_or_init(|| Loop { loops: self.clone(), waits: Cell::new(false) }).waits.replace(waits))
     }
 
     fn call(&self) {
@@ -93,7 +94,7 @@ impl Readers {
     }
 }
 
-impl Drop for Busy<'_> {
+impl Drop for BusyLoop<'_> {
     fn drop(&mut self) {
         if self.0.waiting.load(Ordering::SeqCst) >= WAITING {
             self.0.stand_aside();
@@ -105,8 +106,8 @@ impl Drop for Busy<'_> {
 
 impl Drop for Loop {
     fn drop(&mut self) {
-        self.readers.aside.lock().ended = true;
-        self.readers.called.notify_all();
+        self.loops.aside.lock().ended = true;
+        self.loops.called.notify_all();
     }
 }
 
@@ -126,14 +127,14 @@ mod tests {
 
     impl Threads {
         fn new(count: usize) -> Threads {
-            let readers = Readers::new(count).unwrap();
+            let loops = IdleLoops::new(count).unwrap();
             let (report, done) = mpsc::channel();
             let loops = (0..count).map(|number| {
                 let (sender, receiver) = mpsc::channel::<()>();
-                let (readers, report) = (readers.clone(), report.clone());
+                let (loops, report) = (loops.clone(), report.clone());
                 let serve = move || {
                     while receiver.recv().is_ok() {
-                        let busy = readers.busy();
+                        let busy = loops.busy();
                         receiver.recv().unwrap();
                         drop(busy);
                         report.send(number).unwrap();
@@ -179,27 +180,27 @@ mod tests {
 
     #[test]
     fn a_loop_that_does_not_say_when_it_is_done_does_not_count_as_one_that_waits() {
-        let readers = Readers::new(8).unwrap();
+        let loops = IdleLoops::new(8).unwrap();
         let barrier = Arc::new(std::sync::Barrier::new(WAITING));
         let at_forgets = |_| {
-            let (readers, barrier) = (readers.clone(), barrier.clone());
+            let (loops, barrier) = (loops.clone(), barrier.clone());
             thread::spawn(move || {
-                drop(readers.busy());
-                readers.leave();
-                readers.leave();
+                drop(loops.busy());
+                loops.leave();
+                loops.leave();
                 // All of them are at it at once, and none ends meanwhile.
                 barrier.wait();
                 barrier.wait();
             })
         };
         let threads: Vec<_> = (1..WAITING).map(at_forgets).collect();
-        drop(readers.busy());
-        readers.leave();
+        drop(loops.busy());
+        loops.leave();
         barrier.wait();
-        assert_eq!(readers.waiting.load(Ordering::SeqCst), 0);
+        assert_eq!(loops.waiting.load(Ordering::SeqCst), 0);
         // Who comes now must not stand aside.
-        drop(readers.busy());
-        assert_eq!(readers.waiting.load(Ordering::SeqCst), 1);
+        drop(loops.busy());
+        assert_eq!(loops.waiting.load(Ordering::SeqCst), 1);
         barrier.wait();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     }
@@ -219,13 +220,13 @@ mod tests {
     #[test]
     fn no_loop_is_left_aside_while_none_waits() {
         // Many threads in and out at once: each has to come to its end.
-        let readers = Readers::new(8).unwrap();
+        let loops = IdleLoops::new(8).unwrap();
         let threads: Vec<_> = (0..8)
             .map(|_| {
-                let readers = readers.clone();
+                let loops = loops.clone();
                 thread::spawn(move || {
                     for _ in 0..20_000 {
-                        drop(readers.busy());
+                        drop(loops.busy());
                     }
                 })
             })

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use rustix::thread::CapabilitySet;
 
-use super::{Caller, Front};
+use crate::front::caller::Caller;
+use crate::front::shared::Front;
 use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::error::{Attempt, FsError};
 use gpunvme_engine::volume::{ACL_ACCESS, SetAttributes, check_xattr_name};

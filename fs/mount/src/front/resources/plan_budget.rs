@@ -1,11 +1,12 @@
-//! Memory for the plans of direct transfers. A transfer of 1 GiB can be a quarter of a million commands; it is carried out in parts, and the fewer pieces the plans of
-//! all transfers together have left, the smaller the parts are. So nobody waits for memory, and many transfers at once take time and not memory.
+//! A budget for the plans of direct transfers. A transfer of 1 GiB can be a quarter of a million commands; it is carried out in parts, and
+//! the less of the budget is left, the smaller the parts are. So no transfer waits for memory, and many transfers at once take time
+//! and not memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_gpupath::planner::Bounds;
-use gpunvme_layout::block::BLOCK_SIZE;
 
 /// Pieces of all plans: about 350 bytes each, as long as their commands are under way.
 const ALL: usize = 64 << 10;
@@ -19,17 +20,17 @@ const WRITE_BLOCKS: std::ops::RangeInclusive<usize> = 256..=8 << 10;
 
 /// What is left.
 #[derive(Default)]
-pub(super) struct Plans {
+pub(in crate::front) struct PlanBudget {
     taken: AtomicUsize,
 }
 
 /// Pieces that a plan has, given back when it is dropped.
-pub(super) struct Planned {
-    plans: Arc<Plans>,
+pub(in crate::front) struct PlanShare {
+    budget: Arc<PlanBudget>,
     pieces: usize,
 }
 
-impl Plans {
+impl PlanBudget {
     /// What the next part of a read may be.
     pub fn read_bounds(&self) -> Bounds {
         Bounds { pieces: self.share().clamp(LEAST, MOST), bytes: READ_BYTES }
@@ -41,9 +42,9 @@ impl Plans {
     }
 
     /// Takes what a plan has, or may have.
-    pub fn take(self: &Arc<Self>, pieces: usize) -> Planned {
+    pub fn take(self: &Arc<Self>, pieces: usize) -> PlanShare {
         self.taken.fetch_add(pieces, Ordering::Relaxed);
-        Planned { plans: self.clone(), pieces }
+        PlanShare { budget: self.clone(), pieces }
     }
 
     fn share(&self) -> usize {
@@ -51,16 +52,16 @@ impl Plans {
     }
 }
 
-impl Planned {
+impl PlanShare {
     /// It has so many.
     pub fn set(&mut self, pieces: usize) {
         let before = std::mem::replace(&mut self.pieces, pieces);
         // Wraps around where it becomes less.
-        self.plans.taken.fetch_add(pieces.wrapping_sub(before), Ordering::Relaxed);
+        self.budget.taken.fetch_add(pieces.wrapping_sub(before), Ordering::Relaxed);
     }
 }
 
-impl Drop for Planned {
+impl Drop for PlanShare {
     fn drop(&mut self) {
         self.set(0);
     }
@@ -72,14 +73,14 @@ mod tests {
 
     #[test]
     fn however_many_there_are_all_get_on_and_all_is_given_back() {
-        let plans = Arc::new(Plans::default());
-        assert_eq!((plans.read_bounds().pieces, plans.write_bytes()), (MOST, 32 << 20));
-        let mut parts: Vec<_> = (0..500).map(|_| plans.take(plans.read_bounds().pieces)).collect();
-        assert!(plans.taken.load(Ordering::Relaxed) < ALL + 500 * LEAST);
-        assert_eq!((plans.read_bounds().pieces, plans.write_bytes()), (LEAST, 1 << 20));
+        let budget = Arc::new(PlanBudget::default());
+        assert_eq!((budget.read_bounds().pieces, budget.write_bytes()), (MOST, 32 << 20));
+        let mut parts: Vec<_> = (0..500).map(|_| budget.take(budget.read_bounds().pieces)).collect();
+        assert!(budget.taken.load(Ordering::Relaxed) < ALL + 500 * LEAST);
+        assert_eq!((budget.read_bounds().pieces, budget.write_bytes()), (LEAST, 1 << 20));
         parts.iter_mut().for_each(|part| part.set(7));
-        assert_eq!(plans.taken.load(Ordering::Relaxed), 500 * 7);
+        assert_eq!(budget.taken.load(Ordering::Relaxed), 500 * 7);
         drop(parts);
-        assert_eq!(plans.taken.load(Ordering::Relaxed), 0);
+        assert_eq!(budget.taken.load(Ordering::Relaxed), 0);
     }
 }

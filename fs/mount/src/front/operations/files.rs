@@ -4,12 +4,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_abi::Segment;
-use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_engine::BLOCK_SIZE;
 use rustix::thread::CapabilitySet;
 
-use super::handles::Handle;
 use super::names::set_id_bits;
-use super::{Caller, Front};
+use crate::front::caller::Caller;
+use crate::front::handles::Handle;
+use crate::front::shared::Front;
+use crate::front::write_request::WriteRequest;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::data::{Filesystem, Read, system_time};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
@@ -17,24 +19,6 @@ use gpunvme_engine::volume::SetAttributes;
 
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
 const COPY_MAX: u64 = 64 << 20;
-
-/// How a write is done.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Write {
-    /// What the file was opened for.
-    pub handle: Handle,
-    /// Where in the file, in bytes.
-    pub offset: u64,
-    /// The set-user-id bits of the file go.
-    pub strip: bool,
-    /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With `O_SYNC` the kernel sends an
-    /// fsync after each write.
-    pub direct: bool,
-    /// It goes behind the last byte of the file (`O_APPEND`), which is at `offset` as far as the kernel knows.
-    pub append: bool,
-    /// The bytes are in the kernel's page cache.
-    pub cached: bool,
-}
 
 impl Front {
     /// Opens a file with these flags of open(2).
@@ -61,9 +45,9 @@ impl Front {
             return done(Err(error));
         }
         if cached {
-            self.nodes.caches(ino, offset..offset.saturating_add(len as u64));
+            self.lookups.caches(ino, offset..offset.saturating_add(len as u64));
         }
-        let room = self.room.take(len);
+        let room = self.request_budget.take(len);
         self.attempt(
             move |fs| fs.plan_read(ino, offset, len),
             move |front, plan| match plan {
@@ -82,14 +66,14 @@ impl Front {
         caller: Caller,
         ino: u64,
         data: &[u8],
-        how: Write,
+        how: WriteRequest,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         if let Err(error) = how.handle.writable() {
             return done(Err(error));
         }
         if how.cached {
-            self.nodes.caches(ino, how.offset..how.offset.saturating_add(data.len() as u64));
+            self.lookups.caches(ino, how.offset..how.offset.saturating_add(data.len() as u64));
         }
         // What is appended may go elsewhere, where it is not aligned.
         if how.direct && !how.append && is_aligned(how.offset) && is_aligned(data.len() as u64) {
@@ -118,7 +102,7 @@ impl Front {
             }
         };
         if how.append && how.direct {
-            return self.append_part(caller, ino, data, how, done);
+            return self.append_fragment(caller, ino, data, how, done);
         }
         match attempt(self, data) {
             Ok(place) if how.direct => self.wait(move |fs| land(fs, ino, how.handle).map(|()| place), done),
@@ -126,7 +110,7 @@ impl Front {
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
-                let (room, data) = (self.room.take(data.len()), data.to_vec());
+                let (room, data) = (self.request_budget.take(data.len()), data.to_vec());
                 let front = self.clone();
                 self.wait(
                     move |fs| {
@@ -163,10 +147,10 @@ impl Front {
         caller: Caller,
         ino: u64,
         data: &[u8],
-        how: Write,
+        how: WriteRequest,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        let room = self.room.take(data.len());
+        let room = self.request_budget.take(data.len());
         // The bytes are the transport's, which takes its next request into the same place.
         let mut buffer = match self.fs.buffers().get(data.len()) {
             Ok(buffer) => buffer,
@@ -283,7 +267,7 @@ impl Front {
 
     /// Takes the set-user-id bits from a file whose content changes, and has the kernel forget the mode that it knows: by that it
     /// executes programs.
-    pub(super) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
+    pub(in crate::front) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
         self.stripped(ino, strip(&self.fs, caller, ino)?);
         Ok(())
     }
@@ -311,7 +295,7 @@ fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
 }
 
 /// As [`strip`], unless the caller is above that (`CAP_FSETID`).
-pub(super) fn strip_unless_privileged(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
+pub(in crate::front) fn strip_unless_privileged(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
     let inode = fs.volume().stored_attributes(ino)?.inode;
     if set_id_bits(&inode, caller) == 0 || caller.has(CapabilitySet::FSETID) { Ok(false) } else { strip(fs, caller, ino) }
 }
@@ -321,7 +305,7 @@ fn is_aligned(bytes: u64) -> bool {
 }
 
 /// Waits until the device has what was written to a file.
-pub(super) fn land(fs: &Arc<Filesystem>, ino: u64, handle: Handle) -> Result<(), FsError> {
+pub(in crate::front) fn land(fs: &Arc<Filesystem>, ino: u64, handle: Handle) -> Result<(), FsError> {
     fs.flush_file(ino)?;
     fs.write_error(ino, handle.open())
 }

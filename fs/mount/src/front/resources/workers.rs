@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::messages;
 use super::turns::{Owner, Turns};
+use crate::front::messages;
 use gpunvme_engine::data::Spawn;
 
 /// How long a thread beyond the first waits for another task before it ends.
@@ -67,7 +67,7 @@ impl Workers {
     }
 
     /// As [`Workers::run`], in turns with the tasks of others.
-    pub(super) fn run_for(&self, owner: Owner, task: impl FnOnce() + Send + 'static) {
+    pub(in crate::front) fn run_for(&self, owner: Owner, task: impl FnOnce() + Send + 'static) {
         self.push(owner, Box::new(task));
     }
 

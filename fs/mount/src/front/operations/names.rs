@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use gpunvme_layout::Inode;
+use gpunvme_engine::Inode;
 use rustix::thread::CapabilitySet;
 
-use super::{Caller, Front};
+use crate::front::caller::Caller;
+use crate::front::shared::Front;
 use gpunvme_engine::data::{Filesystem, Settling};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
 use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
@@ -14,7 +15,7 @@ use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode,
 const BATCH: usize = 64;
 
 /// Where the entries of a directory go.
-pub(super) trait Listing: Send + 'static {
+pub(in crate::front) trait Listing: Send + 'static {
     /// Whether entries are to come with their attributes.
     const ATTRIBUTES: bool;
 
@@ -46,13 +47,13 @@ impl Front {
                     found => found.map(Some),
                 }
             },
-            move |front, found| done(found.map(|found| found.filter(|found| front.nodes.look_up(found.ino)))),
+            move |front, found| done(found.map(|found| found.filter(|found| front.lookups.look_up(found.ino)))),
         );
     }
 
     /// The kernel has forgotten answers that gave it an inode.
     pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
-        if self.nodes.forget(ino, lookups) {
+        if self.lookups.forget(ino, lookups) {
             self.remove(ino);
         }
     }
@@ -88,7 +89,7 @@ impl Front {
             move |fs| fs.link(&context, ino, parent, &name),
             move |front, linked| {
                 if linked.is_ok() {
-                    front.nodes.named(ino);
+                    front.lookups.named(ino);
                 }
                 done(front.given(linked));
             },
@@ -97,7 +98,7 @@ impl Front {
 
     /// Counts a node that is about to be given to the kernel.
     fn given(&self, node: Result<Attributes, FsError>) -> Result<Attributes, FsError> {
-        node.and_then(|node| if self.nodes.look_up(node.ino) { Ok(node) } else { Err(FsError::NotFound) })
+        node.and_then(|node| if self.lookups.look_up(node.ino) { Ok(node) } else { Err(FsError::NotFound) })
     }
 
     /// Removes a name of anything but a directory.
@@ -144,7 +145,7 @@ impl Front {
     /// Notes the inode that lost its last name.
     fn orphaned(self: &Arc<Self>, orphan: Result<Option<u64>, FsError>) -> Result<(), FsError> {
         if let Some(ino) = orphan?
-            && self.nodes.orphaned(ino)
+            && self.lookups.orphaned(ino)
         {
             self.remove(ino);
         }
@@ -242,7 +243,7 @@ const PRELOAD: usize = 1024;
 
 /// The bits that a file loses when the caller changes it: its set-user-id bit, and its set-group-id bit where its group can execute
 /// it or the caller is not in that group (`setattr_should_drop_sgid` of `fs/attr.c`).
-pub(super) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
+pub(in crate::front) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
     let goes = |bit| bit == libc::S_ISUID || inode.mode & libc::S_IXGRP != 0 || !caller.is_in_group(inode.gid);
     let bits = [libc::S_ISUID, libc::S_ISGID].into_iter().filter(|bit| !inode.is_dir() && inode.mode & bit != 0 && goes(*bit));
     bits.fold(0, |all, bit| all | bit)
@@ -318,7 +319,7 @@ impl<L: Listing> Reading<L> {
         let (own, others) = entries.split_at(entries.iter().take_while(is_own).count());
         // Counted first: the listing cannot take an entry back.
         let inos: Vec<u64> = others.iter().map(|(entry, _)| entry.ino).collect();
-        let counted = self.front.nodes.look_up_all(&inos);
+        let counted = self.front.lookups.look_up_all(&inos);
         let counts = std::iter::repeat_n(None, own.len()).chain(counted.into_iter().map(Some));
         let mut full = false;
         for ((entry, attributes), counted) in entries.iter().zip(counts) {

@@ -1,0 +1,98 @@
+//! Appends past the page cache (`O_DIRECT | O_APPEND`), fragment by fragment in their order.
+
+use std::sync::Arc;
+
+use super::files::land;
+use crate::front::append_order::Fragment;
+use crate::front::caller::Caller;
+use crate::front::shared::Front;
+use crate::front::write_request::WriteRequest;
+use gpunvme_engine::error::{Attempt, Fail, FsError};
+
+impl Front {
+    /// Writes a fragment of an append, if what goes before it is there. Returns where it is then.
+    fn try_fragment(&self, caller: &Caller, ino: u64, how: WriteRequest, data: &[u8], waits: bool) -> Attempt<Option<u64>> {
+        if waits && self.fs.attributes(ino)?.inode.size < how.offset {
+            return Ok(None);
+        }
+        if how.strip {
+            self.strip(caller, ino)?;
+        }
+        self.fs.append_part(ino, how.offset, data, caller.context.now).map(Some)
+    }
+
+    /// Writes a fragment of an append, at once or when what goes before it is there. `done` is told where it is when the device has it.
+    pub(in crate::front) fn append_fragment(
+        self: &Arc<Self>,
+        caller: Caller,
+        ino: u64,
+        data: &[u8],
+        how: WriteRequest,
+        done: impl FnOnce(Result<u64, FsError>) + Send + 'static,
+    ) {
+        let behind = self.append_order.are_before(ino, how.offset);
+        let tried = if behind { Ok(None) } else { self.try_fragment(&caller, ino, how, data, true) };
+        match tried {
+            Ok(Some(place)) => {
+                self.wake_parts(ino);
+                self.wait(move |fs| land(fs, ino, how.handle).map(|()| place), done);
+            }
+            Err(Fail::Error(error)) => done(Err(error)),
+            Ok(None) | Err(Fail::Stall(_)) => {
+                // The bytes are the transport's, which takes its next request into the same place.
+                let (share, data) = (self.request_budget.take(data.len()), data.to_vec());
+                let fragment = Fragment { caller, ino, how, data, share, done: Box::new(done) };
+                if tried.is_ok() {
+                    return self.park(fragment);
+                }
+                self.append_order.begin_work(ino);
+                self.work_on(fragment, true);
+            }
+        }
+    }
+
+    /// Writes a fragment that is with a worker now, on a thread that may wait for the device. `waits`: it is parked where it comes early.
+    fn work_on(self: &Arc<Self>, fragment: Fragment, waits: bool) {
+        let front = self.clone();
+        self.general.run(move || {
+            let Fragment { caller, ino, how, ref data, .. } = fragment;
+            let written = front.fs.wait(|| front.try_fragment(&caller, ino, how, data, waits));
+            let Some(written) = written.transpose() else {
+                front.append_order.end_work(ino);
+                return front.park(fragment);
+            };
+            front.append_order.end_work(ino);
+            front.wake_parts(ino);
+            let Fragment { data, share, done, .. } = fragment;
+            drop((data, share));
+            done(written.and_then(|place| land(&front.fs, ino, how.handle).map(|()| place)));
+        });
+    }
+
+    fn park(self: &Arc<Self>, fragment: Fragment) {
+        let (ino, offset, len) = (fragment.ino, fragment.how.offset, fragment.data.len());
+        self.append_order.park(ino, offset, len, fragment);
+        // What goes before it may have been written since it looked.
+        self.wake_parts(ino);
+    }
+
+    /// Goes on with the first of the parked fragments of a file, if the end of the file has come to it. The next follow when it is written: they go behind it, also where it
+    /// goes elsewhere than the kernel believes.
+    fn wake_parts(self: &Arc<Self>, ino: u64) {
+        if !self.append_order.has(ino) {
+            return;
+        }
+        // Where that is not in memory they look by themselves.
+        let end = self.fs.attributes(ino).map_or(u64::MAX, |now| now.inode.size);
+        if let Some(fragment) = self.append_order.take(ino, end) {
+            self.work_on(fragment, true);
+        }
+    }
+
+    /// Goes on with fragments that have waited too long for those before them.
+    pub(in crate::front) fn wake_late_parts(self: &Arc<Self>) {
+        for fragment in self.append_order.take_late() {
+            self.work_on(fragment, false);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Coherence of the kernel's page cache with direct transfers: what is dirty there is written back before one looks, and what one has
+//! changed is forgotten there.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::front::shared::Front;
+
+impl Front {
+    /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have. It does not run on a
+    /// thread that the kernel waits for where the kernel has to be asked.
+    pub(in crate::front) fn written_back(
+        self: &Arc<Self>,
+        ino: u64,
+        ranges: impl Iterator<Item = Range<u64>> + Clone,
+        then: impl FnOnce() + Send + 'static,
+    ) {
+        if !self.fs.is_mappable(ino) || !self.lookups.may_have(ino, ranges.clone()) {
+            return then();
+        }
+        let (front, ranges): (_, Vec<Range<u64>>) = (self.clone(), ranges.collect());
+        self.invalidations.run(move || {
+            front.invalidate(ino, ranges, || None);
+            front.general.run(then);
+        });
+    }
+
+    /// Has the kernel write back and forget what it has of these ranges of a file, and the file's attributes. `last`: before that,
+    /// tells it how long the file is, by its last byte, which lies in one of the ranges; what is stored for it is then forgotten,
+    /// and only the length stays.
+    pub(in crate::front) fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: impl FnOnce() -> Option<(u64, u8)>) {
+        let Some(kernel) = self.kernel.get() else { return };
+        let telling = self.lengths.tell(ino);
+        let last = last();
+        let (number, ranges) = self.lookups.begin_invalidation(ino, ranges, last.map(|(offset, _)| offset..offset + 1));
+        if let Some((offset, byte)) = last {
+            kernel.store(ino, offset, &[byte]);
+        }
+        for answer in self.lengths.told(telling) {
+            self.general.run(answer);
+        }
+        if ranges.is_empty() {
+            kernel.invalidate_attributes(ino);
+        }
+        let refused = ranges.into_iter().filter(|range| !kernel.invalidate(ino, range.clone())).count();
+        self.lookups.end_invalidation(ino, number, refused == 0);
+    }
+}

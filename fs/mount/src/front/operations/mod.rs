@@ -1,0 +1,8 @@
+//! The operations that the kernel asks for. Each takes a `done` that gets the result, on whatever thread it comes.
+
+mod appends;
+mod coherence;
+pub(super) mod files;
+pub(super) mod names;
+mod removal;
+mod xattr;

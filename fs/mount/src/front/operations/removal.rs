@@ -1,0 +1,38 @@
+//! Removing inodes that have no name, once the kernel has forgotten them.
+
+use std::sync::Arc;
+
+use gpunvme_engine::error::{Fail, FsError};
+
+use crate::front::messages;
+use crate::front::shared::Front;
+
+impl Front {
+    /// Removes an inode that is an orphan nobody has.
+    pub(in crate::front) fn remove(self: &Arc<Self>, ino: u64) {
+        match self.fs.reap_step(ino) {
+            Ok(false) => self.removed(ino, Ok(())),
+            Err(Fail::Error(error)) => self.removed(ino, Err(error)),
+            Ok(true) | Err(Fail::Stall(_)) => {
+                let front = self.clone();
+                self.general.run(move || front.remove_waiting(ino));
+            }
+        }
+    }
+
+    /// As [`Front::remove`], on a thread that may wait.
+    pub(in crate::front) fn remove_waiting(&self, ino: u64) {
+        let remove = || -> Result<(), FsError> {
+            while self.fs.wait(|| self.fs.reap_step(ino))? {}
+            Ok(())
+        };
+        self.removed(ino, remove());
+    }
+
+    pub(in crate::front) fn removed(&self, ino: u64, result: Result<(), FsError>) {
+        if let Err(error) = result {
+            messages::not_removed(ino, &error);
+        }
+        self.lookups.removed(ino);
+    }
+}

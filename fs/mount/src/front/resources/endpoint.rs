@@ -1,0 +1,93 @@
+//! The daemon's end of the direct path for one mount: buffers, rings, the registration socket, and what `INFO` says of them.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use gpunvme_abi::{self as abi, Info, Reason, Route};
+use gpunvme_blockdev::Geometry;
+use gpunvme_gpupath::registry::{self, Limits, Registry};
+use gpunvme_gpupath::ring::Rings;
+use gpunvme_gpupath::server::Server;
+use gpunvme_gpupath::socket::Listener;
+
+use super::sockets;
+use gpunvme_engine::BLOCK_SIZE;
+use gpunvme_engine::data::Filesystem;
+
+/// How many threads serve rings at the most, beside so many loops. Each is busy as long as there is work, and has a queue of the device to itself, and for
+/// some devices a thread of the kernel: a quarter of what there is. With four the device has more to do than it can.
+pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
+    (loops.min(device.max_queues as usize) / 4).clamp(1, 4)
+}
+
+/// The daemon's end of the direct path for one mount.
+pub(in crate::front) struct Endpoint {
+    pub(in crate::front) server: Arc<Server>,
+    pub(in crate::front) rings: Rings,
+    /// None where it cannot have one ([`sockets`]): whoever is not root registers by ioctl.
+    socket: Option<Listener>,
+    device: String,
+}
+
+impl Endpoint {
+    /// The direct path to a filesystem, whose device the user called `device`. Up to `serving_threads` threads serve rings.
+    ///
+    /// # Errors
+    /// If the system has no thread or descriptor to give.
+    pub fn new(fs: &Filesystem, device: &str, serving_threads: usize) -> io::Result<Endpoint> {
+        let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
+        let server = Arc::new(Server::new(registry));
+        let name = socket_name(fs, device);
+        let socket = sockets::listen(&name, server.clone()).inspect_err(|error| tracing::debug!("{name}: {error}")).ok();
+        let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
+        Ok(Endpoint { server, rings, socket, device: device.to_owned() })
+    }
+
+    /// The answer to `INFO`.
+    pub fn info(&self, fs: &Filesystem) -> Info {
+        let superblock = fs.volume().superblock();
+        let geometry = fs.volume().device().geometry();
+        let usage = fs.usage();
+        let limits = self.server.registry.limits();
+        let mut features = abi::Features::empty();
+        features.set(abi::Features::READ_ONLY, fs.volume().is_read_only());
+        let (route, reason) = match registry::peer_to_peer(&**fs.volume().device()) {
+            Ok(()) => (Route::P2p, Reason::None),
+            Err(reason) => (Route::Bounce, reason),
+        };
+        let mut info = Info {
+            magic: abi::INFO_MAGIC,
+            features: features.bits(),
+            uuid: superblock.uuid,
+            capacity: usage.blocks * BLOCK_SIZE as u64,
+            free: usage.available * BLOCK_SIZE as u64,
+            max_transfer: abi::MAX_TRANSFER,
+            max_buffer_bytes: limits.process.bytes,
+            max_buffers: limits.process.buffers as u32,
+            max_segments: abi::MAX_SEGMENTS as u32,
+            block_size: BLOCK_SIZE as u32,
+            logical_block: geometry.logical_block,
+            memory_alignment: geometry.memory_alignment,
+            devices: 1,
+            route: route.code(),
+            reason: reason.code(),
+            ..Info::default()
+        };
+        let path = self.socket.as_ref().map_or(Path::new(""), Listener::path);
+        abi::put_text(&mut info.label, &superblock.label);
+        abi::put_text(&mut info.socket, &path.to_string_lossy());
+        abi::put_text(&mut info.device, &self.device);
+        abi::put_text(&mut info.daemon, concat!("mount.gpunvme ", env!("CARGO_PKG_VERSION")));
+        info
+    }
+}
+
+/// A name of its own for each mount: copies of a volume share its UUID.
+fn socket_name(fs: &Filesystem, device: &str) -> String {
+    use std::hash::Hasher;
+    let mut hasher = rustc_hash::FxHasher::default();
+    hasher.write(device.as_bytes());
+    let uuid = u128::from_be_bytes(fs.volume().superblock().uuid);
+    format!("{uuid:032x}-{:016x}.sock", hasher.finish())
+}

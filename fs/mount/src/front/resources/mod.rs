@@ -1,0 +1,9 @@
+//! What the operations of one mount use up, and have to share: threads, memory, and the daemon's end of the direct path.
+
+pub(super) mod endpoint;
+pub(super) mod idle_loops;
+pub(super) mod plan_budget;
+pub(super) mod request_budget;
+mod sockets;
+pub(super) mod turns;
+pub(super) mod workers;

@@ -1,0 +1,72 @@
+//! What the operations of one mount share, and how they are tried: at once, and where that stalls on a thread that may wait.
+
+use std::sync::{Arc, OnceLock};
+
+use gpunvme_engine::data::Filesystem;
+use gpunvme_engine::error::{Attempt, Fail, FsError};
+
+use super::append_order::AppendOrder;
+use super::kernel::{KernelCache, Lengths, Lookups, MountState};
+use super::resources::endpoint::Endpoint;
+use super::resources::plan_budget::PlanBudget;
+use super::resources::request_budget::RequestBudget;
+use super::resources::workers::Workers;
+
+/// What the operations of one mount share.
+pub(super) struct Front {
+    pub(super) fs: Arc<Filesystem>,
+    pub(super) lookups: Lookups,
+    pub(super) lengths: Lengths,
+    pub(super) request_budget: Arc<RequestBudget>,
+    pub(super) append_order: AppendOrder,
+    pub(super) general: Arc<Workers>,
+    pub(super) invalidations: Arc<Workers>,
+    pub(super) transfers: Arc<Workers>,
+    pub(super) plan_budget: Arc<PlanBudget>,
+    pub(super) direct: Endpoint,
+    pub(super) mount_state: Arc<MountState>,
+    /// Set when the mount is there.
+    pub(super) kernel: OnceLock<Box<dyn KernelCache>>,
+}
+
+impl Front {
+    /// Tries an operation here, and where it has to wait goes on with it on a thread that may. `done` is lent the front end: to count one
+    /// more holder of what all threads hold takes as long as some operations.
+    pub(super) fn attempt<T>(
+        self: &Arc<Self>,
+        mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,
+        done: impl FnOnce(&Arc<Self>, Result<T, FsError>) + Send + 'static,
+    ) {
+        self.attempt_for((), move |fs, ()| attempt(fs), |front, (), result| done(front, result));
+    }
+
+    /// As [`Front::attempt`], for something that the operation and `done` both need.
+    pub(super) fn attempt_for<S: Send + 'static, T>(
+        self: &Arc<Self>,
+        subject: S,
+        mut attempt: impl FnMut(&Arc<Filesystem>, &S) -> Attempt<T> + Send + 'static,
+        done: impl FnOnce(&Arc<Self>, S, Result<T, FsError>) + Send + 'static,
+    ) {
+        match attempt(&self.fs, &subject) {
+            Ok(result) => done(self, subject, Ok(result)),
+            Err(Fail::Error(error)) => done(self, subject, Err(error)),
+            Err(Fail::Stall(_)) => {
+                let front = self.clone();
+                self.general.run(move || {
+                    let result = front.fs.wait(|| attempt(&front.fs, &subject));
+                    done(&front, subject, result);
+                });
+            }
+        }
+    }
+
+    /// Runs an operation on a thread that may wait.
+    pub(super) fn wait<T>(
+        self: &Arc<Self>,
+        operation: impl FnOnce(&Arc<Filesystem>) -> Result<T, FsError> + Send + 'static,
+        done: impl FnOnce(Result<T, FsError>) + Send + 'static,
+    ) {
+        let fs = self.fs.clone();
+        self.general.run(move || done(operation(&fs)));
+    }
+}

@@ -1,0 +1,21 @@
+//! A write as the kernel asks for it.
+
+use super::handles::Handle;
+
+/// How a write is done.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct WriteRequest {
+    /// What the file was opened for.
+    pub handle: Handle,
+    /// Where in the file, in bytes.
+    pub offset: u64,
+    /// The set-user-id bits of the file go.
+    pub strip: bool,
+    /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With `O_SYNC` the kernel sends an
+    /// fsync after each write.
+    pub direct: bool,
+    /// It goes behind the last byte of the file (`O_APPEND`), which is at `offset` as far as the kernel knows.
+    pub append: bool,
+    /// The bytes are in the kernel's page cache.
+    pub cached: bool,
+}
