@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
 use super::caller::Caller;
-use super::resources::request_budget::BudgetShare;
+use super::resources::request_budget::RequestPermit;
 use super::write_request::WriteRequest;
 use gpunvme_engine::error::FsError;
 
@@ -28,7 +28,7 @@ pub(super) struct Fragment {
     pub ino: u64,
     pub how: WriteRequest,
     pub data: Vec<u8>,
-    pub share: BudgetShare,
+    pub permit: RequestPermit,
     pub done: Box<dyn FnOnce(Result<u64, FsError>) + Send>,
 }
 

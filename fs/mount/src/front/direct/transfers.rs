@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 use crate::front::caller::Caller;
 use crate::front::handles::Handle;
 use crate::front::operations::files::strip_unless_privileged;
-use crate::front::resources::plan_budget::PlanShare;
+use crate::front::resources::plan_budget::PlanPermit;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 use gpunvme_engine::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
@@ -78,7 +78,7 @@ struct Part {
     segments: SmallVec<[Segment; 1]>,
     /// Where the next one begins.
     next: Position,
-    planned: PlanShare,
+    planned: PlanPermit,
 }
 
 impl Transfer {

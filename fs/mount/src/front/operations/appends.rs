@@ -40,8 +40,8 @@ impl Front {
             Err(Fail::Error(error)) => done(Err(error)),
             Ok(None) | Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
-                let (share, data) = (self.request_budget.take(data.len()), data.to_vec());
-                let fragment = Fragment { caller, ino, how, data, share, done: Box::new(done) };
+                let (permit, data) = (self.request_budget.take(data.len()), data.to_vec());
+                let fragment = Fragment { caller, ino, how, data, permit, done: Box::new(done) };
                 if tried.is_ok() {
                     return self.park(fragment);
                 }
@@ -63,8 +63,8 @@ impl Front {
             };
             front.append_order.end_work(ino);
             front.wake_parts(ino);
-            let Fragment { data, share, done, .. } = fragment;
-            drop((data, share));
+            let Fragment { data, permit, done, .. } = fragment;
+            drop((data, permit));
             done(written.and_then(|place| land(&front.fs, ino, how.handle).map(|()| place)));
         });
     }

@@ -47,13 +47,13 @@ impl Front {
         if cached {
             self.lookups.caches(ino, offset..offset.saturating_add(len as u64));
         }
-        let room = self.request_budget.take(len);
+        let permit = self.request_budget.take(len);
         self.attempt(
             move |fs| fs.plan_read(ino, offset, len),
             move |front, plan| match plan {
                 Ok(plan) => front.fs.submit_read(plan, move |read| {
                     done(read);
-                    drop(room);
+                    drop(permit);
                 }),
                 Err(error) => done(Err(error)),
             },
@@ -110,11 +110,11 @@ impl Front {
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 // The bytes are the transport's, which takes its next request into the same place.
-                let (room, data) = (self.request_budget.take(data.len()), data.to_vec());
+                let (permit, data) = (self.request_budget.take(data.len()), data.to_vec());
                 let front = self.clone();
                 self.wait(
                     move |fs| {
-                        let _room = room;
+                        let _permit = permit;
                         let place = fs.wait(|| attempt(&front, &data))?;
                         if how.direct {
                             land(fs, ino, how.handle)?;
@@ -150,7 +150,7 @@ impl Front {
         how: WriteRequest,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        let room = self.request_budget.take(data.len());
+        let permit = self.request_budget.take(data.len());
         // The bytes are the transport's, which takes its next request into the same place.
         let mut buffer = match self.fs.buffers().get(data.len()) {
             Ok(buffer) => buffer,
@@ -172,7 +172,7 @@ impl Front {
                     // A device needs no more of memory than a block does.
                     assert!(planned.plan.edges.is_empty(), "whole blocks have no edges");
                     front.fs.submit_direct_write(planned, move |written| {
-                        drop((buffer, room));
+                        drop((buffer, permit));
                         done(written.map(drop).map_err(FsError::from));
                     });
                 }

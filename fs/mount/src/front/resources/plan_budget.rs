@@ -25,7 +25,7 @@ pub(in crate::front) struct PlanBudget {
 }
 
 /// Pieces that a plan has, given back when it is dropped.
-pub(in crate::front) struct PlanShare {
+pub(in crate::front) struct PlanPermit {
     budget: Arc<PlanBudget>,
     pieces: usize,
 }
@@ -42,9 +42,9 @@ impl PlanBudget {
     }
 
     /// Takes what a plan has, or may have.
-    pub fn take(self: &Arc<Self>, pieces: usize) -> PlanShare {
+    pub fn take(self: &Arc<Self>, pieces: usize) -> PlanPermit {
         self.taken.fetch_add(pieces, Ordering::Relaxed);
-        PlanShare { budget: self.clone(), pieces }
+        PlanPermit { budget: self.clone(), pieces }
     }
 
     fn share(&self) -> usize {
@@ -52,7 +52,7 @@ impl PlanBudget {
     }
 }
 
-impl PlanShare {
+impl PlanPermit {
     /// It has so many.
     pub fn set(&mut self, pieces: usize) {
         let before = std::mem::replace(&mut self.pieces, pieces);
@@ -61,7 +61,7 @@ impl PlanShare {
     }
 }
 
-impl Drop for PlanShare {
+impl Drop for PlanPermit {
     fn drop(&mut self) {
         self.set(0);
     }

@@ -13,7 +13,7 @@ pub(in crate::front) struct RequestBudget {
 }
 
 /// Memory that a request has; given back when it is dropped.
-pub(in crate::front) struct BudgetShare {
+pub(in crate::front) struct RequestPermit {
     budget: Arc<RequestBudget>,
     bytes: usize,
 }
@@ -26,16 +26,16 @@ impl RequestBudget {
 
     /// Takes memory for a request, or all there is for one that is larger; waits for it. For the loops of the transport, which take
     /// no other request meanwhile: who has memory waits for the device, and for nothing that a loop would have to do.
-    pub fn take(self: &Arc<Self>, bytes: usize) -> BudgetShare {
+    pub fn take(self: &Arc<Self>, bytes: usize) -> RequestPermit {
         let bytes = bytes.min(self.limit);
         let mut left = self.left.lock();
         self.freed.wait_while(&mut left, |left| *left < bytes);
         *left -= bytes;
-        BudgetShare { budget: self.clone(), bytes }
+        RequestPermit { budget: self.clone(), bytes }
     }
 }
 
-impl Drop for BudgetShare {
+impl Drop for RequestPermit {
     fn drop(&mut self) {
         *self.budget.left.lock() += self.bytes;
         self.budget.freed.notify_all();
