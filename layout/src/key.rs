@@ -60,14 +60,15 @@ impl Key {
         Key::new(ino, Kind::Inode, 0)
     }
 
-    /// The two words that are stored.
+    /// The two words that are stored; ordered as keys are.
     #[inline]
-    pub(crate) fn words(self) -> (u64, u64) {
+    pub fn words(self) -> (u64, u64) {
         ((self.0 >> 64) as u64, self.0 as u64)
     }
 
+    /// The key that is stored as these words.
     #[inline]
-    pub(crate) fn from_words(object: u64, offset: u64) -> Key {
+    pub fn from_words(object: u64, offset: u64) -> Key {
         Key(u128::from(object) << 64 | u128::from(offset))
     }
 

@@ -169,8 +169,9 @@ impl Visit for Items<'_> {
         Ok(())
     }
 
-    fn damaged(&mut self, address: u64, _range: Range, why: String) {
+    fn damaged(&mut self, address: u64, _range: Range, why: String) -> Result<(), FsError> {
         self.findings.add(Kind::Node, Place::Block(address), Fix::Elsewhere, || why);
+        Ok(())
     }
 }
 

@@ -42,7 +42,7 @@ use crate::volume::Volume;
 const LISTED_MAX: usize = 100_000;
 /// Rounds that a repair takes at the most, besides those that many findings need.
 const ROUNDS_MAX: u64 = 32;
-/// Metadata kept in memory, in bytes; the rest of the memory is for what concerns several inodes.
+/// Most metadata that is kept in memory, in bytes; the rest of the memory is for records.
 const CACHE: usize = 32 << 20;
 /// Memory that a check takes when nothing else is said, in bytes.
 pub const MEMORY: usize = 256 << 20;
@@ -116,7 +116,7 @@ impl Fsck {
     /// The device failed, or carries no volume that this program knows.
     pub fn open(io: Arc<Io>, options: CheckOptions) -> Result<Fsck, FsError> {
         let mut fixed = Findings::new(LISTED_MAX);
-        let opened = open::open(io, options.read_only, CACHE, &mut fixed)?;
+        let opened = open::open(io, options.read_only, cache(options.memory), &mut fixed)?;
         let lost = fixed.counts.contains_key(&Kind::State);
         let open::Opened { volume, clean, erase_journal, superblocks } = opened;
         Ok(Fsck { volume, options, fixed, superblocks, clean, erase_journal, lost, begun: false, abandoned: false })
@@ -144,8 +144,9 @@ impl Fsck {
         Ok(findings)
     }
 
+    /// Memory for records, in bytes.
     fn memory(&self) -> usize {
-        self.options.memory.saturating_sub(CACHE).max(CACHE)
+        self.options.memory - cache(self.options.memory)
     }
 
     /// Mends what is found, as far as `may` allows it for a kind.
@@ -238,16 +239,15 @@ impl Fsck {
     /// Builds the tree anew from its leaves.
     fn rebuild(&mut self) -> Result<(), FsError> {
         let reader = Reader::new(&self.volume);
-        let survey = Survey::new(&self.volume, &reader, self.lost)?;
         let mut kept = Kept::new(self.memory());
-        survey.note_used(&self.volume, &reader, &mut kept)?;
+        let survey = Survey::new(&self.volume, &reader, self.lost, self.memory(), &mut kept)?;
         // Nothing that a leaf holds may be given to the new nodes.
         let mut ignored = Findings::new(0);
         let mut all = |_| true;
         let space = Space::new(&self.volume, &reader, &mut ignored, false, Some(&mut all));
         space.compare(kept.used.sorted()?, &mut |_| true)?;
         self.volume.restart_journal()?;
-        survey.build(&self.volume, &reader, self.memory())?;
+        survey.build(&self.volume, &reader)?;
         self.lost = false;
         self.settle()
     }
@@ -264,6 +264,11 @@ impl Fsck {
         self.begin()?;
         if sound { self.volume.close() } else { self.volume.close_journal() }
     }
+}
+
+/// The part of `memory` that is for metadata.
+fn cache(memory: usize) -> usize {
+    CACHE.min(memory / 2)
 }
 
 /// One check of everything behind the fixed places; mends bitmaps, descriptors and their counters on the way, if it may.

@@ -1,10 +1,12 @@
 //! Records that may be more than fit into memory: collected in any order, given back sorted. What exceeds the limit goes to
-//! an unlinked temporary file, in sorted runs that are merged when they are read back.
+//! an unlinked temporary file, in sorted runs that are merged when they are read back: as many at a time as there is memory for
+//! a page of each, in several passes if need be.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::rc::Rc;
 
 use gpunvme_blockdev::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -23,34 +25,44 @@ const PAGE: usize = 2048;
 pub(crate) struct Spool<T> {
     memory: Vec<T>,
     limit: usize,
-    file: Option<File>,
+    file: Option<Rc<File>>,
     /// Ends of the runs in the file, counted in records.
     runs: Vec<u64>,
+    /// The last record in the file.
+    last: Option<T>,
 }
 
 impl<T: Record> Spool<T> {
     /// Keeps at most `bytes` in memory.
     pub fn new(bytes: usize) -> Spool<T> {
-        Spool { memory: Vec::new(), limit: (bytes / size_of::<T>()).max(2 * PAGE), file: None, runs: Vec::new() }
+        let limit = (bytes / size_of::<T>()).max(2 * PAGE);
+        Spool { memory: Vec::new(), limit, file: None, runs: Vec::new(), last: None }
     }
 
     /// Adds a record.
     pub fn push(&mut self, record: T) -> Result<(), FsError> {
         if self.memory.len() >= self.limit {
-            self.spill().map_err(temporary("writing"))?;
+            self.spill()?;
         }
         self.memory.push(record);
         Ok(())
     }
 
-    fn spill(&mut self) -> std::io::Result<()> {
+    fn spill(&mut self) -> Result<(), FsError> {
         self.memory.sort_unstable();
+        let (Some(first), Some(last)) = (self.memory.first(), self.memory.last()) else { return Ok(()) };
         let start = self.stored();
         let file = match &self.file {
             Some(file) => file,
-            None => self.file.insert(tempfile::tempfile()?),
+            None => self.file.insert(Rc::new(tempfile::tempfile().map_err(temporary("writing"))?)),
         };
-        file.write_all_at(self.memory.as_slice().as_bytes(), start * size_of::<T>() as u64)?;
+        let bytes = self.memory.as_slice().as_bytes();
+        file.write_all_at(bytes, start * size_of::<T>() as u64).map_err(temporary("writing"))?;
+        // What follows on the last run is part of it: records that are pushed in ascending order are one.
+        if self.last.is_some_and(|before| before <= *first) {
+            self.runs.pop();
+        }
+        self.last = Some(*last);
         self.runs.push(start + self.memory.len() as u64);
         self.memory.clear();
         Ok(())
@@ -72,24 +84,43 @@ impl<T: Record> Spool<T> {
             return Ok(self.memory[(index - stored) as usize]);
         }
         let mut record = [T::new_zeroed()];
-        read(self.file.as_ref(), index, &mut record)?;
+        read(self.file.as_deref(), index, &mut record)?;
         Ok(record[0])
     }
 
     /// All records in ascending order.
     pub fn sorted(mut self) -> Result<Sorted<T>, FsError> {
-        self.memory.sort_unstable();
-        let mut merge = Sorted { file: self.file, runs: Vec::new(), heads: BinaryHeap::new() };
-        let mut start = 0;
-        for end in self.runs {
-            merge.runs.push(Run { next: start, end, page: Vec::new(), at: 0 });
-            start = end;
+        if self.file.is_none() {
+            self.memory.sort_unstable();
+            return Sorted::merge(None, &[], self.memory);
         }
-        merge.runs.push(Run { next: 0, end: 0, page: self.memory, at: 0 });
-        for run in 0..merge.runs.len() {
-            merge.advance(run)?;
+        self.spill()?;
+        self.memory = Vec::new();
+        let at_once = self.limit / PAGE;
+        while self.runs.len() > at_once {
+            self = self.merged(at_once)?;
         }
-        Ok(merge)
+        Sorted::merge(self.file.clone(), &self.bounds(), Vec::new())
+    }
+
+    /// Where the runs begin and end.
+    fn bounds(&self) -> Vec<(u64, u64)> {
+        let starts = std::iter::once(0).chain(self.runs.iter().copied());
+        starts.zip(self.runs.iter().copied()).collect()
+    }
+
+    /// The same records in fewer runs: so many are merged into one at a time.
+    fn merged(self, at_once: usize) -> Result<Spool<T>, FsError> {
+        let mut merged = Spool { memory: Vec::new(), limit: PAGE, file: None, runs: Vec::new(), last: None };
+        for part in self.bounds().chunks(at_once) {
+            let mut records = Sorted::merge(self.file.clone(), part, Vec::new())?;
+            while let Some(record) = records.next()? {
+                merged.push(record)?;
+            }
+            merged.spill()?;
+        }
+        merged.limit = self.limit;
+        Ok(merged)
     }
 }
 
@@ -103,12 +134,21 @@ struct Run<T> {
 
 /// Gives records back in ascending order.
 pub(crate) struct Sorted<T> {
-    file: Option<File>,
+    file: Option<Rc<File>>,
     runs: Vec<Run<T>>,
     heads: BinaryHeap<Reverse<(T, usize)>>,
 }
 
 impl<T: Record> Sorted<T> {
+    /// Merges runs of a file, and sorted records in memory.
+    fn merge(file: Option<Rc<File>>, runs: &[(u64, u64)], memory: Vec<T>) -> Result<Sorted<T>, FsError> {
+        let stored = runs.iter().map(|(start, end)| Run { next: *start, end: *end, page: Vec::new(), at: 0 });
+        let runs: Vec<Run<T>> = stored.chain([Run { next: 0, end: 0, page: memory, at: 0 }]).collect();
+        let mut merge = Sorted { file, heads: BinaryHeap::with_capacity(runs.len()), runs };
+        (0..merge.runs.len()).try_for_each(|run| merge.advance(run))?;
+        Ok(merge)
+    }
+
     /// Looks at the next record.
     pub fn peek(&self) -> Option<T> {
         self.heads.peek().map(|Reverse((record, _))| *record)
@@ -133,8 +173,8 @@ impl<T: Record> Sorted<T> {
         let run = &mut self.runs[number];
         if run.at == run.page.len() && run.next < run.end {
             let count = (run.end - run.next).min(PAGE as u64);
-            run.page = vec![T::new_zeroed(); count as usize];
-            read(self.file.as_ref(), run.next, &mut run.page)?;
+            run.page.resize(count as usize, T::new_zeroed());
+            read(self.file.as_deref(), run.next, &mut run.page)?;
             run.next += count;
             run.at = 0;
         }
@@ -171,6 +211,7 @@ mod tests {
                 spool.push(*record).unwrap();
             }
             assert_eq!(spool.file.is_some(), count == 100_000);
+            assert_eq!(spool.runs.len() as u64, count.saturating_sub(1) / 4096, "more than are merged at once");
             expected.sort_unstable();
             let mut sorted = spool.sorted().unwrap();
             let mut found = Vec::new();
@@ -185,6 +226,7 @@ mod tests {
     fn ascending_records_can_be_looked_up() {
         let mut spool = Spool::new(1);
         (0..20_000u64).for_each(|i| spool.push(3 * i).unwrap());
+        assert_eq!(spool.runs.len(), 1);
         assert!([0, 1, 4095, 4096, 12_000, 19_999].iter().all(|i| spool.get(*i).unwrap() == 3 * i));
     }
 }

@@ -106,6 +106,13 @@ impl BlockSet {
         new
     }
 
+    /// Takes a block out.
+    pub fn remove(&mut self, block: u64) {
+        if let Some(words) = self.0.get_mut(&(block / CHUNK_BLOCKS)) {
+            words[(block % CHUNK_BLOCKS / 64) as usize] &= !(1 << (block % 64));
+        }
+    }
+
     /// Whether the block is in the set.
     pub fn contains(&self, block: u64) -> bool {
         let words = self.0.get(&(block / CHUNK_BLOCKS));
@@ -137,7 +144,7 @@ pub(crate) trait Visit {
     /// A sound node, before what is below it.
     fn node(&mut self, address: u64, block: &Block, range: Range) -> Result<(), FsError>;
     /// A node that is pointed to and cannot be used; `range` is what it would cover.
-    fn damaged(&mut self, address: u64, range: Range, why: String);
+    fn damaged(&mut self, address: u64, range: Range, why: String) -> Result<(), FsError>;
 }
 
 struct Child {
@@ -161,9 +168,9 @@ fn below(reader: &Reader, children: Vec<Child>, level: u8, visitor: &mut impl Vi
         let mut wanted: Vec<&Child> = Vec::with_capacity(part.len());
         for child in part {
             if !geometry.contains_data(child.address, 1) {
-                visitor.damaged(child.address, child.range, "tree points outside the data area".into());
+                visitor.damaged(child.address, child.range, "tree points outside the data area".into())?;
             } else if !seen.insert(child.address) {
-                visitor.damaged(child.address, child.range, "node is pointed to twice".into());
+                visitor.damaged(child.address, child.range, "node is pointed to twice".into())?;
             } else {
                 wanted.push(child);
             }
@@ -173,7 +180,7 @@ fn below(reader: &Reader, children: Vec<Child>, level: u8, visitor: &mut impl Vi
             let block = match read {
                 Ok(block) => block,
                 Err(why) => {
-                    visitor.damaged(child.address, child.range, why);
+                    visitor.damaged(child.address, child.range, why)?;
                     continue;
                 }
             };
