@@ -55,7 +55,7 @@ pub struct Arguments {
     /// Say what was found as JSON
     #[arg(long)]
     pub json: bool,
-    /// Memory to use in MiB; what exceeds it goes to temporary files
+    /// Memory that a check or a repair uses, in MiB; what exceeds it goes to temporary files
     #[arg(long, value_name = "MIB", default_value_t = (gpunvme_engine::check::MEMORY >> 20) as u64, value_parser = clap::value_parser!(u64).range(MEMORY_MIN..=1 << 20))]
     pub memory: u64,
     /// Check although the volume was unmounted cleanly; it is checked anyway

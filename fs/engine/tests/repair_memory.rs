@@ -1,5 +1,5 @@
-//! A repair that builds the tree anew from many leaves keeps to the memory that it was given. The allocator counts what is
-//! held: these tests have a process of their own.
+//! A repair that builds the tree anew from many leaves keeps to the memory that it was given. The
+//! allocator counts what is held: these tests have a process of their own.
 
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
@@ -86,8 +86,8 @@ impl Subject {
         self.put(&mut leaf, sequence);
     }
 
-    /// Takes away the way to the leaves: the root of the tree, and what says which blocks hold metadata. `len`: blocks that the
-    /// file may have.
+    /// Takes away the way to the leaves: the root of the tree, and what says which blocks hold
+    /// metadata. `len`: blocks that the file may have.
     fn hide_leaves(&self, len: u64) {
         let mut block = self.block(STATE);
         let state = State::decode(&block, &self.geometry()).expect("it was closed");

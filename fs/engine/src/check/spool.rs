@@ -1,6 +1,7 @@
-//! Records that may be more than fit into memory: collected in any order, given back sorted. What exceeds the limit goes to
-//! an unlinked temporary file, in sorted runs that are merged when they are read back: as many at a time as there is memory for
-//! a page of each, in several passes if need be.
+//! Records that may be more than fit into memory: collected in any order, given back sorted. What
+//! exceeds the limit goes to an unlinked temporary file, in sorted runs that are merged when they
+//! are read back: as many at a time as there is memory for a page of each, in several passes if
+//! need be.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -58,7 +59,8 @@ impl<T: Record> Spool<T> {
         };
         let bytes = self.memory.as_slice().as_bytes();
         file.write_all_at(bytes, start * size_of::<T>() as u64).map_err(temporary("writing"))?;
-        // What follows on the last run is part of it: records that are pushed in ascending order are one.
+        // What follows on the last run is part of it: records that are pushed in ascending order
+        // are one.
         if self.last.is_some_and(|before| before <= *first) {
             self.runs.pop();
         }

@@ -1,14 +1,16 @@
-//! Rebuilds the inner nodes of a tree whose shape is damaged. Leaves hold everything: those that can be reached are kept where
-//! they are, those that a damaged node hides are found by looking through the chunks of metadata, and new inner nodes are
-//! built over them. A leaf that items of damaged ones belong to is replaced by new leaves that have both.
+//! Rebuilds the inner nodes of a tree whose shape is damaged. Leaves hold everything: those that
+//! can be reached are kept where they are, those that a damaged node hides are found by looking
+//! through the chunks of metadata, and new inner nodes are built over them. A leaf that items of
+//! damaged ones belong to is replaced by new leaves that have both.
 //!
-//! Nothing of the old tree is written over, so that it is what counts up to the last operation: new nodes go straight home, to
-//! blocks that are free, as data does; and one transaction marks these blocks as in use and makes the new tree the one that
-//! counts. Before it, nobody finds them: a repair that begins again sees what this one saw.
+//! Nothing of the old tree is written over, so that it is what counts up to the last operation:
+//! new nodes go straight home, to blocks that are free, as data does; and one transaction marks
+//! these blocks as in use and makes the new tree the one that counts. Before it, nobody finds
+//! them: a repair that begins again sees what this one saw.
 //!
-//! Of each leaf and each item there is a record, which is sorted outside memory if need be. Everything goes by in the order of
-//! its keys: the leaves, of which some cover the same keys ([`overlap`]), the items that are put back, and the new nodes
-//! ([`tree`]).
+//! Of each leaf and each item there is a record, which is sorted outside memory if need be.
+//! Everything goes by in the order of its keys: the leaves, of which some cover the same keys
+//! ([`overlap`]), the items that are put back, and the new nodes ([`tree`]).
 
 mod overlap;
 mod tree;
@@ -48,7 +50,8 @@ struct Leaf {
 #[repr(C)]
 struct LooseItem {
     key: Words,
-    /// What is left of all sequences after that of the block: of items with the same key, the one written last counts.
+    /// What is left of all sequences after that of the block: of items with the same key, the one
+    /// written last counts.
     rank: u64,
     /// The block, and which item of it.
     address: u64,
@@ -108,14 +111,15 @@ impl Surveyor<'_> {
         self.candidates.push(Candidate { first, last, found, rank, address })
     }
 
-    /// Looks at what the old tree cannot use. Leaves that verify, and whose slots make no sense as a whole, may have items that
-    /// do. What it points to rightly stays in `reached`.
+    /// Looks at what the old tree cannot use. Leaves that verify, and whose slots make no sense as
+    /// a whole, may have items that do. What it points to rightly stays in `reached`.
     fn salvage(&mut self, reader: &Reader, reached: &mut BlockSet) -> Result<(), FsError> {
         let damaged = std::mem::replace(&mut self.damaged, Spool::new(0));
         each_batch(damaged.sorted()?, |part| {
             for (address, block) in part.iter().zip(reader.read(part)?) {
                 reached.remove(*address);
-                // What it really is, nobody knows. As data nothing is written over it, and its chunk becomes none of nodes.
+                // What it really is, nobody knows. As data nothing is written over it, and its
+                // chunk becomes none of nodes.
                 self.kept.use_blocks(&self.geometry, INO_MAX, *address, 1)?;
                 if let Ok(block) = block
                     && block.expect(BlockKind::Node).is_ok()
@@ -132,8 +136,8 @@ impl Surveyor<'_> {
 }
 
 impl Survey {
-    /// Surveys the tree of a volume, within `memory` bytes, and notes in `kept` which blocks the old tree uses, and the new one
-    /// will; `lost`: nothing is known of its root.
+    /// Surveys the tree of a volume, within `memory` bytes, and notes in `kept` which blocks the
+    /// old tree uses, and the new one will; `lost`: nothing is known of its root.
     pub fn new(volume: &Volume, reader: &Reader, lost: bool, memory: usize, kept: &mut Kept) -> Result<Survey, FsError> {
         let state = volume.meta.read().state;
         let geometry = volume.superblock().geometry();
@@ -156,7 +160,8 @@ impl Survey {
         if surveyor.holes.len() > 0 {
             scan(volume, reader, |address, block| match reached.contains(address) {
                 true => Ok(()),
-                // Where two cover the same keys, the one that was written later is the one that counts.
+                // Where two cover the same keys, the one that was written later is the one that
+                // counts.
                 false => surveyor.add_candidate(address, block, 1, u64::MAX - block.sequence()),
             })?;
         }
@@ -193,8 +198,8 @@ impl Survey {
         Ok(Survey { leaves, loose: items })
     }
 
-    /// Builds the tree anew. The bitmaps have to mark everything that is in use, and no image may be in the live journal. Nothing
-    /// is durable before the next commit.
+    /// Builds the tree anew. The bitmaps have to mark everything that is in use, and no image may
+    /// be in the live journal. Nothing is durable before the next commit.
     pub fn build(self, volume: &Volume, reader: &Reader) -> Result<(), FsError> {
         let mut tree = NewTree::new(volume);
         self.add_leaves(reader, &mut tree)?;
@@ -283,7 +288,8 @@ fn sound(address: u64, read: Result<Arc<Block>, String>) -> Result<Arc<Block>, F
     read.map_err(|_| Corrupt::Field { address, what: "it could be read before, and cannot any more" }.into())
 }
 
-/// Looks at all leaves in chunks of metadata that are marked as in use, and at all in groups whose bitmap is damaged.
+/// Looks at all leaves in chunks of metadata that are marked as in use, and at all in groups whose
+/// bitmap is damaged.
 fn scan(volume: &Volume, reader: &Reader, mut found: impl FnMut(u64, &Block) -> Result<(), FsError>) -> Result<(), FsError> {
     let geometry = volume.superblock().geometry();
     let mut wanted = Vec::new();

@@ -1,5 +1,6 @@
-//! Which of the leaves that cover the same keys counts. They come in the order of their keys, so that of those which go by only
-//! one need be held: it covers where the next one begins, and no other that still counts does.
+//! Which of the leaves that cover the same keys counts. They come in the order of their keys, so
+//! that of those which go by only one need be held: it covers where the next one begins, and no
+//! other that still counts does.
 
 use gpunvme_layout::Key;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -26,8 +27,8 @@ pub(super) struct Candidate {
     pub last: Words,
     /// 0: the tree points to it. 1: it was found in a chunk of metadata.
     pub found: u64,
-    /// Of two that overlap the lower counts: for one that the tree points to, its place in the order of the tree; for one that was
-    /// found, what is left of all sequences after its own.
+    /// Of two that overlap the lower counts: for one that the tree points to, its place in the
+    /// order of the tree; for one that was found, what is left of all sequences after its own.
     pub rank: u64,
     /// Where it lies.
     pub address: u64,
@@ -61,7 +62,8 @@ impl Hole {
 /// What becomes of a candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It is a leaf of the new tree. These come in the order of their keys, and none covers keys of another.
+    /// It is a leaf of the new tree. These come in the order of their keys, and none covers keys
+    /// of another.
     Kept,
     /// One that counts before it covers some of the same keys.
     Covered,
@@ -71,16 +73,18 @@ pub(super) enum Verdict {
 
 /// Judges all candidates.
 ///
-/// What the tree points to counts before what was found. Of what was found, the one that was written later counts: a leaf was no
-/// part of the tree any more when one was written that covers some of its keys, and so it does not count either where a third one
-/// takes the place of the second.
+/// What the tree points to counts before what was found. Of what was found, the one that was
+/// written later counts: a leaf was no part of the tree any more when one was written that covers
+/// some of its keys, and so it does not count either where a third one takes the place of the
+/// second.
 pub(super) fn judge(
     mut candidates: Sorted<Candidate>,
     mut holes: Sorted<Hole>,
     mut verdict: impl FnMut(&Candidate, Verdict) -> Result<(), FsError>,
 ) -> Result<(), FsError> {
     let mut held: Option<Candidate> = None;
-    // Last key of the holes that begin before the candidate: the farthest of them has it, or none does.
+    // Last key of the holes that begin before the candidate: the farthest of them has it, or none
+    // does.
     let mut hole_end: Option<Words> = None;
     while let Some(candidate) = candidates.next()? {
         while let Some(hole) = holes.next_if(|hole| hole.first <= candidate.first)? {

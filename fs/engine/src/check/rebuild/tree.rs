@@ -1,4 +1,5 @@
-//! The nodes of a new tree, made from the first key to the last: of each level there are only those that have no parent yet.
+//! The nodes of a new tree, made from the first key to the last: of each level there are only
+//! those that have no parent yet.
 
 use std::sync::Arc;
 
