@@ -1,4 +1,5 @@
-//! How fast a device reads through the executor: random 4 KiB blocks and large pieces, few and many in flight. Reads only.
+//! How fast a device reads through the executor: random 4 KiB blocks and large pieces, few and
+//! many in flight. Reads only.
 //!
 //! ```text
 //! cargo run --release -p gpunvme-blockdev --example device_speed -- DEVICE [SECONDS PER ROW]
@@ -64,7 +65,7 @@ fn measure(io: &Io, row: &Row, time: Duration) -> Result<(usize, Duration)> {
         });
         let ended = ended.clone();
         io.submit(batch, move |result| {
-            let _ = ended.send((slot, result)); // nobody listens when the time is over
+            let _ = ended.send((slot, result)); // the receiver is gone when the time is over
         });
     };
     let start = Instant::now();

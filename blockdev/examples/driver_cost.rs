@@ -1,6 +1,6 @@
-//! What our NVMe driver costs: time and instructions of a 4 KiB request on one core, polling, against a software controller
-//! that keeps nothing. Controller and driver run in this one thread, so that both are in each number: it is an upper bound of
-//! what the driver costs.
+//! What our NVMe driver costs: time and instructions of a 4 KiB request on one core, polling,
+//! against a software controller that keeps nothing. Controller and driver run in this one thread,
+//! so that both are in each number: it is an upper bound of what the driver costs.
 //!
 //! ```text
 //! cargo run --release -p gpunvme-blockdev --example driver_cost -- [SECONDS PER ROW]
@@ -74,14 +74,16 @@ mod instructions {
 
     impl Counter {
         pub fn new() -> Result<Self> {
-            // struct perf_event_attr of its first version: type, size, config, and the flags behind read_format.
+            // struct perf_event_attr of its first version: type, size, config, and the flags
+            // behind read_format.
             const HARDWARE: u32 = 0;
             const SIZE: u32 = 64;
             const INSTRUCTIONS: u64 = 1;
             const EXCLUDE_KERNEL_AND_HYPERVISOR: u64 = 1 << 5 | 1 << 6;
             let attributes: [u64; 8] =
                 [u64::from(SIZE) << 32 | u64::from(HARDWARE), INSTRUCTIONS, 0, 0, 0, EXCLUDE_KERNEL_AND_HYPERVISOR, 0, 0];
-            // SAFETY: the kernel reads the 64 bytes of the structure, whose size is in it; the other arguments are numbers.
+            // SAFETY: the kernel reads the 64 bytes of the structure, whose size is in it; the
+            // other arguments are numbers.
             let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, &attributes, 0, -1, -1, 0) };
             if fd < 0 {
                 return Err(Error::last_os_error());

@@ -1,5 +1,6 @@
-//! Buffers of one owner, recycled. A reply to a read needs memory that the device fills and that is then borrowed as bytes
-//! without another copy; this module guards the borrow: it exists only while no request is in flight on the buffer.
+//! A pool of buffers of one owner. A reply to a read needs memory that the device fills and that
+//! is then borrowed as bytes without another copy; this module guards the borrow: it exists only
+//! while no request is in flight on the buffer.
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -10,13 +11,16 @@ use crate::{BlockDevice, Region, Result, Span};
 
 const SMALLEST: usize = 4 << 10;
 const LARGEST: usize = 4 << 20;
-/// Buffers from this size on share huge pages with others of their size. A command to the device names fewer pieces of memory then, of which it takes a
-/// limited number; and a burst of buffers leaves at most a few times as much memory behind as is kept of it.
+/// Buffers from this size on share huge pages with others of their size. A command to the device
+/// names fewer pieces of memory then, of which it takes a limited number; and a burst of buffers
+/// leaves at most a few times as much memory behind as is kept of it.
 const SHARING: usize = 256 << 10;
 const CLASSES: usize = (LARGEST / SMALLEST).ilog2() as usize + 1;
 
-/// Hands out [`Buffer`]s in sizes that are powers of two from 4 KiB to 4 MiB, mapped for a device's DMA, and keeps returned
-/// ones for the next caller up to a limit.
+/// Hands out [`Buffer`]s in sizes that are powers of two from 4 KiB to 4 MiB, mapped for a
+/// device's DMA, and keeps returned ones for later callers up to a limit.
+///
+/// Locks: `cache`, for moments; never while memory is allocated or mapped.
 pub struct BufferPool {
     device: Arc<dyn BlockDevice>,
     /// The most bytes kept for later.
@@ -28,7 +32,8 @@ pub struct BufferPool {
 struct Cache {
     classes: [Vec<Arc<Region>>; CLASSES],
     bytes: usize,
-    /// Returned while a request still held a span: not to be reused, nor unmapped, before that request is over.
+    /// Returned while a request still held a span: not to be reused, nor unmapped, before that
+    /// request is over.
     busy: Vec<Arc<Region>>,
 }
 
@@ -38,8 +43,11 @@ impl BufferPool {
         Arc::new(Self { device, limit, cache: Mutex::default() })
     }
 
-    /// A buffer of at least `len` bytes. Its contents are whatever its last user left. Beyond 4 MiB it is allocated for this
-    /// one use.
+    /// A buffer of at least `len` bytes, aligned to a page. It holds what its last user left
+    /// there. A buffer beyond 4 MiB is allocated for this one use.
+    ///
+    /// # Errors
+    /// [`crate::Error::Memory`] when the kernel has no memory; those of [`BlockDevice::map`].
     pub fn get(self: &Arc<Self>, len: usize) -> Result<Buffer> {
         let size = len.checked_next_power_of_two().unwrap_or(len).max(SMALLEST);
         let recycled = class(size).and_then(|class| {
@@ -55,7 +63,8 @@ impl BufferPool {
         Ok(Buffer { pool: self.clone(), len: region.len(), region: Mutex::new(Some(region)) })
     }
 
-    /// A new region. Others that come with it are kept; where the pool has no room for them, it comes alone.
+    /// A new region. Others that come with it are kept; where the pool has no room for them, it
+    /// comes alone.
     fn allocate(&self, size: usize) -> Result<Arc<Region>> {
         let has_room = || self.cache.lock().bytes + HUGE_PAGE - size <= self.limit;
         if !(SHARING..HUGE_PAGE).contains(&size) || !has_room() {
@@ -113,11 +122,13 @@ impl Drop for BufferPool {
     }
 }
 
-/// Memory of one owner: for requests as spans, and between them as plain bytes. Goes back to its pool when dropped.
+/// Memory of one owner: spans for requests, and plain bytes between them. It goes back to its pool
+/// when dropped.
 pub struct Buffer {
     pool: Arc<BufferPool>,
     len: usize,
-    /// `None` only while being dropped. Locked for moments, to look whether the region is held by spans as well.
+    /// `None` only while being dropped. Locked for moments, to look whether the region is held by
+    /// spans as well.
     region: Mutex<Option<Arc<Region>>>,
 }
 
@@ -127,41 +138,39 @@ const UNTIL_DROPPED: &str = "a buffer has its region until it is dropped";
 const IN_FLIGHT: &str = "a buffer's bytes were asked for while a request was in flight on it";
 
 impl Buffer {
-    /// Bytes it holds: at least what was asked for.
+    /// Length in bytes: at least what was asked for.
     #[allow(clippy::len_without_is_empty)] // a buffer is never empty
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// A range of it for a request. Exclusive, so that no borrowed [`Buffer::bytes`] can be alive while a request may change
-    /// them.
+    /// The bytes in `range`, for a request. The borrow is exclusive, so that no slice of
+    /// [`Buffer::bytes`] is alive while a request may change the memory.
     ///
     /// # Panics
-    ///
     /// If the range reaches beyond the buffer's end.
     pub fn span(&mut self, range: Range<usize>) -> Span {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a buffer of {}", self.len);
         self.region.get_mut().as_ref().expect(UNTIL_DROPPED).span(range)
     }
 
-    /// Its bytes.
+    /// The contents.
     ///
     /// # Panics
-    ///
-    /// While a span of it is still alive, which is to say, a request may be in flight.
+    /// While a span of it is alive, since a request may be in flight on it.
     #[allow(unsafe_code)]
     pub fn bytes(&self) -> &[u8] {
         let mut region = self.region.lock();
         let region: *const Region = Arc::get_mut(region.as_mut().expect(UNTIL_DROPPED)).expect(IN_FLIGHT);
-        // SAFETY: the region stays where it is until the buffer is dropped. Nobody else had a handle on it, weak or strong,
-        // a moment ago, and none can be made while the slice lives, because that takes `&mut self`: no request and no writer.
+        // SAFETY: the region stays where it is until the buffer is dropped. Nobody else had a
+        // handle on it, weak or strong, a moment ago, and none can be made while the slice lives,
+        // because that takes `&mut self`: no request and no writer.
         unsafe { (*region).bytes() }
     }
 
-    /// Its bytes, to be changed.
+    /// The contents, to be changed.
     ///
     /// # Panics
-    ///
     /// As [`Buffer::bytes`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let region = self.region.get_mut().as_mut().expect(UNTIL_DROPPED);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{Completion, Geometry, Region, Request, Result};
 
-/// A namespace.
+/// A namespace that is open. It is used from any number of threads at once.
 pub trait BlockDevice: Send + Sync {
     /// The DEVICE string that the user gave.
     fn name(&self) -> &str;
@@ -12,30 +12,59 @@ pub trait BlockDevice: Send + Sync {
     /// What the device can do.
     fn geometry(&self) -> &Geometry;
 
-    /// A new queue pair. It keeps the device open as long as it lives. Dropping it waits for the commands in flight, whose
-    /// completions are then lost.
+    /// Opens a new queue pair, which keeps the device open as long as it lives. Dropping it waits
+    /// for the commands in flight, whose completions are then lost.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsupported`] when [`Geometry::max_queues`] are open, or the kernel has no
+    /// io_uring for this process; [`crate::Error::System`] or [`crate::Error::Admin`] when the
+    /// kernel or the controller refuses a queue, [`crate::Error::Gone`] or
+    /// [`crate::Error::Controller`] when the device is unusable.
     fn open_queue(&self) -> Result<Box<dyn Queue>>;
 
-    /// As [`BlockDevice::open_queue`], for a thread that does little else than to submit and to collect: where that helps it, and there are processors
-    /// enough, one of them works for this queue alone while it is in use.
+    /// As [`BlockDevice::open_queue`], for a thread that does little else than to submit and to
+    /// collect. Where that helps the backend, and there are processors enough, the kernel has a
+    /// thread of its own that submits for this queue while it is in use (io_uring_setup(2),
+    /// `IORING_SETUP_SQPOLL`).
+    ///
+    /// # Errors
+    /// Those of [`BlockDevice::open_queue`].
     fn open_busy_queue(&self) -> Result<Box<dyn Queue>> {
         self.open_queue()
     }
 
-    /// Makes a region reachable for the device's DMA ahead of I/O. Requests on other regions work too, through a bounce
-    /// buffer where the backend needs one. The device does not keep the region alive: unmap it before its last owner drops it.
+    /// Makes a region reachable for the device's DMA ahead of I/O, and pins it where
+    /// [`BlockDevice::pins`]. Requests on other regions work too, through a bounce buffer where
+    /// the backend needs one. The device does not keep the region alive: unmap it before its last
+    /// owner drops it. Mapping a region again changes nothing.
+    ///
+    /// It may take milliseconds for each 64 MiB. No lock is held meanwhile that I/O needs.
+    ///
+    /// # Errors
+    /// [`crate::Error::LockedMemory`] beyond RLIMIT_MEMLOCK, [`crate::Error::RegionSparse`] or
+    /// [`crate::Error::RegionShrunk`] where pages are missing, [`crate::Error::Memory`] without
+    /// IOVAs left, [`crate::Error::Unsupported`] for a region that is mapped for four devices
+    /// already, [`crate::Error::System`] with what the kernel says (`VFIO_IOMMU_MAP_DMA`,
+    /// linux/vfio.h), [`crate::Error::Gone`] after the device was given up. Nothing of the region
+    /// is mapped then.
     fn map(&self, region: &Arc<Region>) -> Result<()>;
 
-    /// Undoes [`BlockDevice::map`]. No request on the region may be in flight.
+    /// Undoes [`BlockDevice::map`]. No request on the region may be in flight. A failure is
+    /// logged: the memory then stays mapped until the device is closed.
     fn unmap(&self, region: &Region);
 
-    /// Whether [`BlockDevice::map`] can take regions of other devices' memory ([`Region::of_device`]), and if not, why. That
-    /// it can in general does not say that the IOMMU takes a given one.
+    /// Whether [`BlockDevice::map`] can take regions of other devices' memory
+    /// ([`Region::of_device`]). That it can in general does not say that the IOMMU takes a given
+    /// one.
+    ///
+    /// # Errors
+    /// Why the device cannot.
     fn peer_to_peer(&self) -> std::result::Result<(), NoPeerToPeer> {
         Err(NoPeerToPeer::KernelDriver)
     }
 
-    /// Whether [`BlockDevice::map`] pins all of a region's host memory, and brings into being what of it was never touched.
+    /// Whether [`BlockDevice::map`] pins all of a region's host memory, and allocates those of its
+    /// pages that do not exist yet.
     fn pins(&self) -> bool {
         false
     }
@@ -46,7 +75,8 @@ pub trait BlockDevice: Send + Sync {
 pub enum NoPeerToPeer {
     /// A driver of the kernel runs it, and takes only memory that the kernel can pin.
     KernelDriver,
-    /// Its IOMMU is set up through iommufd's imitation of the type1 container, which takes no device memory.
+    /// Its IOMMU is set up through iommufd's imitation of the type1 container, which takes no
+    /// device memory.
     IommufdCompat,
 }
 
@@ -61,19 +91,24 @@ pub enum Wait {
     Forever,
 }
 
-/// One submission and completion queue pair. Submitting and completing may be done from different threads at once: each side
-/// is locked inside, and neither lock is held while the device is waited for by the other side.
+/// One submission and completion queue pair. One thread may submit while another completes: each
+/// side has a lock of its own, and neither is held while the other side waits for the device.
 pub trait Queue: Send + Sync {
-    /// Takes all requests and leaves the vector empty. Never blocks: what exceeds the depth waits inside and goes out as
-    /// completions come in. A request that the device cannot take completes with the error.
+    /// Takes all requests and leaves the vector empty. It never waits for the device: requests
+    /// beyond [`Geometry::queue_depth`] wait inside, and go out as completions come in. A request
+    /// that the device cannot take completes with the error of [`Request::check`].
     fn submit(&self, requests: &mut Vec<Request>);
 
-    /// Appends completions to `out` and returns how many: every request completes exactly once. The spans of a request are
-    /// dropped before its completion is handed out. Returns 0 after the timeout, when woken, and sometimes for no reason.
-    /// An error means that the queue is broken for good.
+    /// Appends completions to `out` and returns how many. Every request completes exactly once,
+    /// and its spans are dropped before its completion is handed out. Returns 0 after the timeout,
+    /// when woken, and sometimes for no reason.
+    ///
+    /// # Errors
+    /// [`crate::Error::System`] when the queue is broken for good; what is in flight on it may
+    /// stay so for ever. The failure of a request is in its [`Completion`] instead.
     fn complete(&self, wait: Wait, out: &mut Vec<Completion>) -> Result<usize>;
 
-    /// Makes a waiting [`Queue::complete`], or the next one that would wait, return.
+    /// Makes the call of [`Queue::complete`] that waits, or the next one that would, return.
     fn wake(&self);
 }
 

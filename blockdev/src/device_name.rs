@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// A DEVICE string of the form `BACKEND:TARGET[,name=value...]`. Whoever knows an option takes it; what nobody took is an
-/// error.
+/// A DEVICE string of the form `BACKEND:TARGET[,name=value...]`. The driver and the backend take
+/// the options that they know; an option that is left over is an error.
 pub(crate) struct DeviceName<'a> {
     device: &'a str,
     pub(crate) backend: Backend,
@@ -57,7 +57,7 @@ impl<'a> DeviceName<'a> {
         parse(value).map(Some).ok_or_else(|| self.refuse(format!("option {name}={value}: expected {expected}")))
     }
 
-    /// Refuses options that nobody took.
+    /// Refuses options that nothing took.
     pub(crate) fn finish(&self) -> Result<()> {
         match self.options.first() {
             Some((name, _)) => Err(self.refuse(format!("there is no option {name:?} here, or it was given twice"))),
@@ -79,14 +79,15 @@ pub(crate) fn duration(value: &str) -> Option<Duration> {
     (!duration.is_zero()).then_some(duration)
 }
 
-/// A DEVICE string without what it says about how to use the device: `vfio:0000:01:00.0` for `vfio:0000:01:00.0,ns=2`. Two
-/// that agree in this name one device, or namespaces that only one process can have. A path is as it is.
+/// The part of a DEVICE string that names the device, without options for its use:
+/// `vfio:0000:01:00.0` for `vfio:0000:01:00.0,ns=2`. Two strings that agree in it name one device,
+/// or namespaces that only one process can have. A path is returned as it is.
 pub fn without_options(device: &str) -> &str {
     let is_controller = ["vfio:", "sim:"].iter().any(|backend| device.starts_with(backend));
     if is_controller { device.split(',').next().unwrap_or(device) } else { device }
 }
 
-/// The file or block device under a DEVICE string; `None` where none is.
+/// The image file or block device under a DEVICE string; `None` for a PCI function (`vfio:`).
 pub fn path_of(device: &str) -> Option<&Path> {
     let device = without_options(device);
     match device.strip_prefix("sim:") {

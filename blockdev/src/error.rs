@@ -1,5 +1,5 @@
-//! One error type for every backend. A message names the device and the way out; [`Error::errno`] is what a filesystem
-//! answers its caller with.
+//! The error type of all backends. A message names the device and what to do about it;
+//! [`Error::errno`] is the errno that a filesystem answers its caller with.
 use std::sync::Arc;
 
 use crate::Op;
@@ -8,11 +8,12 @@ use crate::spec::Status;
 /// What the operations of this crate return.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why an operation on a device or a region failed. Cheap to clone: one failure may be told to many waiters.
+/// Why an operation on a device or a region failed. Cheap to clone: one failure may be told to
+/// many waiters.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Somebody else holds the device.
+    /// Another process, or another mount, holds the device.
     #[error("{device}: in use by another gpunvme process, or mounted; unmount it or stop that process first")]
     Busy {
         /// The DEVICE string.
@@ -229,7 +230,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The errno that a caller of a filesystem operation gets for this error.
+    /// The errno that the caller of a filesystem operation gets for this error (errno(3)).
     pub fn errno(&self) -> i32 {
         match self {
             Error::Busy { .. } => libc::EBUSY,

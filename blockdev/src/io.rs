@@ -1,7 +1,9 @@
-//! Runs batches of requests on a device's queues. It guards the promise that `done` of every batch is called exactly once,
-//! after every request of it is over: whoever waits for a batch may reuse its memory and its blocks.
+//! Runs batches of requests on a device's queues. It guarantees that the `done` of every batch is
+//! called exactly once, after every request of the batch is over: from then on the batch's memory
+//! and blocks may be reused.
 //!
-//! Locks: a lane's `batches` is taken for moments only, never while the device is waited for or a `done` runs.
+//! Locks: a worker's `batches` is taken for moments only, never while the device is waited for or
+//! a `done` runs.
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::num::NonZero;
@@ -18,11 +20,12 @@ use crate::{BlockDevice, Completion, Error, Queue, Request, Result, Wait};
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
 
-/// Runs batches on a device's queues: [`Io::threaded`] with a reaper thread a queue, [`Io::inline`] and [`Io::stepped`] without
-/// any thread. With any of them a thread can have an [`OwnQueue`].
+/// Runs batches on a device's queues: [`Io::threaded`] with a reaper thread for each queue,
+/// [`Io::inline`] and [`Io::stepped`] without any thread. With any of them a thread can have an
+/// [`OwnQueue`].
 ///
-/// Dropping it waits for the batches in flight. Dropped from inside a `done` it cannot wait for the thread that it is on:
-/// that thread then ends by itself.
+/// Dropping it waits for the batches in flight. If a `done` drops it on a reaper thread, that
+/// thread is not waited for, and ends by itself.
 pub struct Io {
     device: Arc<dyn BlockDevice>,
     mode: Mode,
@@ -31,7 +34,7 @@ pub struct Io {
 enum Mode {
     Inline(Mutex<Box<dyn Queue>>),
     Stepped { choose: Box<Choose>, in_flight: Mutex<Vec<Stepped>> },
-    Threaded { lanes: Vec<Arc<Lane>>, reapers: Vec<JoinHandle<()>> },
+    Threaded { workers: Vec<Arc<QueueWorker>>, reapers: Vec<JoinHandle<()>> },
 }
 
 /// A batch in flight, with a queue of its own, so that it completes when it is asked to.
@@ -41,8 +44,9 @@ struct Stepped {
     done: Done,
 }
 
-/// A queue and the batches in flight on it.
-struct Lane {
+/// A queue and the batches in flight on it. One thread collects its completions: a reaper, or the
+/// owner of an [`OwnQueue`].
+struct QueueWorker {
     queue: Box<dyn Queue>,
     batches: Mutex<Batches>,
     /// Batches whose `done` was not called yet.
@@ -66,54 +70,60 @@ struct Batch {
 }
 
 thread_local! {
-    /// Spreads threads over lanes: a thread stays on its own.
+    /// Spreads threads over the workers; a thread keeps to one of them.
     static SUBMITTER: usize = {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         NEXT.fetch_add(1, Ordering::Relaxed)
     };
     static IS_REAPER: Cell<bool> = const { Cell::new(false) };
     /// What this thread has submitted to its own queue, if it has one.
-    static OWN: RefCell<Option<HeldBack>> = const { RefCell::new(None) };
+    static OWN: RefCell<Option<Unsubmitted>> = const { RefCell::new(None) };
 }
 
-/// Requests that [`OwnQueue::run`] will submit in one piece.
-struct HeldBack {
+/// Requests of a thread with an [`OwnQueue`], which [`OwnQueue::run`] will submit at once.
+struct Unsubmitted {
     io: Arc<Io>,
-    lane: Arc<Lane>,
+    worker: Arc<QueueWorker>,
     requests: Vec<Request>,
 }
 
-/// A queue of one thread's own. What the thread submits to the [`Io`] is held back until it calls [`OwnQueue::run`], which gives all of it to the
-/// device at once and collects what is over, without any other thread. Dropping it waits for the batches in flight.
+/// A queue of one thread's own. What the thread submits to the [`Io`] is held back until it calls
+/// [`OwnQueue::run`], which gives all of it to the device at once and collects what is over,
+/// without any other thread. Dropping it waits for the batches in flight.
 pub struct OwnQueue {
     /// None where the device has a single queue: then the reaper of that one does the work.
-    lane: Option<Arc<Lane>>,
+    worker: Option<Arc<QueueWorker>>,
     reaped: RefCell<Reaped>,
     /// Belongs to its thread.
     _thread: PhantomData<*const ()>,
 }
 
-/// Wakes the thread that waits in [`OwnQueue::run`], or is about to.
+/// Wakes the thread of an [`OwnQueue`]: the call of [`OwnQueue::run`] that waits, or the next one
+/// that would. It may be used from any thread.
 pub struct Waker {
-    lane: Option<Arc<Lane>>,
+    worker: Option<Arc<QueueWorker>>,
     thread: Thread,
 }
 
 impl Waker {
-    /// Wakes it.
+    /// Wakes the thread.
     pub fn wake(&self) {
-        match &self.lane {
-            Some(lane) => lane.queue.wake(),
+        match &self.worker {
+            Some(worker) => worker.queue.wake(),
             None => self.thread.unpark(),
         }
     }
 }
 
 impl OwnQueue {
-    /// Submits what the thread has submitted since the last call, and calls the `done` of batches that are over; waits for the first as
-    /// [`Queue::complete`] does. Returns how many requests were over.
+    /// Submits what the thread has submitted since the last call, and calls the `done` of batches
+    /// that are over, on this thread. Waits for the first completion as [`Queue::complete`] does.
+    /// Returns how many requests were over.
+    ///
+    /// # Panics
+    /// If the queue broke for good.
     pub fn run(&self, wait: Wait) -> usize {
-        let Some(lane) = &self.lane else {
+        let Some(worker) = &self.worker else {
             match wait {
                 Wait::No => {}
                 Wait::Timeout(timeout) => std::thread::park_timeout(timeout),
@@ -123,23 +133,23 @@ impl OwnQueue {
         };
         let mut requests = OWN.with_borrow_mut(|own| std::mem::take(&mut own.as_mut().expect("set with the queue").requests));
         if !requests.is_empty() {
-            lane.queue.submit(&mut requests);
+            worker.queue.submit(&mut requests);
         }
         // It keeps its memory.
         OWN.with_borrow_mut(|own| own.as_mut().expect("set with the queue").requests = requests);
-        lane.turn(wait, &mut self.reaped.borrow_mut())
+        worker.collect(wait, &mut self.reaped.borrow_mut())
     }
 
-    /// What others wake this thread with.
+    /// A handle for other threads to wake this one.
     pub fn waker(&self) -> Waker {
-        Waker { lane: self.lane.clone(), thread: std::thread::current() }
+        Waker { worker: self.worker.clone(), thread: std::thread::current() }
     }
 }
 
 impl Drop for OwnQueue {
     fn drop(&mut self) {
-        if let Some(lane) = &self.lane {
-            while lane.in_flight.load(Ordering::Acquire) > 0 {
+        if let Some(worker) = &self.worker {
+            while worker.in_flight.load(Ordering::Acquire) > 0 {
                 self.run(Wait::Forever);
             }
             OWN.take();
@@ -149,21 +159,26 @@ impl Drop for OwnQueue {
 }
 
 impl Io {
-    /// Opens `queues` queues (at least 1, at most what the device has less one for [`Io::own_queue`]), each with a thread that collects its
-    /// completions and runs the `done` of batches. A thread that submits keeps to one queue.
+    /// Opens `queues` queues, each with a thread that collects its completions and calls the
+    /// `done` of batches. The number is raised to 1, and lowered to
+    /// [`crate::Geometry::max_queues`] less one that is left for [`Io::own_queue`]. A thread that
+    /// submits keeps to one queue.
     ///
     /// A `done` that panics aborts the process: the batches behind it would never end.
+    ///
+    /// # Errors
+    /// Those of [`BlockDevice::open_queue`]; [`Error::System`] when a thread cannot be started.
     pub fn threaded(device: Arc<dyn BlockDevice>, queues: usize) -> Result<Arc<Io>> {
         let queues = queues.clamp(1, (device.geometry().max_queues as usize - 1).max(1));
-        let mut lanes = Vec::with_capacity(queues);
+        let mut workers = Vec::with_capacity(queues);
         for _ in 0..queues {
-            lanes.push(Arc::new(Lane::new(device.open_queue()?)));
+            workers.push(Arc::new(QueueWorker::new(device.open_queue()?)));
         }
         // Built before the threads: should one fail to start, dropping it stops those that did.
-        let mut io = Io { device, mode: Mode::Threaded { lanes: lanes.clone(), reapers: Vec::with_capacity(queues) } };
-        for (number, lane) in lanes.into_iter().enumerate() {
+        let mut io = Io { device, mode: Mode::Threaded { workers: workers.clone(), reapers: Vec::with_capacity(queues) } };
+        for (number, worker) in workers.into_iter().enumerate() {
             let reaper =
-                std::thread::Builder::new().name(format!("io-{number}")).spawn(move || lane.reap()).map_err(|error| {
+                std::thread::Builder::new().name(format!("io-{number}")).spawn(move || worker.reap()).map_err(|error| {
                     Error::System {
                         device: io.device.name().into(),
                         action: "starting an I/O thread",
@@ -176,22 +191,28 @@ impl Io {
         Ok(Arc::new(io))
     }
 
-    /// No thread: [`Io::submit`] runs a batch to its end, and its `done`, before it returns. The order of everything is then
-    /// the caller's, as deterministic tests need it.
+    /// No thread: [`Io::submit`] runs a batch to its end, and its `done`, before it returns. The
+    /// order of everything is then the caller's, as deterministic tests need it. One batch runs at
+    /// a time.
+    ///
+    /// # Errors
+    /// Those of [`BlockDevice::open_queue`].
     pub fn inline(device: Arc<dyn BlockDevice>) -> Result<Arc<Io>> {
         let queue = device.open_queue()?;
         Ok(Arc::new(Io { device, mode: Mode::Inline(Mutex::new(queue)) }))
     }
 
-    /// No thread, and batches that complete when and in the order that the caller wants: whoever waits in [`Io::run`] completes
-    /// batches one by one, `choose` saying which of so many, until its own is over. What is not chosen stays in flight, until
-    /// [`Io::step`] or another wait. `choose` may do other things before it answers, and submit: deterministic tests put there
-    /// what happens while a device is at work.
+    /// No thread, and batches that complete when and in the order that the caller wants, for
+    /// deterministic tests. A thread that waits in [`Io::run`] completes batches one by one until
+    /// its own is over; `choose` is given the number of batches in flight, and says which of them.
+    /// The others stay in flight until [`Io::step`] or another wait. `choose` may submit and do
+    /// other things before it answers: tests put there what happens while a device is at work.
     pub fn stepped(device: Arc<dyn BlockDevice>, choose: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Io> {
         Arc::new(Io { device, mode: Mode::Stepped { choose: Box::new(choose), in_flight: Mutex::default() } })
     }
 
-    /// Completes one batch, where [`Io::stepped`] has any in flight. Returns whether it did.
+    /// Completes one batch, where [`Io::stepped`] has any in flight. Returns whether there was
+    /// one.
     pub fn step(&self) -> bool {
         let Mode::Stepped { choose, in_flight } = &self.mode else { return false };
         let count = in_flight.lock().len();
@@ -214,18 +235,20 @@ impl Io {
         &self.device
     }
 
-    /// Batches submitted whose `done` was not called yet.
+    /// The number of batches submitted whose `done` was not called yet, without those of
+    /// [`OwnQueue`]s.
     pub fn in_flight(&self) -> usize {
         match &self.mode {
             Mode::Inline(_) => 0,
             Mode::Stepped { in_flight, .. } => in_flight.lock().len(),
-            Mode::Threaded { lanes, .. } => lanes.iter().map(|lane| lane.in_flight.load(Ordering::Acquire)).sum(),
+            Mode::Threaded { workers, .. } => workers.iter().map(|worker| worker.in_flight.load(Ordering::Acquire)).sum(),
         }
     }
 
-    /// Puts all requests of the batch in flight at once, in no particular order: a flush in it does not cover the writes
-    /// beside it. `done` is called once with the first error, if any, after all of them are over and their spans dropped;
-    /// from a reaper thread (of [`Io::inline`]: from this one), which it must not block. It may submit.
+    /// Puts all requests of the batch in flight at once, in no particular order: a flush in it
+    /// does not cover the writes beside it. `done` is called once, with the first error if any,
+    /// after all of them are over and their spans dropped. It runs on a reaper thread (of
+    /// [`Io::inline`]: on this one), which it must not block. It may submit.
     pub fn submit(
         &self,
         batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>,
@@ -233,10 +256,10 @@ impl Io {
     ) {
         let own = OWN.with_borrow_mut(|own| {
             let own = own.as_mut().filter(|own| std::ptr::eq(&*own.io, self))?;
-            Some((own.lane.clone(), std::mem::take(&mut own.requests)))
+            Some((own.worker.clone(), std::mem::take(&mut own.requests)))
         });
-        if let Some((lane, mut requests)) = own {
-            lane.begin(batch.into_iter(), Box::new(done), &mut requests);
+        if let Some((worker, mut requests)) = own {
+            worker.begin(batch.into_iter(), Box::new(done), &mut requests);
             return OWN.with_borrow_mut(|own| own.as_mut().expect("looked at above").requests = requests);
         }
         match &self.mode {
@@ -253,38 +276,44 @@ impl Io {
                 }
                 Err(error) => done(Err(error)),
             },
-            Mode::Threaded { lanes, .. } => {
-                let lane = SUBMITTER.with(|number| number % lanes.len());
+            Mode::Threaded { workers, .. } => {
+                let worker = SUBMITTER.with(|number| number % workers.len());
                 let mut requests = Vec::new();
-                lanes[lane].begin(batch.into_iter(), Box::new(done), &mut requests);
-                lanes[lane].queue.submit(&mut requests);
+                workers[worker].begin(batch.into_iter(), Box::new(done), &mut requests);
+                workers[worker].queue.submit(&mut requests);
             }
         }
     }
 
-    /// Gives this thread a queue of its own, to which all that it submits goes from now on. On a device with a single queue it shares that.
+    /// Gives this thread a queue of its own, to which all that it submits goes from now on. On a
+    /// device with a single queue it shares that.
+    ///
+    /// # Errors
+    /// Those of [`BlockDevice::open_busy_queue`].
     ///
     /// # Panics
-    ///
     /// If the thread has one already.
     pub fn own_queue(self: &Arc<Io>) -> Result<OwnQueue> {
-        let lane = match self.device.geometry().max_queues {
+        let worker = match self.device.geometry().max_queues {
             1 => None,
-            _ => Some(Arc::new(Lane::new(self.device.open_busy_queue()?))),
+            _ => Some(Arc::new(QueueWorker::new(self.device.open_busy_queue()?))),
         };
-        if let Some(lane) = &lane {
-            let own = HeldBack { io: self.clone(), lane: lane.clone(), requests: Vec::new() };
+        if let Some(worker) = &worker {
+            let own = Unsubmitted { io: self.clone(), worker: worker.clone(), requests: Vec::new() };
             assert!(OWN.replace(Some(own)).is_none(), "a thread has one queue of its own");
             IS_REAPER.set(true);
         }
-        Ok(OwnQueue { lane, reaped: RefCell::default(), _thread: PhantomData })
+        Ok(OwnQueue { worker, reaped: RefCell::default(), _thread: PhantomData })
     }
 
     /// Submits the batch and waits for it.
     ///
-    /// # Panics
+    /// # Errors
+    /// The first error of a request, when all of them are over.
     ///
-    /// On a reaper thread, that is, from inside a `done`, and on one with an [`OwnQueue`]: it would wait for itself.
+    /// # Panics
+    /// On a reaper thread, which means inside a `done`, and on one with an [`OwnQueue`]: it would
+    /// wait for itself.
     pub fn run(&self, batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>) -> Result<()> {
         assert!(!IS_REAPER.get(), "Io::run called from the completion of a batch, or by a thread with a queue of its own");
         let (sender, receiver) = mpsc::sync_channel(1);
@@ -303,10 +332,10 @@ impl Io {
 
 impl Drop for Io {
     fn drop(&mut self) {
-        let Mode::Threaded { lanes, reapers } = &mut self.mode else { return };
-        for lane in lanes {
-            lane.stopping.store(true, Ordering::Release);
-            lane.queue.wake();
+        let Mode::Threaded { workers, reapers } = &mut self.mode else { return };
+        for worker in workers {
+            worker.stopping.store(true, Ordering::Release);
+            worker.queue.wake();
         }
         for reaper in reapers.drain(..) {
             if reaper.thread().id() != std::thread::current().id() {
@@ -316,7 +345,7 @@ impl Drop for Io {
     }
 }
 
-/// Runs a batch on a queue that nobody else uses.
+/// Runs a batch on a queue that has no other user.
 fn run_inline(queue: &dyn Queue, mut batch: Vec<Request>) -> Result<()> {
     let requests = batch.len();
     queue.submit(&mut batch);
@@ -328,7 +357,7 @@ fn drain(queue: &dyn Queue, mut remaining: usize) -> Result<()> {
     let mut result = Ok(());
     let mut completions = Vec::new();
     while remaining > 0 {
-        collect(queue, Wait::Forever, &mut completions);
+        take_completions(queue, Wait::Forever, &mut completions);
         remaining -= completions.len();
         for completion in completions.drain(..) {
             result = result.and(completion.result);
@@ -337,16 +366,16 @@ fn drain(queue: &dyn Queue, mut remaining: usize) -> Result<()> {
     result
 }
 
-fn collect(queue: &dyn Queue, wait: Wait, completions: &mut Vec<Completion>) {
+fn take_completions(queue: &dyn Queue, wait: Wait, completions: &mut Vec<Completion>) {
     if let Err(error) = queue.complete(wait, completions) {
-        // Its requests may be in flight for ever, so that nobody could be told anything true about them.
+        // Its requests may be in flight for ever: their callers could be told nothing true.
         panic!("an I/O queue broke: {error}");
     }
 }
 
-impl Lane {
-    fn new(queue: Box<dyn Queue>) -> Lane {
-        Lane { queue, batches: Mutex::default(), in_flight: AtomicUsize::new(0), stopping: AtomicBool::new(false) }
+impl QueueWorker {
+    fn new(queue: Box<dyn Queue>) -> QueueWorker {
+        QueueWorker { queue, batches: Mutex::default(), in_flight: AtomicUsize::new(0), stopping: AtomicBool::new(false) }
     }
 
     /// Takes a batch in. What it appends to `requests` has to be submitted to the queue.
@@ -366,14 +395,15 @@ impl Lane {
         IS_REAPER.set(true);
         let mut reaped = Reaped::default();
         while !self.stopping.load(Ordering::Acquire) || self.in_flight.load(Ordering::Acquire) > 0 {
-            self.turn(Wait::Forever, &mut reaped);
+            self.collect(Wait::Forever, &mut reaped);
         }
     }
 
-    /// Collects completions, and calls the `done` of batches that are over. Returns how many requests were over.
-    fn turn(&self, wait: Wait, reaped: &mut Reaped) -> usize {
+    /// Collects completions, and calls the `done` of batches that are over. Returns how many
+    /// requests were over.
+    fn collect(&self, wait: Wait, reaped: &mut Reaped) -> usize {
         let Reaped { completions, finished } = reaped;
-        collect(&*self.queue, wait, completions);
+        take_completions(&*self.queue, wait, completions);
         let count = completions.len();
         {
             let mut batches = self.batches.lock();
@@ -388,7 +418,7 @@ impl Lane {
     }
 }
 
-/// What one [`Lane::turn`] works on, in vectors that keep their memory.
+/// What one [`QueueWorker::collect`] works on, in vectors that keep their memory.
 #[derive(Default)]
 struct Reaped {
     completions: Vec<Completion>,
@@ -412,7 +442,8 @@ impl Batches {
     }
 }
 
-/// A reaper that unwinds leaves batches that nobody would ever complete, and their waiters hanging.
+/// Aborts the process when a reaper panics: its batches would never complete, and threads that
+/// wait for them would hang.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {

@@ -1,8 +1,11 @@
-//! What a namespace is to gpunvme: one trait, and its backends. Nothing in here knows of files inside the volume.
+//! Block devices: the traits that a namespace is used through, and their backends. Nothing in here
+//! knows of files inside the volume.
 //!
-//! - [`open`] turns the DEVICE a user named into a [`BlockDevice`].
+//! - [`open`] turns the DEVICE that a user named into a [`BlockDevice`].
 //! - [`Io`] runs batches of [`Request`]s on a device's queues, with reaper threads or inline.
-//! - [`Region`] is memory that a device may read or write; [`BufferPool`] recycles regions for buffers of one owner.
+//! - [`Region`] is memory that a device may read or write; [`BufferPool`] recycles regions for
+//!   buffers of one owner.
+//! - [`nvme`] is the NVMe driver; [`sim`] a software controller that it can run on.
 //!
 //! Offsets and lengths are bytes everywhere; logical blocks stay inside the backends.
 #![deny(unsafe_code)]

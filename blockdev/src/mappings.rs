@@ -1,9 +1,10 @@
-//! Where a region is mapped for the DMA of devices. It guards that looking it up costs an I/O two loads and no lock.
+//! The IOVAs of a region, one for each device that it is mapped for. Looking one up costs an I/O
+//! two loads and no lock.
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The most devices that a region can be mapped for at once.
 const MAX: usize = 4;
-/// A slot that nobody has.
+/// A free slot.
 const FREE: u64 = 0;
 /// A slot that is being filled.
 const TAKEN: u64 = u64::MAX;

@@ -1,4 +1,4 @@
-//! What a command does to a namespace.
+//! The operations that a request can ask of a namespace.
 use std::fmt;
 
 /// What a command does.
@@ -6,17 +6,17 @@ use std::fmt;
 pub enum Op {
     /// From the device into the spans.
     Read,
-    /// From the spans to the device. With `fua` the data is durable when the command completes, as if a flush of this
-    /// range alone had followed.
+    /// From the spans to the device. With `fua` the data is durable when the command completes, as
+    /// if a flush of this range alone had followed.
     Write {
         /// Force unit access.
         fua: bool,
     },
-    /// Makes every write durable that *completed before this command was submitted*. Writes in flight beside it are not
-    /// covered.
+    /// Makes every write durable that *completed before this command was submitted*. Writes in
+    /// flight beside it are not covered.
     Flush,
-    /// Tells the device that the range's contents are not needed any more. What a read finds there afterwards is not
-    /// defined.
+    /// Tells the device that the range's contents are not needed any more. What a read finds there
+    /// afterwards is not defined.
     Discard,
     /// Fills the range with zeroes without moving data.
     WriteZeroes,

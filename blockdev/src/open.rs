@@ -20,12 +20,12 @@ use crate::{BlockDevice, Error, OpenMode, Result};
 ///
 /// # Errors
 /// - [`Error::Busy`] when the device is locked by another user, after 300 ms of attempts.
-/// - [`Error::NotFound`], [`Error::Permission`], [`Error::VfioPermission`], [`Error::ReadOnly`] and
-///   [`Error::NotABlockDevice`] say why there is nothing that can be opened in this mode.
+/// - [`Error::NotFound`], [`Error::Permission`], [`Error::VfioPermission`], [`Error::ReadOnly`]
+///   and [`Error::NotABlockDevice`] say why there is nothing that can be opened in this mode.
 /// - [`Error::Unsupported`] for a device without direct I/O, a namespace that the driver cannot
 ///   run, or an option that does not exist.
-/// - [`Error::Gone`], [`Error::Controller`], [`Error::Admin`] and [`Error::System`] when the device,
-///   or the kernel, failed while it was set up.
+/// - [`Error::Gone`], [`Error::Controller`], [`Error::Admin`] and [`Error::System`] when the
+///   device, or the kernel, failed while it was set up.
 pub fn open(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
     let Some(mut name) = DeviceName::parse(device) else {
         return Ok(Arc::new(FileDevice::open(device, mode)?));
@@ -35,8 +35,8 @@ pub fn open(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
     Ok(Arc::new(NvmeDevice::open(name.device(), transport, options, mode)?))
 }
 
-/// Claims the NVMe controller of DEVICE (`vfio:0000:01:00.0`) for maintenance, without touching it.
-/// It is locked as [`open`] locks it, for as long as the [`Controller`] lives.
+/// Claims the NVMe controller of DEVICE (`vfio:0000:01:00.0`) for maintenance, without touching
+/// it. It is locked as [`open`] locks it, for as long as the [`Controller`] lives.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a DEVICE that is a path, since the kernel drives that one; otherwise

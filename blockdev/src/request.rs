@@ -1,16 +1,16 @@
-//! Commands and their completions. Every backend takes a request only after [`Request::check`], so that no backend has to
-//! trust its caller with ranges or alignment.
+//! Requests and their completions. Every backend takes a request only after [`Request::check`], so
+//! that no backend has to trust its caller with ranges or alignment.
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use crate::{Error, Geometry, Op, Result, Span};
 
-/// Memory of a request: often one span, and then nothing is allocated for it.
+/// The memory of a request: often one span, and then nothing is allocated for it.
 pub type Spans = SmallVec<[Span; 1]>;
 
-/// One command. `offset` and `len` are bytes on the namespace and multiples of [`Geometry::logical_block`]; both are 0 for a
-/// flush.
+/// A request. `offset` and `len` are bytes on the namespace and multiples of
+/// [`Geometry::logical_block`]; both are 0 for a flush.
 #[derive(Debug)]
 pub struct Request {
     /// What to do.
@@ -19,10 +19,11 @@ pub struct Request {
     pub offset: u64,
     /// Bytes on the namespace. It may exceed [`Geometry::max_transfer`].
     pub len: u64,
-    /// Memory of a read or write, in order; adds up to `len`. The start and length of each span are multiples of
-    /// [`Geometry::memory_alignment`]. Empty for the other operations.
+    /// Memory of a read or write, in order; adds up to `len`. The start and length of each span
+    /// are multiples of [`Geometry::memory_alignment`]. Empty for the other operations.
     pub spans: Spans,
-    /// Given back in the completion. [`crate::Io`] sets it; a caller of [`crate::Queue`] chooses it.
+    /// Given back in the completion. [`crate::Io`] sets it; a caller of [`crate::Queue`] chooses
+    /// it.
     pub tag: u64,
 }
 
@@ -31,32 +32,36 @@ pub struct Request {
 pub struct Completion {
     /// The request's tag.
     pub tag: u64,
-    /// Whether all of it was done. After an error, any part of a write may have reached the device.
+    /// Whether all of it was done. After an error, any part of a write may have reached the
+    /// device.
     pub result: Result<()>,
 }
 
 impl Request {
-    /// A read of as many bytes as the spans hold.
+    /// A read of as many bytes as the spans hold, from byte `offset` of the namespace.
     pub fn read(offset: u64, spans: impl Into<Spans>) -> Self {
         Self::with_spans(Op::Read, offset, spans.into())
     }
 
-    /// A write of all that the spans hold.
+    /// A write of all that the spans hold, to byte `offset` of the namespace. With `fua` it is
+    /// durable when it completes (NVM Command Set specification, Write, Force Unit Access).
     pub fn write(offset: u64, spans: impl Into<Spans>, fua: bool) -> Self {
         Self::with_spans(Op::Write { fua }, offset, spans.into())
     }
 
-    /// A flush of the device's volatile cache.
+    /// A flush of the device's volatile cache (NVM Command Set specification, Flush).
     pub fn flush() -> Self {
         Self::without_spans(Op::Flush, 0, 0)
     }
 
-    /// A discard. Only where [`Geometry::discard`] says so.
+    /// A discard of `len` bytes (NVM Command Set specification, Dataset Management, Deallocate).
+    /// Only where [`Geometry::discard`] says so.
     pub fn discard(offset: u64, len: u64) -> Self {
         Self::without_spans(Op::Discard, offset, len)
     }
 
-    /// A fill with zeroes. Only where [`Geometry::write_zeroes`] says so.
+    /// A fill of `len` bytes with zeroes (NVM Command Set specification, Write Zeroes). Only where
+    /// [`Geometry::write_zeroes`] says so.
     pub fn write_zeroes(offset: u64, len: u64) -> Self {
         Self::without_spans(Op::WriteZeroes, offset, len)
     }
@@ -70,14 +75,14 @@ impl Request {
         Self { op, offset, len, spans: Spans::new(), tag: 0 }
     }
 
-    /// Checks that a device of this geometry can take the request. Every backend calls it before it
-    /// does anything; `device` is its DEVICE string, for the error.
+    /// Checks that a device of this geometry can take the request. Every backend calls it before
+    /// it does anything; `device` is its DEVICE string, for the error.
     ///
     /// # Errors
     /// - [`Error::ReadOnly`] for a change to a device that is read-only.
     /// - [`Error::Unsupported`] for a command that the device does not have.
-    /// - [`Error::Alignment`] unless offset and length are multiples of the logical block, and each
-    ///   span's start and length are multiples of [`Geometry::memory_alignment`].
+    /// - [`Error::Alignment`] unless offset and length are multiples of the logical block, and
+    ///   each span's start and length are multiples of [`Geometry::memory_alignment`].
     /// - [`Error::OutOfRange`] beyond the device's end, [`Error::RegionRange`] beyond a region's.
     /// - [`Error::RegionReadOnly`] for a read into memory that may not be written.
     /// - [`Error::SpanLength`] unless the spans add up to the length of a read or write.

@@ -1,9 +1,10 @@
-//! Copies from and to memory that may stop answering: another device's, which goes when that device goes, and another
-//! process's, which that process may truncate.
+//! Copies from and to memory that may stop answering: that of another device, which goes when that
+//! device goes, and that of another process, which that process may truncate.
 //!
-//! It guards this process against SIGBUS and SIGSEGV. The kernel does the copying, between the memory and a pipe, and where the
-//! memory faults it stops with EFAULT (fs/pipe.c: `copy_page_from_iter`, `copy_page_to_iter`). What is copied this way is
-//! what alignment keeps from going direct, so that a pipe for each copy is cheap enough.
+//! It guards this process against SIGBUS and SIGSEGV. The kernel does the copying, between the
+//! memory and a pipe, and where the memory faults it stops with EFAULT (fs/pipe.c:
+//! `copy_page_from_iter`, `copy_page_to_iter`). Only bytes whose alignment rules out direct I/O
+//! are copied this way, so that a pipe for each copy is cheap enough.
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::LazyLock;
@@ -12,7 +13,7 @@ use std::sync::atomic::{Ordering, fence};
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 
-/// What a pipe holds unless somebody changed that (pipe(7)).
+/// Bytes that a pipe holds by default (pipe(7)).
 const STEP: usize = 64 << 10;
 
 /// Copies `out.len()` bytes from `from`, wherever that is.
@@ -34,11 +35,13 @@ pub(crate) fn copy_out(from: *const u8, out: &mut [u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Copies `data` to `to`. The bytes have left the CPU when it returns, also where the memory is write-combining.
+/// Copies `data` to `to`. The bytes have left the CPU when it returns, also where the memory is
+/// write-combining.
 ///
 /// # Safety
 ///
-/// If there is memory at `to`, for `data.len()` bytes, it must be such that anybody may change at any time.
+/// If there is memory at `to`, for `data.len()` bytes, it must be such that may change at any
+/// time.
 ///
 /// # Errors
 /// `EFAULT` where the memory does not answer.
@@ -56,7 +59,8 @@ pub(crate) unsafe fn copy_in(data: &[u8], to: *mut u8) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Fills `len` bytes at `to` with zeroes, at the speed of memory: the kernel clears what it reads a file of zeroes into (drivers/char/mem.c, `read_iter_zero`).
+/// Fills `len` bytes at `to` with zeroes, at the speed of memory: the kernel clears what it reads
+/// a file of zeroes into (drivers/char/mem.c, `read_iter_zero`).
 ///
 /// # Safety
 ///

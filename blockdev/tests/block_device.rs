@@ -1,5 +1,5 @@
-//! The io_uring backend on a kernel block device: a loop device, which root can make anywhere. Anybody else gets a message
-//! that these tests did not run.
+//! The io_uring backend on a kernel block device: a loop device, which root can make anywhere.
+//! Other users get a message that these tests did not run.
 use std::fs::File;
 use std::process::Command;
 use std::sync::Arc;
@@ -87,7 +87,8 @@ fn every_command_works(place: &str, logical_block: u32) {
 fn every_command_works_in_blocks_of_both_sizes() {
     for logical_block in [512, 4096] {
         every_command_works(env!("CARGO_TARGET_TMPDIR"), logical_block);
-        // Over a tmpfs, zeroing a range fails inside, whereupon the kernel takes the command back from the device.
+        // Over a tmpfs, zeroing a range fails inside, whereupon the kernel takes the command back
+        // from the device.
         every_command_works("/dev/shm", logical_block);
     }
 }

@@ -118,7 +118,8 @@ fn one_request_may_have_more_pieces_and_bytes_than_a_command() {
     on_each_place(64 * MIB as u64, |image| {
         let device = image.open(OpenMode::ReadWrite);
         let io = Io::threaded(device.clone(), 1).expect("io");
-        // Every other 4 KiB of a region: nothing to merge, 5000 pieces for commands of at most 1024.
+        // Every other 4 KiB of a region: nothing to merge, 5000 pieces for commands of at most
+        // 1024.
         let data = pattern(2, 10_000 * 4096);
         let scattered = region_with(&data);
         let spans: Vec<Span> = (0..5000).map(|n| scattered.span(n * 8192..n * 8192 + 4096)).collect();
@@ -203,7 +204,8 @@ fn submitters_on_many_threads_share_a_queue() {
 
 #[test]
 fn requests_outlive_the_thread_that_submitted_them() {
-    // Flushes and hole punches start late, in a worker that the kernel keeps for the thread that submitted them.
+    // Flushes and hole punches start late, in a worker that the kernel keeps for the thread that
+    // submitted them.
     on_each_place(16 * MIB as u64, |image| {
         let device = image.open(OpenMode::ReadWrite);
         let queue: Arc<dyn Queue> = device.open_queue().expect("a queue").into();

@@ -75,13 +75,13 @@ fn rules_count_match_and_end() {
 }
 
 #[test]
-fn slow_commands_hold_up_nobody_else() {
+fn slow_commands_hold_up_no_other_command() {
     for faulty in [faulty(), faulty_file()] {
         let io = Io::threaded(faulty.clone(), 1).expect("io");
         faulty.add(Rule::hold(On::Read).within(0..512).once());
         let (sender, receiver) = mpsc::channel();
         let region = Region::allocate(512).expect("memory");
-        io.submit(vec![Request::read(0, vec![region.span(0..512)])], move |result| sender.send(result).expect("somebody waits"));
+        io.submit(vec![Request::read(0, vec![region.span(0..512)])], move |result| sender.send(result).expect("the test waits"));
         for _ in 0..100 {
             io.run(vec![write(0, 9), Request::flush()]).expect("others go on");
         }
@@ -118,7 +118,7 @@ fn memory_is_free_when_done_is_called() {
         let (sender, receiver) = mpsc::channel();
         let watched = region.clone();
         let batch = (0..8).map(|n| Request::read(0, vec![region.span(n * 512..(n + 1) * 512)]));
-        io.submit(batch, move |_| sender.send(Arc::strong_count(&watched)).expect("somebody waits"));
+        io.submit(batch, move |_| sender.send(Arc::strong_count(&watched)).expect("the test waits"));
         assert_eq!(receiver.recv_timeout(SOON), Ok(2), "this test's two");
     });
 }
@@ -130,7 +130,7 @@ fn completions_may_submit() {
         io.submit(vec![write(0, left as u8)], move |result| {
             result.expect("written");
             match left {
-                0 => end.send(0).expect("somebody waits"),
+                0 => end.send(0).expect("the test waits"),
                 _ => chain(next, left - 1, end),
             }
         });
@@ -176,7 +176,7 @@ fn dropping_it_waits_for_what_is_in_flight() {
     faulty.add(Rule::delay(On::Write, Duration::from_millis(50)));
     let io = Io::threaded(faulty.clone(), 2).expect("io");
     let (sender, receiver) = mpsc::channel();
-    io.submit(vec![write(0, 1)], move |result| sender.send(result).expect("somebody waits"));
+    io.submit(vec![write(0, 1)], move |result| sender.send(result).expect("the test waits"));
     drop(io);
     assert_eq!(receiver.try_recv(), Ok(Ok(())));
 }
@@ -190,7 +190,7 @@ fn the_last_handle_may_be_dropped_by_a_completion() {
     io.submit(vec![Request::flush()], move |_| {
         wait.recv().expect("the other handle is dropped first");
         drop(handle);
-        sender.send(()).expect("somebody waits");
+        sender.send(()).expect("the test waits");
     });
     drop(io);
     go.send(()).expect("the completion waits");
@@ -202,7 +202,8 @@ fn the_last_handle_may_be_dropped_by_a_completion() {
     assert_eq!(device.strong_count(), 0, "the thread ended and let go of the device");
 }
 
-/// Runs the test of this name again, in a process of its own, and gives what it wrote to its standard error if it aborted.
+/// Runs the test of this name again, in a process of its own, and gives what it wrote to its
+/// standard error if it aborted.
 fn aborts(test: &str) -> Option<String> {
     use std::os::unix::process::ExitStatusExt;
     let program = std::env::current_exe().expect("this program");
@@ -245,7 +246,7 @@ fn a_thread_with_a_queue_of_its_own_ends_its_batches_itself() {
         let (sender, ended) = mpsc::channel();
         let submit = |batch| {
             let sender = sender.clone();
-            io.submit(batch, move |result| sender.send((std::thread::current().id(), result)).expect("somebody waits"));
+            io.submit(batch, move |result| sender.send((std::thread::current().id(), result)).expect("the test waits"));
         };
         faulty.add(Rule::fail(On::Write, libc::EIO).within(512..1024));
         submit(vec![write(0, 7), write(1024, 7)]);

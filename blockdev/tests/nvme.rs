@@ -1,5 +1,5 @@
-//! The NVMe driver on the software controller, when all goes well: every kind of controller, every kind of request, and what
-//! is read is what was written.
+//! The NVMe driver on the software controller, when all goes well: every kind of controller, every
+//! kind of request, and what is read is what was written.
 use std::sync::Arc;
 
 use gpunvme_blockdev::sim::SimController;
@@ -14,7 +14,8 @@ fn random(state: &mut u64) -> u64 {
     *state >> 33
 }
 
-/// Requests of many sizes, from memory that is mapped and memory that is not, in spans as odd as the device takes them.
+/// Requests of many sizes, from memory that is mapped and memory that is not, in spans as odd as
+/// the device takes them.
 fn storm(device: Arc<dyn BlockDevice>, seed: u64) -> Vec<u8> {
     const LEN: usize = 8 << 20;
     let geometry = device.geometry().clone();

@@ -1,5 +1,5 @@
-//! The NVMe driver on the software controller: what the traits promise to callers, in every way of waiting; and what never
-//! happens to memory.
+//! The NVMe driver on the software controller: what the traits promise to callers, in every way of
+//! waiting; and what never happens to memory.
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -93,7 +93,7 @@ fn a_wait_ends_with_the_completion_however_it_waits() {
         (",vectors=0", "completion=adaptive"),
     ] {
         let sim = controller(options);
-        // Nobody comes to help before that.
+        // No other thread wakes it before that.
         let queue = sim.attach(&format!("timeout=100s,{driver}")).expect("the driver comes up").open_queue().expect("a queue");
         let region = Region::allocate(4096).expect("memory");
         let started = Instant::now();
@@ -199,7 +199,7 @@ fn memory_for_reading_only_is_written_from_and_never_into() {
 }
 
 #[test]
-fn after_a_subsystem_reset_nobody_is_told_that_lost_writes_are_durable() {
+fn after_a_subsystem_reset_no_flush_says_that_lost_writes_are_durable() {
     let sim = controller("");
     let device: Arc<dyn BlockDevice> = sim.attach("timeout=50ms").expect("the driver comes up");
     let io = Io::inline(device.clone()).expect("a queue");

@@ -1,5 +1,6 @@
-//! The NVMe driver on a controller that goes wrong. Whatever that does, every request ends, in success or in an error that
-//! says what happened; what is read is right; no memory is used that is not the controller's any more.
+//! The NVMe driver on a controller that goes wrong. Whatever that does, every request ends, in
+//! success or in an error that says what happened; what is read is right; no memory is used that
+//! is not the controller's any more.
 //!
 //! `NVME_SECONDS` says how long the random campaign takes (2), `NVME_SEED` where it begins.
 use std::sync::Arc;
@@ -60,7 +61,7 @@ impl Bench {
         let count = requests.len();
         for (number, request) in requests.into_iter().enumerate() {
             let done = done.clone();
-            self.io.submit(vec![request], move |result| done.send((number, result)).expect("somebody listens"));
+            self.io.submit(vec![request], move |result| done.send((number, result)).expect("the test listens"));
         }
         let mut results: Vec<Option<Result<()>>> = vec![None; count];
         let deadline = Instant::now() + PATIENCE;
@@ -75,7 +76,8 @@ impl Bench {
         results.into_iter().map(|result| result.expect("every request ended")).collect()
     }
 
-    /// A read and a write of several commands each, and a flush, with all that has to be true of them whatever happens.
+    /// A read and a write of several commands each, and a flush, with all that has to be true of
+    /// them whatever happens.
     fn exercise(&mut self, byte: u8) -> Vec<Result<()>> {
         let fill = |slot: usize, byte: u8| self.region.write_at(slot * SLOT, &vec![byte; SLOT]).expect("inside");
         fill(0, 0xee);

@@ -72,7 +72,8 @@ fn memory_that_its_owner_truncates_is_an_error_and_no_signal() {
     assert!(matches!(result, Err(Error::Io { errno: libc::EFAULT, .. })), "{result:?}");
 }
 
-/// The memory stands in for a device's: it goes away as that would, and only the kernel's copies survive that.
+/// The memory stands in for a device's: it goes away as that would, and only the kernel's copies
+/// survive that.
 #[test]
 fn memory_of_a_device_that_goes_away_is_an_error_and_no_signal() {
     let len = 300 << 10;
@@ -235,9 +236,10 @@ fn a_pool_maps_its_memory_for_the_device_and_unmaps_it() {
     assert_eq!(mapped(), 0);
 }
 
-/// A `write(2)` holds the file's lock while it waits for its source, and a hostile owner's source never comes.
+/// A `write(2)` holds the file's lock while it waits for its source, and a hostile owner's source
+/// never comes.
 #[test]
-fn an_owner_who_keeps_the_lock_of_a_memfd_stops_nobody() {
+fn an_owner_that_keeps_the_lock_of_a_memfd_stops_no_copy() {
     let fd = memfd(8192);
     let region = Region::from_fd(fd.try_clone().expect("a second descriptor"), 8192, true).expect("mapped");
     // A seal forbids what takes the lock, and not what goes through a mapping made before.

@@ -1,5 +1,6 @@
-//! The anchors: where the live part of the journal begins. Two blocks written alternately; the valid one with the higher
-//! generation counts, so that a torn write of one leaves the other.
+//! The anchors: the place in the journal where its live part begins. They are two blocks, written
+//! alternately; the valid one with the higher generation counts, so that a torn write of one
+//! leaves the other.
 //!
 //! | offset | size | field |
 //! | --- | --- | --- |
@@ -17,7 +18,8 @@ use crate::{Block, COUNT_MAX, Corrupt, Geometry, le};
 pub struct Anchor {
     /// Grows with every write of an anchor.
     pub generation: u64,
-    /// Block of the journal, counted from its start, where the oldest live transaction begins, or the next one will.
+    /// Block of the journal, counted from its start, where the oldest live transaction begins, or
+    /// the next one will.
     pub tail: u64,
     /// Sequence of that transaction.
     pub sequence: u64,

@@ -1,7 +1,8 @@
 //! Self-describing metadata blocks.
 //!
-//! Every metadata block begins with the same 64-byte header: magic, checksum, kind, its own address, the sequence number of
-//! the transaction that wrote it, and the filesystem's UUID. A torn, stale, misdirected or foreign block fails one of them.
+//! Every metadata block begins with the same 64-byte header: magic, checksum, kind, its own
+//! address, the sequence number of the transaction that wrote it, and the filesystem's UUID. A
+//! torn, stale, misdirected or foreign block fails one of them.
 //!
 //! | offset | size | field |
 //! | --- | --- | --- |

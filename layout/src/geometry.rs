@@ -1,4 +1,5 @@
-//! Where everything lies on a volume, derived from two numbers of the superblock: total blocks and journal blocks.
+//! The geometry of a volume: the place of every structure, derived from two numbers of the
+//! superblock, total blocks and journal blocks.
 //!
 //! ```text
 //! 0          superblock
@@ -14,7 +15,8 @@
 
 use crate::block::BLOCK_SIZE;
 
-/// Blocks of a chunk: 2 MiB, the unit in which large files are laid out and in which metadata and data are kept apart.
+/// Blocks of a chunk: 2 MiB, the unit in which large files are laid out and in which metadata and
+/// data are kept apart.
 pub const CHUNK_BLOCKS: u64 = 512;
 /// Chunks of a group: as many as one bitmap block can describe.
 pub const GROUP_CHUNKS: u64 = 62;

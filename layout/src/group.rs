@@ -1,13 +1,16 @@
-//! Groups: what is free. A group is 62 chunks of 512 blocks, described by one bitmap block and one descriptor.
+//! Groups: the free space of a volume. A group is 62 chunks of 512 blocks, described by one bitmap
+//! block and one descriptor.
 //!
-//! A chunk holds data or metadata, never both: large runs of free chunks do not erode, and a metadata block is never reused
-//! for data while an image of it may be in the journal.
+//! A chunk holds data or metadata, never both: large runs of free chunks do not erode, and a
+//! metadata block is never reused for data while an image of it may be in the journal.
 //!
-//! Bitmap block: the kinds of the 62 chunks, one byte each, at offset 64 (two bytes of zeros after them), then at offset 128
-//! one bit a block, lowest bit first, 1 = in use. Bits and kinds of chunks that the last group does not have are 1 and free.
+//! Bitmap block: the kinds of the 62 chunks, one byte each, at offset 64 (two bytes of zeros after
+//! them), then at offset 128 one bit a block, lowest bit first, 1 = in use. Bits and kinds of
+//! chunks that the last group does not have are 1 and free.
 //!
-//! Descriptor, 8 bytes: free blocks outside metadata chunks (2), free blocks inside metadata chunks (2), wholly free chunks
-//! (2), flags (2: 1 = the bitmap block was written; without it the group is wholly free and its bitmap block is not read).
+//! Descriptor, 8 bytes: free blocks outside metadata chunks (2), free blocks inside metadata
+//! chunks (2), wholly free chunks (2), flags (2: 1 = the bitmap block was written; without it the
+//! group is wholly free and its bitmap block is not read).
 
 use crate::block::{BlockKind, Uuid};
 use crate::geometry::{CHUNK_BLOCKS, GROUP_BLOCKS, GROUP_CHUNKS};
@@ -141,7 +144,8 @@ pub fn set(block: &mut Block, at: u64, len: u64, used: bool) {
     }
 }
 
-/// The first run of blocks in state `used` within `from..to` of the group: (start, length); the run is cut at `to`.
+/// The first run of blocks in state `used` within `from..to` of the group: (start, length); the
+/// run is cut at `to`.
 pub fn find_run(block: &Block, from: u64, to: u64, used: bool) -> Option<(u64, u64)> {
     let start = next(block, from, to, used)?;
     let end = next(block, start, to, !used).unwrap_or(to);

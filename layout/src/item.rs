@@ -1,4 +1,4 @@
-//! Values of the tree's items.
+//! The values of the tree's items: inodes, directory entries, extents, attributes, orphans.
 
 use zerocopy::little_endian::{I64, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -17,7 +17,8 @@ pub const XATTR_MAX: usize = 65536;
 pub const PIECE: usize = VALUE_MAX;
 /// Blocks that one extent can map.
 pub const EXTENT_BLOCKS_MAX: u64 = u32::MAX as u64;
-/// Highest size of a file in bytes: offsets are signed 64-bit in POSIX, and block numbers times 4096 must not overflow.
+/// Highest size of a file in bytes: offsets are signed 64-bit in POSIX, and block numbers times
+/// 4096 must not overflow.
 pub const FILE_SIZE_MAX: u64 = (1 << 62) - 4096;
 
 /// A point in time: seconds since 1970 and nanoseconds below one second.
@@ -202,8 +203,8 @@ impl Inode {
 }
 
 impl Inode {
-    /// What a stored form that [`Inode::decode`] refuses still says, taken as an inode of that type: fields that are impossible
-    /// become zero. None when it has another length.
+    /// What a stored form that [`Inode::decode`] refuses still says, taken as an inode of that
+    /// type: fields that are impossible become zero. None when it has another length.
     pub fn salvage(bytes: &[u8], file_type: FileType) -> Option<Inode> {
         let raw = RawInode::ref_from_bytes(bytes).ok()?;
         let time = |raw: RawTime| {
@@ -327,8 +328,8 @@ impl Extent {
     }
 }
 
-/// First piece of an extended attribute: length of the value (4 bytes), length of the name (1 byte), name, first bytes of the
-/// value; the following pieces hold only bytes of the value.
+/// First piece of an extended attribute: length of the value (4 bytes), length of the name (1
+/// byte), name, first bytes of the value; the following pieces hold only bytes of the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct XattrHead<'a> {
     /// Length of the whole value in bytes.

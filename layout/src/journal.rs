@@ -1,12 +1,14 @@
-//! Transactions in the journal: descriptor blocks, then one image for each metadata block that the transaction changed.
+//! Transactions in the journal: descriptor blocks, then one image for each metadata block that the
+//! transaction changed.
 //!
-//! Each image is the whole block as it will stand at home, sealed with its own address and with the sequence of this
-//! transaction. So a transaction is in the journal exactly when its descriptors and all its images verify; there is no commit
-//! block, and a torn one is simply not there. Sequences are never used twice, so an old image cannot pass for a new one.
+//! Each image is the whole block as it will stand at home, sealed with its own address and with
+//! the sequence of this transaction. So a transaction is in the journal exactly when its
+//! descriptors and all its images verify; there is no commit block, and a torn one is simply not
+//! there. Sequences are never used twice, so an old image cannot pass for a new one.
 //!
 //! | offset | size | field of a descriptor block |
 //! | --- | --- | --- |
-//! | 0 | 64 | block header; its address is the block in the journal, its sequence is the transaction's |
+//! | 0 | 64 | block header; address of the block in the journal, sequence of the transaction |
 //! | 64 | 4 | images of the whole transaction |
 //! | 68 | 4 | index of this descriptor block |
 //! | 72 | 8 | reserved, zero |
@@ -55,8 +57,8 @@ pub fn encode_descriptors(geometry: &Geometry, position: u64, sequence: u64, hom
         .collect()
 }
 
-/// Reads descriptor block `index` of transaction `sequence` at `position` of the journal: the number of images of the whole
-/// transaction, and the home addresses in this block.
+/// Reads descriptor block `index` of transaction `sequence` at `position` of the journal: the
+/// number of images of the whole transaction, and the home addresses in this block.
 ///
 /// # Errors
 /// The block is not that descriptor: the transaction is not in the journal.

@@ -1,7 +1,8 @@
 //! Keys of the tree.
 //!
-//! A key is (inode, kind, offset), ordered in that order, packed into 16 bytes: `inode << 8 | kind` and the offset, so that a
-//! comparison is one comparison of 128-bit integers. All that belongs to an inode lies side by side.
+//! A key is (inode, kind, offset), ordered in that order, packed into 16 bytes:
+//! `inode << 8 | kind` and the offset, so that a comparison is one comparison of 128-bit integers.
+//! All that belongs to an inode lies side by side.
 
 use std::hash::Hasher;
 
@@ -28,9 +29,11 @@ pub enum Kind {
     Xattr = 4,
     /// [`crate::Extent`]; offset: first block of the file that it maps.
     Extent = 5,
-    /// An inode without a name, or one whose truncation was not finished; under [`INO_NONE`], offset: the inode. Empty payload.
+    /// An inode without a name, or one whose truncation was not finished; under [`INO_NONE`],
+    /// offset: the inode. Empty payload.
     Orphan = 6,
-    // 7: checksums of data, 8: shared extents, 9: inline data. Not in use; volumes that have them say so in a feature bit.
+    // 7: checksums of data, 8: shared extents, 9: inline data. Not in use; volumes that have them
+    // say so in a feature bit.
 }
 
 /// Key of an item.
@@ -109,11 +112,13 @@ impl Key {
 
 /// Bits of a directory offset that tell entries with the same hash apart.
 pub const DIRENT_SLOTS: u64 = 1 << 8;
-/// Offsets that an entry can have: readers of a directory get them as `off_t`, and the lowest are those of `.` and `..`.
+/// Offsets that an entry can have: readers of a directory get them as `off_t`, and the lowest are
+/// those of `.` and `..`.
 pub const DIRENT_OFFSETS: std::ops::RangeInclusive<u64> = DIRENT_SLOTS..=i64::MAX as u64;
 
-/// First of the offsets where an entry of that name may be: 55 bits of a keyed hash, then 8 bits that tell names with the same
-/// hash apart. Never below 256, so that the offsets 0 to 2 are free for `.` and `..`, and never negative as an `off_t`.
+/// First of the offsets where an entry of that name may be: 55 bits of a keyed hash, then 8 bits
+/// that tell names with the same hash apart. Never below 256, so that the offsets 0 to 2 are free
+/// for `.` and `..`, and never negative as an `off_t`.
 pub fn dirent_offset(hash_key: &[u8; 16], name: &[u8]) -> u64 {
     let hash = name_hash(hash_key, name) >> 9;
     hash.max(1) << 8
@@ -124,8 +129,8 @@ pub const XATTR_PIECES: u64 = 1 << 16;
 /// Extended attributes of one inode that may share a hash.
 pub const XATTR_SLOTS: u64 = 1 << 8;
 
-/// First of the offsets where an attribute of that name may be: 40 bits of a keyed hash, 8 bits that tell names with the same
-/// hash apart, 16 bits for the number of the piece.
+/// First of the offsets where an attribute of that name may be: 40 bits of a keyed hash, 8 bits
+/// that tell names with the same hash apart, 16 bits for the number of the piece.
 pub fn xattr_offset(hash_key: &[u8; 16], name: &[u8]) -> u64 {
     name_hash(hash_key, name) >> 24 << 24
 }

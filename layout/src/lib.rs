@@ -1,8 +1,9 @@
 //! The on-disk format of gpunvme.
 //!
-//! Types, encoding, checksums and the invariants that a block can be checked for on its own. No I/O, no clocks, no threads:
-//! everything here is a function from bytes to values or back, so that the engine, mkfs, fsck and the tests share one truth.
-//! `docs/reference/layout.md` describes the same format byte by byte.
+//! Types, encoding, checksums and the invariants that a block can be checked for on its own. No
+//! I/O, no clocks, no threads: everything here is a function from bytes to values or back, so that
+//! the engine, mkfs, fsck and the tests share one truth. `docs/reference/layout.md` describes the
+//! same format byte by byte.
 #![forbid(unsafe_code)]
 
 pub mod anchor;
@@ -25,8 +26,8 @@ pub use key::{Key, Kind};
 pub use state::State;
 pub use superblock::Superblock;
 
-/// Sequences of transactions and generations of anchors beyond this are no count of anything that happened: mkfs begins below half of
-/// it, and no device lasts for as many.
+/// Sequences of transactions and generations of anchors beyond this are no count of anything that
+/// happened: mkfs begins below half of it, and no device lasts for as many.
 pub const COUNT_MAX: u64 = 1 << 61;
 
 /// What is wrong with a block or an item that was read.

@@ -11,10 +11,12 @@
 //! | 56 | 8 | reserved, zero |
 //! | 64 | | slots, ascending by key |
 //!
-//! A slot of a leaf is 20 bytes: key (16), offset of the value (2), its length (2); values lie at the end of the block. A slot
-//! of an inner node is 24 bytes: the lowest key that its child may hold (16) and the child's block number (8).
+//! A slot of a leaf is 20 bytes: key (16), offset of the value (2), its length (2); values lie at
+//! the end of the block. A slot of an inner node is 24 bytes: the lowest key that its child may
+//! hold (16) and the child's block number (8).
 //!
-//! [`check`] is run on every node that comes from a device; the other functions rely on what it established.
+//! [`check`] is run on every node that comes from a device; the other functions rely on what it
+//! established.
 
 use crate::block::{BLOCK_SIZE, HEADER_SIZE, KIND_FIELDS};
 use crate::{Block, Corrupt, Key, le};
@@ -141,8 +143,8 @@ pub fn value_mut(block: &mut Block, i: usize) -> &mut [u8] {
     &mut block.bytes_mut()[at..at + len]
 }
 
-/// What can still be read in a leaf that [`check`] refuses: the items whose values lie inside the block, in no order. `block`
-/// was verified.
+/// What can still be read in a leaf that [`check`] refuses: the items whose values lie inside the
+/// block, in no order. `block` was verified.
 pub fn salvage(block: &Block) -> impl Iterator<Item = (Key, &[u8])> {
     let slots = count(block).min(CAPACITY / LEAF_SLOT);
     let item = |i| {
@@ -270,7 +272,8 @@ pub fn middle(block: &Block) -> usize {
 struct Taken([u64; BLOCK_SIZE / 64]);
 
 impl Taken {
-    /// Takes the bytes from `start` to before `end`, at least one. Returns whether nobody had any of them.
+    /// Takes the bytes from `start` to before `end`, at least one. Returns whether all of
+    /// them were free.
     fn take(&mut self, start: usize, end: usize) -> bool {
         let (first, last) = (start / 64, (end - 1) / 64);
         let (head, tail) = (u64::MAX << (start % 64), u64::MAX >> (63 - (end - 1) % 64));
@@ -385,7 +388,8 @@ mod tests {
         }
     }
 
-    /// A leaf with values of these lengths, in the order in which they came, and its check after the value in slot `of` was put at `at`.
+    /// A leaf with values of these lengths, in the order in which they came, and its check after
+    /// the value in slot `of` was put at `at`.
     fn moved(lengths: &[usize], of: usize, at: usize) -> Result<(), Corrupt> {
         let mut block = leaf();
         for (slot, len) in lengths.iter().enumerate() {
@@ -399,7 +403,8 @@ mod tests {
     #[test]
     fn values_that_share_bytes_are_refused() {
         let overlap = Err(Corrupt::Field { address: 9, what: "values of the leaf overlap" });
-        // The same place, one inside another, the last byte of one and the first of another; inside a word of 64 bytes and across them.
+        // The same place, one inside another, the last byte of one and the first of another;
+        // inside a word of 64 bytes and across them.
         for (lengths, of, at) in [
             (&[50, 50][..], 0, 3996),
             (&[500, 10], 1, 3700),

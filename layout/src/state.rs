@@ -1,4 +1,5 @@
-//! The state block: the root of the tree and the counters of the volume. An ordinary metadata block, changed by transactions.
+//! The state block: the root of the tree and the counters of the volume. An ordinary metadata
+//! block, changed by transactions.
 //!
 //! | offset | size | field |
 //! | --- | --- | --- |

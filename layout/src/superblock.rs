@@ -1,4 +1,5 @@
-//! The superblock: what a volume is. Written by mkfs, in three copies, and not changed by a mount.
+//! The superblock: identity, size and features of a volume. mkfs writes it in three copies; a
+//! mount does not change it.
 //!
 //! | offset | size | field |
 //! | --- | --- | --- |
@@ -36,7 +37,8 @@ const AT_HASH_KEY: usize = 128;
 const AT_CREATED: usize = 144;
 const AT_LABEL: usize = 160;
 
-/// Names of the features that the format may have one day, by bit; the message that refuses a volume uses them.
+/// Names of the features that the format may have one day, by bit; the message that refuses a
+/// volume uses them.
 const INCOMPAT_NAMES: [&str; 4] = ["data checksums", "shared extents", "inline data", "several devices"];
 
 /// What a volume is.
@@ -50,11 +52,12 @@ pub struct Superblock {
     pub total_blocks: u64,
     /// Length of the journal in blocks.
     pub journal_blocks: u64,
-    /// Key of the hash that orders names: nobody who does not know it can make names collide.
+    /// Key of the hash that orders names: without it names cannot be made to collide.
     pub hash_key: [u8; 16],
     /// When the volume was made.
     pub created: Timestamp,
-    /// Read-only compatible features that this code does not know: the volume can be read, not written.
+    /// Read-only compatible features that this code does not know: the volume can be read, not
+    /// written.
     pub unknown_ro_compat: u64,
 }
 

@@ -1,7 +1,8 @@
-//! What a device carries already, so that nobody loses it to a typing error.
+//! Finds out what a device holds already, so that a typing error destroys no data.
 //!
-//! Foreign filesystems and partition tables are recognised by libblkid, which knows all that Linux knows, through blkid(8):
-//! util-linux has both on every system, and a program needs no C headers to be built.
+//! Foreign filesystems and partition tables are recognised by libblkid, which knows all that Linux
+//! knows, through blkid(8): util-linux has both on every system, and a program needs no C headers
+//! to be built.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -120,7 +121,8 @@ fn find_foreign(blkid: &mut Command) -> Result<Option<Contents>, String> {
     }
 }
 
-/// Understands `blkid -p -o export`: lines of KEY=value, in which the shell's special characters are escaped.
+/// Understands `blkid -p -o export`: lines of KEY=value, in which the shell's special characters
+/// are escaped.
 fn parse(export: &str) -> Option<Contents> {
     let value = |key: &str| {
         let line = export.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='))?;

@@ -1,6 +1,7 @@
 //! fsck.gpunvme: checks a volume, says what is wrong with it, and repairs it.
 //!
-//! The work is done by `gpunvme_engine::check`; here are the conventions of fsck(8): options, questions, exit codes.
+//! The work is done by `gpunvme_engine::check`; here are the conventions of fsck(8): options,
+//! questions, exit codes.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -33,8 +34,8 @@ const SHOWN: usize = 10;
 /// Least memory that can be asked for, in MiB.
 const MEMORY_MIN: u64 = 64;
 
-/// Checks a gpunvme volume that is not mounted, and repairs it. Without -n, -p or -y it asks on a terminal, and changes nothing
-/// where there is none.
+/// Checks a gpunvme volume that is not mounted, and repairs it. Without -n, -p or -y it asks on a
+/// terminal, and changes nothing where there is none.
 #[derive(Debug, Parser)]
 #[command(name = "fsck.gpunvme", bin_name = "fsck.gpunvme", version)]
 pub struct Arguments {
@@ -92,12 +93,13 @@ struct Line {
     fixed: bool,
 }
 
-/// Runs the program with `args`, the first being its name. Returns its exit code, as fsck(8) has them.
+/// Runs the program with `args`, the first being its name. Returns its exit code, as fsck(8) has
+/// them.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments = match Arguments::try_parse_from(args) {
         Ok(arguments) => arguments,
         Err(error) => {
-            let _ = error.print(); // nobody is left to tell
+            let _ = error.print(); // the output is gone, and nothing else can be told
             return if error.use_stderr() { USAGE } else { CLEAN };
         }
     };
@@ -148,7 +150,8 @@ impl Failure {
 /// A question is on the terminal.
 static ASKING: AtomicBool = AtomicBool::new(false);
 
-/// Whether a signal asked for an end. From now on SIGINT and SIGTERM do, rather than kill: a change under way is finished.
+/// Whether a signal asked for an end. From now on SIGINT and SIGTERM do, rather than kill: a
+/// change under way is finished.
 fn cancelled() -> impl Fn() -> bool {
     static ENDED: AtomicBool = AtomicBool::new(false);
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
@@ -158,7 +161,7 @@ fn cancelled() -> impl Fn() -> bool {
             if signals.wait().is_ok() {
                 ENDED.store(true, Ordering::Relaxed);
                 if ASKING.load(Ordering::Relaxed) {
-                    // Nothing is under way while somebody thinks about the answer.
+                    // Nothing is under way while the user thinks about the answer.
                     std::process::exit(CANCELLED.into());
                 }
             }
@@ -226,7 +229,8 @@ fn ask(kind: Kind, count: u64) -> bool {
         n => format!("{} ({n} findings)", kind.name()),
     };
     loop {
-        let _ = print(format_args!("Mend {what}? yes or no: ")); // a terminal that is gone answers nothing below
+        // A terminal that is gone answers nothing below.
+        let _ = print(format_args!("Mend {what}? yes or no: "));
         let mut answer = String::new();
         ASKING.store(true, Ordering::Relaxed);
         let read = std::io::stdin().lock().read_line(&mut answer);

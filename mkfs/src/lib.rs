@@ -1,8 +1,9 @@
-//! mkfs.gpunvme: formats a device as a gpunvme volume; and fsck.gpunvme, which checks one ([`fsck`]).
+//! mkfs.gpunvme: formats a device as a gpunvme volume; and fsck.gpunvme, which checks one
+//! ([`fsck`]).
 //!
-//! The format itself is written by `gpunvme_engine::format`. This crate is what stands around it: it looks before it leaps
-//! ([`contents`]), clears what the device was recognised by before ([`wipe`]), and says what it made
-//! ([`report`]).
+//! The format itself is written by `gpunvme_engine::format`. This crate is what stands around it:
+//! it looks before it leaps ([`contents`]), clears what the device was recognised by before
+//! ([`wipe`]), and says what it made ([`report`]).
 
 #![forbid(unsafe_code)]
 
@@ -35,9 +36,9 @@ use report::{Binary, Report};
 /// Exit code when the device was not formatted, or it could not be said that it was.
 const FAILED: u8 = 1;
 
-/// Runs the program with `args`, the first being its name. Returns its exit code: 0 formatted, 1 not formatted or the
-/// report could not be written, 2 wrong
-/// command line (after clap has said why and ended the process).
+/// Runs the program with `args`, the first being its name. Returns its exit code: 0 formatted, 1
+/// not formatted or the report could not be written, 2 wrong command line (after clap has said why
+/// and ended the process).
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments = Arguments::parse_from(args);
     let failed = |error: &dyn Display| {

@@ -1,4 +1,4 @@
-//! How far fsck is, on a terminal and nowhere else.
+//! The progress of fsck, shown on a terminal only.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -32,7 +32,8 @@ impl Meter {
             Stage::Groups => "groups",
         };
         let percent = done.min(of) * 100 / of.max(1);
-        let _ = write!(std::io::stderr(), "\r\x1b[K{}: {percent}% of {of} {what}", self.device); // only for show
+        // Only for show.
+        let _ = write!(std::io::stderr(), "\r\x1b[K{}: {percent}% of {of} {what}", self.device);
         (self.last, self.shown) = (Instant::now(), true);
     }
 

@@ -1,4 +1,4 @@
-//! What mkfs.gpunvme says about the volume it made, or would make.
+//! The report of mkfs.gpunvme on the volume that it made, or would make.
 
 use std::fmt;
 

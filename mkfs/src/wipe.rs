@@ -1,11 +1,11 @@
-//! Clears what other formats are recognised by, so that a formatted device carries one thing.
+//! Clears the signatures of other formats, so that a formatted device is recognised as one thing.
 
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request, Result};
 
-/// Bytes at either end of a device in which formats put their signatures: ext4 at 1 KiB, btrfs at 64 KiB, GPT in the first and
-/// last sectors, ZFS and MD in the last 512 KiB.
+/// Bytes at either end of a device in which formats put their signatures: ext4 at 1 KiB, btrfs at
+/// 64 KiB, GPT in the first and last sectors, ZFS and MD in the last 512 KiB.
 pub(crate) const ENDS_LEN: u64 = 1 << 20;
 
 /// Writes zeros over the first and last MiB and waits until they are durable.

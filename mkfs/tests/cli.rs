@@ -175,7 +175,7 @@ fn fsck_finds_nothing_on_a_new_volume_and_names_what_is_damaged() {
     assert_eq!(clean.status.code(), Some(0), "{clean:?}");
     assert!(String::from_utf8_lossy(&clean.stdout).contains("clean, 1 inodes"), "{clean:?}");
 
-    // Somebody counts one inode too many: the state block, with a checksum that fits.
+    // One inode too many is counted: the state block, with a checksum that fits.
     let file = OpenOptions::new().read(true).write(true).open(&image.path).unwrap();
     let mut bytes = [0; 4096];
     file.read_exact_at(&mut bytes, 3 * 4096).unwrap();
@@ -227,7 +227,8 @@ fn fsck_leaves_to_y_what_loses_something() {
     assert_eq!(fsck(&image.path, &["-y"]).status.code(), Some(0));
 }
 
-/// What a program does when its output goes to a full device, and when nobody reads it: exit codes, and what stderr says.
+/// Runs a program whose output goes to a full device, and to a pipe without a reader: exit codes,
+/// and what stderr says.
 fn with_bad_outputs(program: &str, args: &[&str], path: &Path) -> [(Option<i32>, String); 3] {
     let run = |stdout: Stdio, stderr: Stdio| {
         let child = Command::new(program).args(args).arg(path).stdout(stdout).stderr(stderr).spawn().unwrap();

@@ -1,5 +1,6 @@
-//! What the crates of this workspace link. mkfs and fsck work on machines that never mount a volume, so they, and the engine that
-//! they share with the mount, have nothing of FUSE and of the daemon in them.
+//! What the crates of this workspace link. mkfs and fsck work on machines that never mount a
+//! volume, so they, and the engine that they share with the mount, have nothing of FUSE and of the
+//! daemon in them.
 
 use std::process::Command;
 

@@ -12,8 +12,9 @@ use super::lock::lock_file;
 use super::target::Kind;
 use crate::{Error, OpenMode, Result};
 
-/// How long a device that is in use may take to become free. The kernel lets go of the files of an io_uring a moment after
-/// its process closed it or ended, so that mounting right after unmounting would otherwise fail now and then.
+/// How long a device that is in use may take to become free. The kernel lets go of the files of an
+/// io_uring a moment after its process closed it or ended, so that mounting right after unmounting
+/// would otherwise fail now and then.
 const PATIENCE: Duration = Duration::from_millis(300);
 
 /// Opens an image file or a block device, with further flags, and locks it.

@@ -40,8 +40,8 @@ fn block_geometry(name: &Arc<str>, file: &File, mode: OpenMode) -> Result<Geomet
     if writable && sysfs.device("ro").as_deref() == Some("1") {
         return Err(Error::ReadOnly { device: name.clone() });
     }
-    // Holes are punched, and ranges zeroed, by the kernel's one write-zeroes command; without it the first fails and the
-    // second writes zeroes page by page.
+    // Holes are punched, and ranges zeroed, by the kernel's one write-zeroes command; without it
+    // the first fails and the second writes zeroes page by page.
     let zeroes = sysfs.queue("write_zeroes_max_bytes").and_then(|bytes| bytes.parse().ok()).is_some_and(|bytes: u64| bytes > 0);
     geometry(
         name,
@@ -87,7 +87,8 @@ const BASE: Geometry = Geometry {
 
 /// Fills in lengths and alignments.
 fn geometry(name: &Arc<str>, len: u64, logical_block: u32, memory: u32, rest: Geometry) -> Result<Geometry> {
-    // Before Linux 6.18 the length of every piece of memory has to be a multiple of the logical block as well.
+    // Before Linux 6.18 the length of every piece of memory has to be a multiple of the logical
+    // block as well.
     let memory_alignment = memory.max(logical_block);
     for alignment in [logical_block, memory_alignment] {
         if !alignment.is_power_of_two() || alignment > MAX_LOGICAL_BLOCK {
@@ -102,8 +103,8 @@ fn geometry(name: &Arc<str>, len: u64, logical_block: u32, memory: u32, rest: Ge
     Ok(Geometry { len: len - len % u64::from(logical_block), logical_block, memory_alignment, ..rest })
 }
 
-/// The alignment that direct I/O needs of memory and of offsets (statx(2), STATX_DIOALIGN; Linux 6.1), where the filesystem
-/// tells.
+/// The alignment that direct I/O needs of memory and of offsets (statx(2), STATX_DIOALIGN; Linux
+/// 6.1), where the filesystem tells.
 fn direct_alignment(name: &Arc<str>, file: &File) -> Result<Option<(u32, u32)>> {
     let Ok(statx) = rustix::fs::statx(file.as_fd(), "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) else { return Ok(None) };
     if statx.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
@@ -115,7 +116,8 @@ fn direct_alignment(name: &Arc<str>, file: &File) -> Result<Option<(u32, u32)>> 
     Ok(Some((statx.stx_dio_mem_align, statx.stx_dio_offset_align)))
 }
 
-/// Tries a direct read that is aligned to `block` bytes and no better, on a filesystem that does not tell.
+/// Tries a direct read that is aligned to `block` bytes and no better, on a filesystem that does
+/// not tell.
 fn reads_directly(file: &File, block: usize) -> bool {
     let mut memory = vec![0u8; 4 * block];
     let aligned = memory.as_ptr().align_offset(2 * block);
@@ -142,7 +144,8 @@ impl Sysfs {
         Some(std::fs::read_to_string(self.0.join(attribute)).ok()?.trim().to_owned())
     }
 
-    /// An attribute of the request queue. A partition's is that of the disk, in the directory above.
+    /// An attribute of the request queue. A partition's is that of the disk, in the directory
+    /// above.
     fn queue(&self, attribute: &str) -> Option<String> {
         self.device(&format!("queue/{attribute}")).or_else(|| self.device(&format!("../queue/{attribute}")))
     }

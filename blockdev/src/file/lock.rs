@@ -1,4 +1,4 @@
-//! The lock that keeps a second user off an image file.
+//! Locks of image files, which keep other processes from opening them.
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
@@ -6,7 +6,8 @@ use rustix::io::Errno;
 
 use crate::OpenMode;
 
-/// Locks a whole file for its open description (fcntl(2), F_OFD_SETLK): exclusively for writing, shared for reading.
+/// Locks a whole file for its open description (fcntl(2), F_OFD_SETLK): exclusively for writing,
+/// shared for reading.
 pub(crate) fn lock_file(file: &File, mode: OpenMode) -> rustix::io::Result<()> {
     let kind = match mode {
         OpenMode::ReadOnly => libc::F_RDLCK,

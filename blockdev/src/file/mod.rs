@@ -22,7 +22,8 @@ use uring::{Submission, UringQueue};
 
 use crate::{BlockDevice, Geometry, OpenMode, Queue, Region, Result};
 
-/// On a machine with fewer a thread of the kernel that looks for commands takes more from others than it gives.
+/// On a machine with fewer a thread of the kernel that looks for commands takes more from others
+/// than it gives.
 const PROCESSORS_TO_SPARE_ONE: usize = 8;
 
 /// An open image file or block device. The lock goes with the open file.

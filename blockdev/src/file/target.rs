@@ -1,4 +1,4 @@
-//! The open file under a device, which the device shares with its queues.
+//! The open file under a device; the device shares it with its queues.
 use std::fs::File;
 use std::sync::Arc;
 

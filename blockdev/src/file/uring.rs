@@ -1,11 +1,12 @@
 //! A queue on a file or block device: an io_uring with direct I/O (io_uring(7)).
 //!
-//! It guards what the kernel cannot know: memory named by a command stays alive until the command's completion was seen,
-//! also when the queue is dropped; a request is over when its last part is; and commands that the kernel cut short or gave
-//! back because the thread that submitted them had ended are continued, unseen by the caller.
+//! It guards what the kernel cannot know: memory named by a command stays alive until the
+//! command's completion was seen, also when the queue is dropped; a request is over when its last
+//! command is; and commands that the kernel cut short or gave back because the thread that
+//! submitted them had ended are continued, unseen by the caller.
 //!
-//! Locks: `reaper` before `state`. The first is held by the one thread that collects completions, also while it waits; the
-//! second for moments only, never across a system call.
+//! Locks: `reaper` before `state`. The first is held by the one thread that collects completions,
+//! also while it waits; the second for moments only, never across a system call.
 use std::collections::VecDeque;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -25,9 +26,10 @@ type Builder = io_uring::Builder<squeue::Entry, cqueue::Entry>;
 
 /// The device, among the files registered with a ring.
 const FILE: Fixed = Fixed(0);
-/// How long a kernel thread looks for commands where there are none, in milliseconds: the least that there is. The kernel makes it one or two of its ticks.
+/// How long a kernel thread looks for commands where there are none, in milliseconds: the least
+/// that there is. The kernel makes it one or two of its ticks.
 const KERNEL_THREAD_LINGERS: u32 = 1;
-/// Marks the completion of [`Queue::wake`]'s command; parts are numbered from 0.
+/// Marks the completion of [`Queue::wake`]'s command; commands are numbered from 0.
 const WAKE: u64 = u64::MAX;
 /// The kernel's UIO_MAXIOV.
 const MAX_IOVECS: usize = 1024;
@@ -37,14 +39,15 @@ const MAX_IOVECS: usize = 1024;
 pub(crate) enum Submission {
     /// The thread that submits, by a system call.
     BySystemCall,
-    /// A thread of the kernel, which looks for them as long as there are any (`IORING_SETUP_SQPOLL`).
+    /// A thread of the kernel, which looks for them as long as there are any
+    /// (`IORING_SETUP_SQPOLL`).
     ByKernelThread,
 }
 
 pub(crate) struct UringQueue {
     target: Arc<Target>,
     ring: IoUring,
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     /// Results taken off the ring, in a vector that keeps its memory.
     reaper: Mutex<Vec<(u64, i32)>>,
     /// Whether a wake command is under way.
@@ -52,25 +55,25 @@ pub(crate) struct UringQueue {
 }
 
 #[derive(Default)]
-struct State {
-    requests: Slab<Active>,
-    /// Parts of the requests: on the ring, or in `waiting`.
-    parts: Slab<Part>,
-    /// Parts that found no room in the queue's depth, or that are to be submitted again.
+struct QueueState {
+    requests: Slab<PendingRequest>,
+    /// Commands of the requests: on the ring, or in `waiting`.
+    commands: Slab<Command>,
+    /// Commands that found no room in the queue's depth, or that are to be submitted again.
     waiting: VecDeque<usize>,
     /// Requests that are over, not yet collected.
     finished: Vec<Completion>,
 }
 
-struct Active {
+struct PendingRequest {
     request: Request,
-    /// Parts not completed yet.
-    parts: usize,
+    /// Commands not completed yet.
+    commands: usize,
     error: Option<Error>,
 }
 
-/// A command: what is still to do of a part of a request.
-struct Part {
+/// What is still to do of a command, which is a request or a part of one.
+struct Command {
     /// Key of its request.
     request: usize,
     offset: u64,
@@ -80,24 +83,28 @@ struct Part {
     faulted: bool,
 }
 
-/// Addresses in the regions of the part's request. The kernel may read the list until the command is submitted.
+/// Addresses in the regions of the command's request. The kernel may read the list until the
+/// command is submitted.
 struct Iovecs(SmallVec<[libc::iovec; 1]>);
 
-// SAFETY: the addresses lie in regions, which may be used from any thread, and are kept alive by the request.
+// SAFETY: the addresses lie in regions, which may be used from any thread, and are kept alive by
+// the request.
 unsafe impl Send for Iovecs {}
 
 impl UringQueue {
     pub(crate) fn new(target: Arc<Target>, submission: Submission) -> Result<Self> {
         let depth = target.geometry.queue_depth;
-        // Room for the whole depth and a wake command, on either side: neither can overflow. Twice, because a kernel thread says that it has taken commands
-        // only when it has begun all that it found, and some are over by then.
+        // Room for the whole depth and a wake command, on either side: neither can overflow.
+        // Twice, because a kernel thread says that it has taken commands only when it has begun
+        // all that it found, and some are over by then.
         let build = |set_up: fn(&mut Builder)| {
             let mut builder = IoUring::builder();
             builder.dontfork();
             set_up(&mut builder);
             builder.build(2 * (depth + 1))
         };
-        // A completion is not worth an interrupt of the thread that submitted: it looks at its next system call. Before Linux 5.19 the kernel interrupts.
+        // A completion is not worth an interrupt of the thread that submitted: it looks at its
+        // next system call. Before Linux 5.19 the kernel interrupts.
         let by_system_call = || build(|builder| _ = builder.setup_coop_taskrun().setup_taskrun_flag()).or_else(|_| build(|_| {}));
         let ring = match submission {
             Submission::BySystemCall => by_system_call(),
@@ -130,23 +137,25 @@ impl UringQueue {
         Ok(Self { target, ring, state: Mutex::default(), reaper: Mutex::default(), waking: AtomicBool::new(false) })
     }
 
-    /// Moves waiting parts to the ring as far as the depth allows; says how many. [`Self::enter`] has to follow.
-    fn push_waiting(&self, state: &mut State) -> usize {
+    /// Moves waiting commands to the ring as far as the depth allows; says how many.
+    /// [`Self::enter`] has to follow.
+    fn push_waiting(&self, state: &mut QueueState) -> usize {
         let depth = self.target.geometry.queue_depth as usize;
         let mut pushed = 0;
         if state.waiting.is_empty() {
             return 0;
         }
-        // SAFETY: the submission side is touched with `state` locked only, and there is no other such queue object: both
-        // places that make one drop it before they unlock.
+        // SAFETY: the submission side is touched with `state` locked only, and there is no other
+        // such queue object: both places that make one drop it before they unlock.
         let mut submissions = unsafe { self.ring.submission_shared() };
-        while state.parts.len() - state.waiting.len() < depth {
+        while state.commands.len() - state.waiting.len() < depth {
             let Some(key) = state.waiting.front().copied() else { break };
-            let part = &state.parts[key];
-            let entry = self.command(state.requests[part.request].request.op, part).user_data(key as u64);
-            // SAFETY: the file is kept open by `target`, the memory by the request in `requests` and the list of iovecs by
-            // the part; neither is dropped before the command's completion was seen, and a list of several is not moved by
-            // moving its vector (of a single one the command has a copy).
+            let command = &state.commands[key];
+            let entry = self.entry(state.requests[command.request].request.op, command).user_data(key as u64);
+            // SAFETY: the file is kept open by `target`, the memory by the request in `requests`
+            // and the list of iovecs by the command; neither is dropped before the command's
+            // completion was seen, and a list of several is not moved by moving its vector (of a
+            // single one the command has a copy).
             unsafe { submissions.push(&entry) }.expect("the ring has room for the depth");
             state.waiting.pop_front();
             pushed += 1;
@@ -154,22 +163,22 @@ impl UringQueue {
         pushed
     }
 
-    fn command(&self, op: Op, part: &Part) -> squeue::Entry {
-        let iovecs = &part.memory.0;
+    fn entry(&self, op: Op, command: &Command) -> squeue::Entry {
+        let iovecs = &command.memory.0;
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        let fallocate = |mode| opcode::Fallocate::new(FILE, part.len).offset(part.offset).mode(mode).build();
+        let fallocate = |mode| opcode::Fallocate::new(FILE, command.len).offset(command.offset).mode(mode).build();
         match (op, &iovecs[..]) {
-            (Op::Read, [one]) => opcode::Read::new(FILE, one.iov_base.cast(), one.iov_len as u32).offset(part.offset).build(),
-            (Op::Read, many) => opcode::Readv::new(FILE, many.as_ptr(), many.len() as u32).offset(part.offset).build(),
+            (Op::Read, [one]) => opcode::Read::new(FILE, one.iov_base.cast(), one.iov_len as u32).offset(command.offset).build(),
+            (Op::Read, many) => opcode::Readv::new(FILE, many.as_ptr(), many.len() as u32).offset(command.offset).build(),
             (Op::Write { fua }, memory) => {
                 let flags = if fua { libc::RWF_DSYNC } else { 0 };
                 match memory {
                     [one] => opcode::Write::new(FILE, one.iov_base.cast(), one.iov_len as u32)
-                        .offset(part.offset)
+                        .offset(command.offset)
                         .rw_flags(flags)
                         .build(),
                     many => {
-                        opcode::Writev::new(FILE, many.as_ptr(), many.len() as u32).offset(part.offset).rw_flags(flags).build()
+                        opcode::Writev::new(FILE, many.as_ptr(), many.len() as u32).offset(command.offset).rw_flags(flags).build()
                     }
                 }
             }
@@ -182,17 +191,20 @@ impl UringQueue {
         }
     }
 
-    /// Tells the kernel of `pushed` commands. Whatever cannot be told now, [`Queue::complete`] tells.
+    /// Tells the kernel of `pushed` commands. Whatever cannot be told now, [`Queue::complete`]
+    /// tells.
     fn enter(&self, mut pushed: usize) {
         while pushed > 0 {
             match self.ring.submitter().submit() {
                 // Another thread took ours along.
                 Ok(0) => return,
-                // Fewer than pushed: one was refused at once (its completion says so), and the rest waits.
+                // Fewer than pushed: one was refused at once (its completion says so), and the
+                // rest waits.
                 Ok(taken) => pushed = pushed.saturating_sub(taken),
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EINTR) => {}
-                    // No memory for the commands at the moment; a waiting reaper would not notice that they are left.
+                    // No memory for the commands at the moment; a waiting reaper would not notice
+                    // that they are left.
                     Some(libc::EAGAIN | libc::EBUSY) => std::thread::yield_now(),
                     // The reaper gets the same error, and can return it.
                     _ => return,
@@ -203,15 +215,17 @@ impl UringQueue {
 
     /// Takes what is on the completion ring. Says whether a wake was among it.
     fn collect(&self, results: &mut Vec<(u64, i32)>, out: &mut Vec<Completion>) -> bool {
-        // SAFETY: the completion side is touched with `reaper` locked only (`results` is its content), and there is no other
-        // such queue object: this is the only place that makes one.
+        // SAFETY: the completion side is touched with `reaper` locked only (`results` is its
+        // content), and there is no other such queue object: this is the only place that makes
+        // one.
         let completions = unsafe { self.ring.completion_shared() };
         results.extend(completions.map(|entry| (entry.user_data(), entry.result())));
         let mut woken = false;
         let mut state = self.state.lock();
         for (key, result) in results.drain(..) {
             if key == WAKE {
-                // What the waker did before is seen after this, and a wake from here on sends a new command.
+                // What the waker did before is seen after this, and a wake from here on sends a
+                // new command.
                 self.waking.swap(false, Ordering::AcqRel);
                 woken = true;
             } else {
@@ -226,52 +240,52 @@ impl UringQueue {
     }
 
     /// Accounts for the end of a command.
-    fn completed(&self, state: &mut State, key: usize, result: i32) {
-        let part = &mut state.parts[key];
-        let active = &mut state.requests[part.request];
+    fn completed(&self, state: &mut QueueState, key: usize, result: i32) {
+        let command = &mut state.commands[key];
+        let pending = &mut state.requests[command.request];
         let failed = match result {
-            done @ 0.. if matches!(active.request.op, Op::Read | Op::Write { .. }) => {
+            done @ 0.. if matches!(pending.request.op, Op::Read | Op::Write { .. }) => {
                 // Cut short somewhere inside a block: that block is done again.
                 let done = done as u64 - done as u64 % u64::from(self.target.geometry.logical_block);
-                part.advance(done);
-                if part.len > 0 && done > 0 {
+                command.advance(done);
+                if command.len > 0 && done > 0 {
                     state.waiting.push_back(key);
                     return;
                 }
                 // Nothing at all: the file ends here, although it did not when it was opened.
-                (part.len > 0).then_some(libc::EIO)
+                (command.len > 0).then_some(libc::EIO)
             }
             0.. => None,
             error => match -error {
-                // Given back: a signal, no memory, or the thread that had submitted it ended before it was started. (The
-                // last may also say EFAULT, which is final only when it comes again.) From here it is submitted by a thread
-                // that is alive.
+                // Given back: a signal, no memory, or the thread that had submitted it ended
+                // before it was started. (The last may also say EFAULT, which is final only when
+                // it comes again.) From here it is submitted by a thread that is alive.
                 libc::EINTR | libc::EAGAIN | libc::ECANCELED => {
                     state.waiting.push_back(key);
                     return;
                 }
-                libc::EFAULT if !part.faulted => {
-                    part.faulted = true;
+                libc::EFAULT if !command.faulted => {
+                    command.faulted = true;
                     state.waiting.push_back(key);
                     return;
                 }
-                // A hint that a device need not heed, and some stop heeding while in use: the kernel withdraws the command
-                // once it has failed below.
-                libc::EOPNOTSUPP if active.request.op == Op::Discard => None,
+                // A hint that a device need not heed, and some stop heeding while in use: the
+                // kernel withdraws the command once it has failed below.
+                libc::EOPNOTSUPP if pending.request.op == Op::Discard => None,
                 errno => Some(errno),
             },
         };
         if let Some(errno) = failed {
-            let error = self.error(&active.request, errno);
-            active.error.get_or_insert(error);
+            let error = self.error(&pending.request, errno);
+            pending.error.get_or_insert(error);
         }
-        active.parts -= 1;
-        let request = part.request;
-        state.parts.remove(key);
-        if active.parts == 0 {
-            let active = state.requests.remove(request);
-            let result = active.error.map_or(Ok(()), Err);
-            state.finished.push(Completion { tag: active.request.tag, result });
+        pending.commands -= 1;
+        let request = command.request;
+        state.commands.remove(key);
+        if pending.commands == 0 {
+            let pending = state.requests.remove(request);
+            let result = pending.error.map_or(Ok(()), Err);
+            state.finished.push(Completion { tag: pending.request.tag, result });
         }
     }
 
@@ -365,9 +379,9 @@ impl Drop for UringQueue {
             {
                 let mut state = self.state.lock();
                 while let Some(key) = state.waiting.pop_front() {
-                    state.parts.remove(key);
+                    state.commands.remove(key);
                 }
-                if state.parts.is_empty() {
+                if state.commands.is_empty() {
                     break;
                 }
             }
@@ -378,13 +392,14 @@ impl Drop for UringQueue {
             }
             self.collect(&mut results, &mut ignored);
         }
-        // Now, because the kernel would let go of the device only some time after this: an error means that it does.
+        // Now, because the kernel would let go of the device only some time after this: an error
+        // means that it does.
         let _ = self.ring.submitter().unregister_files();
     }
 }
 
-impl State {
-    /// Takes a request in: refuses it, or cuts it into parts.
+impl QueueState {
+    /// Takes a request in: refuses it, or cuts it into commands.
     fn accept(&mut self, request: Request, target: &Target) {
         let geometry = &target.geometry;
         let checked = request.check(&target.name, geometry);
@@ -395,11 +410,11 @@ impl State {
             return;
         }
         let entry = self.requests.vacant_entry();
-        let mut parts = 0;
+        let mut commands = 0;
         let mut add = |offset, len, memory| {
-            let part = Part { request: entry.key(), offset, len, memory: Iovecs(memory), faulted: false };
-            self.waiting.push_back(self.parts.insert(part));
-            parts += 1;
+            let command = Command { request: entry.key(), offset, len, memory: Iovecs(memory), faulted: false };
+            self.waiting.push_back(self.commands.insert(command));
+            commands += 1;
         };
         if request.spans.is_empty() {
             add(request.offset, request.len, SmallVec::new());
@@ -410,12 +425,12 @@ impl State {
                 offset += len as u64;
             }
         }
-        entry.insert(Active { request, parts, error: None });
+        entry.insert(PendingRequest { request, commands, error: None });
     }
 }
 
-/// Cuts memory into commands of at most `max_transfer` bytes and [`MAX_IOVECS`] pieces. Adjacent spans become one piece.
-/// Every span is a multiple of the logical block, so that every cut is.
+/// Cuts memory into commands of at most `max_transfer` bytes and [`MAX_IOVECS`] addresses.
+/// Adjacent spans become one. Every span is a multiple of the logical block, so that every cut is.
 fn cut(spans: &[Span], max_transfer: usize) -> SmallVec<[(usize, SmallVec<[libc::iovec; 1]>); 1]> {
     let mut commands: SmallVec<[(usize, SmallVec<[libc::iovec; 1]>); 1]> = SmallVec::new();
     for span in spans {
@@ -434,14 +449,14 @@ fn cut(spans: &[Span], max_transfer: usize) -> SmallVec<[(usize, SmallVec<[libc:
                 continue;
             }
             let Some((len, memory)) = commands.last_mut() else { continue };
-            let piece = left.min(room);
+            let taken = left.min(room);
             match memory.last_mut() {
-                Some(last) if ends_at(last, at) => last.iov_len += piece,
-                _ => memory.push(libc::iovec { iov_base: at.cast(), iov_len: piece }),
+                Some(last) if ends_at(last, at) => last.iov_len += taken,
+                _ => memory.push(libc::iovec { iov_base: at.cast(), iov_len: taken }),
             }
-            *len += piece;
-            at = at.wrapping_add(piece);
-            left -= piece;
+            *len += taken;
+            at = at.wrapping_add(taken);
+            left -= taken;
         }
     }
     commands
@@ -451,7 +466,7 @@ fn ends_at(iovec: &libc::iovec, address: *mut u8) -> bool {
     iovec.iov_base.cast::<u8>().wrapping_add(iovec.iov_len) == address
 }
 
-impl Part {
+impl Command {
     /// Drops the first `done` bytes, which the kernel did.
     fn advance(&mut self, done: u64) {
         self.offset += done;
@@ -475,8 +490,8 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
-    //! What the kernel does too rarely to wait for it: short and refused commands. Their completions are made up here; what
-    //! follows from them runs on a real ring.
+    //! What the kernel does too rarely to wait for it: short and refused commands. Their
+    //! completions are made up here; what follows from them runs on a real ring.
     use proptest::prelude::*;
 
     use super::*;
@@ -485,8 +500,9 @@ mod tests {
 
     const LEN: usize = 64 << 10;
 
-    /// Runs a read whose command the kernel is said to have answered with each of `results` before it really runs. Gives the
-    /// bytes read and the result; the file is all ones, the memory was zero.
+    /// Runs a read whose command the kernel is said to have answered with each of `results` before
+    /// it really runs. Gives the bytes read and the result; the file is all ones, the memory was
+    /// zero.
     fn read_after(results: &[i32]) -> (Vec<u8>, Result<()>) {
         let answers = [Submission::BySystemCall, Submission::ByKernelThread].map(|submission| read_after_by(submission, results));
         let [by_system_call, by_kernel_thread] = answers;
@@ -503,7 +519,7 @@ mod tests {
         let queue = device.queue(submission).expect("a queue");
         assert_eq!(queue.target.geometry.len, LEN as u64);
         let region = Region::allocate(LEN).expect("memory");
-        // Pieces of 4 KiB in reverse order, so that none can be merged.
+        // Spans of 4 KiB in reverse order, so that none can be merged.
         let spans: Vec<Span> = (0..LEN / 4096).rev().map(|n| region.span(n * 4096..(n + 1) * 4096)).collect();
         {
             let mut state = queue.state.lock();
@@ -555,12 +571,12 @@ mod tests {
     proptest! {
         #[test]
         fn commands_cover_the_memory_in_order_within_their_limits(
-            pieces in proptest::collection::vec((0..64usize, 1..9usize), 1..3000),
+            ranges in proptest::collection::vec((0..64usize, 1..9usize), 1..3000),
             max_transfer in 1..64usize,
             done in 0..64u64,
         ) {
             let region = Region::allocate(72 * 512).expect("memory");
-            let spans: Vec<Span> = pieces.iter().map(|(start, len)| region.span(start * 512..(start + len) * 512)).collect();
+            let spans: Vec<Span> = ranges.iter().map(|(start, len)| region.span(start * 512..(start + len) * 512)).collect();
             let base = region.as_ptr() as usize;
             let blocks = |iovecs: &[libc::iovec]| -> Vec<usize> {
                 let blocks = |iovec: &libc::iovec| {
@@ -582,11 +598,11 @@ mod tests {
             // Continuing one of them leaves the rest of it.
             let (len, memory) = commands.into_iter().next().expect("there is one");
             let all = blocks(&memory);
-            let mut part = Part { request: 0, offset: 4096, len: len as u64, memory: Iovecs(memory), faulted: false };
+            let mut command = Command { request: 0, offset: 4096, len: len as u64, memory: Iovecs(memory), faulted: false };
             let done = done.min(len as u64 / 512);
-            part.advance(done * 512);
-            prop_assert_eq!((part.offset, part.len), (4096 + done * 512, len as u64 - done * 512));
-            prop_assert_eq!(blocks(&part.memory.0), &all[done as usize..]);
+            command.advance(done * 512);
+            prop_assert_eq!((command.offset, command.len), (4096 + done * 512, len as u64 - done * 512));
+            prop_assert_eq!(blocks(&command.memory.0), &all[done as usize..]);
         }
     }
 }

@@ -1,6 +1,7 @@
-//! The admin queue: commands that set the controller up and ask it things, one caller each, and the Asynchronous Event Requests
-//! that stay with the controller until it has something to tell. It guards that a caller never waits longer than it wants to,
-//! and that the memory of a command that did not come back stays until the controller is reset.
+//! The admin queue: commands that configure and query the controller, one for each caller, and the
+//! Asynchronous Event Requests that stay outstanding until it has an event. It guards that no
+//! caller waits beyond its timeout, and that the memory of a command that did not come back is
+//! kept until the controller is reset.
 //!
 //! Locks: `state`, for moments only.
 use std::sync::Arc;
@@ -30,10 +31,10 @@ pub(super) struct Admin {
     name: Arc<str>,
     transport: Arc<dyn Transport>,
     dma: Arc<Dma>,
-    state: Mutex<State>,
+    state: Mutex<CommandSlots>,
 }
 
-struct State {
+struct CommandSlots {
     pair: QueuePair,
     /// By command identifier.
     slots: Vec<Slot>,
@@ -61,7 +62,7 @@ impl Admin {
     pub(super) fn new(name: Arc<str>, transport: Arc<dyn Transport>, dma: Arc<Dma>, stride: usize) -> Result<Self> {
         let pair = QueuePair::new(transport.clone(), &dma, 0, ENTRIES, stride)?;
         let slots = (0..ENTRIES - 1).map(|_| Slot::Free).collect();
-        Ok(Self { name, transport, dma, state: Mutex::new(State { pair, slots, events: Vec::new(), late: false }) })
+        Ok(Self { name, transport, dma, state: Mutex::new(CommandSlots { pair, slots, events: Vec::new(), late: false }) })
     }
 
     /// Entries, address of the submission queue, address of the completion queue.
@@ -123,7 +124,8 @@ impl Admin {
         Ok(list.iter().map(|number| number.get()).take_while(|number| *number != 0).collect())
     }
 
-    /// Get Log Page (Base 5.16), the first `len` bytes. The controller then reports further events of this page.
+    /// Get Log Page (Base 5.16), the first `len` bytes. The controller then reports further events
+    /// of this page.
     pub(super) fn log_page(&self, page: u8, len: usize, timeout: Duration) -> Result<Vec<u8>> {
         let dwords = (len / 4 - 1) as u32;
         let command = Sqe {
@@ -225,7 +227,7 @@ impl Admin {
     }
 }
 
-impl State {
+impl CommandSlots {
     fn free_slot(&self) -> Option<usize> {
         self.slots.iter().position(|slot| matches!(slot, Slot::Free))
     }

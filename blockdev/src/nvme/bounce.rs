@@ -1,5 +1,6 @@
-//! Memory of a queue's own, for requests whose memory the controller cannot reach. Each queue has its chunks for itself: what
-//! waits for one waits for a command of the same queue, so that queues cannot wait for each other.
+//! Bounce buffers: memory of a queue's own, for requests on memory that the controller cannot
+//! reach. Each queue has its own chunks: a request that waits for a chunk waits for a command of
+//! the same queue, so that queues cannot wait for each other.
 use std::sync::Arc;
 
 use super::dma::{Dma, DmaMemory};
@@ -43,7 +44,7 @@ impl Bounce {
     /// Copies `len` bytes of the spans, from the cursor on, into a chunk.
     pub(super) fn fill(&mut self, chunk: usize, spans: &[Span], cursor: &Cursor, len: usize) -> Result<()> {
         let scratch = &mut self.scratch[..len];
-        cursor.pieces(spans, len, |span, offset, range| span.region.read_at(offset, &mut scratch[range]))?;
+        cursor.walk(spans, len, |span, offset, range| span.region.read_at(offset, &mut scratch[range]))?;
         self.memory.write(chunk * self.chunk, &*scratch);
         Ok(())
     }
@@ -52,6 +53,6 @@ impl Bounce {
     pub(super) fn empty(&mut self, chunk: usize, spans: &[Span], cursor: &Cursor, len: usize) -> Result<()> {
         let scratch = &mut self.scratch[..len];
         self.memory.read_bytes(chunk * self.chunk, scratch);
-        cursor.pieces(spans, len, |span, offset, range| span.region.write_at(offset, &scratch[range]))
+        cursor.walk(spans, len, |span, offset, range| span.region.write_at(offset, &scratch[range]))
     }
 }

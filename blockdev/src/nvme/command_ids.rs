@@ -1,6 +1,7 @@
-//! Command identifiers. One is the number of a slot, and above it, in the bits that are left of 16, a count that goes on with
-//! each use of the slot: a completion that comes twice names a command that is over, and is not taken for that of the next.
-//! FFFFh is left out: the Error Information log names no command by it (Base 5.16.1.2).
+//! Command identifiers. An identifier is the number of a slot and, in the remaining bits of 16, a
+//! count that goes up with each use of the slot: a completion that comes twice names a command
+//! that is over, and is not taken for that of the next. FFFFh is left out: the Error Information
+//! log names no command by it (Base 5.16.1.2).
 
 /// What no command is called.
 const NONE: u16 = 0xffff;

@@ -1,8 +1,10 @@
-//! The controller: bringing it up (Base 3.5), making and removing its queues, and shutting it down (Base 3.6). It guards the
-//! order of these steps, and that only one thread at a time takes them.
+//! The controller's life: bringing it up (Base 3.5), making and removing its queues, and shutting
+//! it down (Base 3.6). It guards the order of these steps, and that one thread at a time takes
+//! them.
 //!
-//! Locks: `lifecycle`, held while the controller is brought up, reset or shut down and while queues are made or removed; it is
-//! taken before any lock of a queue, and never by a thread that submits or completes requests.
+//! Locks: `lifecycle`, held while the controller is brought up, reset or shut down and while
+//! queues are made or removed; it is taken before any lock of a queue, and never by a thread that
+//! submits or completes requests.
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,7 +32,8 @@ const ALL_ONES: u32 = u32::MAX;
 const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
 /// A shutdown may take at least this long.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
-/// The largest memory page. A PRP list names whole pages, and staging memory is handed out in them.
+/// The largest memory page. A PRP list names whole pages, and staging memory is handed out in
+/// them.
 const MAX_PAGE: u64 = 64 << 10;
 
 /// A controller, its transport and its queues.
@@ -114,7 +117,7 @@ impl Core {
 
     /// What the controller said of itself when it was brought up first.
     pub(super) fn identity(&self) -> &IdentifyController {
-        self.identity.get().expect("the controller was brought up before anybody asks")
+        self.identity.get().expect("the controller was brought up before its identity is used")
     }
 
     /// The most bytes that a command carries; `None`: any number.
@@ -175,7 +178,8 @@ impl Core {
             if status & mask == value {
                 return Ok(());
             }
-            // A controller that fails on its way up never gets ready; on its way down it does all the same.
+            // A controller that fails on its way up never gets ready; on its way down it does all
+            // the same.
             if status & csts::CFS != 0 && value == csts::RDY {
                 return Err(failed("reports a fatal status while it is enabled (CSTS.CFS)"));
             }
@@ -200,7 +204,8 @@ impl Core {
         Ok(was_reset)
     }
 
-    /// Stops the controller (CC.EN = 0). It has no queues and no commands afterwards, and does no DMA.
+    /// Stops the controller (CC.EN = 0). It has no queues and no commands afterwards, and does no
+    /// DMA.
     pub(super) fn disable(&self) -> Result<()> {
         let config = self.transport.read32(reg::CC);
         if config & cc::EN != 0 {
@@ -235,14 +240,14 @@ impl Core {
         self.set_up_interrupts(lifecycle.granted)?;
         let wanted = async_event::SMART_WARNINGS | identity.oaes.get() & async_event::NAMESPACE_CHANGED;
         if let Err(error) = self.admin.set_feature(feature::ASYNC_EVENT_CONFIG, wanted, timeout) {
-            tracing::warn!(%error, "the controller keeps to its own choice of asynchronous events");
+            tracing::warn!(%error, "the controller refused the asynchronous events asked for; its own selection applies");
         }
         self.admin.request_events(identity.aerl.saturating_add(1));
         Ok(())
     }
 
-    /// Offers shadow doorbells (Base 5.8) where the controller has them. They are worth nothing to a controller without: the
-    /// registers serve as well.
+    /// Offers shadow doorbells (Base 5.8) where the controller has them. They are worth nothing to
+    /// a controller without: the registers serve as well.
     fn set_up_shadow(&self, queues: u32, timeout: Duration) -> Option<Arc<Shadow>> {
         let doorbells = 2 * (queues as usize + 1) * self.cap.doorbell_stride();
         if self.identity().oacs.get() & oacs::DOORBELL_BUFFER == 0 || doorbells > DATA {
@@ -255,12 +260,13 @@ impl Core {
             dptr: [U64::new(shadow.values.iova(0)), U64::new(shadow.event_indexes.iova(0))],
             ..Sqe::default()
         };
-        // Set before, so that the buffer holds the admin queue's values when the controller first looks.
+        // Set before, so that the buffer holds the admin queue's values when the controller first
+        // looks.
         self.admin.set_shadow(Some(shadow.clone()));
         match self.admin.run(command, "Doorbell Buffer Config", timeout) {
             Ok(_) => Some(shadow),
             Err(error) => {
-                tracing::warn!(%error, "goes on without shadow doorbells");
+                tracing::warn!(%error, "no shadow doorbells: the controller failed to set them up");
                 self.admin.set_shadow(None);
                 None
             }
@@ -352,7 +358,8 @@ impl Core {
         self.admin.run(command(admin::CREATE_CQ, cq, CONTIGUOUS | interrupts), "Create I/O Completion Queue", timeout)?;
         let created =
             self.admin.run(command(admin::CREATE_SQ, sq, CONTIGUOUS | id << 16), "Create I/O Submission Queue", timeout);
-        // Refused, and not lost: the controller would write to a completion queue that nobody has, and its number would stay taken.
+        // Refused, and not lost: the controller would write to a completion queue without a user,
+        // and its number would stay taken.
         if let Err(Error::Admin { .. }) = created {
             let delete = Sqe { opcode: admin::DELETE_CQ, cdw10: U32::new(id), ..Sqe::default() };
             if let Err(error) = self.admin.run(delete, "Delete I/O Completion Queue", timeout) {
@@ -362,8 +369,8 @@ impl Core {
         created.map(drop)
     }
 
-    /// Removes a queue pair on which nothing is in flight: the submission queue first. What cannot be removed goes with the
-    /// next reset; its memory is kept until then.
+    /// Removes a queue pair on which nothing is in flight: the submission queue first. What cannot
+    /// be removed goes with the next reset; its memory is kept until then.
     pub(super) fn close_queue(&self, queue: &Arc<IoQueue>) {
         let mut lifecycle = self.lifecycle.lock();
         let removed = lifecycle.queues.remove(&queue.id());
@@ -398,13 +405,14 @@ impl Core {
         lifecycle.shadow = None;
     }
 
-    /// Shuts down and stops the controller. Nobody sends commands meanwhile.
+    /// Shuts down and stops the controller. No commands are sent meanwhile.
     pub(super) fn try_shut_down(&self) -> Result<()> {
         self.status()?;
         let config = self.transport.read32(reg::CC);
         if config & cc::EN != 0 {
             self.transport.write32(reg::CC, config & !cc::SHN_MASK | cc::SHN_NORMAL);
-            // RTD3 Entry Latency says how long it may take, in microseconds, where the controller tells.
+            // RTD3 Entry Latency says how long it may take, in microseconds, where the controller
+            // tells.
             let told = self.identity.get().map_or(0, |identity| identity.rtd3e.get());
             let timeout = Duration::from_micros(told.into()).max(SHUTDOWN_TIMEOUT);
             self.wait_status(csts::SHST_MASK, csts::SHST_COMPLETE, timeout, "does not finish its shutdown (CSTS.SHST)")?;

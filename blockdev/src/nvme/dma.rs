@@ -1,10 +1,12 @@
-//! The memory that one controller can reach. It guards that memory is mapped before a command names it, a mapping
-//! goes before the memory behind it does, and memory that could not be unmapped is never given back.
+//! The IOMMU address space of one controller. It guards that memory is mapped before a command
+//! names it, that a mapping goes before the memory behind it does, and that memory that could not
+//! be unmapped is never given back.
 //!
-//! Looking up a region's IOVA takes no lock ([`crate::mappings`]). `state` is locked for moments, never across a system
-//! call: pinning memory takes milliseconds for each 64 MiB, and the driver's own small mappings must not wait for a
-//! client's large one. A region whose mapping changes is in `State::changing` meanwhile; whoever else wants to change it
-//! waits. The kernel has one lock for all mappings of a container, so a large region is mapped in pieces.
+//! Looking up a region's IOVA takes no lock ([`crate::mappings`]). `state` is locked for moments,
+//! never across a system call: pinning memory takes milliseconds for each 64 MiB, and the driver's
+//! own small mappings must not wait for a client's large one. A region whose mapping changes is in
+//! `AddressSpace::changing` meanwhile; other threads that want to change it wait. The kernel has
+//! one lock for all mappings of a container, so a large region is mapped in steps.
 #[cfg(test)]
 mod tests;
 
@@ -25,9 +27,10 @@ use crate::{Error, Region, Result};
 /// Mappings of this size and more are aligned to it, so that the IOMMU can use its large pages.
 const LARGE_PAGES: [u64; 2] = [1 << 30, 2 << 20];
 /// Bytes of host memory that one system call pins.
-const HOST_PIECE: u64 = 64 << 20;
-/// Bytes of a device's memory that one system call maps. Nothing is pinned, and the IOMMU's largest pages stay usable.
-const DEVICE_PIECE: u64 = 1 << 30;
+const HOST_STEP: u64 = 64 << 20;
+/// Bytes of a device's memory that one system call maps. Nothing is pinned, and the IOMMU's
+/// largest pages stay usable.
+const DEVICE_STEP: u64 = 1 << 30;
 
 /// The IOMMU address space of one controller.
 pub(crate) struct Dma {
@@ -37,32 +40,32 @@ pub(crate) struct Dma {
     page: u64,
     /// Whether the controller was shut off from all memory, for good. Set under `state`.
     fenced: AtomicBool,
-    state: Mutex<State>,
-    /// Signalled when a region leaves `State::changing`.
+    state: Mutex<AddressSpace>,
+    /// Signalled when a region leaves `AddressSpace::changing`.
     settled: Condvar,
 }
 
-struct State {
+struct AddressSpace {
     iovas: IovaAllocator,
     /// What is mapped, by its first IOVA.
-    live: BTreeMap<u64, Extent>,
+    live: BTreeMap<u64, Mapping>,
     /// The regions, by their addresses, that a thread is mapping or unmapping now.
     changing: HashSet<usize>,
 }
 
 /// IOVAs that one region has.
 #[derive(Clone, Copy)]
-struct Extent {
+struct Mapping {
     len: u64,
-    /// Bytes that one system call mapped; the last piece may be shorter.
-    piece: u64,
+    /// Bytes that one system call mapped; the last step may be shorter.
+    step: u64,
 }
 
-impl Extent {
-    /// The pieces of the extent that begins at `iova`, as offsets from there.
-    fn pieces(&self) -> impl Iterator<Item = Range<u64>> + use<> {
-        let (len, piece) = (self.len, self.piece);
-        (0..len.div_ceil(piece)).map(move |number| number * piece..len.min((number + 1) * piece))
+impl Mapping {
+    /// The steps of the mapping that begins at `iova`, as offsets from there.
+    fn steps(&self) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (len, step) = (self.len, self.step);
+        (0..len.div_ceil(step)).map(move |number| number * step..len.min((number + 1) * step))
     }
 }
 
@@ -76,7 +79,7 @@ impl Dma {
             domain: Domain::new(),
             page,
             fenced: AtomicBool::new(false),
-            state: Mutex::new(State { iovas, live: BTreeMap::new(), changing: HashSet::new() }),
+            state: Mutex::new(AddressSpace { iovas, live: BTreeMap::new(), changing: HashSet::new() }),
             settled: Condvar::new(),
         })
     }
@@ -90,7 +93,8 @@ impl Dma {
     /// Maps a region, if it is not. The caller keeps it alive until [`Dma::unmap`].
     ///
     /// # Errors
-    /// What the transport says of the memory; [`Error::Gone`] after [`Dma::fence`]. Nothing of the region is then mapped.
+    /// What the transport says of the memory; [`Error::Gone`] after [`Dma::fence`]. Nothing of the
+    /// region is then mapped.
     pub(crate) fn map(&self, region: &Region) -> Result<()> {
         let mut state = self.change(region);
         if self.address(region).is_some() {
@@ -105,15 +109,15 @@ impl Dma {
         };
         drop(state);
 
-        let extent = Extent { len, piece: if region.is_device_memory() { DEVICE_PIECE } else { HOST_PIECE } };
+        let mapping = Mapping { len, step: if region.is_device_memory() { DEVICE_STEP } else { HOST_STEP } };
         let mut mapped = 0;
         let mut result = Ok(());
-        for piece in extent.pieces() {
-            result = self.map_piece(region, iova, &piece);
+        for step in mapping.steps() {
+            result = self.map_step(region, iova, &step);
             if result.is_err() {
                 break;
             }
-            mapped = piece.end;
+            mapped = step.end;
         }
         if result.is_ok() && !region.mappings().insert(self.domain, iova) {
             result = Err(Error::Unsupported {
@@ -121,11 +125,11 @@ impl Dma {
                 reason: "the memory is mapped for too many devices at once; unregister it from one of them".into(),
             });
         }
-        let left = if result.is_err() { self.unmap_pieces(iova, &Extent { len: mapped, ..extent }) } else { Ok(()) };
+        let left = if result.is_err() { self.unmap_steps(iova, &Mapping { len: mapped, ..mapping }) } else { Ok(()) };
 
         let mut state = self.state.lock();
         if result.is_ok() || left.is_err() {
-            state.live.insert(iova, extent);
+            state.live.insert(iova, mapping);
         } else {
             state.iovas.free(iova, len);
         }
@@ -136,43 +140,45 @@ impl Dma {
         result
     }
 
-    fn map_piece(&self, region: &Region, iova: u64, piece: &Range<u64>) -> Result<()> {
+    fn map_step(&self, region: &Region, iova: u64, step: &Range<u64>) -> Result<()> {
         if self.fenced.load(Ordering::Acquire) {
             return Err(Error::Gone { device: self.transport.name().into() });
         }
-        let address = region.as_ptr().wrapping_add(piece.start as usize);
-        let len = (piece.end - piece.start) as usize;
-        // SAFETY: a region is mapped to the end of its last page as long as it lives, the caller keeps it alive, and Rust code
-        // holds no reference into it while a request is in flight (the region's module guards that).
-        unsafe { self.transport.map(address, len, iova + piece.start, region.writable()) }
+        let address = region.as_ptr().wrapping_add(step.start as usize);
+        let len = (step.end - step.start) as usize;
+        // SAFETY: a region is mapped to the end of its last page as long as it lives, the caller
+        // keeps it alive, and Rust code holds no reference into it while a request is in flight
+        // (the region's module guards that).
+        unsafe { self.transport.map(address, len, iova + step.start, region.writable()) }
     }
 
-    /// Undoes [`Dma::map`]. No command may name the region any more. After an error the memory must never be given back.
+    /// Undoes [`Dma::map`]. No command may name the region any more. After an error the memory
+    /// must never be given back.
     ///
     /// # Errors
     /// What the transport says; then the controller may still reach a part of the region.
     pub(crate) fn unmap(&self, region: &Region) -> Result<()> {
         let mut state = self.change(region);
         // Not in `live` after a fence.
-        let extent = region.mappings().remove(self.domain).and_then(|iova| Some((iova, state.live.remove(&iova)?)));
-        let Some((iova, extent)) = extent else {
+        let mapping = region.mappings().remove(self.domain).and_then(|iova| Some((iova, state.live.remove(&iova)?)));
+        let Some((iova, mapping)) = mapping else {
             self.settle(state, region);
             return Ok(());
         };
         drop(state);
-        let unmapped = self.unmap_pieces(iova, &extent);
+        let unmapped = self.unmap_steps(iova, &mapping);
         let mut state = self.state.lock();
         match unmapped {
-            Ok(()) => state.iovas.free(iova, extent.len),
+            Ok(()) => state.iovas.free(iova, mapping.len),
             // Its IOVAs are never given out again.
-            Err(_) => drop(state.live.insert(iova, extent)),
+            Err(_) => drop(state.live.insert(iova, mapping)),
         }
         self.settle(state, region);
         unmapped
     }
 
-    /// Unmaps everything, for good: the IOMMU then keeps a controller that cannot be stopped from all memory. Waits for a
-    /// mapping under way, one piece of it at the most.
+    /// Unmaps everything, for good: the IOMMU then keeps a controller that cannot be stopped from
+    /// all memory. Waits for a mapping under way, one step of it at the most.
     ///
     /// # Errors
     /// The transport's first; what else can be unmapped is.
@@ -183,11 +189,11 @@ impl Dma {
             self.settled.wait(&mut state);
         }
         let mut fenced = Ok(());
-        for (iova, extent) in std::mem::take(&mut state.live) {
-            match self.unmap_pieces(iova, &extent) {
-                Ok(()) => state.iovas.free(iova, extent.len),
+        for (iova, mapping) in std::mem::take(&mut state.live) {
+            match self.unmap_steps(iova, &mapping) {
+                Ok(()) => state.iovas.free(iova, mapping.len),
                 Err(error) => {
-                    state.live.insert(iova, extent);
+                    state.live.insert(iova, mapping);
                     fenced = fenced.and(Err(error));
                 }
             }
@@ -195,18 +201,18 @@ impl Dma {
         fenced
     }
 
-    /// Unmaps what of an extent is mapped; all that can be.
-    fn unmap_pieces(&self, iova: u64, extent: &Extent) -> Result<()> {
+    /// Unmaps what of a mapping is mapped; all that can be.
+    fn unmap_steps(&self, iova: u64, mapping: &Mapping) -> Result<()> {
         let mut result = Ok(());
-        for piece in extent.pieces() {
-            let unmapped = self.transport.unmap(iova + piece.start, (piece.end - piece.start) as usize);
+        for step in mapping.steps() {
+            let unmapped = self.transport.unmap(iova + step.start, (step.end - step.start) as usize);
             result = result.and(unmapped);
         }
         result
     }
 
     /// Makes this thread the only one that changes a region's mapping, until [`Dma::settle`].
-    fn change(&self, region: &Region) -> MutexGuard<'_, State> {
+    fn change(&self, region: &Region) -> MutexGuard<'_, AddressSpace> {
         let mut state = self.state.lock();
         while !state.changing.insert(key(region)) {
             self.settled.wait(&mut state);
@@ -214,7 +220,7 @@ impl Dma {
         state
     }
 
-    fn settle(&self, mut state: MutexGuard<'_, State>, region: &Region) {
+    fn settle(&self, mut state: MutexGuard<'_, AddressSpace>, region: &Region) {
         state.changing.remove(&key(region));
         drop(state);
         self.settled.notify_all();
@@ -234,7 +240,8 @@ fn key(region: &Region) -> usize {
     region.as_ptr().addr()
 }
 
-/// Memory of the driver's own: queues, lists, bounce buffers. Unmapped and given back when dropped.
+/// Memory of the driver's own: queues, lists, bounce buffers. Unmapped and given back when
+/// dropped.
 pub(crate) struct DmaMemory {
     dma: Arc<Dma>,
     region: ManuallyDrop<Arc<Region>>,

@@ -1,5 +1,6 @@
-//! Turns a request into commands, one after the other, each as large as the controller takes it (NVM 3.2). It guards that a
-//! command names memory that the controller reaches, its own lists included.
+//! Turns a request into commands, one after the other, each as large as the controller takes it
+//! (NVM 3.2). It guards that a command names memory that the controller reaches, its own lists
+//! included.
 use std::sync::Arc;
 
 use zerocopy::little_endian::{U32, U64};
@@ -7,7 +8,7 @@ use zerocopy::little_endian::{U32, U64};
 use super::bounce::Bounce;
 use super::dma::{Dma, DmaMemory};
 use super::queue_setup::QueueSetup;
-use super::scatter::{self, Cursor, Cut, List, Piece};
+use super::scatter::{self, Cursor, Cut, IovaRange, List};
 use crate::spec::{DsmRange, PSDT_SGL, Sqe, nvm};
 use crate::{Error, Op, Region, Request, Result};
 
@@ -23,7 +24,7 @@ pub(super) struct Encoder {
     /// For each command in flight a list of PRPs, of SGL descriptors, or of ranges.
     lists: DmaMemory,
     pub(super) bounce: Bounce,
-    pieces: Vec<Piece>,
+    ranges: Vec<IovaRange>,
     entries: Vec<U64>,
 }
 
@@ -43,13 +44,13 @@ impl Encoder {
             bounce: Bounce::new(dma, setup.limits.bounce)?,
             setup: setup.clone(),
             dma: dma.clone(),
-            pieces: Vec::new(),
+            ranges: Vec::new(),
             entries: Vec::new(),
         })
     }
 
-    /// Makes the command that goes on with a request at the cursor, with the list of this slot. `None` if it has to wait for a
-    /// chunk of the bounce buffer.
+    /// Makes the command that goes on with a request at the cursor, with the list of this slot.
+    /// `None` if it has to wait for a chunk of the bounce buffer.
     pub(super) fn next(&mut self, request: &Request, cursor: &Cursor, slot: u16) -> Result<Option<Encoded>> {
         let limits = &self.setup.limits;
         let block = limits.block;
@@ -65,7 +66,7 @@ impl Encoder {
         let (len, bounce) = match request.op {
             Op::Read | Op::Write { .. } => {
                 let iova = |region: &Region| self.dma.address(region);
-                let (len, bounce) = match scatter::cut(limits, &request.spans, cursor, iova, &mut self.pieces) {
+                let (len, bounce) = match scatter::cut(limits, &request.spans, cursor, iova, &mut self.ranges) {
                     Cut::Direct(len) => (len, None),
                     Cut::Bounce(len) => {
                         refuse_device_memory(&self.setup.name, request, cursor, len)?;
@@ -76,12 +77,12 @@ impl Encoder {
                             self.bounce.put(chunk);
                             return Err(error);
                         }
-                        self.pieces.clear();
-                        self.pieces.push(Piece { iova: self.bounce.iova(chunk), len });
+                        self.ranges.clear();
+                        self.ranges.push(IovaRange { iova: self.bounce.iova(chunk), len });
                         (len, Some(chunk))
                     }
                 };
-                let data = scatter::describe(limits, &self.pieces, &list, &mut self.entries);
+                let data = scatter::describe(limits, &self.ranges, &list, &mut self.entries);
                 sqe.dptr = data.dptr.map(U64::new);
                 sqe.flags = if data.sgl { PSDT_SGL } else { 0 };
                 sqe.opcode = if request.op == Op::Read { nvm::READ } else { nvm::WRITE };
@@ -112,9 +113,10 @@ impl Encoder {
     }
 }
 
-/// Other devices' memory is reached directly or not at all: whoever hands it in wants no copy in host memory.
+/// Other devices' memory is reached directly or not at all: its owner wants no copy in host
+/// memory.
 fn refuse_device_memory(device: &Arc<str>, request: &Request, cursor: &Cursor, len: u64) -> Result<()> {
-    cursor.pieces(&request.spans, len as usize, |span, _, _| {
+    cursor.walk(&request.spans, len as usize, |span, _, _| {
         if !span.region.is_device_memory() {
             return Ok(());
         }

@@ -1,10 +1,11 @@
-//! An I/O queue: requests in, commands of at most the controller's size in flight, completions out. It guards that memory named
-//! by a command stays mapped and alive until the command is over, that a request is over when its last command is, and that
-//! whoever waits for a completion is woken for it.
+//! An I/O queue: it turns requests into commands that the controller can take, keeps as many in
+//! flight as it allows, and collects their completions. It guards that memory named by a command
+//! stays mapped and alive until the command is over, that a request is over when its last command
+//! is, and that a thread which waits for a completion is woken for it.
 //!
-//! Locks: `reaper` before `state`. The first is held by the one thread that collects completions, also while it waits; the
-//! second for moments only, never while anything is waited for. A request on memory that is not mapped is copied with
-//! `state` locked.
+//! Locks: `reaper` before `state`. The first is held by the one thread that collects completions,
+//! also while it waits; the second for moments only, never while anything is waited for. A request
+//! on memory that is not mapped is copied with `state` locked.
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -27,9 +28,11 @@ use crate::transport::Transport;
 use crate::transport::event::Event;
 use crate::{Completion, Error, Op, Request, Result, Wait};
 
-/// How long an adaptive queue looks for completions before it sleeps: about what falling asleep and waking up costs.
+/// How long an adaptive queue looks for completions before it sleeps: about what falling asleep
+/// and waking up costs.
 const SPIN: Duration = Duration::from_micros(20);
-/// How often a command is sent that the controller gives back for the moment, or that was in flight when it was reset.
+/// How often a command is sent that the controller gives back for the moment, or that was in
+/// flight when it was reset.
 const MAX_TRIES: u8 = 3;
 
 pub(super) struct IoQueue {
@@ -48,10 +51,10 @@ pub(super) struct IoQueue {
     /// Whether the reaper sleeps, or is about to.
     sleeping: AtomicBool,
     reaper: Mutex<()>,
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
 }
 
-struct State {
+struct QueueState {
     pair: QueuePair,
     mode: Mode,
     ids: CommandIds,
@@ -60,7 +63,7 @@ struct State {
     free: Vec<u16>,
     /// Slots of commands to be sent again.
     again: Vec<u16>,
-    requests: Slab<Active>,
+    requests: Slab<PendingRequest>,
     /// Requests of which not all commands were sent.
     waiting: VecDeque<usize>,
     finished: Vec<Completion>,
@@ -75,7 +78,7 @@ enum Mode {
     Broken(Error),
 }
 
-struct Active {
+struct PendingRequest {
     request: Request,
     /// What was cut into commands.
     cursor: Cursor,
@@ -120,7 +123,7 @@ impl IoQueue {
     ) -> Result<Self> {
         let depth = setup.geometry.queue_depth;
         let pair = QueuePair::new(transport, dma, id, depth + 1, stride)?;
-        let state = State {
+        let state = QueueState {
             mode: Mode::Paused,
             ids: CommandIds::new(depth),
             slots: (0..depth).map(|_| None).collect(),
@@ -205,7 +208,7 @@ impl IoQueue {
                 continue;
             }
             self.sleeping.store(true, Ordering::SeqCst);
-            // Whoever came before that saw nobody asleep, and is seen now.
+            // A wake or completion from before that signalled no sleeper, and is seen now.
             if !self.is_ready() && !self.has_to_poll() {
                 self.event.wait(left);
             }
@@ -233,7 +236,8 @@ impl IoQueue {
         self.setup.completion == CompletionMode::Poll && self.in_flight.load(Ordering::SeqCst) > 0
     }
 
-    /// Looks for completions without sleeping, as long as the mode says and at most for `left`. Says whether to look again.
+    /// Looks for completions without sleeping, as long as the mode says and at most for `left`.
+    /// Says whether to look again.
     fn spin(&self, left: Option<Duration>) -> bool {
         let limit = match self.setup.completion {
             _ if self.in_flight.load(Ordering::Relaxed) == 0 => return self.is_ready(),
@@ -260,7 +264,7 @@ impl IoQueue {
         out.append(&mut state.finished);
     }
 
-    fn reap(&self, state: &mut State) {
+    fn reap(&self, state: &mut QueueState) {
         while let Some(completion) = state.pair.pop() {
             self.completed(state, &completion);
         }
@@ -269,7 +273,7 @@ impl IoQueue {
     }
 
     /// Takes a request in, or refuses it.
-    fn accept(&self, state: &mut State, request: Request) {
+    fn accept(&self, state: &mut QueueState, request: Request) {
         let checked = match &state.mode {
             Mode::Broken(error) => Err(error.clone()),
             Mode::Running | Mode::Paused => request.check(&self.setup.name, &self.setup.geometry),
@@ -282,13 +286,13 @@ impl IoQueue {
             state.finished.push(Completion { tag, result: checked });
             return;
         }
-        let active = Active { request, cursor: Cursor::default(), commands: 0, waits: true, error: None };
-        let key = state.requests.insert(active);
+        let pending = PendingRequest { request, cursor: Cursor::default(), commands: 0, waits: true, error: None };
+        let key = state.requests.insert(pending);
         state.waiting.push_back(key);
     }
 
     /// Sends commands as long as there are some, and room for them.
-    fn pump(&self, state: &mut State) {
+    fn pump(&self, state: &mut QueueState) {
         if !matches!(state.mode, Mode::Running) {
             return;
         }
@@ -298,25 +302,25 @@ impl IoQueue {
             self.send_again(state, slot, deadline());
         }
         while let Some(key) = state.waiting.front().copied() {
-            let active = &mut state.requests[key];
-            let over = active.error.is_some() || active.cursor.done == active.request.len && active.commands > 0;
+            let pending = &mut state.requests[key];
+            let over = pending.error.is_some() || pending.cursor.done == pending.request.len && pending.commands > 0;
             if over {
-                active.waits = false;
+                pending.waits = false;
                 state.waiting.pop_front();
                 state.finish_if_over(key);
                 continue;
             }
             let Some(slot) = state.free.last().copied() else { break };
-            match state.encoder.next(&active.request, &active.cursor, slot) {
+            match state.encoder.next(&pending.request, &pending.cursor, slot) {
                 Ok(Some(Encoded { mut sqe, len, bounce })) => {
                     sqe.cid = U16::new(state.ids.next(slot));
-                    let start = active.cursor;
-                    if active.request.spans.is_empty() {
-                        active.cursor.done += len;
+                    let start = pending.cursor;
+                    if pending.request.spans.is_empty() {
+                        pending.cursor.done += len;
                     } else {
-                        active.cursor.advance(&active.request.spans, len);
+                        pending.cursor.advance(&pending.request.spans, len);
                     }
-                    active.commands += 1;
+                    pending.commands += 1;
                     state.free.pop();
                     state.pair.push(&sqe);
                     let command =
@@ -325,14 +329,14 @@ impl IoQueue {
                 }
                 // All of the bounce buffer is in use, by commands of this queue.
                 Ok(None) => break,
-                Err(error) => active.error = Some(error),
+                Err(error) => pending.error = Some(error),
             }
         }
         state.pair.ring();
         self.in_flight.store((state.slots.len() - state.free.len()) as u32, Ordering::SeqCst);
     }
 
-    fn send_again(&self, state: &mut State, slot: u16, deadline: Instant) {
+    fn send_again(&self, state: &mut QueueState, slot: u16, deadline: Instant) {
         let Some(command) = &mut state.slots[slot as usize] else { return };
         command.tries += 1;
         command.deadline = deadline;
@@ -341,7 +345,7 @@ impl IoQueue {
     }
 
     /// Accounts for the end of a command.
-    fn completed(&self, state: &mut State, completion: &Cqe) {
+    fn completed(&self, state: &mut QueueState, completion: &Cqe) {
         let cid = completion.cid.get();
         let slot = state.ids.slot(cid);
         let command = state.slots.get_mut(slot as usize).and_then(Option::as_mut).filter(|command| command.sqe.cid.get() == cid);
@@ -365,20 +369,20 @@ impl IoQueue {
     }
 
     /// Ends a command that the controller does not know any more.
-    fn end(&self, state: &mut State, slot: u16, result: Result<()>) {
+    fn end(&self, state: &mut QueueState, slot: u16, result: Result<()>) {
         let Some(command) = state.slots[slot as usize].take() else { return };
-        let active = &mut state.requests[command.request];
+        let pending = &mut state.requests[command.request];
         let mut result = result;
         if let Some(chunk) = command.bounce {
-            if result.is_ok() && active.request.op == Op::Read {
-                result = state.encoder.bounce.empty(chunk, &active.request.spans, &command.start, command.len as usize);
+            if result.is_ok() && pending.request.op == Op::Read {
+                result = state.encoder.bounce.empty(chunk, &pending.request.spans, &command.start, command.len as usize);
             }
             state.encoder.bounce.put(chunk);
         }
         if let Err(error) = result {
-            active.error.get_or_insert(error);
+            pending.error.get_or_insert(error);
         }
-        active.commands -= 1;
+        pending.commands -= 1;
         state.free.push(slot);
         state.finish_if_over(command.request);
         self.in_flight.store((state.slots.len() - state.free.len()) as u32, Ordering::SeqCst);
@@ -397,13 +401,14 @@ impl IoQueue {
         }
     }
 
-    /// Commands whose time is up, each reported once before and once after its Abort. `grace` is what an Abort gets.
+    /// Commands whose time is up, each reported once before and once after its Abort. `grace` is
+    /// what an Abort gets.
     pub(super) fn overdue(&self, now: Instant, grace: Duration) -> Vec<Overdue> {
         let mut state = self.state.lock();
         if !matches!(state.mode, Mode::Running) {
             return Vec::new();
         }
-        // What is there already only waits for somebody to collect it.
+        // Completions that are there already only have to be collected.
         self.reap(&mut state);
         self.pump(&mut state);
         if !state.finished.is_empty() {
@@ -438,7 +443,8 @@ impl IoQueue {
         }
     }
 
-    /// After the controller stopped: takes the completions that it still wrote, and forgets the queue's contents.
+    /// After the controller stopped: takes the completions that it still wrote, and forgets the
+    /// queue's contents.
     pub(super) fn restart(&self) {
         let mut state = self.state.lock();
         self.reap(&mut state);
@@ -452,14 +458,17 @@ impl IoQueue {
         self.state.lock().pair.set_shadow(shadow);
     }
 
-    /// The controller knows the queue (again): sends what was in flight once more, then what waits.
+    /// The controller knows the queue (again): sends what was in flight once more, then what
+    /// waits.
     ///
-    /// Repeating is safe. A read, a write, a write of zeroes and a discard have the same effect twice as once, and a command
-    /// that did not complete has no order towards others: whoever submits an overlapping one meanwhile gets either result.
-    /// A flush covers writes that completed before it was submitted. Those may be in the volatile cache still. A controller
-    /// level reset ends queues and commands and resets registers (Base 3.7.2), whether through CC.EN or of the PCI function;
-    /// what empties a volatile cache (Base 5.27.1.4) is loss of power. A reset of the whole subsystem may be one, so that
-    /// after it nothing is repeated ([`super::recovery`]).
+    /// Repeating is safe. A read, a write, a write of zeroes and a discard have the same effect
+    /// twice as once, and a command that did not complete has no order towards others: of an
+    /// overlapping one that is submitted meanwhile, either may come first. A flush covers writes
+    /// that completed before it was submitted. Those may be in the volatile cache still. A
+    /// controller level reset ends queues and commands and resets registers (Base 3.7.2), whether
+    /// through CC.EN or of the PCI function; what empties a volatile cache (Base 5.27.1.4) is loss
+    /// of power. A reset of the whole subsystem may be one, so that after it nothing is repeated
+    /// ([`super::recovery`]).
     pub(super) fn resume(&self) {
         let mut state = self.state.lock();
         if matches!(state.mode, Mode::Broken(_)) {
@@ -486,8 +495,8 @@ impl IoQueue {
         self.wake();
     }
 
-    /// Ends all requests with an error, and all that come. Unless the controller is `fenced` off, it may still write to their
-    /// memory: that is then kept for ever.
+    /// Ends all requests with an error, and all that come. Unless the controller is `fenced` off,
+    /// it may still write to their memory: that is then kept for ever.
     pub(super) fn fail(&self, error: &Error, fenced: bool) {
         let mut state = self.state.lock();
         if matches!(state.mode, Mode::Broken(_)) {
@@ -495,12 +504,12 @@ impl IoQueue {
         }
         state.mode = Mode::Broken(error.clone());
         self.reap(&mut state);
-        let State { requests, finished, slots, free, .. } = &mut *state;
-        for active in requests.drain() {
+        let QueueState { requests, finished, slots, free, .. } = &mut *state;
+        for pending in requests.drain() {
             if !fenced {
-                std::mem::forget(active.request.spans);
+                std::mem::forget(pending.request.spans);
             }
-            finished.push(Completion { tag: active.request.tag, result: Err(error.clone()) });
+            finished.push(Completion { tag: pending.request.tag, result: Err(error.clone()) });
         }
         free.clear();
         free.extend((0..slots.len() as u16).rev());
@@ -535,13 +544,13 @@ impl IoQueue {
     }
 }
 
-impl State {
+impl QueueState {
     fn finish_if_over(&mut self, key: usize) {
-        let active = &self.requests[key];
-        if active.commands > 0 || active.waits {
+        let pending = &self.requests[key];
+        if pending.commands > 0 || pending.waits {
             return;
         }
-        let Active { request, error, .. } = self.requests.remove(key);
+        let PendingRequest { request, error, .. } = self.requests.remove(key);
         let tag = request.tag;
         drop(request);
         self.finished.push(Completion { tag, result: error.map_or(Ok(()), Err) });

@@ -1,4 +1,5 @@
-//! Which IOVAs are free. It guards that no two mappings overlap and that none leaves the ranges which the IOMMU offers.
+//! The allocator of IOVAs. It guards that no two mappings overlap and that none leaves the ranges
+//! which the IOMMU offers.
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
@@ -9,8 +10,8 @@ pub(super) struct IovaAllocator {
 }
 
 impl IovaAllocator {
-    /// All of `ranges`, cut to whole pages of `page` bytes (a power of two). Page 0 is left out: an address of 0 means "none"
-    /// in too many places.
+    /// All of `ranges`, cut to whole pages of `page` bytes (a power of two). Page 0 is left out:
+    /// an address of 0 means "none" in too many places.
     pub(super) fn new(ranges: &[RangeInclusive<u64>], page: u64) -> Self {
         let mut allocator = Self { free: BTreeMap::new() };
         for range in ranges {
@@ -71,7 +72,7 @@ mod tests {
     #[test]
     fn the_edges_of_the_address_space_are_kept_out_and_in() {
         let mut allocator = IovaAllocator::new(&[0..=u64::MAX], PAGE);
-        assert_eq!(allocator.allocate(PAGE, PAGE), Some(PAGE), "page 0 is nobody's");
+        assert_eq!(allocator.allocate(PAGE, PAGE), Some(PAGE), "page 0 is never given out");
         let mut allocator = IovaAllocator::new(&[100..=PAGE * 3 + 5], PAGE);
         assert_eq!(allocator.free, BTreeMap::from([(PAGE, PAGE * 3 - 1)]), "whole pages only");
         assert_eq!(allocator.allocate(PAGE * 3, PAGE), None);

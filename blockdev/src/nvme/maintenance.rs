@@ -1,5 +1,5 @@
-//! A controller as those see it who look after it: `gpunvme nvme DEVICE ...`. It is nobody else's meanwhile: no volume on it is
-//! mounted.
+//! Maintenance of a controller, as `gpunvme nvme DEVICE ...` does it: identity, logs, registers,
+//! resets, formatting. The controller has no other user meanwhile, and no volume on it is mounted.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,13 +22,14 @@ const FORMAT_TIMEOUT: Duration = Duration::from_secs(3600);
 /// A subsystem reset may take this long.
 const SUBSYSTEM_RESET_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// An NVMe controller, held for maintenance. It is brought up when a command needs it, and shut down when dropped.
+/// An NVMe controller, held for maintenance. It is brought up when a command needs it, and shut
+/// down when dropped. Locks: `running`, while it is brought up or reset.
 pub struct Controller {
     core: Arc<Core>,
     running: Mutex<Option<Arc<Running>>>,
 }
 
-/// What a controller says of itself (Identify Controller).
+/// Identity of a controller (Base 5.17.2.1, Identify Controller).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerInfo {
     /// Model.
@@ -63,7 +64,7 @@ pub struct ControllerInfo {
     pub subsystem_reset: bool,
 }
 
-/// An active namespace (Identify Namespace).
+/// An active namespace (NVM 4.1.5.1, Identify Namespace).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamespaceInfo {
     /// Its number.
@@ -80,7 +81,7 @@ pub struct NamespaceInfo {
     pub formats: Vec<BlockFormat>,
 }
 
-/// An LBA format.
+/// An LBA format that a namespace supports (NVM 4.1.5.1, LBA Format).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockFormat {
     /// Its number.
@@ -93,11 +94,11 @@ pub struct BlockFormat {
     pub performance: u8,
 }
 
-/// SMART / Health Information.
+/// SMART / Health Information (Base 5.16.1.3).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Smart {
-    /// Bit 0: spare below its threshold; 1: temperature; 2: reliability degraded; 3: read-only; 4: backup of volatile memory
-    /// failed; 5: persistent memory region.
+    /// Bit 0: spare below its threshold; 1: temperature; 2: reliability degraded; 3: read-only; 4:
+    /// backup of volatile memory failed; 5: persistent memory region.
     pub critical_warning: u8,
     /// Kelvins.
     pub temperature: u16,
@@ -129,7 +130,7 @@ pub struct Smart {
     pub error_log_entries: u128,
 }
 
-/// An entry of the error log.
+/// An entry of the Error Information log (Base 5.16.1.2).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorEntry {
     /// Counts errors; the entry with the highest is the latest.
@@ -146,7 +147,7 @@ pub struct ErrorEntry {
     pub namespace: u32,
 }
 
-/// A register.
+/// A register of the controller (Base 3.1.3).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Register {
     /// Offset in BAR0.
@@ -159,10 +160,10 @@ pub struct Register {
     pub value: u64,
 }
 
-/// How a format erases (Secure Erase Settings).
+/// How a format erases (Base 5.14, Secure Erase Settings).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Erase {
-    /// No secure erase: what was there may be found by who takes the device apart.
+    /// No secure erase: the data may be found when the device is taken apart.
     No,
     /// User data erase.
     UserData,
@@ -181,7 +182,11 @@ impl Controller {
         &self.core.name
     }
 
-    /// What the controller says of itself.
+    /// Asks the controller for its identity.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], [`Error::Controller`], [`Error::Admin`] and [`Error::System`] when the
+    /// controller cannot be brought up, or fails the command.
     pub fn identify(&self) -> Result<ControllerInfo> {
         let core = self.up()?;
         let identity: Box<IdentifyController> = Box::new(core.admin.identify(cns::CONTROLLER, 0, core.setup_timeout())?);
@@ -205,7 +210,12 @@ impl Controller {
         })
     }
 
-    /// The active namespaces, asked for anew: what was attached, detached or resized meanwhile shows.
+    /// The active namespaces, asked for anew: what was attached, detached or resized meanwhile
+    /// shows.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], [`Error::Controller`], [`Error::Admin`] and [`Error::System`] when the
+    /// controller cannot be brought up, or fails the command.
     pub fn namespaces(&self) -> Result<Vec<NamespaceInfo>> {
         let core = self.up()?;
         let timeout = core.setup_timeout();
@@ -232,6 +242,10 @@ impl Controller {
     }
 
     /// The SMART log.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], [`Error::Controller`], [`Error::Admin`] and [`Error::System`] when the
+    /// controller cannot be brought up, or fails the command.
     pub fn smart(&self) -> Result<Smart> {
         let core = self.up()?;
         let log = core.admin.log_page(log_page::SMART, size_of::<SmartLog>(), core.setup_timeout())?;
@@ -256,6 +270,10 @@ impl Controller {
     }
 
     /// The error log, the latest entry first: at most 64.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], [`Error::Controller`], [`Error::Admin`] and [`Error::System`] when the
+    /// controller cannot be brought up, or fails the command.
     pub fn errors(&self) -> Result<Vec<ErrorEntry>> {
         const ENTRY: usize = size_of::<log::ErrorEntry>();
         let core = self.up()?;
@@ -273,7 +291,11 @@ impl Controller {
         Ok(entries.collect())
     }
 
-    /// What the registers hold now. The controller is not brought up for it.
+    /// The contents of the registers, in the order of their offsets. The controller is not brought
+    /// up for it.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] when the registers read as all ones.
     pub fn registers(&self) -> Result<Vec<Register>> {
         self.core.status()?;
         let transport = &self.core.transport;
@@ -297,14 +319,19 @@ impl Controller {
         Ok(all)
     }
 
-    /// Resets the controller (CC.EN), or its PCI function where it does not answer to that. No data is lost.
+    /// Resets the controller (CC.EN, Base 3.7.2), or its PCI function where it does not answer to
+    /// that. No data is lost.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], [`Error::Controller`], [`Error::Admin`] and [`Error::System`] when the
+    /// controller cannot be brought up, or fails the command.
     pub fn reset(&self) -> Result<()> {
         let mut running = self.running.lock();
         if let Some(running) = &*running {
             return running.core.recover("it was asked for");
         }
         let started = Running::start(self.core.clone()).or_else(|error| {
-            tracing::warn!(%error, "trying a function-level reset");
+            tracing::warn!(%error, "the controller reset failed; trying a function-level reset");
             self.core.transport.reset()?;
             Running::start(self.core.clone())
         });
@@ -312,8 +339,12 @@ impl Controller {
         Ok(())
     }
 
-    /// Resets the whole NVM subsystem (NSSR): all of its controllers, as if power had been cut, so that writes which were not
-    /// flushed are lost. The device has to be opened anew afterwards.
+    /// Resets the whole NVM subsystem (NSSR, Base 3.7.1): all of its controllers, as if power had
+    /// been cut, so that writes which were not flushed are lost. The device has to be opened anew
+    /// afterwards.
+    ///
+    /// # Errors [`Error::Unsupported`] without CAP.NSSRS; [`Error::Controller`] when the
+    /// controller does not come back within 10 s; [`Error::Gone`].
     pub fn subsystem_reset(self) -> Result<()> {
         let core = &self.core;
         if !core.cap.subsystem_reset() {
@@ -332,8 +363,13 @@ impl Controller {
         core.take_subsystem_reset().map(drop)
     }
 
-    /// Formats a namespace to logical blocks of so many bytes, without metadata. All of its data is lost; where
-    /// [`ControllerInfo::format_all`] says so, that of all namespaces. It may take minutes.
+    /// Formats a namespace to logical blocks of `logical_block` bytes, without metadata (Base
+    /// 5.14, Format NVM). All of its data is lost; where [`ControllerInfo::format_all`] is set,
+    /// that of all namespaces. It may take minutes, and is given up after an hour.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without that command, namespace or block size; otherwise
+    /// [`Error::Gone`], [`Error::Controller`] and [`Error::Admin`].
     pub fn format(&self, namespace: u32, logical_block: u32, erase: Erase) -> Result<()> {
         let core = self.up()?;
         if core.identity().oacs.get() & oacs::FORMAT == 0 {

@@ -1,10 +1,12 @@
-//! The userspace NVMe driver: a [`BlockDevice`] on a controller that a [`Transport`] reaches.
+//! The userspace NVMe driver: a [`BlockDevice`] on a controller that a `Transport` reaches.
 //!
-//! From the top: [`NvmeDevice`] is a namespace; `io_queue` keeps its requests going; `encoder` makes commands of them, and
-//! `scatter` says where their memory is; `queue` is the pair of rings, for `admin` as well; `dma` maps memory; `controller` brings everything up and down, and
-//! `recovery` looks after it while it runs.
+//! From the top: `NvmeDevice` is a namespace; `io_queue` runs its requests; `encoder` makes
+//! commands of them, and `scatter` describes their memory; `queue` is the pair of rings, for
+//! `admin` as well; `dma` maps memory; `controller` brings everything up and down, and `recovery`
+//! watches over it while it runs.
 //!
-//! A controller has one owner: the device and its queues share it, and the last of them shuts it down.
+//! A controller has one owner: the device and its queues share it, and the last of them shuts it
+//! down.
 mod admin;
 mod bounce;
 mod command_ids;
@@ -65,7 +67,7 @@ impl Running {
         let spawned = std::thread::Builder::new().name("nvme".into()).spawn(move || recovery::supervise(&core));
         running.supervisor = Some(spawned.map_err(|error| Error::System {
             device: name,
-            action: "starting the thread that looks after the controller",
+            action: "starting the supervisor thread of the controller",
             errno: error.raw_os_error().unwrap_or(libc::EAGAIN),
         })?);
         Ok(Arc::new(running))
@@ -78,7 +80,7 @@ impl Drop for Running {
         if let Some(supervisor) = self.supervisor.take()
             && supervisor.join().is_err()
         {
-            tracing::error!(device = %self.core.name, "the thread that looked after the controller had panicked");
+            tracing::error!(device = %self.core.name, "the supervisor thread of the controller panicked");
         }
         self.core.shut_down();
     }
@@ -91,7 +93,8 @@ pub(crate) struct NvmeDevice {
 }
 
 impl NvmeDevice {
-    /// Brings up the controller that the transport reaches, and opens the namespace that the options name.
+    /// Brings up the controller that the transport reaches, and opens the namespace that the
+    /// options name.
     pub(crate) fn open(name: Arc<str>, transport: Arc<dyn Transport>, options: Options, mode: OpenMode) -> Result<Self> {
         let running = Running::start(Arc::new(Core::new(name.clone(), transport, options)?))?;
         let core = &running.core;
@@ -153,7 +156,8 @@ impl BlockDevice for NvmeDevice {
         Ok(Box::new(NvmeQueue { queue, running: self.running.clone() }))
     }
 
-    /// Pins the memory, and gives the controller a way to it. A region that is mapped already stays mapped once.
+    /// Pins the memory, and gives the controller a way to it. A region that is mapped already
+    /// stays mapped once.
     fn map(&self, region: &Arc<Region>) -> Result<()> {
         self.running.core.dma.map(region)
     }

@@ -20,9 +20,11 @@ pub(crate) enum CompletionMode {
 pub(crate) struct Options {
     /// `ns=N`: the namespace. Default 1.
     pub(crate) namespace: u32,
-    /// `depth=N`: commands in flight in a queue, 1 to 65534. Default 256; less where the controller takes less.
+    /// `depth=N`: commands in flight in a queue, 1 to 65534. Default 256; less where the
+    /// controller takes less.
     pub(crate) depth: u32,
-    /// `queues=N`: the most I/O queues. Default: one a CPU, and four for threads with one of their own, at most 64.
+    /// `queues=N`: the most I/O queues. Default: one a CPU, and four for threads with one of their
+    /// own, at most 64.
     pub(crate) queues: u32,
     /// `completion=poll|interrupt|adaptive`. Default: adaptive.
     pub(crate) completion: CompletionMode,

@@ -1,5 +1,6 @@
-//! A submission and completion queue pair in memory (Base 3.3.1), for admin and I/O commands alike. It guards the order in
-//! which the two sides see each other's writes: an entry before the doorbell, the phase tag before the entry.
+//! A submission and completion queue pair in memory (Base 3.3.1), for admin and I/O commands
+//! alike. It guards the order in which the two sides see each other's writes: an entry before the
+//! doorbell, the phase tag before the entry.
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -15,14 +16,16 @@ const CQE: usize = size_of::<Cqe>();
 const CQE_STATUS: usize = 12;
 const PHASE: u32 = 1 << 16;
 
-/// Shadow doorbells (Base 8.1 "Doorbell Buffer Config"): the controller reads new values from memory, and says in the second
-/// buffer from which value on it wants to be told by the register as well.
+/// Shadow doorbells (Base 8.1 "Doorbell Buffer Config"): the controller reads new values from
+/// memory, and says in the second buffer from which value on it wants to be told by the register
+/// as well.
 pub(super) struct Shadow {
     pub(super) values: DmaMemory,
     pub(super) event_indexes: DmaMemory,
 }
 
-/// A queue pair. Its owner bounds the commands in flight to less than the entries, so that neither ring can overflow.
+/// A queue pair. Its owner bounds the commands in flight to less than the entries, so that neither
+/// ring can overflow.
 pub(super) struct QueuePair {
     transport: Arc<dyn Transport>,
     id: u16,
@@ -120,8 +123,8 @@ impl QueuePair {
         self.shadow = None;
     }
 
-    /// Uses shadow doorbells from now on. A queue of this number may have used them before: they begin anew, as the controller
-    /// looks at them from the moment that it knows the queue.
+    /// Uses shadow doorbells from now on. A queue of this number may have used them before: they
+    /// begin anew, as the controller looks at them from the moment that it knows the queue.
     pub(super) fn set_shadow(&mut self, shadow: Option<Arc<Shadow>>) {
         if let Some(shadow) = &shadow {
             for doorbell in [reg::sq_tail(self.id, self.stride), reg::cq_head(self.id, self.stride)] {
@@ -177,8 +180,8 @@ impl QueuePair {
     fn tell(&self, doorbell: usize, old: u32, new: u32) {
         if let Some(shadow) = &self.shadow {
             let offset = doorbell - reg::DOORBELLS;
-            // Entries are visible before the new value, and the new value before the event index is read: the controller
-            // writes that one and then looks at the value again.
+            // Entries are visible before the new value, and the new value before the event index
+            // is read: the controller writes that one and then looks at the value again.
             barrier::before_doorbell();
             shadow.values.atomic(offset).store(new.to_le(), Ordering::Release);
             barrier::between_write_and_read();

@@ -1,4 +1,4 @@
-//! What an I/O queue is made for: the namespace, and the limits of commands to it.
+//! The parameters of an I/O queue: its namespace, and the limits of commands to it.
 use std::sync::Arc;
 use std::time::Duration;
 

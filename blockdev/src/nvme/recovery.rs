@@ -1,9 +1,11 @@
-//! The supervisor: a thread for each controller that looks after it. It guards that no request hangs: a command that is late is
-//! aborted, then the controller is reset and what was in flight is sent once more, and where that does not help every request
-//! ends with an error. It also answers asynchronous events, and a host that asks for the device back.
+//! The supervisor of a controller, a thread. It guards that no request hangs: a command that is
+//! late is aborted, then the controller is reset and what was in flight is sent once more, and
+//! where that does not help every request ends with an error. It also answers asynchronous events,
+//! and a host that asks for the device back.
 //!
-//! Memory of commands in flight: before their requests end with an error, the controller is known to have stopped, or it is
-//! shut off from all memory by the IOMMU. Should even that fail, the memory is never given back.
+//! Memory of commands in flight: before their requests end with an error, the controller is known
+//! to have stopped, or the IOMMU shuts it off from all memory. If even that fails, the memory is
+//! never given back.
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,7 +22,8 @@ use crate::{Error, Result};
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U32;
 
-/// How often the supervisor looks, at the most and at the least. In between, a quarter of the command timeout.
+/// How often the supervisor looks, at the most and at the least. In between, a quarter of the
+/// command timeout.
 const TICKS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(500)];
 /// What an Abort gets before the controller is reset: so many parts of the command timeout.
 const GRACE: u32 = 4;
@@ -51,7 +54,7 @@ pub(super) fn supervise(core: &Arc<Core>) {
             return;
         }
         if release.is_some_and(is_signalled) {
-            tracing::warn!(device = %core.name, "the host asks for the device back; everything in flight is ended");
+            tracing::warn!(device = %core.name, "the host asks for the device back; all requests in flight fail");
             core.let_go();
             continue;
         }
@@ -78,7 +81,7 @@ impl Core {
     }
 
     fn look_after(&self, queues: &[Arc<IoQueue>]) -> Result<()> {
-        // Not while somebody else resets it.
+        // Not while another thread resets it.
         let status = {
             let _lifecycle = self.lifecycle();
             self.status()
@@ -88,7 +91,8 @@ impl Core {
             return self.recover("it reports a fatal status (CSTS.CFS)");
         }
         if status & csts::RDY == 0 {
-            // The function was reset, by the bus or by the host: what was in flight never completes.
+            // The function was reset, by the bus or by the host: what was in flight never
+            // completes.
             return self.recover("it stopped by itself (CSTS.RDY is clear)");
         }
         if self.admin.has_late() {
@@ -109,8 +113,8 @@ impl Core {
         Ok(())
     }
 
-    /// Asks the controller to end a command (Base 5.1). Whether it does shows by the command's completion. False if it does
-    /// not even answer.
+    /// Asks the controller to end a command (Base 5.1). Whether it does shows by the command's
+    /// completion. False if it does not even answer.
     fn abort(&self, queue: u16, cid: u16, timeout: Duration) -> bool {
         tracing::warn!(device = %self.name, queue, cid, "a command is late; aborting it");
         let command = Sqe { opcode: admin::ABORT, cdw10: U32::new(u32::from(cid) << 16 | u32::from(queue)), ..Sqe::default() };
@@ -132,8 +136,8 @@ impl Core {
         self.reset(reason, reset).inspect_err(|error| self.give_up(error.clone()))
     }
 
-    /// Controller reset: stops it, brings it up again with the same queues, and sends what was in flight once more
-    /// ([`IoQueue::resume`] says why that is safe).
+    /// Controller reset: stops it, brings it up again with the same queues, and sends what was in
+    /// flight once more ([`IoQueue::resume`] says why that is safe).
     fn reset(&self, reason: &str, reset: Reset) -> Result<()> {
         tracing::warn!(device = %self.name, reason, "resetting the controller");
         let mut lifecycle = self.lifecycle();
@@ -150,12 +154,13 @@ impl Core {
             if matches!(error, Error::Gone { .. }) {
                 return Err(error);
             }
-            tracing::warn!(%error, "trying a function-level reset");
+            tracing::warn!(%error, "the controller reset failed; trying a function-level reset");
             self.transport.reset()?;
             self.disable()?;
         }
         if self.take_subsystem_reset()? {
-            // What completed and was not flushed may be lost, and nobody who flushes it now would hear of that.
+            // Writes that completed and were not flushed may be lost, and a flush from now on
+            // would not say so.
             let what = "was reset with its whole subsystem (CSTS.NSSRO): writes that were not flushed may be lost";
             return Err(Error::Controller { device: self.name.clone(), what });
         }
@@ -166,7 +171,8 @@ impl Core {
 
     /// Brings a stopped controller up with the queues that it had.
     pub(super) fn rebuild(&self, lifecycle: &mut Lifecycle) -> Result<()> {
-        // A queue that could not be deleted when its user let go of it: the controller does not know it any more.
+        // A queue that could not be deleted when its user let go of it: the controller does not
+        // know it any more.
         lifecycle.queues.retain(|_, queue| !queue.is_abandoned());
         for queue in lifecycle.queues.values() {
             queue.restart();
@@ -205,9 +211,10 @@ impl Core {
         for queue in lifecycle.queues.values() {
             queue.pause();
         }
-        // It is told to stop, but not waited for: what it writes in spite of that, the IOMMU refuses.
+        // It is told to stop, but not waited for: what it writes in spite of that, the IOMMU
+        // refuses.
         self.transport.write32(reg::CC, 0);
-        // Before anybody hears of it, and gives memory back.
+        // Before a caller hears of it, and gives memory back.
         let fenced = match self.dma.fence() {
             Ok(()) => true,
             Err(error) => {
@@ -220,8 +227,8 @@ impl Core {
         }
     }
 
-    /// Answers what the controller told of its own accord (Base 5.2): reading the log page that an event names lets the
-    /// controller report the next of its kind.
+    /// Answers what the controller told of its own accord (Base 5.2): reading the log page that an
+    /// event names lets the controller report the next of its kind.
     fn handle_events(&self) {
         let events = self.admin.take_events();
         let timeout = self.setup_timeout();

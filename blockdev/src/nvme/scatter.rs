@@ -1,6 +1,7 @@
-//! Cuts the memory of a request into commands, and tells the controller where a command's memory is: in PRP lists (Base 4.1.1)
-//! or SGLs (Base 4.1.2). It guards the limits of both. A PRP entry is a page: only the first may begin inside one and only the
-//! last may end inside one, so that two spans meet in a PRP list only at page boundaries. SGLs know no such rule.
+//! PRP lists (Base 4.1.1) and SGLs (Base 4.1.2): how the memory of a request is cut into commands,
+//! and described to the controller. It guards the limits of both. A PRP entry is a page: only the
+//! first may begin inside one and only the last may end inside one, so that two spans meet in a
+//! PRP list only at page boundaries. SGLs have no such rule.
 use std::ops::Range;
 
 use zerocopy::little_endian::{U32, U64};
@@ -13,8 +14,8 @@ use crate::{Region, Result, Span};
 const PRP: usize = 8;
 /// Bytes of an SGL descriptor.
 const DESCRIPTOR: usize = size_of::<SglDescriptor>();
-/// The most memory that one command names. It bounds the lists that are kept for each command, and stays within the 1024 PRP
-/// entries that QEMU's controller takes.
+/// The most memory that one command names. It bounds the lists that are kept for each command, and
+/// stays within the 1024 PRP entries that QEMU's controller takes.
 const MAX_TRANSFER: u64 = 4 << 20;
 const MAX_PAGES: usize = 1024;
 /// The most SGL descriptors of a command.
@@ -22,7 +23,8 @@ const MAX_DESCRIPTORS: usize = 256;
 /// The smallest list kept for a command: 16 SGL descriptors.
 const SMALLEST_LIST: usize = 256;
 
-/// What the controller and the namespace allow. All in bytes, all powers of two but `max_transfer`.
+/// What the controller and the namespace allow. All in bytes, all powers of two but
+/// `max_transfer`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// The logical block: every command is a multiple of it.
@@ -52,7 +54,8 @@ impl Limits {
         ((self.max_transfer / self.page) as usize + 1).min(MAX_PAGES)
     }
 
-    /// Bytes of memory that a command needs for its list. Either whole pages, or a part of a page that divides it.
+    /// Bytes of memory that a command needs for its list. Either whole pages, or a part of a page
+    /// that divides it.
     pub(super) fn list_len(&self) -> usize {
         let page = self.page as usize;
         let entries = self.max_pages() - 1; // the first is in the command
@@ -63,7 +66,8 @@ impl Limits {
         (entries - 1).div_ceil(page / PRP - 1) * page
     }
 
-    /// The most bytes of a command whose memory begins at `iova`. In a PRP list all that follows begins on a page boundary.
+    /// The most bytes of a command whose memory begins at `iova`. In a PRP list all that follows
+    /// begins on a page boundary.
     fn room(&self, iova: u64) -> u64 {
         if self.sgl { self.max_transfer } else { self.max_transfer.min(self.max_pages() as u64 * self.page - iova % self.page) }
     }
@@ -75,12 +79,12 @@ impl Limits {
 
 /// Contiguous memory as the controller sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct IovaRange {
     pub(super) iova: u64,
     pub(super) len: u64,
 }
 
-impl Piece {
+impl IovaRange {
     fn end(&self) -> u64 {
         self.iova + self.len
     }
@@ -96,8 +100,9 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// Calls `each` with the memory of the next `len` bytes: span, offset in its region, and the range of the `len` bytes.
-    pub(super) fn pieces(
+    /// Calls `each` with the memory of the next `len` bytes: span, offset in its region, and the
+    /// range of the `len` bytes.
+    pub(super) fn walk(
         &self,
         spans: &[Span],
         len: usize,
@@ -132,23 +137,23 @@ impl Cursor {
 /// The memory of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cut {
-    /// So many bytes, named by the pieces.
+    /// So many bytes, named by the ranges.
     Direct(u64),
-    /// So many bytes, by way of a bounce buffer: memory that is not mapped, or spans that meet inside a logical block where
-    /// PRPs cannot follow.
+    /// So many bytes, by way of a bounce buffer: memory that is not mapped, or spans that meet
+    /// inside a logical block where PRPs cannot follow.
     Bounce(u64),
 }
 
-/// Cuts the next command off a request's spans, as large as it may be. `address` gives the IOVA of a region that is mapped. The
-/// cursor must not be at the end.
+/// Cuts the next command off a request's spans, as large as it may be. `address` gives the IOVA of
+/// a region that is mapped. The cursor must not be at the end.
 pub(super) fn cut(
     limits: &Limits,
     spans: &[Span],
     cursor: &Cursor,
     address: impl Fn(&Region) -> Option<u64>,
-    pieces: &mut Vec<Piece>,
+    ranges: &mut Vec<IovaRange>,
 ) -> Cut {
-    pieces.clear();
+    ranges.clear();
     let (mut total, mut room, mut unmapped) = (0u64, limits.max_transfer, 0u64);
     let mut offset = cursor.offset;
     for span in &spans[cursor.span..] {
@@ -171,24 +176,24 @@ pub(super) fn cut(
             break;
         }
         let iova = base + start as u64;
-        if pieces.last().is_none_or(|last| last.end() != iova) {
-            let joins = match pieces.last() {
+        if ranges.last().is_none_or(|last| last.end() != iova) {
+            let joins = match ranges.last() {
                 None => {
                     room = limits.room(iova);
                     true
                 }
-                Some(_) if limits.sgl => pieces.len() < limits.max_descriptors(),
+                Some(_) if limits.sgl => ranges.len() < limits.max_descriptors(),
                 Some(last) => last.end() % limits.page == 0 && iova.is_multiple_of(limits.page),
             };
             if !joins {
                 break;
             }
-            pieces.push(Piece { iova, len: 0 });
+            ranges.push(IovaRange { iova, len: 0 });
         }
-        let piece = len.min(room - total);
-        let last = pieces.last_mut().expect("pushed above, if there was none");
-        last.len += piece;
-        total += piece;
+        let taken = len.min(room - total);
+        let last = ranges.last_mut().expect("pushed above, if there was none");
+        last.len += taken;
+        total += taken;
         if total == room {
             break;
         }
@@ -203,12 +208,12 @@ pub(super) fn cut(
     }
     let mut beyond = total - keep;
     while beyond > 0 {
-        let last = pieces.last_mut().expect("they hold more than `keep`");
+        let last = ranges.last_mut().expect("they hold more than `keep`");
         let drop = beyond.min(last.len);
         last.len -= drop;
         beyond -= drop;
         if last.len == 0 {
-            pieces.pop();
+            ranges.pop();
         }
     }
     Cut::Direct(keep)
@@ -228,24 +233,26 @@ pub(super) struct List<'a> {
     pub(super) offset: usize,
 }
 
-/// Writes the list of a command, where one is needed, and gives its data pointer. `entries` is scratch space.
-pub(super) fn describe(limits: &Limits, pieces: &[Piece], list: &List<'_>, entries: &mut Vec<U64>) -> DataPointer {
-    // Two PRPs are inside the command; anything longer an SGL says in fewer words, where the controller takes one.
-    let short = pieces.iter().map(|piece| pages_of(piece, limits.page)).sum::<u64>() <= 2;
-    let joins = || pieces.windows(2).all(|two| two[0].end() % limits.page == 0 && two[1].iova % limits.page == 0);
-    if limits.sgl && !(short && joins()) { sgl(pieces, list, entries) } else { prp(limits, pieces, list, entries) }
+/// Writes the list of a command, where one is needed, and gives its data pointer. `entries` is
+/// scratch space.
+pub(super) fn describe(limits: &Limits, ranges: &[IovaRange], list: &List<'_>, entries: &mut Vec<U64>) -> DataPointer {
+    // Two PRPs are inside the command; anything longer an SGL says in fewer words, where the
+    // controller takes one.
+    let short = ranges.iter().map(|range| pages_of(range, limits.page)).sum::<u64>() <= 2;
+    let joins = || ranges.windows(2).all(|two| two[0].end() % limits.page == 0 && two[1].iova % limits.page == 0);
+    if limits.sgl && !(short && joins()) { sgl(ranges, list, entries) } else { prp(limits, ranges, list, entries) }
 }
 
-/// Pages that a piece touches.
-fn pages_of(piece: &Piece, page: u64) -> u64 {
-    (piece.iova % page + piece.len).div_ceil(page)
+/// Pages that a range touches.
+fn pages_of(range: &IovaRange, page: u64) -> u64 {
+    (range.iova % page + range.len).div_ceil(page)
 }
 
-fn prp(limits: &Limits, pieces: &[Piece], list: &List<'_>, entries: &mut Vec<U64>) -> DataPointer {
+fn prp(limits: &Limits, ranges: &[IovaRange], list: &List<'_>, entries: &mut Vec<U64>) -> DataPointer {
     let page = limits.page;
-    let mut pages = pieces.iter().flat_map(|piece| {
-        let first = piece.iova - piece.iova % page;
-        (0..pages_of(piece, page)).map(move |n| if n == 0 { piece.iova } else { first + n * page })
+    let mut pages = ranges.iter().flat_map(|range| {
+        let first = range.iova - range.iova % page;
+        (0..pages_of(range, page)).map(move |n| if n == 0 { range.iova } else { first + n * page })
     });
     let prp1 = pages.next().expect("a command has memory");
     let Some(second) = pages.next() else { return DataPointer { dptr: [prp1, 0], sgl: false } };
@@ -263,17 +270,17 @@ fn prp(limits: &Limits, pieces: &[Piece], list: &List<'_>, entries: &mut Vec<U64
     DataPointer { dptr: [prp1, list.memory.iova(list.offset)], sgl: false }
 }
 
-fn sgl(pieces: &[Piece], list: &List<'_>, entries: &mut Vec<U64>) -> DataPointer {
+fn sgl(ranges: &[IovaRange], list: &List<'_>, entries: &mut Vec<U64>) -> DataPointer {
     let words = |address, len, kind| {
         let descriptor = SglDescriptor { address: U64::new(address), len: U32::new(len), reserved: [0; 3], kind };
         let words: [U64; 2] = zerocopy::transmute!(descriptor);
         words
     };
-    let descriptor = match pieces {
+    let descriptor = match ranges {
         [one] => words(one.iova, one.len as u32, sgl::DATA_BLOCK),
         many => {
             entries.clear();
-            entries.extend(many.iter().flat_map(|piece| words(piece.iova, piece.len as u32, sgl::DATA_BLOCK)));
+            entries.extend(many.iter().flat_map(|range| words(range.iova, range.len as u32, sgl::DATA_BLOCK)));
             list.memory.write(list.offset, &entries[..]);
             words(list.memory.iova(list.offset), (many.len() * DESCRIPTOR) as u32, sgl::LAST_SEGMENT)
         }

@@ -1,9 +1,9 @@
-//! Admin commands (Base 5): queues, features, Identify, logs, Abort, Format and shadow doorbells, each refused with the status
-//! that the specification has for what is wrong with it.
+//! Admin commands (Base 5): queues, features, Identify, logs, Abort, Format and shadow doorbells,
+//! each refused with the status that the specification has for what is wrong with it.
 use zerocopy::little_endian::{U16, U32, U64, U128};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::controller::{State, VERSION};
+use super::controller::{Controller, VERSION};
 use super::events::{LIMIT, Raised};
 use super::logs::{ERRORS, FIRMWARE};
 use super::options::Sgls;
@@ -18,14 +18,15 @@ const FORMATS: [u64; 2] = [512, 4096];
 /// A queue lies in one piece of memory.
 const CONTIGUOUS: u32 = 1;
 const INTERRUPTS: u32 = 1 << 1;
-/// Features that are there and change nothing here (Base figure 317): arbitration, power management, error recovery,
-/// interrupt coalescing, interrupt vector configuration, write atomicity.
+/// Features that are there and change nothing here (Base figure 317): arbitration, power
+/// management, error recovery, interrupt coalescing, interrupt vector configuration, write
+/// atomicity.
 const INERT_FEATURES: [u8; 6] = [0x01, 0x02, 0x05, 0x08, 0x09, 0x0a];
 
 /// Dword 0 of the completion; `None` where the completion comes some day.
 type Done = Result<Option<u32>, Status>;
 
-impl State {
+impl Controller {
     pub(super) fn admin(&mut self, sqe: &Sqe) -> Done {
         // Neither fused nor with SGLs, which admin commands over PCI Express never have.
         if sqe.flags != 0 {
@@ -188,7 +189,8 @@ impl State {
         (identity.sqes, identity.cqes) = (0x66, 0x44);
         identity.nn = U32::new(self.namespaces.len() as u32);
         identity.oncs = U16::new(oncs::DATASET_MANAGEMENT | oncs::WRITE_ZEROES);
-        identity.vwc = u8::from(self.options.volatile_cache) | 3 << 1; // a flush may go to all namespaces
+        // Bits 2:1: a flush may go to all namespaces.
+        identity.vwc = u8::from(self.options.volatile_cache) | 3 << 1;
         identity.sgls = U32::new(match self.options.sgls {
             Sgls::None => 0,
             Sgls::Dword => sgls::DWORDS,
@@ -304,7 +306,8 @@ impl State {
     fn format(&mut self, sqe: &Sqe) -> Result<(), Status> {
         let (format, rest) = ((sqe.cdw10.get() & 0xf) as usize, sqe.cdw10.get() >> 4);
         let block = *FORMATS.get(format).ok_or(status::INVALID_FORMAT)?;
-        // Metadata and protection information there are none; secure erase is no different from erasing.
+        // Metadata and protection information there are none; secure erase is no different from
+        // erasing.
         if rest & 0x1f != 0 || rest >> 5 & 7 > 2 {
             return Err(status::INVALID_FIELD);
         }

@@ -1,6 +1,7 @@
-//! The controller's state and its register file: enabling, disabling, shutdown, resets and doorbells (Base 3.1.3, 3.5, 3.6).
-//! It guards the state machine: commands are fetched only while the controller is ready, and after a reset or a loss of
-//! power nothing of what was in flight is done any more.
+//! The software controller's state and its registers: enabling, disabling, shutdown, resets and
+//! doorbells (Base 3.1.3, 3.5, 3.6). It guards the state machine: commands are fetched only while
+//! the controller is ready, and after a reset or a loss of power nothing that was in flight is
+//! done.
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,7 +19,8 @@ use super::queues::{CompletionQueue, Late, Stalled, SubmissionQueue};
 use super::random::Random;
 use crate::spec::{NSSR_MAGIC, cc, csts, reg};
 
-/// Largest memory page, as a power of two above 4096 (CAP.MPSMAX), where the smallest is not larger.
+/// Largest memory page, as a power of two above 4096 (CAP.MPSMAX), where the smallest is not
+/// larger.
 const MPSMAX: u8 = 4;
 /// The most bytes of registers. Doorbells behind them are not there.
 const MAX_REGISTERS: usize = 256 << 10;
@@ -33,8 +35,9 @@ enum Ready {
     Never,
 }
 
-/// Everything of the controller that changes. It is locked whenever anybody touches it; nothing else is locked before.
-pub(super) struct State {
+/// Everything of the controller that changes. It is locked for every access; nothing
+/// else is locked before.
+pub(super) struct Controller {
     pub(super) iommu: Arc<Iommu>,
     pub(super) options: Options,
     pub(super) namespaces: Vec<Medium>,
@@ -76,7 +79,7 @@ pub(super) struct State {
     pub(super) unmapped_in_flight: u64,
 }
 
-impl State {
+impl Controller {
     pub(super) fn new(options: Options, namespaces: Vec<Medium>, read_only: bool) -> Self {
         Self {
             iommu: Arc::default(),

@@ -1,9 +1,9 @@
-//! Where a command's data is: PRP entries and lists (Base 4.1.1), SGL descriptors and segments (Base 4.1.2). It guards that
-//! whatever the driver put there, what comes out is exactly as many bytes as the command moves, or the status that the
-//! specification has for the mistake.
+//! The data of a command: PRP entries and lists (Base 4.1.1), SGL descriptors and segments (Base
+//! 4.1.2). It guards that the result is exactly as many bytes as the command moves, or the status
+//! that the specification has for the mistake, whatever the driver put there.
 use zerocopy::FromBytes;
 
-use super::iommu::{Access, Iommu, Piece};
+use super::iommu::{Access, HostRange, Iommu};
 use super::options::Sgls;
 use super::status;
 use crate::spec::Status;
@@ -16,10 +16,10 @@ const DESCRIPTOR: u64 = size_of::<SglDescriptor>() as u64;
 const SEGMENTS: usize = 4096;
 
 /// A range of IOVAs.
-pub(super) type Dma = (u64, usize);
+pub(super) type IovaRange = (u64, usize);
 
 /// The IOVAs of a command's `len` bytes, in order. `page` is the controller's memory page.
-pub(super) fn locate(iommu: &Iommu, sqe: &Sqe, len: usize, page: u64, sgls: Sgls) -> Result<Vec<Dma>, Status> {
+pub(super) fn locate(iommu: &Iommu, sqe: &Sqe, len: usize, page: u64, sgls: Sgls) -> Result<Vec<IovaRange>, Status> {
     match sqe.flags >> 6 {
         0 => prps(iommu, sqe.dptr[0].get(), sqe.dptr[1].get(), len, page),
         psdt if psdt == PSDT_SGL >> 6 && sgls != Sgls::None => Walk { iommu, sgls, left: len, found: Vec::new() }.run(sqe),
@@ -28,15 +28,15 @@ pub(super) fn locate(iommu: &Iommu, sqe: &Sqe, len: usize, page: u64, sgls: Sgls
 }
 
 /// The memory of what [`locate`] found.
-pub(super) fn reach(access: &Access<'_>, ranges: &[Dma], write: bool) -> Result<Vec<Piece>, Status> {
-    let mut pieces = Vec::with_capacity(1);
+pub(super) fn reach(access: &Access<'_>, ranges: &[IovaRange], write: bool) -> Result<Vec<HostRange>, Status> {
+    let mut memory = Vec::with_capacity(1);
     for (iova, len) in ranges {
-        access.resolve_into(*iova, *len, write, &mut pieces).map_err(|_| status::DATA_TRANSFER_ERROR)?;
+        access.resolve_into(*iova, *len, write, &mut memory).map_err(|_| status::DATA_TRANSFER_ERROR)?;
     }
-    Ok(pieces)
+    Ok(memory)
 }
 
-fn prps(iommu: &Iommu, prp1: u64, prp2: u64, len: usize, page: u64) -> Result<Vec<Dma>, Status> {
+fn prps(iommu: &Iommu, prp1: u64, prp2: u64, len: usize, page: u64) -> Result<Vec<IovaRange>, Status> {
     if !prp1.is_multiple_of(4) {
         return Err(status::PRP_OFFSET_INVALID);
     }
@@ -59,7 +59,8 @@ fn prps(iommu: &Iommu, prp1: u64, prp2: u64, len: usize, page: u64) -> Result<Ve
     let mut list = prp2;
     let mut entries = Vec::new();
     while left > 0 {
-        // A list ends with its page; the last entry there leads to the next one where more is needed.
+        // A list ends with its page; the last entry there leads to the next one where more is
+        // needed.
         let room = ((page - list % page) / PRP) as usize;
         let needed = left.div_ceil(page as usize);
         entries.resize(room.min(needed) * PRP as usize, 0);
@@ -85,11 +86,11 @@ struct Walk<'a> {
     iommu: &'a Iommu,
     sgls: Sgls,
     left: usize,
-    found: Vec<Dma>,
+    found: Vec<IovaRange>,
 }
 
 impl Walk<'_> {
-    fn run(mut self, sqe: &Sqe) -> Result<Vec<Dma>, Status> {
+    fn run(mut self, sqe: &Sqe) -> Result<Vec<IovaRange>, Status> {
         let dptr = [sqe.dptr[0].get().to_le_bytes(), sqe.dptr[1].get().to_le_bytes()].concat();
         let mut next = SglDescriptor::read_from_bytes(&dptr).expect("16 bytes");
         if next.kind == sgl::DATA_BLOCK {
@@ -141,7 +142,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn finish(self) -> Result<Vec<Dma>, Status> {
+    fn finish(self) -> Result<Vec<IovaRange>, Status> {
         if self.left > 0 { Err(status::SGL_LENGTH_INVALID) } else { Ok(self.found) }
     }
 }

@@ -1,8 +1,8 @@
-//! Asynchronous events (Base 5.2): what the controller tells of its own accord. It guards that an event of a kind is told once,
-//! until the driver has read the log page that goes with it.
+//! Asynchronous events (Base 5.2). It guards that an event of a kind is reported once, until the
+//! driver has read the log page that goes with it.
 use std::collections::VecDeque;
 
-use super::controller::State;
+use super::controller::Controller;
 use super::status;
 use crate::spec::Status;
 use crate::spec::{async_event, log_page};
@@ -36,7 +36,7 @@ pub(super) struct Events {
     pub(super) enabled: u32,
 }
 
-impl State {
+impl Controller {
     /// Something is worth telling, if the driver wants to know.
     pub(super) fn raise(&mut self, event: Raised) {
         let wanted = match event {

@@ -1,8 +1,9 @@
-//! Faults on demand: which commands of the software controller go wrong, when, and how. The first fault that matches a command
-//! decides. As made, a fault hits every command of its kind, from the first, for ever.
+//! Faults on demand: which commands of the software controller go wrong, when, and how. The first
+//! fault that matches a command decides. As made, a fault hits every command of its kind, from the
+//! first, for ever.
 //!
-//! In a DEVICE string: `fault=EFFECT[:on=KIND][:lba=FIRST-LAST][:skip=N][:times=N][:one-in=N]`, as often as wanted, for example
-//! `fault=status=0x281:on=read:lba=100-199:times=1`.
+//! In a DEVICE string: `fault=EFFECT[:on=KIND][:lba=FIRST-LAST][:skip=N][:times=N][:one-in=N]`, as
+//! often as wanted, for example `fault=status=0x281:on=read:lba=100-199:times=1`.
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -107,9 +108,11 @@ pub enum Effect {
     Status(u8, u8),
     /// It is done this much later (`delay=250ms`). It can be aborted meanwhile.
     Delay(Duration),
-    /// It is done when [`super::SimController::release`] is called (`hold`). It can be aborted before.
+    /// It is done when [`super::SimController::release`] is called (`hold`). It can be aborted
+    /// before.
     Hold,
-    /// It never comes back, nor can it be aborted; but it may still be done: at [`super::SimController::release`] (`lose`).
+    /// It never comes back, nor can it be aborted; but it may still be done: at
+    /// [`super::SimController::release`] (`lose`).
     Lose,
     /// It is done, but its completion never comes (`lose-completion`).
     LoseCompletion,
@@ -121,11 +124,13 @@ pub enum Effect {
     Bogus,
     /// The controller fails (CSTS.CFS) and does nothing until it is reset (`fatal`).
     Fatal,
-    /// The controller is reset by something else than its driver, as after an error of the bus (`reset`).
+    /// The controller is reset by something else than its driver, as after an error of the bus
+    /// (`reset`).
     Reset,
     /// The controller is pulled out: registers read as all ones, for good (`vanish`).
     Vanish,
-    /// Power is cut, before the command is done, until [`super::SimController::power_on`] (`power-cut`).
+    /// Power is cut, before the command is done, until [`super::SimController::power_on`]
+    /// (`power-cut`).
     PowerCut,
 }
 

@@ -1,6 +1,7 @@
-//! The software controller's IOMMU: the one way from an address in a command to memory of this process. It guards what tests
-//! of the driver rest on: memory that is not mapped, or not for writing, is never touched; every attempt is counted; and when
-//! [`Iommu::unmap`] returns, no access to that memory is under way.
+//! The software controller's IOMMU: the one way from an address in a command to memory of this
+//! process. It guards what tests of the driver rest on: memory that is not mapped, or not for
+//! writing, is never touched; every attempt is counted; and when [`Iommu::unmap`] returns, no
+//! access to that memory is under way.
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::ptr;
@@ -28,9 +29,9 @@ pub struct DmaFault {
     pub write: bool,
 }
 
-/// A piece of this process's memory that an access reaches.
+/// A range of this process's memory that an access reaches.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Piece {
+pub(super) struct HostRange {
     pub(super) address: *mut u8,
     pub(super) len: usize,
 }
@@ -59,7 +60,8 @@ impl Iommu {
         RANGES.to_vec()
     }
 
-    /// `EINVAL` for what is misaligned or cannot be mapped anywhere, `EEXIST` where something is mapped (as VFIO's type1).
+    /// `EINVAL` for what is misaligned or cannot be mapped anywhere, `EEXIST` where something is
+    /// mapped (as VFIO's type1).
     pub(super) fn map(&self, address: *mut u8, len: usize, iova: u64, writable: bool) -> Result<(), Errno> {
         let len = len as u64;
         let aligned = [address as u64, len, iova].iter().all(|number| number % PAGE == 0);
@@ -114,11 +116,12 @@ impl Iommu {
 
     pub(super) fn read_bytes(&self, iova: u64, mut out: &mut [u8]) -> Result<(), DmaFault> {
         let access = self.access();
-        for piece in access.resolve(iova, out.len(), false)? {
-            let (part, rest) = out.split_at_mut(piece.len);
-            // SAFETY: the piece is mapped memory for as long as `access` lives (`Transport::map`'s contract), and nothing in
-            // Rust borrows it. A mixture of old and new bytes is what a device would see too.
-            unsafe { ptr::copy_nonoverlapping(piece.address, part.as_mut_ptr(), piece.len) };
+        for range in access.resolve(iova, out.len(), false)? {
+            let (part, rest) = out.split_at_mut(range.len);
+            // SAFETY: the range is mapped memory for as long as `access` lives (`Transport::map`'s
+            // contract), and nothing in Rust borrows it. A mixture of old and new bytes is what a
+            // device would see too.
+            unsafe { ptr::copy_nonoverlapping(range.address, part.as_mut_ptr(), range.len) };
             out = rest;
         }
         Ok(())
@@ -126,16 +129,17 @@ impl Iommu {
 
     pub(super) fn write_bytes(&self, iova: u64, mut data: &[u8]) -> Result<(), DmaFault> {
         let access = self.access();
-        for piece in access.resolve(iova, data.len(), true)? {
-            let (part, rest) = data.split_at(piece.len);
-            // SAFETY: as in `read_bytes`, and the piece is mapped for writing.
-            unsafe { ptr::copy_nonoverlapping(part.as_ptr(), piece.address, piece.len) };
+        for range in access.resolve(iova, data.len(), true)? {
+            let (part, rest) = data.split_at(range.len);
+            // SAFETY: as in `read_bytes`, and the range is mapped for writing.
+            unsafe { ptr::copy_nonoverlapping(part.as_ptr(), range.address, range.len) };
             data = rest;
         }
         Ok(())
     }
 
-    /// Writes a completion as the driver must be able to rely on: the dword with the phase tag last.
+    /// Writes a completion as the driver must be able to rely on: the dword with the phase tag
+    /// last.
     pub(super) fn write_completion(&self, iova: u64, completion: &Cqe) -> Result<(), DmaFault> {
         let access = self.access();
         for (number, bytes) in completion.as_bytes().chunks_exact(4).enumerate() {
@@ -156,15 +160,16 @@ impl Iommu {
 }
 
 impl Access<'_> {
-    /// The memory behind a range of IOVAs, in pieces. All of it is reachable, or none.
-    pub(super) fn resolve(&self, iova: u64, len: usize, write: bool) -> Result<Vec<Piece>, DmaFault> {
-        let mut pieces = Vec::with_capacity(1);
-        self.resolve_into(iova, len, write, &mut pieces)?;
-        Ok(pieces)
+    /// The memory behind a range of IOVAs. All of it is reachable, or none.
+    pub(super) fn resolve(&self, iova: u64, len: usize, write: bool) -> Result<Vec<HostRange>, DmaFault> {
+        let mut ranges = Vec::with_capacity(1);
+        self.resolve_into(iova, len, write, &mut ranges)?;
+        Ok(ranges)
     }
 
-    /// [`Access::resolve`], behind the pieces that are there; what adjoins the last of them makes it longer.
-    pub(super) fn resolve_into(&self, iova: u64, len: usize, write: bool, pieces: &mut Vec<Piece>) -> Result<(), DmaFault> {
+    /// [`Access::resolve`], behind the ranges that are there; what adjoins the last of them makes
+    /// it longer.
+    pub(super) fn resolve_into(&self, iova: u64, len: usize, write: bool, ranges: &mut Vec<HostRange>) -> Result<(), DmaFault> {
         let fault = || {
             let fault = DmaFault { iova, len, write };
             tracing::debug!(?fault, "DMA refused");
@@ -180,9 +185,9 @@ impl Access<'_> {
             }
             let part = left.min(mapping.len - within);
             let address = (mapping.address as *mut u8).wrapping_add(within as usize);
-            match pieces.last_mut() {
+            match ranges.last_mut() {
                 Some(last) if last.address.wrapping_add(last.len) == address => last.len += part as usize,
-                _ => pieces.push(Piece { address, len: part as usize }),
+                _ => ranges.push(HostRange { address, len: part as usize }),
             }
             (at, left) = (at.checked_add(part).ok_or_else(fault)?, left - part);
         }
@@ -195,10 +200,11 @@ impl Access<'_> {
             self.iommu.note(misaligned);
             return Err(misaligned);
         }
-        let piece = self.resolve(iova, 4, write)?[0];
-        // SAFETY: the four bytes are mapped memory for as long as `self` lives and aligned: mappings are by pages. All who
-        // touch them do so atomically or by copies that may see a mixture.
-        Ok(unsafe { AtomicU32::from_ptr(piece.address.cast()) })
+        let range = self.resolve(iova, 4, write)?[0];
+        // SAFETY: the four bytes are mapped memory for as long as `self` lives and aligned:
+        // mappings are by pages. All who touch them do so atomically or by copies that may see a
+        // mixture.
+        Ok(unsafe { AtomicU32::from_ptr(range.address.cast()) })
     }
 }
 

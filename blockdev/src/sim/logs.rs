@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use zerocopy::little_endian::{U16, U32, U64, U128};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::controller::State;
+use super::controller::Controller;
 use super::status;
 use crate::spec::Status;
 use crate::spec::log::{ErrorEntry, SmartLog};
@@ -84,7 +84,7 @@ impl Logs {
     }
 }
 
-impl State {
+impl Controller {
     /// The bytes of a log page; `retain` keeps its event masked (RAE).
     pub(super) fn log_page(&mut self, page: u8, retain: bool) -> Result<Vec<u8>, Status> {
         let bytes = match page {

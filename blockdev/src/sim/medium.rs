@@ -1,9 +1,11 @@
-//! What a namespace of the software controller is kept on, and the volatile write cache before it. It guards what a power cut
-//! does: a write that was neither flushed nor durable by itself may be lost, kept or torn between logical blocks, and an
-//! older version of a block may be what is left; all else is there.
+//! The medium of a namespace of the software controller, and the volatile write cache before it.
+//! It defines a power cut: a write that was neither flushed nor durable by itself may be lost,
+//! kept or torn between logical blocks, and an older version of a block may be left; all else is
+//! there.
 //!
-//! The cache is a sparse file in memory, as long as the namespace, so that data moves between it, the medium and the memory
-//! that a command names in system calls: memory that its owner cut off is then an error (EFAULT) and no signal.
+//! The cache is a sparse file in memory, as long as the namespace, so that system calls move data
+//! between it, the medium and the memory that a command names: memory that its owner truncated is
+//! then an error (EFAULT) and no signal.
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
@@ -11,7 +13,7 @@ use std::os::fd::AsRawFd;
 use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::iommu::Piece;
+use super::iommu::HostRange;
 use super::random::Random;
 use super::ranges::Ranges;
 
@@ -68,21 +70,21 @@ impl Medium {
         self.block
     }
 
-    pub(super) fn read(&self, offset: u64, pieces: &[Piece]) -> Result<()> {
+    pub(super) fn read(&self, offset: u64, ranges: &[HostRange]) -> Result<()> {
         let Backing::File(medium) = &self.backing else { return Ok(()) };
-        let mut memory = Memory { pieces, done: 0 };
-        let Some(cache) = &self.cache else { return memory.fill_from(medium, offset..offset + total(pieces)) };
-        for (part, dirty) in cache.dirty.cut(offset..offset + total(pieces)) {
+        let mut memory = Memory { ranges, done: 0 };
+        let Some(cache) = &self.cache else { return memory.fill_from(medium, offset..offset + total(ranges)) };
+        for (part, dirty) in cache.dirty.cut(offset..offset + total(ranges)) {
             memory.fill_from(if dirty { &cache.file } else { medium }, part)?;
         }
         Ok(())
     }
 
     /// Writes into the cache, or `through` it: then the data is durable when this returns.
-    pub(super) fn write(&mut self, offset: u64, pieces: &[Piece], through: bool) -> Result<()> {
-        let range = offset..offset + total(pieces);
+    pub(super) fn write(&mut self, offset: u64, ranges: &[HostRange], through: bool) -> Result<()> {
+        let range = offset..offset + total(ranges);
         let Backing::File(medium) = &self.backing else { return Ok(()) };
-        let mut memory = Memory { pieces, done: 0 };
+        let mut memory = Memory { ranges, done: 0 };
         match &mut self.cache {
             Some(cache) if !through => {
                 cache.age(medium, &range, &mut self.random)?;
@@ -161,10 +163,10 @@ impl Medium {
     /// A copy of the contents: as reads see them, or without what only the cache has.
     pub(super) fn contents(&self, durable: bool) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.len as usize];
-        let pieces = [Piece { address: bytes.as_mut_ptr(), len: bytes.len() }];
+        let ranges = [HostRange { address: bytes.as_mut_ptr(), len: bytes.len() }];
         match &self.backing {
-            Backing::File(medium) if durable => Memory { pieces: &pieces, done: 0 }.fill_from(medium, 0..self.len)?,
-            _ => self.read(0, &pieces)?,
+            Backing::File(medium) if durable => Memory { ranges: &ranges, done: 0 }.fill_from(medium, 0..self.len)?,
+            _ => self.read(0, &ranges)?,
         }
         Ok(bytes)
     }
@@ -246,9 +248,9 @@ fn copy(from: &File, to: &File, range: Range<u64>) -> Result<()> {
     let mut buffer = vec![0; COPY.min((range.end - range.start) as usize)];
     for start in range.clone().step_by(COPY) {
         let len = COPY.min((range.end - start) as usize);
-        let pieces = [Piece { address: buffer.as_mut_ptr(), len }];
-        Memory { pieces: &pieces, done: 0 }.fill_from(from, start..start + len as u64)?;
-        Memory { pieces: &pieces, done: 0 }.drain_into(to, start..start + len as u64)?;
+        let ranges = [HostRange { address: buffer.as_mut_ptr(), len }];
+        Memory { ranges: &ranges, done: 0 }.fill_from(from, start..start + len as u64)?;
+        Memory { ranges: &ranges, done: 0 }.drain_into(to, start..start + len as u64)?;
     }
     Ok(())
 }
@@ -270,21 +272,22 @@ fn punch(file: &File, range: &Range<u64>) -> Result<()> {
     Ok(())
 }
 
-fn total(pieces: &[Piece]) -> u64 {
-    pieces.iter().map(|piece| piece.len as u64).sum()
+fn total(ranges: &[HostRange]) -> u64 {
+    ranges.iter().map(|range| range.len as u64).sum()
 }
 
-/// The memory of a command, and how much of its first piece is done.
+/// The memory of a command, and how much of its first range is done.
 struct Memory<'a> {
-    pieces: &'a [Piece],
+    ranges: &'a [HostRange],
     done: usize,
 }
 
 impl Memory<'_> {
     fn fill_from(&mut self, file: &File, range: Range<u64>) -> Result<()> {
         self.each(range, |address, len, offset| {
-            // SAFETY: the kernel checks the address, so that no memory of Rust's can be hit but the command's, which by the
-            // contract of `Transport::map` nothing borrows (of our own buffers: which is ours).
+            // SAFETY: the kernel checks the address, so that no memory of Rust's can be hit but
+            // the command's, which by the contract of `Transport::map` nothing borrows (of our own
+            // buffers: which is ours).
             unsafe { libc::pread(file.as_raw_fd(), address.cast(), len, offset) }
         })
     }
@@ -299,9 +302,9 @@ impl Memory<'_> {
     fn each(&mut self, range: Range<u64>, mut step: impl FnMut(*mut u8, usize, i64) -> isize) -> Result<()> {
         let mut at = range.start;
         while at < range.end {
-            let piece = self.pieces[0];
-            let len = (piece.len - self.done).min((range.end - at) as usize);
-            let moved = match step(piece.address.wrapping_add(self.done), len, at as i64) {
+            let memory = self.ranges[0];
+            let len = (memory.len - self.done).min((range.end - at) as usize);
+            let moved = match step(memory.address.wrapping_add(self.done), len, at as i64) {
                 // The file became shorter.
                 0 => return Err(Errno::IO),
                 moved if moved > 0 => moved as usize,
@@ -312,8 +315,8 @@ impl Memory<'_> {
             };
             at += moved as u64;
             self.done += moved;
-            if self.done == piece.len {
-                self.pieces = &self.pieces[1..];
+            if self.done == memory.len {
+                self.ranges = &self.ranges[1..];
                 self.done = 0;
             }
         }

@@ -1,12 +1,15 @@
-//! A software NVMe controller: `sim:PATH`. The driver of [`crate::nvme`] runs on it as on silicon: registers, queues, doorbells,
-//! PRPs and SGLs are real, and what they reach is a file. It behaves as the specification says, has an IOMMU of its own that
-//! lets nothing pass that is not mapped, a volatile write cache that loses data when power is cut, and it goes wrong on demand.
+//! A software NVMe controller: `sim:PATH`. The driver of [`crate::nvme`] runs on it as on
+//! hardware: registers, queues, doorbells, PRPs and SGLs are real, and a file is behind them. It
+//! follows the specification, has an IOMMU that refuses memory that is not mapped and a volatile
+//! write cache that loses data when power is cut, and it fails on demand.
 //!
-//! From the top: [`SimController`] is the controller as tests hold it, and a [`Transport`] as the driver does; `controller` is
-//! its state and registers; `queues` takes commands in and posts completions; `admin`, `nvm`, `logs` and `events` do them;
-//! `data` finds their memory, `iommu` reaches it, `medium` keeps their data; `faults` says what goes wrong.
+//! From the top: [`SimController`] is the controller for tests, and a `Transport` for the
+//! driver; `controller` is its state and registers; `queues` fetches commands and posts
+//! completions; `admin`, `nvm`, `logs` and `events` do them; `data` finds their memory, `iommu`
+//! reaches it, `medium` keeps their data; `faults` decides which of them fail.
 //!
-//! There is one lock, on the whole state, and one thread, which does commands, or with `inline=on` only what is late.
+//! There is one lock, on the whole state, and one thread, which does commands, or with `inline=on`
+//! only those that are late.
 mod admin;
 mod controller;
 mod data;
@@ -40,7 +43,7 @@ use rustix::io::Errno;
 pub use faults::{Effect, Fault, On};
 pub use iommu::DmaFault;
 
-use controller::State;
+use controller::Controller;
 use iommu::Iommu;
 use medium::{Backing, Medium};
 use options::{Kept, Options};
@@ -52,6 +55,9 @@ use crate::transport::event::Event;
 use crate::{Error, NoPeerToPeer, OpenMode, Result};
 
 /// A software controller. It has power for as long as it lives, whatever drivers come and go.
+///
+/// Every method may be called from any thread; each takes the one lock of the controller, which
+/// its own thread and a driver's access to registers take as well, for the time of one command.
 pub struct SimController {
     name: Arc<str>,
     mode: OpenMode,
@@ -67,14 +73,18 @@ pub struct SimController {
 
 /// What the controller and its thread share.
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<Controller>,
     /// There is something to do, or to wait for.
     work: Condvar,
 }
 
 impl SimController {
-    /// A controller as a DEVICE string describes it, with none of the driver's options: `sim:PATH,lba=4096,mdts=5`. It locks
-    /// its files as [`crate::open`] does.
+    /// A controller as a DEVICE string describes it, with none of the driver's options:
+    /// `sim:PATH,lba=4096,mdts=5`. It locks its files as [`crate::open`] does.
+    ///
+    /// # Errors [`Error::NotFound`], [`Error::Busy`], [`Error::Permission`] and
+    /// [`Error::ReadOnly`] of its files; [`Error::Unsupported`] for an option that does not exist;
+    /// [`Error::System`] when the kernel has no memory, descriptor or thread for it.
     pub fn new(device: &str, mode: OpenMode) -> Result<Arc<Self>> {
         let mut name = DeviceName::parse(device).ok_or_else(|| Error::NotFound { device: device.into() })?;
         Ok(Arc::new(Self::connect(&mut name, mode)?))
@@ -106,7 +116,7 @@ impl SimController {
         let release = rustix::event::eventfd(0, flags).map_err(|errno| failed("making an eventfd", errno))?;
         let bus_error = Event::new().map_err(|errno| failed("making an eventfd", errno))?;
         let (inline, vectors) = (options.inline, options.vectors);
-        let state = State::new(options, namespaces, mode == OpenMode::ReadOnly);
+        let state = Controller::new(options, namespaces, mode == OpenMode::ReadOnly);
         let (iommu, registers_len) = (state.iommu.clone(), state.registers_len());
         let shared = Arc::new(Shared { state: Mutex::new(state), work: Condvar::new() });
         let worker = {
@@ -121,16 +131,16 @@ impl SimController {
         Ok(Self { name, mode, inline, registers_len, vectors, iommu, shared, release, bus_error, worker: Some(worker) })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Controller> {
         self.shared.state.lock()
     }
 
-    /// Adds a fault behind those there are.
+    /// Adds a fault behind the present ones. The first that matches a command decides.
     pub fn inject(&self, fault: Fault) {
         self.state().faults.push(fault);
     }
 
-    /// Removes all faults. What is stalled stays so.
+    /// Removes all faults. Commands that are stalled stay so.
     pub fn clear_faults(&self) {
         self.state().faults.clear();
     }
@@ -145,23 +155,29 @@ impl SimController {
         self.state().resume(true);
     }
 
-    /// Commands that came in and are not done.
+    /// The number of commands that were fetched and are not done.
     pub fn stalled(&self) -> usize {
         self.state().stalled.len()
     }
 
-    /// Cuts power, in the middle of everything: what is in flight is not done, and each logical block that only the cache has
-    /// newer is lost or not, by the seed. Registers read as all ones until [`SimController::power_on`].
+    /// Cuts power: what is in flight is not done, and each logical block that only the cache has
+    /// newer is lost or not, by the seed. Registers read as all ones until
+    /// [`SimController::power_on`].
+    ///
+    /// # Panics
+    /// If the file of a namespace cannot be written.
     pub fn power_cut(&self) {
         self.state().power_cut().expect("the medium does not fail");
     }
 
-    /// Gives it power again after a power cut, or puts it back after it vanished. The driver has to be attached anew.
+    /// Gives the controller power after a power cut, or puts it back after it vanished. A driver
+    /// has to be attached anew.
     pub fn power_on(&self) {
         self.state().power_on();
     }
 
-    /// It is now so warm, in kelvins. From 343 on, and where the driver set another threshold, it says so.
+    /// Sets the composite temperature, in kelvins. From 343 on, or from the threshold that the
+    /// driver set, the controller raises a SMART event (Base 5.2).
     pub fn set_temperature(&self, kelvins: u16) {
         let mut state = self.state();
         state.logs.temperature = kelvins;
@@ -169,28 +185,29 @@ impl SimController {
         state.finish_batch();
     }
 
-    /// Resets the NVM subsystem, as another host of it could.
+    /// Resets the NVM subsystem (Base 3.7.1), as another host of it could.
     pub fn subsystem_reset(&self) {
         self.write32(reg::NSSR, NSSR_MAGIC);
     }
 
-    /// Asks the driver to let go of the device, as the host does before it is unplugged.
+    /// Asks the driver to let go of the device, as the host does before a hot-unplug.
     pub fn request_release(&self) {
         rustix::io::write(&self.release, &1u64.to_ne_bytes()).expect("the counter is not full");
     }
 
-    /// Has the bus report an error of it, and resets it, as the host does then.
+    /// Reports an uncorrectable error of the bus, and resets the function, as the host does then
+    /// (PCI Express AER).
     pub fn report_bus_error(&self) {
         self.state().reset();
         self.bus_error.signal();
     }
 
-    /// What its IOMMU refused so far.
+    /// The accesses that its IOMMU refused so far.
     pub fn dma_faults(&self) -> Vec<DmaFault> {
         self.iommu.faults()
     }
 
-    /// Mappings in its IOMMU.
+    /// The number of mappings in its IOMMU.
     pub fn mapped(&self) -> usize {
         self.iommu.mapped()
     }
@@ -200,10 +217,10 @@ impl SimController {
         self.state().unmapped_in_flight
     }
 
-    /// A copy of what a namespace holds, as reads see it or, if `durable`, without what only the cache has.
+    /// A copy of all bytes of a namespace, as reads see them or, if `durable`, without those that
+    /// only the volatile cache has.
     ///
     /// # Panics
-    ///
     /// If there is no such namespace, or its file cannot be read.
     pub fn contents(&self, nsid: u32, durable: bool) -> Vec<u8> {
         self.state().namespaces[nsid as usize - 1].contents(durable).expect("its file can be read")
@@ -215,7 +232,7 @@ impl SimController {
     }
 
     /// After registers were written.
-    fn go_on(&self, mut state: MutexGuard<'_, State>) {
+    fn go_on(&self, mut state: MutexGuard<'_, Controller>) {
         if self.inline {
             state.run();
         }
@@ -230,7 +247,7 @@ impl Shared {
         while !state.stopping {
             state.resume(false);
             if !inline && state.step() {
-                // Whoever rings a doorbell waits for one command at the most.
+                // A thread that rings a doorbell waits for one command at the most.
                 MutexGuard::bump(&mut state);
                 continue;
             }
@@ -270,7 +287,7 @@ impl Drop for SimController {
         if let Some(worker) = self.worker.take()
             && worker.join().is_err()
         {
-            tracing::error!(device = %self.name, "the software controller's thread had panicked");
+            tracing::error!(device = %self.name, "the thread of the software controller panicked");
         }
     }
 }

@@ -1,11 +1,11 @@
-//! The NVM command set: read, write, flush, write zeroes and deallocate, with every check that the specification asks for
-//! before data moves (NVM 3.2).
+//! The NVM command set: read, write, flush, write zeroes and deallocate, with every check that the
+//! specification asks for before data moves (NVM 3.2).
 use std::ops::RangeInclusive;
 
 use rustix::io::Errno;
 use zerocopy::FromBytes;
 
-use super::controller::State;
+use super::controller::Controller;
 use super::medium::Medium;
 use super::{data, status};
 use crate::spec::Status;
@@ -14,7 +14,7 @@ use crate::spec::{DsmRange, NSID_ALL, Sqe, nvm};
 /// Bytes of a range of Dataset Management.
 const DSM_RANGE: usize = size_of::<DsmRange>();
 
-impl State {
+impl Controller {
     /// Does an I/O command.
     pub(super) fn io(&mut self, sqe: &Sqe) -> Result<(), Status> {
         if sqe.flags & 3 != 0 {
@@ -53,11 +53,11 @@ impl State {
         let write = sqe.opcode == nvm::WRITE;
         let ranges = data::locate(&self.iommu, sqe, len as usize, page, self.options.sgls)?;
         let access = self.iommu.access();
-        let pieces = data::reach(&access, &ranges, !write)?;
+        let memory = data::reach(&access, &ranges, !write)?;
         let medium = &mut self.namespaces[namespace];
         let (moved, media) = match write {
-            true => (medium.write(range.start, &pieces, durable), status::WRITE_FAULT),
-            false => (medium.read(range.start, &pieces), status::UNRECOVERED_READ),
+            true => (medium.write(range.start, &memory, durable), status::WRITE_FAULT),
+            false => (medium.read(range.start, &memory), status::UNRECOVERED_READ),
         };
         drop(access);
         self.logs.count(write, len);

@@ -1,4 +1,5 @@
-//! What a DEVICE string says of the software controller: `sim:PATH,lba=4096,mdts=5`. What it does not know is the driver's.
+//! The software controller's options, as a DEVICE string gives them: `sim:PATH,lba=4096,mdts=5`.
+//! The driver's options have been taken out before.
 use super::faults::Fault;
 use crate::Result;
 use crate::device_name::DeviceName;
@@ -50,8 +51,8 @@ pub(super) struct Options {
     pub(super) vectors: u32,
     /// `seed=N`: of everything that looks random. Default 0.
     pub(super) seed: u64,
-    /// `inline=on|off`: whether commands are done by the thread that rings the doorbell, before it goes on. Default `off`: by
-    /// a thread of the controller's own.
+    /// `inline=on|off`: whether commands are done by the thread that rings the doorbell, before it
+    /// goes on. Default `off`: by a thread of the controller's own.
     pub(super) inline: bool,
     /// `memory=BYTES` or `null=BYTES`, with K, M, G or T behind the number: instead of a file.
     pub(super) kept: Kept,

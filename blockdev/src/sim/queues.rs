@@ -1,12 +1,13 @@
-//! Queues of the controller (Base 3.3.1): fetching commands, deciding what goes wrong with them, and posting completions. It
-//! guards the order of a completion's bytes, the phase tags, and that a full completion queue overflows nowhere.
+//! The queues of the software controller (Base 3.3.1): fetching commands, applying faults to them,
+//! and posting completions. It guards the order of a completion's bytes, the phase tags, and that
+//! no completion queue overflows.
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use zerocopy::little_endian::{U16, U32};
 
-use super::controller::State;
-use super::data::{self, Dma};
+use super::controller::Controller;
+use super::data::{self, IovaRange};
 use super::faults::{Effect, Event};
 use super::status;
 use crate::spec::Status;
@@ -43,7 +44,7 @@ pub(super) struct Stalled {
     pub(super) sqe: Sqe,
     until: Until,
     /// Where it will read or write.
-    memory: Vec<Dma>,
+    memory: Vec<IovaRange>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,7 +107,7 @@ impl Stalled {
     }
 }
 
-impl State {
+impl Controller {
     /// Fetches one command and does it. False where there is none.
     pub(super) fn step(&mut self) -> bool {
         if !self.is_running() {
@@ -158,8 +159,8 @@ impl State {
         if queue.head == queue.tail
             && let Some((value, event_index)) = queue.shadow
         {
-            // The driver tells by the register of what comes after the event index; what came before it was written is seen
-            // by looking once more.
+            // The driver tells by the register of what comes after the event index; what came
+            // before it was written is seen by looking once more.
             let mut seen = queue.tail;
             loop {
                 let tail = self.iommu.load(value).map_err(drop)?;
@@ -247,7 +248,8 @@ impl State {
         }
     }
 
-    /// Does the stalled commands whose time has come, and where `all`, those that wait for a release.
+    /// Does the stalled commands whose time has come, and where `all`, those that wait for a
+    /// release.
     pub(super) fn resume(&mut self, all: bool) {
         if !self.is_running() {
             return;
@@ -329,7 +331,7 @@ impl State {
     }
 
     /// Where a command's data is; nothing where that makes no sense.
-    fn memory(&self, sqe: &Sqe) -> Vec<Dma> {
+    fn memory(&self, sqe: &Sqe) -> Vec<IovaRange> {
         let len = self.data_len(sqe);
         if len == 0 {
             return Vec::new();

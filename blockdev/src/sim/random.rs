@@ -1,4 +1,4 @@
-//! Numbers that look random and are the same in every run with the same seed (SplitMix64).
+//! Pseudo-random numbers, the same in every run with the same seed (SplitMix64).
 
 pub(super) struct Random(u64);
 

@@ -1,4 +1,5 @@
-//! A set of bytes, as ranges: which of a namespace are newer in the cache than on the medium.
+//! A set of bytes, as ranges: the bytes of a namespace that are newer in the cache than on the
+//! medium.
 use std::collections::BTreeMap;
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
-//! The statuses that the software controller fails commands with. All say "do not retry" where the same command would fail
-//! again.
+//! The statuses that the software controller fails commands with. All say "do not retry" where the
+//! same command would fail again.
 use crate::spec::Status;
 
 const fn generic(code: u8) -> Status {

@@ -2,7 +2,8 @@
 use zerocopy::little_endian::{U16, U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Identify Controller, CNS 01h (Base figure 275). What nobody here uses is in `reserved` fields named by their offset.
+/// Identify Controller, CNS 01h (Base figure 275). Fields that are not used here are in `reserved`
+/// ones, named by their offset.
 #[derive(Debug, Clone, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct IdentifyController {
@@ -115,7 +116,8 @@ pub(crate) struct IdentifyNamespace {
     pub(crate) nsfeat: u8,
     /// LBA formats, counted from 0.
     pub(crate) nlbaf: u8,
-    /// The LBA format in use in bits 3:0 and (above 16 formats) 6:5; bit 4: metadata is at the end of each block.
+    /// The LBA format in use in bits 3:0 and (above 16 formats) 6:5; bit 4: metadata is at the end
+    /// of each block.
     pub(crate) flbas: u8,
     pub(crate) mc: u8,
     pub(crate) dpc: u8,

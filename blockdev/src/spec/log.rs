@@ -6,8 +6,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 #[derive(Debug, Clone, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SmartLog {
-    /// Bit 0: spare below its threshold; 1: temperature; 2: reliability degraded; 3: read-only; 4: backup of volatile memory
-    /// failed; 5: persistent memory region.
+    /// Bit 0: spare below its threshold; 1: temperature; 2: reliability degraded; 3: read-only; 4:
+    /// backup of volatile memory failed; 5: persistent memory region.
     pub(crate) critical_warning: u8,
     /// Kelvins.
     pub(crate) temperature: U16,
@@ -40,7 +40,8 @@ pub(crate) struct SmartLog {
     pub(crate) reserved_216: [u8; 296],
 }
 
-/// An entry of the Error Information log, page 01h (Base figure 206). `error_count` is 0 in an entry that is not in use.
+/// An entry of the Error Information log, page 01h (Base figure 206). `error_count` is 0 in an
+/// entry that is not in use.
 #[derive(Debug, Clone, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct ErrorEntry {

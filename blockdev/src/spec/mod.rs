@@ -1,6 +1,6 @@
-//! The NVM Express standard as data: registers, queue entries, opcodes, features. Shared by the driver and the software
-//! controller, so it holds no behaviour. Section numbers are those of the NVM Express Base Specification 2.0 ("Base") and the
-//! NVM Command Set Specification 1.0 ("NVM").
+//! The NVM Express standard as data: registers, queue entries, opcodes, features. Shared by the
+//! driver and the software controller, so it holds no behaviour. Section numbers are those of the
+//! NVM Express Base Specification 2.0 ("Base") and the NVM Command Set Specification 1.0 ("NVM").
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

@@ -1,9 +1,11 @@
-//! Status of a completed command, by its name in the specification (Base figures 94 to 99, NVM figures 12 to 15).
+//! The status of a completed command, by its name in the specification (Base figures 94 to 99, NVM
+//! figures 12 to 15).
 use std::fmt;
 
 /// The status field of a completion queue entry, bits 15:1.
 ///
-/// Shown by its name in the specification, then as the number that other tools print: status code type and code.
+/// Shown by its name in the specification, then as the number that other tools print: status code
+/// type and code.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Status(u16);
 
@@ -40,7 +42,8 @@ impl Status {
         self.0 << 1
     }
 
-    /// Status Code Type: 0 generic, 1 command specific, 2 media and data integrity, 3 path related, 7 vendor specific.
+    /// Status Code Type: 0 generic, 1 command specific, 2 media and data integrity, 3 path
+    /// related, 7 vendor specific.
     pub fn kind(self) -> u8 {
         (self.0 >> 8 & 7) as u8
     }

@@ -1,4 +1,4 @@
-//! An eventfd: what an interrupt, or another thread, wakes a sleeper with.
+//! An eventfd: interrupts and other threads wake a sleeping thread with it.
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 

@@ -1,9 +1,10 @@
-//! A controller behind VFIO (the kernel's Documentation/driver-api/vfio.rst): its group on a container of type1, its registers
-//! mapped, its interrupts as eventfds. It guards that only one process has the device (a group can be opened once), and that
-//! the IOMMU is between the controller and everything that was not mapped for it.
+//! A controller behind VFIO (the kernel's Documentation/driver-api/vfio.rst): its group on a
+//! container of type1, its registers mapped, its interrupts as eventfds. It guards that only one
+//! process has the device (a group can be opened once), and that the IOMMU is between the
+//! controller and everything that was not mapped for it.
 //!
-//! What the crate vfio-ioctls leaves out is called here: mappings for reading only, the IOMMU's ranges, a reset whose result is
-//! known, and whether the container is a real one.
+//! What the crate vfio-ioctls leaves out is called here: mappings for reading only, the IOMMU's
+//! ranges, a reset whose result is known, and whether the container is a real one.
 #[deny(unsafe_code)]
 mod pci_windows;
 
@@ -34,7 +35,8 @@ const NVME_CLASS: &str = "0x010802";
 const COMMAND: u64 = 4;
 /// Memory space enable and bus master enable in it.
 const MEMORY_AND_MASTER: u16 = 0b110;
-/// What every IOMMU can do, for kernels that do not tell (before Linux 5.4): 39 bits, without the interrupt window of x86.
+/// What every IOMMU can do, for kernels that do not tell (before Linux 5.4): 39 bits, without the
+/// interrupt window of x86.
 const COMMON_IOVAS: [RangeInclusive<u64>; 2] = [0..=0xfedf_ffff, 0xfef0_0000..=(1 << 39) - 1];
 
 /// ioctl numbers (linux/vfio.h): `_IO(';', 100 + n)`.
@@ -110,7 +112,8 @@ impl Transport for VfioTransport {
     }
 
     fn read32(&self, offset: usize) -> u32 {
-        // SAFETY: inside the mapping and aligned (`at` checks it); the registers stay mapped as long as `self`.
+        // SAFETY: inside the mapping and aligned (`at` checks it); the registers stay mapped as
+        // long as `self`.
         let value = u32::from_le(unsafe { self.registers.at::<u32>(offset).read_volatile() });
         barrier::after_device_write();
         value
@@ -148,8 +151,8 @@ impl Transport for VfioTransport {
             iova,
             size: len as u64,
         };
-        // SAFETY: the descriptor is a container's, and the kernel only reads the structure during the call. What the mapping
-        // makes of the memory is the caller's to answer for.
+        // SAFETY: the descriptor is a container's, and the kernel only reads the structure during
+        // the call. What the mapping makes of the memory is the caller's to answer for.
         match Errno::from_ioctl(unsafe { libc::ioctl(self.container.as_raw_fd(), IOMMU_MAP_DMA, &request) }) {
             Ok(_) => Ok(()),
             Err(Errno::NOMEM) => Err(Error::LockedMemory {
@@ -216,10 +219,12 @@ impl Drop for OpenDevice {
         let releasing = self.release.as_ref().is_some_and(|release| is_signalled(release.as_fd()));
         let Some(device) = self.device.take() else { return };
         if releasing {
-            // Closing the device lets its directory in sysfs go, which the crate's own way of dropping it then fails to read.
+            // Closing the device lets its directory in sysfs go, which the crate's own way of
+            // dropping it then fails to read.
             let fd = device.as_raw_fd();
             std::mem::forget(device);
-            // SAFETY: the device that owned the descriptor was forgotten above; nobody else closes it.
+            // SAFETY: the device that owned the descriptor was forgotten above, so that only this
+            // closes it.
             drop(unsafe { OwnedFd::from_raw_fd(fd) });
         }
     }
@@ -231,8 +236,8 @@ struct Registers {
     len: usize,
 }
 
-// SAFETY: an address range that stays mapped until it is dropped, only accessed by volatile loads and stores of aligned words,
-// which any thread may do.
+// SAFETY: an address range that stays mapped until it is dropped, only accessed by volatile loads
+// and stores of aligned words, which any thread may do.
 unsafe impl Send for Registers {}
 // SAFETY: as above.
 unsafe impl Sync for Registers {}
@@ -241,7 +246,8 @@ impl Registers {
     fn map(name: &Arc<str>, device: &VfioDevice) -> Result<Self> {
         let bar = VFIO_PCI_BAR0_REGION_INDEX;
         let flags = device.get_region_flags(bar);
-        // Where the kernel keeps the page with the MSI-X table from being mapped, the part before it has to do.
+        // Where the kernel keeps the page with the MSI-X table from being mapped, the part before
+        // it has to do.
         let len = device
             .get_region_caps(bar)
             .into_iter()
@@ -280,7 +286,8 @@ impl Registers {
 
 impl Drop for Registers {
     fn drop(&mut self) {
-        // SAFETY: base and length are those of the mapping; nobody holds a pointer into it longer than an access takes.
+        // SAFETY: base and length are those of the mapping; pointers into it live as long as an
+        // access, which borrows it.
         if let Err(error) = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) } {
             tracing::error!(%error, "cannot unmap the controller's registers");
         }
@@ -415,7 +422,8 @@ fn switch_on(device: &VfioDevice) {
     device.region_write(VFIO_PCI_CONFIG_REGION_INDEX, &command.to_le_bytes(), COMMAND);
 }
 
-/// An event that the kernel signals for an interrupt index that stands for a notice of the host, where it has this one.
+/// An event that the kernel signals for an interrupt index that stands for a notice of the host,
+/// where it has this one.
 fn watch(device: &VfioDevice, index: u32) -> Option<Event> {
     device.get_irq_info(index).filter(|info| info.count > 0)?;
     let event = Event::new().ok()?;
@@ -426,7 +434,7 @@ fn watch(device: &VfioDevice, index: u32) -> Option<Event> {
 
 fn duplicate(event: &BorrowedFd<'_>) -> std::result::Result<EventFd, Errno> {
     let fd = rustix::io::fcntl_dupfd_cloexec(event, 0)?;
-    // SAFETY: a new descriptor of an eventfd, which nobody else closes.
+    // SAFETY: a new descriptor of an eventfd, which only this value closes.
     Ok(unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) })
 }
 
@@ -440,7 +448,8 @@ fn iova_ranges(container: RawFd) -> Vec<RangeInclusive<u64>> {
         let info = buffer.as_mut_ptr().cast::<vfio_iommu_type1_info>();
         // SAFETY: the buffer is zeroed, aligned and at least as long as the structure.
         unsafe { (*info).argsz = len as u32 };
-        // SAFETY: the descriptor is a container's, and the kernel writes at most `argsz` bytes to the buffer.
+        // SAFETY: the descriptor is a container's, and the kernel writes at most `argsz` bytes to
+        // the buffer.
         if unsafe { libc::ioctl(container, IOMMU_GET_INFO, info) } < 0 {
             break;
         }
@@ -456,7 +465,8 @@ fn iova_ranges(container: RawFd) -> Vec<RangeInclusive<u64>> {
     COMMON_IOVAS.to_vec()
 }
 
-/// Finds the ranges in a chain of capabilities: a header `{ id: u16, version: u16, next: u32 }` before each.
+/// Finds the ranges in a chain of capabilities: a header `{ id: u16, version: u16, next: u32 }`
+/// before each.
 fn find_ranges(info: &[u8], mut at: usize) -> Option<Vec<RangeInclusive<u64>>> {
     let u16_at = |at: usize| Some(u16::from_ne_bytes(info.get(at..at + 2)?.try_into().ok()?));
     let u32_at = |at: usize| Some(u32::from_ne_bytes(info.get(at..at + 4)?.try_into().ok()?));
@@ -477,7 +487,8 @@ fn find_ranges(info: &[u8], mut at: usize) -> Option<Vec<RangeInclusive<u64>>> {
 fn is_iommufd(container: RawFd) -> bool {
     // struct iommu_vfio_ioas { size, ioas_id, op = IOMMU_VFIO_IOAS_GET, reserved }
     let mut request = [12u32, 0, 0];
-    // SAFETY: the descriptor is open, and the kernel accesses at most the 12 bytes of the structure.
+    // SAFETY: the descriptor is open, and the kernel accesses at most the 12 bytes of the
+    // structure.
     let answer = unsafe { libc::ioctl(container, IOMMUFD_VFIO_IOAS, request.as_mut_ptr()) };
     // Type1 has no such call; an iommufd knows its address space, or says that it has none.
     answer == 0 || last_errno() == Errno::NODEV

@@ -1,5 +1,6 @@
-//! The addresses at which PCI functions answer. Behind a switch without ACS a packet to an address in a neighbour's BAR goes to the neighbour and never reaches
-//! the IOMMU, which has nothing to say about it then. So no IOVA lies there, as for the kernel's own DMA (`iova_reserve_pci_windows` in
+//! The addresses at which PCI functions answer, which no IOVA may use. Behind a switch without ACS
+//! a packet to an address in a neighbour's BAR goes to the neighbour and never reaches the IOMMU.
+//! The kernel leaves these addresses out for its own DMA (`iova_reserve_pci_windows` in
 //! drivers/iommu/dma-iommu.c); VFIO leaves it to its user.
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -7,14 +8,16 @@ use std::path::Path;
 /// IORESOURCE_MEM (include/linux/ioport.h).
 const MEMORY: u64 = 0x200;
 
-/// What is left of `ranges` without the memory of any PCI function, and without the windows of bridges.
+/// What is left of `ranges` without the memory of any PCI function, and without the windows of
+/// bridges.
 pub(super) fn without_pci(ranges: Vec<RangeInclusive<u64>>) -> Vec<RangeInclusive<u64>> {
     let functions = std::fs::read_dir(Path::new("/sys/bus/pci/devices")).into_iter().flatten().flatten();
     let resources = functions.filter_map(|function| std::fs::read_to_string(function.path().join("resource")).ok());
     resources.fold(ranges, |ranges, text| memory(&text).fold(ranges, |ranges, window| without(ranges, &window)))
 }
 
-/// The memory in a function's `resource` file: a line of start, end (inclusive) and flags for each BAR and window.
+/// The memory in a function's `resource` file: a line of start, end (inclusive) and flags for each
+/// BAR and window.
 fn memory(text: &str) -> impl Iterator<Item = RangeInclusive<u64>> {
     text.lines().filter_map(|line| {
         let mut fields = line.split_whitespace().map(|field| u64::from_str_radix(field.trim_start_matches("0x"), 16).ok());

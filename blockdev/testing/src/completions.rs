@@ -1,4 +1,5 @@
-//! What devices that run their requests at once have finished: a list with a wait, a wake and a timeout.
+//! The completions of devices that run requests as they are submitted: a list with a wait, a wake
+//! and a timeout.
 use std::time::Instant;
 
 use gpunvme_blockdev::Wait;
@@ -6,18 +7,18 @@ use parking_lot::{Condvar, Mutex};
 
 /// Where finished requests wait to be collected.
 pub(crate) struct Completions<T> {
-    state: Mutex<State<T>>,
+    state: Mutex<Finished<T>>,
     changed: Condvar,
 }
 
-struct State<T> {
+struct Finished<T> {
     finished: Vec<T>,
     woken: bool,
 }
 
 impl<T> Default for Completions<T> {
     fn default() -> Self {
-        Self { state: Mutex::new(State { finished: Vec::new(), woken: false }), changed: Condvar::new() }
+        Self { state: Mutex::new(Finished { finished: Vec::new(), woken: false }), changed: Condvar::new() }
     }
 }
 

@@ -1,4 +1,4 @@
-//! A device that fails, or stalls, on command: errors and slow media are then as testable as anything else.
+//! A device whose commands fail or stall on demand, so that errors and slow media can be tested.
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -35,8 +35,8 @@ impl On {
     }
 }
 
-/// When to do what. The first rule that matches a command decides. As made, a rule matches every command of its kind, from
-/// the first, for ever.
+/// When to do what. The first rule that matches a command decides. As made, a rule matches every
+/// command of its kind, from the first, for ever.
 #[derive(Debug, Clone)]
 pub struct Rule {
     on: On,
@@ -65,8 +65,9 @@ impl Rule {
         Self::new(on, Effect::Delay(delay))
     }
 
-    /// The command reaches the device when [`Faulty::release`] is called. An [`gpunvme_blockdev::Io`] that is dropped before waits for it
-    /// for ever, as it would for a device that never answers.
+    /// The command reaches the device when [`Faulty::release`] is called. An
+    /// [`gpunvme_blockdev::Io`] that is dropped before waits for it for ever, as it would for a
+    /// device that never answers.
     pub fn hold(on: On) -> Self {
         Self::new(on, Effect::Hold)
     }
@@ -169,7 +170,7 @@ impl BlockDevice for Faulty {
             name: self.inner.name().into(),
             inner: self.inner.open_queue()?,
             shared: self.shared.clone(),
-            state: Mutex::default(),
+            held: Mutex::default(),
         });
         let mut shared = self.shared.lock();
         shared.queues.retain(|queue| queue.strong_count() > 0);
@@ -198,11 +199,12 @@ struct FaultyQueue {
     name: Arc<str>,
     inner: Box<dyn Queue>,
     shared: Arc<Mutex<Shared>>,
-    state: Mutex<State>,
+    held: Mutex<Held>,
 }
 
 #[derive(Default)]
-struct State {
+/// Requests that a rule stopped.
+struct Held {
     stalled: Vec<(Until, Request)>,
     failed: Vec<Completion>,
 }
@@ -220,7 +222,7 @@ impl FaultyQueue {
         let mut stopped = false;
         {
             let mut shared = self.shared.lock();
-            let mut state = self.state.lock();
+            let mut held = self.held.lock();
             for request in requests.drain(..) {
                 let effect = shared.rules.iter_mut().find_map(|rule| rule.hit(&request));
                 shared.hits += u64::from(effect.is_some());
@@ -230,36 +232,37 @@ impl FaultyQueue {
                     Some(Effect::Fail(errno)) => {
                         let Request { op, offset, len, tag, .. } = request;
                         let error = Error::Io { device: self.name.clone(), op, offset, len, errno };
-                        state.failed.push(Completion { tag, result: Err(error) });
+                        held.failed.push(Completion { tag, result: Err(error) });
                     }
-                    Some(Effect::Delay(delay)) => state.stalled.push((Until::Time(Instant::now() + delay), request)),
-                    Some(Effect::Hold) => state.stalled.push((Until::Released(shared.releases), request)),
+                    Some(Effect::Delay(delay)) => held.stalled.push((Until::Time(Instant::now() + delay), request)),
+                    Some(Effect::Hold) => held.stalled.push((Until::Released(shared.releases), request)),
                 }
             }
         }
         self.inner.submit(&mut passed);
         if stopped {
-            // Whoever waits has to learn of the failure, or to wait for the delay.
+            // A waiting thread has to learn of the failure, or to wait for the delay.
             self.inner.wake();
         }
     }
 
-    /// Passes on what is due, takes out what failed, and says for how long nothing else becomes due.
+    /// Passes on what is due, takes out what failed, and says for how long nothing else becomes
+    /// due.
     fn release_due(&self, out: &mut Vec<Completion>) -> Option<Duration> {
         let releases = self.shared.lock().releases;
         let now = Instant::now();
         let mut due = Vec::new();
         let mut next = None;
         {
-            let mut state = self.state.lock();
-            out.append(&mut state.failed);
-            for (until, request) in std::mem::take(&mut state.stalled) {
+            let mut held = self.held.lock();
+            out.append(&mut held.failed);
+            for (until, request) in std::mem::take(&mut held.stalled) {
                 match until {
                     Until::Time(time) if time > now => {
                         next = Some(next.map_or(time - now, |next: Duration| next.min(time - now)));
-                        state.stalled.push((until, request));
+                        held.stalled.push((until, request));
                     }
-                    Until::Released(at) if at == releases => state.stalled.push((until, request)),
+                    Until::Released(at) if at == releases => held.stalled.push((until, request)),
                     Until::Time(_) | Until::Released(_) => due.push(request),
                 }
             }

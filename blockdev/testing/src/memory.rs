@@ -1,5 +1,5 @@
-//! A namespace in RAM, for tests and fuzzing. Sparse, so that a terabyte costs nothing; pages are shared copy-on-write, so
-//! that a snapshot costs a few pointers.
+//! A namespace in memory. It is sparse, so that a terabyte costs nothing, and its pages are shared
+//! copy-on-write, so that a snapshot costs a few pointers.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ const CHUNK: u64 = (PAGE * PAGES) as u64;
 
 type Page = [u8; PAGE];
 
-/// The contents of a namespace. Bytes never written are zero. Clones are cheap and independent of each other.
+/// The contents of a namespace. Bytes never written are zero. Clones are cheap and independent of
+/// each other.
 #[derive(Clone)]
 pub struct Image {
     len: u64,
@@ -32,7 +33,7 @@ impl Image {
     }
 
     /// Length in bytes.
-    #[allow(clippy::len_without_is_empty)] // nobody asks
+    #[allow(clippy::len_without_is_empty)] // no caller asks whether it is empty
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -100,7 +101,8 @@ impl Image {
     }
 }
 
-/// Cuts a range at page boundaries: `each(page number, offset in that page, range in the caller's buffer)`.
+/// Cuts a range at page boundaries:
+/// `each(page number, offset in that page, range in the caller's buffer)`.
 fn for_each_page(offset: u64, len: usize, mut each: impl FnMut(u64, usize, std::ops::Range<usize>)) {
     let mut done = 0;
     while done < len {
@@ -118,7 +120,8 @@ pub struct MemoryDevice {
 }
 
 impl MemoryDevice {
-    /// `len` bytes of zeroes, with logical blocks of 512 bytes and everything supported. `len` must be a multiple of 512.
+    /// `len` bytes of zeroes, with logical blocks of 512 bytes and everything supported. `len`
+    /// must be a multiple of 512.
     pub fn new(len: u64) -> Arc<Self> {
         Self::from_image(Image::new(len))
     }
@@ -129,8 +132,8 @@ impl MemoryDevice {
         Self::with_geometry(image, geometry)
     }
 
-    /// A device of any geometry, for tests of what depends on it. Panics unless `geometry.len` is the image's length and a
-    /// multiple of the logical block.
+    /// A device of any geometry, for tests of what depends on it. Panics unless `geometry.len` is
+    /// the image's length and a multiple of the logical block.
     pub fn with_geometry(image: Image, geometry: Geometry) -> Arc<Self> {
         assert_eq!(geometry.len, image.len());
         assert_eq!(geometry.len % u64::from(geometry.logical_block), 0);

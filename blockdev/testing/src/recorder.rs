@@ -1,7 +1,8 @@
-//! A device that remembers what was written to it and when, and builds from that every state in which a power cut could
-//! leave it. It is as unkind as NVMe allows (NVM Command Set specification, Flush and Force Unit Access): a write is durable
-//! only after a flush that was *submitted* after the write's completion had been *collected*, and that itself is completed;
-//! anything else may be lost, kept, or torn at 512 bytes, each independently.
+//! A device that records its writes, and every state in which a power cut could leave it. It loses
+//! as much as NVMe allows (NVM Command Set specification, Flush and Force Unit Access): a write is
+//! durable only after a flush that was *submitted* after the write's completion had been
+//! *collected*, and that is itself completed; anything else may be lost, kept, or torn at 512
+//! bytes, each independently.
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -65,7 +66,8 @@ struct Recording {
 }
 
 impl Recorder {
-    /// A device that begins with these contents and an empty log. Its geometry is that of [`crate::MemoryDevice::new`].
+    /// A device that begins with these contents and an empty log. Its geometry is that of
+    /// [`crate::MemoryDevice::new`].
     pub fn new(base: Image) -> Arc<Self> {
         let memory = Memory::new("recorder", base.clone(), geometry(base.len()));
         Arc::new(Self { recording: Arc::new(Recording { memory, log: Mutex::new(Log { base, events: Vec::new() }) }) })
@@ -76,7 +78,8 @@ impl Recorder {
         self.recording.log.lock().clone()
     }
 
-    /// How many events there are so far: what a test remembers when an fsync returns, to know from which cut on it counts.
+    /// How many events there are so far: what a test remembers when an fsync returns, to know from
+    /// which cut on it counts.
     pub fn position(&self) -> usize {
         self.recording.log.lock().events.len()
     }
@@ -157,7 +160,8 @@ impl Queue for RecordingQueue {
 }
 
 impl Log {
-    /// What somebody else recorded: of each event it says when it ended, the completion is collected right after it.
+    /// A log that was recorded elsewhere, as events in the order in which they ended: the
+    /// completion of each is collected right after it.
     pub fn new(base: Image, events: Vec<Event>) -> Self {
         let mut log = Self { base, events: Vec::with_capacity(2 * events.len()) };
         for event in events {
@@ -172,8 +176,9 @@ impl Log {
         &self.events
     }
 
-    /// The positions where a power cut is worth trying: before everything, after each event that adds to what may be on the
-    /// device, and after each that adds to what must be. A position is a number of events; the cut comes after them.
+    /// The positions where a power cut is worth trying: before everything, after each event that
+    /// adds to what may be on the device, and after each that adds to what must be. A position is
+    /// a number of events; the cut comes after them.
     pub fn cuts(&self) -> impl Iterator<Item = usize> + '_ {
         let matters = |event: &Event| match *event {
             Event::Write { .. } | Event::Discard { .. } | Event::WriteZeroes { .. } => true,
@@ -184,7 +189,8 @@ impl Log {
         std::iter::once(0).chain(after)
     }
 
-    /// For building the states after power cuts. Fast where the cuts asked for go forward through the log.
+    /// For building the states after power cuts. Fast where the cuts asked for go forward through
+    /// the log.
     pub fn power_cuts(&self) -> PowerCuts<'_> {
         PowerCuts { log: self, position: 0, settled: self.base.clone(), unsettled: VecDeque::new() }
     }
@@ -209,9 +215,10 @@ struct Change {
 }
 
 impl PowerCuts<'_> {
-    /// The contents after a cut behind the first `cut` events. `survives(event, sector)` says of each event that may be lost
-    /// whether it reached the medium, for each of its sectors of 512 bytes, counted from 0 in each event; the same answer for
-    /// all of them keeps the event whole, and different ones tear it.
+    /// The contents after a cut behind the first `cut` events. `survives(event, sector)` says of
+    /// each event that may be lost whether it reached the medium, for each of its sectors of 512
+    /// bytes, counted from 0 in each event; the same answer for all of them keeps the event whole,
+    /// and different ones tear it.
     ///
     /// # Panics
     ///

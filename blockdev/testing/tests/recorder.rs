@@ -37,7 +37,8 @@ fn finish(queue: &dyn Queue, count: usize) {
     assert!(out.iter().all(|completion| completion.result.is_ok()));
 }
 
-/// Every state in which a cut can leave the first `sectors` sectors, by trying every subset of what may be lost.
+/// Every state in which a cut can leave the first `sectors` sectors, by trying every subset of
+/// what may be lost.
 fn states(log: &Log, cut: usize, sectors: u64) -> BTreeSet<Vec<u8>> {
     let mut cuts = log.power_cuts();
     let mut asked = BTreeSet::new();
@@ -71,7 +72,7 @@ fn a_flush_makes_durable_what_was_collected_before_it() {
 fn a_flush_does_not_cover_writes_in_flight_beside_it() {
     let recorder = Recorder::new(Image::new(LEN));
     let queue = recorder.open_queue().expect("a queue");
-    // In one batch, and also where the write's completion was there but nobody had collected it.
+    // In one batch, and also where the write's completion was there but not collected yet.
     queue.submit(&mut vec![write(0, 1, 512, false), Request::flush()]);
     queue.submit(&mut vec![Request::flush()]);
     finish(&*queue, 3);
@@ -153,7 +154,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// The cheap forward walk against the rule written down once more, from the base and without any state.
+    /// The cheap forward walk against the rule written down once more, from the base and without
+    /// any state.
     #[test]
     fn states_follow_the_rule(steps in proptest::collection::vec(step(), 1..40), luck in any::<u64>()) {
         let recorder = Recorder::new(Image::new(LEN));

@@ -1,4 +1,5 @@
-//! Mapping over a transport that a test can hold up, and whose calls it sees. What is mapped goes to a software controller.
+//! Mapping over a transport that a test can hold up, and whose calls it sees. What is mapped goes
+//! to a software controller.
 use std::ops::RangeInclusive;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::mpsc;
@@ -14,8 +15,8 @@ use crate::{NoPeerToPeer, OpenMode};
 const MIB: usize = 1 << 20;
 /// How long a test waits for what has to happen.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// The large region of these tests: two pieces and a part.
-const LARGE: usize = 2 * HOST_PIECE as usize + 12 * MIB;
+/// The large region of these tests: two steps and a part.
+const LARGE: usize = 2 * HOST_STEP as usize + 12 * MIB;
 
 /// A transport whose calls to map wait for a permit, for regions of more than a MiB.
 struct Held {
@@ -58,13 +59,13 @@ fn region(len: usize) -> Arc<Region> {
 }
 
 #[test]
-fn a_large_region_is_mapped_in_pieces_and_unmapped_whole() {
+fn a_large_region_is_mapped_in_steps_and_unmapped_whole() {
     let Bench { dma, held, permit, .. } = bench();
     drop(permit);
     let large = region(LARGE);
     dma.map(&large).unwrap();
     dma.map(&large).unwrap(); // is mapped already
-    assert_eq!(*held.lens.lock(), [HOST_PIECE as usize, HOST_PIECE as usize, 12 * MIB]);
+    assert_eq!(*held.lens.lock(), [HOST_STEP as usize, HOST_STEP as usize, 12 * MIB]);
     assert_eq!(held.sim.mapped(), 3);
     let iova = dma.address(&large).unwrap();
     assert!(iova.is_multiple_of(2 << 20), "aligned for the IOMMU's large pages");
@@ -127,7 +128,7 @@ fn a_fence_ends_a_mapping_that_is_under_way() {
         while !dma.fenced.load(Ordering::Acquire) {
             std::thread::yield_now();
         }
-        permit.send(()).unwrap(); // for the piece under way: there is no second
+        permit.send(()).unwrap(); // for the step under way: there is no second
         assert!(matches!(mapping.join().unwrap(), Err(Error::Gone { .. })));
         fence.join().unwrap().unwrap();
     });

@@ -17,11 +17,11 @@ const PAGE: u64 = 4096;
 const REGION: usize = 128 << 10;
 
 /// Memory that a controller could reach, and no controller.
-struct Nobody;
+struct NoController;
 
-impl Transport for Nobody {
+impl Transport for NoController {
     fn name(&self) -> &str {
-        "nobody"
+        "no controller"
     }
     fn registers_len(&self) -> usize {
         0
@@ -69,7 +69,8 @@ impl Transport for Nobody {
     }
 }
 
-/// Reads a command's memory as a controller does (Base 4.1.1 and 4.1.2): the address of every byte, dword by dword.
+/// Reads a command's memory as a controller does (Base 4.1.1 and 4.1.2): the address of every
+/// byte, dword by dword.
 fn walk(data: &DataPointer, len: u64, memory: &DmaMemory) -> Vec<u64> {
     let mut dwords = Vec::new();
     let mut add = |start: u64, len: u64| dwords.extend((start..start + len).step_by(4));
@@ -120,7 +121,7 @@ fn limits(mdts_pages: u32, sgl: bool, block: u64) -> Limits {
 }
 
 fn dma() -> Arc<Dma> {
-    Dma::new(Arc::new(Nobody), PAGE)
+    Dma::new(Arc::new(NoController), PAGE)
 }
 
 proptest! {
@@ -161,7 +162,7 @@ proptest! {
             let (Cut::Direct(len) | Cut::Bounce(len)) = cut;
             prop_assert!(len > 0 && len % block == 0 && len <= limits.max_transfer.max(limits.bounce));
             let mut expected = Vec::new();
-            cursor.pieces(&spans, len as usize, |span, offset, range| {
+            cursor.walk(&spans, len as usize, |span, offset, range| {
                 expected.extend((offset..offset + range.len()).step_by(4).map(|at| (Arc::as_ptr(&span.region), at)));
                 Ok(())
             }).expect("nothing fails");

@@ -1,4 +1,5 @@
-//! The plainest driver there can be: it brings a controller up and sends commands one by one, right or wrong.
+//! The plainest driver there can be: it brings a controller up and sends commands one by one,
+//! right or wrong.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -47,7 +48,8 @@ impl Host {
         let queues = Region::allocate(4 * 4096).expect("memory");
         let data = Region::allocate(DATA_LEN).expect("memory");
         for (region, iova) in [(&queues, ADMIN_SQ), (&data, DATA)] {
-            // SAFETY: the regions live as long as the controller does, in this struct, and are only copied from and to.
+            // SAFETY: the regions live as long as the controller does, in this struct, and are
+            // only copied from and to.
             unsafe { sim.map(region.as_ptr(), region.len(), iova, true) }.expect("mapped");
         }
         Self { sim, queues, data, sq_tail: [0; 2], cq_head: [0; 2], phase: [true; 2], sq_head: 0 }

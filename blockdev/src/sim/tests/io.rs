@@ -218,7 +218,8 @@ fn shadow_doorbells_replace_registers() {
     assert_eq!(host.admin(config(DATA + values, DATA + indexes)).0, Status::SUCCESS);
     assert_eq!(host.create(admin::CREATE_CQ, 2, 8, DATA, 1), Status::SUCCESS);
     assert_eq!(host.create(admin::CREATE_SQ, 2, 8, DATA + 4096, 2 << 16 | 1), Status::SUCCESS);
-    // Two commands behind the shadow's back: what counts is the value in memory. Their opcode is flush, of namespace 0.
+    // Two commands behind the shadow's back: what counts is the value in memory. Their opcode is
+    // flush, of namespace 0.
     host.data.write_at(values as usize + 16, &[2, 0, 0, 0]).expect("inside");
     host.sim.write32(reg::sq_tail(2, 4), 1);
     assert_eq!(host.bytes(indexes as usize + 16, 4), [2, 0, 0, 0], "it knows of both");

@@ -1,4 +1,5 @@
-//! The controller by itself, driven by hand: what the specification says, without our driver's view of it.
+//! The controller by itself, driven by hand: what the specification says, without our driver's
+//! view of it.
 #[allow(unsafe_code)]
 mod host;
 
