@@ -1,5 +1,5 @@
 //! Measures how cost grows: with the inodes and the bytes of a volume, with the entries of a directory, with age, with the
-//! size of trees, and with the number of clients. Beside ext4, XFS and the filesystem in memory where they can do the same.
+//! size of trees, with the number of clients, and beside busy neighbours. Beside ext4, XFS and the filesystem in memory where they can do the same.
 //!
 //! It prints tables and judges nothing: times belong to the machine that they were taken on.
 
@@ -9,6 +9,7 @@ mod ageing;
 mod clients;
 mod directory;
 mod growth;
+mod neighbours;
 mod sample;
 mod table;
 mod trees;
@@ -30,9 +31,11 @@ struct Arguments {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Measure only these of growth, directory, ageing, trees, clients
+    /// Measure only these of growth, directory, ageing, trees, clients, neighbours
     #[arg(long)]
     only: Vec<String>,
+    #[command(flatten)]
+    role: neighbours::Role,
 }
 
 /// How much is measured.
@@ -89,16 +92,20 @@ const QUICK: Scale = Scale {
 /// Measures one kind of growth.
 type Theme = fn(&Scale) -> Result<Vec<Table>, Box<dyn Error>>;
 
-const THEMES: [(&str, Theme); 5] = [
+const THEMES: [(&str, Theme); 6] = [
     ("growth", growth::measure),
     ("directory", directory::measure),
     ("ageing", ageing::measure),
     ("trees", trees::measure),
     ("clients", clients::measure),
+    ("neighbours", neighbours::measure),
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments = Arguments::parse();
+    if arguments.role.play()? {
+        return Ok(());
+    }
     if let Some(unknown) = arguments.only.iter().find(|only| !THEMES.iter().any(|(name, _)| name == only)) {
         let names = THEMES.map(|(name, _)| name).join(", ");
         return Err(format!("--only {unknown}: there are {names}").into());
