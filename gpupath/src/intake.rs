@@ -20,7 +20,7 @@ const WAITING: usize = 256;
 /// Threads of a user of which none came to an end for so long are taken for stuck.
 const STUCK: Duration = Duration::from_secs(2);
 /// How long a thread waits for another task before it ends.
-const LINGER: Duration = Duration::from_secs(10);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often it is looked whether a task that waits has become hopeless.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -153,7 +153,7 @@ impl Shared {
                 continue;
             }
             state.idle += 1;
-            let patience = if state.turns.is_empty() { LINGER } else { LOOK };
+            let patience = if state.turns.is_empty() { IDLE_TIMEOUT } else { LOOK };
             let late = self.work.wait_for(&mut state, patience).timed_out();
             state.idle -= 1;
             if late && state.turns.is_empty() {

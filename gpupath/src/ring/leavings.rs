@@ -2,7 +2,6 @@
 //!
 //! It guards the threads that others wait for, those that serve rings and hear of their owners: a thread of its own drops what rings leave, one thing after another.
 
-use super::service::AttachedFile;
 use std::io;
 use std::ops::Deref;
 use std::sync::{Arc, mpsc};
@@ -52,29 +51,29 @@ fn drop_all(left: &mpsc::Receiver<Leaving>) {
     }
 }
 
-/// An attached file. Who drops it may be a thread that must not wait: the file goes elsewhere.
-pub(super) struct Held {
+/// What a ring holds. The thread that drops it may be one that must not wait: it goes elsewhere.
+pub(super) struct Held<T: ?Sized + Send + Sync + 'static> {
     /// `None` only while being dropped.
-    file: Option<Arc<dyn AttachedFile>>,
+    held: Option<Arc<T>>,
     leavings: Leavings,
 }
 
-impl Held {
-    pub fn new(file: Arc<dyn AttachedFile>, leavings: &Leavings) -> Held {
-        Held { file: Some(file), leavings: leavings.clone() }
+impl<T: ?Sized + Send + Sync + 'static> Held<T> {
+    pub fn new(held: Arc<T>, leavings: &Leavings) -> Held<T> {
+        Held { held: Some(held), leavings: leavings.clone() }
     }
 }
 
-impl Deref for Held {
-    type Target = dyn AttachedFile;
+impl<T: ?Sized + Send + Sync + 'static> Deref for Held<T> {
+    type Target = T;
 
-    fn deref(&self) -> &Self::Target {
-        &**self.file.as_ref().expect("it is there until it is dropped")
+    fn deref(&self) -> &T {
+        self.held.as_ref().expect("it is there until it is dropped")
     }
 }
 
-impl Drop for Held {
+impl<T: ?Sized + Send + Sync + 'static> Drop for Held<T> {
     fn drop(&mut self) {
-        self.leavings.leave(self.file.take());
+        self.leavings.leave(self.held.take());
     }
 }

@@ -3,6 +3,7 @@
 //! The memory of a ring belongs to the application. The daemon takes nothing in it for true: it keeps its own positions, copies a submission out before it looks at it,
 //! and gives up a ring whose words cannot be right. What an application does to its ring costs it the ring, and nobody else anything.
 
+mod groups;
 mod leavings;
 mod queue_pair;
 mod rings;
@@ -10,7 +11,8 @@ mod service;
 mod shares;
 #[allow(unsafe_code)]
 mod signal;
+mod thread;
 mod watch;
 
+pub use queue_pair::{AttachedFile, Taken};
 pub use rings::Rings;
-pub use service::{AttachedFile, Taken};

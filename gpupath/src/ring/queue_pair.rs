@@ -1,15 +1,16 @@
 //! One ring, as the daemon holds it: what was taken from it and what was given back. It guards the ring's rules. It knows no threads: the service takes, whoever ends
 //! a transfer completes.
 
+use super::groups::Member;
 use super::leavings::{Held, Leavings};
-use super::service::AttachedFile;
-use super::shares::Member;
 use super::signal::Signal;
+use super::thread::ServingThread;
 use crate::limits;
 use crate::process::Process;
 use crate::registry::Buffer;
-use gpunvme_abi::ring::RingMemory;
-use gpunvme_abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, MAX_RING_TRANSFER, Submission, Word};
+use crate::server::Answer;
+use gpunvme_abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, MAX_RING_TRANSFER, RingMemory, Submission, Word};
+use gpunvme_abi::{Command, Reason, TransferRequest};
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::os::fd::OwnedFd;
@@ -58,7 +59,7 @@ pub(super) struct Ring {
 
 #[derive(Default)]
 struct Files {
-    by_name: FxHashMap<u64, Arc<Held>>,
+    by_name: FxHashMap<u64, Arc<Held<dyn AttachedFile>>>,
     last: u64,
 }
 
@@ -246,7 +247,7 @@ impl Ring {
     }
 
     /// The file of this name.
-    pub fn file(&self, name: u64) -> Option<Arc<Held>> {
+    pub fn file(&self, name: u64) -> Option<Arc<Held<dyn AttachedFile>>> {
         self.files.read().by_name.get(&name).cloned()
     }
 
@@ -265,5 +266,86 @@ impl Ring {
         }
         buffers.insert(id, Arc::downgrade(&buffer));
         Ok(buffer)
+    }
+}
+
+/// A file that was attached to a ring: what it was opened for goes with it. It is dropped by a thread that may wait.
+pub trait AttachedFile: Send + Sync {
+    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer that the ring's owner owns. `taken` gets the answer
+    /// that the ioctl would have given. It must not wait for a device.
+    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken);
+}
+
+/// A submission that was taken from a ring, and has to be answered. Dropped without an answer it is answered with `EIO`: its ring's end would wait for it for ever.
+pub struct Taken {
+    /// Which serves the ring.
+    thread: Arc<ServingThread>,
+    ring: Arc<Ring>,
+    user_data: u64,
+    /// Bytes that it asks for.
+    len: u64,
+    answered: bool,
+}
+
+impl Taken {
+    /// A submission that was just taken.
+    pub(super) fn new(thread: Arc<ServingThread>, ring: Arc<Ring>, submission: &Submission) -> Taken {
+        Taken { thread, ring, user_data: submission.user_data, len: submission.len, answered: false }
+    }
+
+    /// The user that made the ring, and the process.
+    pub fn owner(&self) -> (u32, u32) {
+        (self.ring.user, self.ring.owner.id)
+    }
+
+    /// The longest that the ring's owner may make a file, in bytes (`RLIMIT_FSIZE`).
+    pub fn file_size_limit(&self) -> u64 {
+        self.ring.file_size_limit()
+    }
+
+    /// Ends it with what the ioctl would have answered.
+    pub fn answer(mut self, answer: Answer) {
+        let Answer { errno, transfer } = answer;
+        self.complete(Completion {
+            user_data: self.user_data,
+            status: if errno == 0 { transfer.status } else { errno },
+            reason: transfer.reason,
+            p2p: transfer.p2p,
+            bounce: transfer.bounce,
+            host: transfer.host,
+            hole: transfer.hole,
+            edge: transfer.edge,
+            reserved: 0,
+        });
+    }
+
+    /// Refuses it.
+    pub(super) fn refuse(mut self, errno: i32, reason: Reason) {
+        self.complete(Completion { user_data: self.user_data, status: errno, reason: reason.code(), ..Completion::default() });
+    }
+
+    fn complete(&mut self, completion: Completion) {
+        self.answered = true;
+        let Taken { thread, ring, len, .. } = self;
+        ring.complete(*len, &completion);
+        if thread.is_this() {
+            // The application is woken once for all that ends in this turn.
+            return;
+        }
+        // Another thread may end it, one that serves other rings too: what this transfer waited for may have ended there.
+        ring.wake_if_due();
+        // The ring's thread may have left submissions lying because too much was under way, and counts the ring while something is.
+        fence(Ordering::SeqCst);
+        if thread.is_asleep() && (ring.load().0 == 0 || ring.pending().is_ok_and(|pending| pending > 0)) {
+            thread.wake();
+        }
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.complete(Completion { user_data: self.user_data, status: libc::EIO, ..Completion::default() });
+        }
     }
 }

@@ -4,8 +4,8 @@
 //! when it is made, but not for more than it has entries at a time.
 
 use super::leavings::Leavings;
-use super::queue_pair::Ring;
-use super::service::{AttachedFile, Service};
+use super::queue_pair::{AttachedFile, Ring};
+use super::service::Service;
 use super::shares::Shares;
 use super::signal::Signal;
 use super::watch::{Heard, Watch};

@@ -4,19 +4,17 @@
 //! It guards fairness. Processes take turns, a few submissions each; and no ring may have more than its share under way ([`super::shares`]). As long as there is work the thread looks at the rings themselves; when
 //! there is none it soon sleeps until the device answers, and says so in each ring, so that the next submission wakes it.
 
-use super::queue_pair::{Broken, Ring};
-use super::shares::{Group, Shares};
+use super::groups::Group;
+use super::queue_pair::{Broken, Ring, Taken};
+use super::shares::Shares;
+use super::thread::ServingThread;
 use super::watch::Watch;
-use crate::registry::Buffer;
-use crate::server::{Answer, Server};
-use gpunvme_abi::ring::Completion;
-use gpunvme_abi::{Command, Reason, TransferRequest};
+use crate::server::Server;
+use gpunvme_abi::Reason;
 use gpunvme_blockdev::{OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use smallvec::SmallVec;
-use std::cell::Cell;
-use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
@@ -26,34 +24,12 @@ const TURN: u32 = 32;
 /// How long the thread sleeps at the most while submissions are left lying because others have too much under way: what ends elsewhere wakes nobody here.
 const BLOCKED: Duration = Duration::from_micros(500);
 /// How long the thread looks at rings in which nothing happens before it sleeps. Less than what being woken costs an application.
-const LINGER: Duration = Duration::from_micros(50);
+const SPIN_LIMIT: Duration = Duration::from_micros(50);
 /// The same while something is under way, which will end soon: about what a device takes for one transfer of 1 MiB. To be woken from sleep when it ends would
 /// add up to a quarter of that.
-const LINGER_UNDER_WAY: Duration = Duration::from_micros(250);
+const SPIN_LIMIT_UNDER_WAY: Duration = Duration::from_micros(250);
 /// How often the thread looks, at the end, whether the last transfers are over.
 const DRAIN: Duration = Duration::from_millis(1);
-
-thread_local! {
-    /// Whose thread this is.
-    static SERVING: Cell<*const Service> = const { Cell::new(ptr::null()) };
-}
-
-/// A file that was attached to a ring: what it was opened for goes with it. It is dropped by a thread that may wait.
-pub trait AttachedFile: Send + Sync {
-    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer that the ring's owner owns. `taken` gets the answer
-    /// that the ioctl would have given. It must not wait for a device.
-    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken);
-}
-
-/// A submission that was taken from a ring, and has to be answered. Dropped without an answer it is answered with `EIO`: its ring's end would wait for it for ever.
-pub struct Taken {
-    service: Arc<Service>,
-    ring: Arc<Ring>,
-    user_data: u64,
-    /// Bytes that it asks for.
-    len: u64,
-    answered: bool,
-}
 
 /// What came of a look at all rings.
 struct Taking {
@@ -71,10 +47,7 @@ pub(super) struct Service {
     shares: Arc<Shares>,
     /// Its rings that have something under way.
     under_way: AtomicU32,
-    /// Wakes the thread.
-    waker: Waker,
-    /// It sleeps, or is about to.
-    asleep: AtomicBool,
+    thread: Arc<ServingThread>,
     ending: AtomicBool,
     /// Replaced as a whole when one comes or goes.
     rings: Mutex<Arc<Vec<Arc<Ring>>>>,
@@ -89,8 +62,7 @@ impl Service {
             watch,
             shares,
             under_way: AtomicU32::new(0),
-            waker,
-            asleep: AtomicBool::new(false),
+            thread: Arc::new(ServingThread::new(waker)),
             ending: AtomicBool::new(false),
             rings: Mutex::default(),
         }
@@ -131,7 +103,7 @@ impl Service {
 
     /// Has the thread look at its rings.
     pub fn wake(&self) {
-        self.waker.wake();
+        self.thread.wake();
     }
 
     /// Ends the thread, after the transfers that are under way.
@@ -142,7 +114,7 @@ impl Service {
 
     /// What the thread does.
     pub fn serve(self: &Arc<Self>, queue: &OwnQueue) {
-        SERVING.set(Arc::as_ptr(self));
+        self.thread.begin();
         let mut first = 0;
         let mut busy = Instant::now();
         while !self.ending.load(Ordering::Acquire) {
@@ -153,12 +125,12 @@ impl Service {
                 continue;
             }
             let under_way = self.under_way.load(Ordering::Relaxed) > 0;
-            if busy.elapsed() < if under_way { LINGER_UNDER_WAY } else { LINGER } && !rings.is_empty() {
+            if busy.elapsed() < if under_way { SPIN_LIMIT_UNDER_WAY } else { SPIN_LIMIT } && !rings.is_empty() {
                 // On a machine with nothing to spare the device, or the application, may need this processor.
                 std::thread::yield_now();
                 continue;
             }
-            self.asleep.store(true, Ordering::SeqCst);
+            self.thread.set_asleep(true);
             rings.iter().for_each(|ring| ring.set_asleep(true));
             // Whoever submitted before seeing that word did not signal, and whoever completed did not either: looks once more, then sleeps.
             fence(Ordering::SeqCst);
@@ -166,7 +138,7 @@ impl Service {
             if !self.ending.load(Ordering::SeqCst) && Arc::ptr_eq(&self.rings(), &rings) {
                 self.turn(&rings, first, queue, Wait::Forever);
             }
-            self.asleep.store(false, Ordering::SeqCst);
+            self.thread.set_asleep(false);
             rings.iter().for_each(|ring| ring.set_asleep(false));
             busy = Instant::now();
         }
@@ -251,75 +223,12 @@ impl Service {
     /// Takes one submission and begins it.
     fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
         let submission = ring.take();
-        let taken = Taken {
-            service: self.clone(),
-            ring: ring.clone(),
-            user_data: submission.user_data,
-            len: submission.len,
-            answered: false,
-        };
+        let taken = Taken::new(self.thread.clone(), ring.clone(), &submission);
         let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
         let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
         match ring.buffer(request.buffer, || self.server.registry.lookup_of(&ring.owner, request.buffer)) {
             Ok(buffer) => file.transfer(command, request, buffer, taken),
             Err(error) => taken.refuse(error.errno(), error.reason()),
-        }
-    }
-}
-
-impl Taken {
-    /// The user that made the ring, and the process.
-    pub fn owner(&self) -> (u32, u32) {
-        (self.ring.user, self.ring.owner.id)
-    }
-
-    /// The longest that the ring's owner may make a file, in bytes (`RLIMIT_FSIZE`).
-    pub fn file_size_limit(&self) -> u64 {
-        self.ring.file_size_limit()
-    }
-
-    /// Ends it with what the ioctl would have answered.
-    pub fn answer(mut self, answer: Answer) {
-        let Answer { errno, transfer } = answer;
-        self.complete(Completion {
-            user_data: self.user_data,
-            status: if errno == 0 { transfer.status } else { errno },
-            reason: transfer.reason,
-            p2p: transfer.p2p,
-            bounce: transfer.bounce,
-            host: transfer.host,
-            hole: transfer.hole,
-            edge: transfer.edge,
-            reserved: 0,
-        });
-    }
-
-    fn refuse(mut self, errno: i32, reason: Reason) {
-        self.complete(Completion { user_data: self.user_data, status: errno, reason: reason.code(), ..Completion::default() });
-    }
-
-    fn complete(&mut self, completion: Completion) {
-        self.answered = true;
-        let Taken { service, ring, len, .. } = self;
-        ring.complete(*len, &completion);
-        if SERVING.get() == Arc::as_ptr(service) {
-            // The application is woken once for all that ends in this turn.
-            return;
-        }
-        // Another thread may end it, one that serves other rings too: what this transfer waited for may have ended there.
-        ring.wake_if_due();
-        // The ring's thread may have left submissions lying because too much was under way, and counts the ring while something is.
-        fence(Ordering::SeqCst);
-        if service.asleep.load(Ordering::SeqCst) && (ring.load().0 == 0 || ring.pending().is_ok_and(|pending| pending > 0)) {
-            service.wake();
-        }
-    }
-}
-
-impl Drop for Taken {
-    fn drop(&mut self) {
-        if !self.answered {
-            self.complete(Completion { user_data: self.user_data, status: libc::EIO, ..Completion::default() });
         }
     }
 }

@@ -3,6 +3,7 @@
 //! It guards fairness: what all rings together may have is shared between the users that have busy rings, a user's share between its processes, and a process's share
 //! between its rings. More rings, or more processes, get nobody more. A share may be exceeded by one transfer, and by no other while it is.
 
+use super::groups::{Amount, Group, Member};
 use super::queue_pair::Ring;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
@@ -10,13 +11,6 @@ use std::hash::Hash;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
-
-/// What is under way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Amount {
-    pub transfers: u32,
-    pub bytes: u64,
-}
 
 /// What one process's rings may have under way while nobody else's are busy: enough to keep any device busy.
 const ALONE: Amount = Amount { transfers: 1024, bytes: 32 << 20 };
@@ -26,65 +20,6 @@ const TOGETHER: Amount = Amount { transfers: 1024, bytes: 16 << 20 };
 const BUSY_FOR: u64 = 50;
 /// Time between two looks at who is busy, in milliseconds.
 const LOOK: u64 = 5;
-
-/// A user, or a process: what its rings have under way.
-#[derive(Default)]
-pub(super) struct Group {
-    transfers: AtomicU32,
-    bytes: AtomicU64,
-    /// Busy members: processes of a user, rings of a process.
-    busy: AtomicU32,
-}
-
-impl Group {
-    fn has_room(&self, share: Amount) -> bool {
-        self.transfers.load(Ordering::Acquire) < share.transfers && self.bytes.load(Ordering::Acquire) < share.bytes
-    }
-
-    /// What each of its busy members gets.
-    fn divide(&self, share: Amount) -> Amount {
-        share.divided(self.busy.load(Ordering::Relaxed))
-    }
-
-    fn begin(&self, bytes: u64) {
-        self.bytes.fetch_add(bytes, Ordering::AcqRel);
-        self.transfers.fetch_add(1, Ordering::AcqRel);
-    }
-
-    fn end(&self, bytes: u64) {
-        self.bytes.fetch_sub(bytes, Ordering::AcqRel);
-        self.transfers.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-impl Amount {
-    /// The share of each of so many, at least of one.
-    fn divided(self, by: u32) -> Amount {
-        let by = by.max(1);
-        Amount { transfers: (self.transfers / by).max(1), bytes: (self.bytes / u64::from(by)).max(1) }
-    }
-}
-
-/// Whose a ring is.
-#[derive(Clone)]
-pub(super) struct Member {
-    pub user: Arc<Group>,
-    pub process: Arc<Group>,
-}
-
-impl Member {
-    /// A transfer begins.
-    pub fn begin(&self, bytes: u64) {
-        self.user.begin(bytes);
-        self.process.begin(bytes);
-    }
-
-    /// A transfer is over.
-    pub fn end(&self, bytes: u64) {
-        self.user.end(bytes);
-        self.process.end(bytes);
-    }
-}
 
 /// The shares of all rings of a mount, whoever serves them.
 pub(super) struct Shares {
@@ -182,6 +117,6 @@ fn group<K: Eq + Hash>(groups: &mut FxHashMap<K, Weak<Group>>, id: K) -> Arc<Gro
 
 fn set<K>(groups: &mut FxHashMap<K, Weak<Group>>, busy: &FxHashMap<*const Group, u32>) {
     for group in groups.values().filter_map(Weak::upgrade) {
-        group.busy.store(busy.get(&Arc::as_ptr(&group)).copied().unwrap_or(0), Ordering::Relaxed);
+        group.set_busy(busy.get(&Arc::as_ptr(&group)).copied().unwrap_or(0));
     }
 }

@@ -21,7 +21,7 @@ use crate::front::messages;
 use gpunvme_engine::data::Spawn;
 
 /// How long a thread beyond the first waits for another task before it ends.
-const LINGER: Duration = Duration::from_secs(10);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Task = Box<dyn FnOnce() + Send>;
 
@@ -133,7 +133,7 @@ impl Shared {
                 break;
             }
             state.idle += 1;
-            let late = self.work.wait_for(&mut state, LINGER).timed_out();
+            let late = self.work.wait_for(&mut state, IDLE_TIMEOUT).timed_out();
             state.idle -= 1;
             if late && state.tasks.is_empty() && state.threads > 1 {
                 break;
