@@ -3,11 +3,10 @@
 //! It guards the rule that makes plain slices of host memory sound: while the daemon may write to a buffer it is borrowed mutably, and while it is
 //! registered it cannot be unmapped.
 
+use crate::connection::Connection;
 use crate::error::{Error, Result};
-use crate::mount::Connection;
 use crate::sys::Mapping;
-use crate::{Reason, Route};
-use gpunvme_abi::RegisterFlags;
+use gpunvme_abi::{Reason, RegisterFlags, Route};
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::any::Any;
 use std::fmt::Debug;

@@ -1,6 +1,7 @@
 //! What can go wrong, in words that say what to do.
 
-use crate::{Reason, Transfer};
+use crate::transfer::Transfer;
+use gpunvme_abi::Reason;
 use gpunvme_cuda::{CudaError, Gpu, Unavailable};
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};

@@ -4,18 +4,20 @@
 //! reported is their sum.
 
 use crate::buffer::{Memory, Registered};
+use crate::codes::{reason, status};
+use crate::connection::{Connection, Limits, failed};
 use crate::error::{Error, Result};
-use crate::mount::{Connection, Limits, Mount, failed, reason, status};
-use crate::ring::{Attached, RingName};
-use crate::{Extent, Reason, Route, Segment, opening, sys};
-use gpunvme_abi::{self as abi, Command, Moved, TransferFlags};
-use parking_lot::Mutex;
+use crate::mount::Mount;
+use crate::transfer::{Require, Transfer};
+use crate::{opening, sys};
+use gpunvme_abi::{self as abi, Command, Extent, Moved, Reason, Segment, TransferFlags};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
+use std::any::Any;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// An open regular file of a mount.
@@ -26,66 +28,8 @@ pub struct File {
     /// The number of its filesystem (`st_dev`).
     filesystem: u64,
     limits: Limits,
-    /// The rings that [`crate::gpu::Transfers`] attached it to.
-    rings: Mutex<Vec<Attached>>,
-    /// Whether [`File::is_first_read_on`] was asked.
-    read: AtomicBool,
-}
-
-/// What a transfer moved, and how.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Transfer {
-    /// Bytes, by route: a disjoint sum.
-    pub moved: Moved,
-    /// Why not every byte went the fastest way; [`Reason::None`] where each did.
-    pub reason: Option<Reason>,
-}
-
-impl Transfer {
-    /// Bytes moved. Less than was asked for means that the file ended.
-    pub fn bytes(&self) -> u64 {
-        self.moved.total()
-    }
-
-    /// Adds what another transfer moved.
-    pub fn add(&mut self, other: &Transfer) {
-        for (sum, more) in [
-            (&mut self.moved.p2p, other.moved.p2p),
-            (&mut self.moved.bounce, other.moved.bounce),
-            (&mut self.moved.host, other.moved.host),
-            (&mut self.moved.hole, other.moved.hole),
-            (&mut self.moved.edge, other.moved.edge),
-        ] {
-            *sum += more;
-        }
-        // Of several, that of bytes which the CPU had to copy says most.
-        match (self.reason, other.reason) {
-            (Some(Reason::Unaligned), _) | (_, None) | (Some(_), Some(Reason::None)) => {}
-            (_, reason) => self.reason = reason,
-        }
-    }
-}
-
-/// What a caller insists on: instead of falling back the transfer fails, before anything has moved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Require {
-    /// This route and no other.
-    pub route: Option<Route>,
-    /// No byte may be copied by the CPU.
-    pub direct: bool,
-}
-
-impl Require {
-    pub(crate) fn flags(self) -> TransferFlags {
-        let route = match self.route {
-            Some(Route::P2p) => TransferFlags::REQUIRE_P2P,
-            Some(Route::Bounce) => TransferFlags::REQUIRE_BOUNCE,
-            Some(Route::Host) => TransferFlags::REQUIRE_HOST,
-            Some(Route::None) | None => TransferFlags::empty(),
-        };
-        route | if self.direct { TransferFlags::REQUIRE_DIRECT } else { TransferFlags::empty() }
-    }
+    /// See [`File::kept`].
+    kept: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
 impl File {
@@ -133,14 +77,7 @@ impl File {
                 Mount::of(copy, path)?.connection().limits
             }
         };
-        Ok(File {
-            file,
-            path: path.to_owned(),
-            filesystem: stat.st_dev,
-            limits,
-            rings: Mutex::default(),
-            read: AtomicBool::new(false),
-        })
+        Ok(File { file, path: path.to_owned(), filesystem: stat.st_dev, limits, kept: OnceLock::new() })
     }
 
     /// The path that it was opened by.
@@ -159,23 +96,18 @@ impl File {
         Ok(argument)
     }
 
-    /// The file as a ring knows it, for as long as it is open; it is attached the first time.
-    pub(crate) fn in_ring(&self, ring: &RingName) -> Result<Attached> {
-        let mut rings = self.rings.lock();
-        if let Some(attached) = rings.iter().find(|attached| attached.is_of(ring)) {
-            return Ok(attached.clone());
-        }
-        rings.retain(|attached| !attached.is_over());
-        let attached = ring.attach(self)?;
-        rings.push(attached.clone());
-        Ok(attached)
+    /// The number of its filesystem (`st_dev`).
+    pub(crate) fn filesystem(&self) -> u64 {
+        self.filesystem
     }
 
-    /// Whether it lies on that mount, and nobody asked this before.
-    pub(crate) fn is_first_read_on(&self, mount: &Mount) -> bool {
-        self.filesystem == mount.connection().filesystem
-            && !self.read.load(Ordering::Relaxed)
-            && !self.read.swap(true, Ordering::Relaxed)
+    /// What the layer above keeps with it for as long as it is open, made the first time.
+    ///
+    /// # Panics
+    /// For a second type: there is one such layer.
+    pub(crate) fn kept<T: Any + Send + Sync + Default>(&self) -> &T {
+        let kept = self.kept.get_or_init(|| Box::<T>::default());
+        kept.downcast_ref().expect("one layer keeps something with a file")
     }
 
     /// Its size in bytes.
@@ -437,15 +369,22 @@ mod tests {
     }
 
     #[test]
-    fn sums_keep_the_reason_that_says_most() {
-        let transfer = |host, edge, reason| Transfer { moved: Moved { host, edge, ..Moved::default() }, reason: Some(reason) };
-        let mut sum = transfer(5, 1, Reason::Unaligned);
-        sum.add(&transfer(7, 0, Reason::NotGpuMemory));
-        assert_eq!((sum.bytes(), sum.reason), (13, Some(Reason::Unaligned)));
-        let mut sum = Transfer::default();
-        sum.add(&transfer(7, 0, Reason::NotGpuMemory));
-        assert_eq!(sum.reason, Some(Reason::NotGpuMemory));
-        sum.add(&transfer(3, 0, Reason::None));
-        assert_eq!((sum.bytes(), sum.reason), (10, Some(Reason::NotGpuMemory)));
+    fn elsewhere_nothing_is_created_or_truncated() {
+        let directory = tempfile::tempdir().unwrap();
+        let (file, new) = (directory.path().join("precious"), directory.path().join("new"));
+        std::fs::write(&file, "content").unwrap();
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink("new", &link).unwrap();
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC;
+        for path in [&file, &new, &link] {
+            let refused = File::with_flags(path, flags, Mode::from_raw_mode(0o666)).unwrap_err();
+            assert!(matches!(refused, Error::NotGpunvme { path: ref named } if named == path), "{refused}");
+        }
+        assert_eq!(std::fs::read(&file).unwrap(), b"content");
+        assert!(!new.exists());
+        let exclusive = File::with_flags(&file, flags | OFlags::EXCL, Mode::empty()).unwrap_err();
+        assert!(matches!(exclusive, Error::NotGpunvme { .. }), "{exclusive}");
+        let root = File::with_flags(Path::new("/"), flags, Mode::empty()).unwrap_err();
+        assert!(matches!(root, Error::Path { errno: Errno::ISDIR, .. }), "{root}");
     }
 }

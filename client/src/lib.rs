@@ -19,22 +19,26 @@
 mod buffer;
 #[allow(unsafe_code)]
 mod capi;
+mod codes;
+mod connection;
 mod device_memory;
 mod error;
 mod file;
 pub mod gpu;
-mod linger;
 mod mount;
 mod opening;
 mod ring;
 mod socket;
+mod spin;
 #[allow(unsafe_code)]
 mod sys;
+mod transfer;
 
 pub use buffer::{Buffer, Memory, Registered, RegisteredBy, Shared};
 pub use device_memory::{DeviceMapping, DeviceMemory};
 pub use error::{Error, Result};
-pub use file::{Extents, File, Require, Transfer};
+pub use file::{Extents, File};
 pub use gpunvme_abi::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
 pub use mount::{Info, Mount, Stats};
 pub use ring::{Attached, Completed, Operation, Ring, Wait};
+pub use transfer::{Require, Transfer};

@@ -1,17 +1,17 @@
 //! A mount: what it is, what it did, and the buffers it knows.
 
 use crate::buffer::{Memory, Registered, RegisteredBy};
+use crate::codes::{reason, route};
+use crate::connection::Connection;
 use crate::error::{Error, Result};
-use crate::{Reason, Route, socket, sys};
-use gpunvme_abi::{self as abi, Command, Features, Moved};
-use parking_lot::Mutex;
-use rustix::fs::{FallocateFlags, FileType, Mode, OFlags};
+use crate::{socket, sys};
+use gpunvme_abi::{self as abi, Command, Features, Moved, Reason, Route};
+use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
-use std::time::Duration;
-use zerocopy::{FromBytes, Immutable, IntoBytes};
+use std::path::Path;
+use std::sync::Arc;
+use zerocopy::IntoBytes;
 
 /// A mounted volume.
 #[derive(Clone, Debug)]
@@ -83,6 +83,31 @@ pub struct Stats {
     pub reasons: Vec<(Reason, u64)>,
 }
 
+impl Info {
+    fn of(info: abi::Info) -> Info {
+        Info {
+            device: abi::get_text(&info.device),
+            label: abi::get_text(&info.label),
+            uuid: info.uuid,
+            daemon: abi::get_text(&info.daemon),
+            read_only: Features::from_bits_truncate(info.features).contains(Features::READ_ONLY),
+            capacity: info.capacity,
+            free: info.free,
+            block_size: info.block_size,
+            logical_block: info.logical_block,
+            memory_alignment: info.memory_alignment,
+            devices: info.devices,
+            max_transfer: info.max_transfer,
+            max_segments: info.max_segments,
+            max_buffers: info.max_buffers,
+            max_buffer_bytes: info.max_buffer_bytes,
+            route: route(info.route),
+            reason: reason(info.reason),
+            socket: abi::get_text(&info.socket),
+        }
+    }
+}
+
 impl Mount {
     /// The mount that a file or directory lies on. It must be readable by the caller.
     ///
@@ -102,18 +127,9 @@ impl Mount {
         Ok(mount)
     }
 
+    /// The mount of an open file or directory; `path` is for messages.
     pub(crate) fn of(file: OwnedFd, path: &Path) -> Result<Mount> {
-        let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
-        let stat = rustix::fs::fstat(&file).map_err(failed)?;
-        if !matches!(FileType::from_raw_mode(stat.st_mode), FileType::RegularFile | FileType::Directory) {
-            return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file or a directory" });
-        }
-        let connection =
-            Connection { file, filesystem: stat.st_dev, path: path.to_owned(), limits: Limits::default(), socket: String::new() };
-        let info = connection.info()?;
-        let limits =
-            Limits { segments: (info.max_segments as usize).clamp(1, abi::MAX_SEGMENTS), bytes: info.max_transfer.max(1) };
-        Ok(Mount { connection: Arc::new(Connection { limits, socket: info.socket, ..connection }) })
+        Ok(Mount { connection: Arc::new(Connection::of(file, path)?) })
     }
 
     pub(crate) fn connection(&self) -> &Arc<Connection> {
@@ -125,7 +141,7 @@ impl Mount {
     /// # Errors
     /// [`Error::Path`] where the daemon does not answer.
     pub fn info(&self) -> Result<Info> {
-        self.connection.info()
+        self.connection.raw_info().map(Info::of)
     }
 
     /// What it did so far.
@@ -194,132 +210,4 @@ impl Mount {
             (Some(errno), answer) => Err(Error::Refused { reason: reason(answer.reason), errno }),
         }
     }
-}
-
-/// An open file of the mount, through which it is talked to, and what was learnt from it at first.
-#[derive(Debug)]
-pub(crate) struct Connection {
-    file: OwnedFd,
-    /// The number of its filesystem (`st_dev`).
-    pub filesystem: u64,
-    pub path: PathBuf,
-    pub limits: Limits,
-    socket: String,
-}
-
-/// Connections that are open: as long as one is its filesystem is there, and no other has its number. Nobody waits for it long: in a process that was forked meanwhile it may be
-/// locked for ever.
-static KNOWN: Mutex<Vec<Weak<Connection>>> = Mutex::new(Vec::new());
-const MOMENT: Duration = Duration::from_millis(1);
-
-/// What one ioctl may carry.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Limits {
-    pub segments: usize,
-    pub bytes: u64,
-}
-
-impl Connection {
-    /// One to the filesystem of this number, if this process has one: nothing need be asked then.
-    pub fn known(number: u64) -> Option<Arc<Connection>> {
-        let known = KNOWN.try_lock_for(MOMENT)?;
-        known.iter().filter_map(Weak::upgrade).find(|connection| connection.filesystem == number)
-    }
-
-    /// Has [`Connection::known`] find it.
-    fn make_known(self: &Arc<Connection>) {
-        if let Some(mut known) = KNOWN.try_lock_for(MOMENT) {
-            known.retain(|connection| connection.strong_count() > 0);
-            known.push(Arc::downgrade(self));
-        }
-    }
-
-    /// `INFO`, as the daemon answers it.
-    pub fn raw_info(&self) -> Result<abi::Info> {
-        let info = self.call(Command::Info, abi::Info::default(), "ask it about its filesystem")?;
-        if info.magic != abi::INFO_MAGIC {
-            return Err(Error::NotGpunvme { path: self.path.clone() });
-        }
-        Ok(info)
-    }
-
-    /// `STATS`, as the daemon answers it.
-    pub fn raw_stats(&self) -> Result<abi::Stats> {
-        self.call(Command::Stats, abi::Stats::default(), "read its counters")
-    }
-
-    fn info(&self) -> Result<Info> {
-        let info = self.raw_info()?;
-        Ok(Info {
-            device: abi::get_text(&info.device),
-            label: abi::get_text(&info.label),
-            uuid: info.uuid,
-            daemon: abi::get_text(&info.daemon),
-            read_only: Features::from_bits_truncate(info.features).contains(Features::READ_ONLY),
-            capacity: info.capacity,
-            free: info.free,
-            block_size: info.block_size,
-            logical_block: info.logical_block,
-            memory_alignment: info.memory_alignment,
-            devices: info.devices,
-            max_transfer: info.max_transfer,
-            max_segments: info.max_segments,
-            max_buffers: info.max_buffers,
-            max_buffer_bytes: info.max_buffer_bytes,
-            route: route(info.route),
-            reason: reason(info.reason),
-            socket: abi::get_text(&info.socket),
-        })
-    }
-
-    /// A command whose argument is one structure.
-    pub fn call<T: IntoBytes + FromBytes + Immutable>(
-        &self,
-        command: Command,
-        mut argument: T,
-        action: &'static str,
-    ) -> Result<T> {
-        sys::ioctl(self.file.as_fd(), command.request(0), argument.as_mut_bytes())
-            .map_err(|errno| failed(&self.path, action, errno))?;
-        Ok(argument)
-    }
-
-    /// A pidfd of the daemon, where one can be had.
-    pub fn daemon(&self) -> Option<OwnedFd> {
-        socket::daemon(&self.socket).ok()
-    }
-
-    /// Nothing can be done about a failure: either the buffer is gone already, or the daemon is.
-    pub fn unregister(&self, buffer: u64) {
-        let mut argument = abi::Unregister { buffer, ..abi::Unregister::default() };
-        let _ = sys::ioctl(self.file.as_fd(), Command::Unregister.request(0), argument.as_mut_bytes());
-    }
-}
-
-/// What the errno of an ioctl means before anything is known of the file.
-pub(crate) fn failed(path: &Path, action: &'static str, errno: Errno) -> Error {
-    let path = path.to_owned();
-    match errno {
-        // What filesystems say to ioctls that they do not know.
-        Errno::NOTTY | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL => Error::NotGpunvme { path },
-        Errno::PROTONOSUPPORT => Error::OtherVersion { path },
-        errno => Error::Path { path, action, errno },
-    }
-}
-
-/// An errno that the daemon gives as a number; 0 is none.
-pub(crate) fn status(number: i32) -> Option<Errno> {
-    match number {
-        0 => None,
-        1..4096 => Some(Errno::from_raw_os_error(number)),
-        _ => Some(Errno::IO),
-    }
-}
-
-pub(crate) fn reason(code: u32) -> Reason {
-    Reason::from_code(code).unwrap_or(Reason::Unknown)
-}
-
-fn route(code: u32) -> Route {
-    Route::from_code(code).unwrap_or(Route::None)
 }

@@ -2,8 +2,8 @@
 //!
 //! It guards files of other filesystems: what turns out to lie elsewhere is neither created nor truncated.
 
+use crate::connection::Connection;
 use crate::error::{Error, Result};
-use crate::mount::{Connection, Mount};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::ffi::OsStr;
@@ -60,7 +60,7 @@ fn open_directory(path: &Path, directory: &Path) -> Result<OwnedFd> {
         rustix::fs::open(directory, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
     if Connection::known(rustix::fs::fstat(&opened).map_err(failed)?.st_dev).is_none() {
         let asked = rustix::fs::openat(&opened, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
-        match Mount::of(asked.map_err(failed)?, directory) {
+        match Connection::of(asked.map_err(failed)?, directory) {
             Err(Error::NotGpunvme { .. }) => return Err(Error::NotGpunvme { path: path.to_owned() }),
             found => found.map(drop)?,
         }
@@ -70,30 +70,4 @@ fn open_directory(path: &Path, directory: &Path) -> Result<OwnedFd> {
 
 fn failed(path: &Path, action: &'static str, errno: Errno) -> Error {
     Error::Path { path: path.to_owned(), action, errno }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::File;
-
-    #[test]
-    fn elsewhere_nothing_is_created_or_truncated() {
-        let directory = tempfile::tempdir().unwrap();
-        let (file, new) = (directory.path().join("precious"), directory.path().join("new"));
-        std::fs::write(&file, "content").unwrap();
-        let link = directory.path().join("link");
-        std::os::unix::fs::symlink("new", &link).unwrap();
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC;
-        for path in [&file, &new, &link] {
-            let refused = File::with_flags(path, flags, Mode::from_raw_mode(0o666)).unwrap_err();
-            assert!(matches!(refused, Error::NotGpunvme { path: ref named } if named == path), "{refused}");
-        }
-        assert_eq!(std::fs::read(&file).unwrap(), b"content");
-        assert!(!new.exists());
-        let exclusive = File::with_flags(&file, flags | OFlags::EXCL, Mode::empty()).unwrap_err();
-        assert!(matches!(exclusive, Error::NotGpunvme { .. }), "{exclusive}");
-        let root = File::with_flags(Path::new("/"), flags, Mode::empty()).unwrap_err();
-        assert!(matches!(root, Error::Path { errno: Errno::ISDIR, .. }), "{root}");
-    }
 }

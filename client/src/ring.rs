@@ -22,10 +22,13 @@
 
 use crate::buffer::sealed::Target;
 use crate::buffer::{Memory, Shared};
+use crate::codes::{reason, status};
+use crate::connection::Connection;
 use crate::error::{Error, Result};
-use crate::file::{File, Require, Transfer};
-use crate::linger::Linger;
-use crate::mount::{Connection, Mount, reason, status};
+use crate::file::File;
+use crate::mount::Mount;
+use crate::spin::Spin;
+use crate::transfer::{Require, Transfer};
 use gpunvme_abi::ring::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
 use gpunvme_abi::{Command, Moved};
@@ -40,7 +43,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long [`Ring::complete`] looks for a completion before it sleeps: about what falling asleep and being woken costs.
-const LINGER: Duration = Duration::from_micros(20);
+const SPIN_LIMIT: Duration = Duration::from_micros(20);
 /// After how long without a completion, and how often then, it is asked whether the daemon lives, whose death signals nobody.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -171,6 +174,11 @@ impl<'a> Operation<'a> {
     pub fn requiring(self, require: Require) -> Self {
         Operation { require, ..self }
     }
+
+    /// The path that its file was opened by.
+    pub(crate) fn path(&self) -> &Path {
+        self.file.path()
+    }
 }
 
 impl Ring {
@@ -295,16 +303,16 @@ impl Ring {
     /// [`Error::RingClosed`] where there is none and none will come: the volume was unmounted, or its daemon is gone.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
         self.submit();
-        let mut linger = Linger::new();
-        let deadline = wait.deadline(linger.now());
+        let mut spin = Spin::new();
+        let deadline = wait.deadline(spin.now());
         loop {
-            let taken = self.poll(linger.now(), out)?;
-            if taken > 0 || self.in_flight() == 0 || deadline.is_some_and(|deadline| linger.now() >= deadline) {
+            let taken = self.poll(spin.now(), out)?;
+            if taken > 0 || self.in_flight() == 0 || deadline.is_some_and(|deadline| spin.now() >= deadline) {
                 return Ok(taken);
             }
-            if !linger.goes_on(LINGER) && self.arm()? {
+            if !spin.goes_on(SPIN_LIMIT) && self.arm()? {
                 self.sleep(deadline)?;
-                linger.look_at_clock();
+                spin.look_at_clock();
             }
         }
     }
@@ -325,6 +333,15 @@ impl Ring {
             self.alive = now;
         }
         Ok(0)
+    }
+
+    /// After [`Ring::poll`] said that nothing more comes: appends how each transfer ended that is in flight. What it holds it keeps,
+    /// as long as the ring.
+    pub(crate) fn lost(&self, out: &mut Vec<Completed>) {
+        out.extend(self.slots.iter().flatten().map(|in_flight| {
+            let path = in_flight.file.path.clone();
+            Completed { user_data: in_flight.user_data, result: Err(Error::RingClosed { path }) }
+        }));
     }
 
     /// Asks to be signalled at the next completion: the ring, as a descriptor, then becomes readable. False: there is one already, and no signal will come.

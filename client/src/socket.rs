@@ -1,6 +1,6 @@
 //! The application's end of the registration socket (`docs/reference/ioctl.md`): one datagram out with the descriptor, one back.
 
-use crate::mount::status;
+use crate::codes::status;
 use crate::sys;
 use gpunvme_abi::{Command, Message, Register};
 use rustix::io::Errno;

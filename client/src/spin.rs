@@ -9,22 +9,22 @@ const LOOKS: u32 = 16;
 
 /// The time since something happened last.
 #[derive(Debug)]
-pub(crate) struct Linger {
+pub(crate) struct Spin {
     since: Instant,
     now: Instant,
     looks: u32,
 }
 
-impl Linger {
+impl Spin {
     /// Begins now.
-    pub fn new() -> Linger {
+    pub fn new() -> Spin {
         let now = Instant::now();
-        Linger { since: now, now, looks: 0 }
+        Spin { since: now, now, looks: 0 }
     }
 
     /// Begins anew, because something happened.
     pub fn restart(&mut self) {
-        *self = Linger::new();
+        *self = Spin::new();
     }
 
     /// When it began.
@@ -32,7 +32,7 @@ impl Linger {
         self.since
     }
 
-    /// The time, as it was about a microsecond ago at most while this is asked in turns with [`Linger::goes_on`].
+    /// The time, as it was about a microsecond ago at most while this is asked in turns with [`Spin::goes_on`].
     pub fn now(&self) -> Instant {
         self.now
     }

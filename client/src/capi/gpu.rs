@@ -2,12 +2,12 @@
 
 use super::{CResult, clear, fail, free, keep, null, store, store_handle};
 use crate::error::{Error, Result};
-use crate::file::{File, Require, Transfer};
+use crate::file::File;
 use crate::gpu::{Finished, Pending, Queue, Segment, Settings, Transfers};
 use crate::mount::Mount;
 use crate::ring::Wait;
-use crate::{Reason, Route};
-use gpunvme_abi::TransferFlags;
+use crate::transfer::{Require, Transfer};
+use gpunvme_abi::{Reason, Route, TransferFlags};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};

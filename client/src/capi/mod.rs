@@ -4,11 +4,12 @@
 //! with its sentence kept for the thread.
 
 use crate::buffer::{Buffer, Registered};
+use crate::codes::reason;
 use crate::error::{Error, Result};
-use crate::file::{File, Transfer};
-use crate::mount::{Mount, reason};
-use crate::{Extent, Moved, Reason, Route, Segment};
-use gpunvme_abi::{self as abi, Command, TransferFlags};
+use crate::file::File;
+use crate::mount::Mount;
+use crate::transfer::Transfer;
+use gpunvme_abi::{self as abi, Command, Extent, Moved, Reason, Route, Segment, TransferFlags};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::cell::RefCell;

@@ -19,33 +19,25 @@
 //! Calls may come from any number of threads. [`Transfers::read`] waits; [`Transfers::read_then`] calls back; a [`Queue`] collects what is done, for one thread that keeps many
 //! requests in flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
-//! Inside, an `engine` cuts requests into pieces, keeps them in flight between a ring of the mount and a pool, and copies between the pool and each GPU (`lane`). Short requests that are
-//! waited for are done by the thread that waits (`desks`), all others by a thread of the library's (`worker`). Requests in the order of a stream have a thread of their own (`ordered`), which makes no call of CUDA and copies pinned host memory itself:
-//! all that the GPU has to do for them is in the stream when the call returns (`plan`, `window`).
+//! Inside, `transfers` looks up what lies at the addresses. A `pipeline` cuts requests into pieces, keeps them in flight between
+//! a ring of the mount and a pool, and copies between the pool and each GPU: on the thread that waits for a short request, and for
+//! all others on a thread of the library's. Requests in the order of a `stream` have a thread of their own, which makes no call of
+//! CUDA and copies pinned host memory itself: all that the GPU has to do for them is in the stream when the call returns. Both use
+//! the same `memory`.
 
-mod desks;
-mod engine;
-mod health;
-mod inbox;
-#[allow(unsafe_code)]
-mod lane;
+mod answer;
+mod attachments;
 mod memory;
-mod ordered;
 mod outcome;
-mod plan;
+mod pipeline;
 #[allow(unsafe_code)]
 mod queue;
-mod registered;
 mod request;
-mod server;
-#[allow(unsafe_code)]
-mod staging;
+mod stream;
 #[allow(unsafe_code)]
 mod transfers;
-#[allow(unsafe_code)]
-mod window;
-mod worker;
 
-pub use queue::{Finished, Queue};
-pub use request::{Pending, Segment};
+pub use answer::{Finished, Pending};
+pub use queue::Queue;
+pub use request::Segment;
 pub use transfers::{Settings, Transfers};

@@ -1,9 +1,12 @@
 //! How a request ends, as its pieces tell it: what they moved, and what became of the first that failed.
 
+use super::memory::pieces::Piece;
+use super::request::Part;
 use crate::error::{Error, Result};
-use crate::file::Transfer;
-use crate::{Moved, Reason};
-use gpunvme_abi::Direction;
+use crate::transfer::Transfer;
+use gpunvme_abi::{Direction, Moved, Reason};
+use rustix::io::Errno;
+use std::path::Path;
 
 /// What is known so far.
 #[derive(Default)]
@@ -43,16 +46,6 @@ impl Outcome {
     }
 }
 
-/// What the ring said of a piece, with the segment that it is of, and where it lies in the file.
-pub(super) fn at_place(error: Error, segment: u32, file_offset: u64) -> Error {
-    match error {
-        Error::Transfer { path, action, errno, reason, done, .. } => {
-            Error::Transfer { path, action, errno, reason, segment: Some(segment), offset: Some(file_offset), done }
-        }
-        error => error,
-    }
-}
-
 /// What errors call it.
 pub(super) fn action(direction: Direction) -> &'static str {
     match direction {
@@ -61,8 +54,38 @@ pub(super) fn action(direction: Direction) -> &'static str {
     }
 }
 
+/// What a ring said of a piece of a part: how many of the application's bytes arrived, and what was moved for it.
+///
+/// # Errors
+/// The piece failed: with the segment that it is of, and where it lies in the file.
+pub(super) fn of_piece(
+    direction: Direction,
+    path: &Path,
+    part: &Part,
+    piece: &Piece,
+    result: Result<Transfer>,
+) -> Result<(u64, Transfer)> {
+    let done = match result {
+        Err(Error::Transfer { path, action, errno, reason, done, .. }) => {
+            let (segment, offset) = (Some(part.segment), Some(piece.file_offset));
+            return Err(Error::Transfer { path, action, errno, reason, segment, offset, done });
+        }
+        result => result?,
+    };
+    let arrived = piece.arrived(done.bytes());
+    if direction == Direction::Write && arrived < piece.wanted {
+        // The daemon owes a status for this; a file with a gap in it must not pass for written.
+        return Err(Error::Path { path: path.to_owned(), action: action(direction), errno: Errno::IO });
+    }
+    let moved = match part.registered {
+        Ok(_) => done,
+        Err(reason) => of_the_application(done, arrived, reason),
+    };
+    Ok((arrived, moved))
+}
+
 /// What a transfer that was rounded outwards moved for the application, `wanted` bytes, and why not faster.
-pub(super) fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> Transfer {
+fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> Transfer {
     let Transfer { mut moved, reason } = transfer;
     let mut excess = moved.total() - wanted.min(moved.total());
     let Moved { bounce, host, hole, edge, .. } = &mut moved;

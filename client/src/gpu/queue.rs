@@ -1,22 +1,21 @@
 //! A place where requests that are done are collected: for one thread with many in flight.
 
-use super::request::End;
-use super::{Segment, Transfers};
+use super::answer::{Collection, End, Finished, QueueEnd};
+use super::request::Segment;
+use super::transfers::Transfers;
 use crate::error::Result;
-use crate::file::{File, Transfer};
-use crate::linger::Linger;
+use crate::file::File;
 use crate::ring::Wait;
+use crate::spin::Spin;
 use gpunvme_abi::Direction;
-use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long [`Queue::complete`] looks before it sleeps.
-const LINGER: Duration = Duration::from_micros(50);
+const SPIN_LIMIT: Duration = Duration::from_micros(50);
 
 /// Requests in flight, and those that are done and were not taken.
 ///
@@ -38,93 +37,24 @@ const LINGER: Duration = Duration::from_micros(50);
 #[derive(Debug)]
 pub struct Queue {
     transfers: Transfers,
-    shared: Arc<Shared>,
+    collection: Arc<Collection>,
     in_flight: usize,
 }
 
-/// How one request ended.
-#[derive(Debug)]
-pub struct Finished {
-    /// What it was begun with.
-    pub user_data: u64,
-    /// What it moved.
-    pub result: Result<Transfer>,
-}
-
-#[derive(Debug)]
-struct Shared {
-    finished: Mutex<Vec<Finished>>,
-    watched: Watched,
-    event: OwnedFd,
-}
-
-/// What whoever waits looks at all the time, in a cache line that is written when there is something to see.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Watched {
-    /// Of the requests that are done, so that one can look without a lock.
-    count: AtomicUsize,
-    asleep: AtomicBool,
-}
-
-/// Where the answer to one request goes.
-pub(super) struct QueueEnd {
-    shared: Arc<Shared>,
-    user_data: u64,
-}
-
-/// Answers on their way to their queues: however many there are for a queue at a time, it is locked and woken once.
-#[derive(Default)]
-pub(super) struct Deliveries {
-    queues: Vec<(Arc<Shared>, Vec<Finished>)>,
-    /// Empty lists, for queues to come.
-    spare: Vec<Vec<Finished>>,
-}
-
-impl Deliveries {
-    /// Adds an answer.
-    pub fn add(&mut self, end: QueueEnd, result: Result<Transfer>) {
-        let QueueEnd { shared, user_data } = end;
-        let finished = Finished { user_data, result };
-        match self.queues.iter_mut().rev().find(|(queue, _)| Arc::ptr_eq(queue, &shared)) {
-            Some((_, list)) => list.push(finished),
-            None => {
-                let mut list = self.spare.pop().unwrap_or_default();
-                list.push(finished);
-                self.queues.push((shared, list));
-            }
-        }
-    }
-
-    /// Hands over what was added.
-    pub fn deliver(&mut self) {
-        for (shared, mut list) in self.queues.drain(..) {
-            {
-                let mut finished = shared.finished.lock();
-                if finished.is_empty() {
-                    std::mem::swap(&mut *finished, &mut list);
-                } else {
-                    finished.append(&mut list);
-                }
-                shared.watched.count.store(finished.len(), Ordering::SeqCst);
-            }
-            self.spare.push(list);
-            if shared.watched.asleep.load(Ordering::SeqCst) && shared.watched.asleep.swap(false, Ordering::SeqCst) {
-                // A counter that is full has been signalled.
-                let _ = rustix::io::write(&shared.event, &1u64.to_ne_bytes());
-            }
-        }
+impl Transfers {
+    /// A queue, for one thread that keeps many requests in flight.
+    ///
+    /// # Errors
+    /// [`Error::Path`] if there are too many descriptors.
+    ///
+    /// [`Error::Path`]: crate::Error::Path
+    pub fn queue(&self) -> Result<Queue> {
+        let collection = Collection::new().map_err(|errno| self.failed("make a queue", errno))?;
+        Ok(Queue { transfers: self.clone(), collection: Arc::new(collection), in_flight: 0 })
     }
 }
 
 impl Queue {
-    pub(super) fn new(transfers: &Transfers) -> Result<Queue> {
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let event = event.map_err(|errno| transfers.failed("make a queue", errno))?;
-        let shared = Shared { finished: Mutex::default(), watched: Watched::default(), event };
-        Ok(Queue { transfers: transfers.clone(), shared: Arc::new(shared), in_flight: 0 })
-    }
-
     /// Begins a read. `user_data` comes back when it is done.
     ///
     /// # Safety
@@ -148,7 +78,7 @@ impl Queue {
     }
 
     fn begin(&mut self, direction: Direction, file: &File, segments: &[Segment], user_data: u64) -> Result<()> {
-        let end = End::Queue(QueueEnd { shared: self.shared.clone(), user_data });
+        let end = End::Queue(QueueEnd { collection: self.collection.clone(), user_data });
         self.transfers.begin(direction, file, segments, end)?;
         self.in_flight += 1;
         Ok(())
@@ -164,30 +94,23 @@ impl Queue {
     /// # Errors
     /// [`Error::Path`] if the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Finished>) -> Result<usize> {
-        let mut linger = Linger::new();
-        let deadline = wait.deadline(linger.now());
+        let mut spin = Spin::new();
+        let deadline = wait.deadline(spin.now());
         loop {
             let taken = self.take(out);
-            if taken > 0 || self.in_flight == 0 || deadline.is_some_and(|deadline| linger.now() >= deadline) {
+            if taken > 0 || self.in_flight == 0 || deadline.is_some_and(|deadline| spin.now() >= deadline) {
                 return Ok(taken);
             }
-            if !linger.goes_on(LINGER) && self.arm() {
+            if !spin.goes_on(SPIN_LIMIT) && self.arm() {
                 self.sleep(deadline)?;
-                linger.look_at_clock();
+                spin.look_at_clock();
             }
         }
     }
 
     /// Asks to be signalled when the next request is done: the queue, as a descriptor, then becomes readable. False: there is one already, and no signal will come.
     pub fn arm(&mut self) -> bool {
-        let _ = rustix::io::read(&self.shared.event, &mut [0u8; 8]); // nonblocking: an older signal, if any
-        let watched = &self.shared.watched;
-        watched.asleep.store(true, Ordering::SeqCst);
-        if watched.count.load(Ordering::SeqCst) > 0 {
-            watched.asleep.store(false, Ordering::SeqCst);
-            return false;
-        }
-        true
+        self.collection.arm()
     }
 
     fn sleep(&self, deadline: Option<Instant>) -> Result<()> {
@@ -195,20 +118,14 @@ impl Queue {
             let left: Duration = deadline.saturating_duration_since(Instant::now());
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
         });
-        match rustix::event::poll(&mut [PollFd::new(&self.shared.event, PollFlags::IN)], timeout.as_ref()) {
+        match rustix::event::poll(&mut [PollFd::new(&self.collection.event, PollFlags::IN)], timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(self.transfers.failed("wait for a transfer", errno)),
         }
     }
 
     fn take(&mut self, out: &mut Vec<Finished>) -> usize {
-        if self.shared.watched.count.load(Ordering::Acquire) == 0 {
-            return 0;
-        }
-        let mut finished = self.shared.finished.lock();
-        let taken = finished.len();
-        out.append(&mut finished);
-        self.shared.watched.count.store(0, Ordering::SeqCst);
+        let taken = self.collection.take(out);
         self.in_flight -= taken;
         taken
     }
@@ -217,6 +134,6 @@ impl Queue {
 /// Becomes readable when a request is done after [`Queue::arm`] said yes: for poll(2), epoll(7) and the like.
 impl AsFd for Queue {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.shared.event.as_fd()
+        self.collection.event.as_fd()
     }
 }

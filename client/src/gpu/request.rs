@@ -1,28 +1,17 @@
-//! What an application asks for, and how it learns that it is done.
-//!
-//! It guards that every request is answered once, whatever becomes of it.
+//! What an application asks for, looked up and ready to be done.
 
+use super::answer::End;
 use super::memory::pieces::Piece;
-use super::queue::{Deliveries, QueueEnd};
-use super::registered::Lease;
-use crate::Reason;
+use super::memory::registrations::Lease;
+use super::memory::staging::Staging;
 use crate::buffer::{Memory, Shared};
-use crate::error::Result;
-use crate::file::{Require, Transfer};
-use crate::linger::Linger;
 use crate::ring::{Attached, Operation};
-use gpunvme_abi::Direction;
+use crate::transfer::Require;
+use gpunvme_abi::{Direction, Reason};
 use gpunvme_cuda::Gpu;
-use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
-
-/// How long [`Pending::wait`] looks before it sleeps: about what a small read takes.
-const LINGER: Duration = Duration::from_micros(50);
 
 /// A range of a file and as long a range of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,8 +90,27 @@ impl Source {
     }
 }
 
-/// A transfer of the ring between a piece of a file and `at` in a buffer.
-pub(super) fn operation<'a, M: Memory>(
+/// The transfer of a piece by a ring. `slot` is the piece's slot of a staging pool; none where the device reaches the memory of
+/// its part itself.
+pub(super) fn operation<'a>(
+    direction: Direction,
+    file: &'a Attached,
+    part: &'a Part,
+    piece: &Piece,
+    address: u64,
+    slot: Option<(&'a Arc<Shared<Staging>>, usize)>,
+) -> Operation<'a> {
+    match (&part.registered, slot) {
+        (Ok(lease), _) => between(direction, file, piece, &lease.buffer, lease.offset + (address - part.address)),
+        (Err(_), slot) => {
+            let (staging, slot) = slot.expect("what is staged has a slot");
+            between(direction, file, piece, staging, slot as u64 + piece.slot_offset)
+        }
+    }
+}
+
+/// A transfer between a piece of a file and `at` in a buffer.
+fn between<'a, M: Memory>(
     direction: Direction,
     file: &'a Attached,
     piece: &Piece,
@@ -112,77 +120,5 @@ pub(super) fn operation<'a, M: Memory>(
     match direction {
         Direction::Read => Operation::read(file, piece.file_offset, buffer, at, piece.len),
         Direction::Write => Operation::write(file, piece.file_offset, buffer, at, piece.len),
-    }
-}
-
-/// Where the answer goes.
-pub(super) enum End {
-    Pending(Arc<Answer>),
-    Callback(Box<dyn FnOnce(Result<Transfer>) + Send>),
-    Queue(QueueEnd),
-}
-
-impl End {
-    pub fn answer(self, result: Result<Transfer>, deliveries: &mut Deliveries) {
-        match self {
-            End::Pending(answer) => answer.set(result),
-            End::Callback(callback) => {
-                // It is the application's, and no request of others' ends because of it.
-                if catch_unwind(AssertUnwindSafe(|| callback(result))).is_err() {
-                    tracing::error!("what was to be called when a request was done panicked");
-                }
-            }
-            End::Queue(end) => deliveries.add(end, result),
-        }
-    }
-}
-
-/// A result that is waited for.
-#[derive(Debug, Default)]
-pub(super) struct Answer {
-    /// So that whoever waits can look without a lock.
-    there: AtomicBool,
-    result: Mutex<Option<Result<Transfer>>>,
-    changed: Condvar,
-}
-
-impl Answer {
-    pub fn set(&self, result: Result<Transfer>) {
-        *self.result.lock() = Some(result);
-        self.there.store(true, Ordering::Release);
-        self.changed.notify_one();
-    }
-
-    /// The result, if it is there and was not taken.
-    pub fn take(&self) -> Option<Result<Transfer>> {
-        self.result.lock().take()
-    }
-}
-
-/// A request that was begun. Dropping it neither ends the request nor waits for it: the memory is still in use.
-#[derive(Debug)]
-#[must_use = "the memory is in use until it was waited for"]
-pub struct Pending(pub(super) Arc<Answer>);
-
-impl Pending {
-    /// Whether [`Pending::wait`] would return at once.
-    pub fn is_done(&self) -> bool {
-        self.0.there.load(Ordering::Acquire)
-    }
-
-    /// Waits until the request is done.
-    ///
-    /// # Errors
-    /// Those of [`super::Transfers::read`].
-    pub fn wait(self) -> Result<Transfer> {
-        let mut linger = Linger::new();
-        while !self.is_done() && linger.goes_on(LINGER) {}
-        let mut result = self.0.result.lock();
-        loop {
-            if let Some(result) = result.take() {
-                return result;
-            }
-            self.0.changed.wait(&mut result);
-        }
     }
 }

@@ -1,22 +1,23 @@
 //! Where applications come in: it looks up what lies at their addresses, and hands requests that can be done to whoever does them.
 
-use super::Queue;
-use super::desks::{self, Desks};
-use super::engine::Engine;
-use super::inbox::Inbox;
-use super::lane::Lane;
+use super::answer::{Answer, End, Pending};
+use super::attachments::{in_ring, is_first_read};
 use super::memory::pieces::{Blocks, first, piece_len};
-use super::ordered::{Ask, Ordered};
+use super::memory::registrations::Registrations;
 use super::outcome::action;
-use super::registered::Registrations;
-use super::request::{Allocation, Answer, End, Part, Parts, Pending, Request, Segment, Source};
-use super::worker::{Mail, PIECES, Worker};
+use super::pipeline::copy_stream::CopyStream;
+use super::pipeline::executor::Executor;
+use super::pipeline::inline::{self, InlineExecutors};
+use super::pipeline::mailbox::Mailbox;
+use super::pipeline::worker::{Mail, PIECES, Worker};
+use super::request::{Allocation, Part, Parts, Request, Segment, Source};
+use super::stream::submission::{Streams, Submission};
 use crate::error::{Error, Result};
-use crate::file::{File, Require, Transfer};
+use crate::file::File;
 use crate::mount::Mount;
 use crate::ring::{Ring, RingName};
-use crate::{Reason, Route};
-use gpunvme_abi::{Direction, MAX_OFFSET};
+use crate::transfer::{Require, Transfer};
+use gpunvme_abi::{Direction, MAX_OFFSET, Reason, Route};
 use gpunvme_cuda::{self as cuda, Cuda, Gpu, Place, Scatter};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
@@ -47,7 +48,7 @@ pub struct Settings {
 }
 
 impl Default for Settings {
-    /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's cache between the device and the copy engine. Beside an H200 reads of 16 MiB
+    /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's cache between the device and the copy executor. Beside an H200 reads of 16 MiB
     /// went at 7.2 GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64.
     fn default() -> Settings {
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
@@ -74,18 +75,18 @@ struct Inner {
     alignment: usize,
     registrations: Registrations,
     ring: RingName,
-    inbox: Arc<Inbox<Mail>>,
+    mailbox: Arc<Mailbox<Mail>>,
     worker: Option<JoinHandle<()>>,
     /// Where callers do their requests themselves.
-    desks: Desks,
+    inline: InlineExecutors,
     /// GPUs in use, and the kernel of each.
     kernels: Mutex<Vec<(Gpu, Arc<Scatter>)>>,
-    /// GPUs of which the worker has a lane.
-    lanes: Mutex<Vec<Gpu>>,
+    /// GPUs of which the worker has a copy_stream.
+    copy_streams: Mutex<Vec<Gpu>>,
     /// What blocks ask for.
     blocks: Blocks,
     /// Who serves requests in streams, from the first on.
-    ordered: Mutex<Option<Arc<Ordered>>>,
+    streams: Mutex<Option<Arc<Streams>>>,
 }
 
 impl Transfers {
@@ -111,9 +112,9 @@ impl Transfers {
         let ring = Ring::new(mount, PIECES as u32)?;
         let name = ring.name().clone();
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers", errno };
-        let inbox = Arc::new(Inbox::new().map_err(failed)?);
+        let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
         let blocks = Blocks { read: info.logical_block.into(), write: info.block_size.into() };
-        let worker = Worker::new(Engine::new(ring, blocks), inbox.clone());
+        let worker = Worker::new(Executor::new(ring, blocks), mailbox.clone());
         let thread = std::thread::Builder::new().name("gpunvme".into());
         let thread = thread
             .spawn(move || {
@@ -126,16 +127,16 @@ impl Transfers {
             cuda,
             mount: mount.clone(),
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
-            desks: Desks::new(settings.callers),
+            inline: InlineExecutors::new(settings.callers),
             settings,
             alignment: (info.memory_alignment.max(info.logical_block) as usize).max(512),
             ring: name,
-            inbox,
+            mailbox,
             worker: Some(thread),
             kernels: Mutex::default(),
-            lanes: Mutex::default(),
+            copy_streams: Mutex::default(),
             blocks,
-            ordered: Mutex::default(),
+            streams: Mutex::default(),
             path,
         };
         Ok(Transfers { inner: Arc::new(inner), require: Require::default() })
@@ -260,14 +261,6 @@ impl Transfers {
         self.inner.registrations.forget(address, len);
     }
 
-    /// A queue, for one thread that keeps many requests in flight.
-    ///
-    /// # Errors
-    /// [`Error::Path`] if there are too many descriptors.
-    pub fn queue(&self) -> Result<Queue> {
-        Queue::new(self)
-    }
-
     pub(super) fn failed(&self, action: &'static str, errno: Errno) -> Error {
         Error::Path { path: self.inner.path.clone(), action, errno }
     }
@@ -278,14 +271,14 @@ impl Transfers {
         let found = self.look_up(direction, file, segments)?;
         let answer = Arc::new(Answer::default());
         let end = End::Pending(answer.clone());
-        if let Some(mut desk) = self.inner.desk(&found) {
-            if direction == Direction::Read && found.is_one_piece(self.inner.blocks) && file.is_first_read_on(&self.inner.mount) {
+        if let Some(mut executor) = self.inner.inline_executor(&found) {
+            if direction == Direction::Read && found.is_one_piece(self.inner.blocks) && is_first_read(file, &self.inner.mount) {
                 let request = self.request(direction, Source::Call(file.path().to_owned()), found, end);
-                return desks::serve(&mut desk, |desk| desk.read_by_call(request, file), &answer);
+                return inline::serve(&mut executor, |executor| executor.read_by_call(request, file), &answer);
             }
-            let source = Source::Ring(file.in_ring(desk.ring().name())?);
+            let source = Source::Ring(in_ring(file, executor.ring())?);
             let request = self.request(direction, source, found, end);
-            return desks::serve(&mut desk, |desk| desk.begin(request), &answer);
+            return inline::serve(&mut executor, |executor| executor.begin(request), &answer);
         }
         self.hand_over(direction, file, found, end)?;
         Pending(answer).wait()
@@ -302,10 +295,10 @@ impl Transfers {
     fn hand_over(&self, direction: Direction, file: &File, found: Found, end: End) -> Result<()> {
         let inner = &*self.inner;
         for gpu in found.gpus() {
-            inner.need_lane(gpu)?;
+            inner.need_copy_stream(gpu)?;
         }
-        let request = self.request(direction, Source::Ring(file.in_ring(&inner.ring)?), found, end);
-        inner.inbox.send(|mail| mail.requests.push(request));
+        let request = self.request(direction, Source::Ring(in_ring(file, &inner.ring)?), found, end);
+        inner.mailbox.send(|mail| mail.requests.push(request));
         Ok(())
     }
 
@@ -336,8 +329,8 @@ impl Transfers {
         }
         let staged = parts.first().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
         let scatter = staged.map(|gpu| inner.kernel(gpu)).transpose()?;
-        let ask = Ask { direction, file, parts, require, bytes, name: stream, stream: handle, of, scatter };
-        inner.ordered()?.begin(ask).map(Pending)
+        let submission = Submission { direction, file, parts, require, bytes, name: stream, stream: handle, of, scatter };
+        inner.streams()?.submit(submission).map(Pending)
     }
 
     fn look_up(&self, direction: Direction, file: &File, segments: &[Segment]) -> Result<Found> {
@@ -452,30 +445,31 @@ impl Inner {
         Ok(Allocation { gpu, by_kernel: found.by_kernel, host, base: found.base, buffer_id: found.buffer_id })
     }
 
-    /// A free desk for a request, if it is short enough and there is one.
-    fn desk(&self, found: &Found) -> Option<MutexGuard<'_, Engine>> {
-        if found.bytes > desks::LONGEST || found.parts.len() > desks::PARTS {
+    /// A free executor for a request, if it is short enough and there is one.
+    fn inline_executor(&self, found: &Found) -> Option<MutexGuard<'_, Executor>> {
+        if found.bytes > inline::LONGEST || found.parts.len() > inline::PARTS {
             return None;
         }
-        let has_all = |desk: &Engine| found.gpus().all(|gpu| desk.has_lane(gpu));
-        let mut desk = self.desks.take(&self.mount, self.blocks, has_all)?;
+        let has_all = |executor: &Executor| found.gpus().all(|gpu| executor.has_copy_stream(gpu));
+        let mut executor = self.inline.take(&self.mount, self.blocks, has_all)?;
         for gpu in found.gpus() {
-            if !desk.has_lane(gpu) {
-                desk.add_lane(gpu, self.lane(gpu, desks::POOL).inspect_err(|error| self.desks.fill(error)).ok()?);
+            if !executor.has_copy_stream(gpu) {
+                executor
+                    .add_copy_stream(gpu, self.copy_stream(gpu, inline::POOL).inspect_err(|error| self.inline.fill(error)).ok()?);
             }
         }
-        Some(desk)
+        Some(executor)
     }
 
-    /// Gives the worker a lane of a GPU if it has none.
-    fn need_lane(&self, gpu: Gpu) -> Result<()> {
-        let mut lanes = self.lanes.lock();
-        if lanes.contains(&gpu) {
+    /// Gives the worker a copy_stream of a GPU if it has none.
+    fn need_copy_stream(&self, gpu: Gpu) -> Result<()> {
+        let mut copy_streams = self.copy_streams.lock();
+        if copy_streams.contains(&gpu) {
             return Ok(());
         }
-        let lane = self.lane(gpu, self.settings.staging)?;
-        self.inbox.send(|mail| mail.lanes.push((gpu, lane)));
-        lanes.push(gpu);
+        let copy_stream = self.copy_stream(gpu, self.settings.staging)?;
+        self.mailbox.send(|mail| mail.copy_streams.push((gpu, copy_stream)));
+        copy_streams.push(gpu);
         Ok(())
     }
 
@@ -485,32 +479,32 @@ impl Inner {
         if let Some(kernel) = known() {
             return Ok(kernel);
         }
-        self.need_lane(gpu)?;
-        Ok(known().expect("each lane has one"))
+        self.need_copy_stream(gpu)?;
+        Ok(known().expect("each copy_stream has one"))
     }
 
-    /// A new lane of a GPU, with a pool of so many bytes.
-    fn lane(&self, gpu: Gpu, pool: usize) -> Result<Box<Lane>> {
-        let new = |kernel| Lane::new(self.cuda, gpu, &self.mount, pool, self.alignment, kernel).map(Box::new);
+    /// A new copy_stream of a GPU, with a pool of so many bytes.
+    fn copy_stream(&self, gpu: Gpu, pool: usize) -> Result<Box<CopyStream>> {
+        let new = |kernel| CopyStream::new(self.cuda, gpu, &self.mount, pool, self.alignment, kernel).map(Box::new);
         let mut kernels = self.kernels.lock();
         if let Some((_, kernel)) = kernels.iter().find(|(known, _)| *known == gpu) {
             let kernel = kernel.clone();
             drop(kernels);
             return new(Some(kernel));
         }
-        let lane = new(None)?;
-        kernels.push((gpu, lane.scatter.clone()));
-        Ok(lane)
+        let copy_stream = new(None)?;
+        kernels.push((gpu, copy_stream.scatter.clone()));
+        Ok(copy_stream)
     }
 
     /// Who serves requests in streams.
-    fn ordered(&self) -> Result<Arc<Ordered>> {
-        let mut ordered = self.ordered.lock();
-        if let Some(ordered) = &*ordered {
-            return Ok(ordered.clone());
+    fn streams(&self) -> Result<Arc<Streams>> {
+        let mut streams = self.streams.lock();
+        if let Some(streams) = &*streams {
+            return Ok(streams.clone());
         }
-        let started = Arc::new(Ordered::start(&self.mount, self.blocks, self.alignment)?);
-        Ok(ordered.insert(started).clone())
+        let started = Arc::new(Streams::start(&self.mount, self.blocks, self.alignment)?);
+        Ok(streams.insert(started).clone())
     }
 }
 
@@ -525,10 +519,10 @@ impl Drop for Inner {
         // The last are the worker's and those of windows then, which end when all requests are done: this may be a callback, and the worker the thread that it runs on.
         self.kernels.get_mut().clear();
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
-        let desks = std::mem::take(&mut self.desks);
-        self.inbox.send(|mail| mail.end = Some(desks));
-        if let Some(ordered) = self.ordered.get_mut().take().and_then(Arc::into_inner) {
-            ordered.end(worker.is_some());
+        let inline = std::mem::take(&mut self.inline);
+        self.mailbox.send(|mail| mail.end = Some(inline));
+        if let Some(streams) = self.streams.get_mut().take().and_then(Arc::into_inner) {
+            streams.end(worker.is_some());
         }
         if let Some(worker) = worker {
             let _ = worker.join(); // a panic there was reported there

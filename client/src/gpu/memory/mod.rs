@@ -1,6 +1,9 @@
-//! The memory that transfers use: what of a GPU's is registered with the mount, and how what goes by way of a staging pool is cut
-//! into pieces and given slots of it. It knows neither CUDA nor the daemon.
+//! The memory that transfers use: staging pools, how what goes through one is cut into pieces that have slots in it, and what of a
+//! GPU's memory is registered with the mount, so that it need not go through one.
 
-pub(super) mod cache;
-pub(super) mod pieces;
-pub(super) mod slots;
+mod cache;
+pub mod pieces;
+pub mod registrations;
+pub mod slots;
+#[allow(unsafe_code)]
+pub mod staging;

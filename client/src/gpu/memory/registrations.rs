@@ -1,19 +1,19 @@
-//! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when it is first used, and stays so (`super::memory::cache` says how long).
+//! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when it is first used, and stays so ([`super::cache`] says how long).
 //!
 //! It guards the order of things on the GPU: what was registered is synchronous to CUDA's own copies (SYNC_MEMOPS), and what an SSD wrote is in place before anybody is told so.
 
-use super::memory::cache::{self, Cache, Export, Refusal, Registrar};
+use super::cache::{self, Cache, Export, Refusal, Registrar};
 use crate::buffer::Shared;
 use crate::device_memory::DeviceMemory;
 use crate::error::Error;
 use crate::mount::Mount;
-use crate::{Reason, Route};
+use gpunvme_abi::{Reason, Route};
 use gpunvme_cuda::{self as cuda, Cuda, CudaError, Gpu, Place};
 use std::sync::Arc;
 use std::time::Instant;
 
 /// The registered memory of all GPUs.
-pub(super) struct Registrations {
+pub struct Registrations {
     /// Why the mount takes none; [`Reason::None`] where it does.
     refused: Reason,
     /// By the GPU's index; none where the mount takes none.
@@ -21,11 +21,11 @@ pub(super) struct Registrations {
 }
 
 /// Memory that is registered. While a transfer uses it, it holds this.
-pub(super) type Lease = cache::Lease<Registration>;
+pub type Lease = cache::Lease<Registration>;
 
 /// A part of an allocation, exported and registered.
 #[derive(Debug)]
-pub(super) struct Registration {
+pub struct Registration {
     pub buffer: Arc<Shared<DeviceMemory>>,
     gpu: Gpu,
 }

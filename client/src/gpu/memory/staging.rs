@@ -15,7 +15,7 @@ use std::ptr::{self, NonNull};
 
 /// Host memory that is registered with CUDA.
 #[derive(Debug)]
-pub(super) struct Staging {
+pub struct Staging {
     /// Before the mapping, so that it ends first.
     _registration: HostRegistration,
     pub mapping: Mapping,
@@ -65,6 +65,14 @@ impl Staging {
                 Direction::Write => ptr::copy_nonoverlapping(host, slot, len),
             }
         }
+    }
+}
+
+/// Where a copy between memory and a slot goes to, and where it comes from.
+pub fn ends(direction: Direction, memory: u64, slot: u64) -> (u64, u64) {
+    match direction {
+        Direction::Read => (memory, slot),
+        Direction::Write => (slot, memory),
     }
 }
 

@@ -1,14 +1,14 @@
-//! What an engine has for one GPU: a staging pool, and a stream that copies between it and the application's memory.
+//! What an executor has for one GPU: a staging pool, and a stream that copies between it and the application's memory.
 //!
 //! It guards the application's context. What waits to be copied is copied together: neighbours as one, and many small pieces by one kernel. A kernel that meets an
 //! address which is no longer mapped would end everything that the application does on this GPU, so each allocation is looked at once more just before. While a few batches are
 //! on their way nothing more is given to the stream, so batches grow by themselves under load.
 
-use super::memory::slots::{CHUNK, Slots};
-use super::request::Allocation;
-use super::staging::Staging;
 use crate::buffer::Shared;
 use crate::error::{Error, Result};
+use crate::gpu::memory::slots::{CHUNK, Slots};
+use crate::gpu::memory::staging::{Staging, ends};
+use crate::gpu::request::Allocation;
 use crate::mount::Mount;
 use gpunvme_abi::Direction;
 use gpunvme_cuda::{Cuda, CudaError, Entered, Event, Gpu, Move, Scatter, Stream};
@@ -22,17 +22,17 @@ use zerocopy::IntoBytes;
 /// Batches on their way at most: while one is copied the next waits behind it, and the stream never runs dry.
 const BATCHES: usize = 2;
 /// Copies that a batch may have at most.
-pub(super) const BATCH: usize = 1024;
+pub const BATCH: usize = 1024;
 /// Bytes of the table of one batch.
 const TABLE: usize = BATCH * size_of::<Move>();
-/// Up to this many bytes the kernel may move: a copy engine takes about as long for any copy that is shorter than 64 KiB.
-const SMALL: u64 = 32 << 10;
+/// Up to this many bytes the kernel may move: a copy executor takes about as long for any copy that is shorter than 64 KiB.
+pub const SMALL: u64 = 32 << 10;
 /// From this many small copies on the kernel makes them: launching it costs about as much as two copies.
-const MANY: usize = 3;
+pub const MANY: usize = 3;
 /// Copies are made when they are this part of all that is in flight, and together then: each batch costs the processor some microseconds, however little is in it. What waits
 /// for the others so is late by a few hundredths of the time that the device takes.
 const SHARE: usize = 8;
-/// Or when they are this many bytes, which keep a copy engine busy.
+/// Or when they are this many bytes, which keep a copy executor busy.
 const ENOUGH: u64 = 64 << 10;
 /// Or when the first has waited this long: about as long as the copy itself takes.
 const HOLD: Duration = Duration::from_micros(20);
@@ -41,7 +41,7 @@ const WORD: usize = 64;
 
 /// A copy that is to be made.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Copy {
+pub struct Copy {
     pub direction: Direction,
     /// In the application's memory.
     pub address: u64,
@@ -54,11 +54,11 @@ pub(super) struct Copy {
 }
 
 /// Why a copy was not made: what CUDA said, or `None` where the memory is gone.
-pub(super) type NotCopied = Option<CudaError>;
+pub type NotCopied = Option<CudaError>;
 
 /// Copies that are made as one.
 struct Run {
-    /// In the lane's list of copies.
+    /// In the copy_stream's list of copies.
     copies: Range<usize>,
     /// In the application's memory.
     address: u64,
@@ -74,10 +74,7 @@ struct Run {
 impl Run {
     /// Where to and where from, in a pool that begins at `pool`.
     fn ends(&self, pool: u64) -> (u64, u64) {
-        match self.direction {
-            Direction::Read => (self.address, pool + self.slot),
-            Direction::Write => (pool + self.slot, self.address),
-        }
+        ends(self.direction, self.address, pool + self.slot)
     }
 }
 
@@ -87,11 +84,11 @@ struct Batch {
     pieces: Vec<usize>,
 }
 
-pub(super) struct Lane {
+pub struct CopyStream {
     cuda: &'static Cuda,
     gpu: Gpu,
     stream: Stream,
-    /// Shared with the GPU's other lanes, and with requests in streams.
+    /// Shared with the GPU's other copy_streams, and with requests in streams.
     pub scatter: Arc<Scatter>,
     /// To ask whether the stream still works.
     probe: Event,
@@ -111,7 +108,7 @@ pub(super) struct Lane {
     broken: Option<CudaError>,
 }
 
-impl Lane {
+impl CopyStream {
     /// With a pool of so many bytes, and the GPU's kernel if there is one already.
     pub fn new(
         cuda: &'static Cuda,
@@ -120,7 +117,7 @@ impl Lane {
         pool: usize,
         alignment: usize,
         kernel: Option<Arc<Scatter>>,
-    ) -> Result<Lane> {
+    ) -> Result<CopyStream> {
         let path = &mount.connection().path;
         let failed = |error| Error::on_gpu(path, "prepare", &gpu, error);
         let chunks = pool.div_ceil(CHUNK).max(1);
@@ -130,7 +127,7 @@ impl Lane {
             Some(kernel) => kernel,
             None => {
                 let kernel = gpu.scatter().map_err(failed)?;
-                // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very lane.
+                // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very copy_stream.
                 // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
                 unsafe { stream.scatter(&kernel, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
                 stream.synchronize().map_err(failed)?;
@@ -138,7 +135,7 @@ impl Lane {
             }
         };
         let staging = mount.register(staging)?.share();
-        Ok(Lane {
+        Ok(CopyStream {
             cuda,
             stream,
             scatter,
@@ -302,7 +299,7 @@ impl Lane {
         self.last = number;
         self.batches.push_back(batch);
         let word = self.staging.memory().device_address + word(&self.staging) as u64;
-        // SAFETY: the word is registered with CUDA until this lane ends, and it ends when nothing is on its way.
+        // SAFETY: the word is registered with CUDA until this copy_stream ends, and it ends when nothing is on its way.
         unsafe { self.stream.write_value(word, number) }
     }
 
@@ -360,7 +357,7 @@ fn word(staging: &Shared<Staging>) -> usize {
     staging.len() + BATCHES * TABLE
 }
 
-impl Drop for Lane {
+impl Drop for CopyStream {
     fn drop(&mut self) {
         // What is still on its way uses the pool.
         if !self.batches.is_empty() {

@@ -1,17 +1,17 @@
-//! Short requests that their callers wait for: the thread that asks for one does it itself, at a desk with a ring, and pools, of its own. No other thread need be woken for it, or
-//! has to wake it.
+//! Short requests that their callers wait for: the thread that asks for one does it itself, with an executor of its own, which has
+//! a ring and pools. No other thread need be woken for it, or has to wake it.
 //!
-//! It guards that nobody waits for a desk: a caller that finds none free gives its request to the worker.
+//! It guards that nobody waits for such an executor: a caller that finds none free gives its request to the worker.
 
-use super::engine::Engine;
-use super::memory::pieces::Blocks;
-use super::memory::slots::CHUNK;
-use super::request::Answer;
+use super::executor::Executor;
 use crate::error::{Error, Result};
-use crate::file::Transfer;
-use crate::linger::Linger;
+use crate::gpu::answer::Answer;
+use crate::gpu::memory::pieces::Blocks;
+use crate::gpu::memory::slots::CHUNK;
 use crate::mount::Mount;
 use crate::ring::Ring;
+use crate::spin::Spin;
+use crate::transfer::Transfer;
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,55 +19,55 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Bytes of the longest request: what is longer keeps a device busy only with more of it in flight than a desk has room for.
-pub(super) const LONGEST: u64 = CHUNK as u64;
-/// Bytes of a desk's pool on a GPU: the longest request has room, also where its pieces are rounded outwards.
-pub(super) const POOL: usize = 2 * CHUNK;
-/// Parts that a request may have, and entries of a desk's ring: a request of more is better off among the many that the library's thread has in flight.
-pub(super) const PARTS: usize = 8;
+/// Bytes of the longest request: what is longer keeps a device busy only with more of it in flight than such an executor has room for.
+pub const LONGEST: u64 = CHUNK as u64;
+/// Bytes of such an executor's pool on a GPU: the longest request has room, also where its pieces are rounded outwards.
+pub const POOL: usize = 2 * CHUNK;
+/// Parts that a request may have, and entries of its ring: a request of more is better off among the many that the library's thread has in flight.
+pub const PARTS: usize = 8;
 /// How long a caller looks around before it sleeps: longer than an SSD takes for most requests. Being woken would take longer than the copy to the GPU.
-const LINGER: Duration = Duration::from_micros(250);
+const SPIN_LIMIT: Duration = Duration::from_micros(250);
 
-/// The most desks: the daemon gives a process 64 rings, and the application and other threads of the library need some.
+/// The most of these executors: the daemon gives a process 64 rings, and the application and other threads of the library need some.
 const MOST: usize = 32;
 
 thread_local! {
-    /// Which desk this thread had last: its files are attached there.
+    /// Which of the executors this thread had last: its files are attached there.
     static LAST: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Desks: each comes into being when all others are in use.
+/// InlineExecutors: each comes into being when all others are in use.
 #[derive(Default)]
-pub(super) struct Desks {
-    desks: Box<[OnceLock<Mutex<Engine>>]>,
+pub struct InlineExecutors {
+    executors: Box<[OnceLock<Mutex<Executor>>]>,
     /// Held by who makes one.
     making: Mutex<()>,
     /// The mount, or a GPU, gave no more: those that there are have to do.
     full: AtomicBool,
 }
 
-impl Desks {
+impl InlineExecutors {
     /// At most so many.
-    pub fn new(most: usize) -> Desks {
-        Desks { desks: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..Desks::default() }
+    pub fn new(most: usize) -> InlineExecutors {
+        InlineExecutors { executors: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..InlineExecutors::default() }
     }
 
     /// A free one, if there is one: when no more of anything is to be had, one that `has_all` a request needs.
-    pub fn take(&self, mount: &Mount, blocks: Blocks, has_all: impl Fn(&Engine) -> bool) -> Option<MutexGuard<'_, Engine>> {
+    pub fn take(&self, mount: &Mount, blocks: Blocks, has_all: impl Fn(&Executor) -> bool) -> Option<MutexGuard<'_, Executor>> {
         let free = |at: usize| {
-            let desk = self.desks.get(at)?.get()?.try_lock()?;
-            (!self.is_full() || has_all(&desk)).then_some(desk)
+            let executor = self.executors.get(at)?.get()?.try_lock()?;
+            (!self.is_full() || has_all(&executor)).then_some(executor)
         };
-        if let Some(desk) = free(LAST.get()) {
-            return Some(desk);
+        if let Some(executor) = free(LAST.get()) {
+            return Some(executor);
         }
-        for at in 0..self.desks.len() {
-            if self.desks[at].get().is_none() {
+        for at in 0..self.executors.len() {
+            if self.executors[at].get().is_none() {
                 self.make(at, mount, blocks)?;
             }
-            if let Some(desk) = free(at) {
+            if let Some(executor) = free(at) {
                 LAST.set(at);
-                return Some(desk);
+                return Some(executor);
             }
         }
         None
@@ -79,12 +79,12 @@ impl Desks {
         if self.is_full() {
             return None;
         }
-        if self.desks[at].get().is_some() {
+        if self.executors[at].get().is_some() {
             return Some(());
         }
         match Ring::new(mount, PARTS as u32) {
             Ok(ring) => {
-                self.desks[at].get_or_init(|| Mutex::new(Engine::new(ring, blocks)));
+                self.executors[at].get_or_init(|| Mutex::new(Executor::new(ring, blocks)));
                 Some(())
             }
             Err(error) => {
@@ -105,20 +105,20 @@ impl Desks {
     }
 }
 
-/// Does a request, which `begin` gives the desk, and whose answer `answer` is to be.
-pub(super) fn serve(desk: &mut Engine, begin: impl FnOnce(&mut Engine), answer: &Answer) -> Result<Transfer> {
+/// Does a request, which `begin` gives the executor, and whose answer `answer` is to be.
+pub fn serve(executor: &mut Executor, begin: impl FnOnce(&mut Executor), answer: &Answer) -> Result<Transfer> {
     // After a panic nobody would know what memory the daemon and the GPUs still use.
     let served = catch_unwind(AssertUnwindSafe(|| {
-        begin(desk);
-        let mut linger = Linger::new();
-        while !desk.is_idle() {
-            if desk.turn(linger.now()) {
-                linger.restart();
-            } else if !linger.goes_on(LINGER) {
-                if desk.arm() {
-                    desk.wait(None);
+        begin(executor);
+        let mut spin = Spin::new();
+        while !executor.is_idle() {
+            if executor.turn(spin.now()) {
+                spin.restart();
+            } else if !spin.goes_on(SPIN_LIMIT) {
+                if executor.arm() {
+                    executor.wait(None);
                 }
-                linger.look_at_clock();
+                spin.look_at_clock();
             }
         }
         answer.take()

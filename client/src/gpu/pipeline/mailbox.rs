@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What application threads tell a thread, in an `M` that is empty by default.
-pub(super) struct Inbox<M> {
+pub struct Mailbox<M> {
     mail: Mutex<M>,
     watched: Watched,
     /// Readable when the thread was woken.
@@ -25,10 +25,10 @@ struct Watched {
     asleep: AtomicBool,
 }
 
-impl<M: Default> Inbox<M> {
-    pub fn new() -> Result<Inbox<M>, Errno> {
+impl<M: Default> Mailbox<M> {
+    pub fn new() -> Result<Mailbox<M>, Errno> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Inbox { mail: Mutex::default(), watched: Watched::default(), event })
+        Ok(Mailbox { mail: Mutex::default(), watched: Watched::default(), event })
     }
 
     pub fn send(&self, write: impl FnOnce(&mut M)) {

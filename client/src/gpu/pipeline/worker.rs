@@ -1,43 +1,43 @@
-//! The thread that serves all requests but those whose callers do it themselves (`desks`), and those in streams.
+//! The thread that serves all requests but those whose callers do it themselves ([`super::inline`]), and those in streams.
 //!
-//! It guards that whoever calls never waits for it: it sleeps when there is nothing to do, and whoever sends it a request wakes it.
+//! It guards that an application's thread never waits for it: it sleeps when there is nothing to do, and a request wakes it.
 
-use super::desks::Desks;
-use super::engine::Engine;
-use super::inbox::Inbox;
-use super::lane::{BATCH, Lane};
-use super::request::Request;
-use crate::linger::Linger;
+use super::copy_stream::{BATCH, CopyStream};
+use super::executor::Executor;
+use super::inline::InlineExecutors;
+use super::mailbox::Mailbox;
+use crate::gpu::request::Request;
+use crate::spin::Spin;
 use gpunvme_cuda::Gpu;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Entries of its ring, and pieces in flight: enough for any device, and few enough that a new request is not long behind the others.
-pub(super) const PIECES: usize = BATCH;
+pub const PIECES: usize = BATCH;
 /// How long it looks around before it sleeps: what being woken costs, on both sides.
-const LINGER: Duration = Duration::from_micros(50);
+const SPIN_LIMIT: Duration = Duration::from_micros(50);
 
 /// What application threads tell it.
 #[derive(Default)]
-pub(super) struct Mail {
+pub struct Mail {
     /// GPUs that are used for the first time. They come before the requests that use them.
-    pub lanes: Vec<(Gpu, Box<Lane>)>,
+    pub copy_streams: Vec<(Gpu, Box<CopyStream>)>,
     pub requests: Vec<Request>,
     /// It is to end when everything is done, and these with it.
-    pub end: Option<Desks>,
+    pub end: Option<InlineExecutors>,
 }
 
-pub(super) struct Worker {
-    engine: Engine,
-    inbox: Arc<Inbox<Mail>>,
-    ending: Option<Desks>,
+pub struct Worker {
+    executor: Executor,
+    mailbox: Arc<Mailbox<Mail>>,
+    ending: Option<InlineExecutors>,
     mail: Mail,
 }
 
 impl Worker {
-    pub fn new(engine: Engine, inbox: Arc<Inbox<Mail>>) -> Worker {
-        Worker { engine, inbox, ending: None, mail: Mail::default() }
+    pub fn new(executor: Executor, mailbox: Arc<Mailbox<Mail>>) -> Worker {
+        Worker { executor, mailbox, ending: None, mail: Mail::default() }
     }
 
     /// The thread.
@@ -49,39 +49,39 @@ impl Worker {
     }
 
     fn work(&mut self) {
-        let mut linger = Linger::new();
+        let mut spin = Spin::new();
         let mut entered = None;
         loop {
             let mut busy = self.receive();
             if entered.is_none() {
-                entered = self.engine.enter();
+                entered = self.executor.enter();
             }
-            busy |= self.engine.turn(linger.now());
+            busy |= self.executor.turn(spin.now());
             if busy {
-                linger.restart();
-            } else if self.ending.is_some() && self.engine.is_idle() {
+                spin.restart();
+            } else if self.ending.is_some() && self.executor.is_idle() {
                 return;
-            } else if !linger.goes_on(LINGER) {
-                if self.engine.arm() && self.inbox.fall_asleep() {
-                    self.engine.wait(Some(&self.inbox.event));
+            } else if !spin.goes_on(SPIN_LIMIT) {
+                if self.executor.arm() && self.mailbox.fall_asleep() {
+                    self.executor.wait(Some(&self.mailbox.event));
                 }
-                self.inbox.wake_up();
-                linger.look_at_clock();
+                self.mailbox.wake_up();
+                spin.look_at_clock();
             }
         }
     }
 
-    /// Takes what came into the inbox.
+    /// Takes what came into the mailbox.
     fn receive(&mut self) -> bool {
-        if !self.inbox.take(&mut self.mail) {
+        if !self.mailbox.take(&mut self.mail) {
             return false;
         }
-        let Mail { lanes, requests, end } = &mut self.mail;
-        for (gpu, lane) in lanes.drain(..) {
-            self.engine.add_lane(gpu, lane);
+        let Mail { copy_streams, requests, end } = &mut self.mail;
+        for (gpu, copy_stream) in copy_streams.drain(..) {
+            self.executor.add_copy_stream(gpu, copy_stream);
         }
         for request in requests.drain(..) {
-            self.engine.begin(request);
+            self.executor.begin(request);
         }
         self.ending = self.ending.take().or(end.take());
         true

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// What is known of the primary context of a GPU.
-pub(super) struct Health {
+pub struct Health {
     pub gpu: Gpu,
     /// In that context, and otherwise idle.
     stream: Stream,

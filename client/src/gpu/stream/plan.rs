@@ -3,24 +3,22 @@
 //! It guards the bound of a stream's window: whatever a request asks for, what is in flight at once fits into its rooms. Each step has one room to itself; steps that are
 //! [`DEPTH`] apart have the same, one after the other.
 
-use super::memory::pieces::{self, Blocks, Piece};
-use super::request::Part;
+use crate::gpu::memory::pieces::{self, Blocks, Piece};
+use crate::gpu::pipeline::copy_stream::{MANY, SMALL};
+use crate::gpu::request::Part;
 use gpunvme_abi::Direction;
 use gpunvme_cuda::Gpu;
 use std::ops::Range;
 
 /// Rooms of a window, and so steps of a request in flight at once.
-pub(super) const DEPTH: usize = 4;
-/// Bytes of a room: an H200's copy engine moves about 43 GB/s in copies of this length, and four of them in flight keep an SSD busy.
-pub(super) const ROOM: usize = 512 << 10;
+pub const DEPTH: usize = 4;
+/// Bytes of a room: an H200's copy executor moves about 43 GB/s in copies of this length, and four of them in flight keep an SSD busy.
+pub const ROOM: usize = 512 << 10;
 /// Pieces of a step at most, and moves that a room has a table for.
-pub(super) const MOVES: usize = 128;
-/// Up to this many bytes the kernel may move, and from this many such pieces on it does: see `lane`.
-const SMALL: u64 = 32 << 10;
-const MANY: usize = 3;
+pub const MOVES: usize = 128;
 
 /// A piece of a request.
-pub(super) struct Planned {
+pub struct Planned {
     /// Which part of the request it is of.
     pub part: usize,
     /// In the application's memory.
@@ -44,20 +42,20 @@ impl Planned {
 }
 
 /// Pieces that are transferred together, and copied together.
-pub(super) struct Step {
+pub struct Step {
     /// Of the plan's pieces.
     pub pieces: Range<usize>,
     /// How many of them the kernel moves.
     pub moves: usize,
 }
 
-pub(super) struct Plan {
+pub struct Plan {
     pub pieces: Vec<Planned>,
     pub steps: Vec<Step>,
 }
 
 /// What a request is cut by.
-pub(super) struct Terms {
+pub struct Terms {
     pub direction: Direction,
     pub blocks: Blocks,
     /// What slots are aligned to.

@@ -3,21 +3,21 @@
 //! It guards that it never waits for CUDA: it makes no call of it until it ends, and takes no lock under which somebody else makes one. It only looks at words that streams write,
 //! writes words that streams wait for, and uses a ring of its own. A step that failed gives its room back like any other: a stream must not wait for what will never come.
 
-use super::engine::STALLED;
-use super::inbox::Inbox;
-use super::ordered::Job;
-use super::outcome::{Outcome, action, at_place, of_the_application};
+use super::job::Job;
 use super::plan::DEPTH;
-use super::request::{Answer, operation};
 use super::window::Windows;
 use crate::error::Error;
-use crate::file::Transfer;
-use crate::linger::Linger;
+use crate::gpu::answer::Answer;
+use crate::gpu::outcome::{Outcome, action, of_piece};
+use crate::gpu::pipeline::executor::STALLED;
+use crate::gpu::pipeline::mailbox::Mailbox;
+use crate::gpu::pipeline::piece_ring::PieceRing;
+use crate::gpu::request::operation;
 use crate::ring::{Completed, Ring};
+use crate::spin::Spin;
+use crate::transfer::Transfer;
 use gpunvme_abi::Direction;
 use gpunvme_cuda::Cuda;
-use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::io::Errno;
 use slab::Slab;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,16 +25,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Entries of its ring.
-pub(super) const ENTRIES: u32 = 1024;
+pub const ENTRIES: u32 = 1024;
 /// How long it looks around before it sleeps.
-const LINGER: Duration = Duration::from_micros(50);
+const SPIN_LIMIT: Duration = Duration::from_micros(50);
 /// How long it sleeps at most while a stream has something of it, which cannot wake it: a part of the time since something happened, within these bounds.
 const NAP: Duration = Duration::from_micros(50);
 const LONG_NAP: Duration = Duration::from_millis(1);
 
 /// What application threads tell it.
 #[derive(Default)]
-pub(super) struct Mail {
+pub struct Mail {
     /// Of a stream, in the order in which they are put into it.
     pub jobs: Vec<(Arc<Job>, Arc<Answer>)>,
     /// It is to end when everything is done.
@@ -64,34 +64,30 @@ struct InFlight {
     kept: Vec<u8>,
 }
 
-pub(super) struct Server {
-    ring: Ring,
-    inbox: Arc<Inbox<Mail>>,
+pub struct Service {
+    ring: PieceRing,
+    mailbox: Arc<Mailbox<Mail>>,
     /// They end with the last of both sides that use them.
     _windows: Arc<Windows>,
     requests: Slab<Active>,
     pieces: Slab<InFlight>,
     /// Pieces that wait for the ring.
     waiting: VecDeque<usize>,
-    closed: bool,
     ending: bool,
     mail: Mail,
-    completed: Vec<Completed>,
 }
 
-impl Server {
-    pub fn new(ring: Ring, inbox: Arc<Inbox<Mail>>, windows: Arc<Windows>) -> Server {
-        Server {
-            ring,
-            inbox,
+impl Service {
+    pub fn new(ring: Ring, mailbox: Arc<Mailbox<Mail>>, windows: Arc<Windows>) -> Service {
+        Service {
+            ring: PieceRing::new(ring),
+            mailbox,
             _windows: windows,
             requests: Slab::new(),
             pieces: Slab::new(),
             waiting: VecDeque::new(),
-            closed: false,
             ending: false,
             mail: Mail::default(),
-            completed: Vec::new(),
         }
     }
 
@@ -107,27 +103,27 @@ impl Server {
     }
 
     fn work(&mut self) {
-        let mut linger = Linger::new();
+        let mut spin = Spin::new();
         loop {
             let mut busy = self.receive();
-            busy |= self.collect(linger.now());
-            busy |= self.look_at_streams(linger.now());
+            busy |= self.collect(spin.now());
+            busy |= self.look_at_streams(spin.now());
             self.push();
             self.ring.submit();
             if busy {
-                linger.restart();
+                spin.restart();
             } else if self.ending && self.requests.is_empty() {
                 return;
-            } else if !linger.goes_on(LINGER) {
-                self.sleep(linger.since());
-                linger.look_at_clock();
+            } else if !spin.goes_on(SPIN_LIMIT) {
+                self.sleep(spin.since());
+                spin.look_at_clock();
             }
         }
     }
 
-    /// Takes what came into the inbox.
+    /// Takes what came into the mailbox.
     fn receive(&mut self) -> bool {
-        if !self.inbox.take(&mut self.mail) {
+        if !self.mailbox.take(&mut self.mail) {
             return false;
         }
         for (job, answer) in self.mail.jobs.drain(..) {
@@ -139,19 +135,13 @@ impl Server {
         true
     }
 
-    /// Takes what the ring completed.
+    /// Takes the pieces that the ring is done with.
     fn collect(&mut self, now: Instant) -> bool {
-        if self.closed || self.ring.in_flight() == 0 {
-            return false;
-        }
-        let mut completed = std::mem::take(&mut self.completed);
-        let taken = self.ring.poll(now, &mut completed);
-        for Completed { user_data, result } in completed.drain(..) {
+        let any = self.ring.look(now);
+        while let Some(Completed { user_data, result }) = self.ring.pop() {
             self.transferred(user_data as usize, result);
         }
-        self.completed = completed;
-        // An error is only told when nothing more comes.
-        taken.inspect_err(|_| self.close()).is_ok_and(|taken| taken > 0)
+        any
     }
 
     /// Begins the steps whose rooms streams gave, and answers requests that streams have passed, or will never come to.
@@ -203,7 +193,7 @@ impl Server {
         }
         for piece in job.plan.steps[step].pieces.clone() {
             let active = &mut self.requests[id];
-            if self.closed {
+            if self.ring.has_ended() {
                 active.outcome.failed(Error::RingClosed { path: job.file.path().to_owned() });
             }
             if active.outcome.is_failed() || job.is_cancelled() {
@@ -221,23 +211,15 @@ impl Server {
 
     /// Gives pieces to the ring, as far as it has room.
     fn push(&mut self) {
-        while self.ring.room() > 0
+        while self.ring.has_room()
             && let Some(index) = self.waiting.pop_front()
         {
             let InFlight { request, step, piece, .. } = &self.pieces[index];
             let job = self.requests[*request].job.clone();
             let planned = &job.plan.pieces[*piece];
             let part = &job.parts[planned.part];
-            let operation = match (&part.registered, job.window.slot(job.number(*step), planned)) {
-                (Ok(lease), _) => {
-                    let at = lease.offset + (planned.address - part.address);
-                    operation(job.direction, &job.file, &planned.piece, &lease.buffer, at)
-                }
-                (Err(_), slot) => {
-                    let at = slot.expect("what is staged has a slot") as u64 + planned.piece.slot_offset;
-                    operation(job.direction, &job.file, &planned.piece, &job.window.staging, at)
-                }
-            };
+            let slot = job.window.slot(job.number(*step), planned).map(|slot| (&job.window.staging, slot));
+            let operation = operation(job.direction, &job.file, part, &planned.piece, planned.address, slot);
             if let Err(error) = self.ring.push(&operation.requiring(job.require).tagged(index as u64)) {
                 self.transferred(index, Err(error));
             }
@@ -245,27 +227,21 @@ impl Server {
     }
 
     /// The ring is done with a piece.
-    fn transferred(&mut self, index: usize, result: crate::Result<Transfer>) {
+    fn transferred(&mut self, index: usize, result: crate::error::Result<Transfer>) {
         let InFlight { request: id, step, piece, kept } = self.pieces.remove(index);
         let Active { job, outcome, .. } = &mut self.requests[id];
         let planned = &job.plan.pieces[piece];
         let part = &job.parts[planned.part];
-        let done = result.and_then(|done| {
-            let arrived = planned.piece.arrived(done.bytes());
-            if job.direction == Direction::Write && arrived < planned.piece.wanted {
-                // The daemon owes a status for this; a file with a gap in it must not pass for written.
-                return Err(Error::Path { path: job.file.path().to_owned(), action: action(job.direction), errno: Errno::IO });
+        let arrived = match of_piece(job.direction, job.file.path(), part, &planned.piece, result) {
+            Ok((arrived, moved)) => {
+                outcome.add(&moved);
+                arrived
             }
-            outcome.add(&match part.registered {
-                Ok(_) => done,
-                Err(reason) => of_the_application(done, arrived, reason),
-            });
-            Ok(arrived)
-        });
-        let arrived = done.unwrap_or_else(|error| {
-            outcome.failed(at_place(error, part.segment, planned.piece.file_offset));
-            0
-        });
+            Err(error) => {
+                outcome.failed(error);
+                0
+            }
+        };
         if job.direction == Direction::Read && !job.is_cancelled() {
             job.window.copy_on_host(job.number(step), Direction::Read, planned, arrived);
         }
@@ -306,35 +282,11 @@ impl Server {
 
     /// Waits until something happens, or may have. `quiet` is since when nothing did.
     fn sleep(&mut self, quiet: Instant) {
-        let in_ring = self.ring.in_flight() > 0 && !self.closed;
-        if in_ring {
-            match self.ring.arm() {
-                Ok(true) => {}
-                Ok(false) => return,
-                Err(_) => return self.close(),
-            }
+        if self.ring.arm() && self.mailbox.fall_asleep() {
+            let nap = (!self.requests.is_empty()).then(|| (quiet.elapsed() / 4).clamp(NAP, LONG_NAP));
+            self.ring.wait(Some(&self.mailbox.event), nap);
         }
-        if self.inbox.fall_asleep() {
-            let limit = (!self.requests.is_empty()).then(|| (quiet.elapsed() / 4).clamp(NAP, LONG_NAP));
-            let timeout = limit.map(|limit| Timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() });
-            let mut events = [PollFd::new(&self.inbox.event, PollFlags::IN), PollFd::new(&self.ring, PollFlags::IN)];
-            // A ring that was not armed may hold an old signal.
-            let watched = if in_ring { &mut events[..] } else { &mut events[..1] };
-            // Whatever it says, everything is looked at next.
-            let _ = rustix::event::poll(watched, timeout.as_ref());
-        }
-        self.inbox.wake_up();
-    }
-
-    /// The ring is over: what is in it never comes back.
-    fn close(&mut self) {
-        self.closed = true;
-        self.waiting.clear();
-        let lost: Vec<usize> = self.pieces.iter().map(|(index, _)| index).collect();
-        for index in lost {
-            let path = self.requests[self.pieces[index].request].job.file.path().to_owned();
-            self.transferred(index, Err(Error::RingClosed { path }));
-        }
+        self.mailbox.wake_up();
     }
 }
 

@@ -1,118 +1,36 @@
-//! Requests in the order of an application's streams: how they begin, and what whoever serves them knows of each.
+//! How a request is put into an application's stream, all of it before the call returns.
 //!
-//! It guards that all of a request is in its stream when the call returns, and that the stream goes on whatever becomes of it.
+//! It guards that the stream goes on whatever becomes of the request.
 
-use super::health::Health;
-use super::inbox::Inbox;
-use super::memory::pieces::Blocks;
-use super::outcome::action;
-use super::plan::{Plan, Planned, Terms};
-use super::request::{Answer, Parts};
-use super::server::{ENTRIES, Mail, Server};
-use super::window::{NAP, Owner, Window, Windows};
+use super::job::{Job, Progress};
+use super::plan::{DEPTH, Plan, Planned, Terms};
+use super::service::{ENTRIES, Mail, Service};
+use super::window::{Owner, Window, Windows};
 use crate::error::{Error, Result};
-use crate::file::{File, Require};
+use crate::file::File;
+use crate::gpu::answer::Answer;
+use crate::gpu::attachments::in_ring;
+use crate::gpu::memory::pieces::Blocks;
+use crate::gpu::memory::staging::ends;
+use crate::gpu::outcome::action;
+use crate::gpu::pipeline::mailbox::Mailbox;
+use crate::gpu::request::Parts;
 use crate::mount::Mount;
-use crate::ring::{Attached, Ring, RingName};
+use crate::ring::{Ring, RingName};
+use crate::transfer::{Require, Transfer};
 use gpunvme_abi::Direction;
-use gpunvme_cuda::{Gpu, Scatter, Stream};
+use gpunvme_cuda::{CudaError, Gpu, Scatter, Stream};
 use rustix::io::Errno;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
-/// A request in a stream.
-pub(super) struct Job {
-    pub direction: Direction,
-    pub file: Attached,
-    pub parts: Parts,
-    pub require: Require,
-    pub plan: Plan,
-    pub window: Arc<Window>,
-    /// The stream, as the application names it.
-    pub stream: usize,
-    /// Its context, if that is looked after.
-    pub context: Option<Arc<Health>>,
-    /// The window's number for the first step.
-    first: u32,
-    /// What the device wrote to GPU memory itself is there for the stream only after a flush.
-    pub flushes: bool,
-    /// Of its steps, those that the stream gets.
-    steps: AtomicUsize,
-    /// The stream does not get all that belongs to those either.
-    cut: AtomicBool,
-    /// Nothing of it is to be transferred any more.
-    cancelled: AtomicBool,
-    /// Steps that were begun, and of which some pieces are not back: as long as there are any, the application's memory may be in use.
-    open: AtomicUsize,
-}
-
-impl Job {
-    /// The window's number for a step.
-    pub fn number(&self, step: usize) -> u32 {
-        self.first.wrapping_add(step as u32)
-    }
-
-    /// The pieces of a step.
-    pub fn pieces(&self, step: usize) -> impl Iterator<Item = &Planned> {
-        self.plan.pieces[self.plan.steps[step].pieces.clone()].iter()
-    }
-
-    /// How many steps there are.
-    pub fn steps(&self) -> usize {
-        self.steps.load(Ordering::Acquire)
-    }
-
-    /// Whether the stream does not get all of it, and so never passes it.
-    pub fn is_cut(&self) -> bool {
-        self.cut.load(Ordering::Acquire)
-    }
-
-    /// Only the steps before this one are in the stream, and no others will be. It may be one after the last: what is missing then is what follows the steps.
-    pub fn cut(&self, step: usize) {
-        self.cancel();
-        self.steps.fetch_min(step, Ordering::AcqRel);
-        self.cut.store(true, Ordering::Release);
-    }
-
-    /// Steps that begin from now on only give their rooms back.
-    pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::SeqCst);
-    }
-
-    pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::SeqCst)
-    }
-
-    /// A step begins. What follows sees that it was cancelled, or whoever cancelled it sees the step.
-    pub fn open_step(&self) {
-        self.open.fetch_add(1, Ordering::SeqCst);
-    }
-
-    /// All pieces of a step are back.
-    pub fn close_step(&self) {
-        self.open.fetch_sub(1, Ordering::SeqCst);
-    }
-
-    /// Whether steps are open.
-    pub fn is_open(&self) -> bool {
-        self.open.load(Ordering::SeqCst) > 0
-    }
-
-    /// Waits until nothing touches the application's memory for it any more, once it was cancelled. That takes as long as the device does, and no call of CUDA.
-    pub fn wait_until_closed(&self) {
-        while self.is_open() {
-            std::thread::sleep(NAP);
-        }
-    }
-}
-
 /// What is asked for: looked up, and not in the stream yet.
-pub(super) struct Ask<'a> {
+pub struct Submission<'a> {
     pub direction: Direction,
     pub file: &'a File,
     pub parts: Parts,
     pub require: Require,
+    /// Of all parts.
     pub bytes: u64,
     /// The stream, as the application names it.
     pub name: usize,
@@ -123,9 +41,9 @@ pub(super) struct Ask<'a> {
     pub scatter: Option<Arc<Scatter>>,
 }
 
-/// The thread that serves them, its ring, and the windows of their streams.
-pub(super) struct Ordered {
-    inbox: Arc<Inbox<Mail>>,
+/// The thread that serves requests in streams, its ring, and the windows of the streams.
+pub struct Streams {
+    mailbox: Arc<Mailbox<Mail>>,
     windows: Arc<Windows>,
     ring: RingName,
     blocks: Blocks,
@@ -133,29 +51,29 @@ pub(super) struct Ordered {
     thread: JoinHandle<()>,
 }
 
-impl Ordered {
+impl Streams {
     /// Starts the thread. Slots are aligned to `alignment`.
-    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize) -> Result<Ordered> {
+    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize) -> Result<Streams> {
         let ring = Ring::new(mount, ENTRIES)?;
         let name = ring.name().clone();
         let path = &mount.connection().path;
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers in streams", errno };
-        let inbox = Arc::new(Inbox::new().map_err(failed)?);
+        let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
         let windows = Arc::new(Windows::new(mount));
-        let server = Server::new(ring, inbox.clone(), windows.clone());
+        let service = Service::new(ring, mailbox.clone(), windows.clone());
         let thread = std::thread::Builder::new().name("gpunvme-stream".into());
         let thread =
-            thread.spawn(move || server.run()).map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
-        Ok(Ordered { inbox, windows, ring: name, blocks, alignment, thread })
+            thread.spawn(move || service.run()).map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
+        Ok(Streams { mailbox, windows, ring: name, blocks, alignment, thread })
     }
 
     /// Puts a request into its stream.
-    pub fn begin(&self, ask: Ask<'_>) -> Result<Arc<Answer>> {
-        let Ask { direction, file, parts, require, bytes, name, stream, of, scatter } = ask;
+    pub fn submit(&self, submission: Submission<'_>) -> Result<Arc<Answer>> {
+        let Submission { direction, file, parts, require, bytes, name, stream, of, scatter } = submission;
         let failed = |error| Error::in_stream(file.path(), action(direction), name, error);
         let answer = Arc::new(Answer::default());
         let Some(gpu) = parts.first().map(|part| part.allocation.gpu) else {
-            answer.set(Ok(crate::file::Transfer::default()));
+            answer.set(Ok(Transfer::default()));
             return Ok(answer);
         };
         let primary = stream.is_of(&of).map_err(failed)?;
@@ -172,31 +90,19 @@ impl Ordered {
         let plan = Plan::new(&terms, &parts);
         let flushes =
             direction == Direction::Read && parts.iter().any(|part| part.registered.as_ref().is_ok_and(|l| l.flushes()));
-        let attached = file.in_ring(&self.ring)?;
+        let attached = in_ring(file, &self.ring)?;
         let owner = Owner { stream: stream.id().map_err(failed)?, context: context.clone() };
         let begin = |window, first| {
-            let job = Arc::new(Job {
-                direction,
-                file: attached,
-                parts,
-                require,
-                steps: plan.steps.len().into(),
-                plan,
-                window,
-                stream: name,
-                context,
-                first,
-                flushes,
-                cut: AtomicBool::new(false),
-                cancelled: AtomicBool::new(false),
-                open: AtomicUsize::new(0),
-            });
-            self.inbox.send(|mail| mail.jobs.push((job.clone(), answer.clone())));
+            let progress = Progress::new(plan.steps.len());
+            let job =
+                Job { direction, file: attached, parts, require, plan, window, stream: name, context, first, flushes, progress };
+            let job = Arc::new(job);
+            self.mailbox.send(|mail| mail.jobs.push((job.clone(), answer.clone())));
             job
         };
-        let put = self.windows.put(gpu, owner, &stream, scatter.as_ref(), begin, failed);
+        let put = put(&self.windows, gpu, owner, &stream, scatter.as_ref(), begin, failed);
         if put.is_err() {
-            self.inbox.send(|_| {}); // so that it looks
+            self.mailbox.send(|_| {}); // so that it looks
         }
         put.map(|()| answer)
     }
@@ -205,9 +111,144 @@ impl Ordered {
     pub fn end(self, wait: bool) {
         // The thread's are the last then.
         drop(self.windows);
-        self.inbox.send(|mail| mail.end = true);
+        self.mailbox.send(|mail| mail.end = true);
         if wait && self.thread.thread().id() != std::thread::current().id() {
             let _ = self.thread.join(); // a panic there was reported there
         }
+    }
+}
+
+/// Puts a job into a stream, in a window near `gpu`. `begin` makes it, with the window and the number of its first step, and hands
+/// it to the thread that serves it. Waits while all windows are of other streams.
+///
+/// Where CUDA refuses something, the job is cancelled, and the stream goes on; nothing but the stream touches the application's
+/// memory for it afterwards.
+fn put(
+    windows: &Windows,
+    gpu: Gpu,
+    owner: Owner,
+    stream: &Stream,
+    scatter: Option<&Arc<Scatter>>,
+    begin: impl FnOnce(Arc<Window>, u32) -> Arc<Job>,
+    failed: impl Fn(CudaError) -> Error,
+) -> Result<()> {
+    loop {
+        let window = windows.of(gpu, &owner)?;
+        let mut next = window.next.lock();
+        if !window.is_of(owner.stream) {
+            continue; // it became another's before it was used
+        }
+        if let Some(scatter) = scatter {
+            window.keep_kernel(scatter);
+        }
+        let job = begin(window.clone(), *next);
+        *next = job.number(job.plan.steps.len());
+        let putting = Putting { window: &window, stream, scatter: scatter.map(Arc::as_ref), job: &job };
+        return putting.all().map_err(|Refused { error, lost }| {
+            if lost {
+                windows.lose(&window, next);
+                // The stream does not wait for steps that have begun.
+                job.wait_until_closed();
+            }
+            failed(error)
+        });
+    }
+}
+
+/// What CUDA refused, and whether the window is lost.
+struct Refused {
+    error: CudaError,
+    lost: bool,
+}
+
+/// A job on its way into its stream.
+struct Putting<'a> {
+    window: &'a Window,
+    stream: &'a Stream,
+    scatter: Option<&'a Scatter>,
+    job: &'a Job,
+}
+
+impl Putting<'_> {
+    /// Puts all steps in. The thread that serves them knows them already: where CUDA has no room for more in the stream, this waits.
+    ///
+    /// Of a copy that CUDA refuses nothing is left but the words around it, and what follows goes the same way. Where it takes no
+    /// words either, the window is lost.
+    fn all(&self) -> std::result::Result<(), Refused> {
+        let mut refused = Ok(());
+        for at in 0..self.job.plan.steps.len() + DEPTH {
+            self.step(at, &mut refused).map_err(|error| {
+                self.job.cut(at);
+                Refused { error, lost: true }
+            })?;
+        }
+        refused.map_err(|error| Refused { error, lost: false })
+    }
+
+    /// Puts in what the room of step `at` has to do before it, and the step.
+    fn step(&self, at: usize, refused: &mut std::result::Result<(), CudaError>) -> std::result::Result<(), CudaError> {
+        let Putting { window, stream, job, .. } = *self;
+        // The copies of a step in one direction, and the kernel's moves.
+        let mut copy = |step: usize, direction: Direction, which: fn(&Planned) -> bool| {
+            let number = job.number(step);
+            let mut copied = job.pieces(step).filter(|planned| which(planned));
+            if refused.is_ok() {
+                *refused = copied.try_for_each(|planned| self.copy(number, planned, direction));
+            }
+            if refused.is_ok() && direction == job.direction {
+                *refused = self.moves(number, job.plan.steps[step].moves);
+            }
+            if refused.is_err() {
+                job.cancel();
+            }
+        };
+        let before = at.checked_sub(DEPTH);
+        let mut given = before.map(|before| job.number(before).wrapping_add(1));
+        if let Some(before) = before {
+            let number = job.number(before);
+            let returned = window.returned_address(number);
+            // SAFETY: the words are registered with CUDA, and stay so until the stream has passed them all: see `Windows::drop`. The
+            // thread that writes this one waits for no stream to do so, and makes no call that would.
+            unsafe {
+                if job.flushes { stream.wait_value_and_flush(returned, number) } else { stream.wait_value(returned, number) }
+            }?;
+            if job.direction == Direction::Read {
+                copy(before, Direction::Read, Planned::is_copied);
+            }
+        }
+        if at < job.plan.steps.len() {
+            match job.direction {
+                Direction::Read => copy(at, Direction::Write, |planned| planned.keeps),
+                Direction::Write => copy(at, Direction::Write, Planned::is_copied),
+            }
+            given = Some(job.number(at));
+        }
+        if let Some(given) = given {
+            // SAFETY: as above.
+            unsafe { stream.write_value(window.given_address(job.number(at)), given) }?;
+        }
+        Ok(())
+    }
+
+    /// Copies a piece between its slot and the application's memory.
+    fn copy(&self, number: u32, planned: &Planned, direction: Direction) -> std::result::Result<(), CudaError> {
+        let slot = self.window.slot_address(number, planned);
+        let ((to, from), len) = (ends(direction, planned.address, slot), planned.piece.wanted as usize);
+        // SAFETY: one side is the application's memory, which it vouched for until the stream has passed the request; the other is a
+        // slot that is this piece's until then.
+        unsafe {
+            match direction {
+                Direction::Read => self.stream.copy_in(to, from, len),
+                Direction::Write => self.stream.copy_out(to, from, len),
+            }
+        }
+    }
+
+    /// Has the kernel make the moves of a step.
+    fn moves(&self, number: u32, moves: usize) -> std::result::Result<(), CudaError> {
+        let Some(scatter) = self.scatter.filter(|_| moves > 0) else { return Ok(()) };
+        // SAFETY: as for copies. When the stream comes to it, the thread that serves the request has filled the table with moves of
+        // this step, of memory that this GPU's kernels reach.
+        unsafe { self.stream.scatter(scatter, self.window.table_address(number), moves as u32) }
     }
 }

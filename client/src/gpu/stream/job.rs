@@ -1,0 +1,112 @@
+//! A request in a stream, as the thread that serves it and the call that puts it into the stream share it.
+//!
+//! It guards that the application's memory is known to be untouched after a request was cancelled.
+
+use super::health::Health;
+use super::plan::{Plan, Planned};
+use super::window::{NAP, Window};
+use crate::gpu::request::Parts;
+use crate::ring::Attached;
+use crate::transfer::Require;
+use gpunvme_abi::Direction;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// A request in a stream.
+pub struct Job {
+    pub direction: Direction,
+    pub file: Attached,
+    pub parts: Parts,
+    pub require: Require,
+    pub plan: Plan,
+    pub window: Arc<Window>,
+    /// The stream, as the application names it.
+    pub stream: usize,
+    /// Its context, if that is looked after.
+    pub context: Option<Arc<Health>>,
+    /// The window's number for the first step.
+    pub first: u32,
+    /// What the device wrote to GPU memory itself is there for the stream only after a flush.
+    pub flushes: bool,
+    pub progress: Progress,
+}
+
+/// How far a request has come, and how far it may go.
+pub struct Progress {
+    /// Of its steps, those that the stream gets.
+    steps: AtomicUsize,
+    /// The stream does not get all that belongs to those either.
+    cut: AtomicBool,
+    /// Nothing of it is to be transferred any more.
+    cancelled: AtomicBool,
+    /// Steps that were begun, and of which some pieces are not back: as long as there are any, the application's memory may be in use.
+    open: AtomicUsize,
+}
+
+impl Progress {
+    /// Nothing was begun, and the stream gets so many steps.
+    pub fn new(steps: usize) -> Progress {
+        let no = || AtomicBool::new(false);
+        Progress { steps: steps.into(), cut: no(), cancelled: no(), open: AtomicUsize::new(0) }
+    }
+}
+
+impl Job {
+    /// The window's number for a step.
+    pub fn number(&self, step: usize) -> u32 {
+        self.first.wrapping_add(step as u32)
+    }
+
+    /// The pieces of a step.
+    pub fn pieces(&self, step: usize) -> impl Iterator<Item = &Planned> {
+        self.plan.pieces[self.plan.steps[step].pieces.clone()].iter()
+    }
+
+    /// How many steps there are.
+    pub fn steps(&self) -> usize {
+        self.progress.steps.load(Ordering::Acquire)
+    }
+
+    /// Whether the stream does not get all of it, and so never passes it.
+    pub fn is_cut(&self) -> bool {
+        self.progress.cut.load(Ordering::Acquire)
+    }
+
+    /// Only the steps before this one are in the stream, and no others will be. It may be one after the last: what is missing then is what follows the steps.
+    pub fn cut(&self, step: usize) {
+        self.cancel();
+        self.progress.steps.fetch_min(step, Ordering::AcqRel);
+        self.progress.cut.store(true, Ordering::Release);
+    }
+
+    /// Steps that begin from now on only give their rooms back.
+    pub fn cancel(&self) {
+        self.progress.cancelled.store(true, Ordering::SeqCst);
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.progress.cancelled.load(Ordering::SeqCst)
+    }
+
+    /// A step begins. What follows sees that it was cancelled, or whoever cancelled it sees the step.
+    pub fn open_step(&self) {
+        self.progress.open.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// All pieces of a step are back.
+    pub fn close_step(&self) {
+        self.progress.open.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether steps are open.
+    pub fn is_open(&self) -> bool {
+        self.progress.open.load(Ordering::SeqCst) > 0
+    }
+
+    /// Waits until nothing touches the application's memory for it any more, once it was cancelled. That takes as long as the device does, and no call of CUDA.
+    pub fn wait_until_closed(&self) {
+        while self.is_open() {
+            std::thread::sleep(NAP);
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! What a transfer moved, and what its caller insists on.
+
+use gpunvme_abi::{Moved, Reason, Route, TransferFlags};
+
+/// What a transfer moved, and how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Transfer {
+    /// Bytes, by route: a disjoint sum.
+    pub moved: Moved,
+    /// Why not every byte went the fastest way; [`Reason::None`] where each did.
+    pub reason: Option<Reason>,
+}
+
+impl Transfer {
+    /// Bytes moved. Less than was asked for means that the file ended.
+    pub fn bytes(&self) -> u64 {
+        self.moved.total()
+    }
+
+    /// Adds what another transfer moved.
+    pub fn add(&mut self, other: &Transfer) {
+        for (sum, more) in [
+            (&mut self.moved.p2p, other.moved.p2p),
+            (&mut self.moved.bounce, other.moved.bounce),
+            (&mut self.moved.host, other.moved.host),
+            (&mut self.moved.hole, other.moved.hole),
+            (&mut self.moved.edge, other.moved.edge),
+        ] {
+            *sum += more;
+        }
+        // Of several, that of bytes which the CPU had to copy says most.
+        match (self.reason, other.reason) {
+            (Some(Reason::Unaligned), _) | (_, None) | (Some(_), Some(Reason::None)) => {}
+            (_, reason) => self.reason = reason,
+        }
+    }
+}
+
+/// What a caller insists on: instead of falling back the transfer fails, before anything has moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Require {
+    /// This route and no other.
+    pub route: Option<Route>,
+    /// No byte may be copied by the CPU.
+    pub direct: bool,
+}
+
+impl Require {
+    pub(crate) fn flags(self) -> TransferFlags {
+        let route = match self.route {
+            Some(Route::P2p) => TransferFlags::REQUIRE_P2P,
+            Some(Route::Bounce) => TransferFlags::REQUIRE_BOUNCE,
+            Some(Route::Host) => TransferFlags::REQUIRE_HOST,
+            Some(Route::None) | None => TransferFlags::empty(),
+        };
+        route | if self.direct { TransferFlags::REQUIRE_DIRECT } else { TransferFlags::empty() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_keep_the_reason_that_says_most() {
+        let transfer = |host, edge, reason| Transfer { moved: Moved { host, edge, ..Moved::default() }, reason: Some(reason) };
+        let mut sum = transfer(5, 1, Reason::Unaligned);
+        sum.add(&transfer(7, 0, Reason::NotGpuMemory));
+        assert_eq!((sum.bytes(), sum.reason), (13, Some(Reason::Unaligned)));
+        let mut sum = Transfer::default();
+        sum.add(&transfer(7, 0, Reason::NotGpuMemory));
+        assert_eq!(sum.reason, Some(Reason::NotGpuMemory));
+        sum.add(&transfer(3, 0, Reason::None));
+        assert_eq!((sum.bytes(), sum.reason), (10, Some(Reason::NotGpuMemory)));
+    }
+}
