@@ -2,7 +2,7 @@
 //!
 //! | subject | what it is |
 //! | --- | --- |
-//! | gpunvme | `gpu-bench`: our library, on a file of a mounted volume |
+//! | gpunvme | `gpu-mover`: our library, on a file of a mounted volume |
 //! | bare device | io_uring with O_DIRECT at the same depth, into host memory: what nothing can be faster than |
 //! | cuFile, batch | cuFileRead and cuFileWrite; cuFile's batches at the same depth |
 //! | pinned | pread and pwrite with O_DIRECT, pinned memory, cudaMemcpyAsync |

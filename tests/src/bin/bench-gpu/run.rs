@@ -26,7 +26,7 @@ pub enum Subject {
 /// How long our program compares what it moves.
 const VERIFY: Duration = Duration::from_millis(50);
 
-/// What `gpu-bench` and the peers print.
+/// What `gpu-mover` and the peers print.
 #[derive(Deserialize)]
 struct Printed {
     bytes: u64,
@@ -73,9 +73,9 @@ pub fn measure(subject: Subject, work: &Work, backing: &Backing, arguments: &Arg
     let measured = match subject {
         Subject::Bare => bare::measure(&backing.bare, work, time),
         Subject::Gpunvme => {
-            child(&mut programs::command("gpu-bench"), &backing.gpunvme, work, arguments, time).and_then(|rate| {
+            child(&mut programs::command("gpu-mover"), &backing.gpunvme, work, arguments, time).and_then(|rate| {
                 // The peers compare some operations after their time is up, our program all of a run that is made for it.
-                let mut verify = programs::command("gpu-bench");
+                let mut verify = programs::command("gpu-mover");
                 child(verify.arg("--verify"), &backing.gpunvme, work, arguments, VERIFY)?;
                 Ok(rate)
             })

@@ -209,7 +209,7 @@ pub(super) fn a_dying_application(site: &Site) {
     let mount = site.mount();
     let before = mount.stats().unwrap();
     for write in [false, true] {
-        let mut program = programs::command("gpu-bench");
+        let mut program = programs::command("gpu-mover");
         program.args(["--size=4096", "--pattern=random", "--depth=256", "--seconds=60", "--file"]).arg(&sample.path);
         program.args(write.then_some("--write"));
         let mut application = program.spawn().unwrap();

@@ -1,5 +1,5 @@
 //! Reads a file of a mount into GPU memory, or writes it from there, for some seconds, and prints one line of JSON: what was reached, and by which route.
-//! The benchmark script runs it beside others on the same file.
+//! `bench-gpu` runs it as the subject that is ours, beside others on the same file.
 
 use std::fs::OpenOptions;
 use std::ops::Range;
