@@ -150,14 +150,14 @@ pub enum Stall {
         /// The file.
         ino: u64,
     },
-    /// The end of the writes of the file that are under way. Direct writes that would begin are held back meanwhile, and until the
-    /// operation is over: others might begin for ever.
-    Flights {
+    /// The end of the writes of the file that are in flight. The file is quiesced meanwhile, and until the operation is over: further
+    /// direct writes might begin for ever.
+    InFlight {
         /// The file.
         ino: u64,
     },
-    /// The end of an operation that holds direct writes of the file back.
-    Held {
+    /// The end of an operation that quiesces the file.
+    Quiesced {
         /// The file.
         ino: u64,
     },

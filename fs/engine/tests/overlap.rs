@@ -321,7 +321,7 @@ fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() 
         direct.end();
         if what != "removal" {
             let held = direct.plan().err();
-            assert!(!matches!(held, Some(Fail::Stall(Stall::Held { .. }))), "{what}: they are let in again");
+            assert!(!matches!(held, Some(Fail::Stall(Stall::Quiesced { .. }))), "{what}: they are let in again");
         }
     }
 }

@@ -16,7 +16,7 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Geometry, Timestamp};
 use smallvec::SmallVec;
 
-use super::file::{File, FileState};
+use super::file::File;
 use super::filesystem::Filesystem;
 use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError, Stall};
@@ -143,11 +143,11 @@ impl Filesystem {
         let runs = || middles.iter().filter(|m| !m.is_empty()).map(|m| m.start / BLOCK..m.end / BLOCK);
         let file = self.files.get(ino);
         let mut state = file.state.lock();
-        if state.holds > 0 {
-            return Err(Fail::Stall(Stall::Held { ino }));
+        if state.in_flight.quiescers > 0 {
+            return Err(Fail::Stall(Stall::Quiesced { ino }));
         }
         let size = self.size_of_regular(&state, ino)?;
-        if runs().any(|run| state.pages.overlaps(run.clone()) || state.writing.overlaps(run)) {
+        if runs().any(|run| state.buffer.pages.overlaps(run.clone()) || state.in_flight.pages.overlaps(run)) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let last = runs().map(|run| run.end).max().unwrap_or(0);
@@ -158,7 +158,7 @@ impl Filesystem {
             && !runs().any(|run| run.contains(&(size / BLOCK)))
             && let Some(tail) = self.tail_before(&state, ino, size, last)?
         {
-            state.mark_dirty(tail..tail + 1);
+            state.buffer.mark_dirty(tail..tail + 1);
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let mut new = 0;
@@ -169,10 +169,10 @@ impl Filesystem {
         let guard = self.volume.epochs.enter();
         self.volume.promise(new)?;
         let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
-        let number = state.flights.begin();
+        let number = state.in_flight.writes.begin();
         let direct: SmallVec<[Range<u64>; 1]> = runs().collect();
-        state.direct.extend(direct.iter().cloned());
-        direct.iter().for_each(|run| state.content_changes(run.clone()));
+        state.in_flight.direct.extend(direct.iter().cloned());
+        direct.iter().for_each(|run| state.buffer.content_changes(run.clone()));
         let mut places = placement.pieces().map(|p| Extent {
             file_offset: p.offset * BLOCK,
             device_offset: Geometry::byte(p.run.start),
@@ -191,10 +191,10 @@ impl Filesystem {
             Ok(())
         })?;
         drop(places);
-        state.changes_at(now);
+        state.newer.changes_at(now);
         let end = last * BLOCK;
         if end > size {
-            state.outgrows(size..end);
+            state.kernel.outgrows(size..end);
         }
         let in_place = placement.is_in_place() && end <= size;
         drop(state);
@@ -247,7 +247,7 @@ impl Filesystem {
             flight.guard = None;
             match flight.map() {
                 Ok(()) => {
-                    let written = Written { in_place, shown: flight.file.state.lock().shown.are_kept() };
+                    let written = Written { in_place, shown: flight.file.state.lock().kernel.attributes.are_kept() };
                     drop(flight);
                     done(Ok(written));
                 }
@@ -289,26 +289,18 @@ impl Flight {
         }
         loop {
             let mut state = self.file.state.lock();
-            let stamp = Stamp { size: Some(self.end), changed: state.changed };
+            let stamp = Stamp { size: Some(self.end), changed: state.newer.changed };
             if !self.fs.attach(self.file.ino, &mut self.placement, self.promised, &stamp)? {
                 self.fs.let_others_in(state);
                 continue;
             }
             self.promised = 0;
-            state.changed = None;
+            state.newer.changed = None;
             // The last block may be another now.
-            state.tail_is_zero = false;
+            state.allocation.tail_is_zero = false;
             self.placement = Placement::default();
             return Ok(());
         }
-    }
-}
-
-impl FileState {
-    /// Passes when no direct write to blocks `from..to` is under way.
-    pub(super) fn has_no_direct(&self, ino: u64, from: u64, to: u64) -> Attempt<()> {
-        let overlaps = |run: &Range<u64>| run.start < to && from < run.end;
-        if self.direct.iter().any(overlaps) { Err(Fail::Stall(Stall::Flights { ino })) } else { Ok(()) }
     }
 }
 
@@ -317,11 +309,11 @@ impl Drop for Flight {
         self.fs.unplace(&mut self.placement);
         self.fs.volume.forget_promise(self.promised);
         let mut state = self.file.state.lock();
-        state.flights.end(self.number);
+        state.in_flight.writes.end(self.number);
         for run in &self.direct {
-            state.content_changes(run.clone());
-            let at = state.direct.iter().position(|r| r == run).expect("noted when it was planned");
-            state.direct.swap_remove(at);
+            state.buffer.content_changes(run.clone());
+            let at = state.in_flight.direct.iter().position(|r| r == run).expect("noted when it was planned");
+            state.in_flight.direct.swap_remove(at);
         }
         let is_open = state.opens > 0;
         drop(state);

@@ -94,7 +94,7 @@ impl Filesystem {
         let mut files = 0;
         for file in self.files.all() {
             let mut state = file.state.lock();
-            self.drop_window(&mut state);
+            self.release_ahead(&mut state);
             if let Some(error) = state.errors.unknown() {
                 tracing::error!(ino = file.ino, %error, "data of this file is lost, and nobody has been told before");
                 files += 1;
@@ -132,7 +132,7 @@ impl Filesystem {
     }
 
     fn attributes_with(&self, state: &mut FileState, ino: u64) -> Attempt<Attributes> {
-        state.shown.give();
+        state.kernel.attributes.give();
         let mut attributes = self.volume.stored_attributes(ino)?;
         overlay(state, &mut attributes);
         Ok(attributes)
@@ -141,7 +141,7 @@ impl Filesystem {
     /// Notes that whoever keeps attributes of a file was told that they are out of date, after `since` ([`super::direct::Written::shown`]).
     pub fn take_attributes_back(&self, ino: u64, since: Instant) {
         if let Some(file) = self.files.find(ino) {
-            file.state.lock().shown.take_back(since);
+            file.state.lock().kernel.attributes.take_back(since);
         }
     }
 
@@ -165,9 +165,9 @@ impl Filesystem {
         let mut state = file.state.lock();
         // The time of a write before this change must not come back when that write lands.
         let written = self.attributes_with(&mut state, ino)?.inode.mtime;
-        let set = SetAttributes { mtime: set.mtime.or(state.changed.map(|_| written)), ..*set };
+        let set = SetAttributes { mtime: set.mtime.or(state.newer.changed.map(|_| written)), ..*set };
         let (mut attributes, _) = self.volume.set_attributes(context, ino, &set)?;
-        state.changed = None;
+        state.newer.changed = None;
         overlay(&state, &mut attributes);
         Ok(attributes)
     }
@@ -181,7 +181,7 @@ impl Filesystem {
     pub fn link(&self, context: &Context, ino: u64, parent: u64, name: &[u8]) -> Attempt<Attributes> {
         let Some(file) = self.files.find(ino) else { return Ok(self.volume.link(context, ino, parent, name)?.0) };
         let mut state = file.state.lock();
-        state.shown.give();
+        state.kernel.attributes.give();
         let (mut attributes, _) = self.volume.link(context, ino, parent, name)?;
         overlay(&state, &mut attributes);
         Ok(attributes)
@@ -229,11 +229,11 @@ impl Filesystem {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
         let state = file.state.lock();
         let waited_for = settling.0.as_ref().filter(|(waited_for, _)| Arc::ptr_eq(waited_for, &file));
-        if state.is_clean() || waited_for.is_some_and(|(_, before)| state.flushes.done > *before) {
+        if state.is_clean() || waited_for.is_some_and(|(_, before)| state.in_flight.flushes.done > *before) {
             return Ok(());
         }
         if waited_for.is_none() {
-            settling.0 = Some((file.clone(), state.flushes.begun));
+            settling.0 = Some((file.clone(), state.in_flight.flushes.begun));
         }
         Err(Fail::Stall(Stall::File { ino }))
     }
@@ -284,7 +284,7 @@ impl Filesystem {
         let file = self.files.get(ino);
         let mut state = file.state.lock();
         state.opens += 1;
-        state.mappable += u32::from(mappable);
+        state.kernel.mappable += u32::from(mappable);
         state.errors.open()
     }
 
@@ -293,9 +293,9 @@ impl Filesystem {
         let Some(file) = self.files.find(ino) else { return };
         let mut state = file.state.lock();
         state.opens -= 1;
-        state.mappable -= u32::from(mappable);
+        state.kernel.mappable -= u32::from(mappable);
         if state.opens == 0 {
-            self.drop_window(&mut state);
+            self.release_ahead(&mut state);
             state.forget_known_error();
         }
         drop(state);
@@ -304,7 +304,7 @@ impl Filesystem {
 
     /// Whether the kernel may hold dirty pages of a file: somebody has it open so that it can be mapped shared and writable.
     pub fn is_mappable(&self, ino: u64) -> bool {
-        self.files.find(ino).is_some_and(|file| file.state.lock().mappable > 0)
+        self.files.find(ino).is_some_and(|file| file.state.lock().kernel.mappable > 0)
     }
 
     /// Removes an inode that has no name when nobody has it any more. Returns whether there is more to remove.
@@ -312,10 +312,10 @@ impl Filesystem {
         if let Some(file) = self.files.find(ino) {
             let mut state = file.state.lock();
             self.drop_pages(&mut state, 0);
-            if !state.flights.is_empty() {
-                return Err(Fail::Stall(Stall::Flights { ino }));
+            if !state.in_flight.writes.is_empty() {
+                return Err(Fail::Stall(Stall::InFlight { ino }));
             }
-            (state.size, state.changed) = (None, None);
+            (state.newer.size, state.newer.changed) = (None, None);
             state.errors.clear();
         }
         self.volume.reap_step(ino)
@@ -371,8 +371,8 @@ impl Filesystem {
     }
 
     pub(super) fn release(&self, file: &Arc<File>) {
-        if let Some(window) = self.files.release(file) {
-            self.volume.unreserve_window(window);
+        if let Some(ahead) = self.files.release(file) {
+            self.volume.unreserve_ahead(ahead);
         }
     }
 }
@@ -380,14 +380,14 @@ impl Filesystem {
 /// Adds what memory knows better than the inode.
 fn overlay(state: &FileState, attributes: &mut Attributes) {
     let inode = &mut attributes.inode;
-    if let Some(size) = state.size {
+    if let Some(size) = state.newer.size {
         inode.size = inode.size.max(size);
     }
-    if let Some(changed) = state.changed {
+    if let Some(changed) = state.newer.changed {
         content_changed(inode, changed);
     }
     // What has no block yet will have one: du(1) shows what a file costs, not when it is paid.
-    inode.blocks += state.promised;
+    inode.blocks += state.buffer.promised;
 }
 
 /// Now, by the system's clock.

@@ -11,8 +11,8 @@ use smallvec::SmallVec;
 
 use super::file::{File, FileState};
 use super::filesystem::Filesystem;
+use super::page_map::{Entry, without};
 use super::pages::{Pages, push_span};
-use super::pieces::{Piece, without};
 use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError};
 use crate::volume::Stamp;
@@ -58,18 +58,18 @@ impl Filesystem {
     fn next_batch(&self, file: &File) -> Attempt<Option<(Vec<Request>, Batch)>> {
         let mut state = file.state.lock();
         let state = &mut *state;
-        if state.dirty == 0 {
+        if state.buffer.dirty == 0 {
             return Ok(None);
         }
         // Until the block with the stored end has landed, with zeros or data behind that end, nothing behind it may be mapped:
         // what the device has there may be what a truncation cut off.
         let stored = self.volume.stored_attributes(file.ino)?.inode.size;
         let tail = stored / BLOCK_SIZE as u64;
-        let behind_tail = state.may_hide(stored) && state.writing.contains(tail);
+        let behind_tail = state.may_hide(stored) && state.in_flight.pages.contains(tail);
         let mut ready: SmallVec<[Range<u64>; 4]> = SmallVec::new();
         let mut room = BATCH_MAX;
-        for (blocks, _) in state.pages.iter().filter(|(_, piece)| piece.dirty) {
-            let on_their_way = state.writing.overlapping(blocks.clone()).map(|(blocks, _)| blocks);
+        for (blocks, _) in state.buffer.pages.iter().filter(|(_, entry)| entry.dirty) {
+            let on_their_way = state.in_flight.pages.overlapping(blocks.clone()).map(|(blocks, _)| blocks);
             for part in without(blocks, on_their_way) {
                 let end = if behind_tail { part.end.min(tail + 1) } else { part.end };
                 let part = part.start..end.min(part.start + room);
@@ -88,19 +88,19 @@ impl Filesystem {
         let size = self.size_of_regular(state, file.ino)?;
         let runs = ready.chunk_by(|a, b| a.end == b.start).map(|run| run[0].start..run[run.len() - 1].end);
         let placed = self.place(state, file.ino, size, runs)?;
-        let number = state.flights.begin();
+        let number = state.in_flight.writes.begin();
         let pages = Vec::with_capacity(ready.len());
         let tail = Some(tail).filter(|tail| state.may_hide(stored) && ready.iter().any(|part| part.contains(tail)));
         let mut batch = Batch { number, placed, pages, promised: 0, end, size, tail, guard: Some(guard) };
         for part in ready {
-            let piece = state.pages.take(&part);
-            state.dirty -= piece.blocks();
-            batch.promised += if piece.promised { piece.blocks() } else { 0 };
-            let pages = Arc::new(piece.pages);
-            state.writing.insert(part.start, pages.clone());
+            let entry = state.buffer.pages.take(&part);
+            state.buffer.dirty -= entry.blocks();
+            batch.promised += if entry.promised { entry.blocks() } else { 0 };
+            let pages = Arc::new(entry.pages);
+            state.in_flight.pages.insert(part.start, pages.clone());
             batch.pages.push((part.start, pages));
         }
-        state.promised -= batch.promised;
+        state.buffer.promised -= batch.promised;
         Ok(Some((requests(&batch), batch)))
     }
 
@@ -125,15 +125,15 @@ impl Filesystem {
     fn map_batch(&self, file: &File, batch: &mut Batch) -> Attempt<()> {
         loop {
             let mut state = file.state.lock();
-            let stamp = Stamp { size: state.size.map(|size| size.min(batch.end)), changed: state.changed };
+            let stamp = Stamp { size: state.newer.size.map(|size| size.min(batch.end)), changed: state.newer.changed };
             if !self.attach(file.ino, &mut batch.placed, batch.promised, &stamp)? {
                 self.let_others_in(state);
                 continue;
             }
-            state.changed = None;
+            state.newer.changed = None;
             // Pages are zeros beyond the end.
-            state.tail_is_zero |= state.size.unwrap_or(batch.size) <= batch.end;
-            state.size = state.size.filter(|size| *size > batch.end);
+            state.allocation.tail_is_zero |= state.newer.size.unwrap_or(batch.size) <= batch.end;
+            state.newer.size = state.newer.size.filter(|size| *size > batch.end);
             return Ok(());
         }
     }
@@ -152,16 +152,16 @@ impl Filesystem {
         let mut state = file.state.lock();
         // Also when no one has it open: who syncs it later, or replaces another file by it, has to know.
         state.errors.add(error);
-        if let Some(tail) = batch.tail.filter(|tail| !state.has_dirty_pages(*tail..*tail + 1)) {
+        if let Some(tail) = batch.tail.filter(|tail| !state.buffer.has_dirty(*tail..*tail + 1)) {
             // The device still has there what a truncation cut off: what waits to grow the file beyond it is lost with it.
             self.drop_pages(&mut state, tail + 1);
-            state.size = None;
+            state.newer.size = None;
             // Nor may a flush under way store the size that it found.
-            state.shrinks += 1;
+            state.newer.shrinks += 1;
         }
-        if state.dirty == 0 && state.flights.is_last(batch.number) {
+        if state.buffer.dirty == 0 && state.in_flight.writes.is_last(batch.number) {
             // Nothing else is newer than the device: the file is what that has.
-            (state.size, state.changed) = (None, None);
+            (state.newer.size, state.newer.changed) = (None, None);
         }
         drop(state);
         self.ended(file, batch, false);
@@ -170,19 +170,19 @@ impl Filesystem {
     /// A batch is over; `landed`: the device has it.
     fn ended(&self, file: &Arc<File>, batch: Batch, landed: bool) {
         let mut state = file.state.lock();
-        let size = state.size.unwrap_or(batch.size);
+        let size = state.newer.size.unwrap_or(batch.size);
         let is_last = |block: u64| !size.is_multiple_of(BLOCK_SIZE as u64) && block == size / BLOCK_SIZE as u64;
         let mut last = None;
         for (start, pages) in batch.pages {
-            state.writing.remove(start);
-            state.content_changes(start..start + pages.len() as u64);
+            state.in_flight.pages.remove(start);
+            state.buffer.content_changes(start..start + pages.len() as u64);
             let block = start + pages.len() as u64 - 1;
             if landed && is_last(block) && self.pages.is_roomy() {
                 last = Arc::into_inner(pages).map(|mut pages| (block, pages.split_off(pages.len() - 1)));
             }
         }
-        state.flights.end(batch.number);
-        state.last = last;
+        state.in_flight.writes.end(batch.number);
+        state.buffer.last = last;
         drop(state);
         file.landed.notify_all();
     }
@@ -221,19 +221,19 @@ impl Filesystem {
         self.finish_truncation(file)?;
         let (number, grown, shrinks) = {
             let mut state = file.state.lock();
-            state.flushes.begun += 1;
-            (state.flushes.begun, state.size, state.shrinks)
+            state.in_flight.flushes.begun += 1;
+            (state.in_flight.flushes.begun, state.newer.size, state.newer.shrinks)
         };
         // Twice: what has to wait for something that is on its way can only go when that has landed.
         for _ in 0..2 {
             self.wait_for_space(|| self.start_flush(file))?;
             let mut state = file.state.lock();
-            let last = state.flights.begun();
-            self.wait_until(file, &mut state, |state| state.flights.are_over(last));
+            let last = state.in_flight.writes.begun();
+            self.wait_until(file, &mut state, |state| state.in_flight.writes.are_over(last));
         }
         self.volume.wait(|| self.stamp(file, grown, shrinks))?;
         let mut state = file.state.lock();
-        state.flushes.done = state.flushes.done.max(number);
+        state.in_flight.flushes.done = state.in_flight.flushes.done.max(number);
         Ok(())
     }
 
@@ -252,7 +252,7 @@ impl Filesystem {
         self.volume.wait(|| {
             attempt().inspect_err(|fail| {
                 if matches!(fail, Fail::Stall(crate::error::Stall::Reuse)) {
-                    self.drop_windows();
+                    self.release_all_ahead();
                     self.completions.help();
                 }
             })
@@ -263,18 +263,18 @@ impl Filesystem {
     /// that is the size that the file had `grown` to when all that has landed now was still in memory.
     fn stamp(&self, file: &File, grown: Option<u64>, shrinks: u64) -> Attempt<()> {
         let mut state = file.state.lock();
-        let quiet = state.flights.is_empty() && state.dirty == 0;
+        let quiet = state.in_flight.writes.is_empty() && state.buffer.dirty == 0;
         if quiet {
             // Pages that were only read in, for a write that came to nothing.
-            state.pages.clear();
+            state.buffer.pages.clear();
         }
-        let size = if quiet { state.size } else { grown.filter(|_| state.shrinks == shrinks) };
-        if size.is_some() || state.changed.is_some() {
-            self.volume.stamp(file.ino, &Stamp { size, changed: state.changed })?;
-            state.changed = None;
+        let size = if quiet { state.newer.size } else { grown.filter(|_| state.newer.shrinks == shrinks) };
+        if size.is_some() || state.newer.changed.is_some() {
+            self.volume.stamp(file.ino, &Stamp { size, changed: state.newer.changed })?;
+            state.newer.changed = None;
         }
         if quiet {
-            state.size = None;
+            state.newer.size = None;
         }
         Ok(())
     }
@@ -287,7 +287,7 @@ impl Filesystem {
         let files = self.files.all();
         for file in &files {
             // All of them under way before any is waited for.
-            if file.state.lock().dirty > 0 {
+            if file.state.lock().buffer.dirty > 0 {
                 let _ = self.wait_for_space(|| self.start_flush(file));
             }
         }
@@ -309,14 +309,14 @@ impl Filesystem {
         let files = self.files.all();
         let mut result = Ok(());
         for file in &files {
-            if file.state.lock().dirty > 0 {
+            if file.state.lock().buffer.dirty > 0 {
                 result = result.and(self.wait_for_space(|| self.start_flush(file)));
             }
         }
         for file in files {
             let (is_open, only_touched) = {
                 let state = file.state.lock();
-                (state.opens > 0, state.dirty == 0 && state.changed.is_some())
+                (state.opens > 0, state.buffer.dirty == 0 && state.newer.changed.is_some())
             };
             if !is_open {
                 result = result.and(self.flush(&file));
@@ -332,8 +332,8 @@ impl Filesystem {
     pub(super) fn make_room(self: &Arc<Self>) -> Result<(), FsError> {
         for file in self.files.all() {
             let mut state = file.state.lock();
-            state.last = None;
-            let dirty = state.dirty;
+            state.buffer.last = None;
+            let dirty = state.buffer.dirty;
             drop(state);
             if dirty > 0 {
                 self.wait_for_space(|| self.start_flush(&file))?;
@@ -371,21 +371,4 @@ fn requests(batch: &Batch) -> Vec<Request> {
         Request::write(Geometry::byte(piece.run.start), spans, false)
     });
     pieces.collect()
-}
-
-impl FileState {
-    /// Whether the device may have, in the block with the end of a file of `size` bytes and behind that end, anything but zeros.
-    pub(super) fn may_hide(&self, size: u64) -> bool {
-        !size.is_multiple_of(BLOCK_SIZE as u64) && !self.tail_is_zero
-    }
-
-    /// Whether pages of these blocks wait to be written.
-    fn has_dirty_pages(&self, blocks: Range<u64>) -> bool {
-        self.pages.overlapping(blocks).any(|(_, piece)| piece.dirty)
-    }
-
-    /// Whether blocks `from..to` have content in memory that the device does not have.
-    pub(super) fn has_dirty(&self, from: u64, to: u64) -> bool {
-        self.writing.overlaps(from..to) || self.has_dirty_pages(from..to)
-    }
 }

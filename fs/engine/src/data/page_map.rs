@@ -1,5 +1,5 @@
-//! Parts of a file that are in memory, by the blocks they hold. A megabyte that was written at once is one piece, and not 256 pages:
-//! what is done to it takes as long as for one.
+//! The page map: the blocks of a file that are in memory. An entry is as many blocks side by side as came together: a megabyte that was
+//! written at once is one entry, and not 256, and what is done to it takes as long as for one.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::pages::Pages;
 
 /// Something that stands for blocks side by side.
-pub(crate) trait Piece {
+pub(crate) trait Entry {
     /// Its memory.
     fn pages(&self) -> &Pages;
 
@@ -20,14 +20,14 @@ pub(crate) trait Piece {
     }
 }
 
-impl Piece for Arc<Pages> {
+impl Entry for Arc<Pages> {
     fn pages(&self) -> &Pages {
         self
     }
 }
 
 /// Blocks of a file that are in memory and may be written to.
-pub(crate) struct FilePages {
+pub(crate) struct BufferedPages {
     /// Their content.
     pub pages: Pages,
     /// They differ from the device.
@@ -36,41 +36,41 @@ pub(crate) struct FilePages {
     pub promised: bool,
 }
 
-impl Piece for FilePages {
+impl Entry for BufferedPages {
     fn pages(&self) -> &Pages {
         &self.pages
     }
 }
 
-/// Pieces by their first block. No two overlap.
-pub(crate) struct Pieces<T>(BTreeMap<u64, T>);
+/// PageMap by their first block. No two overlap.
+pub(crate) struct PageMap<T>(BTreeMap<u64, T>);
 
-impl<T> Default for Pieces<T> {
+impl<T> Default for PageMap<T> {
     fn default() -> Self {
-        Pieces(BTreeMap::new())
+        PageMap(BTreeMap::new())
     }
 }
 
-impl<T: Piece> Pieces<T> {
+impl<T: Entry> PageMap<T> {
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Adds a piece where there is none.
-    pub fn insert(&mut self, start: u64, piece: T) {
-        debug_assert!(!self.overlaps(start..start + piece.blocks()));
-        self.0.insert(start, piece);
+    /// Adds a entry where there is none.
+    pub fn insert(&mut self, start: u64, entry: T) {
+        debug_assert!(!self.overlaps(start..start + entry.blocks()));
+        self.0.insert(start, entry);
     }
 
-    /// Removes the piece that begins with a block.
+    /// Removes the entry that begins with a block.
     pub fn remove(&mut self, start: u64) -> Option<T> {
         self.0.remove(&start)
     }
 
     /// The memory of a block, and which page of it the block is.
     pub fn find(&self, block: u64) -> Option<(&Pages, usize)> {
-        self.overlapping(block..block + 1).next().map(|(blocks, piece)| (piece.pages(), (block - blocks.start) as usize))
+        self.overlapping(block..block + 1).next().map(|(blocks, entry)| (entry.pages(), (block - blocks.start) as usize))
     }
 
     /// Whether a block is in one of them.
@@ -85,14 +85,14 @@ impl<T: Piece> Pieces<T> {
 
     /// All of them, in order.
     pub fn iter(&self) -> impl Iterator<Item = (Range<u64>, &T)> {
-        self.0.iter().map(|(start, piece)| (*start..start + piece.blocks(), piece))
+        self.0.iter().map(|(start, entry)| (*start..start + entry.blocks(), entry))
     }
 
     /// Those that hold some of these blocks, in order.
     pub fn overlapping(&self, blocks: Range<u64>) -> impl Iterator<Item = (Range<u64>, &T)> {
-        let before = self.0.range(..=blocks.start).next_back().filter(|(start, piece)| *start + piece.blocks() > blocks.start);
+        let before = self.0.range(..=blocks.start).next_back().filter(|(start, entry)| *start + entry.blocks() > blocks.start);
         let first = before.map_or(blocks.start, |(start, _)| *start);
-        self.0.range(first..blocks.end.max(first)).map(|(start, piece)| (*start..start + piece.blocks(), piece))
+        self.0.range(first..blocks.end.max(first)).map(|(start, entry)| (*start..start + entry.blocks(), entry))
     }
 
     /// What of these blocks is in none of them.
@@ -101,26 +101,26 @@ impl<T: Piece> Pieces<T> {
     }
 }
 
-impl Pieces<FilePages> {
-    /// Makes a block the first of its piece.
+impl PageMap<BufferedPages> {
+    /// Makes a block the first of its entry.
     pub fn split(&mut self, block: u64) {
-        let Some((start, piece)) = self.0.range_mut(..block).next_back() else { return };
-        if start + piece.blocks() > block {
-            let pages = piece.pages.split_off((block - start) as usize);
-            let rest = FilePages { pages, ..*piece };
+        let Some((start, entry)) = self.0.range_mut(..block).next_back() else { return };
+        if start + entry.blocks() > block {
+            let pages = entry.pages.split_off((block - start) as usize);
+            let rest = BufferedPages { pages, ..*entry };
             self.0.insert(block, rest);
         }
     }
 
-    /// Takes out blocks that all lie in one piece.
-    pub fn take(&mut self, blocks: &Range<u64>) -> FilePages {
+    /// Takes out blocks that all lie in one entry.
+    pub fn take(&mut self, blocks: &Range<u64>) -> BufferedPages {
         self.split(blocks.start);
         self.split(blocks.end);
         self.0.remove(&blocks.start).expect("they are in memory")
     }
 
     /// Takes out everything from a block on.
-    pub fn take_from(&mut self, block: u64) -> impl Iterator<Item = FilePages> + use<> {
+    pub fn take_from(&mut self, block: u64) -> impl Iterator<Item = BufferedPages> + use<> {
         self.split(block);
         self.0.split_off(&block).into_values()
     }
@@ -130,12 +130,17 @@ impl Pieces<FilePages> {
         self.0.clear();
     }
 
-    /// Changes what is known of these blocks, of whole pieces where it can. Returns the number of blocks that `change` returned true for.
-    pub fn change(&mut self, blocks: Range<u64>, wants: impl Fn(&FilePages) -> bool, change: impl Fn(&mut FilePages)) -> u64 {
-        let pieces: SmallVec<[Range<u64>; 4]> =
-            self.overlapping(blocks.clone()).filter(|(_, piece)| wants(piece)).map(|(held, _)| held).collect();
+    /// Changes what is known of these blocks, of whole entries where it can. Returns the number of blocks that `change` returned true for.
+    pub fn change(
+        &mut self,
+        blocks: Range<u64>,
+        wants: impl Fn(&BufferedPages) -> bool,
+        change: impl Fn(&mut BufferedPages),
+    ) -> u64 {
+        let entries: SmallVec<[Range<u64>; 4]> =
+            self.overlapping(blocks.clone()).filter(|(_, entry)| wants(entry)).map(|(held, _)| held).collect();
         let mut changed = 0;
-        for held in pieces {
+        for held in entries {
             let (start, end) = (held.start.max(blocks.start), held.end.min(blocks.end));
             self.split(start);
             self.split(end);
@@ -146,17 +151,17 @@ impl Pieces<FilePages> {
         changed
     }
 
-    /// Makes a piece a part of the one before it, if they are alike and their memory lies side by side.
+    /// Makes a entry a part of the one before it, if they are alike and their memory lies side by side.
     fn join(&mut self, start: u64) {
-        let Some(piece) = self.0.get(&start) else { return };
+        let Some(entry) = self.0.get(&start) else { return };
         let Some((first, before)) = self.0.range(..start).next_back() else { return };
-        let alike = (before.dirty, before.promised) == (piece.dirty, piece.promised);
-        if !alike || first + before.blocks() != start || !before.pages.is_before(&piece.pages) {
+        let alike = (before.dirty, before.promised) == (entry.dirty, entry.promised);
+        if !alike || first + before.blocks() != start || !before.pages.is_before(&entry.pages) {
             return;
         }
         let first = *first;
-        let piece = self.0.remove(&start).expect("looked at above");
-        self.0.get_mut(&first).expect("looked at above").pages.join(piece.pages);
+        let entry = self.0.remove(&start).expect("looked at above");
+        self.0.get_mut(&first).expect("looked at above").pages.join(entry.pages);
     }
 }
 
@@ -186,15 +191,15 @@ mod tests {
     /// What a block is in the model: dirty, promised, and a byte of its content.
     type Known = Option<(bool, bool, u8)>;
 
-    fn known(pieces: &Pieces<FilePages>, block: u64) -> Known {
-        let (_, piece) = pieces.overlapping(block..block + 1).next()?;
-        let (pages, at) = pieces.find(block)?;
+    fn known(entries: &PageMap<BufferedPages>, block: u64) -> Known {
+        let (_, entry) = entries.overlapping(block..block + 1).next()?;
+        let (pages, at) = entries.find(block)?;
         let mut byte = [0];
         pages.read(at * BLOCK_SIZE, &mut byte).unwrap();
-        Some((piece.dirty, piece.promised, byte[0]))
+        Some((entry.dirty, entry.promised, byte[0]))
     }
 
-    /// Pieces that are added, changed, cut and taken out in any order are, block by block, what an array of blocks is.
+    /// PageMap that are added, changed, cut and taken out in any order are, block by block, what an array of blocks is.
     #[test]
     fn pieces_are_what_their_blocks_are() {
         const BLOCKS: u64 = 64;
@@ -204,7 +209,7 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) % limit
         };
-        let mut pieces: Pieces<FilePages> = Pieces::default();
+        let mut entries: PageMap<BufferedPages> = PageMap::default();
         let mut model: [Known; BLOCKS as usize] = [None; BLOCKS as usize];
         for step in 0..20_000_u64 {
             let start = below(BLOCKS);
@@ -212,7 +217,7 @@ mod tests {
             let held = |model: &[Known], range: Range<u64>| range.filter(|block| model[*block as usize].is_some()).count() as u64;
             match below(5) {
                 0 => {
-                    for gap in pieces.gaps(range) {
+                    for gap in entries.gaps(range) {
                         let mut at = gap.start;
                         for pages in pool.take((gap.end - gap.start) as usize).unwrap() {
                             pages.zero(0..pages.len() * BLOCK_SIZE).unwrap();
@@ -223,48 +228,48 @@ mod tests {
                                 pages.write((block - start) as usize * BLOCK_SIZE, &[step as u8]).unwrap();
                                 model[block as usize] = Some((false, false, step as u8));
                             }
-                            pieces.insert(start, FilePages { pages, dirty: false, promised: false });
+                            entries.insert(start, BufferedPages { pages, dirty: false, promised: false });
                         }
                     }
                 }
                 1 => {
                     let clean = range.clone().filter(|block| model[*block as usize].is_some_and(|known| !known.0)).count() as u64;
-                    assert_eq!(pieces.change(range.clone(), |piece| !piece.dirty, |piece| piece.dirty = true), clean);
+                    assert_eq!(entries.change(range.clone(), |entry| !entry.dirty, |entry| entry.dirty = true), clean);
                     range.for_each(|block| model[block as usize].iter_mut().for_each(|known| known.0 = true));
                 }
                 2 => {
-                    pieces.change(range.clone(), |piece| !piece.promised, |piece| piece.promised = true);
+                    entries.change(range.clone(), |entry| !entry.promised, |entry| entry.promised = true);
                     range.for_each(|block| model[block as usize].iter_mut().for_each(|known| known.1 = true));
                 }
                 3 => {
-                    // What is taken has to be in one piece.
-                    let Some((blocks, _)) = pieces.overlapping(range.clone()).next() else { continue };
+                    // What is taken has to be in one entry.
+                    let Some((blocks, _)) = entries.overlapping(range.clone()).next() else { continue };
                     let part = blocks.start.max(range.start)..blocks.end.min(range.end);
-                    assert_eq!(pieces.take(&part).blocks(), part.end - part.start);
+                    assert_eq!(entries.take(&part).blocks(), part.end - part.start);
                     part.for_each(|block| model[block as usize] = None);
                 }
                 _ if below(8) == 0 => {
                     let gone = held(&model, start..BLOCKS);
-                    assert_eq!(pieces.take_from(start).map(|piece| piece.blocks()).sum::<u64>(), gone);
+                    assert_eq!(entries.take_from(start).map(|entry| entry.blocks()).sum::<u64>(), gone);
                     model[start as usize..].fill(None);
                 }
                 _ => {}
             }
-            assert!((0..BLOCKS).all(|block| known(&pieces, block) == model[block as usize]), "step {step}");
+            assert!((0..BLOCKS).all(|block| known(&entries, block) == model[block as usize]), "step {step}");
         }
     }
 
     #[test]
     fn blocks_that_are_written_one_after_the_other_become_one_piece() {
         let pool = PagePool::of_a_file(64);
-        let mut pieces: Pieces<FilePages> = Pieces::default();
+        let mut entries: PageMap<BufferedPages> = PageMap::default();
         for block in 5..25 {
             let pages = pool.take(1).unwrap().remove(0);
-            pieces.insert(block, FilePages { pages, dirty: false, promised: false });
-            pieces.change(block..block + 1, |_| true, |piece| (piece.dirty, piece.promised) = (true, block < 15));
+            entries.insert(block, BufferedPages { pages, dirty: false, promised: false });
+            entries.change(block..block + 1, |_| true, |entry| (entry.dirty, entry.promised) = (true, block < 15));
         }
         assert_eq!(
-            pieces.iter().map(|(blocks, _)| blocks).collect::<Vec<_>>(),
+            entries.iter().map(|(blocks, _)| blocks).collect::<Vec<_>>(),
             [5..15, 15..25],
             "no block of the second was promised"
         );

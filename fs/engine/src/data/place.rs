@@ -66,7 +66,7 @@ impl Filesystem {
         for run in runs {
             if let Err(fail) = self.place_run(state, ino, size, run, &mut placement) {
                 self.unplace(&mut placement);
-                state.goal = None;
+                state.allocation.goal = None;
                 return Err(fail);
             }
         }
@@ -114,23 +114,23 @@ impl Filesystem {
             let run = self.reserve(state, ino, size, at, hole.end - at)?;
             placement.pieces.push(Placed { piece: Piece { offset: at, run, reserved: true }, in_place: false });
             at += run.len;
-            state.goal = Some((at, run.end()));
+            state.allocation.goal = Some((at, run.end()));
         }
         Ok(())
     }
 
     /// Reserves a run for a hole at block `at`: behind the block before it, and from what was reserved ahead where it can.
     fn reserve(&self, state: &mut FileState, ino: u64, size: u64, at: u64, want: u64) -> Attempt<Run> {
-        let goal = match state.goal.filter(|(block, _)| *block == at) {
+        let goal = match state.allocation.goal.filter(|(block, _)| *block == at) {
             Some((_, goal)) => Some(goal),
             None if at > 0 => self.volume.map(ino, at - 1, at, 1)?.first().map(|m| m.extent.block + 1),
             None => None,
         };
-        if let Some(window) = state.window.filter(|w| Some(w.start) == goal) {
-            let run = Run { start: window.start, len: window.len.min(want) };
-            self.volume.take_from_window(run.len);
-            let rest = Run { start: run.end(), len: window.len - run.len };
-            state.window = Some(rest).filter(|rest| rest.len > 0);
+        if let Some(ahead) = state.allocation.ahead.filter(|w| Some(w.start) == goal) {
+            let run = Run { start: ahead.start, len: ahead.len.min(want) };
+            self.volume.take_from_ahead(run.len);
+            let rest = Run { start: run.end(), len: ahead.len - run.len };
+            state.allocation.ahead = Some(rest).filter(|rest| rest.len > 0);
             return Ok(run);
         }
         let end = (at + want) * gpunvme_layout::block::BLOCK_SIZE as u64;
@@ -138,23 +138,23 @@ impl Filesystem {
             if end >= size && size >= GROWS_FROM && state.opens > 0 { at.clamp(*WINDOW.start(), *WINDOW.end()) } else { 0 };
         let run = self.volume.reserve(goal, want, ahead)?;
         if run.len > want {
-            self.drop_window(state);
-            state.window = Some(Run { start: run.start + want, len: run.len - want });
+            self.release_ahead(state);
+            state.allocation.ahead = Some(Run { start: run.start + want, len: run.len - want });
         }
         Ok(Run { start: run.start, len: run.len.min(want) })
     }
 
     /// Gives back what a file has reserved ahead.
-    pub(super) fn drop_window(&self, state: &mut FileState) {
-        if let Some(window) = state.window.take() {
-            self.volume.unreserve_window(window);
+    pub(super) fn release_ahead(&self, state: &mut FileState) {
+        if let Some(ahead) = state.allocation.ahead.take() {
+            self.volume.unreserve_ahead(ahead);
         }
     }
 
     /// Gives back what all files have reserved ahead.
-    pub(super) fn drop_windows(&self) {
+    pub(super) fn release_all_ahead(&self) {
         for file in self.files.all() {
-            self.drop_window(&mut file.state.lock());
+            self.release_ahead(&mut file.state.lock());
         }
     }
 }

@@ -7,7 +7,7 @@ use gpunvme_layout::Geometry;
 use gpunvme_layout::block::BLOCK_SIZE;
 
 use super::filesystem::Filesystem;
-use super::pieces::without;
+use super::page_map::without;
 use crate::error::{Attempt, FsError};
 use crate::volume::epoch::Guard;
 
@@ -66,8 +66,8 @@ impl Filesystem {
         // What waits to be written is newer than what is on its way, which is newer than what the device has.
         let mut newer: Vec<Range<u64>> = Vec::new();
         if let Some(state) = &state {
-            let writing = state.writing.overlapping(first..last + 1).map(|(held, pages)| (held, &**pages));
-            let waiting = state.pages.overlapping(first..last + 1).map(|(held, piece)| (held, &piece.pages));
+            let writing = state.in_flight.pages.overlapping(first..last + 1).map(|(held, pages)| (held, &**pages));
+            let waiting = state.buffer.pages.overlapping(first..last + 1).map(|(held, entry)| (held, &entry.pages));
             for (held, pages) in writing.chain(waiting) {
                 let part = held.start.max(first)..held.end.min(last + 1);
                 let out = &mut buffer.bytes_mut()[place(part.start)..place(part.end)];

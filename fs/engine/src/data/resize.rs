@@ -73,35 +73,35 @@ impl Filesystem {
         let old = self.size_of_regular(state, ino)?;
         self.volume.writable()?;
         let stored = self.volume.stored_attributes(ino)?.inode.size;
-        if !state.flights.is_empty() {
-            return Err(Fail::Stall(Stall::Flights { ino }));
+        if !state.in_flight.writes.is_empty() {
+            return Err(Fail::Stall(Stall::InFlight { ino }));
         }
         // A size that grows must not be stored before what lies below it is on the device.
-        if state.truncation != Truncation::Over || (state.dirty > 0 && size > stored) {
+        if state.truncation != Truncation::Over || (state.buffer.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         // Whoever sets a size knows it.
-        state.outgrown = None;
+        state.kernel.outgrown = None;
         if size > old && self.zero_tail(state, ino, old, size)? {
             // As after a write: the inode learns of the size when the zeros are on the device.
-            state.size = Some(size);
-            state.changes_at(context.now);
-            state.last = None;
+            state.newer.size = Some(size);
+            state.newer.changes_at(context.now);
+            state.buffer.last = None;
             return Ok(());
         }
-        let now = state.time_of_change(context.now);
+        let now = state.newer.time_of_change(context.now);
         let more = self.volume.set_size(&Context { now, ..*context }, ino, size)?;
         self.drop_pages(state, size.div_ceil(BLOCK));
-        state.content_changes(size.min(old) / BLOCK..u64::MAX);
-        self.drop_window(state);
-        if let Some((pages, at)) = state.pages.find(size / BLOCK) {
+        state.buffer.content_changes(size.min(old) / BLOCK..u64::MAX);
+        self.release_ahead(state);
+        if let Some((pages, at)) = state.buffer.pages.find(size / BLOCK) {
             pages.zero(at * BLOCK_SIZE + (size % BLOCK) as usize..(at + 1) * BLOCK_SIZE)?;
         }
         // The inode has the new size; what is still in memory lies below it.
-        (state.size, state.goal) = (None, None);
-        state.changed_at(now);
-        state.tail_is_zero &= size >= old;
-        state.shrinks += u64::from(size < old);
+        (state.newer.size, state.allocation.goal) = (None, None);
+        state.newer.changed_at(now);
+        state.allocation.tail_is_zero &= size >= old;
+        state.newer.shrinks += u64::from(size < old);
         if more {
             state.truncation = Truncation::Pending;
         }
@@ -111,7 +111,7 @@ impl Filesystem {
     /// Passes when a size of `end` bytes may be stored. Stalls while what it would uncover is still to be freed, or to be
     /// overwritten by what is in memory.
     pub(super) fn may_grow(&self, state: &FileState, ino: u64, end: u64) -> Attempt<()> {
-        if state.truncation == Truncation::Over && state.pages.is_empty() && state.writing.is_empty() {
+        if state.truncation == Truncation::Over && state.buffer.pages.is_empty() && state.in_flight.pages.is_empty() {
             return Ok(());
         }
         let stored = self.volume.stored_attributes(ino)?.inode.size;
@@ -124,7 +124,7 @@ impl Filesystem {
     /// whether that page is waiting to be written out.
     fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<bool> {
         let Some(tail) = self.tail_before(state, ino, old, new.div_ceil(BLOCK))? else { return Ok(false) };
-        state.mark_dirty(tail..tail + 1);
+        state.buffer.mark_dirty(tail..tail + 1);
         Ok(true)
     }
 
@@ -156,11 +156,11 @@ impl Filesystem {
         let file = self.files.get(ino);
         let stamped = self.wait(|| {
             let mut state = file.state.lock();
-            let now = state.time_of_change(context.now);
+            let now = state.newer.time_of_change(context.now);
             let stamp = Stamp { size: grow.then_some(end), changed: Some(now) };
             self.may_grow(&state, ino, stamp.size.unwrap_or(0))?;
             self.volume.stamp(ino, &stamp)?;
-            state.changed_at(now);
+            state.newer.changed_at(now);
             Ok(())
         });
         self.release(&file);
@@ -260,16 +260,17 @@ impl Filesystem {
         }
         // The blocks that a write goes to are the file's until it is over.
         state.has_no_direct(file.ino, from, to)?;
-        let context = Context { now: state.time_of_change(context.now), ..*context };
+        let context = Context { now: state.newer.time_of_change(context.now), ..*context };
         let next = match keep_blocks {
             true => self.volume.unwrite_step(&context, file.ino, from, to)?,
             false => self.volume.punch_step(&context, file.ino, from, to)?,
         };
-        state.changed_at(context.now);
-        let read_in: Vec<_> = state.pages.overlapping(from..to).map(|(held, _)| held.start.max(from)..held.end.min(to)).collect();
-        read_in.iter().for_each(|blocks| drop(state.pages.take(blocks)));
-        state.content_changes(from..to);
-        state.goal = None;
+        state.newer.changed_at(context.now);
+        let read_in: Vec<_> =
+            state.buffer.pages.overlapping(from..to).map(|(held, _)| held.start.max(from)..held.end.min(to)).collect();
+        read_in.iter().for_each(|blocks| drop(state.buffer.pages.take(blocks)));
+        state.buffer.content_changes(from..to);
+        state.allocation.goal = None;
         Ok(next)
     }
 
@@ -281,8 +282,8 @@ impl Filesystem {
     fn touched(&self, ino: u64, blocks: Range<u64>) {
         if let Some(file) = self.files.find(ino) {
             let mut state = file.state.lock();
-            state.content_changes(blocks);
-            state.goal = None;
+            state.buffer.content_changes(blocks);
+            state.allocation.goal = None;
         }
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::filesystem::Filesystem;
-use super::hold::Hold;
+use super::quiesce::Quiesced;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::Waiter;
 
@@ -14,7 +14,7 @@ impl Filesystem {
     /// The operation's own error, or that of what it had to wait for.
     pub fn wait<T>(self: &Arc<Self>, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
         let mut waiter = Waiter::default();
-        let mut hold = None;
+        let mut quiesced = None;
         loop {
             match attempt() {
                 Ok(result) => return Ok(result),
@@ -22,15 +22,15 @@ impl Filesystem {
                 Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,
-                Err(Fail::Stall(Stall::Flights { ino })) => {
+                Err(Fail::Stall(Stall::InFlight { ino })) => {
                     // What a name stands for may have changed.
-                    hold.take_if(|hold: &mut Hold| hold.ino() != ino);
-                    hold.get_or_insert_with(|| self.hold(ino)).wait();
+                    quiesced.take_if(|quiesced: &mut Quiesced| quiesced.ino() != ino);
+                    quiesced.get_or_insert_with(|| self.quiesce(ino)).wait();
                 }
-                Err(Fail::Stall(Stall::Held { ino })) => self.wait_while_held(ino),
+                Err(Fail::Stall(Stall::Quiesced { ino })) => self.wait_while_quiesced(ino),
                 Err(Fail::Stall(stall)) => {
                     if stall == Stall::Reuse {
-                        self.drop_windows();
+                        self.release_all_ahead();
                         self.completions.help();
                     }
                     self.volume.resolve(stall, &mut waiter)?;

@@ -12,9 +12,9 @@ use smallvec::SmallVec;
 use super::file::{File, FileState, Truncation};
 use super::filesystem::Filesystem;
 use super::flush::BATCH_PAGES;
-use super::hold::Hold;
+use super::page_map::{BufferedPages, Entry, without};
 use super::pages::Pages;
-use super::pieces::{FilePages, Piece, without};
+use super::quiesce::Quiesced;
 use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -92,13 +92,13 @@ impl Filesystem {
         let size = self.size_of_regular(state, ino)?;
         let is_outgrown = |by: &Range<u64>| by.contains(&offset) && offset < size;
         let appends = matches!(writer, Writer::Appending | Writer::AppendingPart);
-        let moves = appends && state.outgrown.as_ref().is_some_and(is_outgrown);
+        let moves = appends && state.kernel.outgrown.as_ref().is_some_and(is_outgrown);
         let offset = if moves { size } else { offset };
         let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_SIZE_MAX).ok_or(FsError::FileTooLarge)?;
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
         let touches = |run: &Range<u64>| (run.start <= last && first < run.end) || run.contains(&(size / BLOCK));
-        if state.direct.iter().any(touches) {
-            return Err(Fail::Stall(Stall::Flights { ino }));
+        if state.in_flight.direct.iter().any(touches) {
+            return Err(Fail::Stall(Stall::InFlight { ino }));
         }
         if end > size && state.truncation != Truncation::Over {
             return Err(Fail::Stall(Stall::File { ino }));
@@ -107,7 +107,7 @@ impl Filesystem {
         let is_partial = |block: &u64| offset > block * BLOCK || end < (block + 1) * BLOCK;
         let mut partial: SmallVec<[u64; 2]> = [first, last].into_iter().filter(is_partial).collect();
         partial.dedup();
-        partial.retain(|block| !state.pages.contains(*block));
+        partial.retain(|block| !state.buffer.pages.contains(*block));
         for &block in &partial {
             // What they have around the new bytes, up to the end of the file, stays.
             let kept = block * BLOCK < offset.min(size) || end < size.min((block + 1) * BLOCK);
@@ -120,10 +120,10 @@ impl Filesystem {
         self.volume.map_each(ino, first, last + 1, |mapping| mapped.push(mapping.offset..mapping.end()))?;
         let mut unpromised: SmallVec<[Range<u64>; 2]> = SmallVec::new();
         for hole in without(blocks.clone(), mapped.into_iter()) {
-            let promised = state.pages.overlapping(hole.clone()).filter(|(_, piece)| piece.promised).map(|(held, _)| held);
+            let promised = state.buffer.pages.overlapping(hole.clone()).filter(|(_, entry)| entry.promised).map(|(held, _)| held);
             unpromised.extend(without(hole, promised));
         }
-        let missing = state.pages.gaps(blocks.clone());
+        let missing = state.buffer.pages.gaps(blocks.clone());
         let mut memory = self.pages.take(blocks_of(&missing) as usize).ok_or(Fail::Stall(Stall::Memory))?.into_iter();
         self.volume.promise(blocks_of(&unpromised))?;
 
@@ -138,42 +138,42 @@ impl Filesystem {
                 }
                 let start = at;
                 at += pages.len() as u64;
-                state.pages.insert(start, FilePages { pages, dirty: false, promised: false });
+                state.buffer.pages.insert(start, BufferedPages { pages, dirty: false, promised: false });
             }
         }
         for &block in &partial {
-            let (page, at) = state.pages.find(block).expect("inserted above");
+            let (page, at) = state.buffer.pages.find(block).expect("inserted above");
             let mut bytes = [0; BLOCK_SIZE];
             if let Some((old, at)) = state.settled(block) {
                 old.read(at * BLOCK_SIZE, &mut bytes)?;
             }
             page.write(at * BLOCK_SIZE, &bytes)?;
         }
-        for (held, piece) in state.pages.overlapping(blocks.clone()) {
+        for (held, entry) in state.buffer.pages.overlapping(blocks.clone()) {
             let start = offset.max(held.start * BLOCK);
             let stop = end.min(held.end * BLOCK);
             let bytes = &data[(start - offset) as usize..(stop - offset) as usize];
-            piece.pages.write((start - held.start * BLOCK) as usize, bytes)?;
+            entry.pages.write((start - held.start * BLOCK) as usize, bytes)?;
         }
         for hole in unpromised {
-            state.promised += state.pages.change(hole, |piece| !piece.promised, |piece| piece.promised = true);
+            state.buffer.promised += state.buffer.pages.change(hole, |entry| !entry.promised, |entry| entry.promised = true);
         }
-        state.mark_dirty(blocks);
+        state.buffer.mark_dirty(blocks);
         if let Some(tail) = gap {
-            state.mark_dirty(tail..tail + 1);
+            state.buffer.mark_dirty(tail..tail + 1);
         }
         if end > size {
-            state.size = Some(end);
+            state.newer.size = Some(end);
             match writer {
-                Writer::Direct => state.outgrows(size..end),
-                _ if moves => state.outgrows(size..end),
+                Writer::Direct => state.kernel.outgrows(size..end),
+                _ if moves => state.kernel.outgrows(size..end),
                 // The kernel knows where it ends. Of a part that is not sure, since the first one may still come: it knows of this one.
-                Writer::Appending if state.direct.is_empty() => state.outgrown = None,
+                Writer::Appending if state.in_flight.direct.is_empty() => state.kernel.outgrown = None,
                 _ => {}
             }
         }
-        state.changes_at(now);
-        state.last = None;
+        state.newer.changes_at(now);
+        state.buffer.last = None;
         Ok(offset)
     }
 
@@ -181,7 +181,7 @@ impl Filesystem {
     pub(super) fn size_of_regular(&self, state: &FileState, ino: u64) -> Attempt<u64> {
         let inode = self.volume.stored_attributes(ino)?.inode;
         match inode.file_type() {
-            FileType::Regular => Ok(state.size.unwrap_or(0).max(inode.size)),
+            FileType::Regular => Ok(state.newer.size.unwrap_or(0).max(inode.size)),
             FileType::Directory => Err(FsError::IsDirectory.into()),
             _ => Err(FsError::Invalid("not a regular file").into()),
         }
@@ -194,10 +194,10 @@ impl Filesystem {
         if tail >= next || !state.may_hide(size) {
             return Ok(None);
         }
-        if state.writing.contains(tail) {
+        if state.in_flight.pages.contains(tail) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
-        if state.pages.contains(tail) {
+        if state.buffer.pages.contains(tail) {
             return Ok(Some(tail));
         }
         self.needs_no_content(ino, tail)?;
@@ -216,20 +216,20 @@ impl Filesystem {
     /// Reads a block of a file into the write buffer, so that a part of it can be written. Bytes beyond the end are zeros.
     pub(super) fn fill_page(self: &Arc<Self>, ino: u64, block: u64) -> Result<(), FsError> {
         let file = self.files.get(ino);
-        let mut hold: Option<Hold> = None;
+        let mut quiesced: Option<Quiesced> = None;
         loop {
             let Some(page) = self.pages.take(1).and_then(|mut pages| pages.pop()) else {
                 self.make_room()?;
                 continue;
             };
-            let number = file.state.lock().fills.begin(block);
+            let number = file.state.lock().buffer.fills.begin(block);
             let filled = self.fill(&file, block, number, page);
-            file.state.lock().fills.end(number);
+            file.state.lock().buffer.fills.end(number);
             if filled? {
                 return Ok(());
             }
             // In a stream of direct writes to the block one always begins or ends.
-            hold.get_or_insert_with(|| self.hold(ino)).wait();
+            quiesced.get_or_insert_with(|| self.quiesce(ino)).wait();
         }
     }
 
@@ -245,17 +245,17 @@ impl Filesystem {
         self.volume.wait(|| {
             let mut state = file.state.lock();
             let size = self.size_of_regular(&state, file.ino)?;
-            if state.pages.contains(block) || state.writing.contains(block) {
+            if state.buffer.pages.contains(block) || state.in_flight.pages.contains(block) {
                 // Another caller filled the page and wrote to it meanwhile: that is newer than what was read.
                 return Ok(true);
             }
-            if !state.fills.is_good(number) || state.direct.iter().any(|run| run.contains(&block)) {
+            if !state.buffer.fills.is_good(number) || state.in_flight.direct.iter().any(|run| run.contains(&block)) {
                 return Ok(false);
             }
             let Some(page) = page.take() else { return Ok(true) };
             let end = size.saturating_sub(block * BLOCK).min(BLOCK) as usize;
             page.zero(end..BLOCK_SIZE)?;
-            state.pages.insert(block, FilePages { pages: page, dirty: false, promised: false });
+            state.buffer.pages.insert(block, BufferedPages { pages: page, dirty: false, promised: false });
             Ok(true)
         })
     }
@@ -263,19 +263,19 @@ impl Filesystem {
     /// Forgets the pages from block `from` on.
     pub(super) fn drop_pages(&self, state: &mut FileState, from: u64) {
         let mut promised = 0;
-        for piece in state.pages.take_from(from) {
-            state.dirty -= if piece.dirty { piece.blocks() } else { 0 };
-            promised += if piece.promised { piece.blocks() } else { 0 };
+        for entry in state.buffer.pages.take_from(from) {
+            state.buffer.dirty -= if entry.dirty { entry.blocks() } else { 0 };
+            promised += if entry.promised { entry.blocks() } else { 0 };
         }
-        state.promised -= promised;
-        state.content_changes(from..u64::MAX);
+        state.buffer.promised -= promised;
+        state.buffer.content_changes(from..u64::MAX);
         self.volume.forget_promise(promised);
     }
 
     /// Begins writing a file out if enough of it is in memory for that, or too much of all files; does not wait for it.
     pub fn write_behind(self: &Arc<Self>, ino: u64) {
         let Some(file) = self.files.find(ino) else { return };
-        let dirty = file.state.lock().dirty;
+        let dirty = file.state.lock().buffer.dirty;
         let enough = dirty >= BATCH_PAGES || (dirty > 0 && self.pages.is_short());
         if !enough || self.start_flush(&file).is_ok() {
             return;

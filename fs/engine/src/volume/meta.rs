@@ -36,7 +36,7 @@ pub(crate) struct Meta {
     pub freed: Vec<Run>,
     /// Blocks that are not to be allocated although their bits say that they are free.
     pub busy: Busy,
-    /// Busy blocks that become free by waiting or asking: freed ones that may not be reused yet, and windows of growing files.
+    /// Busy blocks that become free by waiting or asking: freed ones that may not be reused yet, and what growing files have reserved ahead.
     pub pending: u64,
     /// Blocks promised to data that waits in memory for its place on the device.
     pub reserved: u64,

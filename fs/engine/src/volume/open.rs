@@ -243,7 +243,7 @@ impl Volume {
                 }
                 self.give_back()?;
             }
-            Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::Flights { .. } | Stall::Held { .. } => {
+            Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::InFlight { .. } | Stall::Quiesced { .. } => {
                 unreachable!("only operations on data stall so")
             }
         }

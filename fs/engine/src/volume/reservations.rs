@@ -28,8 +28,8 @@ impl Volume {
         }
     }
 
-    /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What it takes beyond `want` is a
-    /// window that the caller may need later, and gives back when others need it more.
+    /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What it takes beyond `want`
+    /// is reserved ahead: the caller may need it later, and gives it back when others need it more.
     pub(crate) fn reserve(&self, goal: Option<u64>, want: u64, ahead: u64) -> Attempt<Run> {
         let mut meta = self.meta.write();
         let run = meta.reserve(goal, want + ahead)?;
@@ -37,16 +37,16 @@ impl Volume {
         Ok(run)
     }
 
-    /// Turns blocks of a window into reserved ones.
-    pub(crate) fn take_from_window(&self, blocks: u64) {
+    /// Turns blocks that were reserved ahead into reserved ones.
+    pub(crate) fn take_from_ahead(&self, blocks: u64) {
         self.meta.write().pending -= blocks;
     }
 
-    /// Gives a window back.
-    pub(crate) fn unreserve_window(&self, window: Run) {
+    /// Gives back what was reserved ahead.
+    pub(crate) fn unreserve_ahead(&self, ahead: Run) {
         let mut meta = self.meta.write();
-        meta.pending -= window.len;
-        meta.unreserve(window);
+        meta.pending -= ahead.len;
+        meta.unreserve(ahead);
     }
 
     /// Gives reserved blocks back.

@@ -23,7 +23,7 @@ const WAIT: Duration = Duration::from_secs(2);
 const SHORT_WAIT: Duration = Duration::from_millis(300);
 
 /// A fragment of an append, on its way: as much of it as the kernel sends in one request.
-pub(super) struct Fragment {
+pub(crate) struct Fragment {
     pub caller: Caller,
     pub ino: u64,
     pub how: WriteRequest,
@@ -33,7 +33,7 @@ pub(super) struct Fragment {
 }
 
 /// The fragments that are parked.
-pub(super) struct AppendOrder<P = Fragment> {
+pub(crate) struct AppendOrder<P = Fragment> {
     limit: usize,
     state: Mutex<Parked<P>>,
 }
@@ -59,14 +59,14 @@ impl<P> AppendOrder<P> {
     }
 
     /// A fragment of a file goes to a worker.
-    pub(super) fn begin_work(&self, ino: u64) {
+    pub(crate) fn begin_work(&self, ino: u64) {
         let mut state = self.state.lock();
         let file = state.file(ino);
         (file.working, file.since) = (file.working + 1, Instant::now());
     }
 
     /// A worker is done with a fragment, or gives it back.
-    pub(super) fn end_work(&self, ino: u64) {
+    pub(crate) fn end_work(&self, ino: u64) {
         let mut state = self.state.lock();
         let file = state.file(ino);
         (file.working, file.since) = (file.working - 1, Instant::now());
@@ -74,30 +74,30 @@ impl<P> AppendOrder<P> {
     }
 
     /// Whether something that goes before a fragment is parked, or with a worker.
-    pub(super) fn are_before(&self, ino: u64, offset: u64) -> bool {
+    pub(crate) fn are_before(&self, ino: u64, offset: u64) -> bool {
         let state = self.state.lock();
         let parked_before = |file: &File<P>| file.parked.first_key_value().is_some_and(|(first, _)| *first < offset);
         state.files.get(&ino).is_some_and(|file| file.working > 0 || parked_before(file))
     }
 
     /// Parks a fragment.
-    pub(super) fn park(&self, ino: u64, offset: u64, len: usize, fragment: P) {
+    pub(crate) fn park(&self, ino: u64, offset: u64, len: usize, fragment: P) {
         let mut state = self.state.lock();
         state.bytes += len;
         state.file(ino).parked.entry(offset).or_default().push((len, fragment));
     }
 
-    pub(super) fn has(&self, ino: u64) -> bool {
+    pub(crate) fn has(&self, ino: u64) -> bool {
         self.state.lock().files.get(&ino).is_some_and(|file| !file.parked.is_empty())
     }
 
     /// Takes out the first fragment of a file for a worker, if it begins at `end` or before and no other is with one.
-    pub(super) fn take(&self, ino: u64, end: u64) -> Option<P> {
+    pub(crate) fn take(&self, ino: u64, end: u64) -> Option<P> {
         self.state.lock().take(ino, end)
     }
 
     /// Takes out the first fragment of each file in which they have waited too long, for a worker.
-    pub(super) fn take_late(&self) -> Vec<P> {
+    pub(crate) fn take_late(&self) -> Vec<P> {
         let mut state = self.state.lock();
         let wait = if state.bytes > self.limit { SHORT_WAIT } else { WAIT };
         let is_late = |file: &File<P>| file.working == 0 && file.since.elapsed() >= wait;

@@ -8,22 +8,22 @@ use rustix::thread::CapabilitySet;
 
 /// Who asks, and when.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Caller {
+pub(crate) struct Caller {
     /// User, group and time of the request.
-    pub(super) context: Context,
+    pub(crate) context: Context,
     /// The thread that asks, as this process can see it; 0 if it cannot.
-    pub(super) thread: u32,
+    pub(crate) thread: u32,
 }
 
 impl Caller {
     /// This thread of this user and group, now.
-    pub(super) fn now(uid: u32, gid: u32, thread: u32) -> Caller {
+    pub(crate) fn now(uid: u32, gid: u32, thread: u32) -> Caller {
         Caller { context: Context { uid, gid, now: system_time() }, thread }
     }
 
     /// Whether the caller is in a group, or is root, who may do what members may. Requests name one group; the others are asked
     /// of `/proc`, so this is for what is rare.
-    pub(super) fn is_in_group(&self, gid: u32) -> bool {
+    pub(crate) fn is_in_group(&self, gid: u32) -> bool {
         let Context { uid, gid: own, .. } = self.context;
         let has_group = |groups: String| groups.split_whitespace().any(|group| group.parse() == Ok(gid));
         uid == 0 || own == gid || status_of(self.thread, "Groups:").is_some_and(has_group)
@@ -31,7 +31,7 @@ impl Caller {
 
     /// Whether the caller has a capability, in this process's user namespace. Requests do not say; `/proc` is asked, so this is for what is rare. Root
     /// that cannot be asked has it.
-    pub(super) fn has(&self, capability: CapabilitySet) -> bool {
+    pub(crate) fn has(&self, capability: CapabilitySet) -> bool {
         let bits = |set: String| u64::from_str_radix(set.trim(), 16).ok();
         let effective = status_of(self.thread, "CapEff:").and_then(bits).map(CapabilitySet::from_bits_retain);
         match (effective, user_namespace(self.thread), user_namespace(std::process::id())) {
@@ -42,12 +42,12 @@ impl Caller {
 }
 
 /// The user namespace of a thread; none if it is not there to ask, or not this process's to ask.
-pub(super) fn user_namespace(thread: u32) -> Option<PathBuf> {
+pub(crate) fn user_namespace(thread: u32) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{thread}/ns/user")).ok()
 }
 
 /// A field of `/proc/THREAD/status` (proc_pid_status(5)); none if the thread is not there to ask.
-pub(super) fn status_of(thread: u32, field: &str) -> Option<String> {
+pub(crate) fn status_of(thread: u32, field: &str) -> Option<String> {
     let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
     status.lines().find_map(|line| line.strip_prefix(field)).map(str::to_owned)
 }

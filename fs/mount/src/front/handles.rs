@@ -13,7 +13,7 @@ const BITS: u32 = 3;
 
 /// What an open file was opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Handle(pub u64);
+pub(crate) struct Handle(pub u64);
 
 impl Handle {
     /// For a file opened with these flags of open(2). Which of its opens it is, [`Handle::of`] adds.

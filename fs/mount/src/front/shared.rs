@@ -13,26 +13,26 @@ use super::resources::request_budget::RequestBudget;
 use super::resources::workers::Workers;
 
 /// What the operations of one mount share.
-pub(super) struct Front {
-    pub(super) fs: Arc<Filesystem>,
-    pub(super) lookups: Lookups,
-    pub(super) lengths: Lengths,
-    pub(super) request_budget: Arc<RequestBudget>,
-    pub(super) append_order: AppendOrder,
-    pub(super) general: Arc<Workers>,
-    pub(super) invalidations: Arc<Workers>,
-    pub(super) transfers: Arc<Workers>,
-    pub(super) plan_budget: Arc<PlanBudget>,
-    pub(super) direct: Endpoint,
-    pub(super) mount_state: Arc<MountState>,
+pub(crate) struct Front {
+    pub(crate) fs: Arc<Filesystem>,
+    pub(crate) lookups: Lookups,
+    pub(crate) lengths: Lengths,
+    pub(crate) request_budget: Arc<RequestBudget>,
+    pub(crate) append_order: AppendOrder,
+    pub(crate) general: Arc<Workers>,
+    pub(crate) invalidations: Arc<Workers>,
+    pub(crate) transfers: Arc<Workers>,
+    pub(crate) plan_budget: Arc<PlanBudget>,
+    pub(crate) direct: Endpoint,
+    pub(crate) mount_state: Arc<MountState>,
     /// Set when the mount is there.
-    pub(super) kernel: OnceLock<Box<dyn KernelCache>>,
+    pub(crate) kernel: OnceLock<Box<dyn KernelCache>>,
 }
 
 impl Front {
     /// Tries an operation here, and where it has to wait goes on with it on a thread that may. `done` is lent the front end: to count one
     /// more holder of what all threads hold takes as long as some operations.
-    pub(super) fn attempt<T>(
+    pub(crate) fn attempt<T>(
         self: &Arc<Self>,
         mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,
         done: impl FnOnce(&Arc<Self>, Result<T, FsError>) + Send + 'static,
@@ -41,7 +41,7 @@ impl Front {
     }
 
     /// As [`Front::attempt`], for something that the operation and `done` both need.
-    pub(super) fn attempt_for<S: Send + 'static, T>(
+    pub(crate) fn attempt_for<S: Send + 'static, T>(
         self: &Arc<Self>,
         subject: S,
         mut attempt: impl FnMut(&Arc<Filesystem>, &S) -> Attempt<T> + Send + 'static,
@@ -61,7 +61,7 @@ impl Front {
     }
 
     /// Runs an operation on a thread that may wait.
-    pub(super) fn wait<T>(
+    pub(crate) fn wait<T>(
         self: &Arc<Self>,
         operation: impl FnOnce(&Arc<Filesystem>) -> Result<T, FsError> + Send + 'static,
         done: impl FnOnce(Result<T, FsError>) + Send + 'static,

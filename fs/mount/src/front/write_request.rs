@@ -4,7 +4,7 @@ use super::handles::Handle;
 
 /// How a write is done.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct WriteRequest {
+pub(crate) struct WriteRequest {
     /// What the file was opened for.
     pub handle: Handle,
     /// Where in the file, in bytes.

@@ -29,7 +29,7 @@ const NOBODY: u32 = u32::MAX;
 
 impl Front {
     /// `ATTACH` on an open file.
-    pub(in crate::front) fn attach(
+    pub(crate) fn attach(
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,

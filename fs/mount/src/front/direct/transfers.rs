@@ -41,7 +41,7 @@ const QUICK_ZEROES: u64 = 256 << 10;
 const FILL: u64 = 4 << 20;
 
 /// A transfer that was admitted.
-pub(in crate::front) struct Transfer {
+pub(crate) struct Transfer {
     pub direction: Direction,
     pub caller: Caller,
     pub ino: u64,
@@ -97,12 +97,7 @@ impl Transfer {
 
 impl Front {
     /// Whether a file is open for a transfer, and its volume there for it.
-    pub(in crate::front) fn may_transfer(
-        &self,
-        direction: Direction,
-        handle: Handle,
-        request: &TransferRequest,
-    ) -> Result<(), Answer> {
+    pub(crate) fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Answer> {
         let access = match direction {
             Direction::Read => handle.readable(),
             Direction::Write => {
@@ -115,7 +110,7 @@ impl Front {
 
     /// Begins a transfer that was admitted. `limit`: the offset in files from which on its writer
     /// may write nothing.
-    pub(in crate::front) fn begin_transfer(
+    pub(crate) fn begin_transfer(
         self: &Arc<Self>,
         mut transfer: Transfer,
         limit: u64,

@@ -13,7 +13,7 @@ use rustc_hash::FxHashMap;
 type Answer = Box<dyn FnOnce() + Send>;
 
 /// Of all files, what the kernel is being told.
-pub(in crate::front) struct Lengths<A = Answer> {
+pub(crate) struct Lengths<A = Answer> {
     next: AtomicU64,
     files: Mutex<FxHashMap<u64, File<A>>>,
 }
@@ -27,7 +27,7 @@ struct File<A> {
 
 /// The kernel is being told a length that is read from now on, until it is given to [`Lengths::told`].
 #[must_use]
-pub(in crate::front) struct Telling {
+pub(crate) struct Telling {
     ino: u64,
     number: u64,
 }

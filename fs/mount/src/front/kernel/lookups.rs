@@ -73,7 +73,7 @@ fn shrink<T>(table: &mut FxHashMap<u64, T>) {
 
 /// The inodes that the kernel knows.
 #[derive(Default)]
-pub(in crate::front) struct Lookups {
+pub(crate) struct Lookups {
     shards: Sharded<Shard>,
     invalidations: AtomicU64,
 }

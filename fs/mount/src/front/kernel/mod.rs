@@ -7,12 +7,12 @@ mod page_cache;
 
 use std::ops::Range;
 
-pub(super) use lengths::Lengths;
-pub(super) use lookups::Lookups;
-pub(super) use mount_state::MountState;
+pub(crate) use lengths::Lengths;
+pub(crate) use lookups::Lookups;
+pub(crate) use mount_state::MountState;
 
 /// What the kernel keeps of files and may be told to let go of.
-pub(super) trait KernelCache: Send + Sync {
+pub(crate) trait KernelCache: Send + Sync {
     /// Has the kernel write back what is dirty of a range of a file, and forget the range and the file's attributes. Waits
     /// for both; must not be called where the kernel waits for an answer. Returns whether the kernel took it.
     fn invalidate(&self, ino: u64, range: Range<u64>) -> bool;

@@ -17,7 +17,7 @@ use rustix::fs::{major, minor};
 const BELIEVED: Duration = Duration::from_secs(1);
 
 /// What the kernel lets be done to the mount.
-pub(in crate::front) struct MountState {
+pub(crate) struct MountState {
     table: Mutex<Table>,
     /// The device number that files on the mount show. None until the mount is there.
     dev: OnceLock<u64>,
@@ -87,7 +87,7 @@ impl MountState {
 }
 
 /// A write that the kernel does not see.
-pub(in crate::front) struct UnseenWrite(Arc<MountState>);
+pub(crate) struct UnseenWrite(Arc<MountState>);
 
 impl Drop for UnseenWrite {
     fn drop(&mut self) {

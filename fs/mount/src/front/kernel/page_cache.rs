@@ -18,7 +18,7 @@ const PAGE: u64 = 4096;
 
 /// The pages of a file that the kernel may have.
 #[derive(Debug, Default)]
-pub(in crate::front) struct CachedPages {
+pub(crate) struct CachedPages {
     pages: PageRuns,
     /// Invalidations under way.
     invalidations: Vec<Invalidation>,

@@ -22,7 +22,7 @@ impl Front {
     }
 
     /// Writes a fragment of an append, at once or when what goes before it is there. `done` is told where it is when the device has it.
-    pub(in crate::front) fn append_fragment(
+    pub(crate) fn append_fragment(
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,
@@ -90,7 +90,7 @@ impl Front {
     }
 
     /// Goes on with fragments that have waited too long for those before them.
-    pub(in crate::front) fn wake_late_parts(self: &Arc<Self>) {
+    pub(crate) fn wake_late_parts(self: &Arc<Self>) {
         for fragment in self.append_order.take_late() {
             self.work_on(fragment, false);
         }

@@ -9,7 +9,7 @@ use crate::front::shared::Front;
 impl Front {
     /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have. It does not run on a
     /// thread that the kernel waits for where the kernel has to be asked.
-    pub(in crate::front) fn written_back(
+    pub(crate) fn written_back(
         self: &Arc<Self>,
         ino: u64,
         ranges: impl Iterator<Item = Range<u64>> + Clone,
@@ -28,7 +28,7 @@ impl Front {
     /// Has the kernel write back and forget what it has of these ranges of a file, and the file's attributes. `last`: before that,
     /// tells it how long the file is, by its last byte, which lies in one of the ranges; what is stored for it is then forgotten,
     /// and only the length stays.
-    pub(in crate::front) fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: impl FnOnce() -> Option<(u64, u8)>) {
+    pub(crate) fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: impl FnOnce() -> Option<(u64, u8)>) {
         let Some(kernel) = self.kernel.get() else { return };
         let telling = self.lengths.tell(ino);
         let last = last();

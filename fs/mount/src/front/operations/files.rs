@@ -267,7 +267,7 @@ impl Front {
 
     /// Takes the set-user-id bits from a file whose content changes, and has the kernel forget the mode that it knows: by that it
     /// executes programs.
-    pub(in crate::front) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
+    pub(crate) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
         self.stripped(ino, strip(&self.fs, caller, ino)?);
         Ok(())
     }
@@ -295,7 +295,7 @@ fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
 }
 
 /// As [`strip`], unless the caller is above that (`CAP_FSETID`).
-pub(in crate::front) fn strip_unless_privileged(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
+pub(crate) fn strip_unless_privileged(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
     let inode = fs.volume().stored_attributes(ino)?.inode;
     if set_id_bits(&inode, caller) == 0 || caller.has(CapabilitySet::FSETID) { Ok(false) } else { strip(fs, caller, ino) }
 }
@@ -305,7 +305,7 @@ fn is_aligned(bytes: u64) -> bool {
 }
 
 /// Waits until the device has what was written to a file.
-pub(in crate::front) fn land(fs: &Arc<Filesystem>, ino: u64, handle: Handle) -> Result<(), FsError> {
+pub(crate) fn land(fs: &Arc<Filesystem>, ino: u64, handle: Handle) -> Result<(), FsError> {
     fs.flush_file(ino)?;
     fs.write_error(ino, handle.open())
 }

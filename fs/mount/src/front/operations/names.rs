@@ -15,7 +15,7 @@ use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode,
 const BATCH: usize = 64;
 
 /// Where the entries of a directory go.
-pub(in crate::front) trait Listing: Send + 'static {
+pub(crate) trait Listing: Send + 'static {
     /// Whether entries are to come with their attributes.
     const ATTRIBUTES: bool;
 
@@ -243,7 +243,7 @@ const PRELOAD: usize = 1024;
 
 /// The bits that a file loses when the caller changes it: its set-user-id bit, and its set-group-id bit where its group can execute
 /// it or the caller is not in that group (`setattr_should_drop_sgid` of `fs/attr.c`).
-pub(in crate::front) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
+pub(crate) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
     let goes = |bit| bit == libc::S_ISUID || inode.mode & libc::S_IXGRP != 0 || !caller.is_in_group(inode.gid);
     let bits = [libc::S_ISUID, libc::S_ISGID].into_iter().filter(|bit| !inode.is_dir() && inode.mode & bit != 0 && goes(*bit));
     bits.fold(0, |all, bit| all | bit)

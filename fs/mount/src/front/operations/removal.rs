@@ -9,7 +9,7 @@ use crate::front::shared::Front;
 
 impl Front {
     /// Removes an inode that is an orphan nobody has.
-    pub(in crate::front) fn remove(self: &Arc<Self>, ino: u64) {
+    pub(crate) fn remove(self: &Arc<Self>, ino: u64) {
         match self.fs.reap_step(ino) {
             Ok(false) => self.removed(ino, Ok(())),
             Err(Fail::Error(error)) => self.removed(ino, Err(error)),
@@ -21,7 +21,7 @@ impl Front {
     }
 
     /// As [`Front::remove`], on a thread that may wait.
-    pub(in crate::front) fn remove_waiting(&self, ino: u64) {
+    pub(crate) fn remove_waiting(&self, ino: u64) {
         let remove = || -> Result<(), FsError> {
             while self.fs.wait(|| self.fs.reap_step(ino))? {}
             Ok(())
@@ -29,7 +29,7 @@ impl Front {
         self.removed(ino, remove());
     }
 
-    pub(in crate::front) fn removed(&self, ino: u64, result: Result<(), FsError>) {
+    pub(crate) fn removed(&self, ino: u64, result: Result<(), FsError>) {
         if let Err(error) = result {
             messages::not_removed(ino, &error);
         }

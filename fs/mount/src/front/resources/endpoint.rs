@@ -22,9 +22,9 @@ pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
 }
 
 /// The daemon's end of the direct path for one mount.
-pub(in crate::front) struct Endpoint {
-    pub(in crate::front) server: Arc<Server>,
-    pub(in crate::front) rings: Rings,
+pub(crate) struct Endpoint {
+    pub(crate) server: Arc<Server>,
+    pub(crate) rings: Rings,
     /// None where it cannot have one ([`sockets`]): whoever is not root registers by ioctl.
     socket: Option<Listener>,
     device: String,

@@ -19,7 +19,7 @@ use parking_lot::{Condvar, Mutex};
 const WAITING: usize = 3;
 
 /// The loops of one mount.
-pub(in crate::front) struct IdleLoops {
+pub(crate) struct IdleLoops {
     /// Loops that wait, of those whose last request is known to be over. (Of the others nobody can tell.)
     waiting: AtomicUsize,
     aside: Mutex<Aside>,
@@ -35,7 +35,7 @@ struct Aside {
 }
 
 /// A loop is at a request as long as it has this.
-pub(in crate::front) struct BusyLoop<'a>(&'a Arc<IdleLoops>);
+pub(crate) struct BusyLoop<'a>(&'a Arc<IdleLoops>);
 
 /// A loop's thread, which ends when its mount has ended.
 struct Loop {

@@ -20,12 +20,12 @@ const WRITE_BLOCKS: std::ops::RangeInclusive<usize> = 256..=8 << 10;
 
 /// What is left.
 #[derive(Default)]
-pub(in crate::front) struct PlanBudget {
+pub(crate) struct PlanBudget {
     taken: AtomicUsize,
 }
 
 /// Pieces that a plan has, given back when it is dropped.
-pub(in crate::front) struct PlanPermit {
+pub(crate) struct PlanPermit {
     budget: Arc<PlanBudget>,
     pieces: usize,
 }

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 
 /// What is left of the memory.
-pub(in crate::front) struct RequestBudget {
+pub(crate) struct RequestBudget {
     limit: usize,
     left: Mutex<usize>,
     freed: Condvar,
 }
 
 /// Memory that a request has; given back when it is dropped.
-pub(in crate::front) struct RequestPermit {
+pub(crate) struct RequestPermit {
     budget: Arc<RequestBudget>,
     bytes: usize,
 }

@@ -18,7 +18,7 @@ const DIRECTORY: &str = "/run/gpunvme";
 ///
 /// # Errors
 /// Nothing can be put into the directory.
-pub(in crate::front) fn listen(name: &str, server: Arc<Server>) -> io::Result<Listener> {
+pub(crate) fn listen(name: &str, server: Arc<Server>) -> io::Result<Listener> {
     fs::create_dir_all(DIRECTORY)?;
     let directory = Path::new(DIRECTORY);
     // A socket that is bound and does not listen yet looks like one that was left. One daemon at a time.

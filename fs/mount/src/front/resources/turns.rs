@@ -5,13 +5,13 @@ use std::collections::VecDeque;
 
 /// Who something is done for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(in crate::front) struct Owner {
+pub(crate) struct Owner {
     pub user: u32,
     pub process: u32,
 }
 
 /// A queue that takes turns.
-pub(in crate::front) struct Turns<T> {
+pub(crate) struct Turns<T> {
     users: VecDeque<Group<Group<T>>>,
     len: usize,
 }

@@ -67,7 +67,7 @@ impl Workers {
     }
 
     /// As [`Workers::run`], in turns with the tasks of others.
-    pub(in crate::front) fn run_for(&self, owner: Owner, task: impl FnOnce() + Send + 'static) {
+    pub(crate) fn run_for(&self, owner: Owner, task: impl FnOnce() + Send + 'static) {
         self.push(owner, Box::new(task));
     }
 

@@ -1,0 +1,72 @@
+//! What of a file is in the write buffer.
+
+use std::ops::Range;
+
+use crate::data::page_map::{BufferedPages, PageMap};
+use crate::data::pages::Pages;
+
+/// What of a file is in the write buffer, and is being read into it.
+#[derive(Default)]
+pub(crate) struct FileBuffer {
+    /// Pages that may be written to.
+    pub pages: PageMap<BufferedPages>,
+    /// Pages of them that are dirty.
+    pub dirty: u64,
+    /// Pages of them that a block was promised for.
+    pub promised: u64,
+    /// Blocks that are being read into pages.
+    pub fills: Fills,
+    /// The block in which the file ends, as the device has it, for the next append to begin with. Kept from when it was written until content
+    /// changes, or until the write buffer needs the page.
+    pub last: Option<(u64, Pages)>,
+}
+
+impl FileBuffer {
+    /// Notes that the content of these blocks on the device changes.
+    pub fn content_changes(&mut self, blocks: Range<u64>) {
+        self.fills.spoil(blocks);
+        self.last = None;
+    }
+
+    /// Notes that these blocks, which are in memory, have to be written.
+    pub fn mark_dirty(&mut self, blocks: Range<u64>) {
+        self.dirty += self.pages.change(blocks, |entry| !entry.dirty, |entry| entry.dirty = true);
+    }
+
+    /// Whether pages of these blocks wait to be written.
+    pub fn has_dirty(&self, blocks: Range<u64>) -> bool {
+        self.pages.overlapping(blocks).any(|(_, entry)| entry.dirty)
+    }
+}
+
+/// Blocks that are being read from the device into pages, as long as nothing changes what is there.
+#[derive(Default)]
+pub(crate) struct Fills {
+    begun: u64,
+    /// Number and block of each.
+    good: Vec<(u64, u64)>,
+}
+
+impl Fills {
+    /// A block is about to be read. Returns the number of the fill.
+    pub fn begin(&mut self, block: u64) -> u64 {
+        self.begun += 1;
+        self.good.push((self.begun, block));
+        self.begun
+    }
+
+    /// Whether nothing has changed the block since.
+    pub fn is_good(&self, number: u64) -> bool {
+        self.good.iter().any(|(good, _)| *good == number)
+    }
+
+    /// It is over.
+    pub fn end(&mut self, number: u64) {
+        self.good.retain(|(good, _)| *good != number);
+    }
+
+    /// What is being read of these blocks may be out of date.
+    pub fn spoil(&mut self, blocks: Range<u64>) {
+        self.good.retain(|(_, block)| !blocks.contains(block));
+    }
+}

@@ -1,0 +1,76 @@
+//! What of a file is on its way to the device.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::data::page_map::PageMap;
+use crate::data::pages::Pages;
+
+/// Writes of a file that are in flight, flushes that wait for them, and what keeps others from beginning.
+#[derive(Default)]
+pub(crate) struct InFlight {
+    /// Pages that are being written. They do not change any more.
+    pub pages: PageMap<Arc<Pages>>,
+    /// Blocks that direct writes in flight replace: what the device has there is neither old nor new.
+    pub direct: Vec<Range<u64>>,
+    /// Batches of pages, and direct writes.
+    pub writes: WritesInFlight,
+    /// How often the file was written out as a whole.
+    pub flushes: Flushes,
+    /// Operations that quiesce the file: they wait for the writes in flight, and no direct write begins.
+    pub quiescers: u32,
+}
+
+/// Flushes of a file: each has on the device, when it is over, what was in memory or on its way when it began.
+#[derive(Default)]
+pub(crate) struct Flushes {
+    /// How many have begun.
+    pub begun: u64,
+    /// The number of the last to have begun of those that are over.
+    pub done: u64,
+}
+
+/// Writes of a file that are in flight, numbered in the order in which they began.
+#[derive(Default)]
+pub(crate) struct WritesInFlight {
+    begun: u64,
+    /// In order.
+    in_flight: VecDeque<u64>,
+}
+
+impl WritesInFlight {
+    /// A write begins. Returns its number.
+    pub fn begin(&mut self) -> u64 {
+        self.begun += 1;
+        self.in_flight.push_back(self.begun);
+        self.begun
+    }
+
+    /// A write is over.
+    pub fn end(&mut self, number: u64) {
+        if let Ok(at) = self.in_flight.binary_search(&number) {
+            self.in_flight.remove(at);
+        }
+    }
+
+    /// How many have begun so far: the number of the last.
+    pub fn begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// Whether all up to this number are over.
+    pub fn are_over(&self, number: u64) -> bool {
+        self.in_flight.front().is_none_or(|first| *first > number)
+    }
+
+    /// Whether none is in flight.
+    pub fn is_empty(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// Whether this one is all that is in flight.
+    pub fn is_last(&self, number: u64) -> bool {
+        self.in_flight.iter().eq([&number])
+    }
+}

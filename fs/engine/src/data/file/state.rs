@@ -1,0 +1,107 @@
+//! What is known of one file in memory, and the lock that guards it.
+
+use std::ops::Range;
+
+use gpunvme_layout::block::BLOCK_SIZE;
+use parking_lot::{Condvar, Mutex};
+
+use crate::data::errors::Errors;
+use crate::data::pages::Pages;
+use crate::error::{Attempt, Fail, Stall};
+use crate::volume::Run;
+
+use super::buffer::FileBuffer;
+use super::in_flight::InFlight;
+use super::kernel_view::KernelView;
+use super::newer::Newer;
+
+/// What the file's lock guards.
+#[derive(Default)]
+pub(crate) struct FileState {
+    /// Times that it is open.
+    pub opens: u32,
+    /// What of it is in the write buffer.
+    pub buffer: FileBuffer,
+    /// What of it is on its way to the device.
+    pub in_flight: InFlight,
+    /// What memory knows newer than the inode.
+    pub newer: Newer,
+    /// What the kernel may have cached.
+    pub kernel: KernelView,
+    /// Where its next blocks go.
+    pub allocation: Allocation,
+    /// Whether blocks beyond the end wait to be freed.
+    pub truncation: Truncation,
+    /// Who has it open, and what of it was lost.
+    pub errors: Errors,
+}
+
+/// Where the next blocks of a file go, and what lies behind its last one.
+#[derive(Default)]
+pub(crate) struct Allocation {
+    /// Where the next new block of the file best goes: (block of the file, block of the device).
+    pub goal: Option<(u64, u64)>,
+    /// Blocks reserved ahead: beyond the last write of a file that grows.
+    pub ahead: Option<Run>,
+    /// The bytes beyond the end, in the last block on the device, are known to be zeros.
+    pub tail_is_zero: bool,
+}
+
+/// Freeing what a file had beyond a new, smaller size takes many operations. Until it is over, the file must not grow: what lies
+/// there would be the file's again.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Truncation {
+    /// Nothing is left to be freed.
+    #[default]
+    Over,
+    /// There is, and nobody is at it.
+    Pending,
+    /// Somebody is at it.
+    UnderWay,
+}
+
+impl FileState {
+    /// Whether nothing in memory is newer than the device.
+    pub fn is_clean(&self) -> bool {
+        self.in_flight.writes.is_empty() && self.buffer.dirty == 0 && self.newer.is_empty()
+    }
+
+    /// The newest content of a block that is in no page waiting to be written, if it is in memory: the memory, and which page of it.
+    pub fn settled(&self, block: u64) -> Option<(&Pages, usize)> {
+        let last = || self.buffer.last.as_ref().filter(|(number, _)| *number == block).map(|(_, page)| (page, 0));
+        self.in_flight.pages.find(block).or_else(last)
+    }
+
+    /// Forgets an error that a caller knows of when none is left that could learn of it.
+    pub fn forget_known_error(&mut self) {
+        if self.opens == 0 {
+            self.errors.closed();
+        }
+    }
+
+    /// Whether the device may have, in the block with the end of a file of `size` bytes and behind that end, anything but zeros.
+    pub fn may_hide(&self, size: u64) -> bool {
+        !size.is_multiple_of(BLOCK_SIZE as u64) && !self.allocation.tail_is_zero
+    }
+
+    /// Whether blocks `from..to` have content in memory that the device does not have.
+    pub fn has_dirty(&self, from: u64, to: u64) -> bool {
+        self.in_flight.pages.overlaps(from..to) || self.buffer.has_dirty(from..to)
+    }
+
+    /// Passes when no direct write to blocks `from..to` is under way.
+    pub fn has_no_direct(&self, ino: u64, from: u64, to: u64) -> Attempt<()> {
+        let overlaps = |run: &Range<u64>| run.start < to && from < run.end;
+        if self.in_flight.direct.iter().any(overlaps) { Err(Fail::Stall(Stall::InFlight { ino })) } else { Ok(()) }
+    }
+}
+
+/// A file in memory.
+pub(crate) struct File {
+    /// Inode.
+    pub ino: u64,
+    /// Taken before the journal's and the metadata's locks, and never two files' at a time.
+    pub state: Mutex<FileState>,
+    /// A batch of writes ended, or what held others back.
+    pub landed: Condvar,
+}
