@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread::{JoinHandle, Thread};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use slab::Slab;
@@ -19,6 +20,9 @@ use crate::{BlockDevice, Completion, Error, Queue, Request, Result, Wait};
 
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
+
+/// How long [`Io::give_time`] waits: some times what a device takes for a request.
+const MOMENT: Duration = Duration::from_millis(5);
 
 /// Runs batches on a device's queues: [`Io::threaded`] with a reaper thread for each queue,
 /// [`Io::inline`] and [`Io::stepped`] without any thread. With any of them a thread can have an
@@ -228,6 +232,12 @@ impl Io {
             done(drain(&*queue, requests));
         }
         true
+    }
+
+    /// Waits a moment (5 ms), in which batches in flight may complete: for a caller that waits for
+    /// what other threads have submitted.
+    pub fn give_time(&self) {
+        std::thread::sleep(MOMENT);
     }
 
     /// The device that the batches go to.

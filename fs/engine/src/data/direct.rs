@@ -10,7 +10,8 @@ use std::sync::Arc;
 use gpunvme_abi::{Direction, Segment};
 use gpunvme_blockdev::Region;
 use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
-use gpunvme_gpupath::transfer::Failed;
+use gpunvme_gpupath::registry::Buffer;
+use gpunvme_gpupath::transfer::{self, Failed};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Geometry, Timestamp};
@@ -35,7 +36,7 @@ pub struct DirectRead {
     pub next: Option<Position>,
     /// The alignment it was planned for.
     pub alignment: Alignment,
-    /// Keeps the blocks from being reused; to be held until the last byte has arrived.
+    /// Keeps the blocks from being reused, until the last byte has arrived.
     pub guard: Guard,
 }
 
@@ -117,12 +118,27 @@ impl Filesystem {
         let (plan, next) = planner::plan_part(segments, part, size, region, alignment, |range, limit, extents| -> Attempt<()> {
             let (from, to) = (range.start / BLOCK, range.end.div_ceil(BLOCK));
             if to - from <= limit as u64 {
-                return self.volume.map_each(ino, from, to, |mapping| extents.push(extent(&mapping)));
+                return self.volume.each_mapping(ino, from, to, |mapping| extents.push(extent(&mapping)));
             }
-            extents.extend(self.volume.map(ino, from, to, limit)?.iter().map(extent));
+            extents.extend(self.volume.mappings(ino, from, to, limit)?.iter().map(extent));
             Ok(())
         })?;
         Ok(DirectRead { plan, next, alignment, guard })
+    }
+
+    /// Reads from the device into the buffer; `done` is called once, when the last byte has arrived. Holes that were not filled before
+    /// ([`transfer::fill`]) are filled here, at the speed of memory.
+    pub fn submit_direct_read(
+        &self,
+        read: DirectRead,
+        buffer: Arc<Buffer>,
+        done: impl FnOnce(Result<(), Failed>) + Send + 'static,
+    ) {
+        let DirectRead { plan, alignment, guard, .. } = read;
+        transfer::read(&self.volume.io, &self.buffers, alignment, plan, buffer, move |result| {
+            drop(guard);
+            done(result);
+        });
     }
 
     /// Finds a place for a direct write. The segments must lie inside the region.
@@ -164,7 +180,7 @@ impl Filesystem {
         let mut new = 0;
         for run in runs() {
             new += run.end - run.start;
-            self.volume.map_each(ino, run.start, run.end, |mapping| new -= u64::from(mapping.extent.len))?;
+            self.volume.each_mapping(ino, run.start, run.end, |mapping| new -= u64::from(mapping.extent.len))?;
         }
         let guard = self.volume.epochs.enter();
         self.volume.promise(new)?;
@@ -173,7 +189,7 @@ impl Filesystem {
         let direct: SmallVec<[Range<u64>; 1]> = runs().collect();
         state.in_flight.direct.extend(direct.iter().cloned());
         direct.iter().for_each(|run| state.buffer.content_changes(run.clone()));
-        let mut places = placement.pieces().map(|p| Extent {
+        let mut places = placement.runs().map(|p| Extent {
             file_offset: p.offset * BLOCK,
             device_offset: Geometry::byte(p.run.start),
             len: p.run.len * BLOCK,
@@ -277,7 +293,7 @@ impl Filesystem {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let size = self.size_of_regular(state.as_deref().unwrap_or(&Default::default()), ino)?;
-        Ok((self.volume.map(ino, from, to, limit)?, size))
+        Ok((self.volume.mappings(ino, from, to, limit)?, size))
     }
 }
 
@@ -290,7 +306,7 @@ impl Flight {
         loop {
             let mut state = self.file.state.lock();
             let stamp = Stamp { size: Some(self.end), changed: state.newer.changed };
-            if !self.fs.attach(self.file.ino, &mut self.placement, self.promised, &stamp)? {
+            if !self.fs.map_placement(self.file.ino, &mut self.placement, self.promised, &stamp)? {
                 self.fs.let_others_in(state);
                 continue;
             }

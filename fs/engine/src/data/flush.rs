@@ -126,7 +126,7 @@ impl Filesystem {
         loop {
             let mut state = file.state.lock();
             let stamp = Stamp { size: state.newer.size.map(|size| size.min(batch.end)), changed: state.newer.changed };
-            if !self.attach(file.ino, &mut batch.placed, batch.promised, &stamp)? {
+            if !self.map_placement(file.ino, &mut batch.placed, batch.promised, &stamp)? {
                 self.let_others_in(state);
                 continue;
             }
@@ -351,13 +351,13 @@ impl Filesystem {
     }
 }
 
-/// One write for each piece of the device that the batch goes to.
+/// One write for each run of the device that the batch goes to.
 fn requests(batch: &Batch) -> Vec<Request> {
     let mut parts = batch.pages.iter().map(|(_, pages)| (pages, 0..pages.len()));
     let mut part = parts.next();
-    let pieces = batch.placed.pieces().map(|piece| {
+    let writes = batch.placed.runs().map(|placed| {
         let mut spans: Vec<Span> = Vec::new();
-        let mut missing = piece.run.len as usize;
+        let mut missing = placed.run.len as usize;
         while missing > 0 {
             let (pages, left) = part.as_mut().expect("each block has a page");
             let taken = left.start..left.end.min(left.start + missing);
@@ -368,7 +368,7 @@ fn requests(batch: &Batch) -> Vec<Request> {
                 part = parts.next();
             }
         }
-        Request::write(Geometry::byte(piece.run.start), spans, false)
+        Request::write(Geometry::byte(placed.run.start), spans, false)
     });
-    pieces.collect()
+    writes.collect()
 }

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::file::FileState;
 use super::filesystem::Filesystem;
 use crate::error::Attempt;
-use crate::volume::{Mapping, Piece, Run, Stamp};
+use crate::volume::{Mapping, PlacedRun, Run, Stamp};
 
 /// Blocks that a growing file reserves ahead, at least and at most: 8 MiB and 128 MiB.
 const WINDOW: std::ops::RangeInclusive<u64> = 2048..=32768;
@@ -18,38 +18,38 @@ const GROWS_FROM: u64 = 1 << 20;
 #[derive(Default)]
 pub(super) struct Placement {
     /// In the order of the blocks.
-    pieces: SmallVec<[Placed; 1]>,
-    /// Pieces that are mapped. Of the next one only the part that is not is left.
+    parts: SmallVec<[Part; 1]>,
+    /// Parts that are mapped. Of the next one only the part that is not is left.
     mapped: usize,
 }
 
 #[derive(Clone, Copy)]
-struct Placed {
-    piece: Piece,
+struct Part {
+    placed: PlacedRun,
     /// The blocks were written before: nothing in the metadata changes.
     in_place: bool,
 }
 
 impl Placement {
-    /// All pieces, in the order of the blocks that were asked for.
-    pub fn pieces(&self) -> impl Iterator<Item = &Piece> {
-        self.pieces.iter().map(|p| &p.piece)
+    /// All runs, in the order of the blocks that were asked for.
+    pub fn runs(&self) -> impl Iterator<Item = &PlacedRun> {
+        self.parts.iter().map(|p| &p.placed)
     }
 
     /// Notes that the next blocks are mapped.
     fn skip(&mut self, mut blocks: u64) {
         while blocks > 0 {
-            let piece = &mut self.pieces[self.mapped].piece;
-            let part = blocks.min(piece.run.len);
+            let placed = &mut self.parts[self.mapped].placed;
+            let part = blocks.min(placed.run.len);
             blocks -= part;
-            piece.skip(part);
-            self.mapped += usize::from(piece.run.len == 0);
+            placed.skip(part);
+            self.mapped += usize::from(placed.run.len == 0);
         }
     }
 
     /// Whether all blocks were written before, so that none has to be mapped.
     pub fn is_in_place(&self) -> bool {
-        self.pieces.iter().all(|p| p.in_place)
+        self.parts.iter().all(|p| p.in_place)
     }
 }
 
@@ -75,34 +75,34 @@ impl Filesystem {
 
     /// Gives back what was reserved and is not mapped.
     pub(super) fn unplace(&self, placement: &mut Placement) {
-        for part in placement.pieces.drain(..).skip(placement.mapped).filter(|p| p.piece.reserved) {
-            self.volume.unreserve(part.piece.run);
+        for part in placement.parts.drain(..).skip(placement.mapped).filter(|p| p.placed.reserved) {
+            self.volume.unreserve(part.placed.run);
         }
     }
 
     /// Maps what was placed, once its data is on the device, as far as one operation goes. Returns whether that was the rest.
     /// Nothing but the placement says how far it came: the file's lock need not be held in between.
-    pub(super) fn attach(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<bool> {
+    pub(super) fn map_placement(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<bool> {
         if placement.mapped == 0 {
             // Those that change nothing go first, so that the rest is one slice.
-            placement.pieces.sort_by_key(|p| !p.in_place);
-            placement.mapped = placement.pieces.iter().filter(|p| p.in_place).count();
+            placement.parts.sort_by_key(|p| !p.in_place);
+            placement.mapped = placement.parts.iter().filter(|p| p.in_place).count();
         }
-        let left = &placement.pieces[placement.mapped..];
-        let mapped = self.volume.attach(ino, left.iter().map(|p| p.piece), promised, stamp)?;
+        let left = &placement.parts[placement.mapped..];
+        let mapped = self.volume.map_placed(ino, left.iter().map(|p| p.placed), promised, stamp)?;
         placement.skip(mapped);
-        Ok(placement.mapped == placement.pieces.len())
+        Ok(placement.mapped == placement.parts.len())
     }
 
     fn place_run(&self, state: &mut FileState, ino: u64, size: u64, run: Range<u64>, placement: &mut Placement) -> Attempt<()> {
         let mut at = run.start;
         let mut mappings: SmallVec<[Mapping; 2]> = SmallVec::new();
-        self.volume.map_each(ino, run.start, run.end, |mapping| mappings.push(mapping))?;
+        self.volume.each_mapping(ino, run.start, run.end, |mapping| mappings.push(mapping))?;
         for mapping in mappings {
             self.place_hole(state, ino, size, at..mapping.offset, placement)?;
             let run = Run { start: mapping.extent.block, len: mapping.extent.len.into() };
-            let piece = Piece { offset: mapping.offset, run, reserved: false };
-            placement.pieces.push(Placed { piece, in_place: !mapping.extent.unwritten });
+            let placed = PlacedRun { offset: mapping.offset, run, reserved: false };
+            placement.parts.push(Part { placed, in_place: !mapping.extent.unwritten });
             at = mapping.end();
         }
         self.place_hole(state, ino, size, at..run.end, placement)
@@ -112,7 +112,7 @@ impl Filesystem {
         let mut at = hole.start;
         while at < hole.end {
             let run = self.reserve(state, ino, size, at, hole.end - at)?;
-            placement.pieces.push(Placed { piece: Piece { offset: at, run, reserved: true }, in_place: false });
+            placement.parts.push(Part { placed: PlacedRun { offset: at, run, reserved: true }, in_place: false });
             at += run.len;
             state.allocation.goal = Some((at, run.end()));
         }
@@ -123,7 +123,7 @@ impl Filesystem {
     fn reserve(&self, state: &mut FileState, ino: u64, size: u64, at: u64, want: u64) -> Attempt<Run> {
         let goal = match state.allocation.goal.filter(|(block, _)| *block == at) {
             Some((_, goal)) => Some(goal),
-            None if at > 0 => self.volume.map(ino, at - 1, at, 1)?.first().map(|m| m.extent.block + 1),
+            None if at > 0 => self.volume.mappings(ino, at - 1, at, 1)?.first().map(|m| m.extent.block + 1),
             None => None,
         };
         if let Some(ahead) = state.allocation.ahead.filter(|w| Some(w.start) == goal) {

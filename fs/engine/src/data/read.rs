@@ -49,7 +49,7 @@ impl Filesystem {
         }
         let (first, last) = (offset / BLOCK, (end - 1) / BLOCK);
         let guard = self.volume.epochs.enter();
-        let mappings = self.volume.map(ino, first, last + 1, usize::MAX)?;
+        let mappings = self.volume.mappings(ino, first, last + 1, usize::MAX)?;
         let mut buffer = self.buffers.get(((last + 1 - first) * BLOCK) as usize).map_err(FsError::from)?;
         let place = |block: u64| ((block - first) * BLOCK) as usize;
 

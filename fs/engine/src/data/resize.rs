@@ -178,14 +178,16 @@ impl Filesystem {
     fn preallocate_holes(self: &Arc<Self>, file: &File, from: u64, to: u64) -> Result<(), FsError> {
         let (ino, mut at) = (file.ino, from);
         while at < to {
-            let next = self.volume.wait(|| self.volume.map(ino, at, to, 1))?.first().copied();
+            let next = self.volume.wait(|| self.volume.mappings(ino, at, to, 1))?.first().copied();
             let hole_end = next.map_or(to, |m| m.offset);
             if at == hole_end {
                 at = next.map_or(to, |m| m.end());
                 continue;
             }
             let goal = match at.checked_sub(1) {
-                Some(before) => self.volume.wait(|| self.volume.map(ino, before, at, 1))?.first().map(|m| m.extent.block + 1),
+                Some(before) => {
+                    self.volume.wait(|| self.volume.mappings(ino, before, at, 1))?.first().map(|m| m.extent.block + 1)
+                }
                 None => None,
             };
             let want = (hole_end - at).min(BLOCKS_PER_STEP);
@@ -195,7 +197,7 @@ impl Filesystem {
             let attach = || {
                 // A write that is about to map a part of the hole would take away what others find preallocated there meanwhile.
                 file.state.lock().has_no_direct(ino, at, at + run.len)?;
-                self.volume.attach_unwritten(ino, at, run, want)
+                self.volume.map_unwritten(ino, at, run, want)
             };
             match self.wait(attach) {
                 Ok(true) => at += run.len,
@@ -275,7 +277,7 @@ impl Filesystem {
     }
 
     fn is_hole(&self, ino: u64, block: u64) -> Result<bool, FsError> {
-        Ok(self.volume.wait(|| self.volume.map(ino, block, block + 1, 1))?.is_empty())
+        Ok(self.volume.wait(|| self.volume.mappings(ino, block, block + 1, 1))?.is_empty())
     }
 
     /// Notes that content of these blocks changed without the write buffer.
@@ -301,7 +303,7 @@ impl Filesystem {
         let mut at = offset / BLOCK;
         let end = size.div_ceil(BLOCK);
         while at < end {
-            let next = self.volume.wait(|| self.volume.map(ino, at, end, 1))?.first().copied();
+            let next = self.volume.wait(|| self.volume.mappings(ino, at, end, 1))?.first().copied();
             match next {
                 None if hole => return Ok(offset.max(at * BLOCK)),
                 None => return Err(FsError::BeyondEnd),

@@ -117,7 +117,7 @@ impl Filesystem {
         }
         let blocks = first..last + 1;
         let mut mapped: SmallVec<[Range<u64>; 2]> = SmallVec::new();
-        self.volume.map_each(ino, first, last + 1, |mapping| mapped.push(mapping.offset..mapping.end()))?;
+        self.volume.each_mapping(ino, first, last + 1, |mapping| mapped.push(mapping.offset..mapping.end()))?;
         let mut unpromised: SmallVec<[Range<u64>; 2]> = SmallVec::new();
         for hole in without(blocks.clone(), mapped.into_iter()) {
             let promised = state.buffer.pages.overlapping(hole.clone()).filter(|(_, entry)| entry.promised).map(|(held, _)| held);
@@ -206,7 +206,7 @@ impl Filesystem {
 
     /// Passes when a block of a file has nothing on the device; stalls until its page is in memory when it has.
     fn needs_no_content(&self, ino: u64, block: u64) -> Attempt<()> {
-        let mapped = self.volume.map(ino, block, block + 1, 1)?;
+        let mapped = self.volume.mappings(ino, block, block + 1, 1)?;
         if mapped.first().is_some_and(|m| !m.extent.unwritten) {
             return Err(Fail::Stall(Stall::Page { ino, block }));
         }
@@ -237,7 +237,7 @@ impl Filesystem {
     /// may be out of date.
     fn fill(&self, file: &File, block: u64, number: u64, page: Pages) -> Result<bool, FsError> {
         let guard = self.volume.epochs.enter();
-        let mapped = self.volume.wait(|| self.volume.map(file.ino, block, block + 1, 1))?;
+        let mapped = self.volume.wait(|| self.volume.mappings(file.ino, block, block + 1, 1))?;
         let Some(mapping) = mapped.first().filter(|m| !m.extent.unwritten) else { return Ok(true) };
         self.volume.io.run(vec![Request::read(Geometry::byte(mapping.extent.block), vec![page.span(0..1)])])?;
         drop(guard);

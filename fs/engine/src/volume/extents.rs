@@ -52,13 +52,13 @@ impl Mapping {
 }
 
 /// The mappings within blocks `from..to` of a file, clipped to it, in order; at most `limit`.
-pub(crate) fn map(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
+pub(crate) fn mappings(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
     let whole = map_whole(blocks, ino, from, to, limit)?;
     Ok(whole.into_iter().map(|m| m.clip(from, to)).collect())
 }
 
 /// Calls `visit` with each mapping within blocks `from..to` of a file, clipped to it, in order.
-pub(crate) fn map_each(blocks: &impl Blocks, ino: u64, from: u64, to: u64, mut visit: impl FnMut(Mapping)) -> Attempt<()> {
+pub(crate) fn each_mapping(blocks: &impl Blocks, ino: u64, from: u64, to: u64, mut visit: impl FnMut(Mapping)) -> Attempt<()> {
     visit_whole(blocks, ino, from, to, |mapping| {
         visit(mapping.clip(from, to));
         ControlFlow::Continue(())

@@ -233,7 +233,7 @@ impl Volume {
                 self.reuse_freed();
                 if waiter.reuses > 1 {
                     // A transfer still holds the blocks; it ends when the device answers.
-                    std::thread::sleep(std::time::Duration::from_millis(5));
+                    self.io.give_time();
                 }
             }
             Stall::Checkpoint => {

@@ -30,10 +30,7 @@ use crate::error::FsError;
 use crate::volume::Volume;
 
 use overlap::{Candidate, Hole, Verdict, Words, judge, words};
-use tree::NewTree;
-
-/// Blocks that are looked at together.
-const BATCH: usize = 256;
+use tree::{BATCH, NewTree};
 
 /// A leaf of the old tree that is one of the new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, FromBytes, IntoBytes, Immutable)]

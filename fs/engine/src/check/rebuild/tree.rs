@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use gpunvme_layout::{Block, BlockKind, Key, node};
 
-use super::BATCH;
 use crate::error::FsError;
 use crate::volume::Volume;
+
+/// Blocks that are looked at together.
+pub(super) const BATCH: usize = 256;
 
 /// Children that an inner node gets: it has room to grow.
 const FILL: usize = node::INNER_MAX * 3 / 4;

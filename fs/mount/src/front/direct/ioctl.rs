@@ -6,11 +6,10 @@ use std::sync::Arc;
 use gpunvme_abi::{self as abi, Command, Direction, Request, Resolve, TransferRequest};
 use gpunvme_engine::volume::Mapping;
 use gpunvme_engine::{BLOCK_SIZE, FILE_SIZE_MAX};
-use gpunvme_gpupath::limits;
 use gpunvme_gpupath::registry;
-use gpunvme_gpupath::server::{Answer, Reply};
+use gpunvme_gpupath::server::Reply;
 
-use super::transfers::Transfer;
+use super::transfers::{Asked, Way};
 use crate::front::caller::Caller;
 use crate::front::handles::Handle;
 use crate::front::shared::Front;
@@ -52,10 +51,10 @@ impl Front {
             }
             Ok(Request::Resolve(resolve)) => self.resolve(ino, resolve, done),
             Ok(Request::Read(request)) => {
-                self.transfer(Direction::Read, caller, ino, handle, request, |answer| done(answer.into()));
+                self.transfer_by_ioctl(Direction::Read, caller, (ino, handle), request, done);
             }
             Ok(Request::Write(request)) => {
-                self.transfer(Direction::Write, caller, ino, handle, request, |answer| done(answer.into()));
+                self.transfer_by_ioctl(Direction::Write, caller, (ino, handle), request, done);
             }
             Ok(Request::Ring(ring)) => {
                 server.take_in(caller.context.uid, move |may| {
@@ -73,26 +72,17 @@ impl Front {
         }
     }
 
-    fn transfer(
+    /// `READ` or `WRITE`.
+    fn transfer_by_ioctl(
         self: &Arc<Self>,
         direction: Direction,
         caller: Caller,
-        ino: u64,
-        handle: Handle,
+        (ino, handle): (u64, Handle),
         request: TransferRequest,
-        done: impl FnOnce(Answer) + Send + 'static,
+        done: impl FnOnce(Reply) + Send + 'static,
     ) {
-        if let Err(refusal) = self.may_transfer(direction, handle, &request) {
-            return done(refusal);
-        }
-        match self.direct.server.admit(caller.thread, direction, &request) {
-            Ok(buffer) => {
-                let transfer = Transfer { direction, caller, ino, handle, request, buffer, owner: None };
-                let limit = if direction == Direction::Write { limits::file_size(caller.thread) } else { u64::MAX };
-                self.begin_transfer(transfer, limit, done);
-            }
-            Err(refusal) => done(refusal),
-        }
+        let asked = Asked { direction, caller, ino, handle, request, way: Way::Ioctl };
+        self.transfer(asked, |answer| done(answer.into()));
     }
 
     fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {

@@ -10,7 +10,7 @@ use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::ring::{AttachedFile, Taken};
 use gpunvme_gpupath::server::Reply;
 
-use super::transfers::Transfer;
+use super::transfers::{Asked, Way};
 use crate::front::caller::Caller;
 use crate::front::handles::Handle;
 use crate::front::resources::turns::Owner;
@@ -65,24 +65,15 @@ impl AttachedFile for Attached {
     fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken) {
         let direction = if command == Command::Write { Direction::Write } else { Direction::Read };
         let unseen = (direction == Direction::Write).then(|| self.front.mount_state.unseen_write());
-        let admitted = self
-            .front
-            .may_transfer(direction, self.handle, &request)
-            .and_then(|()| self.front.direct.server.admit_buffer(direction, &request, &buffer));
-        match admitted {
-            Ok(()) => {
-                let caller = Caller::now(NOBODY, NOBODY, 0);
-                let (user, process) = taken.owner();
-                let owner = Some(Owner { user, process });
-                let transfer = Transfer { direction, caller, ino: self.ino, handle: self.handle, request, buffer, owner };
-                let limit = if direction == Direction::Write { taken.file_size_limit() } else { u64::MAX };
-                self.front.begin_transfer(transfer, limit, move |answer| {
-                    taken.answer(answer);
-                    drop(unseen);
-                });
-            }
-            Err(refusal) => taken.answer(refusal),
-        }
+        let limit = if direction == Direction::Write { taken.file_size_limit() } else { u64::MAX };
+        let (user, process) = taken.owner();
+        let way = Way::Ring { buffer, owner: Owner { user, process }, limit };
+        let caller = Caller::now(NOBODY, NOBODY, 0);
+        let asked = Asked { direction, caller, ino: self.ino, handle: self.handle, request, way };
+        self.front.transfer(asked, move |answer| {
+            taken.answer(answer);
+            drop(unseen);
+        });
     }
 }
 

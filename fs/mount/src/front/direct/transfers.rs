@@ -40,16 +40,42 @@ const QUICK_ZEROES: u64 = 256 << 10;
 /// What is filled before it is another's turn: less than a millisecond.
 const FILL: u64 = 4 << 20;
 
-/// A transfer that was admitted.
-pub(crate) struct Transfer {
+/// A transfer that is asked for.
+pub(crate) struct Asked {
     pub direction: Direction,
     pub caller: Caller,
     pub ino: u64,
     pub handle: Handle,
     pub request: TransferRequest,
-    pub buffer: Arc<Buffer>,
+    pub way: Way,
+}
+
+/// The way in which a transfer came.
+pub(crate) enum Way {
+    /// By an ioctl. Its caller must not have been answered: the buffer, the caller's process and its
+    /// limits are looked up by it.
+    Ioctl,
+    /// By a ring.
+    Ring {
+        /// The buffer, which the ring's owner owns.
+        buffer: Arc<Buffer>,
+        /// Whose ring it is.
+        owner: Owner,
+        /// The offset in files from which on a write of the ring's owner may write nothing.
+        limit: u64,
+    },
+}
+
+/// A transfer that was admitted.
+struct Transfer {
+    direction: Direction,
+    caller: Caller,
+    ino: u64,
+    handle: Handle,
+    request: TransferRequest,
+    buffer: Arc<Buffer>,
     /// Whose ring it is from; none of an ioctl, whose caller it is for.
-    pub owner: Option<Owner>,
+    owner: Option<Owner>,
 }
 
 /// A read under way: what lies before `at` is done, and came to `outcome`.
@@ -97,7 +123,7 @@ impl Transfer {
 
 impl Front {
     /// Whether a file is open for a transfer, and its volume there for it.
-    pub(crate) fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Answer> {
+    fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Answer> {
         let access = match direction {
             Direction::Read => handle.readable(),
             Direction::Write => {
@@ -108,14 +134,37 @@ impl Front {
         access.map_err(|error| self.direct.server.refuse(direction, request, error.errno(), Reason::None, None))
     }
 
+    /// Carries out a transfer, or refuses it.
+    pub(crate) fn transfer(self: &Arc<Self>, asked: Asked, done: impl FnOnce(Answer) + Send + 'static) {
+        match self.admit(asked) {
+            Ok((transfer, limit)) => self.begin_transfer(transfer, limit, done),
+            Err(refusal) => done(refusal),
+        }
+    }
+
+    /// Admits a transfer, or says how it is refused. Returns with it the offset in files from which
+    /// on its writer may write nothing.
+    fn admit(&self, asked: Asked) -> Result<(Transfer, u64), Answer> {
+        let Asked { direction, caller, ino, handle, request, way } = asked;
+        self.may_transfer(direction, handle, &request)?;
+        let server = &self.direct.server;
+        let (buffer, owner, limit) = match way {
+            Way::Ioctl => {
+                let buffer = server.admit(caller.thread, direction, &request)?;
+                let limit = if direction == Direction::Write { limits::file_size(caller.thread) } else { u64::MAX };
+                (buffer, None, limit)
+            }
+            Way::Ring { buffer, owner, limit } => {
+                server.admit_buffer(direction, &request, &buffer)?;
+                (buffer, Some(owner), limit)
+            }
+        };
+        Ok((Transfer { direction, caller, ino, handle, request, buffer, owner }, limit))
+    }
+
     /// Begins a transfer that was admitted. `limit`: the offset in files from which on its writer
     /// may write nothing.
-    pub(crate) fn begin_transfer(
-        self: &Arc<Self>,
-        mut transfer: Transfer,
-        limit: u64,
-        done: impl FnOnce(Answer) + Send + 'static,
-    ) {
+    fn begin_transfer(self: &Arc<Self>, mut transfer: Transfer, limit: u64, done: impl FnOnce(Answer) + Send + 'static) {
         let cut = if transfer.direction == Direction::Write { cut_at(&mut transfer.request, limit) } else { None };
         let Transfer { direction, request, .. } = &transfer;
         let refuse = |errno, reason, segment| self.direct.server.refuse(*direction, request, errno, reason, segment);
@@ -202,13 +251,12 @@ impl Front {
     }
 
     fn begin_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, part: DirectRead, read: Read<D>) {
-        let DirectRead { plan, next, alignment, guard } = part;
-        let front = self.clone();
-        let planned = self.plan_budget.take(plan.pieces());
-        let complete = Outcome::done(&read.transfer.buffer, &plan);
+        let (front, next) = (self.clone(), part.next);
+        let permit = self.plan_budget.take(part.plan.pieces());
+        let complete = Outcome::done(&read.transfer.buffer, &part.plan);
         let buffer = read.transfer.buffer.clone();
-        transfer::read(self.fs.volume().io(), self.fs.buffers(), alignment, plan, buffer, move |result| {
-            drop((guard, planned));
+        self.fs.submit_direct_read(part, buffer, move |result| {
+            drop(permit);
             let outcome = result.map_or_else(|error| failed(&read.transfer, error), |()| complete);
             front.end_read(read, outcome, next);
         });

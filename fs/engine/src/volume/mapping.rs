@@ -1,7 +1,7 @@
-//! Space of files: taking blocks, mapping them once their data is on the device, sizes, holes and preallocation.
+//! Mapping: makes blocks a file's once their data is on the device; and sizes, holes and preallocation.
 //!
 //! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when their place is chosen,
-//! [`Volume::attach`] when they are on the device. Only the last one changes metadata.
+//! [`Volume::map_placed`] when they are on the device. Only the last one changes metadata.
 
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
@@ -22,7 +22,7 @@ const EXTENTS_PER_OP: usize = 64;
 
 /// A part of a file whose data is on the device.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Piece {
+pub(crate) struct PlacedRun {
     /// First block of the file.
     pub offset: u64,
     /// Where the data is.
@@ -31,7 +31,7 @@ pub(crate) struct Piece {
     pub reserved: bool,
 }
 
-impl Piece {
+impl PlacedRun {
     /// Takes away its first blocks.
     pub fn skip(&mut self, blocks: u64) {
         self.offset += blocks;
@@ -69,23 +69,29 @@ fn regular(op: &Op, ino: u64) -> Attempt<Inode> {
 
 impl Volume {
     /// Mappings of blocks `from..to` of a file, in order; at most `limit`.
-    pub(crate) fn map(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
-        extents::map(&*self.meta.read(), ino, from, to, limit)
+    pub(crate) fn mappings(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<Vec<Mapping>> {
+        extents::mappings(&*self.meta.read(), ino, from, to, limit)
     }
 
     /// Calls `visit`, under the metadata lock, with each mapping within blocks `from..to` of a file, clipped to it, in order.
-    pub(crate) fn map_each(&self, ino: u64, from: u64, to: u64, visit: impl FnMut(Mapping)) -> Attempt<()> {
-        extents::map_each(&*self.meta.read(), ino, from, to, visit)
+    pub(crate) fn each_mapping(&self, ino: u64, from: u64, to: u64, visit: impl FnMut(Mapping)) -> Attempt<()> {
+        extents::each_mapping(&*self.meta.read(), ino, from, to, visit)
     }
 
-    /// Maps data that is on the device: as many blocks of the pieces as one operation can take, from the first on. With the last
+    /// Maps data that is on the device: as many blocks of the placed as one operation can take, from the first on. With the last
     /// of them it redeems `promised` blocks and applies the stamp. Returns how many blocks it mapped.
-    pub(crate) fn attach(&self, ino: u64, pieces: impl Iterator<Item = Piece>, promised: u64, stamp: &Stamp) -> Attempt<u64> {
+    pub(crate) fn map_placed(
+        &self,
+        ino: u64,
+        placed: impl Iterator<Item = PlacedRun>,
+        promised: u64,
+        stamp: &Stamp,
+    ) -> Attempt<u64> {
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
         let (mut mapped, mut extents, mut reached) = (0, 0, 0);
-        for mut piece in pieces {
-            while piece.run.len > 0 {
+        for mut placed_run in placed {
+            while placed_run.run.len > 0 {
                 if extents >= EXTENTS_PER_OP || op.changed_blocks() > OP_BLOCKS_MAX / 3 {
                     // What is mapped lies below the end, whatever happens before the rest is.
                     inode.size = inode.size.max(stamp.size.unwrap_or(0).min(reached * BLOCK_SIZE as u64));
@@ -93,11 +99,11 @@ impl Volume {
                     op.finish();
                     return Ok(mapped);
                 }
-                let (blocks, passed) = attach_part(&mut op, ino, &mut inode, &piece)?;
-                piece.skip(blocks);
+                let (blocks, passed) = map_part(&mut op, ino, &mut inode, &placed_run)?;
+                placed_run.skip(blocks);
                 mapped += blocks;
                 extents += passed;
-                reached = reached.max(piece.offset);
+                reached = reached.max(placed_run.offset);
             }
         }
         stamp.apply(&mut inode);
@@ -154,10 +160,10 @@ impl Volume {
 
     /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns whether it did: not when somebody has mapped
     /// a part of the range in the meantime.
-    pub(crate) fn attach_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<bool> {
+    pub(crate) fn map_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
         regular(&op, ino)?;
-        if !extents::map(&op, ino, offset, offset + run.len, 1)?.is_empty() {
+        if !extents::mappings(&op, ino, offset, offset + run.len, 1)?.is_empty() {
             return Ok(false);
         }
         op.claim(run)?;
@@ -180,19 +186,19 @@ impl Volume {
     }
 }
 
-/// Maps the first blocks of a piece, as far as one step goes. Returns how many, and the extents that it came by.
-fn attach_part(op: &mut Op, ino: u64, inode: &mut Inode, piece: &Piece) -> Attempt<(u64, usize)> {
-    let end = piece.offset + piece.run.len;
-    if !piece.reserved {
-        let step = extents::convert(op, ino, piece.offset, end, false)?;
-        return Ok((step.next.unwrap_or(end) - piece.offset, step.extents));
+/// Maps the first blocks of a placed_run, as far as one step goes. Returns how many, and the extents that it came by.
+fn map_part(op: &mut Op, ino: u64, inode: &mut Inode, placed_run: &PlacedRun) -> Attempt<(u64, usize)> {
+    let end = placed_run.offset + placed_run.run.len;
+    if !placed_run.reserved {
+        let step = extents::convert(op, ino, placed_run.offset, end, false)?;
+        return Ok((step.next.unwrap_or(end) - placed_run.offset, step.extents));
     }
     // Another write may have mapped the range meanwhile: the last one wins.
-    let step = extents::remove(op, ino, piece.offset, end)?;
-    let run = Run { start: piece.run.start, len: step.next.unwrap_or(end) - piece.offset };
+    let step = extents::remove(op, ino, placed_run.offset, end)?;
+    let run = Run { start: placed_run.run.start, len: step.next.unwrap_or(end) - placed_run.offset };
     op.claim(run)?;
     let extent = Extent { block: run.start, len: run.len as u32, unwritten: false, device: 0 };
-    extents::insert(op, ino, Mapping { offset: piece.offset, extent })?;
+    extents::insert(op, ino, Mapping { offset: placed_run.offset, extent })?;
     inode.blocks = (inode.blocks + run.len).saturating_sub(step.blocks);
     Ok((run.len, step.extents + 1))
 }
@@ -250,10 +256,10 @@ mod tests {
     }
 
     /// Maps pieces to the last, and returns how many operations that took.
-    fn attach_all(volume: &Volume, ino: u64, pieces: &[Piece]) -> usize {
+    fn map_all(volume: &Volume, ino: u64, pieces: &[PlacedRun]) -> usize {
         let mut left = pieces.to_vec();
         for operations in 1.. {
-            let mut mapped = volume.wait(|| volume.attach(ino, left.iter().copied(), 0, &Stamp::default())).unwrap();
+            let mut mapped = volume.wait(|| volume.map_placed(ino, left.iter().copied(), 0, &Stamp::default())).unwrap();
             while let Some(first) = left.first_mut().filter(|_| mapped > 0) {
                 let blocks = mapped.min(first.run.len);
                 first.skip(blocks);
@@ -277,8 +283,8 @@ mod tests {
         let (mut long, mut at) = (Vec::new(), 0);
         while at < 2 * PIECES {
             let run = volume.wait(|| volume.reserve(None, 2 * PIECES - at, 0)).unwrap();
-            assert!(volume.wait(|| volume.attach_unwritten(ino, at, run, 0)).unwrap());
-            long.push(Piece { offset: at, run, reserved: false });
+            assert!(volume.wait(|| volume.map_unwritten(ino, at, run, 0)).unwrap());
+            long.push(PlacedRun { offset: at, run, reserved: false });
             at += run.len;
         }
         // In no order, as they come from many threads.
@@ -286,13 +292,13 @@ mod tests {
             let at = number * 7919 % PIECES * 2;
             let piece = long.iter().find(|piece| (piece.offset..piece.offset + piece.run.len).contains(&at)).unwrap();
             let run = Run { start: piece.run.start + (at - piece.offset), len: 1 };
-            attach_all(&volume, ino, &[Piece { offset: at, run, reserved: false }]);
+            map_all(&volume, ino, &[PlacedRun { offset: at, run, reserved: false }]);
         }
-        let before = volume.wait(|| volume.map(ino, 0, 2 * PIECES, usize::MAX)).unwrap();
+        let before = volume.wait(|| volume.mappings(ino, 0, 2 * PIECES, usize::MAX)).unwrap();
         assert!(before.len() as u64 >= 2 * PIECES);
-        let operations = attach_all(&volume, ino, &long);
+        let operations = map_all(&volume, ino, &long);
         assert!(operations >= before.len() / (EXTENTS_PER_OP + 16), "{operations} operations for {} extents", before.len());
-        let after = volume.wait(|| volume.map(ino, 0, 2 * PIECES, usize::MAX)).unwrap();
+        let after = volume.wait(|| volume.mappings(ino, 0, 2 * PIECES, usize::MAX)).unwrap();
         assert!(after.iter().all(|mapping| !mapping.extent.unwritten) && after.len() < 32);
     }
 }
