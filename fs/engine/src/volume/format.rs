@@ -198,3 +198,18 @@ pub(crate) fn erase(io: &Io, start: u64, count: u64) -> Result<u64, FsError> {
     }
     Ok(writer.written)
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::volume::{Volume, VolumeOptions};
+
+    /// A new volume in memory.
+    pub fn volume(bytes: u64) -> Volume {
+        let device: Arc<dyn BlockDevice> = gpunvme_blockdev_testing::MemoryDevice::new(bytes);
+        let now = Timestamp { seconds: 1, nanoseconds: 0 };
+        let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
+        format(&device, &options).unwrap();
+        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
+    }
+}

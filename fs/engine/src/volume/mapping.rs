@@ -205,21 +205,8 @@ fn map_part(op: &mut Op, ino: u64, inode: &mut Inode, placed_run: &PlacedRun) ->
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use gpunvme_blockdev::{BlockDevice, Io};
-    use gpunvme_blockdev_testing::MemoryDevice;
-
     use super::*;
-    use crate::volume::{FormatOptions, VolumeOptions, format};
-
-    fn volume(bytes: u64) -> Volume {
-        let device: Arc<dyn BlockDevice> = MemoryDevice::new(bytes);
-        let now = Timestamp { seconds: 1, nanoseconds: 0 };
-        let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
-        format(&device, &options).unwrap();
-        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
-    }
+    use crate::volume::format::tests::volume;
 
     #[test]
     fn what_a_file_reserves_ahead_leaves_the_margin_to_metadata() {

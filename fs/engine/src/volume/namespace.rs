@@ -14,7 +14,7 @@ use crate::error::{Attempt, FsError};
 
 /// Names that an inode can have.
 const LINK_MAX: u32 = i32::MAX as u32;
-/// Directories between a directory and the root, at the most, that a rename looks at; more means a loop on a damaged volume.
+/// Directories between a directory and the root, at the most, that a rename looks at while it holds the metadata.
 const DEPTH_MAX: usize = 1 << 20;
 const SETGID: u32 = 0o2000;
 
@@ -310,10 +310,11 @@ fn exchange(op: &mut Op, context: &Context, a: (u64, Found), b: (u64, Found)) ->
     Ok(())
 }
 
-/// Whether directory `dir` is `ancestor` or lies below it.
+/// Whether directory `dir` is `ancestor` or lies below it. On a damaged volume directories may lie in one another: the way up is
+/// compared with a directory that it passed, a later one after each power of two of steps (Brent's algorithm).
 fn is_within(blocks: &impl Blocks, dir: u64, ancestor: u64) -> Attempt<bool> {
-    let mut at = dir;
-    for _ in 0..DEPTH_MAX {
+    let (mut at, mut passed) = (dir, None);
+    for step in 1..=DEPTH_MAX {
         if at == ancestor {
             return Ok(true);
         }
@@ -321,7 +322,75 @@ fn is_within(blocks: &impl Blocks, dir: u64, ancestor: u64) -> Attempt<bool> {
         if parent == at {
             return Ok(false);
         }
+        if passed == Some(parent) {
+            break;
+        }
+        if step.is_power_of_two() {
+            passed = Some(parent);
+        }
         at = parent;
     }
     Err(Corrupt::Item { ino: dir, what: "directory has no way to the root" }.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use gpunvme_layout::key::INO_ROOT;
+    use gpunvme_layout::{Block, BlockKind, Timestamp};
+
+    use super::*;
+    use crate::error::Fail;
+    use crate::volume::format::tests::volume;
+    use crate::volume::meta::Meta;
+
+    /// Counts the blocks that are looked at.
+    struct Counted<'m>(&'m Meta, Cell<u64>);
+
+    impl Blocks for Counted<'_> {
+        fn meta(&self) -> &Meta {
+            self.0
+        }
+
+        fn block(&self, address: u64, kind: BlockKind) -> Attempt<&Block> {
+            self.1.set(self.1.get() + 1);
+            self.0.block(address, kind)
+        }
+    }
+
+    #[test]
+    fn directories_that_lie_in_one_another_are_known_after_a_few_steps() {
+        let volume = volume(32 << 20);
+        let who = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+        let new = NewNode { mode: FileType::Directory.mode() | 0o755, umask: 0, rdev: 0, target: &[] };
+        let mut dirs = vec![INO_ROOT];
+        for _ in 0..100 {
+            let parent = dirs[dirs.len() - 1];
+            dirs.push(volume.wait(|| volume.create(&who, parent, b"below", &new)).unwrap().0.ino);
+        }
+        let within = |dir: u64, ancestor: u64| {
+            let meta = volume.meta.read();
+            let blocks = Counted(&meta, Cell::new(0));
+            (is_within(&blocks, dir, ancestor), blocks.1.get())
+        };
+        for at in [1, 2, 50, 100] {
+            assert!(within(dirs[100], dirs[at]).0.unwrap());
+            assert!(at == 100 || !within(dirs[at], dirs[100]).0.unwrap());
+        }
+        // The way up from the lowest leads through some others into a loop.
+        for (first, last) in [(40, 40), (40, 41), (40, 80), (1, 100)] {
+            volume
+                .wait(|| {
+                    let mut op = volume.begin()?;
+                    inode::change(&mut op, dirs[first], |inode| inode.parent = dirs[last])?;
+                    op.finish();
+                    Ok(())
+                })
+                .unwrap();
+            let (found, looked_at) = within(dirs[100], u64::MAX);
+            assert!(matches!(found, Ok(false) | Err(Fail::Error(FsError::Corrupt(_)))), "{first} in {last}");
+            assert!(looked_at < 1000, "{first} in {last}: {looked_at} blocks");
+        }
+    }
 }

@@ -202,16 +202,14 @@ impl Leftovers {
 mod tests {
     use std::ops::ControlFlow;
 
-    use gpunvme_blockdev::{BlockDevice, Io};
-    use gpunvme_blockdev_testing::MemoryDevice;
-    use gpunvme_layout::{BlockKind, Kind, Timestamp};
+    use gpunvme_layout::{BlockKind, Kind};
     use proptest::prelude::*;
 
     use super::super::meta::{Blocks, Meta};
     use super::super::op::Op;
     use super::super::tree;
     use crate::error::{Attempt, FsError};
-    use crate::volume::{FormatOptions, Volume, VolumeOptions, format};
+    use crate::volume::format::tests::volume;
 
     use super::*;
 
@@ -263,17 +261,9 @@ mod tests {
         (items, meta.running.clone())
     }
 
-    fn volume() -> Volume {
-        let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
-        let now = Timestamp { seconds: 1, nanoseconds: 0 };
-        let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
-        format(&device, &options).unwrap();
-        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
-    }
-
     #[test]
     fn an_operation_that_would_change_too_many_blocks_fails_and_has_changed_nothing() {
-        let volume = volume();
+        let volume = volume(64 << 20);
         let put = |op: &mut Op, number| tree::put(op, key(number), &[number as u8; 900]);
         for number in 0..1000 {
             volume
@@ -306,7 +296,7 @@ mod tests {
         fn an_operation_that_does_not_finish_has_changed_nothing(
             before in acts(100), committed in any::<bool>(), finished in acts(4), dropped in acts(30),
         ) {
-            let volume = volume();
+            let volume = volume(64 << 20);
             for acts in [before, finished] {
                 for act in acts {
                     volume.wait(|| { let mut op = volume.begin()?; apply(&mut op, &act)?; op.finish(); Ok(()) }).unwrap();

@@ -142,24 +142,10 @@ impl Op<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use gpunvme_blockdev::{BlockDevice, Io};
-    use gpunvme_blockdev_testing::MemoryDevice;
-    use gpunvme_layout::Timestamp;
-
     use super::super::bitmaps::tests::LOOKED_AT;
     use super::*;
     use crate::error::FsError;
-    use crate::volume::{FormatOptions, Volume, VolumeOptions, format};
-
-    fn volume(bytes: u64) -> Volume {
-        let device: Arc<dyn BlockDevice> = MemoryDevice::new(bytes);
-        let now = Timestamp { seconds: 1, nanoseconds: 0 };
-        let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
-        format(&device, &options).unwrap();
-        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
-    }
+    use crate::volume::format::tests::volume;
 
     #[test]
     fn whether_names_have_room_is_known_without_looking_at_all_groups() {
