@@ -40,13 +40,15 @@ struct Subject {
     image: NamedTempFile,
     superblock: Superblock,
     ino: u64,
+    /// Leaves that there are to be.
+    leaves: u64,
 }
 
 impl Subject {
-    /// A sound volume; its file is empty.
-    fn new() -> Subject {
+    /// A sound volume, with room for so many leaves; its file is empty.
+    fn new(leaves: u64) -> Subject {
         let image = NamedTempFile::new().expect("temporary files can be made");
-        image.as_file().set_len((FRONT + 3 * LEAVES + 128 * CHUNK_BLOCKS) * BLOCK_SIZE as u64).expect("a sparse file fits");
+        image.as_file().set_len((FRONT + 3 * leaves + 128 * CHUNK_BLOCKS) * BLOCK_SIZE as u64).expect("a sparse file fits");
         let device = device(&image);
         let options = FormatOptions { label: "test".into(), uuid: [7; 16], hash_key: [9; 16], now: NOW, owner: (0, 0) };
         format(&device, &options).expect("the device can be formatted");
@@ -55,7 +57,7 @@ impl Subject {
         let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
         fs.close().expect("nothing fails");
         let superblock = fs.volume().superblock().clone();
-        Subject { image, superblock, ino }
+        Subject { image, superblock, ino, leaves }
     }
 
     fn geometry(&self) -> Geometry {
@@ -73,15 +75,15 @@ impl Subject {
         self.image.as_file().write_all_at(block.bytes(), Geometry::byte(block.address())).expect("there is room");
     }
 
-    /// Writes a leaf with extents of the file, each of one block of its own.
-    fn leaf(&self, number: u64, offsets: &[u64], sequence: u64) {
+    /// Writes a leaf with two extents of the file, each of one block. Leaves of the same `content` have the same.
+    fn leaf(&self, number: u64, content: u64, offsets: [u64; 2], sequence: u64) {
         let first = self.geometry().data + FRONT;
         let mut leaf = Block::new(BlockKind::Node, first + number, &self.superblock.uuid);
         node::init(&mut leaf, 0);
-        for (slot, offset) in offsets.iter().enumerate() {
-            let block = first + LEAVES + 2 * number + slot as u64;
+        for (slot, offset) in offsets.into_iter().enumerate() {
+            let block = first + self.leaves + 2 * content + slot as u64;
             let extent = Extent { block, len: 1, unwritten: false, device: 0 };
-            node::leaf_insert(&mut leaf, slot, Key::new(self.ino, Kind::Extent, *offset), &extent.encode());
+            node::leaf_insert(&mut leaf, slot, Key::new(self.ino, Kind::Extent, offset), &extent.encode());
         }
         self.put(&mut leaf, sequence);
     }
@@ -146,8 +148,8 @@ fn assert_bounded(held: usize, what: &str) {
 #[test]
 fn a_tree_is_built_anew_within_the_memory_that_the_repair_is_given() {
     let _alone = COUNTING.lock();
-    let apart = Subject::new();
-    (0..LEAVES).for_each(|n| apart.leaf(n, &[3 * n, 3 * n + 1], 1 << 30));
+    let apart = Subject::new(LEAVES);
+    (0..LEAVES).for_each(|n| apart.leaf(n, n, [3 * n, 3 * n + 1], 1 << 30));
     apart.hide_leaves(3 * LEAVES);
     let (held, plain) = apart.repair();
     println!("leaves that lie apart: {} KiB, {plain:?}", held >> 10);
@@ -155,13 +157,27 @@ fn a_tree_is_built_anew_within_the_memory_that_the_repair_is_given() {
     assert_eq!(apart.blocks(), 2 * LEAVES);
 
     // Each lies within the one before it, and any of them may be the latest.
-    let nested = Subject::new();
+    let nested = Subject::new(LEAVES);
     let sequence = |n: u64| (1 << 30) + n.wrapping_mul(0x9e37_79b9_7f4a_7c15) % LEAVES;
-    (0..LEAVES).for_each(|n| nested.leaf(n, &[n, 3 * LEAVES - n], sequence(n)));
+    (0..LEAVES).for_each(|n| nested.leaf(n, n, [n, 3 * LEAVES - n], sequence(n)));
     nested.hide_leaves(3 * LEAVES + 1);
     let (held, took) = nested.repair();
     println!("leaves within one another: {} KiB, {took:?}", held >> 10);
     assert_bounded(held, "leaves within one another");
     assert_eq!(nested.blocks(), 2, "of leaves that all cover one another, the latest counts");
     assert!(took < 10 * plain, "leaves within one another took {took:?}, such that lie apart {plain:?}");
+}
+
+#[test]
+fn what_a_file_of_many_leaves_has_twice_is_found_within_that_memory_too() {
+    let _alone = COUNTING.lock();
+    const LEAVES: u64 = 20 * CHUNK_BLOCKS;
+    let subject = Subject::new(LEAVES);
+    // The last has the blocks of the first.
+    (0..LEAVES).for_each(|n| subject.leaf(n, n % (LEAVES - 1), [3 * n, 3 * n + 1], 1 << 30));
+    subject.hide_leaves(3 * LEAVES);
+    let (held, took) = subject.repair();
+    println!("blocks that a file has twice: {} KiB, {took:?}", held >> 10);
+    assert_bounded(held, "blocks that a file has twice");
+    assert_eq!(subject.blocks(), 2 * LEAVES);
 }

@@ -1,5 +1,6 @@
-//! Mends findings that concern items of a sound tree: each is one operation of the engine, so that a power cut leaves it done
-//! or not done. Blocks are left alone, but for what gets blocks of its own: the comparison of the next round settles them.
+//! Mends findings that concern items of a sound tree: each is one operation of the engine, so that
+//! a power cut leaves it done or not done. Blocks are left alone, but for what gets blocks of its
+//! own: the comparison of the next round settles them.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
@@ -19,6 +20,8 @@ use crate::volume::{Run, Volume, dir, inode, orphan, tree, xattr};
 
 /// Items that one operation removes at the most.
 const ITEMS_PER_OP: usize = 32;
+/// Extents that are looked at together: the leaves that hold them are in memory at once.
+const EXTENTS_PER_LOOK: u32 = 256;
 /// Blocks that are copied at once.
 const COPY_BLOCKS: u64 = 256;
 /// Names tried for the directory of what was lost.
@@ -75,7 +78,8 @@ impl<'v> Mender<'v> {
         };
         match done {
             Ok(()) => Ok(true),
-            // Another finding's mending took it away, or made it another; or there is no room. The next round tells.
+            // Another finding's mending took it away, or made it another; or there is no room. The
+            // next round tells.
             Err(
                 FsError::NotFound
                 | FsError::NotDirectory
@@ -154,17 +158,16 @@ impl<'v> Mender<'v> {
     }
 
     fn grow(&self, ino: u64) -> Result<(), FsError> {
-        self.op(&mut |op| {
-            let end = written_end(op, ino)? * BLOCK_SIZE as u64;
-            inode::change(op, ino, |inode| inode.size = inode.size.max(end))
-        })
+        let end = self.written_end(ino)? * BLOCK_SIZE as u64;
+        self.change(ino, &|inode| inode.size = inode.size.max(end))
     }
 
-    /// Makes the inode of items that have none, or none that makes sense. What it counts, the next round knows.
+    /// Makes the inode of items that have none, or none that makes sense. What it counts, the next
+    /// round knows.
     fn rebuild(&self, ino: u64, file_type: FileType) -> Result<(), FsError> {
+        let end = if file_type == FileType::Regular { self.written_end(ino)? } else { 0 };
         self.op(&mut |op| {
             let stored = tree::get(op, Key::inode(ino))?.and_then(|bytes| Inode::salvage(bytes, file_type));
-            let end = if file_type == FileType::Regular { written_end(op, ino)? } else { 0 };
             let directory = file_type == FileType::Directory;
             let mut inode = stored.unwrap_or(Inode {
                 mode: file_type.mode() | if directory { 0o700 } else { 0o600 },
@@ -208,7 +211,15 @@ impl<'v> Mender<'v> {
     fn unshare(&self, ino: u64, shared: Run, copy: bool, second: bool) -> Result<(), FsError> {
         let mut skip = second;
         let mut from = 0;
-        while let Some(whole) = self.volume.wait(|| find_extent(&*self.volume.meta.read(), ino, from, shared))? {
+        loop {
+            let whole = match self.volume.wait(|| find_extent(&*self.volume.meta.read(), ino, from, shared))? {
+                Search::Found(whole) => whole,
+                Search::NotBefore(offset) => {
+                    from = offset;
+                    continue;
+                }
+                Search::NotThere => return Ok(()),
+            };
             from = whole.offset + 1;
             if std::mem::take(&mut skip) {
                 continue;
@@ -222,7 +233,17 @@ impl<'v> Mender<'v> {
                 false => self.op(&mut |op| take_out(op, ino, &whole, &cut))?,
             }
         }
-        Ok(())
+    }
+
+    /// First block beyond the last one of a file that was written.
+    fn written_end(&self, ino: u64) -> Result<u64, FsError> {
+        let mut last = Key::new(ino, ItemKind::Extent, u64::MAX);
+        loop {
+            match self.volume.wait(|| written_end(&*self.volume.meta.read(), last))? {
+                ControlFlow::Break(end) => return Ok(end),
+                ControlFlow::Continue(before) => last = before,
+            }
+        }
     }
 
     /// Copies a part of a file into blocks of its own, and maps those.
@@ -235,8 +256,11 @@ impl<'v> Mender<'v> {
             let copied = if part.extent.unwritten { Ok(()) } else { self.copy_blocks(from.extent.block, run) };
             let mapped = copied.and_then(|()| {
                 self.op(&mut |op| {
-                    let whole = find_extent(op, ino, at, Run { start: from.extent.block, len: run.len })?;
-                    let whole = whole.filter(|w| w.offset <= at && w.end() >= from.end()).ok_or(FsError::NotFound)?;
+                    let found = find_extent(op, ino, at, Run { start: from.extent.block, len: run.len })?;
+                    let Search::Found(whole) = found else { return Err(FsError::NotFound.into()) };
+                    if whole.offset > at || whole.end() < from.end() {
+                        return Err(FsError::NotFound.into());
+                    }
                     take_out(op, ino, &whole, &from)?;
                     op.claim(run)?;
                     let extent = Extent { block: run.start, ..from.extent };
@@ -324,7 +348,8 @@ fn lost_and_found(op: &mut Op, now: Timestamp) -> Attempt<u64> {
     Err(FsError::NoSpace.into())
 }
 
-/// Notes in a directory that entries came or went. A directory that is not there is another finding's concern.
+/// Notes in a directory that entries came or went. A directory that is not there is another
+/// finding's concern.
 fn count_entry(op: &mut Op, dir: u64, entries: i64, subdirectories: i32) -> Attempt<()> {
     let changed = inode::change(op, dir, |inode| {
         inode.size = inode.size.saturating_add_signed(entries);
@@ -359,7 +384,8 @@ fn free_name(op: &Op, dir: u64, wanted: &[u8]) -> Attempt<Vec<u8>> {
     Ok(name)
 }
 
-/// Stores an entry again under the hash of its name; under another name, if that is taken by another inode.
+/// Stores an entry again under the hash of its name; under another name, if that is taken by
+/// another inode.
 fn move_entry(op: &mut Op, key: Key) -> Attempt<()> {
     let value = remove_entry(op, key)?;
     let entry = Dirent::decode(key.ino(), key.offset(), &value)?;
@@ -399,20 +425,22 @@ fn change_type(op: &mut Op, key: Key, file_type: FileType) -> Attempt<()> {
     count_entry(op, key.ino(), 0, directory(file_type as u8) - directory(old))
 }
 
-/// First block beyond the last one of a file that was written.
-fn written_end(blocks: &impl Blocks, ino: u64) -> Attempt<u64> {
-    let mut at = Key::new(ino, ItemKind::Extent, u64::MAX);
-    while let Some((key, value)) = tree::floor(blocks, at)?
-        && key.is(ino, ItemKind::Extent)
-    {
+/// First block beyond the last one of a file that was written, of its extents up to the key
+/// `last`; or the key up to which there are more to look at.
+fn written_end(blocks: &impl Blocks, last: Key) -> Attempt<ControlFlow<u64, Key>> {
+    let (ino, mut at) = (last.ino(), last);
+    for _ in 0..EXTENTS_PER_LOOK {
+        let Some((key, value)) = tree::floor(blocks, at)?.filter(|(key, _)| key.is(ino, ItemKind::Extent)) else {
+            return Ok(ControlFlow::Break(0));
+        };
         let extent = Extent::decode(ino, key.offset(), value)?;
         if !extent.unwritten {
-            return Ok(key.offset() + u64::from(extent.len));
+            return Ok(ControlFlow::Break(key.offset() + u64::from(extent.len)));
         }
-        let Some(before) = key.predecessor() else { break };
+        let Some(before) = key.predecessor() else { return Ok(ControlFlow::Break(0)) };
         at = before;
     }
-    Ok(0)
+    Ok(ControlFlow::Continue(at))
 }
 
 /// Cuts the front of an extent off, which another one of the file covers.
@@ -429,22 +457,39 @@ fn cut_extent(op: &mut Op, ino: u64, offset: u64, to: u64) -> Attempt<()> {
     Ok(())
 }
 
-/// The first extent of a file, from block `from` of it on or covering that, that has one of these blocks.
-fn find_extent(blocks: &impl Blocks, ino: u64, from: u64, run: Run) -> Attempt<Option<Mapping>> {
+/// What came of looking for an extent.
+enum Search {
+    /// It is this one.
+    Found(Mapping),
+    /// None of those that were looked at; those from this block of the file on are still to be.
+    NotBefore(u64),
+    /// There is none.
+    NotThere,
+}
+
+/// The first extent of a file, from block `from` of it on or covering that, that has one of these
+/// blocks.
+fn find_extent(blocks: &impl Blocks, ino: u64, from: u64, run: Run) -> Attempt<Search> {
     let mut start = Key::new(ino, ItemKind::Extent, from);
     if let Some((key, _)) = tree::floor(blocks, start)?
         && key.is(ino, ItemKind::Extent)
     {
         start = key;
     }
+    let mut left = EXTENTS_PER_LOOK;
     let found = tree::scan(blocks, start, |key, value| {
         if !key.is(ino, ItemKind::Extent) {
-            return Ok(ControlFlow::Break(None));
+            return Ok(ControlFlow::Break(Search::NotThere));
         }
         let mapping = Mapping { offset: key.offset(), extent: Extent::decode(ino, key.offset(), value)? };
         let end = mapping.extent.block + u64::from(mapping.extent.len);
         let meets = mapping.extent.block < run.end() && end > run.start && mapping.end() > from;
-        Ok(if meets { ControlFlow::Break(Some(mapping)) } else { ControlFlow::Continue(()) })
+        left -= 1;
+        Ok(match (meets, left) {
+            (true, _) => ControlFlow::Break(Search::Found(mapping)),
+            (false, 0) => ControlFlow::Break(Search::NotBefore(mapping.offset + 1)),
+            (false, _) => ControlFlow::Continue(()),
+        })
     })?;
-    Ok(found.flatten())
+    Ok(found.unwrap_or(Search::NotThere))
 }

@@ -1,6 +1,6 @@
-//! Which of the leaves that cover the same keys counts. They come in the order of their keys, so
-//! that of those which go by only one need be held: it covers where the next one begins, and no
-//! other that still counts does.
+//! Decides which leaves count where several cover the same keys. They come in the order of their
+//! keys, so that one at a time is held: of those that reach to where the next one begins, only one
+//! can count.
 
 use gpunvme_layout::Key;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
