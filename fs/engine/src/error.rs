@@ -150,8 +150,8 @@ pub enum Stall {
         /// The file.
         ino: u64,
     },
-    /// The end of the writes of the file that are in flight. The file is quiesced meanwhile, and until the operation is over: further
-    /// direct writes might begin for ever.
+    /// The end of the writes of the file that are in flight. The file is quiesced meanwhile, and
+    /// until the operation is over: further direct writes might begin for ever.
     InFlight {
         /// The file.
         ino: u64,
@@ -163,7 +163,8 @@ pub enum Stall {
     },
 }
 
-/// Why an attempt of an operation ended: it failed, or it has to wait. An attempt that ends so has changed nothing.
+/// Why an attempt of an operation ended: it failed, or it has to wait. An attempt that ends so has
+/// changed nothing.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Fail {
     /// It has to wait; the caller resolves the stall and tries again.

@@ -1,5 +1,6 @@
-//! The engine of gpunvme: metadata and its journal ([`volume`]), the content of files ([`data`]), and checking and repairing
-//! volumes ([`check`]). It runs on any device, knows nothing of FUSE, and has no threads of its own.
+//! The engine of gpunvme: metadata and its journal ([`volume`]), the content of files ([`data`]),
+//! and checking and repairing volumes ([`check`]). It runs on any device, knows nothing of FUSE,
+//! and has no threads of its own.
 #![forbid(unsafe_code)]
 
 pub mod check;
@@ -12,7 +13,8 @@ pub use data::Filesystem;
 pub use error::FsError;
 pub use volume::{FormatOptions, FormatReport, Volume, VolumeOptions, format, probe};
 
-// What callers meet of the on-disk format: units and limits, and the values in attributes and errors.
+// What callers meet of the on-disk format: units and limits, and the values in attributes and
+// errors.
 pub use gpunvme_layout::block::BLOCK_SIZE;
 pub use gpunvme_layout::item::{FILE_SIZE_MAX, NAME_MAX};
 pub use gpunvme_layout::{Corrupt, FileType, Inode, Timestamp};

@@ -1,34 +1,36 @@
-//! Tables by inode number that many threads use at once: each part of a table has a lock of its own.
+//! A sharded table by inode number, which many threads use at once: each shard has a lock of its
+//! own.
 
 use parking_lot::{Mutex, MutexGuard};
 
-/// Parts of a table: threads that are at different inodes rarely meet.
+/// Shards of a table: threads that are at different inodes rarely meet.
 const SHARDS: usize = 16;
 
-/// A part of a table. A processor that changes one does not take the next one's memory from another processor.
+/// A shard. A processor that changes one does not take the next one's memory from another
+/// processor.
 #[derive(Default)]
 #[repr(align(64))]
-struct Part<S>(Mutex<S>);
+struct Shard<S>(Mutex<S>);
 
-/// A table by inode number, whose parts are of type `S`.
+/// A table by inode number, whose shards hold an `S` each.
 #[derive(Default)]
-pub struct Sharded<S>([Part<S>; SHARDS]);
+pub struct Sharded<S>([Shard<S>; SHARDS]);
 
 impl<S> Sharded<S> {
-    /// The part that an inode belongs to.
+    /// The shard that an inode belongs to.
     pub fn lock(&self, ino: u64) -> MutexGuard<'_, S> {
         self.0[shard_of(ino)].0.lock()
     }
 
-    /// All parts, one after the other.
+    /// All shards, one after the other.
     pub fn lock_each(&self) -> impl Iterator<Item = MutexGuard<'_, S>> {
-        self.0.iter().map(|part| part.0.lock())
+        self.0.iter().map(|shard| shard.0.lock())
     }
 
-    /// Calls `visit` with each part that some of `inos` belong to, and with the places of these in `inos`. Each lock is taken once, and none while
-    /// another is held.
+    /// Calls `visit` with each shard that some of `inos` belong to, and with the places of these
+    /// in `inos`. Each lock is taken once, and none while another is held.
     pub fn lock_all(&self, inos: &[u64], mut visit: impl FnMut(&[usize], &mut S)) {
-        // Sorted by part, by counting.
+        // Sorted by shard, by counting.
         let mut begins = [0; SHARDS + 1];
         inos.iter().for_each(|ino| begins[shard_of(*ino) + 1] += 1);
         (0..SHARDS).for_each(|shard| begins[shard + 1] += begins[shard]);
@@ -55,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_inode_is_visited_once_with_the_part_that_it_belongs_to() {
+    fn each_inode_is_visited_once_with_the_shard_that_it_belongs_to() {
         let table = Sharded::<HashMap<u64, Vec<usize>>>::default();
         let inos: Vec<u64> = (0..100).map(|n| n * n + 7).chain([7, 7]).collect();
         table

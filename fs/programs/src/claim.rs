@@ -1,7 +1,8 @@
-//! Taking a device for oneself.
+//! Claiming a device: opens it for one program alone.
 //!
-//! umount(8) returns when the mount is gone, a moment before its daemon has written everything down and let go of the device.
-//! Whoever comes next waits that moment, and learns at once if the device is held for longer: because it is mounted.
+//! umount(8) returns when the mount is gone, a moment before its daemon has written everything
+//! down and let go of the device. The next program waits that moment, and learns at once if the
+//! device is held for longer: because it is mounted.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,8 +15,8 @@ use crate::mounts::Mount;
 
 /// How long a daemon that is no longer mounted may take to let go of its device.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
-/// How long one may take that is still listed as mounted. It was killed and is about to end, or is alive: the filesystem would
-/// know, but a daemon that was stopped does not answer.
+/// How long one may take that is still listed as mounted. It was killed and is about to end, or is
+/// alive: the filesystem would know, but a daemon that was stopped does not answer.
 const DYING_LIMIT: Duration = Duration::from_secs(2);
 /// Time between two looks at a held device.
 const RELEASE_POLL: Duration = Duration::from_millis(20);
@@ -43,8 +44,8 @@ pub enum ClaimError {
     Device(String),
 }
 
-/// Opens `device` with its lock, and waits for a daemon that is about to let go of it. Mounts of it that are still listed then
-/// are those of daemons that were killed.
+/// Opens `device` with its lock, and waits for a daemon that is about to let go of it. Mounts of
+/// it that are still listed then are those of daemons that were killed.
 ///
 /// # Errors
 /// The device is mounted, in use, or cannot be opened.
@@ -59,17 +60,19 @@ pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, Claim
 pub fn await_release(device: &str) -> Result<(), ClaimError> {
     patiently(device, OpenMode::ReadOnly, || match path_of(device) {
         Some(_) => gpunvme_blockdev::open(device, OpenMode::ReadOnly).map(drop),
-        // A controller is taken and given back as it is: bringing it up and down takes seconds on some.
+        // A controller is taken and given back as it is: bringing it up and down takes seconds on
+        // some.
         None => open_controller(device).map(drop),
     })
 }
 
-/// Calls `open` until `device` is not held any more. Nothing is asked of a mount, which may not answer: a daemon that lives holds its
-/// device.
+/// Calls `open` until `device` is not held any more. Nothing is asked of a mount, which may not
+/// answer: a daemon that lives holds its device.
 fn patiently<T>(device: &str, mode: OpenMode, open: impl Fn() -> gpunvme_blockdev::Result<T>) -> Result<T, ClaimError> {
     let start = Instant::now();
     loop {
-        // A reader's lock admits other readers, so having it does not tell that there is no mount. Asked before this process is one.
+        // A reader's lock admits other readers, so having it does not tell that there is no mount.
+        // Asked before this process is one.
         let shared = mode == OpenMode::ReadOnly && path_of(device).is_some_and(below::has_users);
         let refusal = match open() {
             Ok(opened) => match path_of(device).and_then(|path| below::rival(path, mode)) {
@@ -128,7 +131,8 @@ mod tests {
     #[test]
     fn the_device_of_a_kernel_mount_is_found_mounted() {
         let mounts = Mount::all().unwrap();
-        // Any filesystem on a real block device will do; a machine without one has nothing to check.
+        // Any filesystem on a real block device will do; a machine without one has nothing to
+        // check.
         let Some(mount) = mounts.iter().find(|mount| mount.source.as_encoded_bytes().starts_with(b"/dev/")) else { return };
         let Some(device) = mount.source.to_str().filter(|source| std::fs::metadata(source).is_ok()) else { return };
         assert!(listed_mount(device).unwrap().is_some(), "{mount:?}");

@@ -37,8 +37,8 @@ impl Mount {
         Ok(table.split(|&byte| byte == b'\n').filter_map(Self::parse).collect())
     }
 
-    /// The mount on `dir`, a real path; the uppermost if there are several. Asks the mount table and not the mount, which would
-    /// wait for its daemon.
+    /// The mount on `dir`, a real path; the uppermost if there are several. Asks the mount table
+    /// and not the mount, which would wait for its daemon.
     ///
     /// # Errors
     /// If nothing is mounted there.
@@ -47,7 +47,8 @@ impl Mount {
         Self::all()?.into_iter().rfind(|mount| mount.dir == dir).ok_or_else(missing)
     }
 
-    /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that name it as their source.
+    /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that
+    /// name it as their source.
     ///
     /// # Errors
     /// If `/proc` is not there to ask.

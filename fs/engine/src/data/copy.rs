@@ -11,8 +11,8 @@ use crate::error::FsError;
 const STEP: u64 = 1 << 20;
 
 impl Filesystem {
-    /// Copies bytes from one place to another, holes included; returns how many: fewer where the source ends. Waits for the
-    /// device.
+    /// Copies bytes from one place to another, holes included; returns how many: fewer where the
+    /// source ends. Waits for the device.
     ///
     /// # Errors
     /// As reading and writing.

@@ -1,8 +1,9 @@
 //! Direct transfers between files and registered buffers, past the write buffer.
 //!
-//! A transfer of what the write buffer still holds stalls until that is written out. Blocks that a write needs are reserved
-//! first and mapped when the device has their data, as for any other write. Who plans has to submit or drop: both give the
-//! blocks back that do not become the file's.
+//! A transfer of what the write buffer still holds stalls until that is written out. Blocks that a
+//! write needs are reserved first and mapped when the device has their data, as for any other
+//! write. Who plans has to submit or drop: both give the blocks back that do not become the
+//! file's.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,7 +43,8 @@ pub struct DirectRead {
 
 /// A direct write whose blocks have a place.
 pub struct DirectWrite {
-    /// What is to be done. Its edges are only counted: they went by [`Filesystem::write_edges`] before.
+    /// What is to be done. Its edges are only counted: they went by [`Filesystem::write_edges`]
+    /// before.
     pub plan: Plan,
     flight: Flight,
 }
@@ -96,7 +98,8 @@ impl From<WriteFailed> for FsError {
 }
 
 impl Filesystem {
-    /// Looks up where the bytes of a part of a direct read are, from a place on. The segments must lie inside the region.
+    /// Looks up where the bytes of a part of a direct read are, from a place on. The segments must
+    /// lie inside the region.
     pub fn plan_direct_read(
         &self,
         ino: u64,
@@ -126,8 +129,9 @@ impl Filesystem {
         Ok(DirectRead { plan, next, alignment, guard })
     }
 
-    /// Reads from the device into the buffer; `done` is called once, when the last byte has arrived. Holes that were not filled before
-    /// ([`transfer::fill`]) are filled here, at the speed of memory.
+    /// Reads from the device into the buffer; `done` is called once, when the last byte has
+    /// arrived. Holes that were not filled before ([`transfer::fill`]) are filled here, at the
+    /// speed of memory.
     pub fn submit_direct_read(
         &self,
         read: DirectRead,
@@ -168,8 +172,9 @@ impl Filesystem {
         }
         let last = runs().map(|run| run.end).max().unwrap_or(0);
         self.may_grow(&state, ino, last * BLOCK)?;
-        // A tail that is written over as a whole has nothing beyond the old end to keep. Asked first: to have it read would stall for a page,
-        // and the page, lying in a run, for its own removal, for ever.
+        // A tail that is written over as a whole has nothing beyond the old end to keep. Asked
+        // first: to have it read would stall for a page, and the page, lying in a run, for its own
+        // removal, for ever.
         if last * BLOCK > size
             && !runs().any(|run| run.contains(&(size / BLOCK)))
             && let Some(tail) = self.tail_before(&state, ino, size, last)?
@@ -219,8 +224,9 @@ impl Filesystem {
         Ok(DirectWrite { plan, flight })
     }
 
-    /// Writes what of the segments cannot go direct as ordinary bytes. To be called before the write is planned: it may need
-    /// blocks in memory that the direct part is about to replace. Waits for the device where it has to.
+    /// Writes what of the segments cannot go direct as ordinary bytes. To be called before the
+    /// write is planned: it may need blocks in memory that the direct part is about to replace.
+    /// Waits for the device where it has to.
     ///
     /// # Errors
     /// As an ordinary write; the buffer's owner has shrunk it.
@@ -249,7 +255,8 @@ impl Filesystem {
         Alignment::for_writes(BLOCK_SIZE as u32, self.volume.device().geometry())
     }
 
-    /// Writes from the buffer to the device; `done` is called when the data is there and the file's.
+    /// Writes from the buffer to the device; `done` is called when the data is there and the
+    /// file's.
     pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
         let DirectWrite { mut plan, mut flight } = write;
         let in_place = flight.in_place && plan.edges.is_empty();
@@ -284,8 +291,8 @@ impl Filesystem {
         });
     }
 
-    /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size of the file. What is in
-    /// memory has to be written out first; it stalls until then.
+    /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size
+    /// of the file. What is in memory has to be written out first; it stalls until then.
     pub fn resolve(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<(Vec<Mapping>, u64)> {
         let file = self.files.find(ino);
         let state = file.as_ref().map(|file| file.state.lock());

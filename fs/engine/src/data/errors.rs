@@ -1,6 +1,7 @@
-//! Who learns that data of a file was lost on its way to the device: each open that was there, once, as in Linux
-//! (`Documentation/core-api/errseq.rst`). An open made later learns of it only if no one has yet. Nothing else comes of an error: what
-//! is written after it is written as ever.
+//! Errors of write-back: which opens of a file have learned that data of it was lost. Each open
+//! that was there learns once, as in Linux (`Documentation/core-api/errseq.rst`); an open made
+//! later learns of it only if no other has yet. Nothing else comes of an error: what is written
+//! after it is written as ever.
 
 use crate::error::FsError;
 

@@ -1,5 +1,5 @@
-//! The filesystem as a front end sees it: the volume's names and attributes, with what memory knows better of the files that are
-//! being written.
+//! The filesystem as a front end sees it: the volume's names and attributes, overlaid with what
+//! memory knows newer of the files that are being written.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,8 +19,9 @@ pub trait Spawn: Send + Sync {
     /// Runs a task on a thread that may wait for the device.
     fn spawn(&self, task: Box<dyn FnOnce() + Send>);
 
-    /// Does something of what somebody waits for, on the thread that waits: a task, or the completion of a write. Returns
-    /// whether it did; never where other threads do all that. Whoever calls it holds no lock.
+    /// Does something of what somebody waits for, on the thread that waits: a task, or the
+    /// completion of a write. Returns whether it did; never where other threads do all that.
+    /// Whoever calls it holds no lock.
     fn help(&self) -> bool {
         false
     }
@@ -59,7 +60,8 @@ pub struct Preloaded {
     _blocks: Vec<Arc<Block>>,
 }
 
-/// What a rename waits for, from one attempt to the next: that a flush of the file is over that began after this many.
+/// What a rename waits for, from one attempt to the next: that a flush of the file is over that
+/// began after this many.
 #[derive(Default)]
 pub struct Settling(Option<(Arc<File>, u64)>);
 
@@ -87,8 +89,8 @@ impl Filesystem {
     /// Writes everything out and closes the volume.
     ///
     /// # Errors
-    /// The device failed; the volume is recovered when it is opened again. [`FsError::Lost`] when the volume is well, but data
-    /// was lost and nobody has been told.
+    /// The device failed; the volume is recovered when it is opened again. [`FsError::Lost`] when
+    /// the volume is well, but data was lost and nobody has been told.
     pub fn close(self: &Arc<Self>) -> Result<(), FsError> {
         let written = self.flush_all();
         let mut files = 0;
@@ -138,16 +140,19 @@ impl Filesystem {
         Ok(attributes)
     }
 
-    /// Notes that whoever keeps attributes of a file was told that they are out of date, after `since` ([`super::direct::Written::shown`]).
+    /// Notes that whoever keeps attributes of a file was told that they are out of date, after
+    /// `since` ([`super::direct::Written::shown`]).
     pub fn take_attributes_back(&self, ino: u64, since: Instant) {
         if let Some(file) = self.files.find(ino) {
             file.state.lock().kernel.attributes.take_back(since);
         }
     }
 
-    /// Attributes of several inodes that directory entries name; it takes less time than one by one.
+    /// Attributes of several inodes that directory entries name; it takes less time than one by
+    /// one.
     pub fn all_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
-        // A file that is in memory now may have been written out, and be gone from there, when its inode was looked up.
+        // A file that is in memory now may have been written out, and be gone from there, when its
+        // inode was looked up.
         let were_in_memory = self.files.are_in_memory(inos);
         let mut found = self.volume.all_stored_attributes(inos);
         let are_in_memory = self.files.are_in_memory(inos);
@@ -200,8 +205,9 @@ impl Filesystem {
 
     /// Renames. Returns the inode that lost its last name, if one did.
     ///
-    /// A file that takes another's name is written out first: whoever replaces a file by a new one without fsync shall not
-    /// find it empty after a crash. What is written to it after the first attempt is not waited for.
+    /// A file that takes another's name is written out first: whoever replaces a file by a new one
+    /// without fsync shall not find it empty after a crash. What is written to it after the first
+    /// attempt is not waited for.
     pub fn rename(
         &self,
         context: &Context,
@@ -223,7 +229,8 @@ impl Filesystem {
         }
     }
 
-    /// Passes when what of a file was in memory, or on its way, at the first attempt is on the device.
+    /// Passes when what of a file was in memory, or on its way, at the first attempt is on the
+    /// device.
     fn settle(&self, ino: u64, settling: &mut Settling) -> Attempt<()> {
         self.unknown_error(ino)?;
         let Some(file) = self.files.find(ino) else { return Ok(()) };
@@ -248,8 +255,8 @@ impl Filesystem {
         self.volume.read_dir(dir, cookie, limit)
     }
 
-    /// Brings into memory what the next `limit` entries of a directory after `cookie` are and name. Waits for the device, once
-    /// for each level of the tree and not for each entry.
+    /// Brings into memory what the next `limit` entries of a directory after `cookie` are and
+    /// name. Waits for the device, once for each level of the tree and not for each entry.
     ///
     /// # Errors
     /// The device failed, or the volume is damaged.
@@ -279,7 +286,8 @@ impl Filesystem {
         self.volume.remove_xattr(context, ino, name)
     }
 
-    /// Notes that a file was opened. `mappable`: for reading and writing, so that it can be mapped shared and writable.
+    /// Notes that a file was opened. `mappable`: for reading and writing, so that it can be mapped
+    /// shared and writable.
     pub fn open_file(&self, ino: u64, mappable: bool) -> Open {
         let file = self.files.get(ino);
         let mut state = file.state.lock();
@@ -302,12 +310,14 @@ impl Filesystem {
         self.release(&file);
     }
 
-    /// Whether the kernel may hold dirty pages of a file: somebody has it open so that it can be mapped shared and writable.
+    /// Whether the kernel may hold dirty pages of a file: somebody has it open so that it can be
+    /// mapped shared and writable.
     pub fn is_mappable(&self, ino: u64) -> bool {
         self.files.find(ino).is_some_and(|file| file.state.lock().kernel.mappable > 0)
     }
 
-    /// Removes an inode that has no name when nobody has it any more. Returns whether there is more to remove.
+    /// Removes an inode that has no name when nobody has it any more. Returns whether there is
+    /// more to remove.
     pub fn reap_step(&self, ino: u64) -> Attempt<bool> {
         if let Some(file) = self.files.find(ino) {
             let mut state = file.state.lock();
@@ -321,7 +331,8 @@ impl Filesystem {
         self.volume.reap_step(ino)
     }
 
-    /// Writes out what is in memory of a file and makes it, and everything done before, durable, for a caller that has it open.
+    /// Writes out what is in memory of a file and makes it, and everything done before, durable,
+    /// for a caller that has it open.
     ///
     /// # Errors
     /// Also [`Filesystem::write_error`].
@@ -349,7 +360,8 @@ impl Filesystem {
         self.volume.commit()
     }
 
-    /// Says once to each open of a file that was there whether data of it was lost; to later ones if no caller was told.
+    /// Says once to each open of a file that was there whether data of it was lost; to later ones
+    /// if no caller was told.
     ///
     /// # Errors
     /// What it was lost by.

@@ -1,4 +1,5 @@
-//! Writing out: from the write buffer to the device, many batches at a time, and into the metadata when they have landed.
+//! Write-back: from the write buffer to the device, many batches at a time, and into the metadata
+//! when they have landed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,8 +42,8 @@ struct Batch {
 }
 
 impl Filesystem {
-    /// Begins writing out the dirty pages of a file. Pages whose older content is still on its way wait for it to land, and so may
-    /// those behind the old end of the file.
+    /// Begins writing out the dirty pages of a file. Pages whose older content is still on its way
+    /// wait for it to land, and so may those behind the old end of the file.
     pub(super) fn start_flush(self: &Arc<Self>, file: &Arc<File>) -> Attempt<()> {
         self.volume.has_device()?;
         while let Some((requests, batch)) = self.next_batch(file)? {
@@ -61,8 +62,9 @@ impl Filesystem {
         if state.buffer.dirty == 0 {
             return Ok(None);
         }
-        // Until the block with the stored end has landed, with zeros or data behind that end, nothing behind it may be mapped:
-        // what the device has there may be what a truncation cut off.
+        // Until the block with the stored end has landed, with zeros or data behind that end,
+        // nothing behind it may be mapped: what the device has there may be what a truncation cut
+        // off.
         let stored = self.volume.stored_attributes(file.ino)?.inode.size;
         let tail = stored / BLOCK_SIZE as u64;
         let behind_tail = state.may_hide(stored) && state.in_flight.pages.contains(tail);
@@ -138,7 +140,8 @@ impl Filesystem {
         }
     }
 
-    /// Between two operations of something long: those who wait for the file's lock, or for that of the metadata, go first.
+    /// Between two operations of something long: those who wait for the file's lock, or for that
+    /// of the metadata, go first.
     pub(super) fn let_others_in(&self, state: MutexGuard<FileState>) {
         MutexGuard::unlock_fair(state);
         self.volume.meta.let_others_in();
@@ -150,10 +153,12 @@ impl Filesystem {
         self.unplace(&mut batch.placed);
         self.volume.forget_promise(batch.promised);
         let mut state = file.state.lock();
-        // Also when no one has it open: who syncs it later, or replaces another file by it, has to know.
+        // Also when no one has it open: who syncs it later, or replaces another file by it, has to
+        // know.
         state.errors.add(error);
         if let Some(tail) = batch.tail.filter(|tail| !state.buffer.has_dirty(*tail..*tail + 1)) {
-            // The device still has there what a truncation cut off: what waits to grow the file beyond it is lost with it.
+            // The device still has there what a truncation cut off: what waits to grow the file
+            // beyond it is lost with it.
             self.drop_pages(&mut state, tail + 1);
             state.newer.size = None;
             // Nor may a flush under way store the size that it found.
@@ -187,8 +192,8 @@ impl Filesystem {
         file.landed.notify_all();
     }
 
-    /// Writes out what is in memory of a file and waits until it is on the device and mapped. What is written in the meantime is
-    /// not waited for, so that it ends however much others write.
+    /// Writes out what is in memory of a file and waits until it is on the device and mapped. What
+    /// is written in the meantime is not waited for, so that it ends however much others write.
     ///
     /// # Errors
     /// What had to be waited for failed. Of data that is lost [`Filesystem::write_error`] tells.
@@ -224,7 +229,8 @@ impl Filesystem {
             state.in_flight.flushes.begun += 1;
             (state.in_flight.flushes.begun, state.newer.size, state.newer.shrinks)
         };
-        // Twice: what has to wait for something that is on its way can only go when that has landed.
+        // Twice: what has to wait for something that is on its way can only go when that has
+        // landed.
         for _ in 0..2 {
             self.wait_for_space(|| self.start_flush(file))?;
             let mut state = file.state.lock();
@@ -247,7 +253,8 @@ impl Filesystem {
         }
     }
 
-    /// As [`crate::volume::Volume::wait`], but lets go of what files have reserved ahead before it gives up.
+    /// As [`crate::volume::Volume::wait`], but lets go of what files have reserved ahead before it
+    /// gives up.
     pub(super) fn wait_for_space<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
         self.volume.wait(|| {
             attempt().inspect_err(|fail| {
@@ -259,8 +266,9 @@ impl Filesystem {
         })
     }
 
-    /// Stores what no page is left to store: the time of a write, and a size that was reached without one. While others write,
-    /// that is the size that the file had `grown` to when all that has landed now was still in memory.
+    /// Stores what no page is left to store: the time of a write, and a size that was reached
+    /// without one. While others write, that is the size that the file had `grown` to when all
+    /// that has landed now was still in memory.
     fn stamp(&self, file: &File, grown: Option<u64>, shrinks: u64) -> Attempt<()> {
         let mut state = file.state.lock();
         let quiet = state.in_flight.writes.is_empty() && state.buffer.dirty == 0;
@@ -300,8 +308,9 @@ impl Filesystem {
         result
     }
 
-    /// Begins writing out what is in memory of all files, and lets go of those that nobody has open when that has landed. Unlike
-    /// [`Filesystem::flush_all`] it does not wait for the others.
+    /// Begins writing out what is in memory of all files, and lets go of those that nobody has
+    /// open when that has landed. Unlike [`Filesystem::flush_all`] it does not wait for the
+    /// others.
     ///
     /// # Errors
     /// As [`Filesystem::flush_all`].

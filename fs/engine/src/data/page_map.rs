@@ -1,5 +1,6 @@
-//! The page map: the blocks of a file that are in memory. An entry is as many blocks side by side as came together: a megabyte that was
-//! written at once is one entry, and not 256, and what is done to it takes as long as for one.
+//! The page map: the blocks of a file that are in memory. An entry is as many blocks side by side
+//! as came together: a megabyte that was written at once is one entry, and not 256, and what is
+//! done to it takes as long as for one.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -130,7 +131,8 @@ impl PageMap<BufferedPages> {
         self.0.clear();
     }
 
-    /// Changes what is known of these blocks, of whole entries where it can. Returns the number of blocks that `change` returned true for.
+    /// Changes what is known of these blocks, of whole entries where it can. Returns the number of
+    /// blocks that `change` returned true for.
     pub fn change(
         &mut self,
         blocks: Range<u64>,
@@ -151,7 +153,8 @@ impl PageMap<BufferedPages> {
         changed
     }
 
-    /// Makes a entry a part of the one before it, if they are alike and their memory lies side by side.
+    /// Makes a entry a part of the one before it, if they are alike and their memory lies side by
+    /// side.
     fn join(&mut self, start: u64) {
         let Some(entry) = self.0.get(&start) else { return };
         let Some((first, before)) = self.0.range(..start).next_back() else { return };
@@ -199,7 +202,8 @@ mod tests {
         Some((entry.dirty, entry.promised, byte[0]))
     }
 
-    /// PageMap that are added, changed, cut and taken out in any order are, block by block, what an array of blocks is.
+    /// PageMap that are added, changed, cut and taken out in any order are, block by block, what
+    /// an array of blocks is.
     #[test]
     fn pieces_are_what_their_blocks_are() {
         const BLOCKS: u64 = 64;

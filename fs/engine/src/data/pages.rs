@@ -1,6 +1,8 @@
-//! The write buffer: memory for data that was written and is not on the device yet. One region, mapped for the device's DMA,
-//! handed out in runs of pages of one block each; what is taken together lies together where it can, so that it is copied and goes
-//! out as one piece. The lowest pages are used again first: a stream of writes stays in memory that the processor's caches hold.
+//! The write buffer's memory: holds data that was written and is not on the device yet. One
+//! region, mapped for the device's DMA, handed out in runs of pages of one block each; what is
+//! taken together lies together where it can, so that it is copied and goes out as one piece. The
+//! lowest pages are used again first: a stream of writes stays in memory that the processor's
+//! caches hold.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -46,7 +48,8 @@ impl PagePool {
         Ok(Arc::new(PagePool { device: device.clone(), region, free: Mutex::new(free), freed: Condvar::new() }))
     }
 
-    /// Takes `count` pages, in as few runs as it finds without looking long, or none when there are not that many.
+    /// Takes `count` pages, in as few runs as it finds without looking long, or none when there
+    /// are not that many.
     pub fn take(self: &Arc<PagePool>, count: usize) -> Option<SmallVec<[Pages; 2]>> {
         let mut taken: SmallVec<[Pages; 2]> = SmallVec::new();
         let mut free = self.free.lock();
@@ -234,7 +237,8 @@ mod tests {
         }
     }
 
-    /// Runs that are taken, cut, joined and given back in any order: no page is in two of them, and none is missing afterwards.
+    /// Runs that are taken, cut, joined and given back in any order: no page is in two of them,
+    /// and none is missing afterwards.
     #[test]
     fn a_page_belongs_to_one_run_and_all_come_back() {
         const PAGES: usize = 512;

@@ -1,4 +1,4 @@
-//! Where the blocks of a file go that are about to be written.
+//! Placement: chooses where the blocks of a file go that are about to be written.
 
 use std::ops::Range;
 
@@ -80,8 +80,9 @@ impl Filesystem {
         }
     }
 
-    /// Maps what was placed, once its data is on the device, as far as one operation goes. Returns whether that was the rest.
-    /// Nothing but the placement says how far it came: the file's lock need not be held in between.
+    /// Maps what was placed, once its data is on the device, as far as one operation goes. Returns
+    /// whether that was the rest. Nothing but the placement says how far it came: the file's lock
+    /// need not be held in between.
     pub(super) fn map_placement(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<bool> {
         if placement.mapped == 0 {
             // Those that change nothing go first, so that the rest is one slice.
@@ -119,7 +120,8 @@ impl Filesystem {
         Ok(())
     }
 
-    /// Reserves a run for a hole at block `at`: behind the block before it, and from what was reserved ahead where it can.
+    /// Reserves a run for a hole at block `at`: behind the block before it, and from what was
+    /// reserved ahead where it can.
     fn reserve(&self, state: &mut FileState, ino: u64, size: u64, at: u64, want: u64) -> Attempt<Run> {
         let goal = match state.allocation.goal.filter(|(block, _)| *block == at) {
             Some((_, goal)) => Some(goal),

@@ -1,5 +1,6 @@
-//! Quiescing a file: no further direct write of it begins, so that those in flight can be waited for. Direct writes come past the
-//! kernel's lock of the file, and in a stream of them one is always in flight.
+//! Quiescing a file: no further direct write of it begins, so that those in flight can be waited
+//! for. Direct writes come past the kernel's lock of the file, and in a stream of them one is
+//! always in flight.
 
 use std::sync::Arc;
 

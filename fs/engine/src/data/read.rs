@@ -1,4 +1,5 @@
-//! Reading: holes as zeros, what is in memory from there, the rest from the device into the caller's buffer.
+//! Reading: holes as zeros, what is in memory from there, the rest from the device into the
+//! caller's buffer.
 
 use std::ops::Range;
 
@@ -63,7 +64,8 @@ impl Filesystem {
             }
         }
         buffer.bytes_mut()[place(at)..place(last + 1)].fill(0);
-        // What waits to be written is newer than what is on its way, which is newer than what the device has.
+        // What waits to be written is newer than what is on its way, which is newer than what the
+        // device has.
         let mut newer: Vec<Range<u64>> = Vec::new();
         if let Some(state) = &state {
             let writing = state.in_flight.pages.overlapping(first..last + 1).map(|(held, pages)| (held, &**pages));
@@ -86,7 +88,8 @@ impl Filesystem {
         Ok(ReadPlan { buffer: Some(buffer), range: skip..skip + (end - offset) as usize, requests, guard: Some(guard) })
     }
 
-    /// Reads from the device what the plan needs; `done` gets the bytes, from a thread that completes I/O when there was any.
+    /// Reads from the device what the plan needs; `done` gets the bytes, from a thread that
+    /// completes I/O when there was any.
     pub fn submit_read(&self, plan: ReadPlan, done: impl FnOnce(Result<Read, FsError>) + Send + 'static) {
         let ReadPlan { buffer, range, requests, guard } = plan;
         let read = Read { buffer, range };

@@ -32,7 +32,8 @@ pub enum Allocate {
 }
 
 impl Filesystem {
-    /// Sets the size of a file. Writes under way end first. Waits for the device where it frees much.
+    /// Sets the size of a file. Writes under way end first. Waits for the device where it frees
+    /// much.
     pub fn set_size(self: &Arc<Self>, context: &Context, ino: u64, size: u64) -> Attempt<Attributes> {
         if size > FILE_SIZE_MAX {
             return Err(FsError::FileTooLarge.into());
@@ -47,8 +48,8 @@ impl Filesystem {
         self.attributes(ino)
     }
 
-    /// Frees what a truncation has left beyond the end of a file, step by step: nobody waits for it but those who want the file
-    /// to grow.
+    /// Frees what a truncation has left beyond the end of a file, step by step: nobody waits for
+    /// it but those who want the file to grow.
     pub(super) fn finish_truncation(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
         let mut state = file.state.lock();
         self.wait_until(file, &mut state, |state| state.truncation != Truncation::UnderWay);
@@ -108,8 +109,8 @@ impl Filesystem {
         Ok(())
     }
 
-    /// Passes when a size of `end` bytes may be stored. Stalls while what it would uncover is still to be freed, or to be
-    /// overwritten by what is in memory.
+    /// Passes when a size of `end` bytes may be stored. Stalls while what it would uncover is
+    /// still to be freed, or to be overwritten by what is in memory.
     pub(super) fn may_grow(&self, state: &FileState, ino: u64, end: u64) -> Attempt<()> {
         if state.truncation == Truncation::Over && state.buffer.pages.is_empty() && state.in_flight.pages.is_empty() {
             return Ok(());
@@ -120,8 +121,8 @@ impl Filesystem {
         if end > stored && uncovers { Err(Fail::Stall(Stall::File { ino })) } else { Ok(()) }
     }
 
-    /// Has zeros written between the old end of a file that grows and the end of its block, unless they are there. Returns
-    /// whether that page is waiting to be written out.
+    /// Has zeros written between the old end of a file that grows and the end of its block, unless
+    /// they are there. Returns whether that page is waiting to be written out.
     fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<bool> {
         let Some(tail) = self.tail_before(state, ino, old, new.div_ceil(BLOCK))? else { return Ok(false) };
         state.buffer.mark_dirty(tail..tail + 1);
@@ -195,7 +196,8 @@ impl Filesystem {
             let reserved = self.wait_for_space(|| self.volume.reserve(goal, want, 0));
             let run = reserved.inspect_err(|_| self.volume.forget_promise(want))?;
             let attach = || {
-                // A write that is about to map a part of the hole would take away what others find preallocated there meanwhile.
+                // A write that is about to map a part of the hole would take away what others find
+                // preallocated there meanwhile.
                 file.state.lock().has_no_direct(ino, at, at + run.len)?;
                 self.volume.map_unwritten(ino, at, run, want)
             };
@@ -212,7 +214,8 @@ impl Filesystem {
         Ok(())
     }
 
-    /// Puts zeros behind the end of a file in its last block, on the device, before the file grows.
+    /// Puts zeros behind the end of a file in its last block, on the device, before the file
+    /// grows.
     fn grow(self: &Arc<Self>, ino: u64, size: u64) -> Result<(), FsError> {
         let file = self.files.get(ino);
         let waiting = self.wait(|| self.zero_tail(&mut file.state.lock(), ino, size, size + BLOCK));
@@ -253,8 +256,9 @@ impl Filesystem {
         cleared
     }
 
-    /// One step of making blocks read as zeros. Returns the block to go on from. What was there is in no page in memory then, and
-    /// nobody is about to read it into one: written out later, it would come back.
+    /// One step of making blocks read as zeros. Returns the block to go on from. What was there is
+    /// in no page in memory then, and nobody is about to read it into one: written out later, it
+    /// would come back.
     fn clear_step(&self, file: &File, context: &Context, from: u64, to: u64, keep_blocks: bool) -> Attempt<Option<u64>> {
         let mut state = file.state.lock();
         if state.has_dirty(from, to) {
@@ -289,8 +293,8 @@ impl Filesystem {
         }
     }
 
-    /// The next data (`SEEK_DATA`) or hole (`SEEK_HOLE`) from `offset` on; the end of a file counts as a hole. Waits for the
-    /// device: what is in memory is written out first.
+    /// The next data (`SEEK_DATA`) or hole (`SEEK_HOLE`) from `offset` on; the end of a file
+    /// counts as a hole. Waits for the device: what is in memory is written out first.
     ///
     /// # Errors
     /// [`FsError::BeyondEnd`] when there is none, or the offset is not inside the file.

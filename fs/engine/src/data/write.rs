@@ -33,8 +33,9 @@ enum Writer {
 }
 
 impl Filesystem {
-    /// Writes bytes into a file, as far as the write buffer: they are on the device after [`Filesystem::sync_file`], or when
-    /// somebody writes the file out. [`Filesystem::write_behind`] is to follow, when whoever waits for the write was answered.
+    /// Writes bytes into a file, as far as the write buffer: they are on the device after
+    /// [`Filesystem::sync_file`], or when somebody writes the file out.
+    /// [`Filesystem::write_behind`] is to follow, when whoever waits for the write was answered.
     ///
     /// # Errors
     /// [`FsError::NoSpace`] here and not later: a block is promised to each byte that is taken.
@@ -42,8 +43,9 @@ impl Filesystem {
         self.write_as(Writer::Kernel, ino, offset, data, now).map(drop)
     }
 
-    /// Writes bytes behind the last of a file (`O_APPEND`), as [`Filesystem::write`] does. The kernel sends where that is, but
-    /// direct writes may have made the file longer since it looked. Returns where the bytes are.
+    /// Writes bytes behind the last of a file (`O_APPEND`), as [`Filesystem::write`] does. The
+    /// kernel sends where that is, but direct writes may have made the file longer since it
+    /// looked. Returns where the bytes are.
     ///
     /// # Errors
     /// As [`Filesystem::write`].
@@ -51,8 +53,9 @@ impl Filesystem {
         self.write_as(Writer::Appending, ino, offset, data, now)
     }
 
-    /// As [`Filesystem::append`], for one of the parts in which the kernel sends what is long and past its page cache: all at once,
-    /// so that they come in any order. Whoever writes one before the end of the file has come to it leaves a gap.
+    /// As [`Filesystem::append`], for one of the parts in which the kernel sends what is long and
+    /// past its page cache: all at once, so that they come in any order. Whoever writes one before
+    /// the end of the file has come to it leaves a gap.
     ///
     /// # Errors
     /// As [`Filesystem::write`].
@@ -127,7 +130,8 @@ impl Filesystem {
         let mut memory = self.pages.take(blocks_of(&missing) as usize).ok_or(Fail::Stall(Stall::Memory))?.into_iter();
         self.volume.promise(blocks_of(&unpromised))?;
 
-        // From here on nothing fails: the pages are ours, and copying inside them is within bounds.
+        // From here on nothing fails: the pages are ours, and copying inside them is within
+        // bounds.
         let mut rest: Option<Pages> = None;
         for gap in missing {
             let mut at = gap.start;
@@ -167,7 +171,8 @@ impl Filesystem {
             match writer {
                 Writer::Direct => state.kernel.outgrows(size..end),
                 _ if moves => state.kernel.outgrows(size..end),
-                // The kernel knows where it ends. Of a part that is not sure, since the first one may still come: it knows of this one.
+                // The kernel knows where it ends. Of a part that is not sure, since the first one
+                // may still come: it knows of this one.
                 Writer::Appending if state.in_flight.direct.is_empty() => state.kernel.outgrown = None,
                 _ => {}
             }
@@ -187,8 +192,9 @@ impl Filesystem {
         }
     }
 
-    /// When a file grows from the middle of a block to a later one: that block, whose bytes beyond the old end have to be
-    /// zeros on the device before the new size is. They are unknown when the file was shortened before.
+    /// When a file grows from the middle of a block to a later one: that block, whose bytes beyond
+    /// the old end have to be zeros on the device before the new size is. They are unknown when
+    /// the file was shortened before.
     pub(super) fn tail_before(&self, state: &FileState, ino: u64, size: u64, next: u64) -> Attempt<Option<u64>> {
         let tail = size / BLOCK;
         if tail >= next || !state.may_hide(size) {
@@ -204,7 +210,8 @@ impl Filesystem {
         Ok(None)
     }
 
-    /// Passes when a block of a file has nothing on the device; stalls until its page is in memory when it has.
+    /// Passes when a block of a file has nothing on the device; stalls until its page is in memory
+    /// when it has.
     fn needs_no_content(&self, ino: u64, block: u64) -> Attempt<()> {
         let mapped = self.volume.mappings(ino, block, block + 1, 1)?;
         if mapped.first().is_some_and(|m| !m.extent.unwritten) {
@@ -213,7 +220,8 @@ impl Filesystem {
         Ok(())
     }
 
-    /// Reads a block of a file into the write buffer, so that a part of it can be written. Bytes beyond the end are zeros.
+    /// Reads a block of a file into the write buffer, so that a part of it can be written. Bytes
+    /// beyond the end are zeros.
     pub(super) fn fill_page(self: &Arc<Self>, ino: u64, block: u64) -> Result<(), FsError> {
         let file = self.files.get(ino);
         let mut quiesced: Option<Quiesced> = None;
@@ -233,8 +241,8 @@ impl Filesystem {
         }
     }
 
-    /// Reads a block into a page. Returns whether the block is in memory then, or has nothing on the device: not where what was read
-    /// may be out of date.
+    /// Reads a block into a page. Returns whether the block is in memory then, or has nothing on
+    /// the device: not where what was read may be out of date.
     fn fill(&self, file: &File, block: u64, number: u64, page: Pages) -> Result<bool, FsError> {
         let guard = self.volume.epochs.enter();
         let mapped = self.volume.wait(|| self.volume.mappings(file.ino, block, block + 1, 1))?;
@@ -246,7 +254,8 @@ impl Filesystem {
             let mut state = file.state.lock();
             let size = self.size_of_regular(&state, file.ino)?;
             if state.buffer.pages.contains(block) || state.in_flight.pages.contains(block) {
-                // Another caller filled the page and wrote to it meanwhile: that is newer than what was read.
+                // Another caller filled the page and wrote to it meanwhile: that is newer than
+                // what was read.
                 return Ok(true);
             }
             if !state.buffer.fills.is_good(number) || state.in_flight.direct.iter().any(|run| run.contains(&block)) {
@@ -272,7 +281,8 @@ impl Filesystem {
         self.volume.forget_promise(promised);
     }
 
-    /// Begins writing a file out if enough of it is in memory for that, or too much of all files; does not wait for it.
+    /// Begins writing a file out if enough of it is in memory for that, or too much of all files;
+    /// does not wait for it.
     pub fn write_behind(self: &Arc<Self>, ino: u64) {
         let Some(file) = self.files.find(ino) else { return };
         let dirty = file.state.lock().buffer.dirty;

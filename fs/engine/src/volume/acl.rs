@@ -1,5 +1,6 @@
-//! POSIX ACLs, as far as a filesystem takes part in them: the kernel checks them; who stores them keeps them in step with the
-//! permission bits, and passes a directory's default ACL on. The form is that of linux/posix_acl_xattr.h, version 2.
+//! The stored form of POSIX ACLs: that of linux/posix_acl_xattr.h, version 2. The kernel checks
+//! access; a filesystem keeps ACLs in step with the permission bits, and passes a directory's
+//! default ACL on ([`super::permissions`]).
 
 use crate::error::FsError;
 

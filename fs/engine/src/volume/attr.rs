@@ -52,7 +52,8 @@ impl Volume {
         Ok(Attributes { ino, inode: load(&*self.meta.read(), ino)? })
     }
 
-    /// The same of several inodes, whose numbers are possible ones; it takes less time than one by one.
+    /// The same of several inodes, whose numbers are possible ones; it takes less time than one by
+    /// one.
     pub(crate) fn all_stored_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
         let meta = self.meta.read();
         let found = tree::get_all(&*meta, inos.iter().map(|ino| Key::inode(*ino)));

@@ -1,6 +1,7 @@
-//! Blocks that are not to be allocated although their bits say that they are free: those on their way to a file (allocated,
-//! data not on the device yet), and those on their way out of one (freed, but the free is not durable, or a transfer may still
-//! touch them). Kept in memory only: after a crash the bitmap alone counts, and it never knew of them.
+//! Busy blocks: those that are not to be allocated although their bits say that they are free.
+//! They are those on their way to a file (allocated, data not on the device yet), and those on
+//! their way out of one (freed, but the free is not durable, or a transfer may still touch them).
+//! Kept in memory only: after a crash the bitmap alone counts, and it never knew of them.
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,9 @@
-//! Metadata blocks in memory.
+//! The cache of metadata blocks.
 //!
-//! Bounded: clean blocks are dropped by the clock algorithm when there are more than the limit. A block that the running
-//! transaction changed, or whose committed image has not been written home yet, cannot be dropped: the journal bounds those. Others
-//! may take a part of the memory, and what is left of it is the limit ([`Cache::give_way`]).
+//! Bounded: clean blocks are dropped by the clock algorithm when there are more than the limit. A
+//! block that the running transaction changed, or whose committed image has not been written home
+//! yet, cannot be dropped: the journal bounds those. Others may take a part of the memory, and
+//! what is left of it is the limit ([`Cache::give_way`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -47,7 +48,8 @@ pub(crate) struct Cache {
     given: usize,
     /// Of those, what others leave.
     limit: usize,
-    /// Dropped blocks. An allocator keeps what one thread gives back for that thread, and another one that loads takes more from the system.
+    /// Dropped blocks. An allocator keeps what one thread gives back for that thread, and another
+    /// one that loads takes more from the system.
     spare: Vec<Arc<Block>>,
 }
 
@@ -69,10 +71,12 @@ impl Cache {
         self.beside(bytes) != self.limit
     }
 
-    /// Others take so many bytes of the memory: there are fewer blocks in it, down to a quarter of them.
+    /// Others take so many bytes of the memory: there are fewer blocks in it, down to a quarter of
+    /// them.
     pub fn give_way(&mut self, bytes: usize) {
         self.limit = self.beside(bytes);
-        // Two rounds: the first takes the marks away. What is left then is pinned, and goes when new blocks come.
+        // Two rounds: the first takes the marks away. What is left then is pinned, and goes when
+        // new blocks come.
         self.drop_blocks(2 * self.clock.len());
     }
 
@@ -108,7 +112,8 @@ impl Cache {
         entry
     }
 
-    /// As [`Cache::put`], for a block that was read, and is copied into the memory of one that was dropped.
+    /// As [`Cache::put`], for a block that was read, and is copied into the memory of one that was
+    /// dropped.
     pub fn put_copy(&mut self, address: u64, block: &Block) -> Arc<Block> {
         self.make_room();
         let copy = match self.spare.pop() {
@@ -161,7 +166,8 @@ impl Cache {
     }
 
     fn make_room(&mut self) {
-        // Two rounds at the most: the first takes the marks away. The bound keeps one insertion short when all is pinned.
+        // Two rounds at the most: the first takes the marks away. The bound keeps one insertion
+        // short when all is pinned.
         self.drop_blocks((2 * self.clock.len()).min(64));
     }
 
@@ -171,7 +177,8 @@ impl Cache {
             tries -= 1;
             let Some(address) = self.clock.pop_front() else { return };
             let Some(entry) = self.entries.get(&address) else { continue };
-            // A block that somebody else holds, too, was loaded for an operation that is not done yet.
+            // A block that somebody else holds, too, was loaded for an operation that is not done
+            // yet.
             let held = Arc::strong_count(&entry.block) > 1;
             let pinned = held || entry.running || entry.image.is_some() || address == STATE;
             if pinned || entry.recent.swap(false, Ordering::Relaxed) {

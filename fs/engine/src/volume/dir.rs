@@ -109,7 +109,8 @@ impl Volume {
         }
     }
 
-    /// Entries after `cookie` (0: from the beginning), at most `limit`, in the order of their cookies.
+    /// Entries after `cookie` (0: from the beginning), at most `limit`, in the order of their
+    /// cookies.
     pub(crate) fn read_dir(&self, dir: u64, cookie: u64, limit: usize) -> Attempt<Vec<DirEntry>> {
         let meta = self.meta.read();
         let inode = load(&*meta, dir)?;

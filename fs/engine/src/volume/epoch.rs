@@ -1,8 +1,9 @@
 //! Grace periods for freed blocks.
 //!
-//! Every transfer that touches data blocks holds a [`Guard`] for as long as the device may still read or write them. Blocks
-//! that were freed are reused only when every guard taken before the free became durable is gone: a truncate or an unlink
-//! detaches blocks at once, and nobody ever reads or writes somebody else's data through a mapping that was looked up earlier.
+//! Every transfer that touches data blocks holds a [`Guard`] for as long as the device may still
+//! read or write them. Blocks that were freed are reused only when every guard taken before the
+//! free became durable is gone: a truncate or an unlink detaches blocks at once, and nobody ever
+//! reads or writes somebody else's data through a mapping that was looked up earlier.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -33,7 +34,8 @@ pub struct Guard {
 }
 
 impl Epochs {
-    /// Takes a guard. It has to be taken before the mapping is looked up, or under the same hold of the metadata lock.
+    /// Takes a guard. It has to be taken before the mapping is looked up, or under the same hold
+    /// of the metadata lock.
     pub fn enter(self: &Arc<Self>) -> Guard {
         let mut state = self.state.lock();
         let epoch = state.current;

@@ -1,4 +1,5 @@
-//! Extents of files: which blocks of the device hold which blocks of a file. What no extent covers is a hole.
+//! Extents of files: which blocks of the device hold which blocks of a file. What no extent covers
+//! is a hole.
 
 use std::ops::ControlFlow;
 
@@ -12,7 +13,8 @@ use super::run::Run;
 use super::tree;
 use crate::error::Attempt;
 
-/// Extents that one step of an operation removes or converts at the most: it keeps operations bounded.
+/// Extents that one step of an operation removes or converts at the most: it keeps operations
+/// bounded.
 const EXTENTS_PER_STEP: usize = 16;
 /// Blocks that one step takes or frees at the most, for the same reason.
 pub(crate) const BLOCKS_PER_STEP: u64 = 16 * GROUP_BLOCKS;
@@ -77,7 +79,8 @@ fn map_whole(blocks: &impl Blocks, ino: u64, from: u64, to: u64, limit: usize) -
     Ok(found)
 }
 
-/// Calls `visit` with the mappings that overlap blocks `from..to` of a file, in order, until it breaks.
+/// Calls `visit` with the mappings that overlap blocks `from..to` of a file, in order, until it
+/// breaks.
 fn visit_whole(
     blocks: &impl Blocks,
     ino: u64,
@@ -157,8 +160,8 @@ pub(crate) fn remove(op: &mut Op, ino: u64, from: u64, to: u64) -> Attempt<Step>
     Ok(step)
 }
 
-/// Makes preallocated blocks `from..to` of a file written ones (`unwritten` false), or written ones preallocated, which read
-/// as zeros; holes stay holes. As far as one step goes.
+/// Makes preallocated blocks `from..to` of a file written ones (`unwritten` false), or written
+/// ones preallocated, which read as zeros; holes stay holes. As far as one step goes.
 pub(crate) fn convert(op: &mut Op, ino: u64, from: u64, to: u64, unwritten: bool) -> Attempt<Step> {
     let found = map_whole(op, ino, from, to, EXTENTS_PER_STEP)?;
     let mut step = step_over(&found, to);

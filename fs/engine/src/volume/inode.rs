@@ -22,16 +22,18 @@ pub(super) fn decode(ino: u64, found: Attempt<Option<&[u8]>>) -> Attempt<Inode> 
     }
 }
 
-/// Seconds by which changes that are under way together may be noted out of order. What is further ahead is from a clock that was wrong.
+/// Seconds by which changes that are under way together may be noted out of order. What is further
+/// ahead is from a clock that was wrong.
 const DISORDER: i64 = 60;
 
-/// The time of a change that is noted after one of the time `before`. Changes may be noted in another order than they were asked for:
-/// the later time counts.
+/// The time of a change that is noted after one of the time `before`. Changes may be noted in
+/// another order than they were asked for: the later time counts.
 pub(crate) fn in_order(before: Timestamp, at: Timestamp) -> Timestamp {
     if before.seconds.saturating_sub(at.seconds) <= DISORDER { at.max(before) } else { at }
 }
 
-/// Notes when the content of a file changed, and the inode with it. The file's own state puts changes in order: this is the last.
+/// Notes when the content of a file changed, and the inode with it. The file's own state puts
+/// changes in order: this is the last.
 pub(crate) fn content_changed(inode: &mut Inode, at: Timestamp) {
     inode.mtime = at;
     changed(inode, at);

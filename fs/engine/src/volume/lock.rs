@@ -1,8 +1,9 @@
-//! The metadata lock: whoever waits for it spins for a moment before falling asleep.
+//! The metadata lock: a thread that waits for it spins for a moment before falling asleep.
 //!
-//! An operation holds the lock for a microsecond or two, which is less than it takes to fall asleep and be woken. By itself
-//! `parking_lot` gives the processor away after some hundred nanoseconds, and where the two processors of a small machine serve two
-//! clients, the client that gets it then stands before the loop that is to answer it.
+//! An operation holds the lock for a microsecond or two, which is less than it takes to fall
+//! asleep and be woken. By itself `parking_lot` gives the processor away after some hundred
+//! nanoseconds, and where the two processors of a small machine serve two clients, the client that
+//! gets it then stands before the loop that is to answer it.
 
 use std::hint::spin_loop;
 

@@ -36,7 +36,8 @@ pub(crate) struct Meta {
     pub freed: Vec<Run>,
     /// Blocks that are not to be allocated although their bits say that they are free.
     pub busy: Busy,
-    /// Busy blocks that become free by waiting or asking: freed ones that may not be reused yet, and what growing files have reserved ahead.
+    /// Busy blocks that become free by waiting or asking: freed ones that may not be reused yet,
+    /// and what growing files have reserved ahead.
     pub pending: u64,
     /// Blocks promised to data that waits in memory for its place on the device.
     pub reserved: u64,
@@ -94,7 +95,8 @@ impl Meta {
         }
     }
 
-    /// Makes the state block part of the running transaction; what it says is written into it when that is frozen.
+    /// Makes the state block part of the running transaction; what it says is written into it when
+    /// that is frozen.
     pub fn run_state(&mut self) {
         let entry = self.cache.get_mut(STATE).expect("the state block stays in memory");
         if !entry.running {

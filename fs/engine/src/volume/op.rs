@@ -1,6 +1,6 @@
-//! Operations that change metadata: all or nothing. Whatever ends one before [`Op::finish`] (an error, a block that has to be
-//! loaded first, a panic) puts every block back as it was; so operations are written straight down, without planning what they
-//! may need.
+//! Operations that change metadata: all or nothing. Whatever ends one before [`Op::finish`] (an
+//! error, a block that has to be loaded first, a panic) puts every block back as it was; so
+//! operations are written straight down, without planning what they may need.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -86,7 +86,8 @@ impl<'a> Op<'a> {
         &mut self.meta.state
     }
 
-    /// Says how many nodes are free in all chunks of metadata; none when they have to be counted again.
+    /// Says how many nodes are free in all chunks of metadata; none when they have to be counted
+    /// again.
     pub fn set_free_nodes(&mut self, nodes: Option<u64>) {
         self.meta.free_nodes = nodes;
     }
@@ -110,7 +111,8 @@ impl<'a> Op<'a> {
     /// A block that is in memory, to change.
     ///
     /// # Errors
-    /// [`FsError::TooManyBlocks`] where it would be one more than an operation may change; so do the others that change a block.
+    /// [`FsError::TooManyBlocks`] where it would be one more than an operation may change; so do
+    /// the others that change a block.
     pub fn block_mut(&mut self, address: u64, kind: BlockKind) -> Attempt<&mut Block> {
         let (entry, running) = entry(&mut self.meta, &self.changes, address, kind)?;
         Ok(self.changes.block(address, entry, running))
@@ -179,8 +181,8 @@ impl<'a> Op<'a> {
     }
 }
 
-/// A block that is in memory and may change, of the kind that the caller expects, and the list of those that the running transaction
-/// changes.
+/// A block that is in memory and may change, of the kind that the caller expects, and the list of
+/// those that the running transaction changes.
 fn entry<'m>(meta: &'m mut Meta, changes: &Changes, address: u64, kind: BlockKind) -> Attempt<(&'m mut Entry, &'m mut Vec<u64>)> {
     let Some(entry) = meta.cache.get_mut(address) else { return Err(Fail::Stall(Stall::Load { address })) };
     entry.block.expect(kind)?;

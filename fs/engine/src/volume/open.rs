@@ -124,8 +124,8 @@ impl Volume {
         Ok(volume)
     }
 
-    /// A volume of which everything is known that has to be: superblock, live part of the journal, and state. Nothing is
-    /// written yet.
+    /// A volume of which everything is known that has to be: superblock, live part of the journal,
+    /// and state. Nothing is written yet.
     pub(crate) fn assemble(
         io: Arc<Io>,
         superblock: Superblock,
@@ -136,7 +136,8 @@ impl Volume {
     ) -> Volume {
         let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, cache);
         for (address, block) in recovered.images {
-            // A check may have begun the sequences anew: what is in the journal is before all that comes.
+            // A check may have begun the sequences anew: what is in the journal is before all that
+            // comes.
             let sequence = block.sequence().min(recovered.sequence - 1);
             meta.cache.put(address, Arc::new(block));
             meta.cache.keep_image(address, sequence);
@@ -194,7 +195,8 @@ impl Volume {
         Usage { blocks: meta.geometry.data_blocks(), free, available: meta.available(), inodes: meta.state.inodes }
     }
 
-    /// Others take so many bytes of the memory that is for metadata ([`VolumeOptions::cache`]): less of that is kept, down to a quarter.
+    /// Others take so many bytes of the memory that is for metadata ([`VolumeOptions::cache`]):
+    /// less of that is kept, down to a quarter.
     pub fn give_way(&self, bytes: usize) {
         if self.meta.read().cache.has_to_give_way(bytes) {
             self.meta.write().cache.give_way(bytes);
@@ -261,7 +263,8 @@ impl Volume {
             let before = self.meta.read().checkpoints;
             let read = read_scattered(&self.io, addresses)?;
             let mut meta = self.meta.write();
-            // What was read may be older than what a checkpoint has written, and the cache dropped, in the meantime.
+            // What was read may be older than what a checkpoint has written, and the cache
+            // dropped, in the meantime.
             if meta.checkpoints != before {
                 continue;
             }
@@ -276,8 +279,8 @@ impl Volume {
         }
     }
 
-    /// Brings the nodes that lead to these items into memory, level by level, each level at once. They stay there as long as
-    /// what is returned lives.
+    /// Brings the nodes that lead to these items into memory, level by level, each level at once.
+    /// They stay there as long as what is returned lives.
     pub(crate) fn preload(&self, keys: &[Key]) -> Result<Vec<Arc<Block>>, FsError> {
         let mut held = Vec::new();
         loop {

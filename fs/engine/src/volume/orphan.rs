@@ -1,5 +1,6 @@
-//! Orphans: inodes that lost their last name while somebody still had them, and files whose truncation takes more than one
-//! operation. An item of the tree remembers each, so that a mount after a crash finishes what was begun.
+//! Orphans: inodes that lost their last name while somebody still had them, and files whose
+//! truncation takes more than one operation. An item of the tree remembers each, so that a mount
+//! after a crash finishes what was begun.
 
 use std::ops::ControlFlow;
 
@@ -44,7 +45,8 @@ fn list(blocks: &impl Blocks, from: u64, limit: usize) -> Attempt<Vec<u64>> {
 }
 
 impl Volume {
-    /// Ends truncations that a crash interrupted, and notes the inodes that nobody can have any more.
+    /// Ends truncations that a crash interrupted, and notes the inodes that nobody can have any
+    /// more.
     pub(crate) fn finish_truncations(&self) -> Result<(), FsError> {
         let mut from = 0;
         loop {
@@ -63,7 +65,8 @@ impl Volume {
         }
     }
 
-    /// Removes up to `limit` of the inodes that a crash or the last unmount left without a name. Returns whether none is left.
+    /// Removes up to `limit` of the inodes that a crash or the last unmount left without a name.
+    /// Returns whether none is left.
     pub fn reap(&self, limit: usize) -> Result<bool, FsError> {
         for _ in 0..limit {
             let Some(ino) = self.orphans.lock().pop() else { return Ok(true) };
@@ -78,7 +81,8 @@ impl Volume {
         Ok(())
     }
 
-    /// Removes a part of an inode without a name, as much as one operation can. Returns whether there is more.
+    /// Removes a part of an inode without a name, as much as one operation can. Returns whether
+    /// there is more.
     pub(crate) fn reap_step(&self, ino: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
         let inode = match inode::load(&op, ino) {

@@ -1,4 +1,5 @@
-//! Permissions of inodes: keeps an access ACL in step with the permission bits, and passes a directory's default ACL on.
+//! Permissions of inodes: keeps an access ACL in step with the permission bits, and passes a
+//! directory's default ACL on.
 
 use gpunvme_layout::FileType;
 
@@ -17,7 +18,8 @@ pub(crate) fn follow_mode(op: &mut Op, ino: u64, mode: u32) -> Attempt<()> {
     Ok(())
 }
 
-/// Gives a new inode what its directory's default ACL says, or else applies the umask. Returns the mode that results.
+/// Gives a new inode what its directory's default ACL says, or else applies the umask. Returns the
+/// mode that results.
 pub(crate) fn inherit(op: &mut Op, parent: u64, ino: u64, mode: u32, umask: u32) -> Attempt<u32> {
     let file_type = FileType::from_mode(mode);
     if file_type == Some(FileType::Symlink) {

@@ -1,13 +1,13 @@
-//! Reservations: blocks that are kept for data which is in memory, or on its way to the device. Nothing of them is on the device: a
-//! crash forgets them.
+//! Reservations: blocks that are kept for data which is in memory, or on its way to the device.
+//! Nothing of them is on the device: a crash forgets them.
 
 use super::open::Volume;
 use super::run::Run;
 use crate::error::Attempt;
 
 impl Volume {
-    /// Keeps `blocks` blocks free for data that waits in memory. Freed blocks that cannot be reused yet count as free: they
-    /// can when the data needs them.
+    /// Keeps `blocks` blocks free for data that waits in memory. Freed blocks that cannot be
+    /// reused yet count as free: they can when the data needs them.
     pub(crate) fn promise(&self, blocks: u64) -> Attempt<()> {
         self.writable()?;
         if blocks == 0 {
@@ -28,8 +28,9 @@ impl Volume {
         }
     }
 
-    /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What it takes beyond `want`
-    /// is reserved ahead: the caller may need it later, and gives it back when others need it more.
+    /// Takes free blocks, `goal` first: at most `want`, and up to `ahead` more behind them. What
+    /// it takes beyond `want` is reserved ahead: the caller may need it later, and gives it back
+    /// when others need it more.
     pub(crate) fn reserve(&self, goal: Option<u64>, want: u64, ahead: u64) -> Attempt<Run> {
         let mut meta = self.meta.write();
         let run = meta.reserve(goal, want + ahead)?;

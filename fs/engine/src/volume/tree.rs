@@ -1,8 +1,8 @@
 //! The tree: one B+tree of typed items, in place.
 //!
-//! Inner nodes route by lowest key; the key in slot 0 counts as lower than any. Leaves split where they are full, and a leaf
-//! filled in ascending order stays full. A node that becomes empty is freed, one that becomes thin joins a neighbour under the
-//! same parent when that is in memory.
+//! Inner nodes route by lowest key; the key in slot 0 counts as lower than any. Leaves split where
+//! they are full, and a leaf filled in ascending order stays full. A node that becomes empty is
+//! freed, one that becomes thin joins a neighbour under the same parent when that is in memory.
 
 use std::ops::ControlFlow;
 
@@ -28,7 +28,8 @@ fn root(blocks: &impl Blocks) -> Place {
     Place { address: blocks.meta().state.root, lower: Key::MIN, upper: None }
 }
 
-/// Goes on from an inner node of that level, on the way to `key`. Returns where to, and the slot that is followed.
+/// Goes on from an inner node of that level, on the way to `key`. Returns where to, and the slot
+/// that is followed.
 fn step(blocks: &impl Blocks, mut place: Place, level: u8, key: Key) -> Attempt<(Place, usize)> {
     let block = load(blocks, place.address, level)?;
     // The key in slot 0 stands for all below it.
@@ -44,7 +45,8 @@ fn step(blocks: &impl Blocks, mut place: Place, level: u8, key: Key) -> Attempt<
     Ok((place, slot))
 }
 
-/// Goes down to where the leaf is that covers `key`, and calls `visit` with each inner node's address and the slot that is followed.
+/// Goes down to where the leaf is that covers `key`, and calls `visit` with each inner node's
+/// address and the slot that is followed.
 fn descend(blocks: &impl Blocks, key: Key, mut visit: impl FnMut(u64, usize)) -> Attempt<Place> {
     let mut place = root(blocks);
     for level in (1..=blocks.meta().state.level).rev() {
@@ -80,7 +82,8 @@ pub(crate) fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Bl
     Ok(block)
 }
 
-/// Has the processor bring what a search looks at from memory side by side: the search waits for one after the other.
+/// Has the processor bring what a search looks at from memory side by side: the search waits for
+/// one after the other.
 fn fetch(leaf: &Block) {
     std::hint::black_box(leaf.bytes()[..SEARCHED].iter().step_by(CACHE_LINE).fold(0, |sum, byte| sum ^ byte));
 }
@@ -98,8 +101,9 @@ pub(crate) fn get(blocks: &impl Blocks, key: Key) -> Attempt<Option<&[u8]>> {
     Ok(node::search(block, key).ok().map(|slot| node::value(block, slot)))
 }
 
-/// The values of several items, as [`get`] finds them. It goes through all of them step by step: then the processor is at many of them at
-/// once, and has their leaves on the way from memory, where one by one it would wait for each.
+/// The values of several items, as [`get`] finds them. It goes through all of them step by step:
+/// then the processor is at many of them at once, and has their leaves on the way from memory,
+/// where one by one it would wait for each.
 pub(crate) fn get_all<B: Blocks>(blocks: &B, keys: impl Iterator<Item = Key>) -> Vec<Attempt<Option<&[u8]>>> {
     let mut places: Vec<_> = keys.map(|key| (key, Ok(root(blocks)))).collect();
     for level in (1..=blocks.meta().state.level).rev() {
@@ -168,7 +172,8 @@ pub(crate) fn scan_floor<B>(
     scan_leaves(blocks, (block, place), start, &mut visit)
 }
 
-/// Calls `visit` with the items of a leaf from slot `start` on, and with those of the leaves behind it.
+/// Calls `visit` with the items of a leaf from slot `start` on, and with those of the leaves
+/// behind it.
 fn scan_leaves<'a, B, S: Blocks>(
     blocks: &'a S,
     first: (&'a Block, Place),
@@ -214,7 +219,8 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
     Ok(true)
 }
 
-/// Changes the value of an item in place; its length stays. Returns what `change` does; none when there is no such item.
+/// Changes the value of an item in place; its length stays. Returns what `change` does; none when
+/// there is no such item.
 pub(crate) fn update<T>(op: &mut Op, key: Key, change: impl FnOnce(&mut [u8]) -> Attempt<T>) -> Attempt<Option<T>> {
     let (block, Place { address, .. }) = leaf(op, key)?;
     let Ok(slot) = node::search(block, key) else { return Ok(None) };
@@ -291,7 +297,8 @@ fn grow(op: &mut Op, key: Key, child: u64) -> Attempt<()> {
     op.create(root)
 }
 
-/// After a removal from `address`: frees it when it is empty, joins it with a neighbour when it is thin.
+/// After a removal from `address`: frees it when it is empty, joins it with a neighbour when it is
+/// thin.
 fn thin_out(op: &mut Op, mut path: Vec<(u64, usize)>, address: u64) -> Attempt<()> {
     let Some((parent, slot)) = path.pop() else { return shrink(op) };
     let block = op.block(address, BlockKind::Node)?;

@@ -1,8 +1,9 @@
-//! How an operation is taken back: what it has changed so far, and how that was before.
+//! The undo list of an operation: what it has changed so far, and how that was before.
 //!
-//! Most operations change an item or two in each of a few leaves, and none of those changes is ever taken back. So the first change of a
-//! leaf keeps just the item: a copy of a block takes longer than the rest of the change, and whoever waits for the metadata lock waits
-//! for it, too. Whatever else happens to a block keeps all of it.
+//! Most operations change an item or two in each of a few leaves, and none of those changes is
+//! ever taken back. So the first change of a leaf keeps just the item: a copy of a block takes
+//! longer than the rest of the change, and the threads that wait for the metadata lock wait for
+//! it, too. Whatever else happens to a block keeps all of it.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -12,14 +13,15 @@ use gpunvme_layout::{Block, Key, node};
 
 use super::cache::{Cache, Entry};
 
-/// Blocks that one operation may change at the most. Operations on sound volumes change fewer: those that may be long end before, and
-/// go on as another.
+/// Blocks that one operation may change at the most. Operations on sound volumes change fewer:
+/// those that may be long end before, and go on as another.
 pub(crate) const OP_BLOCKS_MAX: usize = 160;
 /// Blocks that a thread keeps for the copies of later operations. Most operations change fewer.
 const SPARE_MAX: usize = 16;
 
-/// What a thread's operations leave to its next one, so that as a rule an operation allocates nothing. Not shared like the metadata: to
-/// write memory that another core has just written takes as long as the rest of an operation.
+/// What a thread's operations leave to its next one, so that as a rule an operation allocates
+/// nothing. Not shared like the metadata: to write memory that another core has just written takes
+/// as long as the rest of an operation.
 #[derive(Default)]
 struct Leftovers {
     /// Blocks that nobody needs any more, for copies.
@@ -144,7 +146,8 @@ impl Changes {
         }
     }
 
-    /// Takes everything back. A leaf then holds what it held, though its values may lie elsewhere in it.
+    /// Takes everything back. A leaf then holds what it held, though its values may lie elsewhere
+    /// in it.
     pub fn take_back(&mut self, cache: &mut Cache) {
         for Undo { address, running, before } in self.undo.drain(..).rev() {
             if let Before::Absent = before {

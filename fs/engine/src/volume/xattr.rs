@@ -14,12 +14,14 @@ use crate::error::{Attempt, FsError};
 
 /// Longest name of an extended attribute in bytes (`XATTR_NAME_MAX` of linux/limits.h).
 const XATTR_NAME_MAX: usize = 255;
-/// Bytes of all names of an inode together, each with a zero byte after it: more listxattr(2) does not give (`XATTR_LIST_MAX`).
+/// Bytes of all names of an inode together, each with a zero byte after it: more listxattr(2) does
+/// not give (`XATTR_LIST_MAX`).
 const XATTR_LIST_MAX: usize = 65536;
 /// What the name of an attribute begins with, unless it is an ACL's.
 const PREFIXES: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
 
-/// Whether a volume has attributes of this name: as filesystems of the kernel, so that they can be copied there.
+/// Whether a volume has attributes of this name: as filesystems of the kernel, so that they can be
+/// copied there.
 ///
 /// # Errors
 /// [`FsError::NotSupported`], and [`FsError::Invalid`] where nothing follows the prefix.
@@ -100,7 +102,8 @@ pub(crate) fn set(op: &mut Op, ino: u64, name: &[u8], value: &[u8]) -> Attempt<(
     Err(FsError::NoSpace.into())
 }
 
-/// The names of the attributes, each with a zero byte after it, up to [`XATTR_LIST_MAX`]. Their values are stepped over.
+/// The names of the attributes, each with a zero byte after it, up to [`XATTR_LIST_MAX`]. Their
+/// values are stepped over.
 fn list(blocks: &impl Blocks, ino: u64) -> Attempt<Vec<u8>> {
     let (mut names, mut from) = (Vec::new(), Some(0));
     while let Some(offset) = from.take() {
@@ -130,12 +133,14 @@ impl Volume {
         Ok(get(&*self.meta.read(), ino, name)?.ok_or(FsError::NoData)?)
     }
 
-    /// The names of the extended attributes, each with a zero byte after it, as many as listxattr(2) can give.
+    /// The names of the extended attributes, each with a zero byte after it, as many as
+    /// listxattr(2) can give.
     pub(crate) fn list_xattrs(&self, ino: u64) -> Attempt<Vec<u8>> {
         list(&*self.meta.read(), ino)
     }
 
-    /// Sets an extended attribute. `create`: it must not exist; `replace`: it must. An ACL changes the permission bits, too.
+    /// Sets an extended attribute. `create`: it must not exist; `replace`: it must. An ACL changes
+    /// the permission bits, too.
     pub(crate) fn set_xattr(
         &self,
         context: &Context,

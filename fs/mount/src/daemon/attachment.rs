@@ -1,8 +1,9 @@
 //! Where a mount is attached to the directory tree: how it comes there, and how it is taken away.
 //!
-//! A path does not say what is mounted there now: an administrator may have unmounted the volume, and mounted something else in
-//! its place or over it. So a mount is known by its identity, and nothing is unmounted before the directory was seen to be this
-//! mount. The kernel unmounts by path only: what is mounted between the look and the call is not protected.
+//! A path does not say what is mounted there now: an administrator may have unmounted the volume,
+//! and mounted something else in its place or over it. So a mount is known by its identity, and
+//! nothing is unmounted before the directory was seen to be this mount. The kernel unmounts by
+//! path only: what is mounted between the look and the call is not protected.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, Read};
@@ -49,19 +50,21 @@ pub struct Attachment {
     dev: u64,
     /// `None` where something else covered it before it could be looked at.
     identity: Option<Identity>,
-    /// Ends the connection. Opened in time: the kernel binds it to this connection and no later one.
+    /// Ends the connection. Opened in time: the kernel binds it to this connection and no later
+    /// one.
     control: Option<File>,
 }
 
-/// A mount in this process's mount namespace: the kernel's number for it, and that of its filesystem.
+/// A mount in this process's mount namespace: the kernel's number for it, and that of its
+/// filesystem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Identity {
     id: u64,
     dev: u64,
 }
 
-/// Mounts: by itself where the caller may, else by fusermount3. Returns the connection to the kernel, on which requests wait
-/// from now on, and where the mount is.
+/// Mounts: by itself where the caller may, else by fusermount3. Returns the connection to the
+/// kernel, on which requests wait from now on, and where the mount is.
 ///
 /// # Errors
 /// Those of mount(2), and what fusermount3 says.
@@ -90,7 +93,8 @@ fn mount(request: &Request) -> io::Result<OwnedFd> {
     Ok(connection)
 }
 
-/// The setuid program fusermount3 mounts, and sends the connection over the socket that `_FUSE_COMMFD` names.
+/// The setuid program fusermount3 mounts, and sends the connection over the socket that
+/// `_FUSE_COMMFD` names.
 fn mount_by_helper(request: &Request) -> io::Result<OwnedFd> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let mut helper = Command::new("fusermount3");
@@ -140,7 +144,8 @@ fn receive_descriptor(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
 }
 
 impl Attachment {
-    /// The mount that was just made. Its device is held, so there is no other with the same source.
+    /// The mount that was just made. Its device is held, so there is no other with the same
+    /// source.
     fn find(request: &Request) -> io::Result<Attachment> {
         let ours = |mount: &Mount| {
             mount.dir == request.dir && mount.fs_type == FS_TYPE && mount.source.as_bytes() == request.source.as_bytes()
@@ -193,7 +198,8 @@ impl Attachment {
         rustix::fs::syncfs(&root)
     }
 
-    /// Ends the connection, wherever it is mounted: its requests and all that is open on it fail from now on.
+    /// Ends the connection, wherever it is mounted: its requests and all that is open on it fail
+    /// from now on.
     ///
     /// # Errors
     /// If the daemon is not root's.
@@ -211,8 +217,8 @@ pub fn is_at_its_place(mount: &Mount) -> bool {
 }
 
 impl Identity {
-    /// What is mounted on a directory, with the id that `kind` names (the kernel gives what it has). Asks the kernel and not
-    /// the filesystem, which may not answer.
+    /// What is mounted on a directory, with the id that `kind` names (the kernel gives what it
+    /// has). Asks the kernel and not the filesystem, which may not answer.
     fn of(dir: &Path, kind: StatxFlags) -> Option<Identity> {
         let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
         let found = statx(rustix::fs::CWD, dir, flags, kind | StatxFlags::MNT_ID).ok()?;

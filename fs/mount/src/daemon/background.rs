@@ -1,8 +1,9 @@
-//! Going to the background: the caller waits until the mount is live or has failed, and the daemon goes on without it.
+//! Going to the background: the caller waits until the mount is live or has failed, and the daemon
+//! goes on without it.
 //!
-//! The process forks before it has a second thread, since threads do not survive a fork. The daemon, the child, reports
-//! once over a pipe: a byte with the exit code, then the text of the error. A pipe that ends without a report means that
-//! the daemon died.
+//! The process forks before it has a second thread, since threads do not survive a fork. The
+//! daemon, the child, reports once over a pipe: a byte with the exit code, then the text of the
+//! error. A pipe that ends without a report means that the daemon died.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 
@@ -35,11 +36,13 @@ pub enum Report {
     InForeground,
 }
 
-/// Closes what the program inherited beyond stdin, stdout and stderr, so that the daemon does not keep somebody else's
-/// pipe, lock or directory for as long as it lives. Called before the program opens anything.
+/// Closes what the program inherited beyond stdin, stdout and stderr, so that the daemon does not
+/// keep somebody else's pipe, lock or directory for as long as it lives. Called before the program
+/// opens anything.
 pub fn close_inherited() {
-    // SAFETY: nothing in this process owns a descriptor yet, so none is closed under its owner. On a kernel without the call
-    // (before 5.9) it fails and nothing is closed, which costs what the comment above says and no more.
+    // SAFETY: nothing in this process owns a descriptor yet, so none is closed under its owner. On
+    // a kernel without the call (before 5.9) it fails and nothing is closed, which costs what the
+    // comment above says and no more.
     #[allow(unsafe_code)]
     unsafe {
         libc::close_range(3, libc::c_uint::MAX, 0);
@@ -52,8 +55,8 @@ pub fn close_inherited() {
 /// If the system has no pipe or process to give.
 pub fn split() -> io::Result<Side> {
     let (reader, writer) = io::pipe()?;
-    // SAFETY: the process has one thread (the module's rule), so the child's copy of memory is not left in the middle of
-    // something that another thread did, and the child may run any code.
+    // SAFETY: the process has one thread (the module's rule), so the child's copy of memory is not
+    // left in the middle of something that another thread did, and the child may run any code.
     #[allow(unsafe_code)]
     match unsafe { fork() }? {
         ForkResult::Parent { child } => Ok(Side::Caller(Caller { daemon: child, pipe: reader })),
@@ -62,7 +65,8 @@ pub fn split() -> io::Result<Side> {
 }
 
 impl Caller {
-    /// Waits for the daemon's report: the exit code and the text for stderr, 0 and nothing for a live mount.
+    /// Waits for the daemon's report: the exit code and the text for stderr, 0 and nothing for a
+    /// live mount.
     pub fn wait(mut self) -> (u8, String) {
         let mut report = Vec::new();
         match self.pipe.read_to_end(&mut report) {
@@ -81,7 +85,8 @@ impl Caller {
 }
 
 impl Report {
-    /// The mount is live: lets go of the terminal, the session and the working directory, and releases the caller.
+    /// The mount is live: lets go of the terminal, the session and the working directory, and
+    /// releases the caller.
     ///
     /// # Errors
     /// If the caller is gone, which means that the mount is no longer wanted.
@@ -96,7 +101,8 @@ impl Report {
         pipe.write_all(&[0])
     }
 
-    /// There will be no mount, and this is why. Without a caller the reason goes to stderr, after `device`.
+    /// There will be no mount, and this is why. Without a caller the reason goes to stderr, after
+    /// `device`.
     pub fn failed(self, device: &str, error: &MountError) {
         match self {
             // A caller that is gone does not want to know.

@@ -1,10 +1,11 @@
 //! Why a mount did not come about, in mount(8)'s terms.
 
-/// A mount that failed. Each kind is one of mount(8)'s exit codes; the text names what is wrong and what to do about it.
-/// The program prints it as `mount.gpunvme: DEVICE: TEXT`.
+/// A mount that failed. Each kind is one of mount(8)'s exit codes; the text names what is wrong
+/// and what to do about it. The program prints it as `mount.gpunvme: DEVICE: TEXT`.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum MountError {
-    /// The command line, the options or the configuration file are wrong, or the caller may not mount.
+    /// The command line, the options or the configuration file are wrong, or the caller may not
+    /// mount.
     #[error("{0}")]
     Usage(String),
     /// The system refused something that every program may ask for: a process, a thread, memory.

@@ -1,4 +1,5 @@
-//! The kernel's control files for FUSE connections (Documentation/filesystems/fuse/fuse.rst, "Control filesystem").
+//! The kernel's control files for FUSE connections (Documentation/filesystems/fuse/fuse.rst,
+//! "Control filesystem").
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -6,8 +7,8 @@ use std::io::{self, Write};
 use rustix::fs::{Mode, OFlags, openat};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 
-/// The file that ends the connection behind the mount with the device number `dev`, and no later one: the kernel has taken the
-/// connection out of it when the number is another's.
+/// The file that ends the connection behind the mount with the device number `dev`, and no later
+/// one: the kernel has taken the connection out of it when the number is another's.
 ///
 /// # Errors
 /// If the caller is not root, or the connection has gone.
@@ -20,7 +21,8 @@ pub fn control(dev: u64) -> io::Result<File> {
     Ok(openat(&root, path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?.into())
 }
 
-/// Ends a connection: its requests and all that is open on it fail from now on, wherever it is mounted.
+/// Ends a connection: its requests and all that is open on it fail from now on, wherever it is
+/// mounted.
 ///
 /// # Errors
 /// If the kernel refuses.

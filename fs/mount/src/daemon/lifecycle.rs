@@ -7,7 +7,8 @@
 //! |          | What else is mounted on the directory stays: then only the connection ends                    |
 //! | ended    | nothing: the volume is being written down, which is what the signal asks for                  |
 //!
-//! The signals are blocked in every thread and taken by one of their own, so that they interrupt nothing.
+//! The signals are blocked in every thread and taken by one of their own, so that they interrupt
+//! nothing.
 
 use std::io;
 use std::sync::Arc;
@@ -44,7 +45,8 @@ enum Stage {
 }
 
 impl Lifecycle {
-    /// Begins to take signals. Must be called before the process starts other threads: they inherit the blocked signals.
+    /// Begins to take signals. Must be called before the process starts other threads: they
+    /// inherit the blocked signals.
     ///
     /// # Errors
     /// If the system has no thread to give.
@@ -65,7 +67,8 @@ impl Lifecycle {
         Ok(lifecycle)
     }
 
-    /// Mounts by calling `mount`, and tells the caller who waits that the mount is live. A signal in between waits.
+    /// Mounts by calling `mount`, and tells the caller who waits that the mount is live. A signal
+    /// in between waits.
     ///
     /// # Errors
     /// What `mount` returns.
@@ -82,7 +85,8 @@ impl Lifecycle {
         Ok(session)
     }
 
-    /// To be called when the connection to the kernel has ended. A mount that is still there leads nowhere, and is taken away.
+    /// To be called when the connection to the kernel has ended. A mount that is still there leads
+    /// nowhere, and is taken away.
     pub fn ended(&self) {
         let stage = std::mem::replace(&mut *self.stage.lock(), Stage::Ended);
         if let Stage::Live(mount) = stage
@@ -121,7 +125,8 @@ impl Lifecycle {
         }
     }
 
-    /// Unmounts, and cuts off whoever uses the mount for longer than [`GRACE`]: with open files, or in another mount namespace.
+    /// Unmounts, and cuts off whoever uses the mount for longer than [`GRACE`]: with open files,
+    /// or in another mount namespace.
     fn unmount(&self, mount: &Attachment) -> io::Result<()> {
         let until = Instant::now() + GRACE;
         while !self.has_ended() && Instant::now() < until {

@@ -9,11 +9,13 @@ const DESCRIPTORS: u64 = 128;
 /// Descriptors of a loop: its connection to the kernel, and its queue of the device.
 const DESCRIPTORS_PER_LOOP: u64 = 4;
 
-/// What the kernel adds to a process's share of memory, in thousandths, when it looks for one to kill (proc_pid_oom_score_adj(5)).
+/// What the kernel adds to a process's share of memory, in thousandths, when it looks for one to
+/// kill (proc_pid_oom_score_adj(5)).
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 const OOM_PROTECTION: &str = "-900";
 
-/// Raises the limit of open files (`RLIMIT_NOFILE`) as far as the caller may: clients that register buffers and rings cost descriptors.
+/// Raises the limit of open files (`RLIMIT_NOFILE`) as far as the caller may: clients that
+/// register buffers and rings cost descriptors.
 ///
 /// # Errors
 /// If it stays below what a mount with so many loops needs by itself.
@@ -30,9 +32,10 @@ pub fn raise_descriptors(loops: usize) -> Result<(), MountError> {
     Ok(())
 }
 
-/// Has the kernel look for other processes first when memory runs out: the daemon's end is the end of its mount, for all that
-/// use it. Not `-1000`, which would spare it however much it takes: this is nine tenths of the machine's memory, or of its cgroup's.
-/// What somebody has set already, for a service or a container, stays.
+/// Has the kernel look for other processes first when memory runs out: the daemon's end is the end
+/// of its mount, for all that use it. Not `-1000`, which would spare it however much it takes:
+/// this is nine tenths of the machine's memory, or of its cgroup's. What somebody has set already,
+/// for a service or a container, stays.
 pub fn protect_from_oom() {
     let set = std::fs::read_to_string(OOM_SCORE).is_ok_and(|value| value.trim() != "0");
     if !set && let Err(error) = std::fs::write(OOM_SCORE, OOM_PROTECTION) {

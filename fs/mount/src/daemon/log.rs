@@ -1,4 +1,5 @@
-//! Where the daemon's log goes: to stderr in the foreground, to the system's log in the background.
+//! Where the daemon's log goes: to stderr in the foreground, to the system's log in the
+//! background.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixDatagram;
@@ -20,7 +21,8 @@ const FACILITY_DAEMON: u8 = 3;
 /// If the filter is not in the syntax of `RUST_LOG`.
 pub fn start(filter: &str, foreground: bool) -> Result<(), MountError> {
     let filter = parse(&std::env::var("RUST_LOG").unwrap_or_else(|_| filter.to_owned()))?;
-    // What cannot be logged is lost. Saying so on stderr would end the daemon where that is what is full or closed.
+    // What cannot be logged is lost. Saying so on stderr would end the daemon where that is what
+    // is full or closed.
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).log_internal_errors(false);
     let started = if foreground {
         log.with_writer(io::stderr).try_init()
@@ -34,7 +36,8 @@ fn parse(filter: &str) -> Result<EnvFilter, MountError> {
     EnvFilter::try_new(filter).map_err(|error| MountError::Usage(format!("option \"log\": {filter:?}: {error}")))
 }
 
-/// Sends each event as one datagram in the form of RFC 3164, as syslog(3) does. Where nobody listens, events are lost.
+/// Sends each event as one datagram in the form of RFC 3164, as syslog(3) does. Where nobody
+/// listens, events are lost.
 struct Syslog {
     socket: Option<UnixDatagram>,
     tag: String,

@@ -1,10 +1,14 @@
-//! The program mount.gpunvme: from a command line to a live mount, and from the end of a mount to a clean volume. Called as
-//! umount.fuse.gpunvme it is umount(8)'s helper instead (`unmount`).
+//! The program mount.gpunvme: from a command line to a live mount, and from the end of a mount to
+//! a clean volume. Called as umount.fuse.gpunvme it is umount(8)'s helper instead (`unmount`).
 //!
-//! 1. [`options`] and [`settings`] understand what was asked, on the command line and in the configuration file.
-//! 2. [`background`] splits the process: the caller waits for a verdict, the daemon works towards one.
-//! 3. [`gpunvme_programs::claim`] takes the device, waiting for a daemon that is just letting go of it.
-//! 4. `serve` starts the engine and the FUSE session, and writes the volume down when the mount has ended.
+//! 1. [`options`] and [`settings`] understand what was asked, on the command line and in the
+//!    configuration file.
+//! 2. [`background`] splits the process: the caller waits for a verdict, the daemon works towards
+//!    one.
+//! 3. [`gpunvme_programs::claim`] takes the device, waiting for a daemon that is just letting go
+//!    of it.
+//! 4. `serve` starts the engine and the FUSE session, and writes the volume down when the mount
+//!    has ended.
 //! 5. [`lifecycle`] knows which stage the mount is in and what a signal means there.
 
 mod attachment;
@@ -38,7 +42,8 @@ use gpunvme_programs::terminal::{self, complain};
 use lifecycle::Lifecycle;
 use options::{Command, Options};
 
-/// Runs the program with `args`, the first being its name, and returns its exit code in mount(8)'s terms.
+/// Runs the program with `args`, the first being its name, and returns its exit code in mount(8)'s
+/// terms.
 ///
 /// Must be called from a process that has one thread and has opened nothing: see [`background`].
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
@@ -135,8 +140,8 @@ fn daemon(options: &Options, report: Report) -> u8 {
     result.map_or_else(|error| error.exit_code(), |()| 0)
 }
 
-/// Makes a panic of any thread the end of the daemon. What that thread was doing is unknown, so nothing more may reach the device;
-/// the next mount recovers from this like from a crash.
+/// Makes a panic of any thread the end of the daemon. What that thread was doing is unknown, so
+/// nothing more may reach the device; the next mount recovers from this like from a crash.
 fn end_at_a_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -154,7 +159,8 @@ fn refuse(device: Option<&str>, error: &MountError) -> u8 {
     error.exit_code()
 }
 
-/// Enters the mount namespace that `-N` names; device, directory and configuration are then looked up there.
+/// Enters the mount namespace that `-N` names; device, directory and configuration are then looked
+/// up there.
 fn enter_namespace(name: Option<&str>) -> Result<(), MountError> {
     let Some(name) = name else { return Ok(()) };
     let path = match name.parse::<u32>() {
@@ -174,8 +180,8 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
     if real.is_dir() { Ok(real) } else { Err(failed(&"not a directory")) }
 }
 
-/// Releases mounts of `device` that are still listed: they answer every access with an error, and no daemon will come back to
-/// them. The caller holds the device, so none of them is alive.
+/// Releases mounts of `device` that are still listed: they answer every access with an error, and
+/// no daemon will come back to them. The caller holds the device, so none of them is alive.
 fn release_dead_mounts(device: &str) {
     for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(|mount| mount.fs_type == mounts::FS_TYPE) {
         if !attachment::is_at_its_place(&mount) {

@@ -14,7 +14,8 @@ use super::settings::{Partial, Settings};
 #[derive(Debug, Parser)]
 #[command(name = "mount.gpunvme", bin_name = "mount.gpunvme", version)]
 struct Arguments {
-    /// A block device, image file or NVMe controller (vfio:0000:01:00.0) that mkfs.gpunvme has formatted
+    /// A block device, image file or NVMe controller (vfio:0000:01:00.0) that mkfs.gpunvme has
+    /// formatted
     device: String,
     /// The directory to mount it on
     dir: PathBuf,
@@ -47,8 +48,8 @@ struct Arguments {
 /// Everything that one mount was asked to be.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The device as the caller named it, or the file's real path: the kernel shows it as the mount's source, so that
-    /// `umount DEVICE` and `mount -a` find it again.
+    /// The device as the caller named it, or the file's real path: the kernel shows it as the
+    /// mount's source, so that `umount DEVICE` and `mount -a` find it again.
     pub device: String,
     /// The directory to mount on, as the caller named it.
     pub dir: PathBuf,
@@ -87,7 +88,8 @@ pub struct UsageError {
 }
 
 impl Command {
-    /// Understands a command line, `args[0]` being the program's name, and reads the configuration file that it names.
+    /// Understands a command line, `args[0]` being the program's name, and reads the configuration
+    /// file that it names.
     ///
     /// # Errors
     /// An argument or option that does not exist or has a value that it cannot have, by its name.
@@ -136,7 +138,8 @@ impl Options {
     }
 }
 
-/// A path is made absolute and free of links, as mount(8) does it, also the one that a software controller keeps its data in.
+/// A path is made absolute and free of links, as mount(8) does it, also the one that a software
+/// controller keeps its data in.
 fn source_name(device: String) -> String {
     let real = path_of(&device).and_then(|path| {
         let real = std::fs::canonicalize(path).ok()?;
@@ -162,9 +165,11 @@ impl Default for OptionList {
     }
 }
 
-/// Options that are flags of the mount in the kernel: name, bits that it sets, bits that it clears.
+/// Options that are flags of the mount in the kernel: name, bits that it sets, bits that it
+/// clears.
 ///
-/// The kernel keeps no access times for a FUSE mount, so those flags only show; they are taken because fstab has them.
+/// The kernel keeps no access times for a FUSE mount, so those flags only show; they are taken
+/// because fstab has them.
 const FLAGS: &[(&str, MountFlags, MountFlags)] = {
     const NONE: MountFlags = MountFlags::empty();
     &[
@@ -190,7 +195,8 @@ const FLAGS: &[(&str, MountFlags, MountFlags)] = {
     ]
 };
 
-/// Options of fstab(5) that speak to mount(8), systemd and the like, not to us. Permissions are always checked by the kernel.
+/// Options of fstab(5) that speak to mount(8), systemd and the like, not to us. Permissions are
+/// always checked by the kernel.
 const USERSPACE: &str =
     "defaults auto noauto nofail _netdev owner noowner group nogroup user nouser users nousers default_permissions";
 

@@ -10,19 +10,23 @@ use rustix::thread::{
 
 /// What the daemon needs, each for a reason:
 /// - `SYS_ADMIN`: mount, and unmount at a signal;
-/// - `SYS_PTRACE`: take the descriptor of a buffer out of the client that registers it (pidfd_getfd(2));
+/// - `SYS_PTRACE`: take the descriptor of a buffer out of the client that registers it
+///   (pidfd_getfd(2));
 /// - `IPC_LOCK`: memory that devices write to is pinned, beyond what RLIMIT_MEMLOCK allows;
-/// - `DAC_OVERRIDE`, `DAC_READ_SEARCH`: open a device or mount point below directories of other users.
+/// - `DAC_OVERRIDE`, `DAC_READ_SEARCH`: open a device or mount point below directories of other
+///   users.
 const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN
     .union(CapabilitySet::SYS_PTRACE)
     .union(CapabilitySet::IPC_LOCK)
     .union(CapabilitySet::DAC_OVERRIDE)
     .union(CapabilitySet::DAC_READ_SEARCH);
 
-/// Gives up what is not needed, for good: no program that it could start would have more either. Must be called before the process
-/// starts threads: each has privileges of its own, and inherits those of its maker.
+/// Gives up what is not needed, for good: no program that it could start would have more either.
+/// Must be called before the process starts threads: each has privileges of its own, and inherits
+/// those of its maker.
 ///
-/// A daemon that is not root's has nothing to give up, and needs the set-user-id program fusermount3 to unmount.
+/// A daemon that is not root's has nothing to give up, and needs the set-user-id program
+/// fusermount3 to unmount.
 ///
 /// # Errors
 /// If the kernel does not know capabilities.

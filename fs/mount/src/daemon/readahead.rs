@@ -1,12 +1,13 @@
-//! The kernel's read-ahead for a mount. It offers a FUSE server 128 KiB at the most; the setting of the mount's backing device
-//! in sysfs has no such limit.
+//! The kernel's read-ahead for a mount. It offers a FUSE server 128 KiB at the most; the setting
+//! of the mount's backing device in sysfs has no such limit.
 
 use std::fs;
 
 /// What sequential readers gain from: several of the largest requests in flight.
 const READ_AHEAD_KIB: u32 = 4096;
 
-/// Raises the read-ahead of the mount with the device number `dev`. Best effort: without root it stays as it is, and reading works.
+/// Raises the read-ahead of the mount with the device number `dev`. Best effort: without root it
+/// stays as it is, and reading works.
 pub fn raise(dev: u64) {
     let (major, minor) = (rustix::fs::major(dev), rustix::fs::minor(dev));
     let setting = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");

@@ -1,5 +1,5 @@
-//! `mount -o remount`: the kernel's flags of a live mount change, `ro` and `rw` above all. The daemon goes on as it was started, and
-//! writes down what it has.
+//! `mount -o remount`: the kernel's flags of a live mount change, `ro` and `rw` above all. The
+//! daemon goes on as it was started, and writes down what it has.
 
 use std::fs::File;
 
@@ -18,7 +18,8 @@ const NONE: &str = "user.gpunvme.none";
 /// Changes the flags of the mount that these options name.
 ///
 /// # Errors
-/// There is no such mount, or the volume is to become writable under a daemon that was started read-only.
+/// There is no such mount, or the volume is to become writable under a daemon that was started
+/// read-only.
 pub(super) fn remount(options: &Options) -> Result<(), MountError> {
     let dir = mount_point(&options.dir)?;
     let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", dir.display()));
@@ -35,7 +36,8 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
         return Err(failed(&"was mounted read-only from the start: unmount it first"));
     }
     if read_only {
-        // The daemon refuses what begins from now on; what a ring had under way is over when it answers this.
+        // The daemon refuses what begins from now on; what a ring had under way is over when it
+        // answers this.
         File::open(&dir).and_then(|dir| dir.sync_all()).map_err(|error| failed(&error))?;
     }
     Ok(())

@@ -46,7 +46,8 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
     let session = lifecycle.go_live(|| {
         let (connection, mount) = attach(&request).map_err(|error| cannot_mount(&dir, &error))?;
         let session = Session::start(Arc::clone(&fs), connection, &front).map_err(|error| {
-            // The connection is closed, so a mount that stays behind would only answer with errors.
+            // The connection is closed, so a mount that stays behind would only answer with
+            // errors.
             let _ = mount.release(UnmountFlags::DETACH);
             cannot_mount(&dir, &error)
         })?;
@@ -60,7 +61,8 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
         Ok((session, mount))
     });
     let session = session.inspect_err(|_| {
-        // Nothing has come of it: the next mount need not recover from that. Why there is no mount matters more than this.
+        // Nothing has come of it: the next mount need not recover from that. Why there is no mount
+        // matters more than this.
         let _ = fs.close();
     })?;
     tracing::info!("{} mounted on {}", options.device, dir.display());

@@ -1,5 +1,5 @@
-//! What can be set, from the three places it can be set in: `-o` options, the configuration file, and the defaults, in that
-//! order of precedence. The names are the same in the first two.
+//! What can be set, from the three places it can be set in: `-o` options, the configuration file,
+//! and the defaults, in that order of precedence. The names are the same in the first two.
 
 use std::fmt;
 use std::fs;
@@ -26,8 +26,8 @@ pub const MIN_CACHE: u64 = 16 << 20;
 pub const DEFAULT_WRITE_BUFFER: u64 = 64 << 20;
 /// The smallest write buffer: a few of the largest FUSE requests.
 pub const MIN_WRITE_BUFFER: u64 = 4 << 20;
-/// Seconds between two commits of the journal when nothing else is said: what a crash can cost an application that never
-/// calls fsync.
+/// Seconds between two commits of the journal when nothing else is said: what a crash can cost an
+/// application that never calls fsync.
 pub const DEFAULT_COMMIT: u64 = 5;
 /// Longest time between two commits, in seconds.
 pub const MAX_COMMIT: u64 = 300;
@@ -36,7 +36,8 @@ pub const MAX_THREADS: usize = 256;
 /// What is logged when nothing else is said.
 pub const DEFAULT_LOG: &str = "info,fuser=error";
 
-/// A number of bytes, written as a plain number or with a suffix: `64M`, `1G`, `512KiB`. Suffixes are powers of 1024.
+/// A number of bytes, written as a plain number or with a suffix: `64M`, `1G`, `512KiB`. Suffixes
+/// are powers of 1024.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Size(pub u64);
 
@@ -113,11 +114,12 @@ fn read(path: &Path) -> io::Result<String> {
 }
 
 impl Partial {
-    /// Reads a configuration file. Without `path` that is [`DEFAULT_CONFIG`], which need not exist.
+    /// Reads a configuration file. Without `path` that is [`DEFAULT_CONFIG`], which need not
+    /// exist.
     ///
     /// # Errors
-    /// With the file's name, and the line where one is at fault: the file cannot be read, is no TOML, has a key that does
-    /// not exist, or a value of the wrong type.
+    /// With the file's name, and the line where one is at fault: the file cannot be read, is no
+    /// TOML, has a key that does not exist, or a value of the wrong type.
     pub fn from_config(path: Option<&Path>) -> Result<Self, MountError> {
         let file = path.unwrap_or(Path::new(DEFAULT_CONFIG));
         let text = match read(file) {
@@ -148,8 +150,8 @@ impl Partial {
         }
     }
 
-    /// Everything set: what is still open gets its default. `root` says whether root mounts, `cores` how many processors
-    /// there are.
+    /// Everything set: what is still open gets its default. `root` says whether root mounts,
+    /// `cores` how many processors there are.
     ///
     /// # Errors
     /// If a value is outside its range.

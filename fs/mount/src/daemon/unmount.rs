@@ -1,7 +1,8 @@
-//! The program umount.fuse.gpunvme: unmounts, and waits until the daemon has written everything down and let go of the device.
+//! The program umount.fuse.gpunvme: unmounts, and waits until the daemon has written everything
+//! down and let go of the device.
 //!
-//! umount(8) calls it, where it is installed. Without it umount(8) unmounts just as well, but returns a moment before the
-//! volume is clean, since the kernel does not wait for FUSE daemons.
+//! umount(8) calls it, where it is installed. Without it umount(8) unmounts just as well, but
+//! returns a moment before the volume is clean, since the kernel does not wait for FUSE daemons.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -65,8 +66,8 @@ impl Arguments {
     }
 }
 
-/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, which knows no other flag than
-/// [`UnmountFlags::DETACH`].
+/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, which knows no other
+/// flag than [`UnmountFlags::DETACH`].
 pub(super) fn release(dir: &Path, flags: UnmountFlags) -> rustix::io::Result<()> {
     match unmount(dir, flags) {
         Err(Errno::PERM) => {

@@ -1,10 +1,13 @@
-//! The order of appends: holds out-of-order fragments of an append past the page cache until the file has reached their offset.
+//! The order of appends: holds out-of-order fragments of an append past the page cache until the
+//! file has reached their offset.
 //!
-//! The kernel sends all fragments of such a write at once and in their order, but the loops take them side by side. The fragment before
-//! one that came early is with another loop for a moment, or with a worker for as long as the device takes. Written at once, the early
-//! one would leave a gap, in which a direct write could put what the fragment before is to be written over; so it is parked until the
-//! end of the file comes to it. No thread waits with it. The fragment before may also never come: it failed, or the write is no append
-//! at all (`RWF_NOAPPEND`, of which no flag tells).
+//! The kernel sends all fragments of such a write at once and in their order, but the loops take
+//! them side by side. The fragment before one that came early is with another loop for a moment,
+//! or with a worker for as long as the device takes. Written at once, the early one would leave a
+//! gap, in which a direct write could put what the fragment before is to be written over; so it is
+//! parked until the end of the file comes to it. No thread waits with it. The fragment before may
+//! also never come: it failed, or the write is no append at all (`RWF_NOAPPEND`, of which no flag
+//! tells).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,7 +20,8 @@ use super::resources::request_budget::RequestPermit;
 use super::write_request::WriteRequest;
 use gpunvme_engine::error::FsError;
 
-/// How long fragments wait for one of which nothing is known: far longer than a loop takes with it.
+/// How long fragments wait for one of which nothing is known: far longer than a loop takes with
+/// it.
 const WAIT: Duration = Duration::from_secs(2);
 /// The same where too many wait: longer than a loop takes that has lost its processor meanwhile.
 const SHORT_WAIT: Duration = Duration::from_millis(300);
@@ -48,12 +52,14 @@ struct File<P> {
     working: usize,
     /// When that was last another number.
     since: Instant,
-    /// By their offset, with the length of each. (Two have the same one where they are no appends.)
+    /// By their offset, with the length of each. (Two have the same one where they are no
+    /// appends.)
     parked: BTreeMap<u64, Vec<(usize, P)>>,
 }
 
 impl<P> AppendOrder<P> {
-    /// `limit`: bytes of fragments beyond which they wait for less long for one of which nothing is known.
+    /// `limit`: bytes of fragments beyond which they wait for less long for one of which nothing
+    /// is known.
     pub fn new(limit: usize) -> AppendOrder<P> {
         AppendOrder { limit, state: Mutex::new(Parked { bytes: 0, files: FxHashMap::default() }) }
     }
@@ -91,7 +97,8 @@ impl<P> AppendOrder<P> {
         self.state.lock().files.get(&ino).is_some_and(|file| !file.parked.is_empty())
     }
 
-    /// Takes out the first fragment of a file for a worker, if it begins at `end` or before and no other is with one.
+    /// Takes out the first fragment of a file for a worker, if it begins at `end` or before and no
+    /// other is with one.
     pub(crate) fn take(&self, ino: u64, end: u64) -> Option<P> {
         self.state.lock().take(ino, end)
     }
@@ -182,7 +189,8 @@ mod tests {
         order.end_work(1);
         order.end_work(2);
         assert!(order.take_late().is_empty(), "the end may come to it now");
-        // Too many of them wait for less long, but never for no time: what is missing may be with a loop.
+        // Too many of them wait for less long, but never for no time: what is missing may be with
+        // a loop.
         order.park(2, 10, 30, 2);
         assert!(order.take_late().is_empty());
         later(SHORT_WAIT);

@@ -9,7 +9,8 @@ use gpunvme_engine::{FileType, Timestamp};
 use gpunvme_engine::data::system_time;
 use gpunvme_engine::volume::Attributes;
 
-/// What stat(2) calls the best size for I/O. C libraries take it for their buffers, and each one is a round trip.
+/// What stat(2) calls the best size for I/O. C libraries take it for their buffers, and each one
+/// is a round trip.
 const IO_SIZE: u32 = 64 << 10;
 /// Bytes that a directory shows for each of its entries.
 const ENTRY_SIZE: u64 = 32;
@@ -83,8 +84,8 @@ pub(super) fn from_fuse(time: TimeOrNow) -> Timestamp {
         TimeOrNow::Now => system_time(),
         TimeOrNow::SpecificTime(time) => match time.duration_since(SystemTime::UNIX_EPOCH) {
             Ok(since) => Timestamp { seconds: since.as_secs() as i64, nanoseconds: since.subsec_nanos() },
-            // fuser 0.18 takes the nanoseconds of a time before the epoch away from it where they should be added
-            // (`system_time_from_time`); this takes them back.
+            // fuser 0.18 takes the nanoseconds of a time before the epoch away from it where they
+            // should be added (`system_time_from_time`); this takes them back.
             Err(before) => {
                 let before = before.duration();
                 Timestamp { seconds: (before.as_secs() as i64).wrapping_neg(), nanoseconds: before.subsec_nanos() }

@@ -21,16 +21,16 @@ impl Caller {
         Caller { context: Context { uid, gid, now: system_time() }, thread }
     }
 
-    /// Whether the caller is in a group, or is root, who may do what members may. Requests name one group; the others are asked
-    /// of `/proc`, so this is for what is rare.
+    /// Whether the caller is in a group, or is root, who may do what members may. Requests name
+    /// one group; the others are asked of `/proc`, so this is for what is rare.
     pub(crate) fn is_in_group(&self, gid: u32) -> bool {
         let Context { uid, gid: own, .. } = self.context;
         let has_group = |groups: String| groups.split_whitespace().any(|group| group.parse() == Ok(gid));
         uid == 0 || own == gid || status_of(self.thread, "Groups:").is_some_and(has_group)
     }
 
-    /// Whether the caller has a capability, in this process's user namespace. Requests do not say; `/proc` is asked, so this is for what is rare. Root
-    /// that cannot be asked has it.
+    /// Whether the caller has a capability, in this process's user namespace. Requests do not say;
+    /// `/proc` is asked, so this is for what is rare. Root that cannot be asked has it.
     pub(crate) fn has(&self, capability: CapabilitySet) -> bool {
         let bits = |set: String| u64::from_str_radix(set.trim(), 16).ok();
         let effective = status_of(self.thread, "CapEff:").and_then(bits).map(CapabilitySet::from_bits_retain);

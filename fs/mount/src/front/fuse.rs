@@ -1,5 +1,5 @@
-//! The adapter to fuser 0.18: its requests to the operations of [`Front`], their results to its replies, and what is agreed
-//! with the kernel when a mount begins.
+//! The adapter to fuser 0.18: its requests to the operations of [`Front`], their results to its
+//! replies, and what is agreed with the kernel when a mount begins.
 
 use std::ffi::OsStr;
 use std::io;
@@ -42,13 +42,16 @@ const MAX_BACKGROUND: u16 = 256;
 const CONGESTION: u16 = 192;
 /// Inode numbers are never used again, so one generation is enough.
 const GENERATION: Generation = Generation(0);
-/// Inodes that statfs(2) promises for each free block: an inode, its entry and what a tree needs around them take no more.
+/// Inodes that statfs(2) promises for each free block: an inode, its entry and what a tree needs
+/// around them take no more.
 const INODES_PER_BLOCK: u64 = 8;
 
 /// What is asked of the kernel, as far as it has it. Not asked for:
 /// - `WRITEBACK_CACHE` hides dirty pages from the direct path, and slows large writes down;
-/// - `ATOMIC_O_TRUNC` would have open(2) cut a file before the kernel has looked whether it is a program that runs (ETXTBSY), and the program die;
-/// - `SETXATTR_EXT`, `SECURITY_CTX`, `CREATE_SUPP_GROUP`, `OVER_IO_URING`: change requests in ways that fuser does not know.
+/// - `ATOMIC_O_TRUNC` would have open(2) cut a file before the kernel has looked whether it is a
+///   program that runs (ETXTBSY), and the program die;
+/// - `SETXATTR_EXT`, `SECURITY_CTX`, `CREATE_SUPP_GROUP`, `OVER_IO_URING`: change requests in ways
+///   that fuser does not know.
 const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_READDIRPLUS_AUTO)
     .union(InitFlags::FUSE_PARALLEL_DIROPS)
@@ -61,13 +64,15 @@ const CAPABILITIES: InitFlags = InitFlags::FUSE_DO_READDIRPLUS
     .union(InitFlags::FUSE_HAS_IOCTL_DIR)
     // Content changes behind the kernel's back only in direct writes, which say so.
     .union(InitFlags::FUSE_EXPLICIT_INVAL_DATA)
-    // Without it the kernel asks for an extended attribute before each write. What it leaves to us in return: see [`Front::set_attributes`].
+    // Without it the kernel asks for an extended attribute before each write. What it leaves to us
+    // in return: see [`Front::set_attributes`].
     .union(InitFlags::FUSE_HANDLE_KILLPRIV_V2)
     // A directory needs no handle: the answer to opendir is ENOSYS, once.
     .union(InitFlags::FUSE_NO_OPENDIR_SUPPORT);
 
-/// Begins to serve the kernel at the other end of `connection`, an open `/dev/fuse`. fuser does not know where that is mounted: it
-/// unmounts by path, and does so also when the mount was gone before.
+/// Begins to serve the kernel at the other end of `connection`, an open `/dev/fuse`. fuser does
+/// not know where that is mounted: it unmounts by path, and does so also when the mount was gone
+/// before.
 pub(super) fn serve(front: &Arc<Front>, connection: OwnedFd, settings: &Settings) -> io::Result<BackgroundSession> {
     let mut config = Config::default();
     config.n_threads = Some(settings.loops);
@@ -150,7 +155,8 @@ fn value(operation: &'static str, ino: u64, size: u32, result: Result<Vec<u8>, F
 /// What open(2) agrees with the kernel for a file opened with these flags.
 fn opened(flags: i32) -> FopenFlags {
     let always = FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
-    // close(2) of a file that was written reports what went wrong in the background; there is nothing to say of others.
+    // close(2) of a file that was written reports what went wrong in the background; there is
+    // nothing to say of others.
     if flags & libc::O_ACCMODE == libc::O_RDONLY { always | FopenFlags::FOPEN_NOFLUSH } else { always }
 }
 
@@ -207,7 +213,8 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn forget(&self, _: &Request, ino: INodeNo, lookups: u64) {
-        // They come in lots that fuser takes apart. Amid these the loop must not stand aside, nor be taken for one that waits.
+        // They come in lots that fuser takes apart. Amid these the loop must not stand aside, nor
+        // be taken for one that waits.
         if let Some(idle_loops) = &self.idle_loops {
             idle_loops.leave();
         }
@@ -366,7 +373,8 @@ impl fuser::Filesystem for Adapter {
         reply: ReplyData,
     ) {
         let _busy = self.busy();
-        // Only direct I/O names an owner (`fuse_direct_io`); the flags say O_DIRECT for a page fault, too.
+        // Only direct I/O names an owner (`fuse_direct_io`); the flags say O_DIRECT for a page
+        // fault, too.
         let cached = owner.is_none();
         self.front.read(ino.0, Handle(handle.0), (offset, size as usize), cached, move |read| match read {
             Ok(read) => reply.data(read.bytes()),
@@ -394,8 +402,9 @@ impl fuser::Filesystem for Adapter {
             offset,
             strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),
             direct: flags.0 & libc::O_DIRECT != 0,
-            // What is written back of a mapping has a place of its own. (So has what `RWF_NOAPPEND` writes, and no flag says so; it
-            // is taken for what it is unless it lies where direct writes have made the file longer.)
+            // What is written back of a mapping has a place of its own. (So has what
+            // `RWF_NOAPPEND` writes, and no flag says so; it is taken for what it is unless it
+            // lies where direct writes have made the file longer.)
             append: flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE),
             cached: owner.is_none(),
         };

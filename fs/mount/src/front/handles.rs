@@ -1,6 +1,6 @@
-//! Handles of open files. A handle is a number that the kernel keeps for us and sends with every request on the file: what
-//! the file was opened for, and which of its opens it is. It names nothing in our memory, so no value of it can do harm, and none has
-//! to be looked up.
+//! Handles of open files. A handle is a number that the kernel keeps and sends with every request
+//! on the file: what the file was opened for, and which of its opens it is. It names nothing in
+//! the daemon's memory, so no value of it can do harm, and none has to be looked up.
 
 use gpunvme_engine::data::Open;
 use gpunvme_engine::error::FsError;
@@ -16,7 +16,8 @@ const BITS: u32 = 3;
 pub(crate) struct Handle(pub u64);
 
 impl Handle {
-    /// For a file opened with these flags of open(2). Which of its opens it is, [`Handle::of`] adds.
+    /// For a file opened with these flags of open(2). Which of its opens it is, [`Handle::of`]
+    /// adds.
     pub fn new(flags: i32) -> Handle {
         let access = match flags & libc::O_ACCMODE {
             libc::O_WRONLY => WRITE,

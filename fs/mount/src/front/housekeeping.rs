@@ -1,5 +1,5 @@
-//! What nobody asks for and has to be done all the same: writing out what was written, committing what was done, moving
-//! metadata from the journal to its place, removing what a crash left, keeping what is in memory within what it was given.
+//! Housekeeping: the thread that writes back, commits and checkpoints by time, removes what a
+//! crash left, and keeps what is in memory within its limits.
 
 use std::io;
 use std::sync::Arc;
@@ -68,7 +68,8 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
             continue;
         }
         fs.volume().look_again();
-        // Whoever writes or syncs learns of an error, and a failed commit is logged where it fails: nothing to add here.
+        // Whoever writes or syncs learns of an error, and a failed commit is logged where it
+        // fails: nothing to add here.
         if written.elapsed() >= WRITE_BACK || fs.wants_flush() {
             let _ = fs.volume().look_before_writing();
             let _ = fs.write_back();

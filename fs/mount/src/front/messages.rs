@@ -1,5 +1,5 @@
-//! Messages that a caller can bring about as often as it likes: the first of a kind is logged, then one in ten seconds,
-//! with the number of those that were left out.
+//! Messages that a caller can bring about as often as it likes: the first of a kind is logged,
+//! then one in ten seconds, with the number of those that were left out.
 
 use std::sync::{Arc, LazyLock};
 
@@ -13,7 +13,8 @@ use gpunvme_engine::error::FsError;
 /// The operation that failed, what is logged about it, and how the device failed, if it did.
 type Kind = (&'static str, &'static str, Option<Failure>);
 
-/// What the device was asked, and what it or the kernel below it answered: few on any device, so kinds are few.
+/// What the device was asked, and what it or the kernel below it answered: few on any device, so
+/// kinds are few.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Failure {
     Command(Op, blockdev::nvme::Status),
@@ -23,7 +24,8 @@ enum Failure {
 
 static KINDS: LazyLock<Mutex<FxHashMap<Kind, Arc<Seldom>>>> = LazyLock::new(Mutex::default);
 
-/// Whether a message of this kind is to be logged now, and then how many were not since the last one.
+/// Whether a message of this kind is to be logged now, and then how many were not since the last
+/// one.
 fn seldom(operation: &'static str, kind: &'static str) -> Option<u64> {
     of_kind((operation, kind, None))
 }

@@ -11,10 +11,11 @@ pub(crate) struct WriteRequest {
     pub offset: u64,
     /// The set-user-id bits of the file go.
     pub strip: bool,
-    /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With `O_SYNC` the kernel sends an
-    /// fsync after each write.
+    /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With
+    /// `O_SYNC` the kernel sends an fsync after each write.
     pub direct: bool,
-    /// It goes behind the last byte of the file (`O_APPEND`), which is at `offset` as far as the kernel knows.
+    /// It goes behind the last byte of the file (`O_APPEND`), which is at `offset` as far as the
+    /// kernel knows.
     pub append: bool,
     /// The bytes are in the kernel's page cache.
     pub cached: bool,

@@ -16,8 +16,9 @@ pub(crate) struct FileBuffer {
     pub promised: u64,
     /// Blocks that are being read into pages.
     pub fills: Fills,
-    /// The block in which the file ends, as the device has it, for the next append to begin with. Kept from when it was written until content
-    /// changes, or until the write buffer needs the page.
+    /// The block in which the file ends, as the device has it, for the next append to begin with.
+    /// Kept from when it was written until content changes, or until the write buffer needs the
+    /// page.
     pub last: Option<(u64, Pages)>,
 }
 
@@ -39,7 +40,8 @@ impl FileBuffer {
     }
 }
 
-/// Blocks that are being read from the device into pages, as long as nothing changes what is there.
+/// Blocks that are being read from the device into pages, as long as nothing changes what is
+/// there.
 #[derive(Default)]
 pub(crate) struct Fills {
     begun: u64,

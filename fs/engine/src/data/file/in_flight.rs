@@ -7,22 +7,26 @@ use std::sync::Arc;
 use crate::data::page_map::PageMap;
 use crate::data::pages::Pages;
 
-/// Writes of a file that are in flight, flushes that wait for them, and what keeps others from beginning.
+/// Writes of a file that are in flight, flushes that wait for them, and what keeps others from
+/// beginning.
 #[derive(Default)]
 pub(crate) struct InFlight {
     /// Pages that are being written. They do not change any more.
     pub pages: PageMap<Arc<Pages>>,
-    /// Blocks that direct writes in flight replace: what the device has there is neither old nor new.
+    /// Blocks that direct writes in flight replace: what the device has there is neither old nor
+    /// new.
     pub direct: Vec<Range<u64>>,
     /// Batches of pages, and direct writes.
     pub writes: WritesInFlight,
     /// How often the file was written out as a whole.
     pub flushes: Flushes,
-    /// Operations that quiesce the file: they wait for the writes in flight, and no direct write begins.
+    /// Operations that quiesce the file: they wait for the writes in flight, and no direct write
+    /// begins.
     pub quiescers: u32,
 }
 
-/// Flushes of a file: each has on the device, when it is over, what was in memory or on its way when it began.
+/// Flushes of a file: each has on the device, when it is over, what was in memory or on its way
+/// when it began.
 #[derive(Default)]
 pub(crate) struct Flushes {
     /// How many have begun.

@@ -11,8 +11,8 @@ pub(crate) struct Newer {
     pub size: Option<u64>,
     /// Times that the file was made shorter.
     pub shrinks: u64,
-    /// Time of the last change of content, if the inode does not know of it. It replaces what the inode has, whatever that is: who sets
-    /// that time takes this one away.
+    /// Time of the last change of content, if the inode does not know of it. It replaces what the
+    /// inode has, whatever that is: who sets that time takes this one away.
     pub changed: Option<Timestamp>,
     /// Time of the last change of content since the file was taken into memory.
     last_changed: Option<Timestamp>,

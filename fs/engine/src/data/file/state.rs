@@ -47,8 +47,8 @@ pub(crate) struct Allocation {
     pub tail_is_zero: bool,
 }
 
-/// Freeing what a file had beyond a new, smaller size takes many operations. Until it is over, the file must not grow: what lies
-/// there would be the file's again.
+/// Freeing what a file had beyond a new, smaller size takes many operations. Until it is over, the
+/// file must not grow: what lies there would be the file's again.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Truncation {
     /// Nothing is left to be freed.
@@ -66,7 +66,8 @@ impl FileState {
         self.in_flight.writes.is_empty() && self.buffer.dirty == 0 && self.newer.is_empty()
     }
 
-    /// The newest content of a block that is in no page waiting to be written, if it is in memory: the memory, and which page of it.
+    /// The newest content of a block that is in no page waiting to be written, if it is in memory:
+    /// the memory, and which page of it.
     pub fn settled(&self, block: u64) -> Option<(&Pages, usize)> {
         let last = || self.buffer.last.as_ref().filter(|(number, _)| *number == block).map(|(_, page)| (page, 0));
         self.in_flight.pages.find(block).or_else(last)
@@ -79,7 +80,8 @@ impl FileState {
         }
     }
 
-    /// Whether the device may have, in the block with the end of a file of `size` bytes and behind that end, anything but zeros.
+    /// Whether the device may have, in the block with the end of a file of `size` bytes and behind
+    /// that end, anything but zeros.
     pub fn may_hide(&self, size: u64) -> bool {
         !size.is_multiple_of(BLOCK_SIZE as u64) && !self.allocation.tail_is_zero
     }

@@ -17,7 +17,8 @@ impl Op<'_> {
         Ok(())
     }
 
-    /// Takes blocks from a file. They can be reused when the operation is durable and no transfer touches them any more.
+    /// Takes blocks from a file. They can be reused when the operation is durable and no transfer
+    /// touches them any more.
     pub fn release(&mut self, run: Run) -> Attempt<()> {
         if !self.meta().geometry.contains_data(run.start, run.len) {
             return Err(Corrupt::Field { address: run.start, what: "extent lies outside the data area" }.into());

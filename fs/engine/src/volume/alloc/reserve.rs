@@ -18,28 +18,33 @@ const HOLES_PART: u64 = 64;
 /// Groups that are searched for a longer run when a shorter one is known.
 const SEARCH_GROUPS: u64 = 16;
 
-/// Whether a run of so many chunks is a better place than another for a file that wants some now. What a file wants grows with
-/// it: one that has shown that it is long gets the longest run, and can go on there. Others leave no more over than they must.
+/// Whether a run of so many chunks is a better place than another for a file that wants some now.
+/// What a file wants grows with it: one that has shown that it is long gets the longest run, and
+/// can go on there. Others leave no more over than they must.
 fn fits_better(want: u64, run: u64, than: u64) -> bool {
     if want > GROWS_FROM || run < want || than < want { run > than } else { run < than }
 }
 
 impl Meta {
-    /// Wholly free chunks that data leaves to metadata: with them what was written can be mapped, and a deletion go on.
+    /// Wholly free chunks that data leaves to metadata: with them what was written can be mapped,
+    /// and a deletion go on.
     pub(super) fn chunk_margin(&self) -> u64 {
         (self.geometry.chunks / 64).clamp(1, 32)
     }
 
-    /// Blocks that can still be promised to data. Twice the margin is kept: metadata may take chunks between a promise and
-    /// the placing of its data, which then still finds room above the margin itself.
+    /// Blocks that can still be promised to data. Twice the margin is kept: metadata may take
+    /// chunks between a promise and the placing of its data, which then still finds room above the
+    /// margin itself.
     pub fn available(&self) -> u64 {
         self.state.free_blocks.saturating_sub(self.reserved + 2 * self.chunk_margin() * CHUNK_BLOCKS)
     }
 
-    /// Takes a run of at most `want` free blocks, and marks it busy. `goal`: where it would best begin.
+    /// Takes a run of at most `want` free blocks, and marks it busy. `goal`: where it would best
+    /// begin.
     ///
     /// # Errors
-    /// [`FsError::NoSpace`] when no block is free; blocks that were freed lately may become usable later.
+    /// [`FsError::NoSpace`] when no block is free; blocks that were freed lately may become usable
+    /// later.
     pub fn reserve(&mut self, goal: Option<u64>, want: u64) -> Attempt<Run> {
         let run = match goal.map(|goal| self.run_at(goal, want)).transpose()?.flatten() {
             Some(run) => run,
@@ -79,7 +84,8 @@ impl Meta {
         holes > self.geometry.data_blocks() / HOLES_PART
     }
 
-    /// Free chunks that data may take as long as it finds room elsewhere: names need some beyond the margin.
+    /// Free chunks that data may take as long as it finds room elsewhere: names need some beyond
+    /// the margin.
     fn chunks_for_data(&self) -> u64 {
         let margin = self.chunk_margin();
         self.state.free_chunks.saturating_sub(margin + margin.div_ceil(4))
@@ -97,7 +103,8 @@ impl Meta {
         Ok(self.free_within(group, at, end, whole)?.filter(|run| run.start == goal))
     }
 
-    /// The first free run of data blocks within `from..to` of a group that is not busy. `whole`: also in free chunks.
+    /// The first free run of data blocks within `from..to` of a group that is not busy. `whole`:
+    /// also in free chunks.
     fn free_within(&self, group: u64, from: u64, to: u64, whole: bool) -> Attempt<Option<Run>> {
         let whole = whole && self.may_break_a_chunk();
         let bitmap = bitmap(self, group)?;
@@ -146,7 +153,8 @@ impl Meta {
             && self.busy.overlap(start, start + CHUNK_BLOCKS).is_none()
     }
 
-    /// The first block of the last wholly free chunk: small runs and metadata come from the other end than large runs.
+    /// The first block of the last wholly free chunk: small runs and metadata come from the other
+    /// end than large runs.
     pub(super) fn free_chunk(&self) -> Attempt<Option<u64>> {
         let groups = self.geometry.groups;
         for i in 0..groups {
@@ -211,8 +219,9 @@ impl Meta {
         }))
     }
 
-    /// A run beside other small ones: in a chunk that holds data, else in a free chunk. Large runs and metadata live on free
-    /// chunks. So once most of the free space is in the others, it is used up in pieces first.
+    /// A run beside other small ones: in a chunk that holds data, else in a free chunk. Large runs
+    /// and metadata live on free chunks. So once most of the free space is in the others, it is
+    /// used up in pieces first.
     fn small_run(&mut self, want: u64) -> Attempt<Run> {
         let shared = self.shared_run(want)?;
         let enough = match shared {
@@ -254,7 +263,8 @@ impl Meta {
         Ok(Some(Run { start, len }))
     }
 
-    /// The first run that is left, in chunks that nothing was claimed of yet and something is busy in.
+    /// The first run that is left, in chunks that nothing was claimed of yet and something is busy
+    /// in.
     fn any_run(&self, want: u64) -> Attempt<Option<Run>> {
         for i in 0..self.geometry.groups {
             let group = (self.hints.small + i) % self.geometry.groups;
@@ -269,8 +279,8 @@ impl Meta {
         Ok(None)
     }
 
-    /// A run in chunks that hold data already: `want` blocks of the shortest run that has as many, in the first group that has
-    /// one, or the longest run of some groups.
+    /// A run in chunks that hold data already: `want` blocks of the shortest run that has as many,
+    /// in the first group that has one, or the longest run of some groups.
     fn shared_run(&self, want: u64) -> Attempt<Option<Run>> {
         let groups = self.geometry.groups;
         let mut longest: Option<Run> = None;

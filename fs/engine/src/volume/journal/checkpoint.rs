@@ -12,7 +12,8 @@ use crate::error::FsError;
 use crate::volume::format::erase;
 use crate::volume::open::Volume;
 
-/// Images that are written home at once: a megabyte in flight keeps a device busy, and the buffer stays small.
+/// Images that are written home at once: a megabyte in flight keeps a device busy, and the buffer
+/// stays small.
 const HOME_PART: usize = 256;
 /// Blocks of which the images are looked at, or forgotten, under one hold of the metadata lock.
 const IMAGES_PART: usize = 256;
@@ -25,15 +26,17 @@ impl Volume {
         self.checkpoint_locked(&mut anchors).map_err(|e| self.fail(e))
     }
 
-    /// Begins the journal anew, empty, with sequences that follow on none in it: metadata may be written straight home then, to
-    /// blocks that are free, and no earlier image of those is ever taken for part of what follows.
+    /// Begins the journal anew, empty, with sequences that follow on none in it: metadata may be
+    /// written straight home then, to blocks that are free, and no earlier image of those is ever
+    /// taken for part of what follows.
     pub(crate) fn restart_journal(&self) -> Result<(), FsError> {
         self.commit()?;
         self.meta.write().sequence += SEQUENCE_GAP;
         self.checkpoint()
     }
 
-    /// Erases the journal, of which nothing may be live: no image in it is ever taken for part of what follows.
+    /// Erases the journal, of which nothing may be live: no image in it is ever taken for part of
+    /// what follows.
     pub(crate) fn erase_journal(&self) -> Result<(), FsError> {
         let journal = self.lock(&self.journal);
         assert_eq!(journal.head, journal.tail, "a checkpoint was just made");
@@ -53,11 +56,13 @@ impl Volume {
         self.free_emptied_chunks(moved.sequence)
     }
 
-    /// Writes home the images of all durable transactions, and lets the journal begin behind them. Returns the anchor that says so.
+    /// Writes home the images of all durable transactions, and lets the journal begin behind them.
+    /// Returns the anchor that says so.
     fn move_tail(&self, anchors: &mut Anchors) -> Result<Anchor, FsError> {
         self.is_still_ours(anchors)?;
         let (mut images, sequence, head) = {
-            // With the journal's lock nothing is frozen that is not durable, nor an image replaced by a later one.
+            // With the journal's lock nothing is frozen that is not durable, nor an image replaced
+            // by a later one.
             let journal = self.lock(&self.journal);
             let (imaged, sequence) = {
                 let meta = self.meta.read();

@@ -7,7 +7,8 @@ use crate::volume::op::Op;
 use crate::volume::open::Volume;
 
 impl Volume {
-    /// Gives the chunks of metadata that emptied back to all uses, if there are any: commits, and makes a checkpoint.
+    /// Gives the chunks of metadata that emptied back to all uses, if there are any: commits, and
+    /// makes a checkpoint.
     ///
     /// # Errors
     /// As [`Volume::checkpoint`].
@@ -19,7 +20,8 @@ impl Volume {
         self.checkpoint()
     }
 
-    /// Gives chunks back whose last node was freed by a transaction before `sequence`: no image of them is live any more.
+    /// Gives chunks back whose last node was freed by a transaction before `sequence`: no image of
+    /// them is live any more.
     pub(super) fn free_emptied_chunks(&self, sequence: u64) -> Result<(), FsError> {
         let mut meta = self.meta.write();
         let (due, later) = std::mem::take(&mut meta.emptied).into_iter().partition::<Vec<_>, _>(|(_, s)| *s < sequence);
@@ -29,7 +31,8 @@ impl Volume {
             let attempt = || {
                 let mut op = Op::begin(self.meta.write())?;
                 if op.meta().emptied.iter().any(|(later, s)| *later == chunk && *s >= sequence) {
-                    // Used and emptied again since: its images are live, and that entry's turn comes.
+                    // Used and emptied again since: its images are live, and that entry's turn
+                    // comes.
                     return Ok(());
                 }
                 op.free_metadata_chunk(chunk)?;
@@ -55,8 +58,8 @@ impl Volume {
         Ok(())
     }
 
-    /// Finds the empty metadata chunks that a crash made everybody forget; later checkpoints give them back. Waits for the device,
-    /// for a few blocks of each terabyte.
+    /// Finds the empty metadata chunks that a crash made everybody forget; later checkpoints give
+    /// them back. Waits for the device, for a few blocks of each terabyte.
     ///
     /// # Errors
     /// The device failed, or the volume is damaged.

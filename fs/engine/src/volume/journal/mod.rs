@@ -3,15 +3,19 @@
 //! Four rules hold, and everything in this folder is there to keep them.
 //!
 //! 1. A metadata block is written home only after the transaction that holds its image is durable.
-//! 2. New data is on the device, flushed, before the transaction that exposes it: an operation that maps data begins after
-//!    its write completed, and a commit flushes the device first when data was written since the last flush.
-//! 3. Freed blocks are not reused before the free is durable and no transfer touches them ([`super::epoch`]).
-//! 4. A metadata block that was freed is not reused for data while an older image of it is in the live journal: a chunk of
-//!    metadata goes back to all uses only after a checkpoint has passed the transaction that emptied it.
+//! 2. New data is on the device, flushed, before the transaction that exposes it: an operation
+//!    that maps data begins after its write completed, and a commit flushes the device first when
+//!    data was written since the last flush.
+//! 3. Freed blocks are not reused before the free is durable and no transfer touches them
+//!    ([`super::epoch`]).
+//! 4. A metadata block that was freed is not reused for data while an older image of it is in the
+//!    live journal: a chunk of metadata goes back to all uses only after a checkpoint has passed
+//!    the transaction that emptied it.
 //!
-//! A commit freezes the running transaction under the metadata lock (content is shared, and copied by whoever changes it
-//! next), then writes it without holding that lock. Commits wait for each other; those who wait for the same one share it.
-//! A checkpoint writes home what was durable when it began, while further commits go on.
+//! A commit freezes the running transaction under the metadata lock (content is shared, and copied
+//! by whoever changes it next), then writes it without holding that lock. Commits wait for each
+//! other; those who wait for the same one share it. A checkpoint writes home what was durable when
+//! it began, while further commits go on.
 
 pub(crate) mod anchors;
 mod checkpoint;

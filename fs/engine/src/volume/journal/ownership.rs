@@ -1,8 +1,9 @@
-//! The watch for a volume that was taken: formatted, mounted or repaired elsewhere while it is mounted here.
+//! The watch for a volume that was taken: formatted, mounted or repaired elsewhere while it is
+//! mounted here.
 //!
-//! A mount remembers the superblock and the anchors as it read or wrote them. Before an anchor is written, and before commits as often
-//! as [`Volume::look_again`] asks, the device is asked for them: where it has others, another program has changed the volume, and
-//! nothing more is written.
+//! A mount remembers the superblock and the anchors as it read or wrote them. Before an anchor is
+//! written, and before commits as often as [`Volume::look_again`] asks, the device is asked for
+//! them: where it has others, another program has changed the volume, and nothing more is written.
 
 use std::sync::atomic::Ordering;
 
@@ -14,12 +15,14 @@ use crate::volume::io::{read_scattered, write_block};
 use crate::volume::open::Volume;
 
 impl Volume {
-    /// Time has passed: has the next commit look whether the volume on the device is still this mount's.
+    /// Time has passed: has the next commit look whether the volume on the device is still this
+    /// mount's.
     pub fn look_again(&self) {
         self.look_again.store(true, Ordering::Relaxed);
     }
 
-    /// Looks whether the volume on the device is still this mount's, where something waits to be written.
+    /// Looks whether the volume on the device is still this mount's, where something waits to be
+    /// written.
     ///
     /// # Errors
     /// [`FsError::Taken`]: it is not, and nothing more is written.
@@ -43,7 +46,8 @@ impl Volume {
         Ok(())
     }
 
-    /// Fails when the superblock or an anchor on the device is another than this mount read or wrote there.
+    /// Fails when the superblock or an anchor on the device is another than this mount read or
+    /// wrote there.
     pub(super) fn is_still_ours(&self, anchors: &Anchors) -> Result<(), FsError> {
         // A device that cannot read is no proof of anything.
         let Ok(now) = read_scattered(&self.io, &FRONT) else { return Ok(()) };
@@ -53,7 +57,8 @@ impl Volume {
         Ok(())
     }
 
-    /// Takes for this mount's what is at the start of the device now: a repair has written superblocks.
+    /// Takes for this mount's what is at the start of the device now: a repair has written
+    /// superblocks.
     pub(crate) fn know_front(&self) {
         let mut anchors = self.lock(&self.anchors);
         *anchors = Anchors::read(&self.io, anchors.generation);

@@ -11,7 +11,8 @@ use super::ring::{Journal, read_ring};
 use crate::error::FsError;
 use crate::volume::meta::TRANSACTION_MAX;
 
-/// Sequences that recovery leaves out, so that a torn transaction's images can never complete a later one.
+/// Sequences that recovery leaves out, so that a torn transaction's images can never complete a
+/// later one.
 pub(crate) const SEQUENCE_GAP: u64 = 1024;
 /// Blocks that are read in one piece when the journal is searched.
 const PIECE: u64 = 256;
@@ -32,10 +33,12 @@ pub(crate) struct Recovered {
     pub stopped: Option<Corrupt>,
 }
 
-/// Reads the live transactions. Writes nothing: the images are put into the cache, and a checkpoint writes them home.
+/// Reads the live transactions. Writes nothing: the images are put into the cache, and a
+/// checkpoint writes them home.
 ///
 /// # Errors
-/// A transaction makes no sense, or is missing although a later one is there: what was durable would be lost without a word.
+/// A transaction makes no sense, or is missing although a later one is there: what was durable
+/// would be lost without a word.
 pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsError> {
     let anchor = Anchor::choose(read_anchors(io, superblock)?)?;
     let recovered = recover_from(io, superblock, &anchor)?;
@@ -51,8 +54,9 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
     Ok(recovered)
 }
 
-/// Whether the transaction after the one that recovery did not find is there. A commit begins when the one before is durable, so
-/// that a power cut leaves none behind the end; and it begins no further away than the longest transaction reaches.
+/// Whether the transaction after the one that recovery did not find is there. A commit begins when
+/// the one before is durable, so that a power cut leaves none behind the end; and it begins no
+/// further away than the longest transaction reaches.
 fn has_hole(io: &Io, superblock: &Superblock, recovered: &Recovered) -> Result<bool, FsError> {
     let geometry = superblock.geometry();
     let (head, after) = (recovered.journal.head, recovered.sequence - SEQUENCE_GAP + 1);
@@ -143,7 +147,8 @@ pub(crate) fn read_transaction(
 }
 
 impl Recovered {
-    /// Lets sequences and generations begin anew. The journal has to be erased, and both anchors written, before anything is committed.
+    /// Lets sequences and generations begin anew. The journal has to be erased, and both anchors
+    /// written, before anything is committed.
     pub fn begin_again(&mut self, sequence: u64) {
         self.sequence = sequence;
         self.anchors.generation = 0;

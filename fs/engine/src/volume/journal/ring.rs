@@ -9,8 +9,8 @@ use crate::error::FsError;
 use crate::volume::io::read_blocks;
 use crate::volume::run::Run;
 
-/// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap; their place on the device is
-/// the position modulo the length of the journal.
+/// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap;
+/// their place on the device is the position modulo the length of the journal.
 pub(crate) struct Journal {
     /// Where the next transaction goes.
     pub(super) head: u64,
@@ -30,7 +30,8 @@ pub(super) fn read_ring(io: &Io, geometry: &Geometry, position: u64, count: u64)
     Ok(blocks)
 }
 
-/// The pieces of the device that `count` blocks from `position` on take: one, or two where the ring wraps.
+/// The pieces of the device that `count` blocks from `position` on take: one, or two where the
+/// ring wraps.
 pub(super) fn ring_parts(geometry: &Geometry, position: u64, count: u64) -> impl Iterator<Item = (u64, u64)> {
     let at = position % geometry.journal_blocks;
     let first = count.min(geometry.journal_blocks - at);

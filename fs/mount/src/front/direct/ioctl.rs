@@ -1,5 +1,5 @@
-//! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories. What `READ` and `WRITE` do
-//! once they are admitted is in [`super::transfers`].
+//! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories. What
+//! `READ` and `WRITE` do is in [`super::transfers`].
 
 use std::sync::Arc;
 
@@ -24,7 +24,8 @@ impl Caller {
 }
 
 impl Front {
-    /// An ioctl with this request number and argument, called by `thread` on an open file or directory.
+    /// An ioctl with this request number and argument, called by `thread` on an open file or
+    /// directory.
     pub fn ioctl(
         self: &Arc<Self>,
         caller: Caller,
@@ -106,7 +107,8 @@ impl Front {
     }
 }
 
-/// The answer to `RESOLVE`: of what a file has from the offset on, what lies before `end` and fits.
+/// The answer to `RESOLVE`: of what a file has from the offset on, what lies before `end` and
+/// fits.
 fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: u64) -> Reply {
     let capacity = request.capacity as usize;
     let is_all = mappings.len() <= capacity;

@@ -1,6 +1,8 @@
-//! Files attached to rings: the same transfers as by ioctl, begun by the threads that serve the rings.
+//! Files attached to rings: the same transfers as by ioctl, begun by the threads that serve the
+//! rings.
 //!
-//! It guards the life of an attached file. Its application may close it, and somebody unlink it: until it is detached it counts as known to the kernel, and as open.
+//! It guards the life of an attached file. Its application may close it, and somebody unlink it:
+//! until it is detached it counts as known to the kernel, and as open.
 
 use std::sync::Arc;
 
@@ -23,8 +25,9 @@ struct Attached {
     handle: Handle,
 }
 
-/// The user and group of writes by rings: none that there is. Who submits is whoever has the ring's memory mapped, and the process that made the ring
-/// may have given up what it was then; so a write by a ring takes what anybody's does.
+/// The user and group of writes by rings: none that there is. Who submits is whoever has the
+/// ring's memory mapped, and the process that made the ring may have given up what it was then; so
+/// a write by a ring takes what anybody's does.
 const NOBODY: u32 = u32::MAX;
 
 impl Front {
@@ -52,7 +55,8 @@ impl Front {
 }
 
 impl Attached {
-    /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being removed.
+    /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being
+    /// removed.
     fn new(front: &Arc<Front>, ino: u64, handle: Handle) -> Attached {
         let known = front.lookups.look_up(ino);
         debug_assert!(known, "an open file is being removed");

@@ -1,7 +1,10 @@
-//! Lengths of files that the kernel is told by their last byte, and answers to truncations.
+//! The order of two things that the kernel is told of a file's length: its last byte after a
+//! direct write, and the answer to a truncation.
 //!
-//! It guards that the kernel is not left with a length from before a truncation: the length is read, then told, and in between the file can be made shorter. So the
-//! answer to a truncation, which says how long the file is, comes after what was being told when the file became shorter. No thread waits with it.
+//! It guards that the kernel is not left with a length from before a truncation: the length is
+//! read, then told, and in between the file can be made shorter. So the answer to a truncation,
+//! which says how long the file is, comes after what was being told when the file became shorter.
+//! No thread waits with it.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,7 +28,8 @@ struct File<A> {
     answers: Vec<(u64, A)>,
 }
 
-/// The kernel is being told a length that is read from now on, until it is given to [`Lengths::told`].
+/// The kernel is being told a length that is read from now on, until it is given to
+/// [`Lengths::told`].
 #[must_use]
 pub(crate) struct Telling {
     ino: u64,
@@ -64,7 +68,8 @@ impl<A> Lengths<A> {
         ready.into_iter().map(|(_, answer)| answer).collect()
     }
 
-    /// A file has become shorter. Returns the answer where it may be sent at once, and keeps it where not.
+    /// A file has become shorter. Returns the answer where it may be sent at once, and keeps it
+    /// where not.
     #[must_use]
     pub fn shortened(&self, ino: u64, answer: A) -> Option<A> {
         let mut files = self.files.lock();

@@ -1,7 +1,7 @@
 //! Lookup counts: which inodes the kernel knows, and when one that has lost its last name can be removed.
 //!
-//! An inode without a name works on for as long as somebody has it: the kernel counts that for us, open files and mappings
-//! included, and forgets the inode when nobody does. So every answer that gives the kernel an inode is counted *before* it is
+//! An inode without a name works on for as long as a process has it: the kernel counts that, open files and mappings included, and
+//! forgets the inode when none does. So every answer that gives the kernel an inode is counted *before* it is
 //! sent, and every forget is taken off the count.
 //!
 //! An inode is removed when it is an orphan and its count is zero, whichever comes last. Both are one entry of one table,

@@ -1,8 +1,10 @@
-//! Whether the kernel lets the mount be written to. `mount -o remount,ro` tells a FUSE daemon nothing, and what comes through the kernel stops there; a ring does not
-//! come through the kernel.
+//! The mount's read-only state: whether the kernel lets the mount be written to. `mount -o
+//! remount,ro` tells a FUSE daemon nothing, and what comes through the kernel stops there; a ring
+//! does not come through the kernel.
 //!
-//! It guards that nothing is changed by a ring once remount has returned: the mount table tells whoever polls it of each change (proc_pid_mountinfo(5)), before
-//! mount(2) returns, so that to look whether it has changed is enough, and cheap.
+//! It guards that nothing is changed by a ring once remount has returned: the mount table tells
+//! each process that polls it of a change (proc_pid_mountinfo(5)), before mount(2) returns, so
+//! that to look whether it has changed is enough, and cheap.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -13,7 +15,8 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{major, minor};
 
-/// How long the table is believed without a sign of change: a remount in another mount namespace gives none.
+/// How long the table is believed without a sign of change: a remount in another mount namespace
+/// gives none.
 const BELIEVED: Duration = Duration::from_secs(1);
 
 /// What the kernel lets be done to the mount.
@@ -56,7 +59,8 @@ impl MountState {
         assert!(set.is_ok(), "a front end is mounted once");
     }
 
-    /// Whether nothing may be written now: the kernel has the filesystem, or each mount of it in this process's namespace, read-only.
+    /// Whether nothing may be written now: the kernel has the filesystem, or each mount of it in
+    /// this process's namespace, read-only.
     pub fn is_read_only(&self) -> bool {
         let Some(dev) = self.dev.get() else { return false };
         let mut table = self.table.lock();
@@ -69,13 +73,15 @@ impl MountState {
         table.is_read_only
     }
 
-    /// Notes a write that the kernel does not see, until it is dropped. Before [`MountState::is_read_only`] is asked.
+    /// Notes a write that the kernel does not see, until it is dropped. Before
+    /// [`MountState::is_read_only`] is asked.
     pub fn unseen_write(self: &Arc<Self>) -> UnseenWrite {
         self.unseen.lock().under_way += 1;
         UnseenWrite(self.clone())
     }
 
-    /// Runs `then` when no write is under way that the kernel does not see: here, or where the last one ends. Of a mount that is read-only none is added.
+    /// Runs `then` when no write is under way that the kernel does not see: here, or where the
+    /// last one ends. Of a mount that is read-only none is added.
     pub fn after_unseen_writes(&self, then: impl FnOnce() + Send + 'static) {
         let mut unseen = self.unseen.lock();
         if unseen.under_way > 0 {

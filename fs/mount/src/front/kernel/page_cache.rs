@@ -1,14 +1,17 @@
 //! The kernel's pages of a file: what the kernel may have in its page cache.
 //!
-//! A direct transfer has the kernel write back and forget the pages that it touches, and waits for that. So it has to be known
-//! which pages those may be: no page too few, or somebody reads old bytes for ever, and few too many, since each costs a call.
+//! A direct transfer has the kernel write back and forget the pages that it touches, and waits for
+//! that. So it has to be known which pages those may be: no page too few, or somebody reads old
+//! bytes for ever, and few too many, since each costs a call.
 //!
-//! A page comes into the kernel's cache only with a read or a write that it sends for it. Either is noted when it arrives, before it
-//! is looked up what the file holds. The page is in the cache by then, locked if it is to be read, and so an invalidation that
-//! begins later finds it, waits for the answer, writes it back where it is dirty, and removes it (`invalidate_inode_pages2_range`,
-//! mm/truncate.c). When the invalidation has ended, what was noted before it began is not there any more; what was noted after
-//! that may be. (A page that a device writes to in that very moment, through memory that somebody had pinned, can stay, and the
-//! kernel tells nobody.)
+//! A page comes into the kernel's cache only with a read or a write that it sends for it. Either
+//! is noted when it arrives, before it is looked up what the file holds. The page is in the cache
+//! by then, locked if it is to be read, and so an invalidation that begins later finds it, waits
+//! for the answer, writes it back where it is dirty, and removes it
+//! (`invalidate_inode_pages2_range`, mm/truncate.c). When the invalidation has ended, what was
+//! noted before it began is not there any more; what was noted after that may be. (A page that a
+//! device writes to in that very moment, through memory that somebody had pinned, can stay, and
+//! the kernel tells nobody.)
 
 use std::ops::Range;
 
@@ -34,7 +37,8 @@ struct Invalidation {
 }
 
 impl CachedPages {
-    /// Notes that the kernel asks for bytes, or sends some. To be called before it is looked up what the file holds.
+    /// Notes that the kernel asks for bytes, or sends some. To be called before it is looked up
+    /// what the file holds.
     pub fn note(&mut self, range: Range<u64>) {
         let range = whole_pages(range);
         for invalidation in &mut self.invalidations {
@@ -52,9 +56,10 @@ impl CachedPages {
         ranges.any(|range| self.pages.touches(&range) || stored(&range))
     }
 
-    /// An invalidation of these ranges is about to begin, and before it the bytes of `stored`, inside one of them, are given to the
-    /// kernel. Returns what there is to invalidate: less than was asked for where the kernel has nothing, and more where there are
-    /// too many runs to tell apart what would be left.
+    /// An invalidation of these ranges is about to begin, and before it the bytes of `stored`,
+    /// inside one of them, are given to the kernel. Returns what there is to invalidate: less than
+    /// was asked for where the kernel has nothing, and more where there are too many runs to tell
+    /// apart what would be left.
     pub fn begin(&mut self, number: u64, mut ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> Vec<Range<u64>> {
         self.invalidations.push(Invalidation { number, gone: PageRuns::default(), stored: stored.map(whole_pages) });
         ranges.retain(|range| self.may_have(std::iter::once(range.clone())));
@@ -100,7 +105,8 @@ impl PageRuns {
         !range.is_empty() && !self.around(range, false).is_empty()
     }
 
-    /// Adds a range. Where there would be too many runs, it adds the gap to its nearest neighbour too.
+    /// Adds a range. Where there would be too many runs, it adds the gap to its nearest neighbour
+    /// too.
     fn insert(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
@@ -142,7 +148,8 @@ impl PageRuns {
         true
     }
 
-    /// The range, or with it what lies between it and the nearer end of the run around it if there is no room to keep both ends.
+    /// The range, or with it what lies between it and the nearer end of the run around it if there
+    /// is no room to keep both ends.
     fn widened(&self, range: Range<u64>) -> Range<u64> {
         let around = self.around(&range, false);
         match &self.runs[around] {
@@ -245,7 +252,8 @@ mod tests {
             (state >> 33) % limit
         };
         let mut cached = CachedPages::default();
-        // What the kernel has: pages whose read has arrived here, and such whose read is on its way.
+        // What the kernel has: pages whose read has arrived here, and such whose read is on its
+        // way.
         let (mut given, mut asked) = (vec![false; PAGES as usize], Vec::<Range<u64>>::new());
         // Invalidations, and whether the kernel has come to them.
         let mut under_way: Vec<(u64, Vec<Range<u64>>, bool)> = Vec::new();

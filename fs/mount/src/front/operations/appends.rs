@@ -21,7 +21,8 @@ impl Front {
         self.fs.append_part(ino, how.offset, data, caller.context.now).map(Some)
     }
 
-    /// Writes a fragment of an append, at once or when what goes before it is there. `done` is told where it is when the device has it.
+    /// Writes a fragment of an append, at once or when what goes before it is there. `done` is
+    /// told where it is when the device has it.
     pub(crate) fn append_fragment(
         self: &Arc<Self>,
         caller: Caller,
@@ -51,7 +52,8 @@ impl Front {
         }
     }
 
-    /// Writes a fragment that is with a worker now, on a thread that may wait for the device. `waits`: it is parked where it comes early.
+    /// Writes a fragment that is with a worker now, on a thread that may wait for the device.
+    /// `waits`: it is parked where it comes early.
     fn work_on(self: &Arc<Self>, fragment: Fragment, waits: bool) {
         let front = self.clone();
         self.general.run(move || {
@@ -76,8 +78,9 @@ impl Front {
         self.wake_parts(ino);
     }
 
-    /// Goes on with the first of the parked fragments of a file, if the end of the file has come to it. The next follow when it is written: they go behind it, also where it
-    /// goes elsewhere than the kernel believes.
+    /// Goes on with the first of the parked fragments of a file, if the end of the file has come
+    /// to it. The next follow when it is written: they go behind it, also where it goes elsewhere
+    /// than the kernel believes.
     fn wake_parts(self: &Arc<Self>, ino: u64) {
         if !self.append_order.has(ino) {
             return;

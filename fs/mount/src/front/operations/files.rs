@@ -17,7 +17,8 @@ use gpunvme_engine::data::{Filesystem, Read, system_time};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
 use gpunvme_engine::volume::SetAttributes;
 
-/// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile, and calls again.
+/// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile,
+/// and calls again.
 const COPY_MAX: u64 = 64 << 20;
 
 impl Front {
@@ -94,10 +95,12 @@ impl Front {
         let done = move |written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
             done(written.map(drop));
-            // After the answer: the caller's next bytes are on their way while the device is given these.
+            // After the answer: the caller's next bytes are on their way while the device is given
+            // these.
             front.fs.write_behind(ino);
             if let Some(last) = last.filter(|_| place != how.offset) {
-                // Answered first: until then the kernel may keep a page locked that it is to forget.
+                // Answered first: until then the kernel may keep a page locked that it is to
+                // forget.
                 front.moved(ino, how.offset..how.offset + len, place..place + len, last);
             }
         };
@@ -127,8 +130,8 @@ impl Front {
         }
     }
 
-    /// Bytes that the kernel appended are not where it believes them: has it forget them there, and tells it of the new end by the
-    /// last byte.
+    /// Bytes that the kernel appended are not where it believes them: has it forget them there,
+    /// and tells it of the new end by the last byte.
     fn moved(self: &Arc<Self>, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
         let front = self.clone();
         self.invalidations.run(move || {
@@ -191,7 +194,8 @@ impl Front {
         self.wait(move |fs| fs.sync_open(ino, handle.open()), done);
     }
 
-    /// Makes everything that was done to names durable. Of a mount that has become read-only nothing changes any more after it.
+    /// Makes everything that was done to names durable. Of a mount that has become read-only
+    /// nothing changes any more after it.
     pub fn sync_names(self: &Arc<Self>, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
         let front = self.clone();
         let commit = move || front.wait(|fs| fs.commit(), done);
@@ -238,7 +242,8 @@ impl Front {
         self.wait(move |fs| fs.seek(ino, offset, hole), done);
     }
 
-    /// Copies between files. Each place is an inode, its handle and an offset. Returns the bytes copied.
+    /// Copies between files. Each place is an inode, its handle and an offset. Returns the bytes
+    /// copied.
     pub fn copy(
         self: &Arc<Self>,
         caller: Caller,
@@ -265,8 +270,8 @@ impl Front {
         });
     }
 
-    /// Takes the set-user-id bits from a file whose content changes, and has the kernel forget the mode that it knows: by that it
-    /// executes programs.
+    /// Takes the set-user-id bits from a file whose content changes, and has the kernel forget the
+    /// mode that it knows: by that it executes programs.
     pub(crate) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
         self.stripped(ino, strip(&self.fs, caller, ino)?);
         Ok(())

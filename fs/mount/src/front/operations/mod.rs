@@ -1,4 +1,5 @@
-//! The operations that the kernel asks for. Each takes a `done` that gets the result, on whatever thread it comes.
+//! The operations that the kernel asks for. Each takes a `done` that gets the result, on whatever
+//! thread it comes.
 
 mod appends;
 mod coherence;

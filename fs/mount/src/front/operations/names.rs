@@ -1,4 +1,4 @@
-//! Operations on names and attributes.
+//! Operations on names and attributes of inodes.
 
 use std::sync::Arc;
 
@@ -24,8 +24,9 @@ pub(crate) trait Listing: Send + 'static {
 }
 
 impl Front {
-    /// The node behind a name; none where there is none. The kernel asks for `.` and `..` when all it has is a number from a file
-    /// handle, which need not be that of a directory, or of anything.
+    /// The node behind a name; none where there is none. The kernel asks for `.` and `..` when all
+    /// it has is a number from a file handle, which need not be that of a directory, or of
+    /// anything.
     pub fn lookup(
         self: &Arc<Self>,
         parent: u64,
@@ -42,7 +43,8 @@ impl Front {
                 };
                 match found {
                     Err(Fail::Error(FsError::NotFound)) => Ok(None),
-                    // Without a name and unknown to the kernel: a crash left it, nobody has it, and it is about to be removed.
+                    // Without a name and unknown to the kernel: a crash left it, nobody has it,
+                    // and it is about to be removed.
                     Ok(found) if found.inode.nlink == 0 => Ok(None),
                     found => found.map(Some),
                 }
@@ -159,10 +161,12 @@ impl Front {
 
     /// Changes attributes, the size first.
     ///
-    /// Which changes take the set-user-id bits along, the kernel says in flags that fuser 0.18 does not pass on; it follows from the
-    /// rest of the request (`fs/fuse/dir.c`, `fs/attr.c`). A new owner always does, a new size unless the caller is above that. A
-    /// request that changes nothing has two meanings. It may be chown(2) of nothing, which anybody may ask for, or come ahead of
-    /// something that takes the bits by itself ([`Front::strip`]), and so it takes them at the request of the file's owner only.
+    /// Which changes take the set-user-id bits along, the kernel says in flags that fuser 0.18
+    /// does not pass on; it follows from the rest of the request (`fs/fuse/dir.c`, `fs/attr.c`). A
+    /// new owner always does, a new size unless the caller is above that. A request that changes
+    /// nothing has two meanings. It may be chown(2) of nothing, which anybody may ask for, or come
+    /// ahead of something that takes the bits by itself ([`Front::strip`]), and so it takes them
+    /// at the request of the file's owner only.
     pub fn set_attributes(
         self: &Arc<Self>,
         caller: Caller,
@@ -183,7 +187,8 @@ impl Front {
                 set.is_empty() && uid != 0 && uid == now.inode.uid
             };
             let set = SetAttributes { bits_gone: if takes { bits } else { 0 }, ..set };
-            // What changes nothing changes the time of change, but where it would have to take bits that are not the caller's.
+            // What changes nothing changes the time of change, but where it would have to take
+            // bits that are not the caller's.
             let nothing = set.is_empty() && (size.is_some() || uid != 0 && bits != 0);
             if nothing { Ok(now) } else { fs.set_attributes(&caller.context, ino, &set) }
         };
@@ -217,8 +222,8 @@ impl Front {
         }
     }
 
-    /// Fills a listing with the entries of a directory after `cookie`. Those that come with attributes are given to the kernel,
-    /// but for `.` and `..`.
+    /// Fills a listing with the entries of a directory after `cookie`. Those that come with
+    /// attributes are given to the kernel, but for `.` and `..`.
     pub fn read_dir<L: Listing>(
         self: &Arc<Self>,
         dir: u64,
@@ -238,11 +243,13 @@ impl Front {
     }
 }
 
-/// Entries whose inodes are brought into memory together: several requests' worth, so that the device is asked rarely.
+/// Entries whose inodes are brought into memory together: several requests' worth, so that the
+/// device is asked rarely.
 const PRELOAD: usize = 1024;
 
-/// The bits that a file loses when the caller changes it: its set-user-id bit, and its set-group-id bit where its group can execute
-/// it or the caller is not in that group (`setattr_should_drop_sgid` of `fs/attr.c`).
+/// The bits that a file loses when the caller changes it: its set-user-id bit, and its
+/// set-group-id bit where its group can execute it or the caller is not in that group
+/// (`setattr_should_drop_sgid` of `fs/attr.c`).
 pub(crate) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
     let goes = |bit| bit == libc::S_ISUID || inode.mode & libc::S_IXGRP != 0 || !caller.is_in_group(inode.gid);
     let bits = [libc::S_ISUID, libc::S_ISGID].into_iter().filter(|bit| !inode.is_dir() && inode.mode & bit != 0 && goes(*bit));
@@ -274,8 +281,8 @@ impl<L: Listing> Reading<L> {
         }
     }
 
-    /// Goes on until the listing is full or the directory at its end. What comes before an error is a listing of its own: the
-    /// reader meets the error when it asks for more.
+    /// Goes on until the listing is full or the directory at its end. What comes before an error
+    /// is a listing of its own: the reader meets the error when it asks for more.
     fn fill(&mut self) -> Attempt<()> {
         match self.add_entries() {
             Err(Fail::Error(_)) if self.started => Ok(()),

@@ -1,8 +1,10 @@
-//! Operations on extended attributes: who may see which. Whether an attribute may be read, set or removed the kernel has decided before it
-//! asks, by its name and the file (`xattr_permission`), but for names that filesystems of Linux do not have.
+//! Operations on extended attributes: who may see which. Whether an attribute may be read, set or
+//! removed the kernel has decided before it asks, by its name and the file (`xattr_permission`),
+//! but for names that filesystems of Linux do not have.
 //!
-//! Volumes that earlier versions wrote may have attributes of such names, which any user could store. Root sees them, reads them and removes them; for
-//! all others they are not there, and they cannot be set.
+//! Volumes that earlier versions wrote may have attributes of such names, which any user could
+//! store. Root sees them, reads them and removes them; for all others they are not there, and they
+//! cannot be set.
 
 use std::sync::Arc;
 
@@ -31,7 +33,8 @@ impl Front {
         self.attempt(move |fs| fs.get_xattr(ino, &name), move |_, found| done(or_missing(found, missing)));
     }
 
-    /// The names of the extended attributes that the caller may see, each with a zero byte after it.
+    /// The names of the extended attributes that the caller may see, each with a zero byte after
+    /// it.
     pub fn list_xattrs(self: &Arc<Self>, caller: Caller, ino: u64, done: impl FnOnce(Result<Vec<u8>, FsError>) + Send + 'static) {
         self.attempt(move |fs| fs.list_xattrs(ino), move |_, names| done(names.map(|names| visible(&caller, names))));
     }
@@ -81,7 +84,8 @@ impl Front {
     }
 }
 
-/// What to say where there is no attribute of this name. Fails where the caller is not to learn whether there is one.
+/// What to say where there is no attribute of this name. Fails where the caller is not to learn
+/// whether there is one.
 fn missing(caller: &Caller, name: &[u8]) -> Result<FsError, FsError> {
     match check_xattr_name(name) {
         Ok(()) => Ok(FsError::NoData),
@@ -104,8 +108,9 @@ fn visible(caller: &Caller, names: Vec<u8>) -> Vec<u8> {
     each().filter(|(_, is_for_root)| !is_for_root).flat_map(|(name, _)| name).copied().collect()
 }
 
-/// Who sets the permissions of a file through its ACL and is not in its group takes its set-group-id bit (`posix_acl_update_mode`;
-/// fuser 0.18 does not pass on the kernel's word for it).
+/// Who sets the permissions of a file through its ACL and is not in its group takes its
+/// set-group-id bit (`posix_acl_update_mode`; fuser 0.18 does not pass on the kernel's word for
+/// it).
 fn drop_set_group_id(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
     let inode = fs.attributes(ino)?.inode;
     if inode.mode & libc::S_ISGID != 0 && !caller.is_in_group(inode.gid) {

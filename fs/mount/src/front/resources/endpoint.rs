@@ -1,4 +1,5 @@
-//! The daemon's end of the direct path for one mount: buffers, rings, the registration socket, and what `INFO` says of them.
+//! The daemon's end of the direct path for one mount: buffers, rings, the registration socket, and
+//! what `INFO` says of them.
 
 use std::io;
 use std::path::Path;
@@ -15,8 +16,9 @@ use super::sockets;
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_engine::data::Filesystem;
 
-/// How many threads serve rings at the most, beside so many loops. Each is busy as long as there is work, and has a queue of the device to itself, and for
-/// some devices a thread of the kernel: a quarter of what there is. With four the device has more to do than it can.
+/// How many threads serve rings at the most, beside so many loops. Each is busy as long as there
+/// is work, and has a queue of the device to itself, and for some devices a thread of the kernel:
+/// a quarter of what there is. With four the device has more to do than it can.
 pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
     (loops.min(device.max_queues as usize) / 4).clamp(1, 4)
 }
@@ -31,7 +33,8 @@ pub(crate) struct Endpoint {
 }
 
 impl Endpoint {
-    /// The direct path to a filesystem, whose device the user called `device`. Up to `serving_threads` threads serve rings.
+    /// The direct path to a filesystem, whose device the user called `device`. Up to
+    /// `serving_threads` threads serve rings.
     ///
     /// # Errors
     /// If the system has no thread or descriptor to give.

@@ -1,12 +1,14 @@
-//! The idle FUSE loops: how many of a mount's loops wait for the kernel's requests. They are few, so that they and their processors
-//! stay awake.
+//! The idle FUSE loops: how many of a mount's loops wait for the kernel's requests. They are few,
+//! so that they and their processors stay awake.
 //!
-//! The kernel gives a request to the loop that has waited longest (`fuse_dev_do_read` waits exclusively, first in, first out). With many loops and few clients
-//! each loop waits so long between two requests that its processor sleeps, and waking that takes longer than the request itself. So a loop that has done its
-//! request stands aside while others wait for the next, and the last of those calls one back when it gets one.
+//! The kernel gives a request to the loop that has waited longest (`fuse_dev_do_read` waits
+//! exclusively, first in, first out). With many loops and few clients each loop waits so long
+//! between two requests that its processor sleeps, and waking that takes longer than the request
+//! itself. So a loop that has done its request stands aside while others wait for the next, and
+//! the last of those calls one back when it gets one.
 //!
-//! It guards that no request lies there while a loop stands aside: one is called whenever no loop is known to wait, and all are when one ends, which it does
-//! only because the mount has ended.
+//! It guards that no request lies there while a loop stands aside: one is called whenever no loop
+//! is known to wait, and all are when one ends, which it does only because the mount has ended.
 
 use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
@@ -14,13 +16,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Loops that wait at the most before others stand aside. One is not enough: there are requests that their clients do not wait for, and the next one comes
-/// while they are served.
+/// Loops that wait at the most before others stand aside. One is not enough: there are requests
+/// that their clients do not wait for, and the next one comes while they are served.
 const WAITING: usize = 3;
 
 /// The loops of one mount.
 pub(crate) struct IdleLoops {
-    /// Loops that wait, of those whose last request is known to be over. (Of the others nobody can tell.)
+    /// Loops that wait, of those whose last request is known to be over. (Of the others nobody can
+    /// tell.)
     waiting: AtomicUsize,
     aside: Mutex<Aside>,
     called: Condvar,
@@ -55,13 +58,15 @@ impl IdleLoops {
         (loops > WAITING).then(idle)
     }
 
-    /// This thread, a loop, has a request. It drops what is returned when it is done with it, and may have to stand aside in that for as long as the mount is there.
+    /// This thread, a loop, has a request. It drops what is returned when it is done with it, and
+    /// may have to stand aside in that for as long as the mount is there.
     pub fn busy(self: &Arc<Self>) -> BusyLoop<'_> {
         self.leave();
         BusyLoop(self)
     }
 
-    /// This thread, a loop, has a request and does not say when it is done with it: it counts as one that waits only after the next of which it does.
+    /// This thread, a loop, has a request and does not say when it is done with it: it counts as
+    /// one that waits only after the next of which it does.
     pub fn leave(self: &Arc<Self>) {
         if self.waits(false) && self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call();
@@ -119,7 +124,8 @@ mod tests {
 
     use super::*;
 
-    /// Loops that each serve what comes through a channel of their own: a request is over when the second message comes.
+    /// Loops that each serve what comes through a channel of their own: a request is over when the
+    /// second message comes.
     struct Threads {
         loops: Vec<(mpsc::Sender<()>, JoinHandle<()>)>,
         done: mpsc::Receiver<usize>,

@@ -1,6 +1,6 @@
-//! A budget for the plans of direct transfers. A transfer of 1 GiB can be a quarter of a million commands; it is carried out in parts, and
-//! the less of the budget is left, the smaller the parts are. So no transfer waits for memory, and many transfers at once take time
-//! and not memory.
+//! A budget for the plans of direct transfers. A transfer of 1 GiB can be a quarter of a million
+//! commands; it is carried out in parts, and the less of the budget is left, the smaller the parts
+//! are. So no transfer waits for memory, and many transfers at once take time and not memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,7 +15,8 @@ const MOST: usize = 4 << 10;
 const LEAST: usize = 64;
 /// Bytes of a part of a read: between parts the device has nothing to do for some 50 us, of 10 ms.
 const READ_BYTES: u64 = 64 << 20;
-/// Blocks of a part of a write at the most and at the least. Each may be a piece; how many are, is only known when it is planned.
+/// Blocks of a part of a write at the most and at the least. Each may be a piece; how many are, is
+/// only known when it is planned.
 const WRITE_BLOCKS: std::ops::RangeInclusive<usize> = 256..=8 << 10;
 
 /// What is left.

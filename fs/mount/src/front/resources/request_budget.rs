@@ -1,5 +1,5 @@
-//! A budget for requests: bounds the memory for the bytes of requests that wait, or are on their way between the device and the kernel.
-//! Many callers at once cost time and not memory.
+//! A budget for requests: bounds the memory for the bytes of requests that wait, or are on their
+//! way between the device and the kernel. Many callers at once cost time and not memory.
 
 use std::sync::Arc;
 
@@ -24,8 +24,9 @@ impl RequestBudget {
         Arc::new(RequestBudget { limit, left: Mutex::new(limit), freed: Condvar::new() })
     }
 
-    /// Takes memory for a request, or all there is for one that is larger; waits for it. For the loops of the transport, which take
-    /// no other request meanwhile: who has memory waits for the device, and for nothing that a loop would have to do.
+    /// Takes memory for a request, or all there is for one that is larger; waits for it. For the
+    /// loops of the transport, which take no other request meanwhile: who has memory waits for the
+    /// device, and for nothing that a loop would have to do.
     pub fn take(self: &Arc<Self>, bytes: usize) -> RequestPermit {
         let bytes = bytes.min(self.limit);
         let mut left = self.left.lock();

@@ -21,7 +21,8 @@ const DIRECTORY: &str = "/run/gpunvme";
 pub(crate) fn listen(name: &str, server: Arc<Server>) -> io::Result<Listener> {
     fs::create_dir_all(DIRECTORY)?;
     let directory = Path::new(DIRECTORY);
-    // A socket that is bound and does not listen yet looks like one that was left. One daemon at a time.
+    // A socket that is bound and does not listen yet looks like one that was left. One daemon at a
+    // time.
     let lock = File::open(directory)?;
     flock(&lock, FlockOperation::LockExclusive)?;
     for left in abandoned(directory)? {

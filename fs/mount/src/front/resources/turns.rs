@@ -1,5 +1,5 @@
-//! What waits to be done, in an order that is fair: users take turns, and of each user the processes, so that a process which asks for much waits for itself. Of one
-//! process it is the order in which it came.
+//! A fair queue: users take turns, and of each user the processes, so that a process which asks
+//! for much waits for itself. Tasks of one process keep the order in which they came.
 
 use std::collections::VecDeque;
 
