@@ -1,7 +1,7 @@
 //! The data path: what is in files, between callers, the write buffer and the device.
 //!
 //! A write goes into the write buffer and is answered; its place on the device is chosen when it
-//! is written out, together with what came before and after it ([`flush`]). A read takes what is
+//! is written out, together with what came before and after it ([`write_back`]). A read takes what is
 //! in the write buffer from there, holes from nowhere, and the rest from the device, straight into
 //! the caller's buffer ([`read`]). Direct transfers of registered buffers ([`direct`]) go past the
 //! write buffer, which is written out for them first.
@@ -15,7 +15,7 @@ pub mod direct;
 mod errors;
 mod file;
 mod filesystem;
-mod flush;
+
 mod page_map;
 mod pages;
 mod place;
@@ -24,6 +24,7 @@ mod read;
 pub mod resize;
 mod wait;
 mod write;
+mod write_back;
 
 pub use errors::Open;
 pub use filesystem::{Filesystem, Inline, Options, Preloaded, Settling, Spawn, system_time};

@@ -11,10 +11,10 @@ use smallvec::SmallVec;
 
 use super::file::{File, FileState, Truncation};
 use super::filesystem::Filesystem;
-use super::flush::BATCH_PAGES;
 use super::page_map::{BufferedPages, Entry, without};
 use super::pages::Pages;
 use super::quiesce::Quiesced;
+use super::write_back::BATCH_PAGES;
 use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
