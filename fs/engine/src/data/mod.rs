@@ -15,7 +15,6 @@ pub mod direct;
 mod errors;
 mod file;
 mod filesystem;
-
 mod page_map;
 mod pages;
 mod place;
