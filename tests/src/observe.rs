@@ -89,6 +89,16 @@ impl Victim {
         self.calls.lock().count
     }
 
+    /// How long the longest call took so far, the one under way included.
+    ///
+    /// # Panics
+    /// If a call failed.
+    pub fn longest(&self) -> Duration {
+        assert!(self.thread.as_ref().is_some_and(|thread| !thread.is_finished()), "a victim's call failed");
+        let calls = self.calls.lock();
+        calls.longest.max(calls.since.elapsed())
+    }
+
     /// Ends it, and returns how long the longest call took. It fails where a call failed.
     pub fn end(mut self) -> Duration {
         self.calls.lock().end = true;

@@ -101,3 +101,92 @@ pub fn without_io_uring(command: &mut Command) -> &mut Command {
     // SAFETY: between fork and exec it makes two system calls, and touches memory of its own only.
     unsafe { command.pre_exec(install) }
 }
+
+/// Memory for the arguments of ioctls, and none behind it: what lies across its end the kernel cannot read or write.
+#[derive(Debug)]
+pub struct Arena {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+/// Bytes behind an [`Arena`] that are no memory: more than an ioctl's argument has.
+const NO_MEMORY: usize = 32 << 10;
+
+impl Arena {
+    /// Zeros, of whole pages.
+    pub fn new(len: usize) -> io::Result<Self> {
+        assert!(len.is_multiple_of(4096), "whole pages");
+        let reserved = len + NO_MEMORY;
+        // SAFETY: the kernel chooses the address, so no existing mapping is replaced; then a part of this very mapping changes.
+        let base = unsafe {
+            let base = rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved, ProtFlags::empty(), MapFlags::PRIVATE)?;
+            rustix::mm::mprotect(base, len, rustix::mm::MprotectFlags::READ | rustix::mm::MprotectFlags::WRITE)?;
+            base
+        };
+        Ok(Self { base: NonNull::new(base.cast()).ok_or(io::ErrorKind::InvalidData)?, len })
+    }
+
+    /// Bytes of memory.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies in as many of the bytes as there is memory for at `offset`.
+    pub fn put(&mut self, offset: usize, bytes: &[u8]) {
+        let len = bytes.len().min(self.len.saturating_sub(offset));
+        // SAFETY: `offset + len` is inside the memory where `len` is not 0, and it is borrowed by nobody else.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(offset.min(self.len)), len) };
+    }
+
+    /// Sends an ioctl whose argument begins at `offset`, which may lie up to a page behind the memory.
+    ///
+    /// # Errors
+    /// The ioctl's errno.
+    pub fn ioctl(&mut self, fd: BorrowedFd<'_>, command: u32, offset: usize) -> io::Result<i32> {
+        assert!(offset <= self.len + 4096, "an argument in this arena");
+        // SAFETY: a command says a size of less than 16 KiB, so that all that the kernel reads or writes is in this mapping.
+        let result = unsafe { libc::ioctl(fd.as_raw_fd(), command.into(), self.base.as_ptr().add(offset)) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this object's own, and nothing borrowed from it outlives it.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len + NO_MEMORY) };
+    }
+}
+
+/// Sends an ioctl whose argument is at an address where a program has no memory: the first page, or the kernel's half.
+///
+/// # Errors
+/// The ioctl's errno.
+pub fn ioctl_nowhere(fd: BorrowedFd<'_>, command: u32, address: usize) -> io::Result<i32> {
+    assert!(address < 4096 || address > isize::MAX as usize, "{address:#x} may be memory");
+    // SAFETY: the kernel can neither read nor write there for this process.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), command.into(), address) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// Has a signal that does nothing come again and again, so that system calls that wait are interrupted.
+///
+/// # Errors
+/// Those of sigaction(2) and setitimer(2).
+pub fn interrupt_every(microseconds: u32) -> io::Result<()> {
+    extern "C" fn nothing(_: libc::c_int) {}
+    let time = libc::timeval { tv_sec: 0, tv_usec: microseconds.into() };
+    let timer = libc::itimerval { it_interval: time, it_value: time };
+    // SAFETY: the handler does nothing, and the structures live during the calls.
+    let result = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as libc::sighandler_t;
+        libc::sigaction(libc::SIGALRM, &raw const action, std::ptr::null_mut())
+            | libc::setitimer(libc::ITIMER_REAL, &raw const timer, std::ptr::null_mut())
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -3,6 +3,7 @@
 //! The modules go by what is attacked. An attack is a function in the table of its module (`attacks!`), which a test begins by name
 //! ([`gpunvme_tests::attack`]); what it did to the daemon and to a victim, [`gpunvme_tests::observe`] tells.
 
+mod fuzz;
 mod ownership;
 mod registration;
 mod rings;
@@ -12,5 +13,5 @@ mod stubborn;
 #[test]
 #[ignore = "the other end of the tests beside it"]
 fn attacker() {
-    gpunvme_tests::attack::carry_out(&[ownership::ATTACKS, registration::ATTACKS, rings::ATTACKS]);
+    gpunvme_tests::attack::carry_out(&[fuzz::ATTACKS, ownership::ATTACKS, registration::ATTACKS, rings::ATTACKS]);
 }

@@ -30,7 +30,7 @@ pub const ATTACKS: &[(&str, Attack)] =
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A connection to a mount's registration socket, where it is listened to.
-fn try_connect(path: &str, patience: Duration) -> rustix::io::Result<OwnedFd> {
+pub fn try_connect(path: &str, patience: Duration) -> rustix::io::Result<OwnedFd> {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None)?;
     for what in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
         sockopt::set_socket_timeout(&socket, what, Some(patience))?;
@@ -43,14 +43,14 @@ fn connect(path: &str) -> OwnedFd {
     try_connect(path, PATIENCE).expect("the daemon listens")
 }
 
-fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd]) -> rustix::io::Result<usize> {
+pub fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd]) -> rustix::io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
     rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
 }
 
-fn message(command: Command, argument: &[u8]) -> Vec<u8> {
+pub fn message(command: Command, argument: &[u8]) -> Vec<u8> {
     [Message { request: command.request(0), status: 0 }.as_bytes(), argument].concat()
 }
 
