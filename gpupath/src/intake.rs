@@ -20,7 +20,7 @@ const WAITING: usize = 256;
 /// Threads of a user of which none came to an end for so long are taken for stuck.
 const STUCK: Duration = Duration::from_secs(2);
 /// How long a thread waits for another task before it ends.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 /// How often it is looked whether a task that waits has become hopeless.
 const LOOK: Duration = Duration::from_millis(500);
 

@@ -15,6 +15,8 @@ use gpunvme_blockdev::OpenMode;
 
 /// Deepest stack of devices that is looked through.
 const MAX_DEPTH: usize = 8;
+/// Where sysfs has a folder for each block device, by its number.
+const DEVICES: &str = "/sys/dev/block";
 /// The unit of sizes in sysfs.
 const SECTOR: u64 = 512;
 
@@ -65,7 +67,7 @@ pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
         }
         let Some(number) = number_of(&entry.path()).filter(|number| !own.members.contains(number)) else { continue };
         let mut other = Stack::default();
-        other.add(number, 0..u64::MAX, 0);
+        other.add(Path::new(DEVICES), number, 0..u64::MAX, 0);
         if own.overlaps(&other) {
             let node = Path::new("/dev").join(entry.file_name());
             match is_file {
@@ -76,9 +78,9 @@ pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
         }
     }
     own.unclaimed.iter().find_map(|part| match part.medium {
-        Medium::Disk(number) => node_of(number).filter(|node| is_claimed(node)).map(Rival::InUse),
+        Medium::Disk(number) => node_of(&sysfs(number)).filter(|node| is_claimed(node)).map(Rival::InUse),
         Medium::File(..) => own.members.iter().find_map(|member| {
-            let path = backing_path(*member)?;
+            let path = backing_path(&sysfs(*member))?;
             let file = File::open(&path).ok().filter(|file| Medium::of(file) == Some(part.medium))?;
             is_locked(&file, mode, &part.bytes).then_some(Rival::InUse(path))
         }),
@@ -88,7 +90,7 @@ pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
 /// The image file or block device below the loop device `path`, by the kernel's name for it.
 pub fn backing_file(path: &Path) -> Option<PathBuf> {
     let status = fs::metadata(path).ok().filter(|status| status.file_type().is_block_device())?;
-    backing_path(status.rdev())
+    backing_path(&sysfs(status.rdev()))
 }
 
 /// Whether a file is locked by a reader or a writer. Block devices are not: there is one user of each, reader or writer.
@@ -102,7 +104,7 @@ impl Stack {
         let status = fs::metadata(path).ok()?;
         let mut stack = Stack::default();
         if status.file_type().is_block_device() {
-            stack.add(status.rdev(), 0..u64::MAX, 0);
+            stack.add(Path::new(DEVICES), status.rdev(), 0..u64::MAX, 0);
         } else {
             let medium = Medium::File(status.dev(), status.ino());
             stack.parts.push(Part { medium, bytes: 0..u64::MAX });
@@ -110,10 +112,10 @@ impl Stack {
         Some(stack)
     }
 
-    /// Adds a range of a block device, and what is below it.
-    fn add(&mut self, number: u64, bytes: Range<u64>, depth: usize) {
+    /// Adds a range of a block device, and what is below it. `devices` has a folder for each device.
+    fn add(&mut self, devices: &Path, number: u64, bytes: Range<u64>, depth: usize) {
         self.members.insert(number);
-        let sysfs = sysfs(number);
+        let sysfs = folder(devices, number);
         let attribute = |name: &str| fs::read_to_string(sysfs.join(name)).ok()?.trim().parse::<u64>().ok();
         if depth == MAX_DEPTH {
             return;
@@ -122,13 +124,13 @@ impl Stack {
             && let Some(disk) = fs::canonicalize(&sysfs).ok().and_then(|path| number_of(path.parent()?))
         {
             let size = attribute("size").map_or(u64::MAX, |size| size.saturating_mul(SECTOR));
-            return self.add(disk, within(&bytes, start.saturating_mul(SECTOR), size), depth + 1);
+            return self.add(devices, disk, within(&bytes, start.saturating_mul(SECTOR), size), depth + 1);
         }
-        if let Some(below) = LoopBacking::of(number, &sysfs) {
+        if let Some(below) = LoopBacking::of(&sysfs) {
             let bytes = within(&bytes, below.offset, below.limit);
             self.unclaimed.push(Part { medium: below.medium, bytes: bytes.clone() });
             return match below.medium {
-                Medium::Disk(number) => self.add(number, bytes, depth + 1),
+                Medium::Disk(number) => self.add(devices, number, bytes, depth + 1),
                 Medium::File(..) => self.parts.push(Part { medium: below.medium, bytes }),
             };
         }
@@ -139,7 +141,7 @@ impl Stack {
             self.parts.push(Part { medium: Medium::Disk(number), bytes });
         }
         for slave in slaves {
-            self.add(slave, 0..u64::MAX, depth + 1);
+            self.add(devices, slave, 0..u64::MAX, depth + 1);
         }
     }
 
@@ -180,10 +182,10 @@ struct LoopBacking {
 
 impl LoopBacking {
     /// `None` for what is no loop device, or one that has nothing.
-    fn of(number: u64, sysfs: &Path) -> Option<LoopBacking> {
+    fn of(sysfs: &Path) -> Option<LoopBacking> {
         let attribute = |name: &str| fs::read_to_string(sysfs.join("loop").join(name)).ok()?.trim().parse::<u64>().ok();
-        let path = backing_path(number)?;
-        let medium = match node_of(number).and_then(|node| File::open(node).ok()).and_then(|device| loop_status(&device)) {
+        let path = backing_path(sysfs)?;
+        let medium = match node_of(sysfs).and_then(|node| File::open(node).ok()).and_then(|device| loop_status(&device)) {
             Some(status) if status.rdev != 0 => Medium::Disk(status.rdev),
             Some(status) => Medium::File(status.device, status.inode),
             // Without the device, its name has to do.
@@ -237,7 +239,11 @@ fn is_claimed(node: &Path) -> bool {
 }
 
 fn sysfs(number: u64) -> PathBuf {
-    format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number)).into()
+    folder(Path::new(DEVICES), number)
+}
+
+fn folder(devices: &Path, number: u64) -> PathBuf {
+    devices.join(format!("{}:{}", rustix::fs::major(number), rustix::fs::minor(number)))
 }
 
 /// The number of the device that a folder of sysfs is about.
@@ -247,15 +253,15 @@ fn number_of(sysfs: &Path) -> Option<u64> {
     Some(rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// The device's file.
-fn node_of(number: u64) -> Option<PathBuf> {
-    let event = fs::read_to_string(sysfs(number).join("uevent")).ok()?;
+/// The file of the device that a folder of sysfs is about.
+fn node_of(sysfs: &Path) -> Option<PathBuf> {
+    let event = fs::read_to_string(sysfs.join("uevent")).ok()?;
     let name = event.lines().find_map(|line| line.strip_prefix("DEVNAME="))?;
     Some(Path::new("/dev").join(name))
 }
 
-fn backing_path(number: u64) -> Option<PathBuf> {
-    let text = fs::read_to_string(sysfs(number).join("loop/backing_file")).ok()?;
+fn backing_path(sysfs: &Path) -> Option<PathBuf> {
+    let text = fs::read_to_string(sysfs.join("loop/backing_file")).ok()?;
     Some(PathBuf::from(text.trim_end_matches('\n')))
 }
 
@@ -352,5 +358,91 @@ mod tests {
         assert_eq!(rival(&over.0, OpenMode::ReadWrite), Some(Rival::InUse(image.path().canonicalize().unwrap())));
         assert_eq!(rival(&over.0, OpenMode::ReadOnly), None);
         drop(device);
+    }
+
+    /// A partition of a loop device, taken away when it is dropped.
+    struct Partition<'a> {
+        disk: &'a Loop,
+        node: PathBuf,
+    }
+
+    impl<'a> Partition<'a> {
+        /// The first one, of these sectors. `None`, said aloud, where the kernel makes none.
+        fn of(disk: &'a Loop, sectors: Range<u64>) -> Option<Partition<'a>> {
+            let [first, count] = [sectors.start, sectors.end - sectors.start].map(|number| number.to_string());
+            let made = Command::new("addpart").arg(&disk.0).args(["1", &first, &count]).status();
+            let node = PathBuf::from(format!("{}p1", disk.0.display()));
+            if !made.is_ok_and(|status| status.success()) {
+                eprintln!("no partition of a loop device can be had here");
+                return None;
+            }
+            Some(Partition { disk, node })
+        }
+    }
+
+    impl Drop for Partition<'_> {
+        fn drop(&mut self) {
+            assert!(Command::new("delpart").arg(&self.disk.0).arg("1").status().unwrap().success());
+        }
+    }
+
+    #[test]
+    fn a_partition_is_the_part_of_its_disk_that_it_says() {
+        let image = image();
+        let Some(disk) = Loop::over(image.path(), &[]) else { return };
+        let Some(partition) = Partition::of(&disk, 2048..4096) else { return };
+        let same = Loop::over(image.path(), &["--offset", "1048576", "--sizelimit", "1048576"]);
+        let behind = Loop::over(image.path(), &["--offset", "2097152"]);
+        let (Some(same), Some(behind)) = (same, behind) else { return };
+        assert_eq!(rival(&partition.node, OpenMode::ReadWrite), None, "no other is in use");
+        let used = claim(&behind.0);
+        assert_eq!(rival(&partition.node, OpenMode::ReadWrite), None, "what lies behind it is another's");
+        drop(used);
+        let used = claim(&same.0);
+        assert_eq!(rival(&partition.node, OpenMode::ReadWrite), Some(Rival::InUse(same.0.clone())));
+        drop(used);
+        // The kernel takes a partition's user for its disk's.
+        let _used = claim(&partition.node);
+        assert_eq!(rival(&same.0, OpenMode::ReadWrite), Some(Rival::InUse(disk.0.clone())));
+    }
+
+    /// What the kernel shows of a RAID: md0 of dm-0, which has a partition of sda below it, and of sdb.
+    #[test]
+    fn what_device_mapper_and_raid_are_made_of_is_found_in_sysfs() {
+        let tree = tempfile::tempdir().unwrap();
+        let devices = tree.path().join("dev/block");
+        fs::create_dir_all(&devices).unwrap();
+        let make = |place: &str, number: (u32, u32), attributes: &[(&str, &str)], slaves: &[&str]| {
+            let folder = tree.path().join("devices").join(place);
+            fs::create_dir_all(folder.join("slaves")).unwrap();
+            let name = format!("{}:{}", number.0, number.1);
+            fs::write(folder.join("dev"), format!("{name}\n")).unwrap();
+            attributes.iter().for_each(|(name, value)| fs::write(folder.join(name), format!("{value}\n")).unwrap());
+            for slave in slaves {
+                let target = tree.path().join("devices").join(slave);
+                std::os::unix::fs::symlink(&target, folder.join("slaves").join(target.file_name().unwrap())).unwrap();
+            }
+            std::os::unix::fs::symlink(folder, devices.join(name)).unwrap();
+            rustix::fs::makedev(number.0, number.1)
+        };
+        let sda = make("sda", (8, 0), &[("size", "1000000")], &[]);
+        let sda1 = make("sda/sda1", (8, 1), &[("partition", "1"), ("start", "2048"), ("size", "4096")], &[]);
+        let sda2 = make("sda/sda2", (8, 2), &[("partition", "2"), ("start", "6144"), ("size", "4096")], &[]);
+        let sdb = make("sdb", (8, 16), &[("size", "1000000")], &[]);
+        let mapped = make("virtual/dm-0", (253, 0), &[], &["sda/sda1"]);
+        let raid = make("virtual/md0", (9, 0), &[], &["virtual/dm-0", "sdb"]);
+        let stack = |number| {
+            let mut stack = Stack::default();
+            stack.add(&devices, number, 0..u64::MAX, 0);
+            stack
+        };
+        let all = stack(raid);
+        assert_eq!(all.members, BTreeSet::from([sda, sda1, sdb, mapped, raid]));
+        let of_sda = Part { medium: Medium::Disk(sda), bytes: 2048 * SECTOR..(2048 + 4096) * SECTOR };
+        let of_sdb = Part { medium: Medium::Disk(sdb), bytes: 0..u64::MAX };
+        assert!(all.parts.len() == 2 && [&of_sda, &of_sdb].iter().all(|part| all.parts.contains(part)), "{:?}", all.parts);
+        assert_eq!(stack(mapped).parts, [of_sda]);
+        assert!(stack(sda2).overlaps(&stack(sda)) && all.overlaps(&stack(sda)));
+        assert!(!stack(sda2).overlaps(&all), "another partition of the same disk");
     }
 }

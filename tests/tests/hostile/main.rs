@@ -8,10 +8,19 @@ mod ownership;
 mod registration;
 mod rings;
 mod stubborn;
+mod transfers;
+mod victim;
 
 /// Not a test: what [`gpunvme_tests::attack::UnderWay::begin`] runs.
 #[test]
 #[ignore = "the other end of the tests beside it"]
 fn attacker() {
-    gpunvme_tests::attack::carry_out(&[fuzz::ATTACKS, ownership::ATTACKS, registration::ATTACKS, rings::ATTACKS]);
+    gpunvme_tests::attack::carry_out(&[
+        fuzz::ATTACKS,
+        ownership::ATTACKS,
+        registration::ATTACKS,
+        rings::ATTACKS,
+        transfers::ATTACKS,
+        victim::ATTACKS,
+    ]);
 }

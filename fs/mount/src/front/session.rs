@@ -10,6 +10,7 @@ use super::append_order::AppendOrder;
 use super::fuse;
 use super::housekeeping::Housekeeping;
 use super::kernel::{Lengths, Lookups, MountState};
+use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::{Endpoint, serving_threads};
 use super::resources::request_budget::RequestBudget;
 use super::resources::workers::Workers;
@@ -44,6 +45,7 @@ impl Session {
     /// The kernel and this program have no protocol in common, or the system has not got the threads.
     pub fn start(fs: Arc<Filesystem>, connection: OwnedFd, settings: &Settings) -> io::Result<Session> {
         let serving_threads = serving_threads(settings.loops, fs.volume().device().geometry());
+        let transfers = Workers::new("transfers", TRANSFER_THREADS)?;
         let front = Arc::new(Front {
             lookups: Lookups::default(),
             lengths: Lengths::default(),
@@ -51,7 +53,8 @@ impl Session {
             append_order: AppendOrder::new(PARKED),
             general: Workers::new("worker", GENERAL_THREADS)?,
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
-            transfers: Workers::new("transfers", TRANSFER_THREADS)?,
+            device_shares: DeviceShares::new(transfers.clone()),
+            transfers,
             plan_budget: Arc::default(),
             direct: Endpoint::new(&fs, &settings.device, serving_threads)?,
             mount_state: MountState::new()?,

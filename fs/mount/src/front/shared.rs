@@ -7,6 +7,7 @@ use gpunvme_engine::error::{Attempt, Fail, FsError};
 
 use super::append_order::AppendOrder;
 use super::kernel::{KernelCache, Lengths, Lookups, MountState};
+use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
 use super::resources::plan_budget::PlanBudget;
 use super::resources::request_budget::RequestBudget;
@@ -22,6 +23,7 @@ pub(crate) struct Front {
     pub(crate) general: Arc<Workers>,
     pub(crate) invalidations: Arc<Workers>,
     pub(crate) transfers: Arc<Workers>,
+    pub(crate) device_shares: Arc<DeviceShares>,
     pub(crate) plan_budget: Arc<PlanBudget>,
     pub(crate) direct: Endpoint,
     pub(crate) mount_state: Arc<MountState>,

@@ -5,8 +5,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
-use gpunvme_gpupath::abi::ring::{Attach, Detach};
-use gpunvme_gpupath::abi::{Command, Register, Resolve, Segment, Transfer, Unregister};
+use gpunvme_abi::ring::{Attach, Detach};
+use gpunvme_abi::{Command, Register, Resolve, Segment, Transfer, Unregister};
 use gpunvme_tests::attack::Attacker;
 use gpunvme_tests::direct::{Buffer, call_plain, memfd};
 use gpunvme_tests::random::Random;
@@ -46,7 +46,7 @@ impl Ioctls {
         let with = |flags: OFlags| OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(&path).unwrap();
         let files = vec![
             own.try_clone().unwrap(),
-            File::open(attacker.path(super::victim::FILE)).unwrap(),
+            File::open(attacker.path(crate::victim::FILE)).unwrap(),
             OpenOptions::new().append(true).open(&path).unwrap(),
             with(OFlags::DIRECT),
             with(OFlags::PATH),

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use gpunvme_gpupath::abi::{Command, Register, Unregister, get_text};
+use gpunvme_abi::{Command, Register, Unregister, get_text};
 use gpunvme_tests::attack::Attacker;
 use gpunvme_tests::direct::info;
 use gpunvme_tests::random::Random;

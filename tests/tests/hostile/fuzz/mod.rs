@@ -5,26 +5,23 @@ mod descriptors;
 mod ioctls;
 mod messages;
 mod ring_memory;
-mod victim;
-
-use std::fs;
-use std::os::unix::fs::{PermissionsExt, chown};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, STRANGER, UnderWay};
+use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, UnderWay};
 use gpunvme_tests::observe::Figures;
 use gpunvme_tests::random::Random;
-use gpunvme_tests::{attacks, needs_mount, tree};
+use gpunvme_tests::{attacks, needs_mount};
 
 use ioctls::fuzz_ioctls;
 use messages::fuzz_messages;
 use ring_memory::fuzz_ring_memory;
-use victim::{Latencies, be_a_victim};
 
-pub const ATTACKS: &[(&str, Attack)] = attacks![fuzz_ioctls, fuzz_messages, fuzz_ring_memory, be_a_victim];
+use crate::victim::{self, Latencies};
+
+pub const ATTACKS: &[(&str, Attack)] = attacks![fuzz_ioctls, fuzz_messages, fuzz_ring_memory];
 
 /// How long any call may take, a victim's or an attacker's own. One that hangs takes for ever.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -132,11 +129,7 @@ fn whatever_users_send_the_daemon_lives_and_others_are_served() {
     let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(0));
 
     let volume = attack::volume("");
-    fs::write(volume.path(victim::FILE), tree::pattern(1, victim::LEN)).unwrap();
-    chown(volume.path(victim::FILE), Some(STRANGER), Some(STRANGER)).unwrap();
-    fs::set_permissions(volume.path(victim::FILE), PermissionsExt::from_mode(0o644)).unwrap();
-    let mut victim = UnderWay::begin(&volume, STRANGER, "be_a_victim");
-    let names = victim.hear();
+    let (mut victim, names) = victim::begin(&volume);
     thread::sleep(Duration::from_secs(1));
     let before = Figures::of(volume.daemon());
     let mut longest = Latencies::default();

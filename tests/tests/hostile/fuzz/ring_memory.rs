@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use gpunvme_gpupath::abi::Command;
-use gpunvme_gpupath::abi::ring::{ASLEEP, Attach, Detach, Ring, Submission, Word, ring_bytes};
-use gpunvme_gpupath::ring::RingMemory;
+use gpunvme_abi::Command;
+use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::ring::{ASLEEP, Attach, Detach, Ring, Submission, Word, ring_bytes};
 use gpunvme_tests::attack::Attacker;
 use gpunvme_tests::direct::{Buffer, call_plain, memfd};
 use gpunvme_tests::random::Random;
@@ -37,7 +37,7 @@ pub fn fuzz_ring_memory(attacker: &mut Attacker) {
     let path = attacker.path(format!("ring-{}", std::process::id()));
     let own = OpenOptions::new().read(true).write(true).create(true).truncate(true).open(path).unwrap();
     own.set_len(MIB).unwrap();
-    let files = [own.try_clone().unwrap(), File::open(attacker.path(super::victim::FILE)).unwrap(), attacker.root()];
+    let files = [own.try_clone().unwrap(), File::open(attacker.path(crate::victim::FILE)).unwrap(), attacker.root()];
     let buffer = Buffer::of(memfd(MIB), &own, MIB).expect("a user has a share");
     let mut rings: Vec<Made> = Vec::new();
     let scribbled = begin_scribbling();

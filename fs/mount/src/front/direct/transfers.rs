@@ -24,6 +24,7 @@ use smallvec::SmallVec;
 use crate::front::caller::Caller;
 use crate::front::handles::Handle;
 use crate::front::operations::files::strip_unless_privileged;
+use crate::front::resources::device_shares::InFlight;
 use crate::front::resources::plan_budget::PlanPermit;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
@@ -83,6 +84,8 @@ struct Read<D> {
     transfer: Transfer,
     at: Position,
     outcome: Outcome,
+    /// Of the part under way.
+    in_flight: Option<InFlight>,
     done: D,
 }
 
@@ -95,6 +98,8 @@ struct Write<D> {
     written: Written,
     /// The segment in which the writer's limit of file sizes ends it.
     cut: Option<u32>,
+    /// Of the part under way.
+    in_flight: Option<InFlight>,
     done: D,
 }
 
@@ -112,6 +117,17 @@ impl Transfer {
     fn owner(&self) -> Owner {
         let of_caller = || Owner { user: self.caller.context.uid, process: limits::process_of(self.caller.thread) };
         self.owner.unwrap_or_else(of_caller)
+    }
+
+    /// The user and the thread of an ioctl. What is from rings is shared out where they are served.
+    fn caller_of_ioctl(&self) -> Option<(u32, u32)> {
+        self.owner.is_none().then_some((self.caller.context.uid, self.caller.thread))
+    }
+
+    /// Bytes of it from a place on.
+    fn bytes_from(&self, at: Position) -> u64 {
+        let left = self.request.segments.iter().skip(at.segment).map(|segment| segment.len).sum::<u64>();
+        left.saturating_sub(at.done)
     }
 
     /// The ranges of the file that it is about.
@@ -185,13 +201,47 @@ impl Front {
         }
         self.written_back(transfer.ino, ranges.into_iter(), move || match transfer.direction {
             Direction::Read => {
-                front.direct_read(Read { transfer, at: Position::default(), outcome: Outcome::default(), done });
+                let (at, outcome) = (Position::default(), Outcome::default());
+                front.next_read(Read { transfer, at, outcome, in_flight: None, done });
             }
             Direction::Write => {
+                let (at, outcome) = (Position::default(), Outcome::default());
                 let written = Written { in_place: true, shown: false };
-                front.write_part(Write { transfer, at: Position::default(), outcome: Outcome::default(), written, cut, done });
+                front.next_write(Write { transfer, at, outcome, written, cut, in_flight: None, done });
             }
         });
+    }
+
+    /// Reads the next part when its user may have it in flight.
+    fn next_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, mut read: Read<D>) {
+        let Some((user, thread)) = read.transfer.caller_of_ioctl() else { return self.direct_read(read) };
+        let bytes = read.transfer.bytes_from(read.at).min(self.plan_budget.read_bounds().bytes);
+        let front = self.clone();
+        self.device_shares.begin(
+            user,
+            || limits::process_of(thread),
+            bytes,
+            move |in_flight| {
+                read.in_flight = Some(in_flight);
+                front.direct_read(read);
+            },
+        );
+    }
+
+    /// As [`Front::next_read`], of a write.
+    fn next_write<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, mut write: Write<D>) {
+        let Some((user, thread)) = write.transfer.caller_of_ioctl() else { return self.write_part(write) };
+        let bytes = write.transfer.bytes_from(write.at).min(self.plan_budget.write_bytes());
+        let front = self.clone();
+        self.device_shares.begin(
+            user,
+            || limits::process_of(thread),
+            bytes,
+            move |in_flight| {
+                write.in_flight = Some(in_flight);
+                front.write_part(write);
+            },
+        );
     }
 
     /// Reads a part, and goes on with the next.
@@ -264,13 +314,14 @@ impl Front {
 
     /// A part of a read is over: goes on with the one that begins at `next`, or answers.
     fn end_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, read: Read<D>, outcome: Outcome, next: Option<Position>) {
-        let Read { transfer, outcome: before, done, .. } = read;
+        let Read { transfer, outcome: before, in_flight, done, .. } = read;
+        drop(in_flight);
         let outcome = before.then(outcome, 0);
         match next {
             Some(at) if outcome.status == 0 => {
                 let front = self.clone();
-                let read = Read { transfer, at, outcome, done };
-                self.transfers.run_for(read.transfer.owner(), move || front.direct_read(read));
+                let read = Read { transfer, at, outcome, in_flight: None, done };
+                self.transfers.run_for(read.transfer.owner(), move || front.next_read(read));
             }
             _ => self.answer(transfer, &outcome, done),
         }
@@ -345,7 +396,8 @@ impl Front {
         outcome: Outcome,
         written: Option<Written>,
     ) {
-        let Write { transfer, at, outcome: before, written: Written { in_place, shown }, cut, done } = write;
+        let Write { transfer, at, outcome: before, written: Written { in_place, shown }, cut, in_flight, done } = write;
+        drop(in_flight);
         let mut outcome = before.then(outcome, at.segment as u32);
         let written = Written {
             in_place: in_place && written.is_some_and(|w| w.in_place),
@@ -353,8 +405,8 @@ impl Front {
         };
         if outcome.status == 0 && next.segment < transfer.request.segments.len() {
             let front = self.clone();
-            let write = Write { transfer, at: next, outcome, written, cut, done };
-            return self.transfers.run_for(write.transfer.owner(), move || front.write_part(write));
+            let write = Write { transfer, at: next, outcome, written, cut, in_flight: None, done };
+            return self.transfers.run_for(write.transfer.owner(), move || front.next_write(write));
         }
         if outcome.status == 0 && cut.is_some() {
             (outcome.status, outcome.failed_segment) = (libc::EFBIG, cut);

@@ -1,5 +1,6 @@
 //! What the operations of one mount use up, and have to share: threads, memory, and the daemon's end of the direct path.
 
+pub(super) mod device_shares;
 pub(super) mod endpoint;
 pub(super) mod idle_loops;
 pub(super) mod plan_budget;

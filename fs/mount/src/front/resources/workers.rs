@@ -12,7 +12,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -20,8 +20,8 @@ use super::turns::{Owner, Turns};
 use crate::front::messages;
 use gpunvme_engine::data::Spawn;
 
-/// How long a thread beyond the first waits for another task before it ends.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long threads that have nothing to do stay.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 
 type Task = Box<dyn FnOnce() + Send>;
 
@@ -45,6 +45,11 @@ struct State {
     tasks: Turns<Task>,
     threads: usize,
     idle: usize,
+    /// The fewest that were idle at a time since `since`.
+    least_idle: usize,
+    since: Option<Instant>,
+    /// Threads to end: so many had nothing to do for a while, whichever they were.
+    surplus: usize,
     ending: bool,
 }
 
@@ -61,7 +66,8 @@ impl Workers {
         Ok(Arc::new(workers))
     }
 
-    /// Runs a task on a thread of the pool, in the order in which tasks come as long as there are fewer threads than tasks.
+    /// Runs a task on a thread of the pool, in the order in which tasks come as long as there are
+    /// fewer threads than tasks.
     pub fn run(&self, task: impl FnOnce() + Send + 'static) {
         self.spawn(Box::new(task));
     }
@@ -122,7 +128,8 @@ impl Shared {
         loop {
             if let Some(task) = state.tasks.pop() {
                 drop(state);
-                // What a task that panics was doing to the volume is unknown: nothing of it may reach the device.
+                // What a task that panics was doing to the volume is unknown: nothing of it may
+                // reach the device.
                 if catch_unwind(AssertUnwindSafe(task)).is_err() {
                     std::process::abort();
                 }
@@ -132,15 +139,30 @@ impl Shared {
             if state.ending {
                 break;
             }
-            state.idle += 1;
-            let late = self.work.wait_for(&mut state, IDLE_TIMEOUT).timed_out();
-            state.idle -= 1;
-            if late && state.tasks.is_empty() && state.threads > 1 {
+            if state.is_surplus() {
                 break;
             }
+            state.idle += 1;
+            self.work.wait_for(&mut state, IDLE_TIMEOUT);
+            state.idle -= 1;
+            state.least_idle = state.least_idle.min(state.idle);
         }
         state.threads -= 1;
         self.left.notify_all();
+    }
+}
+
+impl State {
+    /// Whether a thread that has nothing to do ends. Threads take tasks in turns, so that none is
+    /// idle for long where there is a task now and then: what counts is how many were not needed.
+    fn is_surplus(&mut self) -> bool {
+        let since = *self.since.get_or_insert_with(Instant::now);
+        if since.elapsed() > IDLE_TIMEOUT {
+            (self.surplus, self.least_idle, self.since) = (self.least_idle, self.idle, Some(Instant::now()));
+        }
+        let ends = self.surplus > 0 && self.threads > 1;
+        self.surplus -= usize::from(ends);
+        ends
     }
 }
 
@@ -165,6 +187,26 @@ mod tests {
         }
         for _ in 0..3 {
             receiver.recv_timeout(Duration::from_secs(10)).unwrap();
+        }
+    }
+
+    /// A task now and then keeps one thread, and not all that there once were.
+    #[test]
+    fn threads_that_are_not_needed_end() {
+        const MANY: usize = 20;
+        let workers = Workers::new("test", MANY).unwrap();
+        let barrier = Arc::new(std::sync::Barrier::new(MANY));
+        for _ in 0..MANY {
+            let barrier = barrier.clone();
+            workers.run(move || {
+                barrier.wait();
+            });
+        }
+        let since = Instant::now();
+        while workers.shared.state.lock().threads > 3 {
+            assert!(since.elapsed() < 5 * IDLE_TIMEOUT, "{} threads stay", workers.shared.state.lock().threads);
+            thread::sleep(Duration::from_millis(20));
+            workers.run(|| {});
         }
     }
 

@@ -1,21 +1,24 @@
 //! A user who works on a mount while others attack it: reads by ioctl and by a ring, and a write that is synced, again and again.
 
 use std::fmt;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, PermissionsExt, chown};
 use std::str::FromStr;
 use std::time::Duration;
 
 use gpunvme::{Mount, Operation, Ring};
-use gpunvme_tests::attack::Attacker;
+use gpunvme_tests::attack::{Attack, Attacker, STRANGER, UnderWay};
 use gpunvme_tests::direct::Buffer;
+use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::observe::Victim;
 use gpunvme_tests::rings::{attach, bytes_of, shared, wait_for};
-use gpunvme_tests::tree;
+use gpunvme_tests::{attacks, tree};
+
+pub const ATTACKS: &[(&str, Attack)] = attacks![be_a_victim];
 
 /// The file that it reads, which others may read, and its length.
 pub const FILE: &str = "victim";
-pub const LEN: usize = 1 << 20;
+const LEN: usize = 1 << 20;
 const BLOCK: u64 = 4096;
 
 /// How often each of its calls was answered, and how long the longest took, in milliseconds.
@@ -53,8 +56,17 @@ impl FromStr for Latencies {
     }
 }
 
-/// Says the names of its buffer and its ring's buffer, and then how it fares whenever it is asked.
-pub fn be_a_victim(attacker: &mut Attacker) {
+/// Begins one, which says how it fares whenever it is asked `so far`. Returns the name of its buffer too.
+pub fn begin(volume: &Mounted) -> (UnderWay, String) {
+    fs::write(volume.path(FILE), tree::pattern(1, LEN)).unwrap();
+    chown(volume.path(FILE), Some(STRANGER), Some(STRANGER)).unwrap();
+    fs::set_permissions(volume.path(FILE), PermissionsExt::from_mode(0o644)).unwrap();
+    let mut victim = UnderWay::begin(volume, STRANGER, "be_a_victim");
+    let buffer = victim.hear();
+    (victim, buffer)
+}
+
+fn be_a_victim(attacker: &mut Attacker) {
     let expected = tree::pattern(1, LEN);
     let expected_of = move |block: u64| expected[(block * BLOCK) as usize..][..BLOCK as usize].to_vec();
     let file = File::open(attacker.path(FILE)).unwrap();
