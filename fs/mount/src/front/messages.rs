@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, LazyLock};
 
+use gpunvme_abi::Direction;
 use gpunvme_blockdev::{self as blockdev, Op};
 use gpunvme_gpupath::seldom::Seldom;
 use parking_lot::Mutex;
@@ -44,6 +45,14 @@ pub(super) fn failed(operation: &'static str, ino: u64, error: &FsError) {
     };
     if let Some(left_out) = of_kind(kind) {
         tracing::error!(operation, ino, left_out, "{error}");
+    }
+}
+
+/// The device, or the buffer, failed a direct transfer. The buffer is the application's, which can make it fail as often
+/// as it likes.
+pub(super) fn transfer_failed(direction: Direction, ino: u64, error: &blockdev::Error) {
+    if let Some(left_out) = of_kind(("transfer", "device", Some(failure(error)))) {
+        tracing::error!(ino, ?direction, left_out, "a direct transfer failed: {error}");
     }
 }
 

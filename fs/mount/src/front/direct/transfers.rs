@@ -7,7 +7,7 @@
 //! wait for the kernel, and so does nothing that the kernel waits for.
 
 use std::ops::Range;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use gpunvme_abi::{Direction, Reason, Segment, TransferFlags, TransferRequest};
@@ -16,13 +16,13 @@ use gpunvme_engine::Timestamp;
 use gpunvme_gpupath::limits;
 use gpunvme_gpupath::planner::{self, Plan, Position};
 use gpunvme_gpupath::registry::Buffer;
-use gpunvme_gpupath::seldom::Seldom;
 use gpunvme_gpupath::server::{Answer, Outcome};
 use gpunvme_gpupath::transfer::{self, Failed};
 use smallvec::SmallVec;
 
 use crate::front::caller::Caller;
 use crate::front::handles::Handle;
+use crate::front::messages;
 use crate::front::operations::files::strip_unless_privileged;
 use crate::front::resources::device_shares::InFlight;
 use crate::front::resources::plan_budget::PlanPermit;
@@ -512,12 +512,8 @@ fn cut_at(request: &mut TransferRequest, limit: u64) -> Option<u32> {
 }
 
 /// What a transfer came to when the device, or the buffer, failed: the application gets the errno,
-/// and the log says what failed. Not each time: the buffer is the application's, which can make it
-/// fail as often as it likes.
+/// and the log says what failed.
 fn failed(transfer: &Transfer, failed: Failed) -> Outcome {
-    static MESSAGES: LazyLock<Seldom> = LazyLock::new(Seldom::default);
-    if let Some(left_out) = MESSAGES.now() {
-        tracing::error!(ino = transfer.ino, direction = ?transfer.direction, left_out, "a direct transfer failed: {failed}");
-    }
+    messages::transfer_failed(transfer.direction, transfer.ino, &failed.error);
     failed.into()
 }
