@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
+use gpunvme_abi::{Reason, Route};
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
 /// Characters that a line of Markdown may have.
@@ -187,6 +188,45 @@ fn paths_in_documents_exist() {
     }
     assert!(looked_at > 50, "only {looked_at} paths were found");
     assert!(missing.is_empty(), "documents name files that are not there: {missing:#?}");
+}
+
+/// The first two cells of the rows of a document's tables.
+fn rows(path: &str) -> BTreeSet<(String, String)> {
+    let text = read(Path::new(path));
+    let cells = |line: &str| line.split('|').skip(1).map(|cell| cell.trim().replace('`', "")).collect::<Vec<_>>();
+    let rows = text.lines().filter(|line| line.starts_with('|')).map(cells);
+    rows.filter(|cells| cells.len() >= 2).map(|cells| (cells[0].clone(), cells[1].clone())).collect()
+}
+
+#[test]
+fn the_reference_lists_each_reason_and_route_with_its_number() {
+    let rows = rows("docs/reference/ioctl.md");
+    let reasons = Reason::ALL.iter().filter(|reason| **reason != Reason::Unknown);
+    let named = reasons.map(|reason| (reason.code().to_string(), reason.name()));
+    let routes = Route::ALL.iter().filter(|route| **route != Route::None);
+    let named = named.chain(routes.map(|route| (route.code().to_string(), route.name())));
+    let missing: Vec<_> = named.filter(|(code, name)| !rows.contains(&(code.clone(), (*name).to_owned()))).collect();
+    assert!(missing.is_empty(), "docs/reference/ioctl.md lacks {missing:?}");
+}
+
+#[test]
+fn the_reference_lists_each_finding_of_fsck_and_whether_it_is_safe_to_mend() {
+    // "Kind::Superblock => "superblock"," in one function, and the safe ones by their names in another.
+    let source = read(Path::new("fs/engine/src/check/finding.rs"));
+    let (_, safe) = source.split_once("fn is_safe").expect("what is safe to mend");
+    let safe = safe.split_once("\n    }").expect("the end of that").0;
+    let safe: BTreeSet<_> = safe.split(|c: char| !c.is_alphanumeric()).collect();
+    let kinds = source.lines().filter_map(|line| line.trim().strip_prefix("Kind::")?.split_once(" => \""));
+    let kinds: BTreeSet<_> = kinds
+        .map(|(kind, name)| {
+            let mended = if safe.contains(kind) { "yes" } else { "" };
+            (name.trim_end_matches(['"', ',']).to_owned(), mended.to_owned())
+        })
+        .collect();
+    assert!(kinds.len() > 30, "only {} kinds of findings were found", kinds.len());
+    let mut listed = rows("docs/reference/fsck.md");
+    listed.retain(|(name, _)| name != "kind" && !name.starts_with('-'));
+    assert_eq!(listed, kinds, "docs/reference/fsck.md, and fs/engine/src/check/finding.rs");
 }
 
 #[test]
