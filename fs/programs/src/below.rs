@@ -1,8 +1,10 @@
-//! What lies below a device: one medium can have several names, and the locks of one do not show at another.
+//! What lies below a device: one medium can have several names, and the locks of one do not show
+//! at another.
 //!
-//! A loop device has an image file or a block device below it, a partition its disk, a device-mapper or RAID device the devices it is
-//! made of. The kernel keeps users of a disk and of its partitions apart, and of what RAID and device-mapper have taken; it does
-//! not know that two loop devices have the same image.
+//! A loop device has an image file or a block device below it, a partition its disk, a
+//! device-mapper or RAID device the devices it is made of. The kernel keeps users of a disk and of
+//! its partitions apart, and of what RAID and device-mapper have taken; it does not know that two
+//! loop devices have the same image.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -29,9 +31,9 @@ pub enum Rival {
     InUse(PathBuf),
 }
 
-/// A part of a medium.
+/// A range of a medium.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Part {
+struct MediumRange {
     medium: Medium,
     bytes: Range<u64>,
 }
@@ -51,13 +53,14 @@ struct Stack {
     /// The numbers of the block devices in it.
     members: BTreeSet<u64>,
     /// Where the data lies in the end.
-    parts: Vec<Part>,
+    ranges: Vec<MediumRange>,
     /// Block devices and files that a loop device has below it, which does not claim them.
-    unclaimed: Vec<Part>,
+    unclaimed: Vec<MediumRange>,
 }
 
-/// Another name under which the medium of `device` (a path) is in use, for one who has opened it in this mode. Having it open
-/// makes the answer reliable: of two that open two names at once, at least one finds the other.
+/// Another name under which the medium of `device` (a path) is in use, for one who has opened it
+/// in this mode. Having it open makes the answer reliable: of two that open two names at once, at
+/// least one finds the other.
 pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
     let own = Stack::of(device)?;
     let is_file = own.members.is_empty();
@@ -77,12 +80,12 @@ pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
             }
         }
     }
-    own.unclaimed.iter().find_map(|part| match part.medium {
+    own.unclaimed.iter().find_map(|range| match range.medium {
         Medium::Disk(number) => node_of(&sysfs(number)).filter(|node| is_claimed(node)).map(Rival::InUse),
         Medium::File(..) => own.members.iter().find_map(|member| {
             let path = backing_path(&sysfs(*member))?;
-            let file = File::open(&path).ok().filter(|file| Medium::of(file) == Some(part.medium))?;
-            is_locked(&file, mode, &part.bytes).then_some(Rival::InUse(path))
+            let file = File::open(&path).ok().filter(|file| Medium::of(file) == Some(range.medium))?;
+            is_locked(&file, mode, &range.bytes).then_some(Rival::InUse(path))
         }),
     })
 }
@@ -93,7 +96,8 @@ pub fn backing_file(path: &Path) -> Option<PathBuf> {
     backing_path(&sysfs(status.rdev()))
 }
 
-/// Whether a file is locked by a reader or a writer. Block devices are not: there is one user of each, reader or writer.
+/// Whether a file is locked by a reader or a writer. Block devices are not: there is one user of
+/// each, reader or writer.
 pub fn has_users(path: &Path) -> bool {
     let is_file = fs::metadata(path).is_ok_and(|status| status.is_file());
     is_file && File::open(path).is_ok_and(|file| is_locked(&file, OpenMode::ReadWrite, &(0..u64::MAX)))
@@ -107,12 +111,13 @@ impl Stack {
             stack.add(Path::new(DEVICES), status.rdev(), 0..u64::MAX, 0);
         } else {
             let medium = Medium::File(status.dev(), status.ino());
-            stack.parts.push(Part { medium, bytes: 0..u64::MAX });
+            stack.ranges.push(MediumRange { medium, bytes: 0..u64::MAX });
         }
         Some(stack)
     }
 
-    /// Adds a range of a block device, and what is below it. `devices` has a folder for each device.
+    /// Adds a range of a block device, and what is below it. `devices` has a folder for each
+    /// device.
     fn add(&mut self, devices: &Path, number: u64, bytes: Range<u64>, depth: usize) {
         self.members.insert(number);
         let sysfs = folder(devices, number);
@@ -128,17 +133,17 @@ impl Stack {
         }
         if let Some(below) = LoopBacking::of(&sysfs) {
             let bytes = within(&bytes, below.offset, below.limit);
-            self.unclaimed.push(Part { medium: below.medium, bytes: bytes.clone() });
+            self.unclaimed.push(MediumRange { medium: below.medium, bytes: bytes.clone() });
             return match below.medium {
                 Medium::Disk(number) => self.add(devices, number, bytes, depth + 1),
-                Medium::File(..) => self.parts.push(Part { medium: below.medium, bytes }),
+                Medium::File(..) => self.ranges.push(MediumRange { medium: below.medium, bytes }),
             };
         }
-        // Which part of which is used, sysfs does not say.
+        // Which range of which is used, sysfs does not say.
         let slaves = fs::read_dir(sysfs.join("slaves")).into_iter().flatten().flatten();
         let slaves: Vec<u64> = slaves.filter_map(|slave| number_of(&slave.path())).collect();
         if slaves.is_empty() {
-            self.parts.push(Part { medium: Medium::Disk(number), bytes });
+            self.ranges.push(MediumRange { medium: Medium::Disk(number), bytes });
         }
         for slave in slaves {
             self.add(devices, slave, 0..u64::MAX, depth + 1);
@@ -146,12 +151,12 @@ impl Stack {
     }
 
     fn overlaps(&self, other: &Stack) -> bool {
-        self.parts.iter().any(|part| other.parts.iter().any(|theirs| part.overlaps(theirs)))
+        self.ranges.iter().any(|range| other.ranges.iter().any(|theirs| range.overlaps(theirs)))
     }
 }
 
-impl Part {
-    fn overlaps(&self, other: &Part) -> bool {
+impl MediumRange {
+    fn overlaps(&self, other: &MediumRange) -> bool {
         self.medium == other.medium && self.bytes.start < other.bytes.end && other.bytes.start < self.bytes.end
     }
 }
@@ -212,8 +217,9 @@ const _: () = assert!(size_of::<LoopStatus>() == 232);
 
 fn loop_status(device: &File) -> Option<LoopStatus> {
     let mut status = LoopStatus::default();
-    // SAFETY: of a loop device the kernel writes one `struct loop_info64`, which is as long as `status` and like it has no
-    // invalid values; other devices do not know the number, and write nothing.
+    // SAFETY: of a loop device the kernel writes one `struct loop_info64`, which is as long as
+    // `status` and like it has no invalid values; other devices do not know the number, and write
+    // nothing.
     #[allow(unsafe_code)]
     let result = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_GET_STATUS64 as _, &mut status) };
     (result == 0).then_some(status)
@@ -227,7 +233,8 @@ fn is_locked(file: &File, mode: OpenMode, bytes: &Range<u64>) -> bool {
     let start = bytes.start.min(i64::MAX as u64);
     let mut lock =
         libc::flock { l_type: kind as _, l_whence: libc::SEEK_SET as _, l_start: start as _, l_len: len as _, l_pid: 0 };
-    // SAFETY: the descriptor is open, and the kernel reads and writes the structure during the call only.
+    // SAFETY: the descriptor is open, and the kernel reads and writes the structure during the
+    // call only.
     #[allow(unsafe_code)]
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) };
     result == 0 && lock.l_type != libc::F_UNLCK as libc::c_short
@@ -406,7 +413,8 @@ mod tests {
         assert_eq!(rival(&same.0, OpenMode::ReadWrite), Some(Rival::InUse(disk.0.clone())));
     }
 
-    /// What the kernel shows of a RAID: md0 of dm-0, which has a partition of sda below it, and of sdb.
+    /// What the kernel shows of a RAID: md0 of dm-0, which has a partition of sda below it, and of
+    /// sdb.
     #[test]
     fn what_device_mapper_and_raid_are_made_of_is_found_in_sysfs() {
         let tree = tempfile::tempdir().unwrap();
@@ -438,10 +446,10 @@ mod tests {
         };
         let all = stack(raid);
         assert_eq!(all.members, BTreeSet::from([sda, sda1, sdb, mapped, raid]));
-        let of_sda = Part { medium: Medium::Disk(sda), bytes: 2048 * SECTOR..(2048 + 4096) * SECTOR };
-        let of_sdb = Part { medium: Medium::Disk(sdb), bytes: 0..u64::MAX };
-        assert!(all.parts.len() == 2 && [&of_sda, &of_sdb].iter().all(|part| all.parts.contains(part)), "{:?}", all.parts);
-        assert_eq!(stack(mapped).parts, [of_sda]);
+        let of_sda = MediumRange { medium: Medium::Disk(sda), bytes: 2048 * SECTOR..(2048 + 4096) * SECTOR };
+        let of_sdb = MediumRange { medium: Medium::Disk(sdb), bytes: 0..u64::MAX };
+        assert!(all.ranges.len() == 2 && [&of_sda, &of_sdb].iter().all(|range| all.ranges.contains(range)), "{:?}", all.ranges);
+        assert_eq!(stack(mapped).ranges, [of_sda]);
         assert!(stack(sda2).overlaps(&stack(sda)) && all.overlaps(&stack(sda)));
         assert!(!stack(sda2).overlaps(&all), "another partition of the same disk");
     }

@@ -135,7 +135,8 @@ impl Kind {
         matches!(self, Kind::State | Kind::Node | Kind::Order)
     }
 
-    /// Whether it concerns what a group says of its blocks: a group is mended as a whole, or not at all.
+    /// Whether it concerns what a group says of its blocks: a group is mended as a whole, or not
+    /// at all.
     pub(crate) fn is_space(self) -> bool {
         self == Kind::Leaked || self.misleads_allocator()
     }
@@ -145,7 +146,8 @@ impl Kind {
         matches!(self, Kind::Bitmap | Kind::Descriptors | Kind::Descriptor | Kind::Unmarked | Kind::ChunkKind)
     }
 
-    /// Whether there is one right answer that loses nothing, so that it can be mended without asking (`-p`).
+    /// Whether there is one right answer that loses nothing, so that it can be mended without
+    /// asking (`-p`).
     pub fn is_safe(self) -> bool {
         use Kind::*;
         matches!(
@@ -202,8 +204,9 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// How a finding is mended, where that is a change of items. Everything else is mended where it is found: the fixed blocks
-/// by [`super::Fsck`], space by [`super::space`], the shape of the tree by [`super::rebuild`].
+/// How a finding is mended, where that is a change of items. Everything else is mended where it is
+/// found: the fixed blocks by [`super::Fsck`], space by [`super::space`], the shape of the tree by
+/// [`super::rebuild`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fix {
     /// Nothing that concerns items.

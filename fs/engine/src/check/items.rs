@@ -1,6 +1,7 @@
-//! Checks the items of the tree as they come, in the order of their keys. All that belongs to an inode lies side by side, so
-//! what is known of one is judged and forgotten when the next one begins; only what concerns several inodes is kept, in
-//! records of a fixed size: who names whom, what each inode says of itself, and which blocks are in use.
+//! Checks the items of the tree as they come, in the order of their keys. All that belongs to an
+//! inode lies side by side, so what is known of one is judged and forgotten when the next one
+//! begins; only what concerns several inodes is kept, in records of a fixed size: who names whom,
+//! what each inode says of itself, and which blocks are in use.
 
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::GROUP_BLOCKS;

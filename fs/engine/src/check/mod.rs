@@ -1,14 +1,16 @@
 //! Checking a volume, and repairing it.
 //!
-//! A check is one pass over the metadata, in the order of the tree ([`walk`]): what concerns one inode is judged as its items
-//! come by ([`items`]), what concerns several is kept in small records, which are sorted, outside memory if need be
-//! ([`spool`]), and compared when the tree is done: names with inodes ([`names`]), blocks with bitmaps ([`space`]).
+//! A check is one pass over the metadata, in the order of the tree ([`walk`]): what concerns one
+//! inode is judged as its items come by ([`items`]), what concerns several is kept in small
+//! records, which are sorted, outside memory if need be ([`spool`]), and compared when the tree is
+//! done: names with inodes ([`names`]), blocks with bitmaps ([`space`]).
 //!
-//! A repair goes in rounds: check, mend what was found, check again, until nothing is found. So a mending may leave behind what
-//! the next round settles (the blocks of a file that was cut, the count of a directory that lost an entry), each mending stays
-//! small, and a repair that was cut off is simply begun again. In a round the shape of the tree comes first ([`rebuild`]):
-//! without it nothing else is known. Then bitmaps and counters, so that the engine can allocate; then items ([`mend`]), by
-//! ordinary operations through the journal.
+//! A repair goes in rounds: check, mend what was found, check again, until nothing is found. So a
+//! mending may leave behind what the next round settles (the blocks of a file that was cut, the
+//! count of a directory that lost an entry), each mending stays small, and a repair that was cut
+//! off is simply begun again. In a round the shape of the tree comes first ([`rebuild`]): without
+//! it nothing else is known. Then bitmaps and counters, so that the engine can allocate; then
+//! items ([`mend`]), by ordinary operations through the journal.
 
 mod finding;
 mod items;
@@ -66,8 +68,8 @@ pub enum Stage {
     Groups,
 }
 
-/// Told how far a check is: stage, done, and how much there is in all. Says whether to go on: a check that does not ends with
-/// [`FsError::Cancelled`], and what was mended until then stays so.
+/// Told how far a check is: stage, done, and how much there is in all. Says whether to go on: a
+/// check that does not ends with [`FsError::Cancelled`], and what was mended until then stays so.
 pub type Progress<'a> = &'a mut dyn FnMut(Stage, u64, u64) -> bool;
 
 /// How a volume is checked.
@@ -75,7 +77,8 @@ pub type Progress<'a> = &'a mut dyn FnMut(Stage, u64, u64) -> bool;
 pub struct CheckOptions {
     /// Nothing is written: the journal is replayed in memory only.
     pub read_only: bool,
-    /// Memory for metadata and what is kept of it, in bytes; what exceeds it goes to temporary files.
+    /// Memory for metadata and what is kept of it, in bytes; what exceeds it goes to temporary
+    /// files.
     pub memory: usize,
     /// The time that is stamped on what a repair makes new.
     pub now: Timestamp,
@@ -105,7 +108,8 @@ pub struct Fsck {
     lost: bool,
     /// The anchors say that the volume is in use.
     begun: bool,
-    /// There was no room for a new tree. What is in memory of it must not become durable: the old one is what counts.
+    /// There was no room for a new tree. What is in memory of it must not become durable: the old
+    /// one is what counts.
     abandoned: bool,
 }
 
@@ -180,12 +184,14 @@ impl Fsck {
         Ok(Repaired { more, left: self.check(progress)? })
     }
 
-    /// Says in the anchor that the volume is in use, and where the journal begins, before the first change.
+    /// Says in the anchor that the volume is in use, and where the journal begins, before the
+    /// first change.
     fn begin(&mut self) -> Result<(), FsError> {
         if !self.begun {
             self.volume.checkpoint()?;
             if std::mem::take(&mut self.erase_journal) {
-                // The other one: an anchor that is not to be believed may count more than the first.
+                // The other one: an anchor that is not to be believed may count more than the
+                // first.
                 self.volume.checkpoint()?;
                 self.volume.erase_journal()?;
             }
@@ -230,7 +236,8 @@ impl Fsck {
         Ok(true)
     }
 
-    /// Makes durable what was mended, and leaves no image of it in the journal: freed blocks can be used for anything then.
+    /// Makes durable what was mended, and leaves no image of it in the journal: freed blocks can
+    /// be used for anything then.
     fn settle(&self) -> Result<(), FsError> {
         self.volume.commit()?;
         self.volume.checkpoint()
@@ -252,8 +259,8 @@ impl Fsck {
         self.settle()
     }
 
-    /// Ends an examination. A volume without errors is left as an unmount leaves it; of one with errors, what was mended is
-    /// durable.
+    /// Ends an examination. A volume without errors is left as an unmount leaves it; of one with
+    /// errors, what was mended is durable.
     ///
     /// # Errors
     /// The device failed.
@@ -271,7 +278,8 @@ fn cache(memory: usize) -> usize {
     CACHE.min(memory / 2)
 }
 
-/// One check of everything behind the fixed places; mends bitmaps, descriptors and their counters on the way, if it may.
+/// One check of everything behind the fixed places; mends bitmaps, descriptors and their counters
+/// on the way, if it may.
 fn examine(volume: &Volume, memory: usize, findings: &mut Findings, may: Option<May>, progress: Progress) -> Result<(), FsError> {
     let state = volume.meta.read().state;
     let superblock = volume.superblock();

@@ -1,5 +1,6 @@
-//! Joins what inodes say of themselves with the names that directories have for them: link counts, parents, types, entries
-//! that lead nowhere, inodes that nothing leads to, and directories that lie in one another.
+//! Joins what inodes say of themselves with the names that directories have for them: link counts,
+//! parents, types, entries that lead nowhere, inodes that nothing leads to, and directories that
+//! lie in one another.
 
 use gpunvme_layout::key::INO_ROOT;
 use gpunvme_layout::{FileType, Key, Kind as ItemKind};
@@ -113,7 +114,8 @@ impl Judged {
         }
     }
 
-    /// Judges the inode when all its names are known. Returns the one entry that leads to a directory.
+    /// Judges the inode when all its names are known. Returns the one entry that leads to a
+    /// directory.
     fn finish(&self, names: &[NameRecord], findings: &mut Findings) -> Option<Link> {
         let InodeRecord { ino, parent, nlink, .. } = self.record;
         let place = Place::Inode(ino);
@@ -163,8 +165,9 @@ impl Judged {
     }
 }
 
-/// Finds directories that lie in one another. A loop has at least one directory whose number is lower than that of the one it
-/// lies in, which only a rename can bring about: the ways to the root from those are followed, each part of a way once.
+/// Finds directories that lie in one another. A loop has at least one directory whose number is
+/// lower than that of the one it lies in, which only a rename can bring about: the ways to the
+/// root from those are followed, each part of a way once.
 fn connect(links: &Spool<Link>, findings: &mut Findings) -> Result<(), FsError> {
     const UNKNOWN: u8 = 0;
     const ON_THE_WAY: u8 = 1;

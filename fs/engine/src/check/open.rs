@@ -1,5 +1,5 @@
-//! The blocks with fixed places: superblock and copies, anchors, journal, state. A mount needs all of them; a check goes on
-//! with what is left of them, as long as one superblock can be read.
+//! The blocks with fixed places: superblock and copies, anchors, journal, state. A mount needs all
+//! of them; a check goes on with what is left of them, as long as one superblock can be read.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -74,7 +74,8 @@ pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Fi
     let state = state.unwrap_or_else(|why| {
         findings.add(Kind::State, Place::State, Fix::Elsewhere, || why);
         recovered.images.remove(&STATE);
-        // With a root that cannot be: should it get to the device before the tree is known again, it is still no state.
+        // With a root that cannot be: should it get to the device before the tree is known again,
+        // it is still no state.
         let state = State { root: 0, level: 0, next_ino: INO_ROOT + 1, inodes: 0, free_blocks: 0, free_chunks: 0 };
         (state.encode(&superblock.uuid), state)
     });
@@ -83,7 +84,8 @@ pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Fi
     Ok(Opened { volume, clean, erase_journal, superblocks })
 }
 
-/// The first superblock that can be read: the one at the start, else the one at the end, else the one before the journal.
+/// The first superblock that can be read: the one at the start, else the one at the end, else the
+/// one before the journal.
 fn find_superblock(io: &Io) -> Result<(Superblock, Block), FsError> {
     let device_blocks = io.device().geometry().len / BLOCK_SIZE as u64;
     if device_blocks == 0 {
@@ -160,7 +162,8 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
     if anchor.clean && !damaged {
         return Ok((recovered, true));
     }
-    // A commit begins when the one before is durable: what lies behind the end cannot be later than it.
+    // A commit begins when the one before is durable: what lies behind the end cannot be later
+    // than it.
     let later = transactions(io, superblock)?.range(next + 1..).count();
     if later == 0 {
         return Ok((recovered, anchor.clean));
@@ -192,9 +195,10 @@ fn transactions(io: &Io, superblock: &Superblock) -> Result<BTreeMap<u64, u64>, 
     Ok(found)
 }
 
-/// Reads the latest transactions that follow one another, as many as are whole. Those before the last checkpoint change
-/// nothing, where what they wrote is metadata still. Anchors that are written from now on follow on `generation`, so that one
-/// which is still there does not count more than they do.
+/// Reads the latest transactions that follow one another, as many as are whole. Those before the
+/// last checkpoint change nothing, where what they wrote is metadata still. Anchors that are
+/// written from now on follow on `generation`, so that one which is still there does not count
+/// more than they do.
 fn recover_latest(io: &Io, superblock: &Superblock, generation: u64) -> Result<Recovered, FsError> {
     let geometry = superblock.geometry();
     let found = transactions(io, superblock)?;

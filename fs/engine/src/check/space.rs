@@ -1,5 +1,6 @@
-//! Compares the blocks that are in use with bitmaps, descriptors and the counters of the volume, group by group; and mends
-//! those while it goes, when it may: what is in use is known, so there is one right answer.
+//! Compares the blocks that are in use with bitmaps, descriptors and the counters of the volume,
+//! group by group; and mends those while it goes, when it may: what is in use is known, so there
+//! is one right answer.
 
 use std::sync::Arc;
 
@@ -236,7 +237,8 @@ impl<'a, 'm> Space<'a, 'm> {
         Ok(expected)
     }
 
-    /// Reports blocks that two have. What is a node is no file's; of two files the second gets blocks of its own.
+    /// Reports blocks that two have. What is a node is no file's; of two files the second gets
+    /// blocks of its own.
     fn shared(&mut self, first: &UseRecord, second: &UseRecord) {
         let len = (first.start + first.len).min(second.start + second.len) - second.start;
         let node = first.ino == INO_NONE || second.ino == INO_NONE;
@@ -249,7 +251,8 @@ impl<'a, 'm> Space<'a, 'm> {
         self.findings.add(Kind::Shared, Place::Block(second.start), fix, what);
     }
 
-    /// Compares bitmaps. Where not all that is in use is known, what is marked stays so in `expected`.
+    /// Compares bitmaps. Where not all that is in use is known, what is marked stays so in
+    /// `expected`.
     fn compare_bitmap(&mut self, number: u64, bitmap: &Block, expected: &mut Block, wrong: &mut Vec<Kind>) {
         let start = self.geometry.group_start(number);
         for chunk in 0..GROUP_CHUNKS {

@@ -1,5 +1,6 @@
-//! Going through the tree in the order of its keys, with the reads of all children of a node in flight at once. Nothing is
-//! trusted: a node that cannot be read, lies elsewhere or is pointed to twice is told to the visitor, and left out.
+//! Going through the tree in the order of its keys, with the reads of all children of a node in
+//! flight at once. Nothing is trusted: a node that cannot be read, lies elsewhere or is pointed to
+//! twice is told to the visitor, and left out.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +15,8 @@ use crate::volume::io::read_scattered;
 
 /// Nodes that are read at once.
 const BATCH: usize = 256;
-/// Blocks that may be unreadable because of the device; with more than these, it is the device that has to be mended.
+/// Blocks that may be unreadable because of the device; with more than these, it is the device
+/// that has to be mended.
 const DEVICE_ERRORS_MAX: u64 = 100;
 
 /// Reads metadata blocks through the volume's cache, so that the journal's images count.

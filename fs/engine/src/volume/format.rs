@@ -69,10 +69,12 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
     let geometry = superblock.geometry();
     let mut writer = Writer { io: &io, written: 0 };
 
-    // From the end backwards: until the first superblock is there, nothing is; and what was there before is not any more.
+    // From the end backwards: until the first superblock is there, nothing is; and what was there
+    // before is not any more.
     writer.write(&[Block::from_bytes(&[0; BLOCK_SIZE])], Superblock::ADDRESS)?;
     writer.flush()?;
-    // An earlier volume with the same UUID may have left transactions; to a check that goes by the journal alone they are as good as ours.
+    // An earlier volume with the same UUID may have left transactions; to a check that goes by the
+    // journal alone they are as good as ours.
     writer.written += erase(&io, geometry.journal, geometry.journal_blocks)?;
     let first_node = geometry.data;
     let uuid = &options.uuid;
@@ -115,7 +117,8 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
     let mut state = state.encode(uuid);
     state.seal(0);
     writer.write(&[state], gpunvme_layout::geometry::STATE)?;
-    // Sequences begin anywhere, so that what an earlier volume with the same UUID left elsewhere does not follow on these.
+    // Sequences begin anywhere, so that what an earlier volume with the same UUID left elsewhere
+    // does not follow on these.
     let first = u64::from_le_bytes(*options.hash_key.first_chunk().expect("it has 16 bytes")) >> 4;
     for generation in [1, 2] {
         let anchor = Anchor { generation, tail: 0, sequence: first.max(1), clean: true };

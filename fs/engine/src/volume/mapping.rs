@@ -1,7 +1,9 @@
-//! Mapping: makes blocks a file's once their data is on the device; and sizes, holes and preallocation.
+//! Mapping: makes blocks a file's once their data is on the device; and sizes, holes and
+//! preallocation.
 //!
-//! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when their place is chosen,
-//! [`Volume::map_placed`] when they are on the device. Only the last one changes metadata.
+//! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when
+//! their place is chosen, [`Volume::map_placed`] when they are on the device. Only the last one
+//! changes metadata.
 
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
@@ -17,7 +19,8 @@ use super::run::Run;
 use super::undo::OP_BLOCKS_MAX;
 use crate::error::{Attempt, FsError};
 
-/// Extents that one operation maps or comes by, about: others wait for the metadata lock for as long as that takes.
+/// Extents that one operation maps or comes by, about: others wait for the metadata lock for as
+/// long as that takes.
 const EXTENTS_PER_OP: usize = 64;
 
 /// A part of a file whose data is on the device.
@@ -27,7 +30,8 @@ pub(crate) struct PlacedRun {
     pub offset: u64,
     /// Where the data is.
     pub run: Run,
-    /// The blocks were reserved for this write; else they were preallocated to the file, and stay the file's until it is mapped.
+    /// The blocks were reserved for this write; else they were preallocated to the file, and stay
+    /// the file's until it is mapped.
     pub reserved: bool,
 }
 
@@ -73,13 +77,15 @@ impl Volume {
         extents::mappings(&*self.meta.read(), ino, from, to, limit)
     }
 
-    /// Calls `visit`, under the metadata lock, with each mapping within blocks `from..to` of a file, clipped to it, in order.
+    /// Calls `visit`, under the metadata lock, with each mapping within blocks `from..to` of a
+    /// file, clipped to it, in order.
     pub(crate) fn each_mapping(&self, ino: u64, from: u64, to: u64, visit: impl FnMut(Mapping)) -> Attempt<()> {
         extents::each_mapping(&*self.meta.read(), ino, from, to, visit)
     }
 
-    /// Maps data that is on the device: as many blocks of the placed as one operation can take, from the first on. With the last
-    /// of them it redeems `promised` blocks and applies the stamp. Returns how many blocks it mapped.
+    /// Maps data that is on the device: as many blocks of the placed as one operation can take,
+    /// from the first on. With the last of them it redeems `promised` blocks and applies the
+    /// stamp. Returns how many blocks it mapped.
     pub(crate) fn map_placed(
         &self,
         ino: u64,
@@ -136,7 +142,8 @@ impl Volume {
         Ok(step.next.is_some())
     }
 
-    /// Makes blocks `from..to` a hole, as far as one operation goes. Returns the block to go on from.
+    /// Makes blocks `from..to` a hole, as far as one operation goes. Returns the block to go on
+    /// from.
     pub(crate) fn punch_step(&self, context: &Context, ino: u64, from: u64, to: u64) -> Attempt<Option<u64>> {
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
@@ -148,7 +155,8 @@ impl Volume {
         Ok(step.next)
     }
 
-    /// Makes written blocks of `from..to` read as zeros while they stay allocated. Returns the block to go on from.
+    /// Makes written blocks of `from..to` read as zeros while they stay allocated. Returns the
+    /// block to go on from.
     pub(crate) fn unwrite_step(&self, context: &Context, ino: u64, from: u64, to: u64) -> Attempt<Option<u64>> {
         let mut op = self.begin()?;
         regular(&op, ino)?;
@@ -158,8 +166,8 @@ impl Volume {
         Ok(step.next)
     }
 
-    /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns whether it did: not when somebody has mapped
-    /// a part of the range in the meantime.
+    /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns whether it did:
+    /// not when somebody has mapped a part of the range in the meantime.
     pub(crate) fn map_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
         regular(&op, ino)?;
@@ -186,7 +194,8 @@ impl Volume {
     }
 }
 
-/// Maps the first blocks of a placed_run, as far as one step goes. Returns how many, and the extents that it came by.
+/// Maps the first blocks of a placed_run, as far as one step goes. Returns how many, and the
+/// extents that it came by.
 fn map_part(op: &mut Op, ino: u64, inode: &mut Inode, placed_run: &PlacedRun) -> Attempt<(u64, usize)> {
     let end = placed_run.offset + placed_run.run.len;
     if !placed_run.reserved {

@@ -1,4 +1,5 @@
-//! Operations on names: create, link, unlink, rename. Each is one operation of one transaction: it happened, or it did not.
+//! Operations on names: create, link, unlink, rename. Each is one operation of one transaction: it
+//! happened, or it did not.
 
 use gpunvme_layout::item::{NAME_MAX, PIECE, SYMLINK_MAX};
 use gpunvme_layout::key::INO_MAX;
@@ -14,7 +15,8 @@ use crate::error::{Attempt, FsError};
 
 /// Names that an inode can have.
 const LINK_MAX: u32 = i32::MAX as u32;
-/// Directories between a directory and the root, at the most, that a rename looks at while it holds the metadata.
+/// Directories between a directory and the root, at the most, that a rename looks at while it
+/// holds the metadata.
 const DEPTH_MAX: usize = 1 << 20;
 const SETGID: u32 = 0o2000;
 
@@ -47,7 +49,8 @@ pub enum RenameMode {
 pub(crate) enum Renamed {
     /// It happened. With the inode that lost its last name, if one did.
     Done(Option<u64>),
-    /// Nothing happened: this inode would take the name of another, and was not said to be settled.
+    /// Nothing happened: this inode would take the name of another, and was not said to be
+    /// settled.
     Replaces(u64),
 }
 
@@ -94,7 +97,8 @@ impl Volume {
         Ok((Attributes { ino, inode }, op.finish()))
     }
 
-    /// Removes a name of anything but a directory. Returns the inode and how many names it has left.
+    /// Removes a name of anything but a directory. Returns the inode and how many names it has
+    /// left.
     pub(crate) fn unlink(&self, context: &Context, parent: u64, name: &[u8]) -> Attempt<(u64, u32)> {
         let mut op = self.begin()?;
         dir::load(&op, parent)?;
@@ -268,7 +272,8 @@ fn change_directory(op: &mut Op, context: &Context, dir: u64, entries: i64, subd
     })
 }
 
-/// Takes one name from an inode; without names it becomes an orphan. Returns how many names are left.
+/// Takes one name from an inode; without names it becomes an orphan. Returns how many names are
+/// left.
 fn drop_link(op: &mut Op, context: &Context, ino: u64) -> Attempt<u32> {
     let nlink = inode::change(op, ino, |inode| {
         inode.nlink = if inode.is_dir() { 0 } else { inode.nlink.saturating_sub(1) };
@@ -310,8 +315,9 @@ fn exchange(op: &mut Op, context: &Context, a: (u64, Found), b: (u64, Found)) ->
     Ok(())
 }
 
-/// Whether directory `dir` is `ancestor` or lies below it. On a damaged volume directories may lie in one another: the way up is
-/// compared with a directory that it passed, a later one after each power of two of steps (Brent's algorithm).
+/// Whether directory `dir` is `ancestor` or lies below it. On a damaged volume directories may lie
+/// in one another: the way up is compared with a directory that it passed, a later one after each
+/// power of two of steps (Brent's algorithm).
 fn is_within(blocks: &impl Blocks, dir: u64, ancestor: u64) -> Attempt<bool> {
     let (mut at, mut passed) = (dir, None);
     for step in 1..=DEPTH_MAX {

@@ -1,11 +1,14 @@
-//! The system calls that the daemon may make once it serves, for all of its threads and for good (seccomp(2)).
+//! The system calls that the daemon may make once it serves, for all of its threads and for good
+//! (seccomp(2)).
 //!
-//! The daemon reads what clients and devices wrote, with the privileges of root. Should one of them ever get it to run code of
-//! theirs, that code starts no program, attaches to no process, mounts nothing, loads nothing into the kernel and maps no memory
-//! that can be executed. What the calls that are left can do, `docs/reference/security.md` says.
+//! The daemon reads what clients and devices wrote, with the privileges of root. Should one of
+//! them ever get it to run code of theirs, that code starts no program, attaches to no process,
+//! mounts nothing, loads nothing into the kernel and maps no memory that can be executed. What the
+//! calls that are left can do, `docs/reference/security.md` says.
 //!
-//! A call that is not listed fails with `ENOSYS`, as on a kernel without it: libraries have another way then, and a path that
-//! no test has taken costs no mount. In a debug build it ends the process, so that tests find every call that is missing here.
+//! A call that is not listed fails with `ENOSYS`, as on a kernel without it: libraries have
+//! another way then, and a path that no test has taken costs no mount. In a debug build it ends
+//! the process, so that tests find every call that is missing here.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,7 +20,8 @@ use seccompiler::{
 
 /// Calls that are harmless with any argument, or that the daemon lives by.
 const CALLS: &[libc::c_long] = &[
-    // Files: the device, /dev/fuse, /proc and /sys, buffers of clients; the socket's name is removed at the end.
+    // Files: the device, /dev/fuse, /proc and /sys, buffers of clients; the socket's name is
+    // removed at the end.
     libc::SYS_openat,
     libc::SYS_close,
     libc::SYS_close_range,
@@ -89,7 +93,8 @@ const CALLS: &[libc::c_long] = &[
     libc::SYS_clock_gettime,
     libc::SYS_clock_getres,
     libc::SYS_gettimeofday,
-    // Clients: connections to the registration socket, and descriptors out of processes that register by ioctl.
+    // Clients: connections to the registration socket, and descriptors out of processes that
+    // register by ioctl.
     libc::SYS_accept4,
     libc::SYS_recvmsg,
     libc::SYS_recvfrom,
@@ -192,7 +197,8 @@ fn apply_with(missing: SeccompAction) -> io::Result<()> {
     let refused = |error: seccompiler::BackendError| io::Error::other(error);
     let arch: TargetArch = std::env::consts::ARCH.try_into().map_err(refused)?;
     let no_clone3 = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-    // The C library makes threads by clone3(2), whose flags a filter cannot see, and on ENOSYS by clone(2).
+    // The C library makes threads by clone3(2), whose flags a filter cannot see, and on ENOSYS by
+    // clone(2).
     let first = SeccompFilter::new(no_clone3, SeccompAction::Allow, SeccompAction::Errno(libc::ENOSYS as u32), arch);
     let second = SeccompFilter::new(rules().map_err(refused)?, missing, SeccompAction::Allow, arch);
     for filter in [first, second] {
@@ -277,7 +283,8 @@ mod tests {
         println!("escaped nowhere");
     }
 
-    /// The calls of an intruder that fail with anything but `ENOSYS`. None of them could do harm if it were let through.
+    /// The calls of an intruder that fail with anything but `ENOSYS`. None of them could do harm
+    /// if it were let through.
     fn refused_calls() -> Vec<&'static str> {
         let executable = (libc::PROT_READ | libc::PROT_EXEC) as libc::c_long;
         let private = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as libc::c_long;
@@ -320,7 +327,8 @@ mod tests {
             ("memory made executable", libc::SYS_mprotect, [0, 0, executable, 0, 0, 0]),
         ];
         let refused = |call: &libc::c_long, a: &[libc::c_long; 6]| {
-            // SAFETY: no argument is a pointer to memory of this process, so nothing of it changes whatever the call does.
+            // SAFETY: no argument is a pointer to memory of this process, so nothing of it changes
+            // whatever the call does.
             #[allow(unsafe_code)]
             let result = unsafe { libc::syscall(*call, a[0], a[1], a[2], a[3], a[4], a[5]) };
             result == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS)

@@ -48,8 +48,8 @@ pub(super) fn failed(operation: &'static str, ino: u64, error: &FsError) {
     }
 }
 
-/// The device, or the buffer, failed a direct transfer. The buffer is the application's, which can make it fail as often
-/// as it likes.
+/// The device, or the buffer, failed a direct transfer. The buffer is the application's, which can
+/// make it fail as often as it likes.
 pub(super) fn transfer_failed(direction: Direction, ino: u64, error: &blockdev::Error) {
     if let Some(left_out) = of_kind(("transfer", "device", Some(failure(error)))) {
         tracing::error!(ino, ?direction, left_out, "a direct transfer failed: {error}");

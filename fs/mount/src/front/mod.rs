@@ -1,16 +1,17 @@
-//! The FUSE front end: the kernel's requests become operations of a [`Filesystem`](gpunvme_engine::Filesystem), and their ends become
-//! answers.
+//! The FUSE front end: the kernel's requests become operations of a
+//! [`Filesystem`](gpunvme_engine::Filesystem), and their ends become answers.
 //!
 //! - [`Session`] mounts, serves and ends; `housekeeping` is what no request asks for.
-//! - `fuse` is the adapter to the fuser library and, with `attr`, the only module that knows its requests and replies. Another
-//!   transport would stand beside it.
-//! - `operations` is what it calls; `direct` the ioctls and rings of the direct path. Both are operations of [`shared::Front`], which
-//!   tries them.
-//! - `kernel` is what the kernel knows and keeps, `resources` the threads and memory that operations share, `append_order` the order of
-//!   appends.
+//! - `fuse` is the adapter to the fuser library and, with `attr`, the only module that knows its
+//!   requests and replies. Another transport would stand beside it.
+//! - `operations` is what it calls; `direct` the ioctls and rings of the direct path. Both are
+//!   operations of [`shared::Front`], which tries them.
+//! - `kernel` is what the kernel knows and keeps, `resources` the threads and memory that
+//!   operations share, `append_order` the order of appends.
 //!
-//! A loop of the transport never waits for a device. It tries an operation on what is in memory, which is almost always
-//! enough; an operation that stalls goes to a thread that may wait and is answered from there.
+//! A loop of the transport never waits for a device. It tries an operation on what is in memory,
+//! which is almost always enough; an operation that stalls goes to a thread that may wait and is
+//! answered from there.
 
 mod append_order;
 mod attr;

@@ -19,13 +19,17 @@ use super::shared::Front;
 use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::error::FsError;
 
-/// Threads for operations that wait. Each may hold a device queue's worth of requests; more threads would only wait longer.
+/// Threads for operations that wait. Each may hold a device queue's worth of requests; more
+/// threads would only wait longer.
 const GENERAL_THREADS: usize = 64;
-/// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at the most (`fuse.rs`, MAX_BACKGROUND).
+/// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at
+/// the most (`fuse.rs`, MAX_BACKGROUND).
 const REQUEST_BYTES: usize = 256 << 20;
-/// Of these, bytes of parts of appends that wait for something of which nobody knows whether it comes. Beyond them they wait for less long: the rest is for others.
+/// Of these, bytes of parts of appends that wait for something of which nobody knows whether it
+/// comes. Beyond them they wait for less long: the rest is for others.
 const PARKED: usize = REQUEST_BYTES / 4;
-/// Threads that work for long direct transfers. They wait for nothing, and fill memory as fast as it is.
+/// Threads that work for long direct transfers. They wait for nothing, and fill memory as fast as
+/// it is.
 const TRANSFER_THREADS: usize = 2;
 /// Threads that wait for the kernel.
 const INVALIDATION_THREADS: usize = 16;
@@ -38,11 +42,13 @@ pub struct Session {
 }
 
 impl Session {
-    /// Begins to serve a filesystem to the kernel: `connection` is the open `/dev/fuse` of a mount that nobody serves yet. It is
-    /// closed when the session ends, and what is mounted stays where it is.
+    /// Begins to serve a filesystem to the kernel: `connection` is the open `/dev/fuse` of a mount
+    /// that nobody serves yet. It is closed when the session ends, and what is mounted stays where
+    /// it is.
     ///
     /// # Errors
-    /// The kernel and this program have no protocol in common, or the system has not got the threads.
+    /// The kernel and this program have no protocol in common, or the system has not got the
+    /// threads.
     pub fn start(fs: Arc<Filesystem>, connection: OwnedFd, settings: &Settings) -> io::Result<Session> {
         let serving_threads = serving_threads(settings.loops, fs.volume().device().geometry());
         let transfers = Workers::new("transfers", TRANSFER_THREADS)?;
@@ -66,7 +72,8 @@ impl Session {
         Ok(Session { front, served: Mutex::new(Some(served)), housekeeping })
     }
 
-    /// Files on the mount show this device number. Until that is said, the mount is taken to stay writable.
+    /// Files on the mount show this device number. Until that is said, the mount is taken to stay
+    /// writable.
     pub fn is_device(&self, dev: u64) {
         self.front.mount_state.mounted(dev);
     }
@@ -80,14 +87,15 @@ impl Session {
         served.map_or(Ok(()), fuser::BackgroundSession::join)
     }
 
-    /// Ends what goes on besides requests, after [`Session::join`], and removes the inodes that only the kernel had. The
-    /// filesystem is then ready to be closed.
+    /// Ends what goes on besides requests, after [`Session::join`], and removes the inodes that
+    /// only the kernel had. The filesystem is then ready to be closed.
     ///
     /// # Errors
     /// The device failed.
     pub fn end(self) -> Result<(), FsError> {
         let Session { front, housekeeping, .. } = self;
-        // Before the workers: transfers that stalled go on there, and are waited for. Attached files go with the rings, which may be the last of an inode.
+        // Before the workers: transfers that stalled go on there, and are waited for. Attached
+        // files go with the rings, which may be the last of an inode.
         front.direct.rings.end();
         drop(housekeeping);
         front.transfers.end();

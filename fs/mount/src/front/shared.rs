@@ -1,4 +1,5 @@
-//! What the operations of one mount share, and how they are tried: at once, and where that stalls on a thread that may wait.
+//! What the operations of one mount share, and how they are tried: at once, and where that stalls
+//! on a thread that may wait.
 
 use std::sync::{Arc, OnceLock};
 
@@ -32,8 +33,9 @@ pub(crate) struct Front {
 }
 
 impl Front {
-    /// Tries an operation here, and where it has to wait goes on with it on a thread that may. `done` is lent the front end: to count one
-    /// more holder of what all threads hold takes as long as some operations.
+    /// Tries an operation here, and where it has to wait goes on with it on a thread that may.
+    /// `done` is lent the front end: to count one more holder of what all threads hold takes as
+    /// long as some operations.
     pub(crate) fn attempt<T>(
         self: &Arc<Self>,
         mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,

@@ -9,8 +9,8 @@ use crate::error::Attempt;
 use crate::volume::meta::Blocks;
 use crate::volume::op::Op;
 
-/// Free nodes in chunks of metadata with which names can still be added when no chunk may be taken: far more than one operation
-/// needs.
+/// Free nodes in chunks of metadata with which names can still be added when no chunk may be
+/// taken: far more than one operation needs.
 const NODES_LEFT: u64 = 128;
 
 /// The empty metadata chunks of a group, each by its first block.
@@ -26,8 +26,8 @@ pub(crate) fn empty_metadata_chunks(blocks: &impl Blocks, group: u64) -> Attempt
 }
 
 impl Op<'_> {
-    /// Fails when there is no room for operations that add names or attributes. They take no chunk that is promised to data, nor
-    /// one of the margin.
+    /// Fails when there is no room for operations that add names or attributes. They take no chunk
+    /// that is promised to data, nor one of the margin.
     pub fn room_for_names(&mut self) -> Attempt<()> {
         let meta = self.meta();
         let margin = meta.chunk_margin();
@@ -64,7 +64,8 @@ impl Op<'_> {
         self.take_node(group)
     }
 
-    /// Frees a block of the tree. It can be reused for metadata at once: its images reach home in the order of the journal.
+    /// Frees a block of the tree. It can be reused for metadata at once: its images reach home in
+    /// the order of the journal.
     pub fn release_node(&mut self, address: u64) -> Attempt<()> {
         self.forget_places();
         let (group, at) = self.meta().geometry.locate(address);
@@ -85,7 +86,8 @@ impl Op<'_> {
         Ok(())
     }
 
-    /// Gives an empty metadata chunk, by its first block, back to all uses. No image of it may be in the live journal.
+    /// Gives an empty metadata chunk, by its first block, back to all uses. No image of it may be
+    /// in the live journal.
     pub fn free_metadata_chunk(&mut self, chunk: u64) -> Attempt<()> {
         let (group, at) = self.meta().geometry.locate(chunk);
         let number = at / CHUNK_BLOCKS;

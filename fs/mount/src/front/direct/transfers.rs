@@ -53,8 +53,8 @@ pub(crate) struct Asked {
 
 /// The way in which a transfer came.
 pub(crate) enum Way {
-    /// By an ioctl. Its caller must not have been answered: the buffer, the caller's process and its
-    /// limits are looked up by it.
+    /// By an ioctl. Its caller must not have been answered: the buffer, the caller's process and
+    /// its limits are looked up by it.
     Ioctl,
     /// By a ring.
     Ring {
@@ -119,7 +119,8 @@ impl Transfer {
         self.owner.unwrap_or_else(of_caller)
     }
 
-    /// The user and the thread of an ioctl. What is from rings is shared out where they are served.
+    /// The user and the thread of an ioctl. What is from rings is shared out where they are
+    /// served.
     fn caller_of_ioctl(&self) -> Option<(u32, u32)> {
         self.owner.is_none().then_some((self.caller.context.uid, self.caller.thread))
     }
@@ -158,8 +159,8 @@ impl Front {
         }
     }
 
-    /// Admits a transfer, or says how it is refused. Returns with it the offset in files from which
-    /// on its writer may write nothing.
+    /// Admits a transfer, or says how it is refused. Returns with it the offset in files from
+    /// which on its writer may write nothing.
     fn admit(&self, asked: Asked) -> Result<(Transfer, u64), Answer> {
         let Asked { direction, caller, ino, handle, request, way } = asked;
         self.may_transfer(direction, handle, &request)?;

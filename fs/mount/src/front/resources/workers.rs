@@ -1,11 +1,13 @@
 //! Threads for what a loop of the transport must not do: wait.
 //!
-//! There are four pools, so that no task waits for another of its own pool. Threads of a later one may wait for those of an
-//! earlier one, never the other way round:
-//! 1. *completions*: ends what I/O began. Waits for the journal, never for a file or for room in the write buffer.
+//! There are four pools, so that no task waits for another of its own pool. Threads of a later one
+//! may wait for those of an earlier one, never the other way round:
+//! 1. *completions*: ends what I/O began. Waits for the journal, never for a file or for room in
+//!    the write buffer.
 //! 2. *general*: operations that stalled. May wait for anything inside the filesystem.
-//! 3. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a write. Its threads submit no I/O that is not over when the call
-//!    returns: io_uring has the thread that submitted complete it, and one that waits for a page in the kernel cannot.
+//! 3. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a
+//!    write. Its threads submit no I/O that is not over when the call returns: io_uring has the
+//!    thread that submitted complete it, and one that waits for a page in the kernel cannot.
 //! 4. *transfers*: works for direct transfers that are long, in turns. Waits for nothing.
 
 use std::io;
