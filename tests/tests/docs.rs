@@ -190,6 +190,16 @@ fn paths_in_documents_exist() {
     assert!(missing.is_empty(), "documents name files that are not there: {missing:#?}");
 }
 
+#[test]
+fn the_map_of_folders_has_every_crate() {
+    let map = Document::parse(&read(Path::new("docs/internals/architecture.md"))).code;
+    let crates = files("Cargo.toml").into_iter().filter_map(|path| Some(path.parent()?.to_owned()));
+    let missing: Vec<_> = crates
+        .filter(|folder| !folder.as_os_str().is_empty() && !map.iter().any(|code| Path::new(code).starts_with(folder)))
+        .collect();
+    assert!(missing.is_empty(), "docs/internals/architecture.md lacks {missing:?}");
+}
+
 /// The first two cells of the rows of a document's tables.
 fn rows(path: &str) -> BTreeSet<(String, String)> {
     let text = read(Path::new(path));
