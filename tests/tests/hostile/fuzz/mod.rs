@@ -164,7 +164,8 @@ fn whatever_users_send_the_daemon_lives_and_others_are_served() {
         longest = victim.hear().parse().unwrap();
         let after = settle(volume.daemon(), before);
         eprintln!("calls {calls:?}, a victim's {longest}\n  {before:?} became\n  {most:?} and\n  {after:?}");
-        assert!(most.threads < before.threads + 120, "{before:?} became {most:?}");
+        // All that its pools may have.
+        assert!(most.threads < before.threads + 200, "{before:?} became {most:?}");
         assert!(most.descriptors < before.descriptors + 20_000, "{before:?} became {most:?}");
         assert!(most.anonymous < before.anonymous + 768 * MIB, "{before:?} became {most:?}");
         assert!(longest.longest() < PATIENCE, "a victim's {longest}");
