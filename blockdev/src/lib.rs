@@ -1,7 +1,7 @@
 //! Block devices: the traits that a namespace is used through, and their backends. Nothing in here
 //! knows of files inside the volume.
 //!
-//! - [`open`] turns the DEVICE that a user named into a [`BlockDevice`].
+//! - [`open()`] turns the DEVICE that a user named into a [`BlockDevice`].
 //! - [`Io`] runs batches of [`Request`]s on a device's queues, with reaper threads or inline.
 //! - [`Region`] is memory that a device may read or write; [`BufferPool`] recycles regions for
 //!   buffers of one owner.

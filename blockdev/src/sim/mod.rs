@@ -80,7 +80,7 @@ struct Shared {
 
 impl SimController {
     /// A controller as a DEVICE string describes it, with none of the driver's options:
-    /// `sim:PATH,lba=4096,mdts=5`. It locks its files as [`crate::open`] does.
+    /// `sim:PATH,lba=4096,mdts=5`. It locks its files as [`crate::open()`] does.
     ///
     /// # Errors [`Error::NotFound`], [`Error::Busy`], [`Error::Permission`] and
     /// [`Error::ReadOnly`] of its files; [`Error::Unsupported`] for an option that does not exist;

@@ -92,7 +92,7 @@ impl Queue {
     /// Appends the requests that are done, in the order in which they became so, and returns how many; waits for the first if there is none, but not if none is in flight.
     ///
     /// # Errors
-    /// [`Error::Path`] if the kernel does not let it wait.
+    /// [`crate::Error::Path`] if the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Finished>) -> Result<usize> {
         let mut spin = Spin::new();
         let deadline = wait.deadline(spin.now());

@@ -65,7 +65,7 @@ impl Shares {
         known.rings.push(Arc::downgrade(ring));
     }
 
-    /// The time, for [`Ring::is_busy`], in milliseconds.
+    /// The time in milliseconds, as [`Ring::last_busy`] has it.
     pub fn now(&self) -> u64 {
         self.begun.elapsed().as_millis() as u64 + BUSY_FOR
     }

@@ -10,6 +10,8 @@
 //! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the anchors' lock, which a checkpoint holds, the
 //! journal lock, which a commit holds, the metadata lock, the epochs' lock. The metadata lock is never held across I/O, and a
 //! checkpoint holds the journal lock for moments only: commits go on beside it.
+//!
+//! [`Stall`]: crate::error::Stall
 
 mod acl;
 mod alloc;

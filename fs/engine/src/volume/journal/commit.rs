@@ -15,7 +15,7 @@ use crate::volume::meta::Meta;
 use crate::volume::open::Volume;
 
 impl Volume {
-    /// Takes a lock that is held across I/O. Where batches complete only when a caller waits ([`Io::stepped`]), the thread that has
+    /// Takes a lock that is held across I/O. Where batches complete only when a caller waits (`Io::stepped`), the thread that has
     /// it goes on while this one completes them.
     pub(super) fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
         loop {

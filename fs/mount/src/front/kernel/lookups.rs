@@ -139,26 +139,26 @@ impl Lookups {
         self.shards.lock_each().map(of).sum()
     }
 
-    /// As [`Cached::note`].
+    /// As [`CachedPages::note`].
     pub fn caches(&self, ino: u64, range: Range<u64>) {
         if let Some(node) = self.shards.lock(ino).known(ino) {
             node.cached.note(range);
         }
     }
 
-    /// As [`Cached::may_have`].
+    /// As [`CachedPages::may_have`].
     pub fn may_have(&self, ino: u64, ranges: impl Iterator<Item = Range<u64>>) -> bool {
         self.shards.lock(ino).nodes.get(&ino).is_some_and(|node| node.cached.may_have(ranges))
     }
 
-    /// As [`Cached::begin`]. Returns the number of the invalidation, too.
+    /// As [`CachedPages::begin`]. Returns the number of the invalidation, too.
     pub fn begin_invalidation(&self, ino: u64, ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> (u64, Vec<Range<u64>>) {
         let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
         let mut shard = self.shards.lock(ino);
         (number, shard.known(ino).map_or_else(Vec::new, |node| node.cached.begin(number, ranges, stored)))
     }
 
-    /// As [`Cached::end`].
+    /// As [`CachedPages::end`].
     pub fn end_invalidation(&self, ino: u64, number: u64, done: bool) {
         if let Some(node) = self.shards.lock(ino).nodes.get_mut(&ino) {
             node.cached.end(number, done);
