@@ -34,10 +34,35 @@ pub fn command(name: &str) -> Command {
     Command::new(path(name))
 }
 
-fn build() -> PathBuf {
-    // A test executable lies at TARGET/PROFILE/deps/NAME.
+/// The path of one of the library's examples (`client/examples`), built in the profile that the test itself was built in.
+///
+/// # Panics
+/// If it cannot be built.
+pub fn example(name: &str) -> PathBuf {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    let folder = FOLDER.get_or_init(|| {
+        let profile = profile();
+        let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        build.args(["build", "--quiet", "--locked", "--package", "gpunvme", "--examples"]);
+        build.current_dir(env!("CARGO_MANIFEST_DIR"));
+        build.arg("--target-dir").arg(profile.parent().expect("a target folder"));
+        if profile.ends_with("release") {
+            build.arg("--release");
+        }
+        assert!(build.status().expect("cargo runs").success(), "the examples do not build");
+        profile.join("examples")
+    });
+    folder.join(name)
+}
+
+/// The folder TARGET/PROFILE that the test lies in, as TARGET/PROFILE/deps/NAME.
+fn profile() -> PathBuf {
     let executable = std::env::current_exe().expect("the path of this test");
-    let folder = executable.ancestors().nth(2).expect("a test in TARGET/PROFILE/deps").to_path_buf();
+    executable.ancestors().nth(2).expect("a test in TARGET/PROFILE/deps").to_path_buf()
+}
+
+fn build() -> PathBuf {
+    let folder = profile();
     let mut build = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/build"));
     build.env("CARGO_TARGET_DIR", folder.parent().expect("a target folder")).stdout(Stdio::null());
     if folder.ends_with("debug") {
