@@ -1,6 +1,7 @@
 //! The threads that serve rings, with files that end their transfers when and where a test wants it. Both ends are this process.
 
-use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, RingMemory, Submission, Word, ring_bytes};
+use gpunvme_abi::RingMemory;
+use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
 use gpunvme_abi::{Command, Reason, Register, Transfer, TransferRequest, Unregister};
 use gpunvme_blockdev::sim::SimController;
 use gpunvme_blockdev::{Io, OpenMode};

@@ -3,13 +3,14 @@
 //! It guards the daemon against whatever a process puts into an ioctl or a socket message. What depends on state (does the buffer exist, does the
 //! segment lie inside it) is not decided here.
 
-use super::ring::{Attach, Detach, RING_ENTRIES, Ring};
-use super::{
-    Command, MAGIC, MAX_OFFSET, MAX_TRANSFER, Register, RegisterFlags, Resolve, Segment, Transfer, TransferFlags, Unregister,
+use crate::codes::Route;
+use crate::command::{Command, IOC_READ_WRITE};
+use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
+use crate::structures::{
+    MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Register, RegisterFlags, Resolve, Segment, Transfer, TransferFlags, Unregister,
     VERSION,
 };
-use super::{IOC_READ_WRITE, MAX_SIZE, Route};
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 /// A request whose form is right.
@@ -224,12 +225,12 @@ fn flags_are_known(command: Command, flags: u32) -> bool {
 }
 
 /// Whether at most one route is insisted on.
-pub(super) fn is_one_route(flags: TransferFlags) -> bool {
+fn is_one_route(flags: TransferFlags) -> bool {
     flags.intersection(ROUTES).bits().count_ones() <= 1
 }
 
 /// Whether a range ends at an offset that a file can have.
-pub(super) fn is_offset_range(start: u64, len: u64) -> bool {
+fn is_offset_range(start: u64, len: u64) -> bool {
     start.checked_add(len).is_some_and(|end| end <= MAX_OFFSET)
 }
 
@@ -310,4 +311,18 @@ fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) ->
         return Err(DecodeError::TooLong { command });
     }
     Ok(TransferRequest { buffer: header.buffer, flags: TransferFlags::from_bits_retain(header.flags), segments })
+}
+
+impl Submission {
+    /// `READ` or `WRITE` and its request, if it can mean anything: its ranges end at offsets, its flags are known.
+    pub fn decode(&self) -> Option<(Command, TransferRequest)> {
+        let command = [Command::Read, Command::Write].into_iter().find(|command| *command as u32 == self.command)?;
+        let flags = TransferFlags::from_bits(self.flags).filter(|flags| is_one_route(*flags))?;
+        let segment = Segment { file_offset: self.file_offset, buffer_offset: self.buffer_offset, len: self.len };
+        let fits = is_offset_range(segment.file_offset, segment.len) && is_offset_range(segment.buffer_offset, segment.len);
+        if !fits || self.len > MAX_RING_TRANSFER || self.reserved != 0 {
+            return None;
+        }
+        Some((command, TransferRequest { buffer: self.buffer, flags, segments: smallvec![segment] }))
+    }
 }

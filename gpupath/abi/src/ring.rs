@@ -10,15 +10,9 @@
 //! - A side that goes to sleep says so in its word, looks once more, and then waits for its eventfd. A side that has moved a tail looks at
 //!   that word, with a full barrier between, and signals if the other sleeps.
 
-pub use memory::RingMemory;
-
-use super::decode::{is_offset_range, is_one_route};
-use super::{Command, Segment, TransferFlags, TransferRequest, VERSION};
-use smallvec::smallvec;
+use crate::structures::VERSION;
+use crate::wire::{versioned, wire};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
-
-#[allow(unsafe_code)]
-mod memory;
 
 /// The fewest and the most entries of a ring.
 pub const RING_ENTRIES: std::ops::RangeInclusive<u32> = 8..=4096;
@@ -133,9 +127,9 @@ wire! {
     /// What the application asks for.
     #[derive(Copy)]
     Submission = 64 {
-        /// [`Command::Read`] or [`Command::Write`], as a number.
+        /// [`crate::Command::Read`] or [`crate::Command::Write`], as a number.
         command: u32,
-        /// [`TransferFlags`].
+        /// [`crate::TransferFlags`].
         flags: u32,
         /// The file, as `ATTACH` named it.
         file: u64,
@@ -155,14 +149,14 @@ wire! {
 }
 
 wire! {
-    /// How it ended. `bytes == p2p + bounce + host + hole + edge`, as in [`super::Transfer`].
+    /// How it ended. `bytes == p2p + bounce + host + hole + edge`, as in [`crate::Transfer`].
     #[derive(Copy, Default)]
     Completion = 64 {
         /// The submission's.
         user_data: u64,
         /// 0, or the errno of what ended it early.
         status: i32,
-        /// The [`super::Reason`] why not every byte went the fastest way, or why it was refused.
+        /// The [`crate::Reason`] why not every byte went the fastest way, or why it was refused.
         reason: u32,
         /// Bytes that the device moved to or from GPU memory.
         p2p: u64,
@@ -180,17 +174,3 @@ wire! {
 }
 
 versioned!(Ring, Attach, Detach);
-
-impl Submission {
-    /// `READ` or `WRITE` and its request, if it can mean anything: its ranges end at offsets, its flags are known.
-    pub fn decode(&self) -> Option<(Command, TransferRequest)> {
-        let command = [Command::Read, Command::Write].into_iter().find(|command| *command as u32 == self.command)?;
-        let flags = TransferFlags::from_bits(self.flags).filter(|flags| is_one_route(*flags))?;
-        let segment = Segment { file_offset: self.file_offset, buffer_offset: self.buffer_offset, len: self.len };
-        let fits = is_offset_range(segment.file_offset, segment.len) && is_offset_range(segment.buffer_offset, segment.len);
-        if !fits || self.len > MAX_RING_TRANSFER || self.reserved != 0 {
-            return None;
-        }
-        Some((command, TransferRequest { buffer: self.buffer, flags, segments: smallvec![segment] }))
-    }
-}

@@ -2,7 +2,8 @@
 //!
 //! It guards the application's threads: a context is current on them only while a call in here runs, and what was current before is so again afterwards.
 
-use super::driver::{CudaError, Driver};
+use super::driver::Driver;
+use super::error::CudaError;
 use cudarc::driver::sys::CUcontext;
 use std::marker::PhantomData;
 use std::ptr;

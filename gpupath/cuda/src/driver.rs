@@ -4,8 +4,7 @@
 //! driver's unknown result must never become. So from `cudarc` come the search for the library, the types, and the signatures: the compiler compares each with the
 //! one in here.
 
-use super::{Unavailable, Version};
-use cudarc::driver::sys::cudaError_enum::*;
+use super::error::{CudaError, Unavailable, Version};
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUflushGPUDirectRDMAWritesScope,
     CUflushGPUDirectRDMAWritesTarget, CUfunction, CUmemRangeHandleType, CUmodule, CUpointer_attribute, CUresult, CUstream,
@@ -16,88 +15,6 @@ use std::sync::OnceLock;
 
 /// The oldest driver API that has every function and every attribute that is asked for.
 const NEEDED: Version = Version(12_000);
-
-/// Results that say that context or stream are not there any more.
-const DESTROYED: &[CUresult] =
-    &[CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_DEINITIALIZED];
-
-/// Results that every later call in the context has too, because a kernel crashed.
-const CRASHES: &[CUresult] = &[
-    CUDA_ERROR_ILLEGAL_ADDRESS,
-    CUDA_ERROR_LAUNCH_TIMEOUT,
-    CUDA_ERROR_ASSERT,
-    CUDA_ERROR_HARDWARE_STACK_ERROR,
-    CUDA_ERROR_ILLEGAL_INSTRUCTION,
-    CUDA_ERROR_MISALIGNED_ADDRESS,
-    CUDA_ERROR_INVALID_ADDRESS_SPACE,
-    CUDA_ERROR_INVALID_PC,
-    CUDA_ERROR_LAUNCH_FAILED,
-];
-
-/// The same, for reasons that lie elsewhere.
-const BROKEN: &[CUresult] = &[
-    CUDA_ERROR_ECC_UNCORRECTABLE,
-    CUDA_ERROR_NVLINK_UNCORRECTABLE,
-    CUDA_ERROR_MPS_CLIENT_TERMINATED,
-    CUDA_ERROR_EXTERNAL_DEVICE,
-    CUDA_ERROR_UNKNOWN,
-];
-/// `CUDA_ERROR_CONTAINED`, of drivers from CUDA 12.8 on: one of those too.
-const CONTAINED: u32 = 226;
-
-/// What CUDA said when a call failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{call} failed: {name} ({code})")]
-pub struct CudaError {
-    /// The function of the driver API.
-    pub call: &'static str,
-    /// Its result (`CUresult`).
-    pub code: u32,
-    /// The result's name, such as `CUDA_ERROR_INVALID_VALUE`.
-    pub name: &'static str,
-}
-
-impl CudaError {
-    /// `CUDA_ERROR_INVALID_VALUE`: also what calls say of an address that CUDA does not know (any more).
-    pub const INVALID_VALUE: u32 = CUDA_ERROR_INVALID_VALUE as u32;
-    /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
-    pub const STREAM_CAPTURE_IMPLICIT: u32 = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as u32;
-    /// `CUDA_ERROR_OUT_OF_MEMORY`.
-    pub const OUT_OF_MEMORY: u32 = CUDA_ERROR_OUT_OF_MEMORY as u32;
-    /// `CUDA_ERROR_INVALID_DEVICE`.
-    pub(super) const INVALID_DEVICE: u32 = CUDA_ERROR_INVALID_DEVICE as u32;
-    /// `CUDA_ERROR_NO_DEVICE`.
-    pub(super) const NO_DEVICE: u32 = CUDA_ERROR_NO_DEVICE as u32;
-    /// `CUDA_ERROR_STUB_LIBRARY`: what every function of the toolkit's stub says.
-    const STUB_LIBRARY: u32 = CUDA_ERROR_STUB_LIBRARY as u32;
-    /// `CUDA_ERROR_NOT_READY`: no failure, but the answer that something is still going on.
-    pub(super) const NOT_READY: u32 = CUDA_ERROR_NOT_READY as u32;
-    /// `CUDA_ERROR_NOT_SUPPORTED`.
-    pub const NOT_SUPPORTED: u32 = CUDA_ERROR_NOT_SUPPORTED as u32;
-
-    /// Whether it says, of a call on something that was not destroyed, that its context does nothing more. Other errors are those of one call.
-    pub fn ends_context(&self) -> bool {
-        self.is(DESTROYED) || self.is(CRASHES) || self.is(BROKEN) || self.code == CONTAINED
-    }
-
-    fn is(&self, results: &[CUresult]) -> bool {
-        // An integer, because a newer driver may know more results.
-        results.iter().any(|result| *result as u32 == self.code)
-    }
-
-    /// What a person can do about it.
-    pub fn way_out(&self) -> &'static str {
-        if self.code == CudaError::OUT_OF_MEMORY {
-            "free memory of this GPU, or let less be staged or registered"
-        } else if self.is(DESTROYED) {
-            "stream and context must be there until the transfer is over"
-        } else if self.is(CRASHES) {
-            "a kernel of this process crashed, and only a new process can use the GPU again"
-        } else {
-            "`nvidia-smi -q` and the kernel's log may say more"
-        }
-    }
-}
 
 macro_rules! functions {
     ($(fn $name:ident($($argument:ident: $type:ty),*);)*) => {

@@ -1,17 +1,14 @@
 //! GPUs: what they are called, where they are, what they can do, and their primary contexts.
 
 use super::context::{Context, Entered};
-use super::driver::{CudaError, Driver};
-use super::memory::{self, DeviceAllocation};
-use super::scatter::Scatter;
-use super::stream::{Event, Stream};
+use super::driver::Driver;
+use super::error::CudaError;
 use cudarc::driver::sys::{
     CUdevice, CUdevice_attribute, CUdevice_attribute_enum as Attribute, CUflushGPUDirectRDMAWritesOptions_enum as FlushOption,
     CUflushGPUDirectRDMAWritesScope_enum as FlushScope, CUflushGPUDirectRDMAWritesTarget_enum as FlushTarget, CUuuid,
 };
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
-use std::os::fd::OwnedFd;
 use std::ptr;
 use std::str::FromStr;
 use std::sync::OnceLock;
@@ -178,59 +175,9 @@ impl Gpu {
         Ok(*self.0.context.get_or_init(|| Context::new(self.0.driver, raw)))
     }
 
-    /// A new stream, which does not wait for the default stream.
-    ///
-    /// # Errors
-    /// What CUDA says.
-    pub fn stream(&self) -> Result<Stream, CudaError> {
-        Stream::new(self.context()?)
-    }
-
-    /// A new event, for streams of this GPU.
-    ///
-    /// # Errors
-    /// What CUDA says.
-    pub fn event(&self) -> Result<Event, CudaError> {
-        Event::new(self.context()?)
-    }
-
-    /// The kernel that moves many small pieces at once, compiled for this GPU.
-    ///
-    /// # Errors
-    /// What CUDA says.
-    pub fn scatter(&self) -> Result<Scatter, CudaError> {
-        Scatter::new(self.context()?)
-    }
-
-    /// New memory of `len` bytes, aligned to at least 256.
-    ///
-    /// # Errors
-    /// What CUDA says.
-    pub fn alloc(&self, len: usize) -> Result<DeviceAllocation, CudaError> {
-        DeviceAllocation::new(self.context()?, len)
-    }
-
-    /// A dma-buf over `len` bytes of one allocation in this GPU's memory. Both are multiples of 64 KiB, or the allocation's own bounds. It holds the memory: after the
-    /// application freed it, the dma-buf still stands for it.
-    ///
-    /// # Errors
-    /// What CUDA says; not every driver and not all memory can be exported.
-    pub fn export_dma_buf(&self, address: u64, len: usize) -> Result<OwnedFd, CudaError> {
-        memory::export_dma_buf(self.context()?, address, len)
-    }
-
-    /// Makes CUDA's synchronous copies to and from the allocation at `address` really synchronous, from now on: they are not while they look so, and what a PCIe device
-    /// does to the memory meanwhile would meet a copy still running (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`).
-    ///
-    /// # Errors
-    /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where there is no allocation; not all memory has the setting.
-    pub fn sync_memops(&self, address: u64) -> Result<(), CudaError> {
-        memory::sync_memops(self.context()?, address)
-    }
-
     /// Whether what PCIe devices wrote into its memory can be there for a stream of `other` that waits for a word which was
     /// written afterwards, and for all that comes after in the order of CUDA, on other GPUs of the process too: by itself, or
-    /// because the stream flushes ([`Stream::wait_value_and_flush`]), which it does for its own GPU only.
+    /// because the stream flushes ([`crate::Stream::wait_value_and_flush`]), which it does for its own GPU only.
     pub fn orders_writes_for_streams_of(&self, other: &Gpu) -> bool {
         self.0.writes_ordering >= self.0.readers
             || self.0.readers == WritesOrdering::Owner && self == other && self.0.streams_flush

@@ -1,9 +1,10 @@
 //! Memory that CUDA knows: what lies at an address, host memory that is registered, and memory of the library's own.
 
 use super::context::Context;
-use super::driver::{CudaError, Driver};
-use super::gpu::Gpu;
-use super::{Cuda, Which};
+use super::cuda::Cuda;
+use super::driver::Driver;
+use super::error::CudaError;
+use super::gpu::{Gpu, Which};
 use cudarc::driver::sys::{
     CUDA_POINTER_ATTRIBUTE_ACCESS_FLAGS_enum as AccessFlags, CUmemRangeHandleType_enum, CUmemorytype_enum,
     CUpointer_attribute_enum as Attribute,
@@ -46,7 +47,54 @@ pub enum Place {
     Managed,
 }
 
-pub(super) fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>, CudaError> {
+impl Cuda {
+    /// What lies at an address, or `None` where CUDA knows nothing of it: memory that was never CUDA's, or is freed.
+    ///
+    /// # Errors
+    /// What CUDA says; after a kernel of the application crashed that is the crash.
+    pub fn memory_at(&'static self, address: u64) -> Result<Option<Allocation>, CudaError> {
+        at(self, address)
+    }
+
+    /// The number of the allocation at an address, which no other allocation of this process ever had or will have; `None` as for [`Cuda::memory_at`].
+    /// It is the cheap way to ask whether what was there is still there.
+    ///
+    /// # Errors
+    /// As [`Cuda::memory_at`].
+    pub fn buffer_id(&self, address: u64) -> Result<Option<u64>, CudaError> {
+        buffer_id(self.driver, address)
+    }
+}
+
+impl Gpu {
+    /// New memory of `len` bytes, aligned to at least 256.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn alloc(&self, len: usize) -> Result<DeviceAllocation, CudaError> {
+        DeviceAllocation::new(self.context()?, len)
+    }
+
+    /// A dma-buf over `len` bytes of one allocation in this GPU's memory. Both are multiples of 64 KiB, or the allocation's own bounds. It holds the memory: after the
+    /// application freed it, the dma-buf still stands for it.
+    ///
+    /// # Errors
+    /// What CUDA says; not every driver and not all memory can be exported.
+    pub fn export_dma_buf(&self, address: u64, len: usize) -> Result<OwnedFd, CudaError> {
+        export_dma_buf(self.context()?, address, len)
+    }
+
+    /// Makes CUDA's synchronous copies to and from the allocation at `address` really synchronous, from now on: they are not while they look so, and what a PCIe device
+    /// does to the memory meanwhile would meet a copy still running (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`).
+    ///
+    /// # Errors
+    /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where there is no allocation; not all memory has the setting.
+    pub fn sync_memops(&self, address: u64) -> Result<(), CudaError> {
+        sync_memops(self.context()?, address)
+    }
+}
+
+fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>, CudaError> {
     const ATTRIBUTES: [Attribute; 10] = [
         Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
         Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
@@ -111,7 +159,7 @@ fn is_writable(context: Context, address: u64) -> Result<bool, CudaError> {
     }
 }
 
-pub(super) fn buffer_id(driver: &Driver, address: u64) -> Result<Option<u64>, CudaError> {
+fn buffer_id(driver: &Driver, address: u64) -> Result<Option<u64>, CudaError> {
     let mut id = 0u64;
     // SAFETY: it writes 8 bytes. No address is too wrong to ask for.
     match unsafe { driver.cuPointerGetAttribute((&raw mut id).cast(), Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, address) } {
@@ -121,14 +169,14 @@ pub(super) fn buffer_id(driver: &Driver, address: u64) -> Result<Option<u64>, Cu
     }
 }
 
-pub(super) fn sync_memops(context: Context, address: u64) -> Result<(), CudaError> {
+fn sync_memops(context: Context, address: u64) -> Result<(), CudaError> {
     let _entered = context.enter()?;
     let on = 1u32;
     // SAFETY: it reads 4 bytes, and makes the application's copies slower at worst.
     unsafe { context.driver.cuPointerSetAttribute((&raw const on).cast(), Attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, address) }
 }
 
-pub(super) fn export_dma_buf(context: Context, address: u64, len: usize) -> Result<OwnedFd, CudaError> {
+fn export_dma_buf(context: Context, address: u64, len: usize) -> Result<OwnedFd, CudaError> {
     let _entered = context.enter()?;
     let mut fd: c_int = -1;
     let kind = CUmemRangeHandleType_enum::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
@@ -207,7 +255,7 @@ pub struct DeviceAllocation {
 }
 
 impl DeviceAllocation {
-    pub(super) fn new(context: Context, len: usize) -> Result<DeviceAllocation, CudaError> {
+    fn new(context: Context, len: usize) -> Result<DeviceAllocation, CudaError> {
         let _entered = context.enter()?;
         let mut address = 0;
         // SAFETY: it writes an address.

@@ -1,7 +1,8 @@
 //! The kernel that makes many small moves at once: a copy each would cost a call each, and about a microsecond of the copy engine.
 
 use super::context::Context;
-use super::driver::CudaError;
+use super::error::CudaError;
+use super::gpu::Gpu;
 use cudarc::driver::sys::{CUfunction, CUmodule, CUstream};
 use std::ffi::{CStr, c_void};
 use std::fmt;
@@ -28,6 +29,16 @@ pub struct Move {
     pub from: u64,
     /// How many bytes.
     pub len: u64,
+}
+
+impl Gpu {
+    /// The kernel that moves many small pieces at once, compiled for this GPU.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn scatter(&self) -> Result<Scatter, CudaError> {
+        Scatter::new(self.context()?)
+    }
 }
 
 /// The kernel, compiled for one GPU.

@@ -1,8 +1,8 @@
 //! Streams, which do things in order while their caller does something else, and events, which tell how far they are.
 
-use super::Cuda;
 use super::context::Context;
-use super::driver::CudaError;
+use super::cuda::Cuda;
+use super::error::CudaError;
 use super::gpu::Gpu;
 use super::scatter::Scatter;
 use cudarc::driver::sys::{
@@ -15,6 +15,50 @@ use std::ptr;
 
 /// The default streams are numbers up to this: `CU_STREAM_LEGACY` is 1, `CU_STREAM_PER_THREAD` 2, and 0 one of them.
 const DEFAULT_STREAMS: usize = 2;
+
+impl Cuda {
+    /// A stream of the application (`cudaStream_t`, `CUstream`), to order work with its work. 0, 1 and 2 are the default streams
+    /// of the calling thread's context, as they are everywhere in CUDA; 2, the thread's own, is that of whichever thread calls.
+    /// For a thread without a context they are those of the first GPU's primary context, as for the CUDA runtime.
+    ///
+    /// # Safety
+    /// It is a stream of this process, and is not destroyed before what is returned is dropped.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub unsafe fn application_stream(&'static self, stream: usize) -> Result<Stream, CudaError> {
+        // SAFETY: the caller vouches for it.
+        unsafe { Stream::of_application(self, stream) }
+    }
+
+    /// The GPU that a stream is of, in whatever context.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn gpu_of(&'static self, stream: &Stream) -> Result<Gpu, CudaError> {
+        let device = stream.device()?;
+        let found = self.devices.iter().find(|known| known.is(device));
+        found.map(Gpu::new).ok_or_else(|| self.driver.error("cuCtxGetDevice", CudaError::INVALID_DEVICE))
+    }
+}
+
+impl Gpu {
+    /// A new stream, which does not wait for the default stream.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn stream(&self) -> Result<Stream, CudaError> {
+        Stream::new(self.context()?)
+    }
+
+    /// A new event, for streams of this GPU.
+    ///
+    /// # Errors
+    /// What CUDA says.
+    pub fn event(&self) -> Result<Event, CudaError> {
+        Event::new(self.context()?)
+    }
+}
 
 /// The number of a stream, which no other stream of this process ever had or will have: CUDA's number of its context, and the one that it has there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,7 +196,7 @@ impl Stream {
     /// Makes `count` moves, after everything that was put into the stream before, in no order among themselves.
     ///
     /// # Safety
-    /// `table` is the device address of as many [`super::Move`]s. As for [`Stream::copy`] for each of them and for the table, and more: every range lies in memory that this
+    /// `table` is the device address of as many [`crate::Move`]s. As for [`Stream::copy`] for each of them and for the table, and more: every range lies in memory that this
     /// stream's GPU can reach. A kernel that touches anything else ends the context, and with it everything that the application does on this GPU.
     ///
     /// # Errors
@@ -197,7 +241,7 @@ impl Stream {
     }
 
     /// [`Stream::wait_value`]; and what PCIe devices wrote into the GPU's memory before the word was written is there for what follows, where the GPU does not see to that by
-    /// itself ([`super::WritesOrdering::None`]).
+    /// itself ([`crate::WritesOrdering::None`]).
     ///
     /// # Safety
     /// As for [`Stream::wait_value`].

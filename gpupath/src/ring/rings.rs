@@ -15,7 +15,7 @@ use crate::registry::Caller;
 use crate::server::{Reply, Server};
 use crate::shares::share;
 use gpunvme_abi::Command;
-use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self, Attach, Detach, RING_ENTRIES, ring_bytes};
 use gpunvme_blockdev::Io;
 use parking_lot::Mutex;

@@ -1,7 +1,7 @@
 //! The memory of a ring, mapped. It guards the rule that makes sharing it with a process that may be hostile sound: no reference into it is ever made; words and
 //! entries are read and written with atomic operations, 32 or 64 bits at a time, and what was read is a copy.
 
-use super::{Completion, Submission, Word, completion_offset, ring_bytes, submission_offset};
+use crate::ring::{Completion, Submission, Word, completion_offset, ring_bytes, submission_offset};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::BorrowedFd;

@@ -1,0 +1,325 @@
+//! The structures of the ioctls and of the registration socket, their flags, and their bounds.
+
+use crate::wire::{versioned, wire};
+use bitflags::bitflags;
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
+
+/// The version that every structure carries.
+pub const VERSION: u32 = 1;
+/// The ioctl magic, `_IOC_TYPE`.
+pub const MAGIC: u8 = b'G';
+/// What [`Info::magic`] holds, so that another filesystem's answer is not taken for ours.
+pub const INFO_MAGIC: [u8; 8] = *b"gpunvme\0";
+/// The most bytes one ioctl carries: 14 bits of size (`include/uapi/asm-generic/ioctl.h`).
+pub const MAX_SIZE: usize = (1 << 14) - 1;
+/// The most segments in one [`Transfer`].
+pub const MAX_SEGMENTS: usize = (MAX_SIZE - size_of::<Transfer>()) / size_of::<Segment>();
+/// The most extents in one [`Resolve`].
+pub const MAX_EXTENTS: usize = (MAX_SIZE - size_of::<Resolve>()) / size_of::<Extent>();
+/// The most bytes that the segments of one [`Transfer`] add up to. It bounds what one call makes the daemon hold.
+pub const MAX_TRANSFER: u64 = 1 << 30;
+/// File offsets end here, as `loff_t` does.
+pub const MAX_OFFSET: u64 = i64::MAX as u64;
+/// How many codes [`Stats::reasons`] has room for.
+pub const REASON_SLOTS: usize = 64;
+
+bitflags! {
+    /// Flags of [`Register`].
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct RegisterFlags: u32 {
+        /// The memory is the staging pool of the bounce route: its owner copies onwards to a GPU. Transfers to and from it count as `bounce`.
+        const STAGING = 1 << 0;
+    }
+
+    /// Flags of [`Transfer`]. At most one route can be required.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct TransferFlags: u32 {
+        /// Fail with `EOPNOTSUPP`, before anything moves, unless the route is `p2p`.
+        const REQUIRE_P2P = 1 << 0;
+        /// The same for `bounce`.
+        const REQUIRE_BOUNCE = 1 << 1;
+        /// The same for `host`.
+        const REQUIRE_HOST = 1 << 2;
+        /// Fail with `EOPNOTSUPP` and [`Reason::Unaligned`], before anything moves, if the CPU would have to copy a byte.
+        const REQUIRE_DIRECT = 1 << 3;
+    }
+
+    /// Flags of [`Extent`].
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct ExtentFlags: u32 {
+        /// Allocated and never written: reads as zeros.
+        const UNWRITTEN = 1 << 0;
+        /// The last extent of the file.
+        const LAST = 1 << 1;
+    }
+
+    /// Flags of [`Info::features`].
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Features: u64 {
+        /// The volume is mounted read-only.
+        const READ_ONLY = 1 << 0;
+    }
+}
+
+wire! {
+    /// `INFO`. Texts are UTF-8, padded with zero bytes, always with at least one.
+    Info = 640 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Out: [`INFO_MAGIC`].
+        magic: [u8; 8],
+        /// Out: [`Features`].
+        features: u64,
+        /// Out: UUID of the volume.
+        uuid: [u8; 16],
+        /// Out: bytes that the volume can hold.
+        capacity: u64,
+        /// Out: bytes of it that are free.
+        free: u64,
+        /// Out: most bytes one `READ` or `WRITE` moves.
+        max_transfer: u64,
+        /// Out: most bytes of buffers a process may register.
+        max_buffer_bytes: u64,
+        /// Out: most buffers a process may register.
+        max_buffers: u32,
+        /// Out: most segments of one `READ` or `WRITE`.
+        max_segments: u32,
+        /// Out: block size of the filesystem, in bytes. Writes that cover whole blocks go direct.
+        block_size: u32,
+        /// Out: logical block of the device, in bytes. Reads that cover whole logical blocks go direct.
+        logical_block: u32,
+        /// Out: what the address and length of memory must be a multiple of to go direct, in bytes.
+        memory_alignment: u32,
+        /// Out: number of devices under the volume.
+        devices: u32,
+        /// Out: the fastest [`Route`] that GPU memory can take on this mount.
+        route: u32,
+        /// Out: the [`Reason`] why that is not `p2p`.
+        reason: u32,
+        /// Out: zero.
+        reserved: [u64; 8],
+        /// Out: label of the volume.
+        label: [u8; 64],
+        /// Out: path of the registration socket, in the daemon's mount namespace; empty where there is none.
+        socket: [u8; 112],
+        /// Out: the device, as it was named to `mount.gpunvme`.
+        device: [u8; 256],
+        /// Out: name and version of the daemon.
+        daemon: [u8; 40],
+    }
+}
+
+wire! {
+    /// `REGISTER`.
+    Register = 56 {
+        /// [`VERSION`].
+        version: u32,
+        /// [`RegisterFlags`].
+        flags: u32,
+        /// Number of the buffer's fd in the calling process; over the socket -1, and the fd travels as `SCM_RIGHTS`.
+        fd: i32,
+        /// Zero.
+        reserved: u32,
+        /// Length of the buffer in bytes, from the beginning of what the fd stands for.
+        len: u64,
+        /// Out: the buffer's name in later calls. Never 0, never used again.
+        buffer: u64,
+        /// Out: the [`Route`] that transfers to and from this buffer take.
+        route: u32,
+        /// Out: the [`Reason`] why that is not `p2p`, or why the buffer was refused.
+        reason: u32,
+        /// Zero.
+        reserved2: [u64; 2],
+    }
+}
+
+wire! {
+    /// `UNREGISTER`. Transfers in flight on the buffer end normally.
+    Unregister = 16 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// The buffer.
+        buffer: u64,
+    }
+}
+
+wire! {
+    /// `RESOLVE`, followed by `capacity` [`Extent`]s (out). What is not covered by an extent is a hole.
+    Resolve = 48 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Where in the file to begin, in bytes.
+        offset: u64,
+        /// How far to go, in bytes; `u64::MAX` for the rest of the file.
+        len: u64,
+        /// Out: where the next call should begin; at or past the end of the range or of the file when everything has been told.
+        next: u64,
+        /// Out: size of the file in bytes.
+        file_size: u64,
+        /// Extents that there is room for behind this structure; at least 1.
+        capacity: u32,
+        /// Out: extents that were filled in.
+        count: u32,
+    }
+}
+
+wire! {
+    /// One extent of a file.
+    #[derive(Copy)]
+    Extent = 32 {
+        /// Where it begins in the file, in bytes. It may begin before the range that was asked for.
+        file_offset: u64,
+        /// Where it begins on the device, in bytes.
+        device_offset: u64,
+        /// Its length in bytes. It may reach past the end of the file, to the end of a block.
+        len: u64,
+        /// Number of the device; 0 is the first.
+        device: u32,
+        /// [`ExtentFlags`].
+        flags: u32,
+    }
+}
+
+wire! {
+    /// `READ` and `WRITE`, followed by `segments` [`Segment`]s.
+    ///
+    /// Segments count in order: `bytes` is what was moved from the first byte of the first segment on, without a gap. A `READ` stops at the end of the file.
+    /// `bytes == p2p + bounce + host + hole + edge` always. If something failed after a part was done, the ioctl succeeds and `status` says what;
+    /// if nothing was done the ioctl itself fails.
+    Transfer = 88 {
+        /// [`VERSION`].
+        version: u32,
+        /// [`TransferFlags`].
+        flags: u32,
+        /// The buffer, as `REGISTER` named it.
+        buffer: u64,
+        /// Number of segments behind this structure.
+        segments: u32,
+        /// Zero.
+        reserved: u32,
+        /// Out: bytes moved.
+        bytes: u64,
+        /// Out: bytes that the device moved to or from GPU memory.
+        p2p: u64,
+        /// Out: bytes that the device moved to or from a staging pool.
+        bounce: u64,
+        /// Out: bytes that the device moved to or from host memory.
+        host: u64,
+        /// Out: bytes that were filled with zeros, because the file has a hole or was never written there.
+        hole: u64,
+        /// Out: bytes that the CPU copied, because they or their memory are not aligned.
+        edge: u64,
+        /// Out: the [`Reason`] why not every byte went the fastest way, or why the transfer was refused.
+        reason: u32,
+        /// Out: errno of what ended the transfer early; 0 where nothing did.
+        status: i32,
+        /// Out: index of the segment that `status` or the ioctl's errno is about; `u32::MAX` where it is about none.
+        failed_segment: u32,
+        /// Out: zero.
+        reserved2: u32,
+    }
+}
+
+wire! {
+    /// One piece of a transfer.
+    #[derive(Copy)]
+    Segment = 24 {
+        /// Where in the file, in bytes.
+        file_offset: u64,
+        /// Where in the buffer, in bytes.
+        buffer_offset: u64,
+        /// How much, in bytes.
+        len: u64,
+    }
+}
+
+wire! {
+    /// Bytes moved in one direction, by route.
+    #[derive(Copy, Default)]
+    Moved = 40 {
+        /// Between device and GPU memory.
+        p2p: u64,
+        /// Between device and a staging pool.
+        bounce: u64,
+        /// Between device and host memory.
+        host: u64,
+        /// Filled with zeros.
+        hole: u64,
+        /// Copied by the CPU, for lack of alignment.
+        edge: u64,
+    }
+}
+
+wire! {
+    /// `STATS`. Counters since mount, of all processes.
+    Stats = 792 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Out: calls, by command number.
+        calls: [u64; 16],
+        /// Out: calls that failed, of all commands.
+        failed: u64,
+        /// Out: what `READ` moved.
+        read: Moved,
+        /// Out: what `WRITE` moved.
+        write: Moved,
+        /// Out: buffers registered now.
+        buffers: u64,
+        /// Out: bytes in them.
+        buffer_bytes: u64,
+        /// Out: processes that own them.
+        processes: u64,
+        /// Out: transfers, by the [`Reason`] they reported.
+        reasons: [u64; REASON_SLOTS],
+        /// Out: zero.
+        reserved: [u64; 4],
+    }
+}
+
+wire! {
+    /// What precedes a [`Register`] or [`Unregister`] in each datagram of the registration socket (`AF_UNIX`, `SOCK_SEQPACKET`), both ways.
+    #[derive(Copy)]
+    Message = 8 {
+        /// The ioctl request number of the command.
+        request: u32,
+        /// In: zero. Out: 0, or the errno that the ioctl would have failed with.
+        status: i32,
+    }
+}
+
+versioned!(Info, Register, Unregister, Resolve, Transfer, Stats);
+
+impl Extent {
+    /// Its flags, as far as this version knows them.
+    pub fn flags(&self) -> ExtentFlags {
+        ExtentFlags::from_bits_truncate(self.flags)
+    }
+}
+
+impl Moved {
+    /// Bytes moved by any means.
+    pub fn total(&self) -> u64 {
+        self.p2p + self.bounce + self.host + self.hole + self.edge
+    }
+}
+
+/// Copies `text` into a fixed field, cut at a character boundary so that a zero byte remains.
+pub fn put_text<const N: usize>(field: &mut [u8; N], text: &str) {
+    let end = (0..N.min(text.len() + 1)).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+    field.fill(0);
+    field[..end].copy_from_slice(&text.as_bytes()[..end]);
+}
+
+/// The text in a fixed field; bytes that are not UTF-8 become U+FFFD.
+pub fn get_text(field: &[u8]) -> String {
+    let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
+    String::from_utf8_lossy(&field[..end]).into_owned()
+}
