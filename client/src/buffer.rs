@@ -55,7 +55,7 @@ impl Buffer {
     /// come into being at once, each as a whole. Small ones do when they are touched, or when they are registered, which needs all of them.
     ///
     /// # Errors
-    /// [`Error::Memory`], also for a `len` of 0.
+    /// [`Error::Memory`] where there is not as much, or no descriptor for it; also for a `len` of 0.
     pub fn memfd(len: usize) -> Result<Buffer> {
         let make = || {
             let memory = rustix::fs::memfd_create("gpunvme", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
@@ -187,7 +187,7 @@ impl<M: Memory> Shared<M> {
 }
 
 impl Shared {
-    /// Copies bytes out.
+    /// Copies the bytes from `offset` on into `out`.
     ///
     /// # Panics
     /// Where they reach past the end.
@@ -195,7 +195,7 @@ impl Shared {
         self.0.mapping().copy_out(offset, out).expect("a copy reaches past the end of a buffer");
     }
 
-    /// Copies bytes in.
+    /// Copies `bytes` in, to `offset`.
     ///
     /// # Panics
     /// Where they reach past the end.

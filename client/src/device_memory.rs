@@ -21,7 +21,7 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// The first `len` bytes of a dma-buf, as a GPU's driver exports it.
+    /// The first `len` bytes of a dma-buf, as a GPU's driver exports it. Nothing is checked before [`crate::Mount::register`].
     pub fn dma_buf(memory: OwnedFd, len: usize) -> DeviceMemory {
         DeviceMemory { memory, len }
     }
@@ -47,7 +47,7 @@ impl DeviceMemory {
         self.len
     }
 
-    /// Only its first bytes.
+    /// Only its first `len` bytes, or all where it has fewer.
     #[must_use]
     pub fn first(self, len: usize) -> DeviceMemory {
         DeviceMemory { len: len.min(self.len), ..self }
@@ -80,15 +80,15 @@ impl sealed::Memory for DeviceMemory {
 pub struct DeviceMapping(Mapping);
 
 impl DeviceMapping {
-    /// Copies bytes out.
+    /// Copies the bytes from `offset` on into `out`.
     ///
     /// # Errors
-    /// `EINVAL` where they reach past the end.
+    /// [`Error::Memory`] with `EINVAL` where they reach past the end.
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         self.check(self.0.copy_out(offset, out))
     }
 
-    /// Copies bytes in.
+    /// Copies `data` in, to `offset`.
     ///
     /// # Errors
     /// As [`DeviceMapping::read_at`].

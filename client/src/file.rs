@@ -36,7 +36,8 @@ impl File {
     /// Opens a file for reading.
     ///
     /// # Errors
-    /// [`Error::NotGpunvme`] where it lies on another filesystem.
+    /// [`Error::NotGpunvme`] where it lies on another filesystem, [`Error::WrongKind`] where it is no regular file,
+    /// [`Error::Path`] where it cannot be opened, [`Error::OtherVersion`] where the daemon is another version's.
     pub fn open(path: impl AsRef<Path>) -> Result<File> {
         File::with_flags(path.as_ref(), OFlags::RDONLY, Mode::empty())
     }
@@ -110,27 +111,27 @@ impl File {
         kept.downcast_ref().expect("one layer keeps something with a file")
     }
 
-    /// Its size in bytes.
+    /// Its size in bytes, now.
     ///
     /// # Errors
-    /// [`Error::Path`].
+    /// [`Error::Path`] with what fstat(2) said.
     pub fn size(&self) -> Result<u64> {
         let stat = rustix::fs::fstat(&self.file).map_err(|errno| self.failed("ask its size", errno))?;
         Ok(stat.st_size as u64)
     }
 
-    /// Sets its size in bytes.
+    /// Sets its size in bytes. Bytes that are added read as zeros.
     ///
     /// # Errors
-    /// [`Error::Path`].
+    /// [`Error::Path`] with what ftruncate(2) said, also where it is not open for writing.
     pub fn set_size(&self, size: u64) -> Result<()> {
         rustix::fs::ftruncate(&self.file, size).map_err(|errno| self.failed("change its size", errno))
     }
 
-    /// The mount it lies on.
+    /// The mount it lies on. It asks the daemon, and takes a descriptor for as long as the mount, or a buffer of it, is in use.
     ///
     /// # Errors
-    /// [`Error::Path`].
+    /// [`Error::Path`] where the daemon does not answer, or there are too many descriptors.
     pub fn mount(&self) -> Result<Mount> {
         let file = self
             .file
@@ -139,12 +140,15 @@ impl File {
         Mount::of(file, &self.path)
     }
 
-    /// Reads each segment into the buffer. Any offset and length will do; those that [`crate::Info`] calls aligned move without a copy.
+    /// Reads each segment into the buffer, and waits for it.
     ///
-    /// Ends early, and successfully, where the file does; the segments behind that are then not read.
+    /// Offsets and lengths are bytes, and need no alignment: what is a multiple of [`crate::Info::logical_block`] in the file, and of
+    /// [`crate::Info::memory_alignment`] in the buffer, moves without a copy. Ends early, and successfully, where the file does; the
+    /// segments behind that are then not read. Any number of threads may call it at once, each with a buffer of its own.
     ///
     /// # Errors
-    /// [`Error::Transfer`] says what was moved before. The buffer may have changed in all of the segments then.
+    /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved before; the buffer may have changed in
+    /// all of the segments then.
     pub fn read<M: Memory>(&self, buffer: &mut Registered<M>, segments: &[Segment]) -> Result<Transfer> {
         self.read_requiring(buffer, segments, Require::default())
     }
@@ -162,10 +166,13 @@ impl File {
         self.transfer(Command::Read, buffer, segments, require.flags())
     }
 
-    /// Writes each segment from the buffer, extending the file where it ends before.
+    /// Writes each segment from the buffer, and waits for it. The file becomes longer where it ends before.
+    ///
+    /// Offsets and lengths are bytes, and need no alignment: what is a multiple of [`crate::Info::block_size`] in the file, and of
+    /// [`crate::Info::memory_alignment`] in the buffer, moves without a copy. Like write(2) it is durable after fsync(2).
     ///
     /// # Errors
-    /// [`Error::Transfer`] says what was moved before.
+    /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved before.
     pub fn write<M: Memory>(&self, buffer: &Registered<M>, segments: &[Segment]) -> Result<Transfer> {
         self.write_requiring(buffer, segments, Require::default())
     }
@@ -178,7 +185,8 @@ impl File {
         self.transfer(Command::Write, buffer, segments, require.flags())
     }
 
-    /// Where its bytes lie on the device: the extents that touch the range, in order. What is not covered is a hole.
+    /// Where its bytes lie on the device: the extents that touch the `len` bytes at `offset`, in order. What is not covered is a hole.
+    /// Each item may be an error ([`Error::Path`]), and is the last then. The answer is no lease: the file may change a moment later.
     pub fn resolve(&self, offset: u64, len: u64) -> Extents<'_> {
         Extents { file: self, next: offset, end: offset.saturating_add(len), found: VecDeque::new(), over: len == 0 }
     }

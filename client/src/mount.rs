@@ -109,10 +109,12 @@ impl Info {
 }
 
 impl Mount {
-    /// The mount that a file or directory lies on. It must be readable by the caller.
+    /// The mount that a file or directory lies on, which must be readable by the caller. Copies of what is returned share one
+    /// descriptor, and any number of threads may use them.
     ///
     /// # Errors
-    /// [`Error::NotGpunvme`] where it lies on another filesystem.
+    /// [`Error::NotGpunvme`] where it lies on another filesystem, [`Error::WrongKind`] where it is neither a file nor a directory,
+    /// [`Error::Path`] where it cannot be opened, [`Error::OtherVersion`] where the daemon is another version's.
     pub fn open(path: impl AsRef<Path>) -> Result<Mount> {
         let path = path.as_ref();
         // Nonblocking, so that a FIFO is refused and not waited for.
@@ -136,7 +138,7 @@ impl Mount {
         &self.connection
     }
 
-    /// What it is and can do, now.
+    /// What it is and can do, asked of the daemon now.
     ///
     /// # Errors
     /// [`Error::Path`] where the daemon does not answer.
@@ -144,7 +146,7 @@ impl Mount {
         self.connection.raw_info().map(Info::of)
     }
 
-    /// What it did so far.
+    /// What it did since it was mounted, asked of the daemon now.
     ///
     /// # Errors
     /// [`Error::Path`] where the daemon does not answer.
@@ -165,13 +167,15 @@ impl Mount {
         })
     }
 
-    /// Makes a buffer known to the mount. Registering costs a system call or two and is meant to be done once, not for each transfer.
+    /// Makes a buffer known to the mount, as a whole. Registering pins its memory, costs a system call or two, and is meant to be done
+    /// once, not for each transfer. What is returned unregisters it when it is dropped.
     ///
     /// Where the daemon may not fetch the buffer from this process, it is sent over the mount's socket;
     /// [`Registered::registered_by`] tells.
     ///
     /// # Errors
-    /// [`Error::Refused`] with the reason, and [`Error::NotReachable`] where neither way is open.
+    /// [`Error::Refused`] with the reason; [`Error::NotReachable`] where neither way is open; [`Error::Memory`] where there are no pages
+    /// for it.
     pub fn register<M: Memory>(&self, memory: M) -> Result<Registered<M>> {
         let (answer, by) = match self.ask_to_register(&memory) {
             // The daemon pays for no page of it.

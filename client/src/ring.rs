@@ -18,7 +18,8 @@
 //! # Ok::<(), gpunvme::Error>(())
 //! ```
 //!
-//! It guards what the daemon may still be using: a transfer in flight holds its buffer and its file until its completion was taken.
+//! It guards what the daemon may still be using: a transfer in flight holds its buffer and its
+//! file until its completion was taken.
 
 use crate::buffer::sealed::Target;
 use crate::buffer::{Memory, Shared};
@@ -29,7 +30,7 @@ use crate::file::File;
 use crate::mount::Mount;
 use crate::spin::Spin;
 use crate::transfer::{Require, Transfer};
-use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
 use gpunvme_abi::{Command, Moved};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -42,12 +43,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long [`Ring::complete`] looks for a completion before it sleeps: about what falling asleep and being woken costs.
+/// How long [`Ring::complete`] looks for a completion before it sleeps: about what falling asleep
+/// and being woken costs.
 const SPIN_LIMIT: Duration = Duration::from_micros(20);
-/// After how long without a completion, and how often then, it is asked whether the daemon lives, whose death signals nobody.
+/// After how long without a completion, and how often then, it is asked whether the daemon lives,
+/// whose death signals nobody.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Queues shared with the daemon of a mount.
+/// Queues shared with the daemon of a mount. One thread uses them at a time: what submits and what
+/// takes completions borrows the ring mutably.
 #[derive(Debug)]
 pub struct Ring {
     name: RingName,
@@ -58,7 +62,8 @@ pub struct Ring {
     daemon: Option<OwnedFd>,
     /// When the last completion came, or the daemon was last found alive.
     alive: Instant,
-    /// Position behind the last submission that was pushed, and behind the last that the daemon was told of.
+    /// Position behind the last submission that was pushed, and behind the last that the daemon
+    /// was told of.
     pushed: u32,
     published: u32,
     /// Position of the next completion.
@@ -86,7 +91,8 @@ struct InFlight {
     _buffer: Arc<dyn Any + Send + Sync>,
 }
 
-/// A file that a ring knows, with the access that it was open for. It may be closed, and even unlinked.
+/// A file that a ring knows, with the access that it was open for. It may be closed, and even
+/// unlinked.
 #[derive(Clone, Debug)]
 pub struct Attached(Arc<AttachedFile>);
 
@@ -142,7 +148,12 @@ impl Wait {
 }
 
 impl<'a> Operation<'a> {
-    /// A read of `len` bytes, at most [`Ring::MAX_TRANSFER`].
+    /// A read from a file into a buffer.
+    ///
+    /// Offsets and the length are bytes, and need no alignment: what is a multiple of
+    /// [`crate::Info::logical_block`] in the file, and of [`crate::Info::memory_alignment`] in the
+    /// buffer, moves without a copy. `len` is at most [`Ring::MAX_TRANSFER`]. Checked by
+    /// [`Ring::push`].
     pub fn read<M: Memory>(
         file: &'a Attached,
         file_offset: u64,
@@ -154,7 +165,10 @@ impl<'a> Operation<'a> {
         Operation { command, file, file_offset, buffer, buffer_offset, len, require: Require::default(), user_data: 0 }
     }
 
-    /// A write of `len` bytes, at most [`Ring::MAX_TRANSFER`].
+    /// A write from a buffer to a file, which becomes longer where it ends before.
+    ///
+    /// As [`Operation::read`], but that whole blocks of the filesystem
+    /// ([`crate::Info::block_size`]) move without a copy.
     pub fn write<M: Memory>(
         file: &'a Attached,
         file_offset: u64,
@@ -165,12 +179,13 @@ impl<'a> Operation<'a> {
         Operation { command: Command::Write, ..Operation::read(file, file_offset, buffer, buffer_offset, len) }
     }
 
-    /// With a number that its completion carries.
+    /// The operation with a number that its completion carries; 0 without.
     pub fn tagged(self, user_data: u64) -> Self {
         Operation { user_data, ..self }
     }
 
-    /// With demands on the way it is done.
+    /// The operation with demands on its route. Where they cannot be met it completes with
+    /// [`Error::Transfer`], and nothing moved.
     pub fn requiring(self, require: Require) -> Self {
         Operation { require, ..self }
     }
@@ -185,10 +200,12 @@ impl Ring {
     /// The most bytes of one operation.
     pub const MAX_TRANSFER: u64 = abi::MAX_RING_TRANSFER;
 
-    /// A ring for at least `entries` transfers in flight (8 to 4096).
+    /// Makes a ring for `entries` transfers in flight, or more: a power of two from 8 to 4096.
     ///
     /// # Errors
-    /// [`Error::Path`] where the daemon refuses: the process, or all of them, have too many, or it may not take descriptors from this process.
+    /// [`Error::Memory`] where there is no memory or no descriptor for it. [`Error::Path`] where
+    /// the daemon refuses: the process, or all of them, have too many, or it may not take
+    /// descriptors from this process.
     pub fn new(mount: &Mount, entries: u32) -> Result<Ring> {
         let (least, most) = (*abi::RING_ENTRIES.start(), *abi::RING_ENTRIES.end());
         let entries = entries.clamp(least, most).next_power_of_two();
@@ -227,7 +244,9 @@ impl Ring {
         })
     }
 
-    /// Makes an open file known to the ring, with the access that it is open for. It is known until the last copy of what is returned is dropped.
+    /// Makes an open file known to the ring, with the access that it is open for. It is known
+    /// until the last copy of what is returned is dropped, also when the file is closed or
+    /// unlinked. Any thread may call it while another uses the ring.
     ///
     /// # Errors
     /// [`Error::Path`], also for a file of another mount.
@@ -249,10 +268,12 @@ impl Ring {
         self.slots.len() - self.free.len()
     }
 
-    /// Puts an operation into the queue. The daemon learns of it by [`Ring::submit`].
+    /// Puts an operation into the queue, with no system call. The daemon learns of it by
+    /// [`Ring::submit`].
     ///
     /// # Errors
-    /// [`Error::RingFull`]; [`Error::OutsideBuffer`]; [`Error::WrongRing`] for a file that was attached to another.
+    /// [`Error::RingFull`]; [`Error::OutsideBuffer`], also for more than [`Ring::MAX_TRANSFER`]
+    /// bytes; [`Error::WrongRing`] for a file that was attached to another.
     pub fn push(&mut self, operation: &Operation<'_>) -> Result<()> {
         let Operation { command, file, file_offset, buffer, buffer_offset, len, require, user_data } = operation;
         let end = buffer_offset.saturating_add(*len);
@@ -296,11 +317,12 @@ impl Ring {
         }
     }
 
-    /// Appends the completions that are there, in the order in which they came, and returns how many; waits for the first if there is none. What was pushed is
-    /// submitted first.
+    /// Appends the completions that are there, in the order in which they came, and returns how
+    /// many; waits for the first if there is none. What was pushed is submitted first.
     ///
     /// # Errors
-    /// [`Error::RingClosed`] where there is none and none will come: the volume was unmounted, or its daemon is gone.
+    /// [`Error::RingClosed`] where there is none and none will come: the volume was unmounted, or
+    /// its daemon is gone. [`Error::Path`] where the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
         self.submit();
         let mut spin = Spin::new();
@@ -335,8 +357,8 @@ impl Ring {
         Ok(0)
     }
 
-    /// After [`Ring::poll`] said that nothing more comes: appends how each transfer ended that is in flight. What it holds it keeps,
-    /// as long as the ring.
+    /// After [`Ring::poll`] said that nothing more comes: appends how each transfer ended that is
+    /// in flight. What it holds it keeps, as long as the ring.
     pub(crate) fn lost(&self, out: &mut Vec<Completed>) {
         out.extend(self.slots.iter().flatten().map(|in_flight| {
             let path = in_flight.file.path.clone();
@@ -344,7 +366,8 @@ impl Ring {
         }));
     }
 
-    /// Asks to be signalled at the next completion: the ring, as a descriptor, then becomes readable. False: there is one already, and no signal will come.
+    /// Asks to be signalled at the next completion: the ring, as a descriptor, then becomes
+    /// readable. False: there is one already, and no signal will come.
     ///
     /// # Errors
     /// As [`Ring::complete`].
@@ -363,10 +386,12 @@ impl Ring {
         Ok(true)
     }
 
-    /// Whether nothing more will come, nor be moved: the daemon closed the ring, or its process is gone, and the device with it.
+    /// Whether nothing more will come, nor be moved: the daemon closed the ring, or its process is
+    /// gone, and the device with it.
     ///
-    /// Without a pidfd (no socket that may be used, Linux before 6.5) there is only the kernel to ask. It lets go of a mount a little before a daemon that ends in
-    /// order has ended its transfers, so that one of those may still move bytes that has taken longer than [`LOOK`].
+    /// Without a pidfd (no socket that may be used, Linux before 6.5) there is only the kernel to
+    /// ask. It lets go of a mount a little before a daemon that ends in order has ended its
+    /// transfers, so that one of those may still move bytes that has taken longer than [`LOOK`].
     fn is_over(&self) -> bool {
         self.memory.load(Word::Daemon) == CLOSED
             || match &self.daemon {
@@ -396,7 +421,8 @@ impl Ring {
         while self.head != tail {
             let completion = self.memory.completion(self.head);
             self.head = self.head.wrapping_add(1);
-            // A number that is not ours can only come from a broken daemon; there is nobody to tell.
+            // A number that is not ours can only come from a broken daemon; there is nobody to
+            // tell.
             let slot = completion.user_data as usize;
             let Some(in_flight) = self.slots.get_mut(slot).and_then(Option::take) else { continue };
             self.free.push(slot as u32);
@@ -408,7 +434,8 @@ impl Ring {
     }
 }
 
-/// Becomes readable when a completion comes after [`Ring::arm`] said yes: for poll(2), epoll(7) and the like.
+/// Becomes readable when a completion comes after [`Ring::arm`] said yes: for poll(2), epoll(7)
+/// and the like.
 impl AsFd for Ring {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.completed.as_fd()

@@ -13,7 +13,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Bytes moved. Less than was asked for means that the file ended.
+    /// How many bytes were moved. Less than was asked for means that the file ended.
     pub fn bytes(&self) -> u64 {
         self.moved.total()
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme::{Attached, Buffer, Completed, Mount, Operation, Ring, Shared, Wait};
 use gpunvme_abi::Command;
-use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, Word, ring_bytes};
 use rustix::event::EventfdFlags;
 use rustix::process::Pid;

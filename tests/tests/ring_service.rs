@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme::{Mount, Operation, Ring, Wait};
 use gpunvme_abi::Command;
-use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{CLOSED, Submission, Word};
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::{Image, Mounted};

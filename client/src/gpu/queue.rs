@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 /// How long [`Queue::complete`] looks before it sleeps.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
 
-/// Requests in flight, and those that are done and were not taken.
+/// Requests in flight, and those that are done and were not taken. One thread uses it at a time. Dropping it ends no request: the memory
+/// of those in flight stays in use.
 ///
 /// ```no_run
 /// # use gpunvme::{File, Mount, Wait, gpu::{Segment, Transfers}};
@@ -84,7 +85,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Requests begun and not taken.
+    /// How many requests were begun and not taken by [`Queue::complete`].
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }

@@ -142,24 +142,27 @@ impl Transfers {
         Ok(Transfers { inner: Arc::new(inner), require: Require::default() })
     }
 
-    /// A copy whose requests come with demands on the way they are done.
+    /// A copy whose requests come with demands on their route. Where a request cannot meet them it fails with [`Error::Transfer`]
+    /// before anything moved.
     #[must_use]
     pub fn requiring(&self, require: Require) -> Transfers {
         Transfers { inner: self.inner.clone(), require }
     }
 
-    /// Reads each segment, and waits for it. A segment that reaches past the end of the file is read as far as the file goes: the sum says less than was asked for then.
+    /// Reads each segment into memory, and waits for it. File offsets and addresses need no alignment. A segment that reaches past the end of the file is read as far as the file goes: the sum says less than was asked for then.
     ///
     /// # Safety
     /// The memory of the segments is the caller's to write to, does not overlap, and nobody else uses it until this returns: no kernel, no copy.
     ///
     /// # Errors
-    /// [`Error::UnknownMemory`] before anything was read; [`Error::Transfer`] and [`Error::Copy`] say what was, and any segment may have changed in part then.
+    /// [`Error::UnknownMemory`], [`Error::Cuda`] and [`Error::Memory`] before anything was read; [`Error::RingClosed`] after the mount's
+    /// end; [`Error::Transfer`] and [`Error::Copy`] say what was, and any segment may have changed in part then.
     pub unsafe fn read(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
         self.perform(Direction::Read, file, segments)
     }
 
-    /// Writes each segment, and waits for it, extending the file where it ends before. Of segments that overlap in the file it is not defined which is there afterwards.
+    /// Writes each segment from memory, and waits for it. The file becomes longer where it ends before. Offsets and addresses need no
+    /// alignment. Of segments that overlap in the file it is not defined which is there afterwards.
     ///
     /// # Safety
     /// The memory of the segments is the caller's, and nobody changes it until this returns: no kernel, no copy.
@@ -243,7 +246,7 @@ impl Transfers {
     /// would have to do is done.
     ///
     /// # Errors
-    /// [`Error::UnknownMemory`] where CUDA knows none.
+    /// [`Error::UnknownMemory`] where CUDA knows none; [`Error::Cuda`] where it does not answer.
     pub fn route(&self, address: u64) -> Result<(Route, Reason)> {
         let _alone = self.inner.cuda.leave_captures_alone(); // as far as it can be: see `begin`
         let mut parts = Parts::new();
@@ -255,7 +258,7 @@ impl Transfers {
         })
     }
 
-    /// Gives up what is registered of a range of memory, as soon as no transfer uses it. Registered memory stays in existence, even if the application frees it: until this is called,
+    /// Gives up what is registered of the `len` bytes of memory at `address`, as soon as no transfer uses it. Registered memory stays in existence, even if the application frees it: until this is called,
     /// or some other memory is registered. `bounce` needs none of this.
     pub fn forget(&self, address: u64, len: u64) {
         self.inner.registrations.forget(address, len);
