@@ -1,4 +1,5 @@
-//! Reads a file of a gpunvme mount into the memory of the first GPU, and writes it from there to another file:
+//! Reads a file of a gpunvme mount into the memory of the first GPU, and writes it from there to
+//! another file:
 //!
 //!     cargo run --example gpu -- /data/from /data/to
 

@@ -1,4 +1,5 @@
-//! Reads a file of a gpunvme mount in blocks of 4 KiB, 64 of them in flight from one thread, and adds their bytes:
+//! Reads a file of a gpunvme mount in blocks of 4 KiB, 64 of them in flight from one thread, and
+//! adds their bytes:
 //!
 //!     cargo run --example ring -- /data/file
 

@@ -1,7 +1,7 @@
 //! Memory that files are read into and written from.
 //!
-//! It guards the rule that makes plain slices of host memory sound: while the daemon may write to a buffer it is borrowed mutably, and while it is
-//! registered it cannot be unmapped.
+//! It guards the rule that makes plain slices of host memory sound: while the daemon may write to
+//! a buffer it is borrowed mutably, and while it is registered it cannot be unmapped.
 
 use crate::connection::Connection;
 use crate::error::{Error, Result};
@@ -43,7 +43,8 @@ pub(crate) mod sealed {
     }
 }
 
-/// Host memory that can be registered: a memfd, sealed against shrinking and mapped here. It dereferences to its bytes.
+/// Host memory that can be registered: a memfd, sealed against shrinking and mapped here. It
+/// dereferences to its bytes.
 #[derive(Debug)]
 pub struct Buffer {
     memory: OwnedFd,
@@ -51,11 +52,14 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Zeroed memory of `len` bytes, page aligned. It lies in huge pages of 2 MiB where the system has them, but for a rest of less than half of one; they
-    /// come into being at once, each as a whole. Small ones do when they are touched, or when they are registered, which needs all of them.
+    /// Zeroed memory of `len` bytes, page aligned. It lies in huge pages of 2 MiB where the system
+    /// has them, but for a rest of less than half of one; they come into being at once, each as a
+    /// whole. Small ones do when they are touched, or when they are registered, which needs all of
+    /// them.
     ///
     /// # Errors
-    /// [`Error::Memory`] where there is not as much, or no descriptor for it; also for a `len` of 0.
+    /// [`Error::Memory`] where there is not as much, or no descriptor for it; also for a `len` of
+    /// 0.
     pub fn memfd(len: usize) -> Result<Buffer> {
         let make = || {
             let memory = rustix::fs::memfd_create("gpunvme", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
@@ -105,7 +109,8 @@ pub enum RegisteredBy {
     Socket,
 }
 
-/// Memory that a mount knows. Host memory it dereferences to its bytes. Dropping it unregisters it.
+/// Memory that a mount knows. Host memory it dereferences to its bytes. Dropping it unregisters
+/// it.
 #[derive(Debug)]
 pub struct Registered<M = Buffer> {
     pub(crate) memory: M,
@@ -142,7 +147,8 @@ impl<M> Registered<M> {
         self.id
     }
 
-    /// The same memory for transfers that go on while it is used ([`crate::Ring`]): copied from and to, and no longer borrowed.
+    /// The same memory for transfers that go on while it is used ([`crate::Ring`]): copied from
+    /// and to, and no longer borrowed.
     pub fn share(self) -> Arc<Shared<M>> {
         Arc::new(Shared(self))
     }
@@ -154,8 +160,9 @@ impl Registered {
     }
 }
 
-/// Registered memory that a transfer may be changing at any time. Bytes that are copied while it does are old or new, in any mixture; keeping the two
-/// apart is the caller's business, as it is with a file. Unregistered when its last handle is gone, those of transfers in flight included.
+/// Registered memory that a transfer may be changing at any time. Bytes that are copied while it
+/// does are old or new, in any mixture; keeping the two apart is the caller's business, as it is
+/// with a file. Unregistered when its last handle is gone, those of transfers in flight included.
 #[derive(Debug)]
 pub struct Shared<M = Buffer>(Registered<M>);
 

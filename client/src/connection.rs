@@ -1,4 +1,5 @@
-//! The connection to a mount: an open file of it, and the ioctls on that file that answer with one structure.
+//! The connection to a mount: an open file of it, and the ioctls on that file that answer with one
+//! structure.
 
 use crate::error::{Error, Result};
 use crate::{socket, sys};
@@ -24,8 +25,9 @@ pub(crate) struct Connection {
     pub socket: String,
 }
 
-/// Connections that are open: as long as one is its filesystem is there, and no other has its number. Nobody waits for it long: in a process that was forked meanwhile it may be
-/// locked for ever.
+/// Connections that are open: as long as one is its filesystem is there, and no other has its
+/// number. Nobody waits for it long: in a process that was forked meanwhile it may be locked for
+/// ever.
 static KNOWN: Mutex<Vec<Weak<Connection>>> = Mutex::new(Vec::new());
 const MOMENT: Duration = Duration::from_millis(1);
 
@@ -37,7 +39,8 @@ pub(crate) struct Limits {
 }
 
 impl Connection {
-    /// One by way of an open file or directory, whose path is for messages. It asks the daemon what an ioctl may carry.
+    /// One by way of an open file or directory, whose path is for messages. It asks the daemon
+    /// what an ioctl may carry.
     pub fn of(file: OwnedFd, path: &Path) -> Result<Connection> {
         let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
         let stat = rustix::fs::fstat(&file).map_err(failed)?;

@@ -1,6 +1,8 @@
-//! Memory of devices, such as GPUs, that files are read into and written from without a stop in host memory.
+//! Memory of devices, such as GPUs, that files are read into and written from without a stop in
+//! host memory.
 //!
-//! It guards the difference to host memory: nothing of it is ever borrowed as bytes, because a device changes it at any time.
+//! It guards the difference to host memory: nothing of it is ever borrowed as bytes, because a
+//! device changes it at any time.
 
 use crate::buffer::{Memory, sealed};
 use crate::error::{Error, Result};
@@ -12,8 +14,8 @@ use std::path::PathBuf;
 
 /// Another device's memory, by a descriptor that stands for it.
 ///
-/// Only a mount whose SSD is driven by gpunvme itself takes it (`mount.gpunvme vfio:ADDRESS`); [`crate::Info::reason`] and the error of
-/// [`crate::Mount::register`] say what is missing.
+/// Only a mount whose SSD is driven by gpunvme itself takes it (`mount.gpunvme vfio:ADDRESS`);
+/// [`crate::Info::reason`] and the error of [`crate::Mount::register`] say what is missing.
 #[derive(Debug)]
 pub struct DeviceMemory {
     memory: OwnedFd,
@@ -21,13 +23,16 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// The first `len` bytes of a dma-buf, as a GPU's driver exports it. Nothing is checked before [`crate::Mount::register`].
+    /// The first `len` bytes of a dma-buf, as a GPU's driver exports it. Nothing is checked before
+    /// [`crate::Mount::register`].
     pub fn dma_buf(memory: OwnedFd, len: usize) -> DeviceMemory {
         DeviceMemory { memory, len }
     }
 
-    /// The memory behind a BAR of a PCI device that no driver uses: what `/sys/bus/pci/devices/ADDRESS/resourceN` stands for. `resource` is N, or `N_wc` for
-    /// a mapping that combines writes. Mounts take it from root only: it is for laboratories without a GPU.
+    /// The memory behind a BAR of a PCI device that no driver uses: what
+    /// `/sys/bus/pci/devices/ADDRESS/resourceN` stands for. `resource` is N, or `N_wc` for a
+    /// mapping that combines writes. Mounts take it from root only: it is for laboratories without
+    /// a GPU.
     ///
     /// # Errors
     /// [`Error::Path`] where there is no such BAR.
@@ -53,7 +58,8 @@ impl DeviceMemory {
         DeviceMemory { len: len.min(self.len), ..self }
     }
 
-    /// Makes it reachable for the CPU. That is for looking and for tests: it is slow, above all to read.
+    /// Makes it reachable for the CPU. That is for looking and for tests: it is slow, above all to
+    /// read.
     ///
     /// # Errors
     /// [`Error::Memory`] where the device's driver does not allow it.
@@ -75,7 +81,8 @@ impl sealed::Memory for DeviceMemory {
     }
 }
 
-/// Device memory, mapped for the CPU. If the device goes away meanwhile the process ends by SIGBUS.
+/// Device memory, mapped for the CPU. If the device goes away meanwhile the process ends by
+/// SIGBUS.
 #[derive(Debug)]
 pub struct DeviceMapping(Mapping);
 

@@ -19,7 +19,8 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
-    /// The path is neither a regular file nor a directory, or is a directory where a file is needed.
+    /// The path is neither a regular file nor a directory, or is a directory where a file is
+    /// needed.
     #[error("{path}: {needed}")]
     WrongKind {
         /// The path.
@@ -112,7 +113,8 @@ pub enum Error {
         segment: Option<u32>,
         /// Where in the file, in bytes, if that is known.
         offset: Option<u64>,
-        /// What had been moved before: from the first byte of the first segment on, but of GPU memory a sum, for its pieces are moved in any order.
+        /// What had been moved before: from the first byte of the first segment on, but of GPU
+        /// memory a sum, for its pieces are moved in any order.
         done: Transfer,
     },
     /// There is no CUDA in this process.

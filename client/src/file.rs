@@ -1,7 +1,7 @@
 //! Files, moved to and from registered buffers.
 //!
-//! It guards the promise that a call does what it says whatever its size: more segments, or more bytes, than one ioctl carries become several, and what is
-//! reported is their sum.
+//! It guards the promise that a call does what it says whatever its size: more segments, or more
+//! bytes, than one ioctl carries become several, and what is reported is their sum.
 
 use crate::buffer::{Memory, Registered};
 use crate::codes::{reason, status};
@@ -36,8 +36,9 @@ impl File {
     /// Opens a file for reading.
     ///
     /// # Errors
-    /// [`Error::NotGpunvme`] where it lies on another filesystem, [`Error::WrongKind`] where it is no regular file,
-    /// [`Error::Path`] where it cannot be opened, [`Error::OtherVersion`] where the daemon is another version's.
+    /// [`Error::NotGpunvme`] where it lies on another filesystem, [`Error::WrongKind`] where it is
+    /// no regular file, [`Error::Path`] where it cannot be opened, [`Error::OtherVersion`] where
+    /// the daemon is another version's.
     pub fn open(path: impl AsRef<Path>) -> Result<File> {
         File::with_flags(path.as_ref(), OFlags::RDONLY, Mode::empty())
     }
@@ -50,7 +51,8 @@ impl File {
         File::with_flags(path.as_ref(), OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666))
     }
 
-    /// As open(2), but that a file elsewhere is neither created nor truncated, and that `O_TRUNC` needs a file open for writing.
+    /// As open(2), but that a file elsewhere is neither created nor truncated, and that `O_TRUNC`
+    /// needs a file open for writing.
     pub(crate) fn with_flags(path: &Path, flags: OFlags, mode: Mode) -> Result<File> {
         let file = File::of(opening::open(path, flags, mode)?, path)?;
         if flags.contains(OFlags::TRUNC) {
@@ -128,7 +130,8 @@ impl File {
         rustix::fs::ftruncate(&self.file, size).map_err(|errno| self.failed("change its size", errno))
     }
 
-    /// The mount it lies on. It asks the daemon, and takes a descriptor for as long as the mount, or a buffer of it, is in use.
+    /// The mount it lies on. It asks the daemon, and takes a descriptor for as long as the mount,
+    /// or a buffer of it, is in use.
     ///
     /// # Errors
     /// [`Error::Path`] where the daemon does not answer, or there are too many descriptors.
@@ -142,13 +145,15 @@ impl File {
 
     /// Reads each segment into the buffer, and waits for it.
     ///
-    /// Offsets and lengths are bytes, and need no alignment: what is a multiple of [`crate::Info::logical_block`] in the file, and of
-    /// [`crate::Info::memory_alignment`] in the buffer, moves without a copy. Ends early, and successfully, where the file does; the
-    /// segments behind that are then not read. Any number of threads may call it at once, each with a buffer of its own.
+    /// Offsets and lengths are bytes, and need no alignment: what is a multiple of
+    /// [`crate::Info::logical_block`] in the file, and of [`crate::Info::memory_alignment`] in the
+    /// buffer, moves without a copy. Ends early, and successfully, where the file does; the
+    /// segments behind that are then not read. Any number of threads may call it at once, each
+    /// with a buffer of its own.
     ///
     /// # Errors
-    /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved before; the buffer may have changed in
-    /// all of the segments then.
+    /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved
+    /// before; the buffer may have changed in all of the segments then.
     pub fn read<M: Memory>(&self, buffer: &mut Registered<M>, segments: &[Segment]) -> Result<Transfer> {
         self.read_requiring(buffer, segments, Require::default())
     }
@@ -166,13 +171,16 @@ impl File {
         self.transfer(Command::Read, buffer, segments, require.flags())
     }
 
-    /// Writes each segment from the buffer, and waits for it. The file becomes longer where it ends before.
+    /// Writes each segment from the buffer, and waits for it. The file becomes longer where it
+    /// ends before.
     ///
-    /// Offsets and lengths are bytes, and need no alignment: what is a multiple of [`crate::Info::block_size`] in the file, and of
-    /// [`crate::Info::memory_alignment`] in the buffer, moves without a copy. Like write(2) it is durable after fsync(2).
+    /// Offsets and lengths are bytes, and need no alignment: what is a multiple of
+    /// [`crate::Info::block_size`] in the file, and of [`crate::Info::memory_alignment`] in the
+    /// buffer, moves without a copy. Like write(2) it is durable after fsync(2).
     ///
     /// # Errors
-    /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved before.
+    /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved
+    /// before.
     pub fn write<M: Memory>(&self, buffer: &Registered<M>, segments: &[Segment]) -> Result<Transfer> {
         self.write_requiring(buffer, segments, Require::default())
     }
@@ -185,13 +193,15 @@ impl File {
         self.transfer(Command::Write, buffer, segments, require.flags())
     }
 
-    /// Where its bytes lie on the device: the extents that touch the `len` bytes at `offset`, in order. What is not covered is a hole.
-    /// Each item may be an error ([`Error::Path`]), and is the last then. The answer is no lease: the file may change a moment later.
+    /// Where its bytes lie on the device: the extents that touch the `len` bytes at `offset`, in
+    /// order. What is not covered is a hole. Each item may be an error ([`Error::Path`]), and is
+    /// the last then. The answer is no lease: the file may change a moment later.
     pub fn resolve(&self, offset: u64, len: u64) -> Extents<'_> {
         Extents { file: self, next: offset, end: offset.saturating_add(len), found: VecDeque::new(), over: len == 0 }
     }
 
-    /// A caller who reads must see to it that nobody else uses those parts of the buffer meanwhile; [`File::read`] borrows it mutably.
+    /// A caller who reads must see to it that nobody else uses those parts of the buffer
+    /// meanwhile; [`File::read`] borrows it mutably.
     pub(crate) fn transfer<M: Memory>(
         &self,
         command: Command,
@@ -199,7 +209,8 @@ impl File {
         segments: &[Segment],
         flags: TransferFlags,
     ) -> Result<Transfer> {
-        // Asked of the mapping, because a slice of bytes that the device may be changing must not even exist.
+        // Asked of the mapping, because a slice of bytes that the device may be changing must not
+        // even exist.
         let len = buffer.memory.length();
         for (index, segment) in segments.iter().enumerate() {
             let end = segment.buffer_offset.saturating_add(segment.len);
@@ -234,7 +245,8 @@ impl File {
                 if command == Command::Read {
                     break;
                 }
-                // The daemon owes a status for this; a file with a gap in it must not pass for written.
+                // The daemon owes a status for this; a file with a gap in it must not pass for
+                // written.
                 return Err(self.transfer_failed(command, Errno::IO, Reason::None, None, done));
             }
         }

@@ -10,10 +10,12 @@
 //! # Ok::<(), gpunvme::Error>(())
 //! ```
 //!
-//! A [`Mount`] knows buffers, a [`File`] moves bytes between itself and them, and each [`Transfer`] says how many bytes took which [`Route`], and
-//! why not a faster one ([`Reason`]). Nothing falls back in silence: [`Require`] turns falling back into an error.
+//! A [`Mount`] knows buffers, a [`File`] moves bytes between itself and them, and each
+//! [`Transfer`] says how many bytes took which [`Route`], and why not a faster one ([`Reason`]).
+//! Nothing falls back in silence: [`Require`] turns falling back into an error.
 //!
-//! The same in C is `include/gpunvme.h`; the ioctls under it are in `include/gpunvme_abi.h` and `docs/reference/ioctl.md`.
+//! The same in C is `include/gpunvme.h`; the ioctls under it are in `include/gpunvme_abi.h` and
+//! `docs/reference/ioctl.md`.
 #![deny(unsafe_code)]
 
 mod buffer;

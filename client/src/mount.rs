@@ -109,12 +109,13 @@ impl Info {
 }
 
 impl Mount {
-    /// The mount that a file or directory lies on, which must be readable by the caller. Copies of what is returned share one
-    /// descriptor, and any number of threads may use them.
+    /// The mount that a file or directory lies on, which must be readable by the caller. Copies of
+    /// what is returned share one descriptor, and any number of threads may use them.
     ///
     /// # Errors
-    /// [`Error::NotGpunvme`] where it lies on another filesystem, [`Error::WrongKind`] where it is neither a file nor a directory,
-    /// [`Error::Path`] where it cannot be opened, [`Error::OtherVersion`] where the daemon is another version's.
+    /// [`Error::NotGpunvme`] where it lies on another filesystem, [`Error::WrongKind`] where it is
+    /// neither a file nor a directory, [`Error::Path`] where it cannot be opened,
+    /// [`Error::OtherVersion`] where the daemon is another version's.
     pub fn open(path: impl AsRef<Path>) -> Result<Mount> {
         let path = path.as_ref();
         // Nonblocking, so that a FIFO is refused and not waited for.
@@ -167,15 +168,16 @@ impl Mount {
         })
     }
 
-    /// Makes a buffer known to the mount, as a whole. Registering pins its memory, costs a system call or two, and is meant to be done
-    /// once, not for each transfer. What is returned unregisters it when it is dropped.
+    /// Makes a buffer known to the mount, as a whole. Registering pins its memory, costs a system
+    /// call or two, and is meant to be done once, not for each transfer. What is returned
+    /// unregisters it when it is dropped.
     ///
-    /// Where the daemon may not fetch the buffer from this process, it is sent over the mount's socket;
-    /// [`Registered::registered_by`] tells.
+    /// Where the daemon may not fetch the buffer from this process, it is sent over the mount's
+    /// socket; [`Registered::registered_by`] tells.
     ///
     /// # Errors
-    /// [`Error::Refused`] with the reason; [`Error::NotReachable`] where neither way is open; [`Error::Memory`] where there are no pages
-    /// for it.
+    /// [`Error::Refused`] with the reason; [`Error::NotReachable`] where neither way is open;
+    /// [`Error::Memory`] where there are no pages for it.
     pub fn register<M: Memory>(&self, memory: M) -> Result<Registered<M>> {
         let (answer, by) = match self.ask_to_register(&memory) {
             // The daemon pays for no page of it.

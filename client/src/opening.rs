@@ -1,6 +1,7 @@
 //! Opening a file by its path, with the flags of open(2).
 //!
-//! It guards files of other filesystems: what turns out to lie elsewhere is neither created nor truncated.
+//! It guards files of other filesystems: what turns out to lie elsewhere is neither created nor
+//! truncated.
 
 use crate::connection::Connection;
 use crate::error::{Error, Result};
@@ -14,8 +15,8 @@ use std::path::{Path, PathBuf};
 /// Links that are followed to where a file is to be created (`MAXSYMLINKS` of the kernel).
 const MAX_LINKS: usize = 40;
 
-/// Opens a file, and creates it where that is asked for and its directory lies on a mount of ours. `O_TRUNC` is left to the
-/// caller, who knows what was opened.
+/// Opens a file, and creates it where that is asked for and its directory lies on a mount of ours.
+/// `O_TRUNC` is left to the caller, who knows what was opened.
 pub(crate) fn open(path: &Path, flags: OFlags, mode: Mode) -> Result<OwnedFd> {
     let flags = flags.difference(OFlags::TRUNC) | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     if !flags.contains(OFlags::CREATE) {
@@ -30,8 +31,8 @@ pub(crate) fn open(path: &Path, flags: OFlags, mode: Mode) -> Result<OwnedFd> {
     create(path, flags, mode)
 }
 
-/// Creates a file. A link that leads nowhere is followed here, and not by the kernel, which would create the file on whatever
-/// filesystem that is.
+/// Creates a file. A link that leads nowhere is followed here, and not by the kernel, which would
+/// create the file on whatever filesystem that is.
 fn create(path: &Path, flags: OFlags, mode: Mode) -> Result<OwnedFd> {
     let mut place = path.to_owned();
     for _ in 0..MAX_LINKS {

@@ -1,4 +1,5 @@
-//! The application's end of the registration socket (`docs/reference/ioctl.md`): one datagram out with the descriptor, one back.
+//! The application's end of the registration socket (`docs/reference/ioctl.md`): one datagram out
+//! with the descriptor, one back.
 
 use crate::codes::status;
 use crate::sys;

@@ -1,6 +1,7 @@
 //! How a thread waits for what comes soon.
 //!
-//! It guards against two costs: being woken takes longer than looking around for some microseconds; and whoever looks must not keep a processor from the thread that it waits for.
+//! It guards against two costs: being woken takes longer than looking around for some
+//! microseconds; and whoever looks must not keep a processor from the thread that it waits for.
 
 use std::time::{Duration, Instant};
 
@@ -32,7 +33,8 @@ impl Spin {
         self.since
     }
 
-    /// The time, as it was about a microsecond ago at most while this is asked in turns with [`Spin::goes_on`].
+    /// The time, as it was about a microsecond ago at most while this is asked in turns with
+    /// [`Spin::goes_on`].
     pub fn now(&self) -> Instant {
         self.now
     }

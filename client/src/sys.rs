@@ -1,6 +1,8 @@
-//! The only system calls here that need `unsafe`: the ioctl, the mapping of a buffer and its place, and who serves a socket.
+//! The only system calls here that need `unsafe`: the ioctl, the mapping of a buffer and its
+//! place, and who serves a socket.
 //!
-//! It guards the kernel's view of our memory: what a call may write to is always owned, exactly as long as the kernel thinks.
+//! It guards the kernel's view of our memory: what a call may write to is always owned, exactly as
+//! long as the kernel thinks.
 
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -17,8 +19,9 @@ use std::sync::atomic::AtomicU32;
 pub(crate) fn ioctl(file: BorrowedFd<'_>, request: u32, argument: &mut [u8]) -> Result<(), Errno> {
     assert_eq!(argument.len(), (request >> 16) as usize & 0x3fff, "the request number carries the size of the argument");
     loop {
-        // SAFETY: a FUSE server's ioctl reads and writes `_IOC_SIZE(request)` bytes (fs/fuse/ioctl.c), which is the slice's length; other filesystems
-        // know no number of ours, and refuse it without touching the argument.
+        // SAFETY: a FUSE server's ioctl reads and writes `_IOC_SIZE(request)` bytes
+        // (fs/fuse/ioctl.c), which is the slice's length; other filesystems know no number of
+        // ours, and refuse it without touching the argument.
         let result = unsafe { libc::ioctl(file.as_raw_fd(), request.into(), argument.as_mut_ptr()) };
         if result >= 0 {
             return Ok(());
@@ -43,7 +46,8 @@ pub(crate) fn listener(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
     if result < 0 {
         return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
     }
-    // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and nobody else knows its number.
+    // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and nobody
+    // else knows its number.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
@@ -58,21 +62,23 @@ pub(crate) struct Mapping {
     mapped: usize,
 }
 
-// SAFETY: a mapping is an address range that belongs to the whole process; nothing in it is tied to a thread.
+// SAFETY: a mapping is an address range that belongs to the whole process; nothing in it is tied
+// to a thread.
 unsafe impl Send for Mapping {}
 // SAFETY: through `&Mapping` bytes are read, or copied in where nobody borrows them.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of a memfd that is at least as long, and cannot become shorter, or of a device's memory. From 2 MiB on it is aligned to
-    /// that, as huge pages have to be.
+    /// Maps the first `len` bytes of a memfd that is at least as long, and cannot become shorter,
+    /// or of a device's memory. From 2 MiB on it is aligned to that, as huge pages have to be.
     pub fn new(memory: BorrowedFd<'_>, len: usize) -> Result<Mapping, Errno> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let slack = if len < HUGE_PAGE { 0 } else { HUGE_PAGE };
         let reserved = len.checked_next_multiple_of(rustix::param::page_size()).and_then(|len| len.checked_add(slack));
         let reserved = reserved.filter(|reserved| *reserved > 0).ok_or(Errno::INVAL)?;
-        // SAFETY: the address range is taken by a new mapping that overlaps nothing. The memory is mapped over a part of it; the pages before and behind
-        // that part go, and nothing points at any of them yet.
+        // SAFETY: the address range is taken by a new mapping that overlaps nothing. The memory is
+        // mapped over a part of it; the pages before and behind that part go, and nothing points
+        // at any of them yet.
         let base = unsafe {
             let start =
                 rustix::mm::mmap_anonymous(ptr::null_mut(), reserved, ProtFlags::empty(), MapFlags::PRIVATE)?.cast::<u8>();
@@ -93,7 +99,8 @@ impl Mapping {
         Ok(Mapping { base: NonNull::new(base.cast()).ok_or(Errno::NOMEM)?, len, mapped: len })
     }
 
-    /// How much memory is best had for `len` bytes: whole huge pages, of each of which at least half is used, and small ones for a rest of less.
+    /// How much memory is best had for `len` bytes: whole huge pages, of each of which at least
+    /// half is used, and small ones for a rest of less.
     pub fn in_huge_pages(len: usize) -> usize {
         let whole = len.checked_next_multiple_of(HUGE_PAGE);
         whole.filter(|whole| whole - len <= HUGE_PAGE / 2).unwrap_or(len)
@@ -106,17 +113,22 @@ impl Mapping {
         self
     }
 
-    /// Has memory of a memfd that nobody uses yet lie in huge pages where the system has them: a device's command then names few pieces of memory for many
-    /// bytes, of which kernel and device take a limited number. All of the memory comes into being, but for what is left behind the last whole page.
+    /// Has memory of a memfd that nobody uses yet lie in huge pages where the system has them: a
+    /// device's command then names few pieces of memory for many bytes, of which kernel and device
+    /// take a limited number. All of the memory comes into being, but for what is left behind the
+    /// last whole page.
     pub fn use_huge_pages(&self) {
         let whole = self.len - self.len % HUGE_PAGE;
         for at in (0..whole).step_by(HUGE_PAGE) {
-            // SAFETY: the byte lies in the mapping, and is zero before and after. Of a range without any page the kernel makes no huge one.
+            // SAFETY: the byte lies in the mapping, and is zero before and after. Of a range
+            // without any page the kernel makes no huge one.
             unsafe { self.as_ptr().add(at).write_volatile(0) };
         }
-        // The kernel passes over what somebody holds for a moment, such as a processor's list of new pages.
+        // The kernel passes over what somebody holds for a moment, such as a processor's list of
+        // new pages.
         for _ in 0..3 {
-            // SAFETY: only where the bytes lie is changed, not what they are. Before Linux 6.1, or where there is no memory in such pieces, small pages stay.
+            // SAFETY: only where the bytes lie is changed, not what they are. Before Linux 6.1, or
+            // where there is no memory in such pieces, small pages stay.
             let collapsed = whole == 0 || unsafe { libc::madvise(self.as_ptr().cast(), whole, libc::MADV_COLLAPSE) } == 0;
             if collapsed || std::io::Error::last_os_error().raw_os_error() != Some(libc::EAGAIN) {
                 return;
@@ -137,7 +149,8 @@ impl Mapping {
     /// Copies bytes out of memory that is not ours alone; `None` where they do not lie in it.
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> Option<()> {
         let from = self.at(offset, out.len())?;
-        // SAFETY: the source lies in the mapping, and `out` is ours alone. Whatever others do to the source meanwhile, its bytes make u8s.
+        // SAFETY: the source lies in the mapping, and `out` is ours alone. Whatever others do to
+        // the source meanwhile, its bytes make u8s.
         unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) }
         Some(())
     }
@@ -145,7 +158,8 @@ impl Mapping {
     /// Copies bytes into memory that is not ours alone; `None` where they do not fit.
     pub fn copy_in(&self, offset: usize, data: &[u8]) -> Option<()> {
         let to = self.at(offset, data.len())?;
-        // SAFETY: the target lies in the mapping, of which nobody holds a slice (`crate::device_memory`, `crate::Shared`).
+        // SAFETY: the target lies in the mapping, of which nobody holds a slice
+        // (`crate::device_memory`, `crate::Shared`).
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) }
         Some(())
     }
@@ -156,15 +170,18 @@ impl Mapping {
     /// Where it is not aligned, or not in the mapping.
     pub fn word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "no word at {offset}");
-        // SAFETY: it lies in the mapping, aligned, and lives as long; whoever shares it accesses it 32 bits at a time.
+        // SAFETY: it lies in the mapping, aligned, and lives as long; whoever shares it accesses
+        // it 32 bits at a time.
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
     }
 
-    /// Has pages that do not exist yet come from a NUMA node, as long as it has any. Without NUMA, or where that is not allowed, nothing changes.
+    /// Has pages that do not exist yet come from a NUMA node, as long as it has any. Without NUMA,
+    /// or where that is not allowed, nothing changes.
     pub fn prefer_node(&self, node: u32) {
         let Some(mask) = 1u64.checked_shl(node) else { return };
         let bits = u64::BITS as usize + 1; // the kernel takes one off (mm/mempolicy.c, get_nodes)
-        // SAFETY: the range is ours, and its contents stay as they are; the kernel reads one word of the mask.
+        // SAFETY: the range is ours, and its contents stay as they are; the kernel reads one word
+        // of the mask.
         unsafe { libc::syscall(libc::SYS_mbind, self.base.as_ptr(), self.len, libc::MPOL_PREFERRED, &mask, bits, 0) };
     }
 
@@ -175,8 +192,9 @@ impl Mapping {
 
     /// Its bytes, if it is a memfd's.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the range is mapped, and its pages exist, because the memfd is sealed against shrinking. The memfd is known to this object and to the daemon
-        // only, and the daemon writes to it only while a READ is waited for, for which the buffer is borrowed mutably.
+        // SAFETY: the range is mapped, and its pages exist, because the memfd is sealed against
+        // shrinking. The memfd is known to this object and to the daemon only, and the daemon
+        // writes to it only while a READ is waited for, for which the buffer is borrowed mutably.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
     }
 

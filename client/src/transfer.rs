@@ -37,7 +37,8 @@ impl Transfer {
     }
 }
 
-/// What a caller insists on: instead of falling back the transfer fails, before anything has moved.
+/// What a caller insists on: instead of falling back the transfer fails, before anything has
+/// moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Require {
     /// This route and no other.

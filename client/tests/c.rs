@@ -27,7 +27,8 @@ macro_rules! layout {
         let c = $c;
         assert_that($program, &format!("sizeof(struct {c})"), size_of::<$rust>() as u64);
         $( assert_that($program, &format!("offsetof(struct {c}, {})", stringify!($field)), offset_of!($rust, $field) as u64); )*
-        // Every byte belongs to a field that both name: what is not listed here would show as a gap.
+        // Every byte belongs to a field that both name: what is not listed here would show as a
+        // gap.
         let sizes = [$( format!("sizeof(((struct {c} *)0)->{})", stringify!($field)) ),*].join(" + ");
         assert_that($program, &sizes, size_of::<$rust>() as u64);
     )* };

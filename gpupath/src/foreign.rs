@@ -1,11 +1,13 @@
 //! File descriptors that come from other processes.
 //!
-//! It guards the daemon's threads: almost any system call on a stranger's descriptor can wait for the process that serves that file, `close` included (it asks a FUSE
-//! server to flush), and that may be a hostile one, or this daemon itself. So a descriptor is asked only what the kernel answers from
-//! memory until it has proved to be a memfd, a device's memory or an eventfd, and everything else is closed by the [`Intake`].
+//! It guards the daemon's threads: almost any system call on a stranger's descriptor can wait for
+//! the process that serves that file, `close` included (it asks a FUSE server to flush), and that
+//! may be a hostile one, or this daemon itself. So a descriptor is asked only what the kernel
+//! answers from memory until it has proved to be a memfd, a device's memory or an eventfd, and
+//! everything else is closed by the [`Intake`].
 //!
-//! And it guards what the daemon maps: nothing is taken for memory because of its name, which anybody can give to a file in a mount namespace of
-//! their own.
+//! And it guards what the daemon maps: nothing is taken for memory because of its name, which
+//! anybody can give to a file in a mount namespace of their own.
 
 use crate::intake::Intake;
 use gpunvme_abi::Reason;
@@ -19,7 +21,8 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 /// The same, `DMA_BUF_MAGIC`.
 const DMA_BUF_MAGIC: i64 = 0x444d_4142;
 
-/// Exporters of dma-bufs that keep the memory where it is for as long as the dma-buf lives; `DEFINE_DMA_BUF_EXPORT_INFO` names them for their module.
+/// Exporters of dma-bufs that keep the memory where it is for as long as the dma-buf lives;
+/// `DEFINE_DMA_BUF_EXPORT_INFO` names them for their module.
 const PINNING: [&[u8]; 2] = [b"nvidia", b"nv_dmabuf"];
 
 /// Memory that was taken in: its descriptor, open for reading and writing, and how much of it.
@@ -52,7 +55,8 @@ impl Foreign {
         Foreign { fd: Some(fd), user, intake: intake.clone() }
     }
 
-    /// Takes it as memory, or says why it cannot be. `by_root` is asked for what only root may register.
+    /// Takes it as memory, or says why it cannot be. `by_root` is asked for what only root may
+    /// register.
     pub fn memory(mut self, len: u64, by_root: impl Fn() -> bool) -> Result<Memory, Reason> {
         let (kind, len) = check(self.get(), len, by_root)?;
         Ok(Memory { fd: self.take(), len, kind })
@@ -83,12 +87,14 @@ impl Drop for Foreign {
 }
 
 fn check(fd: &OwnedFd, len: u64, by_root: impl Fn() -> bool) -> Result<(Kind, usize), Reason> {
-    // Only memory filesystems have seals, and they answer from the inode (mm/memfd.c): every other kind of file is EINVAL here.
+    // Only memory filesystems have seals, and they answer from the inode (mm/memfd.c): every other
+    // kind of file is EINVAL here.
     let seals = rustix::fs::fcntl_get_seals(fd).ok();
     let (kind, size) = match seals {
         Some(seals) => (Kind::Host, memfd_size(fd, seals)?),
         None => match dma_buf_exporter(fd) {
-            // Whoever may move it elsewhere would leave the device with an address that is another's by then.
+            // Whoever may move it elsewhere would leave the device with an address that is
+            // another's by then.
             Some(exporter) if PINNING.contains(&exporter.as_slice()) || by_root() => {
                 (Kind::Device, rustix::fs::seek(fd, SeekFrom::End(0)).unwrap_or(0))
             }
@@ -120,21 +126,24 @@ fn memfd_size(fd: &OwnedFd, seals: SealFlags) -> Result<u64, Reason> {
     Ok(u64::try_from(stat.st_size).unwrap_or(0))
 }
 
-/// The name that the kernel gives it (drivers/dma-buf/dma-buf.c, `dmabuffs_dname`) is only a reason to ask on: for what no other file's fdinfo has,
-/// which nobody but the kernel writes, and then for its filesystem. Gives the name of the driver that exports it.
+/// The name that the kernel gives it (drivers/dma-buf/dma-buf.c, `dmabuffs_dname`) is only a
+/// reason to ask on: for what no other file's fdinfo has, which nobody but the kernel writes, and
+/// then for its filesystem. Gives the name of the driver that exports it.
 fn dma_buf_exporter(fd: &OwnedFd) -> Option<Vec<u8>> {
     link(fd).filter(|link| link.to_string_lossy().starts_with("/dmabuf:"))?;
     let exporter = exporter(&std::fs::read(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?)?;
     rustix::fs::fstatfs(fd).is_ok_and(|filesystem| filesystem.f_type == DMA_BUF_MAGIC).then_some(exporter)
 }
 
-/// The first such line: a name that its owner gave it (`DMA_BUF_SET_NAME`) comes after it, with line breaks of the owner's choice.
+/// The first such line: a name that its owner gave it (`DMA_BUF_SET_NAME`) comes after it, with
+/// line breaks of the owner's choice.
 fn exporter(fdinfo: &[u8]) -> Option<Vec<u8>> {
     let mut lines = fdinfo.split(|&byte| byte == b'\n');
     lines.find_map(|line| line.strip_prefix(b"exp_name:")).map(|name| name.trim_ascii().to_vec())
 }
 
-/// The length of the memory behind a file like `/sys/devices/pci0000:00/0000:00:03.0/resource2`, which must be that very file of this process's sysfs.
+/// The length of the memory behind a file like `/sys/devices/pci0000:00/0000:00:03.0/resource2`,
+/// which must be that very file of this process's sysfs.
 fn pci_resource_size(fd: &OwnedFd) -> Option<u64> {
     let link = link(fd).filter(|link| is_resource(link))?;
     let ours = std::fs::metadata(&link).ok()?;
@@ -183,7 +192,8 @@ mod tests {
         assert_eq!(exporter(b"pos:\t0\n"), None);
     }
 
-    /// A file of a filesystem that somebody else serves can have any name; what it says is asked of the kernel.
+    /// A file of a filesystem that somebody else serves can have any name; what it says is asked
+    /// of the kernel.
     #[test]
     fn a_name_proves_nothing() {
         let named = File::create("/dmabuf:a-file-with-this-name");

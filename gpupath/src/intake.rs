@@ -1,8 +1,10 @@
 //! Threads for what may wait for another process: taking a descriptor from it, and closing it.
 //!
-//! It guards everybody's time. To close a foreign descriptor can take for ever: a socket lingers until its peer takes what was sent, a file of a FUSE mount
-//! waits for its server's answer. So there is a fixed number of threads for it, of which each user has a share; a user who has used up the share
-//! is refused before anything more is taken in; and nothing ever waits for these threads, the end of the mount included.
+//! It guards everybody's time. To close a foreign descriptor can take for ever: a socket lingers
+//! until its peer takes what was sent, a file of a FUSE mount waits for its server's answer. So
+//! there is a fixed number of threads for it, of which each user has a share; a user who has used
+//! up the share is refused before anything more is taken in; and nothing ever waits for these
+//! threads, the end of the mount included.
 
 use crate::shares::share;
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -61,9 +63,11 @@ struct State {
 #[derive(Default)]
 struct User {
     busy: usize,
-    /// When a thread last began or ended something for this user; before that, when the first task came.
+    /// When a thread last began or ended something for this user; before that, when the first task
+    /// came.
     progress: Option<Instant>,
-    /// Descriptors to be closed. They go first: as long as they are there nothing more is taken in.
+    /// Descriptors to be closed. They go first: as long as they are there nothing more is taken
+    /// in.
     discarded: VecDeque<OwnedFd>,
     tasks: VecDeque<Task>,
 }
@@ -79,7 +83,8 @@ impl Intake {
         Intake(Arc::default())
     }
 
-    /// Runs a task for a user, on a thread of its own. It is called here and at once, with [`Turn::Refused`], where the user's share is stuck or too much waits.
+    /// Runs a task for a user, on a thread of its own. It is called here and at once, with
+    /// [`Turn::Refused`], where the user's share is stuck or too much waits.
     pub fn run(&self, user: u32, task: impl FnOnce(Turn) + Send + 'static) {
         let mut state = self.0.state.lock();
         let is_stuck = state.is_stuck(user);
@@ -117,8 +122,9 @@ impl Intake {
 }
 
 impl Shared {
-    /// Begins a thread where one is missing: for what waits for a user who may have one more, and one that is idle as long as anything waits, because tasks that have become
-    /// hopeless are refused by it.
+    /// Begins a thread where one is missing: for what waits for a user who may have one more, and
+    /// one that is idle as long as anything waits, because tasks that have become hopeless are
+    /// refused by it.
     fn staff(self: &Arc<Self>, state: &mut State, user: u32) {
         let missing = state.waiting > state.idle && (state.idle == 0 || state.has_room(user));
         if !missing || state.threads == THREADS {
@@ -127,7 +133,8 @@ impl Shared {
         let shared = self.clone();
         match std::thread::Builder::new().name("intake".into()).spawn(move || shared.work()) {
             Ok(_) => state.threads += 1,
-            // The threads there are will come to it; where there is none, the next that is queued asks again.
+            // The threads there are will come to it; where there is none, the next that is queued
+            // asks again.
             Err(error) => tracing::warn!(%error, "no thread to take descriptors in on"),
         }
     }
@@ -250,7 +257,8 @@ mod tests {
         const PATIENCE: Duration = Duration::from_secs(20);
         let intake = Intake::new();
         let kept = [1000, 1001].map(|user| keep(&intake, user));
-        // What waits when it becomes clear that the threads are stuck is refused, and what comes later at once.
+        // What waits when it becomes clear that the threads are stuck is refused, and what comes
+        // later at once.
         assert_eq!(ask(&intake, 1000).recv_timeout(PATIENCE), Ok(Turn::Refused));
         assert_eq!(ask(&intake, 1000).try_recv(), Ok(Turn::Refused));
         for user in [1002, 0] {

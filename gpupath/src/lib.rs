@@ -1,8 +1,8 @@
-//! The daemon's end of the direct path: how an application's `ioctl` on an open file becomes device commands on memory that it
-//! registered.
+//! The daemon's end of the direct path: how an application's `ioctl` on an open file becomes
+//! device commands on memory that it registered.
 //!
-//! It knows files only as extents, and memory only as file descriptors. What it shares with applications is in
-//! [`gpunvme_abi`]. A FUSE front end uses it like this:
+//! It knows files only as extents, and memory only as file descriptors. What it shares with
+//! applications is in [`gpunvme_abi`]. A FUSE front end uses it like this:
 //!
 //! ```text
 //! let request = abi::decode(cmd, bytes)?;                                // DecodeError becomes a Reply

@@ -1,9 +1,12 @@
-//! What `/proc` knows of a caller: what the kernel would not let it do with write(2), so that a direct write does not do it either.
+//! What `/proc` knows of a caller: what the kernel would not let it do with write(2), so that a
+//! direct write does not do it either.
 
-/// The longest that a thread, or a process, may make a file, in bytes (`RLIMIT_FSIZE`); no limit where it cannot be asked. `thread` must name it and no other: of a
-/// request that has not been answered, or a process that is known to be alive.
+/// The longest that a thread, or a process, may make a file, in bytes (`RLIMIT_FSIZE`); no limit
+/// where it cannot be asked. `thread` must name it and no other: of a request that has not been
+/// answered, or a process that is known to be alive.
 ///
-/// Read from `/proc`: prlimit(2) wants a privilege for other users' processes that the daemon has no other use for.
+/// Read from `/proc`: prlimit(2) wants a privilege for other users' processes that the daemon has
+/// no other use for.
 pub fn file_size(thread: u32) -> u64 {
     let limits = std::fs::read_to_string(format!("/proc/{thread}/limits")).unwrap_or_default();
     parse(&limits).unwrap_or(u64::MAX)

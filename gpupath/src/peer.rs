@@ -1,5 +1,6 @@
-//! Who connected to a Unix socket. The one module here with `unsafe`: the two socket options have no safe binding that survives a peer whose process id is
-//! 0, which is what a process in an invisible pid namespace has.
+//! Who connected to a Unix socket. The one module here with `unsafe`: the two socket options have
+//! no safe binding that survives a peer whose process id is 0, which is what a process in an
+//! invisible pid namespace has.
 
 use crate::process::{Client, Process};
 use rustix::io::Errno;
@@ -20,11 +21,13 @@ pub(crate) fn client(socket: BorrowedFd<'_>) -> Result<Client, Errno> {
     let mut number: libc::c_int = -1;
     let process = match get(socket, libc::SO_PEERPIDFD, &mut number) {
         Ok(()) => {
-            // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and nobody else knows its number.
+            // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and
+            // nobody else knows its number.
             let pidfd = unsafe { OwnedFd::from_raw_fd(number) };
             Process::with_pidfd(id, pidfd)
         }
-        // Before Linux 6.5. A peer whose id is another's by now makes that other process pay for the buffer, and gains nothing.
+        // Before Linux 6.5. A peer whose id is another's by now makes that other process pay for
+        // the buffer, and gains nothing.
         Err(Errno::NOPROTOOPT) => Process::open(id),
         Err(errno) => Err(errno),
     };
@@ -40,7 +43,8 @@ fn credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
 /// `getsockopt(2)` of an option that is a plain structure of integers.
 fn get<T: Plain>(socket: BorrowedFd<'_>, option: libc::c_int, value: &mut T) -> Result<(), Errno> {
     let mut len = size_of::<T>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes to `value`, which is that long, and any bytes make a valid T.
+    // SAFETY: the kernel writes at most `len` bytes to `value`, which is that long, and any bytes
+    // make a valid T.
     let result =
         unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, std::ptr::from_mut(value).cast(), &mut len) };
     if result == 0 { Ok(()) } else { Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)) }

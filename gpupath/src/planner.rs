@@ -1,7 +1,8 @@
 //! From segments and extents to device commands. Pure: no I/O, no locks, no clock.
 //!
-//! It guards two promises: what is aligned goes between device and buffer without a copy, and what is not is neither skipped nor written around,
-//! but handed back as an *edge* and counted. A property test compares it with a byte-by-byte model.
+//! It guards two promises: what is aligned goes between device and buffer without a copy, and what
+//! is not is neither skipped nor written around, but handed back as an *edge* and counted. A
+//! property test compares it with a byte-by-byte model.
 
 use gpunvme_abi::{Direction, Segment, TransferRequest};
 use gpunvme_blockdev::{Geometry, Region, Request};
@@ -29,8 +30,8 @@ pub type Extents = SmallVec<[Extent; 2]>;
 /// What alignment lets bytes go direct. All are powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
-    /// Of file offsets, device offsets and lengths, in bytes. Reads: the device's logical block. Writes: the filesystem's block, so that a fresh
-    /// block is never written in part.
+    /// Of file offsets, device offsets and lengths, in bytes. Reads: the device's logical block.
+    /// Writes: the filesystem's block, so that a fresh block is never written in part.
     pub block: u64,
     /// Of offsets in the buffer, in bytes ([`gpunvme_blockdev::Geometry::memory_alignment`]).
     pub memory: u64,
@@ -73,8 +74,9 @@ pub struct Edge {
     pub buffer_offset: u64,
     /// How much, in bytes.
     pub len: u64,
-    /// Where on the device, in bytes. `None` only in a plan to write, for a range that has no place yet; whatever this says, the edges of a write
-    /// go the way of an ordinary write, which allocates blocks and completes them.
+    /// Where on the device, in bytes. `None` only in a plan to write, for a range that has no
+    /// place yet; whatever this says, the edges of a write go the way of an ordinary write, which
+    /// allocates blocks and completes them.
     pub device_offset: Option<u64>,
 }
 
@@ -99,7 +101,8 @@ pub struct Plan {
     pub edge: u64,
 }
 
-/// What became one request: a range of the device, as long a range of the buffer, and the first segment that they are for.
+/// What became one request: a range of the device, as long a range of the buffer, and the first
+/// segment that they are for.
 #[derive(Debug)]
 struct Origin {
     device: Range<u64>,
@@ -143,9 +146,11 @@ pub fn aligned_middle(segment: &Segment, alignment: Alignment) -> Range<u64> {
 
 /// Plans a transfer between a file and a buffer.
 ///
-/// `extents` appends what the file has in the range of offsets it is given: sorted, not overlapping, possibly reaching out of the range on both sides.
-/// It is asked once for each segment, in order, also where the range is empty. Reads end at `file_size`, and the segments behind the one that it cuts short are not
-/// looked at. In a plan to write it must know a place for all of each segment's [`aligned_middle`].
+/// `extents` appends what the file has in the range of offsets it is given: sorted, not
+/// overlapping, possibly reaching out of the range on both sides. It is asked once for each
+/// segment, in order, also where the range is empty. Reads end at `file_size`, and the segments
+/// behind the one that it cuts short are not looked at. In a plan to write it must know a place
+/// for all of each segment's [`aligned_middle`].
 ///
 /// # Errors
 /// Those of `extents`.
@@ -182,7 +187,8 @@ pub fn plan<E>(
 /// How much one part of a transfer may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// Pieces of its plan ([`Plan::pieces`]), at least 1. It may be a few times as many: a piece is cut where it is not aligned.
+    /// Pieces of its plan ([`Plan::pieces`]), at least 1. It may be a few times as many: a piece
+    /// is cut where it is not aligned.
     pub pieces: usize,
     /// Bytes that it moves, at least 1.
     pub bytes: u64,
@@ -202,10 +208,12 @@ pub struct Position {
     pub done: u64,
 }
 
-/// Parts end at multiples of this in the file, or where extents do, so that no part has an edge that the whole would not have.
+/// Parts end at multiples of this in the file, or where extents do, so that no part has an edge
+/// that the whole would not have.
 const CUT: u64 = 1 << 20;
 
-/// Where a part that begins at `start` and may move `most` bytes of what lies before `end` ends, in the file.
+/// Where a part that begins at `start` and may move `most` bytes of what lies before `end` ends,
+/// in the file.
 fn cut(start: u64, end: u64, most: u64) -> u64 {
     if end - start <= most {
         return end;
@@ -214,8 +222,8 @@ fn cut(start: u64, end: u64, most: u64) -> u64 {
     if last > start { last } else { (start - start % CUT + CUT).min(end) }
 }
 
-/// Plans a part of a read, from a place on. Also returns where the next one begins. `extents` as for [`plan`], but it is asked for at most so many extents, and
-/// as often as it takes.
+/// Plans a part of a read, from a place on. Also returns where the next one begins. `extents` as
+/// for [`plan`], but it is asked for at most so many extents, and as often as it takes.
 ///
 /// # Errors
 /// Those of `extents`.
@@ -271,7 +279,8 @@ pub fn unaligned(segments: &[Segment], alignment: Alignment) -> Option<u32> {
     segments.iter().position(|segment| !is_direct(segment)).map(|index| index as u32)
 }
 
-/// A part of a write: its segments, of which the first is the one of `from`, and where the next part begins. No two overlap in the file ([`disjoint`]).
+/// A part of a write: its segments, of which the first is the one of `from`, and where the next
+/// part begins. No two overlap in the file ([`disjoint`]).
 pub fn write_part(segments: &[Segment], from: Position, most: u64) -> (SmallVec<[Segment; 1]>, Position) {
     let mut part: SmallVec<[Segment; 1]> = segments[from.segment..].into();
     if let Some(first) = part.first_mut() {
@@ -307,10 +316,11 @@ pub fn outside(request: &TransferRequest, len: u64) -> Option<u32> {
     request.segments.iter().position(|segment| segment.buffer_offset + segment.len > len).map(|index| index as u32)
 }
 
-/// The segments of a write from the first on, as many as do not overlap in the file. Almost always all of them.
+/// The segments of a write from the first on, as many as do not overlap in the file. Almost always
+/// all of them.
 ///
-/// What a plan does has no order, so a write is planned and carried out group by group: then segments that overlap leave behind what
-/// they would one after the other.
+/// What a plan does has no order, so a write is planned and carried out group by group: then
+/// segments that overlap leave behind what they would one after the other.
 pub fn disjoint(segments: &[Segment]) -> &[Segment] {
     if let [_] = segments {
         return segments;
@@ -371,14 +381,16 @@ impl Builder {
         }
     }
 
-    /// A range with a place on the device: an edge at each end where it is not aligned, and the rest direct.
+    /// A range with a place on the device: an edge at each end where it is not aligned, and the
+    /// rest direct.
     fn mapped(&mut self, index: u32, segment: &Segment, file: Range<u64>, device_offset: u64) {
         let block = self.alignment.block;
         let device_end = device_offset + (file.end - file.start);
         let first = device_offset.next_multiple_of(block);
         let last = device_end - device_end % block;
         let buffer_at = |device: u64| segment.buffer_offset + (file.start - segment.file_offset) + (device - device_offset);
-        // A write's alignment is that of blocks in the file, and those lie on blocks of the device.
+        // A write's alignment is that of blocks in the file, and those lie on blocks of the
+        // device.
         if first >= last || !buffer_at(first).is_multiple_of(self.alignment.memory) {
             return self.edge(index, segment, file, Some(device_offset));
         }

@@ -1,7 +1,9 @@
-//! Who is calling: from the thread id in a FUSE request, or the credentials of a socket, to a process that cannot be mistaken for another.
+//! Who is calling: from the thread id in a FUSE request, or the credentials of a socket, to a
+//! process that cannot be mistaken for another.
 //!
-//! It guards ownership of buffers against process ids being used again. While a thread waits for the answer to its FUSE request it cannot be reaped,
-//! so its id names it and nobody else until the daemon answers; everything here that starts from an id happens before that. What outlives
+//! It guards ownership of buffers against process ids being used again. While a thread waits for
+//! the answer to its FUSE request it cannot be reaped, so its id names it and nobody else until
+//! the daemon answers; everything here that starts from an id happens before that. What outlives
 //! the request holds a pidfd and a directory of `/proc`, which refer to the process itself.
 
 use crate::shares::ROOT;
@@ -12,8 +14,9 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// What tells a process from every other, dead ones included: its id, when it began, in ticks of the clock since boot, and from Linux 6.9 on the number that
-/// the kernel gives each process but once (the inode of its pidfds).
+/// What tells a process from every other, dead ones included: its id, when it began, in ticks of
+/// the clock since boot, and from Linux 6.9 on the number that the kernel gives each process but
+/// once (the inode of its pidfds).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Identity {
     id: u32,
@@ -37,7 +40,8 @@ impl Process {
     /// The process that a live thread belongs to.
     ///
     /// # Errors
-    /// `ESRCH` where the id is 0 (the caller is in a pid namespace that is not visible here) or names nothing.
+    /// `ESRCH` where the id is 0 (the caller is in a pid namespace that is not visible here) or
+    /// names nothing.
     pub fn of_thread(thread: u32) -> Result<Process, Errno> {
         let status = std::fs::read_to_string(format!("/proc/{thread}/status")).map_err(|_| Errno::SRCH)?;
         let id = status
@@ -48,7 +52,8 @@ impl Process {
         Process::open(id)
     }
 
-    /// The process with this id, which must be known to be alive and not yet reaped, or is taken for whichever has the id now.
+    /// The process with this id, which must be known to be alive and not yet reaped, or is taken
+    /// for whichever has the id now.
     pub fn open(id: u32) -> Result<Process, Errno> {
         let pid = i32::try_from(id).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
         Process::with_pidfd(id, rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
@@ -93,20 +98,23 @@ impl Process {
     /// A copy of one of its descriptors.
     ///
     /// # Errors
-    /// `EBADF` where it has no such descriptor; `EPERM` where this process may not trace it (another user, Yama, a user namespace).
+    /// `EBADF` where it has no such descriptor; `EPERM` where this process may not trace it
+    /// (another user, Yama, a user namespace).
     pub fn take_fd(&self, number: i32) -> Result<OwnedFd, Errno> {
         rustix::process::pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())
     }
 }
 
-/// When the process with this id began: the 22nd field, counted behind the name, which may hold anything (proc_pid_stat(5)).
+/// When the process with this id began: the 22nd field, counted behind the name, which may hold
+/// anything (proc_pid_stat(5)).
 fn started(id: u32) -> Option<u64> {
     let stat = std::fs::read(format!("/proc/{id}/stat")).ok()?;
     let behind_name = stat.iter().rposition(|&byte| byte == b')')? + 1;
     str::from_utf8(&stat[behind_name..]).ok()?.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// A process that asks for something, and the user in whose name: the one of its request, or of the moment when it connected.
+/// A process that asks for something, and the user in whose name: the one of its request, or of
+/// the moment when it connected.
 #[derive(Debug)]
 pub(crate) struct Client {
     pub process: Process,
@@ -114,8 +122,9 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Whether it is root's: it was when it asked, and it is one of root's processes. Neither a connection that another program inherited nor a program
-    /// that has become root since makes it so.
+    /// Whether it is root's: it was when it asked, and it is one of root's processes. Neither a
+    /// connection that another program inherited nor a program that has become root since makes it
+    /// so.
     pub fn is_root(&self) -> bool {
         self.user == ROOT && self.process.is_root()
     }

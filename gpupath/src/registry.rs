@@ -1,9 +1,11 @@
 //! The buffers that processes have registered.
 //!
-//! It guards three things: a buffer is used only by the process that registered it; its memory stays mapped for as long as a transfer uses it; and
-//! it is gone when its process is, however that ends. One thread watches the processes.
+//! It guards three things: a buffer is used only by the process that registered it; its memory
+//! stays mapped for as long as a transfer uses it; and it is gone when its process is, however
+//! that ends. One thread watches the processes.
 //!
-//! Locks: `State`, and that of the accounts, each alone and held for map operations only. Nothing is mapped, unmapped or closed under them.
+//! Locks: `State`, and that of the accounts, each alone and held for map operations only. Nothing
+//! is mapped, unmapped or closed under them.
 
 mod accounts;
 #[cfg(test)]
@@ -29,8 +31,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// Registered memory. A transfer holds it from before its first command until after its last completion: dropping the last handle takes
-/// the memory out of the device's reach.
+/// Registered memory. A transfer holds it from before its first command until after its last
+/// completion: dropping the last handle takes the memory out of the device's reach.
 pub struct Buffer {
     /// Its name in the ABI.
     pub id: u64,
@@ -198,13 +200,15 @@ struct Entry {
 const STOP: u64 = u64::MAX;
 
 impl Registry {
-    /// A registry for a device, with a thread that watches its clients. Raises the process's limit of descriptors as far as it may.
+    /// A registry for a device, with a thread that watches its clients. Raises the process's limit
+    /// of descriptors as far as it may.
     ///
     /// # Errors
     /// When the kernel gives no epoll, eventfd or thread.
     pub fn new(device: Arc<dyn BlockDevice>, limits: Limits) -> std::io::Result<Registry> {
-        // A buffer takes a descriptor, and with its process two more. The soft limit is as low as it usually is for the sake of select(), which
-        // is not used here. A quarter of the hard one leaves the daemon enough for itself.
+        // A buffer takes a descriptor, and with its process two more. The soft limit is as low as
+        // it usually is for the sake of select(), which is not used here. A quarter of the hard
+        // one leaves the daemon enough for itself.
         let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
         let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }); // what it is, is asked for next
         let descriptors = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
@@ -213,7 +217,8 @@ impl Registry {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
-        // Names begin anywhere, so that one mount's name for a buffer means nothing to another mount.
+        // Names begin anywhere, so that one mount's name for a buffer means nothing to another
+        // mount.
         let last_id = RandomState::new().build_hasher().finish() >> 1;
         let state = RwLock::new(State { last_id, ..State::default() });
         let shared = Arc::new(Shared { device, accounts: Accounts::new(limits), intake: Intake::new(), epoll, state });
@@ -280,7 +285,8 @@ impl Registry {
             tracing::debug!(%error, "a device's memory cannot be mapped");
             RegistryError::Refused(Reason::MmapRefused)
         })?;
-        // A dma-buf can be over anything. The IOMMU would take this, and the bytes would go to host memory.
+        // A dma-buf can be over anything. The IOMMU would take this, and the bytes would go to
+        // host memory.
         if region.is_host_memory() {
             return Err(RegistryError::Refused(Reason::NotGpuMemory));
         }
@@ -308,7 +314,8 @@ impl Registry {
         self.shared.insert(client.process, Buffer { id: 0, region, route, reason, device, revoked, _charge: charge })
     }
 
-    /// Forgets a buffer: nothing begins on it any more. Transfers in flight on it keep its memory until they are done, and so long it counts.
+    /// Forgets a buffer: nothing begins on it any more. Transfers in flight on it keep its memory
+    /// until they are done, and so long it counts.
     ///
     /// # Errors
     /// [`Reason::NoSuchBuffer`] where the caller owns no such buffer.
@@ -328,7 +335,8 @@ impl Registry {
         removed.map(drop).ok_or(RegistryError::Refused(Reason::NoSuchBuffer))
     }
 
-    /// A buffer that the process of this thread owns. The call that the thread makes must not have been answered yet.
+    /// A buffer that the process of this thread owns. The call that the thread makes must not have
+    /// been answered yet.
     ///
     /// # Errors
     /// [`Reason::NoSuchBuffer`] where the caller owns no such buffer.
@@ -371,7 +379,8 @@ impl Shared {
             hash_map::Entry::Occupied(owner) => owner.into_mut(),
             hash_map::Entry::Vacant(vacant) => {
                 let data = epoll::EventData::new_u64(id.into());
-                // Under the lock, so that the event of a process that dies now waits for the entry.
+                // Under the lock, so that the event of a process that dies now waits for the
+                // entry.
                 epoll::add(&self.epoll, &process, data, epoll::EventFlags::IN)
                     .map_err(|errno| RegistryError::Watch { process: id, errno })?;
                 vacant.insert(Owner { process: Arc::new(process), buffers: 0 })
@@ -409,7 +418,8 @@ impl Shared {
         }
     }
 
-    /// Drops the buffers of the process with this id if it is dead. It need not be: the id may be another's by now.
+    /// Drops the buffers of the process with this id if it is dead. It need not be: the id may be
+    /// another's by now.
     fn reap(&self, id: u32) {
         let mut state = self.state.write();
         if state.owners.get(&id).is_some_and(|owner| !owner.process.is_alive()) {
@@ -421,7 +431,8 @@ impl Shared {
 }
 
 impl State {
-    /// Removes a buffer, and its owner with the last one. What is returned must be dropped without the lock.
+    /// Removes a buffer, and its owner with the last one. What is returned must be dropped without
+    /// the lock.
     fn remove(&mut self, id: u64, epoll: &OwnedFd) -> Option<Entry> {
         let entry = self.buffers.remove(&id)?;
         entry.buffer.revoked.store(true, Ordering::Release);

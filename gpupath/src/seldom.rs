@@ -1,4 +1,5 @@
-//! Messages that a client can bring about as often as it likes: some are logged, the rest is counted.
+//! Messages that a client can bring about as often as it likes: some are logged, the rest is
+//! counted.
 
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};

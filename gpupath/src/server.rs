@@ -1,8 +1,9 @@
 //! What the daemon answers, apart from what needs the filesystem.
 //!
-//! The FUSE front end decodes an ioctl with [`abi::decode`], hands `REGISTER`, `UNREGISTER` and `STATS` to the [`Server`], and frames `READ`
-//! and `WRITE` with [`Server::admit`] and [`Server::finish`]. Every answer is a [`Reply`], or becomes one, and every call is counted once. The registration
-//! socket uses the same server.
+//! The FUSE front end decodes an ioctl with [`abi::decode`], hands `REGISTER`, `UNREGISTER` and
+//! `STATS` to the [`Server`], and frames `READ` and `WRITE` with [`Server::admit`] and
+//! [`Server::finish`]. Every answer is a [`Reply`], or becomes one, and every call is counted
+//! once. The registration socket uses the same server.
 
 use crate::foreign::Foreign;
 use crate::intake::Turn;
@@ -46,7 +47,8 @@ impl Reply {
     }
 }
 
-/// The answer to a `READ` or `WRITE`, which a ring's completion carries as well as an ioctl's reply.
+/// The answer to a `READ` or `WRITE`, which a ring's completion carries as well as an ioctl's
+/// reply.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// 0, or a positive errno.
@@ -96,7 +98,8 @@ impl Outcome {
 }
 
 impl Outcome {
-    /// This, and then what a later group of the same transfer's segments came to, of which `first` is the first.
+    /// This, and then what a later group of the same transfer's segments came to, of which `first`
+    /// is the first.
     pub fn then(self, next: Outcome, first: u32) -> Outcome {
         let (a, b) = (self.moved, next.moved);
         Outcome {
@@ -135,7 +138,8 @@ impl Server {
         Server { registry, stats: Stats::default(), broken_rings: Seldom::default() }
     }
 
-    /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for the thread that everybody waits for.
+    /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for
+    /// the thread that everybody waits for.
     pub fn register(&self, caller: Caller, request: &Register) -> Reply {
         self.registered(request, self.registry.register(caller, request))
     }
@@ -156,7 +160,8 @@ impl Server {
         });
     }
 
-    /// Calls `task` on a thread that may wait for a user's processes; here and at once, with an error, where the user has used up the share of such threads.
+    /// Calls `task` on a thread that may wait for a user's processes; here and at once, with an
+    /// error, where the user has used up the share of such threads.
     pub fn take_in(&self, user: u32, task: impl FnOnce(Result<(), RegistryError>) + Send + 'static) {
         self.registry.intake().run(user, |turn| match turn {
             Turn::Taken => task(Ok(())),
@@ -203,8 +208,8 @@ impl Server {
         Reply::new(0, &self.stats.snapshot(self.registry.usage()))
     }
 
-    /// The buffer of a `READ` or `WRITE`, if the caller owns it, every segment lies in it, and its route is the one required. `thread` is the caller's,
-    /// which must not have been answered.
+    /// The buffer of a `READ` or `WRITE`, if the caller owns it, every segment lies in it, and its
+    /// route is the one required. `thread` is the caller's, which must not have been answered.
     ///
     /// # Errors
     /// The answer to give.
@@ -217,7 +222,8 @@ impl Server {
         Ok(buffer)
     }
 
-    /// Whether every segment of a `READ` or `WRITE` lies in a buffer that the caller owns, and its route is the one required.
+    /// Whether every segment of a `READ` or `WRITE` lies in a buffer that the caller owns, and its
+    /// route is the one required.
     ///
     /// # Errors
     /// The answer to give.
@@ -231,7 +237,8 @@ impl Server {
         Ok(())
     }
 
-    /// Whether a plan keeps to what the caller insists on. To be asked before anything of it is carried out.
+    /// Whether a plan keeps to what the caller insists on. To be asked before anything of it is
+    /// carried out.
     ///
     /// # Errors
     /// The answer to give.
@@ -248,7 +255,8 @@ impl Server {
     pub fn finish(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer, outcome: &Outcome) -> Answer {
         let reason = if outcome.moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
         self.stats.moved(direction, &outcome.moved, reason);
-        // Where a part was done the caller must learn how much, which an errno alone would not tell.
+        // Where a part was done the caller must learn how much, which an errno alone would not
+        // tell.
         let errno = if outcome.moved.total() == 0 { outcome.status } else { 0 };
         self.answer(direction, request, errno, reason, outcome)
     }

@@ -3,10 +3,11 @@
 /// The user who administers the machine.
 pub(crate) const ROOT: u32 = 0;
 
-/// The most that a user may have of something of which there is `total`, where all others together have `others`.
+/// The most that a user may have of something of which there is `total`, where all others together
+/// have `others`.
 ///
-/// An eighth is root's alone. Of the rest a user may have half of what the others left: one alone gets far, and however many came before, there is
-/// something left for the next.
+/// An eighth is root's alone. Of the rest a user may have half of what the others left: one alone
+/// gets far, and however many came before, there is something left for the next.
 pub(crate) fn share(user: u32, total: u64, others: u64) -> u64 {
     let left = |total: u64| total.saturating_sub(others);
     if user == ROOT { left(total) } else { left(total - total / 8).div_ceil(2) }

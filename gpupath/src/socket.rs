@@ -1,10 +1,14 @@
-//! The registration socket: the way in for descriptors that the daemon may not fetch (another user, Yama, a container).
+//! The registration socket: the way in for descriptors that the daemon may not fetch (another
+//! user, Yama, a container).
 //!
-//! It guards the daemon against its clients. One thread listens, and never touches what a client sent: a message is received, and a connection closed, by the
-//! [`Intake`], because descriptors may come with it that cannot be closed. A client that does not take its answer, says
-//! something malformed or keeps others out by holding connections is disconnected. Buffers do not depend on the connection they came by.
+//! It guards the daemon against its clients. One thread listens, and never touches what a client
+//! sent: a message is received, and a connection closed, by the [`Intake`], because descriptors
+//! may come with it that cannot be closed. A client that does not take its answer, says something
+//! malformed or keeps others out by holding connections is disconnected. Buffers do not depend on
+//! the connection they came by.
 //!
-//! A datagram is a [`Message`] followed by a [`gpunvme_abi::Register`] (with exactly one descriptor) or an [`gpunvme_abi::Unregister`]; the answer has the same form.
+//! A datagram is a [`Message`] followed by a [`gpunvme_abi::Register`] (with exactly one
+//! descriptor) or an [`gpunvme_abi::Unregister`]; the answer has the same form.
 
 use crate::foreign::Foreign;
 use crate::intake::{Intake, Turn};
@@ -30,18 +34,22 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Connections held at a time, of which a user has a share. A client needs one for a moment, so a user's oldest goes when one more comes.
+/// Connections held at a time, of which a user has a share. A client needs one for a moment, so a
+/// user's oldest goes when one more comes.
 const MAX_CONNECTIONS: usize = 128;
-/// The most descriptors that can come with a message (`SCM_MAX_FD`). There is room for all of them: what finds none is closed by the kernel as it is received.
+/// The most descriptors that can come with a message (`SCM_MAX_FD`). There is room for all of
+/// them: what finds none is closed by the kernel as it is received.
 const MAX_DESCRIPTORS: usize = 253;
 /// How long no connection is accepted after one could not be, for lack of descriptors, say.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// More than any command is that has no entries, so that what is merely out of place is told apart from what is malformed.
+/// More than any command is that has no entries, so that what is merely out of place is told apart
+/// from what is malformed.
 const MAX_DATAGRAM: usize = 1024;
 const STOP: u64 = 0;
 const LISTEN: u64 = 1;
 
-/// A listening socket and the thread that serves it. Dropping it ends both and removes the socket's file.
+/// A listening socket and the thread that serves it. Dropping it ends both and removes the
+/// socket's file.
 pub struct Listener {
     path: PathBuf,
     stop: OwnedFd,
@@ -51,8 +59,9 @@ pub struct Listener {
 impl Listener {
     /// Listens at `path`, replacing what is left there of an earlier daemon.
     ///
-    /// Who may reach the socket is decided by the permissions of the directories above it and by `mode`, those of the socket itself. It grants no more
-    /// than the use of the registry's limits: what a registered buffer can be used for, the mount's permissions decide.
+    /// Who may reach the socket is decided by the permissions of the directories above it and by
+    /// `mode`, those of the socket itself. It grants no more than the use of the registry's
+    /// limits: what a registered buffer can be used for, the mount's permissions decide.
     ///
     /// # Errors
     /// Those of the system calls, and `ENAMETOOLONG` for paths of more than 107 bytes.
@@ -159,7 +168,8 @@ impl Service {
     }
 
     fn accept(&mut self) {
-        // A quarter of all descriptors may wait to be closed: buffers have another. Each of these counts for its sender as one in flight.
+        // A quarter of all descriptors may wait to be closed: buffers have another. Each of these
+        // counts for its sender as one in flight.
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         if self.held.intake.discarded() as u64 > descriptors / 4 {
             return self.accept_again(false);
@@ -167,7 +177,8 @@ impl Service {
         let socket = self.socket.as_ref().expect("it goes with the service");
         match rustix::net::accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => {
-                // Without credentials it is counted for root, who has the largest share: a socket of this kind has them.
+                // Without credentials it is counted for root, who has the largest share: a socket
+                // of this kind has them.
                 let user = peer::user(socket.as_fd()).unwrap_or(ROOT);
                 let connection = Connection { token: self.next, user, intake: self.held.intake.clone(), socket: Some(socket) };
                 self.next += 1;
@@ -227,7 +238,8 @@ impl Drop for Service {
 }
 
 impl Held {
-    /// Takes a connection in, in the place of its user's oldest where the user has the share. The user without a share is not let in.
+    /// Takes a connection in, in the place of its user's oldest where the user has the share. The
+    /// user without a share is not let in.
     fn hold(&self, connection: Arc<Connection>) -> Result<(), Errno> {
         let mut connections = self.connections.lock();
         let of_user = |other: &Arc<Connection>| other.user == connection.user;
@@ -266,7 +278,8 @@ impl Connection {
 }
 
 impl Drop for Connection {
-    /// Waits for nothing. Messages that were not received go with a connection, and what came with them.
+    /// Waits for nothing. Messages that were not received go with a connection, and what came with
+    /// them.
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
         // From here on nothing more can come.
@@ -277,7 +290,8 @@ impl Drop for Connection {
     }
 }
 
-/// Whether a message lies in a socket that was shut down. One that has no bytes looks like the end, but for its sender's credentials, which find no room.
+/// Whether a message lies in a socket that was shut down. One that has no bytes looks like the
+/// end, but for its sender's credentials, which find no room.
 fn has_messages(socket: &OwnedFd) -> bool {
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let peeked = sockopt::set_socket_passcred(socket, true).and_then(|()| {

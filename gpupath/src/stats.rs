@@ -1,5 +1,5 @@
-//! Counters of what the direct path did since mount. They guard the promise that nothing falls back in silence: whatever was moved, and however, is
-//! in them.
+//! Counters of what the direct path did since mount. They guard the promise that nothing falls
+//! back in silence: whatever was moved, and however, is in them.
 
 use crate::registry::Usage;
 use gpunvme_abi::{self as abi, Command, Direction, Moved, REASON_SLOTS, Reason};
@@ -20,7 +20,8 @@ thread_local! {
 #[derive(Debug, Default)]
 pub struct Stats([Part; PARTS]);
 
-/// What some threads counted. A processor that counts does not take the next one's memory from another processor.
+/// What some threads counted. A processor that counts does not take the next one's memory from
+/// another processor.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Part {

@@ -1,14 +1,16 @@
-//! Carrying out a plan to read: commands straight into the buffer, and beside them reads of the blocks that hold the edges, from which the CPU copies.
+//! Carrying out a plan to read: commands straight into the buffer, and beside them reads of the
+//! blocks that hold the edges, from which the CPU copies.
 //!
-//! It guards the buffer's life (it is held until the last byte has arrived) and the daemon's memory: however much of a transfer is edges, they go
-//! through at most 1 MiB at a time.
+//! It guards the buffer's life (it is held until the last byte has arrived) and the daemon's
+//! memory: however much of a transfer is edges, they go through at most 1 MiB at a time.
 
 use crate::planner::{Alignment, Plan};
 use crate::registry::Buffer;
 use gpunvme_blockdev::{BufferPool, Error, Io, Request};
 use std::sync::Arc;
 
-/// The most bytes of edges that one transfer reads at once. They are copied on the thread that reaps completions, which others wait for.
+/// The most bytes of edges that one transfer reads at once. They are copied on the thread that
+/// reaps completions, which others wait for.
 const EDGE_BYTES: u64 = 1 << 20;
 
 /// A device's error, and the segment that met it where that can be told.
@@ -32,12 +34,14 @@ impl Failed {
     }
 }
 
-/// Fills holes of a plan to read into `buffer`, at most `most` bytes of them: who has many fills them in turns with others. Returns whether none is left.
+/// Fills holes of a plan to read into `buffer`, at most `most` bytes of them: who has many fills
+/// them in turns with others. Returns whether none is left.
 ///
 /// # Errors
 /// The buffer's memory does not answer.
 pub fn fill(plan: &mut Plan, buffer: &Buffer, mut most: u64) -> Result<bool, Failed> {
-    // A client that took pages out of its buffer after registering it gets none of the daemon's for holes.
+    // A client that took pages out of its buffer after registering it gets none of the daemon's
+    // for holes.
     if !plan.zeroes.is_empty() && !buffer.region.is_allocated() {
         return Err(Failed { error: Error::RegionSparse, segment: None });
     }
@@ -59,8 +63,10 @@ pub fn fill(plan: &mut Plan, buffer: &Buffer, mut most: u64) -> Result<bool, Fai
 
 /// Carries out a plan to read into `buffer`.
 ///
-/// Holes that are left to [`fill`] are filled on the calling thread, at the speed of memory, before anything is submitted. `done` is called once, from the thread that
-/// reaps completions (of [`Io::inline`]: from this one). After an error any part of the segments may have been overwritten.
+/// Holes that are left to [`fill`] are filled on the calling thread, at the speed of memory,
+/// before anything is submitted. `done` is called once, from the thread that reaps completions (of
+/// [`Io::inline`]: from this one). After an error any part of the segments may have been
+/// overwritten.
 pub fn read(
     io: &Arc<Io>,
     pool: &Arc<BufferPool>,

@@ -160,7 +160,8 @@ static REGION: LazyLock<Arc<Region>> = LazyLock::new(|| Region::allocate(BUFFER 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
 
-    /// Every byte of every segment is done once, from the right place, and directly whenever alignment allows.
+    /// Every byte of every segment is done once, from the right place, and directly whenever
+    /// alignment allows.
     #[test]
     fn each_byte_is_planned_once(file in file(), segments in segments(), geometry in geometry(), write: bool) {
         let direction = if write { Direction::Write } else { Direction::Read };
@@ -172,7 +173,8 @@ proptest! {
             for at in 0..segment.len {
                 let offset = segment.file_offset + at;
                 let place = file.blocks.get((offset / BLOCK) as usize).copied().flatten();
-                // The aligned block of the device that holds the byte lies in one extent, and as a whole in the segment.
+                // The aligned block of the device that holds the byte lies in one extent, and as a
+                // whole in the segment.
                 let start = offset - offset % alignment.block;
                 let whole = start >= segment.file_offset && start + alignment.block <= segment.file_offset + segment.len;
                 let memory = segment.buffer_offset.wrapping_add(start.wrapping_sub(segment.file_offset)) % alignment.memory == 0;
@@ -222,7 +224,8 @@ proptest! {
         prop_assert_eq!(together, deeds(&whole, alignment));
     }
 
-    /// Likewise of a write, whose parts have no edge that it would not have as a whole, and keep the order of segments that overlap.
+    /// Likewise of a write, whose parts have no edge that it would not have as a whole, and keep
+    /// the order of segments that overlap.
     #[test]
     fn parts_of_a_write_are_the_whole(
         segments in proptest::collection::vec((0..16u64 << 20, 0..16u64 << 20, 0..8u64 << 20, any::<bool>()), 0..6),
@@ -286,7 +289,8 @@ proptest! {
         prop_assert_eq!(file.plan(Direction::Write, &segments, &REGION, alignment).direct, expected);
     }
 
-    /// Groups put together are the segments; within one nothing overlaps, and one is closed only by a segment that does.
+    /// Groups put together are the segments; within one nothing overlaps, and one is closed only
+    /// by a segment that does.
     #[test]
     fn groups_of_a_write_do_not_overlap(segments in segments()) {
         let overlap = |a: &Segment, b: &Segment| a.len > 0 && b.len > 0 && a.file_offset < b.file_offset + b.len && b.file_offset < a.file_offset + a.len;
@@ -303,7 +307,8 @@ proptest! {
         }
     }
 
-    /// A plan to read, carried out: the buffer holds the file where segments are, and is otherwise untouched.
+    /// A plan to read, carried out: the buffer holds the file where segments are, and is otherwise
+    /// untouched.
     #[test]
     fn reads_bring_the_file(file in file(), segments in segments(), geometry in geometry()) {
         let mut image = Image::new(DEVICE);
@@ -313,7 +318,8 @@ proptest! {
         let bench = Bench::new(MemoryDevice::with_geometry(image, geometry));
         let mut expected = vec![0xa5; BUFFER as usize];
         bench.buffer.region.write_at(0, &expected).unwrap();
-        // Where segments overlap in the buffer their order is not defined: leave those cases to the test above.
+        // Where segments overlap in the buffer their order is not defined: leave those cases to
+        // the test above.
         prop_assume!(!overlap(&segments));
         for segment in file.readable(&segments) {
             for at in 0..segment.len {
@@ -366,7 +372,8 @@ impl Bench {
     }
 }
 
-/// A transfer whose memory is not aligned is all edge, and much larger than what goes through the daemon at once.
+/// A transfer whose memory is not aligned is all edge, and much larger than what goes through the
+/// daemon at once.
 #[test]
 fn a_large_unaligned_read_arrives() {
     let content: Vec<u8> = (0..4u64 << 20).map(|at| (at * 7 + (at >> 12)) as u8).collect();

@@ -1,4 +1,5 @@
-//! Ownership of buffers, between real processes: this test binary starts itself again as the client.
+//! Ownership of buffers, between real processes: this test binary starts itself again as the
+//! client.
 
 use gpunvme_abi::{
     Command, Direction, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer,
@@ -351,7 +352,8 @@ fn no_user_locks_the_others_out() {
     registry.unregister(clients[0].id(), held[0].id).unwrap();
 }
 
-/// A transfer in flight holds a buffer that is unregistered: nothing begins on it, and it counts until the transfer is over.
+/// A transfer in flight holds a buffer that is unregistered: nothing begins on it, and it counts
+/// until the transfer is over.
 #[test]
 fn what_is_unregistered_counts_until_it_is_gone() {
     let amounts = Amounts { buffers: 1, bytes: u64::MAX, host_bytes: u64::MAX };

@@ -1,4 +1,5 @@
-//! The threads that serve rings, with files that end their transfers when and where a test wants it. Both ends are this process.
+//! The threads that serve rings, with files that end their transfers when and where a test wants
+//! it. Both ends are this process.
 
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
@@ -134,7 +135,8 @@ impl Application {
 struct Held(Mutex<Option<VecDeque<Taken>>>);
 
 impl Held {
-    /// Ends the oldest transfer. A ring says that it took a submission before the file has the transfer, so this waits for one.
+    /// Ends the oldest transfer. A ring says that it took a submission before the file has the
+    /// transfer, so this waits for one.
     fn end_one(&self) {
         let mut oldest = None;
         until("no transfer is held", || {
@@ -184,7 +186,8 @@ fn register(server: &Server) -> u64 {
     answer::<Register>(&server.register(caller(), &Register { fd: memory.as_raw_fd(), len: LEN, ..Register::default() })).buffer
 }
 
-/// More rings get nobody more, and one who comes later is served at once, whoever's thread serves the others.
+/// More rings get nobody more, and one who comes later is served at once, whoever's thread serves
+/// the others.
 #[test]
 fn what_is_under_way_is_shared_between_users() {
     let (server, rings) = rings(3, 2);
@@ -201,7 +204,8 @@ fn what_is_under_way_is_shared_between_users() {
     until("another user is held up", || few.taken() == 20);
     // Who is busy is looked at every few milliseconds.
     std::thread::sleep(Duration::from_millis(100));
-    // While that one has something under way the first has half: as much has to end before more of its is taken.
+    // While that one has something under way the first has half: as much has to end before more of
+    // its is taken.
     (0..500).for_each(|_| greedy.0.end_one());
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(taken(), 1024);
@@ -328,7 +332,8 @@ fn rings_given_up_count_until_their_transfers_end() {
     until("rings that are over still count", || Application::try_new(&rings, 0, 8).is_ok());
 }
 
-/// The name of a buffer is worth nothing once it is unregistered, although a transfer still holds the memory.
+/// The name of a buffer is worth nothing once it is unregistered, although a transfer still holds
+/// the memory.
 #[test]
 fn nothing_begins_on_a_buffer_that_was_unregistered() {
     let (server, rings) = rings(3, 2);

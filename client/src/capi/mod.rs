@@ -1,7 +1,7 @@
 //! The C ABI, as `include/gpunvme.h` declares and documents it.
 //!
-//! It guards the border: handles are boxes that C only passes back, every pointer is checked for NULL before use, and a failure is a negative errno
-//! with its sentence kept for the thread.
+//! It guards the border: handles are boxes that C only passes back, every pointer is checked for
+//! NULL before use, and a failure is a negative errno with its sentence kept for the thread.
 
 use crate::buffer::{Buffer, Registered};
 use crate::codes::reason;
@@ -43,7 +43,8 @@ impl CResult {
     }
 }
 
-/// Says, where the caller wants to know, that nothing was moved: for what fails before there is anything to tell.
+/// Says, where the caller wants to know, that nothing was moved: for what fails before there is
+/// anything to tell.
 ///
 /// # Safety
 /// `result` is NULL, or may be written to.
@@ -73,7 +74,8 @@ fn null(what: &str) -> c_int {
 /// The value behind a pointer, or the answer to give.
 macro_rules! get {
     ($pointer:ident) => {
-        // SAFETY: the header asks for a pointer that this library returned, or to a value of the declared type, that stays valid during the call.
+        // SAFETY: the header asks for a pointer that this library returned, or to a value of the
+        // declared type, that stays valid during the call.
         match unsafe { $pointer.as_ref() } {
             Some(value) => value,
             None => return null(stringify!($pointer)),
@@ -314,7 +316,8 @@ pub unsafe extern "C" fn gpunvme_file_from_fd(fd: c_int, file: *mut *mut File) -
         if fd < 0 {
             return Err(Errno::BADF);
         }
-        // SAFETY: it is borrowed for the next system call only, which finds out whether it is open.
+        // SAFETY: it is borrowed for the next system call only, which finds out whether it is
+        // open.
         rustix::io::fcntl_dupfd_cloexec(unsafe { BorrowedFd::borrow_raw(fd) }, 0)
     };
     let made = duplicate()
@@ -387,7 +390,8 @@ unsafe fn transfer(
     if segments.is_null() && count > 0 {
         return null("segments");
     }
-    // SAFETY: it is not NULL, and the header asks for `count` segments that nobody changes during the call.
+    // SAFETY: it is not NULL, and the header asks for `count` segments that nobody changes during
+    // the call.
     let segments = if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(segments, count) } };
     let outcome = file.transfer(command, buffer, segments, TransferFlags::from_bits_retain(flags));
     let (code, told) = match &outcome {
@@ -426,7 +430,8 @@ pub unsafe extern "C" fn gpunvme_resolve(
     match found {
         Ok(found) => {
             for (at, extent) in found.iter().enumerate() {
-                // SAFETY: `take` made `at` less than the capacity that the header asks for room for.
+                // SAFETY: `take` made `at` less than the capacity that the header asks for room
+                // for.
                 unsafe { extents.add(at).write(*extent) };
             }
             // SAFETY: it is not NULL, and the header asks for room for a number.

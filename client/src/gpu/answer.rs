@@ -1,4 +1,5 @@
-//! How an application learns that a request is done: it waits, it is called, or a queue collects what is done.
+//! How an application learns that a request is done: it waits, it is called, or a queue collects
+//! what is done.
 //!
 //! It guards that every request is answered once, whatever becomes of it.
 
@@ -62,7 +63,8 @@ impl Answer {
     }
 }
 
-/// A request that was begun. Dropping it neither ends the request nor waits for it: the memory is still in use.
+/// A request that was begun. Dropping it neither ends the request nor waits for it: the memory is
+/// still in use.
 #[derive(Debug)]
 #[must_use = "the memory is in use until it was waited for"]
 pub struct Pending(pub(super) Arc<Answer>);
@@ -108,7 +110,8 @@ pub(super) struct Collection {
     pub event: OwnedFd,
 }
 
-/// What a thread that waits looks at all the time, in a cache line that is written when there is something to see.
+/// What a thread that waits looks at all the time, in a cache line that is written when there is
+/// something to see.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Watched {
@@ -135,7 +138,8 @@ impl Collection {
         taken
     }
 
-    /// Asks for a signal when something is added. False: there is something already, and no signal will come.
+    /// Asks for a signal when something is added. False: there is something already, and no signal
+    /// will come.
     pub fn arm(&self) -> bool {
         let _ = rustix::io::read(&self.event, &mut [0u8; 8]); // nonblocking: an older signal, if any
         self.watched.asleep.store(true, Ordering::SeqCst);
@@ -170,7 +174,8 @@ pub(super) struct QueueEnd {
     pub user_data: u64,
 }
 
-/// Answers on their way to their queues: however many there are for a queue at a time, it is locked and woken once.
+/// Answers on their way to their queues: however many there are for a queue at a time, it is
+/// locked and woken once.
 #[derive(Default)]
 pub(super) struct Deliveries {
     queues: Vec<(Arc<Collection>, Vec<Finished>)>,

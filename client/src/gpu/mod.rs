@@ -13,17 +13,20 @@
 //! # Ok::<(), gpunvme::Error>(())
 //! ```
 //!
-//! Memory is anything that CUDA knows: of `cudaMalloc`, of pools, mapped piece by piece, managed, on any GPU, and pinned host memory. Nothing needs to be registered. Bytes go
-//! from the device to a staging pool and on to the GPU, both at once, in pieces.
+//! Memory is anything that CUDA knows: of `cudaMalloc`, of pools, mapped piece by piece, managed,
+//! on any GPU, and pinned host memory. Nothing needs to be registered. Bytes go from the device to
+//! a staging pool and on to the GPU, both at once, in pieces.
 //!
-//! Calls may come from any number of threads. [`Transfers::read`] waits; [`Transfers::read_then`] calls back; a [`Queue`] collects what is done, for one thread that keeps many
-//! requests in flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
+//! Calls may come from any number of threads. [`Transfers::read`] waits; [`Transfers::read_then`]
+//! calls back; a [`Queue`] collects what is done, for one thread that keeps many requests in
+//! flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
-//! Inside, `transfers` looks up what lies at the addresses. A `pipeline` cuts requests into pieces, keeps them in flight between
-//! a ring of the mount and a pool, and copies between the pool and each GPU: on the thread that waits for a short request, and for
-//! all others on a thread of the library's. Requests in the order of a `stream` have a thread of their own, which makes no call of
-//! CUDA and copies pinned host memory itself: all that the GPU has to do for them is in the stream when the call returns. Both use
-//! the same `memory`.
+//! Inside, `transfers` looks up what lies at the addresses. A `pipeline` cuts requests into
+//! pieces, keeps them in flight between a ring of the mount and a pool, and copies between the
+//! pool and each GPU: on the thread that waits for a short request, and for all others on a thread
+//! of the library's. Requests in the order of a `stream` have a thread of their own, which makes
+//! no call of CUDA and copies pinned host memory itself: all that the GPU has to do for them is in
+//! the stream when the call returns. Both use the same `memory`.
 
 mod answer;
 mod attachments;

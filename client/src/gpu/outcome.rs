@@ -1,4 +1,5 @@
-//! How a request ends, as its pieces tell it: what they moved, and what became of the first that failed.
+//! How a request ends, as its pieces tell it: what they moved, and what became of the first that
+//! failed.
 
 use super::memory::pieces::Piece;
 use super::request::Part;
@@ -21,7 +22,8 @@ impl Outcome {
         self.done.add(done);
     }
 
-    /// A piece failed, or all do from now on. The first failure is what the request is answered with.
+    /// A piece failed, or all do from now on. The first failure is what the request is answered
+    /// with.
     pub fn failed(&mut self, error: Error) {
         self.failed.get_or_insert(error);
     }
@@ -54,7 +56,8 @@ pub(super) fn action(direction: Direction) -> &'static str {
     }
 }
 
-/// What a ring said of a piece of a part: how many of the application's bytes arrived, and what was moved for it.
+/// What a ring said of a piece of a part: how many of the application's bytes arrived, and what
+/// was moved for it.
 ///
 /// # Errors
 /// The piece failed: with the segment that it is of, and where it lies in the file.
@@ -84,7 +87,8 @@ pub(super) fn of_piece(
     Ok((arrived, moved))
 }
 
-/// What a transfer that was rounded outwards moved for the application, `wanted` bytes, and why not faster.
+/// What a transfer that was rounded outwards moved for the application, `wanted` bytes, and why
+/// not faster.
 fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> Transfer {
     let Transfer { mut moved, reason } = transfer;
     let mut excess = moved.total() - wanted.min(moved.total());

@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 /// How long [`Queue::complete`] looks before it sleeps.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
 
-/// Requests in flight, and those that are done and were not taken. One thread uses it at a time. Dropping it ends no request: the memory
-/// of those in flight stays in use.
+/// Requests in flight, and those that are done and were not taken. One thread uses it at a time.
+/// Dropping it ends no request: the memory of those in flight stays in use.
 ///
 /// ```no_run
 /// # use gpunvme::{File, Mount, Wait, gpu::{Segment, Transfers}};
@@ -90,7 +90,8 @@ impl Queue {
         self.in_flight
     }
 
-    /// Appends the requests that are done, in the order in which they became so, and returns how many; waits for the first if there is none, but not if none is in flight.
+    /// Appends the requests that are done, in the order in which they became so, and returns how
+    /// many; waits for the first if there is none, but not if none is in flight.
     ///
     /// # Errors
     /// [`crate::Error::Path`] if the kernel does not let it wait.
@@ -109,7 +110,8 @@ impl Queue {
         }
     }
 
-    /// Asks to be signalled when the next request is done: the queue, as a descriptor, then becomes readable. False: there is one already, and no signal will come.
+    /// Asks to be signalled when the next request is done: the queue, as a descriptor, then
+    /// becomes readable. False: there is one already, and no signal will come.
     pub fn arm(&mut self) -> bool {
         self.collection.arm()
     }
@@ -132,7 +134,8 @@ impl Queue {
     }
 }
 
-/// Becomes readable when a request is done after [`Queue::arm`] said yes: for poll(2), epoll(7) and the like.
+/// Becomes readable when a request is done after [`Queue::arm`] said yes: for poll(2), epoll(7)
+/// and the like.
 impl AsFd for Queue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.collection.event.as_fd()

@@ -48,7 +48,8 @@ pub(super) struct Allocation {
     pub gpu: Gpu,
     /// Whether that GPU's kernels do.
     pub by_kernel: bool,
-    /// Where the processor finds its first byte, if it is host memory. Then the processor copies it: CUDA does that in its caller, and lets the caller wait for the stream.
+    /// Where the processor finds its first byte, if it is host memory. Then the processor copies
+    /// it: CUDA does that in its caller, and lets the caller wait for the stream.
     pub host: Option<u64>,
     pub base: u64,
     pub buffer_id: u64,
@@ -90,8 +91,8 @@ impl Source {
     }
 }
 
-/// The transfer of a piece by a ring. `slot` is the piece's slot of a staging pool; none where the device reaches the memory of
-/// its part itself.
+/// The transfer of a piece by a ring. `slot` is the piece's slot of a staging pool; none where the
+/// device reaches the memory of its part itself.
 pub(super) fn operation<'a>(
     direction: Direction,
     file: &'a Attached,

@@ -1,4 +1,5 @@
-//! Where applications come in: it looks up what lies at their addresses, and hands requests that can be done to whoever does them.
+//! Where applications come in: it looks up what lies at their addresses, and hands requests that
+//! can be done to whoever does them.
 
 use super::answer::{Answer, End, Pending};
 use super::attachments::{in_ring, is_first_read};
@@ -37,27 +38,33 @@ const CALLERS: usize = 16;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Settings {
-    /// Bytes of the staging pool of each GPU that is used: whole MiB, at least one. It is host memory, pinned, on the GPU's NUMA node.
+    /// Bytes of the staging pool of each GPU that is used: whole MiB, at least one. It is host
+    /// memory, pinned, on the GPU's NUMA node.
     pub staging: usize,
-    /// Threads that may at once do their own requests, by calls that wait ([`Transfers::read`], [`Transfers::write`]) for at most 1 MiB in at most 8 parts: by default as many as the
-    /// machine has processors, and at most 16; never more than 32. For each the library makes a ring, and a staging pool of 2 MiB for each GPU that it uses, beside the other one. A
-    /// thread of the library does what others ask for, and what the mount or a GPU has no room for.
+    /// Threads that may at once do their own requests, by calls that wait ([`Transfers::read`],
+    /// [`Transfers::write`]) for at most 1 MiB in at most 8 parts: by default as many as the
+    /// machine has processors, and at most 16; never more than 32. For each the library makes a
+    /// ring, and a staging pool of 2 MiB for each GPU that it uses, beside the other one. A thread
+    /// of the library does what others ask for, and what the mount or a GPU has no room for.
     pub callers: usize,
-    /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD reaches them: by default as much as the GPU's BAR shows.
+    /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD
+    /// reaches them: by default as much as the GPU's BAR shows.
     pub registered: Option<u64>,
 }
 
 impl Default for Settings {
-    /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's cache between the device and the copy executor. Beside an H200 reads of 16 MiB
-    /// went at 7.2 GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64.
+    /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's
+    /// cache between the device and the copy executor. Beside an H200 reads of 16 MiB went at 7.2
+    /// GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64.
     fn default() -> Settings {
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
         Settings { staging: 8 << 20, callers: processors.min(CALLERS), registered: None }
     }
 }
 
-/// Moves bytes between the files of a mount and GPU memory. One of it serves a whole application: copies of it share everything. It ends with the last copy, when everything is
-/// done; a last copy that is dropped in a callback does not wait for that.
+/// Moves bytes between the files of a mount and GPU memory. One of it serves a whole application:
+/// copies of it share everything. It ends with the last copy, when everything is done; a last copy
+/// that is dropped in a callback does not wait for that.
 ///
 /// A process that forks must not use it in the child.
 #[derive(Clone)]
@@ -93,7 +100,8 @@ impl Transfers {
     /// For the files of a mount, with the usual settings.
     ///
     /// # Errors
-    /// [`Error::NoCuda`] where there is none; [`Error::Memory`] for a staging pool of more than 1 TiB; what [`Ring::new`] says.
+    /// [`Error::NoCuda`] where there is none; [`Error::Memory`] for a staging pool of more than 1
+    /// TiB; what [`Ring::new`] says.
     pub fn new(mount: &Mount) -> Result<Transfers> {
         Transfers::with(mount, Settings::default())
     }
@@ -118,7 +126,8 @@ impl Transfers {
         let thread = std::thread::Builder::new().name("gpunvme".into());
         let thread = thread
             .spawn(move || {
-                // Without it a capture of the application's would end; that is no reason to do nothing.
+                // Without it a capture of the application's would end; that is no reason to do
+                // nothing.
                 let _alone = cuda.leave_captures_alone();
                 worker.run();
             })
@@ -142,30 +151,36 @@ impl Transfers {
         Ok(Transfers { inner: Arc::new(inner), require: Require::default() })
     }
 
-    /// A copy whose requests come with demands on their route. Where a request cannot meet them it fails with [`Error::Transfer`]
-    /// before anything moved.
+    /// A copy whose requests come with demands on their route. Where a request cannot meet them it
+    /// fails with [`Error::Transfer`] before anything moved.
     #[must_use]
     pub fn requiring(&self, require: Require) -> Transfers {
         Transfers { inner: self.inner.clone(), require }
     }
 
-    /// Reads each segment into memory, and waits for it. File offsets and addresses need no alignment. A segment that reaches past the end of the file is read as far as the file goes: the sum says less than was asked for then.
+    /// Reads each segment into memory, and waits for it. File offsets and addresses need no
+    /// alignment. A segment that reaches past the end of the file is read as far as the file goes:
+    /// the sum says less than was asked for then.
     ///
     /// # Safety
-    /// The memory of the segments is the caller's to write to, does not overlap, and nobody else uses it until this returns: no kernel, no copy.
+    /// The memory of the segments is the caller's to write to, does not overlap, and nobody else
+    /// uses it until this returns: no kernel, no copy.
     ///
     /// # Errors
-    /// [`Error::UnknownMemory`], [`Error::Cuda`] and [`Error::Memory`] before anything was read; [`Error::RingClosed`] after the mount's
-    /// end; [`Error::Transfer`] and [`Error::Copy`] say what was, and any segment may have changed in part then.
+    /// [`Error::UnknownMemory`], [`Error::Cuda`] and [`Error::Memory`] before anything was read;
+    /// [`Error::RingClosed`] after the mount's end; [`Error::Transfer`] and [`Error::Copy`] say
+    /// what was, and any segment may have changed in part then.
     pub unsafe fn read(&self, file: &File, segments: &[Segment]) -> Result<Transfer> {
         self.perform(Direction::Read, file, segments)
     }
 
-    /// Writes each segment from memory, and waits for it. The file becomes longer where it ends before. Offsets and addresses need no
-    /// alignment. Of segments that overlap in the file it is not defined which is there afterwards.
+    /// Writes each segment from memory, and waits for it. The file becomes longer where it ends
+    /// before. Offsets and addresses need no alignment. Of segments that overlap in the file it is
+    /// not defined which is there afterwards.
     ///
     /// # Safety
-    /// The memory of the segments is the caller's, and nobody changes it until this returns: no kernel, no copy.
+    /// The memory of the segments is the caller's, and nobody changes it until this returns: no
+    /// kernel, no copy.
     ///
     /// # Errors
     /// As [`Transfers::read`].
@@ -173,8 +188,9 @@ impl Transfers {
         self.perform(Direction::Write, file, segments)
     }
 
-    /// Begins a read, and calls `done` with what [`Transfers::read`] would have returned. That happens on the library's thread, which serves many requests: it should do little, and must not
-    /// wait for another request.
+    /// Begins a read, and calls `done` with what [`Transfers::read`] would have returned. That
+    /// happens on the library's thread, which serves many requests: it should do little, and must
+    /// not wait for another request.
     ///
     /// # Safety
     /// As for [`Transfers::read`], until `done` is called.
@@ -190,7 +206,8 @@ impl Transfers {
         self.begin(Direction::Read, file, segments, End::Callback(Box::new(done)))
     }
 
-    /// Begins a write, and calls `done` with what [`Transfers::write`] would have returned, as [`Transfers::read_then`] does.
+    /// Begins a write, and calls `done` with what [`Transfers::write`] would have returned, as
+    /// [`Transfers::read_then`] does.
     ///
     /// # Safety
     /// As for [`Transfers::write`], until `done` is called.
@@ -206,31 +223,43 @@ impl Transfers {
         self.begin(Direction::Write, file, segments, End::Callback(Box::new(done)))
     }
 
-    /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and what is put into the stream afterwards sees the bytes.
+    /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and
+    /// what is put into the stream afterwards sees the bytes.
     ///
-    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls that wait for the stream wait for the read. All that CUDA has to do for the read is
-    /// in the stream when the call returns, so calls that wait for the whole GPU (`cudaFree`, `cuMemFree`) may be made meanwhile, in any thread.
+    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls
+    /// that wait for the stream wait for the read. All that CUDA has to do for the read is in the
+    /// stream when the call returns, so calls that wait for the whole GPU (`cudaFree`,
+    /// `cuMemFree`) may be made meanwhile, in any thread.
     ///
-    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes a limited number of operations into a stream, of which a read takes two or three
-    /// for each 512 KiB (two for pinned host memory), and more where many small pieces are copied singly; and a GPU has 8 windows of 2 MiB of pinned memory, one for each stream
-    /// that has requests to come to. A call that finds no room waits until streams went on.
+    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes a
+    /// limited number of operations into a stream, of which a read takes two or three for each 512
+    /// KiB (two for pinned host memory), and more where many small pieces are copied singly; and a
+    /// GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come
+    /// to. A call that finds no room waits until streams went on.
     ///
-    /// Where a file becomes shorter between the call and the read, what is in memory behind its end is undefined. Where a kernel of the application crashes, its context ends with all
-    /// streams: such requests are answered with [`Error::Cuda`] within a second. That is only so in the context that the CUDA runtime uses, the GPU's primary one: in one of the
-    /// application's own (`cuCtxCreate`) they are never answered, and dropping the `Transfers` waits for them.
+    /// Where a file becomes shorter between the call and the read, what is in memory behind its
+    /// end is undefined. Where a kernel of the application crashes, its context ends with all
+    /// streams: such requests are answered with [`Error::Cuda`] within a second. That is only so
+    /// in the context that the CUDA runtime uses, the GPU's primary one: in one of the
+    /// application's own (`cuCtxCreate`) they are never answered, and dropping the `Transfers`
+    /// waits for them.
     ///
     /// # Safety
-    /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is the default stream. As for [`Transfers::read`], from when the
-    /// stream comes to the read until it has passed it.
+    /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is
+    /// the default stream. As for [`Transfers::read`], from when the stream comes to the read
+    /// until it has passed it.
     ///
     /// # Errors
-    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamCaptured`]; [`Error::Cuda`] where CUDA does not take all of it, and any segment may have changed in part
-    /// then; later ones come with the answer. After an error of either kind the memory may still be in use until the stream has passed what was put into it.
+    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamCaptured`]; [`Error::Cuda`]
+    /// where CUDA does not take all of it, and any segment may have changed in part then; later
+    /// ones come with the answer. After an error of either kind the memory may still be in use
+    /// until the stream has passed what was put into it.
     pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
         self.begin_on_stream(Direction::Read, file, segments, stream)
     }
 
-    /// Puts a write into the order of a CUDA stream, as [`Transfers::read_on_stream`] does: it writes what is in memory when the stream comes to it, and what is put into the stream
+    /// Puts a write into the order of a CUDA stream, as [`Transfers::read_on_stream`] does: it
+    /// writes what is in memory when the stream comes to it, and what is put into the stream
     /// afterwards may change the memory.
     ///
     /// # Safety
@@ -242,7 +271,8 @@ impl Transfers {
         self.begin_on_stream(Direction::Write, file, segments, stream)
     }
 
-    /// The route that transfers to and from the memory at an address take now, and why not a faster one. Where that is `p2p` the memory is registered then: what the first transfer
+    /// The route that transfers to and from the memory at an address take now, and why not a
+    /// faster one. Where that is `p2p` the memory is registered then: what the first transfer
     /// would have to do is done.
     ///
     /// # Errors
@@ -258,8 +288,9 @@ impl Transfers {
         })
     }
 
-    /// Gives up what is registered of the `len` bytes of memory at `address`, as soon as no transfer uses it. Registered memory stays in existence, even if the application frees it: until this is called,
-    /// or some other memory is registered. `bounce` needs none of this.
+    /// Gives up what is registered of the `len` bytes of memory at `address`, as soon as no
+    /// transfer uses it. Registered memory stays in existence, even if the application frees it:
+    /// until this is called, or some other memory is registered. `bounce` needs none of this.
     pub fn forget(&self, address: u64, len: u64) {
         self.inner.registrations.forget(address, len);
     }
@@ -289,7 +320,8 @@ impl Transfers {
 
     /// Looks up the memory of a request, and hands it to the worker.
     pub(super) fn begin(&self, direction: Direction, file: &File, segments: &[Segment], end: End) -> Result<()> {
-        // The first use of a GPU or an allocation asks CUDA for what would end a capture, also one on another thread; without it the request is done all the same.
+        // The first use of a GPU or an allocation asks CUDA for what would end a capture, also one
+        // on another thread; without it the request is done all the same.
         let _alone = self.inner.cuda.leave_captures_alone();
         let found = self.look_up(direction, file, segments)?;
         self.hand_over(direction, file, found, end)
@@ -389,7 +421,8 @@ impl Found {
 }
 
 impl Inner {
-    /// Appends the parts of a segment, one an allocation, or a part of one that is registered. `last` is the allocation that was found last.
+    /// Appends the parts of a segment, one an allocation, or a part of one that is registered.
+    /// `last` is the allocation that was found last.
     fn look_up(
         &self,
         path: &Path,
@@ -519,7 +552,8 @@ impl fmt::Debug for Transfers {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The last are the worker's and those of windows then, which end when all requests are done: this may be a callback, and the worker the thread that it runs on.
+        // The last are the worker's and those of windows then, which end when all requests are
+        // done: this may be a callback, and the worker the thread that it runs on.
         self.kernels.get_mut().clear();
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
         let inline = std::mem::take(&mut self.inline);

@@ -1,6 +1,8 @@
-//! Routes and reasons: the two small numbers with which every transfer says how its bytes moved and why not faster.
+//! Routes and reasons: the two small numbers with which every transfer says how its bytes moved
+//! and why not faster.
 //!
-//! Numbers are part of the ABI: they are never changed or used again, and programs must expect ones they do not know.
+//! Numbers are part of the ABI: they are never changed or used again, and programs must expect
+//! ones they do not know.
 
 macro_rules! codes {
     ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $value:literal, $text:literal;)* }) => {
@@ -90,9 +92,11 @@ codes! {
         RouteNotAvailable = 41, "route-not-available";
         /// Refused: the daemon may not lock that much memory for the device.
         MemlockLimit = 42, "memlock-limit";
-        /// Refused: the memory has pages that do not exist, and would come out of the daemon's memory.
+        /// Refused: the memory has pages that do not exist, and would come out of the daemon's
+        /// memory.
         NotAllocated = 43, "not-allocated";
-        /// Refused: the user has the share of one, or keeps the daemon busy with descriptors that it cannot close.
+        /// Refused: the user has the share of one, or keeps the daemon busy with descriptors that
+        /// it cannot close.
         UserLimit = 44, "user-limit";
         /// A reason of a later version than this program's.
         Unknown = 63, "unknown";

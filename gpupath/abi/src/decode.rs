@@ -1,7 +1,8 @@
-//! From the bytes of an ioctl to a request that can be trusted in form. Total: every input gives a request or a typed error, and none panics.
+//! From the bytes of an ioctl to a request that can be trusted in form. Total: every input gives a
+//! request or a typed error, and none panics.
 //!
-//! It guards the daemon against whatever a process puts into an ioctl or a socket message. What depends on state (does the buffer exist, does the
-//! segment lie inside it) is not decided here.
+//! It guards the daemon against whatever a process puts into an ioctl or a socket message. What
+//! depends on state (does the buffer exist, does the segment lie inside it) is not decided here.
 
 use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
@@ -56,7 +57,8 @@ impl Request {
     }
 }
 
-/// A `READ` or `WRITE`: each segment ends at or before [`MAX_OFFSET`], and together they are at most [`MAX_TRANSFER`] bytes.
+/// A `READ` or `WRITE`: each segment ends at or before [`MAX_OFFSET`], and together they are at
+/// most [`MAX_TRANSFER`] bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransferRequest {
     /// The buffer.
@@ -148,7 +150,8 @@ pub enum DecodeError {
 impl DecodeError {
     /// The errno that the ioctl fails with.
     pub fn errno(&self) -> i32 {
-        // From include/uapi/asm-generic/errno{-base,}.h; spelled out so that applications, which share this module, need no libc for it.
+        // From include/uapi/asm-generic/errno{-base,}.h; spelled out so that applications, which
+        // share this module, need no libc for it.
         const ENOTTY: i32 = 25;
         const EINVAL: i32 = 22;
         const EPROTONOSUPPORT: i32 = 93;
@@ -207,7 +210,8 @@ fn entries_of(command: Command, size: usize) -> Option<usize> {
     }
 }
 
-/// `decode` has checked that the bytes hold the command's header, whose first two fields these are.
+/// `decode` has checked that the bytes hold the command's header, whose first two fields these
+/// are.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
@@ -253,7 +257,8 @@ fn register(header: Register) -> Result<Request, DecodeError> {
     let command = Command::Register;
     zero(command, "reserved", header.reserved.into())?;
     zero(command, "reserved2", header.reserved2[0] | header.reserved2[1])?;
-    // What mmap can take at all; it keeps every sum with an offset inside the buffer far from overflow.
+    // What mmap can take at all; it keeps every sum with an offset inside the buffer far from
+    // overflow.
     if header.len == 0 || header.len > MAX_OFFSET {
         return Err(DecodeError::Field { command, field: "len", value: header.len });
     }
@@ -314,7 +319,8 @@ fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) ->
 }
 
 impl Submission {
-    /// `READ` or `WRITE` and its request, if it can mean anything: its ranges end at offsets, its flags are known.
+    /// `READ` or `WRITE` and its request, if it can mean anything: its ranges end at offsets, its
+    /// flags are known.
     pub fn decode(&self) -> Option<(Command, TransferRequest)> {
         let command = [Command::Read, Command::Write].into_iter().find(|command| *command as u32 == self.command)?;
         let flags = TransferFlags::from_bits(self.flags).filter(|flags| is_one_route(*flags))?;

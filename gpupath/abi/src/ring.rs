@@ -1,14 +1,19 @@
-//! The ring: queues in memory that the application shares with the daemon, for many transfers in flight and no system call a transfer.
+//! The ring: queues in memory that the application shares with the daemon, for many transfers in
+//! flight and no system call a transfer.
 //!
-//! The memory is a memfd of [`ring_bytes`] bytes. It begins with a page of [`Word`]s, each alone in its cache line; then come the submissions, then
-//! the completions, as many of each as the ring has entries. Numbers of entries and positions count on for ever and wrap at 2^32; an entry's place is
-//! its position modulo the number of entries, a power of two.
+//! The memory is a memfd of [`ring_bytes`] bytes. It begins with a page of [`Word`]s, each alone
+//! in its cache line; then come the submissions, then the completions, as many of each as the ring
+//! has entries. Numbers of entries and positions count on for ever and wrap at 2^32; an entry's
+//! place is its position modulo the number of entries, a power of two.
 //!
-//! - The application writes submissions from [`Word::SubmissionTail`] on and then moves that word; the daemon takes them and moves
-//!   [`Word::SubmissionHead`]. With completions it is the other way round.
-//! - Submissions not yet completed, and completions not yet taken, are together never more than the entries. Whoever breaks that loses the ring.
-//! - A side that goes to sleep says so in its word, looks once more, and then waits for its eventfd. A side that has moved a tail looks at
-//!   that word, with a full barrier between, and signals if the other sleeps.
+//! - The application writes submissions from [`Word::SubmissionTail`] on and then moves that word;
+//!   the daemon takes them and moves [`Word::SubmissionHead`]. With completions it is the other
+//!   way round.
+//! - Submissions not yet completed, and completions not yet taken, are together never more than
+//!   the entries. Whoever breaks that loses the ring.
+//! - A side that goes to sleep says so in its word, looks once more, and then waits for its
+//!   eventfd. A side that has moved a tail looks at that word, with a full barrier between, and
+//!   signals if the other sleeps.
 
 use crate::structures::VERSION;
 use crate::wire::{versioned, wire};
@@ -16,7 +21,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// The fewest and the most entries of a ring.
 pub const RING_ENTRIES: std::ops::RangeInclusive<u32> = 8..=4096;
-/// The most bytes of one submission. What is longer is several: no process may hold the device for longer than that.
+/// The most bytes of one submission. What is longer is several: no process may hold the device for
+/// longer than that.
 pub const MAX_RING_TRANSFER: u64 = 16 << 20;
 /// Bytes of the page of words.
 const WORDS: usize = 4096;
@@ -75,13 +81,15 @@ wire! {
         version: u32,
         /// None defined.
         flags: u32,
-        /// Number, in the calling process, of a memfd of [`ring_bytes`] bytes of zeros, sealed with `F_SEAL_SHRINK`.
+        /// Number, in the calling process, of a memfd of [`ring_bytes`] bytes of zeros, sealed
+        /// with `F_SEAL_SHRINK`.
         memory: i32,
         /// Number of the eventfd that the application signals.
         submitted: i32,
         /// Number of the eventfd that the daemon signals.
         completed: i32,
-        /// Submissions, and completions, that there is room for: a power of two in [`RING_ENTRIES`].
+        /// Submissions, and completions, that there is room for: a power of two in
+        /// [`RING_ENTRIES`].
         entries: u32,
         /// Out: the ring's name in `ATTACH` and `DETACH`.
         ring: u64,
@@ -91,8 +99,8 @@ wire! {
 }
 
 wire! {
-    /// `ATTACH`: gives an open regular file a name in a ring, with the access that it is open for. The file stays usable there until it is
-    /// detached, also when it is closed or unlinked.
+    /// `ATTACH`: gives an open regular file a name in a ring, with the access that it is open for.
+    /// The file stays usable there until it is detached, also when it is closed or unlinked.
     Attach = 40 {
         /// [`VERSION`].
         version: u32,
@@ -108,7 +116,8 @@ wire! {
 }
 
 wire! {
-    /// `DETACH`: takes a file out of a ring, or ends the ring. Transfers in flight end normally. On any file or directory.
+    /// `DETACH`: takes a file out of a ring, or ends the ring. Transfers in flight end normally.
+    /// On any file or directory.
     Detach = 40 {
         /// [`VERSION`].
         version: u32,

@@ -1,5 +1,6 @@
-//! The memory of a ring, mapped. It guards the rule that makes sharing it with a process that may be hostile sound: no reference into it is ever made; words and
-//! entries are read and written with atomic operations, 32 or 64 bits at a time, and what was read is a copy.
+//! The memory of a ring, mapped. It guards the rule that makes sharing it with a process that may
+//! be hostile sound: no reference into it is ever made; words and entries are read and written
+//! with atomic operations, 32 or 64 bits at a time, and what was read is a copy.
 
 use crate::ring::{Completion, Submission, Word, completion_offset, ring_bytes, submission_offset};
 use rustix::io::Errno;
@@ -24,7 +25,8 @@ unsafe impl Sync for RingMemory {}
 impl RingMemory {
     /// Maps the memory of a ring of `entries` entries, a power of two.
     ///
-    /// The file must be a memfd of at least [`ring_bytes`] bytes that cannot become shorter (`F_SEAL_SHRINK`): touching a page past its end would be a SIGBUS.
+    /// The file must be a memfd of at least [`ring_bytes`] bytes that cannot become shorter
+    /// (`F_SEAL_SHRINK`): touching a page past its end would be a SIGBUS.
     pub fn map(memory: BorrowedFd<'_>, entries: u32) -> Result<RingMemory, Errno> {
         assert!(entries.is_power_of_two(), "a ring has a power of two of entries");
         let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -76,14 +78,15 @@ impl RingMemory {
     }
 
     fn word(&self, word: Word) -> &AtomicU32 {
-        // SAFETY: the word lies inside the mapping, which lives as long as `self`, and is aligned to a cache line. Everybody accesses it atomically.
+        // SAFETY: the word lies inside the mapping, which lives as long as `self`, and is aligned
+        // to a cache line. Everybody accesses it atomically.
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(word.offset()).cast()) }
     }
 
     /// An entry, as eight 64-bit words that may be of different moments.
     fn entry(&self, offset: usize) -> &[AtomicU64; 8] {
-        // SAFETY: positions are taken modulo the number of entries, so the entry lies inside the mapping, aligned to its 64 bytes. Everybody accesses
-        // it atomically.
+        // SAFETY: positions are taken modulo the number of entries, so the entry lies inside the
+        // mapping, aligned to its 64 bytes. Everybody accesses it atomically.
         unsafe { &*self.base.as_ptr().add(offset).cast() }
     }
 

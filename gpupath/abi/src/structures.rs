@@ -16,7 +16,8 @@ pub const MAX_SIZE: usize = (1 << 14) - 1;
 pub const MAX_SEGMENTS: usize = (MAX_SIZE - size_of::<Transfer>()) / size_of::<Segment>();
 /// The most extents in one [`Resolve`].
 pub const MAX_EXTENTS: usize = (MAX_SIZE - size_of::<Resolve>()) / size_of::<Extent>();
-/// The most bytes that the segments of one [`Transfer`] add up to. It bounds what one call makes the daemon hold.
+/// The most bytes that the segments of one [`Transfer`] add up to. It bounds what one call makes
+/// the daemon hold.
 pub const MAX_TRANSFER: u64 = 1 << 30;
 /// File offsets end here, as `loff_t` does.
 pub const MAX_OFFSET: u64 = i64::MAX as u64;
@@ -27,7 +28,8 @@ bitflags! {
     /// Flags of [`Register`].
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RegisterFlags: u32 {
-        /// The memory is the staging pool of the bounce route: its owner copies onwards to a GPU. Transfers to and from it count as `bounce`.
+        /// The memory is the staging pool of the bounce route: its owner copies onwards to a GPU.
+        /// Transfers to and from it count as `bounce`.
         const STAGING = 1 << 0;
     }
 
@@ -40,7 +42,8 @@ bitflags! {
         const REQUIRE_BOUNCE = 1 << 1;
         /// The same for `host`.
         const REQUIRE_HOST = 1 << 2;
-        /// Fail with `EOPNOTSUPP` and [`Reason::Unaligned`], before anything moves, if the CPU would have to copy a byte.
+        /// Fail with `EOPNOTSUPP` and [`Reason::Unaligned`], before anything moves, if the CPU
+        /// would have to copy a byte.
         const REQUIRE_DIRECT = 1 << 3;
     }
 
@@ -88,9 +91,11 @@ wire! {
         max_segments: u32,
         /// Out: block size of the filesystem, in bytes. Writes that cover whole blocks go direct.
         block_size: u32,
-        /// Out: logical block of the device, in bytes. Reads that cover whole logical blocks go direct.
+        /// Out: logical block of the device, in bytes. Reads that cover whole logical blocks go
+        /// direct.
         logical_block: u32,
-        /// Out: what the address and length of memory must be a multiple of to go direct, in bytes.
+        /// Out: what the address and length of memory must be a multiple of to go direct, in
+        /// bytes.
         memory_alignment: u32,
         /// Out: number of devices under the volume.
         devices: u32,
@@ -102,7 +107,8 @@ wire! {
         reserved: [u64; 8],
         /// Out: label of the volume.
         label: [u8; 64],
-        /// Out: path of the registration socket, in the daemon's mount namespace; empty where there is none.
+        /// Out: path of the registration socket, in the daemon's mount namespace; empty where
+        /// there is none.
         socket: [u8; 112],
         /// Out: the device, as it was named to `mount.gpunvme`.
         device: [u8; 256],
@@ -118,7 +124,8 @@ wire! {
         version: u32,
         /// [`RegisterFlags`].
         flags: u32,
-        /// Number of the buffer's fd in the calling process; over the socket -1, and the fd travels as `SCM_RIGHTS`.
+        /// Number of the buffer's fd in the calling process; over the socket -1, and the fd
+        /// travels as `SCM_RIGHTS`.
         fd: i32,
         /// Zero.
         reserved: u32,
@@ -148,7 +155,8 @@ wire! {
 }
 
 wire! {
-    /// `RESOLVE`, followed by `capacity` [`Extent`]s (out). What is not covered by an extent is a hole.
+    /// `RESOLVE`, followed by `capacity` [`Extent`]s (out). What is not covered by an extent is a
+    /// hole.
     Resolve = 48 {
         /// [`VERSION`].
         version: u32,
@@ -158,7 +166,8 @@ wire! {
         offset: u64,
         /// How far to go, in bytes; `u64::MAX` for the rest of the file.
         len: u64,
-        /// Out: where the next call should begin; at or past the end of the range or of the file when everything has been told.
+        /// Out: where the next call should begin; at or past the end of the range or of the file
+        /// when everything has been told.
         next: u64,
         /// Out: size of the file in bytes.
         file_size: u64,
@@ -173,7 +182,8 @@ wire! {
     /// One extent of a file.
     #[derive(Copy)]
     Extent = 32 {
-        /// Where it begins in the file, in bytes. It may begin before the range that was asked for.
+        /// Where it begins in the file, in bytes. It may begin before the range that was asked
+        /// for.
         file_offset: u64,
         /// Where it begins on the device, in bytes.
         device_offset: u64,
@@ -189,9 +199,10 @@ wire! {
 wire! {
     /// `READ` and `WRITE`, followed by `segments` [`Segment`]s.
     ///
-    /// Segments count in order: `bytes` is what was moved from the first byte of the first segment on, without a gap. A `READ` stops at the end of the file.
-    /// `bytes == p2p + bounce + host + hole + edge` always. If something failed after a part was done, the ioctl succeeds and `status` says what;
-    /// if nothing was done the ioctl itself fails.
+    /// Segments count in order: `bytes` is what was moved from the first byte of the first segment
+    /// on, without a gap. A `READ` stops at the end of the file. `bytes == p2p + bounce + host +
+    /// hole + edge` always. If something failed after a part was done, the ioctl succeeds and
+    /// `status` says what; if nothing was done the ioctl itself fails.
     Transfer = 88 {
         /// [`VERSION`].
         version: u32,
@@ -211,15 +222,18 @@ wire! {
         bounce: u64,
         /// Out: bytes that the device moved to or from host memory.
         host: u64,
-        /// Out: bytes that were filled with zeros, because the file has a hole or was never written there.
+        /// Out: bytes that were filled with zeros, because the file has a hole or was never
+        /// written there.
         hole: u64,
         /// Out: bytes that the CPU copied, because they or their memory are not aligned.
         edge: u64,
-        /// Out: the [`Reason`] why not every byte went the fastest way, or why the transfer was refused.
+        /// Out: the [`Reason`] why not every byte went the fastest way, or why the transfer was
+        /// refused.
         reason: u32,
         /// Out: errno of what ended the transfer early; 0 where nothing did.
         status: i32,
-        /// Out: index of the segment that `status` or the ioctl's errno is about; `u32::MAX` where it is about none.
+        /// Out: index of the segment that `status` or the ioctl's errno is about; `u32::MAX` where
+        /// it is about none.
         failed_segment: u32,
         /// Out: zero.
         reserved2: u32,
@@ -285,7 +299,8 @@ wire! {
 }
 
 wire! {
-    /// What precedes a [`Register`] or [`Unregister`] in each datagram of the registration socket (`AF_UNIX`, `SOCK_SEQPACKET`), both ways.
+    /// What precedes a [`Register`] or [`Unregister`] in each datagram of the registration socket
+    /// (`AF_UNIX`, `SOCK_SEQPACKET`), both ways.
     #[derive(Copy)]
     Message = 8 {
         /// The ioctl request number of the command.

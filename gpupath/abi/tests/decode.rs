@@ -219,7 +219,8 @@ proptest! {
         let _ = decode(request, &bytes);
     }
 
-    /// Bytes that come as far as possible: the right command and size, a right version, and anything behind it.
+    /// Bytes that come as far as possible: the right command and size, a right version, and
+    /// anything behind it.
     #[test]
     fn any_fields_are_decoded_or_refused(at in 0..Command::ALL.len(), entries in 0usize..4, mut bytes in proptest::collection::vec(any::<u8>(), 1024), sane: bool) {
         let command = Command::ALL[at];

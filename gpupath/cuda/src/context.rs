@@ -1,6 +1,7 @@
 //! Which CUDA context a thread works in.
 //!
-//! It guards the application's threads: a context is current on them only while a call in here runs, and what was current before is so again afterwards.
+//! It guards the application's threads: a context is current on them only while a call in here
+//! runs, and what was current before is so again afterwards.
 
 use super::driver::Driver;
 use super::error::CudaError;
@@ -41,18 +42,21 @@ impl Context {
         self.raw
     }
 
-    /// Makes it current on this thread until the guard is dropped. Where it is already, that costs no more than asking.
+    /// Makes it current on this thread until the guard is dropped. Where it is already, that costs
+    /// no more than asking.
     pub(super) fn enter(&self) -> Result<Entered, CudaError> {
         let already = self.is(Context::current(self.driver)?);
         if !already {
-            // SAFETY: the context was retained, or is that of a stream which the caller vouches for.
+            // SAFETY: the context was retained, or is that of a stream which the caller vouches
+            // for.
             unsafe { self.driver.cuCtxPushCurrent_v2(self.raw) }?;
         }
         Ok(Entered { pushed: (!already).then_some(self.driver), _thread: PhantomData })
     }
 }
 
-/// While it lives, calls on this thread that need the same GPU need not make its context current each for itself.
+/// While it lives, calls on this thread that need the same GPU need not make its context current
+/// each for itself.
 #[must_use]
 pub struct Entered {
     pushed: Option<&'static Driver>,
@@ -64,7 +68,8 @@ impl Drop for Entered {
     fn drop(&mut self) {
         if let Some(driver) = self.pushed {
             let mut popped = ptr::null_mut();
-            // SAFETY: it takes back the push of this thread; guards end in the opposite order of their beginning.
+            // SAFETY: it takes back the push of this thread; guards end in the opposite order of
+            // their beginning.
             if let Err(error) = unsafe { driver.cuCtxPopCurrent_v2(&mut popped) } {
                 tracing::warn!(%error, "a thread keeps a CUDA context current");
             }

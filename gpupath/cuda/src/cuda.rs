@@ -58,7 +58,8 @@ impl Cuda {
         Gpu::new(&self.devices[0]).context()
     }
 
-    /// Says that what the calling thread asks CUDA, until the guard is dropped, is the library's own business: it does not end a graph capture of the application's.
+    /// Says that what the calling thread asks CUDA, until the guard is dropped, is the library's
+    /// own business: it does not end a graph capture of the application's.
     ///
     /// # Errors
     /// What CUDA says.

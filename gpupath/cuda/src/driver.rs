@@ -1,8 +1,9 @@
 //! The functions of libcuda that are called, found when it is loaded.
 //!
-//! It guards against what `cudarc`'s own wrappers of them would do to an application: they panic where a symbol is missing, and they return an enum, which a newer
-//! driver's unknown result must never become. So from `cudarc` come the search for the library, the types, and the signatures: the compiler compares each with the
-//! one in here.
+//! It guards against what `cudarc`'s own wrappers of them would do to an application: they panic
+//! where a symbol is missing, and they return an enum, which a newer driver's unknown result must
+//! never become. So from `cudarc` come the search for the library, the types, and the signatures:
+//! the compiler compares each with the one in here.
 
 use super::error::{CudaError, Unavailable, Version};
 use cudarc::driver::sys::{
@@ -29,7 +30,8 @@ macro_rules! functions {
         impl Driver {
             fn find() -> Result<Driver, Unavailable> {
                 Ok(Driver {
-                    // SAFETY: this is its signature; an enum's results and arguments are integers in C.
+                    // SAFETY: this is its signature; an enum's results and arguments are integers
+                    // in C.
                     error_name: unsafe { symbol("cuGetErrorName") }?,
                     // SAFETY: this is its signature, of drivers from CUDA 12.5 on.
                     stream_contexts: unsafe { symbol("cuStreamGetCtx_v2") }.ok(),
@@ -130,8 +132,9 @@ impl Driver {
         }
     }
 
-    /// The context that a stream works in. For one of a green context that is the GPU's primary context, whose memory and
-    /// kernels it uses, and which any thread may enter: a green context is for one thread at a time.
+    /// The context that a stream works in. For one of a green context that is the GPU's primary
+    /// context, whose memory and kernels it uses, and which any thread may enter: a green context
+    /// is for one thread at a time.
     ///
     /// # Safety
     /// It is a stream of this process, and none of the default streams.
@@ -171,7 +174,8 @@ impl Driver {
     }
 }
 
-/// `cuStreamGetCtx_v2`: of a stream, its context, or for one of a green context the GPU's primary context and the green one.
+/// `cuStreamGetCtx_v2`: of a stream, its context, or for one of a green context the GPU's primary
+/// context and the green one.
 type StreamContexts = unsafe extern "C" fn(CUstream, *mut CUcontext, *mut *mut c_void) -> c_uint;
 
 /// Before anything else is looked up: what an old driver lacks is explained by its age.
@@ -192,6 +196,7 @@ fn version() -> Result<Version, Unavailable> {
 /// # Safety
 /// `F` is the type of a pointer to it.
 unsafe fn symbol<F: Copy>(name: &'static str) -> Result<F, Unavailable> {
-    // SAFETY: the library stays loaded for the life of the process, and the type is the caller's business.
+    // SAFETY: the library stays loaded for the life of the process, and the type is the caller's
+    // business.
     unsafe { sys::culib().get::<F>(name.as_bytes()) }.map(|found| *found).map_err(|_| Unavailable::Symbol { name })
 }

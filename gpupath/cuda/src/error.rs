@@ -86,7 +86,8 @@ pub struct CudaError {
 }
 
 impl CudaError {
-    /// `CUDA_ERROR_INVALID_VALUE`: also what calls say of an address that CUDA does not know (any more).
+    /// `CUDA_ERROR_INVALID_VALUE`: also what calls say of an address that CUDA does not know (any
+    /// more).
     pub const INVALID_VALUE: u32 = CUDA_ERROR_INVALID_VALUE as u32;
     /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
     pub const STREAM_CAPTURE_IMPLICIT: u32 = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as u32;
@@ -103,7 +104,8 @@ impl CudaError {
     /// `CUDA_ERROR_NOT_SUPPORTED`.
     pub const NOT_SUPPORTED: u32 = CUDA_ERROR_NOT_SUPPORTED as u32;
 
-    /// Whether it says, of a call on something that was not destroyed, that its context does nothing more. Other errors are those of one call.
+    /// Whether it says, of a call on something that was not destroyed, that its context does
+    /// nothing more. Other errors are those of one call.
     pub fn ends_context(&self) -> bool {
         self.is(DESTROYED) || self.is(CRASHES) || self.is(BROKEN) || self.code == CONTAINED
     }

@@ -25,7 +25,8 @@ pub(super) struct Device {
     memory: u64,
     dma_buf: bool,
     writes_ordering: WritesOrdering,
-    /// For whom the writes of PCIe devices have to be ordered: every GPU of the process may read this one's memory.
+    /// For whom the writes of PCIe devices have to be ordered: every GPU of the process may read
+    /// this one's memory.
     readers: WritesOrdering,
     flushable: bool,
     streams_flush: bool,
@@ -71,8 +72,9 @@ impl Device {
             dma_buf: attribute(Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)? != 0,
             readers,
             writes_ordering: match attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)? {
-                // NVLink-C2C, told by atomics between processor and GPU: data may take another way to the GPU than the
-                // completion that is read there, and the order on one says nothing about the other.
+                // NVLink-C2C, told by atomics between processor and GPU: data may take another way
+                // to the GPU than the completion that is read there, and the order on one says
+                // nothing about the other.
                 _ if attribute(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED)? != 0 => WritesOrdering::None,
                 ..100 => WritesOrdering::None,
                 100..200 => WritesOrdering::Owner,
@@ -105,7 +107,8 @@ pub enum WritesOrdering {
     AllDevices,
 }
 
-/// A GPU. It costs nothing to hold; nothing of it is used before a method is called that makes or does something.
+/// A GPU. It costs nothing to hold; nothing of it is used before a method is called that makes or
+/// does something.
 #[derive(Clone, Copy)]
 pub struct Gpu(&'static Device);
 
@@ -150,34 +153,40 @@ impl Gpu {
         self.0.dma_buf
     }
 
-    /// For whom it orders the writes of PCIe devices. [`WritesOrdering::None`] on machines with NVLink-C2C, whatever the
-    /// driver says: what it says is true of one of the ways into the memory.
+    /// For whom it orders the writes of PCIe devices. [`WritesOrdering::None`] on machines with
+    /// NVLink-C2C, whatever the driver says: what it says is true of one of the ways into the
+    /// memory.
     pub fn writes_ordering(&self) -> WritesOrdering {
         self.0.writes_ordering
     }
 
-    /// Makes its primary context current on this thread until the guard is dropped: for a thread that makes many calls. Everything else does so for itself.
+    /// Makes its primary context current on this thread until the guard is dropped: for a thread
+    /// that makes many calls. Everything else does so for itself.
     ///
     /// # Errors
-    /// What CUDA says; the first time it may be that the GPU's memory is full, or that the GPU is used exclusively by somebody else.
+    /// What CUDA says; the first time it may be that the GPU's memory is full, or that the GPU is
+    /// used exclusively by somebody else.
     pub fn enter(&self) -> Result<Entered, CudaError> {
         self.context()?.enter()
     }
 
-    /// The primary context. It is never released: at the end of a process libcuda may be gone before what would release it.
+    /// The primary context. It is never released: at the end of a process libcuda may be gone
+    /// before what would release it.
     pub(super) fn context(&self) -> Result<Context, CudaError> {
         if let Some(context) = self.0.context.get() {
             return Ok(*context);
         }
         let mut raw = ptr::null_mut();
-        // SAFETY: it writes a handle. Two threads that get here at once retain it twice, which does no harm.
+        // SAFETY: it writes a handle. Two threads that get here at once retain it twice, which
+        // does no harm.
         unsafe { self.0.driver.cuDevicePrimaryCtxRetain(&mut raw, self.0.handle) }?;
         Ok(*self.0.context.get_or_init(|| Context::new(self.0.driver, raw)))
     }
 
-    /// Whether what PCIe devices wrote into its memory can be there for a stream of `other` that waits for a word which was
-    /// written afterwards, and for all that comes after in the order of CUDA, on other GPUs of the process too: by itself, or
-    /// because the stream flushes ([`crate::Stream::wait_value_and_flush`]), which it does for its own GPU only.
+    /// Whether what PCIe devices wrote into its memory can be there for a stream of `other` that
+    /// waits for a word which was written afterwards, and for all that comes after in the order of
+    /// CUDA, on other GPUs of the process too: by itself, or because the stream flushes
+    /// ([`crate::Stream::wait_value_and_flush`]), which it does for its own GPU only.
     pub fn orders_writes_for_streams_of(&self, other: &Gpu) -> bool {
         self.0.writes_ordering >= self.0.readers
             || self.0.readers == WritesOrdering::Owner && self == other && self.0.streams_flush
@@ -188,11 +197,13 @@ impl Gpu {
         self.0.writes_ordering < self.0.readers
     }
 
-    /// Puts what PCIe devices wrote into this GPU's memory before what any GPU of the process reads there from now on. Where
-    /// it does so by itself ([`Gpu::writes_ordering`]) this does nothing.
+    /// Puts what PCIe devices wrote into this GPU's memory before what any GPU of the process
+    /// reads there from now on. Where it does so by itself ([`Gpu::writes_ordering`]) this does
+    /// nothing.
     ///
     /// # Errors
-    /// What CUDA says: `CUDA_ERROR_NOT_SUPPORTED` where the GPU needs the flush, and the host cannot ask for it.
+    /// What CUDA says: `CUDA_ERROR_NOT_SUPPORTED` where the GPU needs the flush, and the host
+    /// cannot ask for it.
     pub fn flush_remote_writes(&self) -> Result<(), CudaError> {
         if !self.needs_flush() {
             return Ok(());

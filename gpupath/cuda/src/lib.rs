@@ -1,10 +1,13 @@
-//! CUDA, loaded when it is first asked for: the application's end of everything that only a GPU's driver can do.
+//! CUDA, loaded when it is first asked for: the application's end of everything that only a GPU's
+//! driver can do.
 //!
-//! It guards the promise that one binary runs everywhere. No CUDA type leaves this crate, nothing links to libcuda, and a missing, too old or broken driver is a reason in
-//! words ([`Unavailable`]) and never a crash. The daemon does not use it.
+//! It guards the promise that one binary runs everywhere. No CUDA type leaves this crate, nothing
+//! links to libcuda, and a missing, too old or broken driver is a reason in words
+//! ([`Unavailable`]) and never a crash. The daemon does not use it.
 //!
-//! [`Cuda::load`] finds the driver and its GPUs. A [`Gpu`] makes streams, events and memory; its primary context, which is the one that the CUDA runtime and PyTorch use,
-//! comes into being with the first call that needs it, and is then kept for as long as the process runs.
+//! [`Cuda::load`] finds the driver and its GPUs. A [`Gpu`] makes streams, events and memory; its
+//! primary context, which is the one that the CUDA runtime and PyTorch use, comes into being with
+//! the first call that needs it, and is then kept for as long as the process runs.
 
 mod context;
 mod cuda;

@@ -1,4 +1,5 @@
-//! Memory that CUDA knows: what lies at an address, host memory that is registered, and memory of the library's own.
+//! Memory that CUDA knows: what lies at an address, host memory that is registered, and memory of
+//! the library's own.
 
 use super::context::Context;
 use super::cuda::Cuda;
@@ -14,7 +15,8 @@ use std::fmt;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
 
-/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and within reach of kernels.
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and within
+/// reach of kernels.
 const REGISTER: u32 = 1 | 2;
 
 /// Memory that CUDA knows.
@@ -32,7 +34,8 @@ pub struct Allocation {
     pub buffer_id: u64,
     /// Whether the GPU's primary context can reach it: not if it was allocated in another one.
     pub primary: bool,
-    /// Whether the GPU's kernels may read and write it: not what was mapped (`cuMemMap`) and is not, or not wholly, accessible to this GPU (`cuMemSetAccess`).
+    /// Whether the GPU's kernels may read and write it: not what was mapped (`cuMemMap`) and is
+    /// not, or not wholly, accessible to this GPU (`cuMemSetAccess`).
     pub by_kernel: bool,
 }
 
@@ -48,7 +51,8 @@ pub enum Place {
 }
 
 impl Cuda {
-    /// What lies at an address, or `None` where CUDA knows nothing of it: memory that was never CUDA's, or is freed.
+    /// What lies at an address, or `None` where CUDA knows nothing of it: memory that was never
+    /// CUDA's, or is freed.
     ///
     /// # Errors
     /// What CUDA says; after a kernel of the application crashed that is the crash.
@@ -56,8 +60,9 @@ impl Cuda {
         at(self, address)
     }
 
-    /// The number of the allocation at an address, which no other allocation of this process ever had or will have; `None` as for [`Cuda::memory_at`].
-    /// It is the cheap way to ask whether what was there is still there.
+    /// The number of the allocation at an address, which no other allocation of this process ever
+    /// had or will have; `None` as for [`Cuda::memory_at`]. It is the cheap way to ask whether
+    /// what was there is still there.
     ///
     /// # Errors
     /// As [`Cuda::memory_at`].
@@ -75,8 +80,9 @@ impl Gpu {
         DeviceAllocation::new(self.context()?, len)
     }
 
-    /// A dma-buf over `len` bytes of one allocation in this GPU's memory. Both are multiples of 64 KiB, or the allocation's own bounds. It holds the memory: after the
-    /// application freed it, the dma-buf still stands for it.
+    /// A dma-buf over `len` bytes of one allocation in this GPU's memory. Both are multiples of 64
+    /// KiB, or the allocation's own bounds. It holds the memory: after the application freed it,
+    /// the dma-buf still stands for it.
     ///
     /// # Errors
     /// What CUDA says; not every driver and not all memory can be exported.
@@ -84,11 +90,13 @@ impl Gpu {
         export_dma_buf(self.context()?, address, len)
     }
 
-    /// Makes CUDA's synchronous copies to and from the allocation at `address` really synchronous, from now on: they are not while they look so, and what a PCIe device
-    /// does to the memory meanwhile would meet a copy still running (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`).
+    /// Makes CUDA's synchronous copies to and from the allocation at `address` really synchronous,
+    /// from now on: they are not while they look so, and what a PCIe device does to the memory
+    /// meanwhile would meet a copy still running (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`).
     ///
     /// # Errors
-    /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where there is no allocation; not all memory has the setting.
+    /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where there is no allocation; not all memory has
+    /// the setting.
     pub fn sync_memops(&self, address: u64) -> Result<(), CudaError> {
         sync_memops(self.context()?, address)
     }
@@ -110,7 +118,8 @@ fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>, CudaError
     let mut attributes = ATTRIBUTES;
     let mut values = [0u64; ATTRIBUTES.len()];
     let mut pointers = values.each_mut().map(|value| ptr::from_mut(value).cast::<c_void>());
-    // SAFETY: no attribute is longer than 8 bytes. Those that are shorter leave the rest zero. No address is too wrong to ask for.
+    // SAFETY: no attribute is longer than 8 bytes. Those that are shorter leave the rest zero. No
+    // address is too wrong to ask for.
     unsafe {
         cuda.driver.cuPointerGetAttributes(ATTRIBUTES.len() as u32, attributes.as_mut_ptr(), pointers.as_mut_ptr(), address)
     }?;
@@ -125,7 +134,8 @@ fn at(cuda: &'static Cuda, address: u64) -> Result<Option<Allocation>, CudaError
         },
         _ => return Ok(None),
     };
-    // For memory mapped by `cuMemMap` the range is all that was reserved, and for other memory the mapping is the block that it was taken from.
+    // For memory mapped by `cuMemMap` the range is all that was reserved, and for other memory the
+    // mapping is the block that it was taken from.
     let (mut base, mut end) = (range, range.saturating_add(range_len));
     if mapping_len != 0 {
         (base, end) = (base.max(mapping), end.min(mapping.saturating_add(mapping_len)));
@@ -186,7 +196,8 @@ fn export_dma_buf(context: Context, address: u64, len: usize) -> Result<OwnedFd,
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Host memory of the application or the library that is registered with CUDA: pinned, and within reach of every GPU. Unregistered when it is dropped.
+/// Host memory of the application or the library that is registered with CUDA: pinned, and within
+/// reach of every GPU. Unregistered when it is dropped.
 pub struct HostRegistration {
     context: Context,
     address: NonNull<u8>,
@@ -199,7 +210,8 @@ unsafe impl Send for HostRegistration {}
 unsafe impl Sync for HostRegistration {}
 
 impl HostRegistration {
-    /// Registers `len` bytes from `address` on, whole pages of a mapping, and for `gpu` first of all. It takes about 0.4 ms a MiB.
+    /// Registers `len` bytes from `address` on, whole pages of a mapping, and for `gpu` first of
+    /// all. It takes about 0.4 ms a MiB.
     ///
     /// # Safety
     /// The memory stays mapped until what is returned is dropped.
@@ -236,7 +248,8 @@ impl fmt::Debug for HostRegistration {
 
 impl Drop for HostRegistration {
     fn drop(&mut self) {
-        // SAFETY: it was registered here, and whoever put work into a stream vouched that the stream has passed it.
+        // SAFETY: it was registered here, and whoever put work into a stream vouched that the
+        // stream has passed it.
         let unregistered = self
             .context
             .enter()

@@ -1,4 +1,5 @@
-//! The kernel that makes many small moves at once: a copy each would cost a call each, and about a microsecond of the copy engine.
+//! The kernel that makes many small moves at once: a copy each would cost a call each, and about a
+//! microsecond of the copy engine.
 
 use super::context::Context;
 use super::error::CudaError;
@@ -15,11 +16,13 @@ const NAME: &CStr = c"gpunvme_scatter";
 
 /// Threads of a block, which makes one move after another: together 4 KiB at a time.
 const THREADS: u32 = 256;
-/// Blocks at once. Together they have 512 KiB on their way, several times what the way to host memory holds, and leave most of the GPU to the application.
+/// Blocks at once. Together they have 512 KiB on their way, several times what the way to host
+/// memory holds, and leave most of the GPU to the application.
 const BLOCKS: u32 = 128;
 
-/// `len` bytes from one address to another, as the kernel finds it in memory. Either is any that its GPU can reach. Where both are the same number of bytes past a multiple of
-/// 16, whole 16 bytes are moved at once, else single ones.
+/// `len` bytes from one address to another, as the kernel finds it in memory. Either is any that
+/// its GPU can reach. Where both are the same number of bytes past a multiple of 16, whole 16
+/// bytes are moved at once, else single ones.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, IntoBytes, Immutable)]
 pub struct Move {
@@ -66,12 +69,14 @@ impl Scatter {
     }
 
     /// # Safety
-    /// As for `Stream::scatter`; the stream's context is current, and the one that this was made in.
+    /// As for `Stream::scatter`; the stream's context is current, and the one that this was made
+    /// in.
     pub(super) unsafe fn launch(&self, stream: CUstream, table: u64, count: u32) -> Result<(), CudaError> {
         let (mut table, mut count) = (table, count);
         let mut parameters = [(&raw mut table).cast::<c_void>(), (&raw mut count).cast()];
         let blocks = count.clamp(1, BLOCKS);
-        // SAFETY: the parameters are those that the kernel has, and are copied before the call returns; the rest the caller vouches for.
+        // SAFETY: the parameters are those that the kernel has, and are copied before the call
+        // returns; the rest the caller vouches for.
         unsafe {
             self.context.driver.cuLaunchKernel(
                 self.function,

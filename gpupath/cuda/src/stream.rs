@@ -1,4 +1,5 @@
-//! Streams, which do things in order while their caller does something else, and events, which tell how far they are.
+//! Streams, which do things in order while their caller does something else, and events, which
+//! tell how far they are.
 
 use super::context::Context;
 use super::cuda::Cuda;
@@ -13,13 +14,15 @@ use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::ptr;
 
-/// The default streams are numbers up to this: `CU_STREAM_LEGACY` is 1, `CU_STREAM_PER_THREAD` 2, and 0 one of them.
+/// The default streams are numbers up to this: `CU_STREAM_LEGACY` is 1, `CU_STREAM_PER_THREAD` 2,
+/// and 0 one of them.
 const DEFAULT_STREAMS: usize = 2;
 
 impl Cuda {
-    /// A stream of the application (`cudaStream_t`, `CUstream`), to order work with its work. 0, 1 and 2 are the default streams
-    /// of the calling thread's context, as they are everywhere in CUDA; 2, the thread's own, is that of whichever thread calls.
-    /// For a thread without a context they are those of the first GPU's primary context, as for the CUDA runtime.
+    /// A stream of the application (`cudaStream_t`, `CUstream`), to order work with its work. 0, 1
+    /// and 2 are the default streams of the calling thread's context, as they are everywhere in
+    /// CUDA; 2, the thread's own, is that of whichever thread calls. For a thread without a
+    /// context they are those of the first GPU's primary context, as for the CUDA runtime.
     ///
     /// # Safety
     /// It is a stream of this process, and is not destroyed before what is returned is dropped.
@@ -60,7 +63,8 @@ impl Gpu {
     }
 }
 
-/// The number of a stream, which no other stream of this process ever had or will have: CUDA's number of its context, and the one that it has there.
+/// The number of a stream, which no other stream of this process ever had or will have: CUDA's
+/// number of its context, and the one that it has there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamId {
     context: u64,
@@ -126,7 +130,8 @@ impl Stream {
         Ok(device)
     }
 
-    /// Whether it is of the primary context of a GPU: only then it runs the kernels of [`Gpu::scatter`].
+    /// Whether it is of the primary context of a GPU: only then it runs the kernels of
+    /// [`Gpu::scatter`].
     ///
     /// # Errors
     /// What CUDA says.
@@ -151,12 +156,14 @@ impl Stream {
         Ok(status != CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
     }
 
-    /// Copies `len` bytes of host memory to device memory, of this or another GPU, or managed; after everything that was put into the stream before. Only
-    /// where the host memory is registered with CUDA, or was allocated by it, does the call return before the copy is done.
+    /// Copies `len` bytes of host memory to device memory, of this or another GPU, or managed;
+    /// after everything that was put into the stream before. Only where the host memory is
+    /// registered with CUDA, or was allocated by it, does the call return before the copy is done.
     ///
     /// # Safety
-    /// Until the stream has passed it both ranges stay what they are, nobody else writes to either, and nobody reads what is written to. The device memory may be
-    /// gone before the call: that is an error.
+    /// Until the stream has passed it both ranges stay what they are, nobody else writes to
+    /// either, and nobody reads what is written to. The device memory may be gone before the call:
+    /// that is an error.
     ///
     /// # Errors
     /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where the device memory is not all there.
@@ -179,11 +186,13 @@ impl Stream {
         unsafe { self.context.driver.cuMemcpyDtoHAsync_v2(host as *mut c_void, device, len, self.raw) }
     }
 
-    /// Copies `len` bytes between any two places, after everything that was put into the stream before.
+    /// Copies `len` bytes between any two places, after everything that was put into the stream
+    /// before.
     ///
     /// # Safety
-    /// As for [`Stream::copy_in`], and more: neither range may be gone before the call. CUDA takes an address that it does not know for one of
-    /// the process's own memory, and reads or writes there.
+    /// As for [`Stream::copy_in`], and more: neither range may be gone before the call. CUDA takes
+    /// an address that it does not know for one of the process's own memory, and reads or writes
+    /// there.
     ///
     /// # Errors
     /// What CUDA says.
@@ -193,11 +202,14 @@ impl Stream {
         unsafe { self.context.driver.cuMemcpyAsync(to, from, len, self.raw) }
     }
 
-    /// Makes `count` moves, after everything that was put into the stream before, in no order among themselves.
+    /// Makes `count` moves, after everything that was put into the stream before, in no order
+    /// among themselves.
     ///
     /// # Safety
-    /// `table` is the device address of as many [`crate::Move`]s. As for [`Stream::copy`] for each of them and for the table, and more: every range lies in memory that this
-    /// stream's GPU can reach. A kernel that touches anything else ends the context, and with it everything that the application does on this GPU.
+    /// `table` is the device address of as many [`crate::Move`]s. As for [`Stream::copy`] for each
+    /// of them and for the table, and more: every range lies in memory that this stream's GPU can
+    /// reach. A kernel that touches anything else ends the context, and with it everything that
+    /// the application does on this GPU.
     ///
     /// # Errors
     /// What CUDA says.
@@ -207,7 +219,8 @@ impl Stream {
         unsafe { scatter.launch(self.raw, table, count) }
     }
 
-    /// Has the stream reach `event` after everything that was put into it before. Both must be of one context.
+    /// Has the stream reach `event` after everything that was put into it before. Both must be of
+    /// one context.
     ///
     /// # Errors
     /// What CUDA says.
@@ -217,7 +230,8 @@ impl Stream {
         unsafe { self.context.driver.cuEventRecord(event.raw, self.raw) }
     }
 
-    /// What is put into the stream from now on waits for what `event` was last recorded after; that may be on another GPU.
+    /// What is put into the stream from now on waits for what `event` was last recorded after;
+    /// that may be on another GPU.
     ///
     /// # Errors
     /// What CUDA says.
@@ -227,11 +241,13 @@ impl Stream {
         unsafe { self.context.driver.cuStreamWaitEvent(self.raw, event.raw, 0) }
     }
 
-    /// What is put into the stream from now on waits until the word at `address` is `value` or has passed it, counted as sequence numbers are: `(word - value) as i32 >= 0`.
+    /// What is put into the stream from now on waits until the word at `address` is `value` or has
+    /// passed it, counted as sequence numbers are: `(word - value) as i32 >= 0`.
     ///
     /// # Safety
-    /// `address` is the device address of a word, aligned to 4, in memory that stays registered with CUDA until the stream has passed it. Whoever writes it does so without
-    /// waiting for this stream.
+    /// `address` is the device address of a word, aligned to 4, in memory that stays registered
+    /// with CUDA until the stream has passed it. Whoever writes it does so without waiting for
+    /// this stream.
     ///
     /// # Errors
     /// What CUDA says.
@@ -240,8 +256,9 @@ impl Stream {
         unsafe { self.wait_until(address, value, CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32) }
     }
 
-    /// [`Stream::wait_value`]; and what PCIe devices wrote into the GPU's memory before the word was written is there for what follows, where the GPU does not see to that by
-    /// itself ([`crate::WritesOrdering::None`]).
+    /// [`Stream::wait_value`]; and what PCIe devices wrote into the GPU's memory before the word
+    /// was written is there for what follows, where the GPU does not see to that by itself
+    /// ([`crate::WritesOrdering::None`]).
     ///
     /// # Safety
     /// As for [`Stream::wait_value`].
@@ -261,10 +278,12 @@ impl Stream {
         unsafe { self.context.driver.cuStreamWaitValue32_v2(self.raw, address, value, flags) }
     }
 
-    /// Writes `value` to the word at `address` after everything that was put into the stream before, which whoever sees the value sees too.
+    /// Writes `value` to the word at `address` after everything that was put into the stream
+    /// before, which whoever sees the value sees too.
     ///
     /// # Safety
-    /// `address` is the device address of a word, aligned to 4, in memory that stays registered with CUDA until the stream has passed it.
+    /// `address` is the device address of a word, aligned to 4, in memory that stays registered
+    /// with CUDA until the stream has passed it.
     ///
     /// # Errors
     /// What CUDA says.
@@ -324,7 +343,8 @@ impl Event {
         Ok(Event { context, raw })
     }
 
-    /// Whether its stream has reached it, and what was done before is visible to everybody. It is so for an event that was never recorded.
+    /// Whether its stream has reached it, and what was done before is visible to everybody. It is
+    /// so for an event that was never recorded.
     ///
     /// # Errors
     /// What CUDA says, also of earlier work that failed.

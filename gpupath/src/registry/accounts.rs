@@ -1,7 +1,8 @@
 //! What is registered, by process and by user, and how much that may be.
 //!
-//! It guards that nothing is forgotten: what a buffer holds is counted from before it is mapped until it is truly gone, which can be long after it was
-//! unregistered, and given back by dropping a [`Charge`].
+//! It guards that nothing is forgotten: what a buffer holds is counted from before it is mapped
+//! until it is truly gone, which can be long after it was unregistered, and given back by dropping
+//! a [`Charge`].
 
 use crate::process::Identity;
 use crate::shares::share;
@@ -19,17 +20,19 @@ pub struct Amounts {
     pub buffers: u64,
     /// Bytes in them: each page that is used costs the daemon an entry in its page tables.
     pub bytes: u64,
-    /// Bytes of host memory in them: a device may have them pinned, and then the kernel cannot get at them however short memory becomes.
+    /// Bytes of host memory in them: a device may have them pinned, and then the kernel cannot get
+    /// at them however short memory becomes.
     pub host_bytes: u64,
 }
 
-/// How much may be registered. Of what all may have together a user may have half of what other users left, and root's clients an eighth to
-/// themselves.
+/// How much may be registered. Of what all may have together a user may have half of what other
+/// users left, and root's clients an eighth to themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// What one process may have.
     pub process: Amounts,
-    /// What all processes may have together. [`super::Registry::new`] lowers the number of buffers to what the hard limit of descriptors allows.
+    /// What all processes may have together. [`super::Registry::new`] lowers the number of buffers
+    /// to what the hard limit of descriptors allows.
     pub all: Amounts,
 }
 

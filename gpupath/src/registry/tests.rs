@@ -1,5 +1,6 @@
-//! Device memory on the software controller, whose IOMMU tells what is mapped and what was touched without being so. The memory is a memfd's: that
-//! only devices' memory gets so far is tried where there is some, in the laboratory.
+//! Device memory on the software controller, whose IOMMU tells what is mapped and what was touched
+//! without being so. The memory is a memfd's: that only devices' memory gets so far is tried where
+//! there is some, in the laboratory.
 
 use super::*;
 use crate::planner::{self, Alignment, Extent};
@@ -162,7 +163,8 @@ fn registering_costs_nothing_for_each_transfer() {
     }
 }
 
-/// However a buffer goes, its memory stays within reach of the device until the transfers on it are over, and no longer.
+/// However a buffer goes, its memory stays within reach of the device until the transfers on it
+/// are over, and no longer.
 #[test]
 fn memory_stays_mapped_while_transfers_are_in_flight() {
     for owner_dies in [false, true] {

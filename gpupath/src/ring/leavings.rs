@@ -1,6 +1,8 @@
-//! What rings let go of: attached files, each of which may be the last of an inode, and take long to go. A process can attach many thousands, and end.
+//! What rings let go of: attached files, each of which may be the last of an inode, and take long
+//! to go. A process can attach many thousands, and end.
 //!
-//! It guards the threads that others wait for, those that serve rings and hear of their owners: a thread of its own drops what rings leave, one thing after another.
+//! It guards the threads that others wait for, those that serve rings and hear of their owners: a
+//! thread of its own drops what rings leave, one thing after another.
 
 use std::io;
 use std::ops::Deref;

@@ -1,7 +1,9 @@
 //! The daemon's end of rings ([`gpunvme_abi::ring`]).
 //!
-//! The memory of a ring belongs to the application. The daemon takes nothing in it for true: it keeps its own positions, copies a submission out before it looks at it,
-//! and gives up a ring whose words cannot be right. What an application does to its ring costs it the ring, and nobody else anything.
+//! The memory of a ring belongs to the application. The daemon takes nothing in it for true: it
+//! keeps its own positions, copies a submission out before it looks at it, and gives up a ring
+//! whose words cannot be right. What an application does to its ring costs it the ring, and nobody
+//! else anything.
 
 mod groups;
 mod leavings;

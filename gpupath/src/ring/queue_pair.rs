@@ -1,5 +1,5 @@
-//! One ring, as the daemon holds it: what was taken from it and what was given back. It guards the ring's rules. It knows no threads: the service takes, whoever ends
-//! a transfer completes.
+//! One ring, as the daemon holds it: what was taken from it and what was given back. It guards the
+//! ring's rules. It knows no threads: the service takes, whoever ends a transfer completes.
 
 use super::groups::Member;
 use super::leavings::{Held, Leavings};
@@ -21,7 +21,8 @@ use std::time::{Duration, Instant};
 
 /// The most files of one ring.
 const FILES_MAX: usize = 65536;
-/// How long a limit of the owner is taken for what it was: to ask takes longer than to begin a transfer.
+/// How long a limit of the owner is taken for what it was: to ask takes longer than to begin a
+/// transfer.
 const LIMIT_LASTS: Duration = Duration::from_millis(10);
 
 /// A ring.
@@ -126,7 +127,8 @@ impl Ring {
         }
     }
 
-    /// How many may be taken so that each completion has a place: none as long as the application leaves completions lying.
+    /// How many may be taken so that each completion has a place: none as long as the application
+    /// leaves completions lying.
     fn room(&self) -> Result<u32, Broken> {
         // In this order: what is completed in between is counted twice, not left out.
         let in_flight = self.in_flight.load(Ordering::Acquire);
@@ -270,14 +272,17 @@ impl Ring {
     }
 }
 
-/// A file that was attached to a ring: what it was opened for goes with it. It is dropped by a thread that may wait.
+/// A file that was attached to a ring: what it was opened for goes with it. It is dropped by a
+/// thread that may wait.
 pub trait AttachedFile: Send + Sync {
-    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer that the ring's owner owns. `taken` gets the answer
-    /// that the ioctl would have given. It must not wait for a device.
+    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer
+    /// that the ring's owner owns. `taken` gets the answer that the ioctl would have given. It
+    /// must not wait for a device.
     fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken);
 }
 
-/// A submission that was taken from a ring, and has to be answered. Dropped without an answer it is answered with `EIO`: its ring's end would wait for it for ever.
+/// A submission that was taken from a ring, and has to be answered. Dropped without an answer it
+/// is answered with `EIO`: its ring's end would wait for it for ever.
 pub struct Taken {
     /// Which serves the ring.
     thread: Arc<ServingThread>,
@@ -333,9 +338,11 @@ impl Taken {
             // The application is woken once for all that ends in this turn.
             return;
         }
-        // Another thread may end it, one that serves other rings too: what this transfer waited for may have ended there.
+        // Another thread may end it, one that serves other rings too: what this transfer waited
+        // for may have ended there.
         ring.wake_if_due();
-        // The ring's thread may have left submissions lying because too much was under way, and counts the ring while something is.
+        // The ring's thread may have left submissions lying because too much was under way, and
+        // counts the ring while something is.
         fence(Ordering::SeqCst);
         if thread.is_asleep() && (ring.load().0 == 0 || ring.pending().is_ok_and(|pending| pending > 0)) {
             thread.wake();

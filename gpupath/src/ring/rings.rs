@@ -1,7 +1,9 @@
-//! All rings of a mount, and the threads that serve them: a few at the most, each begun when there is a ring for it. A ring keeps to one of them.
+//! All rings of a mount, and the threads that serve them: a few at the most, each begun when there
+//! is a ring for it. A ring keeps to one of them.
 //!
-//! It guards that a busy ring finds a thread with time for it, while rings that may be idle do not each have one. How much a ring will be used nobody knows
-//! when it is made, but not for more than it has entries at a time.
+//! It guards that a busy ring finds a thread with time for it, while rings that may be idle do not
+//! each have one. How much a ring will be used nobody knows when it is made, but not for more than
+//! it has entries at a time.
 
 use super::leavings::Leavings;
 use super::queue_pair::{AttachedFile, Ring};
@@ -36,15 +38,20 @@ const RINGS_PER_PROCESS: usize = 64;
 const LIVING_PER_PROCESS: usize = 128;
 /// Rings of all.
 const RINGS: usize = 1024;
-/// Descriptors of the daemon that a ring takes: what each side signals the other by, and the owner by two names.
+/// Descriptors of the daemon that a ring takes: what each side signals the other by, and the owner
+/// by two names.
 const DESCRIPTORS: usize = 4;
-/// About so many small transfers in flight keep a serving thread busy: 100 us each, 3 us of the thread. What a ring can have in flight beyond them makes no difference.
+/// About so many small transfers in flight keep a serving thread busy: 100 us each, 3 us of the
+/// thread. What a ring can have in flight beyond them makes no difference.
 const BUSY: u32 = 32;
-/// What the smallest ring counts as: it is that of a thread that waits for what it asks for, with a transfer at a time, or a few long ones. Sixteen such rings on a machine with 16
-/// processors were served as fast by one thread as by four (230 to 260 thousand 4 KiB reads a second, and 200 to 220), which took eight processors with those of the kernel.
+/// What the smallest ring counts as: it is that of a thread that waits for what it asks for, with
+/// a transfer at a time, or a few long ones. Sixteen such rings on a machine with 16 processors
+/// were served as fast by one thread as by four (230 to 260 thousand 4 KiB reads a second, and 200
+/// to 220), which took eight processors with those of the kernel.
 const WAITING: u32 = 2;
 
-/// How long no further service is asked for where there was none: to ask may take the device's time.
+/// How long no further service is asked for where there was none: to ask may take the device's
+/// time.
 const PAUSE: Duration = Duration::from_secs(10);
 
 /// How many rings there may be at once.
@@ -94,8 +101,8 @@ struct Opening {
 }
 
 impl Rings {
-    /// No rings yet. Up to `services` threads, at least one, will serve them, each with a queue of `io`'s device to itself. Where the device has fewer,
-    /// those that there are serve.
+    /// No rings yet. Up to `services` threads, at least one, will serve them, each with a queue of
+    /// `io`'s device to itself. Where the device has fewer, those that there are serve.
     ///
     /// # Errors
     /// When the kernel gives no epoll, eventfd or thread, or the device no queue.
@@ -130,8 +137,9 @@ impl Rings {
         Ok(rings)
     }
 
-    /// `RING`, whose caller must not have been answered. It maps memory, waits for the lock of a file that its owner may hold, and for the device where that has to
-    /// give a queue: to be called by [`Server::take_in`].
+    /// `RING`, whose caller must not have been answered. It maps memory, waits for the lock of a
+    /// file that its owner may hold, and for the device where that has to give a queue: to be
+    /// called by [`Server::take_in`].
     pub fn open(&self, caller: Caller, request: &ring::Ring) -> Reply {
         let opened = self.make(caller, request);
         self.server.stats.call(Command::Ring, opened.is_err());
@@ -141,7 +149,8 @@ impl Rings {
         }
     }
 
-    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread` is the caller's, which must not have been answered.
+    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread`
+    /// is the caller's, which must not have been answered.
     pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn AttachedFile>) -> Reply {
         let found = self.find(thread, request.ring);
         let attached = found.ok_or(Errno::NOENT).and_then(|(_, ring)| ring.attach(file()).ok_or(Errno::NOSPC));
@@ -205,7 +214,8 @@ impl Rings {
         let completed = take(request.completed)?.eventfd().ok_or(Errno::INVAL)?;
         let completed = Signal::new(completed).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
         let mapped = RingMemory::map(memory.fd.as_fd(), request.entries)?;
-        // A hole in it would have this daemon wait for the owner, or get a SIGBUS. No other mapping can be made to write after this.
+        // A hole in it would have this daemon wait for the owner, or get a SIGBUS. No other
+        // mapping can be made to write after this.
         rustix::fs::fcntl_add_seals(&memory.fd, SealFlags::FUTURE_WRITE).map_err(|_| Errno::INVAL)?;
         let mut opening = self.opening.lock();
         opening.made.retain(|ring| ring.strong_count() > 0);
@@ -230,7 +240,8 @@ impl Rings {
         Ok(id)
     }
 
-    /// Who is to serve a further ring: whoever has the least to serve, or a new one where this ring would be too much for all that there are.
+    /// Who is to serve a further ring: whoever has the least to serve, or a new one where this
+    /// ring would be too much for all that there are.
     fn service_for(&self, opening: &mut Opening, weight_of_it: u32) -> Arc<Service> {
         let load = |service: &Service| service.rings().iter().map(|ring| weight(ring)).sum::<u32>();
         let (load, least) = begun(&self.services)

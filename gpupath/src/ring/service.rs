@@ -1,8 +1,11 @@
-//! A thread that serves rings: it takes submissions, begins them, and ends them when the device is done, on a queue of its own. It never waits for a single
-//! transfer: what has to wait for something else than the device goes on elsewhere, and is completed from there.
+//! A thread that serves rings: it takes submissions, begins them, and ends them when the device is
+//! done, on a queue of its own. It never waits for a single transfer: what has to wait for
+//! something else than the device goes on elsewhere, and is completed from there.
 //!
-//! It guards fairness. Processes take turns, a few submissions each; and no ring may have more than its share under way ([`super::shares`]). As long as there is work the thread looks at the rings themselves; when
-//! there is none it soon sleeps until the device answers, and says so in each ring, so that the next submission wakes it.
+//! It guards fairness. Processes take turns, a few submissions each; and no ring may have more
+//! than its share under way ([`super::shares`]). As long as there is work the thread looks at the
+//! rings themselves; when there is none it soon sleeps until the device answers, and says so in
+//! each ring, so that the next submission wakes it.
 
 use super::groups::Group;
 use super::queue_pair::{Broken, Ring, Taken};
@@ -21,12 +24,14 @@ use std::time::{Duration, Instant};
 
 /// Submissions that the rings of a process may have taken in one turn.
 const TURN: u32 = 32;
-/// How long the thread sleeps at the most while submissions are left lying because others have too much under way: what ends elsewhere wakes nobody here.
+/// How long the thread sleeps at the most while submissions are left lying because others have too
+/// much under way: what ends elsewhere wakes nobody here.
 const BLOCKED: Duration = Duration::from_micros(500);
-/// How long the thread looks at rings in which nothing happens before it sleeps. Less than what being woken costs an application.
+/// How long the thread looks at rings in which nothing happens before it sleeps. Less than what
+/// being woken costs an application.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
-/// The same while something is under way, which will end soon: about what a device takes for one transfer of 1 MiB. To be woken from sleep when it ends would
-/// add up to a quarter of that.
+/// The same while something is under way, which will end soon: about what a device takes for one
+/// transfer of 1 MiB. To be woken from sleep when it ends would add up to a quarter of that.
 const SPIN_LIMIT_UNDER_WAY: Duration = Duration::from_micros(250);
 /// How often the thread looks, at the end, whether the last transfers are over.
 const DRAIN: Duration = Duration::from_millis(1);
@@ -126,13 +131,15 @@ impl Service {
             }
             let under_way = self.under_way.load(Ordering::Relaxed) > 0;
             if busy.elapsed() < if under_way { SPIN_LIMIT_UNDER_WAY } else { SPIN_LIMIT } && !rings.is_empty() {
-                // On a machine with nothing to spare the device, or the application, may need this processor.
+                // On a machine with nothing to spare the device, or the application, may need this
+                // processor.
                 std::thread::yield_now();
                 continue;
             }
             self.thread.set_asleep(true);
             rings.iter().for_each(|ring| ring.set_asleep(true));
-            // Whoever submitted before seeing that word did not signal, and whoever completed did not either: looks once more, then sleeps.
+            // Whoever submitted before seeing that word did not signal, and whoever completed did
+            // not either: looks once more, then sleeps.
             fence(Ordering::SeqCst);
             // A wake for a new ring, or for the end, may have been taken by the turn before.
             if !self.ending.load(Ordering::SeqCst) && Arc::ptr_eq(&self.rings(), &rings) {
@@ -142,14 +149,16 @@ impl Service {
             rings.iter().for_each(|ring| ring.set_asleep(false));
             busy = Instant::now();
         }
-        // Once a ring says that it is closed its application may use the memory again. Transfers that went on elsewhere wake nobody here.
+        // Once a ring says that it is closed its application may use the memory again. Transfers
+        // that went on elsewhere wake nobody here.
         while self.rings().iter().any(|ring| ring.load().0 > 0) {
             queue.run(Wait::Timeout(DRAIN));
         }
     }
 
-    /// Takes from each ring what may be taken now, gives it to the device, and ends what the device has done, for which it waits where there was nothing to
-    /// take. Returns whether anything happened.
+    /// Takes from each ring what may be taken now, gives it to the device, and ends what the
+    /// device has done, for which it waits where there was nothing to take. Returns whether
+    /// anything happened.
     fn turn(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize, queue: &OwnQueue, wait: Wait) -> bool {
         let Taking { taken, blocked } = self.take(rings, first);
         let wait = match wait {

@@ -1,7 +1,10 @@
-//! How much each ring may have under way. The device serves what it was given in the order in which it came, so that whoever has much under way has all others wait.
+//! How much each ring may have under way. The device serves what it was given in the order in
+//! which it came, so that whoever has much under way has all others wait.
 //!
-//! It guards fairness: what all rings together may have is shared between the users that have busy rings, a user's share between its processes, and a process's share
-//! between its rings. More rings, or more processes, get nobody more. A share may be exceeded by one transfer, and by no other while it is.
+//! It guards fairness: what all rings together may have is shared between the users that have busy
+//! rings, a user's share between its processes, and a process's share between its rings. More
+//! rings, or more processes, get nobody more. A share may be exceeded by one transfer, and by no
+//! other while it is.
 
 use super::groups::{Amount, Group, Member};
 use super::queue_pair::Ring;
@@ -12,11 +15,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-/// What one process's rings may have under way while nobody else's are busy: enough to keep any device busy.
+/// What one process's rings may have under way while nobody else's are busy: enough to keep any
+/// device busy.
 const ALONE: Amount = Amount { transfers: 1024, bytes: 32 << 20 };
-/// What all may have while several processes are busy: still enough for that, and no more, since each waits for what the others have under way.
+/// What all may have while several processes are busy: still enough for that, and no more, since
+/// each waits for what the others have under way.
 const TOGETHER: Amount = Amount { transfers: 1024, bytes: 16 << 20 };
-/// How long a ring counts as busy after it last was, in milliseconds: one that waits for each answer before it asks again is not to find the device full each time.
+/// How long a ring counts as busy after it last was, in milliseconds: one that waits for each
+/// answer before it asks again is not to find the device full each time.
 const BUSY_FOR: u64 = 50;
 /// Time between two looks at who is busy, in milliseconds.
 const LOOK: u64 = 5;

@@ -1,6 +1,8 @@
-//! Signalling an eventfd that belongs to somebody else. `write(2)` on it can wait for ever: its owner fills the counter and clears `O_NONBLOCK`, and a thread
-//! that others depend on hangs. The kernel's own signal never waits, and it gives one for each completion of an io_uring (`IORING_REGISTER_EVENTFD`) and, where
-//! io_uring is switched off, of the asynchronous I/O that was there before (`IOCB_FLAG_RESFD`, io_submit(2)).
+//! Signalling an eventfd that belongs to somebody else. `write(2)` on it can wait for ever: its
+//! owner fills the counter and clears `O_NONBLOCK`, and a thread that others depend on hangs. The
+//! kernel's own signal never waits, and it gives one for each completion of an io_uring
+//! (`IORING_REGISTER_EVENTFD`) and, where io_uring is switched off, of the asynchronous I/O that
+//! was there before (`IOCB_FLAG_RESFD`, io_submit(2)).
 
 use io_uring::{IoUring, opcode};
 use parking_lot::Mutex;
@@ -61,7 +63,8 @@ fn by_uring(eventfd: &OwnedFd) -> io::Result<IoUring> {
     Ok(ring)
 }
 
-/// A context of asynchronous I/O, and a file that has nothing to read. One is enough for all signals.
+/// A context of asynchronous I/O, and a file that has nothing to read. One is enough for all
+/// signals.
 pub(super) struct Aio {
     context: libc::c_ulong,
     nothing: File,
@@ -115,7 +118,8 @@ impl Aio {
         };
         let mut submit = || {
             let mut list = [&raw mut command];
-            // SAFETY: the kernel reads the list and the command before it returns. A read of /dev/null is over by then, so that the byte is not used later.
+            // SAFETY: the kernel reads the list and the command before it returns. A read of
+            // /dev/null is over by then, so that the byte is not used later.
             check(unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1 as libc::c_long, list.as_mut_ptr()) })
         };
         match submit() {

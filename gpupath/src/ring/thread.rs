@@ -1,4 +1,5 @@
-//! A thread that serves rings, as those know it that end a transfer of its rings elsewhere: whether it sleeps, and how it is woken.
+//! A thread that serves rings, as those know it that end a transfer of its rings elsewhere:
+//! whether it sleeps, and how it is woken.
 
 use gpunvme_blockdev::Waker;
 use std::cell::Cell;

@@ -1,5 +1,6 @@
-//! What the daemon hears of the applications that have rings: that they signal, and that they end. One thread hears for all: whoever serves rings sleeps where
-//! only the device and [`gpunvme_blockdev::Waker`] wake it.
+//! What the daemon hears of the applications that have rings: that they signal, and that they end.
+//! One thread hears for all: whoever serves rings sleeps where only the device and
+//! [`gpunvme_blockdev::Waker`] wake it.
 
 use super::queue_pair::Ring;
 use rustix::event::{EventfdFlags, epoll};
@@ -8,7 +9,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 /// The end of the watch, as an event's data.
 const END: u64 = u64::MAX;
-/// An application's signal to the serving thread of number 0; the others follow. Names of rings are smaller.
+/// An application's signal to the serving thread of number 0; the others follow. Names of rings
+/// are smaller.
 const SUBMITTED: u64 = 1 << 63;
 
 /// The descriptors that are watched.
@@ -20,7 +22,8 @@ pub(super) struct Watch {
 /// What was heard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Heard {
-    /// An application signalled a ring of the serving thread of this number. Which ring does not matter: it looks at all of its rings.
+    /// An application signalled a ring of the serving thread of this number. Which ring does not
+    /// matter: it looks at all of its rings.
     Submitted(usize),
     /// The owner of the ring of this name ended.
     Ended(u64),

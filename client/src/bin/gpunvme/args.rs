@@ -49,7 +49,8 @@ pub enum Command {
 pub struct Read {
     /// The file
     pub file: PathBuf,
-    /// The memory to read into: `host`, `gpu:NUMBER` or `gpu:UUID`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
+    /// The memory to read into: `host`, `gpu:NUMBER` or `gpu:UUID`, or `pci:ADDRESS/BAR[:OFFSET]`,
+    /// a PCI device's memory
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     pub to: Memory,
     /// Where in the file to begin, in bytes (K, M, G and T count in powers of 1024)
@@ -73,16 +74,20 @@ pub struct Read {
 pub struct Write {
     /// The file; created where there is none
     pub file: PathBuf,
-    /// The memory to write from: `host`, `gpu:NUMBER` or `gpu:UUID`, or `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
+    /// The memory to write from: `host`, `gpu:NUMBER` or `gpu:UUID`, or
+    /// `pci:ADDRESS/BAR[:OFFSET]`, a PCI device's memory
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     pub from: Memory,
-    /// Where the data comes from, `-` being standard input; otherwise standard input, and of a PCI device what its memory holds
+    /// Where the data comes from, `-` being standard input; otherwise standard input, and of a PCI
+    /// device what its memory holds
     #[arg(long, value_name = "FILE")]
     pub input: Option<PathBuf>,
-    /// How much to write, in bytes; otherwise all of the input, or all of a device's memory from the offset on
+    /// How much to write, in bytes; otherwise all of the input, or all of a device's memory from
+    /// the offset on
     #[arg(long, value_name = "BYTES", value_parser = size)]
     pub length: Option<u64>,
-    /// Where in the file to write, in bytes, and leave the rest of it; otherwise the file is replaced
+    /// Where in the file to write, in bytes, and leave the rest of it; otherwise the file is
+    /// replaced
     #[arg(long, value_name = "BYTES", value_parser = size)]
     pub offset: Option<u64>,
     /// Fail rather than take another route, or rather than have the CPU copy what is not aligned

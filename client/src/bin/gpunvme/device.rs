@@ -1,4 +1,5 @@
-//! A PCI device's memory as the other end of a transfer: one piece of it, registered once. What arrived there is looked at through the CPU's mapping.
+//! A PCI device's memory as the other end of a transfer: one piece of it, registered once. What
+//! arrived there is looked at through the CPU's mapping.
 
 use crate::args::PciMemory;
 use crate::meter::Meter;
@@ -91,7 +92,8 @@ impl Window {
     }
 }
 
-/// Moves `len` bytes in parts, each by `part`, which says how much it moved. Says how much all did; it ends where one fell short.
+/// Moves `len` bytes in parts, each by `part`, which says how much it moved. Says how much all
+/// did; it ends where one fell short.
 fn parts(len: u64, file: u64, memory: u64, mut part: impl FnMut(Segment) -> Result<u64, Error>) -> Result<u64, Error> {
     let mut at = 0;
     while at < len {

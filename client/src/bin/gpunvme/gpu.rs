@@ -1,4 +1,5 @@
-//! GPU memory as the other end of a transfer: as much of it as one part of the file, used again for each part. What arrived there is looked at by way of CUDA's copies.
+//! GPU memory as the other end of a transfer: as much of it as one part of the file, used again
+//! for each part. What arrived there is looked at by way of CUDA's copies.
 
 use crate::args::Which;
 use crate::meter::Meter;

@@ -1,4 +1,5 @@
-//! `gpunvme`: what an administrator or a script does with a mount, and with the controller under it, by hand.
+//! `gpunvme`: what an administrator or a script does with a mount, and with the controller under
+//! it, by hand.
 
 mod args;
 mod describe;

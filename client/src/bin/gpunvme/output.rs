@@ -1,8 +1,9 @@
 //! Where `read` puts what arrives.
 //!
-//! It guards what is there already. A file is written beside the old one and takes its place when everything has arrived. Where that
-//! would lose something (further names, another owner, attributes, a device), the old one is written itself, from the first byte that
-//! arrived on. The file that is read is never the output.
+//! It guards what is there already. A file is written beside the old one and takes its place when
+//! everything has arrived. Where that would lose something (further names, another owner,
+//! attributes, a device), the old one is written itself, from the first byte that arrived on. The
+//! file that is read is never the output.
 
 use crate::report::Failure;
 use std::fs::{self, File, Metadata, OpenOptions, Permissions};
@@ -109,7 +110,8 @@ pub fn identity(file: impl AsFd) -> io::Result<(u64, u64)> {
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// A new file in the same directory, with the owner and the mode of the old one; `None` where it could not take its place whole.
+/// A new file in the same directory, with the owner and the mode of the old one; `None` where it
+/// could not take its place whole.
 fn beside(path: &Path, old: Option<&Metadata>) -> Option<Output> {
     let (path, mode) = match old {
         Some(old) => {

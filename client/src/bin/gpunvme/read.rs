@@ -1,4 +1,5 @@
-//! `read`: through two buffers, so that the next part is on its way while the last one is looked at.
+//! `read`: through two buffers, so that the next part is on its way while the last one is looked
+//! at.
 
 use crate::args::{Memory, Read, require};
 use crate::meter::Meter;
@@ -16,7 +17,8 @@ const PART: u64 = 32 << 20;
 /// The coarsest alignment that transfers profit from.
 const BLOCK: u64 = 4096;
 
-/// What of the file goes through a buffer next. It lies in the buffer as it lies in its block, so that all but its ends goes direct.
+/// What of the file goes through a buffer next. It lies in the buffer as it lies in its block, so
+/// that all but its ends goes direct.
 pub fn part(file_offset: u64, len: u64, buffer: &[u8]) -> Segment {
     let buffer_offset = file_offset % BLOCK;
     Segment { file_offset, buffer_offset, len: len.min(buffer.len() as u64 - buffer_offset) }

@@ -1,4 +1,5 @@
-//! `write`: through two buffers, so that the next part is taken in while the last one is on its way.
+//! `write`: through two buffers, so that the next part is taken in while the last one is on its
+//! way.
 
 use crate::args::{Memory, Write, require};
 use crate::device::Window;
@@ -162,7 +163,8 @@ impl Input {
         let bytes = Box::new(Cursor::new(first).chain(bytes));
         Ok(match args.length {
             Some(length) => {
-                // Of the length that was asked for, an input of unknown length may still have less.
+                // Of the length that was asked for, an input of unknown length may still have
+                // less.
                 Input { bytes: Box::new(bytes.take(length)), len: Some(len.map_or(length, |len| len.min(length))) }
             }
             None => Input { bytes, len },
@@ -184,7 +186,8 @@ pub fn fill(input: &mut dyn Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     Ok(filled)
 }
 
-/// What `read` and `write` report. `by` is how the buffers were registered, which says what a transfer of nothing cannot.
+/// What `read` and `write` report. `by` is how the buffers were registered, which says what a
+/// transfer of nothing cannot.
 pub fn outcome(path: &Path, offset: u64, meter: Meter, hash: Option<Sha256>, by: Option<(Route, Reason)>) -> Report {
     let (done, busy, elapsed) = meter.finish();
     let (route, reason) = match (report::route(&done.moved), done.reason, by) {

@@ -1,10 +1,14 @@
-//! Which of a GPU's allocations are registered with a mount: each is when it is first used, and stays so until room is short or it was freed.
+//! Which of a GPU's allocations are registered with a mount: each is when it is first used, and
+//! stays so until room is short or it was freed.
 //!
-//! It guards three things. An allocation that was freed is never taken for the one that lies at its address now. What a transfer uses stays registered until the transfer
-//! is over. And what was refused is not asked for at every transfer again. It knows neither CUDA nor the daemon: a [`Registrar`] does.
+//! It guards three things. An allocation that was freed is never taken for the one that lies at
+//! its address now. What a transfer uses stays registered until the transfer is over. And what was
+//! refused is not asked for at every transfer again. It knows neither CUDA nor the daemon: a
+//! [`Registrar`] does.
 //!
-//! Locks: `registering`, for as long as one allocation is registered, and in it `state`, for look-ups only: a hit waits for nobody's registration. Nothing is registered or
-//! unregistered under `state`.
+//! Locks: `registering`, for as long as one allocation is registered, and in it `state`, for
+//! look-ups only: a hit waits for nobody's registration. Nothing is registered or unregistered
+//! under `state`.
 
 #[cfg(test)]
 mod tests;
@@ -18,7 +22,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Registrations begin and end at multiples of this: the page in which GPUs show their memory to other devices.
+/// Registrations begin and end at multiples of this: the page in which GPUs show their memory to
+/// other devices.
 pub const GRANULE: u64 = 64 << 10;
 /// The longest registration. NVIDIA's driver counts in 32 bits what it maps of one export.
 pub const MAX_EXPORT: u64 = 2 << 30;
@@ -42,7 +47,8 @@ pub trait Registrar {
     fn exists(&self, allocation: &Allocation) -> bool;
 }
 
-/// What is registered in one piece: an allocation, or a part of one that is longer than [`MAX_EXPORT`].
+/// What is registered in one piece: an allocation, or a part of one that is longer than
+/// [`MAX_EXPORT`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Export {
     /// The allocation.
@@ -56,7 +62,8 @@ pub struct Export {
 /// Why memory was not registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Not now: there is no room, or what else there has to be is short. There may be when something else was given up, or later.
+    /// Not now: there is no room, or what else there has to be is short. There may be when
+    /// something else was given up, or later.
     NoRoom(Reason),
     /// Not this allocation.
     Allocation(Reason),
@@ -122,7 +129,8 @@ impl<T> Drop for Held<T> {
 pub struct Cache<R: Registrar> {
     registrar: R,
     budget: u64,
-    /// Bytes that are registered, those of registrations included that are no longer in `state` and still in use.
+    /// Bytes that are registered, those of registrations included that are no longer in `state`
+    /// and still in use.
     bytes: Arc<AtomicU64>,
     registering: Mutex<()>,
     state: Mutex<State<R::Registration>>,
@@ -152,13 +160,15 @@ impl<T> Entry<T> {
 }
 
 impl<R: Registrar> Cache<R> {
-    /// Nothing registered yet, and never more than `budget` bytes: what the GPU's BAR has room for.
+    /// Nothing registered yet, and never more than `budget` bytes: what the GPU's BAR has room
+    /// for.
     pub fn new(registrar: R, budget: u64) -> Cache<R> {
         let state = State { entries: LruCache::sparse(ENTRIES), accepted: false, refused: None };
         Cache { registrar, budget, bytes: Arc::default(), registering: Mutex::new(()), state: Mutex::new(state) }
     }
 
-    /// The registration in which `address` lies, a byte of the allocation; made if there is none. `now` is the time.
+    /// The registration in which `address` lies, a byte of the allocation; made if there is none.
+    /// `now` is the time.
     ///
     /// # Errors
     /// The reason why there is none.
@@ -180,8 +190,9 @@ impl<R: Registrar> Cache<R> {
         self.register(export, now).map(lease)
     }
 
-    /// Gives up what is registered of a range of addresses, as soon as no transfer uses it. What was registered keeps its memory, even memory that the application freed:
-    /// until this is called, or until something else is registered.
+    /// Gives up what is registered of a range of addresses, as soon as no transfer uses it. What
+    /// was registered keeps its memory, even memory that the application freed: until this is
+    /// called, or until something else is registered.
     pub fn forget(&self, address: u64, len: u64) {
         let end = address.saturating_add(len);
         let touched = |export: &Export| export.address < end && address < export.address + export.len;
@@ -246,7 +257,8 @@ impl<R: Registrar> Cache<R> {
         result
     }
 
-    /// Gives up the registration that was not used for longest, if there is one that no transfer uses.
+    /// Gives up the registration that was not used for longest, if there is one that no transfer
+    /// uses.
     fn give_up_one(&self) -> bool {
         let mut state = self.state.lock();
         let oldest = state.entries.iter().rev().find(|(_, entry)| entry.is_idle()).map(|(export, _)| *export);

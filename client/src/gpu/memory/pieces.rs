@@ -1,14 +1,19 @@
-//! How a segment between a file and GPU memory is cut into pieces, each of which goes through one slot of the staging pool.
+//! How a segment between a file and GPU memory is cut into pieces, each of which goes through one
+//! slot of the staging pool.
 //!
-//! It guards the promise that staging makes no byte go through the CPU that would not have to: reads are rounded outwards to what the device reads whole, and what was read
-//! too much is not copied on; writes, which cannot be rounded, lie in their slots as they lie in the file's blocks.
+//! It guards the promise that staging makes no byte go through the CPU that would not have to:
+//! reads are rounded outwards to what the device reads whole, and what was read too much is not
+//! copied on; writes, which cannot be rounded, lie in their slots as they lie in the file's
+//! blocks.
 
 use super::slots::CHUNK;
 use gpunvme_abi::Direction;
 
-/// The least that a long transfer is cut into: an H200's copy executor moves 37 GB/s in copies of 256 KiB, more than any SSD does, and 18 in copies of 64 KiB.
+/// The least that a long transfer is cut into: an H200's copy executor moves 37 GB/s in copies of
+/// 256 KiB, more than any SSD does, and 18 in copies of 64 KiB.
 const LEAST: u64 = 256 << 10;
-/// Pieces that a transfer is cut into at least, if they are not shorter than [`LEAST`]: while one is copied the others are read.
+/// Pieces that a transfer is cut into at least, if they are not shorter than [`LEAST`]: while one
+/// is copied the others are read.
 const PIECES: u64 = 4;
 
 /// What a device and a file's blocks ask for, in bytes.
@@ -41,18 +46,21 @@ impl Piece {
         (self.slot_offset + self.len) as usize
     }
 
-    /// Of the application's bytes, those that are in the slot when `moved` bytes of the transfer are done.
+    /// Of the application's bytes, those that are in the slot when `moved` bytes of the transfer
+    /// are done.
     pub fn arrived(&self, moved: u64) -> u64 {
         (self.slot_offset + moved).saturating_sub(self.skip).min(self.wanted)
     }
 }
 
-/// How long the pieces of a transfer of `len` bytes in all should be: long enough for the copy executor, and enough of them that reading and copying overlap.
+/// How long the pieces of a transfer of `len` bytes in all should be: long enough for the copy
+/// executor, and enough of them that reading and copying overlap.
 pub fn piece_len(len: u64) -> u64 {
     (len / PIECES).next_multiple_of(LEAST).clamp(LEAST, CHUNK as u64)
 }
 
-/// The first piece of `len` bytes at `file_offset`, at most about `piece_len` long: a multiple of both block sizes that is at most [`CHUNK`].
+/// The first piece of `len` bytes at `file_offset`, at most about `piece_len` long: a multiple of
+/// both block sizes that is at most [`CHUNK`].
 pub fn first(direction: Direction, blocks: Blocks, file_offset: u64, len: u64, piece_len: u64) -> Piece {
     let block = match direction {
         Direction::Read => blocks.read,
@@ -69,7 +77,8 @@ pub fn first(direction: Direction, blocks: Blocks, file_offset: u64, len: u64, p
     }
 }
 
-/// The first piece, likewise, of a transfer between the file and the application's memory itself. It moves what was asked for and nothing more.
+/// The first piece, likewise, of a transfer between the file and the application's memory itself.
+/// It moves what was asked for and nothing more.
 pub fn first_unstaged(blocks: Blocks, file_offset: u64, len: u64, piece_len: u64) -> Piece {
     let wanted = len.min(piece_len - file_offset % blocks.read.max(blocks.write));
     Piece { file_offset, slot_offset: 0, len: wanted, skip: 0, wanted }
@@ -81,7 +90,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// However a range lies: its pieces follow each other without a gap, fit their slots, are direct but for the ends of a write, and hold the bytes that they should.
+        /// However a range lies: its pieces follow each other without a gap, fit their slots, are
+        /// direct but for the ends of a write, and hold the bytes that they should.
         #[test]
         fn pieces_add_up(
             write in any::<bool>(),

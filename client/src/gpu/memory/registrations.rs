@@ -1,6 +1,8 @@
-//! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when it is first used, and stays so ([`super::cache`] says how long).
+//! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when
+//! it is first used, and stays so ([`super::cache`] says how long).
 //!
-//! It guards the order of things on the GPU: what was registered is synchronous to CUDA's own copies (SYNC_MEMOPS), and what an SSD wrote is in place before anybody is told so.
+//! It guards the order of things on the GPU: what was registered is synchronous to CUDA's own
+//! copies (SYNC_MEMOPS), and what an SSD wrote is in place before anybody is told so.
 
 use super::cache::{self, Cache, Export, Refusal, Registrar};
 use crate::buffer::Shared;
@@ -41,14 +43,16 @@ impl Registration {
         self.gpu.orders_writes_for_streams_of(gpu)
     }
 
-    /// Sees to it that what devices wrote to it is there for work that the GPU is given from now on.
+    /// Sees to it that what devices wrote to it is there for work that the GPU is given from now
+    /// on.
     pub fn settle(&self) -> Result<(), (Gpu, CudaError)> {
         self.gpu.flush_remote_writes().map_err(|error| (self.gpu, error))
     }
 }
 
 impl Registrations {
-    /// Nothing is registered yet. `refused` is what the mount says of peer to peer; `budget` is the most bytes of one GPU, as much as its BAR shows if there is none.
+    /// Nothing is registered yet. `refused` is what the mount says of peer to peer; `budget` is
+    /// the most bytes of one GPU, as much as its BAR shows if there is none.
     pub fn new(cuda: &'static Cuda, mount: &Mount, refused: Reason, budget: Option<u64>) -> Registrations {
         let cache = |gpu: Gpu| {
             let budget = budget.or_else(|| aperture(&gpu)).unwrap_or(u64::MAX);
@@ -58,7 +62,8 @@ impl Registrations {
         Registrations { refused, caches: gpus.map(cache).collect() }
     }
 
-    /// The registration in which an address lies, a byte of the memory that was found there; or why there can be none.
+    /// The registration in which an address lies, a byte of the memory that was found there; or
+    /// why there can be none.
     pub fn get(&self, found: &cuda::Allocation, address: u64) -> Result<Lease, Reason> {
         if self.refused != Reason::None {
             return Err(self.refused);
@@ -78,7 +83,8 @@ impl Registrations {
     }
 }
 
-/// How much of its memory a GPU shows to other devices, in bytes: the largest of its BARs, NVIDIA's BAR 1, which lies at another number from generation to generation.
+/// How much of its memory a GPU shows to other devices, in bytes: the largest of its BARs,
+/// NVIDIA's BAR 1, which lies at another number from generation to generation.
 fn aperture(gpu: &Gpu) -> Option<u64> {
     let resource = |number| format!("/sys/bus/pci/devices/{}/resource{number}", gpu.pci_address());
     (0..6).filter_map(|number| std::fs::metadata(resource(number)).ok()).map(|bar| bar.len()).max()
@@ -104,8 +110,8 @@ impl Registrar for Exporter {
                 _ => Refusal::Allocation(Reason::ExportRefused),
             }
         };
-        // Memory that was mapped by hand (cuMemMap) does not have the setting: a synchronous copy to it returns before the bytes are there, and the SSD would get what was
-        // there before.
+        // Memory that was mapped by hand (cuMemMap) does not have the setting: a synchronous copy
+        // to it returns before the bytes are there, and the SSD would get what was there before.
         self.gpu.sync_memops(export.allocation.base).map_err(refused)?;
         let len = export.len as usize;
         let memory = DeviceMemory::dma_buf(self.gpu.export_dma_buf(export.address, len).map_err(refused)?, len);
@@ -117,7 +123,8 @@ impl Registrar for Exporter {
                 Err(Refusal::NoRoom(reason))
             }
             Err(Error::Refused { reason, .. }) if reason != Reason::None => Err(Refusal::Gpu(reason)),
-            // It says nothing of the GPU: descriptors may be short, or the daemon out of reach, for a while.
+            // It says nothing of the GPU: descriptors may be short, or the daemon out of reach,
+            // for a while.
             Err(error) => {
                 tracing::debug!(%error, "GPU memory cannot be registered now");
                 Err(Refusal::NoRoom(Reason::FdNotReachable))

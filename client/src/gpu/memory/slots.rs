@@ -1,11 +1,13 @@
 //! Which parts of a staging pool are in use.
 //!
-//! It guards the pool's bound: what does not fit has to wait for something to be given back. The pool is cut into chunks; slots are taken one behind the other from
-//! an open chunk, and a chunk is free again when the last slot in it is. So taking and giving back cost next to nothing, and neighbours that are taken one after the other
-//! are neighbours in memory, and can be copied on as one.
+//! It guards the pool's bound: what does not fit has to wait for something to be given back. The
+//! pool is cut into chunks; slots are taken one behind the other from an open chunk, and a chunk
+//! is free again when the last slot in it is. So taking and giving back cost next to nothing, and
+//! neighbours that are taken one after the other are neighbours in memory, and can be copied on as
+//! one.
 
-/// Bytes of a chunk, and the most of a slot. A copy executor needs about as many at once to be fast: an H200's moves 49 GB/s in copies of 1 MiB, 37 in copies of 256 KiB,
-/// and 55 at best.
+/// Bytes of a chunk, and the most of a slot. A copy executor needs about as many at once to be
+/// fast: an H200's moves 49 GB/s in copies of 1 MiB, 37 in copies of 256 KiB, and 55 at best.
 pub const CHUNK: usize = 1 << 20;
 
 /// The slots of one pool.
@@ -29,7 +31,8 @@ struct Open {
 }
 
 impl Slots {
-    /// A pool of `chunks` chunks, of which there is at least one. Slots begin at multiples of `alignment`, which divides [`CHUNK`].
+    /// A pool of `chunks` chunks, of which there is at least one. Slots begin at multiples of
+    /// `alignment`, which divides [`CHUNK`].
     ///
     /// # Panics
     /// Where that is not so.
@@ -38,7 +41,8 @@ impl Slots {
         Slots { used: vec![0; chunks], free: (1..chunks).rev().collect(), open: Open { chunk: 0, end: 0 }, alignment }
     }
 
-    /// Takes `len` bytes, at least 1 and at most [`CHUNK`], and returns where in the pool they begin; `None` while there is no room.
+    /// Takes `len` bytes, at least 1 and at most [`CHUNK`], and returns where in the pool they
+    /// begin; `None` while there is no room.
     pub fn take(&mut self, len: usize) -> Option<usize> {
         debug_assert!((1..=CHUNK).contains(&len), "a slot of {len} bytes");
         let len = len.next_multiple_of(self.alignment);
@@ -50,7 +54,8 @@ impl Slots {
         }
         let chunk = self.free.pop()?;
         self.used[chunk] = 1;
-        // The roomier one stays open: a large slot between small ones does not cost them their chunk.
+        // The roomier one stays open: a large slot between small ones does not cost them their
+        // chunk.
         if len < end {
             self.open = Open { chunk, end: len };
         }
@@ -84,7 +89,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Whatever is taken and given back in whatever order: slots never overlap, lie in the pool, are aligned, and all of it is there again in the end.
+        /// Whatever is taken and given back in whatever order: slots never overlap, lie in the
+        /// pool, are aligned, and all of it is there again in the end.
         #[test]
         fn slots_are_their_takers(
             chunks in 1..5usize,

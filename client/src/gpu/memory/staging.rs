@@ -1,7 +1,8 @@
 //! The memory of a staging pool: a memfd that the daemon, this process and a GPU all reach.
 //!
-//! It guards the order in which it ends: the daemon lets go of it first, then CUDA, then it is unmapped. Behind the pool, out of the daemon's transfers, lie the tables of the
-//! scatter kernel and the words that streams write and wait for.
+//! It guards the order in which it ends: the daemon lets go of it first, then CUDA, then it is
+//! unmapped. Behind the pool, out of the daemon's transfers, lie the tables of the scatter kernel
+//! and the words that streams write and wait for.
 
 use crate::buffer::{Memory, sealed};
 use crate::error::{Error, Result};
@@ -27,7 +28,8 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// A pool of `pool` bytes for a GPU, on its NUMA node, and `rest` bytes behind it. `path` is the mount's.
+    /// A pool of `pool` bytes for a GPU, on its NUMA node, and `rest` bytes behind it. `path` is
+    /// the mount's.
     pub fn new(path: &Path, gpu: &Gpu, pool: usize, rest: usize) -> Result<Staging> {
         let len = pool + rest;
         let make = || {
@@ -57,7 +59,8 @@ impl Staging {
     pub unsafe fn copy_on_host(&self, direction: Direction, at: usize, host: u64, len: usize) {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.pool), "{len} bytes at {at} of a pool of {}", self.pool);
         let host: *mut u8 = ptr::with_exposed_provenance_mut(host as usize);
-        // SAFETY: the range lies in the mapping, and nobody else uses it; the caller vouches for the other one.
+        // SAFETY: the range lies in the mapping, and nobody else uses it; the caller vouches for
+        // the other one.
         unsafe {
             let slot = self.mapping.as_ptr().add(at);
             match direction {

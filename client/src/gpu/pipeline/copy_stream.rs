@@ -1,8 +1,11 @@
-//! What an executor has for one GPU: a staging pool, and a stream that copies between it and the application's memory.
+//! What an executor has for one GPU: a staging pool, and a stream that copies between it and the
+//! application's memory.
 //!
-//! It guards the application's context. What waits to be copied is copied together: neighbours as one, and many small pieces by one kernel. A kernel that meets an
-//! address which is no longer mapped would end everything that the application does on this GPU, so each allocation is looked at once more just before. While a few batches are
-//! on their way nothing more is given to the stream, so batches grow by themselves under load.
+//! It guards the application's context. What waits to be copied is copied together: neighbours as
+//! one, and many small pieces by one kernel. A kernel that meets an address which is no longer
+//! mapped would end everything that the application does on this GPU, so each allocation is looked
+//! at once more just before. While a few batches are on their way nothing more is given to the
+//! stream, so batches grow by themselves under load.
 
 use crate::buffer::Shared;
 use crate::error::{Error, Result};
@@ -19,18 +22,22 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// Batches on their way at most: while one is copied the next waits behind it, and the stream never runs dry.
+/// Batches on their way at most: while one is copied the next waits behind it, and the stream
+/// never runs dry.
 const BATCHES: usize = 2;
 /// Copies that a batch may have at most.
 pub const BATCH: usize = 1024;
 /// Bytes of the table of one batch.
 const TABLE: usize = BATCH * size_of::<Move>();
-/// Up to this many bytes the kernel may move: a copy executor takes about as long for any copy that is shorter than 64 KiB.
+/// Up to this many bytes the kernel may move: a copy executor takes about as long for any copy
+/// that is shorter than 64 KiB.
 pub const SMALL: u64 = 32 << 10;
-/// From this many small copies on the kernel makes them: launching it costs about as much as two copies.
+/// From this many small copies on the kernel makes them: launching it costs about as much as two
+/// copies.
 pub const MANY: usize = 3;
-/// Copies are made when they are this part of all that is in flight, and together then: each batch costs the processor some microseconds, however little is in it. What waits
-/// for the others so is late by a few hundredths of the time that the device takes.
+/// Copies are made when they are this part of all that is in flight, and together then: each batch
+/// costs the processor some microseconds, however little is in it. What waits for the others so is
+/// late by a few hundredths of the time that the device takes.
 const SHARE: usize = 8;
 /// Or when they are this many bytes, which keep a copy executor busy.
 const ENOUGH: u64 = 64 << 10;
@@ -127,8 +134,9 @@ impl CopyStream {
             Some(kernel) => kernel,
             None => {
                 let kernel = gpu.scatter().map_err(failed)?;
-                // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to do so: for a stream, too, that waits for this very copy_stream.
-                // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
+                // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to
+                // do so: for a stream, too, that waits for this very copy_stream. SAFETY: the pool
+                // is zeroed, so that the first entry of the table moves nothing.
                 unsafe { stream.scatter(&kernel, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
                 stream.synchronize().map_err(failed)?;
                 Arc::new(kernel)
@@ -194,9 +202,11 @@ impl CopyStream {
         self.spare.push(batch.pieces);
     }
 
-    /// For copies that take long: whether they will ever be done. Those that will not are appended to `failed`.
+    /// For copies that take long: whether they will ever be done. Those that will not are appended
+    /// to `failed`.
     pub fn probe(&mut self, failed: &mut Vec<(usize, NotCopied)>) {
-        // One event at a time: a stream that stands still has room for so many only, and then blocks whoever adds one.
+        // One event at a time: a stream that stands still has room for so many only, and then
+        // blocks whoever adds one.
         let asked = self.probe.done().and_then(|done| if done { self.stream.record(&self.probe) } else { Ok(()) });
         if let Err(error) = asked {
             self.give_up(error, failed);
@@ -212,8 +222,10 @@ impl CopyStream {
         self.broken = Some(error);
     }
 
-    /// Gives the stream what waits, if it is not too busy, and if it is not better to wait for more: `coming` pieces are on their way through the ring. Pieces that the processor
-    /// copied are appended to `copied`, and those that could not be to `failed`. Returns whether anything was done.
+    /// Gives the stream what waits, if it is not too busy, and if it is not better to wait for
+    /// more: `coming` pieces are on their way through the ring. Pieces that the processor copied
+    /// are appended to `copied`, and those that could not be to `failed`. Returns whether anything
+    /// was done.
     pub fn issue(&mut self, coming: usize, now: Instant, copied: &mut Vec<usize>, failed: &mut Vec<(usize, NotCopied)>) -> bool {
         if self.waiting.is_empty() {
             self.since = now;
@@ -241,7 +253,8 @@ impl CopyStream {
         let _entered = self.gpu.enter()?;
         self.drop_freed(failed)?;
         self.join();
-        // Only a batch that the stream gets takes a number, so that those on their way have tables of their own.
+        // Only a batch that the stream gets takes a number, so that those on their way have tables
+        // of their own.
         let number = self.last.wrapping_add(1);
         let mut batch = Batch { number, pieces: self.spare.pop().unwrap_or_default() };
         let small = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL).count();
@@ -265,8 +278,9 @@ impl CopyStream {
                 continue;
             }
             let (to, from) = run.ends(self.staging.memory().mapping.as_ptr() as u64);
-            // SAFETY: one side is the application's memory, which it vouched for until its request is answered; the other is a slot that is this
-            // piece's. Both stay until the batch is done: pieces are answered, and slots given back, only then.
+            // SAFETY: one side is the application's memory, which it vouched for until its request
+            // is answered; the other is a slot that is this piece's. Both stay until the batch is
+            // done: pieces are answered, and slots given back, only then.
             let copied = unsafe {
                 match run.direction {
                     // These notice memory that was freed since it was looked at.
@@ -281,8 +295,9 @@ impl CopyStream {
         }
         if moves > 0 {
             let table = self.staging.memory().device_address + table as u64;
-            // SAFETY: as above. The table is this batch's until it is done; each range was found to lie in an allocation that this GPU reaches, and that was
-            // still there a moment ago.
+            // SAFETY: as above. The table is this batch's until it is done; each range was found
+            // to lie in an allocation that this GPU reaches, and that was still there a moment
+            // ago.
             let launched = unsafe { self.stream.scatter(&self.scatter, table, moves as u32) };
             let runs = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL);
             let copies = runs.flat_map(|run| &self.waiting[run.copies.clone()]);
@@ -299,11 +314,13 @@ impl CopyStream {
         self.last = number;
         self.batches.push_back(batch);
         let word = self.staging.memory().device_address + word(&self.staging) as u64;
-        // SAFETY: the word is registered with CUDA until this copy_stream ends, and it ends when nothing is on its way.
+        // SAFETY: the word is registered with CUDA until this copy_stream ends, and it ends when
+        // nothing is on its way.
         unsafe { self.stream.write_value(word, number) }
     }
 
-    /// Takes out what goes to or comes from memory that is no longer what it was, and sorts the rest by address.
+    /// Takes out what goes to or comes from memory that is no longer what it was, and sorts the
+    /// rest by address.
     fn drop_freed(&mut self, failed: &mut Vec<(usize, NotCopied)>) -> std::result::Result<(), CudaError> {
         if self.waiting.len() > 1 {
             self.waiting.sort_unstable_by_key(|copy| copy.address);

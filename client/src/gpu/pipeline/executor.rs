@@ -1,7 +1,10 @@
-//! What moves the bytes of requests: it cuts them into pieces, and moves each piece between the ring, its slot and the GPU. Whose thread it runs on is not its business.
+//! What moves the bytes of requests: it cuts them into pieces, and moves each piece between the
+//! ring, its slot and the GPU. Whose thread it runs on is not its business.
 //!
-//! It guards two things. Requests share what there is: they take turns, a few pieces each. And nothing in flight is ever given up: a request that failed is answered when
-//! the last of its pieces is back. It makes no system call while there is something to see: it looks at the ring and at the words that its streams write.
+//! It guards two things. Requests share what there is: they take turns, a few pieces each. And
+//! nothing in flight is ever given up: a request that failed is answered when the last of its
+//! pieces is back. It makes no system call while there is something to see: it looks at the ring
+//! and at the words that its streams write.
 
 use super::copy_stream::{Copy, CopyStream, NotCopied};
 use super::piece_ring::PieceRing;
@@ -115,7 +118,8 @@ impl Executor {
         self.progress.resize(self.copy_streams.len(), Instant::now());
     }
 
-    /// Makes a GPU's context current on this thread, if there is a GPU: calls for that one, mostly the only one, need not enter it each then.
+    /// Makes a GPU's context current on this thread, if there is a GPU: calls for that one, mostly
+    /// the only one, need not enter it each then.
     pub fn enter(&self) -> Option<Entered> {
         self.copy_streams.iter().flatten().next().and_then(|copy_stream| copy_stream.enter().ok())
     }
@@ -133,7 +137,8 @@ impl Executor {
         self.turns.push_back(id);
     }
 
-    /// Takes a read of one part that is one piece, and has its bytes brought into its slot by a call on the file itself: for a file that is read once that costs less than to make it known
+    /// Takes a read of one part that is one piece, and has its bytes brought into its slot by a
+    /// call on the file itself: for a file that is read once that costs less than to make it known
     /// to the ring. Only where all requests are answered, so that there is room.
     pub fn read_by_call(&mut self, request: Request, file: &File) {
         if self.ring.has_ended() {
@@ -149,7 +154,8 @@ impl Executor {
         let flags = request.require.flags();
         let mut result = file.transfer(Command::Read, copy_stream.staging.registered(), &[segment], flags);
         if let Err(Error::Transfer { errno: Errno::CONNABORTED | Errno::NOTCONN, .. }) = result {
-            // The mount's end told by the kernel, and not by the daemon: that may be using the slot still, which nobody gets from now on.
+            // The mount's end told by the kernel, and not by the daemon: that may be using the
+            // slot still, which nobody gets from now on.
             self.ring.end();
             result = Err(Error::RingClosed { path: file.path().to_owned() });
         }
@@ -181,7 +187,8 @@ impl Executor {
         self.ring.arm()
     }
 
-    /// After [`Executor::arm`]: waits until something happens, or may have. `other` is where else it may come from.
+    /// After [`Executor::arm`]: waits until something happens, or may have. `other` is where else
+    /// it may come from.
     pub fn wait(&self, other: Option<&OwnedFd>) {
         let copying = self.copy_streams.iter().flatten().any(|copy_stream| copy_stream.is_busy());
         self.ring.wait(other, copying.then_some(NAP));
@@ -399,7 +406,8 @@ impl Executor {
     }
 }
 
-/// Before a read is answered: what the device wrote to GPU memory itself is there for whoever looks.
+/// Before a read is answered: what the device wrote to GPU memory itself is there for whoever
+/// looks.
 fn settle(request: &Request) -> crate::error::Result<()> {
     let registered = request.parts.iter().filter_map(|part| part.registered.as_ref().ok());
     let mut settled: Option<&Lease> = None;

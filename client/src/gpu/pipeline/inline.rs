@@ -1,7 +1,9 @@
-//! Short requests that their callers wait for: the thread that asks for one does it itself, with an executor of its own, which has
-//! a ring and pools. No other thread need be woken for it, or has to wake it.
+//! Short requests that their callers wait for: the thread that asks for one does it itself, with
+//! an executor of its own, which has a ring and pools. No other thread need be woken for it, or
+//! has to wake it.
 //!
-//! It guards that nobody waits for such an executor: a caller that finds none free gives its request to the worker.
+//! It guards that nobody waits for such an executor: a caller that finds none free gives its
+//! request to the worker.
 
 use super::executor::Executor;
 use crate::error::{Error, Result};
@@ -19,16 +21,21 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Bytes of the longest request: what is longer keeps a device busy only with more of it in flight than such an executor has room for.
+/// Bytes of the longest request: what is longer keeps a device busy only with more of it in flight
+/// than such an executor has room for.
 pub const LONGEST: u64 = CHUNK as u64;
-/// Bytes of such an executor's pool on a GPU: the longest request has room, also where its pieces are rounded outwards.
+/// Bytes of such an executor's pool on a GPU: the longest request has room, also where its pieces
+/// are rounded outwards.
 pub const POOL: usize = 2 * CHUNK;
-/// Parts that a request may have, and entries of its ring: a request of more is better off among the many that the library's thread has in flight.
+/// Parts that a request may have, and entries of its ring: a request of more is better off among
+/// the many that the library's thread has in flight.
 pub const PARTS: usize = 8;
-/// How long a caller looks around before it sleeps: longer than an SSD takes for most requests. Being woken would take longer than the copy to the GPU.
+/// How long a caller looks around before it sleeps: longer than an SSD takes for most requests.
+/// Being woken would take longer than the copy to the GPU.
 const SPIN_LIMIT: Duration = Duration::from_micros(250);
 
-/// The most of these executors: the daemon gives a process 64 rings, and the application and other threads of the library need some.
+/// The most of these executors: the daemon gives a process 64 rings, and the application and other
+/// threads of the library need some.
 const MOST: usize = 32;
 
 thread_local! {
@@ -52,7 +59,8 @@ impl InlineExecutors {
         InlineExecutors { executors: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..InlineExecutors::default() }
     }
 
-    /// A free one, if there is one: when no more of anything is to be had, one that `has_all` a request needs.
+    /// A free one, if there is one: when no more of anything is to be had, one that `has_all` a
+    /// request needs.
     pub fn take(&self, mount: &Mount, blocks: Blocks, has_all: impl Fn(&Executor) -> bool) -> Option<MutexGuard<'_, Executor>> {
         let free = |at: usize| {
             let executor = self.executors.get(at)?.get()?.try_lock()?;

@@ -1,6 +1,7 @@
 //! How application threads hand their requests to a thread of the library.
 //!
-//! It guards that none is overlooked, and that a thread which is awake costs whoever sends no system call.
+//! It guards that none is overlooked, and that a thread which is awake costs whoever sends no
+//! system call.
 
 use parking_lot::Mutex;
 use rustix::event::EventfdFlags;
@@ -16,7 +17,8 @@ pub struct Mailbox<M> {
     pub event: OwnedFd,
 }
 
-/// What the thread looks at all the time, in a cache line that is written when there is something to see.
+/// What the thread looks at all the time, in a cache line that is written when there is something
+/// to see.
 #[derive(Default)]
 #[repr(align(128))]
 struct Watched {

@@ -1,7 +1,7 @@
 //! The ring of one thread, and what it answers for the pieces that were given to it.
 //!
-//! It guards that each piece comes back once. When the ring ends, what is in it comes back as failed, and what is pushed from
-//! then on is refused.
+//! It guards that each piece comes back once. When the ring ends, what is in it comes back as
+//! failed, and what is pushed from then on is refused.
 
 use crate::error::{Error, Result};
 use crate::ring::{Completed, Operation, Ring, RingName};
@@ -10,7 +10,8 @@ use smallvec::SmallVec;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// How long a thread sleeps at most while the daemon is busy, whose death would wake nobody: the ring is then asked about it.
+/// How long a thread sleeps at most while the daemon is busy, whose death would wake nobody: the
+/// ring is then asked about it.
 const LOOK: Duration = Duration::from_secs(1);
 
 pub struct PieceRing {
@@ -83,7 +84,8 @@ impl PieceRing {
         self.ring.submit();
     }
 
-    /// Looks for pieces that are back, which [`PieceRing::pop`] gives then. False if there is nothing new.
+    /// Looks for pieces that are back, which [`PieceRing::pop`] gives then. False if there is
+    /// nothing new.
     pub fn look(&mut self, now: Instant) -> bool {
         debug_assert!(self.back.is_empty(), "what came back before was taken");
         let mut any = false;
@@ -119,7 +121,8 @@ impl PieceRing {
         })
     }
 
-    /// After [`PieceRing::arm`]: sleeps until a piece is back, or `other` is readable, or the time `most` is over.
+    /// After [`PieceRing::arm`]: sleeps until a piece is back, or `other` is readable, or the time
+    /// `most` is over.
     pub fn wait(&self, other: Option<&OwnedFd>, most: Option<Duration>) {
         let watched = self.is_watched();
         let limit = most.or(watched.then_some(LOOK));

@@ -1,6 +1,8 @@
-//! The thread that serves all requests but those whose callers do it themselves ([`super::inline`]), and those in streams.
+//! The thread that serves all requests but those whose callers do it themselves
+//! ([`super::inline`]), and those in streams.
 //!
-//! It guards that an application's thread never waits for it: it sleeps when there is nothing to do, and a request wakes it.
+//! It guards that an application's thread never waits for it: it sleeps when there is nothing to
+//! do, and a request wakes it.
 
 use super::copy_stream::{BATCH, CopyStream};
 use super::executor::Executor;
@@ -13,7 +15,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Entries of its ring, and pieces in flight: enough for any device, and few enough that a new request is not long behind the others.
+/// Entries of its ring, and pieces in flight: enough for any device, and few enough that a new
+/// request is not long behind the others.
 pub const PIECES: usize = BATCH;
 /// How long it looks around before it sleeps: what being woken costs, on both sides.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
@@ -42,7 +45,8 @@ impl Worker {
 
     /// The thread.
     pub fn run(mut self) {
-        // After a panic nobody would answer the requests that are waited for, nor know what memory the daemon and the GPUs still use.
+        // After a panic nobody would answer the requests that are waited for, nor know what memory
+        // the daemon and the GPUs still use.
         if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
             std::process::abort();
         }

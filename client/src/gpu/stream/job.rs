@@ -1,4 +1,5 @@
-//! A request in a stream, as the thread that serves it and the call that puts it into the stream share it.
+//! A request in a stream, as the thread that serves it and the call that puts it into the stream
+//! share it.
 //!
 //! It guards that the application's memory is known to be untouched after a request was cancelled.
 
@@ -39,7 +40,8 @@ pub struct Progress {
     cut: AtomicBool,
     /// Nothing of it is to be transferred any more.
     cancelled: AtomicBool,
-    /// Steps that were begun, and of which some pieces are not back: as long as there are any, the application's memory may be in use.
+    /// Steps that were begun, and of which some pieces are not back: as long as there are any, the
+    /// application's memory may be in use.
     open: AtomicUsize,
 }
 
@@ -72,7 +74,8 @@ impl Job {
         self.progress.cut.load(Ordering::Acquire)
     }
 
-    /// Only the steps before this one are in the stream, and no others will be. It may be one after the last: what is missing then is what follows the steps.
+    /// Only the steps before this one are in the stream, and no others will be. It may be one
+    /// after the last: what is missing then is what follows the steps.
     pub fn cut(&self, step: usize) {
         self.cancel();
         self.progress.steps.fetch_min(step, Ordering::AcqRel);
@@ -88,7 +91,8 @@ impl Job {
         self.progress.cancelled.load(Ordering::SeqCst)
     }
 
-    /// A step begins. What follows sees that it was cancelled, or whoever cancelled it sees the step.
+    /// A step begins. What follows sees that it was cancelled, or whoever cancelled it sees the
+    /// step.
     pub fn open_step(&self) {
         self.progress.open.fetch_add(1, Ordering::SeqCst);
     }
@@ -103,7 +107,8 @@ impl Job {
         self.progress.open.load(Ordering::SeqCst) > 0
     }
 
-    /// Waits until nothing touches the application's memory for it any more, once it was cancelled. That takes as long as the device does, and no call of CUDA.
+    /// Waits until nothing touches the application's memory for it any more, once it was
+    /// cancelled. That takes as long as the device does, and no call of CUDA.
     pub fn wait_until_closed(&self) {
         while self.is_open() {
             std::thread::sleep(NAP);

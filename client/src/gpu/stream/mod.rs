@@ -1,5 +1,6 @@
-//! Requests in the order of an application's streams. All that a GPU has to do for one is in its stream when the call returns
-//! (`submission`); a thread of the library moves the bytes between the file and the window of the stream (`service`).
+//! Requests in the order of an application's streams. All that a GPU has to do for one is in its
+//! stream when the call returns (`submission`); a thread of the library moves the bytes between
+//! the file and the window of the stream (`service`).
 
 mod health;
 mod job;

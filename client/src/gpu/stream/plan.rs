@@ -1,7 +1,9 @@
-//! How a request in the order of a stream is cut: all of it when it is asked for, because addresses are put into the stream then.
+//! How a request in the order of a stream is cut: all of it when it is asked for, because
+//! addresses are put into the stream then.
 //!
-//! It guards the bound of a stream's window: whatever a request asks for, what is in flight at once fits into its rooms. Each step has one room to itself; steps that are
-//! [`DEPTH`] apart have the same, one after the other.
+//! It guards the bound of a stream's window: whatever a request asks for, what is in flight at
+//! once fits into its rooms. Each step has one room to itself; steps that are [`DEPTH`] apart have
+//! the same, one after the other.
 
 use crate::gpu::memory::pieces::{self, Blocks, Piece};
 use crate::gpu::pipeline::copy_stream::{MANY, SMALL};
@@ -12,7 +14,8 @@ use std::ops::Range;
 
 /// Rooms of a window, and so steps of a request in flight at once.
 pub const DEPTH: usize = 4;
-/// Bytes of a room: an H200's copy executor moves about 43 GB/s in copies of this length, and four of them in flight keep an SSD busy.
+/// Bytes of a room: an H200's copy executor moves about 43 GB/s in copies of this length, and four
+/// of them in flight keep an SSD busy.
 pub const ROOM: usize = 512 << 10;
 /// Pieces of a step at most, and moves that a room has a table for.
 pub const MOVES: usize = 128;
@@ -108,7 +111,8 @@ impl Plan {
             }
         }
         plan.end_step(begun);
-        // Whoever serves a write fills the table of a step when the step before it in its room ends: so each has to have one.
+        // Whoever serves a write fills the table of a step when the step before it in its room
+        // ends: so each has to have one.
         if direction == Direction::Write && plan.steps.iter().any(|step| step.moves > 0) {
             let none = (0..DEPTH).map(|_| Step { pieces: 0..0, moves: 0 });
             plan.steps.splice(0..0, none);

@@ -1,7 +1,10 @@
-//! The thread that serves requests in streams: it moves bytes between the file and the rooms that streams gave, and gives the rooms back.
+//! The thread that serves requests in streams: it moves bytes between the file and the rooms that
+//! streams gave, and gives the rooms back.
 //!
-//! It guards that it never waits for CUDA: it makes no call of it until it ends, and takes no lock under which somebody else makes one. It only looks at words that streams write,
-//! writes words that streams wait for, and uses a ring of its own. A step that failed gives its room back like any other: a stream must not wait for what will never come.
+//! It guards that it never waits for CUDA: it makes no call of it until it ends, and takes no lock
+//! under which somebody else makes one. It only looks at words that streams write, writes words
+//! that streams wait for, and uses a ring of its own. A step that failed gives its room back like
+//! any other: a stream must not wait for what will never come.
 
 use super::job::Job;
 use super::plan::DEPTH;
@@ -28,7 +31,8 @@ use std::time::{Duration, Instant};
 pub const ENTRIES: u32 = 1024;
 /// How long it looks around before it sleeps.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
-/// How long it sleeps at most while a stream has something of it, which cannot wake it: a part of the time since something happened, within these bounds.
+/// How long it sleeps at most while a stream has something of it, which cannot wake it: a part of
+/// the time since something happened, within these bounds.
 const NAP: Duration = Duration::from_micros(50);
 const LONG_NAP: Duration = Duration::from_millis(1);
 
@@ -49,7 +53,8 @@ struct Active {
     begun: usize,
     /// Pieces of each step that are not back.
     left: Vec<usize>,
-    /// When its stream last came to something of it, or when it was last asked whether the stream still can.
+    /// When its stream last came to something of it, or when it was last asked whether the stream
+    /// still can.
     since: Instant,
     outcome: Outcome,
 }
@@ -97,7 +102,8 @@ impl Service {
         if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
             std::process::abort();
         }
-        // Windows and contexts may end with it, and a capture of the application's would end with them.
+        // Windows and contexts may end with it, and a capture of the application's would end with
+        // them.
         let _alone = Cuda::load().map(Cuda::leave_captures_alone);
         drop(self);
     }
@@ -144,7 +150,8 @@ impl Service {
         any
     }
 
-    /// Begins the steps whose rooms streams gave, and answers requests that streams have passed, or will never come to.
+    /// Begins the steps whose rooms streams gave, and answers requests that streams have passed,
+    /// or will never come to.
     fn look_at_streams(&mut self, now: Instant) -> bool {
         let mut any = false;
         let ids: Vec<usize> = self.requests.iter().map(|(id, _)| id).collect();
@@ -299,7 +306,8 @@ impl Active {
 
     /// Whether nothing is left to do, for the stream neither.
     fn is_over(&self) -> bool {
-        // A word that CUDA refused may have come to the stream all the same, and begun a step more.
+        // A word that CUDA refused may have come to the stream all the same, and begun a step
+        // more.
         let (job, steps) = (&self.job, self.job.steps());
         let passed = || (0..steps).rev().take(DEPTH).all(|step| job.window.is_passed(job.number(step)));
         !job.is_open() && self.begun >= steps && (job.is_cut() || passed())

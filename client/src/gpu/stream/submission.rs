@@ -118,11 +118,12 @@ impl Streams {
     }
 }
 
-/// Puts a job into a stream, in a window near `gpu`. `begin` makes it, with the window and the number of its first step, and hands
-/// it to the thread that serves it. Waits while all windows are of other streams.
+/// Puts a job into a stream, in a window near `gpu`. `begin` makes it, with the window and the
+/// number of its first step, and hands it to the thread that serves it. Waits while all windows
+/// are of other streams.
 ///
-/// Where CUDA refuses something, the job is cancelled, and the stream goes on; nothing but the stream touches the application's
-/// memory for it afterwards.
+/// Where CUDA refuses something, the job is cancelled, and the stream goes on; nothing but the
+/// stream touches the application's memory for it afterwards.
 fn put(
     windows: &Windows,
     gpu: Gpu,
@@ -170,10 +171,11 @@ struct Putting<'a> {
 }
 
 impl Putting<'_> {
-    /// Puts all steps in. The thread that serves them knows them already: where CUDA has no room for more in the stream, this waits.
+    /// Puts all steps in. The thread that serves them knows them already: where CUDA has no room
+    /// for more in the stream, this waits.
     ///
-    /// Of a copy that CUDA refuses nothing is left but the words around it, and what follows goes the same way. Where it takes no
-    /// words either, the window is lost.
+    /// Of a copy that CUDA refuses nothing is left but the words around it, and what follows goes
+    /// the same way. Where it takes no words either, the window is lost.
     fn all(&self) -> std::result::Result<(), Refused> {
         let mut refused = Ok(());
         for at in 0..self.job.plan.steps.len() + DEPTH {
@@ -207,8 +209,9 @@ impl Putting<'_> {
         if let Some(before) = before {
             let number = job.number(before);
             let returned = window.returned_address(number);
-            // SAFETY: the words are registered with CUDA, and stay so until the stream has passed them all: see `Windows::drop`. The
-            // thread that writes this one waits for no stream to do so, and makes no call that would.
+            // SAFETY: the words are registered with CUDA, and stay so until the stream has passed
+            // them all: see `Windows::drop`. The thread that writes this one waits for no stream
+            // to do so, and makes no call that would.
             unsafe {
                 if job.flushes { stream.wait_value_and_flush(returned, number) } else { stream.wait_value(returned, number) }
             }?;
@@ -234,8 +237,8 @@ impl Putting<'_> {
     fn copy(&self, number: u32, planned: &Planned, direction: Direction) -> std::result::Result<(), CudaError> {
         let slot = self.window.slot_address(number, planned);
         let ((to, from), len) = (ends(direction, planned.address, slot), planned.piece.wanted as usize);
-        // SAFETY: one side is the application's memory, which it vouched for until the stream has passed the request; the other is a
-        // slot that is this piece's until then.
+        // SAFETY: one side is the application's memory, which it vouched for until the stream has
+        // passed the request; the other is a slot that is this piece's until then.
         unsafe {
             match direction {
                 Direction::Read => self.stream.copy_in(to, from, len),
@@ -247,8 +250,8 @@ impl Putting<'_> {
     /// Has the kernel make the moves of a step.
     fn moves(&self, number: u32, moves: usize) -> std::result::Result<(), CudaError> {
         let Some(scatter) = self.scatter.filter(|_| moves > 0) else { return Ok(()) };
-        // SAFETY: as for copies. When the stream comes to it, the thread that serves the request has filled the table with moves of
-        // this step, of memory that this GPU's kernels reach.
+        // SAFETY: as for copies. When the stream comes to it, the thread that serves the request
+        // has filled the table with moves of this step, of memory that this GPU's kernels reach.
         unsafe { self.stream.scatter(scatter, self.window.table_address(number), moves as u32) }
     }
 }

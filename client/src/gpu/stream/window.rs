@@ -1,17 +1,20 @@
 //! The staging memory of one stream of the application.
 //!
-//! It guards that a stream never waits for a call of CUDA. Freeing memory waits for all streams, and in the driver everybody else's
-//! calls wait for that (seen on an H200, driver 580): a thread that had to copy something so that a stream goes on would be one of
-//! them. So copies are in the stream when the call returns, each between two words in this memory. By one the stream gives a room to
-//! the thread that serves its requests, by the other it gets it back. Between the two that thread copies what lies in host memory:
-//! CUDA would do that in the call, after all that is in the stream.
+//! It guards that a stream never waits for a call of CUDA. Freeing memory waits for all streams,
+//! and in the driver everybody else's calls wait for that (seen on an H200, driver 580): a thread
+//! that had to copy something so that a stream goes on would be one of them. So copies are in the
+//! stream when the call returns, each between two words in this memory. By one the stream gives a
+//! room to the thread that serves its requests, by the other it gets it back. Between the two that
+//! thread copies what lies in host memory: CUDA would do that in the call, after all that is in
+//! the stream.
 //!
-//! A window is one stream's at a time, until the stream has passed all that was asked for in it. Requests of one stream use it one
-//! after the other, as the stream comes to them, so none holds a room that another waits for, whatever streams wait for each other.
+//! A window is one stream's at a time, until the stream has passed all that was asked for in it.
+//! Requests of one stream use it one after the other, as the stream comes to them, so none holds a
+//! room that another waits for, whatever streams wait for each other.
 //!
-//! Locks: `Windows::list` for look-ups, and while a window is made; `Window::next` while a request is put into the stream, which may
-//! take long; inside of either `Window::owner`, for moments. `Windows::contexts` stands alone. The thread that serves requests takes
-//! none.
+//! Locks: `Windows::list` for look-ups, and while a window is made; `Window::next` while a request
+//! is put into the stream, which may take long; inside of either `Window::owner`, for moments.
+//! `Windows::contexts` stands alone. The thread that serves requests takes none.
 
 use super::health::Health;
 use super::plan::{DEPTH, MOVES, Planned, ROOM};
@@ -56,7 +59,8 @@ pub struct Owner {
     pub context: Option<Arc<Health>>,
 }
 
-/// One window. Its steps are numbered through all requests, and wrap; step `n` is in room `n % DEPTH`.
+/// One window. Its steps are numbered through all requests, and wrap; step `n` is in room `n %
+/// DEPTH`.
 pub struct Window {
     gpu: Gpu,
     /// None once it is lost.
@@ -109,14 +113,18 @@ impl Window {
         self.staging.memory().mapping.copy_in(entry_at, entry.as_bytes()).expect("a table has room for all pieces of a step");
     }
 
-    /// Copies the first `len` bytes of a piece between its slot and the application's memory, if that is host memory.
+    /// Copies the first `len` bytes of a piece between its slot and the application's memory, if
+    /// that is host memory.
     pub fn copy_on_host(&self, number: u32, direction: Direction, planned: &Planned, len: u64) {
         let Some(host) = planned.host else { return };
         let at = self.slot(number, planned).expect("it is staged") + planned.piece.skip as usize;
-        // SAFETY: the application vouched for its memory from when the stream came to the request, as it did, until it has passed it, for which this step's room has to be back.
-        // Where the stream does not wait for that, because CUDA took no words, the call waits that put the request into it.
+        // SAFETY: the application vouched for its memory from when the stream came to the request,
+        // as it did, until it has passed it, for which this step's room has to be back. Where the
+        // stream does not wait for that, because CUDA took no words, the call waits that put the
+        // request into it.
         unsafe { self.staging.memory().copy_on_host(direction, at, host, len as usize) };
-        // Stores to write-combined memory are in no order with those to other memory: they are to be there before the room is back.
+        // Stores to write-combined memory are in no order with those to other memory: they are to
+        // be there before the room is back.
         fence(Ordering::SeqCst);
     }
 
@@ -204,8 +212,8 @@ impl Windows {
         Ok(context)
     }
 
-    /// Gives up a window whose words CUDA no longer takes. What its stream still does to the memory nobody knows: it stays as long
-    /// as the process.
+    /// Gives up a window whose words CUDA no longer takes. What its stream still does to the
+    /// memory nobody knows: it stays as long as the process.
     pub fn lose(&self, window: &Arc<Window>, next: MutexGuard<'_, u32>) {
         // A call that waits for it looks for another.
         *window.owner.lock() = None;
@@ -214,8 +222,8 @@ impl Windows {
         std::mem::forget(window.clone());
     }
 
-    /// The window of a stream, near a GPU. Waits while all windows there are other streams'. It may have become another stream's
-    /// until its `next` is locked.
+    /// The window of a stream, near a GPU. Waits while all windows there are other streams'. It
+    /// may have become another stream's until its `next` is locked.
     pub fn of(&self, gpu: Gpu, owner: &Owner) -> Result<Arc<Window>> {
         loop {
             let mut list = self.list.lock();
@@ -243,7 +251,8 @@ impl Windows {
 }
 
 impl Drop for Windows {
-    /// All requests are done, so streams pass soon, if they live. If it is not known that they do not, the memory is left to them.
+    /// All requests are done, so streams pass soon, if they live. If it is not known that they do
+    /// not, the memory is left to them.
     fn drop(&mut self) {
         let start = Instant::now();
         for window in self.list.get_mut().drain(..) {

@@ -1,6 +1,8 @@
-//! Whose /dev/vfio/vfio is: the type1 container's, which maps device memory, or iommufd's imitation, which does not.
+//! Whose /dev/vfio/vfio is: the type1 container's, which maps device memory, or iommufd's
+//! imitation, which does not.
 //!
-//! Both answer VFIO_CHECK_EXTENSION alike. But the imitation is an iommufd, and understands iommufd's own ioctls.
+//! Both answer VFIO_CHECK_EXTENSION alike. But the imitation is an iommufd, and understands
+//! iommufd's own ioctls.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -45,7 +47,8 @@ impl Container {
             Ok(version) => return Container::Unknown(format!("it speaks version {version} of VFIO's interface")),
             Err(errno) => return Container::Unknown(errno.to_string()),
         }
-        // No object has the number 0, so nothing is destroyed: iommufd says ENOENT, VFIO that it knows no such ioctl.
+        // No object has the number 0, so nothing is destroyed: iommufd says ENOENT, VFIO that it
+        // knows no such ioctl.
         let nothing = IommuDestroy { size: size_of::<IommuDestroy>() as u32, id: 0 };
         if ioctl(&container, IOMMU_DESTROY, &raw const nothing as u64) == Err(Errno::NOENT) {
             return Container::IommufdCompat;
@@ -69,7 +72,8 @@ impl Container {
 }
 
 fn ioctl(container: &OwnedFd, request: u32, argument: u64) -> Result<i32, Errno> {
-    // SAFETY: two of the requests take a number; IOMMU_DESTROY takes the address of a structure that lives in the caller's frame, and reads `size` bytes of it
+    // SAFETY: two of the requests take a number; IOMMU_DESTROY takes the address of a structure
+    // that lives in the caller's frame, and reads `size` bytes of it
     // (drivers/iommu/iommufd/main.c, drivers/vfio/container.c).
     let result = unsafe { libc::ioctl(container.as_raw_fd(), request.into(), argument) };
     if result < 0 { Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)) } else { Ok(result) }

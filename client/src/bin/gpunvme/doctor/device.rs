@@ -57,7 +57,8 @@ fn behind(tree: &Tree, name: &str, place: &str) -> Result<Device, String> {
     if let Some(address) = place.split('/').rfind(|part| pci::is_address(part)) {
         return Ok(Device::Function(address.to_owned()));
     }
-    // A namespace of a subsystem that several controllers may share (multipath); a partition is one level lower.
+    // A namespace of a subsystem that several controllers may share (multipath); a partition is
+    // one level lower.
     for folder in [format!("{place}/.."), format!("{place}/../..")] {
         let mut controllers: Vec<String> = Vec::new();
         for link in tree.names(&folder).iter().filter(|link| tree.has(&format!("{folder}/{link}/cntlid"))) {
@@ -116,7 +117,8 @@ pub fn disks(tree: &Tree, function: &Function) -> Vec<Disk> {
         .collect()
 }
 
-/// The disk that a name below a controller stands for: `nvme0n1` itself, and `nvme0n1` for the path `nvme0c1n1` to it.
+/// The disk that a name below a controller stands for: `nvme0n1` itself, and `nvme0n1` for the
+/// path `nvme0c1n1` to it.
 fn namespace(name: &str) -> Option<String> {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let (controller, namespace) = name.strip_prefix("nvme")?.split_once('n')?;
@@ -157,7 +159,8 @@ struct Mount {
     source: String,
 }
 
-/// Lines of `36 35 98:0 /root /on options optional... - type source options` (proc_pid_mountinfo(5)).
+/// Lines of `36 35 98:0 /root /on options optional... - type source options`
+/// (proc_pid_mountinfo(5)).
 fn mounts(tree: &Tree) -> Vec<Mount> {
     let text = tree.text("proc/self/mountinfo").unwrap_or_default();
     let fields = text.lines().map(|line| line.split(' ').collect::<Vec<_>>());

@@ -1,4 +1,5 @@
-//! Trees of sysfs and procfs from a text (client/tests/trees/README.md), in a folder that goes with them.
+//! Trees of sysfs and procfs from a text (client/tests/trees/README.md), in a folder that goes
+//! with them.
 
 use super::container::Container;
 use super::pci;
@@ -81,7 +82,8 @@ fn link(root: &Path, from: &Path, target: &str) {
     std::os::unix::fs::symlink(target, from).unwrap();
 }
 
-/// `LENGTH` makes a file of zeros, `OFFSET BYTES...` fills it, and `port KIND acs CONTROL` makes a configuration space with those capabilities.
+/// `LENGTH` makes a file of zeros, `OFFSET BYTES...` fills it, and `port KIND acs CONTROL` makes a
+/// configuration space with those capabilities.
 fn binary(path: &Path, value: &str) {
     let words: Vec<&str> = value.split_whitespace().collect();
     let content = match words[..] {

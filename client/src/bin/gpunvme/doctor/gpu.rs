@@ -1,4 +1,5 @@
-//! `gpunvme doctor --gpu`: what one GPU can do here, proved by doing it. Unlike the rest of doctor it loads CUDA, and uses the GPU.
+//! `gpunvme doctor --gpu`: what one GPU can do here, proved by doing it. Unlike the rest of doctor
+//! it loads CUDA, and uses the GPU.
 
 use super::container::Container;
 use super::machine::Nvidia;
@@ -115,7 +116,8 @@ fn bar_used(text: &str) -> Option<u64> {
 enum Export {
     Unsupported,
     Refused(CudaError),
-    /// The dma-buf, and how long that took; whether what the CPU maps of it is the GPU's memory, or why it cannot.
+    /// The dma-buf, and how long that took; whether what the CPU maps of it is the GPU's memory,
+    /// or why it cannot.
     Exported(Duration, Result<bool, gpunvme::Error>),
 }
 

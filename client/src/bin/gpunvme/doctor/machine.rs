@@ -74,7 +74,8 @@ impl Nvidia {
         self.version.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0)
     }
 
-    /// The newest CUDA that the driver supports (CUDA Toolkit release notes, table of driver versions).
+    /// The newest CUDA that the driver supports (CUDA Toolkit release notes, table of driver
+    /// versions).
     pub fn cuda(&self) -> Option<&'static str> {
         const BRANCHES: [(u32, &str); 14] = [
             (525, "12.0"),
@@ -99,7 +100,8 @@ impl Nvidia {
         Nvidia::parse(&tree.text("proc/driver/nvidia/version")?)
     }
 
-    /// From /proc/driver/nvidia/version: `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ...`
+    /// From /proc/driver/nvidia/version: `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64
+    /// 580.159.04  Release Build ...`
     fn parse(text: &str) -> Option<Nvidia> {
         let line = text.lines().find(|line| line.starts_with("NVRM version"))?;
         let is_version = |word: &&str| word.contains('.') && word.split('.').all(|part| part.parse::<u32>().is_ok());

@@ -1,6 +1,8 @@
-//! `gpunvme doctor`: which route this machine can take between an SSD and a GPU, and the one change that would make it faster.
+//! `gpunvme doctor`: which route this machine can take between an SSD and a GPU, and the one
+//! change that would make it faster.
 //!
-//! It only looks: sysfs, procfs, and one question to /dev/vfio/vfio. CUDA is not loaded. What needs root and was not seen is said. Only `--gpu` tries things.
+//! It only looks: sysfs, procfs, and one question to /dev/vfio/vfio. CUDA is not loaded. What
+//! needs root and was not seen is said. Only `--gpu` tries things.
 
 #[allow(unsafe_code)]
 mod container;
@@ -32,7 +34,8 @@ use topology::{Hop, Path};
 
 #[derive(clap::Args)]
 pub struct Doctor {
-    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file; otherwise all NVMe controllers. With --gpu a directory of a mount
+    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file; otherwise all
+    /// NVMe controllers. With --gpu a directory of a mount
     pub device: Option<String>,
     /// Use this GPU, by its number or UUID, and prove each route between it and a mount
     #[arg(long, value_name = "GPU", conflicts_with = "peer")]
@@ -91,7 +94,8 @@ struct Ssd {
     mounted: Option<String>,
     /// The functions of its group that are no bridges.
     sharers: Vec<Function>,
-    /// `DMA-FQ` and the like where the kernel translates, `identity` where it passes addresses through.
+    /// `DMA-FQ` and the like where the kernel translates, `identity` where it passes addresses
+    /// through.
     domain: Option<String>,
     /// The links up to the root.
     hops: Vec<Hop>,

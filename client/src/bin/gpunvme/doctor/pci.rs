@@ -1,12 +1,14 @@
-//! One PCI function as sysfs shows it: what it is, its driver, its place, its link, its BARs, and what its configuration space says of ports and ACS.
+//! One PCI function as sysfs shows it: what it is, its driver, its place, its link, its BARs, and
+//! what its configuration space says of ports and ACS.
 //!
-//! Users other than root see only the first 64 bytes of configuration space, which end before the capabilities. Then a port's kind follows from its place,
-//! and its ACS stays unknown.
+//! Users other than root see only the first 64 bytes of configuration space, which end before the
+//! capabilities. Then a port's kind follows from its place, and its ACS stays unknown.
 
 use super::sysfs::{self, Tree};
 use std::ops::Range;
 
-/// A mass storage controller, non-volatile memory, NVM Express (PCI Code and ID Assignment Specification, 1.9).
+/// A mass storage controller, non-volatile memory, NVM Express (PCI Code and ID Assignment
+/// Specification, 1.9).
 pub const CLASS_NVME: u32 = 0x01_08_02;
 pub const NVIDIA: u16 = 0x10de;
 
@@ -89,7 +91,8 @@ impl Acs {
         "DirectTranslated",
     ];
 
-    /// The port sends what comes from below to the root, and does not pass it on to its neighbours.
+    /// The port sends what comes from below to the root, and does not pass it on to its
+    /// neighbours.
     pub fn redirects(self) -> bool {
         matches!(self, Acs::Control(control) if control & (Self::REQUEST_REDIRECT | Self::COMPLETION_REDIRECT) != 0)
     }
@@ -146,7 +149,8 @@ impl Function {
         self.class >> 16 == 0x06
     }
 
-    /// The BAR through which the memory of a device is reached: the largest one. NVIDIA's BAR1 is resource 1 or 2.
+    /// The BAR through which the memory of a device is reached: the largest one. NVIDIA's BAR1 is
+    /// resource 1 or 2.
     pub fn memory_bar(&self) -> Option<Bar> {
         self.bars.iter().copied().max_by_key(|bar| (bar.prefetchable, bar.size))
     }
@@ -203,7 +207,8 @@ pub fn is_address(text: &str) -> bool {
         && text.matches(':').count() == 2
 }
 
-/// Lines of `start end flags`, six BARs first (IORESOURCE_MEM and IORESOURCE_PREFETCH of linux/ioport.h).
+/// Lines of `start end flags`, six BARs first (IORESOURCE_MEM and IORESOURCE_PREFETCH of
+/// linux/ioport.h).
 fn bars(text: &str) -> Vec<Bar> {
     let mut bars = Vec::new();
     for (index, line) in text.lines().take(6).enumerate() {
@@ -222,7 +227,8 @@ fn word(config: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_le_bytes(config.get(at..at + 2)?.try_into().ok()?))
 }
 
-/// Where the PCI Express capability is; `None` for conventional PCI, and where only the header can be read.
+/// Where the PCI Express capability is; `None` for conventional PCI, and where only the header can
+/// be read.
 fn express(config: &[u8]) -> Option<usize> {
     const STATUS_HAS_CAPABILITIES: u16 = 1 << 4;
     if word(config, 0x06)? & STATUS_HAS_CAPABILITIES == 0 {
@@ -254,7 +260,8 @@ fn port_kind(config: &[u8]) -> Option<Kind> {
 fn acs(config: &[u8]) -> Acs {
     match config.len() {
         0..=64 => return Acs::Unread,
-        // Without PCI Express there is no extended space; with it, the machine does not let us see it.
+        // Without PCI Express there is no extended space; with it, the machine does not let us see
+        // it.
         65..4096 => return if express(config).is_some() { Acs::Unread } else { Acs::Absent },
         _ => {}
     }

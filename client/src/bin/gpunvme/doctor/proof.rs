@@ -1,4 +1,5 @@
-//! Routes between a mount and GPU memory, proved: a pattern goes to a file and back each way, and what came is compared with what CUDA's copies and ordinary reads see.
+//! Routes between a mount and GPU memory, proved: a pattern goes to a file and back each way, and
+//! what came is compared with what CUDA's copies and ordinary reads see.
 
 use crate::gpu::Memory;
 use crate::report::Failure;
@@ -12,7 +13,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Bytes that go each way, if the volume has room for twice that and the GPU for that; and the least.
+/// Bytes that go each way, if the volume has room for twice that and the GPU for that; and the
+/// least.
 const LEN: u64 = 256 << 20;
 const LEAST: u64 = 1 << 20;
 /// Bytes that are compared at a time.

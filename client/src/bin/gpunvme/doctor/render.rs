@@ -1,4 +1,5 @@
-//! The diagnosis, for people and for programs. The JSON is documented in docs/reference/doctor.md; its names stay.
+//! The diagnosis, for people and for programs. The JSON is documented in docs/reference/doctor.md;
+//! its names stay.
 
 use super::machine::Machine;
 use super::pci::{Acs, Function, Kind};

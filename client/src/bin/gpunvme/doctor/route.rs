@@ -1,9 +1,12 @@
-//! Which route an SSD and a GPU can take together, what keeps them from a faster one, and what to do first about it.
+//! Which route an SSD and a GPU can take together, what keeps them from a faster one, and what to
+//! do first about it.
 //!
-//! Each obstacle is a finding with a stable code. Some block peer to peer; some make it slower; some are doubts, because sysfs cannot prove that packets
-//! arrive. The verdict is the route with the reason that the ABI would give for it, and the one change to make first: what cannot be changed comes first (then
-//! nothing else is worth doing), then the machine, then the GPU's driver, then the SSD's, which takes the disk away from the kernel and is worth it only when the rest is
-//! done.
+//! Each obstacle is a finding with a stable code. Some block peer to peer; some make it slower;
+//! some are doubts, because sysfs cannot prove that packets arrive. The verdict is the route with
+//! the reason that the ABI would give for it, and the one change to make first: what cannot be
+//! changed comes first (then nothing else is worth doing), then the machine, then the GPU's
+//! driver, then the SSD's, which takes the disk away from the kernel and is worth it only when the
+//! rest is done.
 
 use super::container::Container;
 use super::device::Disk;
@@ -68,7 +71,8 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// The finding whose change comes first. None where nothing can be made faster, or what is missing cannot be had by a change.
+    /// The finding whose change comes first. None where nothing can be made faster, or what is
+    /// missing cannot be had by a change.
     pub fn first(&self) -> Option<&Finding> {
         let first = self.findings.first()?;
         first.change.is_some().then_some(first).filter(|first| first.effect != Effect::Doubt)
@@ -244,7 +248,8 @@ fn vfio(machine: &Machine) -> Option<Finding> {
     None
 }
 
-/// VFIO hands out a group only if each function in it is with a driver that leaves DMA to others (`driver_managed_dma`), or with none.
+/// VFIO hands out a group only if each function in it is with a driver that leaves DMA to others
+/// (`driver_managed_dma`), or with none.
 fn shared_group(tree: &Tree, ssd: &Function, gpu: &Function) -> Option<Finding> {
     let others = intruders(tree, ssd);
     if others.is_empty() {

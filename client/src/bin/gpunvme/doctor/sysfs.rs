@@ -1,7 +1,7 @@
 //! Files that the kernel makes, below a root: `/` on a machine, a folder in tests.
 //!
-//! What is not there is an answer (`None`): sysfs shows what exists by showing files. What is there and may not be read is noted, so that the report can
-//! say what it does not know.
+//! What is not there is an answer (`None`): sysfs shows what exists by showing files. What is
+//! there and may not be read is noted, so that the report can say what it does not know.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -41,7 +41,8 @@ impl Tree {
         Some(String::from_utf8_lossy(&self.bytes(path)?).trim().to_owned())
     }
 
-    /// A number, decimal or hexadecimal with `0x`. Negative ones are the kernel's way to say that it does not know.
+    /// A number, decimal or hexadecimal with `0x`. Negative ones are the kernel's way to say that
+    /// it does not know.
     pub fn number(&self, path: &str) -> Option<u64> {
         number(&self.text(path)?)
     }

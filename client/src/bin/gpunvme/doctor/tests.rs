@@ -1,4 +1,5 @@
-//! Whole machines: what the doctor says of recorded trees, of trees written by hand, and of each with one thing changed.
+//! Whole machines: what the doctor says of recorded trees, of trees written by hand, and of each
+//! with one thing changed.
 
 use super::fixture::{Expanded, expand};
 use super::pci::{Acs, Kind};
@@ -267,7 +268,8 @@ fn ports_that_refuse_block() {
     assert!(told.command().contains("0000:17:01.0"), "{}", told.text);
 }
 
-/// Whether ports keep neighbours apart is read from the ports. That the kernel made two groups proves nothing.
+/// Whether ports keep neighbours apart is read from the ports. That the kernel made two groups
+/// proves nothing.
 #[test]
 fn isolation_is_not_inferred_from_groups() {
     let near = bound(HGX, NEAR);
@@ -300,7 +302,8 @@ fn what_only_root_may_see_is_said() {
 #[test]
 fn a_user_needs_the_groups_node() {
     let user = changed(&bound(HGX, NEAR), "Uid:\\t0", "Uid:\\t1000");
-    // Root may open whatever there is, and runs the tests too: that a user may not is seen in the lab.
+    // Root may open whatever there is, and runs the tests too: that a user may not is seen in the
+    // lab.
     told(&user, Some(NEAR)).is(Route::P2p, Reason::None, None);
     let told = told(&changed(&user, "dev/vfio/15 =\n", ""), Some(NEAR));
     told.is(Route::Bounce, Reason::NoVfio, Some("no-access"));
@@ -421,7 +424,8 @@ fn the_labs_machine() {
     assert_eq!(path("0000:41:00.0", "0000:81:00.0"), apart);
 }
 
-/// A BAR that is to stand in for a GPU's can be mapped only while no driver has the device, and has to be there.
+/// A BAR that is to stand in for a GPU's can be mapped only while no driver has the device, and
+/// has to be there.
 #[test]
 fn a_peer_is_free_and_has_memory() {
     let text = bound(HGX, NEAR);

@@ -1,8 +1,11 @@
-//! The path between an SSD and a GPU: where it turns around, over which links it goes, and what the ports on it do.
+//! The path between an SSD and a GPU: where it turns around, over which links it goes, and what
+//! the ports on it do.
 //!
-//! Behind an enforcing IOMMU the SSD sends addresses that only the IOMMU understands. So its packets go up to the root complex even if a switch stands
-//! nearer, and come down again to the GPU: every link from the SSD to the root and from the root to the GPU bears them. That wants ports with redirection
-//! (ACS), because a port without it compares the untranslated address with its neighbours' BARs, and passes on what happens to match.
+//! Behind an enforcing IOMMU the SSD sends addresses that only the IOMMU understands. So its
+//! packets go up to the root complex even if a switch stands nearer, and come down again to the
+//! GPU: every link from the SSD to the root and from the root to the GPU bears them. That wants
+//! ports with redirection (ACS), because a port without it compares the untranslated address with
+//! its neighbours' BARs, and passes on what happens to match.
 
 use super::machine::Machine;
 use super::pci::{Acs, Function, Kind, Link};
@@ -98,8 +101,9 @@ pub fn hops(function: &Function, bridges: &[Function]) -> Vec<Hop> {
     let mut hops: Vec<Hop> = Vec::new();
     let chain: Vec<&Function> = bridges.iter().chain([function]).collect();
     for (at, below) in chain.iter().enumerate().rev() {
-        // Each end shows the same state; a conventional function below shows none, and neither does an integrated one. What is passed through
-        // to a virtual machine has its link, and no port above it.
+        // Each end shows the same state; a conventional function below shows none, and neither
+        // does an integrated one. What is passed through to a virtual machine has its link, and no
+        // port above it.
         let port = at.checked_sub(1).map(|above| chain[above]);
         let (link, other) = match port {
             Some(port) if matches!(port.kind, Kind::RootPort | Kind::Downstream) => (below.link.or(port.link), port.link),
@@ -168,11 +172,13 @@ fn socket(tree: &Tree, function: &Function) -> Option<u64> {
         let list = tree.text(&format!("sys/devices/system/node/node{node}/cpulist"))?;
         package(list.split(['-', ',']).next()?)
     });
-    // A node without CPUs, or none at all: the CPUs that the function says are near. A node stands for a socket where nothing else does.
+    // A node without CPUs, or none at all: the CPUs that the function says are near. A node stands
+    // for a socket where nothing else does.
     near.or_else(|| function.node.and(function.cpu).and_then(|cpu| package(&cpu.to_string()))).or(function.node.map(u64::from))
 }
 
-/// What the kernel's list says (`pci_p2pdma_whitelist` and `cpu_supports_p2pdma` in drivers/pci/p2pdma.c).
+/// What the kernel's list says (`pci_p2pdma_whitelist` and `cpu_supports_p2pdma` in
+/// drivers/pci/p2pdma.c).
 fn forwards(tree: &Tree, machine: &Machine, ends: [&Function; 2]) -> Forwards {
     const INTEL: u16 = 0x8086;
     const ANY_BRIDGE: [u16; 8] = [0x2030, 0x2031, 0x2032, 0x2033, 0x2020, 0x09a2, 0x0b25, 0x0cfe];

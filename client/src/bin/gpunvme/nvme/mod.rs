@@ -1,6 +1,8 @@
-//! `gpunvme nvme`: looking after a controller that gpunvme drives, and that nobody uses at the moment.
+//! `gpunvme nvme`: looking after a controller that gpunvme drives, and that nobody uses at the
+//! moment.
 //!
-//! It guards data: what loses any asks first, and a format looks at what it would destroy, as mkfs.gpunvme does.
+//! It guards data: what loses any asks first, and a format looks at what it would destroy, as
+//! mkfs.gpunvme does.
 
 mod render;
 

@@ -1,4 +1,5 @@
-//! The cache on a machine that the tests make up: allocations come and go, room is short, and some memory is refused.
+//! The cache on a machine that the tests make up: allocations come and go, room is short, and some
+//! memory is refused.
 
 use super::*;
 use proptest::prelude::*;
