@@ -54,7 +54,7 @@ pub struct Settings {
 
 impl Default for Settings {
     /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's
-    /// cache between the device and the copy executor. Beside an H200 reads of 16 MiB went at 7.2
+    /// cache between the device and the copy engine. Beside an H200 reads of 16 MiB went at 7.2
     /// GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64.
     fn default() -> Settings {
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
@@ -88,7 +88,7 @@ struct Inner {
     inline: InlineExecutors,
     /// GPUs in use, and the kernel of each.
     kernels: Mutex<Vec<(Gpu, Arc<Scatter>)>>,
-    /// GPUs of which the worker has a copy_stream.
+    /// GPUs of which the worker has a copy stream.
     copy_streams: Mutex<Vec<Gpu>>,
     /// What blocks ask for.
     blocks: Blocks,
@@ -497,7 +497,7 @@ impl Inner {
         Some(executor)
     }
 
-    /// Gives the worker a copy_stream of a GPU if it has none.
+    /// Gives the worker a copy stream of a GPU if it has none.
     fn need_copy_stream(&self, gpu: Gpu) -> Result<()> {
         let mut copy_streams = self.copy_streams.lock();
         if copy_streams.contains(&gpu) {
@@ -519,7 +519,7 @@ impl Inner {
         Ok(known().expect("each copy_stream has one"))
     }
 
-    /// A new copy_stream of a GPU, with a pool of so many bytes.
+    /// A new copy stream of a GPU, with a pool of so many bytes.
     fn copy_stream(&self, gpu: Gpu, pool: usize) -> Result<Box<CopyStream>> {
         let new = |kernel| CopyStream::new(self.cuda, gpu, &self.mount, pool, self.alignment, kernel).map(Box::new);
         let mut kernels = self.kernels.lock();

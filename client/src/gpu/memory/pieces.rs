@@ -9,7 +9,7 @@
 use super::slots::CHUNK;
 use gpunvme_abi::Direction;
 
-/// The least that a long transfer is cut into: an H200's copy executor moves 37 GB/s in copies of
+/// The least that a long transfer is cut into: an H200's copy engine moves 37 GB/s in copies of
 /// 256 KiB, more than any SSD does, and 18 in copies of 64 KiB.
 const LEAST: u64 = 256 << 10;
 /// Pieces that a transfer is cut into at least, if they are not shorter than [`LEAST`]: while one
@@ -54,7 +54,7 @@ impl Piece {
 }
 
 /// How long the pieces of a transfer of `len` bytes in all should be: long enough for the copy
-/// executor, and enough of them that reading and copying overlap.
+/// engine, and enough of them that reading and copying overlap.
 pub fn piece_len(len: u64) -> u64 {
     (len / PIECES).next_multiple_of(LEAST).clamp(LEAST, CHUNK as u64)
 }

@@ -6,7 +6,7 @@
 //! neighbours that are taken one after the other are neighbours in memory, and can be copied on as
 //! one.
 
-/// Bytes of a chunk, and the most of a slot. A copy executor needs about as many at once to be
+/// Bytes of a chunk, and the most of a slot. A copy engine needs about as many at once to be
 /// fast: an H200's moves 49 GB/s in copies of 1 MiB, 37 in copies of 256 KiB, and 55 at best.
 pub const CHUNK: usize = 1 << 20;
 

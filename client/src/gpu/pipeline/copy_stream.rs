@@ -29,7 +29,7 @@ const BATCHES: usize = 2;
 pub const BATCH: usize = 1024;
 /// Bytes of the table of one batch.
 const TABLE: usize = BATCH * size_of::<Move>();
-/// Up to this many bytes the kernel may move: a copy executor takes about as long for any copy
+/// Up to this many bytes the kernel may move: a copy engine takes about as long for any copy
 /// that is shorter than 64 KiB.
 pub const SMALL: u64 = 32 << 10;
 /// From this many small copies on the kernel makes them: launching it costs about as much as two
@@ -39,7 +39,7 @@ pub const MANY: usize = 3;
 /// costs the processor some microseconds, however little is in it. What waits for the others so is
 /// late by a few hundredths of the time that the device takes.
 const SHARE: usize = 8;
-/// Or when they are this many bytes, which keep a copy executor busy.
+/// Or when they are this many bytes, which keep a copy engine busy.
 const ENOUGH: u64 = 64 << 10;
 /// Or when the first has waited this long: about as long as the copy itself takes.
 const HOLD: Duration = Duration::from_micros(20);
@@ -65,7 +65,7 @@ pub type NotCopied = Option<CudaError>;
 
 /// Copies that are made as one.
 struct Run {
-    /// In the copy_stream's list of copies.
+    /// In the copy stream's list of copies.
     copies: Range<usize>,
     /// In the application's memory.
     address: u64,
@@ -95,7 +95,7 @@ pub struct CopyStream {
     cuda: &'static Cuda,
     gpu: Gpu,
     stream: Stream,
-    /// Shared with the GPU's other copy_streams, and with requests in streams.
+    /// Shared with the GPU's other copy streams, and with requests in streams.
     pub scatter: Arc<Scatter>,
     /// To ask whether the stream still works.
     probe: Event,
@@ -135,8 +135,8 @@ impl CopyStream {
             None => {
                 let kernel = gpu.scatter().map_err(failed)?;
                 // CUDA loads a kernel when it is first launched, and may wait for the whole GPU to
-                // do so: for a stream, too, that waits for this very copy_stream. SAFETY: the pool
-                // is zeroed, so that the first entry of the table moves nothing.
+                // do so: for a stream, too, that waits for this very copy stream.
+                // SAFETY: the pool is zeroed, so that the first entry of the table moves nothing.
                 unsafe { stream.scatter(&kernel, staging.device_address + (chunks * CHUNK) as u64, 1) }.map_err(failed)?;
                 stream.synchronize().map_err(failed)?;
                 Arc::new(kernel)
@@ -314,7 +314,7 @@ impl CopyStream {
         self.last = number;
         self.batches.push_back(batch);
         let word = self.staging.memory().device_address + word(&self.staging) as u64;
-        // SAFETY: the word is registered with CUDA until this copy_stream ends, and it ends when
+        // SAFETY: the word is registered with CUDA until this copy stream ends, and it ends when
         // nothing is on its way.
         unsafe { self.stream.write_value(word, number) }
     }

@@ -105,12 +105,12 @@ impl Executor {
         self.ring.name()
     }
 
-    /// Whether there is a copy_stream of this GPU.
+    /// Whether there is a copy stream of this GPU.
     pub fn has_copy_stream(&self, gpu: Gpu) -> bool {
         self.copy_streams.get(gpu.index() as usize).is_some_and(Option::is_some)
     }
 
-    /// Adds the copy_stream of a GPU. It has to be there before a request that needs it.
+    /// Adds the copy stream of a GPU. It has to be there before a request that needs it.
     pub fn add_copy_stream(&mut self, gpu: Gpu, copy_stream: Box<CopyStream>) {
         let index = gpu.index() as usize;
         self.copy_streams.resize_with(self.copy_streams.len().max(index + 1), || None);
@@ -291,7 +291,7 @@ impl Executor {
             let id = self.turns[at];
             let copy_stream = self.requests[id].next().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
             if copy_stream.is_some_and(|copy_stream| full.contains(&copy_stream)) {
-                at += 1; // whoever is before it in this copy_stream has the first right to what becomes free
+                at += 1; // whoever is before it in this copy stream has the first right to what becomes free
                 continue;
             }
             if !self.cut_some(id) {
@@ -423,7 +423,7 @@ fn settle(request: &Request) -> crate::error::Result<()> {
     Ok(())
 }
 
-/// The copy_stream of a GPU. It came before the request.
+/// The copy stream of a GPU. It came before the request.
 fn copy_stream(copy_streams: &mut [Option<Box<CopyStream>>], gpu: Gpu) -> &mut CopyStream {
     copy_streams[gpu.index() as usize].as_mut().expect("a copy_stream comes before the requests that use it")
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// Rooms of a window, and so steps of a request in flight at once.
 pub const DEPTH: usize = 4;
-/// Bytes of a room: an H200's copy executor moves about 43 GB/s in copies of this length, and four
+/// Bytes of a room: an H200's copy engine moves about 43 GB/s in copies of this length, and four
 /// of them in flight keep an SSD busy.
 pub const ROOM: usize = 512 << 10;
 /// Pieces of a step at most, and moves that a room has a table for.
