@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use gpunvme_abi::Command;
-use gpunvme_abi::ring::RingMemory;
+use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{ASLEEP, Attach, Detach, Ring, Submission, Word, ring_bytes};
 use gpunvme_tests::attack::Attacker;
 use gpunvme_tests::direct::{Buffer, call_plain, memfd};
