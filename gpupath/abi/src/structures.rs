@@ -99,9 +99,9 @@ wire! {
         memory_alignment: u32,
         /// Out: number of devices under the volume.
         devices: u32,
-        /// Out: the fastest [`Route`] that GPU memory can take on this mount.
+        /// Out: the fastest [`crate::Route`] that GPU memory can take on this mount.
         route: u32,
-        /// Out: the [`Reason`] why that is not `p2p`.
+        /// Out: the [`crate::Reason`] why that is not `p2p`.
         reason: u32,
         /// Out: zero.
         reserved: [u64; 8],
@@ -133,9 +133,9 @@ wire! {
         len: u64,
         /// Out: the buffer's name in later calls. Never 0, never used again.
         buffer: u64,
-        /// Out: the [`Route`] that transfers to and from this buffer take.
+        /// Out: the [`crate::Route`] that transfers to and from this buffer take.
         route: u32,
-        /// Out: the [`Reason`] why that is not `p2p`, or why the buffer was refused.
+        /// Out: the [`crate::Reason`] why that is not `p2p`, or why the buffer was refused.
         reason: u32,
         /// Zero.
         reserved2: [u64; 2],
@@ -227,7 +227,7 @@ wire! {
         hole: u64,
         /// Out: bytes that the CPU copied, because they or their memory are not aligned.
         edge: u64,
-        /// Out: the [`Reason`] why not every byte went the fastest way, or why the transfer was
+        /// Out: the [`crate::Reason`] why not every byte went the fastest way, or why the transfer was
         /// refused.
         reason: u32,
         /// Out: errno of what ended the transfer early; 0 where nothing did.
@@ -291,7 +291,7 @@ wire! {
         buffer_bytes: u64,
         /// Out: processes that own them.
         processes: u64,
-        /// Out: transfers, by the [`Reason`] they reported.
+        /// Out: transfers, by the [`crate::Reason`] they reported.
         reasons: [u64; REASON_SLOTS],
         /// Out: zero.
         reserved: [u64; 4],
