@@ -162,7 +162,7 @@ impl Buffer {
     pub fn bytes(&self) -> &[u8] {
         let mut region = self.region.lock();
         let region: *const Region = Arc::get_mut(region.as_mut().expect(UNTIL_DROPPED)).expect(IN_FLIGHT);
-        // SAFETY: the region stays where it is until the buffer is dropped. Nobody else had a
+        // SAFETY: the region stays where it is until the buffer is dropped. No other thread had a
         // handle on it, weak or strong, a moment ago, and none can be made while the slice lives,
         // because that takes `&mut self`: no request and no writer.
         unsafe { (*region).bytes() }

@@ -39,8 +39,8 @@ enum Backing {
     Anonymous { whole: Option<Arc<Region>> },
     /// Shared with the process that sent the descriptor, which may truncate it at any time.
     Shared { fd: OwnedFd, writable: bool },
-    /// Another device's, such as a GPU's. The descriptor keeps that memory from being given to
-    /// somebody else.
+    /// Memory of another device, such as a GPU. The descriptor keeps the device's driver from
+    /// giving that memory to another program.
     Device { _fd: OwnedFd },
 }
 

@@ -167,7 +167,7 @@ impl Registered {
 pub struct Shared<M = Buffer>(Registered<M>);
 
 impl<M: Memory> Shared<M> {
-    /// For calls that use parts of it that nobody else does.
+    /// The registered memory, for calls that use parts of it that no other call uses.
     pub(crate) fn registered(&self) -> &Registered<M> {
         &self.0
     }

@@ -25,9 +25,9 @@ pub(crate) struct Connection {
     pub socket: String,
 }
 
-/// Connections that are open: as long as one is its filesystem is there, and no other has its
-/// number. Nobody waits for it long: in a process that was forked meanwhile it may be locked for
-/// ever.
+/// The connections that are open. As long as one is open its filesystem is there, and no other
+/// filesystem has its number. No thread waits for this lock long: in a process that was forked
+/// meanwhile it may be locked for ever.
 static KNOWN: Mutex<Vec<Weak<Connection>>> = Mutex::new(Vec::new());
 const MOMENT: Duration = Duration::from_millis(1);
 

@@ -200,8 +200,9 @@ impl File {
         Extents { file: self, next: offset, end: offset.saturating_add(len), found: VecDeque::new(), over: len == 0 }
     }
 
-    /// A caller who reads must see to it that nobody else uses those parts of the buffer
-    /// meanwhile; [`File::read`] borrows it mutably.
+    /// Moves segments between the file and registered memory. A caller that reads must see to it
+    /// that no other code uses those parts of the buffer meanwhile; [`File::read`] borrows it
+    /// mutably.
     pub(crate) fn transfer<M: Memory>(
         &self,
         command: Command,

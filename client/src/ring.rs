@@ -46,8 +46,8 @@ use std::time::{Duration, Instant};
 /// How long [`Ring::complete`] looks for a completion before it sleeps: about what falling asleep
 /// and being woken costs.
 const SPIN_LIMIT: Duration = Duration::from_micros(20);
-/// After how long without a completion, and how often then, it is asked whether the daemon lives,
-/// whose death signals nobody.
+/// After how long without a completion, and how often then, a waiting thread asks whether the
+/// daemon lives: its death causes no signal.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Queues shared with the daemon of a mount. One thread uses them at a time: what submits and what
@@ -73,7 +73,7 @@ pub struct Ring {
     free: Vec<u32>,
 }
 
-/// What a ring is called, to attach files to it while somebody else uses it.
+/// The name of a ring, to attach files to it while another thread uses it.
 #[derive(Clone, Debug)]
 pub(crate) struct RingName {
     connection: Arc<Connection>,
@@ -421,8 +421,7 @@ impl Ring {
         while self.head != tail {
             let completion = self.memory.completion(self.head);
             self.head = self.head.wrapping_add(1);
-            // A number that is not ours can only come from a broken daemon; there is nobody to
-            // tell.
+            // A number that is not ours can only come from a broken daemon: no caller waits for it.
             let slot = completion.user_data as usize;
             let Some(in_flight) = self.slots.get_mut(slot).and_then(Option::take) else { continue };
             self.free.push(slot as u32);

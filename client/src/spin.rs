@@ -1,7 +1,8 @@
-//! How a thread waits for what comes soon.
+//! Waiting for an event that is expected soon: the thread spins, and yields now and then, before it
+//! sleeps.
 //!
-//! It guards against two costs: being woken takes longer than looking around for some
-//! microseconds; and whoever looks must not keep a processor from the thread that it waits for.
+//! It guards against two costs: being woken takes longer than looking for some microseconds, and a
+//! thread that looks must not keep a processor from the thread that it waits for.
 
 use std::time::{Duration, Instant};
 

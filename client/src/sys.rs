@@ -46,8 +46,8 @@ pub(crate) fn listener(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
     if result < 0 {
         return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
     }
-    // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and nobody
-    // else knows its number.
+    // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and no other
+    // code knows its number.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Mapping {
 // SAFETY: a mapping is an address range that belongs to the whole process; nothing in it is tied
 // to a thread.
 unsafe impl Send for Mapping {}
-// SAFETY: through `&Mapping` bytes are read, or copied in where nobody borrows them.
+// SAFETY: through `&Mapping` bytes are read, or copied in where no slice borrows them.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -113,7 +113,7 @@ impl Mapping {
         self
     }
 
-    /// Has memory of a memfd that nobody uses yet lie in huge pages where the system has them: a
+    /// Puts memory of a memfd that is not in use yet into huge pages where the system has them: a
     /// device's command then names few pieces of memory for many bytes, of which kernel and device
     /// take a limited number. All of the memory comes into being, but for what is left behind the
     /// last whole page.
@@ -124,8 +124,8 @@ impl Mapping {
             // without any page the kernel makes no huge one.
             unsafe { self.as_ptr().add(at).write_volatile(0) };
         }
-        // The kernel passes over what somebody holds for a moment, such as a processor's list of
-        // new pages.
+        // The kernel passes over pages that are held for a moment, such as those in a processor's
+        // list of new pages.
         for _ in 0..3 {
             // SAFETY: only where the bytes lie is changed, not what they are. Before Linux 6.1, or
             // where there is no memory in such pieces, small pages stay.
@@ -158,20 +158,20 @@ impl Mapping {
     /// Copies bytes into memory that is not ours alone; `None` where they do not fit.
     pub fn copy_in(&self, offset: usize, data: &[u8]) -> Option<()> {
         let to = self.at(offset, data.len())?;
-        // SAFETY: the target lies in the mapping, of which nobody holds a slice
+        // SAFETY: the target lies in the mapping, of which no code holds a slice
         // (`crate::device_memory`, `crate::Shared`).
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) }
         Some(())
     }
 
-    /// A word that others change too, of memory that nobody borrows as bytes.
+    /// A word that the daemon or a GPU may change too, in memory that no code borrows as bytes.
     ///
     /// # Panics
     /// Where it is not aligned, or not in the mapping.
     pub fn word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "no word at {offset}");
-        // SAFETY: it lies in the mapping, aligned, and lives as long; whoever shares it accesses
-        // it 32 bits at a time.
+        // SAFETY: it lies in the mapping, aligned, and lives as long; all who share it access it 32
+        // bits at a time.
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
     }
 

@@ -45,7 +45,7 @@ fn files_elsewhere_are_not_written() {
     assert!(message.contains("new: not on a gpunvme mount") && !new.exists(), "{message}");
 }
 
-/// On whatever machine this is, for whoever runs it: the exit status is the route.
+/// On any machine and for any user the exit status of `doctor` is the route.
 #[test]
 fn doctor_tells_the_route_of_this_machine() {
     let told = |arguments: &[&str]| {

@@ -93,8 +93,8 @@ fn check(fd: &OwnedFd, len: u64, by_root: impl Fn() -> bool) -> Result<(Kind, us
     let (kind, size) = match seals {
         Some(seals) => (Kind::Host, memfd_size(fd, seals)?),
         None => match dma_buf_exporter(fd) {
-            // Whoever may move it elsewhere would leave the device with an address that is
-            // another's by then.
+            // An exporter that may move the memory would leave the device with an address that
+            // belongs to other memory by then.
             Some(exporter) if PINNING.contains(&exporter.as_slice()) || by_root() => {
                 (Kind::Device, rustix::fs::seek(fd, SeekFrom::End(0)).unwrap_or(0))
             }
@@ -126,9 +126,9 @@ fn memfd_size(fd: &OwnedFd, seals: SealFlags) -> Result<u64, Reason> {
     Ok(u64::try_from(stat.st_size).unwrap_or(0))
 }
 
-/// The name that the kernel gives it (drivers/dma-buf/dma-buf.c, `dmabuffs_dname`) is only a
-/// reason to ask on: for what no other file's fdinfo has, which nobody but the kernel writes, and
-/// then for its filesystem. Gives the name of the driver that exports it.
+/// The name that the kernel gives it (drivers/dma-buf/dma-buf.c, `dmabuffs_dname`) is only a reason
+/// to ask on: for what no other file's fdinfo has, which only the kernel writes, and then for its
+/// filesystem. Gives the name of the driver that exports it.
 fn dma_buf_exporter(fd: &OwnedFd) -> Option<Vec<u8>> {
     link(fd).filter(|link| link.to_string_lossy().starts_with("/dmabuf:"))?;
     let exporter = exporter(&std::fs::read(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?)?;
@@ -147,7 +147,7 @@ fn exporter(fdinfo: &[u8]) -> Option<Vec<u8>> {
 fn pci_resource_size(fd: &OwnedFd) -> Option<u64> {
     let link = link(fd).filter(|link| is_resource(link))?;
     let ours = std::fs::metadata(&link).ok()?;
-    // Without asking whoever serves a file that only has the name.
+    // Without a request to the server of a file that only has the name.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let theirs = rustix::fs::statx(fd, "", flags, StatxFlags::INO).ok()?;
     let same = (theirs.stx_ino, rustix::fs::makedev(theirs.stx_dev_major, theirs.stx_dev_minor)) == (ours.ino(), ours.dev());
@@ -192,8 +192,7 @@ mod tests {
         assert_eq!(exporter(b"pos:\t0\n"), None);
     }
 
-    /// A file of a filesystem that somebody else serves can have any name; what it says is asked
-    /// of the kernel.
+    /// A file of a foreign filesystem can have any name, so the kernel is asked what the file is.
     #[test]
     fn a_name_proves_nothing() {
         let named = File::create("/dmabuf:a-file-with-this-name");

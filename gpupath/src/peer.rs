@@ -6,7 +6,8 @@ use crate::process::{Client, Process};
 use rustix::io::Errno;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// The user who connected this socket: as it was then, whoever holds the connection now.
+/// The user id that connected this socket, as it was then, whichever process holds the connection
+/// now.
 pub(crate) fn user(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
     Ok(credentials(socket)?.uid)
 }
@@ -22,7 +23,7 @@ pub(crate) fn client(socket: BorrowedFd<'_>) -> Result<Client, Errno> {
     let process = match get(socket, libc::SO_PEERPIDFD, &mut number) {
         Ok(()) => {
             // SAFETY: the kernel installed this descriptor for us just now (net/core/sock.c), and
-            // nobody else knows its number.
+            // no other code knows its number.
             let pidfd = unsafe { OwnedFd::from_raw_fd(number) };
             Process::with_pidfd(id, pidfd)
         }

@@ -135,7 +135,7 @@ impl Plan {
 
 /// The part of a segment that can go direct, as a range of file offsets; empty where none can.
 ///
-/// Whoever writes needs it before planning, to know where blocks must be allocated.
+/// A write needs it before planning, to know where blocks must be allocated.
 pub fn aligned_middle(segment: &Segment, alignment: Alignment) -> Range<u64> {
     let end = segment.file_offset + segment.len;
     let first = segment.file_offset.next_multiple_of(alignment.block);

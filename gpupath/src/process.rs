@@ -2,9 +2,10 @@
 //! process that cannot be mistaken for another.
 //!
 //! It guards ownership of buffers against process ids being used again. While a thread waits for
-//! the answer to its FUSE request it cannot be reaped, so its id names it and nobody else until
-//! the daemon answers; everything here that starts from an id happens before that. What outlives
-//! the request holds a pidfd and a directory of `/proc`, which refer to the process itself.
+//! the answer to its FUSE request it cannot be reaped, so its id names this thread and no other
+//! until the daemon answers; everything here that starts from an id happens before that. What
+//! outlives the request holds a pidfd and a directory of `/proc`, which refer to the process
+//! itself.
 
 use crate::shares::ROOT;
 use rustix::event::{PollFd, PollFlags, Timespec};

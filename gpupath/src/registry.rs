@@ -371,7 +371,7 @@ impl Shared {
     /// A buffer that is refused is dropped after the lock, because it was made before it.
     fn insert(&self, process: Process, mut buffer: Buffer) -> Result<Arc<Buffer>, RegistryError> {
         let (len, id) = (buffer.region.len() as u64, process.id);
-        // Whoever had this process id before, if it is not the same process still.
+        // Drops the buffers of the process that had this id before, if it is not the same one.
         self.reap(id);
         let mut state = self.state.write();
         let State { owners, last_id, .. } = &mut *state;

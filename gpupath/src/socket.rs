@@ -99,7 +99,7 @@ impl Drop for Listener {
         if let (Ok(_), Some(thread)) = (woken, self.thread.take()) {
             let _ = thread.join(); // a panic there was reported there
         }
-        let _ = std::fs::remove_file(&self.path); // somebody may have tidied up before
+        let _ = std::fs::remove_file(&self.path); // another program may have removed it before
     }
 }
 
@@ -229,7 +229,7 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        // Connections that nobody accepted go with it, and what was sent over them.
+        // Connections that were not accepted go with it, and what was sent over them.
         if let Some(socket) = self.socket.take() {
             self.held.intake.discard(ROOT, socket);
         }

@@ -179,7 +179,7 @@ impl Read {
 
 fn end(result: Result<(), Error>, plan: &Plan, buffer: Arc<Buffer>, done: impl FnOnce(Result<(), Failed>)) {
     let result = result.map_err(|error| Failed::new(error, plan));
-    // Before the answer: whoever unregisters after it finds the memory free.
+    // Before the answer: an application that unregisters after it finds the memory free.
     drop(buffer);
     done(result);
 }

@@ -445,7 +445,7 @@ fn a_transfer_in_flight_outlives_its_registration() {
     assert!(bytes[..100].iter().chain(&bytes[8100..]).all(|&byte| byte == 0) && bytes[100..8100].iter().all(|&byte| byte == 7));
 }
 
-/// Whoever answers for extents may count on being asked in step with the segments.
+/// The planner asks its caller for extents in the order of the segments.
 #[test]
 fn extents_are_asked_for_segment_by_segment() {
     let segment = |file_offset, len| Segment { file_offset, buffer_offset: 0, len };

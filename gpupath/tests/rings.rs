@@ -186,8 +186,8 @@ fn register(server: &Server) -> u64 {
     answer::<Register>(&server.register(caller(), &Register { fd: memory.as_raw_fd(), len: LEN, ..Register::default() })).buffer
 }
 
-/// More rings get nobody more, and one who comes later is served at once, whoever's thread serves
-/// the others.
+/// More rings get a user no more, and a user who comes later is served at once, whichever thread
+/// serves the others.
 #[test]
 fn what_is_under_way_is_shared_between_users() {
     let (server, rings) = rings(3, 2);

@@ -77,8 +77,8 @@ macro_rules! call {
         if $segments.is_null() && $count > 0 {
             return null("segments");
         }
-        // SAFETY: it is not NULL, and the header asks for `count` segments that nobody changes
-        // during the call.
+        // SAFETY: it is not NULL, and the header asks for `count` segments that no other thread
+        // changes during the call.
         let segments = if $count == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts($segments, $count) } };
         let Some(require) = require($flags) else {
             keep("flags must be GPUNVME_REQUIRE_*, and at most one route".into());
@@ -253,8 +253,8 @@ macro_rules! requests {
             if segments.is_null() && count > 0 {
                 return null("segments");
             }
-            // SAFETY: it is not NULL, and the header asks for `count` segments that nobody changes
-            // during the call.
+            // SAFETY: it is not NULL, and the header asks for `count` segments that no other thread
+            // changes during the call.
             let segments = if count == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts(segments, count) } };
             // SAFETY: the header asks the same of the memory.
             unsafe { queue.queue.$rust(file, segments, user_data) }.map_or_else(|error| fail(&error), |()| 0)

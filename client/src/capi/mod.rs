@@ -113,7 +113,7 @@ unsafe fn store_handle<T>(to: *mut *mut T, value: Result<T>) -> c_int {
 /// Frees a handle.
 ///
 /// # Safety
-/// NULL, or what [`store_handle`] stored and nobody freed since.
+/// `handle` is NULL, or what [`store_handle`] stored and the caller has not freed since.
 unsafe fn free<T>(handle: *mut T) {
     if !handle.is_null() {
         // SAFETY: the caller of this function says so.
@@ -390,8 +390,8 @@ unsafe fn transfer(
     if segments.is_null() && count > 0 {
         return null("segments");
     }
-    // SAFETY: it is not NULL, and the header asks for `count` segments that nobody changes during
-    // the call.
+    // SAFETY: it is not NULL, and the header asks for `count` segments that no other thread changes
+    // during the call.
     let segments = if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(segments, count) } };
     let outcome = file.transfer(command, buffer, segments, TransferFlags::from_bits_retain(flags));
     let (code, told) = match &outcome {

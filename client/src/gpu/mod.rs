@@ -7,7 +7,7 @@
 //! # let tensor = 0x7f00_0000_0000;
 //! let transfers = Transfers::new(&Mount::open("/data")?)?; // once
 //! let file = File::open("/data/model.bin")?;
-//! // SAFETY: the tensor is 64 MiB long, and nobody else uses it meanwhile.
+//! // SAFETY: the tensor is 64 MiB long, and no other code uses it meanwhile.
 //! let done = unsafe { transfers.read(&file, &[Segment { file_offset: 0, address: tensor, len: 64 << 20 }]) }?;
 //! println!("{} bytes by way of {:?}", done.bytes(), done.moved);
 //! # Ok::<(), gpunvme::Error>(())

@@ -26,7 +26,7 @@ const SPIN_LIMIT: Duration = Duration::from_micros(50);
 /// let file = File::open("/data/samples")?;
 /// let mut queue = transfers.queue()?;
 /// for sample in 0..256 {
-///     // SAFETY: the memory at `gpu` is 1 MiB long, and nobody else uses it meanwhile.
+///     // SAFETY: the memory at `gpu` is 1 MiB long, and no other code uses it meanwhile.
 ///     unsafe { queue.read(&file, &[Segment { file_offset: sample << 20, address: gpu + (sample << 12), len: 4096 }], sample) }?;
 /// }
 /// let mut done = Vec::new();

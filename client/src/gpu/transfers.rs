@@ -1,5 +1,5 @@
-//! Where applications come in: it looks up what lies at their addresses, and hands requests that
-//! can be done to whoever does them.
+//! The entry point of applications: it looks up what lies at their addresses, and hands requests
+//! that can be done to the part that does them (inline, worker or stream).
 
 use super::answer::{Answer, End, Pending};
 use super::attachments::{in_ring, is_first_read};
@@ -163,8 +163,8 @@ impl Transfers {
     /// the sum says less than was asked for then.
     ///
     /// # Safety
-    /// The memory of the segments is the caller's to write to, does not overlap, and nobody else
-    /// uses it until this returns: no kernel, no copy.
+    /// The memory of the segments is the caller's to write to, does not overlap, and nothing else
+    /// uses it until this returns: no thread, no kernel, no copy.
     ///
     /// # Errors
     /// [`Error::UnknownMemory`], [`Error::Cuda`] and [`Error::Memory`] before anything was read;
@@ -179,8 +179,8 @@ impl Transfers {
     /// not defined which is there afterwards.
     ///
     /// # Safety
-    /// The memory of the segments is the caller's, and nobody changes it until this returns: no
-    /// kernel, no copy.
+    /// The memory of the segments is the caller's, and nothing changes it until this returns: no
+    /// thread, no kernel, no copy.
     ///
     /// # Errors
     /// As [`Transfers::read`].
@@ -351,7 +351,7 @@ impl Transfers {
         let failed = |error| Error::in_stream(path, action, stream, error);
         // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
         let handle = unsafe { inner.cuda.application_stream(stream) }.map_err(failed)?;
-        // Whether a graph is launched, and how often, nobody here would know.
+        // The library would not learn whether a graph is launched, and how often.
         if handle.is_captured().map_err(failed)? {
             return Err(Error::StreamCaptured { path: path.to_owned(), action, stream });
         }

@@ -9,8 +9,8 @@
 //! - The application writes submissions from [`Word::SubmissionTail`] on and then moves that word;
 //!   the daemon takes them and moves [`Word::SubmissionHead`]. With completions it is the other
 //!   way round.
-//! - Submissions not yet completed, and completions not yet taken, are together never more than
-//!   the entries. Whoever breaks that loses the ring.
+//! - Submissions not yet completed, and completions not yet taken, are together never more than the
+//!   entries. An application that breaks this rule loses the ring.
 //! - A side that goes to sleep says so in its word, looks once more, and then waits for its
 //!   eventfd. A side that has moved a tail looks at that word, with a full barrier between, and
 //!   signals if the other sleeps.

@@ -47,7 +47,8 @@ impl RingMemory {
         self.word(word).load(Ordering::Acquire)
     }
 
-    /// Stores a word; what was written before is seen by whoever loads it.
+    /// Stores a word with release ordering: a side that loads this value sees what was written
+    /// before.
     pub fn store(&self, word: Word, value: u32) {
         self.word(word).store(value, Ordering::Release);
     }

@@ -227,8 +227,8 @@ wire! {
         hole: u64,
         /// Out: bytes that the CPU copied, because they or their memory are not aligned.
         edge: u64,
-        /// Out: the [`crate::Reason`] why not every byte went the fastest way, or why the transfer was
-        /// refused.
+        /// Out: the [`crate::Reason`] why not every byte went the fastest way, or why the transfer
+        /// was refused.
         reason: u32,
         /// Out: errno of what ended the transfer early; 0 where nothing did.
         status: i32,

@@ -99,7 +99,7 @@ fn text(get: impl FnOnce(*mut c_char, c_int) -> Result<(), CudaError>) -> Result
 /// (`CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WritesOrdering {
-    /// For nobody: [`Gpu::flush_remote_writes`] has work to do.
+    /// For no reader: [`Gpu::flush_remote_writes`] has work to do.
     None,
     /// For its own kernels and copies.
     Owner,
@@ -164,8 +164,8 @@ impl Gpu {
     /// that makes many calls. Everything else does so for itself.
     ///
     /// # Errors
-    /// What CUDA says; the first time it may be that the GPU's memory is full, or that the GPU is
-    /// used exclusively by somebody else.
+    /// What CUDA says; the first time it may be that the GPU's memory is full, or that another
+    /// process uses the GPU exclusively.
     pub fn enter(&self) -> Result<Entered, CudaError> {
         self.context()?.enter()
     }

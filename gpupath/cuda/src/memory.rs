@@ -192,7 +192,7 @@ fn export_dma_buf(context: Context, address: u64, len: usize) -> Result<OwnedFd,
     let kind = CUmemRangeHandleType_enum::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
     // SAFETY: for this kind of handle it writes a descriptor.
     unsafe { context.driver.cuMemGetHandleForAddressRange((&raw mut fd).cast(), address, len, kind, 0) }?;
-    // SAFETY: it is new, and nobody else's.
+    // SAFETY: CUDA made it just now, and no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -248,8 +248,8 @@ impl fmt::Debug for HostRegistration {
 
 impl Drop for HostRegistration {
     fn drop(&mut self) {
-        // SAFETY: it was registered here, and whoever put work into a stream vouched that the
-        // stream has passed it.
+        // SAFETY: it was registered here, and the caller that put work into a stream vouched that
+        // the stream has passed it.
         let unregistered = self
             .context
             .enter()

@@ -161,9 +161,9 @@ impl Stream {
     /// registered with CUDA, or was allocated by it, does the call return before the copy is done.
     ///
     /// # Safety
-    /// Until the stream has passed it both ranges stay what they are, nobody else writes to
-    /// either, and nobody reads what is written to. The device memory may be gone before the call:
-    /// that is an error.
+    /// Until the stream has passed it both ranges stay what they are, no other code writes to
+    /// either, and no code reads the range that is written. The device memory may be gone before
+    /// the call: that is an error.
     ///
     /// # Errors
     /// What CUDA says: `CUDA_ERROR_INVALID_VALUE` where the device memory is not all there.
@@ -246,8 +246,8 @@ impl Stream {
     ///
     /// # Safety
     /// `address` is the device address of a word, aligned to 4, in memory that stays registered
-    /// with CUDA until the stream has passed it. Whoever writes it does so without waiting for
-    /// this stream.
+    /// with CUDA until the stream has passed it. The thread that writes it does so without waiting
+    /// for this stream.
     ///
     /// # Errors
     /// What CUDA says.
@@ -279,7 +279,7 @@ impl Stream {
     }
 
     /// Writes `value` to the word at `address` after everything that was put into the stream
-    /// before, which whoever sees the value sees too.
+    /// before. A reader that sees the value sees the effects of that work too.
     ///
     /// # Safety
     /// `address` is the device address of a word, aligned to 4, in memory that stays registered

@@ -2,8 +2,8 @@
 //!
 //! The memory of a ring belongs to the application. The daemon takes nothing in it for true: it
 //! keeps its own positions, copies a submission out before it looks at it, and gives up a ring
-//! whose words cannot be right. What an application does to its ring costs it the ring, and nobody
-//! else anything.
+//! whose words cannot be right. What an application does to its ring costs it the ring, and no
+//! other application anything.
 
 mod groups;
 mod leavings;

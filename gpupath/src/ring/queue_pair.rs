@@ -1,5 +1,6 @@
 //! One ring, as the daemon holds it: what was taken from it and what was given back. It guards the
-//! ring's rules. It knows no threads: the service takes, whoever ends a transfer completes.
+//! ring's rules. It knows no threads: the service thread takes submissions, and the thread that
+//! ends a transfer completes it.
 
 use super::groups::Member;
 use super::leavings::{Held, Leavings};
@@ -196,7 +197,7 @@ impl Ring {
         }
     }
 
-    /// Nothing more is taken. Whoever waits learns of it.
+    /// Closes the ring: nothing more is taken, and an application that waits learns of it.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.memory.swap(Word::Daemon, CLOSED);

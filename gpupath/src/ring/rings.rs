@@ -2,8 +2,8 @@
 //! is a ring for it. A ring keeps to one of them.
 //!
 //! It guards that a busy ring finds a thread with time for it, while rings that may be idle do not
-//! each have one. How much a ring will be used nobody knows when it is made, but not for more than
-//! it has entries at a time.
+//! each have one. The load of a ring is unknown when it is made, but never more transfers at a time
+//! than it has entries.
 
 use super::leavings::Leavings;
 use super::queue_pair::{AttachedFile, Ring};
@@ -240,8 +240,8 @@ impl Rings {
         Ok(id)
     }
 
-    /// Who is to serve a further ring: whoever has the least to serve, or a new one where this
-    /// ring would be too much for all that there are.
+    /// The service for a further ring: the one with the least load, or a new one where this ring
+    /// would be too much for every one that exists.
     fn service_for(&self, opening: &mut Opening, weight_of_it: u32) -> Arc<Service> {
         let load = |service: &Service| service.rings().iter().map(|ring| weight(ring)).sum::<u32>();
         let (load, least) = begun(&self.services)

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 /// Submissions that the rings of a process may have taken in one turn.
 const TURN: u32 = 32;
 /// How long the thread sleeps at the most while submissions are left lying because others have too
-/// much under way: what ends elsewhere wakes nobody here.
+/// much under way: transfers that end on another thread do not wake this one.
 const BLOCKED: Duration = Duration::from_micros(500);
 /// How long the thread looks at rings in which nothing happens before it sleeps. Less than what
 /// being woken costs an application.
@@ -138,8 +138,8 @@ impl Service {
             }
             self.thread.set_asleep(true);
             rings.iter().for_each(|ring| ring.set_asleep(true));
-            // Whoever submitted before seeing that word did not signal, and whoever completed did
-            // not either: looks once more, then sleeps.
+            // An application that submitted before it saw that word did not signal, nor did a
+            // thread that completed a transfer: look once more, then sleep.
             fence(Ordering::SeqCst);
             // A wake for a new ring, or for the end, may have been taken by the turn before.
             if !self.ending.load(Ordering::SeqCst) && Arc::ptr_eq(&self.rings(), &rings) {
@@ -150,7 +150,7 @@ impl Service {
             busy = Instant::now();
         }
         // Once a ring says that it is closed its application may use the memory again. Transfers
-        // that went on elsewhere wake nobody here.
+        // that end on another thread do not wake this one.
         while self.rings().iter().any(|ring| ring.load().0 > 0) {
             queue.run(Wait::Timeout(DRAIN));
         }

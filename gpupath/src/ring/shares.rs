@@ -1,9 +1,9 @@
-//! How much each ring may have under way. The device serves what it was given in the order in
-//! which it came, so that whoever has much under way has all others wait.
+//! How much each ring may have under way. The device serves commands in the order in which they
+//! came, so that an application with much under way makes all others wait.
 //!
 //! It guards fairness: what all rings together may have is shared between the users that have busy
 //! rings, a user's share between its processes, and a process's share between its rings. More
-//! rings, or more processes, get nobody more. A share may be exceeded by one transfer, and by no
+//! rings, or more processes, get a user no more. A share may be exceeded by one transfer, and by no
 //! other while it is.
 
 use super::groups::{Amount, Group, Member};
@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-/// What one process's rings may have under way while nobody else's are busy: enough to keep any
-/// device busy.
+/// What one process's rings may have under way while no other process's rings are busy: enough to
+/// keep any device busy.
 const ALONE: Amount = Amount { transfers: 1024, bytes: 32 << 20 };
 /// What all may have while several processes are busy: still enough for that, and no more, since
 /// each waits for what the others have under way.
@@ -27,7 +27,7 @@ const BUSY_FOR: u64 = 50;
 /// Time between two looks at who is busy, in milliseconds.
 const LOOK: u64 = 5;
 
-/// The shares of all rings of a mount, whoever serves them.
+/// The shares of all rings of a mount, whichever threads serve them.
 pub(super) struct Shares {
     begun: Instant,
     /// When it was last looked who is busy, in milliseconds since `begun`.

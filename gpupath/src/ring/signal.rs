@@ -1,4 +1,4 @@
-//! Signalling an eventfd that belongs to somebody else. `write(2)` on it can wait for ever: its
+//! Signalling an eventfd that belongs to an application. `write(2)` on it can wait for ever: its
 //! owner fills the counter and clears `O_NONBLOCK`, and a thread that others depend on hangs. The
 //! kernel's own signal never waits, and it gives one for each completion of an io_uring
 //! (`IORING_REGISTER_EVENTFD`) and, where io_uring is switched off, of the asynchronous I/O that

@@ -1,5 +1,5 @@
-//! What the daemon hears of the applications that have rings: that they signal, and that they end.
-//! One thread hears for all: whoever serves rings sleeps where only the device and
+//! Watches the applications that have rings: their signals, and their end. One thread watches for
+//! all rings: a thread that serves rings sleeps where only the device and
 //! [`gpunvme_blockdev::Waker`] wake it.
 
 use super::queue_pair::Ring;
@@ -40,7 +40,7 @@ impl Watch {
     /// Watches the owner of a ring that the serving thread of this number serves.
     pub fn add(&self, ring: &Ring, service: usize) -> Result<(), Errno> {
         debug_assert!(ring.id < SUBMITTED, "the name of a ring is no event's");
-        // Edges only: nobody reads the counter, and each signal is a new edge.
+        // Edges only: no thread reads the counter, and each signal is a new edge.
         let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
         let signal = epoll::EventData::new_u64(SUBMITTED + service as u64);
         epoll::add(&self.epoll, &ring.submitted, signal, edge)?;

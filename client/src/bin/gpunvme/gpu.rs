@@ -36,7 +36,7 @@ impl Memory {
     /// Copies bytes into it.
     pub fn put(&self, offset: usize, bytes: &[u8]) -> Result<(), CudaError> {
         assert!(offset + bytes.len() <= self.len(), "a copy reaches past the end of GPU memory");
-        // SAFETY: both ranges are there until the copy is waited for, and nobody else uses them.
+        // SAFETY: both ranges are there until the copy is waited for, and no other code uses them.
         unsafe { self.stream.copy_in(self.address() + offset as u64, bytes.as_ptr() as u64, bytes.len()) }?;
         self.stream.synchronize()
     }

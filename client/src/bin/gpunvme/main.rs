@@ -50,7 +50,7 @@ fn print(report: &Report, json: bool) -> Result<(), Failure> {
         std::io::stdout().write_all(text.as_bytes())
     };
     match written {
-        // Whoever stops reading, as head does, has what it wanted.
+        // A reader that closes the pipe early, as head does, has what it wanted: no error.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         written => Ok(written?),
     }

@@ -1,4 +1,5 @@
-//! How fast something went, and a bar for as long as it goes on and somebody watches.
+//! Measures the throughput of a command, and shows a progress bar where standard error is a
+//! terminal.
 
 use gpunvme::{Error, Transfer};
 use indicatif::{ProgressBar, ProgressStyle};

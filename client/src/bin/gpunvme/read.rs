@@ -81,7 +81,7 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
         });
         for (buffer, part) in arrived {
             consume(&buffer[range(&part)], &mut hash, &mut output)?;
-            let _ = empty.send(buffer); // nobody waits for it at the end
+            let _ = empty.send(buffer); // fails once the reader has ended
         }
         reader.join().map_err(|_| Failure("the reading thread panicked".into()))?.map_err(Failure::from)
     })?;

@@ -79,7 +79,7 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
         let writer = scope.spawn(move || -> Result<(), Error> {
             for (buffer, part) in coming {
                 meter.time(|| file.write_requiring(&buffer, &[part], require))?;
-                let _ = empty.send(buffer); // nobody waits for it at the end
+                let _ = empty.send(buffer); // fails once the last part was sent
             }
             Ok(())
         });

@@ -7,8 +7,8 @@
 //! [`Registrar`] does.
 //!
 //! Locks: `registering`, for as long as one allocation is registered, and in it `state`, for
-//! look-ups only: a hit waits for nobody's registration. Nothing is registered or unregistered
-//! under `state`.
+//! look-ups only: a hit never waits for a registration of another thread. Nothing is registered or
+//! unregistered under `state`.
 
 #[cfg(test)]
 mod tests;
@@ -182,7 +182,7 @@ impl<R: Registrar> Cache<R> {
             return known.map(lease);
         }
         let _registering = self.registering.lock();
-        // Somebody else may just have done it.
+        // Another thread may just have registered it.
         if let Some(known) = self.look_up(&export, now) {
             return known.map(lease);
         }

@@ -55,12 +55,12 @@ impl Staging {
     /// Copies `len` bytes between `at` in it and host memory of the application.
     ///
     /// # Safety
-    /// The bytes at `host` are the application's, which lets nobody else use them meanwhile.
+    /// The bytes at `host` are the application's, and no other code uses them meanwhile.
     pub unsafe fn copy_on_host(&self, direction: Direction, at: usize, host: u64, len: usize) {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.pool), "{len} bytes at {at} of a pool of {}", self.pool);
         let host: *mut u8 = ptr::with_exposed_provenance_mut(host as usize);
-        // SAFETY: the range lies in the mapping, and nobody else uses it; the caller vouches for
-        // the other one.
+        // SAFETY: the range lies in the mapping, and no other request uses it; the caller vouches
+        // for the other one.
         unsafe {
             let slot = self.mapping.as_ptr().add(at);
             match direction {

@@ -206,7 +206,7 @@ impl CopyStream {
     /// to `failed`.
     pub fn probe(&mut self, failed: &mut Vec<(usize, NotCopied)>) {
         // One event at a time: a stream that stands still has room for so many only, and then
-        // blocks whoever adds one.
+        // blocks the thread that adds one.
         let asked = self.probe.done().and_then(|done| if done { self.stream.record(&self.probe) } else { Ok(()) });
         if let Err(error) = asked {
             self.give_up(error, failed);

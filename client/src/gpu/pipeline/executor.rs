@@ -154,8 +154,8 @@ impl Executor {
         let flags = request.require.flags();
         let mut result = file.transfer(Command::Read, copy_stream.staging.registered(), &[segment], flags);
         if let Err(Error::Transfer { errno: Errno::CONNABORTED | Errno::NOTCONN, .. }) = result {
-            // The mount's end told by the kernel, and not by the daemon: that may be using the
-            // slot still, which nobody gets from now on.
+            // The kernel, and not the daemon, reported the end of the mount: the daemon may still
+            // be using the slot, so that no request gets it from now on.
             self.ring.end();
             result = Err(Error::RingClosed { path: file.path().to_owned() });
         }
@@ -291,7 +291,7 @@ impl Executor {
             let id = self.turns[at];
             let copy_stream = self.requests[id].next().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
             if copy_stream.is_some_and(|copy_stream| full.contains(&copy_stream)) {
-                at += 1; // whoever is before it in this copy stream has the first right to what becomes free
+                at += 1; // a request before it in this copy stream comes first
                 continue;
             }
             if !self.cut_some(id) {
@@ -406,8 +406,8 @@ impl Executor {
     }
 }
 
-/// Before a read is answered: what the device wrote to GPU memory itself is there for whoever
-/// looks.
+/// Makes what the device wrote to GPU memory itself visible to every reader, before a read is
+/// answered.
 fn settle(request: &Request) -> crate::error::Result<()> {
     let registered = request.parts.iter().filter_map(|part| part.registered.as_ref().ok());
     let mut settled: Option<&Lease> = None;

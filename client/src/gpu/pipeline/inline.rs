@@ -2,7 +2,7 @@
 //! an executor of its own, which has a ring and pools. No other thread need be woken for it, or
 //! has to wake it.
 //!
-//! It guards that nobody waits for such an executor: a caller that finds none free gives its
+//! It guards that no caller waits for such an executor: a caller that finds none free gives its
 //! request to the worker.
 
 use super::executor::Executor;
@@ -81,7 +81,7 @@ impl InlineExecutors {
         None
     }
 
-    /// Makes the next one, if nobody else does.
+    /// Makes the next executor, if no other thread is making it.
     fn make(&self, at: usize, mount: &Mount, blocks: Blocks) -> Option<()> {
         let _making = self.making.try_lock()?;
         if self.is_full() {
@@ -115,7 +115,7 @@ impl InlineExecutors {
 
 /// Does a request, which `begin` gives the executor, and whose answer `answer` is to be.
 pub fn serve(executor: &mut Executor, begin: impl FnOnce(&mut Executor), answer: &Answer) -> Result<Transfer> {
-    // After a panic nobody would know what memory the daemon and the GPUs still use.
+    // After a panic it would be unknown which memory the daemon and the GPUs still use.
     let served = catch_unwind(AssertUnwindSafe(|| {
         begin(executor);
         let mut spin = Spin::new();

@@ -1,7 +1,7 @@
-//! How application threads hand their requests to a thread of the library.
+//! A mailbox through which application threads hand their requests to a thread of the library.
 //!
-//! It guards that none is overlooked, and that a thread which is awake costs whoever sends no
-//! system call.
+//! It guards that no request is overlooked, and that a sender makes no system call while the
+//! receiving thread is awake.
 
 use parking_lot::Mutex;
 use rustix::event::EventfdFlags;
@@ -54,7 +54,7 @@ impl<M: Default> Mailbox<M> {
         any
     }
 
-    /// Whether the thread may sleep; whoever sends something from now on wakes it.
+    /// Whether the receiving thread may sleep. A sender that sends something from now on wakes it.
     pub fn fall_asleep(&self) -> bool {
         self.watched.asleep.store(true, Ordering::SeqCst);
         !self.watched.mail.load(Ordering::SeqCst)

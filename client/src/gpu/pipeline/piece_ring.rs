@@ -10,8 +10,8 @@ use smallvec::SmallVec;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// How long a thread sleeps at most while the daemon is busy, whose death would wake nobody: the
-/// ring is then asked about it.
+/// How long a thread sleeps at most while the daemon is busy. The daemon's death would not wake the
+/// thread, so it then asks the ring whether the daemon lives.
 const LOOK: Duration = Duration::from_secs(1);
 
 pub struct PieceRing {

@@ -45,8 +45,8 @@ impl Worker {
 
     /// The thread.
     pub fn run(mut self) {
-        // After a panic nobody would answer the requests that are waited for, nor know what memory
-        // the daemon and the GPUs still use.
+        // After a panic no thread would answer the requests that callers wait for, and it would be
+        // unknown which memory the daemon and the GPUs still use.
         if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
             std::process::abort();
         }

@@ -1,13 +1,13 @@
-//! Whether the contexts that streams are of live still.
+//! Checks whether the CUDA contexts of streams with requests still live.
 //!
-//! It guards that a request is answered whose stream never comes to it: a kernel of the
-//! application that crashes ends its context with all streams, and CUDA tells only whoever asks.
-//! The thread that serves such requests makes no call of CUDA, and the one that copies must not
-//! wait, so where nothing goes on for a while a thread of its own asks.
+//! It guards that a request is answered whose stream never comes to it: a kernel of the application
+//! that crashes ends its context with all streams, and CUDA reports this only to a thread that
+//! asks. The thread that serves such requests makes no call of CUDA, and the one that copies must
+//! not wait, so where nothing goes on for a while a thread of its own asks.
 //!
 //! Only the primary contexts of GPUs are looked after, which is those of the CUDA runtime and
-//! PyTorch. Others the application may destroy as soon as a stream has passed a request, and
-//! whoever asked for one then would ask for something that is not there.
+//! PyTorch. The application may destroy other contexts as soon as a stream has passed a request,
+//! and the thread would then ask for a context that is not there.
 
 use gpunvme_cuda::{Cuda, CudaError, Event, Gpu, Stream};
 use std::sync::atomic::{AtomicBool, Ordering};

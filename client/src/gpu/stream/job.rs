@@ -91,8 +91,8 @@ impl Job {
         self.progress.cancelled.load(Ordering::SeqCst)
     }
 
-    /// A step begins. What follows sees that it was cancelled, or whoever cancelled it sees the
-    /// step.
+    /// Begins a step. What follows sees that the job was cancelled, or the thread that cancelled it
+    /// sees the step.
     pub fn open_step(&self) {
         self.progress.open.fetch_add(1, Ordering::SeqCst);
     }

@@ -111,8 +111,8 @@ impl Plan {
             }
         }
         plan.end_step(begun);
-        // Whoever serves a write fills the table of a step when the step before it in its room
-        // ends: so each has to have one.
+        // The service thread fills the table of a write's step when the step before it in its room
+        // ends: so each step must have one before it.
         if direction == Direction::Write && plan.steps.iter().any(|step| step.moves > 0) {
             let none = (0..DEPTH).map(|_| Step { pieces: 0..0, moves: 0 });
             plan.steps.splice(0..0, none);

@@ -2,7 +2,7 @@
 //! streams gave, and gives the rooms back.
 //!
 //! It guards that it never waits for CUDA: it makes no call of it until it ends, and takes no lock
-//! under which somebody else makes one. It only looks at words that streams write, writes words
+//! under which another thread makes one. It only looks at words that streams write, writes words
 //! that streams wait for, and uses a ring of its own. A step that failed gives its room back like
 //! any other: a stream must not wait for what will never come.
 
@@ -98,7 +98,7 @@ impl Service {
 
     /// The thread.
     pub fn run(mut self) {
-        // After a panic nobody would let streams go on.
+        // After a panic no thread would let streams go on.
         if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
             std::process::abort();
         }
@@ -179,7 +179,7 @@ impl Service {
         any
     }
 
-    /// Has somebody look whether a request's context lives, if its stream does nothing.
+    /// Asks the health thread whether a request's context lives, if its stream does nothing.
     fn look_after(&mut self, id: usize, now: Instant) {
         let active = &mut self.requests[id];
         let Some(context) = &active.job.context else { return };

@@ -212,8 +212,8 @@ impl Windows {
         Ok(context)
     }
 
-    /// Gives up a window whose words CUDA no longer takes. What its stream still does to the
-    /// memory nobody knows: it stays as long as the process.
+    /// Gives up a window whose words CUDA no longer takes. It is unknown what its stream still does
+    /// to the memory, which stays as long as the process.
     pub fn lose(&self, window: &Arc<Window>, next: MutexGuard<'_, u32>) {
         // A call that waits for it looks for another.
         *window.owner.lock() = None;

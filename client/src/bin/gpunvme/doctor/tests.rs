@@ -395,7 +395,8 @@ fn passed_through_devices_have_links() {
     assert_eq!(told.codes(), ["no-iommu", "no-vfio-module", "cuda-too-old", "bound-to-kernel", "virtual-machine"]);
 }
 
-/// What the lab sees live, lab/cases/doctor.sh, here for whoever has no QEMU.
+/// The machine that lab/cases/doctor.sh examines live, from recorded files, for machines without
+/// QEMU.
 #[test]
 fn the_labs_machine() {
     let path = |ssd, peer| {

@@ -17,7 +17,7 @@ pub enum Relation {
     SameSwitch,
     SameRootPort,
     SameHostBridge,
-    /// Different host bridges of one socket, or of sockets that nobody tells.
+    /// Different host bridges of one socket, or of sockets that the kernel does not report.
     OtherHostBridge,
     AcrossSockets,
 }

@@ -1,4 +1,4 @@
-//! `gpunvme nvme`: looking after a controller that gpunvme drives, and that nobody uses at the
+//! `gpunvme nvme`: maintenance of a controller that gpunvme drives, and that no daemon uses at the
 //! moment.
 //!
 //! It guards data: what loses any asks first, and a format looks at what it would destroy, as
@@ -133,7 +133,7 @@ fn run_format(device: &str, format: &Format) -> Result<Report, Failure> {
         Erasure::UserData => Erase::UserData,
         Erasure::Crypto => Erase::Cryptographic,
     };
-    let spinner = ProgressBar::new_spinner().with_message("formatting"); // hidden where nobody watches
+    let spinner = ProgressBar::new_spinner().with_message("formatting"); // hidden without a terminal
     spinner.enable_steady_tick(Duration::from_millis(200));
     let formatted = controller.format(number, block_size, erase);
     spinner.finish_and_clear();
