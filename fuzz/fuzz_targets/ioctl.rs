@@ -1,6 +1,7 @@
-//! The bytes of an ioctl, from a process that means no good: they become a request or are refused, and a transfer that is asked
-//! for is planned. What a plan does lies in the buffer and in blocks of the file, and adds up. The input is the command, then a
-//! description of the file, then the argument.
+//! The bytes of an ioctl, from a process that means no good: they become a request or are refused,
+//! and a transfer that is asked for is planned. What a plan does lies in the buffer and in blocks
+//! of the file, and adds up. The input is the command, then a description of the file, then the
+//! argument.
 #![no_main]
 
 use std::convert::Infallible;
@@ -21,7 +22,8 @@ const BUFFER: usize = 1 << 20;
 static BUFFER_REGION: LazyLock<Arc<Region>> = LazyLock::new(|| Region::allocate(BUFFER).expect("there is memory"));
 static DEVICE: LazyLock<Arc<MemoryDevice>> = LazyLock::new(|| MemoryDevice::new(1 << 20));
 
-/// A file in which each run of blocks of a kind is `run` long: written, unwritten, and a hole, over and over.
+/// A file in which each run of blocks of a kind is `run` long: written, unwritten, and a hole, over
+/// and over.
 struct File {
     size: u64,
     run: u64,
@@ -73,7 +75,8 @@ impl File {
 fuzz_target!(|bytes: &[u8]| {
     let Some((head, argument)) = bytes.split_first_chunk::<14>() else { return };
     let word = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-    // Half of the inputs name a command that exists and say its argument's length, or the fuzzer would never get past them.
+    // Half of the inputs name a command that exists and say its argument's length, or the fuzzer
+    // would never get past them.
     let request = match Command::ALL.get(usize::from(head[0])) {
         Some(command) => command.request(0) & 0xc000_ffff | (argument.len() as u32 & 0x3fff) << 16,
         None => word(0),

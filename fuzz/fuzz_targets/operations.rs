@@ -1,5 +1,6 @@
-//! Sequences of operations on a sound volume, held to the model of a filesystem at every step, with remounts. Each two bytes of
-//! the input are an operation: the seed of its choices. Zero is a remount.
+//! Sequences of operations on a sound volume, held to the model of a filesystem at every step, with
+//! remounts. Each two bytes of the input are an operation: the seed of its choices. Zero is a
+//! remount.
 #![no_main]
 
 #[allow(dead_code, reason = "of what the engine's tests share a target uses a part")]

@@ -1,5 +1,6 @@
-//! Clients that attack a mount as users without rights: the test program runs itself once more, as that user, to carry out an attack by its name. Both
-//! ends talk in lines over a socket, so that a test decides when an attack begins and learns how far it came.
+//! Clients that attack a mount as users without rights: the test program runs itself once more, as
+//! that user, to carry out an attack by its name. Both ends talk in lines over a socket, so that a
+//! test decides when an attack begins and learns how far it came.
 //!
 //! A test program has one table of attacks, and a test that is none:
 //!
@@ -101,7 +102,8 @@ pub struct UnderWay {
 }
 
 impl UnderWay {
-    /// Begins an attack on a mount by a user, who has a group of the same number, no other group, and no capability.
+    /// Begins an attack on a mount by a user, who has a group of the same number, no other group,
+    /// and no capability.
     pub fn begin(volume: &Mounted, user: u32, attack: &str) -> UnderWay {
         let (ours, theirs) = UnixStream::pair().expect("a socket");
         // By this name, because the program itself may lie where the user may not go.
@@ -159,7 +161,8 @@ impl Drop for UnderWay {
     }
 }
 
-/// What the test named `attacker` does where it was begun by [`UnderWay::begin`]: one of these attacks.
+/// What the test named `attacker` does where it was begun by [`UnderWay::begin`]: one of these
+/// attacks.
 pub fn carry_out(tables: &[&[(&str, Attack)]]) {
     let (Ok(name), Some(root)) = (std::env::var(NAME), std::env::var_os(ROOT)) else {
         panic!("only the tests beside it begin it");

@@ -1,7 +1,8 @@
 //! The ioctl as bytes: what a program without the library would send, and what it gets back.
 //!
-//! The tests of the direct path use this and not the client library, so that they can also send what the library never
-//! would, and so that a mistake which both ends of the library share is still seen.
+//! The tests of the direct path use this and not the client library, so that they can also send
+//! what the library never would, and so that a mistake which both ends of the library share is
+//! still seen.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +15,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use crate::sys;
 
-/// One command with `entries` behind its header. What comes back is written over both, when the call fails too.
+/// One command with `entries` behind its header. What comes back is written over both, when the
+/// call fails too.
 ///
 /// # Errors
 /// The ioctl's errno.

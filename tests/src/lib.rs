@@ -1,8 +1,8 @@
-//! What the end-to-end tests and the measuring programs share: a mounted volume that cleans up after itself, trees of
-//! files to copy and compare, and the few system calls that need `unsafe`.
+//! What the end-to-end tests and the measuring programs share: a mounted volume that cleans up
+//! after itself, trees of files to copy and compare, and the few system calls that need `unsafe`.
 //!
-//! The tests need root and `/dev/fuse`. Where either is missing each says `SKIPPED` on stderr, with the reason, and
-//! `scripts/test` counts it as skipped and not as passed.
+//! The tests need root and `/dev/fuse`. Where either is missing each says `SKIPPED` on stderr, with
+//! the reason, and `scripts/test` counts it as skipped and not as passed.
 
 #![deny(unsafe_code)]
 
@@ -37,7 +37,8 @@ pub fn why_no_mount() -> Option<&'static str> {
     }
 }
 
-/// Says on stderr, past the test harness's capture, that `test` did not run. `scripts/test` counts these lines.
+/// Says on stderr, past the test harness's capture, that `test` did not run. `scripts/test` counts
+/// these lines.
 pub fn report_skipped(test: &str, why: &str) {
     // Printing macros are captured for tests that pass; a direct write is not.
     let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");

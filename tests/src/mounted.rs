@@ -1,5 +1,5 @@
-//! A formatted image and a mounted volume, made with the programs that users run, and taken down again however a test
-//! ends: no mount, daemon or image survives its test.
+//! A formatted image and a mounted volume, made with the programs that users run, and taken down
+//! again however a test ends: no mount, daemon or image survives its test.
 
 use std::fs::File;
 use std::io;
@@ -56,7 +56,8 @@ impl Image {
         self.scratch.path().join("image")
     }
 
-    /// Where this image is mounted when it is. Tests may put further files beside it, in its parent.
+    /// Where this image is mounted when it is. Tests may put further files beside it, in its
+    /// parent.
     pub fn mount_point(&self) -> PathBuf {
         self.scratch.path().join("mnt")
     }
@@ -78,15 +79,16 @@ impl Image {
         if !is_mounted(&self.mount_point()) {
             std::fs::create_dir_all(self.mount_point()).expect("a mount point");
         }
-        // The daemon becomes this process's child when mount.gpunvme goes to the background: its exit status is then ours to
-        // check.
+        // The daemon becomes this process's child when mount.gpunvme goes to the background: its
+        // exit status is then ours to check.
         rustix::process::set_child_subreaper(Some(rustix::process::getpid())).expect("to be a subreaper");
         let mut command = programs::command("mount.gpunvme");
         command.arg(self.path()).arg(self.mount_point()).stdin(Stdio::null());
         if !options.is_empty() {
             command.args(["-o", options]);
         }
-        // Reads both pipes to their ends, so a daemon that kept them open would be seen as a hang here.
+        // Reads both pipes to their ends, so a daemon that kept them open would be seen as a hang
+        // here.
         command.output().expect("mount.gpunvme runs")
     }
 
@@ -108,7 +110,8 @@ impl Image {
     }
 }
 
-/// A mounted volume. Dropping it unmounts, and insists that the daemon ended well and left a volume without faults.
+/// A mounted volume. Dropping it unmounts, and insists that the daemon ended well and left a volume
+/// without faults.
 #[derive(Debug)]
 pub struct Mounted {
     image: Option<Image>,
@@ -147,12 +150,13 @@ impl Mounted {
         peak_memory(self.daemon).expect("a living daemon")
     }
 
-    /// Unmounts with umount(8), and returns the image once the daemon has ended with exit code 0 and fsck has found nothing.
+    /// Unmounts with umount(8), and returns the image once the daemon has ended with exit code 0
+    /// and fsck has found nothing.
     pub fn unmount(mut self) -> Image {
         self.take_down()
     }
 
-    /// As [`Mounted::unmount`], without fsck: for whoever measures.
+    /// As [`Mounted::unmount`], without fsck: for measurements.
     pub fn unmount_unchecked(mut self) -> Image {
         self.release()
     }
@@ -162,8 +166,8 @@ impl Mounted {
         self.unmount().mount()
     }
 
-    /// Sends `signal` to the daemon, waits for its end, and returns how it ended and the image. The mount is released as
-    /// an administrator would, with `umount -l`, if the daemon left it.
+    /// Sends `signal` to the daemon, waits for its end, and returns how it ended and the image. The
+    /// mount is released as an administrator would, with `umount -l`, if the daemon left it.
     pub fn signal(mut self, signal: Signal) -> (WaitStatus, Image) {
         rustix::process::kill_process(self.daemon, signal).expect("a living daemon");
         let status = wait_for_exit(self.daemon).expect("the daemon ends");
@@ -236,8 +240,8 @@ pub fn text(output: &Output) -> String {
     format!("{}: {}{}", output.status, String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// umount(8). A program that another test starts at this moment has all of this process's files open until it is executed, so a
-/// mount that is busy gets another chance.
+/// umount(8). A program that another test starts at this moment has all of this process's files
+/// open until it is executed, so a mount that is busy gets another chance.
 pub fn unmount_unless_busy(mount_point: &Path) -> Output {
     let start = Instant::now();
     loop {

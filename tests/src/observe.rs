@@ -1,4 +1,5 @@
-//! What an attack costs others: the daemon's memory, threads and descriptors, and how long a victim's calls take.
+//! What an attack costs others: the daemon's memory, threads and descriptors, and how long a
+//! victim's calls take.
 
 use std::fs;
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use rustix::process::Pid;
 pub struct Figures {
     /// Bytes of anonymous memory that is resident.
     pub anonymous: u64,
-    /// Bytes of shared memory that is resident in its mappings: of registered buffers too, which others may have paid for.
+    /// Bytes of shared memory that is resident in its mappings: of registered buffers too, which
+    /// others may have paid for.
     pub shared: u64,
     /// Threads.
     pub threads: usize,

@@ -1,5 +1,5 @@
-//! What gpunvme is measured beside: filesystems of the kernel on loop devices, and the filesystem in memory. Dropping one
-//! unmounts it.
+//! What gpunvme is measured beside: filesystems of the kernel on loop devices, and the filesystem
+//! in memory. Dropping one unmounts it.
 
 use std::error::Error;
 use std::ffi::OsStr;
@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use crate::mounted::{is_mounted, text};
 
-/// Makes a file whose blocks are all allocated and written, so that no filesystem on it pays for that.
+/// Makes a file whose blocks are all allocated and written, so that no filesystem on it pays for
+/// that.
 ///
 /// # Errors
 /// Those of the system.
@@ -45,7 +46,8 @@ impl Kind {
         }
     }
 
-    /// Options of its mkfs: nothing is put off to after the mount, and the blocks under it stay allocated.
+    /// Options of its mkfs: nothing is put off to after the mount, and the blocks under it stay
+    /// allocated.
     fn options(self) -> &'static [&'static str] {
         match self {
             Kind::Ext4 => &["-q", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard"],
@@ -103,7 +105,8 @@ impl MemFs {
         Self::start(scratch.join("memfs"), &[])
     }
 
-    /// As [`MemFs::set_up`], with what files hold on an image, beside which it is mounted: `file_len` bytes a file at the most.
+    /// As [`MemFs::set_up`], with what files hold on an image, beside which it is mounted:
+    /// `file_len` bytes a file at the most.
     ///
     /// # Errors
     /// It does not mount.

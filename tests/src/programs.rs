@@ -1,7 +1,7 @@
 //! Finds the project's programs, so that tests run what users run.
 //!
-//! `GPUNVME_BIN` names the folder that holds them; without it they are built, in the profile that the test itself was
-//! built in, so that `cargo test` alone never runs a stale daemon.
+//! `GPUNVME_BIN` names the folder that holds them; without it they are built, in the profile that
+//! the test itself was built in, so that `cargo test` alone never runs a stale daemon.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -34,7 +34,8 @@ pub fn command(name: &str) -> Command {
     Command::new(path(name))
 }
 
-/// The path of one of the library's examples (`client/examples`), built in the profile that the test itself was built in.
+/// The path of one of the library's examples (`client/examples`), built in the profile that the
+/// test itself was built in.
 ///
 /// # Panics
 /// If it cannot be built.

@@ -1,4 +1,5 @@
-//! Rings for tests: of the client library, and made by hand where a test has to do what the library never would.
+//! Rings for tests: of the client library, and made by hand where a test has to do what the library
+//! never would.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -144,7 +145,7 @@ impl Drop for Raw {
     }
 }
 
-/// Somebody else's ring, which has to go on working whatever happens beside it.
+/// The ring of another user, which has to go on working whatever happens beside it.
 #[derive(Debug)]
 pub struct Bystander {
     ring: Ring,

@@ -1,4 +1,5 @@
-//! Runs tests against the software CUDA driver (`tests/software-cuda`), each in a process of its own: a process loads CUDA once, and keeps what it found.
+//! Runs tests against the software CUDA driver (`tests/software-cuda`), each in a process of its
+//! own: a process loads CUDA once, and keeps what it found.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,8 @@ use std::sync::OnceLock;
 /// Set in the process that runs the body of a test.
 const CHILD: &str = "GPUNVME_TEST_CHILD";
 
-/// The folder that holds the software driver's `libcuda.so`, for `LD_LIBRARY_PATH`. It is built if need be, in the profile that the test itself was built in.
+/// The folder that holds the software driver's `libcuda.so`, for `LD_LIBRARY_PATH`. It is built if
+/// need be, in the profile that the test itself was built in.
 ///
 /// # Panics
 /// If it cannot be built.
@@ -36,8 +38,9 @@ pub fn folder() -> &'static PathBuf {
     })
 }
 
-/// Runs the body of the calling test in a process that finds the software driver, with `settings` for it, such as `gpus=2` (`SOFTWARE_CUDA`). The body is the closure
-/// itself, not the name of a function.
+/// Runs the body of the calling test in a process that finds the software driver, with `settings`
+/// for it, such as `gpus=2` (`SOFTWARE_CUDA`). The body is the closure itself, not the name of a
+/// function.
 ///
 /// # Panics
 /// If the body does, or takes more than a minute.
@@ -53,7 +56,8 @@ pub fn with_libcuda<F: FnOnce()>(folder: &Path, environment: &[(&str, &str)], bo
     if std::env::var_os(CHILD).is_some() {
         return body();
     }
-    // CRATE::MODULE::TEST::{{closure}}; the test is found by what lies between. That one was found is checked below.
+    // CRATE::MODULE::TEST::{{closure}}; the test is found by what lies between. That one was found
+    // is checked below.
     let name = std::any::type_name::<F>();
     let name = name.trim_end_matches("::{{closure}}").split_once("::").map_or(name, |(_, name)| name);
     let output = Command::new("timeout")

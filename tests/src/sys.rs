@@ -16,7 +16,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Maps `len` bytes from the start of `file`, which must be open for reading and writing and stay at least that long.
+    /// Maps `len` bytes from the start of `file`, which must be open for reading and writing and
+    /// stay at least that long.
     pub fn shared(file: impl AsFd, len: usize) -> io::Result<Self> {
         // SAFETY: the kernel chooses the address, so no existing mapping is replaced.
         let address = unsafe {
@@ -30,7 +31,8 @@ impl Mapping {
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         assert!(offset + out.len() <= self.len);
         for (i, byte) in out.iter_mut().enumerate() {
-            // SAFETY: in bounds as asserted; volatile, because other processes and the kernel change these bytes.
+            // SAFETY: in bounds as asserted; volatile, because other processes and the kernel
+            // change these bytes.
             *byte = unsafe { self.address.as_ptr().add(offset + i).read_volatile() };
         }
     }
@@ -39,7 +41,8 @@ impl Mapping {
     pub fn write(&self, offset: usize, data: &[u8]) {
         assert!(offset + data.len() <= self.len);
         for (i, byte) in data.iter().enumerate() {
-            // SAFETY: in bounds as asserted; volatile, because other processes and the kernel read these bytes.
+            // SAFETY: in bounds as asserted; volatile, because other processes and the kernel read
+            // these bytes.
             unsafe { self.address.as_ptr().add(offset + i).write_volatile(*byte) };
         }
     }
@@ -59,7 +62,8 @@ impl Drop for Mapping {
     }
 }
 
-/// Sends an ioctl whose argument is `argument`, in place. The size in `command` must not be above the argument's length.
+/// Sends an ioctl whose argument is `argument`, in place. The size in `command` must not be above
+/// the argument's length.
 ///
 /// Tests use it to send what the library would never send.
 pub fn ioctl(fd: BorrowedFd<'_>, command: u32, argument: &mut [u8]) -> io::Result<i32> {
@@ -72,11 +76,12 @@ pub fn ioctl(fd: BorrowedFd<'_>, command: u32, argument: &mut [u8]) -> io::Resul
 
 /// The descriptor that an ioctl made, by its number.
 pub fn owned(number: i32) -> OwnedFd {
-    // SAFETY: the kernel made it for this process just now, and nobody else knows its number.
+    // SAFETY: the kernel made it for this process just now, and no other code knows its number.
     unsafe { OwnedFd::from_raw_fd(number) }
 }
 
-/// Has a program run where io_uring is switched off, as in containers that keep to Docker's list of system calls: `io_uring_setup(2)` fails with EPERM.
+/// Has a program run where io_uring is switched off, as in containers that keep to Docker's list of
+/// system calls: `io_uring_setup(2)` fails with EPERM.
 pub fn without_io_uring(command: &mut Command) -> &mut Command {
     // seccomp(2): the number of the system call is the first word of what the filter looks at.
     const LOAD_NUMBER: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -102,7 +107,8 @@ pub fn without_io_uring(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(install) }
 }
 
-/// Memory for the arguments of ioctls, and none behind it: what lies across its end the kernel cannot read or write.
+/// Memory for the arguments of ioctls, and none behind it: what lies across its end the kernel
+/// cannot read or write.
 #[derive(Debug)]
 pub struct Arena {
     base: NonNull<u8>,
@@ -117,7 +123,8 @@ impl Arena {
     pub fn new(len: usize) -> io::Result<Self> {
         assert!(len.is_multiple_of(4096), "whole pages");
         let reserved = len + NO_MEMORY;
-        // SAFETY: the kernel chooses the address, so no existing mapping is replaced; then a part of this very mapping changes.
+        // SAFETY: the kernel chooses the address, so no existing mapping is replaced; then a part
+        // of this very mapping changes.
         let base = unsafe {
             let base = rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved, ProtFlags::empty(), MapFlags::PRIVATE)?;
             rustix::mm::mprotect(base, len, rustix::mm::MprotectFlags::READ | rustix::mm::MprotectFlags::WRITE)?;
@@ -139,17 +146,20 @@ impl Arena {
     /// Copies in as many of the bytes as there is memory for at `offset`.
     pub fn put(&mut self, offset: usize, bytes: &[u8]) {
         let len = bytes.len().min(self.len.saturating_sub(offset));
-        // SAFETY: `offset + len` is inside the memory where `len` is not 0, and it is borrowed by nobody else.
+        // SAFETY: `offset + len` is inside the memory where `len` is not 0, and no other code
+        // borrows it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(offset.min(self.len)), len) };
     }
 
-    /// Sends an ioctl whose argument begins at `offset`, which may lie up to a page behind the memory.
+    /// Sends an ioctl whose argument begins at `offset`, which may lie up to a page behind the
+    /// memory.
     ///
     /// # Errors
     /// The ioctl's errno.
     pub fn ioctl(&mut self, fd: BorrowedFd<'_>, command: u32, offset: usize) -> io::Result<i32> {
         assert!(offset <= self.len + 4096, "an argument in this arena");
-        // SAFETY: a command says a size of less than 16 KiB, so that all that the kernel reads or writes is in this mapping.
+        // SAFETY: a command says a size of less than 16 KiB, so that all that the kernel reads or
+        // writes is in this mapping.
         let result = unsafe { libc::ioctl(fd.as_raw_fd(), command.into(), self.base.as_ptr().add(offset)) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
     }
@@ -162,7 +172,8 @@ impl Drop for Arena {
     }
 }
 
-/// Sends an ioctl whose argument is at an address where a program has no memory: the first page, or the kernel's half.
+/// Sends an ioctl whose argument is at an address where a program has no memory: the first page, or
+/// the kernel's half.
 ///
 /// # Errors
 /// The ioctl's errno.
@@ -173,7 +184,8 @@ pub fn ioctl_nowhere(fd: BorrowedFd<'_>, command: u32, address: usize) -> io::Re
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Has a signal that does nothing come again and again, so that system calls that wait are interrupted.
+/// Has a signal that does nothing come again and again, so that system calls that wait are
+/// interrupted.
 ///
 /// # Errors
 /// Those of sigaction(2) and setitimer(2).

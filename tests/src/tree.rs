@@ -43,7 +43,8 @@ pub struct Entry {
     pub mode: u32,
     /// Owner and group.
     pub owner: (u32, u32),
-    /// Bytes of a regular file, 0 for anything else: directories have sizes of their own on each filesystem.
+    /// Bytes of a regular file, 0 for anything else: directories have sizes of their own on each
+    /// filesystem.
     pub len: u64,
     /// Time of last modification, in seconds and nanoseconds.
     pub modified: (i64, i64),
@@ -51,7 +52,8 @@ pub struct Entry {
     pub contents: Vec<u8>,
 }
 
-/// Lists the tree below `root` by relative path, without the root itself. Symlinks are not followed.
+/// Lists the tree below `root` by relative path, without the root itself. Symlinks are not
+/// followed.
 pub fn walk(root: &Path) -> io::Result<Vec<(PathBuf, Metadata)>> {
     let mut found = Vec::new();
     let mut pending = vec![PathBuf::new()];
@@ -110,7 +112,8 @@ pub fn assert_same(expected: &BTreeMap<PathBuf, Entry>, actual: &BTreeMap<PathBu
     }
 }
 
-/// Makes a tree below `root` with `files` regular files of 0 bytes to 2 MiB, folders, symlinks and hard links.
+/// Makes a tree below `root` with `files` regular files of 0 bytes to 2 MiB, folders, symlinks and
+/// hard links.
 pub fn make(root: &Path, seed: u64, files: usize) -> io::Result<()> {
     for number in 0..files {
         let random = u64::from_le_bytes(pattern(seed ^ number as u64, 8).try_into().expect("8 bytes"));
@@ -119,7 +122,8 @@ pub fn make(root: &Path, seed: u64, files: usize) -> io::Result<()> {
             folder.push(format!("folder {}", (random >> (8 + 4 * level)) % 5));
         }
         fs::create_dir_all(&folder)?;
-        // Mostly small, a few that need several extents or blocks, and lengths at and beside block boundaries.
+        // Mostly small, a few that need several extents or blocks, and lengths at and beside block
+        // boundaries.
         let len = match random >> 20 & 7 {
             0 => 0,
             1 => 4096,

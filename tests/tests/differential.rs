@@ -23,8 +23,8 @@ fn program(steps: &[Step], found: &Disagreement) -> String {
     format!("{}\n{found}", lines.join("\n"))
 }
 
-/// `DIFFERENTIAL_SEED` repeats one sequence; `DIFFERENTIAL_SECONDS` goes on for as long, from a seed of its own, and past what it
-/// finds.
+/// `DIFFERENTIAL_SEED` repeats one sequence; `DIFFERENTIAL_SECONDS` goes on for as long, from a
+/// seed of its own, and past what it finds.
 #[test]
 fn programs_get_from_gpunvme_what_they_get_from_ext4() {
     needs_mount!();

@@ -1,5 +1,6 @@
-//! The documents, held against the repository: tests, campaigns and lab cases that `docs/promises.md` names exist, paths and links lead
-//! to files and headings that are there, the book lists every page, and no line is longer than a screen is wide.
+//! The documents, held against the repository: tests, campaigns and lab cases that
+//! `docs/promises.md` names exist, paths and links lead to files and headings that are there, the
+//! book lists every page, and no line is longer than a screen is wide.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -15,7 +16,8 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests are a folder of the repository").to_owned()
 }
 
-/// The repository's files whose names end in `ending`, by their paths from its root. What is built and what is hidden is left out.
+/// The repository's files whose names end in `ending`, by their paths from its root. What is built
+/// and what is hidden is left out.
 fn files(ending: &str) -> Vec<PathBuf> {
     fn collect(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).expect("a folder of the repository").map(|entry| entry.expect("an entry")) {
@@ -39,7 +41,8 @@ fn read(path: &Path) -> String {
     fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// What a document says: where its links lead, the anchors of its headings, and its pieces of code within sentences.
+/// What a document says: where its links lead, the anchors of its headings, and its pieces of code
+/// within sentences.
 #[derive(Default)]
 struct Document {
     links: Vec<String>,
@@ -76,7 +79,8 @@ impl Document {
     }
 }
 
-/// The anchor that renderers give a heading: lower case, without punctuation, with hyphens for spaces.
+/// The anchor that renderers give a heading: lower case, without punctuation, with hyphens for
+/// spaces.
 fn anchor(heading: &str) -> String {
     let kept = heading.to_lowercase().chars().filter(|&c| c.is_alphanumeric() || " -_".contains(c)).collect::<String>();
     kept.trim().replace(' ', "-")
@@ -175,7 +179,8 @@ fn paths_in_documents_exist() {
     let (mut looked_at, mut missing) = (0, Vec::new());
     for path in files(".md") {
         for code in Document::parse(&read(&path)).code {
-            // What has no slash, or blanks and patterns in it, is no path but a name, a command or several files.
+            // What has no slash, or blanks and patterns in it, is no path but a name, a command or
+            // several files.
             let begins_in = code.split_once('/').map_or("", |(folder, _)| folder);
             let plain = code.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
             if begins_in != "target" && folders.contains(begins_in) && plain {
@@ -221,7 +226,8 @@ fn the_reference_lists_each_reason_and_route_with_its_number() {
 
 #[test]
 fn the_reference_lists_each_finding_of_fsck_and_whether_it_is_safe_to_mend() {
-    // "Kind::Superblock => "superblock"," in one function, and the safe ones by their names in another.
+    // "Kind::Superblock => "superblock"," in one function, and the safe ones by their names in
+    // another.
     let source = read(Path::new("fs/engine/src/check/finding.rs"));
     let (_, safe) = source.split_once("fn is_safe").expect("what is safe to mend");
     let safe = safe.split_once("\n    }").expect("the end of that").0;

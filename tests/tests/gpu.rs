@@ -104,7 +104,8 @@ fn a_copy_that_fails_is_named_with_its_file_and_offset() {
     });
 }
 
-/// Of three batches the second comes to nothing, and the third is made up while the first still waits for its turn.
+/// Of three batches the second comes to nothing, and the third is made up while the first still
+/// waits for its turn.
 #[test]
 fn a_batch_that_failed_leaves_the_table_of_another_alone() {
     needs_mount!();
@@ -142,7 +143,7 @@ fn a_batch_that_failed_leaves_the_table_of_another_alone() {
     });
 }
 
-/// The stream of a context that is gone does nothing more, and tells nobody unless it is asked.
+/// The stream of a context that is gone does nothing more, and reports that only when it is asked.
 #[test]
 fn a_kernel_of_the_application_that_crashes_ends_its_requests_with_a_reason() {
     needs_mount!();
@@ -189,7 +190,8 @@ fn a_stream_that_does_not_exist_is_named_with_the_file() {
     });
 }
 
-/// What CUDA refuses in the middle: the stream goes on with what it got, and so does the next request.
+/// What CUDA refuses in the middle: the stream goes on with what it got, and so does the next
+/// request.
 #[test]
 fn a_stream_that_takes_half_of_a_request_goes_on() {
     needs_mount!();
@@ -223,7 +225,8 @@ fn a_stream_that_takes_no_waits_leaves_no_request_behind() {
         // SAFETY: the stream is never destroyed, and the memory is this test's.
         let error = unsafe { transfers.read_on_stream(&file, &block, stream) }.unwrap_err();
         assert!(matches!(&error, Error::Cuda { error, .. } if error.name == "CUDA_ERROR_NOT_SUPPORTED"), "{error}");
-        // The next has another window, and the end of it all does not wait for the one that was refused.
+        // The next has another window, and the end of it all does not wait for the one that was
+        // refused.
         // SAFETY: as above.
         let done = unsafe { transfers.read_on_stream(&file, &whole(&memory), stream) }.unwrap().wait();
         assert_eq!(done.unwrap().bytes(), MIB);
@@ -234,12 +237,14 @@ fn a_stream_that_takes_no_waits_leaves_no_request_behind() {
             over.send(()).unwrap();
         });
         ended.recv_timeout(Duration::from_secs(10)).expect("transfers end");
-        // The window of the one that was refused is the stream's as long as the process, and keeps the mount busy.
+        // The window of the one that was refused is the stream's as long as the process, and keeps
+        // the mount busy.
         drop((file, volume.signal(Signal::KILL)));
     });
 }
 
-/// The first request is one step, and waits once. Calls take so long that the second's first steps are begun before it is to wait.
+/// The first request is one step, and waits once. Calls take so long that the second's first steps
+/// are begun before it is to wait.
 #[test]
 fn a_request_that_cuda_takes_no_more_of_is_refused_when_nothing_touches_its_memory() {
     needs_mount!();
@@ -251,7 +256,7 @@ fn a_request_that_cuda_takes_no_more_of_is_refused_when_nothing_touches_its_memo
         let (whole, first) = (part(4 * MIB), part(4096));
         let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
         let stream = own_stream(gpu());
-        // Afterwards the file is known, and nobody has to ask the daemon for it.
+        // Afterwards the file is known, and the library need not ask the daemon for it.
         // SAFETY: the stream is never destroyed, and the memory is this test's.
         assert_eq!(unsafe { transfers.read_on_stream(&file, &first, stream) }.unwrap().wait().unwrap().bytes(), 4096);
         kill_process(volume.daemon(), Signal::STOP).unwrap();
@@ -268,12 +273,14 @@ fn a_request_that_cuda_takes_no_more_of_is_refused_when_nothing_touches_its_memo
         memory.bytes().fill(0xee);
         thread::sleep(Duration::from_millis(100));
         assert!(memory.bytes().iter().all(|byte| *byte == 0xee), "the memory is the application's again");
-        // The window of the one that was refused is the stream's as long as the process, and keeps the mount busy.
+        // The window of the one that was refused is the stream's as long as the process, and keeps
+        // the mount busy.
         drop((file, transfers, volume.signal(Signal::KILL)));
     });
 }
 
-/// While the request waits for its stream the library asks CUDA now and then whether the context lives still.
+/// While the request waits for its stream the library asks CUDA now and then whether the context
+/// lives still.
 #[test]
 fn a_context_whose_health_cuda_does_not_tell_is_asked_for_again() {
     needs_mount!();
@@ -282,7 +289,8 @@ fn a_context_whose_health_cuda_does_not_tell_is_asked_for_again() {
         let (file, bytes, memory) = sample(&volume, 1);
         let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
         let (stream, word) = (own_stream(gpu()), Pinned::new(gpu(), 4096));
-        // SAFETY: the stream is never destroyed, the word stays until it has passed, and the memory is this test's.
+        // SAFETY: the stream is never destroyed, the word stays until it has passed, and the memory
+        // is this test's.
         let pending = unsafe {
             Cuda::load().unwrap().application_stream(stream).unwrap().wait_value(word.address(), 1).unwrap();
             transfers.read_on_stream(&file, &whole(&memory), stream).unwrap()
@@ -325,7 +333,8 @@ fn transfers_that_end_in_a_callback_wait_for_nothing() {
         let other = gpu().alloc(MIB as usize).unwrap();
         let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
         let (stream, word) = (own_stream(gpu()), Pinned::new(gpu(), 4096));
-        // SAFETY: the stream is never destroyed, the word stays until it has passed, and the memory is this test's.
+        // SAFETY: the stream is never destroyed, the word stays until it has passed, and the memory
+        // is this test's.
         let pending = unsafe {
             Cuda::load().unwrap().application_stream(stream).unwrap().wait_value(word.address(), 1).unwrap();
             transfers.read_on_stream(&file, &whole(&memory), stream).unwrap()

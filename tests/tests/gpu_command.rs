@@ -26,7 +26,7 @@ fn gpunvme(settings: &str, arguments: &[&str], path: &Path, input: &[u8]) -> Out
         .stderr(Stdio::piped())
         .spawn()
         .expect("gpunvme runs");
-    let _ = child.stdin.take().unwrap().write_all(input); // whoever fails at once reads nothing
+    let _ = child.stdin.take().unwrap().write_all(input); // a command that fails at once reads nothing
     child.wait_with_output().unwrap()
 }
 
@@ -57,7 +57,7 @@ fn files_go_to_gpu_memory_and_back() {
     let part = ["read", "--to", "gpu:1", "--offset", "5000", "--length", "70001", "--checksum"];
     assert_eq!(json(&gpunvme("gpus=2", &part, &file, b""))["sha256"], *hex(&data[5000..75001]));
 
-    // By UUID, from a pipe, whose length nobody knows.
+    // By UUID, from a pipe, whose length is unknown.
     let uuid = read["gpu"].as_str().unwrap().split(['(', ',']).nth(1).unwrap();
     let written = json(&gpunvme("", &["write", "--from", &format!("gpu:{uuid}"), "--checksum"], &copy, &data));
     assert_eq!((written["bytes"].as_u64(), written["sha256"].as_str()), (Some(LEN), Some(&*hex(&data))));

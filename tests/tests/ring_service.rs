@@ -1,4 +1,5 @@
-//! Several rings on a real mount, and several threads of the daemon that serve them: who serves whom, who gets how much, and how all of it ends.
+//! Several rings on a real mount, and several threads of the daemon that serve them: who serves
+//! whom, who gets how much, and how all of it ends.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader};
@@ -156,7 +157,7 @@ fn mostly_under_way(ring: &Raw) -> u32 {
     seen[seen.len() / 2]
 }
 
-/// All rings of a process together have 32 MiB under way at the most, whoever serves them.
+/// All rings of a process together have 32 MiB under way at the most, whichever threads serve them.
 #[test]
 fn rings_of_different_threads_share_what_is_in_flight() {
     needs_mount!();
@@ -238,7 +239,8 @@ fn a_ring_that_is_given_up_while_its_thread_sleeps_is_gone() {
     }
 }
 
-/// Nobody holds the mount, and the rings are as full as can be: what was taken ends, and each ring is told that it is over.
+/// A volume is unmounted while its rings are full and no program holds the mount: transfers in
+/// flight end, and each ring reports its end.
 #[test]
 fn a_volume_is_unmounted_under_busy_rings() {
     needs_mount!();
@@ -290,7 +292,8 @@ fn the_other_process() {
     }
 }
 
-/// Starts it with a ring of so many entries, to write and read so many bytes at a time. The file "big" does not change by that.
+/// Starts it with a ring of so many entries, to write and read so many bytes at a time. The file
+/// "big" does not change by that.
 fn start_other(volume: &Mounted, entries: u32, len: u64) -> Child {
     let mut child = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "the_other_process", "--ignored", "--nocapture"])
@@ -344,7 +347,8 @@ fn a_killed_process_leaves_nothing_behind(volume: Mounted) {
     volume.unmount().check();
 }
 
-/// While one process has the device full of large reads, another's small ones get through between them.
+/// While one process has the device full of large reads, another's small ones get through between
+/// them.
 #[test]
 fn a_small_ring_is_served_beside_a_greedy_one() {
     needs_mount!();

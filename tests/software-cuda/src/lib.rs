@@ -1,11 +1,16 @@
-//! A `libcuda.so` without a GPU: the driver API as far as gpunvme and its tests call it, on the CPU.
+//! A `libcuda.so` without a GPU: the driver API as far as gpunvme and its tests call it, on the
+//! CPU.
 //!
-//! It is to CUDA what `sim:` is to an NVMe controller: the interface is real, the silicon is not. Memory has addresses that only CUDA reaches, streams run beside their callers,
-//! copies from memory that is not registered, and from host memory to host memory, are synchronous, freed memory is refused, and a kernel that touches what it must not ends its
-//! context. It knows one kernel, gpunvme's own, by name. It says nothing about speed. Where it and a GPU differ, the GPU is right.
+//! It is to CUDA what `sim:` is to an NVMe controller: the interface is real, the silicon is not.
+//! Memory has addresses that only CUDA reaches, streams run beside their callers, copies from
+//! memory that is not registered, and from host memory to host memory, are synchronous, freed
+//! memory is refused, and a kernel that touches what it must not ends its context. It knows one
+//! kernel, gpunvme's own, by name. It says nothing about speed. Where it and a GPU differ, the GPU
+//! is right.
 //!
-//! It differs in this, at least: a default stream waits for no other stream and none for it; a dma-buf is a memfd, and begins where its allocation begins; GPUs do not reach each
-//! other's memory from kernels.
+//! It differs in this, at least: a default stream waits for no other stream and none for it; a
+//! dma-buf is a memfd, and begins where its allocation begins; GPUs do not reach each other's
+//! memory from kernels.
 //!
 //! Tests select it with `LD_LIBRARY_PATH`, and set it up with `SOFTWARE_CUDA` ([`settings`]).
 
@@ -80,7 +85,8 @@ struct Software {
     /// By GPU: bytes of memory that are free.
     left: Vec<Arc<AtomicU64>>,
     bars: Option<Bars>,
-    /// Calls that wait for the whole GPU hold it meanwhile; calls that give a stream something to do, or make memory known, need it.
+    /// Calls that wait for the whole GPU hold it meanwhile; calls that give a stream something to
+    /// do, or make memory known, need it.
     turn: Mutex<()>,
 }
 
@@ -166,7 +172,8 @@ impl Software {
         self.turn.lock().unwrap()
     }
 
-    /// Waits until every stream has done what it has to do. Nobody gives one more to do meanwhile, in any thread: so it was seen on an H200 (driver 580).
+    /// Waits until every stream has finished its work. No thread can add work to a stream
+    /// meanwhile, as observed on an H200 (driver 580).
     fn settle(&self) {
         let _turn = self.turn();
         let handles = self.handles.lock().unwrap();

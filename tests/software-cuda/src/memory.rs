@@ -1,7 +1,8 @@
 //! Addresses, and what is behind them.
 //!
-//! Device memory lies in an arena of addresses that nothing is mapped at, so that a CPU that touches it dies of it as it does beside a real GPU. Its bytes are in memfds, mapped
-//! a second time where only this driver looks. Addresses are used again when they are free.
+//! Device memory lies in an arena of addresses that nothing is mapped at, so that a CPU that
+//! touches it dies of it as it does beside a real GPU. Its bytes are in memfds, mapped a second
+//! time where only this driver looks. Addresses are used again when they are free.
 
 use crate::Code;
 use cudarc::driver::sys::cudaError_enum::{CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY};
@@ -15,7 +16,8 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// How memory and addresses are handed out; a real driver's small allocations share blocks, and are aligned to less.
+/// How memory and addresses are handed out; a real driver's small allocations share blocks, and are
+/// aligned to less.
 pub const PAGE: u64 = 64 << 10;
 /// The unit of memory that is mapped by hand.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -37,13 +39,15 @@ pub struct Backing {
 /// Files for device memory that nothing lies in.
 pub type Bars = Arc<Mutex<Vec<PathBuf>>>;
 
-// SAFETY: a mapping belongs to the whole process. What is in it is the application's business, as on a GPU.
+// SAFETY: a mapping belongs to the whole process. What is in it is the application's business, as
+// on a GPU.
 unsafe impl Send for Backing {}
 // SAFETY: as above.
 unsafe impl Sync for Backing {}
 
 impl Backing {
-    /// `len` bytes, taken from what the GPU has left; in one of `bars`, if there are to be any, and else zeroed.
+    /// `len` bytes, taken from what the GPU has left; in one of `bars`, if there are to be any, and
+    /// else zeroed.
     pub fn new(gpu: usize, len: u64, left: &Arc<AtomicU64>, bars: Option<&Bars>) -> Result<Backing, Code> {
         let len = len.next_multiple_of(PAGE);
         left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(len))
@@ -95,7 +99,7 @@ impl Backing {
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        // SAFETY: this is the range that was mapped; whoever uses it holds the backing.
+        // SAFETY: this is the range that was mapped; every user of it holds the backing.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "a mapping of ours was unmapped by somebody else");
         self.left.fetch_add(self.len(), Ordering::Relaxed);
@@ -145,7 +149,8 @@ pub struct Piece {
     _held: Option<Arc<Backing>>,
 }
 
-// SAFETY: a piece is a name for bytes, which its backing, or else the application, keeps where they are.
+// SAFETY: a piece is a name for bytes, which its backing, or else the application, keeps where they
+// are.
 unsafe impl Send for Piece {}
 
 impl Piece {
@@ -277,7 +282,8 @@ impl Addresses {
         Ok(())
     }
 
-    /// The pieces of memory that a copy touches: of one allocation, of mappings that follow each other, or all of it unknown to CUDA.
+    /// The pieces of memory that a copy touches: of one allocation, of mappings that follow each
+    /// other, or all of it unknown to CUDA.
     pub fn pieces(&self, address: u64, len: u64) -> Result<Vec<Piece>, Code> {
         let mut pieces: Vec<Piece> = Vec::new();
         let (mut at, end) = (address, address.checked_add(len).ok_or(CUDA_ERROR_INVALID_VALUE)?);

@@ -13,15 +13,19 @@ pub struct Settings {
     pub init: Option<u32>,
     /// `memory`: bytes of each GPU.
     pub memory: u64,
-    /// `copy-fails`: the copy, counted from 1, whose call fails with `CUDA_ERROR_ECC_UNCORRECTABLE`.
+    /// `copy-fails`: the copy, counted from 1, whose call fails with
+    /// `CUDA_ERROR_ECC_UNCORRECTABLE`.
     pub copy_fails: Option<u64>,
-    /// `wait-fails`: the wait for a word, counted from 1, whose call fails with `CUDA_ERROR_NOT_SUPPORTED`.
+    /// `wait-fails`: the wait for a word, counted from 1, whose call fails with
+    /// `CUDA_ERROR_NOT_SUPPORTED`.
     pub wait_fails: Option<u64>,
-    /// `query-fails`: the query of an event, counted from 1, whose call fails with `CUDA_ERROR_OUT_OF_MEMORY`, which ends no context.
+    /// `query-fails`: the query of an event, counted from 1, whose call fails with
+    /// `CUDA_ERROR_OUT_OF_MEMORY`, which ends no context.
     pub query_fails: Option<u64>,
     /// `copy-takes`: microseconds that a copy or a kernel takes at least.
     pub copy_takes: Duration,
-    /// `call-takes`: nanoseconds that a call takes at least which gives a stream something to do; on an H200 that is about 1200.
+    /// `call-takes`: nanoseconds that a call takes at least which gives a stream something to do;
+    /// on an H200 that is about 1200.
     pub call_takes: Duration,
     /// `dma-buf`: 0 where exports are refused.
     pub dma_buf: bool,
@@ -29,7 +33,8 @@ pub struct Settings {
     pub writes_ordering: i32,
     /// `c2c`: 1 where processor and GPU are linked by NVLink-C2C.
     pub c2c: bool,
-    /// `bar`, as often as there are any: files that device memory lies in, one allocation each, and none elsewhere then. The memory behind a PCI device's resource file
+    /// `bar`, as often as there are any: files that device memory lies in, one allocation each, and
+    /// none elsewhere then. The memory behind a PCI device's resource file
     /// (`/sys/bus/pci/devices/ADDRESS/resource2`) is what other devices reach.
     pub bars: Vec<PathBuf>,
 }

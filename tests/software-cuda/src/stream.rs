@@ -134,7 +134,8 @@ fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
         let begun = Instant::now();
         match work {
             Work::Pass(mark) => mark.pass(),
-            // After a kernel crashed nothing more is done in its context; nobody waits for it for ever either.
+            // After a kernel crashed nothing more is done in its context; no thread waits for it
+            // for ever either.
             _ if context.broken().is_some() => {}
             Work::Await(mark) => mark.wait(),
             Work::AwaitValue(word, value, passed) => {
@@ -166,7 +167,8 @@ fn linger(begun: Instant, takes: Duration) {
 }
 
 fn word_at(piece: &Piece) -> &AtomicU32 {
-    // SAFETY: it is four aligned bytes that the piece, or else the application, keeps where they are; both sides access them atomically.
+    // SAFETY: it is four aligned bytes that the piece, or else the application, keeps where they
+    // are; both sides access them atomically.
     unsafe { AtomicU32::from_ptr(piece.at.cast()) }
 }
 
@@ -180,7 +182,8 @@ fn copy(to: &[Piece], from: &[Piece]) {
             return;
         };
         let len = target_len.min(source_len);
-        // SAFETY: whoever asked for the copy keeps both ranges as they are until it is done. They may overlap.
+        // SAFETY: the caller that asked for the copy keeps both ranges as they are until it is
+        // done. They may overlap.
         unsafe { ptr::copy(source_at, target_at, len) };
         let rest = |at: *mut u8, whole: usize| (whole > len).then(|| (at.wrapping_add(len), whole - len));
         (target, source) = (rest(target_at, target_len), rest(source_at, source_len));
@@ -191,7 +194,8 @@ fn next<'a>(pieces: &mut impl Iterator<Item = &'a Piece>) -> Option<(*mut u8, us
     pieces.next().map(|piece| (piece.at, piece.len))
 }
 
-/// What `gpunvme_scatter` does (gpupath/cuda/src/scatter.ptx), with the care for addresses that a GPU's memory management takes.
+/// What `gpunvme_scatter` does (gpupath/cuda/src/scatter.ptx), with the care for addresses that a
+/// GPU's memory management takes.
 fn scatter(software: &Software, context: &Context, table: u64, count: u32) -> Result<(), Code> {
     let mut entries = vec![[0u64; 3]; count as usize];
     let bytes = count as usize * 24;
@@ -203,7 +207,8 @@ fn scatter(software: &Software, context: &Context, table: u64, count: u32) -> Re
     Ok(())
 }
 
-/// The memory at an address, if kernels of a context reach it: its own, memory of its GPU that has no context, and host memory that CUDA knows.
+/// The memory at an address, if kernels of a context reach it: its own, memory of its GPU that has
+/// no context, and host memory that CUDA knows.
 fn reachable(software: &Software, context: &Context, address: u64, len: u64) -> Result<Vec<Piece>, Code> {
     let addresses = software.addresses.lock().unwrap();
     let pieces = addresses.pieces(address, len).map_err(|_| CUDA_ERROR_ILLEGAL_ADDRESS)?;

@@ -1,4 +1,5 @@
-//! Checks on a GPU what the library takes for granted about CUDA, and prints what its calls cost there.
+//! Checks on a GPU what the library takes for granted about CUDA, and prints what its calls cost
+//! there.
 //!
 //! The last line is "N passed, N failed"; the exit code is 0 if nothing failed.
 
@@ -13,7 +14,8 @@ struct Arguments {
     /// The GPU, by its number or UUID.
     #[arg(long, default_value = "0")]
     gpu: Which,
-    /// Check transfers too, on a volume that is made for it. The project's programs are found in the folder that GPUNVME_BIN names.
+    /// Check transfers too, on a volume that is made for it. The project's programs are found in
+    /// the folder that GPUNVME_BIN names.
     #[arg(long)]
     transfers: bool,
     /// Only the check of transfers that leaves this process without its GPU.

@@ -1,4 +1,5 @@
-//! What the laboratory does with a device's memory, in its guest: random transfers against a model, and what must be refused.
+//! What the laboratory does with a device's memory, in its guest: random transfers against a model,
+//! and what must be refused.
 
 use std::error::Error;
 use std::os::fd::{AsRawFd, OwnedFd};

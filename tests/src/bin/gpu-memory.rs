@@ -1,4 +1,5 @@
-//! What the laboratory does with GPU memory that the SSD reaches itself, through the library, in its guest: the software CUDA driver's memory lies in the BARs of devices there.
+//! What the laboratory does with GPU memory that the SSD reaches itself, through the library, in
+//! its guest: the software CUDA driver's memory lies in the BARs of devices there.
 
 use std::error::Error;
 use std::fs;
@@ -90,7 +91,8 @@ impl Memory {
     }
 }
 
-/// Every byte that the device moves goes straight to or from the memory, and to the place that it was meant for.
+/// Every byte that the device moves goes straight to or from the memory, and to the place that it
+/// was meant for.
 fn storm(gpu: Gpu, path: &Path, seed: u64, rounds: u64) -> Outcome {
     let (file, ordinary) = (File::create(path)?, fs::OpenOptions::new().read(true).write(true).open(path)?);
     let transfers = Transfers::new(&Mount::open(path)?)?;
@@ -137,7 +139,8 @@ fn storm(gpu: Gpu, path: &Path, seed: u64, rounds: u64) -> Outcome {
     Ok(())
 }
 
-/// Two allocations take turns in a budget for one; then one is freed, and another lies at its address.
+/// Two allocations take turns in a budget for one; then one is freed, and another lies at its
+/// address.
 fn churn(gpu: Gpu, path: &Path) -> Outcome {
     let bytes = tree::pattern(9, LEN as usize);
     fs::write(path, &bytes)?;

@@ -1,5 +1,6 @@
-//! Reads a file of a mount into GPU memory, or writes it from there, for some seconds, and prints one line of JSON: what was reached, and by which route.
-//! `bench-gpu` runs it as the subject that is ours, beside others on the same file.
+//! Reads a file of a mount into GPU memory, or writes it from there, for some seconds, and prints
+//! one line of JSON: what was reached, and by which route. `bench-gpu` runs it as the subject that
+//! is ours, beside others on the same file.
 
 use std::fs::OpenOptions;
 use std::ops::Range;
@@ -140,7 +141,8 @@ impl Worker<'_> {
         Ok(())
     }
 
-    /// Makes a request, since the first of a GPU and a thread prepares things; and the queue, if the thread is to have one.
+    /// Makes a request, since the first of a GPU and a thread prepares things; and the queue, if
+    /// the thread is to have one.
     fn prepare(&self, transfers: &Transfers) -> Result<Option<Queue>> {
         let first = [Segment { file_offset: self.part.start, address: self.memory.address(), len: self.args.size }];
         if self.args.depth == 1 {
@@ -198,14 +200,16 @@ impl Worker<'_> {
     }
 
     fn begin(&self, queue: &mut Queue, segment: &Segment, slot: u64) -> gpunvme::Result<()> {
-        // SAFETY: the memory is this slot's, and used again only when it is done. Where an error ends this thread the process ends too.
+        // SAFETY: the memory is this slot's, and used again only when it is done. Where an error
+        // ends this thread the process ends too.
         unsafe {
             if self.args.write { queue.write(self.file, &[*segment], slot) } else { queue.read(self.file, &[*segment], slot) }
         }
     }
 }
 
-/// What is compared must not bring the file into the page cache, which writes would then have to keep right.
+/// What is compared must not bring the file into the page cache, which writes would then have to
+/// keep right.
 fn open_direct(path: &Path) -> std::io::Result<std::fs::File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)
 }

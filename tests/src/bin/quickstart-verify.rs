@@ -1,5 +1,6 @@
-//! Compares a tree on a gpunvme mount with the originals that it was copied from, twice over: through ordinary reads, and
-//! through the ioctl into registered memory. `scripts/quickstart` runs it before and after a remount.
+//! Compares a tree on a gpunvme mount with the originals that it was copied from, twice over:
+//! through ordinary reads, and through the ioctl into registered memory. `scripts/quickstart` runs
+//! it before and after a remount.
 
 #![forbid(unsafe_code)]
 
@@ -56,7 +57,8 @@ struct Results {
     /// Time inside read(2), and inside the ioctl. Opening and hashing are not in it.
     read: Duration,
     ioctl: Duration,
-    /// The part of all three that is files of [`LARGE`] and more: in small ones there is more to be asked than to be moved.
+    /// The part of all three that is files of [`LARGE`] and more: in small ones there is more to be
+    /// asked than to be moved.
     large_bytes: u64,
     large_read: Duration,
     large_ioctl: Duration,
@@ -152,7 +154,8 @@ fn through_read(path: &Path) -> Result<([u8; 32], Duration), Box<dyn Error>> {
     let mut bytes = vec![0; (file.metadata()?.len() as usize + 1).min(BUFFER)];
     let mut time = Duration::ZERO;
     loop {
-        // As much at a time as the ioctl moves: hashing after each read would hide the read-ahead that goes on meanwhile.
+        // As much at a time as the ioctl moves: hashing after each read would hide the read-ahead
+        // that goes on meanwhile.
         let start = Instant::now();
         let mut len = 0;
         while len < bytes.len() {

@@ -1,4 +1,5 @@
-//! What an application does with CUDA: memory of every kind, contexts and streams of its own. It goes past the library, as an application does.
+//! What an application does with CUDA: memory of every kind, contexts and streams of its own. It
+//! goes past the library, as an application does.
 
 use cudarc::driver::sys::{
     self, CUmemAccess_flags, CUmemAccess_flags_enum, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,
@@ -82,7 +83,8 @@ fn pooled(gpu: Gpu, len: usize) -> Memory {
     Memory::new("cuMemAllocAsync", address, len, free)
 }
 
-/// Memory as PyTorch's expandable segments have it: addresses first, then memory behind them, here one piece after the other.
+/// Memory as PyTorch's expandable segments have it: addresses first, then memory behind them, here
+/// one piece after the other.
 pub fn mapped(gpu: Gpu, lens: &[usize]) -> Memory {
     let location = CUmemLocation { type_: CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id: gpu.index() as i32 };
     let properties = CUmemAllocationProp {
@@ -263,7 +265,8 @@ pub fn own_stream(gpu: Gpu) -> usize {
     stream as usize
 }
 
-/// A stream of a green context of the application's own, with all of the GPU's processors; it is never destroyed.
+/// A stream of a green context of the application's own, with all of the GPU's processors; it is
+/// never destroyed.
 pub fn green_stream(gpu: Gpu) -> usize {
     let (device, sm) = (gpu.index() as i32, CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM);
     let _entered = gpu.enter().unwrap();

@@ -76,7 +76,7 @@ pub fn measure(gpu: Gpu) {
     }
     each("event recorded", 200, || stream.record(&event).unwrap(), || stream.synchronize().unwrap());
     each("event asked", 200, || event.done().unwrap(), || {});
-    // SAFETY: as above; the word is nobody else's.
+    // SAFETY: as above; no other code uses the word.
     each(
         "word written by the stream, enqueued",
         100,

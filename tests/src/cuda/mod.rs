@@ -1,5 +1,5 @@
-//! What has to be true of CUDA for the library to work, checked through the module that it uses (`gpunvme_cuda`): on the software driver by `cargo test`,
-//! on a GPU by the program `cuda-checks`.
+//! What has to be true of CUDA for the library to work, checked through the module that it uses
+//! (`gpunvme_cuda`): on the software driver by `cargo test`, on a GPU by the program `cuda-checks`.
 
 mod application;
 mod checks;

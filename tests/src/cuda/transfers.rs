@@ -1,4 +1,5 @@
-//! Files of a mount in GPU memory, checked with real CUDA memory of every kind: on the software driver by `cargo test`, on a GPU by the program `cuda-checks`.
+//! Files of a mount in GPU memory, checked with real CUDA memory of every kind: on the software
+//! driver by `cargo test`, on a GPU by the program `cuda-checks`.
 
 mod endings;
 mod streams;
@@ -234,7 +235,7 @@ fn many_in_flight(site: &Site) {
     let (mut at, mut lens) = (0, Vec::new());
     while at < 16 * MIB {
         let len = sizes[lens.len() % 4].min(16 * MIB - at);
-        // SAFETY: nobody uses the memory until all is done.
+        // SAFETY: no other code uses the memory until all is done.
         unsafe { queue.read(&sample.file, &[segment(at, memory.address() + at, len)], lens.len() as u64) }.unwrap();
         (at, lens) = (at + len, [lens, vec![len]].concat());
     }
@@ -267,12 +268,12 @@ fn callbacks(site: &Site) {
     let (file, path) = site.empty("out");
     let ((was_read, reads), (was_written, writes)) = (mpsc::channel(), mpsc::channel());
     // One that panics is the only one that does.
-    // SAFETY: nobody uses the memory until all is done.
+    // SAFETY: no other code uses the memory until all is done.
     unsafe { transfers.read_then(&sample.file, &[segment(0, memory.address(), MIB)], |_| panic!("as it should")) }.unwrap();
     for at in 0..8 {
         let was_read = was_read.clone();
         let part = segment(at * MIB, memory.address() + at * MIB, MIB);
-        // SAFETY: nobody uses the memory until all is done.
+        // SAFETY: no other code uses the memory until all is done.
         unsafe { transfers.read_then(&sample.file, &[part], move |done| was_read.send((at, done)).unwrap()) }.unwrap();
     }
     for _ in 0..8 {

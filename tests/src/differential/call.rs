@@ -1,4 +1,5 @@
-//! The system calls that the two filesystems are asked, as data: they are generated, sent to processes, shrunk and printed.
+//! The system calls that the two filesystems are asked, as data: they are generated, sent to
+//! processes, shrunk and printed.
 
 use std::fmt;
 
@@ -15,8 +16,8 @@ pub struct Step {
     pub process: usize,
     /// What it calls.
     pub call: Call,
-    /// Whether what the call concerns is looked at before and after it. Looking refreshes what the kernel keeps of it, so that not
-    /// looking finds other faults.
+    /// Whether what the call concerns is looked at before and after it. Looking refreshes what the
+    /// kernel keeps of it, so that not looking finds other faults.
     pub look: bool,
 }
 

@@ -22,7 +22,8 @@ impl How {
     }
 }
 
-/// All of them, by their names in docs/reference/posix.md. Where the fuzzer leaves one out, a comment has its name.
+/// All of them, by their names in docs/reference/posix.md. Where the fuzzer leaves one out, a
+/// comment has its name.
 pub const DIFFERENCES: &[(&str, How)] = &[
     ("access-times", How::AskedOtherwise),
     ("directory-sizes", How::NotCompared),
@@ -44,8 +45,8 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("file-flags", How::NotAsked),
 ];
 
-/// The names and the treatment in the list below the heading `## Against ext4` of docs/reference/posix.md, whose items read
-/// "- `name` (treatment): what is different".
+/// The names and the treatment in the list below the heading `## Against ext4` of
+/// docs/reference/posix.md, whose items read "- `name` (treatment): what is different".
 pub fn documented(posix: &str) -> Vec<(String, String)> {
     let section = posix.split("## Against ext4").nth(1).unwrap_or_default().split("\n## ").next().unwrap_or_default();
     let items = section.lines().filter_map(|line| line.strip_prefix("- `"));

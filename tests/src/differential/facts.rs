@@ -14,7 +14,8 @@ use super::call::Time;
 /// What `O_DIRECT` transfers are aligned to.
 pub const SECTOR: u64 = 512;
 
-/// The range of ext4's times, in seconds (`EXT4_TIMESTAMP_MIN` and `EXT4_EXTRA_TIMESTAMP_MAX` of fs/ext4/ext4.h).
+/// The range of ext4's times, in seconds (`EXT4_TIMESTAMP_MIN` and `EXT4_EXTRA_TIMESTAMP_MAX` of
+/// fs/ext4/ext4.h).
 const EARLIEST: i64 = -(1 << 31);
 const LATEST: i64 = (1 << 34) - (1 << 31) - 1;
 
@@ -43,8 +44,8 @@ impl Clock {
         Timestamps { last_access: time(accessed), last_modification: time(modified) }
     }
 
-    /// A time in words that are the same on both sides: all that is about now is. Times that ext4 cannot store are cut as it cuts
-    /// them (`far-times`).
+    /// A time in words that are the same on both sides: all that is about now is. Times that ext4
+    /// cannot store are cut as it cuts them (`far-times`).
     fn say(self, time: &StatxTimestamp) -> String {
         if NOW.contains(&time.tv_sec.saturating_sub(self.0)) {
             return "now".to_owned();
@@ -116,7 +117,8 @@ impl Facts {
         if matches!(kind, FileType::CharacterDevice | FileType::BlockDevice) {
             self.add("device", format_args!("{}:{}", found.stx_rdev_major, found.stx_rdev_minor));
         }
-        // Pipes are the kernel's own, and it tells nobody that they are used (`fifo-times`).
+        // Pipes are the kernel's own, and it does not tell the filesystem that they are used
+        // (`fifo-times`).
         if kind == FileType::Fifo {
             return;
         }
@@ -124,7 +126,8 @@ impl Facts {
         self.add("modified", clock.say(&found.stx_mtime));
     }
 
-    /// The attributes of a file, and which of its times a call moved; not those of a call that failed (`times-of-failures`).
+    /// The attributes of a file, and which of its times a call moved; not those of a call that
+    /// failed (`times-of-failures`).
     pub fn compare(&mut self, before: &Look, after: &Look, clock: Clock, succeeded: bool) {
         self.look(after, clock);
         let (Ok(before), Ok(after)) = (before, after) else { return };

@@ -98,14 +98,16 @@ struct Generator {
 impl Generator {
     fn new(seed: u64) -> Self {
         let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d);
-        // A sequence in which a few kinds are frequent and others missing goes deeper than one of everything.
+        // A sequence in which a few kinds are frequent and others missing goes deeper than one of
+        // everything.
         let mut weights: Vec<_> = KINDS.iter().map(|(weight, _)| weight * [0, 1, 1, 4][random.below(4) as usize]).collect();
         let allocates = random.below(2) == 0;
         if !allocates {
             weights[ALLOCATE] = 0;
         }
         let mut look = random.below(4);
-        // When a write to a mapping moves mtime is a difference (`mapped-times`): times are looked at in other sequences.
+        // When a write to a mapping moves mtime is a difference (`mapped-times`): times are looked
+        // at in other sequences.
         if random.below(3) == 0 {
             (look, weights[SET_TIMES]) = (0, 0);
         } else {
@@ -281,7 +283,8 @@ impl Generator {
     }
 
     fn seek(&mut self) -> Call {
-        // What was allocated but not written is data for ext4 while it is in memory (`unwritten-data`).
+        // What was allocated but not written is data for ext4 while it is in memory
+        // (`unwritten-data`).
         let choices = if self.allocates { 3 } else { 5 };
         let whence = self.one(&[libc::SEEK_SET, libc::SEEK_CUR, libc::SEEK_END, libc::SEEK_DATA, libc::SEEK_HOLE][..choices]);
         let offset = self.place() as i64;
@@ -388,7 +391,8 @@ impl Generator {
         Call::Lock { slot: self.slot(), open_file: self.chance(2), test: self.chance(3), kind, start, len }
     }
 
-    /// Several transfers in flight at once. Writes may overlap: they write the same there. Reads never overlap with writes.
+    /// Several transfers in flight at once. Writes may overlap: they write the same there. Reads
+    /// never overlap with writes.
     fn batch(&mut self) -> Call {
         let (start, room) = (self.below(64) * 4096, self.one(&[65_536, 262_144, 1 << 20]));
         let mut transfers = Vec::new();

@@ -27,7 +27,8 @@ impl Ext4 {
         let new = Self { scratch: scratch_dir() };
         fs::create_dir(new.root()).expect("a mount point");
         File::create(new.image()).and_then(|file| file.set_len(LEN)).expect("an image");
-        // Values of attributes may be as long as the kernel allows, and nothing is written behind our back.
+        // Values of attributes may be as long as the kernel allows, and nothing is written behind
+        // our back.
         let options = ["-q", "-F", "-O", "ea_inode", "-E", "lazy_itable_init=0,lazy_journal_init=0"];
         said(Command::new("mkfs.ext4").args(options).arg(new.image()))?;
         new.mount()?;
@@ -111,7 +112,7 @@ impl Pair {
             *self = Self::new().expect("it was to be had before");
         }
         for side in [Side::Ext4, Side::Gpunvme] {
-            // What it leaves behind is in nobody's way.
+            // What it leaves behind does no harm.
             let _ = fs::remove_dir_all(self.folder(side));
         }
         self.folders += 1;

@@ -1,4 +1,5 @@
-//! A process of the fuzzer: it makes the calls that it is sent, inside one of the two trees, and answers with what came of them.
+//! A process of the fuzzer: it makes the calls that it is sent, inside one of the two trees, and
+//! answers with what came of them.
 
 use std::fs::File;
 use std::io::{self, BufRead, IoSlice, IoSliceMut, Write};
@@ -207,7 +208,8 @@ impl Process {
                     _ => SeekFrom::Hole(*offset as u64),
                 };
                 let fd = self.slot(*slot)?;
-                // Places in a directory are numbers of the filesystem's own (`directory-positions`).
+                // Places in a directory are numbers of the filesystem's own
+                // (`directory-positions`).
                 if FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::Directory {
                     return Err(io::Error::from_raw_os_error(libc::EISDIR));
                 }
@@ -389,7 +391,7 @@ impl Process {
                     rustix::fs::ftruncate(fd, 0)?;
                     rustix::fs::ftruncate(fd, 4 << 20)?;
                 }
-                // Which of several appends comes first is nobody's promise.
+                // No system promises which of several appends comes first.
                 let flags = rustix::fs::fcntl_getfl(fd)?;
                 without(fd, flags, OFlags::APPEND, |fd| raw::fly(fd, *engine, &mut flights))?;
                 for (number, flight) in flights.iter().enumerate() {
@@ -414,7 +416,8 @@ impl Process {
         Ok(0)
     }
 
-    /// What `O_DIRECT` does with what is not aligned is a named difference (`unaligned-direct`): ext4 is asked without it.
+    /// What `O_DIRECT` does with what is not aligned is a named difference (`unaligned-direct`):
+    /// ext4 is asked without it.
     fn aligned_or_buffered(
         &self,
         slot: u8,
@@ -492,8 +495,8 @@ impl Process {
         Ok(read)
     }
 
-    /// Copies until all is done, or nothing more comes: how much one call copies each filesystem decides. ext4 is asked without
-    /// `O_DIRECT` (`unaligned-direct`).
+    /// Copies until all is done, or nothing more comes: how much one call copies each filesystem
+    /// decides. ext4 is asked without `O_DIRECT` (`unaligned-direct`).
     fn copy(
         &self,
         (from, to): (u8, u8),
@@ -566,7 +569,8 @@ fn flight(seed: u8, transfer: &Transfer) -> Flight {
     Flight { write: transfer.write, at: transfer.at, memory, result: 0 }
 }
 
-/// Bytes that their place in the file decides, and a seed: transfers that overlap write the same where they do.
+/// Bytes that their place in the file decides, and a seed: transfers that overlap write the same
+/// where they do.
 pub fn content(seed: u8, at: u64, len: usize) -> Vec<u8> {
     (at..at.saturating_add(len as u64))
         .map(|at| {

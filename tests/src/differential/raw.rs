@@ -1,5 +1,5 @@
-//! The system calls that have no safe wrapper: many transfers in flight, mappings of files that may shrink under them, and locks of
-//! ranges.
+//! The system calls that have no safe wrapper: many transfers in flight, mappings of files that may
+//! shrink under them, and locks of ranges.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -100,7 +100,8 @@ const AIO_WRITE: u16 = 1;
 /// Submits all transfers in one call and waits for all of them.
 ///
 /// # Errors
-/// That of the call which makes the queue. Those of transfers are in their results; what was not taken has that of the submission.
+/// That of the call which makes the queue. Those of transfers are in their results; what was not
+/// taken has that of the submission.
 pub fn fly(file: BorrowedFd<'_>, engine: Engine, flights: &mut [Flight]) -> io::Result<()> {
     match engine {
         Engine::Aio => aio(file, flights),
@@ -127,7 +128,8 @@ fn aio(file: BorrowedFd<'_>, flights: &mut [Flight]) -> io::Result<()> {
     let pointers: Vec<*const Iocb> = blocks.iter().map(|block| &raw const *block).collect();
     let mut taken = 0;
     while taken < pointers.len() {
-        // SAFETY: the blocks, and the memory that they name, live until all that was taken has ended, below.
+        // SAFETY: the blocks, and the memory that they name, live until all that was taken has
+        // ended, below.
         let result = unsafe { libc::syscall(libc::SYS_io_submit, context, pointers.len() - taken, pointers[taken..].as_ptr()) };
         match checked(result) {
             Ok(more) => taken += more as usize,
@@ -203,8 +205,8 @@ fn checked(result: libc::c_long) -> io::Result<i64> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// A mapping that the kernel, and never this process itself, reads and writes: where a file has no page, that is EFAULT and not
-/// SIGBUS.
+/// A mapping that the kernel, and never this process itself, reads and writes: where a file has no
+/// page, that is EFAULT and not SIGBUS.
 #[derive(Debug)]
 pub struct Mapping {
     address: NonNull<u8>,
@@ -288,7 +290,8 @@ impl Drop for Mapping {
     }
 }
 
-/// fcntl(2) about a lock of a range; what it says of the lock (`F_GETLK`) as kind, start and length.
+/// fcntl(2) about a lock of a range; what it says of the lock (`F_GETLK`) as kind, start and
+/// length.
 ///
 /// # Errors
 /// That of the call.
@@ -306,7 +309,8 @@ pub fn lock(file: impl AsFd, open_file: bool, test: bool, kind: i16, start: i64,
     Ok((lock.l_type, lock.l_start, lock.l_len))
 }
 
-/// Errors instead of the signals that would end the process: a file at its limit, a pipe without a reader.
+/// Errors instead of the signals that would end the process: a file at its limit, a pipe without a
+/// reader.
 pub fn ignore_signals() {
     for signal in [libc::SIGXFSZ, libc::SIGPIPE] {
         // SAFETY: no handler is installed.

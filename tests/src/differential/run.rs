@@ -93,8 +93,9 @@ impl Drop for Process {
 const SIDES: [Side; 2] = [Side::Ext4, Side::Gpunvme];
 
 impl Runner {
-    /// Carries `steps` out in fresh folders; what they agree on to the last, the trees included, is `Ok`. With `remount` also what
-    /// is there after a remount, and that fsck.gpunvme finds nothing.
+    /// Carries `steps` out in fresh folders; what they agree on to the last, the trees included, is
+    /// `Ok`. With `remount` also what is there after a remount, and that fsck.gpunvme finds
+    /// nothing.
     ///
     /// # Errors
     /// The first disagreement.

@@ -72,7 +72,8 @@ pub fn read(root: &Path, clock: Clock) -> io::Result<Tree> {
     Ok(tree)
 }
 
-/// Bytes of a file: a digest of each block that holds more than zeros, so that holes and zeros are alike.
+/// Bytes of a file: a digest of each block that holds more than zeros, so that holes and zeros are
+/// alike.
 fn content(path: &Path) -> io::Result<String> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path)?;
     let mut blocks = Vec::new();
@@ -131,7 +132,8 @@ fn latin1(name: &str) -> std::ffi::OsString {
     std::os::unix::ffi::OsStringExt::from_vec(bytes)
 }
 
-/// The first entry that differs in a fact that counts: its path, the name of the fact, and what each has.
+/// The first entry that differs in a fact that counts: its path, the name of the fact, and what
+/// each has.
 pub fn difference(ext4: &Tree, gpunvme: &Tree, counts: impl Fn(&str) -> bool) -> Option<(String, String, String, String)> {
     let paths: std::collections::BTreeSet<_> = ext4.keys().chain(gpunvme.keys()).collect();
     paths.into_iter().find_map(|path| {

@@ -1,7 +1,9 @@
-//! Attacks on a mount by users without rights, who speak the raw ABI. Each is a process of its own, begun by the test that watches what it costs others.
+//! Attacks on a mount by users without rights, who speak the raw ABI. Each is a process of its own,
+//! begun by the test that watches what it costs others.
 //!
-//! The modules go by what is attacked. An attack is a function in the table of its module (`attacks!`), which a test begins by name
-//! ([`gpunvme_tests::attack`]); what it did to the daemon and to a victim, [`gpunvme_tests::observe`] tells.
+//! The modules go by what is attacked. An attack is a function in the table of its module
+//! (`attacks!`), which a test begins by name ([`gpunvme_tests::attack`]); what it did to the daemon
+//! and to a victim, [`gpunvme_tests::observe`] tells.
 
 mod fuzz;
 mod ownership;

@@ -1,4 +1,4 @@
-//! What belongs to one process is nobody else's.
+//! Attacks on ownership: no process can use the buffers and rings of another.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;

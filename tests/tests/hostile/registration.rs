@@ -1,4 +1,5 @@
-//! The daemon's end of registration: descriptors that cannot be closed, and more of everything than there is.
+//! The daemon's end of registration: descriptors that cannot be closed, and more of everything than
+//! there is.
 
 use std::fs::File;
 use std::io::IoSlice;
@@ -84,8 +85,9 @@ fn lingering(listener: &TcpListener) -> (OwnedFd, TcpStream) {
     (socket, peer)
 }
 
-/// Sends sockets that linger, each the last of its kind: more of them with a message than it may have, and with messages that are never received, because
-/// the one before them ends their connection.
+/// Sends sockets that linger, each the last of its kind: more of them with a message than it may
+/// have, and with messages that are never received, because the one before them ends their
+/// connection.
 fn send_what_cannot_be_closed(attacker: &mut Attacker) {
     const EACH: usize = 45;
     let path = get_text(&info(attacker.root()).socket);
@@ -100,7 +102,8 @@ fn send_what_cannot_be_closed(attacker: &mut Attacker) {
     let register = message(Command::Register, Register { fd: -1, len: 4096, ..Register::default() }.as_bytes());
     // It would be fine if the daemon no longer listened to this user, now or later.
     let connect = || try_connect(&path, Duration::from_millis(100));
-    // Where the daemon was faster, or the message was not sent, it is this process that cannot close them.
+    // Where the daemon was faster, or the message was not sent, it is this process that cannot
+    // close them.
     let let_go = |sockets: Vec<OwnedFd>| thread::spawn(move || drop(sockets));
     let mut let_gone = Vec::new();
     for socket in (0..EACH).filter_map(|_| connect().ok()) {
@@ -123,7 +126,8 @@ fn send_what_cannot_be_closed(attacker: &mut Attacker) {
     let_gone.into_iter().for_each(|thread| thread.join().unwrap());
 }
 
-/// The daemon of a mount under attack serves others over the socket and by ioctl, and in the end it is unmounted as ever.
+/// The daemon of a mount under attack serves others over the socket and by ioctl, and in the end it
+/// is unmounted as ever.
 #[test]
 fn descriptors_that_cannot_be_closed_hold_up_neither_others_nor_the_end() {
     needs_mount!();
@@ -179,7 +183,8 @@ fn send_a_stubborn_file(attacker: &mut Attacker) {
     attacker.wait_for("go on");
 }
 
-/// Not even the end of its process closes such a file; what the daemon has to do at the end it does before.
+/// Not even the end of its process closes such a file; what the daemon has to do at the end it does
+/// before.
 #[test]
 fn a_file_that_nobody_can_close_keeps_neither_the_volume_nor_the_device() {
     needs_mount!();
@@ -211,7 +216,8 @@ fn a_file_that_nobody_can_close_keeps_neither_the_volume_nor_the_device() {
     volume.unmount();
 }
 
-/// Registers a page again and again until it is refused, and says how often it was not, and why then.
+/// Registers a page again and again until it is refused, and says how often it was not, and why
+/// then.
 fn take_all_buffers(attacker: &mut Attacker) {
     let root = attacker.root();
     let memory = memfd(4096);
@@ -254,7 +260,8 @@ fn processes_of_one_user_cannot_take_all_buffers() {
     Buffer::new(&root, 4096).unregister(&root).unwrap();
 }
 
-/// Has the daemon write zeroes where no memory is: into a memfd of which no page was ever touched, and one whose pages were taken out again.
+/// Has the daemon write zeroes where no memory is: into a memfd of which no page was ever touched,
+/// and one whose pages were taken out again.
 fn fill_holes_without_memory(attacker: &mut Attacker) {
     const LEN: u64 = 256 << 20;
     let file = File::open(attacker.path("holes")).unwrap();

@@ -1,4 +1,5 @@
-//! A FUSE filesystem with one file that cannot be closed: its server does not answer FLUSH until it gives in. Not even SIGKILL ends who closes it.
+//! A FUSE filesystem with one file that cannot be closed: its server does not answer FLUSH until it
+//! gives in. Not even SIGKILL ends who closes it.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! A user who works on a mount while others attack it: reads by ioctl and by a ring, and a write that is synced, again and again.
+//! A user who works on a mount while others attack it: reads by ioctl and by a ring, and a write
+//! that is synced, again and again.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -56,7 +57,8 @@ impl FromStr for Latencies {
     }
 }
 
-/// Begins one, which says how it fares whenever it is asked `so far`. Returns the name of its buffer too.
+/// Begins one, which says how it fares whenever it is asked `so far`. Returns the name of its
+/// buffer too.
 pub fn begin(volume: &Mounted) -> (UnderWay, String) {
     fs::write(volume.path(FILE), tree::pattern(1, LEN)).unwrap();
     chown(volume.path(FILE), Some(STRANGER), Some(STRANGER)).unwrap();

@@ -1,4 +1,5 @@
-//! The direct path and ordinary reads, writes and mappings of the same file see each other's bytes, in every order.
+//! The direct path and ordinary reads, writes and mappings of the same file see each other's bytes,
+//! in every order.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -54,7 +55,8 @@ fn a_direct_read_sees_a_dirty_page_of_a_mapping() {
 fn a_direct_read_sees_the_first_dirty_page_of_a_file_that_no_page_was_cached_of() {
     needs_mount!();
     let volume = Mounted::new();
-    // A page that is missing is read with the flags of the mapped file: O_DIRECT does not say that it goes past the cache.
+    // A page that is missing is read with the flags of the mapped file: O_DIRECT does not say that
+    // it goes past the cache.
     for flags in [0, libc::O_DIRECT] {
         let path = volume.path(format!("file{flags}"));
         let file = OpenOptions::new().read(true).write(true).create_new(true).custom_flags(flags).open(path).unwrap();
@@ -158,7 +160,7 @@ fn the_time_of_a_direct_write_in_place_shows_whenever_somebody_looks() {
     write();
     let mut last = time();
     for round in 0..300 {
-        // At first one look after the other, then such that come when nobody has looked for a while.
+        // At first one look right after the other, then looks that come after a pause.
         let quiet = Instant::now() + Duration::from_millis(if round < 295 { round % 3 } else { 200 });
         while Instant::now() < quiet {
             write();

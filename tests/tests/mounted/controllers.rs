@@ -1,4 +1,5 @@
-//! Volumes on a controller that the daemon drives itself. It is the software one; what differs on silicon, the laboratory tries.
+//! Volumes on a controller that the daemon drives itself. It is the software one; what differs on
+//! silicon, the laboratory tries.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -16,7 +17,8 @@ use gpunvme_tests::sys::without_io_uring;
 use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
 use tempfile::TempDir;
 
-/// A file that a software controller keeps its data in, and a place to mount it. Unmounts when it goes.
+/// A file that a software controller keeps its data in, and a place to mount it. Unmounts when it
+/// goes.
 struct Controller {
     scratch: TempDir,
 }
@@ -104,7 +106,8 @@ fn a_volume_lives_on_a_controller_and_on_its_file_alike() {
     succeeds(run("fsck.gpunvme", &["-n", controller.file().to_str().unwrap()]));
 }
 
-/// Blocks of 4 KiB, so that reads have edges inside them; and a buffer that lies as a driver needs it and no better goes direct.
+/// Blocks of 4 KiB, so that reads have edges inside them; and a buffer that lies as a driver needs
+/// it and no better goes direct.
 #[test]
 fn large_blocks_and_fine_alignment() {
     needs_mount!();
@@ -150,7 +153,7 @@ fn a_controller_has_one_user_by_whatever_name() {
     }
     refused(&run("gpunvme", &["nvme", &device, "smart"]), "in use");
     controller.unmount();
-    // The daemon may be a moment late; whoever mounts waits for it.
+    // The daemon may end a moment later; a new mount waits for it.
     controller.mount(&controller.device(",queues=1"));
     controller.unmount();
     refused(&run("mkfs.gpunvme", &[&device]), "carries a gpunvme volume");
@@ -180,7 +183,8 @@ fn a_controller_is_looked_after() {
     refused(&run("fsck.gpunvme", &["-n", &device]), "no gpunvme");
 }
 
-/// The controller would take GPU memory, and what the software CUDA driver exports is none: the library learns that once, and reads by way of the staging pool.
+/// The controller would take GPU memory, and what the software CUDA driver exports is none: the
+/// library learns that once, and reads by way of the staging pool.
 #[test]
 fn gpu_memory_that_is_refused_is_offered_once() {
     needs_mount!();

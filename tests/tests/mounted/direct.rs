@@ -1,5 +1,5 @@
-//! The direct path on a real mount: bytes go between files and registered memory, whole or in pieces, and are always
-//! accounted for.
+//! The direct path on a real mount: bytes go between files and registered memory, whole or in
+//! pieces, and are always accounted for.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -337,7 +337,8 @@ fn another_user_reads_what_it_may_open() {
     fs::set_permissions(volume.root().parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     // The program has to lie where the other user can run it.
     let program = volume.image().path().with_file_name("direct-client");
-    // By another process: a program that is open for writing here, or in what another test is starting, cannot be run.
+    // By another process: a program that is open for writing here, or in what another test is
+    // starting, cannot be run.
     let copied = std::process::Command::new("cp").arg(env!("CARGO_BIN_EXE_direct-client")).arg(&program).status().unwrap();
     assert!(copied.success());
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
@@ -472,7 +473,8 @@ fn a_direct_write_may_cover_the_unfinished_last_block() {
     let buffer = Buffer::new(File::open(volume.root()).unwrap(), MIB);
     let source = tree::pattern(15, MIB as usize);
     buffer.put(0, &source);
-    // The file ends in the middle of the first, a middle or the last block of what is written; cold, and just written.
+    // The file ends in the middle of the first, a middle or the last block of what is written;
+    // cold, and just written.
     for (number, (len, offset)) in [(100, 0), (10_000, 0), (10_000, 8192), (10_000, 4096), (5000, 512)].into_iter().enumerate() {
         for shortened in [false, true] {
             let path = volume.path(format!("{number} {shortened}"));

@@ -1,5 +1,5 @@
-//! What the direct path refuses: every field wrong in turn, memory that is none, buffers that are gone. Each refusal is a
-//! clear errno, moves nothing, and leaves the daemon as it was.
+//! What the direct path refuses: every field wrong in turn, memory that is none, buffers that are
+//! gone. Each refusal is a clear errno, moves nothing, and leaves the daemon as it was.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -208,7 +208,8 @@ fn random_commands_with_random_bytes_do_no_harm() {
     let folder = File::open(volume.root()).unwrap();
     for seed in 0..20_000_u64 {
         let random = u64::from_le_bytes(tree::pattern(seed, 8).try_into().unwrap());
-        // Mostly our own commands of odd sizes, some of anybody's. Never ones that the kernel itself takes ('f', 'X', 0x12).
+        // Mostly our own commands of odd sizes, some of anybody's. Never ones that the kernel
+        // itself takes ('f', 'X', 0x12).
         let size = if random.is_multiple_of(3) { 88 + (random >> 8) % 4 * 24 } else { (random >> 8) % 16384 } as u32;
         let number = (random >> 32) as u32 % 10;
         let command = 3 << 30 | size << 16 | u32::from(b'G') << 8 | number;
@@ -288,7 +289,8 @@ fn the_socket_registers_what_the_ioctl_would() {
     assert_eq!(buffer.read(&file, 0, 65536).unwrap().bytes, 65536);
     assert!(buffer.get(0, 65536) == data);
 
-    // No descriptor, two descriptors, a descriptor of something else, a command that only the ioctl takes.
+    // No descriptor, two descriptors, a descriptor of something else, a command that only the ioctl
+    // takes.
     let none = exchange(&socket, request, register.as_bytes(), &[]);
     assert_eq!(none.0.status, libc::EBADF);
     let two = exchange(connect(), request, register.as_bytes(), &[&buffer.memory, &file]);

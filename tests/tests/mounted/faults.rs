@@ -1,5 +1,5 @@
-//! A device that fails under a mounted volume: the operation that met the failure gets an error, nothing else is lost, and the
-//! daemon lives on.
+//! A device that fails under a mounted volume: the operation that met the failure gets an error,
+//! nothing else is lost, and the daemon lives on.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -49,7 +49,8 @@ fn a_device_that_cannot_read_gives_eio_and_recovers() {
 #[test]
 fn a_device_that_cannot_write_costs_nothing_that_was_synced() {
     needs_mount!();
-    // A sparse image on a small tmpfs: the device says that it is larger than what can be written to it.
+    // A sparse image on a small tmpfs: the device says that it is larger than what can be written
+    // to it.
     let outer = gpunvme_tests::scratch_dir();
     let mount = |options: &str| {
         let status = Command::new("mount").args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(outer.path()).status().unwrap();

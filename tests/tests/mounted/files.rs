@@ -1,4 +1,5 @@
-//! File contents: every way to write, cut, extend, punch, map and find them, each read back by another way.
+//! File contents: every way to write, cut, extend, punch, map and find them, each read back by
+//! another way.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -240,7 +241,8 @@ fn direct_io_and_buffered_io_see_each_other() {
     let data = tree::pattern(7, 4 << 20);
     let direct =
         OpenOptions::new().read(true).write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
-    // An anonymous shared mapping would do for alignment as well; a Vec cut at a page boundary is simpler.
+    // An anonymous shared mapping would do for alignment as well; a Vec cut at a page boundary is
+    // simpler.
     let mut memory = vec![0_u8; (4 << 20) + 4096];
     let start = memory.as_ptr().align_offset(4096);
     let aligned = &mut memory[start..start + (4 << 20)];

@@ -1,4 +1,5 @@
-//! What the kernel leaves to the front end of a FUSE filesystem, and would not notice if it were wrong.
+//! What the kernel leaves to the front end of a FUSE filesystem, and would not notice if it were
+//! wrong.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{IoSlice, Write};
@@ -48,7 +49,8 @@ fn set_user_id_bits_go_when_somebody_else_could_have_changed_the_file() {
         assert_eq!(after(0o2644, USER, script), 0o2644, "{script}: a set-group-id bit that is none");
     }
     assert_eq!(after(0o6755, USER, "chown 4711 program"), 0o755);
-    // Whoever is not in the group of a file cannot leave its set-group-id bit, not even where it is none.
+    // A user who is not in the group of a file cannot keep its set-group-id bit, not even on a file
+    // that no group may execute.
     let by = |uid: u32, gid: u32, groups: &str, mode: u32, script: &str| {
         fs::write(&path, "content").unwrap();
         chown(&path, Some(USER), Some(USER)).unwrap();
@@ -97,7 +99,8 @@ fn nobody_else_is_kept_waiting_by_parts_of_a_direct_append_that_others_do_not_go
     let volume = Mounted::new();
     let direct = || OpenOptions::new().append(true).create(true).custom_flags(libc::O_DIRECT).open(volume.path("file")).unwrap();
     let mut other = File::create_new(volume.path("other")).unwrap();
-    // Far behind the end, on a file that is open for appending: the daemon cannot know that nothing comes before.
+    // Far behind the end, on a file that is open for appending: the daemon cannot know that nothing
+    // comes before.
     const FAR: u64 = 256 << 20;
     let bytes = tree::pattern(62, 96 << 20);
     std::thread::scope(|scope| {

@@ -1,4 +1,5 @@
-//! fsck.gpunvme on volumes that were really used: what it refuses, and what is there after a repair.
+//! fsck.gpunvme on volumes that were really used: what it refuses, and what is there after a
+//! repair.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;

@@ -1,6 +1,7 @@
-//! The daemon is killed with SIGKILL under load, again and again: what was promised before is there afterwards, fsck finds
-//! nothing, whoever had files open gets errors and no hang, and a new mount just works. A killed daemon loses what it had in
-//! memory; what a device loses with its power is the engine's tests' matter.
+//! The daemon is killed with SIGKILL under load, again and again: what was promised before is there
+//! afterwards, fsck finds nothing, programs with open files get errors and do not hang, and a new
+//! mount works. A killed daemon loses what it had in memory; what a device loses with its power is
+//! the engine's tests' matter.
 //!
 //! `KILL_SECONDS` is how long each test goes on (7 by default).
 
@@ -21,8 +22,9 @@ use rustix::process::Signal;
 /// How long whatever used the mount may take to notice that it is dead.
 const NOTICE: Duration = Duration::from_secs(20);
 
-/// Mounts, lets `load` begin, kills the daemon a moment later, waits for the load to notice, checks the image, mounts again and
-/// has `verify` look at what is left; until the time is over. Both get the number of the round.
+/// Mounts, lets `load` begin, kills the daemon a moment later, waits for the load to notice, checks
+/// the image, mounts again and has `verify` look at what is left; until the time is over. Both get
+/// the number of the round.
 fn rounds<T>(load: impl Fn(&Mounted, u64) -> T, ended: impl Fn(T), verify: impl Fn(&Mounted, u64)) {
     let seconds = std::env::var("KILL_SECONDS").map_or(7, |v| v.parse().expect("a number"));
     let end = Instant::now() + Duration::from_secs(seconds);
@@ -134,7 +136,8 @@ fn whoever_syncs_loses_nothing() {
             fs::rename(replaced.join("new"), replaced.join("current"))?;
             File::open(&replaced)?.sync_all()
         });
-        // Opened once: what comes back afterwards are errors of files that are open on a dead mount.
+        // Opened once: what comes back afterwards are errors of files that are open on a dead
+        // mount.
         let append = |name: &str, flags: i32, sync: fn(&File) -> std::io::Result<()>| {
             let mut file = OpenOptions::new().create(true).append(true).custom_flags(flags).open(dir.join(name)).unwrap();
             until_it_fails(move |number| {
@@ -263,7 +266,8 @@ fn sqlite_has_every_transaction_that_it_acknowledged() {
             let dir = dir(volume, mode, round);
             fs::create_dir(&dir).unwrap();
             output(&format!("sqlite3 db 'pragma journal_mode={mode}; create table t(n integer primary key, b blob);'"), &dir);
-            // With `full`, sqlite does not sync the directory after it has removed a journal, and says so.
+            // With `full`, sqlite does not sync the directory after it has removed a journal, and
+            // says so.
             let script = r#"n=1; { echo 'pragma synchronous=extra;'; while :; do
                 echo "begin; insert into t values($n, randomblob(2000)); update t set b = zeroblob(500) where n = $n / 2; commit; select $n;"
                 n=$((n + 1)); done; } | sqlite3 -bail db"#;
@@ -273,8 +277,9 @@ fn sqlite_has_every_transaction_that_it_acknowledged() {
     let ended = |programs: [Program; 2]| {
         let number = |program: Program| program.end().map_or(0, |line| line.parse::<u64>().expect("a number"));
         let [delete, wal] = programs.map(number);
-        // Where sqlite cannot open the directory to sync the removal of its journal, because the mount has just died, it takes the transaction for done all the
-        // same (`unixDelete` in its os_unix.c). The next acknowledgement proves that it could.
+        // Where sqlite cannot open the directory to sync the removal of its journal, because the
+        // mount has just died, it takes the transaction for done all the same (`unixDelete` in its
+        // os_unix.c). The next acknowledgement proves that it could.
         *last.lock().unwrap() = vec![delete.saturating_sub(1), wal];
     };
     let verify = |volume: &Mounted, round: u64| {
@@ -306,7 +311,8 @@ fn git_has_every_commit_that_it_made_and_synced() {
             "git init -q -b main . && git config user.name t && git config user.email t@example.com && git config core.fsync all && sync $(find .)",
             &dir,
         );
-        // git syncs what a name is about to point to, and not the name: that is left to whoever needs it.
+        // git syncs what a name is about to point to, and not the name: the program that needs it
+        // must sync the name.
         let script = r#"n=1; while :; do echo $n > $((n % 10)); seq $n > big; git add . && git commit -qm "change $n"
             sync .git/refs/heads; git rev-parse HEAD; n=$((n + 1)); done"#;
         Program::start(&mut shell(script, &dir))

@@ -1,4 +1,5 @@
-//! A mounted volume, end to end, in one program: what waits for a device or a daemon leaves the processors to the others.
+//! A mounted volume, end to end, in one program: what waits for a device or a daemon leaves the
+//! processors to the others.
 
 mod coherence;
 mod controllers;

@@ -1,4 +1,5 @@
-//! The daemon's memory is what it was given, however much there is on the volume and however much of it the kernel knows.
+//! The daemon's memory is what it was given, however much there is on the volume and however much
+//! of it the kernel knows.
 
 use std::fs::{self, File};
 
@@ -8,7 +9,8 @@ use rustix::fs::XattrFlags;
 
 const MIB: u64 = 1 << 20;
 const WRITE_BUFFER: u64 = 4 * MIB;
-/// Images of metadata that are in the journal and not at home yet, and what they are written from: of a volume of 1 GiB.
+/// Images of metadata that are in the journal and not at home yet, and what they are written from:
+/// of a volume of 1 GiB.
 const JOURNAL: u64 = 48 * MIB;
 
 fn assert_grown(mounted: &Mounted, idle: u64, limit: u64) {

@@ -111,7 +111,8 @@ fn a_loop_device_is_formatted_and_mounted_like_a_disk() {
     );
     let result =
         Command::new("sh").args(["-c", &script]).env("PATH", path.unwrap()).env("DIR", image.mount_point()).output().unwrap();
-    // The daemon may still be writing down when umount returns: the device is free when it has ended.
+    // The daemon may still be writing down when umount returns: the device is free when it has
+    // ended.
     let start = Instant::now();
     while !Command::new("losetup").args(["--detach", &device]).status().unwrap().success() {
         assert!(start.elapsed() < Duration::from_secs(20), "{device} stays in use");

@@ -1,5 +1,6 @@
-//! The life of a mount: live when the program returns, one at a time, clean after umount and SIGTERM, usable after SIGKILL,
-//! and refused in words where the device does not hold a volume that this program can serve.
+//! The life of a mount: live when the program returns, one at a time, clean after umount and
+//! SIGTERM, usable after SIGKILL, and refused in words where the device does not hold a volume that
+//! this program can serve.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -135,7 +136,7 @@ fn after_sigkill_the_next_mount_has_all_that_was_synced() {
         file.sync_all().unwrap();
         fs::rename(volume.path("temporary"), volume.path(format!("synced {round}"))).unwrap();
         File::open(volume.root()).unwrap().sync_all().unwrap();
-        // And work that nobody synced, under way when the daemon dies.
+        // And work that was not synced, under way when the daemon dies.
         let root = volume.root();
         let writer = std::thread::spawn(move || {
             let _ = tree::make(&root.join(format!("lost {round}")), round, 100_000);
@@ -167,7 +168,7 @@ fn a_dead_daemons_mount_does_not_stand_in_the_way() {
     File::open(volume.path("file")).unwrap().sync_all().unwrap();
     rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
     let image_path = volume.image().path();
-    // Straight away, and on the same directory: nobody has run umount.
+    // Straight away, and on the same directory, without an umount before.
     let output = volume.image().try_mount("");
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(fs::read_to_string(volume.path("file")).unwrap(), "kept");
@@ -269,7 +270,8 @@ fn a_mount_of_a_huge_sparse_image_is_quick() {
 #[test]
 fn mount_8_finds_the_helper_and_fstab_works() {
     needs_mount!();
-    // /sbin/mount.gpunvme has to exist for this: in a namespace of its own, over the real /usr/sbin, so that nothing stays.
+    // /sbin/mount.gpunvme has to exist for this: in a namespace of its own, over the real
+    // /usr/sbin, so that nothing stays.
     let image = Image::formatted();
     fs::create_dir_all(image.mount_point()).unwrap();
     let sbin = image.path().with_file_name("sbin");
@@ -359,7 +361,8 @@ fn two_loop_devices_over_one_image_are_one_device() {
     let umount = unmount_unless_busy(&elsewhere);
     assert!(umount.status.success(), "{}", text(&umount));
     assert_eq!(kept.unwrap(), b"kept");
-    // What a kernel filesystem has by one name is in use by the other. Two that do not overlap have nothing to do with each other.
+    // What a kernel filesystem has by one name is in use by the other. Two that do not overlap have
+    // nothing to do with each other.
     drop((first, second));
     let lower = Loop::over(&image.path(), &["--sizelimit", "33554432"]);
     let (upper, whole) = (Loop::over(&image.path(), &["--offset", "33554432"]), Loop::over(&image.path(), &[]));

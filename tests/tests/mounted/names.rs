@@ -1,4 +1,5 @@
-//! The namespace: every kind of entry, every way to make, link, rename and remove one, and its attributes.
+//! The namespace: every kind of entry, every way to make, link, rename and remove one, and its
+//! attributes.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -181,7 +182,8 @@ fn a_folder_of_many_entries_lists_each_once_while_it_changes() {
     for number in 0..ENTRIES {
         File::create(folder.join(format!("entry {number}"))).unwrap();
     }
-    // Remove what was listed while listing goes on, as rm -r does: nothing may be skipped or repeated.
+    // Remove what was listed while listing goes on, as rm -r does: nothing may be skipped or
+    // repeated.
     let mut seen = std::collections::HashSet::new();
     for entry in fs::read_dir(&folder).unwrap() {
         let name = entry.unwrap().file_name();
@@ -191,7 +193,8 @@ fn a_folder_of_many_entries_lists_each_once_while_it_changes() {
     assert_eq!(seen.len(), ENTRIES);
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
     fs::remove_dir(&folder).unwrap();
-    // An inode stays for as long as it was counted more often than the kernel was given it: what has no room in a listing is not counted.
+    // An inode stays for as long as it was counted more often than the kernel was given it: what
+    // has no room in a listing is not counted.
     let deadline = Instant::now() + Duration::from_secs(60);
     while inodes() != before {
         assert!(Instant::now() < deadline, "{} inodes of {before} are left", inodes());

@@ -1,5 +1,6 @@
-//! What users may not do to each other's files through attributes: set-user-id bits, capabilities, extended attributes. What is expected is what ext4 did on
-//! Linux 6.18 with the same calls, but where it says otherwise.
+//! What users may not do to each other's files through attributes: set-user-id bits, capabilities,
+//! extended attributes. What is expected is what ext4 did on Linux 6.18 with the same calls, but
+//! where it says otherwise.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -41,7 +42,8 @@ fn mounted() -> Mounted {
     volume
 }
 
-/// Makes a file of the owner anew, if asked with a capability (`vfs_cap_data` of linux/capability.h: CAP_SETUID, permitted).
+/// Makes a file of the owner anew, if asked with a capability (`vfs_cap_data` of
+/// linux/capability.h: CAP_SETUID, permitted).
 fn make(path: &Path, mode: u32, capability: bool) {
     let _ = fs::remove_file(path);
     fs::write(path, [1; 5000]).unwrap();
@@ -71,8 +73,9 @@ fn a_change_of_owner_that_changes_nothing_takes_bits_from_nobody_else() {
     needs_mount!();
     let volume = mounted();
     let path = volume.path("program");
-    // (mode before, by whom, mode after, whether the file counts as changed). Where the caller is neither the owner nor root ext4 says EPERM; and it takes the
-    // bits when root asks. The kernel asks here with a request that it also sends ahead of writes.
+    // (mode before, by whom, mode after, whether the file counts as changed). Where the caller is
+    // neither the owner nor root ext4 says EPERM; and it takes the bits when root asks. The kernel
+    // asks here with a request that it also sends ahead of writes.
     for (before, user, after, is_changed) in [
         (0o6777, OTHER, 0o6777, false),
         (0o4755, OTHER, 0o4755, false),
@@ -147,7 +150,8 @@ fn whoever_changes_a_file_takes_its_capability_and_all_but_root_its_set_user_id_
 fn a_program_that_was_just_rewritten_runs_as_the_one_who_runs_it() {
     needs_mount!();
     let volume = mounted();
-    // Nothing is asked of the file between the write and the start: what counts is the mode that the kernel has in mind.
+    // Nothing is asked of the file between the write and the start: what counts is the mode that
+    // the kernel has in mind.
     for change in [
         "printf x >> ./id",
         "fallocate -l 1000000 ./id",

@@ -1,4 +1,5 @@
-//! Rings on a real mount: many transfers in flight from one thread, and owners who do their worst to their own.
+//! Rings on a real mount: many transfers in flight from one thread, and owners who do their worst
+//! to their own.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -83,7 +84,7 @@ fn what_cannot_be_done_is_said_of_the_one_operation() {
     let errno = |completed: &Completed| completed.result.as_ref().unwrap_err().errno().raw_os_error();
     assert_eq!((errno(&done[0]), errno(&done[1])), (libc::EBADF, libc::EOPNOTSUPP));
     assert_eq!(done[2].result.as_ref().unwrap().bytes(), 10_000 - 8192, "it ends where the file does");
-    // The library lets nobody ask for more than there is.
+    // The library refuses a range outside the buffer.
     assert!(matches!(ring.push(&Operation::read(&reader, 0, &buffer, MIB, 1)), Err(Error::OutsideBuffer { .. })));
     for _ in 0..8 {
         ring.push(&Operation::read(&reader, 0, &buffer, 0, 512)).unwrap();
@@ -198,7 +199,7 @@ fn entries_that_mean_nothing_are_refused_one_by_one() {
         let completion = raw.memory.completion(at as u32);
         assert_eq!((completion.user_data, completion.status), (at as u64, *errno), "{submission:?}");
     }
-    // Nobody can use, or end, another process's ring: here, one that nobody has.
+    // No process can use, or end, another process's ring: here, one that does not exist.
     let mut detach = abi::Detach { ring: raw.id + 1, ..abi::Detach::default() };
     assert!(call_plain(File::open(volume.root()).unwrap(), Command::Detach, &mut detach).is_err());
 }
@@ -271,7 +272,8 @@ fn memory_that_changes_while_it_is_read_harms_nobody_else() {
     assert!(fs::read(volume.path("file")).unwrap() == data, "it was attached for reading only");
 }
 
-/// The counter of the daemon's eventfd is full and a write to it waits: for its owner, and nobody else.
+/// The counter of the daemon's eventfd is full and a write to it waits: only its owner waits, no
+/// other application.
 #[test]
 fn an_eventfd_that_takes_no_signal_holds_nobody_up() {
     needs_mount!();
@@ -347,7 +349,8 @@ fn a_ring_learns_that_its_daemon_is_dead() {
     assert_eq!(fs::read(again.path("file")).unwrap(), tree::pattern(1, 8192));
 }
 
-/// Whatever the order in which they come, writes that extend a file make it whole, and whoever then reads it sees all of it.
+/// Whatever the order in which they come, writes that extend a file make it whole, and a program
+/// that then reads it sees all of it.
 #[test]
 fn writes_extend_a_file_in_any_order() {
     needs_mount!();

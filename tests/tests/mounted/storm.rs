@@ -1,5 +1,6 @@
-//! Everything at once on the same few files: whoever reads, by whichever way, sees bytes of that file at that place, or zeros,
-//! and never those of another file or place. It is what blocks that are freed and used again under a transfer would break.
+//! All kinds of access at once on the same few files: a read, by whichever way, sees bytes of that
+//! file at that place, or zeros, and never those of another file or place. It is what blocks that
+//! are freed and used again under a transfer would break.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -48,7 +49,7 @@ fn place(seed: u64) -> (u64, u64, u64) {
     (number(0) % FILES, offset, len.min(LEN - offset))
 }
 
-/// A file that somebody may have unlinked a moment ago.
+/// Opens a file that another thread may have unlinked a moment ago.
 fn open(volume: &Mounted, file: u64, flags: i32) -> File {
     let path = volume.path(format!("{file}"));
     OpenOptions::new().read(true).write(true).create(true).truncate(false).custom_flags(flags).open(path).unwrap()

@@ -1,4 +1,5 @@
-//! Writes that the kernel does not see, by ioctl and by rings: they change nothing that a write(2) of the same process could not, and take what it takes.
+//! Writes that the kernel does not see, by ioctl and by rings: they change nothing that a write(2)
+//! of the same process could not, and take what it takes.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -26,7 +27,7 @@ fn capability() -> Vec<u8> {
     [0x0200_0001u32, 1 << 7, 0, 0, 0].iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// Makes a file a program that gives whoever runs it the most that a file can.
+/// Makes a file a program that gives its caller all privileges that a file can give.
 fn privilege(path: &Path) {
     fs::set_permissions(path, Permissions::from_mode(0o6777)).unwrap();
     rustix::fs::setxattr(path, CAPABILITY, &capability(), XattrFlags::empty()).unwrap();
@@ -43,7 +44,8 @@ fn has_capability(path: &Path) -> bool {
     }
 }
 
-/// By ioctl root's write keeps the bits, as its write(2) does. Who writes by a ring is not known, so nothing is kept.
+/// By ioctl root's write keeps the bits, as its write(2) does. Who writes by a ring is not known,
+/// so nothing is kept.
 #[test]
 fn they_take_capabilities_and_set_user_id_bits() {
     needs_mount!();
@@ -123,7 +125,8 @@ fn they_end_with_a_remount_to_read_only() {
                 unreachable!("it writes until it is stopped")
             });
             std::thread::sleep(Duration::from_millis(5));
-            // What mount(8) runs, and what an init system calls when it shuts down; there a write may be under way.
+            // What mount(8) runs, and what an init system calls when it shuts down; there a write
+            // may be under way.
             if round % 2 == 0 {
                 remount_with_helper(&volume, "ro");
             } else {
@@ -153,7 +156,8 @@ fn they_end_with_a_remount_to_read_only() {
     }
 }
 
-/// Not a test: a process that may make files of 1 MiB and a few bytes at the most. In a process of its own: the limit is the process's.
+/// Not a test: a process that may make files of 1 MiB and a few bytes at the most. In a process of
+/// its own: the limit is the process's.
 #[test]
 #[ignore = "the other process of the test beside it"]
 fn a_limited_process() {

@@ -1,4 +1,5 @@
-//! The functions that a `libcuda.so` exports, each as the driver API's reference describes it. The compiler compares their signatures with `cudarc`'s.
+//! The functions that a `libcuda.so` exports, each as the driver API's reference describes it. The
+//! compiler compares their signatures with `cudarc`'s.
 //!
 //! In here are those of the driver, devices and contexts.
 

@@ -225,7 +225,8 @@ exports! {
     }
 }
 
-/// Of a stream, its context, or for one of a green context the primary context and the green one. Not in `cudarc`'s CUDA 12.4.
+/// Of a stream, its context, or for one of a green context the primary context and the green one.
+/// Not in `cudarc`'s CUDA 12.4.
 ///
 /// # Safety
 /// As the driver API's reference says.

@@ -1,4 +1,5 @@
-//! The files that are measured: for each subject one of the same length on the same kind of backing, and everything taken down again.
+//! The files that are measured: for each subject one of the same length on the same kind of
+//! backing, and everything taken down again.
 
 use std::error::Error;
 use std::fs::{self, OpenOptions};
@@ -37,7 +38,8 @@ impl Kind {
     }
 }
 
-/// Where each subject finds its file. Dropping it unmounts and removes everything. Fields are dropped in this order.
+/// Where each subject finds its file. Dropping it unmounts and removes everything. Fields are
+/// dropped in this order.
 pub struct Backing {
     /// On the gpunvme volume.
     pub gpunvme: PathBuf,
@@ -97,7 +99,8 @@ impl Backing {
             let _volume = Volume::mount(&image, &root)?;
             write_out(&gpunvme, len, true)?;
         }
-        // Mounted anew, nothing of the file is in the kernel's page cache, as of a file that was copied there some time ago.
+        // Mounted anew, nothing of the file is in the kernel's page cache, as of a file that was
+        // copied there some time ago.
         let volume = Volume::mount(&image, &root)?;
         Ok(Backing {
             gpunvme,
@@ -113,7 +116,8 @@ impl Backing {
     }
 }
 
-/// Writes a file from end to end, with bytes that nothing can compress, or with zeros, so that its blocks are all there.
+/// Writes a file from end to end, with bytes that nothing can compress, or with zeros, so that its
+/// blocks are all there.
 fn write_out(path: &Path, len: u64, random: bool) -> Result<(), Box<dyn Error>> {
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).open(path)?;
     let mut piece = vec![0u8; 4 << 20];
@@ -198,7 +202,8 @@ impl Drop for Volume {
     }
 }
 
-/// What cuFile reads of a block device in udev's records, where no udev runs: without it, it refuses the file.
+/// What cuFile reads of a block device in udev's records, where no udev runs: without it, it
+/// refuses the file.
 struct Known(PathBuf);
 
 impl Known {

@@ -68,7 +68,8 @@ fn one(file: &File, len: u64, work: &Work, number: u64, time: Duration) -> Resul
     };
     let (start, mut done, mut in_flight) = (Instant::now(), 0, 0);
     for slot in 0..work.depth {
-        // SAFETY: the slot lies in `memory`, which is freed after the last completion was taken, below; the file outlives the call.
+        // SAFETY: the slot lies in `memory`, which is freed after the last completion was taken,
+        // below; the file outlives the call.
         unsafe { ring.submission().push(&entry(slot)) }?;
         in_flight += 1;
     }

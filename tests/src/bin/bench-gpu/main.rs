@@ -1,4 +1,5 @@
-//! Measures how files get into and out of GPU memory: by gpunvme, and by what a user would pick instead, all in one run and on the same backing.
+//! Measures how files get into and out of GPU memory: by gpunvme, and by what a user would pick
+//! instead, all in one run and on the same backing.
 //!
 //! | subject | what it is |
 //! | --- | --- |
@@ -27,7 +28,8 @@ use backing::{Backing, Kind};
 use run::{Subject, measure};
 use table::{Row, Table};
 
-/// Compares ways to move files into and out of GPU memory. Needs root, a GPU, and cuFile. Writes to $TMPDIR, or /var/tmp, and to a tmpfs.
+/// Compares ways to move files into and out of GPU memory. Needs root, a GPU, and cuFile. Writes to
+/// $TMPDIR, or /var/tmp, and to a tmpfs.
 #[derive(Parser)]
 #[command(name = "bench-gpu")]
 pub struct Arguments {
@@ -85,11 +87,13 @@ fn all_work() -> Vec<Work> {
     let mut work = Vec::new();
     for (write, threads) in [(false, [1, 4, 16].as_slice()), (true, &[1, 4])] {
         for (size, random, depth) in [(4 << 10, true, 128), (64 << 10, true, 32), (1 << 20, false, 8), (16 << 20, false, 4)] {
-            // One operation at a time in each thread, as most applications are written. The longest are cut into pieces in any case.
+            // One operation at a time in each thread, as most applications are written. The longest
+            // are cut into pieces in any case.
             if size < 16 << 20 {
                 work.extend(threads.iter().map(|&threads| Work { write, size, random, threads, depth: 1 }));
             }
-            // Many in flight; as many threads as the machine has cores need little depth of their own.
+            // Many in flight; as many threads as the machine has cores need little depth of their
+            // own.
             work.extend(threads.iter().map(|&threads| Work { write, size, random, threads, depth: (depth / threads).max(2) }));
         }
     }

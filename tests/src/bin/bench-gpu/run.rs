@@ -74,7 +74,8 @@ pub fn measure(subject: Subject, work: &Work, backing: &Backing, arguments: &Arg
         Subject::Bare => bare::measure(&backing.bare, work, time),
         Subject::Gpunvme => {
             child(&mut programs::command("gpu-mover"), &backing.gpunvme, work, arguments, time).and_then(|rate| {
-                // The peers compare some operations after their time is up, our program all of a run that is made for it.
+                // The peers compare some operations after their time is up, our program all of a
+                // run that is made for it.
                 let mut verify = programs::command("gpu-mover");
                 child(verify.arg("--verify"), &backing.gpunvme, work, arguments, VERIFY)?;
                 Ok(rate)

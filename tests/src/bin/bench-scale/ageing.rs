@@ -1,4 +1,5 @@
-//! In what pieces large files land on a volume that is old: filled, and a part of its files replaced by others again and again.
+//! In what pieces large files land on a volume that is old: filled, and a part of its files
+//! replaced by others again and again.
 
 use std::error::Error;
 use std::fs::{self, File};
@@ -14,7 +15,8 @@ use gpunvme_tests::{scratch_dir, tree};
 use crate::table::Table;
 use crate::{Scale, progress};
 
-/// Parts of a volume that are in use while it ages, and when the large files are written the second time.
+/// Parts of a volume that are in use while it ages, and when the large files are written the second
+/// time.
 const FULL: f64 = 0.9;
 const HALF: f64 = 0.5;
 /// Part of the files that go in each round.
@@ -63,7 +65,8 @@ fn age(subject: &Subject, scale: &Scale) -> Result<[f64; 3], Box<dyn Error>> {
     averages(subject, scale).map_err(|error| format!("{}: {error}", subject.name).into())
 }
 
-/// Average pieces of large files, in MiB: on the volume when it is new, when it is old and full, and old and half full.
+/// Average pieces of large files, in MiB: on the volume when it is new, when it is old and full,
+/// and old and half full.
 fn averages(subject: &Subject, scale: &Scale) -> Result<[f64; 3], Box<dyn Error>> {
     let mut churn =
         Churn { root: subject.root.clone(), files: Vec::new(), next: 0, random: Random(11), bytes: tree::pattern(5, 4 << 20) };
@@ -81,7 +84,8 @@ fn averages(subject: &Subject, scale: &Scale) -> Result<[f64; 3], Box<dyn Error>
     Ok([new, full, large(subject)?])
 }
 
-/// Writes large files into half of the space that is left, and takes them away again. Returns the average size of a piece in MiB.
+/// Writes large files into half of the space that is left, and takes them away again. Returns the
+/// average size of a piece in MiB.
 fn large(subject: &Subject) -> Result<f64, Box<dyn Error>> {
     let space = rustix::fs::statvfs(&subject.root)?;
     let len = (space.f_bavail * space.f_frsize / 4) & !((1 << 20) - 1);
@@ -144,8 +148,9 @@ impl Churn {
         sync(&self.root)
     }
 
-    /// Bytes of a file as users have them: half are below 16 KiB, and most of the space is in a few large ones. Each doubling
-    /// beyond is a little more than half as frequent, so that every size holds about as many bytes as the next.
+    /// Bytes of a file as users have them: half are below 16 KiB, and most of the space is in a few
+    /// large ones. Each doubling beyond is a little more than half as frequent, so that every size
+    /// holds about as many bytes as the next.
     fn length(&mut self) -> u64 {
         let mut limit = 16 << 10;
         while limit < LARGEST && self.random.below(100) < 55 {
@@ -186,7 +191,8 @@ fn of_ours(path: &Path) -> Result<u64, Box<dyn Error>> {
     Ok(pieces)
 }
 
-/// Pieces that a file of a filesystem of the kernel lies in: filefrag(8) says "PATH: N extents found".
+/// Pieces that a file of a filesystem of the kernel lies in: filefrag(8) says "PATH: N extents
+/// found".
 fn of_kernel(path: &Path) -> Result<u64, Box<dyn Error>> {
     let text = peers::run(Command::new("filefrag").arg(path))?;
     let words: Vec<&str> = text.split_whitespace().collect();

@@ -124,7 +124,7 @@ impl Subject {
         file.sync_all()
     }
 
-    /// Looks at files of the population that nobody has looked at since the volume was mounted.
+    /// Looks up files of the population that were not looked up since the volume was mounted.
     fn look_up_anywhere(&mut self, count: usize) -> io::Result<()> {
         let mut random = Random(7);
         for _ in 0..count {

@@ -1,5 +1,6 @@
-//! Measures how cost grows: with the inodes and the bytes of a volume, with the entries of a directory, with age, with the
-//! size of trees, with the number of clients, and beside busy neighbours. Beside ext4, XFS and the filesystem in memory where they can do the same.
+//! Measures how cost grows: with the inodes and the bytes of a volume, with the entries of a
+//! directory, with age, with the size of trees, with the number of clients, and beside busy
+//! neighbours. Beside ext4, XFS and the filesystem in memory where they can do the same.
 //!
 //! It prints tables and judges nothing: times belong to the machine that they were taken on.
 
@@ -21,7 +22,8 @@ use clap::Parser;
 
 use table::{Report, Table};
 
-/// Measures how cost grows. Images go to $TMPDIR, or /var/tmp, and are sparse; the full size needs 40 GB there.
+/// Measures how cost grows. Images go to $TMPDIR, or /var/tmp, and are sparse; the full size needs
+/// 40 GB there.
 #[derive(Parser)]
 #[command(name = "bench-scale")]
 struct Arguments {

@@ -43,7 +43,7 @@ pub fn mebibytes(bytes: u64) -> f64 {
 /// Runs a command to its end. Returns its time in seconds, and the most memory that it had, in MiB.
 pub fn run(command: &mut Command) -> Result<(f64, f64), Box<dyn std::error::Error>> {
     let start = Instant::now();
-    // A pipe that nobody reads would stop it once it is full.
+    // A pipe without a reader would stop it once it is full.
     let mut said = tempfile::tempfile()?;
     let mut child = command.stdout(Stdio::null()).stderr(said.try_clone()?).spawn()?;
     let mut memory = 0;

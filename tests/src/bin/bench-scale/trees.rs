@@ -16,8 +16,8 @@ use crate::{Scale, progress};
 /// Bytes of the volumes.
 const VOLUME: u64 = 16 << 30;
 
-/// In this order, each as a shell command in a folder that is empty at first. `$TREE` is an archive of a tree, `$REPOSITORY` this
-/// project's own, `$SOURCES` an archive of a program.
+/// In this order, each as a shell command in a folder that is empty at first. `$TREE` is an archive
+/// of a tree, `$REPOSITORY` this project's own, `$SOURCES` an archive of a program.
 const WORK: [(&str, &str); 9] = [
     ("tar x", "mkdir a && tar xf \"$TREE\" -C a"),
     ("cp -r", "cp -r a b"),
@@ -66,7 +66,8 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
     Ok(vec![table])
 }
 
-/// Makes an archive of so many files of this system, each less than a megabyte; of copies, where it has not as many.
+/// Makes an archive of so many files of this system, each less than a megabyte; of copies, where it
+/// has not as many.
 fn pack_tree(archive: &Path, files: usize) -> Result<(), Box<dyn Error>> {
     let list = archive.with_extension("list");
     let script = "find /usr/share /usr/include /usr/lib ${CARGO_HOME:-$HOME/.cargo}/registry/src -xdev -type f -size -1000k | head -n \"$FILES\" > \"$LIST\"";
@@ -84,7 +85,8 @@ fn pack_tree(archive: &Path, files: usize) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Makes an archive of a program in C: each file includes headers of the tree, and needs a moment to compile.
+/// Makes an archive of a program in C: each file includes headers of the tree, and needs a moment
+/// to compile.
 fn pack_sources(archive: &Path, files: usize) -> Result<(), Box<dyn Error>> {
     let folder = tempfile::tempdir_in(scratch_root())?;
     let names = |suffix: &str| (0..files).map(|n| format!("part{n}.{suffix}")).collect::<Vec<_>>().join(" ");

@@ -13,7 +13,8 @@ use crate::subject::{Subject, Subjects};
 /// Bytes of an append.
 const LEN: usize = 512;
 
-/// A row: thousands of appends a second that all threads together get synced. Each thread has a file of its own.
+/// A row: thousands of appends a second that all threads together get synced. Each thread has a
+/// file of its own.
 pub fn measure(subjects: &Subjects, threads: usize, scale: &Scale) -> Result<Vec<Row>, Box<dyn Error>> {
     let plural = if threads == 1 { "" } else { "s" };
     let mut row = Row::new(format!("append of {LEN} bytes and fsync, {threads} thread{plural}"));

@@ -15,10 +15,11 @@ use crate::mover::{self, Mover};
 use crate::report::Row;
 use crate::subject::{Subject, Subjects};
 
-/// One way to read or write: each thread works on a file of its own, or on a part of the bare backing.
+/// One way to read or write: each thread works on a file of its own, or on a part of the bare
+/// backing.
 ///
-/// Sequential writes make a file anew and end at its full length; reads and random writes work on files that are there. Writes
-/// include the fsync at the end.
+/// Sequential writes make a file anew and end at its full length; reads and random writes work on
+/// files that are there. Writes include the fsync at the end.
 #[derive(Clone, Copy)]
 pub struct Data {
     pub random: bool,

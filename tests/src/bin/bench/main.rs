@@ -1,4 +1,5 @@
-//! Measures gpunvme side by side with what limits it and with what a user would pick instead, all in one run.
+//! Measures gpunvme side by side with what limits it and with what a user would pick instead, all
+//! in one run.
 //!
 //! | subject | what it is |
 //! | --- | --- |
@@ -65,7 +66,8 @@ pub struct Scale {
     tree: usize,
 }
 
-/// A size of which only what one thread reads and writes in order is of interest: the time goes to the others.
+/// A size of which only what one thread reads and writes in order is of interest: the time goes to
+/// the others.
 const ONE_THREAD: u64 = 4 << 20;
 
 /// Folders of a client where it has several.

@@ -18,7 +18,8 @@ const HUGE_PAGE: usize = 2 << 20;
 
 /// Moves blocks of one size, in one direction.
 pub trait Mover: Send {
-    /// Moves a block at each of the offsets, all of them at once where there is a way to, and waits for all.
+    /// Moves a block at each of the offsets, all of them at once where there is a way to, and waits
+    /// for all.
     fn go(&mut self, offsets: &[u64]) -> Result<(), Box<dyn Error>>;
 
     /// Makes what was written durable.
@@ -28,7 +29,8 @@ pub trait Mover: Send {
 /// The right mover for a file on a mounted filesystem.
 pub fn of_file(path: &Path, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Error>> {
     if data.depth > 1 {
-        // The code that drives the bare device drives the file: the comparison is of what is below it.
+        // The code that drives the bare device drives the file: the comparison is of what is below
+        // it.
         let file = gpunvme_blockdev::open(path.to_str().ok_or("a path that is not UTF-8")?, OpenMode::ReadWrite)?;
         return of_device(&file, 0, data);
     }
@@ -41,7 +43,8 @@ pub fn of_file(path: &Path, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Error
 
 /// Moves through the device's own queue, with its own memory, from `base` on.
 pub fn of_device(device: &Arc<dyn BlockDevice>, base: u64, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Error>> {
-    // In huge pages, as all buffers of this size and more are that take part; and no page of it the one of zeros that stands for what nobody has written to.
+    // In huge pages, as are all buffers here of this size or more. Each page is written first, so
+    // that none is the kernel's shared zero page.
     let region = Region::allocate((data.block as usize * data.depth).max(HUGE_PAGE))?;
     region.write_at(0, &tree::pattern(1, region.len()))?;
     device.map(&region)?;

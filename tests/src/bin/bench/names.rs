@@ -45,7 +45,8 @@ fn moved(folders: &[PathBuf], number: usize) -> PathBuf {
     folders[number % folders.len()].join(format!("moved.{number}"))
 }
 
-/// A row for each operation. Clients share the files out among themselves, and each has so many folders of its own.
+/// A row for each operation. Clients share the files out among themselves, and each has so many
+/// folders of its own.
 pub fn measure(subjects: &Subjects, clients: usize, folders: usize, scale: &Scale) -> Result<Vec<Row>, Box<dyn Error>> {
     let how = format!("{} files, {}, {}", scale.names, several(folders, "folder"), several(clients, "client"));
     let mut rows: Vec<_> = OPERATIONS.iter().map(|(name, _)| Row::new(format!("{name}, {how}"))).collect();

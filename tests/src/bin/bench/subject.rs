@@ -1,4 +1,5 @@
-//! What is measured: set up together, each on its own image on the same backing, and taken down together.
+//! What is measured: set up together, each on its own image on the same backing, and taken down
+//! together.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -38,7 +39,8 @@ impl Subject {
     /// Those whose names and trees are worth measuring.
     pub const MOUNTED: [Subject; 3] = [Subject::Gpunvme, Subject::Ext4, Subject::FuseCeiling];
 
-    /// Whether its files are read and written through the page cache, where that is not asked to keep out.
+    /// Whether its files are read and written through the page cache, where that is not asked to
+    /// keep out.
     pub fn is_cached(self) -> bool {
         self == Subject::FuseAndDevice || Subject::MOUNTED.contains(&self)
     }

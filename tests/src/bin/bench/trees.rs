@@ -16,7 +16,8 @@ const FILES_PER_FOLDER: usize = 20;
 /// Lengths of files in bytes: most of a source tree's are a few kilobytes.
 const LENGTHS: [usize; 5] = [300, 1200, 3000, 7000, 20_000];
 
-/// In this order, each as a shell command: `$TREE` is the archive, and the folder in which it runs is empty at first.
+/// In this order, each as a shell command: `$TREE` is the archive, and the folder in which it runs
+/// is empty at first.
 const WORK: [(&str, &str); 5] = [
     ("tar x", "mkdir a && tar xf \"$TREE\" -C a"),
     ("cp -r", "cp -r a b"),

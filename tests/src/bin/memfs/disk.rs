@@ -1,8 +1,9 @@
-//! What files hold, on a device: as little as there can be between FUSE and a device, by the code with which the daemon reads and
-//! writes its own. Each file has a fixed place; there is nothing to look up, to allocate or to recover.
+//! What files hold, on a device: as little as there can be between FUSE and a device, by the code
+//! with which the daemon reads and writes its own. Each file has a fixed place; there is nothing to
+//! look up, to allocate or to recover.
 //!
-//! It takes whole blocks. What is written without O_DIRECT is gathered to pieces that are worth a request; it is on the device,
-//! and to be read, after an fsync.
+//! It takes whole blocks. What is written without O_DIRECT is gathered to pieces that are worth a
+//! request; it is on the device, and to be read, after an fsync.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -43,7 +44,8 @@ struct UnderWay {
 }
 
 impl Disk {
-    /// A device with room for files of `file_len` bytes each, and a queue for each of so many loops.
+    /// A device with room for files of `file_len` bytes each, and a queue for each of so many
+    /// loops.
     pub fn open(device: &str, file_len: u64, loops: usize) -> Result<Disk, Error> {
         let device = gpunvme_blockdev::open(device, OpenMode::ReadWrite)?;
         let buffers = BufferPool::new(device.clone(), 64 << 20);

@@ -112,7 +112,8 @@ impl MemFs {
         let target = self.parent(to, new_name)?;
         let source_folder = source.folder().ok_or(Errno::ENOTDIR)?;
         let target_folder = target.folder().ok_or(Errno::ENOTDIR)?;
-        // The kernel holds its rename lock: folders do not move around meanwhile, and never below themselves.
+        // The kernel holds its rename lock: folders do not move around meanwhile, and never below
+        // themselves.
         let (mut first, mut second) = match from.0.cmp(&to.0) {
             std::cmp::Ordering::Less => (source_folder.write(), Some(target_folder.write())),
             std::cmp::Ordering::Equal => (source_folder.write(), None),
@@ -180,7 +181,8 @@ impl MemFs {
         Ok(inode.attributes())
     }
 
-    /// Calls `entry` with each entry of a folder behind `position` until it returns true: the answer is full.
+    /// Calls `entry` with each entry of a folder behind `position` until it returns true: the
+    /// answer is full.
     fn list(&self, number: INodeNo, position: u64, mut entry: impl FnMut(&Arc<Inode>, u64, &OsStr) -> bool) -> Result<(), Errno> {
         let inode = self.inode(number)?;
         let entries = inode.folder().ok_or(Errno::ENOTDIR)?.read();
@@ -451,7 +453,8 @@ impl Filesystem for MemFs {
     }
 
     fn getxattr(&self, _req: &Request, _ino: INodeNo, _name: &OsStr, _size: u32, reply: ReplyXattr) {
-        // Not ENOSYS, which would make the kernel stop asking: a filesystem that has attributes is asked.
+        // Not ENOSYS, which would make the kernel stop asking: a filesystem that has attributes is
+        // asked.
         reply.error(Errno::ENODATA);
     }
 

@@ -1,10 +1,13 @@
-//! A filesystem that keeps everything in memory and forgets it when it is unmounted, on the FUSE settings of the daemon.
+//! A filesystem that keeps everything in memory and forgets it when it is unmounted, on the FUSE
+//! settings of the daemon.
 //!
-//! It is the ceiling that `scripts/bench` measures against: what FUSE allows when the filesystem behind it costs nothing.
-//! It is honest about two things that a ceiling could cheat on: bytes written are kept, and read back; and it keeps the
-//! counts, times and lookups that POSIX and the FUSE protocol ask for.
+//! It is the ceiling that `scripts/bench` measures against: what FUSE allows when the filesystem
+//! behind it costs nothing. It is honest about two things that a ceiling could cheat on: bytes
+//! written are kept, and read back; and it keeps the counts, times and lookups that POSIX and the
+//! FUSE protocol ask for.
 //!
-//! With a device, what files hold lies there, and it is the ceiling of a filesystem that has to get its bytes from that device.
+//! With a device, what files hold lies there, and it is the ceiling of a filesystem that has to get
+//! its bytes from that device.
 
 #![forbid(unsafe_code)]
 
@@ -23,7 +26,8 @@ use clap::Parser;
 struct Arguments {
     /// Where to mount.
     mount_point: PathBuf,
-    /// FUSE loops [default: as many as there are processors, from 2 to 4: with more, one client's requests find each loop asleep]
+    /// FUSE loops [default: as many as there are processors, from 2 to 4: with more, one client's
+    /// requests find each loop asleep]
     #[arg(long)]
     threads: Option<usize>,
     /// Keep what files hold on this device or image, which is overwritten

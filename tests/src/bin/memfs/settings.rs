@@ -1,16 +1,17 @@
-//! The settings of the FUSE transport: those of the daemon, in `fs/mount/src/front/fuse.rs`, so that the two differ in what answers the
-//! requests and in nothing else.
+//! The settings of the FUSE transport: those of the daemon, in `fs/mount/src/front/fuse.rs`, so
+//! that the two differ in what answers the requests and in nothing else.
 
 use std::time::{Duration, SystemTime};
 
 use fuser::{Config, FileAttr, FileType, FopenFlags, INodeNo, InitFlags, KernelConfig, MountOption, SessionACL};
 
-/// How long the kernel may keep entries and attributes: nobody else changes them.
+/// How long the kernel may keep entries and attributes: only requests of this kernel change them.
 pub const LIFETIME: Duration = Duration::from_secs(3600);
 /// The largest request.
 const MAX_WRITE: u32 = 1 << 20;
 
-/// What the kernel may do with an opened file. Closing one that was written is announced, so that an error can be reported.
+/// What the kernel may do with an opened file. Closing one that was written is announced, so that
+/// an error can be reported.
 pub fn opened(flags: i32) -> FopenFlags {
     let always = FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
     if flags & libc::O_ACCMODE == libc::O_RDONLY { always | FopenFlags::FOPEN_NOFLUSH } else { always }
@@ -63,7 +64,7 @@ pub fn negotiate(config: &mut KernelConfig) {
         | InitFlags::FUSE_DONT_MASK
         | InitFlags::FUSE_EXPORT_SUPPORT
         | InitFlags::FUSE_HAS_IOCTL_DIR
-        // Nobody runs set-user-id programs from here: only the requests that it saves count.
+        // No set-user-id program runs from here: only the requests that it saves count.
         | InitFlags::FUSE_HANDLE_KILLPRIV_V2
         | InitFlags::FUSE_EXPLICIT_INVAL_DATA
         | InitFlags::FUSE_NO_OPENDIR_SUPPORT;

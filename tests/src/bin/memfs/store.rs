@@ -1,7 +1,9 @@
-//! Inodes and their contents, in memory: hash maps, sharded so that loops on different cores seldom meet at a lock.
+//! Inodes and their contents, in memory: hash maps, sharded so that loops on different cores seldom
+//! meet at a lock.
 //!
-//! Locks, in the order in which they are taken: a folder's entries (of two folders, the lower inode number first), an
-//! inode's state, a shard of the inode table. A file's chunks are locked on their own, never together with the others.
+//! Locks, in the order in which they are taken: a folder's entries (of two folders, the lower inode
+//! number first), an inode's state, a shard of the inode table. A file's chunks are locked on their
+//! own, never together with the others.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -17,8 +19,8 @@ use rustc_hash::FxHashMap;
 const SHARDS: u64 = 64;
 /// Bytes in a chunk of a file: one request of the largest size, when it is aligned.
 const CHUNK: usize = 1 << 20;
-/// A chunk that grows beyond this takes a whole, recycled buffer: pages that were touched before cost no page faults, which
-/// would otherwise be what large writes are limited by.
+/// A chunk that grows beyond this takes a whole, recycled buffer: pages that were touched before
+/// cost no page faults, which would otherwise be what large writes are limited by.
 const SMALL: usize = 64 << 10;
 /// Buffers kept for reuse when files go.
 const RECYCLED: usize = 2048;
@@ -152,7 +154,8 @@ impl Store {
         inode
     }
 
-    /// Takes `links` links and `lookups` kernel references from an inode, which goes with the last of both.
+    /// Takes `links` links and `lookups` kernel references from an inode, which goes with the last
+    /// of both.
     pub fn release(&self, inode: &Inode, links: u32, lookups: u64) {
         let mut state = inode.state.lock();
         state.links -= links;

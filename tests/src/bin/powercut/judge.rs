@@ -1,5 +1,6 @@
-//! What has to hold after a power cut: the volume recovers, the checker finds nothing, every file whose name was durable is
-//! there with its content, and a file that was being written holds nothing but what was written to it.
+//! What has to hold after a power cut: the volume recovers, the checker finds nothing, every file
+//! whose name was durable is there with its content, and a file that was being written holds
+//! nothing but what was written to it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,7 +24,8 @@ enum Fate {
     Mixed,
 }
 
-/// Tries `count` cuts in the part of the log where files are written. Returns a line about what was done.
+/// Tries `count` cuts in the part of the log where files are written. Returns a line about what was
+/// done.
 ///
 /// # Errors
 /// What did not hold, and where.
@@ -83,8 +85,8 @@ fn chance(a: u64, b: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Recovers an image, checks it, and compares the files with those that were promised when content of file `written` had
-/// reached the device.
+/// Recovers an image, checks it, and compares the files with those that were promised when content
+/// of file `written` had reached the device.
 fn verify(image: Image, written: u64) -> Result<(), String> {
     let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
     let text = |error: FsError| error.to_string();
@@ -105,7 +107,8 @@ fn verify(image: Image, written: u64) -> Result<(), String> {
         }
     }
     for number in [oldest.saturating_sub(1), oldest, written, written + 1] {
-        // Under its final name a file is complete; before it may be as long as anything that was written.
+        // Under its final name a file is complete; before it may be as long as anything that was
+        // written.
         if files.remove(&workload::final_name(number)).is_some_and(|found| found != workload::content(number)) {
             return Err(format!("file {number} has its name without its content"));
         }

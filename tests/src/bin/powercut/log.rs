@@ -1,9 +1,11 @@
-//! QEMU's blklogwrites, in the format of the kernel's dm-log-writes (Documentation/admin-guide/device-mapper/log-writes.rst):
-//! a superblock, then for each write, flush and discard a sector that describes it, and its data.
+//! QEMU's blklogwrites, in the format of the kernel's dm-log-writes
+//! (Documentation/admin-guide/device-mapper/log-writes.rst): a superblock, then for each write,
+//! flush and discard a sector that describes it, and its data.
 //!
-//! QEMU's controller neither honours nor records FUA. The engine uses it for writes to the journal only, so these count as
-//! durable from when they are done. Any write may reach the medium early, so that this blames nobody wrongly; whether the engine
-//! asks for FUA where it must is for the engine's own crash tests.
+//! QEMU's controller neither honours nor records FUA. The engine uses it for writes to the journal
+//! only, so these count as durable from when they are done. Any write may reach the medium early,
+//! so that this blames no correct engine; whether the engine asks for FUA where it must is for the
+//! engine's own crash tests.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +19,8 @@ const MAGIC: u64 = 0x006a_7366_7773_6872;
 const SECTOR: u64 = 512;
 const FLUSH: u64 = 1;
 const DISCARD: u64 = 4;
-/// QEMU writes entries in the order of their places, but many at a time: the last ones may be there in part when it is killed.
+/// QEMU writes entries in the order of their places, but many at a time: the last ones may be there
+/// in part when it is killed.
 const LAST_ENTRIES: usize = 64;
 
 /// Reads the log of a device of `len` bytes that began with zeroes.

@@ -1,6 +1,7 @@
-//! Power cuts of the lab's machine. In the guest, `write` makes, fsyncs, renames and removes files without end, in a way that
-//! each sector says whose it is. Outside, `judge` takes the log that QEMU kept of what reached the emulated device, builds what
-//! power cuts at many places of it leave on the medium, recovers each with the engine, and looks for what had been promised.
+//! Power cuts of the lab's machine. In the guest, `write` makes, fsyncs, renames and removes files
+//! without end, in a way that each sector says whose it is. Outside, `judge` takes the log that
+//! QEMU kept of what reached the emulated device, builds what power cuts at many places of it leave
+//! on the medium, recovers each with the engine, and looks for what had been promised.
 
 #![forbid(unsafe_code)]
 
@@ -21,11 +22,13 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Action {
-    /// Works in a directory until the machine goes; prints the number of each file once it and its name are durable
+    /// Works in a directory until the machine goes; prints the number of each file once it and its
+    /// name are durable
     Write { dir: PathBuf },
     /// Checks the states that power cuts would have left
     Judge {
-        /// The log, in the format of dm-log-writes, from the moment on when the device was all zeroes
+        /// The log, in the format of dm-log-writes, from the moment on when the device was all
+        /// zeroes
         log: PathBuf,
         /// Length of the device in bytes
         #[arg(long)]

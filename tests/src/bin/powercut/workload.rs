@@ -1,6 +1,7 @@
-//! The workload: files 1, 2, 3, ..., each written under another name, fsynced, renamed, and its directory fsynced, while the
-//! file [`KEPT`] numbers back is removed. One after the other, so that the first write of a file's content shows, in a log of
-//! the device, that all the files before it had been promised.
+//! The workload: files 1, 2, 3, ..., each written under another name, fsynced, renamed, and its
+//! directory fsynced, while the file [`KEPT`] numbers back is removed. One after the other, so that
+//! the first write of a file's content shows, in a log of the device, that all the files before it
+//! had been promised.
 
 use std::fs::{self, File};
 use std::io::Write;

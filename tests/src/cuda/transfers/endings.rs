@@ -117,7 +117,7 @@ pub(super) fn a_daemon_dies_in_a_first_read(site: &Site) {
         caller.join().unwrap()
     });
     assert!(matches!(error, Error::RingClosed { .. }), "{error}");
-    // What the call may have left in the device's hands is used by nobody.
+    // No later call uses memory that this call may have left to the device.
     let error = read(&transfers, &sample.file, &part).unwrap_err();
     assert!(matches!(error, Error::RingClosed { .. }), "{error}");
     // A file of a mount that is gone is refused by another mount, which goes on.

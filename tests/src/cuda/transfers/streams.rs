@@ -55,7 +55,8 @@ pub(super) fn streams_are_ordered(site: &Site) {
             // SAFETY: all of it stays until the stream was waited for.
             unsafe { blocked.handle.copy(to, from, 8 * MIB as usize) }.unwrap();
         };
-        // The file gets what the stream put into memory; then memory gets the sample, and the stream copies that out.
+        // The file gets what the stream put into memory; then memory gets the sample, and the
+        // stream copies that out.
         copy(memory.address(), before.address());
         // SAFETY: the stream orders what uses the memory.
         let written = unsafe { transfers.write_on_stream(&file, &whole, blocked.stream) }.unwrap();
@@ -82,7 +83,8 @@ pub(super) fn every_kind_of_memory(site: &Site) {
     let stream = own_stream(site.gpu);
     for Memory { kind, pieces, .. } in &every_kind(site.gpu, 8 * MIB as usize) {
         let start = pieces[0].0;
-        // A long one past the end of the file, and many short ones, no two in one block, of which the last ones reach past it or lie behind it.
+        // A long one past the end of the file, and many short ones, no two in one block, of which
+        // the last ones reach past it or lie behind it.
         let long = vec![segment(513, start + 100, 7 * MIB)];
         let short: Vec<Segment> = (0..400).map(|n| segment(len - 380 * 9216 + n * 9216, start + n * 20_000 + 4, 4999)).collect();
         for segments in [long, short] {
@@ -95,7 +97,7 @@ pub(super) fn every_kind_of_memory(site: &Site) {
                 expected[at..at + there].copy_from_slice(&sample.bytes[from..from + there]);
                 bytes += there as u64;
             }
-            // SAFETY: nobody uses the memory until the request was waited for.
+            // SAFETY: no other code uses the memory until the request was waited for.
             let read = unsafe { transfers.read_on_stream(&sample.file, &segments, stream) }.unwrap().wait().unwrap();
             assert_eq!(read.bytes(), bytes, "{kind}");
             assert!(site.look(start, 8 * MIB) == expected, "read into {kind}");
@@ -124,7 +126,7 @@ pub(super) fn few_small_segments(site: &Site) {
         site.put(here, &bytes);
         let (file, path) = site.empty("out");
         let segments = |address| -> Vec<Segment> { (0..count).map(|n| segment(n * 8192, address + n * 8192, 4096)).collect() };
-        // SAFETY: nobody uses the memory until both were waited for.
+        // SAFETY: no other code uses the memory until both were waited for.
         let (read_in, written) = unsafe {
             let read_in = transfers.read_on_stream(&sample.file, &segments(elsewhere), stream).unwrap();
             (read_in, transfers.write_on_stream(&file, &segments(here), stream).unwrap())
@@ -151,7 +153,7 @@ pub(super) fn pinned_memory(site: &Site) {
     to.bytes().fill(0);
     let blocked = Blocked::new(site.gpu);
     let begin = |what, begin: &dyn Fn() -> gpunvme::Result<Pending>| within(Duration::from_secs(20), what, || begin().unwrap());
-    // SAFETY: nobody uses the memory until both were waited for.
+    // SAFETY: no other code uses the memory until both were waited for.
     let read_in = begin("the call that puts a read into pinned host memory into a held stream", &|| unsafe {
         transfers.read_on_stream(&sample.file, &[segment(0, to.address(), 2 * MIB)], blocked.stream)
     });
@@ -180,7 +182,8 @@ pub(super) fn write_combined_memory(site: &Site) {
     // SAFETY: the stream is never destroyed.
     let handle = unsafe { Cuda::load().unwrap().application_stream(stream) }.unwrap();
     for round in 0..20 {
-        // SAFETY: the stream orders what uses the memory, all of which stays until it was waited for.
+        // SAFETY: the stream orders what uses the memory, all of which stays until it was waited
+        // for.
         let read = unsafe {
             handle.copy(memory.address(), zeroes.address(), 2 * MIB as usize).unwrap();
             let read = transfers.read_on_stream(&sample.file, &[segment(0, memory.address(), 2 * MIB)], stream).unwrap();
@@ -275,7 +278,8 @@ pub(super) fn streams_go_on(site: &Site) {
     begin(&transfers, &sample).unwrap().wait().unwrap();
 }
 
-/// Freeing waits for all streams, and in the driver everybody else's calls wait for that: nothing that a stream waits for may need any.
+/// Freeing waits for all streams, and in the driver everybody else's calls wait for that: nothing
+/// that a stream waits for may need any.
 pub(super) fn memory_is_freed_meanwhile(site: &Site) {
     let transfers = site.transfers();
     let sample = site.sample(23, 8 * MIB);
@@ -325,7 +329,8 @@ pub(super) fn memory_is_freed_meanwhile(site: &Site) {
     }
 }
 
-/// Ends the process where `body` does not end in time: in a driver that stands still nothing else could be checked.
+/// Ends the process where `body` does not end in time: in a driver that stands still nothing else
+/// could be checked.
 fn within<T>(limit: Duration, what: &str, body: impl FnOnce() -> T) -> T {
     let (running, over) = mpsc::channel::<()>();
     thread::scope(|scope| {
@@ -348,13 +353,15 @@ pub(super) fn crashed_context(site: &Site) {
     read(&transfers, &sample.file, &whole).unwrap();
     let (other, scatter) = (site.gpu.stream().unwrap(), site.gpu.scatter().unwrap());
     let mut table = Pinned::new(site.gpu, 4096);
-    // SAFETY: the table stays until the end; zeroed, it moves nothing. Loading the kernel may wait for all streams, so it is done now.
+    // SAFETY: the table stays until the end; zeroed, it moves nothing. Loading the kernel may wait
+    // for all streams, so it is done now.
     unsafe { other.scatter(&scatter, table.address(), 1) }.unwrap();
     other.synchronize().unwrap();
     let nowhere = Move { to: 0, from: table.address() + 2048, len: 16 };
     table.bytes()[..size_of::<Move>()].copy_from_slice(nowhere.as_bytes());
 
-    // As many as there are windows, and one for which there is none. A GPU has few queues, which streams share: the first stream has to come to its kernel before any of the others.
+    // As many as there are windows, and one for which there is none. A GPU has few queues, which
+    // streams share: the first stream has to come to its kernel before any of the others.
     let mut streams = vec![Blocked::new(site.gpu)];
     // SAFETY: what it does wrong is the point.
     unsafe { streams[0].handle.scatter(&scatter, table.address(), 1) }.unwrap();
@@ -401,7 +408,7 @@ pub(super) fn captured_streams(site: &Site) {
     read(&transfers, &sample.file, &whole).unwrap();
     let stream = own_stream(site.gpu);
     begin_capture(site.gpu, stream);
-    // SAFETY: nobody uses the memory.
+    // SAFETY: no other code uses the memory.
     let refused = unsafe {
         [transfers.read_on_stream(&sample.file, &whole, stream), transfers.write_on_stream(&sample.file, &whole, stream)]
     };
@@ -412,12 +419,13 @@ pub(super) fn captured_streams(site: &Site) {
         assert!(error.to_string().contains(&sample.path.display().to_string()), "{error}");
     }
     assert_eq!(nodes, 0, "nothing was put into the stream");
-    // SAFETY: nobody uses the memory until the read was waited for.
+    // SAFETY: no other code uses the memory until the read was waited for.
     let pending = unsafe { transfers.read_on_stream(&sample.file, &whole, stream) }.unwrap();
     assert_eq!(pending.wait().unwrap().bytes(), MIB);
 }
 
-/// Segments long enough to be copied, and short ones that a kernel moves: it was loaded in the primary context.
+/// Segments long enough to be copied, and short ones that a kernel moves: it was loaded in the
+/// primary context.
 pub(super) fn green_contexts(site: &Site) {
     let transfers = site.transfers();
     let sample = site.sample(61, MIB);
@@ -431,7 +439,8 @@ pub(super) fn green_contexts(site: &Site) {
     for segments in [long, short] {
         site.put(memory.address(), &vec![0; MIB as usize]);
         thread::scope(|scope| {
-            // SAFETY: nobody uses the memory until the requests were waited for. Any thread may ask.
+            // SAFETY: no other code uses the memory until the requests were waited for. Any thread
+            // may ask.
             let read = || unsafe { transfers.read_on_stream(&sample.file, &segments, stream) }.unwrap().wait().unwrap();
             scope.spawn(read);
             scope.spawn(read);
@@ -454,7 +463,7 @@ pub(super) fn default_streams(site: &Site) {
         thread::scope(|scope| {
             let asked = scope.spawn(|| {
                 assert!(current_context().is_null(), "a new thread has none");
-                // SAFETY: nobody uses the memory until the request was waited for.
+                // SAFETY: no other code uses the memory until the request was waited for.
                 let bytes = unsafe { transfers.read_on_stream(&sample.file, &whole, stream) }.unwrap().wait().unwrap().bytes();
                 assert!(current_context().is_null(), "the thread is as it was");
                 bytes

@@ -1,5 +1,5 @@
-//! Everything that users can send a daemon, at random: ioctls, messages with descriptors, and the memory of rings. Meanwhile
-//! another user works on the same mount, and has to be served as ever.
+//! Everything that users can send a daemon, at random: ioctls, messages with descriptors, and the
+//! memory of rings. Meanwhile another user works on the same mount, and has to be served as ever.
 
 mod descriptors;
 mod ioctls;
@@ -25,7 +25,8 @@ pub const ATTACKS: &[(&str, Attack)] = attacks![fuzz_ioctls, fuzz_messages, fuzz
 
 /// How long any call may take, a victim's or an attacker's own. One that hangs takes for ever.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How long the daemon has to let go of what attackers left: threads without work stay for 10 seconds.
+/// How long the daemon has to let go of what attackers left: threads without work stay for 10
+/// seconds.
 const SETTLING: Duration = Duration::from_secs(40);
 /// How long attackers live.
 const ROUND: Duration = Duration::from_secs(8);
@@ -63,8 +64,9 @@ fn noise(random: &mut Random, len: usize) -> Vec<u8> {
     }
 }
 
-/// What an attacker does: it hears a seed and how many milliseconds it has, attacks, says how often, and keeps what it has until it is told to go on. A call
-/// that does not come back is its end.
+/// What an attacker does: it hears a seed and how many milliseconds it has, attacks, says how
+/// often, and keeps what it has until it is told to go on. A call that does not come back is its
+/// end.
 fn carry_on(attacker: &mut Attacker, mut step: impl FnMut(&mut Random)) {
     let told: Vec<u64> = attacker.hear().split(' ').map(|word| word.parse().unwrap()).collect();
     let (seed, lasting) = (told[0], Duration::from_millis(told[1]));
@@ -100,7 +102,8 @@ fn variable(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} has to be a number")))
 }
 
-/// Waits until the daemon has again what it had, but for what is kept on purpose: caches, and the allocator's free memory.
+/// Waits until the daemon has again what it had, but for what is kept on purpose: caches, and the
+/// allocator's free memory.
 fn settle(daemon: rustix::process::Pid, before: Figures) -> Figures {
     let is_settled = |now: Figures| {
         now.threads <= before.threads + 8
@@ -119,7 +122,8 @@ fn settle(daemon: rustix::process::Pid, before: Figures) -> Figures {
     }
 }
 
-/// `ABI_SEED` repeats what the attackers of one round send; `ABI_SECONDS` goes on for as long, from a seed of its own.
+/// `ABI_SEED` repeats what the attackers of one round send; `ABI_SECONDS` goes on for as long, from
+/// a seed of its own.
 #[test]
 fn whatever_users_send_the_daemon_lives_and_others_are_served() {
     needs_mount!();

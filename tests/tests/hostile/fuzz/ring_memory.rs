@@ -1,4 +1,5 @@
-//! Rings whose memory means nothing: entries at random, positions that jump, completions that nobody takes, pages that are taken out.
+//! Attacks through the memory of a ring: random entries, positions that jump, completions that the
+//! application never takes, pages that are removed.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -139,7 +140,8 @@ fn make(random: &mut Random, file: &File) -> Option<Made> {
         0 => descriptors::memory(random),
         _ => memfd(ring_bytes(if usual { entries } else { 8 }) as u64).into(),
     };
-    // A mapping must be there before the daemon seals the memory; what it touches is there, whatever else the memory is.
+    // A mapping must be there before the daemon seals the memory; what it touches is there,
+    // whatever else the memory is.
     let seals = rustix::fs::fcntl_get_seals(&fd).unwrap_or(rustix::fs::SealFlags::empty());
     let long_enough = rustix::fs::fstat(&fd).is_ok_and(|stat| stat.st_size as u64 >= ring_bytes(4096.min(entries)) as u64);
     let safe = usual && long_enough && seals.contains(rustix::fs::SealFlags::SHRINK);
@@ -161,7 +163,8 @@ fn make(random: &mut Random, file: &File) -> Option<Made> {
     Some(Made { name: request.ring, memory: memory?, fd, submitted, _completed: completed, files: Vec::new() })
 }
 
-/// Begins a thread that changes entries and words of a ring, whichever it is given, while the daemon looks at them.
+/// Begins a thread that changes entries and words of a ring, whichever it is given, while the
+/// daemon looks at them.
 fn begin_scribbling() -> Arc<Mutex<Option<Arc<RingMemory>>>> {
     let target: Arc<Mutex<Option<Arc<RingMemory>>>> = Arc::default();
     let given = target.clone();
