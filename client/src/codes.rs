@@ -1,4 +1,4 @@
-//! Numbers in the daemon's answers.
+//! Converts the numbers in the daemon's answers to errnos, reasons and routes.
 
 use gpunvme_abi::{Reason, Route};
 use rustix::io::Errno;

@@ -39,7 +39,7 @@ pub(crate) struct Limits {
 }
 
 impl Connection {
-    /// One by way of an open file or directory, whose path is for messages. It asks the daemon
+    /// Connects by way of an open file or directory, whose path is for messages. It asks the daemon
     /// what an ioctl may carry.
     pub fn of(file: OwnedFd, path: &Path) -> Result<Connection> {
         let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
@@ -55,13 +55,14 @@ impl Connection {
         Ok(Connection { limits, socket: abi::get_text(&info.socket), ..connection })
     }
 
-    /// One to the filesystem of this number, if this process has one: nothing need be asked then.
+    /// The connection to the filesystem of this number, if this process has one: the daemon need
+    /// not be asked then.
     pub fn known(number: u64) -> Option<Arc<Connection>> {
         let known = KNOWN.try_lock_for(MOMENT)?;
         known.iter().filter_map(Weak::upgrade).find(|connection| connection.filesystem == number)
     }
 
-    /// Has [`Connection::known`] find it.
+    /// Makes this connection one that [`Connection::known`] finds.
     pub fn make_known(self: &Arc<Connection>) {
         if let Some(mut known) = KNOWN.try_lock_for(MOMENT) {
             known.retain(|connection| connection.strong_count() > 0);
@@ -100,7 +101,8 @@ impl Connection {
         socket::daemon(&self.socket).ok()
     }
 
-    /// Nothing can be done about a failure: either the buffer is gone already, or the daemon is.
+    /// Unregisters a buffer. A failure is ignored: either the buffer is gone already, or the daemon
+    /// is.
     pub fn unregister(&self, buffer: u64) {
         let mut argument = abi::Unregister { buffer, ..abi::Unregister::default() };
         let _ = sys::ioctl(self.file.as_fd(), Command::Unregister.request(0), argument.as_mut_bytes());

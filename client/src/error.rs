@@ -1,4 +1,4 @@
-//! What can go wrong, in words that say what to do.
+//! The errors of this library, in words that say what to do.
 
 use crate::transfer::Transfer;
 use gpunvme_abi::Reason;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// What the functions of this library return.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why something did not happen.
+/// The error of an operation of this library.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,4 +1,4 @@
-//! A mount: what it is, what it did, and the buffers it knows.
+//! A mount: its properties, its counters, and the registration of buffers with it.
 
 use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::codes::{reason, route};

@@ -119,7 +119,7 @@ pub struct Operation<'a> {
 /// How one transfer ended.
 #[derive(Debug)]
 pub struct Completed {
-    /// What [`Operation::tagged`] gave.
+    /// The number that [`Operation::tagged`] gave.
     pub user_data: u64,
     /// What it moved. Less than was asked for means that the file ended.
     pub result: Result<Transfer>,

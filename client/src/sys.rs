@@ -1,5 +1,5 @@
-//! The only system calls here that need `unsafe`: the ioctl, the mapping of a buffer and its
-//! place, and who serves a socket.
+//! The only system calls here that need `unsafe`: the ioctl, the mapping of a buffer and its NUMA
+//! node, and the process that serves a socket.
 //!
 //! It guards the kernel's view of our memory: what a call may write to is always owned, exactly as
 //! long as the kernel thinks.

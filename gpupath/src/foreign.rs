@@ -6,8 +6,8 @@
 //! answers from memory until it has proved to be a memfd, a device's memory or an eventfd, and
 //! everything else is closed by the [`Intake`].
 //!
-//! And it guards what the daemon maps: nothing is taken for memory because of its name, which
-//! anybody can give to a file in a mount namespace of their own.
+//! And it guards what the daemon maps: nothing is taken for memory because of its name, which any
+//! user can give to a file in a mount namespace of their own.
 
 use crate::intake::Intake;
 use gpunvme_abi::Reason;

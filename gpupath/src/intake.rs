@@ -1,10 +1,11 @@
-//! Threads for what may wait for another process: taking a descriptor from it, and closing it.
+//! Threads for calls that may wait for another process: taking a descriptor from it, and closing
+//! it.
 //!
-//! It guards everybody's time. To close a foreign descriptor can take for ever: a socket lingers
-//! until its peer takes what was sent, a file of a FUSE mount waits for its server's answer. So
-//! there is a fixed number of threads for it, of which each user has a share; a user who has used
-//! up the share is refused before anything more is taken in; and nothing ever waits for these
-//! threads, the end of the mount included.
+//! It guards the time of all other threads of the daemon. To close a foreign descriptor can take
+//! for ever: a socket lingers until its peer takes what was sent, a file of a FUSE mount waits for
+//! its server's answer. So there is a fixed number of threads for it, of which each user has a
+//! share; a user who has used up the share is refused before anything more is taken in; and nothing
+//! ever waits for these threads, the end of the mount included.
 
 use crate::shares::share;
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -200,7 +201,7 @@ impl State {
         None
     }
 
-    /// A thread is done with something of a user's. To refuse it was no progress.
+    /// Counts that a thread is done with a task of a user. A refused task was no progress.
     fn ended(&mut self, user: u32, refused: bool) {
         self.busy -= 1;
         let of = self.users.get_mut(&user).expect("a user for whom a thread works is known");

@@ -1,5 +1,5 @@
-//! What `/proc` knows of a caller: what the kernel would not let it do with write(2), so that a
-//! direct write does not do it either.
+//! The limits of a caller, read from `/proc`: a direct write does nothing that the kernel would not
+//! let the caller do with write(2).
 
 /// The longest that a thread, or a process, may make a file, in bytes (`RLIMIT_FSIZE`); no limit
 /// where it cannot be asked. `thread` must name it and no other: of a request that has not been

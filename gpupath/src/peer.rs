@@ -1,6 +1,6 @@
-//! Who connected to a Unix socket. The one module here with `unsafe`: the two socket options have
-//! no safe binding that survives a peer whose process id is 0, which is what a process in an
-//! invisible pid namespace has.
+//! Identifies the process and the user that connected to a Unix socket. The one module here with
+//! `unsafe`: the two socket options have no safe binding that survives a peer whose process id is
+//! 0, which is what a process in an invisible pid namespace has.
 
 use crate::process::{Client, Process};
 use rustix::io::Errno;

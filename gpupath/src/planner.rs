@@ -1,4 +1,4 @@
-//! From segments and extents to device commands. Pure: no I/O, no locks, no clock.
+//! Plans device commands from segments and extents. Pure: no I/O, no locks, no clock.
 //!
 //! It guards two promises: what is aligned goes between device and buffer without a copy, and what
 //! is not is neither skipped nor written around, but handed back as an *edge* and counted. A

@@ -1,5 +1,5 @@
-//! Who is calling: from the thread id in a FUSE request, or the credentials of a socket, to a
-//! process that cannot be mistaken for another.
+//! Identifies the process that calls, from the thread id in a FUSE request or the credentials of a
+//! socket, so that it cannot be mistaken for another.
 //!
 //! It guards ownership of buffers against process ids being used again. While a thread waits for
 //! the answer to its FUSE request it cannot be reaped, so its id names this thread and no other

@@ -1,5 +1,5 @@
-//! Messages that a client can bring about as often as it likes: some are logged, the rest is
-//! counted.
+//! A rate limit for messages that a client can cause as often as it likes: some are logged, the
+//! rest is counted.
 
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! What the daemon answers, apart from what needs the filesystem.
+//! The daemon's answers to commands, apart from those that need the filesystem.
 //!
 //! The FUSE front end decodes an ioctl with [`abi::decode`], hands `REGISTER`, `UNREGISTER` and
 //! `STATS` to the [`Server`], and frames `READ` and `WRITE` with [`Server::admit`] and
@@ -138,8 +138,8 @@ impl Server {
         Server { registry, stats: Stats::default(), broken_rings: Seldom::default() }
     }
 
-    /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for
-    /// the thread that everybody waits for.
+    /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for the
+    /// thread that all clients wait for.
     pub fn register(&self, caller: Caller, request: &Register) -> Reply {
         self.registered(request, self.registry.register(caller, request))
     }

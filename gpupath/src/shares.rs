@@ -1,9 +1,9 @@
-//! How much of what there is one user may have.
+//! The share of a limited resource that one user may have.
 
 /// The user who administers the machine.
 pub(crate) const ROOT: u32 = 0;
 
-/// The most that a user may have of something of which there is `total`, where all others together
+/// The most that a user may have of a resource of which there is `total`, where all others together
 /// have `others`.
 ///
 /// An eighth is root's alone. Of the rest a user may have half of what the others left: one alone

@@ -1,4 +1,4 @@
-//! Carrying out a plan to read: commands straight into the buffer, and beside them reads of the
+//! Carries out a plan to read: commands straight into the buffer, and beside them reads of the
 //! blocks that hold the edges, from which the CPU copies.
 //!
 //! It guards the buffer's life (it is held until the last byte has arrived) and the daemon's

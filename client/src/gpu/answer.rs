@@ -1,5 +1,5 @@
-//! How an application learns that a request is done: it waits, it is called, or a queue collects
-//! what is done.
+//! Delivers the answer to a request: to a caller that waits, to a function that is called, or to a
+//! queue.
 //!
 //! It guards that every request is answered once, whatever becomes of it.
 
@@ -18,7 +18,7 @@ use std::time::Duration;
 /// How long [`Pending::wait`] looks before it sleeps: about what a small read takes.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
 
-/// Where the answer goes.
+/// The destination of the answer to a request.
 pub(super) enum End {
     Pending(Arc<Answer>),
     Callback(Box<dyn FnOnce(Result<Transfer>) + Send>),

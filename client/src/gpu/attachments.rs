@@ -1,5 +1,5 @@
-//! The rings that an open file is known to: it is attached the first time, and stays so for as
-//! long as it is open.
+//! The rings that an open file is attached to: it is attached at its first use, and stays attached
+//! for as long as it is open.
 
 use crate::error::Result;
 use crate::file::File;

@@ -1,5 +1,5 @@
-//! How a request ends, as its pieces tell it: what they moved, and what became of the first that
-//! failed.
+//! The outcome of a request, collected from its pieces: what they moved, and the error of the first
+//! that failed.
 
 use super::memory::pieces::Piece;
 use super::request::Part;

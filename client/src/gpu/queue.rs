@@ -1,4 +1,4 @@
-//! A place where requests that are done are collected: for one thread with many in flight.
+//! The completion queue of requests on GPU memory: for one thread with many in flight.
 
 use super::answer::{Collection, End, Finished, QueueEnd};
 use super::request::Segment;

@@ -1,4 +1,4 @@
-//! What an application asks for, looked up and ready to be done.
+//! A request of an application, its memory looked up, ready to be done.
 
 use super::answer::End;
 use super::memory::pieces::Piece;

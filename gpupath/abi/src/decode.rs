@@ -1,4 +1,4 @@
-//! From the bytes of an ioctl to a request that can be trusted in form. Total: every input gives a
+//! Decodes the bytes of an ioctl to a request whose form is valid. Total: every input gives a
 //! request or a typed error, and none panics.
 //!
 //! It guards the daemon against whatever a process puts into an ioctl or a socket message. What

@@ -50,9 +50,9 @@ pub enum Word {
     Application = 320,
 }
 
-/// It will look by itself.
+/// The side is awake: it looks by itself.
 pub const AWAKE: u32 = 0;
-/// It waits for its eventfd.
+/// The side sleeps: it waits for its eventfd.
 pub const ASLEEP: u32 = 1;
 /// The ring is over: it was closed, its rules were broken, or the volume is being unmounted.
 pub const CLOSED: u32 = 2;

@@ -80,14 +80,14 @@ impl RingMemory {
 
     fn word(&self, word: Word) -> &AtomicU32 {
         // SAFETY: the word lies inside the mapping, which lives as long as `self`, and is aligned
-        // to a cache line. Everybody accesses it atomically.
+        // to a cache line. All accesses are atomic.
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(word.offset()).cast()) }
     }
 
     /// An entry, as eight 64-bit words that may be of different moments.
     fn entry(&self, offset: usize) -> &[AtomicU64; 8] {
         // SAFETY: positions are taken modulo the number of entries, so the entry lies inside the
-        // mapping, aligned to its 64 bytes. Everybody accesses it atomically.
+        // mapping, aligned to its 64 bytes. All accesses are atomic.
         unsafe { &*self.base.as_ptr().add(offset).cast() }
     }
 

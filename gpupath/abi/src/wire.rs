@@ -1,5 +1,5 @@
-//! How structures of the ABI are declared: their size is asserted, they are bytes, and begin with
-//! a version.
+//! Macros that declare the structures of the ABI: their size is asserted, they are bytes, and begin
+//! with a version.
 
 macro_rules! wire {
     ($(#[$doc:meta])* $name:ident = $size:literal { $($(#[$field_doc:meta])* $field:ident : $ty:ty,)* }) => {

@@ -1,4 +1,4 @@
-//! Which CUDA context a thread works in.
+//! Makes CUDA contexts current on threads.
 //!
 //! It guards the application's threads: a context is current on them only while a call in here
 //! runs, and what was current before is so again afterwards.

@@ -1,4 +1,4 @@
-//! What goes wrong with CUDA: why there is none, and what it says when a call fails.
+//! The errors of CUDA: why there is no driver or GPU, and what CUDA says when a call fails.
 
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::sys::cudaError_enum::*;

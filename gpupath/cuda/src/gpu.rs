@@ -1,4 +1,4 @@
-//! GPUs: what they are called, where they are, what they can do, and their primary contexts.
+//! GPUs: their names, places and abilities, and their primary contexts.
 
 use super::context::{Context, Entered};
 use super::driver::Driver;
@@ -283,7 +283,7 @@ impl fmt::Display for Which {
     }
 }
 
-/// What was given names no GPU.
+/// The error that a text names no GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} names no GPU: give its number, such as 0, or its UUID with GPU- or MIG- before it, as `nvidia-smi -L` shows it")]
 pub struct NoGpuName(String);

@@ -343,7 +343,7 @@ impl Event {
         Ok(Event { context, raw })
     }
 
-    /// Whether its stream has reached it, and what was done before is visible to everybody. It is
+    /// Whether its stream has reached it, and what was done before is visible to all readers. It is
     /// so for an event that was never recorded.
     ///
     /// # Errors

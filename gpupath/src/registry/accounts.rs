@@ -1,4 +1,4 @@
-//! What is registered, by process and by user, and how much that may be.
+//! Accounts of registered memory, by process and by user, and their limits.
 //!
 //! It guards that nothing is forgotten: what a buffer holds is counted from before it is mapped
 //! until it is truly gone, which can be long after it was unregistered, and given back by dropping

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// What is under way.
+/// An amount of transfers under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Amount {
     pub transfers: u32,
@@ -54,7 +54,7 @@ impl Amount {
     }
 }
 
-/// Whose a ring is.
+/// The process and the user that a ring belongs to.
 #[derive(Clone)]
 pub(super) struct Member {
     pub user: Arc<Group>,

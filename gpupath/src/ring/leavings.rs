@@ -1,5 +1,5 @@
-//! What rings let go of: attached files, each of which may be the last of an inode, and take long
-//! to go. A process can attach many thousands, and end.
+//! Drops what rings let go of: attached files, each of which may be the last reference to an inode,
+//! and take long to drop. A process can attach many thousands, and end.
 //!
 //! It guards the threads that others wait for, those that serve rings and hear of their owners: a
 //! thread of its own drops what rings leave, one thing after another.
@@ -9,7 +9,7 @@ use std::ops::Deref;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
-/// Where to put what is to be dropped by a thread that may wait.
+/// The channel to the thread that drops things, which may wait.
 #[derive(Clone)]
 pub(super) struct Leavings(mpsc::Sender<Leaving>);
 
@@ -32,7 +32,7 @@ impl Leavings {
         Ok((Leavings(sender), thread))
     }
 
-    /// Drops something elsewhere.
+    /// Has the thread drop something.
     pub fn leave(&self, what: impl Send + 'static) {
         let _ = self.0.send(Leaving::Dropped(Box::new(what))); // after the end it is dropped here
     }

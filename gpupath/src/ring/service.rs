@@ -1,6 +1,6 @@
 //! A thread that serves rings: it takes submissions, begins them, and ends them when the device is
 //! done, on a queue of its own. It never waits for a single transfer: what has to wait for
-//! something else than the device goes on elsewhere, and is completed from there.
+//! something else than the device goes on in another thread, and is completed from there.
 //!
 //! It guards fairness. Processes take turns, a few submissions each; and no ring may have more
 //! than its share under way ([`super::shares`]). As long as there is work the thread looks at the
@@ -59,7 +59,7 @@ pub(super) struct Service {
 }
 
 impl Service {
-    /// No rings yet. `waker` wakes the thread that will [`Service::serve`].
+    /// Makes a service without rings. `waker` wakes the thread that will [`Service::serve`].
     pub fn new(number: usize, server: Arc<Server>, watch: Arc<Watch>, shares: Arc<Shares>, waker: Waker) -> Service {
         Service {
             number,
@@ -117,7 +117,7 @@ impl Service {
         self.wake();
     }
 
-    /// What the thread does.
+    /// Runs the thread that serves the rings.
     pub fn serve(self: &Arc<Self>, queue: &OwnQueue) {
         self.thread.begin();
         let mut first = 0;

@@ -58,13 +58,13 @@ impl Shares {
         }
     }
 
-    /// Whose a ring of this process of this user is.
+    /// The member that a ring of this process of this user belongs to.
     pub fn member(&self, user: u32, process: u32) -> Member {
         let mut known = self.known.lock();
         Member { user: group(&mut known.users, user), process: group(&mut known.processes, (user, process)) }
     }
 
-    /// A ring is there.
+    /// Adds a ring.
     pub fn add(&self, ring: &Arc<Ring>) {
         let mut known = self.known.lock();
         known.rings.retain(|ring| ring.strong_count() > 0);
@@ -76,7 +76,7 @@ impl Shares {
         self.begun.elapsed().as_millis() as u64 + BUSY_FOR
     }
 
-    /// Looks who is busy, if it is time for that.
+    /// Looks which rings are busy, if it is time for that.
     pub fn look(&self, now: u64) {
         let looked = self.looked.load(Ordering::Relaxed);
         let is_due = now >= looked + LOOK;

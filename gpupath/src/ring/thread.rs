@@ -1,4 +1,4 @@
-//! A thread that serves rings, as those know it that end a transfer of its rings elsewhere:
+//! The handle of a thread that serves rings, for the threads that end transfers of its rings:
 //! whether it sleeps, and how it is woken.
 
 use gpunvme_blockdev::Waker;
@@ -23,12 +23,12 @@ impl ServingThread {
         ServingThread { waker, asleep: AtomicBool::new(false) }
     }
 
-    /// The calling thread is it from now on.
+    /// Makes the calling thread the one that serves.
     pub fn begin(&self) {
         THIS.set(self);
     }
 
-    /// Whether the calling thread is it.
+    /// Whether the calling thread is the one that serves.
     pub fn is_this(&self) -> bool {
         ptr::eq(THIS.get(), self)
     }

@@ -49,8 +49,8 @@ fn set_user_id_bits_go_when_somebody_else_could_have_changed_the_file() {
         assert_eq!(after(0o2644, USER, script), 0o2644, "{script}: a set-group-id bit that is none");
     }
     assert_eq!(after(0o6755, USER, "chown 4711 program"), 0o755);
-    // A user who is not in the group of a file cannot keep its set-group-id bit, not even on a file
-    // that no group may execute.
+    // A change by a user who is not in the group of a file clears its set-group-id bit, even where
+    // the group may not execute it.
     let by = |uid: u32, gid: u32, groups: &str, mode: u32, script: &str| {
         fs::write(&path, "content").unwrap();
         chown(&path, Some(USER), Some(USER)).unwrap();

@@ -1,4 +1,4 @@
-//! `info`, `map` and `stats`: what there is to know without moving anything.
+//! The commands `info`, `map` and `stats`: reports about a mount and its files that move no data.
 
 use crate::report::{self, Failure, Report};
 use gpunvme::{ExtentFlags, File, Mount};

@@ -1,5 +1,5 @@
-//! A PCI device's memory as the other end of a transfer: one piece of it, registered once. What
-//! arrived there is looked at through the CPU's mapping.
+//! Memory of a PCI device as the source or target of a transfer: one window, registered once. The
+//! CPU reads its content through a mapping.
 
 use crate::args::PciMemory;
 use crate::meter::Meter;
@@ -12,7 +12,7 @@ const PART: u64 = 64 << 20;
 /// Bytes that the CPU copies at a time.
 const STEP: usize = 1 << 20;
 
-/// A piece of a device's memory that the mount knows.
+/// A piece of a device's memory that is registered with the mount.
 pub struct Window {
     registered: Registered<DeviceMemory>,
     mapping: DeviceMapping,

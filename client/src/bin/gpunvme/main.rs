@@ -1,5 +1,5 @@
-//! `gpunvme`: what an administrator or a script does with a mount, and with the controller under
-//! it, by hand.
+//! The program `gpunvme`: commands for administrators and scripts that work with a mount, and with
+//! the controller under it.
 
 mod args;
 mod describe;

@@ -1,7 +1,7 @@
-//! Where `read` puts what arrives.
+//! The output of the command `read`.
 //!
-//! It guards what is there already. A file is written beside the old one and takes its place when
-//! everything has arrived. Where that would lose something (further names, another owner,
+//! It guards a file that exists already. A file is written beside the old one and takes its place
+//! when everything has arrived. Where that would lose something (further names, another owner,
 //! attributes, a device), the old one is written itself, from the first byte that arrived on. The
 //! file that is read is never the output.
 

@@ -1,5 +1,5 @@
-//! `read`: through two buffers, so that the next part is on its way while the last one is looked
-//! at.
+//! The command `read`. It uses two buffers, so that the next part is in flight while the command
+//! processes the last one.
 
 use crate::args::{Memory, Read, require};
 use crate::meter::Meter;

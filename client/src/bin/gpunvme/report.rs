@@ -1,4 +1,4 @@
-//! What a command says at its end: the same facts for people and for programs.
+//! The report at the end of a command: the same facts for people and for programs.
 
 use gpunvme::{Moved, Reason, Route};
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ impl<E: std::error::Error> From<E> for Failure {
 pub struct Report {
     pub text: String,
     pub json: Value,
-    /// Standard output is taken.
+    /// The report goes to standard error, because the command writes data to standard output.
     pub to_stderr: bool,
     /// The exit status.
     pub code: u8,

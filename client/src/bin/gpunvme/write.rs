@@ -1,5 +1,5 @@
-//! `write`: through two buffers, so that the next part is taken in while the last one is on its
-//! way.
+//! The command `write`. It uses two buffers, so that the command reads the next part of the input
+//! while the last one is in flight.
 
 use crate::args::{Memory, Write, require};
 use crate::device::Window;

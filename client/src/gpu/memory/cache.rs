@@ -1,5 +1,5 @@
-//! Which of a GPU's allocations are registered with a mount: each is when it is first used, and
-//! stays so until room is short or it was freed.
+//! The cache of a GPU's allocations that are registered with a mount: an allocation is registered
+//! at its first use, and stays registered until room is short or it was freed.
 //!
 //! It guards three things. An allocation that was freed is never taken for the one that lies at
 //! its address now. What a transfer uses stays registered until the transfer is over. And what was
@@ -160,7 +160,7 @@ impl<T> Entry<T> {
 }
 
 impl<R: Registrar> Cache<R> {
-    /// Nothing registered yet, and never more than `budget` bytes: what the GPU's BAR has room
+    /// An empty cache that never registers more than `budget` bytes: what the GPU's BAR has room
     /// for.
     pub fn new(registrar: R, budget: u64) -> Cache<R> {
         let state = State { entries: LruCache::sparse(ENTRIES), accepted: false, refused: None };

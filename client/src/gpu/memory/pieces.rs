@@ -1,5 +1,5 @@
-//! How a segment between a file and GPU memory is cut into pieces, each of which goes through one
-//! slot of the staging pool.
+//! Cuts a segment between a file and GPU memory into pieces, each of which goes through one slot of
+//! the staging pool.
 //!
 //! It guards the promise that staging makes no byte go through the CPU that would not have to:
 //! reads are rounded outwards to what the device reads whole, and what was read too much is not

@@ -2,7 +2,7 @@
 //! it is first used, and stays so ([`super::cache`] says how long).
 //!
 //! It guards the order of things on the GPU: what was registered is synchronous to CUDA's own
-//! copies (SYNC_MEMOPS), and what an SSD wrote is in place before anybody is told so.
+//! copies (SYNC_MEMOPS), and what an SSD wrote is in place before the request is answered.
 
 use super::cache::{self, Cache, Export, Refusal, Registrar};
 use crate::buffer::Shared;
@@ -43,16 +43,15 @@ impl Registration {
         self.gpu.orders_writes_for_streams_of(gpu)
     }
 
-    /// Sees to it that what devices wrote to it is there for work that the GPU is given from now
-    /// on.
+    /// Makes what devices wrote to it visible to work that the GPU is given from now on.
     pub fn settle(&self) -> Result<(), (Gpu, CudaError)> {
         self.gpu.flush_remote_writes().map_err(|error| (self.gpu, error))
     }
 }
 
 impl Registrations {
-    /// Nothing is registered yet. `refused` is what the mount says of peer to peer; `budget` is
-    /// the most bytes of one GPU, as much as its BAR shows if there is none.
+    /// Makes an empty set of registrations. `refused` is what the mount says of peer to peer;
+    /// `budget` is the most bytes of one GPU, as much as its BAR shows if there is none.
     pub fn new(cuda: &'static Cuda, mount: &Mount, refused: Reason, budget: Option<u64>) -> Registrations {
         let cache = |gpu: Gpu| {
             let budget = budget.or_else(|| aperture(&gpu)).unwrap_or(u64::MAX);

@@ -1,4 +1,4 @@
-//! Which parts of a staging pool are in use.
+//! The allocator of a staging pool's slots.
 //!
 //! It guards the pool's bound: what does not fit has to wait for something to be given back. The
 //! pool is cut into chunks; slots are taken one behind the other from an open chunk, and a chunk

@@ -1,5 +1,5 @@
-//! What an executor has for one GPU: a staging pool, and a stream that copies between it and the
-//! application's memory.
+//! The copy stream of an executor for one GPU: a staging pool, and a CUDA stream that copies
+//! between the pool and the application's memory.
 //!
 //! It guards the application's context. What waits to be copied is copied together: neighbours as
 //! one, and many small pieces by one kernel. A kernel that meets an address which is no longer
@@ -56,7 +56,7 @@ pub struct Copy {
     pub slot: usize,
     pub len: u64,
     pub allocation: Allocation,
-    /// Whose it is.
+    /// The piece that it belongs to.
     pub piece: usize,
 }
 
@@ -168,12 +168,12 @@ impl CopyStream {
         self.waiting.push(copy);
     }
 
-    /// Whether copies are on their way, or wait to be.
+    /// Whether copies are in flight, or wait to be issued.
     pub fn is_busy(&self) -> bool {
         !self.batches.is_empty() || !self.waiting.is_empty()
     }
 
-    /// Whether copies are on their way.
+    /// Whether copies are in flight.
     pub fn is_copying(&self) -> bool {
         !self.batches.is_empty()
     }
@@ -202,8 +202,8 @@ impl CopyStream {
         self.spare.push(batch.pieces);
     }
 
-    /// For copies that take long: whether they will ever be done. Those that will not are appended
-    /// to `failed`.
+    /// Checks whether copies that take long will ever be done. Those that will not are appended to
+    /// `failed`.
     pub fn probe(&mut self, failed: &mut Vec<(usize, NotCopied)>) {
         // One event at a time: a stream that stands still has room for so many only, and then
         // blocks the thread that adds one.
@@ -222,10 +222,10 @@ impl CopyStream {
         self.broken = Some(error);
     }
 
-    /// Gives the stream what waits, if it is not too busy, and if it is not better to wait for
-    /// more: `coming` pieces are on their way through the ring. Pieces that the processor copied
-    /// are appended to `copied`, and those that could not be to `failed`. Returns whether anything
-    /// was done.
+    /// Issues the waiting copies to the stream, if it is not too busy, and if it is not better to
+    /// wait for more: `coming` pieces are on their way through the ring. Pieces that the processor
+    /// copied are appended to `copied`, and those that could not be to `failed`. Returns whether
+    /// anything was done.
     pub fn issue(&mut self, coming: usize, now: Instant, copied: &mut Vec<usize>, failed: &mut Vec<(usize, NotCopied)>) -> bool {
         if self.waiting.is_empty() {
             self.since = now;

@@ -1,5 +1,5 @@
-//! What moves the bytes of requests: it cuts them into pieces, and moves each piece between the
-//! ring, its slot and the GPU. Whose thread it runs on is not its business.
+//! The executor moves the bytes of requests: it cuts them into pieces, and moves each piece between
+//! the ring, its slot and the GPU. It can run on any thread.
 //!
 //! It guards two things. Requests share what there is: they take turns, a few pieces each. And
 //! nothing in flight is ever given up: a request that failed is answered when the last of its
@@ -30,7 +30,8 @@ use std::time::{Duration, Instant};
 const TURN: u64 = 256 << 10;
 /// How long it sleeps at most while a stream is busy, which cannot wake it.
 const NAP: Duration = Duration::from_micros(50);
-/// After how long without progress, and how often then, a stream is asked what is the matter.
+/// The time without progress after which a stream is asked for its state, and the interval at which
+/// it is asked again.
 pub const STALLED: Duration = Duration::from_millis(100);
 
 /// A request that is being done.
@@ -82,7 +83,7 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// With nothing to do, and a ring that is its own.
+    /// An executor without requests, with a ring that is its own.
     pub fn new(ring: Ring, blocks: Blocks) -> Executor {
         let ring = PieceRing::new(ring);
         Executor {
@@ -172,7 +173,7 @@ impl Executor {
         self.requests.is_empty()
     }
 
-    /// Does what can be done now. False if that was nothing.
+    /// Does all work that can be done now. False if there was none.
     pub fn turn(&mut self, now: Instant) -> bool {
         let mut busy = self.collect(now);
         busy |= self.copy(now);

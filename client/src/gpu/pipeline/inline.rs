@@ -54,7 +54,7 @@ pub struct InlineExecutors {
 }
 
 impl InlineExecutors {
-    /// At most so many.
+    /// Has at most `most` executors, and none yet.
     pub fn new(most: usize) -> InlineExecutors {
         InlineExecutors { executors: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..InlineExecutors::default() }
     }
@@ -102,7 +102,7 @@ impl InlineExecutors {
         }
     }
 
-    /// No more of anything is asked for, because of this.
+    /// Makes no further executors, because of this error.
     pub fn fill(&self, error: &Error) {
         tracing::debug!(%error, "no further thread does its own requests");
         self.full.store(true, Ordering::Relaxed);

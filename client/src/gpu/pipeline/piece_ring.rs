@@ -1,4 +1,4 @@
-//! The ring of one thread, and what it answers for the pieces that were given to it.
+//! The ring of one executor, and the completions of the pieces that were pushed to it.
 //!
 //! It guards that each piece comes back once. When the ring ends, what is in it comes back as
 //! failed, and what is pushed from then on is refused.
@@ -31,7 +31,7 @@ enum State {
 }
 
 impl PieceRing {
-    /// With a ring that nothing else uses.
+    /// Makes one of a ring that nothing else uses.
     pub fn new(ring: Ring) -> PieceRing {
         PieceRing { ring, state: State::Open, back: Vec::new() }
     }
@@ -61,7 +61,7 @@ impl PieceRing {
         self.state != State::Open
     }
 
-    /// Gives it up.
+    /// Gives the ring up.
     pub fn end(&mut self) {
         if self.state == State::Open {
             self.state = State::Ended;

@@ -43,7 +43,7 @@ impl Worker {
         Worker { executor, mailbox, ending: None, mail: Mail::default() }
     }
 
-    /// The thread.
+    /// Runs the thread until it has been told to end and all requests are answered.
     pub fn run(mut self) {
         // After a panic no thread would answer the requests that callers wait for, and it would be
         // unknown which memory the daemon and the GPUs still use.

@@ -30,12 +30,13 @@ impl Health {
         Ok(Health { gpu, stream, event, asking: AtomicBool::new(false), ended: OnceLock::new() })
     }
 
-    /// What ended it, as far as is known.
+    /// The error that ended the context, as far as is known.
     pub fn ended(&self) -> Option<&CudaError> {
         self.ended.get()
     }
 
-    /// Has a thread ask CUDA, unless one is at it: the answer may take as long as all streams.
+    /// Has a thread ask CUDA, unless one is asking already: the answer may take as long as all
+    /// streams.
     pub fn look(self: &Arc<Health>) {
         if self.asking.swap(true, Ordering::Relaxed) {
             return;

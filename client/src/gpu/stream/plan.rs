@@ -1,4 +1,4 @@
-//! How a request in the order of a stream is cut: all of it when it is asked for, because
+//! Cuts a request in the order of a stream into steps: all of it when it is asked for, because
 //! addresses are put into the stream then.
 //!
 //! It guards the bound of a stream's window: whatever a request asks for, what is in flight at
@@ -57,7 +57,7 @@ pub struct Plan {
     pub steps: Vec<Step>,
 }
 
-/// What a request is cut by.
+/// The parameters by which a request is cut.
 pub struct Terms {
     pub direction: Direction,
     pub blocks: Blocks,

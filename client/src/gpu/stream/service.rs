@@ -96,7 +96,7 @@ impl Service {
         }
     }
 
-    /// The thread.
+    /// Runs the thread until it has been told to end and all requests are answered.
     pub fn run(mut self) {
         // After a panic no thread would let streams go on.
         if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {

@@ -1,4 +1,4 @@
-//! How a request is put into an application's stream, all of it before the call returns.
+//! Puts a request into an application's stream, all of it before the call returns.
 //!
 //! It guards that the stream goes on whatever becomes of the request.
 

@@ -1,12 +1,12 @@
 //! The staging memory of one stream of the application.
 //!
 //! It guards that a stream never waits for a call of CUDA. Freeing memory waits for all streams,
-//! and in the driver everybody else's calls wait for that (seen on an H200, driver 580): a thread
-//! that had to copy something so that a stream goes on would be one of them. So copies are in the
-//! stream when the call returns, each between two words in this memory. By one the stream gives a
-//! room to the thread that serves its requests, by the other it gets it back. Between the two that
-//! thread copies what lies in host memory: CUDA would do that in the call, after all that is in
-//! the stream.
+//! and in the driver the calls of all other threads wait for that (seen on an H200, driver 580): a
+//! thread that had to copy something so that a stream goes on would be one of them. So copies are
+//! in the stream when the call returns, each between two words in this memory. By one the stream
+//! gives a room to the thread that serves its requests, by the other it gets it back. Between the
+//! two that thread copies what lies in host memory: CUDA would do that in the call, after all that
+//! is in the stream.
 //!
 //! A window is one stream's at a time, until the stream has passed all that was asked for in it.
 //! Requests of one stream use it one after the other, as the stream comes to them, so none holds a
@@ -88,7 +88,7 @@ impl Window {
         self.word(number, GIVEN).load(Ordering::Acquire).wrapping_sub(number).cast_signed() >= 0
     }
 
-    /// Whether the stream has done with it what there was to do.
+    /// Whether the stream has finished all its work of a step.
     pub fn is_passed(&self, number: u32) -> bool {
         self.word(number, GIVEN).load(Ordering::Acquire).wrapping_sub(number).cast_signed() > 0
     }

@@ -1,5 +1,5 @@
-//! Whose /dev/vfio/vfio is: the type1 container's, which maps device memory, or iommufd's
-//! imitation, which does not.
+//! Detects which driver serves /dev/vfio/vfio: the type1 container, which maps device memory, or
+//! iommufd's imitation of it, which does not.
 //!
 //! Both answer VFIO_CHECK_EXTENSION alike. But the imitation is an iommufd, and understands
 //! iommufd's own ioctls.

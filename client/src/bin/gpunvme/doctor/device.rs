@@ -1,4 +1,4 @@
-//! What a DEVICE of the command line is, and what uses it.
+//! Finds out what a DEVICE of the command line is, and what uses it.
 
 use super::pci::{self, Function};
 use super::sysfs::Tree;

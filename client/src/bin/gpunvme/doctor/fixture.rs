@@ -1,5 +1,5 @@
-//! Trees of sysfs and procfs from a text (client/tests/trees/README.md), in a folder that goes
-//! with them.
+//! Builds trees of sysfs and procfs from a text (client/tests/trees/README.md), in a folder that is
+//! removed with them.
 
 use super::container::Container;
 use super::pci;

@@ -1,4 +1,4 @@
-//! What holds for the whole machine: IOMMU, VFIO, limits, the CPU, NVIDIA's driver.
+//! Facts about the whole machine: IOMMU, VFIO, limits, the CPU, NVIDIA's driver.
 
 use super::container::Container;
 use super::sysfs::Tree;
@@ -189,7 +189,7 @@ fn huge_pages(tree: &Tree) -> Vec<HugePages> {
     all
 }
 
-/// Only looked for, never loaded: a broken CUDA must not keep anybody from a diagnosis.
+/// Only looked for, never loaded: a broken CUDA must not prevent the diagnosis.
 fn libcuda(tree: &Tree) -> Option<String> {
     let mut folders: Vec<String> =
         ["usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "lib64", "lib"]

@@ -20,7 +20,7 @@ const LEAST: u64 = 1 << 20;
 /// Bytes that are compared at a time.
 const STEP: usize = 16 << 20;
 
-/// What became of one route.
+/// The outcome of the proof of one route.
 pub enum Outcome {
     /// Both ways, and every byte was right.
     Proved(Proof),

@@ -1,4 +1,4 @@
-//! What a controller said, for people and for programs.
+//! Prints what a controller reported, for people and for programs.
 
 use crate::report::{self, Report};
 use gpunvme_blockdev::nvme::{ControllerInfo, ErrorEntry, NamespaceInfo, Register, Smart};
