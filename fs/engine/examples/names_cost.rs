@@ -1,5 +1,6 @@
-//! What operations on names cost in the engine, without FUSE, threads or a device behind it: processor time of each, which
-//! other load of the machine changes least. Give a count of files that are there already to see how cost grows.
+//! Measures what operations on names cost in the engine, without FUSE, threads or a device behind
+//! it: the processor time of each, which other load of the machine changes least. Pass a count of
+//! files that exist beforehand to see how cost grows.
 //!
 //! ```text
 //! cargo run --release -p gpunvme-engine --example names_cost -- [FILES PER ROW] [FILES BEFORE]

@@ -66,13 +66,13 @@ pub enum FsError {
     /// The operation would change more blocks of metadata than one may. It has changed nothing.
     #[error("the operation would change too many blocks of metadata at once")]
     TooManyBlocks,
-    /// Whoever asked for it wants it no more.
+    /// The caller cancelled the operation.
     #[error("cancelled")]
     Cancelled,
     /// The device failed.
     #[error(transparent)]
     Device(#[from] blockdev::Error),
-    /// Data was lost on its way to the device, and nobody asked in time to be told.
+    /// Data was lost on its way to the device, and no caller asked in time to be told.
     #[error("data of {files} files could not be written out and is lost; the log names them")]
     Lost {
         /// How many files.

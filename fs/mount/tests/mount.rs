@@ -1,5 +1,5 @@
-//! mount.gpunvme as mount(8) and its users run it: what it leaves behind in the system, and how it ends. What a mounted volume
-//! does is the matter of the end-to-end tests, in `tests/`.
+//! Tests mount.gpunvme as mount(8) and its users run it: what it leaves behind in the system, and
+//! how it ends. The end-to-end tests in `tests/` cover what a mounted volume does.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};

@@ -49,7 +49,7 @@ const CACHE: usize = 32 << 20;
 /// Memory that a check takes when nothing else is said, in bytes.
 pub const MEMORY: usize = 256 << 20;
 
-/// Checks an open volume that nobody uses. Returns what is wrong with it.
+/// Checks an open volume that no other thread uses. Returns what is wrong with it.
 ///
 /// # Errors
 /// The device failed.

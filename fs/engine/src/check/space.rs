@@ -142,7 +142,7 @@ impl<'a, 'm> Space<'a, 'm> {
                     });
                     match (checked, descriptor) {
                         (Ok(block), _) => Some(block),
-                        // Without a descriptor nobody knows whether it was ever written.
+                        // Without a descriptor it is unknown whether the bitmap was ever written.
                         (Err(_), None) => Some(new()),
                         (Err(why), Some(_)) => {
                             self.findings.add(Kind::Bitmap, Place::Group(*number), Fix::Elsewhere, || format!("bitmap: {why}"));

@@ -68,12 +68,12 @@ struct Flight {
     guard: Option<Guard>,
 }
 
-/// What a direct write was to the file.
+/// Effects of a direct write on its file.
 #[derive(Debug, Clone, Copy)]
 pub struct Written {
     /// Only content and times changed, where the file had blocks before.
     pub in_place: bool,
-    /// Somebody may keep attributes of the file that are out of date now.
+    /// The kernel may keep attributes of the file that are out of date now.
     pub shown: bool,
 }
 
@@ -83,7 +83,7 @@ pub enum WriteFailed {
     /// The device failed.
     #[error(transparent)]
     Device(Failed),
-    /// The data is on the device, and could not be made the file's.
+    /// The data is on the device, but mapping it into the file failed.
     #[error(transparent)]
     Mapping(#[from] FsError),
 }

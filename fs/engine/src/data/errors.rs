@@ -83,7 +83,7 @@ impl Errors {
         if self.unknown().is_some() { self.tell_again() } else { Ok(()) }
     }
 
-    /// Tells a caller of the last error, whoever knows.
+    /// Tells a caller of the last error, even if other callers know of it.
     ///
     /// # Errors
     /// That error.

@@ -14,14 +14,14 @@ use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::inode::content_changed;
 use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, Renamed, SetAttributes, Usage, Volume, VolumeOptions};
 
-/// Where an operation goes on that cannot on the thread it is on.
+/// Runs tasks on threads that may wait: for operations that cannot go on where they are.
 pub trait Spawn: Send + Sync {
     /// Runs a task on a thread that may wait for the device.
     fn spawn(&self, task: Box<dyn FnOnce() + Send>);
 
-    /// Does something of what somebody waits for, on the thread that waits: a task, or the
-    /// completion of a write. Returns whether it did; never where other threads do all that.
-    /// Whoever calls it holds no lock.
+    /// Runs one piece of pending work, a task or the completion of a write, on the calling thread,
+    /// which waits for such work. Returns whether it ran one; always false where other threads do
+    /// all of it. The caller holds no lock.
     fn help(&self) -> bool {
         false
     }
@@ -60,8 +60,8 @@ pub struct Preloaded {
     _blocks: Vec<Arc<Block>>,
 }
 
-/// What a rename waits for, from one attempt to the next: that a flush of the file is over that
-/// began after this many.
+/// State of a rename from one attempt to the next: the file whose write-out it waits for, and how
+/// many flushes of it had begun; a later one has to end.
 #[derive(Default)]
 pub struct Settling(Option<(Arc<File>, u64)>);
 
@@ -90,7 +90,7 @@ impl Filesystem {
     ///
     /// # Errors
     /// The device failed; the volume is recovered when it is opened again. [`FsError::Lost`] when
-    /// the volume is well, but data was lost and nobody has been told.
+    /// the volume is well, but data was lost and no caller has been told.
     pub fn close(self: &Arc<Self>) -> Result<(), FsError> {
         let written = self.flush_all();
         let mut files = 0;
@@ -140,8 +140,8 @@ impl Filesystem {
         Ok(attributes)
     }
 
-    /// Notes that whoever keeps attributes of a file was told that they are out of date, after
-    /// `since` ([`super::direct::Written::shown`]).
+    /// Notes that the kernel was told that its attributes of a file are out of date, after `since`
+    /// ([`super::direct::Written::shown`]).
     pub fn take_attributes_back(&self, ino: u64, since: Instant) {
         if let Some(file) = self.files.find(ino) {
             file.state.lock().kernel.attributes.take_back(since);
@@ -205,9 +205,9 @@ impl Filesystem {
 
     /// Renames. Returns the inode that lost its last name, if one did.
     ///
-    /// A file that takes another's name is written out first: whoever replaces a file by a new one
-    /// without fsync shall not find it empty after a crash. What is written to it after the first
-    /// attempt is not waited for.
+    /// A file that takes another's name is written out first: a program that replaces a file by a
+    /// new one without fsync shall not find it empty after a crash. The rename does not wait for
+    /// what is written to the file after the first attempt.
     pub fn rename(
         &self,
         context: &Context,
@@ -310,14 +310,14 @@ impl Filesystem {
         self.release(&file);
     }
 
-    /// Whether the kernel may hold dirty pages of a file: somebody has it open so that it can be
-    /// mapped shared and writable.
+    /// Whether the kernel may hold dirty pages of a file: it is open for reading and writing, so
+    /// that a process can map it shared and writable.
     pub fn is_mappable(&self, ino: u64) -> bool {
         self.files.find(ino).is_some_and(|file| file.state.lock().kernel.mappable > 0)
     }
 
-    /// Removes an inode that has no name when nobody has it any more. Returns whether there is
-    /// more to remove.
+    /// Removes a part of an inode that has no name and that no process uses any more. Returns
+    /// whether there is more to remove.
     pub fn reap_step(&self, ino: u64) -> Attempt<bool> {
         if let Some(file) = self.files.find(ino) {
             let mut state = file.state.lock();

@@ -48,8 +48,8 @@ impl Filesystem {
         self.attributes(ino)
     }
 
-    /// Frees what a truncation has left beyond the end of a file, step by step: nobody waits for
-    /// it but those who want the file to grow.
+    /// Frees, step by step, the blocks that a truncation has left beyond the end of a file. Other
+    /// operations wait for this only if they make the file grow.
     pub(super) fn finish_truncation(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
         let mut state = file.state.lock();
         self.wait_until(file, &mut state, |state| state.truncation != Truncation::UnderWay);
@@ -81,7 +81,7 @@ impl Filesystem {
         if state.truncation != Truncation::Over || (state.buffer.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
-        // Whoever sets a size knows it.
+        // The kernel sets the size, so it knows the size.
         state.kernel.outgrown = None;
         if size > old && self.zero_tail(state, ino, old, size)? {
             // As after a write: the inode learns of the size when the zeros are on the device.
@@ -203,7 +203,7 @@ impl Filesystem {
             };
             match self.wait(attach) {
                 Ok(true) => at += run.len,
-                // Somebody wrote there: looks again.
+                // Another thread wrote there: looks again.
                 result => {
                     self.volume.unreserve(run);
                     self.volume.forget_promise(want);
@@ -256,9 +256,9 @@ impl Filesystem {
         cleared
     }
 
-    /// One step of making blocks read as zeros. Returns the block to go on from. What was there is
-    /// in no page in memory then, and nobody is about to read it into one: written out later, it
-    /// would come back.
+    /// Makes some of these blocks read as zeros, in one step. Returns the block to go on from.
+    /// Afterwards no page in memory has the old content, and no thread is about to read it into
+    /// one: such a page, written out later, would bring it back.
     fn clear_step(&self, file: &File, context: &Context, from: u64, to: u64, keep_blocks: bool) -> Attempt<Option<u64>> {
         let mut state = file.state.lock();
         if state.has_dirty(from, to) {

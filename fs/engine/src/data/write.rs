@@ -19,7 +19,7 @@ use crate::error::{Attempt, Fail, FsError, Stall};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// Whose bytes are written.
+/// Source of the bytes that are written.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Writer {
     /// The kernel's, where it says.
@@ -33,9 +33,9 @@ enum Writer {
 }
 
 impl Filesystem {
-    /// Writes bytes into a file, as far as the write buffer: they are on the device after
-    /// [`Filesystem::sync_file`], or when somebody writes the file out.
-    /// [`Filesystem::write_behind`] is to follow, when whoever waits for the write was answered.
+    /// Writes bytes into a file's write buffer. They are on the device after
+    /// [`Filesystem::sync_file`], or once another caller writes the file out. The caller answers
+    /// the writing process, then calls [`Filesystem::write_behind`].
     ///
     /// # Errors
     /// [`FsError::NoSpace`] here and not later: a block is promised to each byte that is taken.
@@ -53,9 +53,9 @@ impl Filesystem {
         self.write_as(Writer::Appending, ino, offset, data, now)
     }
 
-    /// As [`Filesystem::append`], for one of the parts in which the kernel sends what is long and
-    /// past its page cache: all at once, so that they come in any order. Whoever writes one before
-    /// the end of the file has come to it leaves a gap.
+    /// As [`Filesystem::append`], for one part of a long append past the page cache. The kernel
+    /// splits such an append and sends all parts at once, so that they arrive in any order. A
+    /// caller that writes a part before the file has reached its offset leaves a gap.
     ///
     /// # Errors
     /// As [`Filesystem::write`].
@@ -292,7 +292,7 @@ impl Filesystem {
         }
         let fs = self.clone();
         self.completions.spawn(Box::new(move || {
-            // What fails here fails again, and is reported, when somebody waits for it.
+            // An error here comes again, and is reported, when a caller waits for the write-out.
             if let Err(error) = fs.wait_for_space(|| fs.start_flush(&file)) {
                 tracing::debug!(ino = file.ino, %error, "writing out was put off");
             }

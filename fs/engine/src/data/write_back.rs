@@ -308,9 +308,9 @@ impl Filesystem {
         result
     }
 
-    /// Begins writing out what is in memory of all files, and lets go of those that nobody has
-    /// open when that has landed. Unlike [`Filesystem::flush_all`] it does not wait for the
-    /// others.
+    /// Begins writing out what is in memory of all files, and drops the files that are not open
+    /// from memory when that has landed. Unlike [`Filesystem::flush_all`] it does not wait for open
+    /// files.
     ///
     /// # Errors
     /// As [`Filesystem::flush_all`].

@@ -177,8 +177,7 @@ impl Cache {
             tries -= 1;
             let Some(address) = self.clock.pop_front() else { return };
             let Some(entry) = self.entries.get(&address) else { continue };
-            // A block that somebody else holds, too, was loaded for an operation that is not done
-            // yet.
+            // A block with another holder was loaded for an operation that is not done yet.
             let held = Arc::strong_count(&entry.block) > 1;
             let pinned = held || entry.running || entry.image.is_some() || address == STATE;
             if pinned || entry.recent.swap(false, Ordering::Relaxed) {

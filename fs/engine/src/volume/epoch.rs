@@ -2,8 +2,8 @@
 //!
 //! Every transfer that touches data blocks holds a [`Guard`] for as long as the device may still
 //! read or write them. Blocks that were freed are reused only when every guard taken before the
-//! free became durable is gone: a truncate or an unlink detaches blocks at once, and nobody ever
-//! reads or writes somebody else's data through a mapping that was looked up earlier.
+//! free became durable is gone: a truncate or an unlink detaches blocks at once, and no transfer
+//! ever reads or writes another file's data through a mapping that was looked up earlier.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

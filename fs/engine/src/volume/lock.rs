@@ -18,22 +18,22 @@ const LOOKS: usize = 100;
 pub(crate) struct MetaLock(RwLock<Meta>);
 
 impl MetaLock {
-    /// Nobody has the lock.
+    /// A lock on `meta` that no thread holds.
     pub fn new(meta: Meta) -> MetaLock {
         MetaLock(RwLock::new(meta))
     }
 
-    /// Waits until nobody changes the metadata.
+    /// Waits until no thread changes the metadata.
     pub fn read(&self) -> RwLockReadGuard<'_, Meta> {
         spin(|| if self.0.is_locked_exclusive() { None } else { self.0.try_read() }).unwrap_or_else(|| self.0.read())
     }
 
-    /// Waits until nobody else has the metadata.
+    /// Waits until no other thread reads or changes the metadata.
     pub fn write(&self) -> RwLockWriteGuard<'_, Meta> {
         spin(|| if self.0.is_locked() { None } else { self.0.try_write() }).unwrap_or_else(|| self.0.write())
     }
 
-    /// Those who wait for the lock by now have it before the caller does again.
+    /// Lets the threads that wait for the lock by now have it before the caller has it again.
     pub fn let_others_in(&self) {
         RwLockWriteGuard::bump(&mut self.0.write());
     }

@@ -166,8 +166,8 @@ impl Volume {
         Ok(step.next)
     }
 
-    /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns whether it did:
-    /// not when somebody has mapped a part of the range in the meantime.
+    /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns false, and
+    /// changes nothing, when another operation has mapped a part of the range in the meantime.
     pub(crate) fn map_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
         regular(&op, ino)?;

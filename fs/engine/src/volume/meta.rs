@@ -1,4 +1,4 @@
-//! Metadata in memory: everything that the volume's one metadata lock guards, and looking at it.
+//! Metadata in memory: everything that the volume's one metadata lock guards, and access to it.
 
 use std::sync::Arc;
 
@@ -95,8 +95,8 @@ impl Meta {
         }
     }
 
-    /// Makes the state block part of the running transaction; what it says is written into it when
-    /// that is frozen.
+    /// Adds the state block to the running transaction; it is encoded when the transaction is
+    /// frozen.
     pub fn run_state(&mut self) {
         let entry = self.cache.get_mut(STATE).expect("the state block stays in memory");
         if !entry.running {
@@ -106,7 +106,7 @@ impl Meta {
     }
 }
 
-/// Whoever can look at metadata blocks: [`Meta`] itself, or an operation under way.
+/// Access to metadata blocks, for [`Meta`] itself and for an operation under way.
 pub(crate) trait Blocks {
     /// The metadata.
     fn meta(&self) -> &Meta;
@@ -120,7 +120,7 @@ pub(crate) trait Blocks {
         Ok(&entry.block)
     }
 
-    /// Remembers a leaf that was gone down to.
+    /// Remembers a leaf that a search has descended to.
     fn remember(&self, _place: Place) {}
 
     /// A remembered leaf that satisfies `covers`.

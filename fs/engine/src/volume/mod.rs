@@ -1,15 +1,18 @@
-//! The volume: metadata, its journal, and the operations on names and attributes. Data goes by [`crate::data`].
+//! The volume: metadata, its journal, and the operations on names and attributes. Data goes through
+//! [`crate::data`].
 //!
-//! Everything is an attempt: an operation runs on what is in memory, and ends with a [`Stall`] when it needs something else.
-//! [`Volume::wait`] resolves stalls and tries again; it is for threads that may wait for the device. A front end tries once
-//! where it must not wait, and hands the operation to such a thread when that stalls.
+//! Every operation is an attempt: it runs on what is in memory, and ends with a [`Stall`] when it
+//! needs something else. [`Volume::wait`] resolves stalls and tries again; it is for threads that
+//! may wait for the device. A front end tries once where it must not wait, and hands the operation
+//! to such a thread when the attempt stalls.
 //!
-//! The volume has no threads and no clock: whoever drives it calls [`Volume::commit`], [`Volume::checkpoint`] and
-//! [`Volume::reap`], and passes the time in a [`Context`].
+//! The volume has no threads and no clock: its owner calls [`Volume::commit`],
+//! [`Volume::checkpoint`] and [`Volume::reap`], and passes the time in a [`Context`].
 //!
-//! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the anchors' lock, which a checkpoint holds, the
-//! journal lock, which a commit holds, the metadata lock, the epochs' lock. The metadata lock is never held across I/O, and a
-//! checkpoint holds the journal lock for moments only: commits go on beside it.
+//! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the anchors' lock,
+//! which a checkpoint holds, the journal lock, which a commit holds, the metadata lock, the epochs'
+//! lock. The metadata lock is never held across I/O, and a checkpoint holds the journal lock for
+//! moments only: commits go on beside it.
 //!
 //! [`Stall`]: crate::error::Stall
 

@@ -1,6 +1,6 @@
-//! Orphans: inodes that lost their last name while somebody still had them, and files whose
-//! truncation takes more than one operation. An item of the tree remembers each, so that a mount
-//! after a crash finishes what was begun.
+//! Orphans: inodes that lost their last name while they were still in use, and files whose
+//! truncation takes more than one operation. Each has an item in the tree, so that a mount after a
+//! crash finishes what was begun.
 
 use std::ops::ControlFlow;
 
@@ -45,8 +45,8 @@ fn list(blocks: &impl Blocks, from: u64, limit: usize) -> Attempt<Vec<u64>> {
 }
 
 impl Volume {
-    /// Ends truncations that a crash interrupted, and notes the inodes that nobody can have any
-    /// more.
+    /// Ends truncations that a crash interrupted, and notes the inodes without a name for removal:
+    /// no process can have them open after a crash.
     pub(crate) fn finish_truncations(&self) -> Result<(), FsError> {
         let mut from = 0;
         loop {
@@ -75,7 +75,8 @@ impl Volume {
         Ok(self.orphans.lock().is_empty())
     }
 
-    /// Removes an inode without a name and all that it has. Nobody may have it open.
+    /// Removes an inode without a name and everything that belongs to it. No process may have it
+    /// open.
     pub(crate) fn reap_inode(&self, ino: u64) -> Result<(), FsError> {
         while self.wait(|| self.reap_step(ino))? {}
         Ok(())

@@ -24,7 +24,7 @@ const SPARE_MAX: usize = 16;
 /// as long as the rest of an operation.
 #[derive(Default)]
 struct Leftovers {
-    /// Blocks that nobody needs any more, for copies.
+    /// Blocks that are in no use, for copies.
     blocks: Vec<Arc<Block>>,
     /// Lists, empty.
     undo: Vec<Undo>,

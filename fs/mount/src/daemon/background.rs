@@ -37,8 +37,8 @@ pub enum Report {
 }
 
 /// Closes what the program inherited beyond stdin, stdout and stderr, so that the daemon does not
-/// keep somebody else's pipe, lock or directory for as long as it lives. Called before the program
-/// opens anything.
+/// keep another program's pipe, lock or directory for as long as it lives. Called before the
+/// program opens anything.
 pub fn close_inherited() {
     // SAFETY: nothing in this process owns a descriptor yet, so none is closed under its owner. On
     // a kernel without the call (before 5.9) it fails and nothing is closed, which costs what the

@@ -1,11 +1,10 @@
 //! The stages of a mount, and what a signal means in each.
 //!
-//! | stage    | SIGTERM, SIGINT, SIGHUP                                                                       |
-//! | -------- | --------------------------------------------------------------------------------------------- |
-//! | starting | end at once; nothing is mounted, and the volume recovers from this like from a crash          |
-//! | live     | unmount; if that fails because the mount is in use, try for a moment, then cut off its users. |
-//! |          | What else is mounted on the directory stays: then only the connection ends                    |
-//! | ended    | nothing: the volume is being written down, which is what the signal asks for                  |
+//! - Starting: a SIGTERM, SIGINT or SIGHUP ends the program at once. Nothing is mounted, and the
+//!   volume recovers as from a crash.
+//! - Live: it unmounts. If the mount is in use, it tries again for a moment, then cuts off its
+//!   users. Other mounts on the directory stay; then only the connection ends.
+//! - Ended: it does nothing. The volume is being closed, which is what the signal asks for.
 //!
 //! The signals are blocked in every thread and taken by one of their own, so that they interrupt
 //! nothing.
@@ -125,8 +124,8 @@ impl Lifecycle {
         }
     }
 
-    /// Unmounts, and cuts off whoever uses the mount for longer than [`GRACE`]: with open files,
-    /// or in another mount namespace.
+    /// Unmounts, and cuts off processes that use the mount for longer than [`GRACE`]: with open
+    /// files, or in another mount namespace.
     fn unmount(&self, mount: &Attachment) -> io::Result<()> {
         let until = Instant::now() + GRACE;
         while !self.has_ended() && Instant::now() < until {

@@ -32,10 +32,10 @@ pub fn raise_descriptors(loops: usize) -> Result<(), MountError> {
     Ok(())
 }
 
-/// Has the kernel look for other processes first when memory runs out: the daemon's end is the end
-/// of its mount, for all that use it. Not `-1000`, which would spare it however much it takes:
-/// this is nine tenths of the machine's memory, or of its cgroup's. What somebody has set already,
-/// for a service or a container, stays.
+/// Makes the kernel prefer other processes when memory runs out: the daemon's end is the end of its
+/// mount, for all that use it. The score is not `-1000`, which would spare the daemon however much
+/// it takes: this is nine tenths of the machine's memory, or of its cgroup's. A score that an
+/// administrator has set already, for a service or a container, stays.
 pub fn protect_from_oom() {
     let set = std::fs::read_to_string(OOM_SCORE).is_ok_and(|value| value.trim() != "0");
     if !set && let Err(error) = std::fs::write(OOM_SCORE, OOM_PROTECTION) {

@@ -36,7 +36,7 @@ fn parse(filter: &str) -> Result<EnvFilter, MountError> {
     EnvFilter::try_new(filter).map_err(|error| MountError::Usage(format!("option \"log\": {filter:?}: {error}")))
 }
 
-/// Sends each event as one datagram in the form of RFC 3164, as syslog(3) does. Where nobody
+/// Sends each event as one datagram in the form of RFC 3164, as syslog(3) does. Where no daemon
 /// listens, events are lost.
 struct Syslog {
     socket: Option<UnixDatagram>,

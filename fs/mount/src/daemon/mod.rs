@@ -57,7 +57,7 @@ fn run_unmount(args: Vec<OsString>) -> u8 {
     let arguments = match unmount::Arguments::try_parse_from(args) {
         Ok(arguments) => arguments,
         Err(error) => {
-            // Nobody is left to tell if the terminal is gone.
+            // If the terminal is gone, there is nowhere to report that.
             let _ = error.print();
             return u8::from(error.use_stderr());
         }

@@ -112,7 +112,7 @@ fn open(options: &Options, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, Mount
     claim(&options.device, mode).map_err(|error| MountError::Failed(error.to_string()))
 }
 
-/// The engine's errors in the words of somebody who mounts.
+/// Translates an error of the engine into a message for the user who mounts.
 fn failed(options: &Options, error: &FsError) -> MountError {
     MountError::Failed(match error {
         FsError::Corrupt(Corrupt::Superblock(why)) => why.clone(),

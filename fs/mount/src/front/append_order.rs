@@ -48,7 +48,7 @@ struct Parked<P> {
 }
 
 struct File<P> {
-    /// AppendOrder that are with a worker.
+    /// Number of fragments that are with a worker.
     working: usize,
     /// When that was last another number.
     since: Instant,
@@ -112,7 +112,8 @@ impl<P> AppendOrder<P> {
         late.into_iter().filter_map(|ino| state.take(ino, u64::MAX)).collect()
     }
 
-    /// Takes out all of them. For the end of a mount, when nobody waits for an answer any more.
+    /// Drops all parked fragments. For the end of a mount, when no process waits for an answer any
+    /// more.
     pub fn clear(&self) {
         let files = std::mem::take(&mut self.state.lock().files);
         drop(files);

@@ -32,11 +32,11 @@ use super::write_request::WriteRequest;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
 
-/// How long the kernel may keep entries and attributes. Nobody but this mount changes them.
+/// How long the kernel may keep entries and attributes. Only this mount changes them.
 const LIFETIME: Duration = Duration::from_secs(3600);
 /// The largest request, in bytes; the kernel's own limit (`fs.fuse.max_pages_limit`) is the same.
 const MAX_WRITE: u32 = 1 << 20;
-/// Requests that nobody waits for which the kernel sends at once: read-ahead, and direct I/O.
+/// Background requests that the kernel sends at once: read-ahead, and direct I/O.
 const MAX_BACKGROUND: u16 = 256;
 /// From so many of them on, the kernel calls the mount congested.
 const CONGESTION: u16 = 192;

@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::shared::Front;
 
-/// How long written data stays in memory at the most, as long as nobody asks for more.
+/// How long written data stays in memory at the most, unless it is synced or evicted before.
 const WRITE_BACK: Duration = Duration::from_secs(1);
 /// How often the thread looks.
 const TICK: Duration = Duration::from_millis(200);
@@ -68,7 +68,7 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
             continue;
         }
         fs.volume().look_again();
-        // Whoever writes or syncs learns of an error, and a failed commit is logged where it
+        // A caller that writes or syncs learns of an error, and a failed commit is logged where it
         // fails: nothing to add here.
         if written.elapsed() >= WRITE_BACK || fs.wants_flush() {
             let _ = fs.volume().look_before_writing();

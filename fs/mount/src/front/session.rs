@@ -25,8 +25,8 @@ const GENERAL_THREADS: usize = 64;
 /// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at
 /// the most (`fuse.rs`, MAX_BACKGROUND).
 const REQUEST_BYTES: usize = 256 << 20;
-/// Of these, bytes of parts of appends that wait for something of which nobody knows whether it
-/// comes. Beyond them they wait for less long: the rest is for others.
+/// Of these, bytes of fragments of appends that wait for an earlier fragment, which may never come.
+/// Beyond this they wait for less long, to leave the rest to other requests.
 const PARKED: usize = REQUEST_BYTES / 4;
 /// Threads that work for long direct transfers. They wait for nothing, and fill memory as fast as
 /// it is.
@@ -42,9 +42,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Begins to serve a filesystem to the kernel: `connection` is the open `/dev/fuse` of a mount
-    /// that nobody serves yet. It is closed when the session ends, and what is mounted stays where
-    /// it is.
+    /// Begins to serve a filesystem to the kernel. `connection` is the open `/dev/fuse` of a mount
+    /// that is not served yet; it is closed when the session ends. The mount itself stays in place.
     ///
     /// # Errors
     /// The kernel and this program have no protocol in common, or the system has not got the

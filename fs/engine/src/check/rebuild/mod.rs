@@ -1,12 +1,12 @@
-//! Rebuilds the inner nodes of a tree whose shape is damaged. Leaves hold everything: those that
-//! can be reached are kept where they are, those that a damaged node hides are found by looking
-//! through the chunks of metadata, and new inner nodes are built over them. A leaf that items of
-//! damaged ones belong to is replaced by new leaves that have both.
+//! Rebuilds the inner nodes of a tree whose shape is damaged. Leaves hold everything: leaves that
+//! can be reached are kept where they are, leaves that a damaged node hides are found by searching
+//! the chunks of metadata, and new inner nodes are built over both. A leaf whose key range also
+//! covers items of damaged leaves is replaced by new leaves that hold all of them.
 //!
-//! Nothing of the old tree is written over, so that it is what counts up to the last operation:
-//! new nodes go straight home, to blocks that are free, as data does; and one transaction marks
-//! these blocks as in use and makes the new tree the one that counts. Before it, nobody finds
-//! them: a repair that begins again sees what this one saw.
+//! The repair overwrites nothing of the old tree, which stays the valid one up to the last
+//! operation: new nodes are written in place, to free blocks, as data is; and one transaction marks
+//! these blocks as in use and makes the new tree the valid one. Before that transaction no metadata
+//! refers to them: a repair that begins again sees what this one saw.
 //!
 //! Of each leaf and each item there is a record, which is sorted outside memory if need be.
 //! Everything goes by in the order of its keys: the leaves, of which some cover the same keys
@@ -115,8 +115,8 @@ impl Surveyor<'_> {
         each_batch(damaged.sorted()?, |part| {
             for (address, block) in part.iter().zip(reader.read(part)?) {
                 reached.remove(*address);
-                // What it really is, nobody knows. As data nothing is written over it, and its
-                // chunk becomes none of nodes.
+                // The block's true use is unknown. Counted as data, it is not overwritten, and its
+                // chunk does not become a chunk of nodes.
                 self.kept.use_blocks(&self.geometry, INO_MAX, *address, 1)?;
                 if let Ok(block) = block
                     && block.expect(BlockKind::Node).is_ok()

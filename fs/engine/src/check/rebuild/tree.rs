@@ -96,7 +96,7 @@ impl<'v> NewTree<'v> {
         self.end_node(level + 1, first, parent)
     }
 
-    /// An empty node, for a block that nobody uses.
+    /// An empty node in a newly allocated block.
     fn node(&self, level: u8) -> Result<Block, FsError> {
         let address = self.volume.wait(|| {
             let mut op = self.volume.begin()?;

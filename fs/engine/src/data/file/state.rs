@@ -1,4 +1,4 @@
-//! What is known of one file in memory, and the lock that guards it.
+//! State of one file in memory, and the lock that guards it.
 
 use std::ops::Range;
 
@@ -20,11 +20,11 @@ use super::newer::Newer;
 pub(crate) struct FileState {
     /// Times that it is open.
     pub opens: u32,
-    /// What of it is in the write buffer.
+    /// The part of it that is in the write buffer.
     pub buffer: FileBuffer,
-    /// What of it is on its way to the device.
+    /// Writes to it that are on their way to the device.
     pub in_flight: InFlight,
-    /// What memory knows newer than the inode.
+    /// Size and times that are newer in memory than in the inode.
     pub newer: Newer,
     /// What the kernel may have cached.
     pub kernel: KernelView,
@@ -32,7 +32,7 @@ pub(crate) struct FileState {
     pub allocation: Allocation,
     /// Whether blocks beyond the end wait to be freed.
     pub truncation: Truncation,
-    /// Who has it open, and what of it was lost.
+    /// Its opens, and which of them have learned of lost data.
     pub errors: Errors,
 }
 
@@ -47,16 +47,16 @@ pub(crate) struct Allocation {
     pub tail_is_zero: bool,
 }
 
-/// Freeing what a file had beyond a new, smaller size takes many operations. Until it is over, the
-/// file must not grow: what lies there would be the file's again.
+/// Progress of freeing the blocks beyond a new, smaller size, which takes many operations. Until it
+/// is over, the file must not grow: the old blocks would become part of it again.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Truncation {
     /// Nothing is left to be freed.
     #[default]
     Over,
-    /// There is, and nobody is at it.
+    /// Blocks are left to be freed, and no thread frees them yet.
     Pending,
-    /// Somebody is at it.
+    /// A thread is freeing them.
     UnderWay,
 }
 
@@ -104,6 +104,6 @@ pub(crate) struct File {
     pub ino: u64,
     /// Taken before the journal's and the metadata's locks, and never two files' at a time.
     pub state: Mutex<FileState>,
-    /// A batch of writes ended, or what held others back.
+    /// Signalled when a batch of writes, or anything else that held others back, has ended.
     pub landed: Condvar,
 }

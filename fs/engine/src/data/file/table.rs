@@ -33,14 +33,14 @@ impl Files {
         shard.entry(ino).or_insert_with(file).clone()
     }
 
-    /// Lets go of a file that nobody has open and that has nothing to write. Returns the blocks it
+    /// Drops a file from memory if it is not open and has nothing to write. Returns the blocks it
     /// had reserved ahead.
     pub fn release(&self, file: &Arc<File>) -> Option<Run> {
         let mut shard = self.0.lock(file.ino);
-        // Whoever has the lock is using the file; and nobody waits here, since completions come
-        // by.
+        // A thread that has the lock is using the file. Completions call this too, so it does not
+        // wait.
         let mut state = file.state.try_lock()?;
-        // Two handles: the table's, and the caller's. With more, somebody is about to use it.
+        // Two handles: the table's, and the caller's. With more, another thread is about to use it.
         let idle = state.opens == 0 && state.is_clean() && state.buffer.pages.is_empty() && state.errors.is_empty();
         let idle = idle && state.truncation == Truncation::Over;
         if !idle || Arc::strong_count(file) > 2 {

@@ -15,8 +15,8 @@ use crate::volume::meta::Meta;
 use crate::volume::open::Volume;
 
 impl Volume {
-    /// Takes a lock that is held across I/O. Where batches complete only when a caller waits (`Io::stepped`), the thread that has
-    /// it goes on while this one completes them.
+    /// Takes a lock that is held across I/O. Where batches complete only when a caller waits
+    /// (`Io::stepped`), this thread completes batches meanwhile, so that the lock's holder goes on.
     pub(super) fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
         loop {
             match lock.try_lock() {
@@ -27,8 +27,9 @@ impl Volume {
         }
     }
 
-    /// Makes every operation that was finished before the call durable, together with all data written so far. Who calls
-    /// while a commit is under way waits for it, and shares the next one with all others that do.
+    /// Makes every operation that was finished before the call durable, together with all data
+    /// written so far. A caller that comes while a commit is under way waits for it, and shares the
+    /// next one with all others that came meanwhile.
     pub fn commit(&self) -> Result<(), FsError> {
         if self.read_only {
             return Ok(());
@@ -58,7 +59,8 @@ impl Volume {
         }
     }
 
-    /// Whether the running transaction is large enough for a commit to be due: where it is full, operations wait for one.
+    /// Whether the running transaction is large enough for a commit to be due: operations wait for
+    /// a commit once the transaction is full.
     pub fn wants_commit(&self) -> bool {
         let meta = self.meta.read();
         meta.running.len() > meta.transaction_max / 2
@@ -86,7 +88,8 @@ impl Volume {
             }
             let blocks = journal::transaction_blocks(meta.running.len() as u64);
             if blocks > geometry.journal_blocks - (journal.head - journal.tail) {
-                // Before the transaction is frozen: afterwards its images would hide the committed ones.
+                // Before the transaction is frozen: afterwards its images would hide the committed
+                // ones.
                 return Ok(false);
             }
             freeze(&mut meta, journal)
@@ -140,7 +143,8 @@ impl Volume {
     }
 }
 
-/// Ends the running transaction: seals its blocks and shares them. Returns its sequence, the home addresses and the images.
+/// Ends the running transaction: seals its blocks and shares them. Returns its sequence, the home
+/// addresses and the images.
 fn freeze(meta: &mut Meta, journal: &mut Journal) -> (u64, Vec<u64>, Vec<Arc<Block>>) {
     let sequence = meta.sequence;
     let mut homes = std::mem::take(&mut meta.running);

@@ -13,9 +13,9 @@
 //!    the transaction that emptied it.
 //!
 //! A commit freezes the running transaction under the metadata lock (content is shared, and copied
-//! by whoever changes it next), then writes it without holding that lock. Commits wait for each
-//! other; those who wait for the same one share it. A checkpoint writes home what was durable when
-//! it began, while further commits go on.
+//! by the next operation that changes it), then writes it without holding that lock. Commits run
+//! one after another; callers that wait for the same one share it. A checkpoint writes home what
+//! was durable when it began, while further commits go on.
 
 pub(crate) mod anchors;
 mod checkpoint;

@@ -1,8 +1,8 @@
 //! Files attached to rings: the same transfers as by ioctl, begun by the threads that serve the
 //! rings.
 //!
-//! It guards the life of an attached file. Its application may close it, and somebody unlink it:
-//! until it is detached it counts as known to the kernel, and as open.
+//! It guards the life of an attached file. The application may close the file, and another process
+//! may unlink it: until it is detached it counts as known to the kernel, and as open.
 
 use std::sync::Arc;
 
@@ -25,9 +25,9 @@ struct Attached {
     handle: Handle,
 }
 
-/// The user and group of writes by rings: none that there is. Who submits is whoever has the
-/// ring's memory mapped, and the process that made the ring may have given up what it was then; so
-/// a write by a ring takes what anybody's does.
+/// The user and group of writes by rings: none that exists. Any process that has the ring's memory
+/// mapped can submit, and the process that made the ring may have given up the identity it had
+/// then; so a write by a ring strips what a write by an unprivileged user strips.
 const NOBODY: u32 = u32::MAX;
 
 impl Front {

@@ -338,8 +338,8 @@ impl Front {
         self.attempt_for(
             (write, part),
             move |fs, (Write { transfer, .. }, part)| {
-                // As for any other write: whoever changes a program does not get to keep it
-                // somebody else's.
+                // As for any other write: a user who changes a program must not thereby gain the
+                // rights that it runs with.
                 strip_unseen(fs, &transfer.caller, transfer.ino)?;
                 fs.plan_direct_write(transfer.ino, &part.segments, &transfer.buffer.region, now)
             },
@@ -447,8 +447,8 @@ impl Front {
         });
     }
 
-    /// Answers a write. Of a file that was opened with `O_DSYNC` or `O_SYNC`, when it is durable:
-    /// nobody else syncs for the caller, as the kernel does after write(2).
+    /// Answers a write. For a file that was opened with `O_DSYNC` or `O_SYNC` it first makes the
+    /// write durable: the kernel does so after write(2), but not after a direct transfer.
     fn answer_write(self: &Arc<Self>, transfer: Transfer, outcome: Outcome, done: impl FnOnce(Answer) + Send + 'static) {
         if !transfer.handle.is_sync() || outcome.moved.total() == 0 {
             return self.answer(transfer, &outcome, done);
@@ -482,8 +482,8 @@ impl Front {
         Ok(planned)
     }
 
-    /// Answers a transfer that was begun. Before that it lets go of the buffer: whoever
-    /// unregisters it after the answer finds the memory free.
+    /// Answers a transfer that was begun. It lets go of the buffer first: a caller that unregisters
+    /// the buffer after the answer finds the memory free.
     fn answer(&self, transfer: Transfer, outcome: &Outcome, done: impl FnOnce(Answer)) {
         let answer = self.direct.server.finish(transfer.direction, &transfer.request, &transfer.buffer, outcome);
         drop(transfer);
@@ -491,9 +491,9 @@ impl Front {
     }
 }
 
-/// Takes from a file what a write takes that the kernel does not see: its capabilities, which the
-/// kernel takes ahead of every write(2), and the set-user-id bits, unless the writer is above
-/// that.
+/// Strips from a file what a write strips and the kernel does not see: its capabilities, which the
+/// kernel removes ahead of every write(2), and the set-user-id bits, unless the writer has the
+/// privilege to keep them.
 fn strip_unseen(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
     match fs.get_xattr(ino, CAPABILITY).and_then(|_| fs.remove_xattr(&caller.context, ino, CAPABILITY)) {
         Ok(()) | Err(Fail::Error(FsError::NoData)) => {}

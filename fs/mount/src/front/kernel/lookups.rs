@@ -1,15 +1,18 @@
-//! Lookup counts: which inodes the kernel knows, and when one that has lost its last name can be removed.
+//! Lookup counts: which inodes the kernel knows, and when one that has lost its last name can be
+//! removed.
 //!
-//! An inode without a name works on for as long as a process has it: the kernel counts that, open files and mappings included, and
-//! forgets the inode when none does. So every answer that gives the kernel an inode is counted *before* it is
-//! sent, and every forget is taken off the count.
+//! An inode without a name works on for as long as a process has it: the kernel counts that, open
+//! files and mappings included, and forgets the inode when no process has it. So every answer that
+//! gives the kernel an inode is counted *before* it is sent, and every forget is taken off the
+//! count.
 //!
-//! An inode is removed when it is an orphan and its count is zero, whichever comes last. Both are one entry of one table,
-//! changed under one lock, so exactly one of the two sees both and removes it. What is left is an answer that found the inode
-//! by its name just before the name went, and is counted after: while the removal goes on, the entry says so, and
-//! [`Lookups::look_up`] refuses; once it has ended, the answer gives the kernel a number that stands for nothing, now and for
-//! ever, since numbers are never used again. (The kernel does not even ask for a name while it removes it: both hold the
-//! directory's lock.)
+//! An inode is removed when it is an orphan and its count is zero, whichever comes last. Both are
+//! one entry of one table, changed under one lock, so exactly one of the two events sees both and
+//! removes it. One case is left: an answer that found the inode by its name just before the name
+//! went, and that is counted after. While the removal goes on, the entry says so, and
+//! [`Lookups::look_up`] refuses. Once it has ended, the answer gives the kernel a number that
+//! stands for nothing, now and for ever, since numbers are never used again. (The kernel does not
+//! even ask for a name while it removes it: both hold the directory's lock.)
 
 use std::hint::black_box;
 use std::ops::Range;
@@ -21,7 +24,8 @@ use rustc_hash::FxHashMap;
 use super::page_cache::CachedPages;
 use gpunvme_engine::sharded::Sharded;
 
-/// Memory, in bytes, for each of the entries that a table has room for: one in eight of its slots stays free, and each has a byte besides.
+/// Memory, in bytes, for each of the entries that a table has room for: one in eight of its slots
+/// stays free, and each slot has one byte besides.
 const fn slot<T>() -> usize {
     (size_of::<(u64, T)>() + 1) * 8 / 7
 }
@@ -30,7 +34,8 @@ const CACHED: usize = 64;
 /// A table with fewer entries than one in so many of those that it has room for becomes smaller.
 const SPARSE: usize = 8;
 
-/// What is known of an inode besides its count. Of most that is nothing, and there may be millions.
+/// What is known of an inode besides its count. For most inodes that is nothing, and there may be
+/// millions.
 #[derive(Default)]
 struct Known {
     /// It has lost its last name.
@@ -43,7 +48,7 @@ struct Known {
 
 #[derive(Default)]
 struct Shard {
-    /// Answers that gave an inode to the kernel, less what it has forgotten. Of none that is zero.
+    /// Answers that gave an inode to the kernel, less those that it has forgotten. Never zero.
     lookups: FxHashMap<u64, u64>,
     nodes: FxHashMap<u64, Known>,
 }
@@ -79,7 +84,8 @@ pub(crate) struct Lookups {
 }
 
 impl Lookups {
-    /// Counts an answer that is about to give the inode to the kernel. False: it must not be given, it is being removed.
+    /// Counts an answer that is about to give the inode to the kernel. Returns false when the inode
+    /// is being removed: it must not be given.
     #[must_use]
     pub fn look_up(&self, ino: u64) -> bool {
         self.shards.lock(ino).look_up(ino)
@@ -97,7 +103,8 @@ impl Lookups {
         counted
     }
 
-    /// Takes forgotten answers off the count. True: the inode is to be removed, and [`Lookups::removed`] to be called.
+    /// Takes forgotten answers off the count. Returns true when the inode is to be removed: the
+    /// caller removes it, then calls [`Lookups::removed`].
     #[must_use]
     pub fn forget(&self, ino: u64, lookups: u64) -> bool {
         let mut shard = self.shards.lock(ino);
@@ -177,7 +184,8 @@ impl Lookups {
         self.shards.lock(ino).nodes.remove(&ino);
     }
 
-    /// The orphans that are still counted. For the end of a mount, when nobody has anything any more.
+    /// The orphans that are still counted. For the end of a mount, when no process uses it any
+    /// more.
     pub fn orphans(&self) -> Vec<u64> {
         let of = |shard: MutexGuard<'_, Shard>| {
             shard.nodes.iter().filter(|(_, node)| node.orphan && !node.leaving).map(|(ino, _)| *ino).collect::<Vec<_>>()

@@ -1,17 +1,17 @@
 //! The kernel's pages of a file: what the kernel may have in its page cache.
 //!
 //! A direct transfer has the kernel write back and forget the pages that it touches, and waits for
-//! that. So it has to be known which pages those may be: no page too few, or somebody reads old
+//! that. So the mount has to know which pages those may be: no page too few, or a process reads old
 //! bytes for ever, and few too many, since each costs a call.
 //!
-//! A page comes into the kernel's cache only with a read or a write that it sends for it. Either
-//! is noted when it arrives, before it is looked up what the file holds. The page is in the cache
+//! A page comes into the kernel's cache only with a read or a write that it sends for it. Either is
+//! noted when it arrives, before the mount looks up what the file holds. The page is in the cache
 //! by then, locked if it is to be read, and so an invalidation that begins later finds it, waits
 //! for the answer, writes it back where it is dirty, and removes it
-//! (`invalidate_inode_pages2_range`, mm/truncate.c). When the invalidation has ended, what was
-//! noted before it began is not there any more; what was noted after that may be. (A page that a
-//! device writes to in that very moment, through memory that somebody had pinned, can stay, and
-//! the kernel tells nobody.)
+//! (`invalidate_inode_pages2_range`, mm/truncate.c). When the invalidation has ended, pages noted
+//! before it began are not there any more; pages noted after that may be. (A page that a device
+//! writes to in that very moment, through memory that a process has pinned, can stay, and the
+//! kernel does not report it.)
 
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ struct Invalidation {
     number: u64,
     /// What will not be in the cache when it ends.
     gone: PageRuns,
-    /// What the kernel is given before, unasked. Until the end somebody may get hold of it there.
+    /// Bytes that the kernel is given before, unasked. It may use them until the invalidation ends.
     stored: Option<Range<u64>>,
 }
 

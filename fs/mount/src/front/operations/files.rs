@@ -136,7 +136,7 @@ impl Front {
         let front = self.clone();
         self.invalidations.run(move || {
             let end = || {
-                // Somebody may have shortened it since.
+                // Another process may have shortened it since.
                 let ends_there = front.fs.wait(|| front.fs.attributes(ino)).is_ok_and(|now| now.inode.size == to.end);
                 ends_there.then_some((to.end - 1, last))
             };

@@ -43,8 +43,8 @@ impl Front {
                 };
                 match found {
                     Err(Fail::Error(FsError::NotFound)) => Ok(None),
-                    // Without a name and unknown to the kernel: a crash left it, nobody has it,
-                    // and it is about to be removed.
+                    // Without a name and unknown to the kernel: a crash left it, no process has it
+                    // open, and it is about to be removed.
                     Ok(found) if found.inode.nlink == 0 => Ok(None),
                     found => found.map(Some),
                 }

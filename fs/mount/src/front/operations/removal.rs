@@ -8,7 +8,7 @@ use crate::front::messages;
 use crate::front::shared::Front;
 
 impl Front {
-    /// Removes an inode that is an orphan nobody has.
+    /// Removes an orphan that the kernel has forgotten.
     pub(crate) fn remove(self: &Arc<Self>, ino: u64) {
         match self.fs.reap_step(ino) {
             Ok(false) => self.removed(ino, Ok(())),

@@ -22,8 +22,8 @@ const WAITING: usize = 3;
 
 /// The loops of one mount.
 pub(crate) struct IdleLoops {
-    /// Loops that wait, of those whose last request is known to be over. (Of the others nobody can
-    /// tell.)
+    /// Loops that wait, of those whose last request is known to be over. (Whether the others wait
+    /// is unknown.)
     waiting: AtomicUsize,
     aside: Mutex<Aside>,
     called: Condvar,
@@ -90,7 +90,7 @@ impl IdleLoops {
     fn stand_aside(&self) {
         let mut aside = self.aside.lock();
         aside.loops += 1;
-        // Whoever was the last to wait and looked here before this may have seen nobody to call.
+        // The last loop that waited may have looked before this and found no loop to call.
         while !aside.ended && aside.calls == 0 && self.waiting.load(Ordering::SeqCst) > 0 {
             self.called.wait(&mut aside);
         }

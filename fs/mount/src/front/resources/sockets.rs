@@ -11,10 +11,10 @@ use rustix::fs::{FlockOperation, Mode, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-/// Where they are.
+/// Directory of the sockets.
 const DIRECTORY: &str = "/run/gpunvme";
 
-/// Listens at a name of that directory, and removes what daemons left there that were killed.
+/// Listens at a name in that directory, and removes the sockets of daemons that were killed.
 ///
 /// # Errors
 /// Nothing can be put into the directory.
@@ -31,11 +31,11 @@ pub(crate) fn listen(name: &str, server: Arc<Server>) -> io::Result<Listener> {
             Err(error) => tracing::debug!("{}: {error}", left.display()),
         }
     }
-    // Everybody may register: what buffers can be used for, the mount's permissions decide.
+    // Every user may register: the mount's permissions decide what buffers can be used for.
     Listener::bind(&directory.join(name), Mode::from_raw_mode(0o666), server)
 }
 
-/// The sockets in a directory at which nobody listens.
+/// The sockets in a directory that no daemon listens on.
 fn abandoned(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let paths = fs::read_dir(directory)?.flatten().map(|entry| entry.path());
     Ok(paths.filter(|path| path.extension().is_some_and(|extension| extension == "sock") && is_abandoned(path)).collect())
@@ -70,7 +70,7 @@ mod tests {
         drop(bound("other"));
         let mut found = abandoned(directory.path()).unwrap();
         found.sort();
-        // Whatever a file of that name is, it is nobody's socket.
+        // Whatever a file of that name is, no daemon listens on it.
         assert_eq!(found, [path("file.sock"), path("left.sock")]);
     }
 }
