@@ -1,5 +1,6 @@
-//! An attacker: volumes with a bit of everything, changes of their metadata with the checksums put right, and somebody who uses
-//! what came of it. The test `hostile` draws the changes from a seed, the fuzz target `image` takes them from its input.
+//! An attacker: volumes with items of every kind, changes of their metadata with checksums put
+//! right, and a user of the result. The test `hostile` draws the changes from a seed, the fuzz
+//! target `image` takes them from its input.
 
 use std::sync::Arc;
 
@@ -118,8 +119,8 @@ fn read(image: &Image, address: u64) -> Block {
     Block::from_bytes(&bytes)
 }
 
-/// Opens what bytes make of one of the victims and uses it, and repairs another copy: the first byte chooses the victim, the next
-/// eight how it is used, and the others what is changed.
+/// Changes one of the victims as `bytes` say, then opens and uses it, and repairs another copy. The
+/// first byte chooses the victim, the next eight how it is used, and the others what is changed.
 #[allow(dead_code, reason = "the tests draw their changes, the fuzzer has them written down")]
 pub fn attack(victims: &[Victim], bytes: &[u8]) {
     let Some(([victim, seed @ ..], changes)) = bytes.split_first_chunk::<9>() else { return };
@@ -142,7 +143,8 @@ pub fn use_it(fs: &Arc<Filesystem>, random: &mut Random) -> Result<(), FsError> 
         for _ in 0..20 {
             let Ok(entries) = fs.wait(|| fs.read_dir(dir, cookie, 50)) else { break };
             let Some(last) = entries.last() else { break };
-            // A reader goes on behind the last one until nothing comes: what does not go on is read for ever.
+            // A reader goes on behind the last entry until none comes: if the cookies do not grow,
+            // it never ends.
             assert!(
                 entries.is_sorted_by(|a, b| a.cookie < b.cookie) && entries[0].cookie > cookie,
                 "directory {dir} does not end"
@@ -200,8 +202,8 @@ fn reap(fs: &Arc<Filesystem>, ino: u64) {
     }
 }
 
-/// Repairs what is on a device. What a repair calls mended has to be sound, and a repair that ends without an error has to mend
-/// everything. Returns whether it did.
+/// Repairs what is on a device. What a repair calls mended has to be sound, and a repair that ends
+/// without an error has to mend everything. Returns whether it mended the volume.
 pub fn repair_it(device: &Arc<dyn BlockDevice>) -> bool {
     let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
     let Ok(mut fsck) = Fsck::open(Io::inline(device.clone()).expect("a queue"), options) else { return false };

@@ -1,4 +1,5 @@
-//! What the engine's tests share: random workloads, a model of what a filesystem is, and opening one on any device.
+//! Shared parts of the engine's tests: random workloads, a model of a filesystem, and opening one
+//! on any device.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use gpunvme_layout::Timestamp;
 /// The root directory.
 pub const ROOT: u64 = 1;
 
-/// A small generator of pseudo-random numbers (splitmix64): the same seed gives the same workload everywhere.
+/// A small generator of pseudo-random numbers (splitmix64): the same seed gives the same workload
+/// everywhere.
 pub struct Random(pub u64);
 
 impl Random {
@@ -47,7 +49,8 @@ pub fn make(device: &Arc<dyn BlockDevice>) {
     format(device, &options).expect("the device can be formatted");
 }
 
-/// Opens the filesystem on a device, with little memory, so that everything is evicted and written out often.
+/// Opens the filesystem on a device, with little memory, so that everything is evicted and written
+/// out often.
 pub fn open(device: &Arc<dyn BlockDevice>) -> Result<Arc<Filesystem>, FsError> {
     let io = Io::inline(device.clone())?;
     let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
@@ -265,7 +268,8 @@ impl Pair {
                             content[from..to].fill(0);
                         }
                     }
-                    // It may have done a part of it: what is then in the file is checked nowhere else, so it starts anew.
+                    // It may have been done in part: no model knows what is in the file then, so
+                    // the file starts anew.
                     Err(FsError::NoSpace) => {
                         fs.wait(|| fs.set_size(&context, ino, 0)).expect("shortening needs no space");
                         self.model.file(ino).clear();

@@ -1,4 +1,5 @@
-//! Direct transfers mixed with ordinary writes, truncates and fallocate, compared byte by byte with a model.
+//! Direct transfers mixed with ordinary writes, truncates and fallocate, compared byte by byte with
+//! a model.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -270,7 +271,7 @@ fn times_do_not_step_back_when_writes_are_over_in_another_order_than_they_began(
     let mode = SetAttributes { mode: Some(0o600), ..SetAttributes::default() };
     fs.wait(|| fs.set_attributes(&Context { now: EARLIER, ..WHO }, ino, &mode)).expect("it can be changed");
     assert_eq!(times(), (LATER, LATER), "a change of attributes");
-    // A time that somebody set ahead is replaced by the next write.
+    // A time that a program set ahead is replaced by the next write.
     let ahead = SetAttributes { mtime: Some(Timestamp { seconds: 1000, nanoseconds: 0 }), ..SetAttributes::default() };
     fs.wait(|| fs.set_attributes(&Context { now: LATER, ..WHO }, ino, &ahead)).expect("it can be changed");
     let last = Timestamp { seconds: 52, nanoseconds: 0 };

@@ -1,5 +1,5 @@
-//! A device that fails: the error reaches the operation that suffered it, nothing else is lost, and what metadata could not be
-//! written to is read-only from then on.
+//! A device that fails: the error reaches the operation that suffered it, nothing else is lost, and
+//! a volume whose metadata could not be written is read-only from then on.
 
 use std::sync::Arc;
 

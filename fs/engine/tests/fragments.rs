@@ -1,4 +1,5 @@
-//! Writes that meet many extents when they are mapped: they become the file's piece by piece, and whole.
+//! Writes that meet many extents when they are mapped: they become part of the file piece by piece,
+//! and completely.
 
 use std::sync::{Arc, OnceLock, mpsc};
 
@@ -110,7 +111,8 @@ impl Spawn for Stepping {
     }
 }
 
-/// Opens a volume whose requests complete when somebody waits for them: of so many, the one that `next` names.
+/// Opens a volume whose requests complete only when a thread waits for them. `next` gets the number
+/// of batches in flight and chooses the one that completes.
 fn stepped(device: &Arc<dyn BlockDevice>, next: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Filesystem> {
     let io = Io::stepped(device.clone(), next);
     let spawn = Arc::new(Stepping(OnceLock::new()));
@@ -143,8 +145,9 @@ fn a_batch_replaces_the_many_extents_that_were_preallocated_for_its_blocks_meanw
     let writer = {
         let shared = shared.clone();
         move |_: usize| {
-            // In the first of the two rounds of a flush a byte, for the second to have something to wait for; in the second the batch, for
-            // which no flush waits any more.
+            // Of the two rounds of a flush, the first writes a byte, for the second to have
+            // something to wait for. The second writes the batch, for which no flush waits any
+            // more.
             if let Some((fs, ino)) = shared.get()
                 && let Some(mut round) = rounds.try_lock()
             {
@@ -184,7 +187,8 @@ fn fallocate_waits_for_the_direct_writes_to_its_blocks_that_are_under_way() {
         let writer = {
             let (shared, over) = (shared.clone(), over.clone());
             move |_: usize| {
-                // As above: in the second round of the flush that it begins with, so that it is not this that waits for the write.
+                // As above, in the second round of the flush that it begins with: so this thread is
+                // not the one that waits for the write.
                 if let Some((fs, ino)) = shared.get()
                     && let Some(mut round) = rounds.try_lock()
                 {

@@ -1,6 +1,7 @@
-//! Images that somebody made on purpose: metadata is changed at random and its checksums are put right, so that everything
-//! behind them is reached. Whatever is in an image, opening, walking, reading, changing, checking and repairing it ends, with an
-//! error or without one, and takes neither the process down nor its memory up. What was repaired is sound.
+//! Images that an attacker made: metadata is changed at random and its checksums are put right, so
+//! that everything behind them is reached. Whatever is in an image, opening, walking, reading,
+//! changing, checking and repairing it ends, with an error or without one, and neither ends the
+//! process nor uses up its memory. What was repaired is sound.
 //!
 //! `HOSTILE_SECONDS` sets the time budget (15 by default), `HOSTILE_SEED` replays one seed.
 

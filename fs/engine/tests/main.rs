@@ -1,4 +1,5 @@
-//! The engine without FUSE: on devices in memory and on real files, against a model, through power cuts and failures.
+//! The engine without FUSE: on devices in memory and on real files, against a model, through power
+//! cuts and failures.
 
 mod ageing;
 mod attack;

@@ -1,5 +1,5 @@
-//! Random workloads on the engine, compared with a model at every step, with remounts in between; the checker has the last
-//! word. A failure names its seed.
+//! Random workloads on the engine, compared with a model at every step, with remounts in between;
+//! at the end the checker runs. A failure names its seed.
 
 use std::sync::Arc;
 

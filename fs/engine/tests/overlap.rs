@@ -1,4 +1,5 @@
-//! Schedules in which operations overlap, one by one: what each of them must not break. The random ones are in [`crate::crash`].
+//! Schedules in which operations overlap, one by one: what each of them must not break. The random
+//! ones are in [`crate::crash`].
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
@@ -33,7 +34,8 @@ impl Spawn for Stepping {
     }
 }
 
-/// Opens a volume whose writes complete when somebody waits for them, the youngest first; `meanwhile` runs before each.
+/// Opens a volume whose writes complete only when a thread waits for them, the youngest first;
+/// `meanwhile` runs before each.
 fn stepped(device: &Arc<dyn BlockDevice>, meanwhile: impl Fn() + Send + Sync + 'static) -> Arc<Filesystem> {
     stepped_by(device, move |count| {
         meanwhile();
@@ -41,7 +43,8 @@ fn stepped(device: &Arc<dyn BlockDevice>, meanwhile: impl Fn() + Send + Sync + '
     })
 }
 
-/// Opens a volume whose writes complete when somebody waits for them: of so many, the one that `next` names.
+/// Opens a volume whose writes complete only when a thread waits for them. `next` gets the number
+/// of batches in flight and chooses the one that completes.
 fn stepped_by(device: &Arc<dyn BlockDevice>, next: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Filesystem> {
     let io = Io::stepped(device.clone(), next);
     let spawn = Arc::new(Stepping(OnceLock::new()));
@@ -248,7 +251,8 @@ fn what_a_long_punch_takes_away_does_not_come_back_around_a_few_bytes_that_are_w
     }
 }
 
-/// A stream of direct writes to the first two blocks of a file: another begins with each call, until it is over.
+/// A stream of direct writes to the first two blocks of a file: another begins with each call,
+/// until it is over.
 struct DirectWrites {
     file: OnceLock<(Arc<Filesystem>, u64)>,
     memory: Arc<Region>,
@@ -497,7 +501,8 @@ fn a_rename_waits_for_the_writes_of_the_file_that_the_name_stands_for_now() {
 fn parts_of_an_append_that_come_in_any_order_lie_over_nothing_that_a_direct_write_put_there() {
     const PART: u64 = 8192;
     for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
-        // A direct write begins where the kernel believes the end, before, among or after the parts; or there is none.
+        // A direct write begins where the kernel believes the end to be, before, among or after the
+        // parts; or there is none.
         for (len, before) in
             [4096, PART, 2 * PART].into_iter().flat_map(|len| (0..3).map(move |at| (len, Some(at)))).chain([(0, None)])
         {

@@ -75,7 +75,8 @@ impl Subject {
         self.image.as_file().write_all_at(block.bytes(), Geometry::byte(block.address())).expect("there is room");
     }
 
-    /// Writes a leaf with two extents of the file, each of one block. Leaves of the same `content` have the same.
+    /// Writes a leaf with two extents of the file, each of one block. Leaves of the same `content`
+    /// have the same extents.
     fn leaf(&self, number: u64, content: u64, offsets: [u64; 2], sequence: u64) {
         let first = self.geometry().data + FRONT;
         let mut leaf = Block::new(BlockKind::Node, first + number, &self.superblock.uuid);

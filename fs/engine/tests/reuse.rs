@@ -1,4 +1,5 @@
-//! A chunk of metadata that becomes free for data: no image of what it held may be written over that data later.
+//! A chunk of metadata that becomes free for data: no image of its former content may be written
+//! over that data later.
 
 use std::sync::Arc;
 
@@ -75,7 +76,7 @@ fn blocks_that_a_read_looked_up_are_nobody_elses_before_it_is_over() {
     fs.sync_file(read).unwrap();
     let plan = fs.wait(|| fs.plan_read(read, 0, 8 << 20)).unwrap();
 
-    // The file goes, durably, and somebody takes all the room there is.
+    // The file goes, durably, and another file takes all the room there is.
     unlink(&fs, "read");
     fs.commit().unwrap();
     let fill = |ino| {
@@ -114,7 +115,8 @@ fn names_leave_the_room_that_is_promised_to_data() {
         let full = |at: &u64| fs.wait(|| fs.write(ino, at * 4096, &[7; 4096], NOW)).is_err();
         (0..max).find(full).unwrap_or(max)
     };
-    // Too few pages for each to be written out before somebody asks, and together more than a chunk.
+    // Too few pages for each file to be written out before a caller asks, and together more than a
+    // chunk.
     let small: Vec<u64> = [b"a", b"b", b"c", b"d"].iter().map(|name| file(*name)).collect();
     let big = file(b"data");
     small.iter().for_each(|ino| assert_eq!(fill(*ino, 200), 200));
@@ -161,7 +163,7 @@ fn a_chunk_of_metadata_that_was_empty_at_a_crash_is_found_again() {
     assert!(fs.usage().free < free, "metadata has more chunks than one");
     names.iter().for_each(|name| unlink(&fs, name));
     fs.commit().unwrap();
-    // Dropped and not closed: what was emptied since the checkpoint is in nobody's memory.
+    // Dropped and not closed: no memory holds which chunks were emptied since the checkpoint.
     drop(fs);
     let fs = open(&device).expect("it recovers");
     fs.volume().find_emptied_chunks().unwrap();

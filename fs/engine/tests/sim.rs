@@ -1,5 +1,5 @@
-//! The engine on our NVMe driver and the software controller, through cuts of its power: the cache loses what was not flushed,
-//! and what was made durable is there.
+//! The engine on our NVMe driver and the software controller, through cuts of its power: the cache
+//! loses what was not flushed, and what was made durable is there.
 
 use std::sync::Arc;
 

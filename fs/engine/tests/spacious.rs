@@ -1,4 +1,5 @@
-//! Space that metadata had comes back: before somebody is told that there is none, and to a mount that is idle.
+//! Space of metadata that becomes free again: before a caller is told that there is none, and on an
+//! idle mount.
 
 use std::sync::Arc;
 
@@ -15,7 +16,8 @@ const NOW: Timestamp = Timestamp { seconds: 9, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
 const FILE: NewNode = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
 
-/// A volume that was filled with files without content, and emptied; and the blocks that files could have before.
+/// A volume that was filled with files without content, and emptied; and the blocks that files
+/// could have before.
 fn emptied() -> (Arc<Filesystem>, u64) {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(20 << 20);
     make(&device);

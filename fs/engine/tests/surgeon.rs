@@ -1,4 +1,5 @@
-//! Damages images on purpose: any block, or any item of the tree, with checksums that are right again.
+//! Damages images on purpose: any block, or any item of the tree, with checksums that are right
+//! again.
 
 use gpunvme_blockdev_testing::Image;
 use gpunvme_layout::block::BLOCK_SIZE;

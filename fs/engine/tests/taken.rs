@@ -1,5 +1,5 @@
-//! A volume that somebody else formats, mounts or repairs while it is mounted: the mount notices before it writes over what is not
-//! its own any more.
+//! A volume that another program formats, mounts or repairs while it is mounted: the mount notices
+//! before it overwrites what is not its own any more.
 
 use std::sync::Arc;
 

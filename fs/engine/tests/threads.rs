@@ -1,5 +1,5 @@
-//! Several threads at once on a real file through io_uring, each below a directory of its own and held to its own model, with
-//! commits, checkpoints and write-out by all of them in between.
+//! Several threads at once on a real file through io_uring, each below a directory of its own and
+//! compared with its own model, with commits, checkpoints and write-out by all of them in between.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

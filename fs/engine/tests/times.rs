@@ -1,4 +1,5 @@
-//! The time of a change of content: that of the last one, whatever somebody had set before, and whatever happens before it is stored.
+//! The time of a change of content: that of the last change, whatever time a program had set
+//! before, and whatever happens before it is stored.
 
 use std::sync::Arc;
 

@@ -55,7 +55,8 @@ impl Fields {
         let mut fields = Fields(BTreeMap::new());
         for address in 0..image.len() / BLOCK_SIZE as u64 {
             let block = surgeon.block(address);
-            // An image in the journal says where its home is; the rest of what makes it valid is the same.
+            // An image in the journal says where its home is; the rest of what makes it valid is
+            // the same.
             if block.verify_any_kind(block.address(), &surgeon.superblock.uuid).is_ok() {
                 fields.block(address, &block);
             }

@@ -1,5 +1,6 @@
-//! What docs/reference/layout.md promises, broken one by one. Most of it a mount refuses, or answers with an error where it meets it; a repair
-//! mends all, but what a superblock says on purpose.
+//! Invariants of docs/reference/layout.md, broken one by one. A mount refuses most of the images,
+//! or answers with an error where it meets the damage; a repair mends all of them, except where it
+//! leaves a superblock alone on purpose.
 
 use gpunvme_blockdev_testing::Image;
 use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS, STATE};

@@ -1,12 +1,14 @@
-//! Images that an attacker made field by field: every invariant of docs/reference/layout.md broken one by one, and any field of any structure
-//! given any value, with checksums that are right again. Each image is mounted, walked, written to and mounted again; and checked,
-//! repaired and checked once more, as it came and as the mount left it.
+//! Images that an attacker made field by field: every invariant of docs/reference/layout.md broken
+//! one by one, and any field of any structure given any value, with checksums that are right again.
+//! Each image is mounted, walked, written to and mounted again; and checked, repaired and checked
+//! once more, as it came and as the mount left it.
 //!
-//! Nothing may end the process, run for ever, or make what the program itself refuses later. A repair mends all, but where the
-//! superblock says that this program is not to touch the volume.
+//! Nothing may end the process, run for ever, or write what the program itself refuses later. A
+//! repair mends everything, except where the superblock says that this program is not to touch the
+//! volume.
 //!
-//! `HOSTILE_SECONDS` sets the time budget for single fields (8 by default), `HOSTILE_SEED` replays one round, `CRAFTED_CASE` runs one
-//! invariant by its name.
+//! `HOSTILE_SECONDS` sets the time budget for single fields (8 by default), `HOSTILE_SEED` replays
+//! one round, `CRAFTED_CASE` runs one invariant by its name.
 
 mod fields;
 mod invariants;
@@ -98,7 +100,8 @@ fn device(image: &Image) -> Arc<MemoryDevice> {
     MemoryDevice::from_image(image.clone())
 }
 
-/// Everything that a mount and a check do with an image. Returns whether it was mounted, and whether it was mended.
+/// Everything that a mount and a check do with an image. Returns whether it was mounted, and
+/// whether it was mended.
 fn ordeal(image: &Image, random: &mut Random) -> (bool, bool) {
     let used = device(image);
     let mounted = mount_and_use(&(used.clone() as Arc<dyn BlockDevice>), random);
@@ -179,7 +182,8 @@ fn write_a_little(fs: &Arc<Filesystem>) {
     fs.commit().expect("nothing fails");
 }
 
-/// Ends the process when the next image does not come in time: a thread that never ends cannot be ended by itself.
+/// Ends the process when the next image does not come in time: the process cannot end a single
+/// thread that hangs.
 struct Watchdog(Sender<String>);
 
 impl Watchdog {

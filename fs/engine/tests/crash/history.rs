@@ -1,5 +1,5 @@
-//! What happened to a volume, in the order in which it happened, and what was promised: the judge of every state that a power
-//! cut leaves.
+//! History of a volume: what happened, in order, and what was promised. It judges every state that
+//! a power cut leaves.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,13 +16,13 @@ const SECTOR: usize = 512;
 pub struct Version {
     /// Events of the device's log when the operation that made it began.
     pub began: usize,
-    /// The operation, for whoever looks for what went wrong.
+    /// The operation, for the message of a failure.
     what: String,
     /// Content.
     pub content: Arc<Vec<u8>>,
 }
 
-/// What all but content was, from a moment on.
+/// Everything but content, from a moment on.
 struct Moment {
     began: usize,
     view: View,
@@ -98,7 +98,8 @@ impl History {
         &self.files[&ino].last().expect("it was created").content
     }
 
-    /// The versions of a file, for whoever looks for what went wrong: number, events of the log before it, what made it, size.
+    /// The versions of a file, for the message of a failure: number, events of the log before it,
+    /// the operation that made it, size in bytes.
     pub fn story(&self, ino: u64) -> String {
         let versions = self.files[&ino].iter().enumerate();
         versions.map(|(number, v)| format!("\n{number}: at {}: {}: {}", v.began, v.what, v.content.len())).collect()
@@ -171,7 +172,8 @@ impl History {
     }
 }
 
-/// Each sector has to be that of some possible content, or zeros where it may be new; with one possibility it is that.
+/// Each sector has to be that of some possible content, or zeros where it may be new; if there is
+/// one possible content, it has to be that.
 pub fn judge_content(found: &[u8], possible: &[&[u8]]) -> Result<(), String> {
     let sizes = possible.iter().map(|p| p.len());
     let (min, max) = (sizes.clone().min().unwrap_or(0), sizes.max().unwrap_or(0));

@@ -1,9 +1,11 @@
-//! Power cuts at every point of random workloads, with any subset of the writes that were not flushed lost or torn, and
-//! again during recovery. After each, the volume has to open by itself, the checker has to find nothing, and everything has to
-//! be as promised ([`history`]): names and attributes as they were at one moment that is not before the last commit, files not
-//! behind what was synced, each sector of them one that was written there or zeros, and inodes without a name gone.
+//! Power cuts at every point of random workloads, with any subset of the unflushed writes lost or
+//! torn, and again during recovery. After each, the volume has to open by itself, the checker has
+//! to find nothing, and everything has to be as promised ([`history`]): names and attributes as
+//! they were at one moment that is not before the last commit, files not behind what was synced,
+//! each sector of them one that was written there or zeros, and inodes without a name gone.
 //!
-//! `CRASH_SECONDS` sets the time budget (20 by default), `CRASH_SEED` replays one seed from its start.
+//! `CRASH_SECONDS` sets the time budget (20 by default), `CRASH_SEED` replays one seed from its
+//! start.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,7 +29,7 @@ const BYTES: u64 = 32 << 20;
 const STEPS: usize = 120;
 /// Crashes that a volume goes through after the first.
 const LIVES: u32 = 2;
-/// What the device holds before it is formatted: nobody may ever read it through a file.
+/// Content of the device before it is formatted: no read of a file may ever return it.
 const POISON: &[u8; 16] = b"*what was there*";
 
 fn poisoned() -> Image {
@@ -86,8 +88,9 @@ fn aged(commits: u64) -> Image {
     memory.snapshot()
 }
 
-/// Cuts the power at every point of a workload. Sometimes life goes on after a recovery, and the power is cut again: the
-/// journal then goes over what the first crash left in it. Returns how many states were verified.
+/// Cuts the power at every point of a workload. Sometimes life goes on after a recovery, and the
+/// power is cut again: the journal then overwrites what the first crash left in it. Returns how
+/// many states were verified.
 fn crash(base: Image, random: &mut Random, lives: u32, seed: u64, deadline: Instant) -> u64 {
     let recorder = Recorder::new(base);
     let world = World::begin(&recorder, random.below(u64::MAX));

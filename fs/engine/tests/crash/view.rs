@@ -1,5 +1,6 @@
-//! What a volume shows but for the content of files: names, attributes, targets, extended attributes. Every operation on these
-//! is one of the journal, so after a crash all of it has to be as it was at one and the same moment.
+//! View of a volume without the content of its files: names, attributes, targets, extended
+//! attributes. The journal holds every operation on these, so after a crash all of them have to be
+//! as they were at one and the same moment.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

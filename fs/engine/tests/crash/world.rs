@@ -1,6 +1,7 @@
-//! A workload of several threads, in one: whoever waits for the device lets others do something before it goes on, and writes
-//! that nobody waits for stay in flight for as long as the seed wants. So commits, checkpoints and write-outs overlap with all
-//! other operations, and a seed always gives the same run.
+//! A workload of several threads, run on one thread: an operation that waits for the device lets
+//! others do something before it goes on, and writes that no operation waits for stay in flight for
+//! as long as the seed wants. So commits, checkpoints and write-outs overlap with all other
+//! operations, and a seed always gives the same run.
 
 mod operations;
 
@@ -49,7 +50,7 @@ struct State {
     held: BTreeSet<u64>,
     /// Files that are open, some of them without a name.
     open: Vec<u64>,
-    /// Inodes without a name that nobody has.
+    /// Inodes without a name that are not open.
     orphans: Vec<u64>,
 }
 
@@ -75,7 +76,7 @@ impl Spawn for World {
 }
 
 impl World {
-    /// Opens the volume on a recorder, and makes a directory in which everything is going to happen.
+    /// Opens the volume on a recorder, and makes the directory that the whole workload stays in.
     pub fn begin(recorder: &Arc<Recorder>, seed: u64) -> Arc<World> {
         let state = State {
             random: Random(seed),
@@ -117,7 +118,8 @@ impl World {
         world
     }
 
-    /// Ends the workload: everything is promised, and nothing is in flight any more. Returns what happened.
+    /// Ends the workload: everything is promised, and nothing is in flight any more. Returns the
+    /// history.
     pub fn end(self: Arc<World>) -> History {
         let (open, claim) = {
             let mut state = self.state.lock();
@@ -152,7 +154,8 @@ impl World {
         Context { uid: 5, gid: 6, now: Timestamp { seconds: state.clock, nanoseconds: 7 } }
     }
 
-    /// What goes on while somebody waits for the device, and which of `count` batches in flight is over then.
+    /// Runs other operations while one waits for the device. Returns which of `count` batches in
+    /// flight completes.
     fn meanwhile(&self, count: usize) -> usize {
         let nests = {
             let mut state = self.state.lock();
@@ -164,7 +167,8 @@ impl World {
             self.something();
             self.state.lock().depth -= 1;
         }
-        // Mostly the youngest, which is that of whoever waits: others stay in flight for long.
+        // Mostly the youngest, which is that of the waiting operation: others stay in flight for
+        // long.
         if self.below(10) < 7 { count - 1 } else { self.below(count as u64) as usize }
     }
 
@@ -182,7 +186,8 @@ impl World {
         self.state.lock().depth = 0;
     }
 
-    /// Makes an attempt; the outermost operation waits for whatever it needs, those inside it only for metadata to be read.
+    /// Makes an attempt; the outermost operation waits for whatever it needs, those inside it only
+    /// for metadata to be read.
     fn attempt<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Option<Result<T, FsError>> {
         let fs = self.fs();
         if self.state.lock().depth <= 1 {

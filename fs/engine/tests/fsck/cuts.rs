@@ -30,7 +30,8 @@ fn a_power_cut_loses_none_of_the_items_that_a_repair_puts_back_one_by_one() {
     let before = contents(&fs);
     drop(fs);
 
-    // In every third leaf, what is said of its space is wrong: as a whole it is of no use, its items are.
+    // In every third leaf, the account of its space is wrong: the leaf as a whole is of no use, its
+    // items are.
     let mut surgeon = Surgeon::new(memory.snapshot());
     let leaves = surgeon.leaves();
     assert!(leaves.len() > 1200, "{}", leaves.len());

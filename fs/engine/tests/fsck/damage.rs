@@ -1,5 +1,5 @@
-//! The damage: one case for each kind of finding, in every structure, with what it may touch and what has to be there when it
-//! is mended.
+//! Cases of damage: one for each kind of finding, in every structure, with what it may touch and
+//! what has to be there when it is mended.
 
 use gpunvme_blockdev_testing::Image;
 use gpunvme_engine::check::Kind;

@@ -1,7 +1,8 @@
-//! Damage of every kind, in every structure: it is found, named and mended; a second check finds nothing; and what the damage
-//! did not touch is there as it was, byte for byte.
+//! Damage of every kind, in every structure: it is found, named and mended; a second check finds
+//! nothing; and what the damage did not touch is there as it was, byte for byte.
 //!
-//! `FSCK_CASE` runs one case by its name, `FSCK_CUTS` says how many power cuts each repair goes through (about 2 otherwise).
+//! `FSCK_CASE` runs one case by its name, `FSCK_CUTS` says how many power cuts each repair goes
+//! through (about 2 otherwise).
 
 mod cuts;
 mod damage;
@@ -193,7 +194,8 @@ fn anchors_that_a_repair_writes_count_more_than_the_one_that_was_left() {
         fs.wait(|| fs.create(&WHO, ROOT, name.as_bytes(), &new)).expect("there is room");
         fs.commit().expect("nothing fails");
     };
-    // The anchor that is left says what was before the last checkpoint, and a transaction since is there.
+    // The anchor that is left describes the volume before the last checkpoint, and the journal
+    // holds a transaction since.
     create("new 0");
     fs.volume().checkpoint().expect("nothing fails");
     create("new 1");
@@ -291,7 +293,7 @@ fn a_new_tree_that_does_not_fit_leaves_the_old_one() {
         let mut surgeon = Surgeon::new(memory.snapshot());
         if repaired.left.total() > 0 {
             without += 1;
-            // Somebody makes room.
+            // The administrator makes room.
             surgeon.ruin(home);
             surgeon.ruin(surgeon.geometry.descriptor(0).0);
         }

@@ -1,4 +1,4 @@
-//! What a caller does: operations chosen and aimed at random, and what each of them may leave and answer.
+//! Callers: operations chosen and aimed at random, and what each of them may leave and answer.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -46,9 +46,11 @@ pub const KINDS: [(&str, u64); 16] = [
 struct Opened {
     ino: u64,
     open: Open,
-    /// What was written before is not sure to be there after an fsync through it: an error of it was told, here or to others.
+    /// Writes before this turn need not be there after an fsync through this descriptor: an error
+    /// of theirs was told, to it or to another one.
     since: u64,
-    /// Failures of the device when it, or before it was opened any descriptor of the file, was last told of one.
+    /// Number of the device's failures when it, or before it was opened any descriptor of the file,
+    /// was last told of one.
     seen: u64,
 }
 
@@ -192,7 +194,7 @@ impl<'w> Caller<'w> {
         self.reap(ino);
     }
 
-    /// Removes a file that has no name and that nobody has open.
+    /// Removes a file that has no name and is not open.
     fn reap(&self, ino: u64) {
         let state = self.world.state.lock();
         let is_had = state.opens.get(&ino).is_some_and(|opens| *opens > 0) || state.names.values().any(|named| *named == ino);
@@ -217,8 +219,8 @@ impl<'w> Caller<'w> {
         self.world.state.lock().told.insert(open.ino, failures);
     }
 
-    /// Changes a file under the lock that the kernel has for that. Returns whether it did, and did not lose what was there to be
-    /// written out first.
+    /// Changes a file under the lock that the kernel has for that. Returns whether it did, and did
+    /// not lose what had to be written out first.
     fn change(
         &self,
         ino: u64,

@@ -1,5 +1,6 @@
-//! A device that does what it is asked to in any order: each request piece by piece, at any time between its submission and its
-//! completion, among those of others; and that fails at times. What it has done is recorded, for power cuts.
+//! A device that executes its requests in any order: each piece by piece, at any time between its
+//! submission and its completion, interleaved with others; and that fails at times. Its writes are
+//! recorded, for power cuts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -88,7 +89,7 @@ impl Unruly {
         self.shared.state.lock().tame = tame;
     }
 
-    /// Says that the next batch is one that asks for nothing: it is there so that something always is.
+    /// Announces that the next batch asks for nothing: it keeps at least one batch in flight.
     pub fn expect_idle(&self) {
         self.idles.store(true, Ordering::Relaxed);
     }

@@ -1,8 +1,10 @@
-//! What files may hold: of each byte, the writes that some legal order could leave there, and of each file, the sizes.
+//! Expected content of files: for each byte, the writes that some legal order could leave there,
+//! and for each file, its possible sizes.
 //!
-//! Every write has bytes of its own, by which it is recognized. It may be seen from when it began; and once it is over, and nothing
-//! can take it back any more, it hides what was over before it began. What may be found after a power cut is kept beside that: there
-//! it hides what was before it only when an fsync has made it durable.
+//! Every write has bytes of its own, by which it is recognized. A read may see it from when it
+//! began; and once it is over, and nothing can take it back any more, it hides the writes that were
+//! over before it began. The content expected after a power cut is kept separately: there a write
+//! hides those before it only when an fsync has made it durable.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -145,7 +147,8 @@ impl Expected {
         }
     }
 
-    /// Notes that an fsync of a file, begun at `began`, has succeeded for a descriptor that has been told of all errors before `since`.
+    /// Notes that an fsync of a file, begun at `began`, has succeeded for a descriptor that has
+    /// been told of all errors before `since`.
     pub fn synced(&mut self, now: u64, ino: u64, began: u64, since: u64) {
         let of_file =
             |write: &Write| write.ino == ino && write.ended.is_some_and(|ended| ended < began) && write.durable.is_none();
@@ -211,7 +214,8 @@ impl Expected {
         Ok(())
     }
 
-    /// Where several writes that overlapped were over when a read began, that tells which one it is.
+    /// Where several writes that overlapped were over when a read began, the read decides which of
+    /// them is there.
     fn choose(&mut self, ino: u64, part: Range<u64>, bytes: &[u8], ids: &[Id], began: u64) {
         if self.lossy || ids.len() < 2 || ids.iter().any(|id| self.writes[*id].settled.is_none_or(|at| at >= began)) {
             return;
@@ -313,7 +317,8 @@ impl Expected {
         if fits { Ok(()) } else { Err(format!("inode {ino}: it has {size} bytes, and may have {sizes:?}")) }
     }
 
-    /// Judges what is in a file after a power cut. `kept`: turn before which all that was over then must be there.
+    /// Judges what is in a file after a power cut. `kept`: turn before which all that was over then
+    /// must be there.
     pub fn judge_left(&self, ino: u64, found: &[u8], kept: Option<u64>) -> Result<(), String> {
         let durable =
             |write: &Write| write.durable.is_some() || kept.is_some_and(|kept| write.settled.is_some_and(|at| at < kept));

@@ -1,9 +1,11 @@
-//! Orders of completion: several callers at once on the same few files, on a device that does what it is asked to in any order, fails
-//! and loses power ([`device`]), against a model of what each byte, each size and each answer may be ([`expected`]). The callers are
-//! threads of which one runs at a time ([`schedule`]), so that a seed always gives the same run, and whoever waits for ever is found.
+//! Orders of completion: several callers at once on the same few files, on a device that executes
+//! its requests in any order, fails and loses power ([`device`]), against a model of what each
+//! byte, each size and each answer may be ([`expected`]). The callers are threads of which one runs
+//! at a time ([`schedule`]), so that a seed always gives the same run, and a thread that waits for
+//! ever is found.
 //!
-//! `ORDERS_SECONDS` sets the time budget (6 by default), `ORDERS_SEED` replays one seed. What fails is made smaller first: with fewer
-//! kinds of operations, fewer of them, and fewer callers.
+//! `ORDERS_SECONDS` sets the time budget (6 by default), `ORDERS_SEED` replays one seed. A failing
+//! case is made smaller first: with fewer kinds of operations, fewer of them, and fewer callers.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, OnceLock};
@@ -27,7 +29,7 @@ use schedule::Style;
 use world::World;
 
 const BYTES: u64 = 128 << 20;
-/// A run in which nobody gets a turn for this long stands still.
+/// A run in which no thread gets a turn for this long stands still.
 const STANDSTILL: Duration = Duration::from_secs(60);
 /// Time that is spent on making a failure smaller, at about the most.
 const SHRINKING: Duration = Duration::from_secs(30);

@@ -1,5 +1,6 @@
-//! Threads of which one runs at a time: whoever waits hands on to another that the seed chooses. So a seed always gives the same run,
-//! and a thread that waits for what nobody does is found by counting.
+//! Threads of which one runs at a time: a thread that waits hands its turn to another that the seed
+//! chooses. So a seed always gives the same run, and a thread that waits for something that no
+//! thread does is found by counting.
 
 use std::cell::Cell;
 use std::sync::OnceLock;
@@ -10,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::common::Random;
 
-/// Nobody's turn.
+/// It is no thread's turn.
 const NOBODY: usize = usize::MAX;
 /// Turns after which a thread gets one, whatever the seed says.
 const STARVED: u64 = 400;
@@ -48,7 +49,7 @@ struct Actor {
 }
 
 impl Schedule {
-    /// Nobody runs yet.
+    /// A schedule of `count` threads, of which none runs yet.
     pub fn new(seed: u64, count: usize, style: Style) -> Schedule {
         let state = State { random: Random(seed), style, turns: 0, actors: vec![Actor { alive: true, last: 0 }; count] };
         Schedule {
@@ -112,7 +113,7 @@ impl Schedule {
         self.state.lock().actors.iter().filter(|actor| actor.alive).count() == 1
     }
 
-    /// Nobody runs any more: something is wrong, and the others stay where they are.
+    /// Stops giving turns: something is wrong, and the other threads stay where they are.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Release);
     }

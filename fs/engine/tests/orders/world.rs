@@ -21,8 +21,9 @@ use crate::common::{ROOT, Random, assert_sound, open};
 type Task = Box<dyn FnOnce() + Send>;
 pub type Names = BTreeMap<Vec<u8>, u64>;
 
-/// Operations of others that may end while one is under way, before that one counts as kept waiting for ever. It may wait for some
-/// requests to the device one after the other, and others do a lot meanwhile.
+/// Operations of others that may end while one is under way, before that one counts as kept waiting
+/// for ever. It may wait for some requests to the device one after the other, and others do a lot
+/// meanwhile.
 const OVERTAKEN_MAX: u64 = 250;
 /// Requests that it may wait for one after the other.
 const REQUESTS_MAX: u64 = 8;
@@ -146,7 +147,7 @@ impl World {
         self.schedule.below(limit)
     }
 
-    /// Somebody waits: others go on. Returns which of `count` batches completes.
+    /// Gives turns to others while a thread waits. Returns which of `count` batches completes.
     fn meanwhile(&self, count: usize) -> usize {
         let Some(me) = Schedule::me() else { return self.device.last(count) };
         self.schedule.pause();
@@ -227,7 +228,8 @@ impl World {
         state.moments.push(names);
     }
 
-    /// Notes that a file took another's name, at the moment that was noted last; the rename began at `began`.
+    /// Notes that a file took another's name, at the moment that was noted last; the rename began
+    /// at `began`.
     pub fn replaced(&self, ino: u64, began: u64) {
         let mut state = self.state.lock();
         let moment = state.moments.len() - 1;
@@ -278,7 +280,8 @@ impl World {
         }
     }
 
-    /// All callers are gone: what is there has to be as expected, and to be there after the volume was closed and opened.
+    /// Ends the run, after all callers: files have to be as expected, and to stay so after the
+    /// volume was closed and opened.
     pub fn end(self: &Arc<World>) {
         self.device.tame(true);
         self.over.store(true, Ordering::Relaxed);
@@ -338,7 +341,8 @@ impl State {
     }
 }
 
-/// Keeps a batch in flight that asks for nothing, so that whoever waits comes by [`World::meanwhile`] whatever else is in flight.
+/// Keeps a batch in flight that asks for nothing, so that every waiting thread reaches
+/// [`World::meanwhile`], whatever else is in flight.
 fn idle(world: &Weak<World>) {
     let Some(this) = world.upgrade().filter(|this| !this.over.load(Ordering::Relaxed)) else { return };
     this.device.expect_idle();

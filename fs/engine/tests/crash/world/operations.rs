@@ -1,4 +1,5 @@
-//! What the workload consists of: one operation each, chosen and aimed at random, and what it means for the content that is expected.
+//! Operations of the workload: each is chosen and aimed at random, and records what it means for
+//! the expected content.
 
 use gpunvme_abi::Segment;
 use gpunvme_blockdev::Region;
@@ -234,7 +235,7 @@ impl World {
         region.write_at(0, &data).expect("it is ours");
         let segments = [Segment { file_offset: offset, buffer_offset: 0, len }];
         let began = self.recorder.position();
-        // The edges need more than one attempt, and nobody else may come in between.
+        // The edges need more than one attempt, and no other operation may come in between.
         self.state.lock().held.insert(ino);
         fs.open_file(ino, false);
         let edges = if aligned { Ok(()) } else { fs.write_edges(ino, &segments, &region, now) };
@@ -336,7 +337,7 @@ impl World {
         }
     }
 
-    /// An operation of several steps on a file, during which nobody else changes its content.
+    /// An operation of several steps on a file, during which no other changes its content.
     fn on_file(&self, operation: impl FnOnce(u64) -> Result<(String, Change), FsError>) {
         let Some(ino) = self.pick_file() else { return };
         let began = self.recorder.position();

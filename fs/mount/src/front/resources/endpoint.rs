@@ -27,7 +27,8 @@ pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
 pub(crate) struct Endpoint {
     pub(crate) server: Arc<Server>,
     pub(crate) rings: Rings,
-    /// None where it cannot have one ([`sockets`]): whoever is not root registers by ioctl.
+    /// The registration socket; none where the daemon cannot create one ([`sockets`]), as without
+    /// root's rights: then processes register by ioctl only.
     socket: Option<Listener>,
     device: String,
 }
