@@ -1,6 +1,6 @@
 //! Images that an attacker wrote: whatever is in their metadata, opening, walking, reading,
-//! changing and checking them ends, and takes neither the process down nor its memory up. The input
-//! says what is changed in which volume; see `attack`.
+//! changing and checking them ends, without a crash and within bounded memory. The input says what
+//! is changed in which volume; see `attack`.
 #![no_main]
 
 #[path = "../../fs/engine/tests/attack.rs"]

@@ -1,6 +1,6 @@
-//! The bytes of an ioctl, from a process that means no good: they become a request or are refused,
-//! and a transfer that is asked for is planned. What a plan does lies in the buffer and in blocks
-//! of the file, and adds up. The input is the command, then a description of the file, then the
+//! The bytes of an ioctl from a hostile process: they become a request or are refused, and a
+//! transfer that is asked for is planned. A plan stays within the buffer and the blocks of the
+//! file, and its lengths add up. The input is the command, then a description of the file, then the
 //! argument.
 #![no_main]
 

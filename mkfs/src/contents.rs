@@ -24,7 +24,7 @@ use crate::wipe::ENDS_LEN;
 const BLKID_NOTHING: i32 = 2;
 /// blkid's exit code when it recognises several things that exclude each other.
 const BLKID_AMBIVALENT: i32 = 8;
-/// blkid is in /usr/sbin, which is not in everybody's PATH.
+/// blkid is in /usr/sbin, which is not in every user's PATH.
 const SBIN: &str = "/usr/sbin:/sbin";
 
 /// Something that formatting would destroy. Reads as an English noun phrase.
@@ -162,7 +162,7 @@ mod tests {
         let path = dir.path().join("image");
         let image = File::create(&path).unwrap();
         image.set_len(64 << 20).unwrap();
-        // As a file, and as a device that is none.
+        // As an image file, and as a device without a path.
         let look = || {
             let as_file = find(&gpunvme_blockdev::open(path.to_str().unwrap(), OpenMode::ReadOnly).unwrap()).unwrap();
             let mut content = Image::new(64 << 20);

@@ -2,7 +2,8 @@
 //! that user, to carry out an attack by its name. Both ends talk in lines over a socket, so that a
 //! test decides when an attack begins and learns how far it came.
 //!
-//! A test program has one table of attacks, and a test that is none:
+//! A test program has one table of attacks, and one function that is marked as a test, but only
+//! carries out attacks:
 //!
 //! ```ignore
 //! #[test]

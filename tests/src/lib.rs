@@ -1,5 +1,6 @@
-//! What the end-to-end tests and the measuring programs share: a mounted volume that cleans up
-//! after itself, trees of files to copy and compare, and the few system calls that need `unsafe`.
+//! The parts that the end-to-end tests and the measuring programs share: a mounted volume that
+//! cleans up after itself, trees of files to copy and compare, and the few system calls that need
+//! `unsafe`.
 //!
 //! The tests need root and `/dev/fuse`. Where either is missing each says `SKIPPED` on stderr, with
 //! the reason, and `scripts/test` counts it as skipped and not as passed.

@@ -1,4 +1,4 @@
-//! Where a measurement was taken: without it no figure means anything.
+//! Describes the machine on which a measurement was taken: without it no figure means anything.
 
 use std::fs;
 use std::path::Path;

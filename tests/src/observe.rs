@@ -1,5 +1,5 @@
-//! What an attack costs others: the daemon's memory, threads and descriptors, and how long a
-//! victim's calls take.
+//! Measures what an attack costs others: the daemon's memory, threads and descriptors, and how long
+//! a victim's calls take.
 
 use std::fs;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! What gpunvme is measured beside: filesystems of the kernel on loop devices, and the filesystem
-//! in memory. Dropping one unmounts it.
+//! The filesystems that gpunvme is measured beside: filesystems of the kernel on loop devices, and
+//! the filesystem in memory. Dropping one unmounts it.
 
 use std::error::Error;
 use std::ffi::OsStr;

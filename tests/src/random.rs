@@ -1,4 +1,4 @@
-//! The choices of programs that do things at random, repeatably.
+//! Pseudo-random choices that a seed makes repeatable.
 
 /// Numbers that a seed decides.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! CUDA as the library uses it, against the software driver, and where there is none.
+//! Tests of CUDA as the library uses it, on the software driver, and on machines without CUDA.
 
 use gpunvme_cuda::{Cuda, CudaError, Move, Unavailable, Version, Which, WritesOrdering};
 use gpunvme_tests::cuda::{CHECKS, Pinned};

@@ -1,4 +1,4 @@
-//! gpunvme held against ext4: see `gpunvme_tests::differential`.
+//! Compares gpunvme with ext4: see `gpunvme_tests::differential`.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! The documents, held against the repository: tests, campaigns and lab cases that
+//! Compares the documents with the repository: tests, campaigns and lab cases that
 //! `docs/promises.md` names exist, paths and links lead to files and headings that are there, the
 //! book lists every page, and no line is longer than a screen is wide.
 

@@ -1,5 +1,5 @@
-//! The library's examples (`client/examples`), each built and run on a real mount; a GPU's part the
-//! software CUDA driver plays.
+//! The library's examples (`client/examples`), each built and run on a real mount; the software
+//! CUDA driver plays the part of a GPU.
 
 use std::fs;
 use std::path::PathBuf;

@@ -104,8 +104,8 @@ fn a_copy_that_fails_is_named_with_its_file_and_offset() {
     });
 }
 
-/// Of three batches the second comes to nothing, and the third is made up while the first still
-/// waits for its turn.
+/// Of three batches the second fails, and the third is made up while the first still waits for its
+/// turn.
 #[test]
 fn a_batch_that_failed_leaves_the_table_of_another_alone() {
     needs_mount!();

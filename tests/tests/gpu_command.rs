@@ -1,4 +1,5 @@
-//! The command `gpunvme` with a GPU, whose part the software CUDA driver plays; and without one.
+//! Tests of the command `gpunvme` with a GPU, whose part the software CUDA driver plays, and
+//! without a GPU.
 
 use std::fs;
 use std::io::Write;

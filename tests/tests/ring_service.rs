@@ -1,5 +1,5 @@
-//! Several rings on a real mount, and several threads of the daemon that serve them: who serves
-//! whom, who gets how much, and how all of it ends.
+//! Several rings on a real mount, and several threads of the daemon that serve them: which thread
+//! serves which ring, how much each ring gets, and how rings end.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader};

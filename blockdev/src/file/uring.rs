@@ -108,7 +108,7 @@ impl UringQueue {
         let by_system_call = || build(|builder| _ = builder.setup_coop_taskrun().setup_taskrun_flag()).or_else(|_| build(|_| {}));
         let ring = match submission {
             Submission::BySystemCall => by_system_call(),
-            // Not everybody may have such a thread.
+            // Not every user may have such a thread.
             Submission::ByKernelThread => {
                 build(|builder| _ = builder.setup_sqpoll(KERNEL_THREAD_LINGERS)).or_else(|_| by_system_call())
             }

@@ -60,7 +60,7 @@ pub(super) fn supervise(core: &Arc<Core>) {
         }
         if let Some(bus_error) = bus_error.filter(|error| is_signalled(error.as_fd())) {
             bus_error.drain();
-            // What fails here was given up, and everybody who waits was told.
+            // A controller that fails here was given up, and all callers that wait were told.
             let _ = core.recover_from("the bus reports an error that it did not correct (AER)", Reset::Function);
             continue;
         }
@@ -69,7 +69,7 @@ pub(super) fn supervise(core: &Arc<Core>) {
         let queues = core.queues();
         let was_busy = std::mem::replace(&mut busy, queues.iter().any(|queue| queue.in_flight() > 0));
         if busy || was_busy || core.admin.has_late() {
-            // What fails here was given up, and everybody who waits was told.
+            // A controller that fails here was given up, and all callers that wait were told.
             let _ = core.look_after(&queues);
         }
     }

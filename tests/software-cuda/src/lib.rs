@@ -167,7 +167,8 @@ impl Software {
         Backing::new(gpu, len, &self.left[gpu], self.bars.as_ref()).map(Arc::new)
     }
 
-    /// What a call needs, for a moment, that comes to a stream's end or to CUDA's memory.
+    /// Takes the lock for calls that give a stream work or make memory known, and for waits for the
+    /// whole GPU.
     fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().unwrap()
     }

@@ -1,4 +1,4 @@
-//! Addresses, and what is behind them.
+//! The addresses of device memory, and the memory behind them.
 //!
 //! Device memory lies in an arena of addresses that nothing is mapped at, so that a CPU that
 //! touches it dies of it as it does beside a real GPU. Its bytes are in memfds, mapped a second

@@ -1,4 +1,4 @@
-//! What the driver pretends, from the environment: `SOFTWARE_CUDA=gpus=2,copy-takes=500`.
+//! The settings of the driver, from the environment: `SOFTWARE_CUDA=gpus=2,copy-takes=500`.
 
 use std::path::PathBuf;
 use std::time::Duration;

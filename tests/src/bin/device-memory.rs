@@ -1,4 +1,4 @@
-//! What the laboratory does with a device's memory, in its guest: random transfers against a model,
+//! The laboratory's test of a device's memory, run in its guest: random transfers against a model,
 //! and what must be refused.
 
 use std::error::Error;

@@ -1,5 +1,5 @@
-//! A process of the differential fuzzer: it makes the system calls that it reads on stdin, and says
-//! on stdout what came of them.
+//! A process of the differential fuzzer: it makes the system calls that it reads on stdin, and
+//! prints their results on stdout.
 
 use std::path::PathBuf;
 

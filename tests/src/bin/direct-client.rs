@@ -1,5 +1,5 @@
-//! A second process for the tests of the direct path: it does one thing with a file, and says on
-//! stdout what came of it.
+//! A second process for the tests of the direct path: it does one thing with a file, and prints the
+//! result on stdout.
 
 use std::fs::File;
 use std::io::Write;

@@ -1,5 +1,5 @@
-//! What the laboratory does with GPU memory that the SSD reaches itself, through the library, in
-//! its guest: the software CUDA driver's memory lies in the BARs of devices there.
+//! The laboratory's test of GPU memory that the SSD reaches itself, through the library, run in its
+//! guest: the software CUDA driver's memory lies in the BARs of devices there.
 
 use std::error::Error;
 use std::fs;

@@ -1,4 +1,4 @@
-//! What an application does with CUDA: memory of every kind, contexts and streams of its own. It
+//! Acts as an application that uses CUDA: memory of every kind, contexts and streams of its own. It
 //! goes past the library, as an application does.
 
 use cudarc::driver::sys::{

@@ -1,4 +1,4 @@
-//! The checks.
+//! The checks of CUDA itself: memory, streams, events and contexts.
 
 use super::application::{self, Memory, Pinned, allocated, every_kind};
 use gpunvme_cuda::{Cuda, CudaError, Event, Gpu, HostRegistration, Move, Place, Stream, WritesOrdering};

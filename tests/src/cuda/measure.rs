@@ -1,4 +1,5 @@
-//! What the calls cost, and what the driver says of memory. Figures are printed, never judged.
+//! Measures what calls of CUDA cost, and prints what the driver says of memory. Figures are
+//! printed, never judged.
 
 use super::application::{Pinned, allocated, every_kind};
 use cudarc::driver::sys::{self, CUpointer_attribute_enum as Attribute, CUresult};

@@ -1,5 +1,6 @@
-//! What has to be true of CUDA for the library to work, checked through the module that it uses
-//! (`gpunvme_cuda`): on the software driver by `cargo test`, on a GPU by the program `cuda-checks`.
+//! Checks that what the library takes for granted about CUDA is true, through the module that it
+//! uses (`gpunvme_cuda`): on the software driver by `cargo test`, on a GPU by the program
+//! `cuda-checks`.
 
 mod application;
 mod checks;

@@ -376,7 +376,7 @@ impl Call {
     }
 }
 
-/// What came of a call: what can be compared, and nothing else.
+/// The result of a call: what can be compared, and nothing else.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
     /// What the call returned, or the negative errno.

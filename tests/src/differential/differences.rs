@@ -1,4 +1,4 @@
-//! What gpunvme does otherwise than ext4, on purpose or because FUSE allows no more.
+//! The differences of gpunvme from ext4, on purpose or because FUSE allows no more.
 
 /// How a difference is kept from being found again and again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

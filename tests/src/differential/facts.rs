@@ -1,4 +1,5 @@
-//! What can be compared of a file: its attributes, without what each filesystem decides for itself.
+//! The facts of a file that can be compared: its attributes, without what each filesystem decides
+//! for itself.
 
 use std::fmt::Display;
 use std::io;

@@ -1,5 +1,5 @@
 //! A process of the fuzzer: it makes the calls that it is sent, inside one of the two trees, and
-//! answers with what came of them.
+//! answers with their results.
 
 use std::fs::File;
 use std::io::{self, BufRead, IoSlice, IoSliceMut, Write};
@@ -72,7 +72,7 @@ struct Process {
 /// Serves calls from stdin, in the tree at `root`, until its end.
 ///
 /// # Errors
-/// Those of pipes, and of becoming who it is.
+/// Those of pipes, and of the change to its user, groups and capabilities.
 pub fn serve(root: &Path, side: Side, identity: &Identity, clock: Clock) -> io::Result<()> {
     raw::ignore_signals();
     rustix::process::chroot(root)?;

@@ -1,4 +1,4 @@
-//! Carries a sequence out on both sides, and compares.
+//! Carries a sequence out on both sides, and compares the results.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -25,7 +25,7 @@ pub struct Disagreement {
     pub step: usize,
     /// What kind of disagreement: those of one kind have one cause, mostly.
     pub kind: String,
-    /// What came of it on ext4.
+    /// The result on ext4.
     pub ext4: String,
     /// And on gpunvme.
     pub gpunvme: String,

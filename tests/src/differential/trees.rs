@@ -1,4 +1,4 @@
-//! Whole trees, as what can be compared of them.
+//! Whole trees of files, as the facts that can be compared.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -1,5 +1,5 @@
-//! The daemon's end of registration: descriptors that cannot be closed, and more of everything than
-//! there is.
+//! Attacks on registration: descriptors that cannot be closed, and more of everything than the
+//! limits allow.
 
 use std::fs::File;
 use std::io::IoSlice;
@@ -126,8 +126,8 @@ fn send_what_cannot_be_closed(attacker: &mut Attacker) {
     let_gone.into_iter().for_each(|thread| thread.join().unwrap());
 }
 
-/// The daemon of a mount under attack serves others over the socket and by ioctl, and in the end it
-/// is unmounted as ever.
+/// The daemon of a mount under attack serves others over the socket and by ioctl, and at the end it
+/// can be unmounted as usual.
 #[test]
 fn descriptors_that_cannot_be_closed_hold_up_neither_others_nor_the_end() {
     needs_mount!();

@@ -1,4 +1,4 @@
-//! Rings that a user makes to leave others none, or no time.
+//! Attacks by rings: a user makes as many rings as the daemon allows.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

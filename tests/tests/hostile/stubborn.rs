@@ -1,5 +1,5 @@
 //! A FUSE filesystem with one file that cannot be closed: its server does not answer FLUSH until it
-//! gives in. Not even SIGKILL ends who closes it.
+//! gives in. Not even SIGKILL ends a process that closes it.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

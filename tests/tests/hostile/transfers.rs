@@ -34,8 +34,8 @@ fn read_more_than_the_device_can(attacker: &mut Attacker) {
     });
 }
 
-/// What all those reads are about takes the device ten seconds and more; another user waits for a
-/// share of it.
+/// All those reads together take the device ten seconds and more; another user waits for a share of
+/// it.
 #[test]
 fn users_take_turns_with_the_device() {
     needs_mount!();

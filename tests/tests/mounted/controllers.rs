@@ -1,5 +1,5 @@
-//! Volumes on a controller that the daemon drives itself. It is the software one; what differs on
-//! silicon, the laboratory tries.
+//! Volumes on a controller that the daemon drives itself. It is the software controller; the
+//! laboratory tests what differs on hardware.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -183,7 +183,7 @@ fn a_controller_is_looked_after() {
     refused(&run("fsck.gpunvme", &["-n", &device]), "no gpunvme");
 }
 
-/// The controller would take GPU memory, and what the software CUDA driver exports is none: the
+/// The controller would take GPU memory, but the software CUDA driver exports other memory: the
 /// library learns that once, and reads by way of the staging pool.
 #[test]
 fn gpu_memory_that_is_refused_is_offered_once() {

@@ -1,5 +1,6 @@
-//! What the direct path refuses: every field wrong in turn, memory that is none, buffers that are
-//! gone. Each refusal is a clear errno, moves nothing, and leaves the daemon as it was.
+//! What the direct path refuses: every field wrong in turn, descriptors that are not memory,
+//! buffers that are gone. Each refusal is a clear errno, moves nothing, and leaves the daemon as it
+//! was.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -208,7 +209,7 @@ fn random_commands_with_random_bytes_do_no_harm() {
     let folder = File::open(volume.root()).unwrap();
     for seed in 0..20_000_u64 {
         let random = u64::from_le_bytes(tree::pattern(seed, 8).try_into().unwrap());
-        // Mostly our own commands of odd sizes, some of anybody's. Never ones that the kernel
+        // Mostly our own commands of odd sizes, some of any driver. Never ones that the kernel
         // itself takes ('f', 'X', 0x12).
         let size = if random.is_multiple_of(3) { 88 + (random >> 8) % 4 * 24 } else { (random >> 8) % 16384 } as u32;
         let number = (random >> 32) as u32 % 10;
@@ -303,7 +304,7 @@ fn the_socket_registers_what_the_ioctl_would() {
     let unregister = Unregister { buffer: buffer.id, ..Unregister::default() };
     assert_eq!(exchange(&socket, Command::Unregister.request(0), unregister.as_bytes(), &[]).0.status, 0);
     assert_eq!(errno(buffer.read(&file, 0, 4096)), libc::ENOENT);
-    // A message that is none ends the connection and nothing else.
+    // A malformed message ends the connection and nothing else.
     rustix::net::send(&socket, b"hi", rustix::net::SendFlags::NOSIGNAL).unwrap();
     let mut nothing = [0_u8; 8];
     assert_eq!(rustix::net::recv(&socket, &mut nothing[..], rustix::net::RecvFlags::empty()).unwrap().1, 0);

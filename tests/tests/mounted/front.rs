@@ -1,5 +1,5 @@
-//! What the kernel leaves to the front end of a FUSE filesystem, and would not notice if it were
-//! wrong.
+//! Tests of the duties that the kernel leaves to the front end of a FUSE filesystem, where it would
+//! not notice a mistake.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{IoSlice, Write};
@@ -15,7 +15,7 @@ use gpunvme_tests::{needs_mount, programs, sys, tree};
 use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 
-/// Neither root nor anybody's group.
+/// Neither root nor a group of any user.
 const USER: u32 = 4711;
 /// linux/fs.h.
 const FS_IOC_GETFLAGS: u32 = 0x8008_6601;

@@ -1,7 +1,7 @@
 //! The daemon is killed with SIGKILL under load, again and again: what was promised before is there
 //! afterwards, fsck finds nothing, programs with open files get errors and do not hang, and a new
-//! mount works. A killed daemon loses what it had in memory; what a device loses with its power is
-//! the engine's tests' matter.
+//! mount works. A killed daemon loses what it had in memory; the engine's tests cover what a device
+//! loses with its power.
 //!
 //! `KILL_SECONDS` is how long each test goes on (7 by default).
 

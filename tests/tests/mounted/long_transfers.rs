@@ -1,5 +1,5 @@
-//! Direct transfers of much, of many pieces, and many at once: they bring what they should, and
-//! cost neither the daemon its memory nor others their turn.
+//! Direct transfers of many bytes, of many pieces, and many at once: they move the right bytes, the
+//! daemon's memory stays bounded, and other users are served in turn.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;

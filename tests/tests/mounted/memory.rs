@@ -1,5 +1,5 @@
-//! The daemon's memory is what it was given, however much there is on the volume and however much
-//! of it the kernel knows.
+//! The daemon's memory stays within its limit, however much is on the volume and however many
+//! inodes the kernel knows.
 
 use std::fs::{self, File};
 

@@ -16,7 +16,7 @@ use rustix::fs::{FallocateFlags, XattrFlags, copy_file_range, fallocate, getxatt
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid};
 
-/// Neither root nor anybody's group.
+/// Neither root nor a group of any user.
 const OWNER: u32 = 4711;
 const OTHER: u32 = 4712;
 const ROOT: u32 = 0;

@@ -1,4 +1,4 @@
-//! What users write and type: a C program on libgpunvme, and the command `gpunvme`.
+//! Tests of what users write and type: a C program on libgpunvme, and the command `gpunvme`.
 
 use std::fs::{self, File};
 use std::io::Write;

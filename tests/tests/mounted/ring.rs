@@ -1,5 +1,5 @@
-//! Rings on a real mount: many transfers in flight from one thread, and owners who do their worst
-//! to their own.
+//! Rings on a real mount: many transfers in flight from one thread, and owners who attack the
+//! daemon through their own rings.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;

@@ -1,5 +1,5 @@
-//! A full volume: the write that does not fit fails, what was there stays, deleting makes room, and
-//! life goes on.
+//! A full volume: the write that does not fit fails, existing data stays, deleting makes room, and
+//! writes succeed again.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};

@@ -1,6 +1,6 @@
 //! All kinds of access at once on the same few files: a read, by whichever way, sees bytes of that
-//! file at that place, or zeros, and never those of another file or place. It is what blocks that
-//! are freed and used again under a transfer would break.
+//! file at that place, or zeros, and never those of another file or place. Blocks that are freed
+//! and used again under a transfer would break this.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

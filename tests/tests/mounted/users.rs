@@ -1,5 +1,5 @@
-//! What people run on a filesystem: git, tar, rsync, cp, dd, find, a C compiler, sqlite, and the
-//! tools for locks, ACLs and capabilities. Each does its own checking.
+//! Tests with programs that people run on a filesystem: git, tar, rsync, cp, dd, find, a C
+//! compiler, sqlite, and the tools for locks, ACLs and capabilities. Each does its own checking.
 
 use std::fs::{self, File};
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! What concerns memory.
+//! The exported functions about memory.
 
 use super::{Answer, gpu, put};
 use crate::memory::{GRANULARITY, Kind, free_host_memory, host_memory};

@@ -1,4 +1,4 @@
-//! What concerns streams, events and kernels.
+//! The exported functions about streams, events and kernels.
 
 use super::{Answer, handle, put};
 use crate::memory::{Kind, Piece};

@@ -1,4 +1,4 @@
-//! In what pieces large files land on a volume that is old: filled, and a part of its files
+//! Measures the pieces in which large files land on an old volume: filled, and a part of its files
 //! replaced by others again and again.
 
 use std::error::Error;

@@ -1,5 +1,5 @@
-//! Whether the throughput of independent work falls as clients are added: each client is a thread
-//! with files of its own.
+//! Measures whether the throughput of independent work falls as clients are added: each client is a
+//! thread with files of its own.
 
 use std::error::Error;
 use std::fs::{self, File, OpenOptions};

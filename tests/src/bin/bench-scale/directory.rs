@@ -1,5 +1,5 @@
-//! What operations cost in a directory of many entries, beside a small one on the same volume; and
-//! whether it can be listed as a stream.
+//! Measures what operations cost in a directory of many entries, beside a small one on the same
+//! volume; and whether it can be listed as a stream.
 
 use std::error::Error;
 use std::fs::{self, File};

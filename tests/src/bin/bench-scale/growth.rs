@@ -1,4 +1,5 @@
-//! What operations cost on a volume with many inodes and on a huge one, beside a small one.
+//! Measures what operations cost on a volume with many inodes and on a huge one, beside a small
+//! one.
 
 use std::error::Error;
 use std::fs::{self, File, OpenOptions};

@@ -1,6 +1,6 @@
-//! What a process waits for when other processes keep the direct path busy, and how unaligned
-//! writes of many threads to one file scale. Each party is a process of its own user: limits and
-//! shares are by user and by process.
+//! Measures how long a process waits when other processes keep the direct path busy, and how
+//! unaligned writes of many threads to one file scale. Each party is a process of its own user:
+//! limits and shares are by user and by process.
 
 use std::error::Error;
 use std::fs::{self, File};

@@ -1,4 +1,4 @@
-//! What users do with large trees, on gpunvme, on ext4 and in memory.
+//! Measures what users do with large trees, on gpunvme, on ext4 and in memory.
 
 use std::error::Error;
 use std::fs::{self, File};

@@ -1,4 +1,4 @@
-//! Small appends, each made durable before the next: what a log or a database does.
+//! Measures small appends, each made durable before the next: what a log or a database does.
 
 use std::error::Error;
 use std::fs::OpenOptions;

@@ -1,4 +1,4 @@
-//! Reading and writing file contents.
+//! Measures reads and writes of file contents.
 
 use std::error::Error;
 use std::fmt;

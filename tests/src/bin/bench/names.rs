@@ -1,4 +1,4 @@
-//! Making, looking at, opening, listing and removing many files and folders.
+//! Measures making, looking at, opening, listing and removing many files and folders.
 
 use std::error::Error;
 use std::fs::{self, File};

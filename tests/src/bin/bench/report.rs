@@ -1,4 +1,4 @@
-//! What was measured, as tables and as JSON.
+//! Prints the measurements as tables and as JSON.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,5 +1,5 @@
-//! What is measured: set up together, each on its own image on the same backing, and taken down
-//! together.
+//! The subjects that are measured: set up together, each on its own image on the same backing, and
+//! taken down together.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! What users do with a tree of small files: unpack it, copy it, look through it, remove it.
+//! Measures what users do with a tree of small files: unpack it, copy it, look through it, remove
+//! it.
 
 use std::error::Error;
 use std::fs;

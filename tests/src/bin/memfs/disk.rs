@@ -1,6 +1,6 @@
-//! What files hold, on a device: as little as there can be between FUSE and a device, by the code
-//! with which the daemon reads and writes its own. Each file has a fixed place; there is nothing to
-//! look up, to allocate or to recover.
+//! File contents on a device: the least that can be between FUSE and a device, by the code with
+//! which the daemon reads and writes its own. Each file has a fixed place; there is nothing to look
+//! up, to allocate or to recover.
 //!
 //! It takes whole blocks. What is written without O_DIRECT is gathered to pieces that are worth a
 //! request; it is on the device, and to be read, after an fsync.

@@ -1,4 +1,4 @@
-//! The FUSE operations on the store. What is not here the kernel answers by itself.
+//! The FUSE operations on the store. The kernel answers by itself all operations that are not here.
 
 use std::ffi::OsStr;
 use std::path::Path;

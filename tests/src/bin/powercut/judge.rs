@@ -1,5 +1,5 @@
-//! What has to hold after a power cut: the volume recovers, the checker finds nothing, every file
-//! whose name was durable is there with its content, and a file that was being written holds
+//! Checks what must hold after a power cut: the volume recovers, the checker finds nothing, every
+//! file whose name was durable is there with its content, and a file that was being written holds
 //! nothing but what was written to it.
 
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use gpunvme_layout::key::INO_ROOT;
 
 use crate::workload::{self, KEPT, SECTOR};
 
-/// What became of the writes that no flush had made durable.
+/// The fate of the writes that no flush had made durable.
 #[derive(Debug, Clone, Copy)]
 enum Fate {
     AllLost,

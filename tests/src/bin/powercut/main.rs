@@ -1,7 +1,7 @@
-//! Power cuts of the lab's machine. In the guest, `write` makes, fsyncs, renames and removes files
-//! without end, in a way that each sector says whose it is. Outside, `judge` takes the log that
-//! QEMU kept of what reached the emulated device, builds what power cuts at many places of it leave
-//! on the medium, recovers each with the engine, and looks for what had been promised.
+//! Tests power cuts of the lab's machine. In the guest, `write` makes, fsyncs, renames and removes
+//! files without end; each sector says which file it belongs to. Outside, `judge` takes the log
+//! that QEMU kept of what reached the emulated device, builds what power cuts at many places of it
+//! leave on the medium, recovers each with the engine, and looks for what had been promised.
 
 #![forbid(unsafe_code)]
 

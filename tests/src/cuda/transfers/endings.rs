@@ -1,4 +1,5 @@
-//! What ends while requests are under way: memory that is freed, daemons and applications that die.
+//! Tests of ends while requests are under way: memory that is freed, daemons and applications that
+//! die.
 
 use super::super::application::allocated;
 use super::{MIB, Site, read, segment};

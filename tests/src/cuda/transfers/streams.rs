@@ -1,4 +1,4 @@
-//! Requests in the order of an application's streams.
+//! Tests of requests in the order of an application's streams.
 
 use super::super::application::{
     Memory, Pinned, allocated, begin_capture, current_context, end_capture, every_kind, green_stream, own_stream, write_combined,
@@ -278,8 +278,8 @@ pub(super) fn streams_go_on(site: &Site) {
     begin(&transfers, &sample).unwrap().wait().unwrap();
 }
 
-/// Freeing waits for all streams, and in the driver everybody else's calls wait for that: nothing
-/// that a stream waits for may need any.
+/// Freeing waits for all streams, and in the driver the calls of all other threads wait for that:
+/// nothing that a stream waits for may need such a call.
 pub(super) fn memory_is_freed_meanwhile(site: &Site) {
     let transfers = site.transfers();
     let sample = site.sample(23, 8 * MIB);

@@ -1,4 +1,4 @@
-//! Descriptors of all kinds that a user can have, of which few are what the daemon takes.
+//! Makes descriptors of all kinds that a user can have; the daemon takes few of them.
 
 use std::fs::File;
 use std::net::TcpListener;

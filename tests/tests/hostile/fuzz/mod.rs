@@ -1,5 +1,5 @@
 //! Everything that users can send a daemon, at random: ioctls, messages with descriptors, and the
-//! memory of rings. Meanwhile another user works on the same mount, and has to be served as ever.
+//! memory of rings. Meanwhile another user works on the same mount, and must be served as before.
 
 mod descriptors;
 mod ioctls;
@@ -102,8 +102,8 @@ fn variable(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} has to be a number")))
 }
 
-/// Waits until the daemon has again what it had, but for what is kept on purpose: caches, and the
-/// allocator's free memory.
+/// Waits until the daemon holds no more than before, except for what it keeps on purpose: caches,
+/// and the allocator's free memory.
 fn settle(daemon: rustix::process::Pid, before: Figures) -> Figures {
     let is_settled = |now: Figures| {
         now.threads <= before.threads + 8
