@@ -38,7 +38,7 @@ pub(crate) mod sealed {
         fn id(&self) -> u64;
         /// Its length in bytes.
         fn length(&self) -> u64;
-        /// What keeps it registered.
+        /// The handle that keeps the memory registered.
         fn hold(&self) -> Arc<dyn Any + Send + Sync>;
     }
 }

@@ -78,7 +78,7 @@ pub struct Ring {
 pub(crate) struct RingName {
     connection: Arc<Connection>,
     id: u64,
-    /// It was given up.
+    /// Whether the ring was given up.
     over: Arc<AtomicBool>,
 }
 
@@ -474,7 +474,7 @@ impl RingName {
         Error::RingClosed { path: self.connection.path.clone() }
     }
 
-    /// Nothing can be done about a failure: either it is gone already, or the daemon is.
+    /// Detaches a file. A failure is ignored: either the file is gone already, or the daemon is.
     fn detach(&self, file: u64) {
         let request = abi::Detach { ring: self.id, file, ..abi::Detach::default() };
         let _ = self.connection.call(Command::Detach, request, "let go of a ring");

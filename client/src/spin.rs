@@ -45,7 +45,8 @@ impl Spin {
         self.now = Instant::now();
     }
 
-    /// Lets a moment pass. False when it has lasted for `limit`: it is better to sleep then.
+    /// Lets a moment pass. False once `limit` has passed since the start: the caller then does
+    /// better to sleep.
     pub fn goes_on(&mut self, limit: Duration) -> bool {
         self.looks = self.looks.wrapping_add(1);
         if self.looks.is_multiple_of(LOOKS) {

@@ -33,7 +33,7 @@ pub(crate) struct Memory {
     pub kind: Kind,
 }
 
-/// Whose memory it is.
+/// The kind of the memory: of the host or of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// A memfd whose bytes cannot vanish while they are mapped.

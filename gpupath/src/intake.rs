@@ -27,7 +27,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 /// How often it is looked whether a task that waits has become hopeless.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// What a task is called for.
+/// Tells a task whether it is to be done or refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
     /// To be done.

@@ -27,7 +27,7 @@ pub struct Extent {
 /// Extents of a range: often one, and then no memory is allocated for it.
 pub type Extents = SmallVec<[Extent; 2]>;
 
-/// What alignment lets bytes go direct. All are powers of two.
+/// The alignment that lets bytes go direct. All are powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
     /// Of file offsets, device offsets and lengths, in bytes. Reads: the device's logical block.
@@ -80,7 +80,7 @@ pub struct Edge {
     pub device_offset: Option<u64>,
 }
 
-/// What is to be done for a transfer. Nothing in it depends on an order.
+/// The work for a transfer. Nothing in it depends on an order.
 #[derive(Debug, Default)]
 pub struct Plan {
     /// Commands between device and buffer.
@@ -116,12 +116,13 @@ impl Plan {
         self.direct + self.hole + self.edge
     }
 
-    /// What it takes memory for: commands, and ranges for the CPU.
+    /// The number of parts that take memory: commands, and ranges for the CPU.
     pub fn pieces(&self) -> usize {
         self.origins.len() + self.zeroes.len() + self.edges.len()
     }
 
-    /// The first segment that touches the device at this offset: who is meant by a device's error.
+    /// The first segment that touches the device at this offset: the one that a device's error is
+    /// about.
     pub fn segment_at(&self, device_offset: u64) -> Option<u32> {
         let direct = self.origins.iter().find(|origin| origin.device.contains(&device_offset)).map(|origin| origin.segment);
         let edge = self.edges.iter().find(|edge| {

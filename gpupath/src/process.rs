@@ -15,8 +15,8 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// What tells a process from every other, dead ones included: its id, when it began, in ticks of
-/// the clock since boot, and from Linux 6.9 on the number that the kernel gives each process but
+/// The identity of a process among all others, dead ones included: its id, when it began, in ticks
+/// of the clock since boot, and from Linux 6.9 on the number that the kernel gives each process but
 /// once (the inode of its pidfds).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Identity {
@@ -70,7 +70,7 @@ impl Process {
         if process.is_alive() { Ok(process) } else { Err(Errno::SRCH) }
     }
 
-    /// What tells it from every other process.
+    /// Its identity among all processes.
     pub fn identity(&self) -> Identity {
         self.identity
     }

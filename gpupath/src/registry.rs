@@ -143,7 +143,7 @@ pub fn peer_to_peer(device: &dyn BlockDevice) -> Result<(), Reason> {
     })
 }
 
-/// Who makes a call through FUSE that has not been answered yet.
+/// The caller of a FUSE request that has not been answered yet.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller {
     /// The thread, by its id in this process's pid namespace.
@@ -234,7 +234,7 @@ impl Registry {
         self.shared.accounts.limits()
     }
 
-    /// The threads for what may wait for clients.
+    /// The threads for calls that may wait for clients.
     pub(crate) fn intake(&self) -> &Intake {
         &self.shared.intake
     }

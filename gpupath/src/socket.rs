@@ -204,7 +204,7 @@ impl Service {
         }
     }
 
-    /// Something came from a client: has it received, and the connection watched again after that.
+    /// Handles a message of a client: has it received, and the connection watched again after that.
     fn serve(&self, token: u64) {
         let Some(connection) = self.held.find(token) else { return };
         let (server, held) = (self.server.clone(), self.held.clone());
@@ -278,8 +278,7 @@ impl Connection {
 }
 
 impl Drop for Connection {
-    /// Waits for nothing. Messages that were not received go with a connection, and what came with
-    /// them.
+    /// Never waits. Messages that were not received go with a connection, and what came with them.
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
         // From here on nothing more can come.

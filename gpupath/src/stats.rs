@@ -20,7 +20,7 @@ thread_local! {
 #[derive(Debug, Default)]
 pub struct Stats([Part; PARTS]);
 
-/// What some threads counted. A processor that counts does not take the next one's memory from
+/// The counts of some threads. A processor that counts does not take the next one's memory from
 /// another processor.
 #[derive(Debug)]
 #[repr(align(64))]
@@ -107,7 +107,7 @@ impl Stats {
     }
 }
 
-/// Most of what is counted is nothing.
+/// Adds to a counter; most counts are 0.
 fn add(counter: &AtomicU64, count: u64) {
     if count > 0 {
         counter.fetch_add(count, Relaxed);

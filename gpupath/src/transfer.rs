@@ -34,8 +34,8 @@ impl Failed {
     }
 }
 
-/// Fills holes of a plan to read into `buffer`, at most `most` bytes of them: who has many fills
-/// them in turns with others. Returns whether none is left.
+/// Fills holes of a plan to read into `buffer`, at most `most` bytes of them: a caller with many
+/// fills them in turns with others. Returns whether none is left.
 ///
 /// # Errors
 /// The buffer's memory does not answer.

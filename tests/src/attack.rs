@@ -27,7 +27,7 @@ use crate::mounted::{Image, Mounted};
 
 /// A user without rights, `nobody` on most systems.
 pub const NOBODY: u32 = 65534;
-/// Another one.
+/// Another user without rights.
 pub const STRANGER: u32 = 65533;
 
 /// How long either end waits for the other.
@@ -35,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NAME: &str = "GPUNVME_ATTACK";
 const ROOT: &str = "GPUNVME_ATTACKED";
 
-/// What an attacker does. It may panic: the test then fails.
+/// The code of an attacker. It may panic: the test then fails.
 pub type Attack = fn(&mut Attacker);
 
 /// A table of attacks, by the names of their functions: `attacks![flood, starve]`.
@@ -79,7 +79,7 @@ impl Attacker {
         File::open(&self.root).expect("the root of the mount")
     }
 
-    /// Tells the test something.
+    /// Sends a line to the test.
     pub fn say(&mut self, line: impl std::fmt::Display) {
         self.test.say(line);
     }
@@ -127,7 +127,7 @@ impl UnderWay {
         self.process.id()
     }
 
-    /// Tells the attacker something.
+    /// Sends a line to the attacker.
     pub fn say(&mut self, line: impl std::fmt::Display) {
         self.attacker.say(line);
     }
@@ -148,7 +148,7 @@ impl UnderWay {
         assert!(status.success(), "the attacker ended with {status}; what it said is above");
     }
 
-    /// Kills the attacker amid what it does.
+    /// Kills the attacker during its attack.
     pub fn kill(mut self) -> ExitStatus {
         self.process.kill().expect("a child");
         self.process.wait().expect("a child")

@@ -155,7 +155,7 @@ pub struct Bystander {
 }
 
 impl Bystander {
-    /// With a file of its own.
+    /// Makes a ring with a file of its own.
     pub fn new(volume: &Mounted) -> Bystander {
         let data = tree::pattern(77, 1 << 20);
         fs::write(volume.path("bystander"), &data).unwrap();
@@ -165,7 +165,7 @@ impl Bystander {
         Bystander { file, buffer: shared(&mount, MIB), ring, data }
     }
 
-    /// Insists that it is served, and well.
+    /// Checks that it is served, with the right bytes.
     pub fn check(&mut self) {
         self.buffer.copy_in(0, &vec![0; 1 << 20]);
         for piece in 0..16 {

@@ -41,7 +41,7 @@ pub(super) struct Part {
 /// The parts of a request: mostly one, which then needs no memory of its own.
 pub(super) type Parts = SmallVec<[Part; 1]>;
 
-/// What the memory of a part was when it was asked for.
+/// The allocation that a part lay in when the request was made.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Allocation {
     /// The GPU whose copies reach it.

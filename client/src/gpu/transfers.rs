@@ -84,15 +84,15 @@ struct Inner {
     ring: RingName,
     mailbox: Arc<Mailbox<Mail>>,
     worker: Option<JoinHandle<()>>,
-    /// Where callers do their requests themselves.
+    /// The executors by which callers do their requests themselves.
     inline: InlineExecutors,
     /// GPUs in use, and the kernel of each.
     kernels: Mutex<Vec<(Gpu, Arc<Scatter>)>>,
     /// GPUs of which the worker has a copy stream.
     copy_streams: Mutex<Vec<Gpu>>,
-    /// What blocks ask for.
+    /// The block sizes of the device and of the filesystem.
     blocks: Blocks,
-    /// Who serves requests in streams, from the first on.
+    /// The service of requests in streams, made for the first one.
     streams: Mutex<Option<Arc<Streams>>>,
 }
 
@@ -465,7 +465,7 @@ impl Inner {
         Ok(())
     }
 
-    /// What the worker has to know of an allocation.
+    /// The facts of an allocation that the worker needs.
     fn allocation(&self, found: &cuda::Allocation) -> Result<Allocation> {
         let gpu = match found.place {
             Place::Device(gpu) => gpu,
@@ -533,7 +533,7 @@ impl Inner {
         Ok(copy_stream)
     }
 
-    /// Who serves requests in streams.
+    /// The service of requests in streams, started if need be.
     fn streams(&self) -> Result<Arc<Streams>> {
         let mut streams = self.streams.lock();
         if let Some(streams) = &*streams {

@@ -32,7 +32,7 @@ pub(super) struct Ring {
     pub owner: Process,
     /// The user that made it.
     pub user: u32,
-    /// Whose share it has a part of.
+    /// The member whose share it has a part of.
     pub member: Member,
     /// Signalled by the application; only watched.
     pub submitted: OwnedFd,
@@ -164,7 +164,7 @@ impl Ring {
         self.last_busy.load(Ordering::Relaxed)
     }
 
-    /// It is busy.
+    /// Notes that the ring is busy.
     pub fn set_busy(&self, now: u64) {
         if self.last_busy() != now {
             self.last_busy.store(now, Ordering::Relaxed);

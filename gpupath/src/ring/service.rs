@@ -36,7 +36,7 @@ const SPIN_LIMIT_UNDER_WAY: Duration = Duration::from_micros(250);
 /// How often the thread looks, at the end, whether the last transfers are over.
 const DRAIN: Duration = Duration::from_millis(1);
 
-/// What came of a look at all rings.
+/// The result of a look at all rings.
 struct Taking {
     /// Something was taken.
     taken: bool,
@@ -44,7 +44,7 @@ struct Taking {
     blocked: bool,
 }
 
-/// A thread that serves rings, and these.
+/// A thread that serves rings, and its rings.
 pub(super) struct Service {
     number: usize,
     server: Arc<Server>,
@@ -106,7 +106,7 @@ impl Service {
         self.wake();
     }
 
-    /// Has the thread look at its rings.
+    /// Wakes the thread to look at its rings.
     pub fn wake(&self) {
         self.thread.wake();
     }

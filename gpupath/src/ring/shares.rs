@@ -24,13 +24,13 @@ const TOGETHER: Amount = Amount { transfers: 1024, bytes: 16 << 20 };
 /// How long a ring counts as busy after it last was, in milliseconds: one that waits for each
 /// answer before it asks again is not to find the device full each time.
 const BUSY_FOR: u64 = 50;
-/// Time between two looks at who is busy, in milliseconds.
+/// Time between two counts of the busy rings, in milliseconds.
 const LOOK: u64 = 5;
 
 /// The shares of all rings of a mount, whichever threads serve them.
 pub(super) struct Shares {
     begun: Instant,
-    /// When it was last looked who is busy, in milliseconds since `begun`.
+    /// When the busy rings were last counted, in milliseconds since `begun`.
     looked: AtomicU64,
     /// Busy users, and busy processes of all.
     users: AtomicU32,
@@ -47,7 +47,7 @@ struct Known {
 }
 
 impl Shares {
-    /// Of no rings yet.
+    /// Makes the shares of a mount without rings.
     pub fn new() -> Shares {
         Shares {
             begun: Instant::now(),

@@ -42,7 +42,7 @@ impl ServingThread {
         self.asleep.load(Ordering::SeqCst)
     }
 
-    /// Has it look at its rings.
+    /// Wakes the thread to look at its rings.
     pub fn wake(&self) {
         self.waker.wake();
     }

@@ -19,7 +19,7 @@ pub(super) struct Watch {
     end: OwnedFd,
 }
 
-/// What was heard.
+/// An event of an application that is watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Heard {
     /// An application signalled a ring of the serving thread of this number. Which ring does not

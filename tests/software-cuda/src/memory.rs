@@ -28,7 +28,7 @@ pub struct Backing {
     memory: OwnedFd,
     base: NonNull<u8>,
     len: usize,
-    /// Whose they are.
+    /// The GPU that the bytes belong to.
     pub gpu: usize,
     /// How many more that GPU has.
     left: Arc<AtomicU64>,

@@ -57,9 +57,9 @@ pub enum Work {
 
 /// A stream.
 pub struct Stream {
-    /// No other ever has it.
+    /// Its number, which no other stream ever has.
     pub id: usize,
-    /// Where it was made.
+    /// The context in which it was made.
     pub context: Arc<Context>,
     /// The green context, a part of that one, in which it was made.
     pub green: Option<usize>,
@@ -106,7 +106,7 @@ impl Stream {
         }
     }
 
-    /// Puts what comes into a graph and does not do it.
+    /// Puts all further work into a graph and does not execute it.
     pub fn begin_capture(&self) {
         self.captured.lock().unwrap().get_or_insert(0);
     }

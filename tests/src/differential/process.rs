@@ -27,7 +27,7 @@ pub enum Side {
     Gpunvme,
 }
 
-/// Who a process is.
+/// The identity of a process.
 #[derive(Clone, Copy, Debug)]
 pub struct Identity {
     /// User.

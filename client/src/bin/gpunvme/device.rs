@@ -18,12 +18,12 @@ pub struct Window {
     mapping: DeviceMapping,
     /// Where in the memory it begins.
     offset: u64,
-    /// How much of it is in use.
+    /// How much of the memory is in use, in bytes.
     len: u64,
 }
 
 impl Window {
-    /// Registers `len` bytes, or all there are from the offset on.
+    /// Registers `len` bytes, or all bytes of the memory from the offset on.
     pub fn register(file: &File, memory: &PciMemory, len: Option<u64>) -> Result<Window, Failure> {
         let PciMemory { address, resource, offset } = memory;
         let whole = DeviceMemory::pci_resource(address, resource)?;
@@ -44,7 +44,7 @@ impl Window {
         (self.registered.route(), self.registered.reason())
     }
 
-    /// Reads a file into it, and keeps of it what the file had.
+    /// Reads a file into the memory, and keeps as many bytes in use as the file had.
     pub fn read(&mut self, file: &File, file_offset: u64, require: Require, meter: &mut Meter) -> Result<(), Error> {
         let registered = &mut self.registered;
         self.len = parts(self.len, file_offset, self.offset, |segment| {
@@ -53,7 +53,7 @@ impl Window {
         Ok(())
     }
 
-    /// Writes it to a file.
+    /// Writes the bytes in use to a file.
     pub fn write(&self, file: &File, file_offset: u64, require: Require, meter: &mut Meter) -> Result<(), Error> {
         parts(self.len, file_offset, self.offset, |segment| {
             meter.time(|| file.write_requiring(&self.registered, &[segment], require))
@@ -61,7 +61,7 @@ impl Window {
         Ok(())
     }
 
-    /// Shows what is in it, piece by piece.
+    /// Passes the bytes in use to `see`, piece by piece.
     pub fn look(&self, mut see: impl FnMut(&[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
         let mut bytes = vec![0; STEP];
         let mut at = 0;
@@ -74,7 +74,7 @@ impl Window {
         Ok(())
     }
 
-    /// Fills it, and keeps of it what the input had.
+    /// Fills the memory from the input, and keeps as many bytes in use as the input had.
     pub fn fill(&mut self, input: &mut dyn Read) -> Result<(), Failure> {
         let mut bytes = vec![0; STEP];
         let mut at = 0;

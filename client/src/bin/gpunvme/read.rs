@@ -97,7 +97,7 @@ fn finish(output: Option<Output>, mut report: Report) -> Result<Report, Failure>
     Ok(report)
 }
 
-/// Does with bytes that arrived what was asked for.
+/// Hashes bytes that arrived, or writes them out, as the command line asks.
 fn consume(bytes: &[u8], hash: &mut Option<Sha256>, output: &mut Option<Output>) -> Result<(), Failure> {
     if let Some(hash) = hash {
         hash.update(bytes);

@@ -104,7 +104,7 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     Ok(outcome(&args.file, offset, meter, hash, by))
 }
 
-/// A file that is not there before the command, and goes again if nothing comes of it.
+/// A file that the command creates, and that is removed again if the command fails.
 struct Fresh<'a>(Cell<Option<&'a Path>>);
 
 impl<'a> Fresh<'a> {

@@ -62,8 +62,8 @@ pub struct Export {
 /// Why memory was not registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Not now: there is no room, or what else there has to be is short. There may be when
-    /// something else was given up, or later.
+    /// Not now: there is no room, or another resource is short. There may be when something else
+    /// was given up, or later.
     NoRoom(Reason),
     /// Not this allocation.
     Allocation(Reason),
@@ -141,14 +141,14 @@ struct State<T> {
     entries: LruCache<Export, Entry<T>>,
     /// Memory of this GPU was registered before.
     accepted: bool,
-    /// None ever will be.
+    /// No memory of this GPU can ever be registered.
     refused: Option<Reason>,
 }
 
 #[derive(Debug)]
 enum Entry<T> {
     Registered(Arc<Held<T>>),
-    /// For ever, or until then.
+    /// Refused for ever, or until this time.
     Refused(Reason, Option<Instant>),
 }
 
@@ -217,7 +217,7 @@ impl<R: Registrar> Cache<R> {
         }
     }
 
-    /// Registers, giving up others as far as that is needed, and notes what came of it.
+    /// Registers an export, gives up others as far as that is needed, and notes the result.
     fn register(&self, export: Export, now: Instant) -> Result<Arc<Held<R::Registration>>, Reason> {
         let made = loop {
             let short = if export.len > self.budget {
@@ -267,7 +267,7 @@ impl<R: Registrar> Cache<R> {
         given_up.is_some()
     }
 
-    /// Forgets allocations that are no more.
+    /// Drops the registrations of allocations that were freed.
     fn drop_freed(&self) {
         let known: Vec<Export> = self.state.lock().entries.iter().map(|(export, _)| *export).collect();
         let freed: Vec<Export> = known.into_iter().filter(|export| !self.registrar.exists(&export.allocation)).collect();

@@ -16,9 +16,9 @@ use std::time::Instant;
 
 /// The registered memory of all GPUs.
 pub struct Registrations {
-    /// Why the mount takes none; [`Reason::None`] where it does.
+    /// Why the mount takes no GPU memory; [`Reason::None`] where it does.
     refused: Reason,
-    /// By the GPU's index; none where the mount takes none.
+    /// The caches, by the GPU's index; none where the mount takes no GPU memory.
     caches: Vec<Cache<Exporter>>,
 }
 

@@ -86,7 +86,7 @@ impl Run {
 }
 
 struct Batch {
-    /// What the stream writes behind it.
+    /// The number that the stream writes behind the batch.
     number: u32,
     pieces: Vec<usize>,
 }
@@ -111,7 +111,7 @@ pub struct CopyStream {
     /// Lists of pieces for batches to come.
     spare: Vec<Vec<usize>>,
     last: u32,
-    /// What ended it.
+    /// The error that ended the copy stream.
     broken: Option<CudaError>,
 }
 
@@ -319,8 +319,7 @@ impl CopyStream {
         unsafe { self.stream.write_value(word, number) }
     }
 
-    /// Takes out what goes to or comes from memory that is no longer what it was, and sorts the
-    /// rest by address.
+    /// Takes out copies to or from memory that was freed since, and sorts the rest by address.
     fn drop_freed(&mut self, failed: &mut Vec<(usize, NotCopied)>) -> std::result::Result<(), CudaError> {
         if self.waiting.len() > 1 {
             self.waiting.sort_unstable_by_key(|copy| copy.address);

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 /// Bytes that a request may begin in one turn.
 const TURN: u64 = 256 << 10;
-/// How long it sleeps at most while a stream is busy, which cannot wake it.
+/// How long the thread sleeps at most while a stream is busy: a stream cannot wake it.
 const NAP: Duration = Duration::from_micros(50);
 /// The time without progress after which a stream is asked for its state, and the interval at which
 /// it is asked again.
@@ -41,7 +41,7 @@ struct Active {
     part: usize,
     within: u64,
     in_flight: usize,
-    /// It has a turn to come, and is not answered before.
+    /// The request waits for a turn, and is not answered before it.
     in_turns: bool,
     outcome: Outcome,
 }
@@ -125,7 +125,7 @@ impl Executor {
         self.copy_streams.iter().flatten().next().and_then(|copy_stream| copy_stream.enter().ok())
     }
 
-    /// Takes a request.
+    /// Begins a request.
     pub fn begin(&mut self, request: Request) {
         let id = self.requests.insert(Active {
             request,

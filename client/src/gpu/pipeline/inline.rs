@@ -30,8 +30,8 @@ pub const POOL: usize = 2 * CHUNK;
 /// Parts that a request may have, and entries of its ring: a request of more is better off among
 /// the many that the library's thread has in flight.
 pub const PARTS: usize = 8;
-/// How long a caller looks around before it sleeps: longer than an SSD takes for most requests.
-/// Being woken would take longer than the copy to the GPU.
+/// How long a caller looks for completions before it sleeps: longer than an SSD takes for most
+/// requests. Being woken would take longer than the copy to the GPU.
 const SPIN_LIMIT: Duration = Duration::from_micros(250);
 
 /// The most of these executors: the daemon gives a process 64 rings, and the application and other
@@ -47,9 +47,9 @@ thread_local! {
 #[derive(Default)]
 pub struct InlineExecutors {
     executors: Box<[OnceLock<Mutex<Executor>>]>,
-    /// Held by who makes one.
+    /// Held by the thread that makes an executor.
     making: Mutex<()>,
-    /// The mount, or a GPU, gave no more: those that there are have to do.
+    /// The mount, or a GPU, refused a further executor: the existing ones have to do.
     full: AtomicBool,
 }
 

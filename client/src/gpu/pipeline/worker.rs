@@ -18,7 +18,7 @@ use std::time::Duration;
 /// Entries of its ring, and pieces in flight: enough for any device, and few enough that a new
 /// request is not long behind the others.
 pub const PIECES: usize = BATCH;
-/// How long it looks around before it sleeps: what being woken costs, on both sides.
+/// How long the thread looks for work before it sleeps: what being woken costs, on both sides.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
 
 /// What application threads tell it.

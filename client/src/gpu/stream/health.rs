@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 /// What is known of the primary context of a GPU.
 pub struct Health {
     pub gpu: Gpu,
-    /// In that context, and otherwise idle.
+    /// A stream in that context, otherwise idle.
     stream: Stream,
     event: Event,
     /// A thread is asking CUDA.

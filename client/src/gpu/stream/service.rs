@@ -29,10 +29,10 @@ use std::time::{Duration, Instant};
 
 /// Entries of its ring.
 pub const ENTRIES: u32 = 1024;
-/// How long it looks around before it sleeps.
+/// How long the thread looks for work before it sleeps.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
-/// How long it sleeps at most while a stream has something of it, which cannot wake it: a part of
-/// the time since something happened, within these bounds.
+/// How long the thread sleeps at most while a stream works on a request, since a stream cannot wake
+/// it. It is a part of the time since something happened, within these bounds.
 const NAP: Duration = Duration::from_micros(50);
 const LONG_NAP: Duration = Duration::from_millis(1);
 
@@ -53,7 +53,7 @@ struct Active {
     begun: usize,
     /// Pieces of each step that are not back.
     left: Vec<usize>,
-    /// When its stream last came to something of it, or when it was last asked whether the stream
+    /// When its stream last made progress with it, or when it was last asked whether the stream
     /// still can.
     since: Instant,
     outcome: Outcome,
@@ -72,7 +72,7 @@ struct InFlight {
 pub struct Service {
     ring: PieceRing,
     mailbox: Arc<Mailbox<Mail>>,
-    /// They end with the last of both sides that use them.
+    /// The windows end when both sides that use them are gone.
     _windows: Arc<Windows>,
     requests: Slab<Active>,
     pieces: Slab<InFlight>,

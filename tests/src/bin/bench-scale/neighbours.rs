@@ -151,7 +151,7 @@ impl Drop for Party {
     }
 }
 
-/// What a party does.
+/// The role of a party.
 #[derive(clap::Args)]
 pub struct Role {
     /// What this process does as a party of the theme neighbours

@@ -6,7 +6,7 @@ use super::sysfs::Tree;
 pub struct Machine {
     pub kernel: String,
     pub cpu: Cpu,
-    /// A hypervisor runs below, and shows what topology it likes.
+    /// A hypervisor runs below; the topology that it shows need not be the real one.
     pub is_virtual: bool,
     pub root: bool,
     pub iommu: Iommu,

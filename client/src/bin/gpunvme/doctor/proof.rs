@@ -24,9 +24,9 @@ const STEP: usize = 16 << 20;
 pub enum Outcome {
     /// Both ways, and every byte was right.
     Proved(Proof),
-    /// It is not there.
+    /// The transfer did not take the route, for this reason.
     NotTaken(Reason),
-    /// Bytes were not what they had to be, or went another way.
+    /// Bytes were wrong, or took another route.
     Wrong(&'static str),
 }
 
@@ -48,7 +48,7 @@ pub struct Ground {
     ordinary: std::fs::File,
     memory: Memory,
     transfers: Transfers,
-    /// What no other run's patterns are made with.
+    /// A number that makes this run's patterns differ from those of other runs.
     salt: u64,
 }
 

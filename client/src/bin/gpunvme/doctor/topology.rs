@@ -11,7 +11,7 @@ use super::machine::Machine;
 use super::pci::{Acs, Function, Kind, Link};
 use super::sysfs::Tree;
 
-/// The nearest thing that both sides have in common.
+/// The nearest component that both sides have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Relation {
     SameSwitch,

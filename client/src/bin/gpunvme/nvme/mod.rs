@@ -160,7 +160,7 @@ fn look(device: &str, namespace: u32) -> Result<(), Failure> {
     Err(Failure(said.trim().trim_start_matches("mkfs.gpunvme: ").to_owned()))
 }
 
-/// Has a person say yes, unless that was said on the command line.
+/// Asks the user for a yes, unless the command line gave it.
 fn confirm(yes: bool, what: &str) -> Result<(), Failure> {
     if yes {
         return Ok(());
