@@ -122,7 +122,7 @@ impl FsError {
     }
 }
 
-/// What an operation needs before it can go on.
+/// Condition that an operation has to wait for before it can go on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stall {
     /// A metadata block that is not in memory.

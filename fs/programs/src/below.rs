@@ -1,5 +1,5 @@
-//! What lies below a device: one medium can have several names, and the locks of one do not show
-//! at another.
+//! Devices below a device: one medium can have several names, and a lock on one name does not show
+//! on another.
 //!
 //! A loop device has an image file or a block device below it, a partition its disk, a
 //! device-mapper or RAID device the devices it is made of. The kernel keeps users of a disk and of
@@ -17,15 +17,15 @@ use gpunvme_blockdev::OpenMode;
 
 /// Deepest stack of devices that is looked through.
 const MAX_DEPTH: usize = 8;
-/// Where sysfs has a folder for each block device, by its number.
+/// Folder of sysfs with an entry for each block device, by its number.
 const DEVICES: &str = "/sys/dev/block";
 /// The unit of sizes in sysfs.
 const SECTOR: u64 = 512;
 
-/// Another name for what a device has below it.
+/// Another name of the same medium.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Rival {
-    /// The image file has this loop device.
+    /// The image file is attached to this loop device.
     Attached(PathBuf),
     /// The same medium is in use through this device or file.
     InUse(PathBuf),
@@ -38,7 +38,7 @@ struct MediumRange {
     bytes: Range<u64>,
 }
 
-/// What holds the data.
+/// A medium that holds data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Medium {
     /// A file, by device and inode.
@@ -177,7 +177,7 @@ fn within(bytes: &Range<u64>, offset: u64, size: u64) -> Range<u64> {
     shifted(bytes.start)..shifted(bytes.end)
 }
 
-/// What a loop device has below it.
+/// The file or device below a loop device.
 struct LoopBacking {
     medium: Medium,
     offset: u64,

@@ -15,13 +15,13 @@ use crate::mounts::Mount;
 
 /// How long a daemon that is no longer mounted may take to let go of its device.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
-/// How long one may take that is still listed as mounted. It was killed and is about to end, or is
-/// alive: the filesystem would know, but a daemon that was stopped does not answer.
+/// How long a daemon may take that is still listed as mounted. It was killed and is about to end,
+/// or is alive: the filesystem would know, but a daemon that was stopped does not answer.
 const DYING_LIMIT: Duration = Duration::from_secs(2);
 /// Time between two looks at a held device.
 const RELEASE_POLL: Duration = Duration::from_millis(20);
 
-/// Why a device cannot be had. The text does not repeat the device's name.
+/// Reasons why a device cannot be claimed. The text does not repeat the device's name.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// It is mounted.

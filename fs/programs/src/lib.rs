@@ -1,5 +1,5 @@
-//! What the programs mount.gpunvme, mkfs.gpunvme and fsck.gpunvme share: taking a device for
-//! oneself ([`claim`]), what is mounted where ([`mounts`]), and the terminal ([`terminal`]).
+//! Shared parts of the programs mount.gpunvme, mkfs.gpunvme and fsck.gpunvme: claiming a device
+//! ([`claim`]), the mount table ([`mounts`]), and the terminal ([`terminal`]).
 #![deny(unsafe_code)]
 
 mod below;

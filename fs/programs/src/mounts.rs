@@ -1,4 +1,4 @@
-//! What is mounted where, from `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+//! Mounts of this process's mount namespace, from `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -23,7 +23,7 @@ pub struct Mount {
     pub dir: PathBuf,
     /// The filesystem type, as in `ext4` or `fuse.gpunvme`.
     pub fs_type: String,
-    /// What was mounted: a device, or any other name.
+    /// Source of the mount: a device, or any other name.
     pub source: OsString,
 }
 
@@ -78,7 +78,8 @@ impl Mount {
 /// Whether both name the same device: the same text but for options, or the same file.
 fn is_same(source: &OsStr, device: &str) -> bool {
     let identity = |device| {
-        // What the kernel knows is enough: the file may lie on a mount that does not answer.
+        // The kernel's cached attributes are enough: the file may lie on a mount that does not
+        // answer.
         let file = statx(CWD, path_of(device)?, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
         Some((file.stx_dev_major, file.stx_dev_minor, file.stx_ino))
     };

@@ -15,7 +15,7 @@ pub fn print(text: fmt::Arguments) -> io::Result<()> {
     }
 }
 
-/// Writes a line to standard error. Where that cannot be, the exit code has to do.
+/// Writes a line to standard error. If that fails, the exit code is the only report.
 pub fn complain(line: fmt::Arguments) {
     let _ = writeln!(io::stderr(), "{line}");
 }

@@ -1,10 +1,10 @@
-//! What a check can find: its kind, its place, what is wrong in words, and how it can be mended.
+//! Findings of a check: kind, place, description, and how each can be mended.
 
 use std::collections::BTreeMap;
 
 use gpunvme_layout::{FileType, Key};
 
-/// What kind of damage a finding is. Programs know it by [`Kind::name`].
+/// Kinds of damage. Programs know each by [`Kind::name`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// A copy of the superblock is damaged, or differs from the one that counts.
@@ -247,7 +247,7 @@ pub(crate) enum Fix {
         block: u64,
         /// Number of blocks.
         len: u64,
-        /// What is in them is taken along; else it is not the file's, and a hole takes its place.
+        /// Whether their content is copied to the new blocks; else a hole takes their place.
         copy: bool,
         /// The inode has them twice: the second part of the file that does is meant.
         second: bool,
@@ -271,11 +271,11 @@ pub(crate) enum Fix {
 /// Something that is not as the format promises.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// What kind of damage it is.
+    /// Kind of the damage.
     pub kind: Kind,
     /// Where it is.
     pub place: Place,
-    /// What is wrong.
+    /// Description of the damage.
     pub what: String,
     pub(crate) fix: Fix,
 }

@@ -1,7 +1,7 @@
-//! Checks the items of the tree as they come, in the order of their keys. All that belongs to an
-//! inode lies side by side, so what is known of one is judged and forgotten when the next one
-//! begins; only what concerns several inodes is kept, in records of a fixed size: who names whom,
-//! what each inode says of itself, and which blocks are in use.
+//! Checks the items of the tree as they come, in the order of their keys. All items of an inode lie
+//! side by side, so an inode is judged and forgotten when the next one begins. Only what concerns
+//! several inodes is kept, in records of a fixed size: names, the facts that each inode's item
+//! states, and the blocks in use.
 
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::GROUP_BLOCKS;
@@ -16,7 +16,7 @@ use super::walk::{Range, Visit, reason};
 use crate::error::FsError;
 use crate::volume::dir::check_name;
 
-/// What an inode says of itself.
+/// Facts that an inode's item states, kept for comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub(crate) struct InodeRecord {
@@ -75,7 +75,7 @@ pub(crate) struct UseRecord {
     pub len: u64,
 }
 
-/// What is kept of all inodes.
+/// Records of all inodes, names and blocks, kept until the walk is done.
 pub(crate) struct Kept {
     /// Each inode, ascending.
     pub inodes: Spool<InodeRecord>,
@@ -144,7 +144,7 @@ pub(crate) struct Items<'c> {
     geometry: Geometry,
     hash_key: [u8; 16],
     findings: &'c mut Findings,
-    /// What is kept.
+    /// Records that concern several inodes.
     pub kept: Kept,
     current: Option<Current>,
     /// Lowest key that may come next.

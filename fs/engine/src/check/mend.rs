@@ -1,6 +1,6 @@
 //! Mends findings that concern items of a sound tree: each is one operation of the engine, so that
-//! a power cut leaves it done or not done. Blocks are left alone, but for what gets blocks of its
-//! own: the comparison of the next round settles them.
+//! a power cut leaves it done or not done. Bitmaps are left alone, except for extents that get
+//! blocks of their own: the comparison of the next round settles them.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
@@ -24,17 +24,17 @@ const ITEMS_PER_OP: usize = 32;
 const EXTENTS_PER_LOOK: u32 = 256;
 /// Blocks that are copied at once.
 const COPY_BLOCKS: u64 = 256;
-/// Names tried for the directory of what was lost.
+/// Names tried for the lost+found directory.
 const LOST_NAMES: usize = 100;
 
 /// Mends findings of one volume.
 pub(crate) struct Mender<'v> {
     volume: &'v Volume,
-    /// The time that is stamped on what is made new.
+    /// Time that is stamped on new items.
     now: Timestamp,
 }
 
-/// Something that is done in one operation, and may be tried several times.
+/// A step that runs in one operation, and may be tried several times.
 type Step<'a> = &'a mut dyn FnMut(&mut Op) -> Attempt<()>;
 
 impl<'v> Mender<'v> {
@@ -149,7 +149,7 @@ impl<'v> Mender<'v> {
             for piece in 0..pieces {
                 tree::remove(op, key(piece))?;
             }
-            // Who set it last under its right hash is who counts.
+            // A value stored under the right hash was set last: it stays.
             if xattr::get(op, ino, &name)?.is_none() {
                 xattr::set(op, ino, &name, &value)?;
             }
@@ -457,11 +457,11 @@ fn cut_extent(op: &mut Op, ino: u64, offset: u64, to: u64) -> Attempt<()> {
     Ok(())
 }
 
-/// What came of looking for an extent.
+/// Result of a search for an extent.
 enum Search {
     /// It is this one.
     Found(Mapping),
-    /// None of those that were looked at; those from this block of the file on are still to be.
+    /// None of those examined; the search goes on from this block of the file.
     NotBefore(u64),
     /// There is none.
     NotThere,

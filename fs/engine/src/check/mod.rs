@@ -59,7 +59,7 @@ pub fn check(volume: &Volume) -> Result<Vec<Finding>, FsError> {
     Ok(findings.list)
 }
 
-/// What a check is busy with.
+/// Stage of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
     /// The items of the tree; counted in inodes.
@@ -68,8 +68,8 @@ pub enum Stage {
     Groups,
 }
 
-/// Told how far a check is: stage, done, and how much there is in all. Says whether to go on: a
-/// check that does not ends with [`FsError::Cancelled`], and what was mended until then stays so.
+/// Callback for the progress of a check: stage, count done, and count in all. Returns whether to go
+/// on: if not, the check ends with [`FsError::Cancelled`], and what was mended until then stays so.
 pub type Progress<'a> = &'a mut dyn FnMut(Stage, u64, u64) -> bool;
 
 /// How a volume is checked.
@@ -84,12 +84,12 @@ pub struct CheckOptions {
     pub now: Timestamp,
 }
 
-/// What came of a repair.
+/// Result of a repair.
 #[derive(Debug)]
 pub struct Repaired {
-    /// What came up while other things were mended.
+    /// Findings that came up while others were mended.
     pub more: Vec<Finding>,
-    /// What is still wrong.
+    /// Findings that are left.
     pub left: Findings,
 }
 

@@ -1,6 +1,5 @@
-//! Joins what inodes say of themselves with the names that directories have for them: link counts,
-//! parents, types, entries that lead nowhere, inodes that nothing leads to, and directories that
-//! lie in one another.
+//! Compares inodes with the names that directories have for them: link counts, parents, types,
+//! entries that lead nowhere, inodes that no entry leads to, and cycles of directories.
 
 use gpunvme_layout::key::INO_ROOT;
 use gpunvme_layout::{FileType, Key, Kind as ItemKind};
@@ -23,12 +22,12 @@ struct Link {
     offset: u64,
 }
 
-/// What is true of all inodes together.
+/// Totals over all inodes.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Totals {
-    /// Inodes that there are.
+    /// Number of inodes.
     pub inodes: u64,
-    /// The highest number.
+    /// Highest inode number.
     pub highest: u64,
 }
 
@@ -143,7 +142,7 @@ impl Judged {
                 findings.add(Kind::FileType, place, fix, || "the root is not a directory".into());
             }
             let whole = if directory { 2 + self.record.subdirectories } else { named };
-            // What has no name is an orphan, or lost.
+            // An inode without a name is an orphan, or lost.
             let expected = if named > 0 || root { whole } else { 0 };
             if named == 0 && !root && !(self.orphan && nlink == 0) {
                 let what = || format!("{} without a name", self.file_type.map_or("an inode", article));

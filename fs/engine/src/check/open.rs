@@ -23,10 +23,10 @@ use crate::volume::journal::recovery::{self, Recovered, SEQUENCE_GAP};
 const PIECE: u64 = 256;
 /// Counts that are left to a mount after a repair, until it is refused.
 const COUNTS_LEFT: u64 = 1 << 40;
-/// Where counts begin again that are at their end.
+/// Value from which exhausted counts begin again.
 const FIRST: u64 = 1;
 
-/// What could be made of the fixed places.
+/// Result of opening a volume for a check.
 pub(crate) struct Opened {
     /// The volume; its state may be a makeshift one.
     pub volume: Volume,

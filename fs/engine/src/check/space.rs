@@ -303,7 +303,7 @@ impl<'a, 'm> Space<'a, 'm> {
     }
 }
 
-/// What a descriptor should say of a bitmap.
+/// The descriptor that a bitmap should have.
 fn count(geometry: &Geometry, number: u64, bitmap: &Block, initialized: bool) -> Descriptor {
     let mut counted = Descriptor { free_blocks: 0, free_metadata: 0, free_chunks: 0, initialized };
     for chunk in 0..geometry.group_chunks(number) {

@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::FsError;
 
-/// Something of a fixed size that can be stored and sorted.
+/// A value of a fixed size that can be stored and sorted.
 pub(crate) trait Record: Copy + Ord + FromBytes + IntoBytes + Immutable {}
 
 impl<T: Copy + Ord + FromBytes + IntoBytes + Immutable> Record for T {}
@@ -59,8 +59,8 @@ impl<T: Record> Spool<T> {
         };
         let bytes = self.memory.as_slice().as_bytes();
         file.write_all_at(bytes, start * size_of::<T>() as u64).map_err(temporary("writing"))?;
-        // What follows on the last run is part of it: records that are pushed in ascending order
-        // are one.
+        // A run that continues the last one is joined with it: records that are pushed in ascending
+        // order make one run.
         if self.last.is_some_and(|before| before <= *first) {
             self.runs.pop();
         }

@@ -141,7 +141,7 @@ impl Range {
     }
 }
 
-/// Who wants to know what is in the tree.
+/// Visitor of the nodes of a tree.
 pub(crate) trait Visit {
     /// A sound node, before what is below it.
     fn node(&mut self, address: u64, block: &Block, range: Range) -> Result<(), FsError>;

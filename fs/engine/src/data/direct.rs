@@ -1,9 +1,9 @@
 //! Direct transfers between files and registered buffers, past the write buffer.
 //!
-//! A transfer of what the write buffer still holds stalls until that is written out. Blocks that a
-//! write needs are reserved first and mapped when the device has their data, as for any other
-//! write. Who plans has to submit or drop: both give the blocks back that do not become the
-//! file's.
+//! A transfer of data that the write buffer still holds stalls until that data is written out.
+//! Blocks that a write needs are reserved first and mapped when the device has their data, as for
+//! any other write. A caller that plans has to submit or drop the plan: both give back the blocks
+//! that do not become the file's.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ const EDGE_STEP: u64 = 1 << 20;
 
 /// A direct read that was looked up.
 pub struct DirectRead {
-    /// What is to be done.
+    /// The commands to be carried out.
     pub plan: Plan,
     /// Where the next part of the transfer begins.
     pub next: Option<Position>,
@@ -43,15 +43,15 @@ pub struct DirectRead {
 
 /// A direct write whose blocks have a place.
 pub struct DirectWrite {
-    /// What is to be done. Its edges are only counted: they went by [`Filesystem::write_edges`]
-    /// before.
+    /// The commands to be carried out. Its edges are only counted: [`Filesystem::write_edges`] has
+    /// written them before.
     pub plan: Plan,
     flight: Flight,
 }
 
 /// The part of a write that ends with it, however it ends.
 struct Flight {
-    /// Among the flights of the file.
+    /// Number of this write among those in flight to the file.
     number: u64,
     fs: Arc<Filesystem>,
     file: Arc<File>,
@@ -64,7 +64,7 @@ struct Flight {
     in_place: bool,
     /// First byte of the file beyond it; 0 if nothing of it goes direct.
     end: u64,
-    /// Until the device is done with the blocks.
+    /// Held until the device is done with the blocks.
     guard: Option<Guard>,
 }
 
@@ -250,13 +250,13 @@ impl Filesystem {
         Ok(())
     }
 
-    /// What of a direct write goes direct.
+    /// Alignment of the part of a direct write that goes direct.
     pub fn write_alignment(&self) -> Alignment {
         Alignment::for_writes(BLOCK_SIZE as u32, self.volume.device().geometry())
     }
 
-    /// Writes from the buffer to the device; `done` is called when the data is there and the
-    /// file's.
+    /// Writes from the buffer to the device. Calls `done` when the data is there and mapped into
+    /// the file.
     pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
         let DirectWrite { mut plan, mut flight } = write;
         let in_place = flight.in_place && plan.edges.is_empty();

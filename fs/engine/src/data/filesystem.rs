@@ -1,5 +1,5 @@
-//! The filesystem as a front end sees it: the volume's names and attributes, overlaid with what
-//! memory knows newer of the files that are being written.
+//! The filesystem as a front end sees it: the volume's names and attributes, overlaid with the
+//! newer values that memory has of files being written.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -360,11 +360,11 @@ impl Filesystem {
         self.volume.commit()
     }
 
-    /// Says once to each open of a file that was there whether data of it was lost; to later ones
-    /// if no caller was told.
+    /// Reports, once to each open of a file that existed then, that data of the file was lost; to
+    /// later opens only if no caller was told.
     ///
     /// # Errors
-    /// What it was lost by.
+    /// The error that lost the data.
     pub fn write_error(&self, ino: u64, open: Open) -> Result<(), FsError> {
         self.files.find(ino).map_or(Ok(()), |file| file.state.lock().errors.tell(open))
     }
@@ -389,7 +389,7 @@ impl Filesystem {
     }
 }
 
-/// Adds what memory knows better than the inode.
+/// Overlays the newer values that memory has over those of the inode.
 fn overlay(state: &FileState, attributes: &mut Attributes) {
     let inode = &mut attributes.inode;
     if let Some(size) = state.newer.size {
@@ -398,7 +398,7 @@ fn overlay(state: &FileState, attributes: &mut Attributes) {
     if let Some(changed) = state.newer.changed {
         content_changed(inode, changed);
     }
-    // What has no block yet will have one: du(1) shows what a file costs, not when it is paid.
+    // Pages without a block will get one: du(1) shows what a file costs, not when it is paid.
     inode.blocks += state.buffer.promised;
 }
 

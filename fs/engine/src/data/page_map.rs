@@ -1,6 +1,6 @@
-//! The page map: the blocks of a file that are in memory. An entry is as many blocks side by side
-//! as came together: a megabyte that was written at once is one entry, and not 256, and what is
-//! done to it takes as long as for one.
+//! The page map: the blocks of a file that are in memory. Blocks side by side that came together
+//! share one entry: a megabyte that was written at once is one entry, and not 256, and an operation
+//! on it takes as long as on one block.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use super::pages::Pages;
 
-/// Something that stands for blocks side by side.
+/// An entry of the page map: a run of blocks side by side.
 pub(crate) trait Entry {
     /// Its memory.
     fn pages(&self) -> &Pages;
@@ -96,7 +96,7 @@ impl<T: Entry> PageMap<T> {
         self.0.range(first..blocks.end.max(first)).map(|(start, entry)| (*start..start + entry.blocks(), entry))
     }
 
-    /// What of these blocks is in none of them.
+    /// The parts of this range that are not in memory.
     pub fn gaps(&self, blocks: Range<u64>) -> SmallVec<[Range<u64>; 2]> {
         without(blocks.clone(), self.overlapping(blocks).map(|(held, _)| held))
     }
@@ -168,7 +168,7 @@ impl PageMap<BufferedPages> {
     }
 }
 
-/// What is left of a range without others, which are in order.
+/// The parts of a range that are left without others, which come in order.
 pub(crate) fn without(blocks: Range<u64>, others: impl Iterator<Item = Range<u64>>) -> SmallVec<[Range<u64>; 2]> {
     let mut left = SmallVec::new();
     let mut at = blocks.start;

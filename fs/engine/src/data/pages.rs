@@ -1,8 +1,7 @@
-//! The write buffer's memory: holds data that was written and is not on the device yet. One
-//! region, mapped for the device's DMA, handed out in runs of pages of one block each; what is
-//! taken together lies together where it can, so that it is copied and goes out as one piece. The
-//! lowest pages are used again first: a stream of writes stays in memory that the processor's
-//! caches hold.
+//! The write buffer's memory: holds data that was written and is not on the device yet. It is one
+//! region, mapped for the device's DMA, and is handed out in runs of pages of one block each. A run
+//! is contiguous where possible, so that it is copied and written out as one piece. The lowest
+//! pages are used again first: a stream of writes stays in memory that the processor's caches hold.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -19,7 +19,7 @@ const GROWS_FROM: u64 = 1 << 20;
 pub(super) struct Placement {
     /// In the order of the blocks.
     parts: SmallVec<[Part; 1]>,
-    /// Parts that are mapped. Of the next one only the part that is not is left.
+    /// Number of parts that are mapped. Of the next part, the mapped blocks are taken away.
     mapped: usize,
 }
 

@@ -1,5 +1,5 @@
-//! Quiescing a file: no further direct write of it begins, so that those in flight can be waited
-//! for. Direct writes come past the kernel's lock of the file, and in a stream of them one is
+//! Quiescing a file: no further direct write of it begins, so that a caller can wait for those in
+//! flight. Direct writes do not take the kernel's lock of the file, and in a stream of them one is
 //! always in flight.
 
 use std::sync::Arc;
@@ -7,14 +7,14 @@ use std::sync::Arc;
 use super::file::File;
 use super::filesystem::Filesystem;
 
-/// While it lives, no direct write of a file begins: it stalls.
+/// A quiesced file: while this lives, a direct write of the file stalls instead of beginning.
 pub(super) struct Quiesced {
     fs: Arc<Filesystem>,
     file: Arc<File>,
 }
 
 impl Filesystem {
-    /// Has no further direct write of a file begin.
+    /// Keeps further direct writes of a file from beginning.
     pub(super) fn quiesce(self: &Arc<Self>, ino: u64) -> Quiesced {
         let file = self.files.get(ino);
         file.state.lock().in_flight.quiescers += 1;

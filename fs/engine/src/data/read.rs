@@ -1,5 +1,5 @@
-//! Reading: holes as zeros, what is in memory from there, the rest from the device into the
-//! caller's buffer.
+//! Reading: holes are zeros, blocks in memory are copied from there, and the device reads the rest
+//! into the caller's buffer.
 
 use std::ops::Range;
 
@@ -64,8 +64,8 @@ impl Filesystem {
             }
         }
         buffer.bytes_mut()[place(at)..place(last + 1)].fill(0);
-        // What waits to be written is newer than what is on its way, which is newer than what the
-        // device has.
+        // Data that waits to be written is newer than data on its way, which is newer than the
+        // device's.
         let mut newer: Vec<Range<u64>> = Vec::new();
         if let Some(state) = &state {
             let writing = state.in_flight.pages.overlapping(first..last + 1).map(|(held, pages)| (held, &**pages));

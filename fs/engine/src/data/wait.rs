@@ -1,4 +1,4 @@
-//! Waiting for what an operation on data stalls on.
+//! Waiting: resolves the stalls of operations on data.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ impl Filesystem {
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,
                 Err(Fail::Stall(Stall::InFlight { ino })) => {
-                    // What a name stands for may have changed.
+                    // A name may stand for another file by now.
                     quiesced.take_if(|quiesced: &mut Quiesced| quiesced.ino() != ino);
                     quiesced.get_or_insert_with(|| self.quiesce(ino)).wait();
                 }

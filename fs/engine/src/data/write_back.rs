@@ -192,11 +192,11 @@ impl Filesystem {
         file.landed.notify_all();
     }
 
-    /// Writes out what is in memory of a file and waits until it is on the device and mapped. What
-    /// is written in the meantime is not waited for, so that it ends however much others write.
+    /// Writes out the data of a file in memory and waits until it is on the device and mapped. It
+    /// does not wait for later writes, so that it ends however much others write.
     ///
     /// # Errors
-    /// What had to be waited for failed. Of data that is lost [`Filesystem::write_error`] tells.
+    /// A write that it had to wait for failed. [`Filesystem::write_error`] reports lost data.
     pub fn flush_file(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
         let flushed = self.flush(&file);

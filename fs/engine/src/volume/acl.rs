@@ -1,4 +1,4 @@
-//! The stored form of POSIX ACLs: that of linux/posix_acl_xattr.h, version 2. The kernel checks
+//! POSIX ACLs in their stored form, that of linux/posix_acl_xattr.h, version 2. The kernel checks
 //! access; a filesystem keeps ACLs in step with the permission bits, and passes a directory's
 //! default ACL on ([`super::permissions`]).
 
@@ -75,7 +75,7 @@ pub(crate) fn is_acl(name: &[u8]) -> bool {
     name == ACCESS || name == DEFAULT
 }
 
-/// What setting an attribute does beside storing it.
+/// Effect of setting an attribute besides storing it.
 pub(crate) enum Effect {
     /// Nothing: it is no ACL that the permission bits follow.
     None,
@@ -88,7 +88,7 @@ pub(crate) enum Effect {
     },
 }
 
-/// What setting this attribute does to the mode of its inode.
+/// Effect of setting this attribute on the mode of its inode.
 pub(crate) fn mode_of(name: &[u8], value: &[u8], mode: u32, is_dir: bool) -> Result<Effect, FsError> {
     if name == DEFAULT {
         Acl::parse(value)?;

@@ -9,7 +9,7 @@ use crate::error::Attempt;
 
 /// Permission bits that chmod can set.
 const PERMISSIONS: u32 = 0o7777;
-/// Those that have a program run as its owner, or its group.
+/// The bits of these that make a program run as its owner, or its group.
 const SET_ID_BITS: u32 = 0o6000;
 
 /// An inode and its number.
@@ -21,7 +21,7 @@ pub struct Attributes {
     pub inode: Inode,
 }
 
-/// Attributes to change; what is none stays.
+/// Attributes to change; those that are `None` stay.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SetAttributes {
     /// Permission bits; the type bits are ignored.

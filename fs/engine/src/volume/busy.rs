@@ -1,7 +1,7 @@
-//! Busy blocks: those that are not to be allocated although their bits say that they are free.
-//! They are those on their way to a file (allocated, data not on the device yet), and those on
-//! their way out of one (freed, but the free is not durable, or a transfer may still touch them).
-//! Kept in memory only: after a crash the bitmap alone counts, and it never knew of them.
+//! Busy blocks: those that must not be allocated although their bits say that they are free. They
+//! are on their way to a file (allocated, data not on the device yet), or on their way out of one
+//! (freed, but the free is not durable, or a transfer may still touch them). They are kept in
+//! memory only: after a crash the bitmap alone counts, and it never knew of them.
 
 use std::collections::BTreeMap;
 

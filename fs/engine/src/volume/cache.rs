@@ -1,9 +1,9 @@
 //! The cache of metadata blocks.
 //!
-//! Bounded: clean blocks are dropped by the clock algorithm when there are more than the limit. A
-//! block that the running transaction changed, or whose committed image has not been written home
-//! yet, cannot be dropped: the journal bounds those. Others may take a part of the memory, and
-//! what is left of it is the limit ([`Cache::give_way`]).
+//! It is bounded: clean blocks are dropped by the clock algorithm when there are more than the
+//! limit. A block that the running transaction changed, or whose committed image has not been
+//! written home yet, cannot be dropped: the journal bounds those. Other users of the memory may
+//! take a part of it; the rest is the limit ([`Cache::give_way`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// Memory for a block, in bytes: its content, and what finds it.
+/// Memory for a block, in bytes: its content, and its entry in the tables.
 const BLOCK_MEMORY: usize = BLOCK_SIZE + 128;
 /// Blocks that there is always room for: an operation needs some at once.
 const LIMIT_MIN: usize = 256;
-/// One in so many of the blocks that the memory is for stays there, whatever others take.
+/// One in so many of the given blocks stays, however much memory other users take.
 const KEPT: usize = 4;
 /// Dropped blocks that are kept for the next ones.
 const SPARE_MAX: usize = 64;
@@ -44,9 +44,9 @@ pub(crate) struct Cache {
     /// Blocks with an image: a checkpoint looks at no others.
     imaged: FxHashSet<u64>,
     clock: VecDeque<u64>,
-    /// Blocks that the memory is for.
+    /// Blocks that fit into the memory given to the cache.
     given: usize,
-    /// Of those, what others leave.
+    /// Blocks that the cache may have: those given, less what other users of the memory take.
     limit: usize,
     /// Dropped blocks. An allocator keeps what one thread gives back for that thread, and another
     /// one that loads takes more from the system.

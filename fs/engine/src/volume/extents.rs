@@ -1,5 +1,5 @@
-//! Extents of files: which blocks of the device hold which blocks of a file. What no extent covers
-//! is a hole.
+//! Extents of files: which blocks of the device hold which blocks of a file. Blocks of a file that
+//! no extent covers are a hole.
 
 use std::ops::ControlFlow;
 

@@ -16,7 +16,7 @@ use crate::error::FsError;
 /// Blocks that are read, or written, at once where many follow one another.
 const PIECE: u64 = 256;
 
-/// What a new volume is to be.
+/// Options of a new volume.
 #[derive(Debug, Clone)]
 pub struct FormatOptions {
     /// Label, at most 64 bytes of UTF-8.
@@ -31,7 +31,7 @@ pub struct FormatOptions {
     pub owner: (u32, u32),
 }
 
-/// What was made.
+/// Result of making a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FormatReport {
     /// Its superblock.
@@ -42,7 +42,7 @@ pub struct FormatReport {
     pub written: u64,
 }
 
-/// Makes a new volume on a device; whatever was there is lost.
+/// Makes a new volume on a device; the device's former content is lost.
 ///
 /// # Errors
 /// The device is too small, or fails; the label is too long.

@@ -1,4 +1,4 @@
-//! Mapping: makes blocks a file's once their data is on the device; and sizes, holes and
+//! Mapping: adds blocks to a file once their data is on the device; and sizes, holes and
 //! preallocation.
 //!
 //! A write goes: [`Volume::promise`] when bytes are taken into memory, [`Volume::reserve`] when
@@ -19,8 +19,8 @@ use super::run::Run;
 use super::undo::OP_BLOCKS_MAX;
 use crate::error::{Attempt, FsError};
 
-/// Extents that one operation maps or comes by, about: others wait for the metadata lock for as
-/// long as that takes.
+/// Extents that one operation maps or passes, about: other threads wait for the metadata lock for
+/// as long as that takes.
 const EXTENTS_PER_OP: usize = 64;
 
 /// A part of a file whose data is on the device.
@@ -43,7 +43,7 @@ impl PlacedRun {
     }
 }
 
-/// What an operation on a file's content leaves in its inode.
+/// Changes to the inode that come with an operation on a file's content.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Stamp {
     /// The size grows to this, if it is smaller.
@@ -99,7 +99,8 @@ impl Volume {
         for mut placed_run in placed {
             while placed_run.run.len > 0 {
                 if extents >= EXTENTS_PER_OP || op.changed_blocks() > OP_BLOCKS_MAX / 3 {
-                    // What is mapped lies below the end, whatever happens before the rest is.
+                    // The blocks mapped so far lie below the end, whether or not the rest gets
+                    // mapped.
                     inode.size = inode.size.max(stamp.size.unwrap_or(0).min(reached * BLOCK_SIZE as u64));
                     inode::store(&mut op, ino, &inode)?;
                     op.finish();
@@ -126,7 +127,7 @@ impl Volume {
         }
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
-        // What is preallocated beyond the end stays when the file grows.
+        // Blocks preallocated beyond the end stay when the file grows.
         let step = match size < inode.size {
             true => extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?,
             false => extents::Step::default(),

@@ -1,5 +1,5 @@
-//! Operations on names: create, link, unlink, rename. Each is one operation of one transaction: it
-//! happened, or it did not.
+//! Operations on names: create, link, unlink, rename. Each is one operation of one transaction:
+//! after a crash it happened, or it did not.
 
 use gpunvme_layout::item::{NAME_MAX, PIECE, SYMLINK_MAX};
 use gpunvme_layout::key::INO_MAX;
@@ -33,7 +33,7 @@ pub struct NewNode<'a> {
     pub target: &'a [u8],
 }
 
-/// What a rename does when the new name is taken.
+/// Behaviour of a rename when the new name is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RenameMode {
     /// Replaces it.
@@ -44,7 +44,7 @@ pub enum RenameMode {
     Exchange,
 }
 
-/// What became of a rename.
+/// Result of a rename.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Renamed {
     /// It happened. With the inode that lost its last name, if one did.

@@ -1,5 +1,5 @@
-//! Operations that change metadata: all or nothing. Whatever ends one before [`Op::finish`] (an
-//! error, a block that has to be loaded first, a panic) puts every block back as it was; so
+//! Operations that change metadata: all or nothing. An operation that ends before [`Op::finish`]
+//! (by an error, a block that has to be loaded first, a panic) puts every block back as it was; so
 //! operations are written straight down, without planning what they may need.
 
 use std::cell::Cell;

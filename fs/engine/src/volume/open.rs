@@ -1,4 +1,4 @@
-//! An open volume: opening and closing it, and waiting for what an operation stalls on.
+//! An open volume: opening and closing it, and resolving the stalls of operations.
 
 use std::sync::Arc;
 use std::sync::OnceLock;
@@ -28,7 +28,7 @@ pub struct VolumeOptions {
     pub cache: usize,
 }
 
-/// Who asks for an operation, and when.
+/// Caller and time of an operation.
 #[derive(Debug, Clone, Copy)]
 pub struct Context {
     /// User of the caller.
@@ -57,7 +57,7 @@ const REUSES_MAX: u32 = 100;
 /// Checkpoints that an operation waits for before it reports that there is no space.
 const CHECKPOINTS_MAX: u32 = 3;
 
-/// What an operation that waits has waited for so far.
+/// Record of what a waiting operation has waited for so far.
 #[derive(Default)]
 pub(crate) struct Waiter {
     /// Blocks loaded for it: they stay in memory until it is done, however small the cache.
@@ -168,7 +168,7 @@ impl Volume {
         self.close_journal()
     }
 
-    /// What the volume is.
+    /// The superblock.
     pub fn superblock(&self) -> &Superblock {
         &self.superblock
     }
@@ -263,8 +263,8 @@ impl Volume {
             let before = self.meta.read().checkpoints;
             let read = read_scattered(&self.io, addresses)?;
             let mut meta = self.meta.write();
-            // What was read may be older than what a checkpoint has written, and the cache
-            // dropped, in the meantime.
+            // A block may be older than one that a checkpoint has written, and the cache dropped,
+            // in the meantime.
             if meta.checkpoints != before {
                 continue;
             }

@@ -1,5 +1,5 @@
-//! Reservations: blocks that are kept for data which is in memory, or on its way to the device.
-//! Nothing of them is on the device: a crash forgets them.
+//! Reservations: blocks that are kept for data which is in memory, or on its way to the device. The
+//! device holds no record of them: a crash forgets them.
 
 use super::open::Volume;
 use super::run::Run;

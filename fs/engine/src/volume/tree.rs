@@ -23,7 +23,7 @@ const SEARCHED: usize = 1024;
 /// Bytes that a processor fetches at once.
 const CACHE_LINE: usize = 64;
 
-/// Where every way down begins.
+/// The root, where every search begins.
 fn root(blocks: &impl Blocks) -> Place {
     Place { address: blocks.meta().state.root, lower: Key::MIN, upper: None }
 }

@@ -1,4 +1,4 @@
-//! The undo list of an operation: what it has changed so far, and how that was before.
+//! The undo list of an operation: its changes so far, and the state before each.
 //!
 //! Most operations change an item or two in each of a few leaves, and none of those changes is
 //! ever taken back. So the first change of a leaf keeps just the item: a copy of a block takes
@@ -19,9 +19,9 @@ pub(crate) const OP_BLOCKS_MAX: usize = 160;
 /// Blocks that a thread keeps for the copies of later operations. Most operations change fewer.
 const SPARE_MAX: usize = 16;
 
-/// What a thread's operations leave to its next one, so that as a rule an operation allocates
-/// nothing. Not shared like the metadata: to write memory that another core has just written takes
-/// as long as the rest of an operation.
+/// Buffers that a thread's operations leave to its next one, so that as a rule an operation
+/// allocates nothing. They are not shared like the metadata: to write memory that another core has
+/// just written takes as long as the rest of an operation.
 #[derive(Default)]
 struct Leftovers {
     /// Blocks that are in no use, for copies.
@@ -67,7 +67,7 @@ pub(super) enum Change {
     Value(usize),
 }
 
-/// What an operation has changed.
+/// Changes of one operation.
 pub(super) struct Changes {
     /// Number of the operation: marks the blocks that it has changed.
     operation: u64,

@@ -17,7 +17,7 @@ const XATTR_NAME_MAX: usize = 255;
 /// Bytes of all names of an inode together, each with a zero byte after it: more listxattr(2) does
 /// not give (`XATTR_LIST_MAX`).
 const XATTR_LIST_MAX: usize = 65536;
-/// What the name of an attribute begins with, unless it is an ACL's.
+/// Prefixes of attribute names, except those of ACLs.
 const PREFIXES: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
 
 /// Whether a volume has attributes of this name: as filesystems of the kernel, so that they can be

@@ -1,9 +1,9 @@
-//! Where a mount is attached to the directory tree: how it comes there, and how it is taken away.
+//! Attachment of a mount to the directory tree: how it is made, and how it is taken away.
 //!
 //! A path does not say what is mounted there now: an administrator may have unmounted the volume,
-//! and mounted something else in its place or over it. So a mount is known by its identity, and
-//! nothing is unmounted before the directory was seen to be this mount. The kernel unmounts by
-//! path only: what is mounted between the look and the call is not protected.
+//! and mounted another one in its place or over it. So a mount is known by its identity, and
+//! nothing is unmounted before the directory was seen to be this mount. The kernel unmounts by path
+//! only: a mount made between this check and the call is not protected.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, Read};
@@ -26,20 +26,20 @@ use super::fusectl;
 use super::unmount;
 use gpunvme_programs::mounts::{FS_TYPE, Mount};
 
-/// Where the kernel offers connections to FUSE servers.
+/// The device that connects FUSE servers with the kernel.
 const DEV_FUSE: &str = "/dev/fuse";
 /// `STATX_MNT_ID_UNIQUE` (linux/stat.h, since 6.8): an identity that no later mount gets again.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
-/// What is mounted, and how.
+/// A request to mount.
 pub struct Request<'a> {
     /// The mount point, a real path.
     pub dir: &'a Path,
-    /// What the mount table says is mounted.
+    /// Source of the mount, as the mount table shows it.
     pub source: &'a str,
     /// `ro`, `nodev`, `nosuid` and the like.
     pub flags: MountFlags,
-    /// Let users other than the one who mounts in.
+    /// Whether users other than the one who mounts get access.
     pub allow_other: bool,
 }
 
@@ -217,8 +217,8 @@ pub fn is_at_its_place(mount: &Mount) -> bool {
 }
 
 impl Identity {
-    /// What is mounted on a directory, with the id that `kind` names (the kernel gives what it
-    /// has). Asks the kernel and not the filesystem, which may not answer.
+    /// Identity of the mount on a directory, with the id that `kind` names (the kernel gives the id
+    /// that it has). Asks the kernel and not the filesystem, which may not answer.
     fn of(dir: &Path, kind: StatxFlags) -> Option<Identity> {
         let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
         let found = statx(rustix::fs::CWD, dir, flags, kind | StatxFlags::MNT_ID).ok()?;

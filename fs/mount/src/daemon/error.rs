@@ -1,4 +1,4 @@
-//! Why a mount did not come about, in mount(8)'s terms.
+//! Errors of mounting, in mount(8)'s terms.
 
 /// A mount that failed. Each kind is one of mount(8)'s exit codes; the text names what is wrong
 /// and what to do about it. The program prints it as `mount.gpunvme: DEVICE: TEXT`.

@@ -1,10 +1,10 @@
-//! The system calls that the daemon may make once it serves, for all of its threads and for good
-//! (seccomp(2)).
+//! The filter of system calls: which calls the daemon may make once it serves, for all of its
+//! threads and for good (seccomp(2)).
 //!
-//! The daemon reads what clients and devices wrote, with the privileges of root. Should one of
-//! them ever get it to run code of theirs, that code starts no program, attaches to no process,
-//! mounts nothing, loads nothing into the kernel and maps no memory that can be executed. What the
-//! calls that are left can do, `docs/reference/security.md` says.
+//! The daemon reads data that clients and devices wrote, with the privileges of root. Should one of
+//! them ever make it run injected code, that code starts no program, attaches to no process, mounts
+//! nothing, loads nothing into the kernel and maps no memory that can be executed.
+//! `docs/reference/security.md` says what the remaining calls can do.
 //!
 //! A call that is not listed fails with `ENOSYS`, as on a kernel without it: libraries have
 //! another way then, and a path that no test has taken costs no mount. In a debug build it ends
@@ -18,7 +18,7 @@ use seccompiler::{
     apply_filter_all_threads,
 };
 
-/// Calls that are harmless with any argument, or that the daemon lives by.
+/// Calls that are harmless with any argument, or that the daemon cannot work without.
 const CALLS: &[libc::c_long] = &[
     // Files: the device, /dev/fuse, /proc and /sys, buffers of clients; the socket's name is
     // removed at the end.
@@ -142,7 +142,7 @@ const CALLS: &[libc::c_long] = &[
     libc::SYS_rt_sigtimedwait,
     libc::SYS_rt_sigsuspend,
     libc::SYS_sigaltstack,
-    // What it is, and what the machine is.
+    // Identity of the process and of the machine.
     libc::SYS_getpid,
     libc::SYS_getppid,
     libc::SYS_gettid,
@@ -181,7 +181,7 @@ const OLDER_CALLS: &[libc::c_long] = &[];
 const FUSE_DEV_IOC_CLONE: u64 = 0x8004_e500;
 /// The ioctls of VFIO and of its container: `_IO(';', 100)` to `_IO(';', 159)` (linux/vfio.h).
 const VFIO: (u64, u64) = (0x3b64, 0x3b9f);
-/// What the standard library does to descriptors.
+/// Ioctls on descriptors that the standard library makes.
 const DESCRIPTOR_IOCTLS: [u64; 3] = [libc::FIONBIO, libc::FIOCLEX, libc::FIONREAD];
 
 /// Refuses all other calls from now on, to all threads that there are and will be.
@@ -275,7 +275,7 @@ mod tests {
         }
         assert!(Command::new("/bin/true").status().is_err());
         assert!(std::net::TcpListener::bind("127.0.0.1:0").is_err());
-        // What the daemon does goes on.
+        // The calls that the daemon needs still work.
         let memory = rustix::fs::memfd_create("memory", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&memory, 1 << 20).unwrap();
         std::fs::read_to_string("/proc/self/status").unwrap();

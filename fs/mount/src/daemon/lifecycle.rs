@@ -70,7 +70,7 @@ impl Lifecycle {
     /// in between waits.
     ///
     /// # Errors
-    /// What `mount` returns.
+    /// The error of `mount`.
     pub fn go_live<S>(&self, mount: impl FnOnce() -> Result<(S, Attachment), MountError>) -> Result<S, MountError> {
         let mut stage = self.stage.lock();
         let (session, mount) = mount()?;

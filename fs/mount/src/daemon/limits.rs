@@ -9,8 +9,8 @@ const DESCRIPTORS: u64 = 128;
 /// Descriptors of a loop: its connection to the kernel, and its queue of the device.
 const DESCRIPTORS_PER_LOOP: u64 = 4;
 
-/// What the kernel adds to a process's share of memory, in thousandths, when it looks for one to
-/// kill (proc_pid_oom_score_adj(5)).
+/// File with the value that the kernel adds to a process's share of memory, in thousandths, when it
+/// looks for a process to kill (proc_pid_oom_score_adj(5)).
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 const OOM_PROTECTION: &str = "-900";
 

@@ -1,5 +1,4 @@
-//! Where the daemon's log goes: to stderr in the foreground, to the system's log in the
-//! background.
+//! The daemon's log: goes to stderr in the foreground, to the system's log in the background.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixDatagram;
@@ -10,18 +9,18 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use super::error::MountError;
 
-/// Where syslog daemons and systemd's journal listen.
+/// The socket of syslog daemons and of systemd's journal.
 const SYSLOG_SOCKET: &str = "/dev/log";
 /// The facility `daemon` of syslog(3).
 const FACILITY_DAEMON: u8 = 3;
 
-/// Starts logging what `filter` lets through; `RUST_LOG`, if set, is asked instead.
+/// Starts logging the events that pass `filter`; `RUST_LOG`, if set, replaces it.
 ///
 /// # Errors
 /// If the filter is not in the syntax of `RUST_LOG`.
 pub fn start(filter: &str, foreground: bool) -> Result<(), MountError> {
     let filter = parse(&std::env::var("RUST_LOG").unwrap_or_else(|_| filter.to_owned()))?;
-    // What cannot be logged is lost. Saying so on stderr would end the daemon where that is what
+    // An event that cannot be logged is lost. To say so on stderr would end the daemon where stderr
     // is full or closed.
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).log_internal_errors(false);
     let started = if foreground {

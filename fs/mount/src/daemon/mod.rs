@@ -1,14 +1,13 @@
 //! The program mount.gpunvme: from a command line to a live mount, and from the end of a mount to
 //! a clean volume. Called as umount.fuse.gpunvme it is umount(8)'s helper instead (`unmount`).
 //!
-//! 1. [`options`] and [`settings`] understand what was asked, on the command line and in the
-//!    configuration file.
+//! 1. [`options`] and [`settings`] parse the command line and the configuration file.
 //! 2. [`background`] splits the process: the caller waits for a verdict, the daemon works towards
 //!    one.
-//! 3. [`gpunvme_programs::claim`] takes the device, waiting for a daemon that is just letting go
-//!    of it.
-//! 4. `serve` starts the engine and the FUSE session, and writes the volume down when the mount
-//!    has ended.
+//! 3. [`gpunvme_programs::claim`] claims the device, waiting for a daemon that is just releasing
+//!    it.
+//! 4. `serve` starts the engine and the FUSE session, and closes the volume when the mount has
+//!    ended.
 //! 5. [`lifecycle`] knows which stage the mount is in and what a signal means there.
 
 mod attachment;

@@ -1,4 +1,4 @@
-//! The command line of mount.gpunvme, and what mount(8) puts on it.
+//! The command line of mount.gpunvme, with the options that mount(8) passes on.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -53,13 +53,13 @@ pub struct Options {
     pub device: String,
     /// The directory to mount on, as the caller named it.
     pub dir: PathBuf,
-    /// What the daemon was set to.
+    /// Settings of the daemon.
     pub settings: Settings,
-    /// What the kernel was asked to do with the mount (`nodev`, `nosuid`, ...), without `ro`.
+    /// The kernel's flags of the mount (`nodev`, `nosuid`, ...), without `ro`.
     pub flags: MountFlags,
     /// Stay in the foreground and log to stderr.
     pub foreground: bool,
-    /// Change the flags of a mount that is there; settings of the daemon stay what they are.
+    /// Change the flags of an existing mount; settings of the daemon stay what they are.
     pub remount: bool,
     /// Check everything, but mount nothing.
     pub fake: bool,
@@ -69,7 +69,7 @@ pub struct Options {
     pub namespace: Option<String>,
 }
 
-/// What a command line asks for: a mount, or a text on stdout (`--help`, `--version`).
+/// Request of a command line: a mount, or a text on stdout (`--help`, `--version`).
 #[derive(Debug)]
 pub enum Command {
     /// Mount.
@@ -78,18 +78,18 @@ pub enum Command {
     Print(String),
 }
 
-/// A command line that asks for nothing that can be done.
+/// A command line that is wrong.
 #[derive(Debug)]
 pub struct UsageError {
     /// The device, as far as it was understood.
     pub device: Option<String>,
-    /// What is wrong.
+    /// The error.
     pub error: MountError,
 }
 
 impl Command {
-    /// Understands a command line, `args[0]` being the program's name, and reads the configuration
-    /// file that it names.
+    /// Parses a command line, `args[0]` being the program's name, and reads the configuration file
+    /// that it names.
     ///
     /// # Errors
     /// An argument or option that does not exist or has a value that it cannot have, by its name.
@@ -149,7 +149,7 @@ fn source_name(device: String) -> String {
     real.unwrap_or(device)
 }
 
-/// What the `-o` options said so far; the last word on anything wins.
+/// Collected `-o` options; of several values for one option the last counts.
 #[derive(Debug)]
 struct OptionList {
     partial: Partial,

@@ -8,7 +8,7 @@ use rustix::thread::{
     set_capabilities, set_no_new_privs,
 };
 
-/// What the daemon needs, each for a reason:
+/// Capabilities that the daemon needs, each for a reason:
 /// - `SYS_ADMIN`: mount, and unmount at a signal;
 /// - `SYS_PTRACE`: take the descriptor of a buffer out of the client that registers it
 ///   (pidfd_getfd(2));

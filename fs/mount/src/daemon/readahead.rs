@@ -3,7 +3,7 @@
 
 use std::fs;
 
-/// What sequential readers gain from: several of the largest requests in flight.
+/// Read-ahead that sequential readers gain from: several of the largest requests in flight.
 const READ_AHEAD_KIB: u32 = 4096;
 
 /// Raises the read-ahead of the mount with the device number `dev`. Best effort: without root it

@@ -31,13 +31,13 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
     flags.set(MountFlags::RDONLY, read_only);
     mount_remount(&dir, flags, "").map_err(|error| failed(&error))?;
     if !read_only && removexattr(&dir, NONE) == Err(Errno::ROFS) {
-        // What the mount says and what the daemon does are to agree.
+        // The mount's flags and the daemon's behaviour have to agree.
         mount_remount(&dir, flags | MountFlags::RDONLY, "").map_err(|error| failed(&error))?;
         return Err(failed(&"was mounted read-only from the start: unmount it first"));
     }
     if read_only {
-        // The daemon refuses what begins from now on; what a ring had under way is over when it
-        // answers this.
+        // The daemon refuses writes that begin from now on; writes that a ring had in flight are
+        // over when it answers this.
         File::open(&dir).and_then(|dir| dir.sync_all()).map_err(|error| failed(&error))?;
     }
     Ok(())

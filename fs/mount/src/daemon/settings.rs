@@ -1,5 +1,5 @@
-//! What can be set, from the three places it can be set in: `-o` options, the configuration file,
-//! and the defaults, in that order of precedence. The names are the same in the first two.
+//! Settings of a mount, from three sources: `-o` options, the configuration file, and the defaults,
+//! in that order of precedence. The names are the same in the first two.
 
 use std::fmt;
 use std::fs;
@@ -33,7 +33,7 @@ pub const DEFAULT_COMMIT: u64 = 5;
 pub const MAX_COMMIT: u64 = 300;
 /// More FUSE loops than this cost memory and win nothing.
 pub const MAX_THREADS: usize = 256;
-/// What is logged when nothing else is said.
+/// Default filter of the log, in the syntax of `RUST_LOG`.
 pub const DEFAULT_LOG: &str = "info,fuser=error";
 
 /// A number of bytes, written as a plain number or with a suffix: `64M`, `1G`, `512KiB`. Suffixes
@@ -86,7 +86,7 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
-/// What one source says; what it leaves open is `None`.
+/// Settings from one source; those that it leaves open are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Partial {
@@ -102,7 +102,7 @@ pub struct Partial {
     pub threads: Option<usize>,
     /// Seconds between two commits of the journal.
     pub commit: Option<u64>,
-    /// What is logged, in the syntax of `RUST_LOG`.
+    /// Filter of the log, in the syntax of `RUST_LOG`.
     pub log: Option<String>,
 }
 
@@ -192,7 +192,7 @@ pub struct Settings {
     pub threads: usize,
     /// Time between two commits of the journal.
     pub commit: Duration,
-    /// What is logged, in the syntax of `RUST_LOG`.
+    /// Filter of the log, in the syntax of `RUST_LOG`.
     pub log: String,
 }
 

@@ -1,4 +1,4 @@
-//! Attributes and times, between the engine's form and fuser's.
+//! Attributes and times: converts between the engine's form and fuser's.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,13 +9,13 @@ use gpunvme_engine::{FileType, Timestamp};
 use gpunvme_engine::data::system_time;
 use gpunvme_engine::volume::Attributes;
 
-/// What stat(2) calls the best size for I/O. C libraries take it for their buffers, and each one
-/// is a round trip.
+/// Preferred size of I/O in bytes (`st_blksize` of stat(2)). C libraries take it for their buffers,
+/// and each buffer is a round trip.
 const IO_SIZE: u32 = 64 << 10;
 /// Bytes that a directory shows for each of its entries.
 const ENTRY_SIZE: u64 = 32;
 
-/// Attributes of inode 0: the answer that there is nothing of a name.
+/// Attributes of inode 0: the answer that a name does not exist.
 pub(super) const NOTHING: FileAttr = FileAttr {
     ino: INodeNo(0),
     size: 0,

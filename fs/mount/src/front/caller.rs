@@ -1,4 +1,4 @@
-//! Who asks for an operation.
+//! The caller of an operation.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use gpunvme_engine::data::system_time;
 use gpunvme_engine::volume::Context;
 use rustix::thread::CapabilitySet;
 
-/// Who asks, and when.
+/// The caller of an operation, and the time of its request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Caller {
     /// User, group and time of the request.

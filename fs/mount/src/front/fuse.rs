@@ -1,5 +1,5 @@
-//! The adapter to fuser 0.18: its requests to the operations of [`Front`], their results to its
-//! replies, and what is agreed with the kernel when a mount begins.
+//! The adapter to fuser 0.18: turns its requests into operations of [`Front`] and their results
+//! into its replies, and negotiates with the kernel when a mount begins.
 
 use std::ffi::OsStr;
 use std::io;
@@ -152,7 +152,7 @@ fn value(operation: &'static str, ino: u64, size: u32, result: Result<Vec<u8>, F
     }
 }
 
-/// What open(2) agrees with the kernel for a file opened with these flags.
+/// Flags of the answer to open(2), for a file opened with these flags.
 fn opened(flags: i32) -> FopenFlags {
     let always = FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
     // close(2) of a file that was written reports what went wrong in the background; there is
@@ -402,9 +402,9 @@ impl fuser::Filesystem for Adapter {
             offset,
             strip: write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID),
             direct: flags.0 & libc::O_DIRECT != 0,
-            // What is written back of a mapping has a place of its own. (So has what
-            // `RWF_NOAPPEND` writes, and no flag says so; it is taken for what it is unless it
-            // lies where direct writes have made the file longer.)
+            // Pages written back from a mapping have an offset of their own. (So have writes with
+            // `RWF_NOAPPEND`, of which no flag tells; they are taken for appends only if they lie
+            // where direct writes have made the file longer.)
             append: flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE),
             cached: owner.is_none(),
         };

@@ -1,6 +1,6 @@
 //! Handles of open files. A handle is a number that the kernel keeps and sends with every request
-//! on the file: what the file was opened for, and which of its opens it is. It names nothing in
-//! the daemon's memory, so no value of it can do harm, and none has to be looked up.
+//! on the file: the access that the file was opened for, and the number of the open. It names
+//! nothing in the daemon's memory, so no value of it can do harm, and none has to be looked up.
 
 use gpunvme_engine::data::Open;
 use gpunvme_engine::error::FsError;
@@ -11,7 +11,7 @@ const SYNC: u64 = 4;
 /// Bits below the number of the open.
 const BITS: u32 = 3;
 
-/// What an open file was opened for.
+/// Handle of an open file: its access mode and the number of the open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Handle(pub u64);
 

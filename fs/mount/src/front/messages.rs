@@ -1,5 +1,5 @@
-//! Messages that a caller can bring about as often as it likes: the first of a kind is logged,
-//! then one in ten seconds, with the number of those that were left out.
+//! Log messages that a caller can cause as often as it likes: the first of a kind is logged, then
+//! one in ten seconds, with the number of those that were left out.
 
 use std::sync::{Arc, LazyLock};
 
@@ -14,8 +14,8 @@ use gpunvme_engine::error::FsError;
 /// The operation that failed, what is logged about it, and how the device failed, if it did.
 type Kind = (&'static str, &'static str, Option<Failure>);
 
-/// What the device was asked, and what it or the kernel below it answered: few on any device, so
-/// kinds are few.
+/// The command to the device and the error of the device or of the kernel below it. Any device has
+/// few of them, so kinds are few.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Failure {
     Command(Op, blockdev::nvme::Status),

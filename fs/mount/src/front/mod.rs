@@ -1,12 +1,12 @@
 //! The FUSE front end: the kernel's requests become operations of a
 //! [`Filesystem`](gpunvme_engine::Filesystem), and their ends become answers.
 //!
-//! - [`Session`] mounts, serves and ends; `housekeeping` is what no request asks for.
+//! - [`Session`] mounts, serves and ends; `housekeeping` does the work that no request asks for.
 //! - `fuse` is the adapter to the fuser library and, with `attr`, the only module that knows its
 //!   requests and replies. Another transport would stand beside it.
-//! - `operations` is what it calls; `direct` the ioctls and rings of the direct path. Both are
-//!   operations of [`shared::Front`], which tries them.
-//! - `kernel` is what the kernel knows and keeps, `resources` the threads and memory that
+//! - `operations` has the operations that it calls; `direct` the ioctls and rings of the direct
+//!   path. Both are operations of [`shared::Front`], which tries them.
+//! - `kernel` is the kernel's knowledge of the filesystem, `resources` the threads and memory that
 //!   operations share, `append_order` the order of appends.
 //!
 //! A loop of the transport never waits for a device. It tries an operation on what is in memory,

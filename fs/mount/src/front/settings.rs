@@ -1,13 +1,13 @@
-//! How a mount is served.
+//! Settings of a served mount.
 
 use std::time::Duration;
 
-/// How a filesystem is served.
+/// Settings of a served filesystem.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The device, as the user called it.
     pub device: String,
-    /// Let users other than the one who mounts in.
+    /// Whether users other than the one who mounts get access.
     pub allow_other: bool,
     /// Loops that take requests.
     pub loops: usize,

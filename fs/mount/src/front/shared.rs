@@ -1,5 +1,5 @@
-//! What the operations of one mount share, and how they are tried: at once, and where that stalls
-//! on a thread that may wait.
+//! State that the operations of one mount share, and how operations are tried: at once, and after a
+//! stall on a thread that may wait.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,7 +14,7 @@ use super::resources::plan_budget::PlanBudget;
 use super::resources::request_budget::RequestBudget;
 use super::resources::workers::Workers;
 
-/// What the operations of one mount share.
+/// State that the operations of one mount share.
 pub(crate) struct Front {
     pub(crate) fs: Arc<Filesystem>,
     pub(crate) lookups: Lookups,
@@ -28,7 +28,7 @@ pub(crate) struct Front {
     pub(crate) plan_budget: Arc<PlanBudget>,
     pub(crate) direct: Endpoint,
     pub(crate) mount_state: Arc<MountState>,
-    /// Set when the mount is there.
+    /// Set once the mount exists.
     pub(crate) kernel: OnceLock<Box<dyn KernelCache>>,
 }
 

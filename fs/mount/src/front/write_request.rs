@@ -1,15 +1,15 @@
-//! A write as the kernel asks for it.
+//! A write as the kernel requests it.
 
 use super::handles::Handle;
 
-/// How a write is done.
+/// A write request without its data.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WriteRequest {
-    /// What the file was opened for.
+    /// Handle of the open file.
     pub handle: Handle,
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// The set-user-id bits of the file go.
+    /// Whether the set-user-id bits of the file are stripped.
     pub strip: bool,
     /// It is answered when the device has it, and reports what goes wrong there (`O_DIRECT`). With
     /// `O_SYNC` the kernel sends an fsync after each write.

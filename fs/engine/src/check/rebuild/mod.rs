@@ -55,7 +55,7 @@ struct LooseItem {
     index: u64,
 }
 
-/// What a tree can be built of.
+/// Parts of which the new tree is built.
 pub(crate) struct Survey {
     /// Sound leaves in the order of their keys; no two cover each other.
     leaves: Spool<Leaf>,
@@ -63,7 +63,7 @@ pub(crate) struct Survey {
     loose: Spool<LooseItem>,
 }
 
-/// What is known of a tree while it is surveyed. Each list keeps its part of the memory.
+/// State of the survey of a tree. Each list keeps its part of the memory.
 struct Surveyor<'k> {
     geometry: Geometry,
     /// Blocks that the old tree uses, and the new one will.
@@ -93,7 +93,7 @@ impl Visit for Surveyor<'_> {
         if let Some(hole) = Hole::new(range) {
             self.holes.push(hole)?;
         }
-        // What a damaged state or a crafted node points to may be no block at all.
+        // The address in a damaged state or a crafted node may be no block of the volume at all.
         if self.geometry.contains_data(address, 1) {
             self.damaged.push(address)?;
         }
@@ -213,7 +213,7 @@ impl Survey {
     fn add_leaves(self, reader: &Reader, tree: &mut NewTree) -> Result<(), FsError> {
         let mut loose = self.loose.sorted()?;
         let mut source: Option<(u64, Arc<Block>)> = None;
-        // What belongs before the first leaf comes first, with no leaf.
+        // Items that belong before the first leaf come first, with no leaf.
         let mut leaf = None;
         for next in 0..=self.leaves.len() {
             let next = (next < self.leaves.len()).then(|| self.leaves.get(next)).transpose()?;
@@ -235,7 +235,8 @@ impl Survey {
                     tree.item(key, value)?;
                     last = Some(key);
                 }
-                // What is there counts more, and of loose ones the first.
+                // An item of the leaf takes precedence over a loose one, and of loose ones the
+                // first.
                 if last.replace(key) == Some(key) {
                     continue;
                 }

@@ -1,6 +1,6 @@
-//! Decides which leaves count where several cover the same keys. They come in the order of their
+//! Decides which leaf wins where several cover the same keys. Candidates come in the order of their
 //! keys, so that one at a time is held: of those that reach to where the next one begins, only one
-//! can count.
+//! can win.
 
 use gpunvme_layout::Key;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -17,20 +17,20 @@ pub(super) fn words(key: Key) -> Words {
     key.words().into()
 }
 
-/// A sound leaf, and what decides whether it counts.
+/// A sound leaf, and its precedence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub(super) struct Candidate {
     /// Its first key.
     pub first: Words,
-    /// Its last one.
+    /// Its last key.
     pub last: Words,
     /// 0: the tree points to it. 1: it was found in a chunk of metadata.
     pub found: u64,
     /// Of two that overlap the lower counts: for one that the tree points to, its place in the
     /// order of the tree; for one that was found, what is left of all sequences after its own.
     pub rank: u64,
-    /// Where it lies.
+    /// Address of its block.
     pub address: u64,
 }
 
@@ -59,7 +59,7 @@ impl Hole {
     }
 }
 
-/// What becomes of a candidate.
+/// Decision about a candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// It is a leaf of the new tree. These come in the order of their keys, and none covers keys

@@ -125,7 +125,7 @@ impl<'v> NewTree<'v> {
         self.volume.write_home(&mut self.done)?;
         let mut meta = self.volume.meta.write();
         for (address, _, block) in self.done.drain(..) {
-            // Whatever was known of that address is gone.
+            // Replaces the old content of that address in the cache.
             meta.cache.put(address, block);
         }
         Ok(())

@@ -1,11 +1,11 @@
-//! What of a file is in the write buffer.
+//! The part of a file that is in the write buffer.
 
 use std::ops::Range;
 
 use crate::data::page_map::{BufferedPages, PageMap};
 use crate::data::pages::Pages;
 
-/// What of a file is in the write buffer, and is being read into it.
+/// The part of a file that is in the write buffer, or being read into it.
 #[derive(Default)]
 pub(crate) struct FileBuffer {
     /// Pages that may be written to.
@@ -40,8 +40,8 @@ impl FileBuffer {
     }
 }
 
-/// Blocks that are being read from the device into pages, as long as nothing changes what is
-/// there.
+/// Blocks that are being read from the device into pages, as long as their content on the device
+/// does not change.
 #[derive(Default)]
 pub(crate) struct Fills {
     begun: u64,
@@ -50,24 +50,24 @@ pub(crate) struct Fills {
 }
 
 impl Fills {
-    /// A block is about to be read. Returns the number of the fill.
+    /// Notes that a block is about to be read. Returns the number of the fill.
     pub fn begin(&mut self, block: u64) -> u64 {
         self.begun += 1;
         self.good.push((self.begun, block));
         self.begun
     }
 
-    /// Whether nothing has changed the block since.
+    /// Whether the block's content has not changed since the fill began.
     pub fn is_good(&self, number: u64) -> bool {
         self.good.iter().any(|(good, _)| *good == number)
     }
 
-    /// It is over.
+    /// Ends a fill.
     pub fn end(&mut self, number: u64) {
         self.good.retain(|(good, _)| *good != number);
     }
 
-    /// What is being read of these blocks may be out of date.
+    /// Notes that fills of these blocks may read content that is out of date.
     pub fn spoil(&mut self, blocks: Range<u64>) {
         self.good.retain(|(_, block)| !blocks.contains(block));
     }

@@ -1,4 +1,4 @@
-//! What of a file is on its way to the device.
+//! Writes of a file that are on their way to the device.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -7,14 +7,14 @@ use std::sync::Arc;
 use crate::data::page_map::PageMap;
 use crate::data::pages::Pages;
 
-/// Writes of a file that are in flight, flushes that wait for them, and what keeps others from
-/// beginning.
+/// Writes of a file that are in flight, flushes that wait for them, and operations that keep direct
+/// writes from beginning.
 #[derive(Default)]
 pub(crate) struct InFlight {
     /// Pages that are being written. They do not change any more.
     pub pages: PageMap<Arc<Pages>>,
-    /// Blocks that direct writes in flight replace: what the device has there is neither old nor
-    /// new.
+    /// Blocks that direct writes in flight replace: the content on the device is neither the old
+    /// nor the new one.
     pub direct: Vec<Range<u64>>,
     /// Batches of pages, and direct writes.
     pub writes: WritesInFlight,
@@ -25,13 +25,13 @@ pub(crate) struct InFlight {
     pub quiescers: u32,
 }
 
-/// Flushes of a file: each has on the device, when it is over, what was in memory or on its way
+/// Flushes of a file: when one is over, the device has everything that was in memory or on its way
 /// when it began.
 #[derive(Default)]
 pub(crate) struct Flushes {
     /// How many have begun.
     pub begun: u64,
-    /// The number of the last to have begun of those that are over.
+    /// The highest number of a flush that is over.
     pub done: u64,
 }
 

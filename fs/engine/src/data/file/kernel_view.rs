@@ -1,9 +1,9 @@
-//! What the kernel may have cached of a file, or believe of it.
+//! The kernel's view of a file: the pages, attributes and length that the kernel may have cached.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// What the kernel may have cached of a file, or believe of it.
+/// The kernel's view of a file.
 #[derive(Default)]
 pub(crate) struct KernelView {
     /// Times that it is open so that it can be mapped shared and writable: the kernel may have

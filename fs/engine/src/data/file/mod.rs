@@ -1,4 +1,4 @@
-//! Files in memory: what is known of a file that is open, or whose data is not on the device yet.
+//! Files in memory: the state of a file that is open, or whose data is not on the device yet.
 
 mod buffer;
 mod in_flight;

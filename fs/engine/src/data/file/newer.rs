@@ -1,18 +1,18 @@
-//! What memory knows newer of a file than its inode does.
+//! Size and time of change of a file, where memory has newer values than the inode.
 
 use gpunvme_layout::Timestamp;
 
 use crate::volume::inode::in_order;
 
-/// What memory knows newer of a file than its inode does: size and time of change.
+/// Size and time of change of a file, where memory has newer values than the inode.
 #[derive(Default)]
 pub(crate) struct Newer {
-    /// Size, when it is larger than the inode says.
+    /// Size in bytes, when it is larger than the inode's.
     pub size: Option<u64>,
     /// Times that the file was made shorter.
     pub shrinks: u64,
-    /// Time of the last change of content, if the inode does not know of it. It replaces what the
-    /// inode has, whatever that is: who sets that time takes this one away.
+    /// Time of the last change of content, if the inode does not have it yet. It replaces the
+    /// inode's time, whatever that is: an operation that sets the inode's time clears this one.
     pub changed: Option<Timestamp>,
     /// Time of the last change of content since the file was taken into memory.
     last_changed: Option<Timestamp>,
@@ -24,18 +24,18 @@ impl Newer {
         self.last_changed.map_or(now, |before| in_order(before, now))
     }
 
-    /// Notes the time of a change of content, for the inode to learn of.
+    /// Notes the time of a change of content that the inode does not have yet.
     pub fn changes_at(&mut self, now: Timestamp) {
         self.last_changed = Some(self.time_of_change(now));
         self.changed = self.last_changed;
     }
 
-    /// Notes that the inode knows of all changes of content, the last of which was at that time.
+    /// Notes that the inode has all changes of content, the last of which was at that time.
     pub fn changed_at(&mut self, at: Timestamp) {
         (self.last_changed, self.changed) = (Some(at), None);
     }
 
-    /// Whether the inode knows all.
+    /// Whether the inode is up to date.
     pub fn is_empty(&self) -> bool {
         self.size.is_none() && self.changed.is_none()
     }

@@ -15,7 +15,7 @@ use super::in_flight::InFlight;
 use super::kernel_view::KernelView;
 use super::newer::Newer;
 
-/// What the file's lock guards.
+/// State of a file that its lock guards.
 #[derive(Default)]
 pub(crate) struct FileState {
     /// Times that it is open.

@@ -1,5 +1,4 @@
-//! Bitmaps of groups, and what counts the bits in them: descriptors, and the counters of the
-//! volume.
+//! Bitmaps of groups, and the counts of their bits: descriptors, and the counters of the volume.
 
 use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::group::{self, Descriptor};

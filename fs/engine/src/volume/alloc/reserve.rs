@@ -185,7 +185,7 @@ impl Meta {
 
     /// Wholly free chunks, in the run that fits best of those in some groups.
     fn large_run(&mut self, want: u64) -> Attempt<Option<Run>> {
-        // What is less than a chunk at the end of a file fills a hole.
+        // The last part of a file, if less than a chunk, fills a hole.
         let want = if self.has_many_holes() { want - want % CHUNK_BLOCKS } else { want };
         let want_chunks = want.div_ceil(CHUNK_BLOCKS).min(self.chunks_for_data());
         if want_chunks == 0 {

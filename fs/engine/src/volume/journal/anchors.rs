@@ -1,4 +1,4 @@
-//! The anchors, and what a mount knows of the blocks at the start of the device.
+//! The anchors, and a mount's memory of the blocks at the start of the device.
 
 use gpunvme_blockdev::Io;
 use gpunvme_layout::geometry::{ANCHORS, SUPERBLOCK};
@@ -7,19 +7,19 @@ use gpunvme_layout::{Anchor, Block, Corrupt, Superblock};
 use crate::error::FsError;
 use crate::volume::io::read_blocks;
 
-/// The blocks at the start of the device that say which volume it is and who has it.
+/// The blocks at the start of the device that identify the volume and its user.
 pub(super) const FRONT: [u64; 3] = [SUPERBLOCK, ANCHORS[0], ANCHORS[1]];
 
 /// The anchors, guarded by a lock that a checkpoint holds to its end.
 pub(crate) struct Anchors {
     /// Generation of the last one written.
     pub(super) generation: u64,
-    /// What is in [`FRONT`], as this mount read or wrote it; none where the device could not read.
+    /// Content of [`FRONT`], as this mount read or wrote it; none where the device could not read.
     pub(super) front: [Option<Block>; 3],
 }
 
 impl Anchors {
-    /// Takes what is at the start of the device now for this mount's.
+    /// Reads the blocks at the start of the device, and takes them for this mount's.
     pub(super) fn read(io: &Io, generation: u64) -> Anchors {
         Anchors { generation, front: FRONT.map(|address| Some(read_blocks(io, address, 1).ok()?.swap_remove(0))) }
     }

@@ -39,7 +39,7 @@ impl Volume {
                 op.finish();
                 Ok(())
             };
-            // What it needs stays in memory until it is done.
+            // Blocks that the attempt needs stay in memory until it is done.
             let mut held = Vec::new();
             loop {
                 match attempt() {
@@ -47,7 +47,7 @@ impl Volume {
                         held.push(self.load(address)?);
                         continue;
                     }
-                    // The running transaction is full: the next checkpoint comes by again.
+                    // The running transaction is full: the next checkpoint tries again.
                     Err(Fail::Stall(_)) => self.meta.write().emptied.push((chunk, emptied)),
                     Err(Fail::Error(error)) => return Err(error),
                     Ok(()) => {}
@@ -58,7 +58,7 @@ impl Volume {
         Ok(())
     }
 
-    /// Finds the empty metadata chunks that a crash made everybody forget; later checkpoints give
+    /// Finds the empty metadata chunks that are in no list after a crash; later checkpoints give
     /// them back. Waits for the device, for a few blocks of each terabyte.
     ///
     /// # Errors

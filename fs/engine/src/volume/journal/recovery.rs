@@ -17,7 +17,7 @@ pub(crate) const SEQUENCE_GAP: u64 = 1024;
 /// Blocks that are read in one piece when the journal is searched.
 const PIECE: u64 = 256;
 
-/// What recovery found.
+/// Result of recovery.
 pub(crate) struct Recovered {
     /// Journal to go on with.
     pub journal: Journal,
@@ -29,7 +29,7 @@ pub(crate) struct Recovered {
     pub images: BTreeMap<u64, Block>,
     /// Transactions that were found.
     pub transactions: u64,
-    /// A transaction that is all there and makes no sense: it and what follows was not read.
+    /// A transaction that is complete and makes no sense: it and later ones were not read.
     pub stopped: Option<Corrupt>,
 }
 

@@ -67,7 +67,8 @@ impl Front {
             }
             Ok(Request::Attach(attach)) => self.attach(caller, ino, handle, attach, done),
             Ok(Request::Detach(detach)) => {
-                // What goes with a file may be the last of it.
+                // Detaching may drop the last reference to a file, which may have to be removed
+                // then.
                 self.general.run(move || done(front.direct.rings.detach(caller.thread, &detach)));
             }
         }

@@ -1,5 +1,5 @@
-//! The direct path on open files. `ioctl` and `rings` are its two ways in: each says what is asked
-//! for. `transfers` does all else with it: it admits, plans, moves and answers, part by part.
+//! The direct path on open files. `ioctl` and `rings` are its two ways in: each decodes requests.
+//! `transfers` carries them out: it admits, plans, moves and answers, part by part.
 
 mod ioctl;
 mod rings;

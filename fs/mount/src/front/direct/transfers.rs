@@ -1,10 +1,11 @@
-//! Direct transfers, of ioctls and of rings: from one that was admitted to its answer.
+//! Direct transfers, of ioctls and of rings: from an admitted request to its answer.
 //!
-//! A transfer is carried out in parts, one after the other. A read's part is planned, its holes
-//! are filled, and the device does the rest; a write's has its edges written first. Ordinary and
-//! direct access to a file see each other's bytes: the kernel's dirty pages are written back
-//! before a transfer looks, and what it has cached of a range is forgotten after a write. Both
-//! wait for the kernel, and so does nothing that the kernel waits for.
+//! A transfer is carried out in parts, one after the other. For a read, each part is planned, its
+//! holes are filled, and the device does the rest; for a write, the edges of each part are written
+//! first. Ordinary and direct access to a file see each other's bytes: the kernel's dirty pages are
+//! written back before a transfer looks, and the kernel's pages of a range are dropped after a
+//! write to it. Both steps wait for the kernel, so they never run where the kernel waits for an
+//! answer.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,13 +36,13 @@ use gpunvme_engine::error::{Attempt, Fail, FsError};
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// The capabilities that a program has when it is executed.
 const CAPABILITY: &[u8] = b"security.capability";
-/// Filling more than this with zeros is not for a loop of the transport, nor for a thread that
-/// serves rings.
+/// Bytes beyond which neither a loop of the transport nor a thread that serves rings fills with
+/// zeros.
 const QUICK_ZEROES: u64 = 256 << 10;
-/// What is filled before it is another's turn: less than a millisecond.
+/// Bytes that are filled before another transfer gets a turn: less than a millisecond.
 const FILL: u64 = 4 << 20;
 
-/// A transfer that is asked for.
+/// A requested transfer.
 pub(crate) struct Asked {
     pub direction: Direction,
     pub caller: Caller,
@@ -113,7 +114,7 @@ struct Part {
 }
 
 impl Transfer {
-    /// Who it is for. The caller of an ioctl waits for it, so that its process can be asked for.
+    /// Owner of the transfer. The caller of an ioctl waits for it, so its process can be looked up.
     fn owner(&self) -> Owner {
         let of_caller = || Owner { user: self.caller.context.uid, process: limits::process_of(self.caller.thread) };
         self.owner.unwrap_or_else(of_caller)
@@ -512,8 +513,8 @@ fn cut_at(request: &mut TransferRequest, limit: u64) -> Option<u32> {
     Some(cut as u32)
 }
 
-/// What a transfer came to when the device, or the buffer, failed: the application gets the errno,
-/// and the log says what failed.
+/// Outcome of a transfer when the device, or the buffer, failed: the application gets the errno,
+/// and the log gets the cause.
 fn failed(transfer: &Transfer, failed: Failed) -> Outcome {
     messages::transfer_failed(transfer.direction, transfer.ino, &failed.error);
     failed.into()

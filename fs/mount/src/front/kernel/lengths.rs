@@ -1,10 +1,10 @@
-//! The order of two things that the kernel is told of a file's length: its last byte after a
-//! direct write, and the answer to a truncation.
+//! The order of two messages to the kernel about a file's length: its last byte after a direct
+//! write, and the answer to a truncation.
 //!
-//! It guards that the kernel is not left with a length from before a truncation: the length is
-//! read, then told, and in between the file can be made shorter. So the answer to a truncation,
-//! which says how long the file is, comes after what was being told when the file became shorter.
-//! No thread waits with it.
+//! It guards that the kernel is not left with a length from before a truncation: the daemon reads
+//! the length, then tells the kernel, and in between the file can be made shorter. So the answer to
+//! a truncation, which carries the new length, is sent after the messages that were under way when
+//! the file became shorter. No thread waits with it.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,16 +15,16 @@ use rustc_hash::FxHashMap;
 /// Sends an answer.
 type Answer = Box<dyn FnOnce() + Send>;
 
-/// Of all files, what the kernel is being told.
+/// The messages about lengths that are under way, for all files.
 pub(crate) struct Lengths<A = Answer> {
     next: AtomicU64,
     files: Mutex<FxHashMap<u64, File<A>>>,
 }
 
 struct File<A> {
-    /// What is under way, in the order in which it began.
+    /// Numbers of the messages under way, in the order in which they began.
     tellings: BTreeSet<u64>,
-    /// Answers, each to come after all tellings before this one.
+    /// Answers, each to be sent after all messages with a lower number.
     answers: Vec<(u64, A)>,
 }
 

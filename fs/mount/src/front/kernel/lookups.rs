@@ -63,13 +63,13 @@ impl Shard {
         !leaving
     }
 
-    /// What else is known of an inode that the kernel knows, or that is an orphan.
+    /// Further state of an inode that the kernel knows, or that is an orphan.
     fn known(&mut self, ino: u64) -> Option<&mut Known> {
         if self.lookups.contains_key(&ino) { Some(self.nodes.entry(ino).or_default()) } else { self.nodes.get_mut(&ino) }
     }
 }
 
-/// Gives the memory back of a table that has lost most of its entries.
+/// Frees memory of a table that has lost most of its entries.
 fn shrink<T>(table: &mut FxHashMap<u64, T>) {
     if table.len() * SPARSE < table.capacity() {
         table.shrink_to(2 * table.len());

@@ -1,10 +1,10 @@
-//! The mount's read-only state: whether the kernel lets the mount be written to. `mount -o
-//! remount,ro` tells a FUSE daemon nothing, and what comes through the kernel stops there; a ring
-//! does not come through the kernel.
+//! The mount's read-only state: whether the kernel allows writes to the mount. `mount -o
+//! remount,ro` tells a FUSE daemon nothing. The kernel then refuses the writes that come through
+//! it; writes by a ring do not.
 //!
-//! It guards that nothing is changed by a ring once remount has returned: the mount table tells
-//! each process that polls it of a change (proc_pid_mountinfo(5)), before mount(2) returns, so
-//! that to look whether it has changed is enough, and cheap.
+//! It guards that a ring changes nothing once remount has returned. Before mount(2) returns, the
+//! mount table reports a change to each process that polls it (proc_pid_mountinfo(5)); so polling
+//! it is enough, and cheap.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -19,7 +19,7 @@ use rustix::fs::{major, minor};
 /// gives none.
 const BELIEVED: Duration = Duration::from_secs(1);
 
-/// What the kernel lets be done to the mount.
+/// The kernel's permission to write to the mount.
 pub(crate) struct MountState {
     table: Mutex<Table>,
     /// The device number that files on the mount show. None until the mount is there.
@@ -31,7 +31,7 @@ pub(crate) struct MountState {
 #[derive(Default)]
 struct Unseen {
     under_way: u64,
-    /// What is to be done when none is.
+    /// Tasks to run when none is under way.
     then: Vec<Box<dyn FnOnce() + Send>>,
 }
 

@@ -1,4 +1,4 @@
-//! The kernel's pages of a file: what the kernel may have in its page cache.
+//! The kernel's pages of a file: the pages that its page cache may hold.
 //!
 //! A direct transfer has the kernel write back and forget the pages that it touches, and waits for
 //! that. So the mount has to know which pages those may be: no page too few, or a process reads old
@@ -30,7 +30,7 @@ pub(crate) struct CachedPages {
 #[derive(Debug)]
 struct Invalidation {
     number: u64,
-    /// What will not be in the cache when it ends.
+    /// Pages that will not be in the cache when it ends.
     gone: PageRuns,
     /// Bytes that the kernel is given before, unasked. It may use them until the invalidation ends.
     stored: Option<Range<u64>>,

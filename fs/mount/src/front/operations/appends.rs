@@ -74,7 +74,7 @@ impl Front {
     fn park(self: &Arc<Self>, fragment: Fragment) {
         let (ino, offset, len) = (fragment.ino, fragment.how.offset, fragment.data.len());
         self.append_order.park(ino, offset, len, fragment);
-        // What goes before it may have been written since it looked.
+        // The fragment before it may have been written since this thread looked.
         self.wake_parts(ino);
     }
 

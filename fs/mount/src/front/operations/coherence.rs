@@ -1,5 +1,5 @@
-//! Coherence of the kernel's page cache with direct transfers: what is dirty there is written back
-//! before one looks, and what one has changed is forgotten there.
+//! Coherence of the kernel's page cache with direct transfers: dirty pages are written back before
+//! a transfer looks, and pages that a transfer has changed are dropped.
 
 use std::ops::Range;
 use std::sync::Arc;

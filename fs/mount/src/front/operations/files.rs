@@ -76,7 +76,7 @@ impl Front {
         if how.cached {
             self.lookups.caches(ino, how.offset..how.offset.saturating_add(data.len() as u64));
         }
-        // What is appended may go elsewhere, where it is not aligned.
+        // An append may go elsewhere, where it is not aligned.
         if how.direct && !how.append && is_aligned(how.offset) && is_aligned(data.len() as u64) {
             return self.write_direct(caller, ino, data, how, done);
         }

@@ -161,12 +161,12 @@ impl Front {
 
     /// Changes attributes, the size first.
     ///
-    /// Which changes take the set-user-id bits along, the kernel says in flags that fuser 0.18
-    /// does not pass on; it follows from the rest of the request (`fs/fuse/dir.c`, `fs/attr.c`). A
-    /// new owner always does, a new size unless the caller is above that. A request that changes
-    /// nothing has two meanings. It may be chown(2) of nothing, which anybody may ask for, or come
-    /// ahead of something that takes the bits by itself ([`Front::strip`]), and so it takes them
-    /// at the request of the file's owner only.
+    /// The kernel says in flags which changes strip the set-user-id bits, but fuser 0.18 does not
+    /// pass the flags on; they follow from the rest of the request (`fs/fuse/dir.c`, `fs/attr.c`).
+    /// A new owner always strips the bits, a new size does unless the caller has the privilege to
+    /// keep them. A request that changes nothing has two meanings: it may be chown(2) without a
+    /// change, which any user may call, or precede an operation that strips the bits by itself
+    /// ([`Front::strip`]). So it strips them at the request of the file's owner only.
     pub fn set_attributes(
         self: &Arc<Self>,
         caller: Caller,
@@ -187,8 +187,8 @@ impl Front {
                 set.is_empty() && uid != 0 && uid == now.inode.uid
             };
             let set = SetAttributes { bits_gone: if takes { bits } else { 0 }, ..set };
-            // What changes nothing changes the time of change, but where it would have to take
-            // bits that are not the caller's.
+            // A request without changes sets the time of change, except where it would have to
+            // strip bits of a file that the caller does not own.
             let nothing = set.is_empty() && (size.is_some() || uid != 0 && bits != 0);
             if nothing { Ok(now) } else { fs.set_attributes(&caller.context, ino, &set) }
         };

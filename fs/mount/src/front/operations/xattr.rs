@@ -1,6 +1,6 @@
-//! Operations on extended attributes: who may see which. Whether an attribute may be read, set or
-//! removed the kernel has decided before it asks, by its name and the file (`xattr_permission`),
-//! but for names that filesystems of Linux do not have.
+//! Operations on extended attributes, and which of them a caller may see. The kernel has decided
+//! before it asks whether an attribute may be read, set or removed, by its name and the file
+//! (`xattr_permission`), except for names that filesystems of Linux do not have.
 //!
 //! Volumes that earlier versions wrote may have attributes of such names, which any user could
 //! store. Root sees them, reads them and removes them; for all others they are not there, and they
@@ -84,7 +84,7 @@ impl Front {
     }
 }
 
-/// What to say where there is no attribute of this name. Fails where the caller is not to learn
+/// The error where there is no attribute of this name. Fails where the caller must not learn
 /// whether there is one.
 fn missing(caller: &Caller, name: &[u8]) -> Result<FsError, FsError> {
     match check_xattr_name(name) {
@@ -108,9 +108,9 @@ fn visible(caller: &Caller, names: Vec<u8>) -> Vec<u8> {
     each().filter(|(_, is_for_root)| !is_for_root).flat_map(|(name, _)| name).copied().collect()
 }
 
-/// Who sets the permissions of a file through its ACL and is not in its group takes its
-/// set-group-id bit (`posix_acl_update_mode`; fuser 0.18 does not pass on the kernel's word for
-/// it).
+/// Clears the set-group-id bit of a file when its permissions are set through its ACL and the
+/// caller is not in its group (`posix_acl_update_mode`; fuser 0.18 does not pass on the kernel's
+/// flag).
 fn drop_set_group_id(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
     let inode = fs.attributes(ino)?.inode;
     if inode.mode & libc::S_ISGID != 0 && !caller.is_in_group(inode.gid) {

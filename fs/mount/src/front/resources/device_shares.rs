@@ -1,9 +1,9 @@
-//! Who may have how much under way at the device by ioctl.
+//! Shares of the device: bounds what each user may have in flight by ioctl.
 //!
-//! It guards the time of others: a device serves what it has been given in the order in which it
-//! came, so a process with a thousand threads would have all others wait for a thousand long
-//! transfers. Users have equal shares of what is in flight, and who has a share in flight waits,
-//! in turns with the other processes of that user. A user who has nothing in flight never waits.
+//! It guards the time of others: a device serves transfers in the order in which they came, so a
+//! process with a thousand threads would make all others wait for a thousand long transfers. Users
+//! have equal shares of what is in flight. A user whose share is in flight waits, and the processes
+//! of that user take turns. A user who has nothing in flight never waits.
 //!
 //! Rings have limits of their own (`gpunvme_gpupath::ring`).
 
@@ -18,15 +18,15 @@ use crate::front::resources::workers::Workers;
 /// Bytes in flight of one user alone; several have an equal part of it each. The longest part of a
 /// transfer is half of it, so that the device has something to do while the next part is planned.
 const ALL: u64 = 128 << 20;
-/// What is no longer begins at once, as a read(2) of as many bytes does: a thread has one of them
-/// at a time.
+/// A transfer of at most so many bytes begins at once, as a read(2) of as many bytes does: a thread
+/// has one of them at a time.
 const SHORT: u64 = 64 << 10;
 
 type Begin = Box<dyn FnOnce(InFlight) + Send>;
 
 /// The shares of a device.
 pub(crate) struct DeviceShares {
-    /// Begins what has waited.
+    /// Threads that begin transfers which have waited.
     workers: Arc<Workers>,
     users: Mutex<FxHashMap<u32, User>>,
 }
@@ -129,7 +129,7 @@ impl Drop for InFlight {
     }
 }
 
-/// What each of so many users may have.
+/// Bytes that each of so many users may have in flight.
 fn share(users: usize) -> u64 {
     (ALL / users.max(1) as u64).max(1)
 }

@@ -177,7 +177,7 @@ mod tests {
     fn loops_beyond_a_few_stand_aside_until_all_others_are_busy() {
         let threads = Threads::new(8);
         threads.all_have_had_one();
-        // Who stands aside does not look.
+        // A loop that stands aside does not look.
         for number in 0..8 {
             threads.send(number);
         }
@@ -204,7 +204,7 @@ mod tests {
         loops.leave();
         barrier.wait();
         assert_eq!(loops.waiting.load(Ordering::SeqCst), 0);
-        // Who comes now must not stand aside.
+        // A loop that comes now must not stand aside.
         drop(loops.busy());
         assert_eq!(loops.waiting.load(Ordering::SeqCst), 1);
         barrier.wait();

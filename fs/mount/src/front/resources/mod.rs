@@ -1,5 +1,5 @@
-//! What the operations of one mount use up, and have to share: threads, memory, and the daemon's
-//! end of the direct path.
+//! Resources that the operations of one mount share: threads, memory, and the daemon's end of the
+//! direct path.
 
 pub(super) mod device_shares;
 pub(super) mod endpoint;

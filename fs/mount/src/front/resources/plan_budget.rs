@@ -19,7 +19,7 @@ const READ_BYTES: u64 = 64 << 20;
 /// only known when it is planned.
 const WRITE_BLOCKS: std::ops::RangeInclusive<usize> = 256..=8 << 10;
 
-/// What is left.
+/// The budget for plans of one mount.
 #[derive(Default)]
 pub(crate) struct PlanBudget {
     taken: AtomicUsize,
@@ -32,7 +32,7 @@ pub(crate) struct PlanPermit {
 }
 
 impl PlanBudget {
-    /// What the next part of a read may be.
+    /// Bounds of the next part of a read.
     pub fn read_bounds(&self) -> Bounds {
         Bounds { pieces: self.share().clamp(LEAST, MOST), bytes: READ_BYTES }
     }

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-/// Who something is done for.
+/// The user and process that a task is done for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub user: u32,
@@ -16,7 +16,7 @@ pub(crate) struct Turns<T> {
     len: usize,
 }
 
-/// What waits of one user, or of one of its processes.
+/// Waiting tasks of one user, or of one of its processes.
 struct Group<T> {
     of: u32,
     waiting: VecDeque<T>,

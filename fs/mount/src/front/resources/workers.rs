@@ -1,4 +1,4 @@
-//! Threads for what a loop of the transport must not do: wait.
+//! Threads for tasks that wait, which a loop of the transport must not do.
 //!
 //! There are four pools, so that no task waits for another of its own pool. Threads of a later one
 //! may wait for those of an earlier one, never the other way round:
@@ -130,7 +130,7 @@ impl Shared {
         loop {
             if let Some(task) = state.tasks.pop() {
                 drop(state);
-                // What a task that panics was doing to the volume is unknown: nothing of it may
+                // It is unknown what the panicked task was doing to the volume: nothing of it may
                 // reach the device.
                 if catch_unwind(AssertUnwindSafe(task)).is_err() {
                     std::process::abort();
