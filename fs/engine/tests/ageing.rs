@@ -1,4 +1,4 @@
-//! What a volume looks like that is old: filled, and its files replaced again and again.
+//! An old volume: filled, and its files replaced again and again.
 
 use std::sync::Arc;
 

@@ -74,7 +74,7 @@ pub enum Node {
     Link(Vec<u8>),
 }
 
-/// What the filesystem should hold.
+/// Expected content of a filesystem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Model {
     /// Nodes by inode number.
@@ -136,9 +136,9 @@ impl Model {
 
 /// A filesystem and its model, changed together.
 pub struct Pair {
-    /// The real one.
+    /// The filesystem under test.
     pub fs: Arc<Filesystem>,
-    /// What it should be.
+    /// Its expected content.
     pub model: Model,
     /// Seconds, for times that differ.
     pub clock: i64,
@@ -152,7 +152,7 @@ impl Pair {
         Pair::below(fs, ROOT)
     }
 
-    /// What happens below one empty directory.
+    /// A pair whose workload stays below one empty directory.
     pub fn below(fs: Arc<Filesystem>, dir: u64) -> Pair {
         let nodes = BTreeMap::from([(dir, Node::Dir(BTreeMap::new()))]);
         let model = Model { nodes, xattrs: BTreeMap::new(), times: BTreeMap::new() };

@@ -223,7 +223,7 @@ fn what_a_long_punch_takes_away_does_not_come_back_around_a_few_bytes_that_are_w
             let (shared, written) = (shared.clone(), written.clone());
             move || {
                 let Some(fs) = shared.get().filter(|_| !written.load(Ordering::Relaxed)) else { return };
-                // What it asks for itself comes by here, too.
+                // The calls below may wait, and then run this closure again.
                 if looks.swap(true, Ordering::Relaxed) {
                     return;
                 }

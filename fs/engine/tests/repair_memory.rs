@@ -22,11 +22,11 @@ static HEAP: PeakAlloc = PeakAlloc;
 static COUNTING: Mutex<()> = Mutex::new(());
 
 const MIB: usize = 1 << 20;
-/// What the repair is given, in bytes.
+/// Memory for the repair, in bytes.
 const MEMORY: usize = 8 * MIB;
 /// Buffers of requests under way, of the journal and of temporary files, in bytes.
 const BUFFERS: usize = 4 * MIB;
-/// Leaves that there are. To keep 60 bytes of each takes more than all the memory.
+/// Number of leaves. To keep 60 bytes of each takes more than all the memory.
 const LEAVES: u64 = 400 * CHUNK_BLOCKS;
 
 const NOW: Timestamp = Timestamp { seconds: 9, nanoseconds: 0 };

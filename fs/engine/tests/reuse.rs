@@ -92,7 +92,7 @@ fn blocks_that_a_read_looked_up_are_nobody_elses_before_it_is_over() {
     assert!(receiver.recv().unwrap().iter().all(|byte| *byte == 0xaa), "a read got what another file holds");
     assert!(taken > 8 << 20, "only {taken} bytes were written: too few to want the freed blocks");
 
-    // Now that it is over they are anybody's.
+    // Now that the read is over, any file may have the blocks.
     assert!(fill(file(b"second")) >= 2 << 20, "the blocks did not come back");
     fs.close().unwrap();
     assert_sound(&open(&device).unwrap(), "after reuse");
@@ -125,7 +125,7 @@ fn names_leave_the_room_that_is_promised_to_data() {
     let last = (0..5000).find(|i| link(*i, &[b't'; 3800]).is_err()).expect("the volume is full");
     small.iter().for_each(|ino| fs.sync_file(*ino).expect("there is room for what was taken"));
     assert!(fs.read(big, 0, blocks as usize * 4096).unwrap().iter().all(|byte| *byte == 7));
-    // What is there can be deleted.
+    // Files can be deleted.
     (0..last).for_each(|i| unlink(&fs, &i.to_string()));
     unlink(&fs, "data");
     fs.close().unwrap();

@@ -35,7 +35,7 @@ const WRITES: [Step; 3] = [
     ("direct write of new blocks", |fs, ino| direct(fs, ino, 1 << 20)),
 ];
 
-/// What changes the inode before it learns of a write.
+/// Operations that change the inode before it learns of a write.
 const CHANGES: [Step; 6] = [
     ("rename", |fs, _| {
         fs.wait(|| fs.rename(&who(LATER), (ROOT, b"a"), (ROOT, b"b"), RenameMode::NoReplace, &mut Settling::default()))
@@ -91,7 +91,7 @@ fn a_write_replaces_a_time_that_was_set_ahead_whatever_happens_before_it_is_stor
             assert_eq!(mtime(), WRITTEN, "{what}");
             fs.sync_file(ino).unwrap();
             assert_eq!(mtime(), WRITTEN, "{what}, stored");
-            // What is set after a write stays.
+            // A time that is set after a write stays.
             do_write(&fs, ino);
             set_mtime(&fs, ino, set, LATER);
             fs.sync_file(ino).unwrap();

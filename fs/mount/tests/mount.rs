@@ -119,7 +119,7 @@ fn mount(device: &Path, dir: &Path, args: &[&str]) -> Output {
     command(device, dir, args).output().unwrap()
 }
 
-/// What is said of a refusal, after the program's and the device's names, and the exit code.
+/// The exit code of a refusal, and its message without the names of the program and the device.
 fn refusal(output: &Output, device: &Path) -> (i32, String) {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
     let prefix = format!("mount.gpunvme: {}: ", device.display());
@@ -266,7 +266,7 @@ fn sigterm_leaves_what_covers_the_mount_where_it_is() {
     volume.wait_for_daemon();
     assert!(volume.mnt().join("above").exists(), "what was mounted over the mount has gone with it");
     volume.umount();
-    // What is left below is a dead mount, which the next mount of the device releases.
+    // A dead mount is left below; the next mount of the device releases it.
     let volume = volume.mounted(&[]);
     assert_eq!(fs::read_to_string(volume.mnt().join("file")).unwrap(), "kept");
     volume.umount();

@@ -31,7 +31,7 @@ const EDGE_STEP: u64 = 1 << 20;
 
 /// A direct read that was looked up.
 pub struct DirectRead {
-    /// The commands to be carried out.
+    /// Plan of the transfer.
     pub plan: Plan,
     /// Where the next part of the transfer begins.
     pub next: Option<Position>,
@@ -43,7 +43,7 @@ pub struct DirectRead {
 
 /// A direct write whose blocks have a place.
 pub struct DirectWrite {
-    /// The commands to be carried out. Its edges are only counted: [`Filesystem::write_edges`] has
+    /// Plan of the transfer. Its edges are only counted: [`Filesystem::write_edges`] has
     /// written them before.
     pub plan: Plan,
     flight: Flight,

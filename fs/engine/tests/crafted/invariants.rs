@@ -12,13 +12,13 @@ use super::victim;
 use crate::common::ROOT;
 use crate::surgeon::Surgeon;
 
-/// Something that has to be so, and is not.
+/// An invariant that is broken.
 pub struct Invariant {
-    /// What is wrong.
+    /// Description of what is wrong.
     pub name: &'static str,
     /// It is broken in a volume whose last transactions are in the journal only.
     in_journal: bool,
-    /// The volume is none that this program may touch.
+    /// The program must refuse the volume.
     pub is_refused: bool,
     edit: fn(&mut Surgeon),
 }

@@ -12,7 +12,7 @@ use crate::common::assert_sound;
 
 const SECTOR: usize = 512;
 
-/// What a file held, from a moment on.
+/// Content of a file, from a moment on.
 pub struct Version {
     /// Events of the device's log when the operation that made it began.
     pub began: usize,
@@ -51,7 +51,7 @@ pub struct History {
     replaced: Vec<(usize, u64, usize)>,
 }
 
-/// What a promise that is about to be asked for has to cover.
+/// A claim: the state that a promise about to be made has to cover.
 pub struct Claim {
     moment: usize,
     files: Vec<(u64, usize)>,
@@ -93,7 +93,7 @@ impl History {
         self.times.entry(ino).or_default().push((self.moments.len() - 1, time));
     }
 
-    /// What a file holds.
+    /// The latest content of a file.
     pub fn content(&self, ino: u64) -> &Arc<Vec<u8>> {
         &self.files[&ino].last().expect("it was created").content
     }
@@ -112,7 +112,7 @@ impl History {
         }
     }
 
-    /// What is to be promised: all that is done so far, and the content of these files.
+    /// A claim to everything done so far, and to the content of these files.
     pub fn claim(&self, files: impl IntoIterator<Item = u64>) -> Claim {
         let files = files.into_iter().filter_map(|ino| Some((ino, self.files.get(&ino)?.len() - 1)));
         Claim { moment: self.moments.len() - 1, files: files.collect() }
@@ -155,7 +155,7 @@ impl History {
                 assert_eq!(found, time, "{what}: inode {ino}: time of modification");
             }
         }
-        // What had no name any more is gone, and life goes on.
+        // Inodes that had no name any more are gone, and life goes on.
         while !fs.volume().reap(usize::MAX).expect("nothing fails") {}
         let all = View::of(fs, crate::common::ROOT).nodes.len() as u64;
         assert_eq!(fs.usage().inodes, all, "{what}: inodes without a name");

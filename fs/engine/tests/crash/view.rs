@@ -31,7 +31,7 @@ pub struct Node {
 }
 
 impl View {
-    /// What is below a directory now. Only reads.
+    /// The view of everything below a directory now. Only reads.
     pub fn of(fs: &Arc<Filesystem>, root: u64) -> View {
         let mut view = View::default();
         let mut todo = vec![root];

@@ -28,9 +28,9 @@ type Task = Box<dyn FnOnce() + Send>;
 /// The workload on a volume.
 pub struct World {
     recorder: Arc<Recorder>,
-    /// None before the beginning and after the end.
+    /// None before the workload begins and after it ends.
     fs: Mutex<Option<Arc<Filesystem>>>,
-    /// What completions could not do themselves.
+    /// Tasks that completions could not do themselves.
     tasks: Mutex<VecDeque<Task>>,
     /// Files with direct writes under way.
     direct: Arc<Mutex<Vec<u64>>>,
@@ -254,7 +254,7 @@ impl World {
     }
 }
 
-/// What may become of an operation that was chosen blindly.
+/// Checks the error of an operation that was chosen blindly.
 fn tolerate(error: &FsError) {
     let fails = matches!(error, FsError::Device(_) | FsError::Corrupt(_) | FsError::Failed(_) | FsError::ReadOnly);
     assert!(!fails, "{error}");

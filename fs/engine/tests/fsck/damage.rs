@@ -11,19 +11,19 @@ use gpunvme_layout::{Dirent, Extent, FileType, Inode, Key, Kind as ItemKind, nod
 use super::subject::{Contents, ROOT, Subject, Thing, subject};
 use crate::surgeon::Surgeon;
 
-/// What a case may change: paths that begin with one of these.
+/// Parts that a case may change: paths that begin with one of these.
 pub type Touched = &'static [&'static str];
 
 pub struct Case {
     /// Its name.
     pub name: &'static str,
-    /// What has to be found.
+    /// The kind of finding that the check has to report.
     pub kind: Kind,
     /// Does the damage.
     pub damage: fn(&mut Surgeon, &Subject),
-    /// What may be another or gone afterwards; everything else has to be as it was.
+    /// Paths that may differ or be gone afterwards; everything else has to be as it was.
     pub touched: Touched,
-    /// What has to be there afterwards.
+    /// Whether the expected content is there afterwards.
     pub expect: fn(&Contents) -> bool,
 }
 
@@ -529,7 +529,7 @@ pub const CASES: &[Case] = &[
         expect: small_is_found,
     },
     Case {
-        // What is made new for it must not take the number of what is there.
+        // An inode made by the repair must not take the number of one that exists.
         name: "next inode is too low, and a file without a name",
         kind: Kind::Lost,
         damage: |s, subject| {

@@ -30,11 +30,11 @@ pub enum Thing {
 /// Everything below a directory, by path, with its attributes.
 pub type Contents = BTreeMap<String, (Thing, Vec<Vec<u8>>)>;
 
-/// A volume with a bit of everything, closed; what is in it, and the inodes of some of it.
+/// A closed volume with items of every kind, its contents, and the inodes of some of them.
 pub struct Subject {
     /// The volume.
     pub image: Image,
-    /// What is in it.
+    /// Its contents.
     pub contents: Contents,
     /// Inodes by name.
     pub inodes: BTreeMap<String, u64>,

@@ -54,7 +54,7 @@ struct Opened {
     seen: u64,
 }
 
-/// What came of a direct write, once it is over.
+/// Result of a direct write, once it is over.
 type Answer = Arc<Mutex<Option<Result<(), FsError>>>>;
 
 /// A caller.
@@ -238,7 +238,7 @@ impl<'w> Caller<'w> {
         self.may_fail(before, what, done).is_some()
     }
 
-    /// What an operation answered, if it did not fail by what the device has failed meanwhile.
+    /// The result of an operation; none if it failed because the device failed meanwhile.
     fn may_fail<T>(&self, before: u64, what: &str, result: Result<T, FsError>) -> Option<T> {
         match result {
             Ok(done) => Some(done),

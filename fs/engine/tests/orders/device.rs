@@ -64,7 +64,7 @@ struct Batch {
 
 #[derive(Default)]
 struct Work {
-    /// What is left to be done; whether it fails.
+    /// Requests left to be done; whether each fails.
     left: Vec<(Request, bool)>,
     /// Pieces that were handed on.
     handed: usize,
@@ -79,12 +79,12 @@ impl Unruly {
         Arc::new(Unruly { recorder: Recorder::new(image), shared, idles: AtomicBool::new(false) })
     }
 
-    /// What it recorded.
+    /// The recorder of its writes.
     pub fn recorder(&self) -> &Arc<Recorder> {
         &self.recorder
     }
 
-    /// From now on it fails nothing, or does.
+    /// Sets whether the device is tame: a tame device fails nothing.
     pub fn tame(&self, tame: bool) {
         self.shared.state.lock().tame = tame;
     }
@@ -94,7 +94,7 @@ impl Unruly {
         self.idles.store(true, Ordering::Relaxed);
     }
 
-    /// Does a bit of something, perhaps.
+    /// Executes some pieces of a request, or none.
     pub fn work(&self, turn: u64) {
         let mut state = self.shared.state.lock();
         state.turn = turn;

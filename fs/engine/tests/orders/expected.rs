@@ -11,31 +11,31 @@ use std::ops::Range;
 
 /// A write, by number. The first one is what a new file holds: zeros.
 pub type Id = usize;
-/// Bytes that are looked at together.
+/// Bytes that are compared together.
 const SECTOR: usize = 512;
-/// The end of everything.
+/// The end of every range without a bound.
 const END: u64 = u64::MAX;
 
-/// A write: also a truncation, a punch, or whatever else changes content or size.
+/// A write, or any other operation that changes content or size: a truncation, a punch.
 pub struct Write {
     pub ino: u64,
-    /// What it was, for people.
+    /// Description, for the message of a failure.
     pub what: String,
     pub began: u64,
-    /// When it was over, however it ended.
+    /// Turn in which it was over, however it ended.
     ended: Option<u64>,
     /// It ended with an error: it may be there, or not, or in part.
     failed: bool,
-    /// When it was sure to stay, whatever the device does but lose power.
+    /// Turn from which it was sure to stay, whatever the device does except lose power.
     settled: Option<u64>,
-    /// When it was sure to survive a power cut.
+    /// Turn from which it was sure to survive a power cut.
     durable: Option<u64>,
     ranges: Vec<Range<u64>>,
     /// It leaves zeros.
     zero: bool,
 }
 
-/// What a write does to the size of its file.
+/// Effect of a write on the size of its file.
 #[derive(Clone, Copy)]
 pub enum Size {
     /// It is at least this.
@@ -67,7 +67,7 @@ pub struct Reading {
     pieces: Vec<(Range<u64>, Vec<Id>)>,
 }
 
-/// What is expected of a volume.
+/// Expected content of a volume.
 pub struct Expected {
     pub writes: Vec<Write>,
     files: BTreeMap<u64, Content>,
@@ -224,7 +224,7 @@ impl Expected {
         content.split(part.start);
         content.split(part.end);
         for (start, piece) in content.pieces.range_mut(part.clone()) {
-            // What began since is not to be told.
+            // Of writes that began since, the read says nothing.
             if piece.live.iter().any(|id| !ids.contains(id)) || *start != part.start {
                 continue;
             }
@@ -304,7 +304,8 @@ impl Expected {
                 // One that grows may have come to any point, too.
                 possible.push(size.min(floor)..size + 1);
             }
-            // What was under way beside it, is under way, or failed, may count to any point.
+            // A write that was under way beside it, is under way, or failed, may count to any
+            // point.
             possible.extend(grows.clone().filter(|(id, to)| !is_before(*id, set) && *to > least).map(|(_, to)| least..to + 1));
         }
         possible

@@ -27,7 +27,7 @@ pub struct Style {
     pub sticky: u64,
 }
 
-/// Who runs.
+/// A schedule of threads.
 pub struct Schedule {
     turn: AtomicUsize,
     threads: OnceLock<Vec<Thread>>,

@@ -38,7 +38,7 @@ pub struct World {
     pub schedule: Schedule,
     /// None when it is over.
     fs: Mutex<Option<Arc<Filesystem>>>,
-    /// What completions could not do themselves.
+    /// Tasks that completions could not do themselves.
     tasks: Mutex<VecDeque<Task>>,
     clock: AtomicU64,
     over: AtomicBool,
@@ -46,7 +46,7 @@ pub struct World {
     pub state: Mutex<State>,
 }
 
-/// What is known of the volume and its callers.
+/// State of the volume and its callers, as the test knows it.
 pub struct State {
     pub expected: Expected,
     pub names: Names,
@@ -209,7 +209,7 @@ impl World {
             return;
         }
         let (waited, overtaken) = (turns - doing.since, state.ended - doing.ended);
-        // What makes metadata durable waits for all that was begun before.
+        // An operation that makes metadata durable waits for all that were begun before.
         let queues = ["fsync", "commit", "checkpoint"].iter().any(|kind| doing.what.starts_with(kind));
         let before = if queues { self.case.callers as u64 } else { 0 };
         let patient = REQUESTS_MAX * (1 + before) * (self.case.habits.patience + LATE);
@@ -326,7 +326,7 @@ impl World {
         assert_eq!(fs.usage().inodes, 1 + files.values().collect::<BTreeSet<_>>().len() as u64, "inodes without a name");
     }
 
-    /// What happened lately.
+    /// The latest events, for the message of a failure.
     pub fn story(&self) -> String {
         self.state.try_lock().map_or_else(String::new, |state| state.trace.iter().cloned().collect::<Vec<_>>().join("\n"))
     }

@@ -181,7 +181,7 @@ const OLDER_CALLS: &[libc::c_long] = &[];
 const FUSE_DEV_IOC_CLONE: u64 = 0x8004_e500;
 /// The ioctls of VFIO and of its container: `_IO(';', 100)` to `_IO(';', 159)` (linux/vfio.h).
 const VFIO: (u64, u64) = (0x3b64, 0x3b9f);
-/// Ioctls on descriptors that the standard library makes.
+/// Ioctls that the standard library uses on descriptors.
 const DESCRIPTOR_IOCTLS: [u64; 3] = [libc::FIONBIO, libc::FIOCLEX, libc::FIONREAD];
 
 /// Refuses all other calls from now on, to all threads that there are and will be.

@@ -98,7 +98,7 @@ impl World {
                 self.promised(claim);
             }
             22..30 => {
-                // What an operation on a directory that is synced promises: names.
+                // The promise of an fsync of a directory covers names only.
                 let claim = self.state.lock().history.claim([]);
                 fs.commit().expect("nothing fails");
                 self.promised(claim);
@@ -115,7 +115,7 @@ impl World {
                 self.promised(claim);
             }
             36..44 => {
-                // What happens by itself every few seconds.
+                // The write-back that happens by itself every few seconds.
                 let claim = self.state.lock().history.claim([]);
                 fs.write_back().expect("nothing fails");
                 fs.commit().expect("nothing fails");
@@ -146,7 +146,7 @@ impl World {
                 Ok((format!("{what:?} {offset} {len}"), Box::new(change)))
             }),
             78..84 => {
-                // What is being written past the buffer can be read half.
+                // A copy may see half of a write that is under way past the buffer.
                 let Some(from) = self.pick_file().filter(|from| !self.direct.lock().contains(from)) else { return };
                 self.on_file(|to| {
                     if from == to {
