@@ -58,9 +58,9 @@ struct Stack {
     unclaimed: Vec<MediumRange>,
 }
 
-/// Another name under which the medium of `device` (a path) is in use, for one who has opened it
-/// in this mode. Having it open makes the answer reliable: of two that open two names at once, at
-/// least one finds the other.
+/// Another name under which the medium of `device` (a path) is in use. The caller has opened the
+/// device in this mode. Having it open makes the answer reliable: of two programs that open two
+/// names at once, at least one finds the other.
 pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
     let own = Stack::of(device)?;
     let is_file = own.members.is_empty();

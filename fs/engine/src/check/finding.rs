@@ -209,7 +209,7 @@ impl std::fmt::Display for Place {
 /// [`super::rebuild`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fix {
-    /// Nothing that concerns items.
+    /// No change of items.
     Elsewhere,
     /// The item goes.
     Remove(Key),
@@ -268,7 +268,7 @@ pub(crate) enum Fix {
     NextInode(u64),
 }
 
-/// Something that is not as the format promises.
+/// A violation of the format's invariants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// Kind of the damage.

@@ -34,9 +34,9 @@ pub(crate) struct InodeRecord {
     pub flags: u32,
 }
 
-/// There is no inode item, or it makes no sense.
+/// Flag: there is no inode item, or it makes no sense.
 pub(crate) const UNUSABLE: u32 = 1;
-/// Written blocks lie beyond the end of the file.
+/// Flag: written blocks lie beyond the end of the file.
 pub(crate) const BEYOND: u32 = 2;
 
 /// An entry of a directory.

@@ -104,12 +104,12 @@ pub struct Fsck {
     clean: bool,
     /// The journal has to be erased before the first change.
     erase_journal: bool,
-    /// Nothing is known of the root of the tree.
+    /// The root of the tree is unknown.
     lost: bool,
     /// The anchors say that the volume is in use.
     begun: bool,
-    /// There was no room for a new tree. What is in memory of it must not become durable: the old
-    /// one is what counts.
+    /// There was no room for a new tree. The part of it in memory must not become durable: the old
+    /// tree stays the valid one.
     abandoned: bool,
 }
 

@@ -22,7 +22,7 @@ impl Filesystem {
             match self.copy_step((from.0, from.1 + done), (to.0, to.1 + done), (len - done).min(STEP), now) {
                 Ok(0) => break,
                 Ok(copied) => done += copied,
-                // What was copied before counts; the next call meets the error.
+                // Bytes copied before count; the next call meets the error.
                 Err(_) if done > 0 => break,
                 Err(error) => return Err(error),
             }

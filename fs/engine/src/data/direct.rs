@@ -29,7 +29,7 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes of an edge that are copied at once.
 const EDGE_STEP: u64 = 1 << 20;
 
-/// A direct read that was looked up.
+/// A direct read whose blocks were looked up.
 pub struct DirectRead {
     /// Plan of the transfer.
     pub plan: Plan,
@@ -49,7 +49,7 @@ pub struct DirectWrite {
     flight: Flight,
 }
 
-/// The part of a write that ends with it, however it ends.
+/// State of a direct write in flight; dropping it ends the write, however it went.
 struct Flight {
     /// Number of this write among those in flight to the file.
     number: u64,
@@ -224,9 +224,9 @@ impl Filesystem {
         Ok(DirectWrite { plan, flight })
     }
 
-    /// Writes what of the segments cannot go direct as ordinary bytes. To be called before the
-    /// write is planned: it may need blocks in memory that the direct part is about to replace.
-    /// Waits for the device where it has to.
+    /// Writes the parts of the segments that cannot go direct as ordinary bytes. Must be called
+    /// before the write is planned: it may need blocks in memory that the direct part is about to
+    /// replace. Waits for the device where it has to.
     ///
     /// # Errors
     /// As an ordinary write; the buffer's owner has shrunk it.
@@ -292,7 +292,7 @@ impl Filesystem {
     }
 
     /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size
-    /// of the file. What is in memory has to be written out first; it stalls until then.
+    /// of the file. Stalls until the file's data in memory is written out.
     pub fn resolve(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<(Vec<Mapping>, u64)> {
         let file = self.files.find(ino);
         let state = file.as_ref().map(|file| file.state.lock());
@@ -305,7 +305,7 @@ impl Filesystem {
 }
 
 impl Flight {
-    /// Makes the written blocks the file's.
+    /// Maps the written blocks into the file.
     fn map(&mut self) -> Attempt<()> {
         if self.in_place {
             return Ok(());

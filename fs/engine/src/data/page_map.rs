@@ -27,13 +27,13 @@ impl Entry for Arc<Pages> {
     }
 }
 
-/// Blocks of a file that are in memory and may be written to.
+/// A run of blocks of a file that are in memory and may be written to.
 pub(crate) struct BufferedPages {
-    /// Their content.
+    /// Content of the blocks.
     pub pages: Pages,
-    /// They differ from the device.
+    /// Whether the blocks differ from the device.
     pub dirty: bool,
-    /// Blocks were promised for them: the file has none there yet.
+    /// Whether blocks were promised for them: the file has none there yet.
     pub promised: bool,
 }
 
@@ -43,7 +43,7 @@ impl Entry for BufferedPages {
     }
 }
 
-/// PageMap by their first block. No two overlap.
+/// Entries by their first block. No two overlap.
 pub(crate) struct PageMap<T>(BTreeMap<u64, T>);
 
 impl<T> Default for PageMap<T> {
@@ -53,12 +53,12 @@ impl<T> Default for PageMap<T> {
 }
 
 impl<T: Entry> PageMap<T> {
-    /// Whether there is none.
+    /// Whether the map has no entry.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Adds a entry where there is none.
+    /// Adds an entry where there is none.
     pub fn insert(&mut self, start: u64, entry: T) {
         debug_assert!(!self.overlaps(start..start + entry.blocks()));
         self.0.insert(start, entry);
@@ -69,27 +69,27 @@ impl<T: Entry> PageMap<T> {
         self.0.remove(&start)
     }
 
-    /// The memory of a block, and which page of it the block is.
+    /// The pages that hold a block, and the index of the block's page in them.
     pub fn find(&self, block: u64) -> Option<(&Pages, usize)> {
         self.overlapping(block..block + 1).next().map(|(blocks, entry)| (entry.pages(), (block - blocks.start) as usize))
     }
 
-    /// Whether a block is in one of them.
+    /// Whether a block is in memory.
     pub fn contains(&self, block: u64) -> bool {
         self.find(block).is_some()
     }
 
-    /// Whether any of these blocks is.
+    /// Whether any of these blocks is in memory.
     pub fn overlaps(&self, blocks: Range<u64>) -> bool {
         self.overlapping(blocks).next().is_some()
     }
 
-    /// All of them, in order.
+    /// All entries, in order.
     pub fn iter(&self) -> impl Iterator<Item = (Range<u64>, &T)> {
         self.0.iter().map(|(start, entry)| (*start..start + entry.blocks(), entry))
     }
 
-    /// Those that hold some of these blocks, in order.
+    /// The entries that hold some of these blocks, in order.
     pub fn overlapping(&self, blocks: Range<u64>) -> impl Iterator<Item = (Range<u64>, &T)> {
         let before = self.0.range(..=blocks.start).next_back().filter(|(start, entry)| *start + entry.blocks() > blocks.start);
         let first = before.map_or(blocks.start, |(start, _)| *start);
@@ -126,12 +126,12 @@ impl PageMap<BufferedPages> {
         self.0.split_off(&block).into_values()
     }
 
-    /// Forgets all of them.
+    /// Removes all entries.
     pub fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Changes what is known of these blocks, of whole entries where it can. Returns the number of
+    /// Changes the state of these blocks, of whole entries where possible. Returns the number of
     /// blocks that `change` returned true for.
     pub fn change(
         &mut self,
@@ -153,8 +153,7 @@ impl PageMap<BufferedPages> {
         changed
     }
 
-    /// Makes a entry a part of the one before it, if they are alike and their memory lies side by
-    /// side.
+    /// Joins an entry with the one before it, if they are alike and their memory lies side by side.
     fn join(&mut self, start: u64) {
         let Some(entry) = self.0.get(&start) else { return };
         let Some((first, before)) = self.0.range(..start).next_back() else { return };
@@ -191,7 +190,7 @@ mod tests {
     use super::super::pages::PagePool;
     use super::*;
 
-    /// What a block is in the model: dirty, promised, and a byte of its content.
+    /// State of a block in the model: dirty, promised, and a byte of its content.
     type Known = Option<(bool, bool, u8)>;
 
     fn known(entries: &PageMap<BufferedPages>, block: u64) -> Known {
@@ -202,8 +201,8 @@ mod tests {
         Some((entry.dirty, entry.promised, byte[0]))
     }
 
-    /// PageMap that are added, changed, cut and taken out in any order are, block by block, what
-    /// an array of blocks is.
+    /// A map whose entries are added, changed, cut and taken out in any order agrees, block by
+    /// block, with an array of blocks.
     #[test]
     fn pieces_are_what_their_blocks_are() {
         const BLOCKS: u64 = 64;
@@ -246,7 +245,7 @@ mod tests {
                     range.for_each(|block| model[block as usize].iter_mut().for_each(|known| known.1 = true));
                 }
                 3 => {
-                    // What is taken has to be in one entry.
+                    // The blocks to take out have to be in one entry.
                     let Some((blocks, _)) = entries.overlapping(range.clone()).next() else { continue };
                     let part = blocks.start.max(range.start)..blocks.end.min(range.end);
                     assert_eq!(entries.take(&part).blocks(), part.end - part.start);

@@ -47,8 +47,7 @@ impl PagePool {
         Ok(Arc::new(PagePool { device: device.clone(), region, free: Mutex::new(free), freed: Condvar::new() }))
     }
 
-    /// Takes `count` pages, in as few runs as it finds without looking long, or none when there
-    /// are not that many.
+    /// Takes `count` pages, in as few runs as a short search finds; none when fewer pages are free.
     pub fn take(self: &Arc<PagePool>, count: usize) -> Option<SmallVec<[Pages; 2]>> {
         let mut taken: SmallVec<[Pages; 2]> = SmallVec::new();
         let mut free = self.free.lock();
@@ -149,12 +148,12 @@ impl Drop for PagePool {
 }
 
 impl Pages {
-    /// How many there are.
+    /// Number of pages.
     pub fn len(&self) -> usize {
         self.run.len()
     }
 
-    /// Those from page `at` on, which are then not in this run any more.
+    /// Splits off the pages from `at` on, which are then not in this run any more.
     pub fn split_off(&mut self, at: usize) -> Pages {
         assert!(at <= self.len());
         let cut = self.run.start + at;
@@ -163,19 +162,19 @@ impl Pages {
         rest
     }
 
-    /// Whether others lie right behind these.
+    /// Whether `next` lies right behind these pages.
     pub fn is_before(&self, next: &Pages) -> bool {
         self.run.end == next.run.start
     }
 
-    /// Takes in others that lie right behind these.
+    /// Joins these pages with others that lie right behind them.
     pub fn join(&mut self, mut next: Pages) {
         assert!(self.is_before(&next));
         self.run.end = next.run.end;
         next.run.start = next.run.end;
     }
 
-    /// Copies bytes in, from byte `at` of them on.
+    /// Copies bytes into the pages, from byte `at` of them on.
     pub fn write(&self, at: usize, bytes: &[u8]) -> Result<(), FsError> {
         Ok(self.pool.region.write_at(self.bytes(at..at + bytes.len()).start, bytes)?)
     }
@@ -186,12 +185,12 @@ impl Pages {
         Ok(self.pool.region.zero_at(range.start, range.len())?)
     }
 
-    /// Copies bytes out, from byte `at` of them on.
+    /// Copies bytes out of the pages, from byte `at` of them on.
     pub fn read(&self, at: usize, out: &mut [u8]) -> Result<(), FsError> {
         Ok(self.pool.region.read_at(self.bytes(at..at + out.len()).start, out)?)
     }
 
-    /// Pages `range` of them as a device sees them.
+    /// Pages `range` of this run as a device sees them.
     pub fn span(&self, range: Range<usize>) -> Span {
         self.pool.region.span(self.bytes(range.start * BLOCK_SIZE..range.end * BLOCK_SIZE))
     }

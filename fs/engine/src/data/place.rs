@@ -1,4 +1,4 @@
-//! Placement: chooses where the blocks of a file go that are about to be written.
+//! Placement: chooses the place on the device of blocks that are about to be written.
 
 use std::ops::Range;
 
@@ -73,15 +73,15 @@ impl Filesystem {
         Ok(placement)
     }
 
-    /// Gives back what was reserved and is not mapped.
+    /// Gives back the reserved blocks that are not mapped.
     pub(super) fn unplace(&self, placement: &mut Placement) {
         for part in placement.parts.drain(..).skip(placement.mapped).filter(|p| p.placed.reserved) {
             self.volume.unreserve(part.placed.run);
         }
     }
 
-    /// Maps what was placed, once its data is on the device, as far as one operation goes. Returns
-    /// whether that was the rest. Nothing but the placement says how far it came: the file's lock
+    /// Maps the placed blocks, once their data is on the device, as far as one operation goes.
+    /// Returns whether all are mapped. Only the placement records how far it came: the file's lock
     /// need not be held in between.
     pub(super) fn map_placement(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<bool> {
         if placement.mapped == 0 {

@@ -14,7 +14,7 @@ use crate::volume::{Attributes, Context, Stamp};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// What fallocate(2) is asked to do.
+/// The kinds of fallocate(2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Allocate {
     /// Preallocate; the file grows when `grow` is set.
@@ -77,7 +77,7 @@ impl Filesystem {
         if !state.in_flight.writes.is_empty() {
             return Err(Fail::Stall(Stall::InFlight { ino }));
         }
-        // A size that grows must not be stored before what lies below it is on the device.
+        // A size that grows must not be stored before the data below it is on the device.
         if state.truncation != Truncation::Over || (state.buffer.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
@@ -109,8 +109,8 @@ impl Filesystem {
         Ok(())
     }
 
-    /// Passes when a size of `end` bytes may be stored. Stalls while what it would uncover is
-    /// still to be freed, or to be overwritten by what is in memory.
+    /// Passes when a size of `end` bytes may be stored. Stalls while blocks that it would uncover
+    /// are still to be freed, or to be overwritten by data in memory.
     pub(super) fn may_grow(&self, state: &FileState, ino: u64, end: u64) -> Attempt<()> {
         if state.truncation == Truncation::Over && state.buffer.pages.is_empty() && state.in_flight.pages.is_empty() {
             return Ok(());

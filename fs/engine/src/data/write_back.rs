@@ -26,18 +26,18 @@ const BATCH_MAX: u64 = 2048;
 
 /// A batch of writes under way.
 struct Batch {
-    /// Among the flights of the file.
+    /// Number of this batch among the writes in flight to the file.
     number: u64,
     placed: Placement,
     pages: Vec<(u64, Arc<Pages>)>,
     promised: u64,
     /// First byte of the file beyond the batch.
     end: u64,
-    /// Size of the file when it was put together.
+    /// Size of the file in bytes when the batch was put together.
     size: u64,
     /// The block with the stored end, if it is in the batch and later blocks wait for it.
     tail: Option<u64>,
-    /// Until the device is done with the blocks.
+    /// Held until the device is done with the blocks.
     guard: Option<Guard>,
 }
 
@@ -140,25 +140,25 @@ impl Filesystem {
         }
     }
 
-    /// Between two operations of something long: those who wait for the file's lock, or for that
-    /// of the metadata, go first.
+    /// Lets the threads that wait for the file's lock, or for the metadata lock, go first. Called
+    /// between two steps of a long operation.
     pub(super) fn let_others_in(&self, state: MutexGuard<FileState>) {
         MutexGuard::unlock_fair(state);
         self.volume.meta.let_others_in();
     }
 
-    /// A batch failed: its data is lost, and a caller has to be told.
+    /// Ends a batch that failed: its data is lost, and a caller has to be told.
     fn lost(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch, error: FsError) {
         tracing::error!(ino = file.ino, %error, "data could not be written out and is lost");
         self.unplace(&mut batch.placed);
         self.volume.forget_promise(batch.promised);
         let mut state = file.state.lock();
-        // Also when no one has it open: who syncs it later, or replaces another file by it, has to
-        // know.
+        // Noted also when the file is not open: a caller that syncs it later, or replaces another
+        // file by it, has to know.
         state.errors.add(error);
         if let Some(tail) = batch.tail.filter(|tail| !state.buffer.has_dirty(*tail..*tail + 1)) {
-            // The device still has there what a truncation cut off: what waits to grow the file
-            // beyond it is lost with it.
+            // The block on the device still holds the bytes that a truncation cut off: data that
+            // waits to grow the file beyond it is lost with it.
             self.drop_pages(&mut state, tail + 1);
             state.newer.size = None;
             // Nor may a flush under way store the size that it found.
@@ -253,8 +253,8 @@ impl Filesystem {
         }
     }
 
-    /// As [`crate::volume::Volume::wait`], but lets go of what files have reserved ahead before it
-    /// gives up.
+    /// As [`crate::volume::Volume::wait`], but releases the blocks that files have reserved ahead
+    /// before it gives up.
     pub(super) fn wait_for_space<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
         self.volume.wait(|| {
             attempt().inspect_err(|fail| {

@@ -33,7 +33,7 @@ pub(crate) struct Entry {
     image: Option<(u64, Arc<Block>)>,
     /// Number of the last operation that changed it.
     pub operation: u64,
-    /// That operation keeps all of the block as it was.
+    /// The undo list of that operation has a copy of the whole block.
     pub copied: bool,
     recent: AtomicBool,
 }

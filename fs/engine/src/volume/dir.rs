@@ -25,7 +25,8 @@ pub struct DirEntry {
     pub file_type: FileType,
     /// Name.
     pub name: Vec<u8>,
-    /// Where reading goes on after this entry. It stays valid whatever happens to other entries.
+    /// Cookie: reading goes on behind this entry with it. It stays valid whatever happens to other
+    /// entries.
     pub cookie: u64,
 }
 
@@ -88,7 +89,8 @@ pub(crate) fn add(op: &mut Op, dir: u64, entry: &Dirent) -> Attempt<()> {
             return Ok(());
         }
     }
-    // 256 names with the same 55 bits of a keyed hash: only who knows the key can make them.
+    // 256 names with the same 55 bits of a keyed hash: only an attacker who knows the key can make
+    // them.
     Err(FsError::NoSpace.into())
 }
 

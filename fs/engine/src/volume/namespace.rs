@@ -47,10 +47,10 @@ pub enum RenameMode {
 /// Result of a rename.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Renamed {
-    /// It happened. With the inode that lost its last name, if one did.
+    /// It happened. Holds the inode that lost its last name, if one did.
     Done(Option<u64>),
-    /// Nothing happened: this inode would take the name of another, and was not said to be
-    /// settled.
+    /// Nothing happened: this inode would take the name of another, and the caller did not say that
+    /// it is settled.
     Replaces(u64),
 }
 

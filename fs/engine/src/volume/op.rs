@@ -15,7 +15,7 @@ use super::run::Run;
 use super::undo::{Change, Changes, OP_BLOCKS_MAX};
 use crate::error::{Attempt, Fail, FsError, Stall};
 
-/// Leaves whose place an operation remembers: what most operations go back to.
+/// Number of leaves whose place an operation remembers: most operations go back to a few.
 const PLACES: usize = 4;
 /// One operation that changes metadata.
 pub(crate) struct Op<'a> {
@@ -26,7 +26,7 @@ pub(crate) struct Op<'a> {
     running: usize,
     /// Data blocks that the operation frees.
     pub freed: Vec<Run>,
-    /// Busy blocks that the operation makes a file's.
+    /// Busy blocks that the operation adds to a file.
     pub claimed: Vec<Run>,
     /// Metadata chunks that the operation emptied.
     pub emptied: Vec<u64>,
@@ -81,12 +81,12 @@ impl<'a> Op<'a> {
         })
     }
 
-    /// Root and counters, to change.
+    /// Root and counters, for a change.
     pub fn state_mut(&mut self) -> &mut State {
         &mut self.meta.state
     }
 
-    /// Says how many nodes are free in all chunks of metadata; none when they have to be counted
+    /// Sets the number of free nodes in all chunks of metadata; none when they have to be counted
     /// again.
     pub fn set_free_nodes(&mut self, nodes: Option<u64>) {
         self.meta.free_nodes = nodes;
@@ -98,7 +98,7 @@ impl<'a> Op<'a> {
         self.meta.free_nodes = self.meta.free_nodes.map(|free| free.wrapping_add_signed(nodes));
     }
 
-    /// Blocks that it has changed so far.
+    /// Number of blocks that it has changed so far.
     pub fn changed_blocks(&self) -> usize {
         self.changes.blocks()
     }
@@ -108,11 +108,11 @@ impl<'a> Op<'a> {
         &mut self.meta.hints
     }
 
-    /// A block that is in memory, to change.
+    /// A block that is in memory, for a change.
     ///
     /// # Errors
-    /// [`FsError::TooManyBlocks`] where it would be one more than an operation may change; so do
-    /// the others that change a block.
+    /// [`FsError::TooManyBlocks`] where the operation has already changed as many blocks as it may;
+    /// the other functions that change a block fail likewise.
     pub fn block_mut(&mut self, address: u64, kind: BlockKind) -> Attempt<&mut Block> {
         let (entry, running) = entry(&mut self.meta, &self.changes, address, kind)?;
         Ok(self.changes.block(address, entry, running))
@@ -133,13 +133,13 @@ impl<'a> Op<'a> {
         Ok(leaf)
     }
 
-    /// The value of an item in a leaf that is in memory, to change.
+    /// The value of an item in a leaf that is in memory, for a change.
     pub fn leaf_value(&mut self, address: u64, slot: usize) -> Attempt<&mut [u8]> {
         let (entry, running) = entry(&mut self.meta, &self.changes, address, BlockKind::Node)?;
         Ok(node::value_mut(self.changes.leaf(address, entry, running, Change::Value(slot)), slot))
     }
 
-    /// A new block; whatever was known of that address is gone.
+    /// A new block; it replaces the cached content of that address.
     pub fn create(&mut self, block: Block) -> Attempt<()> {
         let address = block.address();
         let meta = &mut *self.meta;

@@ -74,14 +74,14 @@ pub struct Volume {
     pub(crate) meta: MetaLock,
     pub(super) anchors: Mutex<Anchors>,
     pub(super) journal: Mutex<Journal>,
-    /// The next commit looks whether the volume on the device is still this mount's.
+    /// The next commit checks whether the volume on the device is still this mount's.
     pub(super) look_again: AtomicBool,
     /// Sequence of the last durable transaction.
     pub(super) durable: AtomicU64,
     pub(crate) epochs: Arc<Epochs>,
     /// Data was written since the device was last flushed.
     pub(crate) data_written: AtomicBool,
-    /// Why nothing is written any more.
+    /// The error that stopped all writing.
     pub(super) failed: OnceLock<FsError>,
     /// Inodes that were without a name when the volume was opened.
     pub(super) orphans: Mutex<Vec<u64>>,
@@ -91,7 +91,7 @@ impl Volume {
     /// Opens the volume on a device, and recovers it when it was not closed cleanly.
     ///
     /// # Errors
-    /// Says what is wrong with the volume or the device.
+    /// The volume is damaged or unknown to this program, or the device failed.
     pub fn open(io: Arc<Io>, options: VolumeOptions) -> Result<Volume, FsError> {
         let superblock = read_superblock(&io)?;
         let read_only = options.read_only || io.device().geometry().read_only;
@@ -280,7 +280,7 @@ impl Volume {
     }
 
     /// Brings the nodes that lead to these items into memory, level by level, each level at once.
-    /// They stay there as long as what is returned lives.
+    /// They stay there as long as the returned blocks live.
     pub(crate) fn preload(&self, keys: &[Key]) -> Result<Vec<Arc<Block>>, FsError> {
         let mut held = Vec::new();
         loop {

@@ -82,8 +82,8 @@ pub(crate) fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Bl
     Ok(block)
 }
 
-/// Has the processor bring what a search looks at from memory side by side: the search waits for
-/// one after the other.
+/// Has the processor fetch the memory that a search looks at, side by side: the search itself would
+/// wait for one line after the other.
 fn fetch(leaf: &Block) {
     std::hint::black_box(leaf.bytes()[..SEARCHED].iter().step_by(CACHE_LINE).fold(0, |sum, byte| sum ^ byte));
 }
@@ -101,9 +101,9 @@ pub(crate) fn get(blocks: &impl Blocks, key: Key) -> Attempt<Option<&[u8]>> {
     Ok(node::search(block, key).ok().map(|slot| node::value(block, slot)))
 }
 
-/// The values of several items, as [`get`] finds them. It goes through all of them step by step:
-/// then the processor is at many of them at once, and has their leaves on the way from memory,
-/// where one by one it would wait for each.
+/// The values of several items, as [`get`] finds them. It searches for all of them step by step:
+/// the processor then fetches many leaves from memory at once, where one search after the other
+/// would wait for each leaf.
 pub(crate) fn get_all<B: Blocks>(blocks: &B, keys: impl Iterator<Item = Key>) -> Vec<Attempt<Option<&[u8]>>> {
     let mut places: Vec<_> = keys.map(|key| (key, Ok(root(blocks)))).collect();
     for level in (1..=blocks.meta().state.level).rev() {

@@ -35,7 +35,7 @@ thread_local! {
     static LEFTOVERS: RefCell<Leftovers> = RefCell::default();
 }
 
-/// A change of one block, to be taken back.
+/// An undo record: a change of one block, to be taken back.
 struct Undo {
     address: u64,
     /// The running transaction had changed it before.
@@ -43,17 +43,17 @@ struct Undo {
     before: Before,
 }
 
-/// How a block was.
+/// State of a block before a change.
 enum Before {
     /// Not in memory.
     Absent,
-    /// All of it.
+    /// The whole block.
     Block(Arc<Block>),
-    /// A leaf that had no such item as is in this slot now.
+    /// A leaf without the item that is in this slot now.
     Without(usize),
-    /// A leaf that had this item in a slot.
+    /// A leaf with this item in a slot.
     With(usize, Key, Range<usize>),
-    /// A leaf that had another value in a slot.
+    /// A leaf with another value in a slot.
     Value(usize, Range<usize>),
 }
 
@@ -72,13 +72,13 @@ pub(super) struct Changes {
     /// Number of the operation: marks the blocks that it has changed.
     operation: u64,
     undo: Vec<Undo>,
-    /// Values that items had, one after the other.
+    /// Former values of items, one after the other.
     values: Vec<u8>,
     blocks: usize,
 }
 
 impl Changes {
-    /// Nothing yet, by the operation of that number.
+    /// An empty list of changes, for the operation of that number.
     pub fn new(operation: u64) -> Changes {
         let (undo, values) = LEFTOVERS.with_borrow_mut(|left| (std::mem::take(&mut left.undo), std::mem::take(&mut left.values)));
         Changes { operation, undo, values, blocks: 0 }

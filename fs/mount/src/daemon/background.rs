@@ -101,11 +101,11 @@ impl Report {
         pipe.write_all(&[0])
     }
 
-    /// There will be no mount, and this is why. Without a caller the reason goes to stderr, after
+    /// Reports why there will be no mount. Without a caller the reason goes to stderr, after
     /// `device`.
     pub fn failed(self, device: &str, error: &MountError) {
         match self {
-            // A caller that is gone does not want to know.
+            // A caller that has ended cannot be told.
             Self::ToCaller(mut pipe) => {
                 let _ = pipe.write_all(&[&[error.exit_code()], error.to_string().as_bytes()].concat());
             }

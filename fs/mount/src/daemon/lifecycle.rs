@@ -35,11 +35,11 @@ pub struct Lifecycle {
 }
 
 enum Stage {
-    /// Not mounted yet. Holds whom to tell when it is, or fails to be.
+    /// Not mounted yet. Holds the report to make when the mount is live or has failed.
     Starting(Report),
     /// Mounted.
     Live(Arc<Attachment>),
-    /// The kernel has let go of the mount, or is about to.
+    /// The kernel has released the mount, or is about to.
     Ended,
 }
 
@@ -66,8 +66,8 @@ impl Lifecycle {
         Ok(lifecycle)
     }
 
-    /// Mounts by calling `mount`, and tells the caller who waits that the mount is live. A signal
-    /// in between waits.
+    /// Mounts by calling `mount`, and tells the waiting caller that the mount is live. A signal in
+    /// between waits.
     ///
     /// # Errors
     /// The error of `mount`.

@@ -2,12 +2,12 @@
 //! file has reached their offset.
 //!
 //! The kernel sends all fragments of such a write at once and in their order, but the loops take
-//! them side by side. The fragment before one that came early is with another loop for a moment,
-//! or with a worker for as long as the device takes. Written at once, the early one would leave a
-//! gap, in which a direct write could put what the fragment before is to be written over; so it is
-//! parked until the end of the file comes to it. No thread waits with it. The fragment before may
-//! also never come: it failed, or the write is no append at all (`RWF_NOAPPEND`, of which no flag
-//! tells).
+//! them side by side. When a fragment arrives early, the one before it is with another loop for a
+//! moment, or with a worker for as long as the device takes. Written at once, the early fragment
+//! would leave a gap; a direct write could put data into the gap, which the fragment before would
+//! then overwrite. So the early fragment is parked until the end of the file reaches it. No thread
+//! waits with it. The fragment before may also never come: it failed, or the write is no append at
+//! all (`RWF_NOAPPEND`, of which no flag tells).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -20,8 +20,7 @@ use super::resources::request_budget::RequestPermit;
 use super::write_request::WriteRequest;
 use gpunvme_engine::error::FsError;
 
-/// How long fragments wait for one of which nothing is known: far longer than a loop takes with
-/// it.
+/// How long fragments wait for a missing one: far longer than a loop takes with it.
 const WAIT: Duration = Duration::from_secs(2);
 /// The same where too many wait: longer than a loop takes that has lost its processor meanwhile.
 const SHORT_WAIT: Duration = Duration::from_millis(300);
@@ -50,7 +49,7 @@ struct Parked<P> {
 struct File<P> {
     /// Number of fragments that are with a worker.
     working: usize,
-    /// When that was last another number.
+    /// When `working` last changed.
     since: Instant,
     /// By their offset, with the length of each. (Two have the same one where they are no
     /// appends.)
@@ -58,20 +57,20 @@ struct File<P> {
 }
 
 impl<P> AppendOrder<P> {
-    /// `limit`: bytes of fragments beyond which they wait for less long for one of which nothing
-    /// is known.
+    /// `limit`: bytes of parked fragments beyond which fragments wait for less long for a missing
+    /// one.
     pub fn new(limit: usize) -> AppendOrder<P> {
         AppendOrder { limit, state: Mutex::new(Parked { bytes: 0, files: FxHashMap::default() }) }
     }
 
-    /// A fragment of a file goes to a worker.
+    /// Notes that a fragment of a file goes to a worker.
     pub(crate) fn begin_work(&self, ino: u64) {
         let mut state = self.state.lock();
         let file = state.file(ino);
         (file.working, file.since) = (file.working + 1, Instant::now());
     }
 
-    /// A worker is done with a fragment, or gives it back.
+    /// Notes that a worker is done with a fragment, or gives it back.
     pub(crate) fn end_work(&self, ino: u64) {
         let mut state = self.state.lock();
         let file = state.file(ino);

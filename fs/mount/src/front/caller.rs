@@ -21,8 +21,8 @@ impl Caller {
         Caller { context: Context { uid, gid, now: system_time() }, thread }
     }
 
-    /// Whether the caller is in a group, or is root, who may do what members may. Requests name
-    /// one group; the others are asked of `/proc`, so this is for what is rare.
+    /// Whether the caller is a member of a group, or is root, which may do what members may. A
+    /// request names one group; the others are looked up in `/proc`, so this is for rare cases.
     pub(crate) fn is_in_group(&self, gid: u32) -> bool {
         let Context { uid, gid: own, .. } = self.context;
         let has_group = |groups: String| groups.split_whitespace().any(|group| group.parse() == Ok(gid));

@@ -38,7 +38,7 @@ const LIFETIME: Duration = Duration::from_secs(3600);
 const MAX_WRITE: u32 = 1 << 20;
 /// Background requests that the kernel sends at once: read-ahead, and direct I/O.
 const MAX_BACKGROUND: u16 = 256;
-/// From so many of them on, the kernel calls the mount congested.
+/// Number of background requests from which on the kernel calls the mount congested.
 const CONGESTION: u16 = 192;
 /// Inode numbers are never used again, so one generation is enough.
 const GENERATION: Generation = Generation(0);
@@ -46,7 +46,7 @@ const GENERATION: Generation = Generation(0);
 /// around them take no more.
 const INODES_PER_BLOCK: u64 = 8;
 
-/// What is asked of the kernel, as far as it has it. Not asked for:
+/// Capabilities that are requested from the kernel, as far as it has them. Not requested:
 /// - `WRITEBACK_CACHE` hides dirty pages from the direct path, and slows large writes down;
 /// - `ATOMIC_O_TRUNC` would have open(2) cut a file before the kernel has looked whether it is a
 ///   program that runs (ETXTBSY), and the program die;

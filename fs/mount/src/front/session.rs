@@ -28,8 +28,8 @@ const REQUEST_BYTES: usize = 256 << 20;
 /// Of these, bytes of fragments of appends that wait for an earlier fragment, which may never come.
 /// Beyond this they wait for less long, to leave the rest to other requests.
 const PARKED: usize = REQUEST_BYTES / 4;
-/// Threads that work for long direct transfers. They wait for nothing, and fill memory as fast as
-/// it is.
+/// Threads that work for long direct transfers. They wait for nothing, and fill memory at its full
+/// speed.
 const TRANSFER_THREADS: usize = 2;
 /// Threads that wait for the kernel.
 const INVALIDATION_THREADS: usize = 16;
@@ -77,10 +77,10 @@ impl Session {
         self.front.mount_state.mounted(dev);
     }
 
-    /// Waits until the kernel has let go of the connection.
+    /// Waits until the kernel has released the connection.
     ///
     /// # Errors
-    /// Why requests could no longer be taken, where that is what ended it.
+    /// The error that kept requests from being taken, if that ended the connection.
     pub fn join(&self) -> io::Result<()> {
         let served = self.served.lock().take();
         served.map_or(Ok(()), fuser::BackgroundSession::join)

@@ -33,9 +33,9 @@ pub(crate) struct Front {
 }
 
 impl Front {
-    /// Tries an operation here, and where it has to wait goes on with it on a thread that may.
-    /// `done` is lent the front end: to count one more holder of what all threads hold takes as
-    /// long as some operations.
+    /// Tries an operation here, and if it has to wait, continues it on a thread that may. `done`
+    /// borrows the front end: a new reference to an object that all threads share takes as long as
+    /// some operations.
     pub(crate) fn attempt<T>(
         self: &Arc<Self>,
         mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,

@@ -38,7 +38,7 @@ use tree::{BATCH, NewTree};
 struct Leaf {
     /// Its first key.
     first: Words,
-    /// Where it lies.
+    /// Address of its block.
     address: u64,
 }
 
@@ -47,10 +47,10 @@ struct Leaf {
 #[repr(C)]
 struct LooseItem {
     key: Words,
-    /// What is left of all sequences after that of the block: of items with the same key, the one
-    /// written last counts.
+    /// `u64::MAX` less the sequence of its block: of items with the same key, the one written last
+    /// has the lowest rank and wins.
     rank: u64,
-    /// The block, and which item of it.
+    /// Address of the block, and index of the item in it.
     address: u64,
     index: u64,
 }

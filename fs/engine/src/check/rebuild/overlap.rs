@@ -28,7 +28,7 @@ pub(super) struct Candidate {
     /// 0: the tree points to it. 1: it was found in a chunk of metadata.
     pub found: u64,
     /// Of two that overlap the lower counts: for one that the tree points to, its place in the
-    /// order of the tree; for one that was found, what is left of all sequences after its own.
+    /// order of the tree; for one that was found, `u64::MAX` less its sequence.
     pub rank: u64,
     /// Address of its block.
     pub address: u64,

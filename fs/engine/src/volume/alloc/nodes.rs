@@ -168,7 +168,7 @@ mod tests {
         assert!(room().is_ok());
         LOOKED_AT.set(0);
         for _ in 0..100 {
-            // What is put back counts as if it had never been.
+            // A block that is put back counts as if it had never been taken.
             let _ = volume.begin().unwrap().allocate_node().unwrap();
             assert!(room().is_ok());
         }

@@ -13,21 +13,22 @@ use crate::volume::run::Run;
 const GROWS_FROM: u64 = 8;
 /// Pieces that a small run is cut into at the most before a chunk is broken for it.
 const PIECES_MAX: u64 = 8;
-/// With more than this part of a volume in holes between small runs, they are used in pieces.
+/// If more than one in so many blocks of a volume is free in holes between small runs, the holes
+/// are used in pieces.
 const HOLES_PART: u64 = 64;
 /// Groups that are searched for a longer run when a shorter one is known.
 const SEARCH_GROUPS: u64 = 16;
 
-/// Whether a run of so many chunks is a better place than another for a file that wants some now.
-/// What a file wants grows with it: one that has shown that it is long gets the longest run, and
-/// can go on there. Others leave no more over than they must.
+/// Whether a run of `run` chunks is a better place than one of `than` chunks for a file that wants
+/// `want` now. A file wants more as it grows: a file that has shown that it is long gets the
+/// longest run, and can go on there. Others leave as little over as they can.
 fn fits_better(want: u64, run: u64, than: u64) -> bool {
     if want > GROWS_FROM || run < want || than < want { run > than } else { run < than }
 }
 
 impl Meta {
-    /// Wholly free chunks that data leaves to metadata: with them what was written can be mapped,
-    /// and a deletion go on.
+    /// Wholly free chunks that data leaves to metadata: they allow written data to be mapped, and a
+    /// deletion to go on.
     pub(super) fn chunk_margin(&self) -> u64 {
         (self.geometry.chunks / 64).clamp(1, 32)
     }

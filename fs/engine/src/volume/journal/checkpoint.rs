@@ -1,4 +1,4 @@
-//! Checkpoints: write what is durable in the journal home, and free its part of the journal.
+//! Checkpoints: write the durable images of the journal home, and free their part of the journal.
 
 use std::sync::Arc;
 
@@ -26,17 +26,17 @@ impl Volume {
         self.checkpoint_locked(&mut anchors).map_err(|e| self.fail(e))
     }
 
-    /// Begins the journal anew, empty, with sequences that follow on none in it: metadata may be
-    /// written straight home then, to blocks that are free, and no earlier image of those is ever
-    /// taken for part of what follows.
+    /// Begins the journal anew: empty, with sequences that do not continue any in it. Metadata may
+    /// be written straight home then, to free blocks: no earlier image of those is ever taken for
+    /// part of a later transaction.
     pub(crate) fn restart_journal(&self) -> Result<(), FsError> {
         self.commit()?;
         self.meta.write().sequence += SEQUENCE_GAP;
         self.checkpoint()
     }
 
-    /// Erases the journal, of which nothing may be live: no image in it is ever taken for part of
-    /// what follows.
+    /// Erases the journal, of which nothing may be live: no image in it is ever taken for part of a
+    /// later transaction.
     pub(crate) fn erase_journal(&self) -> Result<(), FsError> {
         let journal = self.lock(&self.journal);
         assert_eq!(journal.head, journal.tail, "a checkpoint was just made");

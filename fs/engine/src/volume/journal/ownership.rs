@@ -1,9 +1,9 @@
-//! The watch for a volume that was taken: formatted, mounted or repaired elsewhere while it is
-//! mounted here.
+//! Ownership: detects that another program took the volume (formatted, mounted or repaired it)
+//! while it is mounted here.
 //!
-//! A mount remembers the superblock and the anchors as it read or wrote them. Before an anchor is
-//! written, and before commits as often as [`Volume::look_again`] asks, the device is asked for
-//! them: where it has others, another program has changed the volume, and nothing more is written.
+//! A mount remembers the superblock and the anchors as it read or wrote them. It reads them again
+//! before it writes an anchor, and before commits as often as [`Volume::look_again`] asks. If the
+//! device has others, another program has changed the volume, and nothing more is written.
 
 use std::sync::atomic::Ordering;
 
@@ -15,14 +15,14 @@ use crate::volume::io::{read_scattered, write_block};
 use crate::volume::open::Volume;
 
 impl Volume {
-    /// Time has passed: has the next commit look whether the volume on the device is still this
-    /// mount's.
+    /// Makes the next commit check whether the volume on the device is still this mount's. Called
+    /// by time.
     pub fn look_again(&self) {
         self.look_again.store(true, Ordering::Relaxed);
     }
 
-    /// Looks whether the volume on the device is still this mount's, where something waits to be
-    /// written.
+    /// Checks whether the volume on the device is still this mount's, if there is something to
+    /// write.
     ///
     /// # Errors
     /// [`FsError::Taken`]: it is not, and nothing more is written.
@@ -34,7 +34,7 @@ impl Volume {
         if waits { self.look().map_err(|e| self.fail(e)) } else { Ok(()) }
     }
 
-    /// Looks whether the volume on the device is still this mount's, if it is time to.
+    /// Checks whether the volume on the device is still this mount's, if it is time to.
     pub(super) fn look(&self) -> Result<(), FsError> {
         if self.look_again.load(Ordering::Relaxed)
             // A checkpoint that is under way looks itself.

@@ -12,13 +12,13 @@ use crate::volume::run::Run;
 /// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap;
 /// their place on the device is the position modulo the length of the journal.
 pub(crate) struct Journal {
-    /// Where the next transaction goes.
+    /// Position of the next transaction.
     pub(super) head: u64,
-    /// Where the oldest live transaction begins.
+    /// Position of the oldest live transaction.
     pub(super) tail: u64,
     /// Frees of transactions that are not durable.
     pub(super) freed: Vec<Run>,
-    /// Buffer that transactions are put together in.
+    /// Buffer in which transactions are assembled.
     pub(super) buffer: Option<Arc<Region>>,
 }
 

@@ -54,16 +54,16 @@ pub(crate) struct Asked {
 
 /// The way in which a transfer came.
 pub(crate) enum Way {
-    /// By an ioctl. Its caller must not have been answered: the buffer, the caller's process and
-    /// its limits are looked up by it.
+    /// By an ioctl. Its caller must not have been answered yet: it identifies the buffer, the
+    /// process and the limits.
     Ioctl,
     /// By a ring.
     Ring {
         /// The buffer, which the ring's owner owns.
         buffer: Arc<Buffer>,
-        /// Whose ring it is.
+        /// Owner of the ring.
         owner: Owner,
-        /// The offset in files from which on a write of the ring's owner may write nothing.
+        /// Limit of file sizes for the ring's owner, in bytes: a write must not reach beyond it.
         limit: u64,
     },
 }
@@ -76,22 +76,22 @@ struct Transfer {
     handle: Handle,
     request: TransferRequest,
     buffer: Arc<Buffer>,
-    /// Whose ring it is from; none of an ioctl, whose caller it is for.
+    /// Owner of the ring; none for an ioctl, whose owner is its caller.
     owner: Option<Owner>,
 }
 
-/// A read under way: what lies before `at` is done, and came to `outcome`.
+/// A read under way: everything before `at` is done, with the result `outcome`.
 struct Read<D> {
     transfer: Transfer,
     at: Position,
     outcome: Outcome,
-    /// Of the part under way.
+    /// Share of the device that the part under way holds.
     in_flight: Option<InFlight>,
     done: D,
 }
 
-/// A write under way: what lies before `at` is done, came to `outcome`, and was to the file what
-/// `written` says.
+/// A write under way: everything before `at` is done, with the result `outcome` and the effects
+/// `written` on the file.
 struct Write<D> {
     transfer: Transfer,
     at: Position,
@@ -99,16 +99,16 @@ struct Write<D> {
     written: Written,
     /// The segment in which the writer's limit of file sizes ends it.
     cut: Option<u32>,
-    /// Of the part under way.
+    /// Share of the device that the part under way holds.
     in_flight: Option<InFlight>,
     done: D,
 }
 
-/// A part of a write. Its segments do not overlap: those that do have an order, and what is in
-/// flight together has none.
+/// A part of a write. Its segments do not overlap: overlapping segments have an order, and requests
+/// that are in flight together have none.
 struct Part {
     segments: SmallVec<[Segment; 1]>,
-    /// Where the next one begins.
+    /// Where the next part begins.
     next: Position,
     planned: PlanPermit,
 }

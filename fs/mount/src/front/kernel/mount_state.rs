@@ -42,7 +42,7 @@ struct Table {
 }
 
 impl MountState {
-    /// Of a mount that is not there yet.
+    /// State of a mount that does not exist yet.
     ///
     /// # Errors
     /// If `/proc` is not there to ask.
@@ -53,7 +53,7 @@ impl MountState {
         Ok(Arc::new(MountState { table, dev: OnceLock::new(), unseen: Mutex::default() }))
     }
 
-    /// The mount is there; files on it show this device number.
+    /// Notes that the mount exists, and that files on it show this device number.
     pub fn mounted(&self, dev: u64) {
         let set = self.dev.set(dev);
         assert!(set.is_ok(), "a front end is mounted once");

@@ -260,9 +260,9 @@ pub(crate) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
 struct Reading<L> {
     front: Arc<Front>,
     dir: u64,
-    /// Of the last entry that is in the listing.
+    /// Cookie of the last entry in the listing.
     cookie: u64,
-    /// Whether there is one.
+    /// Whether the listing has an entry.
     started: bool,
     listing: L,
 }

@@ -44,7 +44,7 @@ struct Waiting {
     begin: Begin,
 }
 
-/// A part of a transfer that is in flight, until it is dropped.
+/// A part of a transfer in flight; dropping this ends it.
 pub(crate) struct InFlight(Option<Part>);
 
 struct Part {
@@ -54,13 +54,13 @@ struct Part {
 }
 
 impl DeviceShares {
-    /// With nothing in flight.
+    /// Shares of a device with nothing in flight.
     pub fn new(workers: Arc<Workers>) -> Arc<DeviceShares> {
         Arc::new(DeviceShares { workers, users: Mutex::default() })
     }
 
-    /// Begins a part of `bytes`, here and at once where its user's share allows, else on another
-    /// thread when it does. `process` is asked for what has to wait.
+    /// Begins a part of `bytes`: here and at once if its user's share allows, else on another
+    /// thread once it does. `process` is called only for a part that has to wait.
     pub fn begin(
         self: &Arc<Self>,
         user: u32,

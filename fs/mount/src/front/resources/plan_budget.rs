@@ -37,12 +37,12 @@ impl PlanBudget {
         Bounds { pieces: self.share().clamp(LEAST, MOST), bytes: READ_BYTES }
     }
 
-    /// The bytes that the next part of a write may be.
+    /// Size of the next part of a write at the most, in bytes.
     pub fn write_bytes(&self) -> u64 {
         (self.share().clamp(*WRITE_BLOCKS.start(), *WRITE_BLOCKS.end()) * BLOCK_SIZE) as u64
     }
 
-    /// Takes what a plan has, or may have.
+    /// Takes the pieces that a plan has, or may have.
     pub fn take(self: &Arc<Self>, pieces: usize) -> PlanPermit {
         self.taken.fetch_add(pieces, Ordering::Relaxed);
         PlanPermit { budget: self.clone(), pieces }
@@ -54,7 +54,7 @@ impl PlanBudget {
 }
 
 impl PlanPermit {
-    /// It has so many.
+    /// Sets the number of pieces that the plan has.
     pub fn set(&mut self, pieces: usize) {
         let before = std::mem::replace(&mut self.pieces, pieces);
         // Wraps around where it becomes less.

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
-/// What is left of the memory.
+/// The memory for requests, and the part of it that is left.
 pub(crate) struct RequestBudget {
     limit: usize,
     left: Mutex<usize>,
     freed: Condvar,
 }
 
-/// Memory that a request has; given back when it is dropped.
+/// Memory of one request; dropping this gives it back.
 pub(crate) struct RequestPermit {
     budget: Arc<RequestBudget>,
     bytes: usize,
@@ -24,9 +24,9 @@ impl RequestBudget {
         Arc::new(RequestBudget { limit, left: Mutex::new(limit), freed: Condvar::new() })
     }
 
-    /// Takes memory for a request, or all there is for one that is larger; waits for it. For the
-    /// loops of the transport, which take no other request meanwhile: who has memory waits for the
-    /// device, and for nothing that a loop would have to do.
+    /// Takes memory for a request, or the whole budget for a larger one; waits for it. For the
+    /// loops of the transport, which take no other request meanwhile: a request that has memory
+    /// waits for the device, and for nothing that a loop would have to do.
     pub fn take(self: &Arc<Self>, bytes: usize) -> RequestPermit {
         let bytes = bytes.min(self.limit);
         let mut left = self.left.lock();

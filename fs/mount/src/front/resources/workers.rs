@@ -36,9 +36,9 @@ struct Shared {
     name: &'static str,
     limit: usize,
     state: Mutex<State>,
-    /// There is a task, or the pool ends.
+    /// Signalled when there is a task, or the pool ends.
     work: Condvar,
-    /// A thread ended.
+    /// Signalled when a thread ends.
     left: Condvar,
 }
 
@@ -47,7 +47,7 @@ struct State {
     tasks: Turns<Task>,
     threads: usize,
     idle: usize,
-    /// The fewest that were idle at a time since `since`.
+    /// The lowest number of idle threads since `since`.
     least_idle: usize,
     since: Option<Instant>,
     /// Threads to end: so many had nothing to do for a while, whichever they were.
