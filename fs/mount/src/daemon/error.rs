@@ -23,7 +23,7 @@ pub enum MountError {
 }
 
 impl MountError {
-    /// The exit code that mount(8) gives this kind of failure.
+    /// The exit code of mount(8) for this kind of failure.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 1,

@@ -28,7 +28,7 @@ const GRACE: Duration = Duration::from_secs(5);
 /// Time between two attempts to unmount.
 const GRACE_POLL: Duration = Duration::from_millis(50);
 
-/// Where a mount is in its life.
+/// Stage of a mount's life.
 pub struct Lifecycle {
     device: String,
     stage: Mutex<Stage>,
@@ -96,7 +96,7 @@ impl Lifecycle {
         }
     }
 
-    /// Says why it went wrong: to the caller while there is one, later to the log.
+    /// Reports why it went wrong: to the caller while there is one, later to the log.
     pub fn failed(&self, error: &MountError) {
         match std::mem::replace(&mut *self.stage.lock(), Stage::Ended) {
             Stage::Starting(report) => report.failed(&self.device, error),

@@ -45,7 +45,7 @@ struct Arguments {
     fs_type: Option<String>,
 }
 
-/// Everything that one mount was asked to be.
+/// Complete options of one mount.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The device as the caller named it, or the file's real path: the kernel shows it as the

@@ -1,5 +1,5 @@
-//! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories. What
-//! `READ` and `WRITE` do is in [`super::transfers`].
+//! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories.
+//! [`super::transfers`] carries out `READ` and `WRITE`.
 
 use std::sync::Arc;
 
@@ -108,8 +108,8 @@ impl Front {
     }
 }
 
-/// The answer to `RESOLVE`: of what a file has from the offset on, what lies before `end` and
-/// fits.
+/// The answer to `RESOLVE`: the mappings of a file from the offset on that lie before `end` and
+/// fit.
 fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: u64) -> Reply {
     let capacity = request.capacity as usize;
     let is_all = mappings.len() <= capacity;

@@ -120,7 +120,7 @@ impl Transfer {
         self.owner.unwrap_or_else(of_caller)
     }
 
-    /// The user and the thread of an ioctl. What is from rings is shared out where they are
+    /// The user and the thread of an ioctl; none for rings, whose share is dealt where they are
     /// served.
     fn caller_of_ioctl(&self) -> Option<(u32, u32)> {
         self.owner.is_none().then_some((self.caller.context.uid, self.caller.thread))
@@ -132,7 +132,7 @@ impl Transfer {
         left.saturating_sub(at.done)
     }
 
-    /// The ranges of the file that it is about.
+    /// The ranges of the file that it moves.
     fn ranges(&self) -> impl Iterator<Item = Range<u64>> + Clone {
         let segments = self.request.segments.iter().filter(|s| s.len > 0);
         segments.map(|s| s.file_offset..s.file_offset + s.len)
@@ -140,7 +140,7 @@ impl Transfer {
 }
 
 impl Front {
-    /// Whether a file is open for a transfer, and its volume there for it.
+    /// Checks that the file is open for a transfer in this direction, and the volume ready for it.
     fn may_transfer(&self, direction: Direction, handle: Handle, request: &TransferRequest) -> Result<(), Answer> {
         let access = match direction {
             Direction::Read => handle.readable(),
@@ -160,8 +160,8 @@ impl Front {
         }
     }
 
-    /// Admits a transfer, or says how it is refused. Returns with it the offset in files from
-    /// which on its writer may write nothing.
+    /// Admits a transfer, or gives the answer that refuses it. Also returns the offset in files
+    /// from which on its writer may write nothing.
     fn admit(&self, asked: Asked) -> Result<(Transfer, u64), Answer> {
         let Asked { direction, caller, ino, handle, request, way } = asked;
         self.may_transfer(direction, handle, &request)?;
@@ -198,7 +198,8 @@ impl Front {
         let front = self.clone();
         let ranges: SmallVec<[Range<u64>; 1]> = transfer.ranges().collect();
         if ranges.is_empty() {
-            // As with write(2), what moves nothing changes nothing: no time, no bit of the mode.
+            // As with write(2), a transfer of no bytes changes nothing: no time, no bit of the
+            // mode.
             return self.answer(transfer, &Outcome::default(), done);
         }
         self.written_back(transfer.ino, ranges.into_iter(), move || match transfer.direction {
@@ -214,7 +215,7 @@ impl Front {
         });
     }
 
-    /// Reads the next part when its user may have it in flight.
+    /// Reads the next part once its user may have it in flight.
     fn next_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, mut read: Read<D>) {
         let Some((user, thread)) = read.transfer.caller_of_ioctl() else { return self.direct_read(read) };
         let bytes = read.transfer.bytes_from(read.at).min(self.plan_budget.read_bounds().bytes);
@@ -230,7 +231,7 @@ impl Front {
         );
     }
 
-    /// As [`Front::next_read`], of a write.
+    /// As [`Front::next_read`], for a write.
     fn next_write<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, mut write: Write<D>) {
         let Some((user, thread)) = write.transfer.caller_of_ioctl() else { return self.write_part(write) };
         let bytes = write.transfer.bytes_from(write.at).min(self.plan_budget.write_bytes());
@@ -256,7 +257,7 @@ impl Front {
                 let plan = |from| fs.plan_direct_read(*ino, &request.segments, (from, plans.read_bounds()), &buffer.region);
                 let part = plan(*at)?;
                 if *at == Position::default() && request.flags.contains(TransferFlags::REQUIRE_DIRECT) {
-                    // Before anything moves it has to be known of all parts.
+                    // Before a byte moves, all parts have to be checked.
                     let mut next = part.next;
                     while let Some(from) = next {
                         let later = plan(from)?;
@@ -314,7 +315,7 @@ impl Front {
         });
     }
 
-    /// A part of a read is over: goes on with the one that begins at `next`, or answers.
+    /// Ends a part of a read: continues with the one that begins at `next`, or answers.
     fn end_read<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, read: Read<D>, outcome: Outcome, next: Option<Position>) {
         let Read { transfer, outcome: before, in_flight, done, .. } = read;
         drop(in_flight);
@@ -346,7 +347,7 @@ impl Front {
             },
             move |front, (write, part), planned| match planned {
                 Ok(planned) if planned.plan.edges.is_empty() => front.begin_part(planned, write, part),
-                // Was only to see what is to be written: edges go first.
+                // This plan only showed what is to be written: edges go first.
                 Ok(planned) => {
                     drop(planned);
                     let (front, general) = (front.clone(), front.general.clone());
@@ -389,8 +390,8 @@ impl Front {
         });
     }
 
-    /// A part is over: goes on with the one that begins at `next`, or answers. `written` is what
-    /// it was to the file, if it was written.
+    /// Ends a part of a write: continues with the one that begins at `next`, or answers. `written`:
+    /// its effects on the file, if it was written.
     fn end_part<D: FnOnce(Answer) + Send + 'static>(
         self: &Arc<Self>,
         write: Write<D>,
@@ -416,8 +417,8 @@ impl Front {
         self.end_write(transfer, outcome, written, done);
     }
 
-    /// The bytes of a write are the file's, as far as they will be: has the kernel forget what it
-    /// knew of them, and answers.
+    /// Makes the kernel forget its pages of the written ranges, and answers. The bytes of the write
+    /// are the file's by then, as far as they will be.
     fn end_write(
         self: &Arc<Self>,
         transfer: Transfer,
@@ -429,7 +430,7 @@ impl Front {
             let end = transfer.ranges().map(|range| range.end).max().unwrap_or(0);
             matches!(self.fs.attributes(transfer.ino), Ok(now) if end < now.inode.size)
         };
-        // Asked when the device has the data: what the kernel asks for from here on is new.
+        // Looked up when the device has the data: pages that the kernel reads from here on are new.
         let only_attributes = (written.in_place || ends_inside()) && !self.lookups.may_have(transfer.ino, transfer.ranges());
         if only_attributes && let Some(kernel) = self.kernel.get() {
             if written.shown {
@@ -461,9 +462,9 @@ impl Front {
         });
     }
 
-    /// The last byte of a file that a write may have extended, and where it is, for the kernel to
-    /// learn the length from. It asks by itself before it shows the length, but not before it
-    /// appends; and it takes a length only with the bytes before it.
+    /// The last byte of a file that a write may have extended, and its offset, from which the
+    /// kernel learns the length. The kernel asks for the length before it shows it, but not before
+    /// it appends; and it takes a length only with the bytes before it.
     fn last_byte(&self, transfer: &Transfer) -> Option<(u64, u8)> {
         let segments = transfer.request.segments.iter().filter(|s| s.len > 0);
         let last = segments.max_by_key(|s| s.file_offset + s.len)?;
@@ -474,7 +475,7 @@ impl Front {
         (reaches_end && read.is_ok()).then_some((end - 1, byte[0]))
     }
 
-    /// Whether a transfer that was planned may begin; the answer to give where not.
+    /// Checks whether a planned transfer may begin; else returns the answer that refuses it.
     fn admitted<P>(&self, transfer: &Transfer, planned: Result<P, FsError>, plan: impl FnOnce(&P) -> &Plan) -> Result<P, Answer> {
         let Transfer { direction, request, .. } = transfer;
         let server = &self.direct.server;
@@ -503,8 +504,8 @@ fn strip_unseen(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
     strip_unless_privileged(fs, caller, ino).map(drop)
 }
 
-/// Cuts a write where its writer may write no further: what lies behind is left out. Returns the
-/// first segment that is cut.
+/// Cuts a write at the offset from which on its writer may write nothing. Returns the first segment
+/// that is cut.
 fn cut_at(request: &mut TransferRequest, limit: u64) -> Option<u32> {
     let cut = request.segments.iter().position(|s| s.len > 0 && s.file_offset.saturating_add(s.len) > limit)?;
     let (first, behind) = request.segments[cut..].split_first_mut().expect("it is one of them");

@@ -10,7 +10,8 @@ use crate::front::write_request::WriteRequest;
 use gpunvme_engine::error::{Attempt, Fail, FsError};
 
 impl Front {
-    /// Writes a fragment of an append, if what goes before it is there. Returns where it is then.
+    /// Writes a fragment of an append, if the file has reached its offset. Returns where it is
+    /// then.
     fn try_fragment(&self, caller: &Caller, ino: u64, how: WriteRequest, data: &[u8], waits: bool) -> Attempt<Option<u64>> {
         if waits && self.fs.attributes(ino)?.inode.size < how.offset {
             return Ok(None);
@@ -21,8 +22,8 @@ impl Front {
         self.fs.append_part(ino, how.offset, data, caller.context.now).map(Some)
     }
 
-    /// Writes a fragment of an append, at once or when what goes before it is there. `done` is
-    /// told where it is when the device has it.
+    /// Writes a fragment of an append, at once or when the file has reached its offset. Calls
+    /// `done` with the offset when the device has the fragment.
     pub(crate) fn append_fragment(
         self: &Arc<Self>,
         caller: Caller,
@@ -40,7 +41,7 @@ impl Front {
             }
             Err(Fail::Error(error)) => done(Err(error)),
             Ok(None) | Err(Fail::Stall(_)) => {
-                // The bytes are the transport's, which takes its next request into the same place.
+                // The bytes lie in the transport's buffer, which its next request overwrites.
                 let (permit, data) = (self.request_budget.take(data.len()), data.to_vec());
                 let fragment = Fragment { caller, ino, how, data, permit, done: Box::new(done) };
                 if tried.is_ok() {
@@ -78,9 +79,9 @@ impl Front {
         self.wake_parts(ino);
     }
 
-    /// Goes on with the first of the parked fragments of a file, if the end of the file has come
-    /// to it. The next follow when it is written: they go behind it, also where it goes elsewhere
-    /// than the kernel believes.
+    /// Continues with the first of a file's parked fragments, if the end of the file has reached
+    /// it. The next ones follow when it is written, behind it, even where it goes elsewhere than
+    /// the kernel believes.
     fn wake_parts(self: &Arc<Self>, ino: u64) {
         if !self.append_order.has(ino) {
             return;
@@ -92,7 +93,7 @@ impl Front {
         }
     }
 
-    /// Goes on with fragments that have waited too long for those before them.
+    /// Continues with fragments that have waited too long for those before them.
     pub(crate) fn wake_late_parts(self: &Arc<Self>) {
         for fragment in self.append_order.take_late() {
             self.work_on(fragment, false);

@@ -7,9 +7,8 @@ use std::sync::Arc;
 use crate::front::shared::Front;
 
 impl Front {
-    /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not
-    /// have. It does not run on a thread that the kernel waits for where the kernel has to be
-    /// asked.
+    /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have.
+    /// If the kernel has to be asked, it runs on a thread that the kernel does not wait for.
     pub(crate) fn written_back(
         self: &Arc<Self>,
         ino: u64,
@@ -26,10 +25,10 @@ impl Front {
         });
     }
 
-    /// Has the kernel write back and forget what it has of these ranges of a file, and the file's
-    /// attributes. `last`: before that, tells it how long the file is, by its last byte, which
-    /// lies in one of the ranges; what is stored for it is then forgotten, and only the length
-    /// stays.
+    /// Makes the kernel write back and forget its pages of these ranges of a file, and the file's
+    /// attributes. `last`: the last byte of the file, which lies in one of the ranges. The kernel
+    /// is given it first, and learns the length of the file by it; then the byte is forgotten, and
+    /// only the length stays.
     pub(crate) fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: impl FnOnce() -> Option<(u64, u8)>) {
         let Some(kernel) = self.kernel.get() else { return };
         let telling = self.lengths.tell(ino);

@@ -95,11 +95,10 @@ impl Front {
         let done = move |written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
             done(written.map(drop));
-            // After the answer: the caller's next bytes are on their way while the device is given
-            // these.
+            // After the answer: the caller sends its next bytes while these go to the device.
             front.fs.write_behind(ino);
             if let Some(last) = last.filter(|_| place != how.offset) {
-                // Answered first: until then the kernel may keep a page locked that it is to
+                // Answered first: until then the kernel may keep a page locked that it has to
                 // forget.
                 front.moved(ino, how.offset..how.offset + len, place..place + len, last);
             }
@@ -112,7 +111,7 @@ impl Front {
             Ok(place) => done(Ok(place)),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
-                // The bytes are the transport's, which takes its next request into the same place.
+                // The bytes lie in the transport's buffer, which its next request overwrites.
                 let (permit, data) = (self.request_budget.take(data.len()), data.to_vec());
                 let front = self.clone();
                 self.wait(
@@ -130,8 +129,8 @@ impl Front {
         }
     }
 
-    /// Bytes that the kernel appended are not where it believes them: has it forget them there,
-    /// and tells it of the new end by the last byte.
+    /// Corrects the kernel's view of an append that went elsewhere than the kernel believes: it
+    /// forgets the bytes there, and learns the new end by the last byte.
     fn moved(self: &Arc<Self>, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
         let front = self.clone();
         self.invalidations.run(move || {
@@ -154,7 +153,7 @@ impl Front {
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         let permit = self.request_budget.take(data.len());
-        // The bytes are the transport's, which takes its next request into the same place.
+        // The bytes lie in the transport's buffer, which its next request overwrites.
         let mut buffer = match self.fs.buffers().get(data.len()) {
             Ok(buffer) => buffer,
             Err(error) => return done(Err(error.into())),
@@ -184,7 +183,7 @@ impl Front {
         );
     }
 
-    /// The error of an earlier write in the background, once for each open: what close(2) reports.
+    /// Reports the error of an earlier write in the background, once for each open, for close(2).
     pub fn flush(&self, ino: u64, handle: Handle) -> Result<(), FsError> {
         self.fs.write_error(ino, handle.open())
     }
@@ -194,8 +193,8 @@ impl Front {
         self.wait(move |fs| fs.sync_open(ino, handle.open()), done);
     }
 
-    /// Makes everything that was done to names durable. Of a mount that has become read-only
-    /// nothing changes any more after it.
+    /// Makes all operations on names durable. On a mount that has become read-only nothing changes
+    /// after it.
     pub fn sync_names(self: &Arc<Self>, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
         let front = self.clone();
         let commit = move || front.wait(|fs| fs.commit(), done);
@@ -270,14 +269,14 @@ impl Front {
         });
     }
 
-    /// Takes the set-user-id bits from a file whose content changes, and has the kernel forget the
-    /// mode that it knows: by that it executes programs.
+    /// Strips the set-user-id bits from a file whose content changes, and makes the kernel forget
+    /// the mode that it knows: it executes programs by that mode.
     pub(crate) fn strip(&self, caller: &Caller, ino: u64) -> Attempt<()> {
         self.stripped(ino, strip(&self.fs, caller, ino)?);
         Ok(())
     }
 
-    /// As [`Front::strip`], where the kernel does not say whether the caller is above that.
+    /// As [`Front::strip`], where the kernel does not say whether the caller may keep the bits.
     fn strip_unless_privileged(&self, caller: &Caller, ino: u64) -> Attempt<()> {
         self.stripped(ino, strip_unless_privileged(&self.fs, caller, ino)?);
         Ok(())
@@ -290,7 +289,7 @@ impl Front {
     }
 }
 
-/// Takes the set-user-id bits from a file. Returns whether it had any.
+/// Strips the set-user-id bits from a file. Returns whether it had any.
 fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
     let bits_gone = set_id_bits(&fs.volume().stored_attributes(ino)?.inode, caller);
     if bits_gone != 0 {
@@ -299,7 +298,7 @@ fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
     Ok(bits_gone != 0)
 }
 
-/// As [`strip`], unless the caller is above that (`CAP_FSETID`).
+/// As [`strip`], unless the caller may keep the bits (`CAP_FSETID`).
 pub(crate) fn strip_unless_privileged(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
     let inode = fs.volume().stored_attributes(ino)?.inode;
     if set_id_bits(&inode, caller) == 0 || caller.has(CapabilitySet::FSETID) { Ok(false) } else { strip(fs, caller, ino) }
@@ -309,7 +308,7 @@ fn is_aligned(bytes: u64) -> bool {
     bytes.is_multiple_of(BLOCK_SIZE as u64)
 }
 
-/// Waits until the device has what was written to a file.
+/// Waits until the device has the data written to a file.
 pub(crate) fn land(fs: &Arc<Filesystem>, ino: u64, handle: Handle) -> Result<(), FsError> {
     fs.flush_file(ino)?;
     fs.write_error(ino, handle.open())

@@ -14,9 +14,9 @@ use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode,
 /// Entries of a directory that are fetched at once.
 const BATCH: usize = 64;
 
-/// Where the entries of a directory go.
+/// A listing that takes the entries of a directory.
 pub(crate) trait Listing: Send + 'static {
-    /// Whether entries are to come with their attributes.
+    /// Whether entries need their attributes.
     const ATTRIBUTES: bool;
 
     /// Takes an entry; false when there is no room for it.
@@ -24,9 +24,9 @@ pub(crate) trait Listing: Send + 'static {
 }
 
 impl Front {
-    /// The node behind a name; none where there is none. The kernel asks for `.` and `..` when all
-    /// it has is a number from a file handle, which need not be that of a directory, or of
-    /// anything.
+    /// The node behind a name; none if it does not exist. The kernel asks for `.` and `..` when it
+    /// only has a number from a file handle, which need not be the number of a directory, or of any
+    /// inode.
     pub fn lookup(
         self: &Arc<Self>,
         parent: u64,
@@ -53,7 +53,7 @@ impl Front {
         );
     }
 
-    /// The kernel has forgotten answers that gave it an inode.
+    /// Notes that the kernel has forgotten answers that gave it an inode.
     pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
         if self.lookups.forget(ino, lookups) {
             self.remove(ino);
@@ -193,7 +193,7 @@ impl Front {
             if nothing { Ok(now) } else { fs.set_attributes(&caller.context, ino, &set) }
         };
         match size {
-            // Freeing what a file had beyond its size can take long.
+            // Freeing the blocks beyond the new size can take long.
             Some(size) => {
                 let front = self.clone();
                 self.wait(
@@ -208,7 +208,7 @@ impl Front {
         }
     }
 
-    /// Answers a change of size, when the kernel is not told an older one any more.
+    /// Answers a change of size, once no message with an older size is on its way to the kernel.
     fn shortened(
         self: &Arc<Self>,
         ino: u64,
@@ -256,7 +256,7 @@ pub(crate) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
     bits.fold(0, |all, bit| all | bit)
 }
 
-/// A directory being read, as far as it has been.
+/// State of reading a directory.
 struct Reading<L> {
     front: Arc<Front>,
     dir: u64,
@@ -281,8 +281,8 @@ impl<L: Listing> Reading<L> {
         }
     }
 
-    /// Goes on until the listing is full or the directory at its end. What comes before an error
-    /// is a listing of its own: the reader meets the error when it asks for more.
+    /// Continues until the listing is full or the directory is at its end. Entries before an error
+    /// make a listing of their own: the reader meets the error when it asks for more.
     fn fill(&mut self) -> Attempt<()> {
         match self.add_entries() {
             Err(Fail::Error(_)) if self.started => Ok(()),
@@ -322,7 +322,7 @@ impl<L: Listing> Reading<L> {
     /// Adds entries. Returns whether there was room for all.
     fn add_all(&mut self, entries: &[(&DirEntry, Option<Attributes>)]) -> bool {
         let is_own = |(entry, _): &&(&DirEntry, _)| !L::ATTRIBUTES || matches!(&entry.name[..], b"." | b"..");
-        // They come first.
+        // `.` and `..` come first.
         let (own, others) = entries.split_at(entries.iter().take_while(is_own).count());
         // Counted first: the listing cannot take an entry back.
         let inos: Vec<u64> = others.iter().map(|(entry, _)| entry.ino).collect();

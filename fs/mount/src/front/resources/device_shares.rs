@@ -77,11 +77,11 @@ impl DeviceShares {
         let owner = Owner { user, process: process() };
         let waiting = Waiting { owner, bytes, begin: Box::new(begin) };
         self.users.lock().entry(user).or_default().waiting.push(owner, waiting);
-        // Room may have come about in between.
+        // Room may have become free in between.
         self.end(user, 0);
     }
 
-    /// Counts a part as in flight, if its user may have one more and nothing of that user's waits.
+    /// Counts a part as in flight, if its user may have one more and no part of that user waits.
     fn take(&self, user: u32, bytes: u64) -> bool {
         let mut users = self.users.lock();
         let others = users.len() - usize::from(users.contains_key(&user));
@@ -97,7 +97,7 @@ impl DeviceShares {
         InFlight(Some(Part { shares: self.clone(), user, bytes }))
     }
 
-    /// A part of a user's has ended, of so many bytes: begins what waits and may begin now.
+    /// Ends a part of `bytes` of a user, and begins the waiting parts that may begin now.
     fn end(self: &Arc<Self>, user: u32, bytes: u64) {
         let mut ready = Vec::new();
         {

@@ -1,5 +1,5 @@
 //! The daemon's end of the direct path for one mount: buffers, rings, the registration socket, and
-//! what `INFO` says of them.
+//! the answer to `INFO`.
 
 use std::io;
 use std::path::Path;
@@ -16,9 +16,10 @@ use super::sockets;
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_engine::data::Filesystem;
 
-/// How many threads serve rings at the most, beside so many loops. Each is busy as long as there
-/// is work, and has a queue of the device to itself, and for some devices a thread of the kernel:
-/// a quarter of what there is. With four the device has more to do than it can.
+/// Number of threads that serve rings at the most, beside so many loops: a quarter of the loops or
+/// of the device's queues. Each is busy as long as there is work, and has a queue of the device to
+/// itself, and for some devices a thread of the kernel. Four of them give the device more to do
+/// than it can.
 pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
     (loops.min(device.max_queues as usize) / 4).clamp(1, 4)
 }
@@ -87,7 +88,7 @@ impl Endpoint {
     }
 }
 
-/// A name of its own for each mount: copies of a volume share its UUID.
+/// The name of a mount's socket, unique among mounts: copies of a volume share its UUID.
 fn socket_name(fs: &Filesystem, device: &str) -> String {
     use std::hash::Hasher;
     let mut hasher = rustc_hash::FxHasher::default();

@@ -4,11 +4,12 @@
 //! The kernel gives a request to the loop that has waited longest (`fuse_dev_do_read` waits
 //! exclusively, first in, first out). With many loops and few clients each loop waits so long
 //! between two requests that its processor sleeps, and waking that takes longer than the request
-//! itself. So a loop that has done its request stands aside while others wait for the next, and
-//! the last of those calls one back when it gets one.
+//! itself. So a loop that has served its request stands aside while others wait for the next, and
+//! the last of the waiting loops calls one back when it gets a request.
 //!
-//! It guards that no request lies there while a loop stands aside: one is called whenever no loop
-//! is known to wait, and all are when one ends, which it does only because the mount has ended.
+//! It guards that no request is left waiting while a loop stands aside: one is called whenever no
+//! loop is known to wait, and all are when one ends, which it does only because the mount has
+//! ended.
 
 use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
@@ -32,12 +33,12 @@ pub(crate) struct IdleLoops {
 #[derive(Default)]
 struct Aside {
     loops: usize,
-    /// How many of them may go.
+    /// Number of loops that are called back.
     calls: usize,
     ended: bool,
 }
 
-/// A loop is at a request as long as it has this.
+/// A loop that serves a request, until this is dropped.
 pub(crate) struct BusyLoop<'a>(&'a Arc<IdleLoops>);
 
 /// A loop's thread, which ends when its mount has ended.
@@ -52,21 +53,21 @@ thread_local! {
 }
 
 impl IdleLoops {
-    /// For so many loops; none, where all of them may wait at once.
+    /// The loops of a mount with so many; none if all of them may wait at once.
     pub fn new(loops: usize) -> Option<Arc<IdleLoops>> {
         let idle = || Arc::new(IdleLoops { waiting: AtomicUsize::new(0), aside: Mutex::default(), called: Condvar::new() });
         (loops > WAITING).then(idle)
     }
 
-    /// This thread, a loop, has a request. It drops what is returned when it is done with it, and
-    /// may have to stand aside in that for as long as the mount is there.
+    /// Notes that this thread, a loop, has a request. The loop drops the result when it is done
+    /// with the request; the drop may stand aside for as long as the mount exists.
     pub fn busy(self: &Arc<Self>) -> BusyLoop<'_> {
         self.leave();
         BusyLoop(self)
     }
 
-    /// This thread, a loop, has a request and does not say when it is done with it: it counts as
-    /// one that waits only after the next of which it does.
+    /// Notes that this thread, a loop, has a request and does not say when it is done with it: it
+    /// counts as waiting only after a later request of which it does.
     pub fn leave(self: &Arc<Self>) {
         if self.waits(false) && self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call();

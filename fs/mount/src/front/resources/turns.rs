@@ -1,5 +1,5 @@
-//! A fair queue: users take turns, and of each user the processes, so that a process which asks
-//! for much waits for itself. Tasks of one process keep the order in which they came.
+//! A fair queue: users take turns, and the processes of each user do, so that a process with many
+//! tasks waits for itself. Tasks of one process keep the order in which they came.
 
 use std::collections::VecDeque;
 
@@ -29,24 +29,24 @@ impl<T> Default for Turns<T> {
 }
 
 impl<T> Turns<T> {
-    /// How much waits.
+    /// Number of waiting tasks.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing does.
+    /// Whether no task waits.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Adds something.
+    /// Adds a task.
     pub fn push(&mut self, owner: Owner, item: T) {
         let user = group(&mut self.users, owner.user);
         group(&mut user.waiting, owner.process).waiting.push_back(item);
         self.len += 1;
     }
 
-    /// Takes what is next.
+    /// Takes the next task.
     pub fn pop(&mut self) -> Option<T> {
         let mut user = self.users.pop_front()?;
         let mut process = user.waiting.pop_front().expect("a user that is here has something");
@@ -61,7 +61,7 @@ impl<T> Turns<T> {
         Some(item)
     }
 
-    /// Drops all of it.
+    /// Drops all tasks.
     pub fn clear(&mut self) {
         *self = Turns::default();
     }
