@@ -17,7 +17,7 @@ use crate::front::resources::workers::Workers;
 
 /// Bytes in flight of one user alone; several have an equal part of it each. The longest part of a
 /// transfer is half of it, so that the device has something to do while the next part is planned.
-const ALL: u64 = 128 << 20;
+const ALL: u64 = 32 << 20;
 /// A transfer of at most so many bytes begins at once, as a read(2) of as many bytes does: a thread
 /// has one of them at a time.
 const SHORT: u64 = 64 << 10;

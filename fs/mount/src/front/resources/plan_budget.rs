@@ -13,11 +13,12 @@ const ALL: usize = 64 << 10;
 /// Pieces of one part at the most, and what each may have however many there are.
 const MOST: usize = 4 << 10;
 const LEAST: usize = 64;
-/// Bytes of a part of a read: between parts the device has nothing to do for some 50 us, of 10 ms.
-const READ_BYTES: u64 = 64 << 20;
+/// Bytes of a part of a read: between parts a fast device has nothing to do for some 50 us, after
+/// 2 ms of work. Another user's request may have to wait for a part.
+const READ_BYTES: u64 = 16 << 20;
 /// Blocks of a part of a write at the most and at the least. Each may be a piece; how many are, is
 /// only known when it is planned.
-const WRITE_BLOCKS: std::ops::RangeInclusive<usize> = 256..=8 << 10;
+const WRITE_BLOCKS: std::ops::RangeInclusive<usize> = 256..=4 << 10;
 
 /// The budget for plans of one mount.
 #[derive(Default)]
