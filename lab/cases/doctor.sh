@@ -34,7 +34,7 @@ pair() {
 
 guest() {
     check "all SSDs are listed" says 5 '^ssd  .*driver nvme' doctor 4
-    check "an SSD that the kernel drives" says 1 "gpunvme-vfio bind $SSD" doctor 4 /dev/nvme0n1 --peer "$GPU"
+    check "an SSD that the kernel drives" says 1 "gpunvme-vfio bind $SSD" doctor 4 "$(namespace_below "$SSD")" --peer "$GPU"
     check "two root ports" says 1 '^path *same host bridge' doctor 4 "$SSD" --peer "$GPU"
     check "which have ACS" says 2 'root port): SourceValidation RequestRedirect CompletionRedirect UpstreamForwarding' doctor 4 "$SSD" --peer "$GPU"
     check "one switch" says 1 '^path *same switch' doctor 4 "$(ssd switched)" --peer "$(bar_below pci0000:00/0000:00:10.0)"
@@ -50,8 +50,8 @@ guest() {
     unmounted /mnt
     check "what the machine has" says 1 '^vfio *vfio-pci is loaded, /dev/vfio/vfio is type1' doctor 4
 
-    mkfs.gpunvme --quiet /dev/nvme0n1
-    mounted /dev/nvme0n1 /mnt
+    mkfs.gpunvme --quiet "$(namespace_below "$SSD")"
+    mounted "$(namespace_below "$SSD")" /mnt
     check "an SSD in use" says 2 '/mnt' doctor 4 "$SSD" --peer "$GPU"
     unmounted /mnt
 
@@ -75,6 +75,9 @@ guest() {
 # The SSD of a pair, and the stand-in below a place in sysfs.
 ssd() { cat "$(grep -l "^$1 *$" /sys/class/nvme/*/serial | sed 's|/serial$|/address|')"; }
 bar_below() { find "/sys/devices/$1" -name device -type f -exec grep -l 0x1110 {} + | sed 's|.*/\([^/]*\)/device$|\1|'; }
+
+# The namespace of an SSD: the kernel numbers them as their controllers become ready.
+namespace_below() { find /sys/devices -path "*/$1/*" -name 'nvme*n1' -type d | sed 's|.*/|/dev/|'; }
 
 # The namespace of the subsystem.
 shared() { find /sys/devices/virtual/nvme-subsystem -name 'nvme*n1' -type d | sed 's|.*/|/dev/|'; }

@@ -29,6 +29,7 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("directory-sizes", How::NotCompared),
     ("directory-positions", How::NotAsked),
     ("unchanged-owner", How::NotAsked),
+    ("some-capabilities", How::NotAsked),
     ("created-for-ioctls", How::NotAsked),
     ("far-times", How::NotCompared),
     ("times-of-failures", How::NotCompared),

@@ -13,7 +13,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use rustix::process::{Gid, Resource, Rlimit, Uid};
 use serde::{Deserialize, Serialize};
 
-use super::call::{Access, Call, Limit, Outcome, SLOTS, Step, Sync, Target, Transfer, Value};
+use super::call::{Access, Call, Limit, Outcome, SLOTS, Step, Sync, Target, Time, Transfer, Value};
 use super::facts::{self, Clock, Facts};
 use super::raw::{self, Aligned, Flight, Mapping};
 use crate::direct::{Buffer, memfd};
@@ -218,7 +218,13 @@ impl Process {
             Call::Truncate { target: Target::Slot(slot), len } => rustix::fs::ftruncate(self.slot(*slot)?, *len)?,
             Call::Truncate { target: Target::Path(path) | Target::Link(path), len } => raw::truncate(bytes(path), *len)?,
             Call::Allocate { slot, mode, offset, len } => {
-                rustix::fs::fallocate(self.slot(*slot)?, FallocateFlags::from_bits_retain(*mode), *offset, *len)?;
+                let file = self.slot(*slot)?;
+                let done = rustix::fs::fallocate(file, FallocateFlags::from_bits_retain(*mode), *offset, *len);
+                if done.is_err() {
+                    // `times-of-failures`: so that the times agree from here on.
+                    let _ = rustix::fs::futimens(file, &self.clock.timestamps(Time::Omit, Time::Now));
+                }
+                done?;
             }
             Call::CopyRange { from, to, from_at, to_at, len } => {
                 let (mut from_at, mut to_at) = (*from_at, *to_at);
