@@ -2,12 +2,12 @@
 //! on any device.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_engine::check::check;
 use gpunvme_engine::data::resize::Allocate;
-use gpunvme_engine::data::{Filesystem, Inline, Options, Settling};
+use gpunvme_engine::data::{Filesystem, Inline, Options, Settling, Spawn};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode, SetAttributes};
 use gpunvme_engine::{FormatOptions, VolumeOptions, format};
@@ -55,6 +55,29 @@ pub fn open(device: &Arc<dyn BlockDevice>) -> Result<Arc<Filesystem>, FsError> {
     let io = Io::inline(device.clone())?;
     let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
     Filesystem::open(io, options, Arc::new(Inline))
+}
+
+/// Completes requests on the thread that waits for them.
+struct Stepping(OnceLock<Arc<Io>>);
+
+impl Spawn for Stepping {
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
+        task();
+    }
+
+    fn help(&self) -> bool {
+        self.0.get().is_some_and(|io| io.step())
+    }
+}
+
+/// Opens a filesystem whose requests complete only when a thread waits for them. `next` gets the
+/// number of batches in flight and chooses the one that completes.
+pub fn stepped_by(device: &Arc<dyn BlockDevice>, next: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Filesystem> {
+    let io = Io::stepped(device.clone(), next);
+    let spawn = Arc::new(Stepping(OnceLock::new()));
+    assert!(spawn.0.set(io.clone()).is_ok());
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 8 << 20 };
+    Filesystem::open(io, options, spawn).expect("the volume can be opened")
 }
 
 /// Fails with what the checker finds.

@@ -9,12 +9,12 @@ use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::direct::DirectWrite;
 use gpunvme_engine::data::resize::Allocate;
-use gpunvme_engine::data::{Filesystem, Inline, Options, Spawn};
+use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;
 
-use crate::common::{ROOT, assert_sound, make, open};
+use crate::common::{ROOT, assert_sound, make, open, stepped_by};
 
 const NOW: Timestamp = Timestamp { seconds: 1, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
@@ -98,29 +98,6 @@ fn a_long_write_into_a_hole_replaces_what_small_ones_mapped_there_meanwhile() {
     assert_sound(&open(&device).unwrap(), "after overlapping writes");
 }
 
-/// Completes writes on the thread that waits for them.
-struct Stepping(OnceLock<Arc<Io>>);
-
-impl Spawn for Stepping {
-    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
-        task();
-    }
-
-    fn help(&self) -> bool {
-        self.0.get().is_some_and(|io| io.step())
-    }
-}
-
-/// Opens a volume whose requests complete only when a thread waits for them. `next` gets the number
-/// of batches in flight and chooses the one that completes.
-fn stepped(device: &Arc<dyn BlockDevice>, next: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Filesystem> {
-    let io = Io::stepped(device.clone(), next);
-    let spawn = Arc::new(Stepping(OnceLock::new()));
-    assert!(spawn.0.set(io.clone()).is_ok());
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 8 << 20 };
-    Filesystem::open(io, options, spawn).expect("it was just made")
-}
-
 #[test]
 fn a_batch_replaces_the_many_extents_that_were_preallocated_for_its_blocks_meanwhile() {
     const LEN: u64 = 2 << 20;
@@ -164,7 +141,7 @@ fn a_batch_replaces_the_many_extents_that_were_preallocated_for_its_blocks_meanw
             0
         }
     };
-    let fs = stepped(&device, writer);
+    let fs = stepped_by(&device, writer);
     let ino = file(&fs, b"a");
     fs.wait(|| fs.write(ino, 8 << 20, &[3; 1], NOW)).unwrap();
     assert!(shared.set((fs.clone(), ino)).is_ok());
@@ -208,7 +185,7 @@ fn fallocate_waits_for_the_direct_writes_to_its_blocks_that_are_under_way() {
                 0
             }
         };
-        let fs = stepped(&device, writer);
+        let fs = stepped_by(&device, writer);
         let ino = file(&fs, b"a");
         if preallocated {
             fs.allocate(&WHO, ino, 0, 4 * BLOCK, Allocate::Reserve { grow: true }).unwrap();

@@ -6,33 +6,19 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::Duration;
 
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, Io, Region};
+use gpunvme_blockdev::{BlockDevice, Region};
 use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Recorder, Rule};
-use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::direct::DirectWrite;
 use gpunvme_engine::data::resize::Allocate;
-use gpunvme_engine::data::{Filesystem, Options, Settling, Spawn};
+use gpunvme_engine::data::{Filesystem, Settling};
 use gpunvme_engine::error::{Attempt, Fail, FsError, Stall};
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};
 use gpunvme_layout::Timestamp;
 
-use crate::common::{ROOT, assert_sound, make, open};
+use crate::common::{ROOT, assert_sound, make, open, stepped_by};
 
 const NOW: Timestamp = Timestamp { seconds: 1, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
-
-/// Completes writes on the thread that waits for them.
-struct Stepping(OnceLock<Arc<Io>>);
-
-impl Spawn for Stepping {
-    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
-        task();
-    }
-
-    fn help(&self) -> bool {
-        self.0.get().is_some_and(|io| io.step())
-    }
-}
 
 /// Opens a volume whose writes complete only when a thread waits for them, the youngest first;
 /// `meanwhile` runs before each.
@@ -43,14 +29,12 @@ fn stepped(device: &Arc<dyn BlockDevice>, meanwhile: impl Fn() + Send + Sync + '
     })
 }
 
-/// Opens a volume whose writes complete only when a thread waits for them. `next` gets the number
-/// of batches in flight and chooses the one that completes.
-fn stepped_by(device: &Arc<dyn BlockDevice>, next: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Filesystem> {
-    let io = Io::stepped(device.clone(), next);
-    let spawn = Arc::new(Stepping(OnceLock::new()));
-    assert!(spawn.0.set(io.clone()).is_ok());
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
-    Filesystem::open(io, options, spawn).expect("the volume can be opened")
+/// A device that holds a fresh volume and records what is written to it.
+fn recorder() -> Arc<Recorder> {
+    let memory = MemoryDevice::new(32 << 20);
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    make(&device);
+    Recorder::new(memory.snapshot())
 }
 
 fn file(fs: &Arc<Filesystem>, name: &[u8]) -> u64 {
@@ -60,12 +44,7 @@ fn file(fs: &Arc<Filesystem>, name: &[u8]) -> u64 {
 
 #[test]
 fn a_batch_that_overtakes_the_one_with_the_old_end_exposes_nothing_that_was_cut_off() {
-    let recorder = {
-        let memory = MemoryDevice::new(32 << 20);
-        let device: Arc<dyn BlockDevice> = memory.clone();
-        make(&device);
-        Recorder::new(memory.snapshot())
-    };
+    let recorder = recorder();
     let device: Arc<dyn BlockDevice> = recorder.clone();
     let fs = stepped(&device, || {});
     let ino = file(&fs, b"a");
@@ -420,12 +399,7 @@ fn a_small_write_is_not_kept_waiting_by_direct_writes_to_other_blocks() {
 
 #[test]
 fn a_rename_waits_for_what_was_written_before_it_and_ends_however_much_others_write() {
-    let recorder = {
-        let memory = MemoryDevice::new(32 << 20);
-        let device: Arc<dyn BlockDevice> = memory.clone();
-        make(&device);
-        Recorder::new(memory.snapshot())
-    };
+    let recorder = recorder();
     let device: Arc<dyn BlockDevice> = recorder.clone();
     let shared: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();
     let waits = Arc::new(AtomicU32::new(0));
