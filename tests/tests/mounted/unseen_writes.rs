@@ -81,6 +81,26 @@ fn they_take_capabilities_and_set_user_id_bits() {
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o6777);
 }
 
+#[test]
+fn they_leave_an_empty_capability_as_write_2_does() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let path = volume.path("program");
+    fs::write(&path, tree::pattern(1, 8192)).unwrap();
+    rustix::fs::setxattr(&path, CAPABILITY, b"", XattrFlags::empty()).unwrap();
+    // The kernel does not show its value.
+    let lists_capability = || {
+        let mut names = [0; 256];
+        let len = rustix::fs::listxattr(&path, &mut names[..]).unwrap();
+        names[..len].split(|byte| *byte == 0).any(|name| name == CAPABILITY.as_bytes())
+    };
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    file.write_all_at(&[1; 100], 0).unwrap();
+    assert!(lists_capability(), "after write(2)");
+    Buffer::new(&file, MIB).write(&file, 0, 4096).unwrap();
+    assert!(lists_capability(), "after an ioctl");
+}
+
 fn remount_with_helper(volume: &Mounted, flag: &str) {
     let mut mount = programs::command("mount.gpunvme");
     let output = mount.arg(volume.image().path()).arg(volume.root()).args(["-o", &format!("remount,{flag}")]).output().unwrap();

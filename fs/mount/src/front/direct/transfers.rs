@@ -497,8 +497,14 @@ impl Front {
 /// kernel removes ahead of every write(2), and the set-user-id bits, unless the writer has the
 /// privilege to keep them.
 fn strip_unseen(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
-    match fs.get_xattr(ino, CAPABILITY).and_then(|_| fs.remove_xattr(&caller.context, ino, CAPABILITY)) {
-        Ok(()) | Err(Fail::Error(FsError::NoData)) => {}
+    match fs.get_xattr(ino, CAPABILITY) {
+        // An empty value gives nothing, and the kernel leaves it (`cap_inode_need_killpriv`).
+        Ok(value) if value.is_empty() => {}
+        Ok(_) => match fs.remove_xattr(&caller.context, ino, CAPABILITY) {
+            Ok(()) | Err(Fail::Error(FsError::NoData)) => {}
+            Err(fail) => return Err(fail),
+        },
+        Err(Fail::Error(FsError::NoData)) => {}
         Err(fail) => return Err(fail),
     }
     strip_unless_privileged(fs, caller, ino).map(drop)

@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn however_many_there_are_all_get_on_and_all_is_given_back() {
         let budget = Arc::new(PlanBudget::default());
-        assert_eq!((budget.read_bounds().pieces, budget.write_bytes()), (MOST, 32 << 20));
+        assert_eq!((budget.read_bounds().pieces, budget.write_bytes()), (MOST, 16 << 20));
         let mut parts: Vec<_> = (0..500).map(|_| budget.take(budget.read_bounds().pieces)).collect();
         assert!(budget.taken.load(Ordering::Relaxed) < ALL + 500 * LEAST);
         assert_eq!((budget.read_bounds().pieces, budget.write_bytes()), (LEAST, 1 << 20));
