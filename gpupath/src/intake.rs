@@ -44,12 +44,12 @@ pub(crate) struct Intake(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<ThreadPool>,
     work: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct ThreadPool {
     threads: usize,
     idle: usize,
     /// Tasks and descriptors that wait, of all users.
@@ -112,7 +112,7 @@ impl Intake {
     }
 
     /// Finds a thread for what was queued for a user.
-    fn wake(&self, mut state: MutexGuard<'_, State>, user: u32) {
+    fn wake(&self, mut state: MutexGuard<'_, ThreadPool>, user: u32) {
         if !state.turns.contains(&user) {
             state.turns.push_back(user);
         }
@@ -126,7 +126,7 @@ impl Shared {
     /// Begins a thread where one is missing: for what waits for a user who may have one more, and
     /// one that is idle as long as anything waits, because tasks that have become hopeless are
     /// refused by it.
-    fn staff(self: &Arc<Self>, state: &mut State, user: u32) {
+    fn staff(self: &Arc<Self>, state: &mut ThreadPool, user: u32) {
         let missing = state.waiting > state.idle && (state.idle == 0 || state.has_room(user));
         if !missing || state.threads == THREADS {
             return;
@@ -172,7 +172,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl ThreadPool {
     /// The next work of the next user who may have a thread more, or whose tasks are hopeless.
     fn next(&mut self) -> Option<(u32, Work)> {
         for _ in 0..self.turns.len() {

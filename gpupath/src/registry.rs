@@ -4,7 +4,7 @@
 //! stays mapped for as long as a transfer uses it; and it is gone when its process is, however
 //! that ends. One thread watches the processes.
 //!
-//! Locks: `State`, and that of the accounts, each alone and held for map operations only. Nothing
+//! Locks: `Tables`, and that of the accounts, each alone and held for map operations only. Nothing
 //! is mapped, unmapped or closed under them.
 
 mod accounts;
@@ -175,11 +175,11 @@ struct Shared {
     accounts: Arc<Accounts>,
     intake: Intake,
     epoll: OwnedFd,
-    state: RwLock<State>,
+    state: RwLock<Tables>,
 }
 
 #[derive(Default)]
-struct State {
+struct Tables {
     owners: FxHashMap<u32, Owner>,
     buffers: FxHashMap<u64, Entry>,
     bytes: u64,
@@ -220,7 +220,7 @@ impl Registry {
         // Names begin anywhere, so that one mount's name for a buffer means nothing to another
         // mount.
         let last_id = RandomState::new().build_hasher().finish() >> 1;
-        let state = RwLock::new(State { last_id, ..State::default() });
+        let state = RwLock::new(Tables { last_id, ..Tables::default() });
         let shared = Arc::new(Shared { device, accounts: Accounts::new(limits), intake: Intake::new(), epoll, state });
         let watcher = std::thread::Builder::new().name("buffer-owners".into()).spawn({
             let shared = shared.clone();
@@ -374,7 +374,7 @@ impl Shared {
         // Drops the buffers of the process that had this id before, if it is not the same one.
         self.reap(id);
         let mut state = self.state.write();
-        let State { owners, last_id, .. } = &mut *state;
+        let Tables { owners, last_id, .. } = &mut *state;
         let owner = match owners.entry(id) {
             hash_map::Entry::Occupied(owner) => owner.into_mut(),
             hash_map::Entry::Vacant(vacant) => {
@@ -430,7 +430,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl Tables {
     /// Removes a buffer, and its owner with the last one. What is returned must be dropped without
     /// the lock.
     fn remove(&mut self, id: u64, epoll: &OwnedFd) -> Option<Entry> {

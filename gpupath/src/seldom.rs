@@ -9,10 +9,10 @@ const PAUSE: Duration = Duration::from_secs(10);
 
 /// One kind of message.
 #[derive(Debug, Default)]
-pub struct Seldom(Mutex<State>);
+pub struct Seldom(Mutex<LastLogged>);
 
 #[derive(Debug, Default)]
-struct State {
+struct LastLogged {
     last: Option<Instant>,
     left_out: u64,
 }

@@ -5,26 +5,26 @@ use crate::registry::Usage;
 use gpunvme_abi::{self as abi, Command, Direction, Moved, REASON_SLOTS, Reason};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
-/// Threads that count at once rarely meet in one of so many parts.
-const PARTS: usize = 16;
+/// Threads that count at once rarely meet in one of so many shards.
+const SHARDS: usize = 16;
 
 thread_local! {
-    /// The part in which this thread counts.
-    static PART: usize = {
+    /// The shard in which this thread counts.
+    static SHARD: usize = {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
-        NEXT.fetch_add(1, Relaxed) % PARTS
+        NEXT.fetch_add(1, Relaxed) % SHARDS
     };
 }
 
 /// The counters. Each is exact; together they are of no one moment.
 #[derive(Debug, Default)]
-pub struct Stats([Part; PARTS]);
+pub struct Stats([Shard; SHARDS]);
 
 /// The counts of some threads. A processor that counts does not take the next one's memory from
 /// another processor.
 #[derive(Debug)]
 #[repr(align(64))]
-struct Part {
+struct Shard {
     calls: [AtomicU64; 16],
     failed: AtomicU64,
     read: Counters,
@@ -41,9 +41,9 @@ struct Counters {
     edge: AtomicU64,
 }
 
-impl Default for Part {
+impl Default for Shard {
     fn default() -> Self {
-        Part {
+        Shard {
             calls: Default::default(),
             failed: AtomicU64::new(0),
             read: Counters::default(),
@@ -54,56 +54,56 @@ impl Default for Part {
 }
 
 impl Stats {
-    fn part(&self) -> &Part {
-        &self.0[PART.with(|part| *part)]
+    fn shard(&self) -> &Shard {
+        &self.0[SHARD.with(|shard| *shard)]
     }
 
     /// Counts a call, when it is answered.
     pub fn call(&self, command: Command, failed: bool) {
-        let part = self.part();
-        part.calls[command as usize].fetch_add(1, Relaxed);
-        add(&part.failed, failed.into());
+        let shard = self.shard();
+        shard.calls[command as usize].fetch_add(1, Relaxed);
+        add(&shard.failed, failed.into());
     }
 
     /// Counts what a transfer moved.
     pub fn moved(&self, direction: Direction, moved: &Moved, reason: Reason) {
-        let part = self.part();
+        let shard = self.shard();
         let counters = match direction {
-            Direction::Read => &part.read,
-            Direction::Write => &part.write,
+            Direction::Read => &shard.read,
+            Direction::Write => &shard.write,
         };
         add(&counters.p2p, moved.p2p);
         add(&counters.bounce, moved.bounce);
         add(&counters.host, moved.host);
         add(&counters.hole, moved.hole);
         add(&counters.edge, moved.edge);
-        part.reasons[reason as usize].fetch_add(1, Relaxed);
+        shard.reasons[reason as usize].fetch_add(1, Relaxed);
     }
 
     /// All of them, as `STATS` reports them.
     pub fn snapshot(&self, usage: Usage) -> abi::Stats {
-        let moved = |counters: fn(&Part) -> &Counters| Moved {
-            p2p: self.sum(|part| &counters(part).p2p),
-            bounce: self.sum(|part| &counters(part).bounce),
-            host: self.sum(|part| &counters(part).host),
-            hole: self.sum(|part| &counters(part).hole),
-            edge: self.sum(|part| &counters(part).edge),
+        let moved = |counters: fn(&Shard) -> &Counters| Moved {
+            p2p: self.sum(|shard| &counters(shard).p2p),
+            bounce: self.sum(|shard| &counters(shard).bounce),
+            host: self.sum(|shard| &counters(shard).host),
+            hole: self.sum(|shard| &counters(shard).hole),
+            edge: self.sum(|shard| &counters(shard).edge),
         };
         abi::Stats {
-            calls: std::array::from_fn(|at| self.sum(|part| &part.calls[at])),
-            failed: self.sum(|part| &part.failed),
-            read: moved(|part| &part.read),
-            write: moved(|part| &part.write),
+            calls: std::array::from_fn(|at| self.sum(|shard| &shard.calls[at])),
+            failed: self.sum(|shard| &shard.failed),
+            read: moved(|shard| &shard.read),
+            write: moved(|shard| &shard.write),
             buffers: usage.buffers,
             buffer_bytes: usage.bytes,
             processes: usage.processes,
-            reasons: std::array::from_fn(|at| self.sum(|part| &part.reasons[at])),
+            reasons: std::array::from_fn(|at| self.sum(|shard| &shard.reasons[at])),
             ..abi::Stats::default()
         }
     }
 
-    fn sum<'a>(&'a self, counter: impl Fn(&'a Part) -> &'a AtomicU64) -> u64 {
-        self.0.iter().map(|part| counter(part).load(Relaxed)).sum()
+    fn sum<'a>(&'a self, counter: impl Fn(&'a Shard) -> &'a AtomicU64) -> u64 {
+        self.0.iter().map(|shard| counter(shard).load(Relaxed)).sum()
     }
 }
 

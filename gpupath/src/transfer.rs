@@ -88,7 +88,7 @@ pub fn read(
 }
 
 /// A part of an edge, and the whole blocks that hold it.
-struct Piece {
+struct EdgePiece {
     device_offset: u64,
     blocks: u64,
     /// Where in the blocks it begins.
@@ -98,7 +98,7 @@ struct Piece {
 }
 
 /// Cuts edges into pieces whose blocks fit a round.
-fn pieces(plan: &Plan, block: u64) -> Vec<Piece> {
+fn pieces(plan: &Plan, block: u64) -> Vec<EdgePiece> {
     let mut pieces = Vec::with_capacity(plan.edges.len());
     for edge in &plan.edges {
         let mut at = edge.device_offset.expect("the edges of a plan to read have a place");
@@ -108,7 +108,7 @@ fn pieces(plan: &Plan, block: u64) -> Vec<Piece> {
             let device_offset = at - at % block;
             let stop = end.min(device_offset + EDGE_BYTES);
             let blocks = stop.next_multiple_of(block) - device_offset;
-            pieces.push(Piece { device_offset, blocks, skip: at - device_offset, len: stop - at, buffer_offset });
+            pieces.push(EdgePiece { device_offset, blocks, skip: at - device_offset, len: stop - at, buffer_offset });
             buffer_offset += stop - at;
             at = stop;
         }
@@ -121,7 +121,7 @@ struct Read {
     pool: Arc<BufferPool>,
     plan: Plan,
     buffer: Arc<Buffer>,
-    pieces: Vec<Piece>,
+    pieces: Vec<EdgePiece>,
     /// The first piece not yet read.
     next: usize,
     done: Box<dyn FnOnce(Result<(), Failed>) + Send>,

@@ -1,8 +1,8 @@
 //! The outcome of a request, collected from its pieces: what they moved, and the error of the first
 //! that failed.
 
-use super::memory::pieces::Piece;
-use super::request::Part;
+use super::memory::pieces::PieceRange;
+use super::request::SegmentPart;
 use crate::error::{Error, Result};
 use crate::transfer::Transfer;
 use gpunvme_abi::{Direction, Moved, Reason};
@@ -64,8 +64,8 @@ pub(super) fn action(direction: Direction) -> &'static str {
 pub(super) fn of_piece(
     direction: Direction,
     path: &Path,
-    part: &Part,
-    piece: &Piece,
+    part: &SegmentPart,
+    piece: &PieceRange,
     result: Result<Transfer>,
 ) -> Result<(u64, Transfer)> {
     let done = match result {

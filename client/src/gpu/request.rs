@@ -1,7 +1,7 @@
 //! A request of an application, its memory looked up, ready to be done.
 
 use super::answer::End;
-use super::memory::pieces::Piece;
+use super::memory::pieces::PieceRange;
 use super::memory::registrations::Lease;
 use super::memory::staging::Staging;
 use crate::buffer::{Memory, Shared};
@@ -27,7 +27,7 @@ pub struct Segment {
 
 /// A part of a segment, in one allocation.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct SegmentPart {
     pub file_offset: u64,
     pub address: u64,
     pub len: u64,
@@ -39,7 +39,7 @@ pub(super) struct Part {
 }
 
 /// The parts of a request: mostly one, which then needs no memory of its own.
-pub(super) type Parts = SmallVec<[Part; 1]>;
+pub(super) type Parts = SmallVec<[SegmentPart; 1]>;
 
 /// The allocation that a part lay in when the request was made.
 #[derive(Clone, Copy, Debug)]
@@ -96,8 +96,8 @@ impl Source {
 pub(super) fn operation<'a>(
     direction: Direction,
     file: &'a Attached,
-    part: &'a Part,
-    piece: &Piece,
+    part: &'a SegmentPart,
+    piece: &PieceRange,
     address: u64,
     slot: Option<(&'a Arc<Shared<Staging>>, usize)>,
 ) -> Operation<'a> {
@@ -114,7 +114,7 @@ pub(super) fn operation<'a>(
 fn between<'a, M: Memory>(
     direction: Direction,
     file: &'a Attached,
-    piece: &Piece,
+    piece: &PieceRange,
     buffer: &'a Arc<Shared<M>>,
     at: u64,
 ) -> Operation<'a> {

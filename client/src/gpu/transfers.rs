@@ -11,7 +11,7 @@ use super::pipeline::executor::Executor;
 use super::pipeline::inline::{self, InlineExecutors};
 use super::pipeline::mailbox::Mailbox;
 use super::pipeline::worker::{Mail, PIECES, Worker};
-use super::request::{Allocation, Part, Parts, Request, Segment, Source};
+use super::request::{Allocation, Parts, Request, Segment, SegmentPart, Source};
 use super::stream::submission::{Streams, Submission};
 use crate::error::{Error, Result};
 use crate::file::File;
@@ -410,7 +410,7 @@ struct Found {
 impl Found {
     /// Whether a read of it is one piece that goes through a staging pool.
     fn is_one_piece(&self, blocks: Blocks) -> bool {
-        let [Part { file_offset, len, registered: Err(_), .. }] = self.parts[..] else { return false };
+        let [SegmentPart { file_offset, len, registered: Err(_), .. }] = self.parts[..] else { return false };
         first(Direction::Read, blocks, file_offset, len, piece_len(self.bytes)).wanted == len
     }
 
@@ -459,7 +459,7 @@ impl Inner {
             };
             let rest = registered.as_ref().map_or(found.base + found.len - address, |lease| lease.len);
             let (file_offset, len) = (segment.file_offset + within, rest.min(segment.len - within));
-            parts.push(Part { file_offset, address, len, segment: index, allocation, registered });
+            parts.push(SegmentPart { file_offset, address, len, segment: index, allocation, registered });
             within += len;
         }
         Ok(())

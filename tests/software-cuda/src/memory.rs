@@ -139,7 +139,7 @@ pub struct Allocation {
 }
 
 /// A piece of memory as the CPU sees it.
-pub struct Piece {
+pub struct HostSpan {
     /// Its first byte.
     pub at: *mut u8,
     /// Its length in bytes.
@@ -151,12 +151,12 @@ pub struct Piece {
 
 // SAFETY: a piece is a name for bytes, which its backing, or else the application, keeps where they
 // are.
-unsafe impl Send for Piece {}
+unsafe impl Send for HostSpan {}
 
-impl Piece {
+impl HostSpan {
     /// Memory that no allocation is behind.
-    pub fn plain(at: *mut u8, len: usize) -> Piece {
-        Piece { at, len, known: false, _held: None }
+    pub fn plain(at: *mut u8, len: usize) -> HostSpan {
+        HostSpan { at, len, known: false, _held: None }
     }
 }
 
@@ -284,21 +284,21 @@ impl Addresses {
 
     /// The pieces of memory that a copy touches: of one allocation, of mappings that follow each
     /// other, or all of it unknown to CUDA.
-    pub fn pieces(&self, address: u64, len: u64) -> Result<Vec<Piece>, Code> {
-        let mut pieces: Vec<Piece> = Vec::new();
+    pub fn pieces(&self, address: u64, len: u64) -> Result<Vec<HostSpan>, Code> {
+        let mut pieces: Vec<HostSpan> = Vec::new();
         let (mut at, end) = (address, address.checked_add(len).ok_or(CUDA_ERROR_INVALID_VALUE)?);
         while at < end {
             let Some((base, allocation)) = self.find(at) else {
                 if !pieces.is_empty() || self.in_arena(at) || self.overlaps(at, end - at) {
                     return Err(CUDA_ERROR_INVALID_VALUE);
                 }
-                return Ok(vec![Piece::plain(ptr::with_exposed_provenance_mut(at as usize), len as usize)]);
+                return Ok(vec![HostSpan::plain(ptr::with_exposed_provenance_mut(at as usize), len as usize)]);
             };
             if !allocation.accessible || (!pieces.is_empty() && !matches!(allocation.kind, Kind::Mapped(..))) {
                 return Err(CUDA_ERROR_INVALID_VALUE);
             }
             let piece = (base + allocation.len).min(end) - at;
-            pieces.push(Piece {
+            pieces.push(HostSpan {
                 at: cpu_address(allocation, at, at - base),
                 len: piece as usize,
                 known: true,

@@ -1,6 +1,6 @@
 //! Streams: a thread each, which does one thing after another. Events are marks that it passes.
 
-use crate::memory::{Kind, Piece};
+use crate::memory::{HostSpan, Kind};
 use crate::{Code, Context, Software};
 use cudarc::driver::sys::cudaError_enum::CUDA_ERROR_ILLEGAL_ADDRESS;
 use std::ptr;
@@ -40,7 +40,7 @@ impl Mark {
 /// Something for a stream to do.
 pub enum Work {
     /// Copies from the second to the first.
-    Copy(Vec<Piece>, Vec<Piece>),
+    Copy(Vec<HostSpan>, Vec<HostSpan>),
     /// The kernel: makes moves from a table at this address, this many.
     Scatter(u64, u32),
     /// Tells that it was reached.
@@ -48,9 +48,9 @@ pub enum Work {
     /// Waits until another stream reached it.
     Await(Arc<Mark>),
     /// Waits for a word to be a value (`false`), or to have passed it.
-    AwaitValue(Piece, u32, bool),
+    AwaitValue(HostSpan, u32, bool),
     /// Writes a word.
-    WriteValue(Piece, u32),
+    WriteValue(HostSpan, u32),
     /// Frees pool memory.
     Free(u64),
 }
@@ -166,13 +166,13 @@ fn linger(begun: Instant, takes: Duration) {
     thread::sleep(takes.saturating_sub(begun.elapsed()));
 }
 
-fn word_at(piece: &Piece) -> &AtomicU32 {
+fn word_at(piece: &HostSpan) -> &AtomicU32 {
     // SAFETY: it is four aligned bytes that the piece, or else the application, keeps where they
     // are; both sides access them atomically.
     unsafe { AtomicU32::from_ptr(piece.at.cast()) }
 }
 
-fn copy(to: &[Piece], from: &[Piece]) {
+fn copy(to: &[HostSpan], from: &[HostSpan]) {
     let (mut to, mut from) = (to.iter(), from.iter());
     let (mut target, mut source) = (None, None);
     loop {
@@ -190,7 +190,7 @@ fn copy(to: &[Piece], from: &[Piece]) {
     }
 }
 
-fn next<'a>(pieces: &mut impl Iterator<Item = &'a Piece>) -> Option<(*mut u8, usize)> {
+fn next<'a>(pieces: &mut impl Iterator<Item = &'a HostSpan>) -> Option<(*mut u8, usize)> {
     pieces.next().map(|piece| (piece.at, piece.len))
 }
 
@@ -199,7 +199,7 @@ fn next<'a>(pieces: &mut impl Iterator<Item = &'a Piece>) -> Option<(*mut u8, us
 fn scatter(software: &Software, context: &Context, table: u64, count: u32) -> Result<(), Code> {
     let mut entries = vec![[0u64; 3]; count as usize];
     let bytes = count as usize * 24;
-    let own = [Piece::plain(entries.as_mut_ptr().cast(), bytes)];
+    let own = [HostSpan::plain(entries.as_mut_ptr().cast(), bytes)];
     copy(&own, &reachable(software, context, table, bytes as u64)?);
     for [to, from, len] in entries {
         copy(&reachable(software, context, to, len)?, &reachable(software, context, from, len)?);
@@ -209,7 +209,7 @@ fn scatter(software: &Software, context: &Context, table: u64, count: u32) -> Re
 
 /// The memory at an address, if kernels of a context reach it: its own, memory of its GPU that has
 /// no context, and host memory that CUDA knows.
-fn reachable(software: &Software, context: &Context, address: u64, len: u64) -> Result<Vec<Piece>, Code> {
+fn reachable(software: &Software, context: &Context, address: u64, len: u64) -> Result<Vec<HostSpan>, Code> {
     let addresses = software.addresses.lock().unwrap();
     let pieces = addresses.pieces(address, len).map_err(|_| CUDA_ERROR_ILLEGAL_ADDRESS)?;
     let allowed = len == 0

@@ -1,4 +1,4 @@
-//! Memory of a PCI device as the source or target of a transfer: one window, registered once. The
+//! Memory of a PCI device as the source or target of a transfer: one buffer, registered once. The
 //! CPU reads its content through a mapping.
 
 use crate::args::PciMemory;
@@ -13,7 +13,7 @@ const PART: u64 = 64 << 20;
 const STEP: usize = 1 << 20;
 
 /// A piece of a device's memory that is registered with the mount.
-pub struct Window {
+pub struct DeviceBuffer {
     registered: Registered<DeviceMemory>,
     mapping: DeviceMapping,
     /// Where in the memory it begins.
@@ -22,9 +22,9 @@ pub struct Window {
     len: u64,
 }
 
-impl Window {
+impl DeviceBuffer {
     /// Registers `len` bytes, or all bytes of the memory from the offset on.
-    pub fn register(file: &File, memory: &PciMemory, len: Option<u64>) -> Result<Window, Failure> {
+    pub fn register(file: &File, memory: &PciMemory, len: Option<u64>) -> Result<DeviceBuffer, Failure> {
         let PciMemory { address, resource, offset } = memory;
         let whole = DeviceMemory::pci_resource(address, resource)?;
         let room = (whole.len() as u64).saturating_sub(*offset);
@@ -36,7 +36,7 @@ impl Window {
         // From its beginning, because that is how memory is registered.
         let memory = whole.first((offset + len).max(1) as usize);
         let mapping = memory.map()?;
-        Ok(Window { registered: file.mount()?.register(memory)?, mapping, offset: *offset, len })
+        Ok(DeviceBuffer { registered: file.mount()?.register(memory)?, mapping, offset: *offset, len })
     }
 
     /// How it was registered.

@@ -51,18 +51,18 @@ impl Memory {
 }
 
 /// GPU memory, and what moves files to and from it.
-pub struct Window {
+pub struct GpuBuffer {
     gpu: Gpu,
     memory: Memory,
     transfers: Transfers,
 }
 
-impl Window {
+impl GpuBuffer {
     /// Memory for a transfer of `len` bytes, as far as that is known.
-    pub fn new(file: &File, which: Which, len: Option<u64>) -> Result<Window, Failure> {
+    pub fn new(file: &File, which: Which, len: Option<u64>) -> Result<GpuBuffer, Failure> {
         let gpu = find(which)?;
         let len = len.unwrap_or(PART).clamp(1, PART);
-        Ok(Window { gpu, memory: Memory::new(&gpu, len as usize)?, transfers: Transfers::new(&file.mount()?)? })
+        Ok(GpuBuffer { gpu, memory: Memory::new(&gpu, len as usize)?, transfers: Transfers::new(&file.mount()?)? })
     }
 
     /// The route that transfers take, and why not a faster one.
@@ -89,7 +89,7 @@ impl Window {
         while at < len {
             let asked = (len - at).min(self.memory.len() as u64);
             let segment = Segment { file_offset: offset + at, address: self.memory.address(), len: asked };
-            // SAFETY: the memory is this window's.
+            // SAFETY: the memory is this buffer's.
             let moved = meter.time(|| unsafe { self.transfers.requiring(require).read(file, &[segment]) })?;
             let mut seen = 0;
             while let Some(see) = see.as_mut().filter(|_| seen < moved) {
@@ -135,7 +135,7 @@ impl Window {
                 return Ok(());
             }
             let segment = Segment { file_offset: at, address: self.memory.address(), len: filled as u64 };
-            // SAFETY: the memory is this window's.
+            // SAFETY: the memory is this buffer's.
             at += meter.time(|| unsafe { self.transfers.requiring(require).write(file, &[segment]) })?;
         }
     }

@@ -2,10 +2,12 @@
 //! processes the last one.
 
 use crate::args::{Memory, Read, require};
+use crate::device::DeviceBuffer;
+use crate::gpu::GpuBuffer;
 use crate::meter::Meter;
 use crate::output::Output;
 use crate::report::{Failure, Report};
-use crate::{device, gpu, write};
+use crate::write;
 use gpunvme::{Buffer, Error, File, Registered, Segment};
 use sha2::{Digest, Sha256};
 use std::io::Write;
@@ -39,19 +41,19 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
     let require = require(&args.require);
     let mut by = None;
     if let Memory::Gpu(which) = args.to {
-        let mut window = gpu::Window::new(&file, which, Some(len))?;
-        let by = window.by()?;
+        let mut buffer = GpuBuffer::new(&file, which, Some(len))?;
+        let by = buffer.by()?;
         let looks = hash.is_some() || output.is_some();
         let see = looks.then_some(|bytes: &[u8]| consume(bytes, &mut hash, &mut output));
-        window.read(&file, (args.offset, len), require, &mut meter, see)?;
-        let report = write::outcome(&args.file, args.offset, meter, hash, Some(by)).on(&window.name());
+        buffer.read(&file, (args.offset, len), require, &mut meter, see)?;
+        let report = write::outcome(&args.file, args.offset, meter, hash, Some(by)).on(&buffer.name());
         return finish(output, report);
     }
     if let Memory::Pci(memory) = &args.to {
-        let mut window = device::Window::register(&file, memory, Some(len))?;
-        window.read(&file, args.offset, require, &mut meter)?;
-        window.look(|bytes| consume(bytes, &mut hash, &mut output))?;
-        return finish(output, write::outcome(&args.file, args.offset, meter, hash, Some(window.by())));
+        let mut buffer = DeviceBuffer::register(&file, memory, Some(len))?;
+        buffer.read(&file, args.offset, require, &mut meter)?;
+        buffer.look(|bytes| consume(bytes, &mut hash, &mut output))?;
+        return finish(output, write::outcome(&args.file, args.offset, meter, hash, Some(buffer.by())));
     }
 
     // Filled buffers come one way, empty ones go the other.

@@ -2,8 +2,8 @@
 //! while the last one is in flight.
 
 use crate::args::{Memory, Write, require};
-use crate::device::Window;
-use crate::gpu;
+use crate::device::DeviceBuffer;
+use crate::gpu::GpuBuffer;
 use crate::meter::Meter;
 use crate::output::identity;
 use crate::read::{buffers, part, range};
@@ -40,31 +40,31 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
         }
     };
     if let Memory::Gpu(which) = args.from {
-        let mut window = gpu::Window::new(&file, which, input.len)?;
-        let by = window.by()?;
+        let mut buffer = GpuBuffer::new(&file, which, input.len)?;
+        let by = buffer.by()?;
         // The staging pool is there for all of a GPU's memory, also where the SSD reaches it.
         begin(if require.route == Some(Route::Bounce) { Route::Bounce } else { by.0 })?;
-        window.write(&file, offset, require, &mut meter, &mut input.bytes, |bytes| {
+        buffer.write(&file, offset, require, &mut meter, &mut input.bytes, |bytes| {
             if let Some(hash) = &mut hash {
                 hash.update(bytes);
             }
         })?;
-        return Ok(outcome(&args.file, offset, meter, hash, Some(by)).on(&window.name()));
+        return Ok(outcome(&args.file, offset, meter, hash, Some(by)).on(&buffer.name()));
     }
     if let Memory::Pci(memory) = &args.from {
-        let mut window = Window::register(&file, memory, input.len)?;
+        let mut buffer = DeviceBuffer::register(&file, memory, input.len)?;
         if args.input.is_some() {
-            window.fill(&mut input.bytes)?;
+            buffer.fill(&mut input.bytes)?;
         }
-        begin(window.by().0)?;
-        window.write(&file, offset, require, &mut meter)?;
+        begin(buffer.by().0)?;
+        buffer.write(&file, offset, require, &mut meter)?;
         if let Some(hash) = &mut hash {
-            window.look(|bytes| {
+            buffer.look(|bytes| {
                 hash.update(bytes);
                 Ok(())
             })?;
         }
-        return Ok(outcome(&args.file, offset, meter, hash, Some(window.by())));
+        return Ok(outcome(&args.file, offset, meter, hash, Some(buffer.by())));
     }
 
     let (filled, coming) = sync_channel::<(Registered, Segment)>(2);

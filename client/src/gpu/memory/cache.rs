@@ -133,11 +133,11 @@ pub struct Cache<R: Registrar> {
     /// and still in use.
     bytes: Arc<AtomicU64>,
     registering: Mutex<()>,
-    state: Mutex<State<R::Registration>>,
+    state: Mutex<CacheEntries<R::Registration>>,
 }
 
 #[derive(Debug)]
-struct State<T> {
+struct CacheEntries<T> {
     entries: LruCache<Export, Entry<T>>,
     /// Memory of this GPU was registered before.
     accepted: bool,
@@ -163,7 +163,7 @@ impl<R: Registrar> Cache<R> {
     /// An empty cache that never registers more than `budget` bytes: what the GPU's BAR has room
     /// for.
     pub fn new(registrar: R, budget: u64) -> Cache<R> {
-        let state = State { entries: LruCache::sparse(ENTRIES), accepted: false, refused: None };
+        let state = CacheEntries { entries: LruCache::sparse(ENTRIES), accepted: false, refused: None };
         Cache { registrar, budget, bytes: Arc::default(), registering: Mutex::new(()), state: Mutex::new(state) }
     }
 

@@ -25,9 +25,9 @@ pub struct Blocks {
     pub write: u64,
 }
 
-/// One piece. Of its slot, `wanted` bytes after the first `skip` are the application's.
+/// Where one piece lies. Of its slot, `wanted` bytes after the first `skip` are the application's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct PieceRange {
     /// Where in the file the transfer between file and slot begins.
     pub file_offset: u64,
     /// Where in the slot it begins.
@@ -40,7 +40,7 @@ pub struct Piece {
     pub wanted: u64,
 }
 
-impl Piece {
+impl PieceRange {
     /// Bytes of the slot that it needs.
     pub fn slot_len(&self) -> usize {
         (self.slot_offset + self.len) as usize
@@ -61,7 +61,7 @@ pub fn piece_len(len: u64) -> u64 {
 
 /// The first piece of `len` bytes at `file_offset`, at most about `piece_len` long: a multiple of
 /// both block sizes that is at most [`CHUNK`].
-pub fn first(direction: Direction, blocks: Blocks, file_offset: u64, len: u64, piece_len: u64) -> Piece {
+pub fn first(direction: Direction, blocks: Blocks, file_offset: u64, len: u64, piece_len: u64) -> PieceRange {
     let block = match direction {
         Direction::Read => blocks.read,
         Direction::Write => blocks.write,
@@ -71,17 +71,17 @@ pub fn first(direction: Direction, blocks: Blocks, file_offset: u64, len: u64, p
     let wanted = len.min(piece_len - skip);
     match direction {
         Direction::Read => {
-            Piece { file_offset: start, slot_offset: 0, len: (skip + wanted).next_multiple_of(block), skip, wanted }
+            PieceRange { file_offset: start, slot_offset: 0, len: (skip + wanted).next_multiple_of(block), skip, wanted }
         }
-        Direction::Write => Piece { file_offset, slot_offset: skip, len: wanted, skip, wanted },
+        Direction::Write => PieceRange { file_offset, slot_offset: skip, len: wanted, skip, wanted },
     }
 }
 
 /// The first piece, likewise, of a transfer between the file and the application's memory itself.
 /// It moves what was asked for and nothing more.
-pub fn first_unstaged(blocks: Blocks, file_offset: u64, len: u64, piece_len: u64) -> Piece {
+pub fn first_unstaged(blocks: Blocks, file_offset: u64, len: u64, piece_len: u64) -> PieceRange {
     let wanted = len.min(piece_len - file_offset % blocks.read.max(blocks.write));
-    Piece { file_offset, slot_offset: 0, len: wanted, skip: 0, wanted }
+    PieceRange { file_offset, slot_offset: 0, len: wanted, skip: 0, wanted }
 }
 
 #[cfg(test)]

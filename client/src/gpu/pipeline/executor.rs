@@ -11,10 +11,10 @@ use super::piece_ring::PieceRing;
 use crate::error::Error;
 use crate::file::File;
 use crate::gpu::answer::Deliveries;
-use crate::gpu::memory::pieces::{self, Blocks, Piece};
+use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
 use crate::gpu::outcome::{Outcome, action, of_piece};
-use crate::gpu::request::{Part, Request, Source, operation};
+use crate::gpu::request::{Request, SegmentPart, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
 use crate::transfer::Transfer;
 use gpunvme_abi::{Command, Direction, Segment};
@@ -35,7 +35,7 @@ const NAP: Duration = Duration::from_micros(50);
 pub const STALLED: Duration = Duration::from_millis(100);
 
 /// A request that is being done.
-struct Active {
+struct ActiveRequest {
     request: Request,
     /// The part to be cut next, and how much of it was.
     part: usize,
@@ -46,8 +46,8 @@ struct Active {
     outcome: Outcome,
 }
 
-impl Active {
-    fn next(&self) -> Option<&Part> {
+impl ActiveRequest {
+    fn next(&self) -> Option<&SegmentPart> {
         if self.outcome.is_failed() { None } else { self.request.parts.get(self.part) }
     }
 }
@@ -59,7 +59,7 @@ struct InFlight {
     address: u64,
     /// In the staging pool; none for what the device moves itself.
     slot: Option<usize>,
-    piece: Piece,
+    piece: PieceRange,
     /// Of a read, what the ring moved.
     done: Transfer,
 }
@@ -71,7 +71,7 @@ pub struct Executor {
     copy_streams: Vec<Option<Box<CopyStream>>>,
     /// When each of them last did something.
     progress: Vec<Instant>,
-    requests: Slab<Active>,
+    requests: Slab<ActiveRequest>,
     /// Those that have something to be cut, in the order of their turns.
     turns: VecDeque<usize>,
     pieces: Slab<InFlight>,
@@ -127,7 +127,7 @@ impl Executor {
 
     /// Begins a request.
     pub fn begin(&mut self, request: Request) {
-        let id = self.requests.insert(Active {
+        let id = self.requests.insert(ActiveRequest {
             request,
             part: 0,
             within: 0,
@@ -161,7 +161,7 @@ impl Executor {
             result = Err(Error::RingClosed { path: file.path().to_owned() });
         }
         let within = part.len;
-        let active = Active { request, part: 0, within, in_flight: 1, in_turns: false, outcome: Outcome::default() };
+        let active = ActiveRequest { request, part: 0, within, in_flight: 1, in_turns: false, outcome: Outcome::default() };
         let request = self.requests.insert(active);
         let (slot, done) = (Some(slot), Transfer::default());
         let index = self.pieces.insert(InFlight { request, part: 0, address, slot, piece, done });
@@ -399,7 +399,7 @@ impl Executor {
         if active.in_flight > 0 || active.in_turns {
             return;
         }
-        let Active { request, mut outcome, .. } = self.requests.remove(id);
+        let ActiveRequest { request, mut outcome, .. } = self.requests.remove(id);
         if let Err(error) = settle(&request) {
             outcome.failed(error);
         }

@@ -16,13 +16,13 @@ const LOOK: Duration = Duration::from_secs(1);
 
 pub struct PieceRing {
     ring: Ring,
-    state: State,
+    state: Phase,
     /// What came back and was not taken, the last first.
     back: Vec<Completed>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Phase {
     Open,
     /// It ended, and what is in it has still to come back.
     Ended,
@@ -33,7 +33,7 @@ enum State {
 impl PieceRing {
     /// Makes one of a ring that nothing else uses.
     pub fn new(ring: Ring) -> PieceRing {
-        PieceRing { ring, state: State::Open, back: Vec::new() }
+        PieceRing { ring, state: Phase::Open, back: Vec::new() }
     }
 
     /// What files are attached to.
@@ -58,13 +58,13 @@ impl PieceRing {
 
     /// Whether nothing more is transferred.
     pub fn has_ended(&self) -> bool {
-        self.state != State::Open
+        self.state != Phase::Open
     }
 
     /// Gives the ring up.
     pub fn end(&mut self) {
-        if self.state == State::Open {
-            self.state = State::Ended;
+        if self.state == Phase::Open {
+            self.state = Phase::Ended;
         }
     }
 
@@ -96,9 +96,9 @@ impl PieceRing {
                 Err(_) => self.end(),
             }
         }
-        if self.state == State::Ended {
+        if self.state == Phase::Ended {
             self.ring.lost(&mut self.back);
-            self.state = State::Over;
+            self.state = Phase::Over;
             any = true;
         }
         self.back.reverse();
@@ -137,6 +137,6 @@ impl PieceRing {
 
     /// Whether pieces can come back.
     fn is_watched(&self) -> bool {
-        self.state == State::Open && self.ring.in_flight() > 0
+        self.state == Phase::Open && self.ring.in_flight() > 0
     }
 }

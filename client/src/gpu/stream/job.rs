@@ -5,7 +5,7 @@
 
 use super::health::Health;
 use super::plan::{Plan, Planned};
-use super::window::{NAP, Window};
+use super::window::{NAP, StreamWindow};
 use crate::gpu::request::Parts;
 use crate::ring::Attached;
 use crate::transfer::Require;
@@ -20,7 +20,7 @@ pub struct Job {
     pub parts: Parts,
     pub require: Require,
     pub plan: Plan,
-    pub window: Arc<Window>,
+    pub window: Arc<StreamWindow>,
     /// The stream, as the application names it.
     pub stream: usize,
     /// Its context, if that is looked after.
@@ -82,7 +82,7 @@ impl Job {
         self.progress.cut.store(true, Ordering::Release);
     }
 
-    /// Steps that begin from now on only give their rooms back.
+    /// Steps that begin from now on only give their frames back.
     pub fn cancel(&self) {
         self.progress.cancelled.store(true, Ordering::SeqCst);
     }

@@ -2,22 +2,22 @@
 //! addresses are put into the stream then.
 //!
 //! It guards the bound of a stream's window: whatever a request asks for, what is in flight at
-//! once fits into its rooms. Each step has one room to itself; steps that are [`DEPTH`] apart have
+//! once fits into its frames. Each step has one frame to itself; steps that are [`DEPTH`] apart have
 //! the same, one after the other.
 
-use crate::gpu::memory::pieces::{self, Blocks, Piece};
+use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::pipeline::copy_stream::{MANY, SMALL};
-use crate::gpu::request::Part;
+use crate::gpu::request::SegmentPart;
 use gpunvme_abi::Direction;
 use gpunvme_cuda::Gpu;
 use std::ops::Range;
 
-/// Rooms of a window, and so steps of a request in flight at once.
+/// Frames of a window, and so steps of a request in flight at once.
 pub const DEPTH: usize = 4;
-/// Bytes of a room: an H200's copy engine moves about 43 GB/s in copies of this length, and four
+/// Bytes of a frame: an H200's copy engine moves about 43 GB/s in copies of this length, and four
 /// of them in flight keep an SSD busy.
-pub const ROOM: usize = 512 << 10;
-/// Pieces of a step at most, and moves that a room has a table for.
+pub const FRAME: usize = 512 << 10;
+/// Pieces of a step at most, and moves that a frame has a table for.
 pub const MOVES: usize = 128;
 
 /// A piece of a request.
@@ -26,9 +26,9 @@ pub struct Planned {
     pub part: usize,
     /// In the application's memory.
     pub address: u64,
-    /// Where in its room it has its slot; none for what the device moves itself.
+    /// Where in its frame it has its slot; none for what the device moves itself.
     pub slot: Option<usize>,
-    pub piece: Piece,
+    pub piece: PieceRange,
     /// Which move of the kernel's table it is, if the kernel moves it.
     pub entry: Option<usize>,
     /// Where the processor finds it, if the processor moves it.
@@ -72,10 +72,10 @@ pub struct Terms {
 }
 
 impl Plan {
-    pub fn new(terms: &Terms, parts: &[Part]) -> Plan {
+    pub fn new(terms: &Terms, parts: &[SegmentPart]) -> Plan {
         let Terms { direction, blocks, alignment, .. } = *terms;
         let piece_len = pieces::piece_len(terms.bytes);
-        let room = piece_len.min(ROOM as u64);
+        let frame = piece_len.min(FRAME as u64);
         let mut plan = Plan { pieces: Vec::new(), steps: Vec::new() };
         let (mut begun, mut used) = (0, 0);
         for (index, part) in parts.iter().enumerate() {
@@ -84,12 +84,12 @@ impl Plan {
                 let (offset, rest) = (part.file_offset + within, part.len - within);
                 let staged = part.registered.is_err();
                 let piece = if staged {
-                    pieces::first(direction, blocks, offset, rest, room)
+                    pieces::first(direction, blocks, offset, rest, frame)
                 } else {
                     pieces::first_unstaged(blocks, offset, rest, piece_len)
                 };
                 let taken = if staged { piece.slot_len().next_multiple_of(alignment) } else { 0 };
-                if used + taken > room as usize || plan.pieces.len() - begun == MOVES {
+                if used + taken > frame as usize || plan.pieces.len() - begun == MOVES {
                     plan.end_step(begun);
                     (begun, used) = (plan.pieces.len(), 0);
                 }
@@ -111,7 +111,7 @@ impl Plan {
             }
         }
         plan.end_step(begun);
-        // The service thread fills the table of a write's step when the step before it in its room
+        // The service thread fills the table of a write's step when the step before it in its frame
         // ends: so each step must have one before it.
         if direction == Direction::Write && plan.steps.iter().any(|step| step.moves > 0) {
             let none = (0..DEPTH).map(|_| Step { pieces: 0..0, moves: 0 });

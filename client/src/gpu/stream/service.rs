@@ -1,9 +1,9 @@
-//! The thread that serves requests in streams: it moves bytes between the file and the rooms that
-//! streams gave, and gives the rooms back.
+//! The thread that serves requests in streams: it moves bytes between the file and the frames that
+//! streams gave, and gives the frames back.
 //!
 //! It guards that it never waits for CUDA: it makes no call of it until it ends, and takes no lock
 //! under which another thread makes one. It only looks at words that streams write, writes words
-//! that streams wait for, and uses a ring of its own. A step that failed gives its room back like
+//! that streams wait for, and uses a ring of its own. A step that failed gives its frame back like
 //! any other: a stream must not wait for what will never come.
 
 use super::job::Job;
@@ -46,7 +46,7 @@ pub struct Mail {
 }
 
 /// A request that is being done.
-struct Active {
+struct ActiveJob {
     job: Arc<Job>,
     answer: Arc<Answer>,
     /// Steps that were begun.
@@ -74,7 +74,7 @@ pub struct Service {
     mailbox: Arc<Mailbox<Mail>>,
     /// The windows end when both sides that use them are gone.
     _windows: Arc<Windows>,
-    requests: Slab<Active>,
+    requests: Slab<ActiveJob>,
     pieces: Slab<InFlight>,
     /// Pieces that wait for the ring.
     waiting: VecDeque<usize>,
@@ -135,7 +135,7 @@ impl Service {
         for (job, answer) in self.mail.jobs.drain(..) {
             let left = job.plan.steps.iter().map(|step| step.pieces.len()).collect();
             let since = Instant::now();
-            self.requests.insert(Active { job, answer, begun: 0, left, since, outcome: Outcome::default() });
+            self.requests.insert(ActiveJob { job, answer, begun: 0, left, since, outcome: Outcome::default() });
         }
         self.ending |= std::mem::take(&mut self.mail.end);
         true
@@ -150,7 +150,7 @@ impl Service {
         any
     }
 
-    /// Begins the steps whose rooms streams gave, and answers requests that streams have passed,
+    /// Begins the steps whose frames streams gave, and answers requests that streams have passed,
     /// or will never come to.
     fn look_at_streams(&mut self, now: Instant) -> bool {
         let mut any = false;
@@ -172,7 +172,7 @@ impl Service {
                 self.look_after(id, now);
                 continue;
             }
-            let Active { answer, outcome, .. } = self.requests.remove(id);
+            let ActiveJob { answer, outcome, .. } = self.requests.remove(id);
             answer.set(outcome.result());
             any = true;
         }
@@ -236,7 +236,7 @@ impl Service {
     /// The ring is done with a piece.
     fn transferred(&mut self, index: usize, result: crate::error::Result<Transfer>) {
         let InFlight { request: id, step, piece, kept } = self.pieces.remove(index);
-        let Active { job, outcome, .. } = &mut self.requests[id];
+        let ActiveJob { job, outcome, .. } = &mut self.requests[id];
         let planned = &job.plan.pieces[piece];
         let part = &job.parts[planned.part];
         let arrived = match of_piece(job.direction, job.file.path(), part, &planned.piece, result) {
@@ -260,7 +260,7 @@ impl Service {
 
     /// A piece is back, with as many bytes.
     fn arrived(&mut self, id: usize, step: usize, piece: usize, arrived: u64) {
-        let Active { job, left, .. } = &mut self.requests[id];
+        let ActiveJob { job, left, .. } = &mut self.requests[id];
         let planned = &job.plan.pieces[piece];
         if let (Direction::Read, Some(entry)) = (job.direction, planned.entry) {
             job.window.set_move(job.number(step), entry, job.direction, planned, arrived);
@@ -275,7 +275,7 @@ impl Service {
     fn end(&mut self, id: usize, step: usize) {
         let job = &self.requests[id].job;
         job.close_step();
-        // What the room's table is needed for next.
+        // What the frame's table is needed for next.
         let next = step + DEPTH;
         if job.direction == Direction::Write && next < job.plan.steps.len() {
             for planned in job.pieces(next) {
@@ -297,7 +297,7 @@ impl Service {
     }
 }
 
-impl Active {
+impl ActiveJob {
     /// The next step, if it can begin.
     fn given(&self) -> Option<usize> {
         let step = self.begun;

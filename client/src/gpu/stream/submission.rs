@@ -5,7 +5,7 @@
 use super::job::{Job, Progress};
 use super::plan::{DEPTH, Plan, Planned, Terms};
 use super::service::{ENTRIES, Mail, Service};
-use super::window::{Owner, Window, Windows};
+use super::window::{Owner, StreamWindow, Windows};
 use crate::error::{Error, Result};
 use crate::file::File;
 use crate::gpu::answer::Answer;
@@ -130,7 +130,7 @@ fn put(
     owner: Owner,
     stream: &Stream,
     scatter: Option<&Arc<Scatter>>,
-    begin: impl FnOnce(Arc<Window>, u32) -> Arc<Job>,
+    begin: impl FnOnce(Arc<StreamWindow>, u32) -> Arc<Job>,
     failed: impl Fn(CudaError) -> Error,
 ) -> Result<()> {
     loop {
@@ -164,7 +164,7 @@ struct Refused {
 
 /// A job on its way into its stream.
 struct Putting<'a> {
-    window: &'a Window,
+    window: &'a StreamWindow,
     stream: &'a Stream,
     scatter: Option<&'a Scatter>,
     job: &'a Job,
@@ -187,7 +187,7 @@ impl Putting<'_> {
         refused.map_err(|error| Refused { error, lost: false })
     }
 
-    /// Puts in what the room of step `at` has to do before it, and the step.
+    /// Puts in what the frame of step `at` has to do before it, and the step.
     fn step(&self, at: usize, refused: &mut std::result::Result<(), CudaError>) -> std::result::Result<(), CudaError> {
         let Putting { window, stream, job, .. } = *self;
         // The copies of a step in one direction, and the kernel's moves.

@@ -4,20 +4,20 @@
 //! and in the driver the calls of all other threads wait for that (seen on an H200, driver 580): a
 //! thread that had to copy something so that a stream goes on would be one of them. So copies are
 //! in the stream when the call returns, each between two words in this memory. By one the stream
-//! gives a room to the thread that serves its requests, by the other it gets it back. Between the
+//! gives a frame to the thread that serves its requests, by the other it gets it back. Between the
 //! two that thread copies what lies in host memory: CUDA would do that in the call, after all that
 //! is in the stream.
 //!
 //! A window is one stream's at a time, until the stream has passed all that was asked for in it.
 //! Requests of one stream use it one after the other, as the stream comes to them, so none holds a
-//! room that another waits for, whatever streams wait for each other.
+//! frame that another waits for, whatever streams wait for each other.
 //!
-//! Locks: `Windows::list` for look-ups, and while a window is made; `Window::next` while a request
-//! is put into the stream, which may take long; inside of either `Window::owner`, for moments.
+//! Locks: `Windows::list` for look-ups, and while a window is made; `StreamWindow::next` while a request
+//! is put into the stream, which may take long; inside of either `StreamWindow::owner`, for moments.
 //! `Windows::contexts` stands alone. The thread that serves requests takes none.
 
 use super::health::Health;
-use super::plan::{DEPTH, MOVES, Planned, ROOM};
+use super::plan::{DEPTH, FRAME, MOVES, Planned};
 use crate::buffer::Shared;
 use crate::error::Result;
 use crate::gpu::memory::staging::{Staging, ends};
@@ -34,21 +34,21 @@ use zerocopy::IntoBytes;
 const WINDOWS: usize = 8;
 /// How long a thread of the application waits before it looks again whether it can go on.
 pub const NAP: Duration = Duration::from_micros(200);
-/// Bytes of the table of one room.
+/// Bytes of the table of one frame.
 const TABLE: usize = MOVES * size_of::<Move>();
-/// Bytes of the words of one room: two cache lines, because two sides write them.
+/// Bytes of the words of one frame: two cache lines, because two sides write them.
 const WORDS: usize = 128;
 /// Of those, the word that the stream writes, and the one that it waits for.
 const GIVEN: usize = 0;
 const RETURNED: usize = 64;
 
-/// Where a room's table and its words are in a window, in bytes.
+/// Where a frame's table and its words are in a window, in bytes.
 fn table(number: u32) -> usize {
-    DEPTH * ROOM + number as usize % DEPTH * TABLE
+    DEPTH * FRAME + number as usize % DEPTH * TABLE
 }
 
 fn words(number: u32) -> usize {
-    DEPTH * (ROOM + TABLE) + number as usize % DEPTH * WORDS
+    DEPTH * (FRAME + TABLE) + number as usize % DEPTH * WORDS
 }
 
 /// The stream that a window is of.
@@ -59,9 +59,9 @@ pub struct Owner {
     pub context: Option<Arc<Health>>,
 }
 
-/// One window. Its steps are numbered through all requests, and wrap; step `n` is in room `n %
+/// One window. Its steps are numbered through all requests, and wrap; step `n` is in frame `n %
 /// DEPTH`.
-pub struct Window {
+pub struct StreamWindow {
     gpu: Gpu,
     /// None once it is lost.
     owner: Mutex<Option<Owner>>,
@@ -72,17 +72,17 @@ pub struct Window {
     scatter: OnceLock<Arc<Scatter>>,
 }
 
-impl Window {
-    fn new(mount: &Mount, gpu: Gpu, owner: Owner) -> Result<Window> {
-        let staging = Staging::new(&mount.connection().path, &gpu, DEPTH * ROOM, DEPTH * (TABLE + WORDS))?;
+impl StreamWindow {
+    fn new(mount: &Mount, gpu: Gpu, owner: Owner) -> Result<StreamWindow> {
+        let staging = Staging::new(&mount.connection().path, &gpu, DEPTH * FRAME, DEPTH * (TABLE + WORDS))?;
         let staging = mount.register(staging)?.share();
         let (owner, next) = (Mutex::new(Some(owner)), Mutex::new(DEPTH as u32));
-        let window = Window { gpu, owner, next, staging, scatter: OnceLock::new() };
+        let window = StreamWindow { gpu, owner, next, staging, scatter: OnceLock::new() };
         (0..DEPTH as u32).for_each(|number| window.word(number, GIVEN).store(number + 1, Ordering::Relaxed));
         Ok(window)
     }
 
-    /// Whether the stream has given a step's room.
+    /// Whether the stream has given a step's frame.
     pub fn is_given(&self, number: u32) -> bool {
         // Numbers wrap.
         self.word(number, GIVEN).load(Ordering::Acquire).wrapping_sub(number).cast_signed() >= 0
@@ -93,14 +93,14 @@ impl Window {
         self.word(number, GIVEN).load(Ordering::Acquire).wrapping_sub(number).cast_signed() > 0
     }
 
-    /// Gives the room back to the stream.
+    /// Gives the frame back to the stream.
     pub fn give_back(&self, number: u32) {
         self.word(number, RETURNED).store(number, Ordering::Release);
     }
 
     /// Where a slot of a step is.
     pub fn slot(&self, number: u32, planned: &Planned) -> Option<usize> {
-        Some(number as usize % DEPTH * ROOM + planned.slot?)
+        Some(number as usize % DEPTH * FRAME + planned.slot?)
     }
 
     /// Writes what the kernel is to do for a piece, of which `len` bytes are there.
@@ -119,12 +119,12 @@ impl Window {
         let Some(host) = planned.host else { return };
         let at = self.slot(number, planned).expect("it is staged") + planned.piece.skip as usize;
         // SAFETY: the application vouched for its memory from when the stream came to the request,
-        // as it did, until it has passed it, for which this step's room has to be back. Where the
+        // as it did, until it has passed it, for which this step's frame has to be back. Where the
         // stream does not wait for that, because CUDA took no words, the call waits that put the
         // request into it.
         unsafe { self.staging.memory().copy_on_host(direction, at, host, len as usize) };
         // Stores to write-combined memory are in no order with those to other memory: they are to
-        // be there before the room is back.
+        // be there before the frame is back.
         fence(Ordering::SeqCst);
     }
 
@@ -142,12 +142,12 @@ impl Window {
         self.staging.memory().mapping.copy_in(at, &kept[arrived as usize..]).expect("slots lie in the window");
     }
 
-    /// Where a stream finds the word by which it gives a step's room.
+    /// Where a stream finds the word by which it gives a step's frame.
     pub fn given_address(&self, number: u32) -> u64 {
         self.staging.memory().device_address + (words(number) + GIVEN) as u64
     }
 
-    /// Where a stream finds the word by which it gets a step's room back.
+    /// Where a stream finds the word by which it gets a step's frame back.
     pub fn returned_address(&self, number: u32) -> u64 {
         self.staging.memory().device_address + (words(number) + RETURNED) as u64
     }
@@ -192,7 +192,7 @@ impl Window {
 /// The windows of all streams, and the contexts that are looked after.
 pub struct Windows {
     mount: Mount,
-    list: Mutex<Vec<Arc<Window>>>,
+    list: Mutex<Vec<Arc<StreamWindow>>>,
     contexts: Mutex<Vec<Arc<Health>>>,
 }
 
@@ -214,7 +214,7 @@ impl Windows {
 
     /// Gives up a window whose words CUDA no longer takes. It is unknown what its stream still does
     /// to the memory, which stays as long as the process.
-    pub fn lose(&self, window: &Arc<Window>, next: MutexGuard<'_, u32>) {
+    pub fn lose(&self, window: &Arc<StreamWindow>, next: MutexGuard<'_, u32>) {
         // A call that waits for it looks for another.
         *window.owner.lock() = None;
         drop(next);
@@ -224,7 +224,7 @@ impl Windows {
 
     /// The window of a stream, near a GPU. Waits while all windows there are other streams'. It
     /// may have become another stream's until its `next` is locked.
-    pub fn of(&self, gpu: Gpu, owner: &Owner) -> Result<Arc<Window>> {
+    pub fn of(&self, gpu: Gpu, owner: &Owner) -> Result<Arc<StreamWindow>> {
         loop {
             let mut list = self.list.lock();
             let near = || list.iter().filter(|window| window.gpu == gpu && !window.is_dead());
@@ -240,7 +240,7 @@ impl Windows {
                 }
             }
             if near().count() < WINDOWS {
-                let window = Arc::new(Window::new(&self.mount, gpu, owner.clone())?);
+                let window = Arc::new(StreamWindow::new(&self.mount, gpu, owner.clone())?);
                 list.push(window.clone());
                 return Ok(window);
             }

@@ -10,7 +10,7 @@ use crate::error::Attempt;
 use crate::volume::{Mapping, PlacedRun, Run, Stamp};
 
 /// Blocks that a growing file reserves ahead, at least and at most: 8 MiB and 128 MiB.
-const WINDOW: std::ops::RangeInclusive<u64> = 2048..=32768;
+const PREALLOCATION: std::ops::RangeInclusive<u64> = 2048..=32768;
 /// Files below this size reserve nothing ahead.
 const GROWS_FROM: u64 = 1 << 20;
 
@@ -18,13 +18,14 @@ const GROWS_FROM: u64 = 1 << 20;
 #[derive(Default)]
 pub(super) struct Placement {
     /// In the order of the blocks.
-    parts: SmallVec<[Part; 1]>,
-    /// Number of parts that are mapped. Of the next part, the mapped blocks are taken away.
+    targets: SmallVec<[Target; 1]>,
+    /// Number of targets that are mapped. Of the next target, the mapped blocks are taken away.
     mapped: usize,
 }
 
+/// A run that blocks are written to.
 #[derive(Clone, Copy)]
-struct Part {
+struct Target {
     placed: PlacedRun,
     /// The blocks were written before: nothing in the metadata changes.
     in_place: bool,
@@ -33,13 +34,13 @@ struct Part {
 impl Placement {
     /// All runs, in the order of the blocks that were asked for.
     pub fn runs(&self) -> impl Iterator<Item = &PlacedRun> {
-        self.parts.iter().map(|p| &p.placed)
+        self.targets.iter().map(|target| &target.placed)
     }
 
     /// Notes that the next blocks are mapped.
     fn skip(&mut self, mut blocks: u64) {
         while blocks > 0 {
-            let placed = &mut self.parts[self.mapped].placed;
+            let placed = &mut self.targets[self.mapped].placed;
             let part = blocks.min(placed.run.len);
             blocks -= part;
             placed.skip(part);
@@ -49,7 +50,7 @@ impl Placement {
 
     /// Whether all blocks were written before, so that none has to be mapped.
     pub fn is_in_place(&self) -> bool {
-        self.parts.iter().all(|p| p.in_place)
+        self.targets.iter().all(|target| target.in_place)
     }
 }
 
@@ -75,8 +76,8 @@ impl Filesystem {
 
     /// Gives back the reserved blocks that are not mapped.
     pub(super) fn unplace(&self, placement: &mut Placement) {
-        for part in placement.parts.drain(..).skip(placement.mapped).filter(|p| p.placed.reserved) {
-            self.volume.unreserve(part.placed.run);
+        for target in placement.targets.drain(..).skip(placement.mapped).filter(|target| target.placed.reserved) {
+            self.volume.unreserve(target.placed.run);
         }
     }
 
@@ -86,13 +87,13 @@ impl Filesystem {
     pub(super) fn map_placement(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<bool> {
         if placement.mapped == 0 {
             // Those that change nothing go first, so that the rest is one slice.
-            placement.parts.sort_by_key(|p| !p.in_place);
-            placement.mapped = placement.parts.iter().filter(|p| p.in_place).count();
+            placement.targets.sort_by_key(|target| !target.in_place);
+            placement.mapped = placement.targets.iter().filter(|target| target.in_place).count();
         }
-        let left = &placement.parts[placement.mapped..];
-        let mapped = self.volume.map_placed(ino, left.iter().map(|p| p.placed), promised, stamp)?;
+        let left = &placement.targets[placement.mapped..];
+        let mapped = self.volume.map_placed(ino, left.iter().map(|target| target.placed), promised, stamp)?;
         placement.skip(mapped);
-        Ok(placement.mapped == placement.parts.len())
+        Ok(placement.mapped == placement.targets.len())
     }
 
     fn place_run(&self, state: &mut FileState, ino: u64, size: u64, run: Range<u64>, placement: &mut Placement) -> Attempt<()> {
@@ -103,7 +104,7 @@ impl Filesystem {
             self.place_hole(state, ino, size, at..mapping.offset, placement)?;
             let run = Run { start: mapping.extent.block, len: mapping.extent.len.into() };
             let placed = PlacedRun { offset: mapping.offset, run, reserved: false };
-            placement.parts.push(Part { placed, in_place: !mapping.extent.unwritten });
+            placement.targets.push(Target { placed, in_place: !mapping.extent.unwritten });
             at = mapping.end();
         }
         self.place_hole(state, ino, size, at..run.end, placement)
@@ -113,7 +114,7 @@ impl Filesystem {
         let mut at = hole.start;
         while at < hole.end {
             let run = self.reserve(state, ino, size, at, hole.end - at)?;
-            placement.parts.push(Part { placed: PlacedRun { offset: at, run, reserved: true }, in_place: false });
+            placement.targets.push(Target { placed: PlacedRun { offset: at, run, reserved: true }, in_place: false });
             at += run.len;
             state.allocation.goal = Some((at, run.end()));
         }
@@ -136,8 +137,11 @@ impl Filesystem {
             return Ok(run);
         }
         let end = (at + want) * gpunvme_layout::block::BLOCK_SIZE as u64;
-        let ahead =
-            if end >= size && size >= GROWS_FROM && state.opens > 0 { at.clamp(*WINDOW.start(), *WINDOW.end()) } else { 0 };
+        let ahead = if end >= size && size >= GROWS_FROM && state.opens > 0 {
+            at.clamp(*PREALLOCATION.start(), *PREALLOCATION.end())
+        } else {
+            0
+        };
         let run = self.volume.reserve(goal, want, ahead)?;
         if run.len > want {
             self.release_ahead(state);

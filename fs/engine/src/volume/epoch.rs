@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::run::Run;
 
 #[derive(Default)]
-struct State {
+struct EpochTable {
     current: u64,
     /// Guards held, by the epoch in which they were taken.
     held: BTreeMap<u64, usize>,
@@ -24,7 +24,7 @@ struct State {
 /// The epochs of a volume.
 #[derive(Default)]
 pub(crate) struct Epochs {
-    state: Mutex<State>,
+    state: Mutex<EpochTable>,
 }
 
 /// Keeps the blocks that a transfer looked up from being reused.

@@ -35,10 +35,10 @@ pub struct World {
     /// Files with direct writes under way.
     direct: Arc<Mutex<Vec<u64>>>,
     /// Never locked while the filesystem is called.
-    state: Mutex<State>,
+    state: Mutex<Model>,
 }
 
-struct State {
+struct Model {
     random: Random,
     history: History,
     /// Operations that are under way, one inside the other.
@@ -78,7 +78,7 @@ impl Spawn for World {
 impl World {
     /// Opens the volume on a recorder, and makes the directory that the whole workload stays in.
     pub fn begin(recorder: &Arc<Recorder>, seed: u64) -> Arc<World> {
-        let state = State {
+        let state = Model {
             random: Random(seed),
             history: History::default(),
             depth: 0,

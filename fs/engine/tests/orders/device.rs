@@ -39,10 +39,10 @@ pub struct Unruly {
 
 struct Shared {
     habits: Habits,
-    state: Mutex<State>,
+    state: Mutex<Backlog>,
 }
 
-struct State {
+struct Backlog {
     random: Random,
     /// In the order in which [`gpunvme_blockdev::Io::stepped`] has them.
     batches: Vec<Arc<Batch>>,
@@ -74,7 +74,7 @@ struct Work {
 impl Unruly {
     /// A device with this content.
     pub fn new(image: Image, seed: u64, habits: Habits) -> Arc<Unruly> {
-        let state = State { random: Random(seed), batches: Vec::new(), tame: true, turn: 0, failures: 0 };
+        let state = Backlog { random: Random(seed), batches: Vec::new(), tame: true, turn: 0, failures: 0 };
         let shared = Arc::new(Shared { habits, state: Mutex::new(state) });
         Arc::new(Unruly { recorder: Recorder::new(image), shared, idles: AtomicBool::new(false) })
     }

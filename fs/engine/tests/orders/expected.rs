@@ -46,7 +46,7 @@ pub enum Size {
 
 /// Writes that may be found in a piece of a file.
 #[derive(Clone, Default)]
-struct Piece {
+struct Candidates {
     /// By a read.
     live: Vec<Id>,
     /// After a power cut.
@@ -55,7 +55,7 @@ struct Piece {
 
 struct Content {
     /// By their first byte; each reaches to the next.
-    pieces: BTreeMap<u64, Piece>,
+    pieces: BTreeMap<u64, Candidates>,
     sizes: Vec<(Id, Size)>,
 }
 
@@ -95,7 +95,7 @@ impl Expected {
 
     /// Notes a new file.
     pub fn created(&mut self, ino: u64) {
-        let pieces = BTreeMap::from([(0, Piece { live: vec![0], left: vec![0] })]);
+        let pieces = BTreeMap::from([(0, Candidates { live: vec![0], left: vec![0] })]);
         self.files.insert(ino, Content { pieces, sizes: vec![(0, Size::Set(0))] });
     }
 
@@ -136,7 +136,7 @@ impl Expected {
     }
 
     /// Takes out what a write hides.
-    fn prune(&mut self, id: Id, of: fn(&mut Piece) -> &mut Vec<Id>) {
+    fn prune(&mut self, id: Id, of: fn(&mut Candidates) -> &mut Vec<Id>) {
         let (ino, began) = (self.writes[id].ino, self.writes[id].began);
         for range in self.writes[id].ranges.clone().into_iter().filter(|range| !range.is_empty()) {
             let content = self.files.get_mut(&ino).expect("it was created");
@@ -354,7 +354,7 @@ impl Content {
     }
 
     /// The pieces within a range, cut to it.
-    fn within(&self, range: &Range<u64>) -> impl Iterator<Item = (Range<u64>, &Piece)> {
+    fn within(&self, range: &Range<u64>) -> impl Iterator<Item = (Range<u64>, &Candidates)> {
         let first = self.pieces.range(..=range.start).next_back().map_or(0, |(start, _)| *start);
         let ends = self.pieces.range(first..).skip(1).map(|(start, _)| *start).chain([END]);
         let (start, end) = (range.start, range.end);

@@ -31,11 +31,11 @@ pub struct Style {
 pub struct Schedule {
     turn: AtomicUsize,
     threads: OnceLock<Vec<Thread>>,
-    state: Mutex<State>,
+    state: Mutex<Scheduler>,
     abandoned: AtomicBool,
 }
 
-struct State {
+struct Scheduler {
     random: Random,
     style: Style,
     turns: u64,
@@ -51,7 +51,7 @@ struct Actor {
 impl Schedule {
     /// A schedule of `count` threads, of which none runs yet.
     pub fn new(seed: u64, count: usize, style: Style) -> Schedule {
-        let state = State { random: Random(seed), style, turns: 0, actors: vec![Actor { alive: true, last: 0 }; count] };
+        let state = Scheduler { random: Random(seed), style, turns: 0, actors: vec![Actor { alive: true, last: 0 }; count] };
         Schedule {
             turn: AtomicUsize::new(NOBODY),
             threads: OnceLock::new(),
@@ -130,7 +130,7 @@ impl Schedule {
     }
 }
 
-impl State {
+impl Scheduler {
     fn next(&mut self, me: Option<usize>) -> Option<usize> {
         self.turns += 1;
         let (turns, starved) = (self.turns, self.turns.saturating_sub(STARVED));

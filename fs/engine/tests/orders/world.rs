@@ -43,11 +43,11 @@ pub struct World {
     clock: AtomicU64,
     over: AtomicBool,
     /// Never locked while the filesystem is called.
-    pub state: Mutex<State>,
+    pub state: Mutex<Model>,
 }
 
 /// State of the volume and its callers, as the test knows it.
-pub struct State {
+pub struct Model {
     pub expected: Expected,
     pub names: Names,
     /// How the names were, one after the other.
@@ -97,7 +97,7 @@ impl World {
     /// Opens a volume.
     pub fn new(case: Case, base: Image) -> Arc<World> {
         let device = Unruly::new(base, case.seed ^ 1, case.habits);
-        let state = State {
+        let state = Model {
             expected: Expected::new(case.habits.fails > 0),
             names: Names::new(),
             moments: vec![Names::new()],
@@ -332,7 +332,7 @@ impl World {
     }
 }
 
-impl State {
+impl Model {
     pub fn note(&mut self, what: String) {
         if self.trace.len() == 60 {
             self.trace.pop_front();

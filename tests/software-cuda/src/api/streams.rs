@@ -1,7 +1,7 @@
 //! The exported functions about streams, events and kernels.
 
 use super::{Answer, handle, put};
-use crate::memory::{Kind, Piece};
+use crate::memory::{HostSpan, Kind};
 use crate::stream::{Stream, Work};
 use crate::{Code, Software};
 use cudarc::driver::sys::cudaError_enum::*;
@@ -242,7 +242,7 @@ pub unsafe extern "C" fn cuStreamGetCtx_v2(stream: CUstream, context: *mut CUcon
     answer().err().unwrap_or(CUDA_SUCCESS)
 }
 
-fn word(software: &Software, address: u64) -> Result<Piece, Code> {
+fn word(software: &Software, address: u64) -> Result<HostSpan, Code> {
     let piece = software.addresses.lock().unwrap().pieces(address, 4)?.pop();
     piece.filter(|piece| piece.known && address.is_multiple_of(4)).ok_or(CUDA_ERROR_INVALID_VALUE)
 }

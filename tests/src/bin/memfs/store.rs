@@ -37,12 +37,12 @@ pub struct Inode {
     pub number: u64,
     pub kind: FileType,
     pub device: u32,
-    pub state: Mutex<State>,
+    pub state: Mutex<Metadata>,
     pub body: Body,
 }
 
 /// What stat shows and may change, and what keeps the inode alive.
-pub struct State {
+pub struct Metadata {
     pub len: u64,
     pub mode: u16,
     pub uid: u32,
@@ -137,7 +137,7 @@ impl Store {
             number,
             kind,
             device,
-            state: Mutex::new(State {
+            state: Mutex::new(Metadata {
                 len,
                 mode: (mode & 0o7777) as u16,
                 uid: owner.0,
@@ -295,7 +295,7 @@ impl Inode {
         self.attributes_of(&state)
     }
 
-    fn attributes_of(&self, state: &State) -> FileAttr {
+    fn attributes_of(&self, state: &Metadata) -> FileAttr {
         FileAttr {
             ino: INodeNo(self.number),
             size: state.len,

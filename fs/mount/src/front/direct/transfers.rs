@@ -106,7 +106,7 @@ struct Write<D> {
 
 /// A part of a write. Its segments do not overlap: overlapping segments have an order, and requests
 /// that are in flight together have none.
-struct Part {
+struct WritePart {
     segments: SmallVec<[Segment; 1]>,
     /// Where the next part begins.
     next: Position,
@@ -335,7 +335,7 @@ impl Front {
         let (segments, next) = planner::write_part(&write.transfer.request.segments, write.at, self.plan_budget.write_bytes());
         // Each of its blocks may have to be written by a command of its own.
         let blocks: u64 = segments.iter().map(|segment| segment.len.div_ceil(BLOCK)).sum();
-        let part = Part { segments, next, planned: self.plan_budget.take(blocks as usize) };
+        let part = WritePart { segments, next, planned: self.plan_budget.take(blocks as usize) };
         let now = system_time();
         self.attempt_for(
             (write, part),
@@ -368,16 +368,16 @@ impl Front {
     }
 
     /// Writes the edges of a part, and plans the rest of it.
-    fn write_edges<D>(&self, write: &Write<D>, part: &Part, now: Timestamp) -> Result<DirectWrite, FsError> {
+    fn write_edges<D>(&self, write: &Write<D>, part: &WritePart, now: Timestamp) -> Result<DirectWrite, FsError> {
         let Transfer { ino, buffer, .. } = &write.transfer;
         self.fs.write_edges(*ino, &part.segments, &buffer.region, now)?;
         self.fs.wait(|| self.fs.plan_direct_write(*ino, &part.segments, &buffer.region, now))
     }
 
-    fn begin_part<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, planned: DirectWrite, write: Write<D>, part: Part) {
+    fn begin_part<D: FnOnce(Answer) + Send + 'static>(self: &Arc<Self>, planned: DirectWrite, write: Write<D>, part: WritePart) {
         let front = self.clone();
         let complete = Outcome::done(&write.transfer.buffer, &planned.plan);
-        let Part { next, planned: mut pieces, .. } = part;
+        let WritePart { next, planned: mut pieces, .. } = part;
         pieces.set(planned.plan.pieces());
         self.fs.submit_direct_write(planned, move |result| {
             drop(pieces);

@@ -45,9 +45,9 @@ struct Waiting {
 }
 
 /// A part of a transfer in flight; dropping this ends it.
-pub(crate) struct InFlight(Option<Part>);
+pub(crate) struct InFlight(Option<Charge>);
 
-struct Part {
+struct Charge {
     shares: Arc<DeviceShares>,
     user: u32,
     bytes: u64,
@@ -94,7 +94,7 @@ impl DeviceShares {
     }
 
     fn in_flight(self: &Arc<Self>, user: u32, bytes: u64) -> InFlight {
-        InFlight(Some(Part { shares: self.clone(), user, bytes }))
+        InFlight(Some(Charge { shares: self.clone(), user, bytes }))
     }
 
     /// Ends a part of `bytes` of a user, and begins the waiting parts that may begin now.
@@ -123,7 +123,7 @@ impl DeviceShares {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        if let Some(Part { shares, user, bytes }) = self.0.take() {
+        if let Some(Charge { shares, user, bytes }) = self.0.take() {
             shares.end(user, bytes);
         }
     }

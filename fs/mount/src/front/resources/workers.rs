@@ -35,7 +35,7 @@ pub struct Workers {
 struct Shared {
     name: &'static str,
     limit: usize,
-    state: Mutex<State>,
+    state: Mutex<ThreadPool>,
     /// Signalled when there is a task, or the pool ends.
     work: Condvar,
     /// Signalled when a thread ends.
@@ -43,7 +43,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct ThreadPool {
     tasks: Turns<Task>,
     threads: usize,
     idle: usize,
@@ -154,7 +154,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl ThreadPool {
     /// Whether a thread that has nothing to do ends. Threads take tasks in turns, so that none is
     /// idle for long where there is a task now and then: what counts is how many were not needed.
     fn is_surplus(&mut self) -> bool {
