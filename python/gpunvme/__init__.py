@@ -1,0 +1,29 @@
+"""Files of a gpunvme mount, read straight into tensors and arrays, and written from them.
+
+    import gpunvme, torch
+
+    f = gpunvme.open("/data/model.bin")
+    t = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    done = f.read_into(t)
+    print(done.bytes, done.routes, done.reason)
+
+``gpunvme.safetensors`` loads and saves models, ``gpunvme.torch`` state dicts and distributed
+checkpoints. Neither they nor CUDA are loaded before they are used.
+"""
+
+from gpunvme._doctor import doctor
+from gpunvme._error import Error
+from gpunvme._file import File, open
+from gpunvme._native import Buffer, Extent, Mount, Pending, Transfer
+
+__all__ = [
+    "open",
+    "File",
+    "Mount",
+    "Buffer",
+    "Transfer",
+    "Pending",
+    "Extent",
+    "Error",
+    "doctor",
+]

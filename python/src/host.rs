@@ -1,0 +1,207 @@
+//! Transfers of host memory. What is registered with the mount ([`crate::buffer`]) the device
+//! reaches; other memory is copied between it and staging memory.
+
+use crate::buffer::HostMemory;
+use crate::request::Direction;
+use crate::session::Session;
+use gpunvme::gpu::Segment;
+use gpunvme::{Buffer, Error, File, Reason, Registered, Require, Result, Transfer};
+use parking_lot::Mutex;
+use rustix::io::Errno;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+/// Bytes of a piece of staging memory: enough for the device to be busy, little enough to stay in
+/// the processor's cache until it is copied on.
+const STAGE: usize = 4 << 20;
+/// What the places of segments in staging memory are aligned to, as their places in the file are.
+const BLOCK: u64 = 4096;
+/// Threads that serve requests which their callers do not wait for.
+const WORKERS: usize = 4;
+
+/// Staging memory, in pieces that are used by one request at a time.
+#[derive(Default)]
+pub struct Staging {
+    free: Mutex<Vec<Registered<Buffer>>>,
+}
+
+impl Staging {
+    /// Does something with a piece that nothing else uses.
+    fn with<T>(&self, session: &Session, work: impl FnOnce(&mut Registered<Buffer>) -> Result<T>) -> Result<T> {
+        let free = self.free.lock().pop();
+        let mut piece = match free {
+            Some(piece) => piece,
+            None => session.mount()?.register(Buffer::memfd(STAGE)?)?,
+        };
+        let done = work(&mut piece);
+        self.free.lock().push(piece);
+        done
+    }
+}
+
+/// Moves segments between a file and host memory, and waits for it. A segment that reaches past
+/// the end of the file is read as far as the file goes.
+///
+/// # Safety
+/// The memory of the segments is the caller's to read or write until this returns.
+///
+/// # Errors
+/// As [`File::read_requiring`]; memory that is not registered is refused where no byte may be
+/// copied.
+pub unsafe fn transfer(
+    session: &Session,
+    file: &File,
+    direction: Direction,
+    segments: &[Segment],
+    require: Require,
+) -> Result<Transfer> {
+    let mut left = match direction {
+        Direction::Read => clipped(segments, file.size()?),
+        Direction::Write => segments.to_vec(),
+    };
+    left.reverse(); // the next one is the last
+    let mut done = Transfer::default();
+    while let Some(next) = left.last() {
+        let moved = match session.registered(next.address, next.len) {
+            Some(memory) => {
+                let segment = left.pop().expect("there is one");
+                registered(&memory, file, direction, &segment, require)
+            }
+            None if require.direct => Err(refused(file, direction)),
+            // SAFETY: the caller vouches for the memory.
+            None => session.staging()?.with(session, |stage| unsafe { staged(stage, file, direction, &mut left, require) }),
+        };
+        match moved {
+            Ok(moved) => done.add(&moved),
+            Err(error) => return Err(after(error, done)),
+        }
+    }
+    Ok(done)
+}
+
+/// The parts of segments that lie before the end of a file.
+fn clipped(segments: &[Segment], size: u64) -> Vec<Segment> {
+    let within = |segment: &Segment| {
+        let len = segment.len.min(size.saturating_sub(segment.file_offset));
+        (len > 0).then_some(Segment { len, ..*segment })
+    };
+    segments.iter().filter_map(within).collect()
+}
+
+/// Moves one segment that lies in registered memory.
+fn registered(memory: &HostMemory, file: &File, direction: Direction, segment: &Segment, require: Require) -> Result<Transfer> {
+    let buffer_offset = memory.offset(segment.address);
+    let segment = [gpunvme::Segment { file_offset: segment.file_offset, buffer_offset, len: segment.len }];
+    let mut registered = memory.lock();
+    match direction {
+        Direction::Read => file.read_requiring(&mut registered, &segment, require),
+        Direction::Write => file.write_requiring(&registered, &segment, require),
+    }
+}
+
+/// Moves as much as fits into a piece of staging memory, and takes it off the end of `left`.
+///
+/// # Safety
+/// As for [`transfer`].
+unsafe fn staged(
+    stage: &mut Registered<Buffer>,
+    file: &File,
+    direction: Direction,
+    left: &mut Vec<Segment>,
+    require: Require,
+) -> Result<Transfer> {
+    let (mut pieces, mut copies) = (Vec::new(), Vec::new());
+    let mut end = 0u64;
+    while let Some(segment) = left.last_mut() {
+        // Where it is aligned in the file it is aligned in memory.
+        let at = end.next_multiple_of(BLOCK) + segment.file_offset % BLOCK;
+        let len = segment.len.min((STAGE as u64).saturating_sub(at));
+        if len == 0 {
+            break;
+        }
+        pieces.push(gpunvme::Segment { file_offset: segment.file_offset, buffer_offset: at, len });
+        copies.push(segment.address);
+        end = at + len;
+        *segment = Segment { file_offset: segment.file_offset + len, address: segment.address + len, len: segment.len - len };
+        if segment.len > 0 {
+            break;
+        }
+        left.pop();
+    }
+    if direction == Direction::Write {
+        for (piece, address) in pieces.iter().zip(&copies) {
+            // SAFETY: the caller vouches for the memory, which is as long as its piece.
+            let from = unsafe { std::slice::from_raw_parts(*address as *const u8, piece.len as usize) };
+            stage[piece.buffer_offset as usize..][..from.len()].copy_from_slice(from);
+        }
+        return file.write_requiring(stage, &pieces, require);
+    }
+    let done = file.read_requiring(stage, &pieces, require)?;
+    let mut arrived = done.bytes();
+    for (piece, address) in pieces.iter().zip(&copies) {
+        let len = piece.len.min(arrived) as usize;
+        arrived -= len as u64;
+        let from = &stage[piece.buffer_offset as usize..][..len];
+        // SAFETY: the caller vouches for the memory, which is as long as its piece; staging memory
+        // is no part of it.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), *address as *mut u8, len) };
+    }
+    Ok(done)
+}
+
+/// An error, with what had been moved before it.
+fn after(error: Error, before: Transfer) -> Error {
+    match error {
+        Error::Transfer { path, action, errno, reason, segment, offset, mut done } => {
+            done.add(&before);
+            Error::Transfer { path, action, errno, reason, segment, offset, done }
+        }
+        error => error,
+    }
+}
+
+fn refused(file: &File, direction: Direction) -> Error {
+    let action = if direction == Direction::Read { "read" } else { "write" };
+    let (path, errno, reason) = (file.path().to_owned(), Errno::OPNOTSUPP, Reason::RouteNotAvailable);
+    Error::Transfer { path, action, errno, reason, segment: None, offset: None, done: Transfer::default() }
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Threads that do what they are given, started with the first of it.
+#[derive(Default)]
+pub struct Workers {
+    jobs: Mutex<Option<Sender<Job>>>,
+}
+
+impl Workers {
+    /// Has a thread do something.
+    ///
+    /// # Errors
+    /// `EAGAIN` where there can be no thread.
+    pub fn run(&self, job: Job) -> std::result::Result<(), Errno> {
+        let mut jobs = self.jobs.lock();
+        if jobs.is_none() {
+            let (sender, receiver) = channel::<Job>();
+            let receiver = Arc::new(Mutex::new(receiver));
+            for _ in 0..WORKERS {
+                let receiver = receiver.clone();
+                let thread = std::thread::Builder::new().name("gpunvme-host".into());
+                thread.spawn(move || serve(&receiver)).map_err(|_| Errno::AGAIN)?;
+            }
+            *jobs = Some(sender);
+        }
+        let sender = jobs.as_ref().expect("it was just made");
+        sender.send(job).map_err(|_| Errno::AGAIN)
+    }
+}
+
+fn serve(jobs: &Mutex<Receiver<Job>>) {
+    loop {
+        let job = jobs.lock().recv();
+        match job {
+            Ok(job) => job(),
+            Err(_) => return,
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! The native part of the Python package `gpunvme`: files of a mount, read into and written from
+//! whatever memory Python's libraries hold.
+//!
+//! `memory` finds the address behind an object, `file` makes requests of it, and `pending` holds
+//! what is in flight. Memory of a GPU goes to [`gpunvme::gpu`]; host memory to `host`. A `session`
+//! is what all files of a mount share in this process.
+//!
+//! It guards three rules. A thread that waits has let go of the interpreter. No thread of the
+//! library ever asks for the interpreter. And the objects behind memory that is in flight are
+//! kept until the transfer is over, whatever becomes of the caller.
+#![deny(unsafe_code)]
+
+#[allow(unsafe_code)]
+mod buffer;
+mod completions;
+#[allow(unsafe_code)]
+mod dlpack;
+mod error;
+#[allow(unsafe_code)]
+mod file;
+#[allow(unsafe_code)]
+mod host;
+mod memory;
+mod mount;
+mod pending;
+#[allow(unsafe_code)]
+mod request;
+mod session;
+#[allow(unsafe_code)]
+mod stream;
+mod transfer;
+
+/// What the package's Python modules build on.
+#[pyo3::pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::buffer::Buffer;
+    #[pymodule_export]
+    use super::completions::Completions;
+    #[pymodule_export]
+    use super::file::{Extent, File};
+    #[pymodule_export]
+    use super::mount::Mount;
+    #[pymodule_export]
+    use super::pending::Pending;
+    #[pymodule_export]
+    use super::transfer::Transfer;
+}

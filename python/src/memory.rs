@@ -1,0 +1,218 @@
+//! Finds the memory behind a Python object: of PyTorch, by `__cuda_array_interface__` (CuPy,
+//! Numba), by the buffer protocol (NumPy, `bytearray`, `mmap`) or by DLPack (JAX and others), in
+//! this order.
+
+use crate::dlpack;
+use crate::stream::Busy;
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCapsule, PyDict, PyMemoryView, PyTuple, PyType};
+
+/// Contiguous memory that an object holds.
+pub struct Memory {
+    pub address: u64,
+    /// In bytes.
+    pub len: u64,
+    /// Whether it is CUDA's to copy: memory of a GPU, or managed.
+    pub on_gpu: bool,
+    /// The stream on which its library may still be working on it.
+    pub busy: Option<Busy>,
+    /// What keeps the memory in existence.
+    pub keep: Py<PyAny>,
+}
+
+/// What is asked of memory.
+#[derive(Clone, Copy)]
+pub struct Ask {
+    /// Whether it is to be written to.
+    pub writable: bool,
+    /// The stream that the request goes into, if it goes into one.
+    pub stream: Option<usize>,
+}
+
+/// The memory of an object.
+///
+/// # Errors
+/// `TypeError` for an object that holds no memory that can be found; `ValueError` for memory that
+/// is not contiguous, or may not be written.
+pub fn of(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
+    let py = object.py();
+    if let Some(tensor) = torch_tensor(py)?
+        && object.is_instance(tensor)?
+    {
+        return of_torch(object);
+    }
+    if let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? {
+        return of_cuda_array(object, interface.cast::<PyDict>()?, ask);
+    }
+    if let Ok(view) = PyMemoryView::from(object) {
+        return of_buffer(object, &view, ask);
+    }
+    if object.hasattr(intern!(py, "__dlpack_device__"))? {
+        return of_dlpack(object, ask);
+    }
+    Err(PyTypeError::new_err(format!(
+        "{} holds no memory that can be found: a tensor or array is needed (PyTorch, CuPy, NumPy, JAX, Numba, DLPack) or a buffer",
+        name(object)
+    )))
+}
+
+/// The class of PyTorch's tensors, if the program has loaded it.
+fn torch_tensor(py: Python<'_>) -> PyResult<Option<&Bound<'_, PyType>>> {
+    static TENSOR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    if let Some(tensor) = TENSOR.get(py) {
+        return Ok(Some(tensor.bind(py)));
+    }
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    let Ok(torch) = modules.get_item(intern!(py, "torch")) else { return Ok(None) };
+    // While it is being imported it has none yet.
+    let Some(tensor) = torch.getattr_opt(intern!(py, "Tensor"))? else { return Ok(None) };
+    let tensor = tensor.cast_into::<PyType>()?.unbind();
+    Ok(Some(TENSOR.get_or_init(py, || tensor).bind(py)))
+}
+
+fn of_torch(tensor: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    let py = tensor.py();
+    let is = |question| -> PyResult<bool> { tensor.call_method0(question)?.extract() };
+    if !is(intern!(py, "is_contiguous"))? {
+        let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
+        let strides = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        return Err(strided(tensor, shape, strides));
+    }
+    if is(intern!(py, "is_conj"))? || is(intern!(py, "is_neg"))? {
+        return Err(PyValueError::new_err(
+            "this tensor is a view whose memory holds other numbers (conjugated or negated): use resolve_conj() or resolve_neg()",
+        ));
+    }
+    let on_gpu = tensor.getattr(intern!(py, "is_cuda"))?.extract()?;
+    let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let len = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    let busy = if on_gpu { Some(torch_stream(tensor, address)?) } else { None };
+    Ok(Memory { address, len, on_gpu, busy, keep: tensor.clone().unbind() })
+}
+
+/// The stream that PyTorch puts its work on a tensor's GPU into, in this thread.
+fn torch_stream(tensor: &Bound<'_, PyAny>, address: u64) -> PyResult<Busy> {
+    static CURRENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = tensor.py();
+    let gpu: i32 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;
+    // What torch.cuda.current_stream(gpu).cuda_stream is, without an object being made.
+    let current = CURRENT.import(py, "torch._C", "_cuda_getCurrentRawStream")?;
+    Ok(Busy { stream: current.call1((gpu,))?.extract()?, gpu: Some(gpu), address })
+}
+
+fn of_cuda_array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, ask: Ask) -> PyResult<Memory> {
+    let item = |key| interface.get_item(key).transpose();
+    let missing = |key| PyTypeError::new_err(format!("the __cuda_array_interface__ of {} lacks {key:?}", name(object)));
+    let (address, read_only): (u64, bool) = item("data").ok_or_else(|| missing("data"))??.extract()?;
+    let shape: Vec<i64> = item("shape").ok_or_else(|| missing("shape"))??.extract()?;
+    let kind: String = item("typestr").ok_or_else(|| missing("typestr"))??.extract()?;
+    // "<f4": byte order, kind, and the bytes of an item.
+    let item_size: i64 = kind.get(2..).and_then(|size| size.parse().ok()).ok_or_else(|| missing("typestr"))?;
+    let strides: Option<Vec<i64>> = item("strides").transpose()?.map(|strides| strides.extract()).transpose()?.flatten();
+    if let Some(strides) = strides
+        && !is_contiguous(&shape, &strides, item_size)
+    {
+        return Err(strided(object, shape, strides));
+    }
+    if ask.writable && read_only {
+        return Err(not_writable(object));
+    }
+    let stream: Option<usize> = item("stream").transpose()?.map(|stream| stream.extract()).transpose()?.flatten();
+    let busy = stream.map(|stream| Busy { stream, gpu: None, address });
+    let len = shape.iter().product::<i64>() * item_size;
+    Ok(Memory { address, len: len as u64, on_gpu: true, busy, keep: object.clone().unbind() })
+}
+
+fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask) -> PyResult<Memory> {
+    let buffer = PyUntypedBuffer::get(view)?;
+    if !buffer.is_c_contiguous() {
+        let shape = buffer.shape().iter().map(|&size| size as i64).collect();
+        let strides = buffer.strides().iter().map(|&stride| stride as i64).collect();
+        return Err(strided(object, shape, strides));
+    }
+    if ask.writable && buffer.readonly() {
+        return Err(not_writable(object));
+    }
+    // The view keeps the memory where it is: a bytearray cannot be resized meanwhile.
+    Ok(Memory {
+        address: buffer.buf_ptr() as u64,
+        len: buffer.len_bytes() as u64,
+        on_gpu: false,
+        busy: None,
+        keep: view.clone().into_any().unbind(),
+    })
+}
+
+fn of_dlpack(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
+    let py = object.py();
+    let device = object.call_method0(intern!(py, "__dlpack_device__"))?.cast_into::<PyTuple>()?;
+    let (device, gpu): (i32, i32) = (device.get_item(0)?.extract()?, device.get_item(1)?.extract()?);
+    let on_gpu = match device {
+        dlpack::CPU | dlpack::CUDA_HOST => false,
+        dlpack::CUDA | dlpack::CUDA_MANAGED => true,
+        other => {
+            let name = name(object);
+            return Err(PyTypeError::new_err(format!("{name} lies on a device that CUDA does not reach (DLPack's number {other})")));
+        }
+    };
+    // The legacy default stream, unless the request goes into one: its library has it wait for
+    // what is still being done to the memory.
+    const LEGACY: usize = 1;
+    let stream = on_gpu.then(|| ask.stream.filter(|stream| *stream != 0).unwrap_or(LEGACY));
+    let arguments = PyDict::new(py);
+    arguments.set_item(intern!(py, "stream"), stream)?;
+    arguments.set_item(intern!(py, "max_version"), (1, 1))?;
+    let export = || object.getattr(intern!(py, "__dlpack__"));
+    let capsule = match export()?.call((), Some(&arguments)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+            arguments.del_item(intern!(py, "max_version"))?;
+            export()?.call((), Some(&arguments))?
+        }
+        capsule => capsule?,
+    };
+    let capsule = capsule.cast_into::<PyCapsule>()?;
+    let tensor = dlpack::read(&capsule)?;
+    if let Some(strides) = tensor.strides
+        && !is_contiguous(&tensor.shape, &strides, 1)
+    {
+        return Err(strided(object, tensor.shape, strides));
+    }
+    if ask.writable && tensor.read_only {
+        return Err(not_writable(object));
+    }
+    let len = tensor.shape.iter().product::<i64>() as u64 * tensor.item_size as u64;
+    let busy = stream.map(|stream| Busy { stream, gpu: Some(gpu), address: tensor.address });
+    Ok(Memory { address: tensor.address, len, on_gpu, busy, keep: capsule.into_any().unbind() })
+}
+
+/// Whether items lie side by side, the last index first. `item` is what a stride of one counts.
+fn is_contiguous(shape: &[i64], strides: &[i64], item: i64) -> bool {
+    let mut expected = item;
+    shape.contains(&0)
+        || shape.iter().zip(strides).rev().all(|(&size, &stride)| {
+            let fits = size == 1 || stride == expected;
+            expected *= size;
+            fits
+        })
+}
+
+fn strided(object: &Bound<'_, PyAny>, shape: Vec<i64>, strides: Vec<i64>) -> PyErr {
+    PyValueError::new_err(format!(
+        "{} is a strided view (shape {shape:?}, strides {strides:?}): name its contiguous parts as (part, offset) pairs, or make it contiguous",
+        name(object)
+    ))
+}
+
+fn not_writable(object: &Bound<'_, PyAny>) -> PyErr {
+    PyValueError::new_err(format!("{} is read-only: nothing can be read into it", name(object)))
+}
+
+/// What an object is called in messages: its class.
+fn name(object: &Bound<'_, PyAny>) -> String {
+    let class = object.get_type();
+    class.fully_qualified_name().map_or_else(|_| "the object".to_owned(), |name| name.to_string())
+}

@@ -1,0 +1,212 @@
+//! Requests that were begun and are waited for later, if at all.
+
+use crate::error::raised;
+use crate::transfer::Transfer;
+use gpunvme::Result;
+use parking_lot::{Condvar, Mutex};
+use pyo3::exceptions::PyTimeoutError;
+use pyo3::prelude::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long a wait goes on before it asks for signals (Ctrl-C).
+const SLICE: Duration = Duration::from_millis(100);
+/// Of a wait for a stream: how long it sleeps at most before it looks again.
+const NAP: Duration = Duration::from_millis(1);
+
+/// What comes of a request: its result, and what kept its memory in existence, which goes with it.
+#[derive(Default)]
+pub struct Answer {
+    there: Mutex<Option<(Result<gpunvme::Transfer>, Vec<Py<PyAny>>)>>,
+    changed: Condvar,
+}
+
+impl Answer {
+    pub fn set(&self, result: Result<gpunvme::Transfer>, keep: Vec<Py<PyAny>>) {
+        *self.there.lock() = Some((result, keep));
+        self.changed.notify_all();
+    }
+
+    fn is_there(&self) -> bool {
+        self.there.lock().is_some()
+    }
+
+    /// Waits until it is there; false after `deadline`.
+    fn wait_until(&self, deadline: Instant) -> bool {
+        let mut there = self.there.lock();
+        while there.is_none() {
+            if self.changed.wait_until(&mut there, deadline).timed_out() {
+                return there.is_some();
+            }
+        }
+        true
+    }
+
+    fn take(&self) -> Option<Result<gpunvme::Transfer>> {
+        let (result, keep) = self.there.lock().take()?;
+        drop(keep);
+        Some(result)
+    }
+}
+
+/// Waits for the answer to a request of a caller that has nothing else to do.
+///
+/// # Errors
+/// What became of it, or what a handler of signals raised: the request goes on then.
+pub fn wait(py: Python<'_>, answer: &Answer) -> PyResult<gpunvme::Transfer> {
+    while !py.detach(|| answer.wait_until(Instant::now() + SLICE)) {
+        py.check_signals()?;
+    }
+    let result = answer.take().expect("it is there, and only this thread takes it");
+    result.map_err(|error| raised(py, &error))
+}
+
+enum State {
+    Begun(Arc<Answer>),
+    InStream(gpunvme::gpu::Pending, Vec<Py<PyAny>>),
+    /// A thread is making a Python object of its result.
+    Taken,
+    Done(PyResult<Py<Transfer>>),
+}
+
+impl State {
+    fn is_done(&self) -> bool {
+        match self {
+            State::Begun(answer) => answer.is_there(),
+            State::InStream(pending, _) => pending.is_done(),
+            State::Taken => false,
+            State::Done(_) => true,
+        }
+    }
+}
+
+/// Requests in streams that no caller waits for: what keeps their memory is let go of when they
+/// are found to be done.
+static LEFT_BEHIND: Mutex<Vec<(gpunvme::gpu::Pending, Vec<Py<PyAny>>)>> = Mutex::new(Vec::new());
+
+/// Lets go of the memory of requests in streams that are done and that no caller waits for.
+pub fn sweep() {
+    let mut left = LEFT_BEHIND.lock();
+    if left.is_empty() {
+        return;
+    }
+    let (done, pending) = std::mem::take(&mut *left).into_iter().partition::<Vec<_>, _>(|(pending, _)| pending.is_done());
+    *left = pending;
+    // What an object does when it goes may be a request of this thread's.
+    drop(left);
+    drop(done);
+}
+
+/// A request that was begun. Its memory is in use, and kept, until it is done, even if this object
+/// goes before.
+#[pyclass(frozen, module = "gpunvme")]
+pub struct Pending {
+    state: Mutex<State>,
+}
+
+impl Pending {
+    pub fn begun(answer: Arc<Answer>) -> Pending {
+        Pending { state: Mutex::new(State::Begun(answer)) }
+    }
+
+    pub fn in_stream(pending: gpunvme::gpu::Pending, keep: Vec<Py<PyAny>>) -> Pending {
+        Pending { state: Mutex::new(State::InStream(pending, keep)) }
+    }
+
+    /// Waits for a while; whether it is done.
+    fn wait_until(&self, deadline: Instant) -> bool {
+        let answer = match &*self.state.lock() {
+            State::Begun(answer) => Some(answer.clone()),
+            _ => None,
+        };
+        if let Some(answer) = answer {
+            // Another thread may have taken it.
+            return answer.wait_until(deadline) || self.state.lock().is_done();
+        }
+        let begun = Instant::now();
+        while !self.state.lock().is_done() {
+            let now = Instant::now();
+            if now >= deadline {
+                return false;
+            }
+            std::thread::sleep(((now - begun) / 8).min(NAP).min(deadline - now));
+        }
+        true
+    }
+}
+
+#[pymethods]
+impl Pending {
+    /// Whether :meth:`result` would return at once.
+    fn done(&self) -> bool {
+        self.state.lock().is_done()
+    }
+
+    /// Waits until the request is done, and says what it moved.
+    ///
+    /// Args:
+    ///     timeout: seconds to wait at most; without it there is no limit.
+    ///
+    /// Raises:
+    ///     Error: what the request failed with.
+    ///     TimeoutError: it is not done by then, and goes on.
+    #[pyo3(signature = (timeout=None))]
+    fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Transfer>> {
+        let limit = timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        loop {
+            let slice = Instant::now() + SLICE;
+            if py.detach(|| self.wait_until(deadline.map_or(slice, |deadline| deadline.min(slice)))) {
+                break;
+            }
+            py.check_signals()?;
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(PyTimeoutError::new_err("the transfer is not done yet, and goes on"));
+            }
+        }
+        // Nothing of Python's happens while this is locked: a thread that has the interpreter may
+        // be waiting for the lock.
+        let mut state = self.state.lock();
+        let (result, keep) = match std::mem::replace(&mut *state, State::Taken) {
+            State::Begun(answer) => (answer.take().expect("it is there, and taken once"), Vec::new()),
+            State::InStream(pending, keep) => (pending.wait(), keep),
+            State::Taken => {
+                drop(state);
+                return self.result(py, timeout);
+            }
+            State::Done(result) => {
+                let answer = copy(py, &result);
+                *state = State::Done(result);
+                return answer;
+            }
+        };
+        drop(state);
+        drop(keep);
+        let result = match result {
+            Ok(done) => Py::new(py, Transfer::from(done)),
+            Err(error) => Err(raised(py, &error)),
+        };
+        let answer = copy(py, &result);
+        *self.state.lock() = State::Done(result);
+        answer
+    }
+
+    fn __repr__(&self) -> &'static str {
+        if self.done() { "Pending(done)" } else { "Pending(in flight)" }
+    }
+}
+
+fn copy(py: Python<'_>, result: &PyResult<Py<Transfer>>) -> PyResult<Py<Transfer>> {
+    match result {
+        Ok(done) => Ok(done.clone_ref(py)),
+        Err(error) => Err(error.clone_ref(py)),
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if let State::InStream(pending, keep) = std::mem::replace(self.state.get_mut(), State::Taken) {
+            LEFT_BEHIND.lock().push((pending, keep));
+        }
+    }
+}

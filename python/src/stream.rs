@@ -1,0 +1,79 @@
+//! CUDA streams of Python's libraries: the handle of one, and waiting until one is through.
+
+use gpunvme::Error;
+use gpunvme_cuda::{Cuda, Place};
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use std::path::Path;
+
+/// The largest handle of a default stream: `cudaStreamPerThread`.
+const DEFAULT_STREAMS: usize = 2;
+
+/// The handle of a stream: a number, an object with `__cuda_stream__`, or a stream of PyTorch
+/// (`cuda_stream`), CuPy (`ptr`) or Numba (`handle`).
+///
+/// # Errors
+/// `TypeError` for anything else.
+pub fn handle(stream: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let py = stream.py();
+    if let Ok(handle) = stream.extract() {
+        return Ok(handle);
+    }
+    if let Some(handle) = stream.getattr_opt(intern!(py, "cuda_stream"))? {
+        return handle.extract();
+    }
+    if let Some(protocol) = stream.getattr_opt(intern!(py, "__cuda_stream__"))? {
+        let (_, handle): (i64, usize) = protocol.call0()?.extract()?;
+        return Ok(handle);
+    }
+    if let Some(handle) = stream.getattr_opt(intern!(py, "ptr"))? {
+        return handle.extract();
+    }
+    if let Some(handle) = stream.getattr_opt(intern!(py, "handle"))? {
+        return handle.getattr_opt(intern!(py, "value"))?.unwrap_or(handle).extract();
+    }
+    Err(PyTypeError::new_err("stream must be a CUDA stream: its handle as a number, or a stream of PyTorch, CuPy or Numba"))
+}
+
+/// A stream on which a library may still be working on memory.
+#[derive(Clone, Copy)]
+pub struct Busy {
+    pub stream: usize,
+    /// The GPU's number, where its library told.
+    pub gpu: Option<i32>,
+    /// An address of the memory: a default stream is one of each GPU.
+    pub address: u64,
+}
+
+impl Busy {
+    /// Whether one need not be waited for after the other.
+    pub fn is_same(&self, other: &Busy) -> bool {
+        let one = self.stream > DEFAULT_STREAMS || (self.gpu.is_some() && self.gpu == other.gpu);
+        self.stream == other.stream && one
+    }
+}
+
+/// Waits until streams have done what was put into them.
+///
+/// # Errors
+/// What CUDA says.
+pub fn wait_for(path: &Path, busy: &[Busy]) -> Result<(), Error> {
+    if busy.is_empty() {
+        return Ok(());
+    }
+    let cuda = Cuda::load()?;
+    busy.iter().try_for_each(|&Busy { stream, address, .. }| {
+        let wait = || {
+            let of = if stream <= DEFAULT_STREAMS { cuda.memory_at(address)?.map(|found| found.place) } else { None };
+            let _entered = match of {
+                Some(Place::Device(gpu)) => Some(gpu.enter()?),
+                _ => None,
+            };
+            // SAFETY: its library named it for memory that is kept during the call.
+            unsafe { cuda.application_stream(stream) }?.synchronize()
+        };
+        let on = format!("stream {stream:#x}");
+        wait().map_err(|error| Error::Cuda { path: path.to_owned(), action: "wait for", on, error })
+    })
+}

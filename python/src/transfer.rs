@@ -1,0 +1,69 @@
+//! What a transfer moved, as Python sees it.
+
+use gpunvme::Reason;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// What a transfer moved, and how.
+#[pyclass(frozen, eq, module = "gpunvme")]
+#[derive(PartialEq, Eq)]
+pub struct Transfer(gpunvme::Transfer);
+
+impl From<gpunvme::Transfer> for Transfer {
+    fn from(done: gpunvme::Transfer) -> Transfer {
+        Transfer(done)
+    }
+}
+
+impl Transfer {
+    fn reason_code(&self) -> Option<Reason> {
+        self.0.reason.filter(|reason| *reason != Reason::None)
+    }
+}
+
+#[pymethods]
+impl Transfer {
+    /// How many bytes were moved. Fewer than were asked for means that the file ended.
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    /// Bytes by route: ``p2p``, ``bounce``, ``host``; ``hole`` are zeros that the file never stored,
+    /// ``edge`` what the daemon copied because it is not aligned. Only those that are not zero.
+    #[getter]
+    fn routes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let moved = &self.0.moved;
+        let routes = PyDict::new(py);
+        for (name, bytes) in [
+            ("p2p", moved.p2p),
+            ("bounce", moved.bounce),
+            ("host", moved.host),
+            ("hole", moved.hole),
+            ("edge", moved.edge),
+        ] {
+            if bytes > 0 {
+                routes.set_item(name, bytes)?;
+            }
+        }
+        Ok(routes)
+    }
+
+    /// The code that says why not every byte went the fastest way, such as ``no-vfio``; ``None``
+    /// where each did.
+    #[getter]
+    fn reason(&self) -> Option<&'static str> {
+        self.reason_code().map(|reason| reason.name())
+    }
+
+    /// One sentence about the reason, and what would change it; empty where there is none.
+    #[getter]
+    fn explanation(&self) -> &'static str {
+        self.reason_code().map_or("", |reason| reason.explain())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let reason = self.reason().map_or(String::new(), |reason| format!(", reason={reason:?}"));
+        Ok(format!("Transfer(bytes={}, routes={}{reason})", self.bytes(), self.routes(py)?.repr()?))
+    }
+}

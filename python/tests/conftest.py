@@ -1,0 +1,75 @@
+"""A volume in an image file, mounted for all tests, and a folder of it for each."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cuda
+import numpy
+import pytest
+
+needs_cuda = pytest.mark.skipif(cuda.driver() is None, reason="there is no CUDA, not even the software driver")
+
+
+def program(name: str) -> str:
+    folder = os.environ.get("GPUNVME_BIN")
+    found = shutil.which(name, path=folder) if folder else shutil.which(name)
+    assert found, f"{name}: set GPUNVME_BIN to the folder that scripts/build prints"
+    return found
+
+
+class Volume:
+    """A formatted image, mounted."""
+
+    def __init__(self, folder: Path, size: int = 2 << 30) -> None:
+        self.image, self.path = folder / "image", folder / "mnt"
+        with open(self.image, "wb") as image:
+            image.truncate(size)
+        self.path.mkdir()
+        subprocess.run([program("mkfs.gpunvme"), "--quiet", "--force", self.image], check=True)
+        subprocess.run([program("mount.gpunvme"), self.image, self.path], check=True)
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", self.path], check=True)
+
+
+@pytest.fixture
+def own_volume(tmp_path: Path) -> Iterator[Volume]:
+    """A volume that a test may take away."""
+    volume = Volume(tmp_path)
+    yield volume
+    subprocess.run(["umount", "--lazy", volume.path], check=False, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def volume(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    place = os.environ.get("GPUNVME_TEST_MOUNT")
+    if place:
+        yield Path(place)
+        return
+    volume = Volume(tmp_path_factory.mktemp("volume"))
+    yield volume.path
+    volume.unmount()
+
+
+@pytest.fixture
+def folder(volume: Path, request: pytest.FixtureRequest) -> Path:
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name)
+    folder = volume / name
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def stored(folder: Path) -> Callable[..., tuple[Path, numpy.ndarray]]:
+    """Makes a file of random bytes, and returns its path and what is in it."""
+
+    def make(length: int, name: str = "file", seed: int = 1) -> tuple[Path, numpy.ndarray]:
+        values = numpy.random.default_rng(seed).integers(0, 256, length, numpy.uint8)
+        path = folder / name
+        path.write_bytes(values.tobytes())
+        return path, values
+
+    return make

@@ -1,0 +1,135 @@
+"""Requests of event loops."""
+
+import asyncio
+import gc
+import os
+import threading
+
+import gpunvme
+import numpy
+import pytest
+from conftest import needs_cuda
+from cuda import Array
+
+
+def make(kind: str, length: int):
+    return numpy.zeros(length, numpy.uint8) if kind == "host" else Array(length)
+
+
+def read_back(array) -> numpy.ndarray:
+    return array if isinstance(array, numpy.ndarray) else array.get()
+
+
+KINDS = pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=needs_cuda)])
+
+
+@KINDS
+def test_many_requests_are_awaited_together(stored, kind):
+    path, values = stored(8 << 20)
+
+    async def main() -> None:
+        with gpunvme.open(path) as f:
+            arrays = [make(kind, 10_000) for _ in range(500)]
+            threads = threading.active_count()
+            done = await asyncio.gather(*(f.read_into_async(array, at * 10_000) for at, array in enumerate(arrays)))
+            assert threading.active_count() == threads
+            assert [d.bytes for d in done] == [10_000] * 500
+            together = numpy.concatenate([read_back(array) for array in arrays])
+            assert numpy.array_equal(together, values[: 500 * 10_000])
+
+    asyncio.run(main())
+    asyncio.run(main())  # another loop
+
+
+@KINDS
+def test_the_loop_goes_on_meanwhile(stored, kind):
+    path, _ = stored(64 << 20)
+
+    async def main() -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        with gpunvme.open(path) as f:
+            task = asyncio.create_task(tick())
+            await f.read_into_async(make(kind, 64 << 20))
+            task.cancel()
+        assert ticks > 10
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_written_bytes_arrive(folder, kind):
+    async def main() -> None:
+        values = numpy.arange(100_000, dtype=numpy.uint32).view(numpy.uint8)
+        array = values if kind == "host" else Array(values.size).set(values)
+        with gpunvme.open(folder / "file", "w") as f:
+            done = await f.write_from_async(array, 5)
+            assert done.bytes == 400_000
+        assert (folder / "file").read_bytes()[5:] == values.tobytes()
+
+    asyncio.run(main())
+
+
+def test_errors_are_raised_where_it_is_awaited(stored):
+    path, _ = stored(100)
+
+    async def main() -> None:
+        with gpunvme.open(path) as f:
+            with pytest.raises(gpunvme.Error) as refused:
+                await f.write_from_async(b"abc")
+            assert refused.value.filename == str(path)
+            with pytest.raises(TypeError, match="holds no memory"):
+                await f.read_into_async(5)
+            with pytest.raises(gpunvme.Error):
+                await f.read_into_async(bytearray(10), require="p2p")
+            assert (await f.read_into_async(bytearray(10))).bytes == 10
+
+    asyncio.run(main())
+
+
+@needs_cuda
+def test_a_cancelled_task_keeps_the_memory_until_the_transfer_is_over(stored):
+    path, _ = stored(32 << 20)
+
+    async def main() -> None:
+        with gpunvme.open(path) as f:
+            before = Array.freed
+            task = asyncio.create_task(f.read_into_async(Array(32 << 20)))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            del task
+            gc.collect()
+            for _ in range(1000):
+                if Array.freed == before + 1:
+                    break
+                await asyncio.sleep(0.01)
+                gc.collect()
+            assert Array.freed == before + 1
+            assert (await f.read_into_async(Array(10))).bytes == 10
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ends_leaves_no_descriptor(stored):
+    path, _ = stored(100_000)
+
+    async def main() -> None:
+        with gpunvme.open(path) as f:
+            await f.read_into_async(bytearray(100_000))
+            f.read_into_async(bytearray(10)).close()
+
+    asyncio.run(main())
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        asyncio.run(main())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

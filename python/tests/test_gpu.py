@@ -1,0 +1,230 @@
+"""Memory that is CUDA's: of the software driver, or of a GPU."""
+
+import ctypes
+import errno
+import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import cuda
+import gpunvme
+import numpy
+import pytest
+from conftest import needs_cuda
+from cuda import Array, Stream, View
+
+pytestmark = needs_cuda
+
+
+@pytest.mark.parametrize("length", [1, 512, 4096, 4097, 1 << 20, (9 << 20) + 5])
+@pytest.mark.parametrize("offset", [0, 3, 4096])
+def test_device_memory_holds_what_the_file_has(stored, length, offset):
+    path, values = stored(offset + length + 100)
+    array = Array(length)
+    with gpunvme.open(path) as f:
+        done = f.read_into(array, offset)
+    assert done.bytes == length and done.routes.keys() <= {"bounce", "p2p", "edge"}
+    assert done.reason is not None and done.explanation
+    assert numpy.array_equal(array.get(), values[offset : offset + length])
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u2", "f2", "f4", "f8", "c8"])
+def test_device_memory_is_written_as_it_is(folder, dtype):
+    values = numpy.arange(30_000).astype(dtype).reshape(3, 10_000)
+    array = Array(values.shape, dtype).set(values)
+    with gpunvme.open(folder / "file", "w") as f:
+        assert f.write_from(array, 17).bytes == values.nbytes
+        assert f.size == 17 + values.nbytes
+        again = Array(values.shape, dtype)
+        f.read_into(again, 17)
+    assert numpy.array_equal(again.get(), values)
+
+
+def test_views_are_read_into_in_place_or_refused(stored):
+    path, values = stored(1000)
+    array = Array((10, 100)).set(numpy.zeros((10, 100)))
+    data = array.__cuda_array_interface__["data"][0]
+    with gpunvme.open(path) as f:
+        assert f.read_into(View(array, data=(data + 300, False), shape=(2, 100)), 100).bytes == 200
+        f.read_into(View(array, shape=(1, 100), strides=(77, 1)))
+        f.read_into(View(array, data=(data + 900, False), shape=(2, 50), strides=(50, 1)))
+        with pytest.raises(ValueError, match=r"View is a strided view \(shape \[10, 50\], strides \[100, 1\]\)"):
+            f.read_into(View(array, shape=(10, 50), strides=(100, 1)))
+        with pytest.raises(ValueError, match="read-only"):
+            f.read_into(View(array, data=(data, True)))
+        with pytest.raises(TypeError, match="typestr"):
+            f.read_into(View(array, typestr="nonsense"))
+        assert f.read_into(View(array, shape=(0, 5))).bytes == 0
+    expected = numpy.zeros(1000, numpy.uint8)
+    expected[300:500], expected[:100], expected[900:] = values[100:300], values[:100], values[:100]
+    assert numpy.array_equal(array.get().reshape(-1), expected)
+
+
+def test_a_list_of_pairs_scatters(stored):
+    path, values = stored(4 << 20)
+    rows = [(Array(512), int(at)) for at in numpy.random.default_rng(3).integers(0, 4 << 20, 300) - 600 if at >= 0]
+    with gpunvme.open(path) as f:
+        assert f.read_into(rows).bytes == 512 * len(rows)
+        with pytest.raises(ValueError, match="a call each"):
+            f.read_into([(Array(10), 0), (bytearray(10), 0)])
+    for row, at in rows:
+        assert numpy.array_equal(row.get(), values[at : at + 512])
+
+
+def test_routes_are_told_and_demanded(stored):
+    path, _ = stored(10_000)
+    array = Array(10_000)
+    mount = gpunvme.Mount(path)
+    route, reason = mount.route(array)
+    assert route == "bounce" and reason == "no-vfio"
+    mount.forget(array)
+    with gpunvme.open(path) as f:
+        assert f.read_into(array, require="bounce").routes["bounce"] > 0
+        for call in (f.read_into, f.submit_read_into):
+            with pytest.raises(gpunvme.Error) as refused:
+                call(array, require="p2p")
+            assert (refused.value.errno, refused.value.reason) == (errno.EOPNOTSUPP, "no-vfio")
+            assert refused.value.segment == 0
+    with pytest.raises(gpunvme.Error) as unknown:
+        gpunvme.open(path).read_into(View(array, data=(0x1000, False)))
+    assert unknown.value.errno == errno.EFAULT and unknown.value.segment == 0
+
+
+def test_in_a_stream_what_follows_sees_the_bytes(stored):
+    path, values = stored(3 << 20)
+    stream = Stream()
+    array, copy = Array(3 << 20), numpy.zeros(3 << 20, numpy.uint8)
+    driver = cuda.enter()
+    with gpunvme.open(path) as f:
+        pending = f.read_into(array, stream=stream)
+        target = ctypes.c_void_p(copy.ctypes.data)
+        cuda.check(driver.cuMemcpyDtoHAsync_v2(target, array.address, ctypes.c_size_t(copy.nbytes), stream.handle))
+        stream.synchronize()
+        assert numpy.array_equal(copy, values)
+        done = pending.result()
+        assert done.bytes == 3 << 20 and pending.done() and pending.result() == done
+
+
+def test_in_a_stream_a_write_sees_what_came_before(folder):
+    stream = Stream()
+    values = numpy.random.default_rng(4).integers(0, 256, 2 << 20, numpy.uint8)
+    array, driver = Array(2 << 20), cuda.enter()
+    with gpunvme.open(folder / "file", "w") as f:
+        source = ctypes.c_void_p(values.ctypes.data)
+        cuda.check(driver.cuMemcpyHtoDAsync_v2(array.address, source, ctypes.c_size_t(values.nbytes), stream.handle))
+        pending = f.write_from(array, stream=stream.handle.value)
+        stream.synchronize()
+        pending.result(timeout=30)
+    assert (folder / "file").read_bytes() == values.tobytes()
+
+
+def test_a_call_waits_for_the_stream_that_the_memory_names(folder):
+    """A write must not begin before the stream that fills the memory is through."""
+    stream, driver = Stream(), cuda.enter()
+    word = ctypes.c_void_p()
+    cuda.check(driver.cuMemHostAlloc(ctypes.byref(word), ctypes.c_size_t(4), 3))
+    ctypes.c_uint32.from_address(word.value).value = 0
+    array = Array(100_000, stream=stream.handle.value).set(numpy.zeros(100_000))
+    ones = numpy.ones(100_000, numpy.uint8)
+    cuda.check(driver.cuStreamWaitValue32_v2(stream.handle, word, ctypes.c_uint32(1), 0))
+    source = ctypes.c_void_p(ones.ctypes.data)
+    with gpunvme.open(folder / "file", "w") as f:
+
+        def release() -> None:
+            time.sleep(0.2)
+            ctypes.c_uint32.from_address(word.value).value = 1
+
+        threading.Thread(target=release).start()
+        fill = threading.Thread(
+            target=lambda: cuda.enter().cuMemcpyHtoDAsync_v2(
+                array.address, source, ctypes.c_size_t(100_000), stream.handle
+            )
+        )
+        fill.start()
+        time.sleep(0.05)
+        f.write_from(array)
+        fill.join()
+    assert (folder / "file").read_bytes() == b"\1" * 100_000
+
+
+def test_memory_that_is_let_go_in_flight_is_kept_until_the_end(stored):
+    path, _ = stored(32 << 20)
+    with gpunvme.open(path) as f:
+        for begin in (
+            lambda array: f.submit_read_into(array),
+            lambda array: f.read_into(array, stream=stream),
+        ):
+            stream = Stream()
+            gc.collect()
+            before = Array.freed
+            pending = begin(Array(32 << 20))
+            gc.collect()
+            if not pending.done():
+                assert Array.freed == before
+            pending.result()
+            del pending
+            gc.collect()
+            assert Array.freed == before + 1
+
+
+def test_a_pending_request_that_is_forgotten_keeps_its_memory(stored):
+    path, _ = stored(16 << 20)
+    stream = Stream()
+    before = Array.freed
+    with gpunvme.open(path) as f:
+        for _ in range(4):
+            f.submit_read_into(Array(8 << 20))
+            f.read_into(Array(8 << 20), stream=stream)
+        stream.synchronize()
+        for _ in range(100):
+            f.read_into(bytearray(10))  # any call lets go of what is over
+            gc.collect()
+            if Array.freed == before + 8:
+                break
+            time.sleep(0.05)
+    assert Array.freed == before + 8
+
+
+def test_closing_the_file_ends_no_request(stored):
+    path, values = stored(16 << 20)
+    array = Array(16 << 20)
+    f = gpunvme.open(path)
+    pending = f.submit_read_into(array)
+    f.close()
+    del f
+    assert pending.result(30).bytes == 16 << 20
+    assert numpy.array_equal(array.get(), values)
+
+
+def test_many_threads_read_into_device_memory(stored):
+    path, values = stored(8 << 20)
+    with gpunvme.open(path) as f, ThreadPoolExecutor(8) as pool:
+
+        def read(at: int) -> bool:
+            array = Array(50_000)
+            return f.read_into(array, at).bytes == 50_000 and numpy.array_equal(array.get(), values[at : at + 50_000])
+
+        assert all(pool.map(read, range(0, 8_000_000, 111_111)))
+
+
+def test_a_wait_can_be_given_a_limit(stored):
+    path, _ = stored(64 << 20)
+    stream, driver = Stream(), cuda.enter()
+    word = ctypes.c_void_p()
+    cuda.check(driver.cuMemHostAlloc(ctypes.byref(word), ctypes.c_size_t(4), 3))
+    ctypes.c_uint32.from_address(word.value).value = 0
+    cuda.check(driver.cuStreamWaitValue32_v2(stream.handle, word, ctypes.c_uint32(1), 0))
+    with gpunvme.open(path) as f:
+        pending = f.read_into(Array(1 << 20), stream=stream)
+        with pytest.raises(TimeoutError):
+            pending.result(timeout=0.05)
+        assert not pending.done()
+        ctypes.c_uint32.from_address(word.value).value = 1
+        assert pending.result(timeout=30).bytes == 1 << 20
+
+
+def test_what_is_no_stream_is_refused(stored):
+    path, _ = stored(10)
+    with gpunvme.open(path) as f, pytest.raises(TypeError, match="stream must be"):
+        f.read_into(Array(10), stream=object())

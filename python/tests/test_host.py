@@ -1,0 +1,327 @@
+"""Host memory: arrays, buffers, registered memory."""
+
+import errno
+import mmap
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gpunvme
+import numpy
+import pytest
+from conftest import Volume
+from cuda import DLPack
+
+DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 511, 4096, 4097, (4 << 20) - 1, (9 << 20) + 5])
+@pytest.mark.parametrize("offset", [0, 1, 4096, 5000])
+def test_an_array_holds_what_the_file_has(stored, length, offset):
+    path, values = stored(offset + length + 100)
+    array = numpy.zeros(length, numpy.uint8)
+    with gpunvme.open(path) as f:
+        done = f.read_into(array, offset)
+    assert done.bytes == length
+    assert set(done.routes) <= {"host", "edge"}
+    assert numpy.array_equal(array, values[offset : offset + length])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_as_it_was_written(folder, dtype):
+    values = numpy.frombuffer(numpy.random.default_rng(2).bytes(160 * 3), dtype if dtype != "?" else "u1")
+    if dtype == "?":
+        values = values % 2 == 1
+    shape = (3, values.size // 3)
+    values = values[: shape[0] * shape[1]].reshape(shape)
+    with gpunvme.open(folder / "file", "w") as f:
+        assert f.write_from(values).bytes == values.nbytes
+        again = numpy.empty_like(values)
+        assert f.read_into(again).bytes == values.nbytes
+    assert again.tobytes() == values.tobytes()
+
+
+def test_everything_with_a_buffer_is_memory(stored):
+    path, values = stored(10_000)
+    anonymous = mmap.mmap(-1, 10_000)
+    array = numpy.zeros(10_000, numpy.uint8)
+    targets = [bytearray(10_000), memoryview(bytearray(10_000)), array, DLPack(numpy.zeros(10_000, numpy.uint8)), anonymous]
+    with gpunvme.open(path) as f:
+        for target in targets:
+            assert f.read_into(target).bytes == 10_000
+            read = target.of if isinstance(target, DLPack) else target
+            assert bytes(memoryview(read)) == values.tobytes(), target
+
+
+def test_a_list_of_pairs_is_one_request(stored):
+    path, values = stored(1 << 20)
+    rows = [(numpy.zeros(n, numpy.uint8), at) for n, at in [(5, 3), (4096, 8192), (0, 17), (70_000, 1), (1, 1 << 19)]]
+    with gpunvme.open(path) as f:
+        before = gpunvme.Mount(path).stats()["calls"]["read"]
+        done = f.read_into(rows)
+        calls = gpunvme.Mount(path).stats()["calls"]["read"] - before
+    assert done.bytes == sum(row.nbytes for row, _ in rows)
+    assert calls == 1
+    for row, at in rows:
+        assert numpy.array_equal(row, values[at : at + row.size])
+
+
+def test_the_end_of_the_file_ends_a_read(stored):
+    path, values = stored(5000)
+    array, behind = numpy.full(6000, 7, numpy.uint8), numpy.full(10, 7, numpy.uint8)
+    with gpunvme.open(path) as f:
+        assert f.read_into(array).bytes == 5000
+        # A part behind the end does not keep others from being read.
+        first = numpy.zeros(10, numpy.uint8)
+        assert f.read_into([(behind, 5000), (first, 0)]).bytes == 10
+    assert numpy.array_equal(array[:5000], values) and (array[5000:] == 7).all()
+    assert (behind == 7).all() and numpy.array_equal(first, values[:10])
+
+
+def test_memory_that_cannot_be_used_is_refused_by_name(stored):
+    path, _ = stored(10_000)
+    with gpunvme.open(path) as f:
+        with pytest.raises(ValueError, match=r"ndarray is a strided view .*shape \[50, 25\]"):
+            f.read_into(numpy.zeros((50, 50), numpy.uint8)[:, ::2])
+        with pytest.raises(ValueError, match="strided view"):
+            f.read_into(numpy.zeros((50, 50), numpy.uint8).T)
+        with pytest.raises(ValueError, match="bytes is read-only"):
+            f.read_into(b"x" * 10)
+        with pytest.raises(TypeError, match="int holds no memory"):
+            f.read_into(5)
+        with pytest.raises(TypeError, match="pairs"):
+            f.read_into([numpy.zeros(3)])
+        with pytest.raises(ValueError, match="leave out offset"):
+            f.read_into([(numpy.zeros(3), 0)], 5)
+        with pytest.raises(ValueError, match="require must be"):
+            f.read_into(numpy.zeros(3), require="teleport")
+        with pytest.raises(OverflowError):
+            f.read_into(numpy.zeros(3), offset=-1)
+
+
+def test_rows_of_a_matrix_can_be_read_one_by_one(stored):
+    path, values = stored(10_000)
+    matrix = numpy.zeros((100, 200), numpy.uint8)
+    with gpunvme.open(path) as f:
+        f.read_into([(matrix[row, :100], 100 * row) for row in range(100)])
+    assert numpy.array_equal(matrix[:, :100].reshape(-1), values) and not matrix[:, 100:].any()
+
+
+def test_a_route_that_cannot_be_had_is_an_error_and_nothing_moves(stored):
+    path, _ = stored(10_000)
+    array = numpy.zeros(8192, numpy.uint8)
+    with gpunvme.open(path) as f:
+        for demand in ["p2p", "bounce", "direct"]:
+            with pytest.raises(gpunvme.Error) as refused:
+                f.read_into(array, require=demand)
+            assert refused.value.errno == errno.EOPNOTSUPP
+            assert refused.value.reason == "route-not-available"
+            assert refused.value.moved.bytes == 0 and refused.value.route is None
+            assert refused.value.filename == str(path) and str(path) in str(refused.value)
+        assert not array.any()
+        assert f.read_into(array, require="host").bytes == 8192
+
+
+def test_registered_memory_needs_no_copy(stored):
+    path, values = stored(1 << 20)
+    with gpunvme.Mount(path.parent) as mount, gpunvme.open(path, "r+") as f:
+        buffer = mount.buffer(1 << 20)
+        assert len(buffer) == buffer.nbytes == 1 << 20
+        array = numpy.frombuffer(buffer, numpy.uint8)
+        assert mount.route(array) == ("host", "not-gpu-memory")
+        done = f.read_into(buffer, require="direct")
+        assert done.routes == {"host": 1 << 20} and numpy.array_equal(array, values)
+        # A slice of an array in it is in it too.
+        assert f.read_into(array[4096:8192], 8192, require="direct").bytes == 4096
+        assert numpy.array_equal(array[4096:8192], values[8192:12288])
+        array[:4096] = 9
+        assert f.write_from(array[:4096], require="direct").bytes == 4096
+        assert path.read_bytes()[:4096] == b"\t" * 4096
+        assert mount.stats()["buffers"] >= 1
+        del buffer
+        array[0] = 1  # the array keeps it
+
+
+def test_a_file_elsewhere_is_refused_and_left_alone(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("content")
+    with pytest.raises(gpunvme.Error, match="not on a gpunvme mount") as refused:
+        gpunvme.open(precious, "w")
+    assert refused.value.errno == errno.ENOTTY
+    assert precious.read_text() == "content"
+    with pytest.raises(gpunvme.Error):
+        gpunvme.Mount(tmp_path)
+
+
+def test_errors_are_the_classes_that_python_has_for_them(folder):
+    with pytest.raises(FileNotFoundError) as missing:
+        gpunvme.open(folder / "missing")
+    assert isinstance(missing.value, gpunvme.Error) and missing.value.errno == errno.ENOENT
+    with pytest.raises(ValueError, match="mode must be"):
+        gpunvme.open(folder / "missing", "rb")
+    again = pickle.loads(pickle.dumps(missing.value))
+    assert type(again) is type(missing.value) and again.filename == missing.value.filename
+    (folder / "file").write_bytes(b"abc")
+    with gpunvme.open(folder / "file") as f, pytest.raises(gpunvme.Error) as refused:
+        f.write_from(b"def")
+    assert refused.value.errno == errno.EBADF
+
+
+def test_a_closed_file_says_so(stored):
+    path, _ = stored(10)
+    f = gpunvme.open(path)
+    assert (f.name, f.mode, f.closed, f.size) == (path, "r", False, 10) or f.name == str(path)
+    f.close()
+    f.close()
+    assert f.closed
+    with pytest.raises(ValueError, match="closed"):
+        f.read_into(bytearray(10))
+
+
+def test_sizes_extents_and_sync(folder):
+    with gpunvme.open(folder / "file", "w") as f:
+        f.truncate(1 << 20)
+        assert f.size == 1 << 20
+        f.write_from(b"x" * 8192, 65536)
+        f.sync()
+        (extent,) = f.extents()
+        assert (extent.file_offset, extent.length, extent.device, extent.unwritten) == (65536, 8192, 0, False)
+        assert f.extents(0, 65536) == []
+        assert os.fstat(f.fileno()).st_size == 1 << 20
+        hole = bytearray(b"y" * 4096)
+        assert f.read_into(hole).routes == {"hole": 4096} and not any(hole)
+
+
+def test_info_and_stats_tell_of_the_mount(volume):
+    mount = gpunvme.Mount(volume)
+    info, stats = mount.info(), mount.stats()
+    assert info["block_size"] == 4096 and info["capacity"] > info["free"] > 0 and not info["read_only"]
+    assert stats["read"].keys() == {"p2p", "bounce", "host", "hole", "edge"}
+    assert stats["calls"]["info"] > 0
+    mount.close()
+    with pytest.raises(ValueError, match="closed"):
+        mount.info()
+
+
+def test_many_threads_use_one_file(stored):
+    path, values = stored(8 << 20)
+    with gpunvme.open(path) as f, ThreadPoolExecutor(8) as pool:
+
+        def read(at: int) -> bool:
+            array = numpy.zeros(100_000, numpy.uint8)
+            return f.read_into(array, at).bytes == 100_000 and numpy.array_equal(array, values[at : at + 100_000])
+
+        assert all(pool.map(read, range(0, 7_000_000, 77_777)))
+
+
+def test_other_threads_run_while_one_waits(stored):
+    path, _ = stored(64 << 20)
+    count, over = 0, False
+
+    def work() -> None:
+        nonlocal count
+        while not over:
+            count += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with gpunvme.open(path) as f:
+        before, target = count, bytearray(64 << 20)
+        for _ in range(4):
+            f.read_into(target)
+    during, over = count - before, True
+    thread.join()
+    assert during > 1000
+
+
+def test_a_submitted_request_is_waited_for_later(stored):
+    path, values = stored(16 << 20)
+    arrays = [numpy.zeros(2 << 20, numpy.uint8) for _ in range(8)]
+    with gpunvme.open(path) as f:
+        pending = [f.submit_read_into(array, at * array.size) for at, array in enumerate(arrays)]
+        assert [p.result(timeout=60).bytes for p in pending] == [2 << 20] * 8
+        assert all(p.done() for p in pending) and pending[0].result() is pending[0].result()
+    assert numpy.array_equal(numpy.concatenate(arrays), values)
+    with gpunvme.open(path) as f:
+        failed = f.submit_write_from(bytearray(10))
+        for _ in range(2):
+            with pytest.raises(gpunvme.Error):
+                failed.result()
+
+
+def test_a_bytearray_cannot_be_resized_while_it_is_read_into(stored):
+    path, values = stored(32 << 20)
+    target = bytearray(32 << 20)
+    with gpunvme.open(path) as f:
+        pending = f.submit_read_into(target)
+        if not pending.done():
+            with pytest.raises(BufferError):
+                target.append(1)
+        pending.result()
+        del pending
+        target.append(1)
+    assert target[:-1] == values.tobytes()
+
+
+def test_a_file_goes_to_another_process_by_its_path(stored):
+    path, values = stored(100)
+    with pickle.loads(pickle.dumps(gpunvme.open(path))) as f:
+        target = bytearray(100)
+        assert f.read_into(target).bytes == 100 and target == values.tobytes()
+
+
+def test_a_child_process_is_told_to_open_the_file_again(stored):
+    path, values = stored(100_000)
+    f = gpunvme.open(path)
+    f.submit_read_into(bytearray(10)).result()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            try:
+                f.read_into(bytearray(10))
+            except gpunvme.Error as error:
+                if error.errno == errno.ECHILD:
+                    target = bytearray(100_000)
+                    with gpunvme.open(path) as again:
+                        done = again.submit_read_into(target).result(30)
+                    code = 0 if done.bytes == 100_000 and target == values.tobytes() else 2
+            del f
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert f.read_into(bytearray(10)).bytes == 10
+
+
+def test_a_mount_that_goes_away_is_an_error(own_volume: Volume):
+    path = own_volume.path / "file"
+    Path(path).write_bytes(b"x" * 100_000)
+    f = gpunvme.open(path)
+    assert f.read_into(bytearray(100_000)).bytes == 100_000
+    daemon = next(
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and str(own_volume.image) in _command_line(entry) and "mount" in _command_line(entry)
+    )
+    os.kill(daemon, 9)
+    with pytest.raises(gpunvme.Error) as gone:
+        for _ in range(1000):
+            f.read_into(bytearray(100_000))
+    assert gone.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENODEV)
+    f.close()
+
+
+def _command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def test_a_mount_can_be_unmounted_when_its_files_are_closed(own_volume: Volume):
+    with gpunvme.open(own_volume.path / "file", "w") as f:
+        f.write_from(b"x" * 10_000)
+        f.submit_read_into(bytearray(10_000)).result()
+    own_volume.unmount()
