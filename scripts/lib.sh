@@ -40,6 +40,20 @@ need_rust() {
     command -v cc >/dev/null || need_packages gcc libc6-dev
 }
 
+# The environment under $target in which the Python package is built and tested, as $environment. Made once; what is
+# in it is as python/tests/requirements.txt says.
+python_environment() {
+    target=${CARGO_TARGET_DIR:-$PWD/target}
+    environment=$target/python
+    if ! cmp --quiet python/tests/requirements.txt "$environment/requirements.txt"; then
+        python3 -c 'import venv, ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || need_packages python3 python3-venv
+        say "installing what the Python package is built and tested with"
+        python3 -m venv --clear "$environment"
+        "$environment/bin/pip" install --quiet --disable-pip-version-check --requirement python/tests/requirements.txt >&2
+        cp python/tests/requirements.txt "$environment"
+    fi
+}
+
 # A program of a crate that is no dependency, at a fixed version, built once and kept as $tools/NAME-VERSION.
 tool() {
     local name=$1 version=$2

@@ -17,19 +17,17 @@ class _Waiting:
     is watched while there are any.
     """
 
-    _of_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Waiting]" = WeakKeyDictionary()
-
     def __init__(self) -> None:
         self.completions = Completions()
         self.futures: dict[int, asyncio.Future[Transfer]] = {}
         self.last = 0
 
-    @classmethod
-    def here(cls) -> "tuple[asyncio.AbstractEventLoop, _Waiting]":
+    @staticmethod
+    def here() -> "tuple[asyncio.AbstractEventLoop, _Waiting]":
         loop = asyncio.get_running_loop()
-        waiting = cls._of_loop.get(loop)
+        waiting = _OF_LOOP.get(loop)
         if waiting is None:
-            waiting = cls._of_loop[loop] = _Waiting()
+            waiting = _OF_LOOP[loop] = _Waiting()
         return loop, waiting
 
     def add(self, loop: asyncio.AbstractEventLoop) -> "tuple[int, asyncio.Future[Transfer]]":
@@ -57,6 +55,9 @@ class _Waiting:
                 future.set_exception(result)
 
 
+_OF_LOOP: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Waiting]" = WeakKeyDictionary()
+
+
 class File(_native.File):
     __doc__ = _native.File.__doc__
 
@@ -81,7 +82,7 @@ class File(_native.File):
         loop, waiting = _Waiting.here()
         number, future = waiting.add(loop)
         try:
-            self._submit_to(write, memory, offset, require, waiting.completions, number)
+            self._submit_to(write, memory, offset, require, (waiting.completions, number))
         except BaseException:
             waiting.remove(loop, number)
             raise

@@ -219,8 +219,7 @@ class File:
         memory: Memory,
         offset: int,
         demand: Require | None,
-        completions: Completions,
-        number: int,
+        answer_to: tuple[Completions, int],
     ) -> None: ...
     def extents(self, offset: int = 0, length: int | None = None) -> list[Extent]:
         """Where the file's bytes lie on the device. What no extent covers is a hole. The answer is no

@@ -358,7 +358,6 @@ impl File {
     }
 
     /// Begins a request whose end an event loop is told of. Of the package's own use.
-    #[pyo3(signature = (write, memory, offset, demand, completions, number))]
     fn _submit_to(
         &self,
         py: Python<'_>,
@@ -366,14 +365,13 @@ impl File {
         memory: &Bound<'_, PyAny>,
         offset: u64,
         demand: Option<&str>,
-        completions: &Bound<'_, Completions>,
-        number: u64,
+        answer_to: (Bound<'_, Completions>, u64),
     ) -> PyResult<()> {
         pending::sweep();
         let (opened, demand) = (self.opened()?, require(demand)?);
         let direction = if write { Direction::Write } else { Direction::Read };
         let Request { segments, on_gpu, busy, keep, .. } = Request::new(memory, offset, direction, None)?;
-        let collection = completions.get().collection.clone();
+        let (collection, number) = (answer_to.0.get().collection.clone(), answer_to.1);
         let begun = py.detach(|| {
             wait_for(opened.file.path(), &busy)?;
             // SAFETY: the callback keeps the memory until it is called, and hands it on.

@@ -156,7 +156,9 @@ fn of_dlpack(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
         dlpack::CUDA | dlpack::CUDA_MANAGED => true,
         other => {
             let name = name(object);
-            return Err(PyTypeError::new_err(format!("{name} lies on a device that CUDA does not reach (DLPack's number {other})")));
+            return Err(PyTypeError::new_err(format!(
+                "{name} lies on a device that CUDA does not reach (DLPack's number {other})"
+            )));
         }
     };
     // The legacy default stream, unless the request goes into one: its library has it wait for

@@ -41,13 +41,9 @@ impl Drop for Mount {
 
 fn moved<'py>(py: Python<'py>, moved: &Moved) -> PyResult<Bound<'py, PyDict>> {
     let routes = PyDict::new(py);
-    for (name, bytes) in [
-        ("p2p", moved.p2p),
-        ("bounce", moved.bounce),
-        ("host", moved.host),
-        ("hole", moved.hole),
-        ("edge", moved.edge),
-    ] {
+    for (name, bytes) in
+        [("p2p", moved.p2p), ("bounce", moved.bounce), ("host", moved.host), ("hole", moved.hole), ("edge", moved.edge)]
+    {
         routes.set_item(name, bytes)?;
     }
     Ok(routes)

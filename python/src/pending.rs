@@ -14,15 +14,18 @@ const SLICE: Duration = Duration::from_millis(100);
 /// Of a wait for a stream: how long it sleeps at most before it looks again.
 const NAP: Duration = Duration::from_millis(1);
 
+/// The objects that keep the memory of a request in existence.
+type Kept = Vec<Py<PyAny>>;
+
 /// What comes of a request: its result, and what kept its memory in existence, which goes with it.
 #[derive(Default)]
 pub struct Answer {
-    there: Mutex<Option<(Result<gpunvme::Transfer>, Vec<Py<PyAny>>)>>,
+    there: Mutex<Option<(Result<gpunvme::Transfer>, Kept)>>,
     changed: Condvar,
 }
 
 impl Answer {
-    pub fn set(&self, result: Result<gpunvme::Transfer>, keep: Vec<Py<PyAny>>) {
+    pub fn set(&self, result: Result<gpunvme::Transfer>, keep: Kept) {
         *self.there.lock() = Some((result, keep));
         self.changed.notify_all();
     }
@@ -63,7 +66,7 @@ pub fn wait(py: Python<'_>, answer: &Answer) -> PyResult<gpunvme::Transfer> {
 
 enum State {
     Begun(Arc<Answer>),
-    InStream(gpunvme::gpu::Pending, Vec<Py<PyAny>>),
+    InStream(gpunvme::gpu::Pending, Kept),
     /// A thread is making a Python object of its result.
     Taken,
     Done(PyResult<Py<Transfer>>),
@@ -82,7 +85,7 @@ impl State {
 
 /// Requests in streams that no caller waits for: what keeps their memory is let go of when they
 /// are found to be done.
-static LEFT_BEHIND: Mutex<Vec<(gpunvme::gpu::Pending, Vec<Py<PyAny>>)>> = Mutex::new(Vec::new());
+static LEFT_BEHIND: Mutex<Vec<(gpunvme::gpu::Pending, Kept)>> = Mutex::new(Vec::new());
 
 /// Lets go of the memory of requests in streams that are done and that no caller waits for.
 pub fn sweep() {
@@ -109,7 +112,7 @@ impl Pending {
         Pending { state: Mutex::new(State::Begun(answer)) }
     }
 
-    pub fn in_stream(pending: gpunvme::gpu::Pending, keep: Vec<Py<PyAny>>) -> Pending {
+    pub fn in_stream(pending: gpunvme::gpu::Pending, keep: Kept) -> Pending {
         Pending { state: Mutex::new(State::InStream(pending, keep)) }
     }
 

@@ -35,7 +35,8 @@ impl Request {
     /// Those of [`memory::of`]; `ValueError` for memory of a GPU and of the host in one call.
     pub fn new(target: &Bound<'_, PyAny>, offset: u64, direction: Direction, stream: Option<usize>) -> PyResult<Request> {
         let ask = Ask { writable: direction == Direction::Read, stream };
-        let mut request = Request { segments: Vec::new(), on_gpu: stream.is_some(), bytes: 0, busy: Vec::new(), keep: Vec::new() };
+        let mut request =
+            Request { segments: Vec::new(), on_gpu: stream.is_some(), bytes: 0, busy: Vec::new(), keep: Vec::new() };
         if !(target.is_exact_instance_of::<PyList>() || target.is_exact_instance_of::<PyTuple>()) {
             request.add(target, offset, ask)?;
             return Ok(request);

@@ -35,13 +35,9 @@ impl Transfer {
     fn routes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let moved = &self.0.moved;
         let routes = PyDict::new(py);
-        for (name, bytes) in [
-            ("p2p", moved.p2p),
-            ("bounce", moved.bounce),
-            ("host", moved.host),
-            ("hole", moved.hole),
-            ("edge", moved.edge),
-        ] {
+        for (name, bytes) in
+            [("p2p", moved.p2p), ("bounce", moved.bounce), ("host", moved.host), ("hole", moved.hole), ("edge", moved.edge)]
+        {
             if bytes > 0 {
                 routes.set_item(name, bytes)?;
             }

@@ -10,7 +10,9 @@ import cuda
 import numpy
 import pytest
 
-needs_cuda = pytest.mark.skipif(cuda.driver() is None, reason="there is no CUDA, not even the software driver")
+needs_cuda = pytest.mark.skipif(
+    cuda.driver() is None, reason="there is no CUDA, not even the software driver"
+)
 
 
 def program(name: str) -> str:
@@ -73,3 +75,11 @@ def stored(folder: Path) -> Callable[..., tuple[Path, numpy.ndarray]]:
         return path, values
 
     return make
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Counts as scripts/test adds up."""
+    of = {name: len(terminalreporter.getreports(name)) for name in ("passed", "failed", "error", "skipped")}
+    terminalreporter.write_line(
+        f"{of['passed']} passed, {of['failed'] + of['error']} failed, {of['skipped']} skipped"
+    )

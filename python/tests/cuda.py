@@ -55,7 +55,9 @@ class Array:
 
     freed = 0
 
-    def __init__(self, shape: tuple[int, ...] | int, dtype: Any = numpy.uint8, stream: int | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...] | int, dtype: Any = numpy.uint8, stream: int | None = None
+    ) -> None:
         self.shape = (shape,) if isinstance(shape, int) else shape
         self.dtype = numpy.dtype(dtype)
         self.stream = stream

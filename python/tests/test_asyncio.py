@@ -5,11 +5,12 @@ import gc
 import os
 import threading
 
-import gpunvme
 import numpy
 import pytest
 from conftest import needs_cuda
 from cuda import Array
+
+import gpunvme
 
 
 def make(kind: str, length: int):
@@ -31,7 +32,9 @@ def test_many_requests_are_awaited_together(stored, kind):
         with gpunvme.open(path) as f:
             arrays = [make(kind, 10_000) for _ in range(500)]
             threads = threading.active_count()
-            done = await asyncio.gather(*(f.read_into_async(array, at * 10_000) for at, array in enumerate(arrays)))
+            done = await asyncio.gather(
+                *(f.read_into_async(array, at * 10_000) for at, array in enumerate(arrays))
+            )
             assert threading.active_count() == threads
             assert [d.bytes for d in done] == [10_000] * 500
             together = numpy.concatenate([read_back(array) for array in arrays])

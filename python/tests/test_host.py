@@ -8,11 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import gpunvme
 import numpy
 import pytest
 from conftest import Volume
 from cuda import DLPack
+
+import gpunvme
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
 
@@ -47,7 +48,13 @@ def test_everything_with_a_buffer_is_memory(stored):
     path, values = stored(10_000)
     anonymous = mmap.mmap(-1, 10_000)
     array = numpy.zeros(10_000, numpy.uint8)
-    targets = [bytearray(10_000), memoryview(bytearray(10_000)), array, DLPack(numpy.zeros(10_000, numpy.uint8)), anonymous]
+    targets = [
+        bytearray(10_000),
+        memoryview(bytearray(10_000)),
+        array,
+        DLPack(numpy.zeros(10_000, numpy.uint8)),
+        anonymous,
+    ]
     with gpunvme.open(path) as f:
         for target in targets:
             assert f.read_into(target).bytes == 10_000
@@ -57,7 +64,10 @@ def test_everything_with_a_buffer_is_memory(stored):
 
 def test_a_list_of_pairs_is_one_request(stored):
     path, values = stored(1 << 20)
-    rows = [(numpy.zeros(n, numpy.uint8), at) for n, at in [(5, 3), (4096, 8192), (0, 17), (70_000, 1), (1, 1 << 19)]]
+    rows = [
+        (numpy.zeros(n, numpy.uint8), at)
+        for n, at in [(5, 3), (4096, 8192), (0, 17), (70_000, 1), (1, 1 << 19)]
+    ]
     with gpunvme.open(path) as f:
         before = gpunvme.Mount(path).stats()["calls"]["read"]
         done = f.read_into(rows)
@@ -211,7 +221,9 @@ def test_many_threads_use_one_file(stored):
 
         def read(at: int) -> bool:
             array = numpy.zeros(100_000, numpy.uint8)
-            return f.read_into(array, at).bytes == 100_000 and numpy.array_equal(array, values[at : at + 100_000])
+            return f.read_into(array, at).bytes == 100_000 and numpy.array_equal(
+                array, values[at : at + 100_000]
+            )
 
         assert all(pool.map(read, range(0, 7_000_000, 77_777)))
 
@@ -303,7 +315,9 @@ def test_a_mount_that_goes_away_is_an_error(own_volume: Volume):
     daemon = next(
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and str(own_volume.image) in _command_line(entry) and "mount" in _command_line(entry)
+        if entry.name.isdigit()
+        and str(own_volume.image) in _command_line(entry)
+        and "mount" in _command_line(entry)
     )
     os.kill(daemon, 9)
     with pytest.raises(gpunvme.Error) as gone:
@@ -325,3 +339,10 @@ def test_a_mount_can_be_unmounted_when_its_files_are_closed(own_volume: Volume):
         f.write_from(b"x" * 10_000)
         f.submit_read_into(bytearray(10_000)).result()
     own_volume.unmount()
+
+
+def test_doctor_tells_the_route_of_this_machine(folder):
+    report = gpunvme.doctor()
+    assert report["ssds"] or "machine" in report
+    with pytest.raises(RuntimeError, match="no-such-device"):
+        gpunvme.doctor("/dev/no-such-device")
