@@ -36,7 +36,7 @@ pub mod registry;
 pub mod ring;
 pub mod seldom;
 pub mod server;
-mod shares;
+pub mod shares;
 pub mod socket;
 pub mod stats;
 pub mod transfer;

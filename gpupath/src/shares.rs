@@ -8,7 +8,7 @@ pub(crate) const ROOT: u32 = 0;
 ///
 /// An eighth is root's alone. Of the rest a user may have half of what the others left: one alone
 /// gets far, and however many came before, there is something left for the next.
-pub(crate) fn share(user: u32, total: u64, others: u64) -> u64 {
+pub fn share(user: u32, total: u64, others: u64) -> u64 {
     let left = |total: u64| total.saturating_sub(others);
     if user == ROOT { left(total) } else { left(total - total / 8).div_ceil(2) }
 }

@@ -5,6 +5,7 @@
 //! (`attacks!`), which a test begins by name ([`gpunvme_tests::attack`]); what it did to the daemon
 //! and to a victim, [`gpunvme_tests::observe`] tells.
 
+mod appends;
 mod fuzz;
 mod ownership;
 mod registration;
@@ -18,6 +19,7 @@ mod victim;
 #[ignore = "the other end of the tests beside it"]
 fn attacker() {
     gpunvme_tests::attack::carry_out(&[
+        appends::ATTACKS,
         fuzz::ATTACKS,
         ownership::ATTACKS,
         registration::ATTACKS,

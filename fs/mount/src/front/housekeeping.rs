@@ -63,7 +63,6 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
         }
         // The kernel decides how many inodes it knows; what counts them is taken from the cache.
         fs.volume().give_way(front.lookups.memory());
-        front.wake_late_parts();
         if fs.volume().is_read_only() {
             continue;
         }

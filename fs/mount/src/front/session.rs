@@ -10,6 +10,7 @@ use super::append_order::AppendOrder;
 use super::fuse;
 use super::housekeeping::Housekeeping;
 use super::kernel::{Lengths, Lookups, MountState};
+use super::operations::appends::LateFragments;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::{Endpoint, serving_threads};
 use super::resources::request_budget::RequestBudget;
@@ -25,9 +26,10 @@ const GENERAL_THREADS: usize = 64;
 /// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at
 /// the most (`fuse.rs`, MAX_BACKGROUND).
 const REQUEST_BYTES: usize = 256 << 20;
-/// Of these, bytes of fragments of appends that wait for an earlier fragment, which may never come.
-/// Beyond this they wait for less long, to leave the rest to other requests.
-const PARKED: usize = REQUEST_BYTES / 4;
+/// Fragments of appends that may wait for an earlier fragment, which may never come, at a mebibyte
+/// each at the most: a quarter of the requests that the kernel has under way in the background, and
+/// of their bytes.
+const PARKED: usize = 64;
 /// Threads that work for long direct transfers. They wait for nothing, and fill memory at its full
 /// speed.
 const TRANSFER_THREADS: usize = 2;
@@ -39,6 +41,7 @@ pub struct Session {
     front: Arc<Front>,
     served: Mutex<Option<fuser::BackgroundSession>>,
     housekeeping: Housekeeping,
+    late_fragments: LateFragments,
 }
 
 impl Session {
@@ -67,8 +70,9 @@ impl Session {
             fs,
         });
         let housekeeping = Housekeeping::start(front.clone(), settings.commit)?;
+        let late_fragments = LateFragments::start(front.clone())?;
         let served = fuse::serve(&front, connection, settings)?;
-        Ok(Session { front, served: Mutex::new(Some(served)), housekeeping })
+        Ok(Session { front, served: Mutex::new(Some(served)), housekeeping, late_fragments })
     }
 
     /// Files on the mount show this device number. Until that is said, the mount is taken to stay
@@ -92,14 +96,14 @@ impl Session {
     /// # Errors
     /// The device failed.
     pub fn end(self) -> Result<(), FsError> {
-        let Session { front, housekeeping, .. } = self;
+        let Session { front, housekeeping, late_fragments, .. } = self;
         // Before the workers: transfers that stalled go on there, and are waited for. Attached
         // files go with the rings, which may be the last of an inode.
         front.direct.rings.end();
         drop(housekeeping);
         front.transfers.end();
         front.general.end();
-        front.append_order.clear();
+        drop(late_fragments);
         front.invalidations.end();
         if !front.fs.volume().is_read_only() {
             for ino in front.lookups.orphans() {

@@ -1,6 +1,8 @@
 //! Appends past the page cache (`O_DIRECT | O_APPEND`), fragment by fragment in their order.
 
+use std::io;
 use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 
 use super::files::land;
 use crate::front::append_order::Fragment;
@@ -73,8 +75,8 @@ impl Front {
     }
 
     fn park(self: &Arc<Self>, fragment: Fragment) {
-        let (ino, offset, len) = (fragment.ino, fragment.how.offset, fragment.data.len());
-        self.append_order.park(ino, offset, len, fragment);
+        let (ino, offset, user) = (fragment.ino, fragment.how.offset, fragment.caller.context.uid);
+        self.append_order.park(ino, offset, user, fragment);
         // The fragment before it may have been written since this thread looked.
         self.wake_parts(ino);
     }
@@ -92,11 +94,38 @@ impl Front {
             self.work_on(fragment, true);
         }
     }
+}
 
-    /// Continues with fragments that have waited too long for those before them.
-    pub(crate) fn wake_late_parts(self: &Arc<Self>) {
-        for fragment in self.append_order.take_late() {
-            self.work_on(fragment, false);
+/// The thread that continues with fragments which have waited too long for those before them.
+/// Dropping it ends the thread, and drops the fragments that wait.
+pub(crate) struct LateFragments {
+    front: Arc<Front>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl LateFragments {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// If the system has no thread to give.
+    pub fn start(front: Arc<Front>) -> io::Result<LateFragments> {
+        let thread = thread::Builder::new().name("late fragments".into()).spawn({
+            let front = front.clone();
+            move || {
+                while let Some(late) = front.append_order.wait_for_late() {
+                    late.into_iter().for_each(|fragment| front.work_on(fragment, false));
+                }
+            }
+        })?;
+        Ok(LateFragments { front, thread: Some(thread) })
+    }
+}
+
+impl Drop for LateFragments {
+    fn drop(&mut self) {
+        self.front.append_order.end();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // a panic there was reported there
         }
     }
 }

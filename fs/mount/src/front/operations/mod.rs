@@ -1,7 +1,7 @@
 //! The operations that the kernel asks for. Each takes a `done` that gets the result, on whatever
 //! thread it comes.
 
-mod appends;
+pub(super) mod appends;
 mod coherence;
 pub(super) mod files;
 pub(super) mod names;
