@@ -2,6 +2,7 @@
 //! copy-on-write, so that a snapshot costs a few pointers.
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Op, Queue, Region, Request, Result, Wait};
 use parking_lot::Mutex;
@@ -144,6 +145,11 @@ impl MemoryDevice {
     pub fn snapshot(&self) -> Image {
         self.memory.snapshot()
     }
+
+    /// Number of reads so far.
+    pub fn reads(&self) -> u64 {
+        self.memory.reads.load(Ordering::Relaxed)
+    }
 }
 
 /// Everything supported, in blocks of 512 bytes.
@@ -187,11 +193,12 @@ pub(crate) struct Memory {
     pub(crate) name: Arc<str>,
     pub(crate) geometry: Geometry,
     image: Mutex<Image>,
+    reads: AtomicU64,
 }
 
 impl Memory {
     pub(crate) fn new(name: &str, image: Image, geometry: Geometry) -> Arc<Self> {
-        Arc::new(Self { name: name.into(), geometry, image: Mutex::new(image) })
+        Arc::new(Self { name: name.into(), geometry, image: Mutex::new(image), reads: AtomicU64::new(0) })
     }
 
     pub(crate) fn snapshot(&self) -> Image {
@@ -202,6 +209,7 @@ impl Memory {
         request.check(&self.name, &self.geometry)?;
         match request.op {
             Op::Read => {
+                self.reads.fetch_add(1, Ordering::Relaxed);
                 let mut data = vec![0; request.len as usize];
                 self.image.lock().read_at(request.offset, &mut data);
                 scatter(request, &data)

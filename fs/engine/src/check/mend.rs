@@ -2,18 +2,18 @@
 //! a power cut leaves it done or not done. Bitmaps are left alone, except for extents that get
 //! blocks of their own: the comparison of the next round settles them.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::sync::atomic::Ordering;
 
-use gpunvme_blockdev::{Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::{NAME_MAX, PIECE};
 use gpunvme_layout::key::{INO_MAX, INO_ROOT, XATTR_PIECES};
-use gpunvme_layout::{Dirent, Extent, FileType, Geometry, Inode, Key, Kind as ItemKind, Timestamp, XattrHead};
+use gpunvme_layout::{Dirent, Extent, FileType, Inode, Key, Kind as ItemKind, Timestamp, XattrHead};
 
 use super::finding::Fix;
+use super::unshare::Shared;
 use crate::error::{Attempt, Fail, FsError};
-use crate::volume::extents::{Mapping, take_out};
+use crate::volume::extents::Mapping;
 use crate::volume::meta::Blocks;
 use crate::volume::op::Op;
 use crate::volume::{Run, Volume, dir, inode, orphan, tree, xattr};
@@ -22,16 +22,16 @@ use crate::volume::{Run, Volume, dir, inode, orphan, tree, xattr};
 const ITEMS_PER_OP: usize = 32;
 /// Extents that are looked at together: the leaves that hold them are in memory at once.
 const EXTENTS_PER_LOOK: u32 = 256;
-/// Blocks that are copied at once.
-const COPY_BLOCKS: u64 = 256;
 /// Names tried for the lost+found directory.
 const LOST_NAMES: usize = 100;
 
 /// Mends findings of one volume.
 pub(crate) struct Mender<'v> {
-    volume: &'v Volume,
+    pub(super) volume: &'v Volume,
     /// Time that is stamped on new items.
     now: Timestamp,
+    /// Blocks that files get copies of at the end: those of one file all together.
+    shared: BTreeMap<u64, Vec<Shared>>,
 }
 
 /// A step that runs in one operation, and may be tried several times.
@@ -40,13 +40,14 @@ type Step<'a> = &'a mut dyn FnMut(&mut Op) -> Attempt<()>;
 impl<'v> Mender<'v> {
     /// A mender of that volume.
     pub fn new(volume: &'v Volume, now: Timestamp) -> Mender<'v> {
-        Mender { volume, now }
+        Mender { volume, now, shared: BTreeMap::new() }
     }
 
-    /// Mends one finding. Returns whether it could.
-    pub fn mend(&self, fix: Fix) -> Result<bool, FsError> {
+    /// Mends one finding, some only with [`Mender::finish`]. What cannot be mended now is left to
+    /// the next round.
+    pub fn mend(&mut self, fix: Fix) -> Result<(), FsError> {
         let done = match fix {
-            Fix::Elsewhere => return Ok(true),
+            Fix::Elsewhere => Ok(()),
             Fix::Remove(key) if key.kind() == ItemKind::Dirent as u8 => self.op(&mut |op| remove_entry(op, key).map(|_| ())),
             Fix::Remove(key) => self.op(&mut |op| tree::remove(op, key).map(|_| ())),
             Fix::RemoveAll(ino) => self.remove_range(Key::inode(ino), Key::new(ino, ItemKind::Orphan, 0)),
@@ -62,7 +63,10 @@ impl<'v> Mender<'v> {
             Fix::Rebuild(ino, file_type) => self.rebuild(ino, file_type),
             Fix::Symlink(ino) => self.symlink(ino),
             Fix::CutExtent(ino, offset, to) => self.op(&mut |op| cut_extent(op, ino, offset, to)),
-            Fix::Unshare { ino, block, len, copy, second } => self.unshare(ino, Run { start: block, len }, copy, second),
+            Fix::Unshare { ino, block, len, copy, second } => {
+                self.shared.entry(ino).or_default().push(Shared { run: Run { start: block, len }, copy, second });
+                Ok(())
+            }
             Fix::MendEntry(key) => self.op(&mut |op| mend_entry(op, key)),
             Fix::EntryType(key, file_type) => self.op(&mut |op| change_type(op, key, file_type)),
             Fix::RehashEntry(key) | Fix::RenameEntry(key) => self.op(&mut |op| move_entry(op, key)),
@@ -76,23 +80,15 @@ impl<'v> Mender<'v> {
                 Ok(())
             }),
         };
-        match done {
-            Ok(()) => Ok(true),
-            // Another finding's mending took it away, or made it another; or there is no room. The
-            // next round tells.
-            Err(
-                FsError::NotFound
-                | FsError::NotDirectory
-                | FsError::Corrupt(_)
-                | FsError::NoSpace
-                | FsError::Invalid(_)
-                | FsError::NameTooLong,
-            ) => Ok(false),
-            Err(error) => Err(error),
-        }
+        as_far_as_possible(done)
     }
 
-    fn op(&self, step: Step) -> Result<(), FsError> {
+    /// Mends what was put off: files get blocks of their own.
+    pub fn finish(self) -> Result<(), FsError> {
+        self.shared.iter().try_for_each(|(ino, shared)| as_far_as_possible(self.unshare(*ino, shared)))
+    }
+
+    pub(super) fn op(&self, step: Step) -> Result<(), FsError> {
         self.volume.wait(|| {
             let mut op = self.volume.begin()?;
             step(&mut op)?;
@@ -207,34 +203,6 @@ impl<'v> Mender<'v> {
         self.remove_range(Key::new(ino, ItemKind::Symlink, pieces), Key::new(ino, ItemKind::Dirent, 0))
     }
 
-    /// Gives the part of a file that lies in `shared` blocks of its own.
-    fn unshare(&self, ino: u64, shared: Run, copy: bool, second: bool) -> Result<(), FsError> {
-        let mut skip = second;
-        let mut from = 0;
-        loop {
-            let whole = match self.volume.wait(|| find_extent(&*self.volume.meta.read(), ino, from, shared))? {
-                Search::Found(whole) => whole,
-                Search::NotBefore(offset) => {
-                    from = offset;
-                    continue;
-                }
-                Search::NotThere => return Ok(()),
-            };
-            from = whole.offset + 1;
-            if std::mem::take(&mut skip) {
-                continue;
-            }
-            let start = shared.start.max(whole.extent.block) - whole.extent.block;
-            let end = shared.end().min(whole.extent.block + u64::from(whole.extent.len)) - whole.extent.block;
-            let cut = whole.clip(whole.offset + start, whole.offset + end);
-            from = cut.end();
-            match copy {
-                true => self.copy(ino, cut)?,
-                false => self.op(&mut |op| take_out(op, ino, &whole, &cut))?,
-            }
-        }
-    }
-
     /// First block beyond the last one of a file that was written.
     fn written_end(&self, ino: u64) -> Result<u64, FsError> {
         let mut last = Key::new(ino, ItemKind::Extent, u64::MAX);
@@ -244,49 +212,6 @@ impl<'v> Mender<'v> {
                 ControlFlow::Continue(before) => last = before,
             }
         }
-    }
-
-    /// Copies a part of a file into blocks of its own, and maps those.
-    fn copy(&self, ino: u64, part: Mapping) -> Result<(), FsError> {
-        let mut at = part.offset;
-        while at < part.end() {
-            let want = part.end() - at;
-            let run = self.volume.wait(|| self.volume.reserve(None, want, 0))?;
-            let from = part.clip(at, at + run.len);
-            let copied = if part.extent.unwritten { Ok(()) } else { self.copy_blocks(from.extent.block, run) };
-            let mapped = copied.and_then(|()| {
-                self.op(&mut |op| {
-                    let found = find_extent(op, ino, at, Run { start: from.extent.block, len: run.len })?;
-                    let Search::Found(whole) = found else { return Err(FsError::NotFound.into()) };
-                    if whole.offset > at || whole.end() < from.end() {
-                        return Err(FsError::NotFound.into());
-                    }
-                    take_out(op, ino, &whole, &from)?;
-                    op.claim(run)?;
-                    let extent = Extent { block: run.start, ..from.extent };
-                    tree::put(op, Key::new(ino, ItemKind::Extent, at), &extent.encode())
-                })
-            });
-            if let Err(error) = mapped {
-                self.volume.unreserve(run);
-                return Err(error);
-            }
-            at += run.len;
-        }
-        Ok(())
-    }
-
-    fn copy_blocks(&self, from: u64, to: Run) -> Result<(), FsError> {
-        for at in (0..to.len).step_by(COPY_BLOCKS as usize) {
-            let len = COPY_BLOCKS.min(to.len - at) as usize * BLOCK_SIZE;
-            let span = Span { region: Region::allocate(len)?, offset: 0, len };
-            let io = self.volume.io();
-            io.run(vec![Request::read(Geometry::byte(from + at), vec![span.clone()])])?;
-            io.run(vec![Request::write(Geometry::byte(to.start + at), vec![span], false)])?;
-        }
-        // The commit that maps them flushes them first.
-        self.volume.data_written.store(true, Ordering::Release);
-        Ok(())
     }
 
     /// Gives an inode without a name one in lost+found.
@@ -305,6 +230,22 @@ impl<'v> Mender<'v> {
             orphan::remove(op, ino)?;
             inode::store(op, ino, &inode)
         })
+    }
+}
+
+/// Passes over what another finding's mending took away, or made another, and that there is no room:
+/// the next round tells.
+fn as_far_as_possible(done: Result<(), FsError>) -> Result<(), FsError> {
+    match done {
+        Err(
+            FsError::NotFound
+            | FsError::NotDirectory
+            | FsError::Corrupt(_)
+            | FsError::NoSpace
+            | FsError::Invalid(_)
+            | FsError::NameTooLong,
+        ) => Ok(()),
+        done => done,
     }
 }
 
@@ -455,41 +396,4 @@ fn cut_extent(op: &mut Op, ino: u64, offset: u64, to: u64) -> Attempt<()> {
         tree::insert(op, Key::new(ino, ItemKind::Extent, to), &rest.extent.encode())?;
     }
     Ok(())
-}
-
-/// Result of a search for an extent.
-enum Search {
-    /// It is this one.
-    Found(Mapping),
-    /// None of those examined; the search goes on from this block of the file.
-    NotBefore(u64),
-    /// There is none.
-    NotThere,
-}
-
-/// The first extent of a file, from block `from` of it on or covering that, that has one of these
-/// blocks.
-fn find_extent(blocks: &impl Blocks, ino: u64, from: u64, run: Run) -> Attempt<Search> {
-    let mut start = Key::new(ino, ItemKind::Extent, from);
-    if let Some((key, _)) = tree::floor(blocks, start)?
-        && key.is(ino, ItemKind::Extent)
-    {
-        start = key;
-    }
-    let mut left = EXTENTS_PER_LOOK;
-    let found = tree::scan(blocks, start, |key, value| {
-        if !key.is(ino, ItemKind::Extent) {
-            return Ok(ControlFlow::Break(Search::NotThere));
-        }
-        let mapping = Mapping { offset: key.offset(), extent: Extent::decode(ino, key.offset(), value)? };
-        let end = mapping.extent.block + u64::from(mapping.extent.len);
-        let meets = mapping.extent.block < run.end() && end > run.start && mapping.end() > from;
-        left -= 1;
-        Ok(match (meets, left) {
-            (true, _) => ControlFlow::Break(Search::Found(mapping)),
-            (false, 0) => ControlFlow::Break(Search::NotBefore(mapping.offset + 1)),
-            (false, _) => ControlFlow::Continue(()),
-        })
-    })?;
-    Ok(found.unwrap_or(Search::NotThere))
 }

@@ -20,6 +20,7 @@ mod open;
 mod rebuild;
 mod space;
 mod spool;
+mod unshare;
 mod walk;
 
 use std::sync::Arc;
@@ -224,7 +225,7 @@ impl Fsck {
         // As long as blocks in use may be marked free, nothing may be allocated: it could be they.
         let misled = findings.counts.keys().any(|kind| kind.misleads_allocator())
             && !findings.counts.keys().filter(|kind| kind.is_space()).all(|kind| may(*kind));
-        let mender = Mender::new(&self.volume, self.options.now);
+        let mut mender = Mender::new(&self.volume, self.options.now);
         // Counters first: what others make new takes its number from one, and counts.
         let (counters, others): (Vec<&Finding>, Vec<&Finding>) = findings.list.iter().partition(|f| f.kind == Kind::Counter);
         for finding in counters.into_iter().chain(others) {
@@ -232,6 +233,7 @@ impl Fsck {
                 mender.mend(finding.fix)?;
             }
         }
+        mender.finish()?;
         self.settle()?;
         Ok(true)
     }

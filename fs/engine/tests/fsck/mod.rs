@@ -6,6 +6,7 @@
 
 mod cuts;
 mod damage;
+mod shared;
 mod subject;
 
 use std::sync::Arc;
