@@ -42,5 +42,6 @@ mod transfers;
 
 pub use answer::{Finished, Pending};
 pub use queue::Queue;
-pub use request::Segment;
+pub use request::{Cancel, Segment};
+pub use stream::observer::Observer;
 pub use transfers::{Settings, Transfers};

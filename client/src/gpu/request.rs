@@ -12,6 +12,7 @@ use gpunvme_cuda::Gpu;
 use smallvec::SmallVec;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A range of a file and as long a range of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +63,25 @@ impl Allocation {
     }
 }
 
+/// Calls off requests ([`super::Transfers::cancellable`]). Copies of it call off the same requests.
+#[derive(Clone, Debug, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// Calls off those of its requests that were not begun: each is answered with an
+    /// [`crate::Error::Transfer`] of `ECANCELED`, and its memory is no longer in use then. Those
+    /// that were begun go on, and end as they would have. Requests that are made afterwards are
+    /// called off as well.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Cancel::cancel`] was called.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
 /// A read or write, looked up and ready to be done.
 pub(super) struct Request {
     pub direction: Direction,
@@ -70,6 +90,8 @@ pub(super) struct Request {
     pub require: Require,
     /// How long its pieces are.
     pub piece_len: u64,
+    /// What calls it off.
+    pub cancel: Option<Cancel>,
     pub end: End,
 }
 

@@ -11,7 +11,8 @@ use super::pipeline::executor::Executor;
 use super::pipeline::inline::{self, InlineExecutors};
 use super::pipeline::mailbox::Mailbox;
 use super::pipeline::worker::{Mail, PIECES, Worker};
-use super::request::{Allocation, Parts, Request, Segment, SegmentPart, Source};
+use super::request::{Allocation, Cancel, Parts, Request, Segment, SegmentPart, Source};
+use super::stream::observer::{Observer, Watch};
 use super::stream::submission::{Streams, Submission};
 use crate::error::{Error, Result};
 use crate::file::File;
@@ -71,6 +72,7 @@ impl Default for Settings {
 pub struct Transfers {
     inner: Arc<Inner>,
     require: Require,
+    cancel: Option<Cancel>,
 }
 
 struct Inner {
@@ -148,14 +150,21 @@ impl Transfers {
             streams: Mutex::default(),
             path,
         };
-        Ok(Transfers { inner: Arc::new(inner), require: Require::default() })
+        Ok(Transfers { inner: Arc::new(inner), require: Require::default(), cancel: None })
     }
 
     /// A copy whose requests come with demands on their route. Where a request cannot meet them it
     /// fails with [`Error::Transfer`] before anything moved.
     #[must_use]
     pub fn requiring(&self, require: Require) -> Transfers {
-        Transfers { inner: self.inner.clone(), require }
+        Transfers { require, ..self.clone() }
+    }
+
+    /// A copy whose requests `cancel` calls off, as long as they were not begun. Requests in the
+    /// order of a stream are not called off.
+    #[must_use]
+    pub fn cancellable(&self, cancel: &Cancel) -> Transfers {
+        Transfers { cancel: Some(cancel.clone()), ..self.clone() }
     }
 
     /// Reads each segment into memory, and waits for it. File offsets and addresses need no
@@ -255,7 +264,27 @@ impl Transfers {
     /// ones come with the answer. After an error of either kind the memory may still be in use
     /// until the stream has passed what was put into it.
     pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.begin_on_stream(Direction::Read, file, segments, stream)
+        self.begin_on_stream(Direction::Read, file, segments, stream, None)
+    }
+
+    /// [`Transfers::read_on_stream`], with an observer: it may move the file offsets when the stream
+    /// comes to the read, and is told the outcome before the stream goes on.
+    ///
+    /// Where offsets were moved, what is in memory behind the end of the file is undefined.
+    ///
+    /// # Safety
+    /// As for [`Transfers::read_on_stream`].
+    ///
+    /// # Errors
+    /// As [`Transfers::read_on_stream`]. The observer is not called after one of the call itself.
+    pub unsafe fn read_on_stream_with(
+        &self,
+        file: &File,
+        segments: &[Segment],
+        stream: usize,
+        observer: impl Observer + 'static,
+    ) -> Result<Pending> {
+        self.begin_on_stream(Direction::Read, file, segments, stream, Some(Box::new(observer)))
     }
 
     /// Puts a write into the order of a CUDA stream, as [`Transfers::read_on_stream`] does: it
@@ -268,7 +297,24 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::read_on_stream`].
     pub unsafe fn write_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.begin_on_stream(Direction::Write, file, segments, stream)
+        self.begin_on_stream(Direction::Write, file, segments, stream, None)
+    }
+
+    /// [`Transfers::write_on_stream`], with an observer, as [`Transfers::read_on_stream_with`].
+    ///
+    /// # Safety
+    /// As for [`Transfers::read_on_stream`].
+    ///
+    /// # Errors
+    /// As [`Transfers::read_on_stream_with`].
+    pub unsafe fn write_on_stream_with(
+        &self,
+        file: &File,
+        segments: &[Segment],
+        stream: usize,
+        observer: impl Observer + 'static,
+    ) -> Result<Pending> {
+        self.begin_on_stream(Direction::Write, file, segments, stream, Some(Box::new(observer)))
     }
 
     /// The route that transfers to and from the memory at an address take now, and why not a
@@ -339,11 +385,18 @@ impl Transfers {
 
     fn request(&self, direction: Direction, source: Source, found: Found, end: End) -> Request {
         let Found { parts, bytes } = found;
-        Request { direction, source, parts, require: self.require, piece_len: piece_len(bytes), end }
+        Request { direction, source, parts, require: self.require, piece_len: piece_len(bytes), cancel: self.cancel.clone(), end }
     }
 
     /// Looks up the memory of a request, and puts it into a stream.
-    fn begin_on_stream(&self, direction: Direction, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
+    fn begin_on_stream(
+        &self,
+        direction: Direction,
+        file: &File,
+        segments: &[Segment],
+        stream: usize,
+        observer: Option<Box<dyn Observer>>,
+    ) -> Result<Pending> {
         let (inner, require) = (&*self.inner, self.require);
         let _alone = inner.cuda.leave_captures_alone();
         let Found { mut parts, bytes } = self.look_up(direction, file, segments)?;
@@ -364,7 +417,8 @@ impl Transfers {
         }
         let staged = parts.first().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
         let scatter = staged.map(|gpu| inner.kernel(gpu)).transpose()?;
-        let submission = Submission { direction, file, parts, require, bytes, name: stream, stream: handle, of, scatter };
+        let watch = Watch::new(observer);
+        let submission = Submission { direction, file, parts, require, bytes, name: stream, stream: handle, of, scatter, watch };
         inner.streams()?.submit(submission).map(Pending)
     }
 

@@ -46,6 +46,11 @@ impl PieceRange {
         (self.slot_offset + self.len) as usize
     }
 
+    /// The same piece elsewhere in the file, by so many bytes, a multiple of both block sizes.
+    pub fn moved_by(&self, bytes: i64) -> PieceRange {
+        PieceRange { file_offset: self.file_offset.wrapping_add_signed(bytes), ..*self }
+    }
+
     /// Of the application's bytes, those that are in the slot when `moved` bytes of the transfer
     /// are done.
     pub fn arrived(&self, moved: u64) -> u64 {

@@ -14,10 +14,10 @@ use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
 use crate::gpu::outcome::{Outcome, action, of_piece};
-use crate::gpu::request::{Request, SegmentPart, Source, operation};
+use crate::gpu::request::{Cancel, Request, SegmentPart, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
 use crate::transfer::Transfer;
-use gpunvme_abi::{Command, Direction, Segment};
+use gpunvme_abi::{Command, Direction, Reason, Segment};
 use gpunvme_cuda::{Entered, Gpu};
 use rustix::io::Errno;
 use slab::Slab;
@@ -47,6 +47,11 @@ struct ActiveRequest {
 }
 
 impl ActiveRequest {
+    /// Whether nothing of it was begun.
+    fn is_untouched(&self) -> bool {
+        self.part == 0 && self.within == 0
+    }
+
     fn next(&self) -> Option<&SegmentPart> {
         if self.outcome.is_failed() { None } else { self.request.parts.get(self.part) }
     }
@@ -322,6 +327,9 @@ impl Executor {
                 let path = active.request.source.path().to_owned();
                 active.outcome.failed(Error::RingClosed { path });
             }
+            if active.is_untouched() && active.request.cancel.as_ref().is_some_and(Cancel::is_cancelled) {
+                active.outcome.failed(cancelled(&active.request));
+            }
             let Some(part) = active.next() else { return true };
             if active.within >= part.len {
                 (active.part, active.within) = (active.part + 1, 0);
@@ -422,6 +430,19 @@ fn settle(request: &Request) -> crate::error::Result<()> {
         }
     }
     Ok(())
+}
+
+/// What a request is answered with that was called off.
+fn cancelled(request: &Request) -> Error {
+    Error::Transfer {
+        path: request.source.path().to_owned(),
+        action: action(request.direction),
+        errno: Errno::CANCELED,
+        reason: Reason::None,
+        segment: None,
+        offset: None,
+        done: Transfer::default(),
+    }
 }
 
 /// The copy stream of a GPU. It came before the request.

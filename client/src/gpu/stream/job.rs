@@ -4,6 +4,7 @@
 //! It guards that the application's memory is known to be untouched after a request was cancelled.
 
 use super::health::Health;
+use super::observer::Watch;
 use super::plan::{Plan, Planned};
 use super::window::{NAP, StreamWindow};
 use crate::gpu::request::Parts;
@@ -29,6 +30,9 @@ pub struct Job {
     pub first: u32,
     /// What the device wrote to GPU memory itself is there for the stream only after a flush.
     pub flushes: bool,
+    /// What file offsets may be moved by a multiple of, in bytes.
+    pub block: u64,
+    pub watch: Watch,
     pub progress: Progress,
 }
 

@@ -4,6 +4,7 @@
 
 mod health;
 mod job;
+pub mod observer;
 mod plan;
 mod service;
 #[allow(unsafe_code)]

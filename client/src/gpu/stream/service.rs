@@ -9,18 +9,19 @@
 use super::job::Job;
 use super::plan::DEPTH;
 use super::window::Windows;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::gpu::answer::Answer;
 use crate::gpu::outcome::{Outcome, action, of_piece};
 use crate::gpu::pipeline::executor::STALLED;
 use crate::gpu::pipeline::mailbox::Mailbox;
 use crate::gpu::pipeline::piece_ring::PieceRing;
-use crate::gpu::request::operation;
+use crate::gpu::request::{SegmentPart, operation};
 use crate::ring::{Completed, Ring};
 use crate::spin::Spin;
 use crate::transfer::Transfer;
-use gpunvme_abi::Direction;
+use gpunvme_abi::{Direction, MAX_OFFSET, Reason};
 use gpunvme_cuda::Cuda;
+use rustix::io::Errno;
 use slab::Slab;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -56,7 +57,11 @@ struct ActiveJob {
     /// When its stream last made progress with it, or when it was last asked whether the stream
     /// still can.
     since: Instant,
+    /// By how many bytes the file offsets are moved, as the observer wished.
+    moved_by: i64,
     outcome: Outcome,
+    /// The outcome, once the observer was told.
+    told: Option<Result<Transfer>>,
 }
 
 /// A piece that waits for the ring, or is in it.
@@ -135,7 +140,8 @@ impl Service {
         for (job, answer) in self.mail.jobs.drain(..) {
             let left = job.plan.steps.iter().map(|step| step.pieces.len()).collect();
             let since = Instant::now();
-            self.requests.insert(ActiveJob { job, answer, begun: 0, left, since, outcome: Outcome::default() });
+            let outcome = Outcome::default();
+            self.requests.insert(ActiveJob { job, answer, begun: 0, left, since, moved_by: 0, outcome, told: None });
         }
         self.ending |= std::mem::take(&mut self.mail.end);
         true
@@ -167,13 +173,20 @@ impl Service {
             let over = active.is_over();
             if let Some(error) = ended.filter(|_| !over && !active.job.is_open()) {
                 let job = &active.job;
-                active.outcome.failed(Error::in_stream(job.file.path(), action(job.direction), job.stream, error));
+                let error = Error::in_stream(job.file.path(), action(job.direction), job.stream, error);
+                match &mut active.told {
+                    // Its last copies may be missing.
+                    Some(told) => *told = Err(error),
+                    None => active.outcome.failed(error),
+                }
             } else if !over {
                 self.look_after(id, now);
                 continue;
             }
-            let ActiveJob { answer, outcome, .. } = self.requests.remove(id);
-            answer.set(outcome.result());
+            let ActiveJob { job, answer, outcome, told, .. } = self.requests.remove(id);
+            let result = told.unwrap_or_else(|| outcome.result());
+            job.watch.ends(&result);
+            answer.set(result);
             any = true;
         }
         any
@@ -192,6 +205,9 @@ impl Service {
     /// Begins a step.
     fn begin(&mut self, id: usize, step: usize) {
         let active = &mut self.requests[id];
+        if active.begun == 0 {
+            active.come_to();
+        }
         active.begun += 1;
         let job = active.job.clone();
         job.open_step();
@@ -222,11 +238,13 @@ impl Service {
             && let Some(index) = self.waiting.pop_front()
         {
             let InFlight { request, step, piece, .. } = &self.pieces[index];
-            let job = self.requests[*request].job.clone();
+            let ActiveJob { job, moved_by, .. } = &self.requests[*request];
+            let job = job.clone();
             let planned = &job.plan.pieces[*piece];
             let part = &job.parts[planned.part];
             let slot = job.window.slot(job.number(*step), planned).map(|slot| (&job.window.staging, slot));
-            let operation = operation(job.direction, &job.file, part, &planned.piece, planned.address, slot);
+            let piece = planned.piece.moved_by(*moved_by);
+            let operation = operation(job.direction, &job.file, part, &piece, planned.address, slot);
             if let Err(error) = self.ring.push(&operation.requiring(job.require).tagged(index as u64)) {
                 self.transferred(index, Err(error));
             }
@@ -234,7 +252,7 @@ impl Service {
     }
 
     /// The ring is done with a piece.
-    fn transferred(&mut self, index: usize, result: crate::error::Result<Transfer>) {
+    fn transferred(&mut self, index: usize, result: Result<Transfer>) {
         let InFlight { request: id, step, piece, kept } = self.pieces.remove(index);
         let ActiveJob { job, outcome, .. } = &mut self.requests[id];
         let planned = &job.plan.pieces[piece];
@@ -273,6 +291,7 @@ impl Service {
 
     /// All pieces of a step are back.
     fn end(&mut self, id: usize, step: usize) {
+        self.requests[id].tell();
         let job = &self.requests[id].job;
         job.close_step();
         // What the frame's table is needed for next.
@@ -298,6 +317,37 @@ impl Service {
 }
 
 impl ActiveJob {
+    /// The stream has come to the request: it learns where in the file it is to be done.
+    fn come_to(&mut self) {
+        let Job { file, direction, parts, block, watch, .. } = &*self.job;
+        let fits = |by: i64| {
+            let end = |part: &SegmentPart| part.file_offset.checked_add_signed(by)?.checked_add(part.len);
+            by.unsigned_abs().is_multiple_of(*block) && parts.iter().all(|part| end(part).is_some_and(|end| end <= MAX_OFFSET))
+        };
+        match watch.begins().and_then(|by| if fits(by) { Ok(by) } else { Err(Errno::INVAL) }) {
+            Ok(by) => self.moved_by = by,
+            Err(errno) => self.outcome.failed(Error::Transfer {
+                path: file.path().to_owned(),
+                action: action(*direction),
+                errno,
+                reason: Reason::None,
+                segment: None,
+                offset: None,
+                done: Transfer::default(),
+            }),
+        }
+    }
+
+    /// Tells the observer the outcome if all pieces are back. The frame of the last step has to be
+    /// given back after that.
+    fn tell(&mut self) {
+        if self.begun == self.left.len() && self.left.iter().all(|&left| left == 0) {
+            let result = std::mem::take(&mut self.outcome).result();
+            self.job.watch.ends(&result);
+            self.told = Some(result);
+        }
+    }
+
     /// The next step, if it can begin.
     fn given(&self) -> Option<usize> {
         let step = self.begun;

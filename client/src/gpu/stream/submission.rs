@@ -3,6 +3,7 @@
 //! It guards that the stream goes on whatever becomes of the request.
 
 use super::job::{Job, Progress};
+use super::observer::Watch;
 use super::plan::{DEPTH, Plan, Planned, Terms};
 use super::service::{ENTRIES, Mail, Service};
 use super::window::{Owner, StreamWindow, Windows};
@@ -39,6 +40,7 @@ pub struct Submission<'a> {
     pub of: Gpu,
     /// The kernel of the first part's GPU, if anything is staged for it.
     pub scatter: Option<Arc<Scatter>>,
+    pub watch: Watch,
 }
 
 /// The thread that serves requests in streams, its ring, and the windows of the streams.
@@ -69,11 +71,13 @@ impl Streams {
 
     /// Puts a request into its stream.
     pub fn submit(&self, submission: Submission<'_>) -> Result<Arc<Answer>> {
-        let Submission { direction, file, parts, require, bytes, name, stream, of, scatter } = submission;
+        let Submission { direction, file, parts, require, bytes, name, stream, of, scatter, watch } = submission;
         let failed = |error| Error::in_stream(file.path(), action(direction), name, error);
         let answer = Arc::new(Answer::default());
         let Some(gpu) = parts.first().map(|part| part.allocation.gpu) else {
-            answer.set(Ok(Transfer::default()));
+            let nothing = Ok(Transfer::default());
+            watch.ends(&nothing);
+            answer.set(nothing);
             return Ok(answer);
         };
         let primary = stream.is_of(&of).map_err(failed)?;
@@ -94,14 +98,27 @@ impl Streams {
         let owner = Owner { stream: stream.id().map_err(failed)?, context: context.clone() };
         let begin = |window, first| {
             let progress = Progress::new(plan.steps.len());
-            let job =
-                Job { direction, file: attached, parts, require, plan, window, stream: name, context, first, flushes, progress };
-            let job = Arc::new(job);
+            let job = Arc::new(Job {
+                direction,
+                file: attached,
+                parts,
+                require,
+                plan,
+                window,
+                stream: name,
+                context,
+                first,
+                flushes,
+                block: self.blocks.read.max(self.blocks.write),
+                watch: watch.clone(),
+                progress,
+            });
             self.mailbox.send(|mail| mail.jobs.push((job.clone(), answer.clone())));
             job
         };
         let put = put(&self.windows, gpu, owner, &stream, scatter.as_ref(), begin, failed);
         if put.is_err() {
+            watch.forget();
             self.mailbox.send(|_| {}); // so that it looks
         }
         put.map(|()| answer)

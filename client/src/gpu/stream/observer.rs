@@ -1,0 +1,67 @@
+//! What a request in the order of a stream asks and tells while the stream works on it.
+//!
+//! It guards that an observer is not called any more once the call that made the request has
+//! returned an error: what it refers to may be gone then.
+//!
+//! Locks: [`Watch`]'s own is held while the observer is called.
+
+use crate::error::Result;
+use crate::transfer::Transfer;
+use parking_lot::Mutex;
+use rustix::io::Errno;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+/// Watches one request in the order of a stream ([`super::super::Transfers::read_on_stream_with`]).
+///
+/// It is called on the thread that serves the requests of all streams: it must neither wait nor
+/// call CUDA.
+pub trait Observer: Send {
+    /// The stream has come to the request: by how many bytes its file offsets have to be moved. It
+    /// must be a multiple of [`crate::Info::block_size`].
+    ///
+    /// # Errors
+    /// The error number that the request is to fail with. Nothing is moved then.
+    fn begins(&mut self) -> std::result::Result<i64, Errno> {
+        Ok(0)
+    }
+
+    /// The outcome is known. The stream has not passed the request: what is put into it afterwards
+    /// comes after this call.
+    fn ends(&mut self, outcome: &Result<Transfer>);
+}
+
+/// The observer of a request, if it has one and was not told the outcome.
+#[derive(Clone, Default)]
+pub struct Watch(Arc<Mutex<Option<Box<dyn Observer>>>>);
+
+impl Watch {
+    pub fn new(observer: Option<Box<dyn Observer>>) -> Watch {
+        Watch(Arc::new(Mutex::new(observer)))
+    }
+
+    /// Asks by how many bytes file offsets are to be moved.
+    pub fn begins(&self) -> std::result::Result<i64, Errno> {
+        let mut observer = self.0.lock();
+        let Some(observer) = &mut *observer else { return Ok(0) };
+        catch_unwind(AssertUnwindSafe(|| observer.begins())).unwrap_or_else(|_| {
+            tracing::error!("the observer of a request in a stream panicked");
+            Err(Errno::IO)
+        })
+    }
+
+    /// Tells the outcome, once.
+    pub fn ends(&self, outcome: &Result<Transfer>) {
+        let mut observer = self.0.lock();
+        let Some(mut observer) = observer.take() else { return };
+        // It is the application's, and no stream stops because of it.
+        if catch_unwind(AssertUnwindSafe(|| observer.ends(outcome))).is_err() {
+            tracing::error!("the observer of a request in a stream panicked");
+        }
+    }
+
+    /// It is not called any more when this returns.
+    pub fn forget(&self) {
+        self.0.lock().take();
+    }
+}
