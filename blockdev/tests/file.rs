@@ -173,7 +173,7 @@ fn a_dropped_queue_waits_for_what_the_kernel_does_to_memory() {
         let piece = |n: usize| region.span(n * MIB..(n + 1) * MIB);
         queue.submit(&mut (0..64).map(|n| Request::read((n * MIB) as u64, vec![piece(n)])).collect());
         drop(queue);
-        // Nothing is under way any more: all of it is there.
+        // Nothing is in flight any more: all of it is there.
         assert!(bytes_of(&region).iter().all(|byte| *byte == 5));
         assert_eq!(Arc::strong_count(&region), 1);
     });

@@ -189,7 +189,7 @@ fn register(server: &Server) -> u64 {
 /// More rings get a user no more, and a user who comes later is served at once, whichever thread
 /// serves the others.
 #[test]
-fn what_is_under_way_is_shared_between_users() {
+fn what_is_in_flight_is_shared_between_users() {
     let (server, rings) = rings(3, 2);
     let buffer = register(&server);
     let (greedy, modest) = (Holding::new(), Holding::new());
@@ -204,7 +204,7 @@ fn what_is_under_way_is_shared_between_users() {
     until("another user is held up", || few.taken() == 20);
     // Who is busy is looked at every few milliseconds.
     std::thread::sleep(Duration::from_millis(100));
-    // While that one has something under way the first has half: as much has to end before more of
+    // While that one has something in flight the first has half: as much has to end before more of
     // its is taken.
     (0..500).for_each(|_| greedy.0.end_one());
     std::thread::sleep(Duration::from_millis(100));

@@ -151,7 +151,7 @@ impl Failure {
 static ASKING: AtomicBool = AtomicBool::new(false);
 
 /// Whether a signal asked for an end. From now on SIGINT and SIGTERM do, rather than kill: a
-/// change under way is finished.
+/// change in flight is finished.
 fn cancelled() -> impl Fn() -> bool {
     static ENDED: AtomicBool = AtomicBool::new(false);
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
@@ -161,7 +161,7 @@ fn cancelled() -> impl Fn() -> bool {
             if signals.wait().is_ok() {
                 ENDED.store(true, Ordering::Relaxed);
                 if ASKING.load(Ordering::Relaxed) {
-                    // Nothing is under way while the user thinks about the answer.
+                    // Nothing is in flight while the user thinks about the answer.
                     std::process::exit(CANCELLED.into());
                 }
             }

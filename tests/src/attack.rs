@@ -95,17 +95,17 @@ impl Attacker {
     }
 }
 
-/// An attack under way, as the test sees it. Dropped, it is killed.
+/// A running attack, as the test sees it. Dropped, it is killed.
 #[derive(Debug)]
-pub struct UnderWay {
+pub struct RunningAttack {
     process: Child,
     attacker: Lines,
 }
 
-impl UnderWay {
+impl RunningAttack {
     /// Begins an attack on a mount by a user, who has a group of the same number, no other group,
     /// and no capability.
-    pub fn begin(volume: &Mounted, user: u32, attack: &str) -> UnderWay {
+    pub fn begin(volume: &Mounted, user: u32, attack: &str) -> RunningAttack {
         let (ours, theirs) = UnixStream::pair().expect("a socket");
         // By this name, because the program itself may lie where the user may not go.
         let process = Command::new("/proc/self/exe")
@@ -119,7 +119,7 @@ impl UnderWay {
             .stdout(Stdio::null())
             .spawn()
             .expect("this program runs again");
-        UnderWay { process, attacker: Lines::new(ours) }
+        RunningAttack { process, attacker: Lines::new(ours) }
     }
 
     /// Its process.
@@ -155,14 +155,14 @@ impl UnderWay {
     }
 }
 
-impl Drop for UnderWay {
+impl Drop for RunningAttack {
     fn drop(&mut self) {
         let _ = self.process.kill(); // it may have ended
         let _ = self.process.wait();
     }
 }
 
-/// What the test named `attacker` does where it was begun by [`UnderWay::begin`]: one of these
+/// What the test named `attacker` does where it was begun by [`RunningAttack::begin`]: one of these
 /// attacks.
 pub fn carry_out(tables: &[&[(&str, Attack)]]) {
     let (Ok(name), Some(root)) = (std::env::var(NAME), std::env::var_os(ROOT)) else {

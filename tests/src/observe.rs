@@ -53,7 +53,7 @@ pub struct Victim {
 
 #[derive(Debug)]
 struct Calls {
-    /// When the one under way began.
+    /// When the one in flight began.
     since: Instant,
     longest: Duration,
     count: u64,
@@ -91,7 +91,7 @@ impl Victim {
         self.calls.lock().count
     }
 
-    /// How long the longest call took so far, the one under way included.
+    /// How long the longest call took so far, the one in flight included.
     ///
     /// # Panics
     /// If a call failed.

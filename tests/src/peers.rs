@@ -16,7 +16,7 @@ use crate::mounted::{is_mounted, text};
 ///
 /// # Errors
 /// Those of the system.
-pub fn write_out(path: &Path, len: u64) -> std::io::Result<()> {
+pub fn write_whole(path: &Path, len: u64) -> std::io::Result<()> {
     let mut file = File::create(path)?;
     let zeros = vec![0; 4 << 20];
     let mut left = len;

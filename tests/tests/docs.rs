@@ -254,6 +254,57 @@ fn the_book_has_every_page() {
     assert!(missing.is_empty(), "docs/SUMMARY.md lacks {missing:#?}");
 }
 
+/// The words of a text, in lower case: `ReadyQueue` and `ready_queue` are the same two. An empty
+/// word stands where punctuation parts them.
+fn words(text: &str) -> Vec<String> {
+    let (mut words, mut before) = (vec![String::new()], ' ');
+    for c in text.chars() {
+        let begins = !before.is_alphanumeric() || c.is_uppercase() && before.is_lowercase();
+        if c.is_alphanumeric() && begins {
+            words.push(String::new());
+        }
+        if c.is_alphanumeric() {
+            words.last_mut().expect("the first is there").extend(c.to_lowercase());
+        } else if !c.is_whitespace() && !"_-/!*".contains(c) {
+            words.push(String::new());
+        }
+        before = c;
+    }
+    words
+}
+
+/// Source without the comments that have lines of their own.
+fn code(text: &str) -> String {
+    text.lines().filter(|line| !line.trim_start().starts_with("//")).flat_map(|line| [line, "\n"]).collect()
+}
+
+#[test]
+fn retired_names_are_gone() {
+    let glossary = read(Path::new("docs/glossary.md"));
+    let (_, retired) = glossary.split_once("## Retired names").expect("the section");
+    let sources: Vec<_> = [".rs", ".md", ".sh", ".h", ".c"].into_iter().flat_map(files).collect();
+    let spoken_of = ["CHANGELOG.md", "docs/glossary.md"].map(Path::new);
+    let (mut looked_for, mut found) = (0, Vec::new());
+    for row in retired.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| old") && !line.starts_with("| -")) {
+        let cells: Vec<_> = row.split('|').map(str::trim).collect();
+        // A name that has a place means something else elsewhere, and in sentences.
+        let place = cells[3].trim_matches('`');
+        let of_place = sources.iter().filter(|path| path.starts_with(place) && !spoken_of.contains(&path.as_path()));
+        let texts: Vec<_> = of_place.map(|path| (path, read(path))).collect();
+        assert!(!texts.is_empty(), "the glossary names {place}, which is not there");
+        // "hold, hold back (direct writes)": two names, and what they were of.
+        for old in cells[1].split('(').next().unwrap_or_default().split(',') {
+            looked_for += 1;
+            let name: Vec<_> = words(old).into_iter().filter(|word| !word.is_empty()).collect();
+            let has = |text: &str| words(text).windows(name.len()).any(|words| words == name);
+            let with = texts.iter().filter(|(_, text)| if place.is_empty() { has(text) } else { has(&code(text)) });
+            found.extend(with.map(|(path, _)| format!("{}: {}", path.display(), old.trim())));
+        }
+    }
+    assert!(looked_for > 15, "only {looked_for} retired names were found");
+    assert!(found.is_empty(), "names that docs/glossary.md retired: {found:#?}");
+}
+
 #[test]
 fn lines_of_documents_fit_a_screen() {
     let mut long = Vec::new();

@@ -138,18 +138,18 @@ fn fill(ring: &Raw, file: &File, buffer: &Buffer) {
     ring.publish(ring.memory.entries());
 }
 
-/// Transfers that were under way at a moment, or some that ended just after it fewer.
-fn under_way(memory: &RingMemory) -> u32 {
+/// Transfers that were in flight at a moment, or some that ended just after it fewer.
+fn in_flight(memory: &RingMemory) -> u32 {
     let taken = memory.load(Word::SubmissionHead);
     taken.saturating_sub(memory.load(Word::CompletionTail))
 }
 
-/// How many transfers of a ring were under way most of the time, until all had ended.
-fn mostly_under_way(ring: &Raw) -> u32 {
+/// How many transfers of a ring were in flight most of the time, until all had ended.
+fn mostly_in_flight(ring: &Raw) -> u32 {
     let late = Instant::now() + Duration::from_secs(60);
     let mut seen = Vec::new();
     while ring.memory.load(Word::CompletionTail) < ring.memory.entries() {
-        seen.push(under_way(&ring.memory));
+        seen.push(in_flight(&ring.memory));
         std::thread::sleep(Duration::from_micros(100));
         assert!(Instant::now() < late, "not all of a ring was done");
     }
@@ -157,7 +157,7 @@ fn mostly_under_way(ring: &Raw) -> u32 {
     seen[seen.len() / 2]
 }
 
-/// All rings of a process together have 32 MiB under way at the most, whichever threads serve them.
+/// All rings of a process together have 32 MiB in flight at the most, whichever threads serve them.
 #[test]
 fn rings_of_different_threads_share_what_is_in_flight() {
     needs_mount!();
@@ -169,15 +169,15 @@ fn rings_of_different_threads_share_what_is_in_flight() {
     fill(&rings[0], &file, &buffer);
     rings[0].wait_until("nothing was begun", |memory| memory.load(Word::CompletionTail) > 0);
     fill(&rings[1], &file, &buffer);
-    let beside = mostly_under_way(&rings[1]);
+    let beside = mostly_in_flight(&rings[1]);
     assert!(rings[0].memory.load(Word::CompletionTail) < 4096, "the other was there all the time");
     assert!((2..=16).contains(&beside), "{beside} of 1 MiB each, beside another busy ring");
     // One that goes while it is busy leaves its share to the others.
     rings[0].detach().unwrap();
     rings[0].wait_until("it was not closed", |memory| memory.load(Word::Daemon) == CLOSED);
-    rings[0].wait_until("what was under way did not end", |memory| under_way(memory) == 0);
+    rings[0].wait_until("what was in flight did not end", |memory| in_flight(memory) == 0);
     fill(&rings[2], &file, &buffer);
-    let alone = mostly_under_way(&rings[2]);
+    let alone = mostly_in_flight(&rings[2]);
     assert!((17..=32).contains(&alone), "{alone} of 1 MiB each, alone");
 }
 
@@ -258,7 +258,7 @@ fn a_volume_is_unmounted_under_busy_rings() {
         volume.unmount();
         for ring in &rings {
             assert_eq!(ring.memory.load(Word::Daemon), CLOSED);
-            assert_eq!(under_way(&ring.memory), 0, "what was taken has ended");
+            assert_eq!(in_flight(&ring.memory), 0, "what was taken has ended");
         }
         let taken: u32 = rings.iter().map(|ring| ring.memory.load(Word::SubmissionHead)).sum();
         assert!(taken < 3 * 4096, "they were busy to the end");

@@ -28,7 +28,7 @@ type Builder = io_uring::Builder<squeue::Entry, cqueue::Entry>;
 const FILE: Fixed = Fixed(0);
 /// How long a kernel thread looks for commands where there are none, in milliseconds: the least
 /// that there is. The kernel makes it one or two of its ticks.
-const KERNEL_THREAD_LINGERS: u32 = 1;
+const KERNEL_THREAD_SPINS: u32 = 1;
 /// Marks the completion of [`Queue::wake`]'s command; commands are numbered from 0.
 const WAKE: u64 = u64::MAX;
 /// The kernel's UIO_MAXIOV.
@@ -50,7 +50,7 @@ pub(crate) struct UringQueue {
     state: Mutex<QueueState>,
     /// Results taken off the ring, in a vector that keeps its memory.
     reaper: Mutex<Vec<(u64, i32)>>,
-    /// Whether a wake command is under way.
+    /// Whether a wake command is in flight.
     waking: AtomicBool,
 }
 
@@ -110,7 +110,7 @@ impl UringQueue {
             Submission::BySystemCall => by_system_call(),
             // Not every user may have such a thread.
             Submission::ByKernelThread => {
-                build(|builder| _ = builder.setup_sqpoll(KERNEL_THREAD_LINGERS)).or_else(|_| by_system_call())
+                build(|builder| _ = builder.setup_sqpoll(KERNEL_THREAD_SPINS)).or_else(|_| by_system_call())
             }
         }
         .map_err(|error| {

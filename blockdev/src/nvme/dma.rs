@@ -178,7 +178,7 @@ impl Dma {
     }
 
     /// Unmaps everything, for good: the IOMMU then keeps a controller that cannot be stopped from
-    /// all memory. Waits for a mapping under way, one step of it at the most.
+    /// all memory. Waits for a mapping in flight, one step of it at the most.
     ///
     /// # Errors
     /// The transport's first; what else can be unmapped is.

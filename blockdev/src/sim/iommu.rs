@@ -1,7 +1,7 @@
 //! The software controller's IOMMU: the one way from an address in a command to memory of this
 //! process. It guards what tests of the driver rest on: memory that is not mapped, or not for
 //! writing, is never touched; every attempt is counted; and when [`Iommu::unmap`] returns, no
-//! access to that memory is under way.
+//! access to that memory is in flight.
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::ptr;

@@ -73,7 +73,7 @@ pub enum FsError {
     #[error(transparent)]
     Device(#[from] blockdev::Error),
     /// Data was lost on its way to the device, and no caller asked in time to be told.
-    #[error("data of {files} files could not be written out and is lost; the log names them")]
+    #[error("data of {files} files could not be written back and is lost; the log names them")]
     Lost {
         /// How many files.
         files: usize,

@@ -180,7 +180,7 @@ fn data_of_a_closed_file_that_cannot_be_written_is_reported_to_who_comes_next() 
     let rename = || fs.wait(|| fs.rename(&WHO, (ROOT, b"a"), (ROOT, b"target"), RenameMode::Replace, &mut Settling::default()));
     lose(ino);
     assert_eq!(rename().unwrap_err().errno(), libc::EIO, "an empty file replaced a good one");
-    // Data that is lost when the rename has it written out.
+    // Data that is lost when the rename has it written back.
     fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
     faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
     assert_eq!(rename().unwrap_err().errno(), libc::EIO, "an empty file replaced a good one");

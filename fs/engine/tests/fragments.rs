@@ -155,7 +155,7 @@ fn a_batch_replaces_the_many_extents_that_were_preallocated_for_its_blocks_meanw
 }
 
 #[test]
-fn fallocate_waits_for_the_direct_writes_to_its_blocks_that_are_under_way() {
+fn fallocate_waits_for_the_direct_writes_to_its_blocks_that_are_in_flight() {
     let grow = false;
     for (what, preallocated) in [(Allocate::Punch, true), (Allocate::Zero { grow }, true), (Allocate::Reserve { grow }, false)] {
         let device = device(32 << 20);
@@ -194,7 +194,7 @@ fn fallocate_waits_for_the_direct_writes_to_its_blocks_that_are_under_way() {
         assert!(shared.set((fs.clone(), ino)).is_ok());
         fs.allocate(&WHO, ino, 0, 4 * BLOCK, what).unwrap();
         // Else its blocks could be another file's by the time when it maps them.
-        assert_eq!(over.get(), Some(&true), "{what:?}: the write is under way");
+        assert_eq!(over.get(), Some(&true), "{what:?}: the write is in flight");
         let found = fs.read(ino, 0, 4 * BLOCK as usize).unwrap();
         let expected = if what == (Allocate::Reserve { grow }) { 2 } else { 0 };
         assert!(found.iter().all(|byte| *byte == expected), "{what:?}");

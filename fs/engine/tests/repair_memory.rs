@@ -24,7 +24,7 @@ static COUNTING: Mutex<()> = Mutex::new(());
 const MIB: usize = 1 << 20;
 /// Memory for the repair, in bytes.
 const MEMORY: usize = 8 * MIB;
-/// Buffers of requests under way, of the journal and of temporary files, in bytes.
+/// Buffers of requests in flight, of the journal and of temporary files, in bytes.
 const BUFFERS: usize = 4 * MIB;
 /// Number of leaves. To keep 60 bytes of each takes more than all the memory.
 const LEAVES: u64 = 400 * CHUNK_BLOCKS;

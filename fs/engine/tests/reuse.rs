@@ -115,7 +115,7 @@ fn names_leave_the_room_that_is_promised_to_data() {
         let full = |at: &u64| fs.wait(|| fs.write(ino, at * 4096, &[7; 4096], NOW)).is_err();
         (0..max).find(full).unwrap_or(max)
     };
-    // Too few pages for each file to be written out before a caller asks, and together more than a
+    // Too few pages for each file to be written back before a caller asks, and together more than a
     // chunk.
     let small: Vec<u64> = [b"a", b"b", b"c", b"d"].iter().map(|name| file(*name)).collect();
     let big = file(b"data");

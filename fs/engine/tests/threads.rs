@@ -1,5 +1,5 @@
 //! Several threads at once on a real file through io_uring, each below a directory of its own and
-//! compared with its own model, with commits, checkpoints and write-out by all of them in between.
+//! compared with its own model, with commits, checkpoints and write-back by all of them in between.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -89,7 +89,7 @@ fn threads_that_share_too_little_space_lose_nothing() {
 }
 
 #[test]
-fn a_listing_shows_no_file_as_it_was_before_it_was_written_out() {
+fn a_listing_shows_no_file_as_it_was_before_it_was_written_back() {
     const OTHERS: u64 = 1000;
     const ROUNDS: u64 = 300;
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
@@ -124,7 +124,7 @@ fn a_listing_shows_no_file_as_it_was_before_it_was_written_out() {
 }
 
 #[test]
-fn neighbours_in_a_block_that_is_written_out_meanwhile_keep_their_bytes() {
+fn neighbours_in_a_block_that_is_written_back_meanwhile_keep_their_bytes() {
     const THREADS: u64 = 4;
     const PIECES: u64 = 400;
     const LEN: u64 = 1000;

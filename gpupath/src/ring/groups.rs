@@ -1,16 +1,16 @@
-//! Users and processes with rings: what each has under way, and how its share is divided.
+//! Users and processes with rings: what each has in flight, and how its share is divided.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// An amount of transfers under way.
+/// An amount of transfers in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Amount {
     pub transfers: u32,
     pub bytes: u64,
 }
 
-/// A user, or a process: what its rings have under way.
+/// A user, or a process: what its rings have in flight.
 #[derive(Default)]
 pub(super) struct Group {
     transfers: AtomicU32,
@@ -20,7 +20,7 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Whether it has less under way than its share.
+    /// Whether it has less in flight than its share.
     pub fn has_room(&self, share: Amount) -> bool {
         self.transfers.load(Ordering::Acquire) < share.transfers && self.bytes.load(Ordering::Acquire) < share.bytes
     }

@@ -46,7 +46,7 @@ pub(super) struct Ring {
     in_flight: AtomicU32,
     /// Bytes asked for in those.
     bytes: AtomicU64,
-    /// When there was last something to take or under way ([`super::shares::Shares::now`]).
+    /// When there was last something to take or in flight ([`super::shares::Shares::now`]).
     last_busy: AtomicU64,
     /// Something was completed since the application was last looked after.
     due: AtomicBool,
@@ -106,7 +106,7 @@ impl Ring {
         }
     }
 
-    /// Entries of each queue: the most that can be under way.
+    /// Entries of each queue: the most that can be in flight.
     pub fn entries(&self) -> u32 {
         self.memory.entries()
     }
@@ -154,7 +154,7 @@ impl Ring {
         submission
     }
 
-    /// Submissions under way, and the bytes they are about.
+    /// Submissions in flight, and the bytes they are about.
     pub fn load(&self) -> (u32, u64) {
         (self.in_flight.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire))
     }
@@ -342,7 +342,7 @@ impl Taken {
         // Another thread may end it, one that serves other rings too: what this transfer waited
         // for may have ended there.
         ring.wake_if_due();
-        // The ring's thread may have left submissions lying because too much was under way, and
+        // The ring's thread may have left submissions lying because too much was in flight, and
         // counts the ring while something is.
         fence(Ordering::SeqCst);
         if thread.is_asleep() && (ring.load().0 == 0 || ring.pending().is_ok_and(|pending| pending > 0)) {

@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 /// Rings of one process.
 const RINGS_PER_PROCESS: usize = 64;
-/// Rings of one process, those included that it gave up and whose transfers are still under way.
+/// Rings of one process, those included that it gave up and whose transfers are still in flight.
 const LIVING_PER_PROCESS: usize = 128;
 /// Rings of all.
 const RINGS: usize = 1024;
@@ -174,7 +174,7 @@ impl Rings {
         Reply::new(detached.err().map_or(0, Errno::raw_os_error), request)
     }
 
-    /// Ends all rings, after the transfers that are under way.
+    /// Ends all rings, after the transfers that are in flight.
     pub fn end(&self) {
         let threads = {
             let mut opening = self.opening.lock();

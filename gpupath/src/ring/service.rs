@@ -3,7 +3,7 @@
 //! something else than the device goes on in another thread, and is completed from there.
 //!
 //! It guards fairness. Processes take turns, a few submissions each; and no ring may have more
-//! than its share under way ([`super::shares`]). As long as there is work the thread looks at the
+//! than its share in flight ([`super::shares`]). As long as there is work the thread looks at the
 //! rings themselves; when there is none it soon sleeps until the device answers, and says so in
 //! each ring, so that the next submission wakes it.
 
@@ -25,14 +25,14 @@ use std::time::{Duration, Instant};
 /// Submissions that the rings of a process may have taken in one turn.
 const TURN: u32 = 32;
 /// How long the thread sleeps at the most while submissions are left lying because others have too
-/// much under way: transfers that end on another thread do not wake this one.
+/// much in flight: transfers that end on another thread do not wake this one.
 const BLOCKED: Duration = Duration::from_micros(500);
 /// How long the thread looks at rings in which nothing happens before it sleeps. Less than what
 /// being woken costs an application.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
-/// The same while something is under way, which will end soon: about what a device takes for one
+/// The same while something is in flight, which will end soon: about what a device takes for one
 /// transfer of 1 MiB. To be woken from sleep when it ends would add up to a quarter of that.
-const SPIN_LIMIT_UNDER_WAY: Duration = Duration::from_micros(250);
+const SPIN_LIMIT_IN_FLIGHT: Duration = Duration::from_micros(250);
 /// How often the thread looks, at the end, whether the last transfers are over.
 const DRAIN: Duration = Duration::from_millis(1);
 
@@ -40,7 +40,7 @@ const DRAIN: Duration = Duration::from_millis(1);
 struct Taking {
     /// Something was taken.
     taken: bool,
-    /// Something was left lying, because too much is under way.
+    /// Something was left lying, because too much is in flight.
     blocked: bool,
 }
 
@@ -50,8 +50,8 @@ pub(super) struct Service {
     server: Arc<Server>,
     watch: Arc<Watch>,
     shares: Arc<Shares>,
-    /// Its rings that have something under way.
-    under_way: AtomicU32,
+    /// Its rings that have something in flight.
+    in_flight: AtomicU32,
     thread: Arc<ServingThread>,
     ending: AtomicBool,
     /// Replaced as a whole when one comes or goes.
@@ -66,7 +66,7 @@ impl Service {
             server,
             watch,
             shares,
-            under_way: AtomicU32::new(0),
+            in_flight: AtomicU32::new(0),
             thread: Arc::new(ServingThread::new(waker)),
             ending: AtomicBool::new(false),
             rings: Mutex::default(),
@@ -111,7 +111,7 @@ impl Service {
         self.thread.wake();
     }
 
-    /// Ends the thread, after the transfers that are under way.
+    /// Ends the thread, after the transfers that are in flight.
     pub fn end(&self) {
         self.ending.store(true, Ordering::SeqCst);
         self.wake();
@@ -129,8 +129,8 @@ impl Service {
                 busy = Instant::now();
                 continue;
             }
-            let under_way = self.under_way.load(Ordering::Relaxed) > 0;
-            if busy.elapsed() < if under_way { SPIN_LIMIT_UNDER_WAY } else { SPIN_LIMIT } && !rings.is_empty() {
+            let in_flight = self.in_flight.load(Ordering::Relaxed) > 0;
+            if busy.elapsed() < if in_flight { SPIN_LIMIT_IN_FLIGHT } else { SPIN_LIMIT } && !rings.is_empty() {
                 // On a machine with nothing to spare the device, or the application, may need this
                 // processor.
                 std::thread::yield_now();
@@ -175,7 +175,7 @@ impl Service {
     fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> Taking {
         let mut ready: SmallVec<[(&Arc<Ring>, u32); 16]> = SmallVec::new();
         let now = self.shares.now();
-        let mut under_way = 0;
+        let mut in_flight = 0;
         for at in 0..rings.len() {
             let ring = &rings[(first + at) % rings.len()];
             if ring.is_closed() {
@@ -184,7 +184,7 @@ impl Service {
             match ring.ready() {
                 Ok(count) => {
                     let busy = ring.load().0 > 0;
-                    under_way += u32::from(busy || count > 0);
+                    in_flight += u32::from(busy || count > 0);
                     if busy || count > 0 {
                         ring.set_busy(now);
                     }
@@ -195,7 +195,7 @@ impl Service {
                 Err(broken) => self.give_up(ring, &broken),
             }
         }
-        self.under_way.store(under_way, Ordering::Relaxed);
+        self.in_flight.store(in_flight, Ordering::Relaxed);
         let mut taking = Taking { taken: false, blocked: false };
         if ready.is_empty() {
             return taking;

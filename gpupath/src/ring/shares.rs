@@ -1,5 +1,5 @@
-//! How much each ring may have under way. The device serves commands in the order in which they
-//! came, so that an application with much under way makes all others wait.
+//! How much each ring may have in flight. The device serves commands in the order in which they
+//! came, so that an application with much in flight makes all others wait.
 //!
 //! It guards fairness: what all rings together may have is shared between the users that have busy
 //! rings, a user's share between its processes, and a process's share between its rings. More
@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-/// What one process's rings may have under way while no other process's rings are busy: enough to
+/// What one process's rings may have in flight while no other process's rings are busy: enough to
 /// keep any device busy.
 const ALONE: Amount = Amount { transfers: 1024, bytes: 32 << 20 };
 /// What all may have while several processes are busy: still enough for that, and no more, since
-/// each waits for what the others have under way.
+/// each waits for what the others have in flight.
 const TOGETHER: Amount = Amount { transfers: 1024, bytes: 16 << 20 };
 /// How long a ring counts as busy after it last was, in milliseconds: one that waits for each
 /// answer before it asks again is not to find the device full each time.
@@ -85,7 +85,7 @@ impl Shares {
         }
         let mut known = self.known.lock();
         let (mut users, mut processes): (FxHashMap<_, u32>, FxHashMap<_, u32>) = Default::default();
-        // The thread of one that has something under way may sleep.
+        // The thread of one that has something in flight may sleep.
         let is_busy = |ring: &Arc<Ring>| ring.load().0 > 0 || ring.last_busy() + BUSY_FOR > now;
         for ring in known.rings.iter().filter_map(Weak::upgrade).filter(is_busy) {
             let of_process = processes.entry(Arc::as_ptr(&ring.member.process)).or_default();

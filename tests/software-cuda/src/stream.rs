@@ -149,11 +149,11 @@ fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
             Work::Free(address) => drop(software.addresses.lock().unwrap().remove(address)),
             Work::Copy(to, from) => {
                 copy(&to, &from);
-                linger(begun, software.settings.copy_takes);
+                busy_wait(begun, software.settings.copy_takes);
             }
             Work::Scatter(table, count) => {
                 // It reads its table as late as it can, like a kernel that waits for its turn.
-                linger(begun, software.settings.copy_takes);
+                busy_wait(begun, software.settings.copy_takes);
                 if let Err(code) = scatter(software, context, table, count) {
                     context.break_with(code);
                 }
@@ -162,7 +162,7 @@ fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
     }
 }
 
-fn linger(begun: Instant, takes: Duration) {
+fn busy_wait(begun: Instant, takes: Duration) {
     thread::sleep(takes.saturating_sub(begun.elapsed()));
 }
 

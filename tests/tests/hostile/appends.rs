@@ -7,7 +7,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, UnderWay};
+use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, RunningAttack};
 use gpunvme_tests::observe::Victim;
 use gpunvme_tests::{attacks, needs_mount, report_skipped, tree};
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
@@ -68,7 +68,7 @@ fn appends_without_a_beginning_leave_requests_to_others() {
         let mut bytes = vec![0; 1 << 20];
         move || assert_eq!(rustix::io::pread(&file, &mut bytes, 0), Ok(1 << 20))
     });
-    let mut attack = UnderWay::begin(&volume, NOBODY, "append_without_beginnings");
+    let mut attack = RunningAttack::begin(&volume, NOBODY, "append_without_beginnings");
     let said = attack.hear();
     if said != "begun" {
         return report_skipped("appends_without_a_beginning_leave_requests_to_others", &said);

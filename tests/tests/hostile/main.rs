@@ -14,7 +14,7 @@ mod stubborn;
 mod transfers;
 mod victim;
 
-/// Not a test: what [`gpunvme_tests::attack::UnderWay::begin`] runs.
+/// Not a test: what [`gpunvme_tests::attack::RunningAttack::begin`] runs.
 #[test]
 #[ignore = "the other end of the tests beside it"]
 fn attacker() {

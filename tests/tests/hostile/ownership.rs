@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 
 use gpunvme_abi::{Command, Segment, Transfer, Unregister};
-use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, STRANGER, UnderWay};
+use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, RunningAttack, STRANGER};
 use gpunvme_tests::direct::{Buffer, call, call_plain};
 use gpunvme_tests::{attacks, needs_mount};
 
@@ -34,7 +34,7 @@ fn a_buffer_is_of_no_use_to_other_processes() {
     let file = File::open(volume.path("file")).unwrap();
     let buffer = Buffer::new(&file, 4096);
     for user in [NOBODY, STRANGER, 0] {
-        let mut attack = UnderWay::begin(&volume, user, "use_the_buffers_of_others");
+        let mut attack = RunningAttack::begin(&volume, user, "use_the_buffers_of_others");
         attack.say(buffer.id);
         attack.end();
     }

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use gpunvme_abi::{Command, Message, Reason, Register, Segment, Transfer, Unregister, get_text};
-use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, STRANGER, UnderWay};
+use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, RunningAttack, STRANGER};
 use gpunvme_tests::direct::{Buffer, call, call_plain, info, memfd};
 use gpunvme_tests::mounted::{text, unmount_unless_busy};
 use gpunvme_tests::observe::{Figures, Victim};
@@ -138,7 +138,7 @@ fn descriptors_that_cannot_be_closed_hold_up_neither_others_nor_the_end() {
     register_over(&path, &memory);
     let before = Figures::of(volume.daemon());
 
-    let mut attack = UnderWay::begin(&volume, NOBODY, "send_what_cannot_be_closed");
+    let mut attack = RunningAttack::begin(&volume, NOBODY, "send_what_cannot_be_closed");
     let victim = Victim::begin({
         let (path, memory, root) = (path.clone(), memory.try_clone().unwrap(), root.try_clone().unwrap());
         move || {
@@ -147,7 +147,7 @@ fn descriptors_that_cannot_be_closed_hold_up_neither_others_nor_the_end() {
         }
     });
     attack.wait_for("sent");
-    let mut other = UnderWay::begin(&volume, STRANGER, "register_once");
+    let mut other = RunningAttack::begin(&volume, STRANGER, "register_once");
     other.wait_for("registered");
     other.end();
     let calls = victim.count();
@@ -192,7 +192,7 @@ fn a_file_that_nobody_can_close_keeps_neither_the_volume_nor_the_device() {
     std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let stubborn = Stubborn::mount(&folder.path().join("mnt"));
     let volume = attack::volume("");
-    let mut attack = UnderWay::begin(&volume, NOBODY, "send_a_stubborn_file");
+    let mut attack = RunningAttack::begin(&volume, NOBODY, "send_a_stubborn_file");
     attack.say(stubborn.file().display());
     attack.wait_for("sent");
     let since = Instant::now();
@@ -246,17 +246,17 @@ fn processes_of_one_user_cannot_take_all_buffers() {
     needs_mount!();
     let volume = attack::volume("");
     let root = File::open(volume.root()).unwrap();
-    let mut attacks: Vec<_> = (0..3).map(|_| UnderWay::begin(&volume, NOBODY, "take_all_buffers")).collect();
-    let said: Vec<_> = attacks.iter_mut().map(UnderWay::hear).collect();
+    let mut attacks: Vec<_> = (0..3).map(|_| RunningAttack::begin(&volume, NOBODY, "take_all_buffers")).collect();
+    let said: Vec<_> = attacks.iter_mut().map(RunningAttack::hear).collect();
     assert!(said.iter().any(|said| said.ends_with("user-limit")), "{said:?}");
-    let mut other = UnderWay::begin(&volume, STRANGER, "register_once");
+    let mut other = RunningAttack::begin(&volume, STRANGER, "register_once");
     other.wait_for("registered");
     other.end();
     Buffer::new(&root, 4096).unregister(&root).unwrap();
     for attack in &mut attacks {
         attack.say("go on");
     }
-    attacks.into_iter().for_each(UnderWay::end);
+    attacks.into_iter().for_each(RunningAttack::end);
     Buffer::new(&root, 4096).unregister(&root).unwrap();
 }
 
@@ -298,7 +298,7 @@ fn holes_take_no_memory_of_the_daemons() {
     let volume = attack::volume("");
     File::create(volume.path("holes")).unwrap().set_len(256 << 20).unwrap();
     let before = Figures::of(volume.daemon());
-    let mut attack = UnderWay::begin(&volume, NOBODY, "fill_holes_without_memory");
+    let mut attack = RunningAttack::begin(&volume, NOBODY, "fill_holes_without_memory");
     let said = attack.hear();
     let after = Figures::of(volume.daemon());
     assert_eq!(said, "refused", "{before:?} became {after:?}");

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use gpunvme_abi::Command;
 use gpunvme_abi::ring::{self as abi, ring_bytes};
-use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, STRANGER, UnderWay};
+use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, RunningAttack, STRANGER};
 use gpunvme_tests::direct::{call_plain, memfd};
 use gpunvme_tests::{attacks, needs_mount};
 use rustix::event::EventfdFlags;
@@ -48,7 +48,7 @@ fn a_user_who_makes_all_rings_leaves_some_to_others() {
     needs_mount!();
     let volume = attack::volume("");
     let begin = |user| {
-        let mut attack = UnderWay::begin(&volume, user, "make_all_rings");
+        let mut attack = RunningAttack::begin(&volume, user, "make_all_rings");
         let made: usize = attack.hear().parse().unwrap();
         (attack, made)
     };

@@ -1,11 +1,11 @@
-//! More and longer transfers by ioctl than a device can have under way.
+//! More and longer transfers by ioctl than a device can have in flight.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::thread;
 use std::time::Duration;
 
-use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, UnderWay};
+use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, RunningAttack};
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::{attacks, needs_mount, tree};
 
@@ -18,7 +18,7 @@ const LEN: u64 = 64 << 20;
 const PROCESSES: usize = 6;
 const THREADS: usize = 16;
 
-/// Has as many long reads under way as it has threads, until it is killed.
+/// Has as many long reads in flight as it has threads, until it is killed.
 fn read_more_than_the_device_can(attacker: &mut Attacker) {
     let file = File::open(attacker.path(FILE)).unwrap();
     let buffer = Buffer::new(&file, LEN);
@@ -44,7 +44,8 @@ fn users_take_turns_with_the_device() {
     fs::set_permissions(volume.path(FILE), PermissionsExt::from_mode(0o644)).unwrap();
     File::open(volume.path(FILE)).unwrap().sync_all().unwrap();
     let (mut victim, _) = victim::begin(&volume);
-    let mut attacks: Vec<_> = (0..PROCESSES).map(|_| UnderWay::begin(&volume, NOBODY, "read_more_than_the_device_can")).collect();
+    let mut attacks: Vec<_> =
+        (0..PROCESSES).map(|_| RunningAttack::begin(&volume, NOBODY, "read_more_than_the_device_can")).collect();
     attacks.iter_mut().for_each(|attack| attack.wait_for("begun"));
     thread::sleep(Duration::from_secs(4));
     victim.say("so far");

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use gpunvme::{Mount, Operation, Ring};
-use gpunvme_tests::attack::{Attack, Attacker, STRANGER, UnderWay};
+use gpunvme_tests::attack::{Attack, Attacker, RunningAttack, STRANGER};
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::observe::Victim;
@@ -59,11 +59,11 @@ impl FromStr for Latencies {
 
 /// Begins one, which says how it fares whenever it is asked `so far`. Returns the name of its
 /// buffer too.
-pub fn begin(volume: &Mounted) -> (UnderWay, String) {
+pub fn begin(volume: &Mounted) -> (RunningAttack, String) {
     fs::write(volume.path(FILE), tree::pattern(1, LEN)).unwrap();
     chown(volume.path(FILE), Some(STRANGER), Some(STRANGER)).unwrap();
     fs::set_permissions(volume.path(FILE), PermissionsExt::from_mode(0o644)).unwrap();
-    let mut victim = UnderWay::begin(volume, STRANGER, "be_a_victim");
+    let mut victim = RunningAttack::begin(volume, STRANGER, "be_a_victim");
     let buffer = victim.hear();
     (victim, buffer)
 }

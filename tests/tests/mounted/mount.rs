@@ -136,7 +136,7 @@ fn after_sigkill_the_next_mount_has_all_that_was_synced() {
         file.sync_all().unwrap();
         fs::rename(volume.path("temporary"), volume.path(format!("synced {round}"))).unwrap();
         File::open(volume.root()).unwrap().sync_all().unwrap();
-        // And work that was not synced, under way when the daemon dies.
+        // And work that was not synced, in flight when the daemon dies.
         let root = volume.root();
         let writer = std::thread::spawn(move || {
             let _ = tree::make(&root.join(format!("lost {round}")), round, 100_000);

@@ -146,7 +146,7 @@ fn they_end_with_a_remount_to_read_only() {
             });
             std::thread::sleep(Duration::from_millis(5));
             // What mount(8) runs, and what an init system calls when it shuts down; there a write
-            // may be under way.
+            // may be in flight.
             if round % 2 == 0 {
                 remount_with_helper(&volume, "ro");
             } else {

@@ -117,7 +117,7 @@ fn two_threads_that_map_a_region_map_it_once() {
 }
 
 #[test]
-fn a_fence_ends_a_mapping_that_is_under_way() {
+fn a_fence_ends_a_mapping_that_is_in_flight() {
     let Bench { dma, held, permit, asked } = bench();
     let (large, small) = (region(LARGE), region(MIB));
     dma.map(&small).unwrap();
@@ -128,7 +128,7 @@ fn a_fence_ends_a_mapping_that_is_under_way() {
         while !dma.fenced.load(Ordering::Acquire) {
             std::thread::yield_now();
         }
-        permit.send(()).unwrap(); // for the step under way: there is no second
+        permit.send(()).unwrap(); // for the step in flight: there is no second
         assert!(matches!(mapping.join().unwrap(), Err(Error::Gone { .. })));
         fence.join().unwrap().unwrap();
     });

@@ -18,10 +18,23 @@ pub struct Args {
     pub command: Command,
 }
 
+#[derive(clap::Args)]
+pub struct Doctor {
+    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file; otherwise all
+    /// NVMe controllers. With --gpu a directory of a mount
+    pub device: Option<String>,
+    /// Use this GPU, by its number or UUID, and prove each route between it and a mount
+    #[arg(long, value_name = "GPU", conflicts_with = "peer")]
+    pub gpu: Option<Which>,
+    /// The PCI address of a function whose BAR is to be reached instead of a GPU's
+    #[arg(long, value_name = "ADDRESS")]
+    pub peer: Option<String>,
+}
+
 #[derive(Subcommand)]
 pub enum Command {
     /// Tell which route this machine can take between SSD and GPU, and what would make it faster
-    Doctor(crate::doctor::Doctor),
+    Doctor(Doctor),
     /// Tell what a mount is and can do
     Info {
         /// The mount, or anything in it

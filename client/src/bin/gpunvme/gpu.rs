@@ -1,12 +1,11 @@
 //! GPU memory as the other end of a transfer: as much of it as one part of the file, used again
 //! for each part. What arrived there is looked at by way of CUDA's copies.
 
-use crate::args::Which;
 use crate::meter::Meter;
 use crate::report::Failure;
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{File, Reason, Require, Route};
-use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Gpu, Stream};
+use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Gpu, Stream, Which};
 use std::io::Read;
 
 /// Most bytes of GPU memory that are used, and of one transfer.

@@ -110,7 +110,7 @@ impl StreamWindow {
         let entry_at = table(number) + entry * size_of::<Move>();
         let (to, from) = ends(direction, planned.address, slot);
         let entry = Move { to, from, len };
-        self.staging.memory().mapping.copy_in(entry_at, entry.as_bytes()).expect("a table has room for all pieces of a step");
+        self.staging.memory().mapping.copy_in(entry_at, entry.as_bytes()).expect("a table holds all pieces of a step");
     }
 
     /// Copies the first `len` bytes of a piece between its slot and the application's memory, if

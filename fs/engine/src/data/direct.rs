@@ -1,6 +1,6 @@
 //! Direct transfers between files and registered buffers, past the write buffer.
 //!
-//! A transfer of data that the write buffer still holds stalls until that data is written out.
+//! A transfer of data that the write buffer still holds stalls until that data is written back.
 //! Blocks that a write needs are reserved first and mapped when the device has their data, as for
 //! any other write. A caller that plans has to submit or drop the plan: both give back the blocks
 //! that do not become the file's.
@@ -292,7 +292,7 @@ impl Filesystem {
     }
 
     /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size
-    /// of the file. Stalls until the file's data in memory is written out.
+    /// of the file. Stalls until the file's data in memory is written back.
     pub fn resolve(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<(Vec<Mapping>, u64)> {
         let file = self.files.find(ino);
         let state = file.as_ref().map(|file| file.state.lock());

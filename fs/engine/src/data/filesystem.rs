@@ -60,7 +60,7 @@ pub struct Preloaded {
     _blocks: Vec<Arc<Block>>,
 }
 
-/// State of a rename from one attempt to the next: the file whose write-out it waits for, and how
+/// State of a rename from one attempt to the next: the file whose write-back it waits for, and how
 /// many flushes of it had begun; a later one has to end.
 #[derive(Default)]
 pub struct Settling(Option<(Arc<File>, u64)>);
@@ -86,7 +86,7 @@ impl Filesystem {
         }))
     }
 
-    /// Writes everything out and closes the volume.
+    /// Writes everything back and closes the volume.
     ///
     /// # Errors
     /// The device failed; the volume is recovered when it is opened again. [`FsError::Lost`] when
@@ -151,7 +151,7 @@ impl Filesystem {
     /// Attributes of several inodes that directory entries name; it takes less time than one by
     /// one.
     pub fn all_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
-        // A file that is in memory now may have been written out, and be gone from there, when its
+        // A file that is in memory now may have been written back, and be gone from there, when its
         // inode was looked up.
         let were_in_memory = self.files.are_in_memory(inos);
         let mut found = self.volume.all_stored_attributes(inos);
@@ -205,7 +205,7 @@ impl Filesystem {
 
     /// Renames. Returns the inode that lost its last name, if one did.
     ///
-    /// A file that takes another's name is written out first: a program that replaces a file by a
+    /// A file that takes another's name is written back first: a program that replaces a file by a
     /// new one without fsync shall not find it empty after a crash. The rename does not wait for
     /// what is written to the file after the first attempt.
     pub fn rename(
@@ -331,7 +331,7 @@ impl Filesystem {
         self.volume.reap_step(ino)
     }
 
-    /// Writes out what is in memory of a file and makes it, and everything done before, durable,
+    /// Writes back what is in memory of a file and makes it, and everything done before, durable,
     /// for a caller that has it open.
     ///
     /// # Errors

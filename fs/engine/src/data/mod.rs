@@ -1,10 +1,10 @@
 //! The data path: moves the content of files between callers, the write buffer and the device.
 //!
 //! A write goes into the write buffer and is answered; its place on the device is chosen when it is
-//! written out, together with its neighbours ([`write_back`]). A read copies from the write buffer
+//! written back, together with its neighbours ([`write_back`]). A read copies from the write buffer
 //! what is there, fills holes with zeros, and has the device write the rest straight into the
 //! caller's buffer ([`read`]). Direct transfers of registered buffers ([`direct`]) go past the
-//! write buffer, which is written out for them first.
+//! write buffer, which is written back for them first.
 //!
 //! [`Filesystem`] is the whole filesystem for a front end: the volume's operations on names, and
 //! these on data. Operations are attempts ([`crate::volume`]); those that wait for the device call

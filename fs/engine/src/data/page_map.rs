@@ -204,7 +204,7 @@ mod tests {
     /// A map whose entries are added, changed, cut and taken out in any order agrees, block by
     /// block, with an array of blocks.
     #[test]
-    fn pieces_are_what_their_blocks_are() {
+    fn entries_are_what_their_blocks_are() {
         const BLOCKS: u64 = 64;
         let pool = PagePool::of_a_file(2 * BLOCKS as usize);
         let mut state = 7_u64;

@@ -1,6 +1,6 @@
 //! The write buffer's memory: holds data that was written and is not on the device yet. It is one
 //! region, mapped for the device's DMA, and is handed out in runs of pages of one block each. A run
-//! is contiguous where possible, so that it is copied and written out as one piece. The lowest
+//! is contiguous where possible, so that it is copied and written back as one piece. The lowest
 //! pages are used again first: a stream of writes stays in memory that the processor's caches hold.
 
 use std::ops::Range;
@@ -73,7 +73,7 @@ impl PagePool {
         Some(taken)
     }
 
-    /// Whether so little is free that writing out should not wait any longer.
+    /// Whether so little is free that writing back should not wait any longer.
     pub fn is_short(&self) -> bool {
         let free = self.free.lock();
         free.count < free.words.len() * WORD / 2

@@ -32,7 +32,7 @@ pub enum Allocate {
 }
 
 impl Filesystem {
-    /// Sets the size of a file. Writes under way end first. Waits for the device where it frees
+    /// Sets the size of a file. Writes in flight end first. Waits for the device where it frees
     /// much.
     pub fn set_size(self: &Arc<Self>, context: &Context, ino: u64, size: u64) -> Attempt<Attributes> {
         if size > FILE_SIZE_MAX {
@@ -52,11 +52,11 @@ impl Filesystem {
     /// operations wait for this only if they make the file grow.
     pub(super) fn finish_truncation(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
         let mut state = file.state.lock();
-        self.wait_until(file, &mut state, |state| state.truncation != Truncation::UnderWay);
+        self.wait_until(file, &mut state, |state| state.truncation != Truncation::InFlight);
         if state.truncation == Truncation::Over {
             return Ok(());
         }
-        state.truncation = Truncation::UnderWay;
+        state.truncation = Truncation::InFlight;
         drop(state);
         let freed = loop {
             match self.volume.wait(|| self.volume.truncate_step(file.ino)) {
@@ -122,7 +122,7 @@ impl Filesystem {
     }
 
     /// Has zeros written between the old end of a file that grows and the end of its block, unless
-    /// they are there. Returns whether that page is waiting to be written out.
+    /// they are there. Returns whether that page is waiting to be written back.
     fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<bool> {
         let Some(tail) = self.tail_before(state, ino, old, new.div_ceil(BLOCK))? else { return Ok(false) };
         state.buffer.mark_dirty(tail..tail + 1);
@@ -258,7 +258,7 @@ impl Filesystem {
 
     /// Makes some of these blocks read as zeros, in one step. Returns the block to go on from.
     /// Afterwards no page in memory has the old content, and no thread is about to read it into
-    /// one: such a page, written out later, would bring it back.
+    /// one: such a page, written back later, would bring it back.
     fn clear_step(&self, file: &File, context: &Context, from: u64, to: u64, keep_blocks: bool) -> Attempt<Option<u64>> {
         let mut state = file.state.lock();
         if state.has_dirty(from, to) {
@@ -294,7 +294,7 @@ impl Filesystem {
     }
 
     /// The next data (`SEEK_DATA`) or hole (`SEEK_HOLE`) from `offset` on; the end of a file
-    /// counts as a hole. Waits for the device: what is in memory is written out first.
+    /// counts as a hole. Waits for the device: what is in memory is written back first.
     ///
     /// # Errors
     /// [`FsError::BeyondEnd`] when there is none, or the offset is not inside the file.

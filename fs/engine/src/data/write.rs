@@ -34,7 +34,7 @@ enum Writer {
 
 impl Filesystem {
     /// Writes bytes into a file's write buffer. They are on the device after
-    /// [`Filesystem::sync_file`], or once another caller writes the file out. The caller answers
+    /// [`Filesystem::sync_file`], or once another caller writes the file back. The caller answers
     /// the writing process, then calls [`Filesystem::write_behind`].
     ///
     /// # Errors
@@ -281,7 +281,7 @@ impl Filesystem {
         self.volume.forget_promise(promised);
     }
 
-    /// Begins writing a file out if enough of it is in memory for that, or too much of all files;
+    /// Begins writing a file back if enough of it is in memory for that, or too much of all files;
     /// does not wait for it.
     pub fn write_behind(self: &Arc<Self>, ino: u64) {
         let Some(file) = self.files.find(ino) else { return };
@@ -292,9 +292,9 @@ impl Filesystem {
         }
         let fs = self.clone();
         self.completions.spawn(Box::new(move || {
-            // An error here comes again, and is reported, when a caller waits for the write-out.
+            // An error here comes again, and is reported, when a caller waits for the write-back.
             if let Err(error) = fs.wait_for_space(|| fs.start_flush(&file)) {
-                tracing::debug!(ino = file.ino, %error, "writing out was put off");
+                tracing::debug!(ino = file.ino, %error, "writing back was put off");
             }
         }));
     }

@@ -24,7 +24,7 @@ pub(super) const BATCH_PAGES: u64 = 512;
 /// Pages of one batch at the most: it keeps the list of its parts short.
 const BATCH_MAX: u64 = 2048;
 
-/// A batch of writes under way.
+/// A batch of writes in flight.
 struct Batch {
     /// Number of this batch among the writes in flight to the file.
     number: u64,
@@ -42,7 +42,7 @@ struct Batch {
 }
 
 impl Filesystem {
-    /// Begins writing out the dirty pages of a file. Pages whose older content is still on its way
+    /// Begins writing back the dirty pages of a file. Pages whose older content is still on its way
     /// wait for it to land, and so may those behind the old end of the file.
     pub(super) fn start_flush(self: &Arc<Self>, file: &Arc<File>) -> Attempt<()> {
         self.volume.has_device()?;
@@ -149,7 +149,7 @@ impl Filesystem {
 
     /// Ends a batch that failed: its data is lost, and a caller has to be told.
     fn lost(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch, error: FsError) {
-        tracing::error!(ino = file.ino, %error, "data could not be written out and is lost");
+        tracing::error!(ino = file.ino, %error, "data could not be written back and is lost");
         self.unplace(&mut batch.placed);
         self.volume.forget_promise(batch.promised);
         let mut state = file.state.lock();
@@ -161,7 +161,7 @@ impl Filesystem {
             // waits to grow the file beyond it is lost with it.
             self.drop_pages(&mut state, tail + 1);
             state.newer.size = None;
-            // Nor may a flush under way store the size that it found.
+            // Nor may a flush in flight store the size that it found.
             state.newer.shrinks += 1;
         }
         if state.buffer.dirty == 0 && state.in_flight.writes.is_last(batch.number) {
@@ -290,11 +290,11 @@ impl Filesystem {
     /// Writes out what is in memory of all files.
     ///
     /// # Errors
-    /// The first error; the other files are written out all the same.
+    /// The first error; the other files are written back all the same.
     pub fn flush_all(self: &Arc<Self>) -> Result<(), FsError> {
         let files = self.files.all();
         for file in &files {
-            // All of them under way before any is waited for.
+            // All of them in flight before any is waited for.
             if file.state.lock().buffer.dirty > 0 {
                 let _ = self.wait_for_space(|| self.start_flush(file));
             }
@@ -308,7 +308,7 @@ impl Filesystem {
         result
     }
 
-    /// Begins writing out what is in memory of all files, and drops the files that are not open
+    /// Begins writing back what is in memory of all files, and drops the files that are not open
     /// from memory when that has landed. Unlike [`Filesystem::flush_all`] it does not wait for open
     /// files.
     ///
@@ -354,7 +354,7 @@ impl Filesystem {
         Ok(())
     }
 
-    /// Whether files should be written out before their time, because the write buffer fills up.
+    /// Whether files should be written back before their time, because the write buffer fills up.
     pub fn wants_flush(&self) -> bool {
         self.pages.is_short()
     }

@@ -22,7 +22,7 @@ pub(super) fn decode(ino: u64, found: Attempt<Option<&[u8]>>) -> Attempt<Inode> 
     }
 }
 
-/// Seconds by which changes that are under way together may be noted out of order. What is further
+/// Seconds by which changes that are in flight together may be noted out of order. What is further
 /// ahead is from a clock that was wrong.
 const DISORDER: i64 = 60;
 

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_blocks_are_found_behind_writes_that_are_under_way() {
+    fn the_last_blocks_are_found_behind_writes_that_are_in_flight() {
         let volume = volume(64 << 20);
         let mut left = volume.usage().available;
         let reserve = |want| volume.wait(|| volume.reserve(None, want, 0));

@@ -106,7 +106,7 @@ impl Meta {
     }
 }
 
-/// Access to metadata blocks, for [`Meta`] itself and for an operation under way.
+/// Access to metadata blocks, for [`Meta`] itself and for an operation in flight.
 pub(crate) trait Blocks {
     /// The metadata.
     fn meta(&self) -> &Meta;

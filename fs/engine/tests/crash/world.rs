@@ -1,6 +1,6 @@
 //! A workload of several threads, run on one thread: an operation that waits for the device lets
 //! others do something before it goes on, and writes that no operation waits for stay in flight for
-//! as long as the seed wants. So commits, checkpoints and write-outs overlap with all other
+//! as long as the seed wants. So commits, checkpoints and write-backs overlap with all other
 //! operations, and a seed always gives the same run.
 
 mod operations;
@@ -32,7 +32,7 @@ pub struct World {
     fs: Mutex<Option<Arc<Filesystem>>>,
     /// Tasks that completions could not do themselves.
     tasks: Mutex<VecDeque<Task>>,
-    /// Files with direct writes under way.
+    /// Files with direct writes in flight.
     direct: Arc<Mutex<Vec<u64>>>,
     /// Never locked while the filesystem is called.
     state: Mutex<Model>,
@@ -41,7 +41,7 @@ pub struct World {
 struct Model {
     random: Random,
     history: History,
-    /// Operations that are under way, one inside the other.
+    /// Operations that are in flight, one inside the other.
     depth: u32,
     /// Others may do something while one waits.
     nests: bool,

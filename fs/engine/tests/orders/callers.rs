@@ -220,7 +220,7 @@ impl<'w> Caller<'w> {
     }
 
     /// Changes a file under the lock that the kernel has for that. Returns whether it did, and did
-    /// not lose what had to be written out first.
+    /// not lose what had to be written back first.
     fn change(
         &self,
         ino: u64,

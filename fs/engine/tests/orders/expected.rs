@@ -59,7 +59,7 @@ struct Content {
     sizes: Vec<(Id, Size)>,
 }
 
-/// A read under way.
+/// A read in flight.
 pub struct Reading {
     ino: u64,
     began: u64,
@@ -304,7 +304,7 @@ impl Expected {
                 // One that grows may have come to any point, too.
                 possible.push(size.min(floor)..size + 1);
             }
-            // A write that was under way beside it, is under way, or failed, may count to any
+            // A write that was in flight beside it, is in flight, or failed, may count to any
             // point.
             possible.extend(grows.clone().filter(|(id, to)| !is_before(*id, set) && *to > least).map(|(_, to)| least..to + 1));
         }

@@ -21,7 +21,7 @@ use crate::common::{ROOT, Random, assert_sound, open};
 type Task = Box<dyn FnOnce() + Send>;
 pub type Names = BTreeMap<Vec<u8>, u64>;
 
-/// Operations of others that may end while one is under way, before that one counts as kept waiting
+/// Operations of others that may end while one is in flight, before that one counts as kept waiting
 /// for ever. It may wait for some requests to the device one after the other, and others do a lot
 /// meanwhile.
 const OVERTAKEN_MAX: u64 = 250;

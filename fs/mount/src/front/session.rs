@@ -23,11 +23,11 @@ use gpunvme_engine::error::FsError;
 /// Threads for operations that wait. Each may hold a device queue's worth of requests; more
 /// threads would only wait longer.
 const GENERAL_THREADS: usize = 64;
-/// Bytes of requests that wait or are under way: as much as the kernel has under way by itself at
+/// Bytes of requests that wait or are in flight: as much as the kernel has in flight by itself at
 /// the most (`fuse.rs`, MAX_BACKGROUND).
 const REQUEST_BYTES: usize = 256 << 20;
 /// Fragments of appends that may wait for an earlier fragment, which may never come, at a mebibyte
-/// each at the most: a quarter of the requests that the kernel has under way in the background, and
+/// each at the most: a quarter of the requests that the kernel has in flight in the background, and
 /// of their bytes.
 const PARKED: usize = 64;
 /// Threads that work for long direct transfers. They wait for nothing, and fill memory at its full

@@ -67,7 +67,7 @@ impl Backing {
                 tmpfs = Some(Mount::new(&folder, &["-t", "tmpfs", "-o", "size=90%", "tmpfs"])?);
                 let mut device = |name: &str| -> Result<PathBuf, Box<dyn Error>> {
                     let file = folder.join(name);
-                    write_out(&file, len + SPARE, false)?;
+                    write_whole(&file, len + SPARE, false)?;
                     loops.push(Loop::new(&file)?);
                     Ok(loops.last().expect("one was pushed").0.clone())
                 };
@@ -85,11 +85,11 @@ impl Backing {
                 image = scratch.path().join("gpunvme");
                 bare = scratch.path().join("bare");
                 peers = scratch.path().join("file");
-                write_out(&image, len + SPARE, false)?;
-                write_out(&bare, len, true)?;
+                write_whole(&image, len + SPARE, false)?;
+                write_whole(&bare, len, true)?;
             }
         }
-        write_out(&peers, len, true)?;
+        write_whole(&peers, len, true)?;
         let known = Known::tell(&peers)?;
         let root = scratch.path().join("gpunvme.mnt");
         fs::create_dir(&root)?;
@@ -97,7 +97,7 @@ impl Backing {
         let gpunvme = root.join("file");
         {
             let _volume = Volume::mount(&image, &root)?;
-            write_out(&gpunvme, len, true)?;
+            write_whole(&gpunvme, len, true)?;
         }
         // Mounted anew, nothing of the file is in the kernel's page cache, as of a file that was
         // copied there some time ago.
@@ -118,7 +118,7 @@ impl Backing {
 
 /// Writes a file from end to end, with bytes that nothing can compress, or with zeros, so that its
 /// blocks are all there.
-fn write_out(path: &Path, len: u64, random: bool) -> Result<(), Box<dyn Error>> {
+fn write_whole(path: &Path, len: u64, random: bool) -> Result<(), Box<dyn Error>> {
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).open(path)?;
     let mut piece = vec![0u8; 4 << 20];
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;

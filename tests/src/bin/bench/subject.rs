@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, OpenMode};
 use gpunvme_tests::mounted::{Image, Mounted, text};
-use gpunvme_tests::peers::{Kind, LoopMounted, MemFs, write_out};
+use gpunvme_tests::peers::{Kind, LoopMounted, MemFs, write_whole};
 use tempfile::TempDir;
 
 /// Room for metadata, journals and the files of the names section, beside the data.
@@ -74,18 +74,18 @@ impl Subjects {
     pub fn set_up(files: usize, file_len: u64) -> Result<Self, Box<dyn Error>> {
         let len = files as u64 * file_len;
         let image = Image::blank(len + SPARE);
-        write_out(&image.path(), len + SPARE)?;
+        write_whole(&image.path(), len + SPARE)?;
         let output = image.mkfs(&[]);
         if !output.status.success() {
             return Err(text(&output).into());
         }
         let scratch = gpunvme_tests::scratch_dir();
         let bare = scratch.path().join("bare");
-        write_out(&bare, len)?;
+        write_whole(&bare, len)?;
         let on_device = scratch.path().join("memfs-device");
-        write_out(&on_device, len)?;
+        write_whole(&on_device, len)?;
         let ext4 = scratch.path().join("ext4");
-        write_out(&ext4, len + SPARE)?;
+        write_whole(&ext4, len + SPARE)?;
         let device = gpunvme_blockdev::open(bare.to_str().ok_or("a scratch path that is not UTF-8")?, OpenMode::ReadWrite)?;
         Ok(Self {
             gpunvme: image.mount(),

@@ -16,8 +16,8 @@ use rustc_hash::FxHashMap;
 const BLOCK: u64 = 4096;
 /// Bytes that are gathered before they are written.
 const PIECE: usize = 1 << 20;
-/// Gathered pieces under way at the most.
-const UNDER_WAY: usize = 64;
+/// Gathered pieces in flight at the most.
+const IN_FLIGHT: usize = 64;
 
 /// The device.
 pub struct Disk {
@@ -26,7 +26,7 @@ pub struct Disk {
     /// Bytes of a file's place.
     file_len: u64,
     gathered: Mutex<FxHashMap<u64, Gathered>>,
-    under_way: Arc<UnderWay>,
+    in_flight: Arc<InFlight>,
 }
 
 /// Bytes of one file that wait for more.
@@ -38,7 +38,7 @@ struct Gathered {
 
 /// Gathered pieces that are being written, and whether one failed.
 #[derive(Default)]
-struct UnderWay {
+struct InFlight {
     state: Mutex<(usize, Option<Error>)>,
     over: Condvar,
 }
@@ -50,7 +50,7 @@ impl Disk {
         let device = gpunvme_blockdev::open(device, OpenMode::ReadWrite)?;
         let buffers = BufferPool::new(device.clone(), 64 << 20);
         let io = Io::threaded(device, loops)?;
-        Ok(Disk { io, buffers, file_len, gathered: Mutex::default(), under_way: Arc::default() })
+        Ok(Disk { io, buffers, file_len, gathered: Mutex::default(), in_flight: Arc::default() })
     }
 
     /// Where these bytes of a file are.
@@ -111,9 +111,9 @@ impl Disk {
     /// Writes what was gathered of a file, and makes everything durable.
     pub fn sync(&self, inode: u64, reply: ReplyEmpty) {
         let gathered = self.gathered.lock().remove(&inode);
-        let written = gathered.map_or(Ok(()), |gathered| self.write_out(inode, gathered));
-        let mut state = self.under_way.state.lock();
-        self.under_way.over.wait_while(&mut state, |(count, _)| *count > 0);
+        let written = gathered.map_or(Ok(()), |gathered| self.write_whole(inode, gathered));
+        let mut state = self.in_flight.state.lock();
+        self.in_flight.over.wait_while(&mut state, |(count, _)| *count > 0);
         let failed = state.1.take();
         drop(state);
         let flushed = failed.map_or_else(|| self.io.run([Request::flush()]), Err);
@@ -137,28 +137,28 @@ impl Disk {
             gathered.len += fits;
             if gathered.len == PIECE || fits == 0 {
                 let gathered = file.remove();
-                self.write_out(inode, gathered)?;
+                self.write_whole(inode, gathered)?;
             }
             (offset, data) = (offset + fits as u64, &data[fits..]);
         }
         Ok(())
     }
 
-    fn write_out(&self, inode: u64, gathered: Gathered) -> Result<(), Errno> {
+    fn write_whole(&self, inode: u64, gathered: Gathered) -> Result<(), Errno> {
         let Gathered { offset, mut buffer, len } = gathered;
         let place = self.place(inode, offset, len)?;
-        let mut state = self.under_way.state.lock();
-        self.under_way.over.wait_while(&mut state, |(count, _)| *count == UNDER_WAY);
+        let mut state = self.in_flight.state.lock();
+        self.in_flight.over.wait_while(&mut state, |(count, _)| *count == IN_FLIGHT);
         state.0 += 1;
         drop(state);
-        let under_way = self.under_way.clone();
+        let in_flight = self.in_flight.clone();
         let request = Request::write(place, [buffer.span(0..len)], false);
         self.io.submit([request], move |result| {
             drop(buffer);
-            let mut state = under_way.state.lock();
+            let mut state = in_flight.state.lock();
             state.0 -= 1;
             state.1 = state.1.take().or(result.err());
-            under_way.over.notify_all();
+            in_flight.over.notify_all();
         });
         Ok(())
     }

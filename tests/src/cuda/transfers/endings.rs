@@ -1,4 +1,4 @@
-//! Tests of ends while requests are under way: memory that is freed, daemons and applications that
+//! Tests of ends while requests are in flight: memory that is freed, daemons and applications that
 //! die.
 
 use super::super::application::allocated;
@@ -22,7 +22,7 @@ pub(super) fn freed_too_early(site: &Site) {
             let (count, len) = if small { (200, 4096) } else { (1, MIB) };
             (0..count).map(|at| segment(at * len, address + at * len, len)).collect()
         };
-        // The lane is there, and nothing is in its stream, for which freeing would wait.
+        // The copy stream is there, and nothing is in it, for which freeing would wait.
         // SAFETY: the memory is this check's.
         unsafe { queue.read(&sample.file, &segments(kept.address()), 0) }.unwrap();
         queue.complete(Wait::Forever, &mut Vec::new()).unwrap();
@@ -69,7 +69,7 @@ pub(super) fn freed_before_its_caller_copies(site: &Site) {
         let freed = allocated(site.gpu, MIB as usize);
         let segments =
             |address: u64| -> Vec<Segment> { (0..count).map(|at| segment(at * len, address + at * len, len)).collect() };
-        // The ring and the lane are there, and the file is known to the ring.
+        // The ring and the copy stream are there, and the file is known to the ring.
         read(&transfers, &sample.file, &segments(kept.address())).unwrap();
         kill_process(site.volume.daemon(), Signal::STOP).unwrap();
         let error = thread::scope(|scope| {

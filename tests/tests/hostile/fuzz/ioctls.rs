@@ -144,7 +144,7 @@ impl Ioctls {
         }
         if self.buffers.len() > BUFFERS {
             let buffer = self.buffers.swap_remove(1);
-            // It may be unregistered while a transfer of another thread is under way.
+            // It may be unregistered while a transfer of another thread is in flight.
             let _ = buffer.unregister(&self.own);
         }
     }

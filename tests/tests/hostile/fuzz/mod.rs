@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, UnderWay};
+use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, RunningAttack};
 use gpunvme_tests::observe::Figures;
 use gpunvme_tests::random::Random;
 use gpunvme_tests::{attacks, needs_mount};
@@ -141,7 +141,7 @@ fn whatever_users_send_the_daemon_lives_and_others_are_served() {
     for (round, seed) in (first..).enumerate() {
         eprintln!("ABI_SEED={seed}");
         let kinds = ["fuzz_ioctls", "fuzz_messages", "fuzz_ring_memory", "fuzz_ioctls", "fuzz_ring_memory"];
-        let mut attacks: Vec<_> = kinds.iter().map(|kind| UnderWay::begin(&volume, NOBODY, kind)).collect();
+        let mut attacks: Vec<_> = kinds.iter().map(|kind| RunningAttack::begin(&volume, NOBODY, kind)).collect();
         for (number, attack) in attacks.iter_mut().enumerate() {
             attack.say(&names);
             attack.say(format!("{} {}", seed * 16 + number as u64, ROUND.as_millis()));
@@ -154,7 +154,7 @@ fn whatever_users_send_the_daemon_lives_and_others_are_served() {
             most.threads = most.threads.max(now.threads);
             most.descriptors = most.descriptors.max(now.descriptors);
         }
-        let calls: Vec<_> = attacks.iter_mut().map(UnderWay::hear).collect();
+        let calls: Vec<_> = attacks.iter_mut().map(RunningAttack::hear).collect();
         // One ends as programs do, the next amid what it does.
         for (number, mut attack) in attacks.into_iter().enumerate() {
             if (number + round).is_multiple_of(2) {

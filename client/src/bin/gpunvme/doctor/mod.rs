@@ -21,7 +21,7 @@ mod sysfs;
 mod tests;
 mod topology;
 
-use crate::args::Which;
+use crate::args::Doctor;
 use crate::report::{Failure, Report};
 use container::Container;
 use device::{Device, Disk};
@@ -31,19 +31,6 @@ use pci::Function;
 use route::{Target, Verdict};
 use sysfs::Tree;
 use topology::{Hop, Path};
-
-#[derive(clap::Args)]
-pub struct Doctor {
-    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file; otherwise all
-    /// NVMe controllers. With --gpu a directory of a mount
-    pub device: Option<String>,
-    /// Use this GPU, by its number or UUID, and prove each route between it and a mount
-    #[arg(long, value_name = "GPU", conflicts_with = "peer")]
-    pub gpu: Option<Which>,
-    /// The PCI address of a function whose BAR is to be reached instead of a GPU's
-    #[arg(long, value_name = "ADDRESS")]
-    pub peer: Option<String>,
-}
 
 pub fn run(args: &Doctor) -> Result<Report, Failure> {
     let mut report = match args.gpu {

@@ -18,7 +18,7 @@ pub(crate) struct InFlight {
     pub direct: Vec<Range<u64>>,
     /// Batches of pages, and direct writes.
     pub writes: WritesInFlight,
-    /// How often the file was written out as a whole.
+    /// How often the file was written back as a whole.
     pub flushes: Flushes,
     /// Operations that quiesce the file: they wait for the writes in flight, and no direct write
     /// begins.

@@ -57,7 +57,7 @@ pub(crate) enum Truncation {
     /// Blocks are left to be freed, and no thread frees them yet.
     Pending,
     /// A thread is freeing them.
-    UnderWay,
+    InFlight,
 }
 
 impl FileState {
@@ -91,7 +91,7 @@ impl FileState {
         self.in_flight.pages.overlaps(from..to) || self.buffer.has_dirty(from..to)
     }
 
-    /// Passes when no direct write to blocks `from..to` is under way.
+    /// Passes when no direct write to blocks `from..to` is in flight.
     pub fn has_no_direct(&self, ino: u64, from: u64, to: u64) -> Attempt<()> {
         let overlaps = |run: &Range<u64>| run.start < to && from < run.end;
         if self.in_flight.direct.iter().any(overlaps) { Err(Fail::Stall(Stall::InFlight { ino })) } else { Ok(()) }

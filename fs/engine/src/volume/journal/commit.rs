@@ -28,7 +28,7 @@ impl Volume {
     }
 
     /// Makes every operation that was finished before the call durable, together with all data
-    /// written so far. A caller that comes while a commit is under way waits for it, and shares the
+    /// written so far. A caller that comes while a commit is in flight waits for it, and shares the
     /// next one with all others that came meanwhile.
     pub fn commit(&self) -> Result<(), FsError> {
         if self.read_only {

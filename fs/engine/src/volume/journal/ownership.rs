@@ -37,7 +37,7 @@ impl Volume {
     /// Checks whether the volume on the device is still this mount's, if it is time to.
     pub(super) fn look(&self) -> Result<(), FsError> {
         if self.look_again.load(Ordering::Relaxed)
-            // A checkpoint that is under way looks itself.
+            // A checkpoint that is in flight looks itself.
             && let Some(anchors) = self.anchors.try_lock()
         {
             self.look_again.store(false, Ordering::Relaxed);

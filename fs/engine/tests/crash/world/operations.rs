@@ -146,7 +146,7 @@ impl World {
                 Ok((format!("{what:?} {offset} {len}"), Box::new(change)))
             }),
             78..84 => {
-                // A copy may see half of a write that is under way past the buffer.
+                // A copy may see half of a write that is in flight past the buffer.
                 let Some(from) = self.pick_file().filter(|from| !self.direct.lock().contains(from)) else { return };
                 self.on_file(|to| {
                     if from == to {

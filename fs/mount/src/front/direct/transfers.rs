@@ -80,17 +80,17 @@ struct Transfer {
     owner: Option<Owner>,
 }
 
-/// A read under way: everything before `at` is done, with the result `outcome`.
+/// A read in flight: everything before `at` is done, with the result `outcome`.
 struct Read<D> {
     transfer: Transfer,
     at: Position,
     outcome: Outcome,
-    /// Share of the device that the part under way holds.
+    /// Share of the device that the part in flight holds.
     in_flight: Option<InFlight>,
     done: D,
 }
 
-/// A write under way: everything before `at` is done, with the result `outcome` and the effects
+/// A write in flight: everything before `at` is done, with the result `outcome` and the effects
 /// `written` on the file.
 struct Write<D> {
     transfer: Transfer,
@@ -99,7 +99,7 @@ struct Write<D> {
     written: Written,
     /// The segment in which the writer's limit of file sizes ends it.
     cut: Option<u32>,
-    /// Share of the device that the part under way holds.
+    /// Share of the device that the part in flight holds.
     in_flight: Option<InFlight>,
     done: D,
 }

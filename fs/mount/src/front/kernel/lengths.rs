@@ -3,7 +3,7 @@
 //!
 //! It guards that the kernel is not left with a length from before a truncation: the daemon reads
 //! the length, then tells the kernel, and in between the file can be made shorter. So the answer to
-//! a truncation, which carries the new length, is sent after the messages that were under way when
+//! a truncation, which carries the new length, is sent after the messages that were in flight when
 //! the file became shorter. No thread waits with it.
 
 use std::collections::BTreeSet;
@@ -15,14 +15,14 @@ use rustc_hash::FxHashMap;
 /// Sends an answer.
 type Answer = Box<dyn FnOnce() + Send>;
 
-/// The messages about lengths that are under way, for all files.
+/// The messages about lengths that are in flight, for all files.
 pub(crate) struct Lengths<A = Answer> {
     next: AtomicU64,
     files: Mutex<FxHashMap<u64, File<A>>>,
 }
 
 struct File<A> {
-    /// Numbers of the messages under way, in the order in which they began.
+    /// Numbers of the messages in flight, in the order in which they began.
     tellings: BTreeSet<u64>,
     /// Answers, each to be sent after all messages with a lower number.
     answers: Vec<(u64, A)>,

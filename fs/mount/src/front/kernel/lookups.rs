@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::MutexGuard;
 use rustc_hash::FxHashMap;
 
-use super::page_cache::CachedPages;
+use super::page_cache::PageCache;
 use gpunvme_engine::sharded::Sharded;
 
 /// Memory, in bytes, for each of the entries that a table has room for: one in eight of its slots
@@ -43,20 +43,20 @@ struct Known {
     /// It is being removed.
     leaving: bool,
     /// What the kernel may have of the content.
-    cached: CachedPages,
+    page_cache: PageCache,
 }
 
 #[derive(Default)]
 struct Shard {
     /// Answers that gave an inode to the kernel, less those that it has forgotten. Never zero.
     lookups: FxHashMap<u64, u64>,
-    nodes: FxHashMap<u64, Known>,
+    inodes: FxHashMap<u64, Known>,
 }
 
 impl Shard {
     /// As [`Lookups::look_up`].
     fn look_up(&mut self, ino: u64) -> bool {
-        let leaving = self.nodes.get(&ino).is_some_and(|node| node.leaving);
+        let leaving = self.inodes.get(&ino).is_some_and(|node| node.leaving);
         if !leaving {
             *self.lookups.entry(ino).or_default() += 1;
         }
@@ -65,7 +65,7 @@ impl Shard {
 
     /// Further state of an inode that the kernel knows, or that is an orphan.
     fn known(&mut self, ino: u64) -> Option<&mut Known> {
-        if self.lookups.contains_key(&ino) { Some(self.nodes.entry(ino).or_default()) } else { self.nodes.get_mut(&ino) }
+        if self.lookups.contains_key(&ino) { Some(self.inodes.entry(ino).or_default()) } else { self.inodes.get_mut(&ino) }
     }
 }
 
@@ -115,11 +115,11 @@ impl Lookups {
         }
         shard.lookups.remove(&ino);
         shrink(&mut shard.lookups);
-        let Some(node) = shard.nodes.get_mut(&ino) else { return false };
+        let Some(node) = shard.inodes.get_mut(&ino) else { return false };
         node.leaving = node.orphan;
         if !node.orphan {
-            shard.nodes.remove(&ino);
-            shrink(&mut shard.nodes);
+            shard.inodes.remove(&ino);
+            shrink(&mut shard.inodes);
             return false;
         }
         true
@@ -130,7 +130,7 @@ impl Lookups {
     pub fn orphaned(&self, ino: u64) -> bool {
         let mut shard = self.shards.lock(ino);
         let counted = shard.lookups.contains_key(&ino);
-        let node = shard.nodes.entry(ino).or_default();
+        let node = shard.inodes.entry(ino).or_default();
         let removes = !counted && !node.leaving;
         node.orphan = true;
         node.leaving |= removes;
@@ -140,55 +140,55 @@ impl Lookups {
     /// Memory for all this, in bytes.
     pub fn memory(&self) -> usize {
         let of = |shard: MutexGuard<'_, Shard>| {
-            let Shard { lookups, nodes } = &*shard;
-            lookups.capacity() * slot::<u64>() + nodes.capacity() * slot::<Known>() + nodes.len() * CACHED
+            let Shard { lookups, inodes } = &*shard;
+            lookups.capacity() * slot::<u64>() + inodes.capacity() * slot::<Known>() + inodes.len() * CACHED
         };
         self.shards.lock_each().map(of).sum()
     }
 
-    /// As [`CachedPages::note`].
+    /// As [`PageCache::note`].
     pub fn caches(&self, ino: u64, range: Range<u64>) {
         if let Some(node) = self.shards.lock(ino).known(ino) {
-            node.cached.note(range);
+            node.page_cache.note(range);
         }
     }
 
-    /// As [`CachedPages::may_have`].
+    /// As [`PageCache::may_have`].
     pub fn may_have(&self, ino: u64, ranges: impl Iterator<Item = Range<u64>>) -> bool {
-        self.shards.lock(ino).nodes.get(&ino).is_some_and(|node| node.cached.may_have(ranges))
+        self.shards.lock(ino).inodes.get(&ino).is_some_and(|node| node.page_cache.may_have(ranges))
     }
 
-    /// As [`CachedPages::begin`]. Returns the number of the invalidation, too.
+    /// As [`PageCache::begin`]. Returns the number of the invalidation, too.
     pub fn begin_invalidation(&self, ino: u64, ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> (u64, Vec<Range<u64>>) {
         let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
         let mut shard = self.shards.lock(ino);
-        (number, shard.known(ino).map_or_else(Vec::new, |node| node.cached.begin(number, ranges, stored)))
+        (number, shard.known(ino).map_or_else(Vec::new, |node| node.page_cache.begin(number, ranges, stored)))
     }
 
-    /// As [`CachedPages::end`].
+    /// As [`PageCache::end`].
     pub fn end_invalidation(&self, ino: u64, number: u64, done: bool) {
-        if let Some(node) = self.shards.lock(ino).nodes.get_mut(&ino) {
-            node.cached.end(number, done);
+        if let Some(node) = self.shards.lock(ino).inodes.get_mut(&ino) {
+            node.page_cache.end(number, done);
         }
     }
 
     /// Notes that an inode has a name again.
     pub fn named(&self, ino: u64) {
-        if let Some(node) = self.shards.lock(ino).nodes.get_mut(&ino) {
+        if let Some(node) = self.shards.lock(ino).inodes.get_mut(&ino) {
             node.orphan = false;
         }
     }
 
     /// Notes that an inode is gone.
     pub fn removed(&self, ino: u64) {
-        self.shards.lock(ino).nodes.remove(&ino);
+        self.shards.lock(ino).inodes.remove(&ino);
     }
 
     /// The orphans that are still counted. For the end of a mount, when no process uses it any
     /// more.
     pub fn orphans(&self) -> Vec<u64> {
         let of = |shard: MutexGuard<'_, Shard>| {
-            shard.nodes.iter().filter(|(_, node)| node.orphan && !node.leaving).map(|(ino, _)| *ino).collect::<Vec<_>>()
+            shard.inodes.iter().filter(|(_, node)| node.orphan && !node.leaving).map(|(ino, _)| *ino).collect::<Vec<_>>()
         };
         self.shards.lock_each().flat_map(of).collect()
     }
@@ -200,47 +200,47 @@ mod tests {
 
     #[test]
     fn whichever_comes_last_removes_and_only_once() {
-        let nodes = Lookups::default();
-        assert!(nodes.look_up(5) && nodes.look_up(5));
-        assert!(!nodes.forget(5, 1));
-        assert!(!nodes.orphaned(5));
-        assert_eq!(nodes.orphans(), [5]);
-        assert!(nodes.forget(5, 1));
-        assert!(!nodes.forget(5, 1) && !nodes.orphaned(5));
-        assert!(!nodes.look_up(5), "it is being removed");
-        nodes.removed(5);
+        let lookups = Lookups::default();
+        assert!(lookups.look_up(5) && lookups.look_up(5));
+        assert!(!lookups.forget(5, 1));
+        assert!(!lookups.orphaned(5));
+        assert_eq!(lookups.orphans(), [5]);
+        assert!(lookups.forget(5, 1));
+        assert!(!lookups.forget(5, 1) && !lookups.orphaned(5));
+        assert!(!lookups.look_up(5), "it is being removed");
+        lookups.removed(5);
 
-        assert!(nodes.orphaned(6), "the kernel does not know it");
-        assert!(nodes.look_up(7) && !nodes.forget(7, 1), "it has a name");
-        assert!(nodes.orphaned(7), "the count was zero before");
+        assert!(lookups.orphaned(6), "the kernel does not know it");
+        assert!(lookups.look_up(7) && !lookups.forget(7, 1), "it has a name");
+        assert!(lookups.orphaned(7), "the count was zero before");
     }
 
     #[test]
     fn a_new_name_saves_an_orphan() {
-        let nodes = Lookups::default();
-        assert!(nodes.look_up(5));
-        assert!(!nodes.orphaned(5));
-        nodes.named(5);
-        assert!(!nodes.forget(5, 1));
+        let lookups = Lookups::default();
+        assert!(lookups.look_up(5));
+        assert!(!lookups.orphaned(5));
+        lookups.named(5);
+        assert!(!lookups.forget(5, 1));
     }
 
     #[test]
     fn several_are_counted_as_often_as_they_are_named_but_none_that_is_being_removed() {
-        let nodes = Lookups::default();
-        assert!(nodes.orphaned(21), "the kernel does not know it");
-        assert_eq!(nodes.look_up_all(&[5, 21, 6, 5]), [true, false, true, true]);
-        assert!(!nodes.orphaned(5) && !nodes.orphaned(6));
-        assert!(!nodes.forget(5, 1) && nodes.forget(5, 1) && nodes.forget(6, 1));
+        let lookups = Lookups::default();
+        assert!(lookups.orphaned(21), "the kernel does not know it");
+        assert_eq!(lookups.look_up_all(&[5, 21, 6, 5]), [true, false, true, true]);
+        assert!(!lookups.orphaned(5) && !lookups.orphaned(6));
+        assert!(!lookups.forget(5, 1) && lookups.forget(5, 1) && lookups.forget(6, 1));
     }
 
     #[test]
     fn an_inode_that_is_only_known_takes_a_few_bytes_and_none_when_it_is_forgotten() {
         const KNOWN: u64 = 1_000_000;
-        let nodes = Lookups::default();
-        assert!((0..KNOWN).all(|ino| nodes.look_up(ino) && !nodes.may_have(ino, std::iter::once(0..1))));
-        assert!(nodes.memory() <= KNOWN as usize * 40, "{}", nodes.memory());
-        assert!(nodes.shards.lock_each().all(|shard| shard.nodes.is_empty()));
-        assert!(!(0..KNOWN).any(|ino| nodes.forget(ino, 1)));
-        assert!(nodes.memory() < 4096, "{}", nodes.memory());
+        let lookups = Lookups::default();
+        assert!((0..KNOWN).all(|ino| lookups.look_up(ino) && !lookups.may_have(ino, std::iter::once(0..1))));
+        assert!(lookups.memory() <= KNOWN as usize * 40, "{}", lookups.memory());
+        assert!(lookups.shards.lock_each().all(|shard| shard.inodes.is_empty()));
+        assert!(!(0..KNOWN).any(|ino| lookups.forget(ino, 1)));
+        assert!(lookups.memory() < 4096, "{}", lookups.memory());
     }
 }

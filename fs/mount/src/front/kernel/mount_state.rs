@@ -30,8 +30,8 @@ pub(crate) struct MountState {
 /// Writes that the kernel does not see.
 #[derive(Default)]
 struct Unseen {
-    under_way: u64,
-    /// Tasks to run when none is under way.
+    in_flight: u64,
+    /// Tasks to run when none is in flight.
     then: Vec<Box<dyn FnOnce() + Send>>,
 }
 
@@ -76,15 +76,15 @@ impl MountState {
     /// Notes a write that the kernel does not see, until it is dropped. Before
     /// [`MountState::is_read_only`] is asked.
     pub fn unseen_write(self: &Arc<Self>) -> UnseenWrite {
-        self.unseen.lock().under_way += 1;
+        self.unseen.lock().in_flight += 1;
         UnseenWrite(self.clone())
     }
 
-    /// Runs `then` when no write is under way that the kernel does not see: here, or where the
+    /// Runs `then` when no write is in flight that the kernel does not see: here, or where the
     /// last one ends. Of a mount that is read-only none is added.
     pub fn after_unseen_writes(&self, then: impl FnOnce() + Send + 'static) {
         let mut unseen = self.unseen.lock();
-        if unseen.under_way > 0 {
+        if unseen.in_flight > 0 {
             return unseen.then.push(Box::new(then));
         }
         drop(unseen);
@@ -98,8 +98,8 @@ pub(crate) struct UnseenWrite(Arc<MountState>);
 impl Drop for UnseenWrite {
     fn drop(&mut self) {
         let mut unseen = self.0.unseen.lock();
-        unseen.under_way -= 1;
-        if unseen.under_way == 0 {
+        unseen.in_flight -= 1;
+        if unseen.in_flight == 0 {
             let then = std::mem::take(&mut unseen.then);
             drop(unseen);
             then.into_iter().for_each(|then| then());

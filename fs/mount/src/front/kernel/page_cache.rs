@@ -21,9 +21,9 @@ const PAGE: u64 = 4096;
 
 /// The pages of a file that the kernel may have.
 #[derive(Debug, Default)]
-pub(crate) struct CachedPages {
+pub(crate) struct PageCache {
     pages: PageRuns,
-    /// Invalidations under way.
+    /// Invalidations in flight.
     invalidations: Vec<Invalidation>,
 }
 
@@ -36,7 +36,7 @@ struct Invalidation {
     stored: Option<Range<u64>>,
 }
 
-impl CachedPages {
+impl PageCache {
     /// Notes that the kernel asks for bytes, or sends some. To be called before it is looked up
     /// what the file holds.
     pub fn note(&mut self, range: Range<u64>) {
@@ -178,68 +178,68 @@ mod tests {
         pages.start * PAGE..pages.end * PAGE
     }
 
-    fn has(cached: &CachedPages, page: u64) -> bool {
-        cached.may_have(std::iter::once(bytes(page..page + 1)))
+    fn has(cache: &PageCache, page: u64) -> bool {
+        cache.may_have(std::iter::once(bytes(page..page + 1)))
     }
 
-    fn invalidate(cached: &mut CachedPages, pages: Range<u64>) -> Vec<Range<u64>> {
-        let ranges = cached.begin(0, vec![bytes(pages)], None);
-        cached.end(0, true);
+    fn invalidate(cache: &mut PageCache, pages: Range<u64>) -> Vec<Range<u64>> {
+        let ranges = cache.begin(0, vec![bytes(pages)], None);
+        cache.end(0, true);
         ranges
     }
 
     #[test]
     fn what_was_invalidated_is_clean_until_the_kernel_asks_again() {
-        let mut cached = CachedPages::default();
-        cached.note(100..PAGE * 9 + 1);
-        assert!(has(&cached, 0) && has(&cached, 9) && !has(&cached, 10));
-        assert_eq!(invalidate(&mut cached, 3..5), [bytes(3..5)]);
-        assert_eq!([2, 3, 4, 5].map(|page| has(&cached, page)), [true, false, false, true]);
-        assert_eq!(invalidate(&mut cached, 3..5), [], "there is nothing to invalidate");
-        cached.note(bytes(4..5));
-        assert_eq!([3, 4].map(|page| has(&cached, page)), [false, true]);
+        let mut cache = PageCache::default();
+        cache.note(100..PAGE * 9 + 1);
+        assert!(has(&cache, 0) && has(&cache, 9) && !has(&cache, 10));
+        assert_eq!(invalidate(&mut cache, 3..5), [bytes(3..5)]);
+        assert_eq!([2, 3, 4, 5].map(|page| has(&cache, page)), [true, false, false, true]);
+        assert_eq!(invalidate(&mut cache, 3..5), [], "there is nothing to invalidate");
+        cache.note(bytes(4..5));
+        assert_eq!([3, 4].map(|page| has(&cache, page)), [false, true]);
     }
 
     #[test]
     fn what_is_asked_for_during_an_invalidation_stays_noted_and_so_does_what_one_that_failed_was_about() {
-        let mut cached = CachedPages::default();
-        cached.note(bytes(0..10));
-        cached.begin(1, vec![bytes(0..10)], None);
-        cached.note(bytes(4..6));
-        assert!(has(&cached, 0), "it is there until the end");
-        cached.end(1, true);
-        assert_eq!([3, 4, 5, 6].map(|page| has(&cached, page)), [false, true, true, false]);
-        cached.begin(2, vec![bytes(0..10)], None);
-        cached.end(2, false);
-        assert!(has(&cached, 4));
+        let mut cache = PageCache::default();
+        cache.note(bytes(0..10));
+        cache.begin(1, vec![bytes(0..10)], None);
+        cache.note(bytes(4..6));
+        assert!(has(&cache, 0), "it is there until the end");
+        cache.end(1, true);
+        assert_eq!([3, 4, 5, 6].map(|page| has(&cache, page)), [false, true, true, false]);
+        cache.begin(2, vec![bytes(0..10)], None);
+        cache.end(2, false);
+        assert!(has(&cache, 4));
     }
 
     #[test]
     fn what_is_stored_is_there_until_its_own_invalidation_ends() {
-        let mut cached = CachedPages::default();
-        assert_eq!(cached.begin(1, vec![bytes(5..9)], Some(9 * PAGE - 1..9 * PAGE)), [bytes(5..9)]);
-        assert_eq!(invalidate(&mut cached, 8..9), [bytes(8..9)]);
-        assert!(has(&cached, 8) && !has(&cached, 7), "the other may have ended before it was stored");
-        cached.end(1, true);
-        assert!(!has(&cached, 8));
+        let mut cache = PageCache::default();
+        assert_eq!(cache.begin(1, vec![bytes(5..9)], Some(9 * PAGE - 1..9 * PAGE)), [bytes(5..9)]);
+        assert_eq!(invalidate(&mut cache, 8..9), [bytes(8..9)]);
+        assert!(has(&cache, 8) && !has(&cache, 7), "the other may have ended before it was stored");
+        cache.end(1, true);
+        assert!(!has(&cache, 8));
     }
 
     #[test]
     fn a_pass_of_invalidations_in_any_order_leaves_nothing_and_the_memory_is_bounded() {
-        let mut cached = CachedPages::default();
+        let mut cache = PageCache::default();
         let pages = 1 << 16;
-        cached.note(bytes(0..pages));
+        cache.note(bytes(0..pages));
         for i in 0..pages {
             let page = i * 40_503 % pages;
-            invalidate(&mut cached, page..page + 1);
-            assert!(!has(&cached, page) && cached.pages.runs.len() <= RUNS);
+            invalidate(&mut cache, page..page + 1);
+            assert!(!has(&cache, page) && cache.pages.runs.len() <= RUNS);
         }
-        assert_eq!(cached.pages.runs, []);
+        assert_eq!(cache.pages.runs, []);
         for i in 0..pages {
-            cached.note(bytes(i * 40_503 % pages..i * 40_503 % pages + 1));
-            assert!(cached.pages.runs.len() <= RUNS);
+            cache.note(bytes(i * 40_503 % pages..i * 40_503 % pages + 1));
+            assert!(cache.pages.runs.len() <= RUNS);
         }
-        assert_eq!(cached.pages.runs, [bytes(0..pages)]);
+        assert_eq!(cache.pages.runs, [bytes(0..pages)]);
     }
 
     /// A kernel that reads, and is told to forget, in all orders.
@@ -251,12 +251,12 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) % limit
         };
-        let mut cached = CachedPages::default();
+        let mut cache = PageCache::default();
         // What the kernel has: pages whose read has arrived here, and such whose read is on its
         // way.
         let (mut given, mut asked) = (vec![false; PAGES as usize], Vec::<Range<u64>>::new());
         // Invalidations, and whether the kernel has come to them.
-        let mut under_way: Vec<(u64, Vec<Range<u64>>, bool)> = Vec::new();
+        let mut in_flight: Vec<(u64, Vec<Range<u64>>, bool)> = Vec::new();
         for number in 0..60_000 {
             match below(6) {
                 0 => {
@@ -265,32 +265,32 @@ mod tests {
                 }
                 1 | 2 if !asked.is_empty() => {
                     let range = asked.swap_remove(below(asked.len() as u64) as usize);
-                    cached.note(bytes(range.clone()));
+                    cache.note(bytes(range.clone()));
                     given[range.start as usize..range.end as usize].fill(true);
                 }
-                3 if under_way.len() < 5 => {
+                3 if in_flight.len() < 5 => {
                     let start = below(PAGES);
-                    let ranges = cached.begin(number, vec![bytes(start..(start + 1 + below(9)).min(PAGES))], None);
-                    under_way.push((number, ranges, false));
+                    let ranges = cache.begin(number, vec![bytes(start..(start + 1 + below(9)).min(PAGES))], None);
+                    in_flight.push((number, ranges, false));
                 }
-                4 if !under_way.is_empty() => {
-                    let at = below(under_way.len() as u64) as usize;
-                    let (_, ranges, came) = &mut under_way[at];
+                4 if !in_flight.is_empty() => {
+                    let at = below(in_flight.len() as u64) as usize;
+                    let (_, ranges, came) = &mut in_flight[at];
                     for range in ranges {
                         given[(range.start / PAGE) as usize..(range.end / PAGE) as usize].fill(false);
                     }
                     *came = true;
                 }
-                5 if under_way.iter().any(|(_, _, came)| *came) => {
-                    let at = under_way.iter().position(|(_, _, came)| *came).unwrap();
-                    cached.end(under_way.swap_remove(at).0, true);
+                5 if in_flight.iter().any(|(_, _, came)| *came) => {
+                    let at = in_flight.iter().position(|(_, _, came)| *came).unwrap();
+                    cache.end(in_flight.swap_remove(at).0, true);
                 }
                 _ => {}
             }
             let page = below(PAGES);
-            assert!(!given[page as usize] || has(&cached, page), "step {number}: page {page} was forgotten");
+            assert!(!given[page as usize] || has(&cache, page), "step {number}: page {page} was forgotten");
         }
-        assert!((0..PAGES).all(|page| !given[page as usize] || has(&cached, page)));
-        assert!((0..PAGES).any(|page| !has(&cached, page)));
+        assert!((0..PAGES).all(|page| !given[page as usize] || has(&cache, page)));
+        assert!((0..PAGES).any(|page| !has(&cache, page)));
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_gpupath::planner::Bounds;
 
-/// Pieces of all plans: about 350 bytes each, as long as their commands are under way.
+/// Pieces of all plans: about 350 bytes each, as long as their commands are in flight.
 const ALL: usize = 64 << 10;
 /// Pieces of one part at the most, and what each may have however many there are.
 const MOST: usize = 4 << 10;
@@ -35,12 +35,12 @@ pub(crate) struct PlanPermit {
 impl PlanBudget {
     /// Bounds of the next part of a read.
     pub fn read_bounds(&self) -> Bounds {
-        Bounds { pieces: self.share().clamp(LEAST, MOST), bytes: READ_BYTES }
+        Bounds { pieces: self.allowance().clamp(LEAST, MOST), bytes: READ_BYTES }
     }
 
     /// Size of the next part of a write at the most, in bytes.
     pub fn write_bytes(&self) -> u64 {
-        (self.share().clamp(*WRITE_BLOCKS.start(), *WRITE_BLOCKS.end()) * BLOCK_SIZE) as u64
+        (self.allowance().clamp(*WRITE_BLOCKS.start(), *WRITE_BLOCKS.end()) * BLOCK_SIZE) as u64
     }
 
     /// Takes the pieces that a plan has, or may have.
@@ -49,7 +49,7 @@ impl PlanBudget {
         PlanPermit { budget: self.clone(), pieces }
     }
 
-    fn share(&self) -> usize {
+    fn allowance(&self) -> usize {
         ALL.saturating_sub(self.taken.load(Ordering::Relaxed)) / 8
     }
 }
