@@ -207,6 +207,32 @@ class File:
     ) -> Pending:
         """Writes memory to the file, which becomes longer where it ends before. Like ``write(2)`` it is
         durable after :meth:`sync`. Arguments, result and errors are those of :meth:`read_into`."""
+    @overload
+    def read_rows(
+        self, memory: Array, offsets: object, *, stream: None = None, require: Require | None = None
+    ) -> Transfer: ...
+    @overload
+    def read_rows(
+        self, memory: Array, offsets: object, *, stream: object, require: Require | None = None
+    ) -> Pending:
+        """Reads rows of equal length, each from an offset of its own, in one request.
+
+        Args:
+            memory: what is read into: as many rows as there are offsets, side by side.
+            offsets: where in the file each begins, in bytes: an array or a sequence of integers.
+
+        Everything else is as for :meth:`read_into`.
+        """
+    @overload
+    def write_rows(
+        self, memory: Array, offsets: object, *, stream: None = None, require: Require | None = None
+    ) -> Transfer: ...
+    @overload
+    def write_rows(
+        self, memory: Array, offsets: object, *, stream: object, require: Require | None = None
+    ) -> Pending:
+        """Writes rows of equal length, each to an offset of its own, in one request. Arguments, result and
+        errors are those of :meth:`read_rows`."""
     def submit_read_into(self, memory: Memory, offset: int = 0, *, require: Require | None = None) -> Pending:
         """Begins a :meth:`read_into`, and returns at once with a :class:`Pending`."""
     def submit_write_from(

@@ -4,7 +4,7 @@ use crate::completions::Completions;
 use crate::error::raised;
 use crate::host;
 use crate::pending::{self, Answer, Pending};
-use crate::request::{Direction, Request, require};
+use crate::request::{Direction, Place, Request, require};
 use crate::session::{Session, release};
 use crate::stream::{handle, wait_for};
 use crate::transfer::Transfer;
@@ -17,6 +17,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
+use std::ffi::OsString;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
@@ -170,17 +171,17 @@ impl File {
         py: Python<'_>,
         direction: Direction,
         memory: &Bound<'_, PyAny>,
-        offset: u64,
+        place: Place<'_, '_>,
         stream: Option<&Bound<'_, PyAny>>,
         demand: Option<&str>,
     ) -> PyResult<Py<PyAny>> {
         pending::sweep();
         let (opened, demand) = (self.opened()?, require(demand)?);
         if let Some(stream) = stream {
-            let pending = put_into_stream(py, &opened, direction, memory, offset, stream, demand)?;
+            let pending = put_into_stream(py, &opened, direction, memory, place, stream, demand)?;
             return Ok(Py::new(py, pending)?.into_any());
         }
-        let request = Request::new(memory, offset, direction, None)?;
+        let request = Request::new(memory, place, direction, None)?;
         let done = if request.bytes > SHORT {
             let answer = begin(py, &opened, direction, request, demand)?;
             pending::wait(py, &answer)?
@@ -203,7 +204,7 @@ impl File {
     ) -> PyResult<Pending> {
         pending::sweep();
         let (opened, demand) = (self.opened()?, require(demand)?);
-        let request = Request::new(memory, offset, direction, None)?;
+        let request = Request::new(memory, Place::At(offset), direction, None)?;
         Ok(Pending::begun(begin(py, &opened, direction, request, demand)?))
     }
 }
@@ -231,12 +232,12 @@ fn put_into_stream(
     opened: &Opened,
     direction: Direction,
     memory: &Bound<'_, PyAny>,
-    offset: u64,
+    place: Place<'_, '_>,
     stream: &Bound<'_, PyAny>,
     demand: Require,
 ) -> PyResult<Pending> {
     let raw = handle(stream)?;
-    let request = Request::new(memory, offset, direction, Some(raw))?;
+    let request = Request::new(memory, place, direction, Some(raw))?;
     let put = py.detach(|| {
         let transfers = opened.session.transfers()?.requiring(demand);
         // SAFETY: `Pending` keeps the memory until the stream has passed the request; that the
@@ -314,7 +315,7 @@ impl File {
         stream: Option<&Bound<'_, PyAny>>,
         require: Option<&str>,
     ) -> PyResult<Py<PyAny>> {
-        self.transfer(py, Direction::Read, memory, offset, stream, require)
+        self.transfer(py, Direction::Read, memory, Place::At(offset), stream, require)
     }
 
     /// Writes memory to the file, which becomes longer where it ends before. Like ``write(2)`` it is
@@ -330,7 +331,40 @@ impl File {
         stream: Option<&Bound<'_, PyAny>>,
         require: Option<&str>,
     ) -> PyResult<Py<PyAny>> {
-        self.transfer(py, Direction::Write, memory, offset, stream, require)
+        self.transfer(py, Direction::Write, memory, Place::At(offset), stream, require)
+    }
+
+    /// Reads rows of equal length, each from an offset of its own, in one request.
+    ///
+    /// Args:
+    ///     memory: what is read into: as many rows as there are offsets, side by side.
+    ///     offsets: where in the file each begins, in bytes: an array or a sequence of integers.
+    ///
+    /// Everything else is as for :meth:`read_into`.
+    #[pyo3(signature = (memory, offsets, *, stream=None, require=None))]
+    fn read_rows(
+        &self,
+        py: Python<'_>,
+        memory: &Bound<'_, PyAny>,
+        offsets: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+        require: Option<&str>,
+    ) -> PyResult<Py<PyAny>> {
+        self.transfer(py, Direction::Read, memory, Place::Rows(offsets), stream, require)
+    }
+
+    /// Writes rows of equal length, each to an offset of its own, in one request. Arguments, result and
+    /// errors are those of :meth:`read_rows`.
+    #[pyo3(signature = (memory, offsets, *, stream=None, require=None))]
+    fn write_rows(
+        &self,
+        py: Python<'_>,
+        memory: &Bound<'_, PyAny>,
+        offsets: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+        require: Option<&str>,
+    ) -> PyResult<Py<PyAny>> {
+        self.transfer(py, Direction::Write, memory, Place::Rows(offsets), stream, require)
     }
 
     /// Begins a :meth:`read_into`, and returns at once with a :class:`Pending`.
@@ -370,7 +404,7 @@ impl File {
         pending::sweep();
         let (opened, demand) = (self.opened()?, require(demand)?);
         let direction = if write { Direction::Write } else { Direction::Read };
-        let Request { segments, on_gpu, busy, keep, .. } = Request::new(memory, offset, direction, None)?;
+        let Request { segments, on_gpu, busy, keep, .. } = Request::new(memory, Place::At(offset), direction, None)?;
         let (collection, number) = (answer_to.0.get().collection.clone(), answer_to.1);
         let begun = py.detach(|| {
             wait_for(opened.file.path(), &busy)?;
@@ -438,8 +472,8 @@ impl File {
 
     /// The path that it was opened by.
     #[getter]
-    fn name(&self) -> PathBuf {
-        self.path.clone()
+    fn name(&self) -> OsString {
+        self.path.clone().into()
     }
 
     /// The mode that it was opened in.

@@ -128,7 +128,13 @@ fn of_cuda_array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, ask: 
 }
 
 fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask) -> PyResult<Memory> {
-    let buffer = PyUntypedBuffer::get(view)?;
+    // A buffer without dimensions has no shape, which PyO3 does not take.
+    let flat = if view.getattr(intern!(object.py(), "ndim"))?.extract::<usize>()? == 0 {
+        Some(view.call_method1(intern!(object.py(), "cast"), ("B",))?)
+    } else {
+        None
+    };
+    let buffer = PyUntypedBuffer::get(flat.as_ref().unwrap_or(view))?;
     if !buffer.is_c_contiguous() {
         let shape = buffer.shape().iter().map(|&size| size as i64).collect();
         let strides = buffer.strides().iter().map(|&stride| stride as i64).collect();

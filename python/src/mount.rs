@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -59,8 +60,8 @@ impl Mount {
 
     /// The path that it was named by.
     #[getter]
-    fn path(&self) -> PathBuf {
-        self.path.clone()
+    fn path(&self) -> OsString {
+        self.path.clone().into()
     }
 
     /// What the mount is and can do, asked of its daemon now: a dictionary. Sizes are bytes.

@@ -4,7 +4,9 @@ use crate::memory::{self, Ask};
 use crate::stream::Busy;
 use gpunvme::gpu::Segment;
 use gpunvme::{Require, Route};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
@@ -13,6 +15,15 @@ use pyo3::types::{PyList, PyTuple};
 pub enum Direction {
     Read,
     Write,
+}
+
+/// Where in the file bytes lie.
+#[derive(Clone, Copy)]
+pub enum Place<'a, 'py> {
+    /// From an offset on.
+    At(u64),
+    /// Rows of memory, each at an offset of its own.
+    Rows(&'a Bound<'py, PyAny>),
 }
 
 /// What is to be moved.
@@ -29,14 +40,28 @@ pub struct Request {
 }
 
 impl Request {
-    /// Of an object that holds memory and an offset in the file, or of a list of such pairs.
+    /// Of an object that holds memory, or of a list of pairs of such an object and an offset.
     ///
     /// # Errors
-    /// Those of [`memory::of`]; `ValueError` for memory of a GPU and of the host in one call.
-    pub fn new(target: &Bound<'_, PyAny>, offset: u64, direction: Direction, stream: Option<usize>) -> PyResult<Request> {
+    /// Those of [`memory::of`]; `ValueError` for memory of a GPU and of the host in one call, and
+    /// for rows that do not divide their memory.
+    pub fn new(
+        target: &Bound<'_, PyAny>,
+        place: Place<'_, '_>,
+        direction: Direction,
+        stream: Option<usize>,
+    ) -> PyResult<Request> {
         let ask = Ask { writable: direction == Direction::Read, stream };
         let mut request =
             Request { segments: Vec::new(), on_gpu: stream.is_some(), bytes: 0, busy: Vec::new(), keep: Vec::new() };
+        let offset = match place {
+            Place::At(offset) => offset,
+            Place::Rows(offsets) => {
+                request.add(target, 0, ask)?;
+                request.cut_into_rows(&numbers(offsets)?)?;
+                return Ok(request);
+            }
+        };
         if !(target.is_exact_instance_of::<PyList>() || target.is_exact_instance_of::<PyTuple>()) {
             request.add(target, offset, ask)?;
             return Ok(request);
@@ -51,6 +76,20 @@ impl Request {
             request.add(&pair.get_item(0)?, pair.get_item(1)?.extract()?, ask)?;
         }
         Ok(request)
+    }
+
+    /// Makes rows of equal length of the one segment that there is.
+    fn cut_into_rows(&mut self, offsets: &[u64]) -> PyResult<()> {
+        let count = offsets.len() as u64;
+        if count == 0 || !self.bytes.is_multiple_of(count) {
+            let bytes = self.bytes;
+            return if bytes == 0 { Ok(()) } else { Err(PyValueError::new_err(format!("{bytes} bytes are not {count} rows"))) };
+        }
+        let len = self.bytes / count;
+        let Some(whole) = self.segments.pop() else { return Ok(()) };
+        let row = |(at, offset): (u64, &u64)| Segment { file_offset: *offset, address: whole.address + at * len, len };
+        self.segments = (0..).zip(offsets).map(row).collect();
+        Ok(())
     }
 
     fn add(&mut self, object: &Bound<'_, PyAny>, file_offset: u64, ask: Ask) -> PyResult<()> {
@@ -74,6 +113,26 @@ impl Request {
         self.bytes = self.bytes.saturating_add(found.len);
         self.keep.push(found.keep);
         Ok(())
+    }
+}
+
+/// The numbers that an array or a sequence holds.
+///
+/// # Errors
+/// `TypeError` for what holds none, `OverflowError` for one that is negative.
+fn numbers(object: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    let py = object.py();
+    if let Ok(buffer) = PyBuffer::<i64>::get(object) {
+        let numbers = buffer.to_vec(py)?;
+        let number = |number| u64::try_from(number).map_err(|_| PyOverflowError::new_err("an offset is negative"));
+        return numbers.into_iter().map(number).collect();
+    }
+    if let Ok(buffer) = PyBuffer::<u64>::get(object) {
+        return buffer.to_vec(py);
+    }
+    match object.getattr_opt(intern!(py, "tolist"))? {
+        Some(list) => list.call0()?.extract(),
+        None => object.extract(),
     }
 }
 

@@ -239,3 +239,22 @@ def test_what_is_no_stream_is_refused(stored):
     path, _ = stored(10)
     with gpunvme.open(path) as f, pytest.raises(TypeError, match="stream must be"):
         f.read_into(Array(10), stream=object())
+
+
+def test_rows_of_device_memory_come_from_offsets_of_their_own(stored):
+    path, values = stored(1 << 20)
+    offsets = numpy.random.default_rng(6).integers(0, (1 << 20) - 300, 5000)
+    array = Array((5000, 300))
+    expected = numpy.stack([values[at : at + 300] for at in offsets])
+    with gpunvme.open(path) as f:
+        assert f.read_rows(array, offsets).bytes == 5000 * 300
+        assert numpy.array_equal(array.get(), expected)
+        stream = Stream()
+        again = Array((5000, 300))
+        pending = f.read_rows(again, offsets.tolist(), stream=stream)
+        assert pending.result(30).bytes == 5000 * 300
+        assert numpy.array_equal(again.get(), expected)
+    with gpunvme.open(path.parent / "rows", "w") as f:
+        f.write_rows(array, numpy.arange(5000) * 512)
+        assert f.read_rows(again, numpy.arange(4999, -1, -1, dtype=numpy.uint64) * 512).bytes == 5000 * 300
+        assert numpy.array_equal(again.get(), expected[::-1])

@@ -1,0 +1,90 @@
+"""Many tensors of many files, as requests of a useful size, several in flight at once."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from gpunvme._file import File
+from gpunvme._native import Pending
+
+#: Bytes of a request, unless one tensor is longer: enough for a device to be busy, little enough for a
+#: progress bar to move.
+BATCH = 128 << 20
+#: Requests in flight at once.
+DEPTH = 4
+
+
+def batches(items: Iterable[tuple[File, Any, int, int]]) -> Iterator[tuple[File, list[tuple[Any, int]], int]]:
+    """Groups items ``(file, tensor, offset, bytes)`` into requests ``(file, pairs, bytes)``."""
+    file: File | None = None
+    pairs: list[tuple[Any, int]] = []
+    size = 0
+    for at, tensor, offset, length in items:
+        if file is not None and pairs and (at is not file or size + length > BATCH):
+            yield file, pairs, size
+            pairs, size = [], 0
+        file = at
+        pairs.append((tensor, offset))
+        size += length
+    if file is not None and pairs:
+        yield file, pairs, size
+
+
+class Progress:
+    """A progress bar of bytes: on a terminal, where tqdm is installed, and for what takes a while."""
+
+    def __init__(self, total: int, what: str, show: bool | None) -> None:
+        self.bar: Any = None
+        if show is False or (show is None and total < 1 << 30):
+            return
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            return
+        # None: where standard error is a terminal.
+        disable = None if show is None else False
+        self.bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=disable)
+
+    def add(self, length: int) -> None:
+        if self.bar is not None:
+            self.bar.update(length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def perform(
+    items: Iterable[tuple[File, Any, int, int]],
+    progress: Progress,
+    *,
+    write: bool = False,
+    require: Any = None,
+) -> None:
+    """Reads or writes items ``(file, tensor, offset, bytes)``.
+
+    Raises:
+        Error: what a request failed with, or a file that is shorter than it should be.
+    """
+    in_flight: deque[tuple[Pending, File, int]] = deque()
+
+    def finish() -> None:
+        pending, file, length = in_flight.popleft()
+        moved = pending.result().bytes
+        if moved < length:
+            raise EOFError(f"{file.name}: the file ended {length - moved} bytes too early")
+        progress.add(length)
+
+    for file, pairs, length in batches(items):
+        if len(in_flight) == DEPTH:
+            finish()
+        begin = file.submit_write_from if write else file.submit_read_into
+        in_flight.append((begin(pairs, require=require), file, length))
+    while in_flight:
+        finish()

@@ -1,0 +1,421 @@
+"""Models in the format of safetensors, read straight into tensors and written from them.
+
+    import gpunvme.safetensors as st
+
+    weights = st.load_file("/data/model.safetensors", device="cuda:0")
+    st.save_file(weights, "/data/copy.safetensors")
+
+The format is that of the package ``safetensors``, which is not needed; files that either writes the other
+reads. Files must lie on a mount of gpunvme.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from types import EllipsisType, TracebackType
+from typing import Any, NamedTuple, Self
+
+from gpunvme._arrays import ITEM_SIZES, Framework, dtype_name, framework
+from gpunvme._batches import Progress, perform
+from gpunvme._file import File
+from gpunvme._file import open as open_file
+from gpunvme._types import Require
+
+__all__ = ["Slice", "load_file", "safe_open", "save_file"]
+
+#: The longest header that the format allows, in bytes.
+_LONGEST_HEADER = 100_000_000
+#: What a saved file's first tensor is aligned to: blocks of the filesystem.
+_ALIGNMENT = 4096
+#: Runs of a slice that lie closer than so many bytes are not read one by one: what lies between them is
+#: read as well. A row takes an H200 two to four microseconds, in which it reads as much.
+_CLOSE = 16384
+
+_Path = str | os.PathLike[str]
+
+
+class _Entry(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    #: In the file, in bytes.
+    offset: int
+    length: int
+
+
+class _Header(NamedTuple):
+    """A header that was checked: the tensors lie in the file side by side, in this order."""
+
+    entries: dict[str, _Entry]
+    metadata: dict[str, str]
+
+
+def _read_header(file: File) -> _Header:
+    """Reads and checks a header. It may have come from anywhere.
+
+    Raises:
+        ValueError: it is none, or does not describe the file that it is in.
+    """
+
+    def wrong(what: str) -> ValueError:
+        return ValueError(f"{file.name}: not a file of safetensors: {what}")
+
+    size = file.size
+    start = os.pread(file.fileno(), 8, 0)
+    if len(start) < 8:
+        raise wrong("it has no header")
+    (length,) = struct.unpack("<Q", start)
+    if length > min(_LONGEST_HEADER, size - 8):
+        raise wrong(f"a header of {length} bytes cannot be in it")
+    text = os.pread(file.fileno(), length, 8)
+    if len(text) < length or not text.startswith(b"{"):
+        raise wrong("the header is no JSON object")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"the header is no JSON ({error})") from None
+    metadata = header.pop("__metadata__", None) or {}
+    try:
+        described = [
+            (first, last, name, item["dtype"], tuple(item["shape"]))
+            for name, item in header.items()
+            for first, last in [item["data_offsets"]]
+        ]
+        described.sort(key=lambda item: item[:2])
+    except (KeyError, TypeError, ValueError) as error:
+        raise wrong(f"a tensor is not described as it should be ({error!r})") from None
+    entries = {}
+    data = 8 + length
+    end = data
+    for first, last, name, dtype, shape in described:
+        if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+            raise wrong(f"{name!r} has the dtype {dtype!r}, which this version does not know")
+        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+            raise wrong(f"{name!r} has a shape or place that is no number")
+        if data + first != end or last - first != math.prod(shape) * ITEM_SIZES[dtype]:
+            raise wrong(f"{name!r} lies where it cannot")
+        entries[name] = _Entry(dtype, shape, data + first, last - first)
+        end = data + last
+    if end != size:
+        raise wrong(f"its tensors end at {end}, and the file at {size}")
+    return _Header(entries, metadata)
+
+
+class Slice:
+    """A tensor in a file, of which parts are read by indexing: ``f.get_slice("w")[:, 128:256]``."""
+
+    def __init__(self, of: "safe_open", entry: _Entry) -> None:
+        self._of, self._entry = of, entry
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Its dtype, as the format names it: ``F32`` and the like."""
+        return self._entry.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        """Reads a part: indices are integers, slices of step 1 and an ellipsis. Only its bytes are read,
+        unless they are many short pieces."""
+        bounds, dropped = _bounds(self._entry.shape, index)
+        part = self._of._read_part(self._entry, bounds)
+        shape = tuple(last - first for at, (first, last) in enumerate(bounds) if at not in dropped)
+        return part.reshape(shape)
+
+
+def _bounds(shape: tuple[int, ...], index: Any) -> tuple[list[tuple[int, int]], set[int]]:
+    """First and last index of each dimension, and the dimensions that an integer takes away.
+
+    Raises:
+        IndexError: it is outside, has more indices than there are dimensions, or a kind or step that is
+            not known.
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [at for at, item in enumerate(given) if isinstance(item, EllipsisType)]
+    if len(ellipses) > 1:
+        raise IndexError("an index can have one ellipsis")
+    missing = len(shape) - (len(given) - len(ellipses))
+    if missing < 0:
+        raise IndexError(f"{len(given)} indices for a tensor of {len(shape)} dimensions")
+    at = ellipses[0] if ellipses else len(given)
+    given[at : at + len(ellipses)] = [slice(None)] * missing
+    bounds, dropped = [], set()
+    for dimension, (size, item) in enumerate(zip(shape, given, strict=True)):
+        if isinstance(item, slice):
+            first, last, step = item.indices(size)
+            if step != 1:
+                raise IndexError("a slice of a tensor in a file must have the step 1")
+            bounds.append((first, max(first, last)))
+            continue
+        try:
+            position = item.__index__()
+        except AttributeError:
+            raise IndexError(f"{item!r} is neither an integer nor a slice") from None
+        if not -size <= position < size:
+            raise IndexError(f"index {position} is out of range for a dimension of {size}")
+        bounds.append((position % size, position % size + 1))
+        dropped.add(dimension)
+    return bounds, dropped
+
+
+def _runs(shape: tuple[int, ...], bounds: list[tuple[int, int]]) -> tuple[Iterator[int], int]:
+    """Where the contiguous runs of a part begin, in items, and how many items each has."""
+    run, inner = 1, len(shape)
+    while inner > 0:
+        inner -= 1
+        first, last = bounds[inner]
+        run *= last - first
+        if (first, last) != (0, shape[inner]):
+            break
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+
+    def starts(at: int, base: int) -> Iterator[int]:
+        if at >= inner:
+            yield base + sum(
+                first * stride for (first, _), stride in zip(bounds[at:], strides[at:], strict=True)
+            )
+            return
+        for position in range(*bounds[at]):
+            yield from starts(at + 1, base + position * strides[at])
+
+    return starts(0, 0), run
+
+
+class safe_open:
+    """A file of safetensors, of which tensors and parts of tensors are read when they are asked for.
+
+    Args:
+        filename: the file.
+        framework: ``"pt"`` for tensors of PyTorch, ``"np"`` for arrays of NumPy.
+        device: where tensors come to lie: ``"cuda:0"``, a number of a GPU, ``"cpu"``.
+        require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
+
+    Raises:
+        ValueError: it is no such file.
+        gpunvme.Error: it lies on no mount of gpunvme, or cannot be opened.
+    """
+
+    def __init__(
+        self, filename: _Path, framework: str = "pt", device: Any = "cpu", *, require: Require | None = None
+    ) -> None:
+        self._arrays: Framework = _framework(framework, device)
+        self._require = require
+        self._file = open_file(filename)
+        try:
+            self._header = _read_header(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def keys(self) -> list[str]:
+        """The names of the tensors, in the order in which they lie in the file."""
+        return list(self._header.entries)
+
+    offset_keys = keys
+
+    def metadata(self) -> dict[str, str] | None:
+        """The texts that were saved with them; None where there are none."""
+        return self._header.metadata or None
+
+    def get_tensor(self, name: str) -> Any:
+        """Reads a tensor."""
+        entry = self._entry(name)
+        return self._read_part(entry, [(0, size) for size in entry.shape])
+
+    def get_slice(self, name: str) -> Slice:
+        """A tensor of which parts are to be read."""
+        return Slice(self, self._entry(name))
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._header.entries.get(name)
+        if entry is None:
+            raise KeyError(f"{self._file.name} has no tensor {name!r}")
+        return entry
+
+    def _read_part(self, entry: _Entry, bounds: list[tuple[int, int]]) -> Any:
+        item = ITEM_SIZES[entry.dtype]
+        shape = tuple(last - first for first, last in bounds)
+        if math.prod(shape) == 0:
+            return self._arrays.empty(shape, entry.dtype)
+        starts, run = _runs(entry.shape, bounds)
+        whole = [bounds[0], *((0, size) for size in entry.shape[1:])] if bounds else []
+        covered = math.prod(last - first for first, last in whole) * item
+        if whole != bounds and covered // (math.prod(shape) // run) < _CLOSE:
+            rows = self._read_part(entry, whole)
+            within = (slice(None), *(slice(*bound) for bound in bounds[1:]))
+            return self._arrays.contiguous(rows[within])
+        part = self._arrays.empty(shape, entry.dtype)
+        offsets = [entry.offset + start * item for start in starts]
+        moved = self._file.read_rows(part, offsets, require=self._require).bytes
+        if moved < part.nbytes:
+            raise EOFError(f"{self._file.name}: the file ended {part.nbytes - moved} bytes too early")
+        return part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+_framework = framework
+
+
+def load_file(
+    filename: _Path,
+    device: Any = "cpu",
+    *,
+    framework: str = "pt",
+    names: Iterable[str] | None = None,
+    progress: bool | None = None,
+    require: Require | None = None,
+) -> dict[str, Any]:
+    """Loads the tensors of a model.
+
+    Several files, and many tensors of each, are read at once. Each tensor has memory of its own.
+
+    Args:
+        filename: a file of safetensors; or the index of a sharded model (``*.index.json``), or the folder
+            that holds one or the other.
+        device: where tensors come to lie: ``"cuda:0"``, a number of a GPU, ``"cpu"``.
+        framework: ``"pt"`` for tensors of PyTorch, ``"np"`` for arrays of NumPy.
+        names: the tensors to load; without it all.
+        progress: whether to show a bar, with tqdm; without it one is shown for more than 1 GiB, where tqdm
+            is installed and standard error is a terminal.
+        require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
+
+    Returns:
+        The tensors by their names.
+
+    Raises:
+        ValueError: it is no such file.
+        KeyError: it has no tensor of a name.
+        gpunvme.Error: it lies on no mount of gpunvme, or cannot be read.
+    """
+    arrays = _framework(framework, device)
+    wanted = None if names is None else set(names)
+    tensors: dict[str, Any] = {}
+    with ExitStack() as files:
+        entries: list[tuple[File, str, _Entry]] = []
+        for path, shard_names in _shards(filename):
+            if wanted is not None and shard_names is not None and not wanted & shard_names:
+                continue
+            file = files.enter_context(open_file(path))
+            found = _read_header(file).entries
+            if shard_names is not None and (absent := shard_names - found.keys()):
+                raise ValueError(f"{filename} says that {path} has {min(absent)!r}, and it has not")
+            entries += [
+                (file, name, entry)
+                for name, entry in found.items()
+                if (wanted is None or name in wanted) and (shard_names is None or name in shard_names)
+            ]
+        if wanted is not None and (absent := wanted - {name for _, name, _ in entries}):
+            raise KeyError(f"{filename} has no tensor {min(absent)!r}")
+
+        def items() -> Iterator[tuple[File, Any, int, int]]:
+            for file, name, entry in entries:
+                tensor = tensors[name] = arrays.empty(entry.shape, entry.dtype)
+                if entry.length > 0:
+                    yield file, tensor, entry.offset, entry.length
+
+        total = sum(entry.length for _, _, entry in entries)
+        with Progress(total, os.path.basename(os.fspath(filename)), progress) as bar:
+            perform(items(), bar, require=require)
+    return tensors
+
+
+def _shards(filename: _Path) -> list[tuple[str, set[str] | None]]:
+    """The files of a model, with the tensors that each is to have, where an index says so."""
+    path = os.fspath(filename)
+    if os.path.isdir(path):
+        indices = [name for name in sorted(os.listdir(path)) if name.endswith(".safetensors.index.json")]
+        models = [name for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
+        found = indices if len(indices) == 1 else models
+        if len(found) != 1:
+            raise ValueError(f"{path}: which one is meant, of {', '.join(indices + models) or 'no model'}?")
+        path = os.path.join(path, found[0])
+    if not path.endswith(".json"):
+        return [(path, None)]
+    with open(path, encoding="utf-8") as index:
+        try:
+            weights = json.load(index)["weight_map"]
+            shards: dict[str, set[str]] = {}
+            for name, file in weights.items():
+                shards.setdefault(file, set()).add(name)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not the index of a sharded model ({error!r})") from None
+    folder = os.path.dirname(path)
+    for file in shards:
+        if os.path.basename(file) != file:
+            raise ValueError(f"{path}: {file!r} is no file beside it")
+    return [(os.path.join(folder, file), names) for file, names in sorted(shards.items())]
+
+
+def save_file(
+    tensors: Mapping[str, Any],
+    filename: _Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    progress: bool | None = None,
+    require: Require | None = None,
+) -> None:
+    """Saves tensors as a file of safetensors, from where they lie: GPU memory is not copied to the host
+    first. The file appears under its name when all of it is durable.
+
+    Args:
+        tensors: tensors of PyTorch, or arrays of NumPy or CuPy, contiguous, by their names.
+        filename: the file; one that exists is replaced.
+        metadata: texts to save with them.
+        progress: as for :func:`load_file`.
+        require: a demand on the route, as for :meth:`gpunvme.File.write_from`.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or of a dtype that the format has no name for.
+        gpunvme.Error: the file cannot be written.
+    """
+    described = [(name, dtype_name(tensor), tensor) for name, tensor in tensors.items()]
+    # As the package safetensors orders them: each then is aligned to its items.
+    described.sort(key=lambda item: (-ITEM_SIZES[item[1]], item[0]))
+    header: dict[str, Any] = {}
+    if metadata is not None:
+        header["__metadata__"] = dict(metadata)
+    placed, end = [], 0
+    for name, dtype, tensor in described:
+        length = math.prod(tensor.shape) * ITEM_SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + length]}
+        placed.append((tensor, end, length))
+        end += length
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    start = struct.pack("<Q", len(text)) + text
+
+    path = os.fspath(filename)
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    try:
+        with open_file(temporary, "w") as file:
+            file.write_from(start)
+            with Progress(end, name, progress) as bar:
+                items = (
+                    (file, tensor, len(start) + at, length) for tensor, at, length in placed if length > 0
+                )
+                perform(items, bar, write=True, require=require)
+            file.sync()
+        os.rename(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    # The name is durable with its folder.
+    descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

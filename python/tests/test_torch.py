@@ -1,0 +1,211 @@
+"""Tensors of PyTorch: on a GPU where there is one that PyTorch reaches, else in host memory."""
+
+import gc
+import threading
+
+import numpy
+import pytest
+
+import gpunvme
+import gpunvme.safetensors as ours
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+stock = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+on_gpu = pytest.mark.skipif(not CUDA, reason="PyTorch reaches no GPU")
+
+DTYPES = [torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES += [torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def random(shape, dtype, device=DEVICE):
+    if isinstance(shape, int):
+        shape = (shape,)
+    size = int(numpy.prod(shape)) * dtype.itemsize
+    data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
+    return data.view(dtype).reshape(shape).to(device)
+
+
+def same(one, other):
+    as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for t in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back(folder, dtype):
+    tensor = random((3, 1000), dtype)
+    with gpunvme.open(folder / "file", "w") as f:
+        assert f.write_from(tensor, 3).bytes == tensor.nbytes
+        again = torch.empty_like(tensor)
+        done = f.read_into(again, 3)
+    assert done.bytes == tensor.nbytes and same(tensor, again)
+    assert (folder / "file").read_bytes()[3:] == tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_views_are_read_in_place_or_refused_by_name(stored):
+    path, values = stored(10_000)
+    tensor = torch.zeros((100, 100), dtype=torch.uint8, device=DEVICE)
+    with gpunvme.open(path) as f:
+        f.read_into(tensor[10:20], 500)
+        assert numpy.array_equal(tensor[10:20].cpu().numpy().reshape(-1), values[500:1500])
+        assert not tensor[:10].any() and not tensor[20:].any()
+        for view in (tensor[:, :50], tensor.T, tensor[::2]):
+            with pytest.raises(ValueError, match=r"Tensor is a strided view \(shape"):
+                f.read_into(view)
+        with pytest.raises(ValueError, match="resolve_conj"):
+            f.write_from(torch.zeros(4, dtype=torch.complex64, device=DEVICE).conj())
+        f.read_into([(row[:50], at * 100) for at, row in enumerate(tensor)])
+        assert numpy.array_equal(tensor[:, :50].cpu().numpy(), values.reshape(100, 100)[:, :50])
+        leaf = torch.nn.Parameter(torch.zeros(10, device=DEVICE))
+        assert f.read_into(leaf).bytes == 40
+        assert (
+            f.read_rows(torch.empty((3, 8), dtype=torch.uint8, device=DEVICE), torch.tensor([8, 0, 16])).bytes
+            == 24
+        )
+
+
+@on_gpu
+def test_a_write_waits_for_the_kernels_before_it(folder):
+    """Many kernels make the numbers; what is written are those of the last."""
+    matrix = torch.eye(4096, device="cuda")
+    with gpunvme.open(folder / "file", "w") as f:
+        for round in range(5):
+            tensor = torch.zeros(4096, 4096, device="cuda")
+            for _ in range(20):
+                tensor = (tensor + 1) @ matrix
+            f.write_from(tensor)
+            read = numpy.fromfile(folder / "file", dtype="<f4")
+            assert (read == 20).all(), round
+
+
+@on_gpu
+def test_a_read_into_memory_that_was_just_freed_comes_after_its_last_use(stored):
+    """A caching allocator gives out memory that kernels in the stream still write to."""
+    path, values = stored(64 << 20)
+    matrix = torch.eye(4096, device="cuda")
+    with gpunvme.open(path) as f:
+        for _ in range(5):
+            busy = torch.zeros(4096, 4096, device="cuda")
+            address = busy.data_ptr()
+            for _ in range(20):
+                busy.add_(1)
+                torch.matmul(matrix, matrix)
+                busy.fill_(7)
+            del busy
+            tensor = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+            assert tensor.data_ptr() == address
+            f.read_into(tensor)
+            torch.cuda.synchronize()
+            assert numpy.array_equal(tensor.cpu().numpy(), values)
+            del tensor
+
+
+@on_gpu
+def test_streams_order_reads_and_writes(stored):
+    path, values = stored(16 << 20)
+    stream = torch.cuda.Stream()
+    with gpunvme.open(path) as f, gpunvme.open(path.parent / "copy", "w") as copy:
+        with torch.cuda.stream(stream):
+            tensor = torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
+            read = f.read_into(tensor, stream=stream)
+            tensor += 1  # after the read
+            write = copy.write_from(tensor, stream=torch.cuda.current_stream())
+            tensor.zero_()  # after the write
+        stream.synchronize()
+        assert read.result().bytes == write.result().bytes == 16 << 20
+        assert not tensor.any()
+    assert (path.parent / "copy").read_bytes() == (values + numpy.uint8(1)).tobytes()
+
+
+@on_gpu
+def test_a_tensor_that_is_freed_in_flight_is_not_given_to_others(stored):
+    path, _ = stored(64 << 20)
+    side = torch.cuda.Stream()
+    with gpunvme.open(path) as f:
+        for _ in range(10):
+            tensor = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
+            f.read_into(tensor, stream=side)
+            submitted = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+            f.submit_read_into(submitted)
+            del tensor, submitted
+            gc.collect()
+            others = [torch.full((64 << 20,), 3, dtype=torch.uint8, device="cuda") for _ in range(2)]
+            torch.cuda.synchronize()
+            assert all(bool((other == 3).all()) for other in others)
+            del others
+
+
+@on_gpu
+def test_threads_with_streams_of_their_own(stored):
+    path, values = stored(32 << 20)
+    wrong = []
+
+    def work(at: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for round in range(20):
+                offset = (at * 7919 + round * 104_729) % (28 << 20)
+                tensor = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+                f.read_into(tensor, offset)
+                if not numpy.array_equal(tensor.cpu().numpy(), values[offset : offset + (1 << 20)]):
+                    wrong.append((at, round))
+
+    with gpunvme.open(path) as f:
+        threads = [threading.Thread(target=work, args=(at,)) for at in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+@on_gpu
+def test_arrays_of_cupy(stored):
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    path, values = stored(1 << 20)
+    array = cupy.zeros(1 << 20, cupy.uint8)
+    with gpunvme.open(path) as f:
+        assert f.read_into(array).bytes == 1 << 20
+        assert numpy.array_equal(array.get(), values)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            array = cupy.zeros(1 << 20, cupy.uint8)
+            pending = f.read_into(array, stream=stream)
+            total = int(array.sum())
+        assert total == int(values.sum(dtype=numpy.int64)) and pending.result().bytes == 1 << 20
+        with pytest.raises(ValueError, match="strided view"):
+            f.read_into(array[::2])
+
+
+def weights(seed: int = 0) -> dict:
+    torch.manual_seed(seed)
+    shapes = [(), (0,), (7,), (33, 65), (1024, 1024), (3, 5, 7, 11)]
+    return {
+        f"l{i}.{j}": random(shape, dtype) for i, dtype in enumerate(DTYPES) for j, shape in enumerate(shapes)
+    }
+
+
+def test_models_are_those_of_safetensors(folder):
+    tensors = weights()
+    stock.save_file({name: t.cpu() for name, t in tensors.items()}, folder / "stock.safetensors")
+    loaded = ours.load_file(folder / "stock.safetensors", DEVICE)
+    expected = stock.load_file(folder / "stock.safetensors", DEVICE)
+    assert loaded.keys() == expected.keys()
+    assert all(same(loaded[name], expected[name]) for name in loaded)
+    assert all(t.device.type == DEVICE for t in loaded.values())
+    ours.save_file(tensors, folder / "ours.safetensors", {"format": "pt"})
+    again = stock.load_file(folder / "ours.safetensors", DEVICE)
+    assert again.keys() == tensors.keys() and all(same(again[name], tensors[name]) for name in again)
+
+
+def test_slices_of_tensors(folder):
+    tensor = random((64, 300, 17), torch.bfloat16)
+    ours.save_file({"w": tensor}, folder / "m.safetensors")
+    with ours.safe_open(folder / "m.safetensors", "pt", DEVICE) as f:
+        part = f.get_slice("w")
+        for index in [(slice(3, 9),), (slice(None), slice(10, 20)), (..., 3), (5, slice(1, 4), slice(2, 9))]:
+            assert same(part[index], tensor[index])
+        assert same(f.get_tensor("w"), tensor)
