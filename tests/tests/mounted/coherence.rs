@@ -2,13 +2,17 @@
 //! in every order.
 
 use std::fs::{self, File, OpenOptions};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
+use gpunvme_tests::differential::call::Engine;
+use gpunvme_tests::differential::raw::{self, Aligned, Flight};
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{needs_mount, tree};
+use rustix::fs::{AtFlags, StatxFlags};
 
 const LEN: usize = 1 << 20;
 
@@ -310,4 +314,27 @@ fn what_is_appended_never_lies_over_what_direct_writes_put_behind_the_end() {
     check(&fs::read(volume.path("file")).unwrap());
     let volume = volume.remount();
     check(&fs::read(volume.path("file")).unwrap());
+}
+
+/// The kernel forgets attributes when it sends such a write, and another process may ask for them
+/// before the write is done.
+#[test]
+fn the_times_of_a_write_that_its_process_does_not_wait_for_are_seen() {
+    needs_mount!();
+    let (volume, _, _) = volume_with_file();
+    let file = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(volume.path("file")).unwrap();
+    let modified = |flags| {
+        let found = rustix::fs::statx(&file, "", AtFlags::EMPTY_PATH | flags, StatxFlags::MTIME).unwrap().stx_mtime;
+        (found.tv_sec, found.tv_nsec)
+    };
+    for round in 0..60 {
+        let memory = Aligned::new(if round % 2 == 0 { 4096 } else { 512 });
+        let mut flights = [Flight { write: true, at: 0, memory, result: 0 }];
+        std::thread::scope(|scope| {
+            scope.spawn(|| modified(AtFlags::STATX_FORCE_SYNC));
+            raw::fly(file.as_fd(), Engine::Aio, &mut flights).unwrap();
+        });
+        assert!(flights[0].result > 0);
+        assert_eq!(modified(AtFlags::empty()), modified(AtFlags::STATX_FORCE_SYNC), "round {round}");
+    }
 }

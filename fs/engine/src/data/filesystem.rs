@@ -140,6 +140,11 @@ impl Filesystem {
         Ok(attributes)
     }
 
+    /// Whether the kernel may keep attributes of a file.
+    pub fn are_attributes_kept(&self, ino: u64) -> bool {
+        self.files.find(ino).is_none_or(|file| file.state.lock().kernel.attributes.are_kept())
+    }
+
     /// Notes that the kernel was told that its attributes of a file are out of date, after `since`
     /// ([`super::direct::Written::shown`]).
     pub fn take_attributes_back(&self, ino: u64, since: Instant) {

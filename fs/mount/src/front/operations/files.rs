@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 use gpunvme_abi::Segment;
 use gpunvme_engine::BLOCK_SIZE;
@@ -94,6 +95,9 @@ impl Front {
         let front = self.clone();
         let done = move |written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
+            if how.direct && written.is_ok() {
+                front.take_attributes_back(ino);
+            }
             done(written.map(drop));
             // After the answer: the caller sends its next bytes while these go to the device.
             front.fs.write_behind(ino);
@@ -173,14 +177,31 @@ impl Front {
                 Ok(planned) => {
                     // A device needs no more of memory than a block does.
                     assert!(planned.plan.edges.is_empty(), "whole blocks have no edges");
+                    let front_then = front.clone();
                     front.fs.submit_direct_write(planned, move |written| {
                         drop((buffer, permit));
+                        if written.is_ok() {
+                            front_then.take_attributes_back(ino);
+                        }
                         done(written.map(drop).map_err(FsError::from));
                     });
                 }
                 Err(error) => done(Err(error)),
             },
         );
+    }
+
+    /// Makes the kernel forget attributes that are out of date with a direct write. It forgets them
+    /// itself when it sends the write; but where the writer does not wait (io_submit(2), io_uring)
+    /// it does not do so again when the write ends, and may have asked in between.
+    fn take_attributes_back(&self, ino: u64) {
+        let since = Instant::now();
+        if self.fs.are_attributes_kept(ino)
+            && let Some(kernel) = self.kernel.get()
+            && kernel.invalidate_attributes(ino)
+        {
+            self.fs.take_attributes_back(ino, since);
+        }
     }
 
     /// Reports the error of an earlier write in the background, once for each open, for close(2).
