@@ -1,6 +1,9 @@
 //! Compares gpunvme with ext4: see `gpunvme_tests::differential`.
 
 use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use gpunvme_tests::differential::call::Step;
@@ -18,13 +21,31 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} has to be a number")))
 }
 
+/// Keeps a line in `differential/NAME` of the folder for temporary files of the tests, which outlives
+/// a campaign that is cut off.
+fn keep(name: &str, text: &str, append: bool) {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("differential");
+    let written = fs::create_dir_all(&folder).and_then(|()| {
+        let mut file = File::options().create(true).write(true).truncate(!append).append(append).open(folder.join(name))?;
+        writeln!(file, "{text}")
+    });
+    written.unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+}
+
+/// Says what was found, and keeps it.
+fn report(text: &str) {
+    say(text);
+    keep("found", text, true);
+}
+
 fn program(steps: &[Step], found: &Disagreement) -> String {
     let lines: Vec<_> = steps.iter().map(|step| format!("  {step}")).collect();
     format!("{}\n{found}", lines.join("\n"))
 }
 
 /// `DIFFERENTIAL_SEED` repeats one sequence; `DIFFERENTIAL_SECONDS` goes on for as long, from a
-/// seed of its own, and past what it finds.
+/// seed of its own, and past what it finds. `target/tmp/differential` keeps what was `found`, and
+/// the seed that was `running` at last.
 #[test]
 fn programs_get_from_gpunvme_what_they_get_from_ext4() {
     needs_mount!();
@@ -39,13 +60,15 @@ fn programs_get_from_gpunvme_what_they_get_from_ext4() {
     let first = only.unwrap_or(if seconds.is_some() { since_1970.as_millis() as u64 } else { 1 });
     let end = begun + Duration::from_secs(seconds.unwrap_or(20));
     let mut calls = 0;
+    say(&format!("differential: from seed {first} on"));
     for seed in first.. {
+        keep("running", &format!("DIFFERENTIAL_SEED={seed}"), false);
         let steps = sequence(seed, LEN);
         calls += steps.len();
         if let Err(found) = runner.run(&mut pair, &steps, true) {
-            say(&format!("seed {seed}, after {:.1?}, step {}: {found}", begun.elapsed(), found.step));
+            report(&format!("seed {seed}, after {:.1?}, step {}: {found}", begun.elapsed(), found.step));
             let (steps, found) = shrink(&runner, &mut pair, steps, found);
-            say(&format!("DIFFERENTIAL_SEED={seed} disagrees; in short:\n{}", program(&steps, &found)));
+            report(&format!("DIFFERENTIAL_SEED={seed} disagrees; in short:\n{}", program(&steps, &found)));
             runner.known.insert(found.kind);
             if seconds.is_none() {
                 break;

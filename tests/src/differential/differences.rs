@@ -33,6 +33,7 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("created-for-ioctls", How::NotAsked),
     ("far-times", How::NotCompared),
     ("times-of-failures", How::NotCompared),
+    ("refused-fallocate", How::NotCompared),
     ("fifo-times", How::NotCompared),
     ("mapped-times", How::NotCompared),
     ("unaligned-direct", How::AskedOtherwise),

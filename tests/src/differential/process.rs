@@ -8,7 +8,7 @@ use std::path::Path;
 
 use gpunvme_abi as abi;
 use rustix::fs::{AtFlags, CWD, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom, XattrFlags};
-use rustix::io::ReadWriteFlags;
+use rustix::io::{Errno, ReadWriteFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::process::{Gid, Resource, Rlimit, Uid};
 use serde::{Deserialize, Serialize};
@@ -224,6 +224,10 @@ impl Process {
                     // `times-of-failures`: so that the times agree from here on.
                     let _ = rustix::fs::futimens(file, &self.clock.timestamps(Time::Omit, Time::Now));
                 }
+                if done == Err(Errno::FBIG) {
+                    // `refused-fallocate`: so that what a change takes from a file is gone on both.
+                    let _ = rustix::fs::fstat(file).and_then(|found| rustix::fs::ftruncate(file, found.st_size as u64));
+                }
                 done?;
             }
             Call::CopyRange { from, to, from_at, to_at, len } => {
@@ -393,13 +397,22 @@ impl Process {
             Call::Batch { slot, engine, seed, fresh, transfers } => {
                 let mut flights: Vec<_> = transfers.iter().map(|transfer| flight(*seed, transfer)).collect();
                 let fd = self.slot(*slot)?;
+                if FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::Fifo {
+                    // io_uring waits for one that is empty, whatever its flags say.
+                    return Err(Errno::AGAIN.into());
+                }
                 if *fresh {
                     rustix::fs::ftruncate(fd, 0)?;
                     rustix::fs::ftruncate(fd, 4 << 20)?;
                 }
                 // No system promises which of several appends comes first.
+                let mut off = OFlags::APPEND;
+                if self.side == Side::Ext4 && is_limited() {
+                    // `unaligned-direct`: a limit cuts a write where it likes.
+                    off |= OFlags::DIRECT;
+                }
                 let flags = rustix::fs::fcntl_getfl(fd)?;
-                without(fd, flags, OFlags::APPEND, |fd| raw::fly(fd, *engine, &mut flights))?;
+                without(fd, flags, off, |fd| raw::fly(fd, *engine, &mut flights))?;
                 for (number, flight) in flights.iter().enumerate() {
                     facts.add(format!("result {number}"), flight.result);
                     if !flight.write && flight.result > 0 {
@@ -442,8 +455,7 @@ impl Process {
             if appends { rustix::fs::fstat(fd)?.st_size as u64 } else { at.unwrap_or_else(|| rustix::fs::tell(fd).unwrap_or(0)) };
         let aligned = (place | at.unwrap_or(0) | len as u64).is_multiple_of(facts::SECTOR);
         // A limit cuts a write where it likes.
-        let limited = rustix::process::getrlimit(Resource::Fsize).current.is_some();
-        if aligned && !limited || !flags.contains(OFlags::DIRECT) {
+        if aligned && !is_limited() || !flags.contains(OFlags::DIRECT) {
             return transfer(fd);
         }
         without(fd, flags, OFlags::DIRECT, transfer)
@@ -542,6 +554,11 @@ fn placed(segments: &[(u64, u64)]) -> Vec<(u64, u64, u64)> {
             (at, end - len, len)
         })
         .collect()
+}
+
+/// Whether files have a limit.
+fn is_limited() -> bool {
+    rustix::process::getrlimit(Resource::Fsize).current.is_some()
 }
 
 /// A call for which the limit of files does not hold: it is about memory, which is a file too.
