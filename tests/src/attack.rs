@@ -2,17 +2,17 @@
 //! that user, to carry out an attack by its name. Both ends talk in lines over a socket, so that a
 //! test decides when an attack begins and learns how far it came.
 //!
-//! A test program has one table of attacks, and one function that is marked as a test, but only
-//! carries out attacks:
+//! A test program has one table of attacks, and one test named `each_attack_has_a_name_of_its_own`.
+//! That test checks the table, and in the other process carries the attack out:
 //!
 //! ```ignore
 //! #[test]
-//! #[ignore = "the other end of the tests beside it"]
-//! fn attacker() {
-//!     attack::carry_out(&[registration::ATTACKS]);
+//! fn each_attack_has_a_name_of_its_own() {
+//!     attack::check_or_carry_out(&[registration::ATTACKS]);
 //! }
 //! ```
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -32,6 +32,8 @@ pub const STRANGER: u32 = 65533;
 
 /// How long either end waits for the other.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// The test that carries out attacks.
+const TEST: &str = "each_attack_has_a_name_of_its_own";
 const NAME: &str = "GPUNVME_ATTACK";
 const ROOT: &str = "GPUNVME_ATTACKED";
 
@@ -109,7 +111,7 @@ impl RunningAttack {
         let (ours, theirs) = UnixStream::pair().expect("a socket");
         // By this name, because the program itself may lie where the user may not go.
         let process = Command::new("/proc/self/exe")
-            .args(["attacker", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
+            .args([TEST, "--exact", "--nocapture", "--test-threads=1"])
             .env(NAME, attack)
             .env(ROOT, volume.root())
             .current_dir("/")
@@ -162,14 +164,17 @@ impl Drop for RunningAttack {
     }
 }
 
-/// What the test named `attacker` does where it was begun by [`RunningAttack::begin`]: one of these
-/// attacks.
-pub fn carry_out(tables: &[&[(&str, Attack)]]) {
-    let (Ok(name), Some(root)) = (std::env::var(NAME), std::env::var_os(ROOT)) else {
-        panic!("only the tests beside it begin it");
-    };
-    let mut named = tables.iter().copied().flatten().filter(|(other, _)| *other == name);
-    let (Some((_, attack)), None) = (named.next(), named.next()) else { panic!("{name} is not the name of one attack") };
+/// Checks that no two attacks of these tables have the same name; in a process that
+/// [`RunningAttack::begin`] started, carries out the one that it is to carry out.
+///
+/// # Panics
+/// If two have the same name, none has the name of the one to be carried out, or that fails.
+pub fn check_or_carry_out(tables: &[&[(&str, Attack)]]) {
+    let attacks: BTreeMap<_, _> = tables.iter().copied().flatten().copied().collect();
+    let all = tables.iter().map(|table| table.len()).sum::<usize>();
+    assert_eq!(attacks.len(), all, "two attacks have the same name");
+    let (Ok(name), Some(root)) = (std::env::var(NAME), std::env::var_os(ROOT)) else { return };
+    let attack = attacks.get(name.as_str()).unwrap_or_else(|| panic!("{name} is not the name of an attack"));
     let test = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor");
     attack(&mut Attacker { root: root.into(), test: Lines::new(UnixStream::from(test)) });
 }

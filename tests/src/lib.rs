@@ -18,6 +18,7 @@ pub mod observe;
 pub mod peers;
 pub mod programs;
 pub mod random;
+pub mod registrant;
 pub mod rings;
 pub mod software_cuda;
 #[allow(unsafe_code)]

@@ -3,7 +3,6 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader};
-use std::path::Path;
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -265,46 +264,19 @@ fn a_volume_is_unmounted_under_busy_rings() {
     }
 }
 
-/// Not a test: a process that keeps its ring full until it is killed.
-#[test]
-#[ignore = "the other process of the tests beside it"]
-fn the_other_process() {
-    let root = std::env::var("RING_ROOT").unwrap();
-    let mount = Mount::open(&root).unwrap();
-    let of = |name| std::env::var(name).unwrap().parse().unwrap();
-    let (entries, len): (u64, u64) = (of("RING_ENTRIES"), of("RING_LEN"));
-    let buffer = shared(&mount, 64 * MIB);
-    buffer.copy_in(0, &fs::read(Path::new(&root).join("big")).unwrap());
-    let mut ring = Ring::new(&mount, entries as u32).unwrap();
-    let file = attach(&ring, Path::new(&root).join("big"));
-    let mut done = Vec::new();
-    for number in 0u64.. {
-        if ring.room() == 0 {
-            ring.complete(Wait::Forever, &mut done).unwrap();
-            done.clear();
-        }
-        if number == 200 {
-            println!("=> busy");
-        }
-        let at = number * len % (64 * MIB);
-        let operation = if number % 3 == 0 { Operation::write } else { Operation::read };
-        ring.push(&operation(&file, at, &buffer, at, len)).unwrap();
-    }
-}
-
-/// Starts it with a ring of so many entries, to write and read so many bytes at a time. The file
-/// "big" does not change by that.
+/// Starts a process that keeps a ring of so many entries full until it is killed: it writes and
+/// reads so many bytes of the file "big" at a time, which does not change by that.
 fn start_other(volume: &Mounted, entries: u32, len: u64) -> Child {
-    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_other_process", "--ignored", "--nocapture"])
-        .env("RING_ROOT", volume.root())
-        .env("RING_ENTRIES", entries.to_string())
-        .env("RING_LEN", len.to_string())
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_ring-client"))
+        .arg("busy")
+        .arg(volume.root())
+        .args([entries.to_string(), len.to_string()])
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert!(lines.map_while(Result::ok).any(|line| line.contains("=> busy")), "the other process ended");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "busy\n", "the other process ended");
     child
 }
 

@@ -14,11 +14,10 @@ mod stubborn;
 mod transfers;
 mod victim;
 
-/// Not a test: what [`gpunvme_tests::attack::RunningAttack::begin`] runs.
+/// Also what [`gpunvme_tests::attack::RunningAttack::begin`] runs, to carry out one of them.
 #[test]
-#[ignore = "the other end of the tests beside it"]
-fn attacker() {
-    gpunvme_tests::attack::carry_out(&[
+fn each_attack_has_a_name_of_its_own() {
+    gpunvme_tests::attack::check_or_carry_out(&[
         appends::ATTACKS,
         fuzz::ATTACKS,
         ownership::ATTACKS,

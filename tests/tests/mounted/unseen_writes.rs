@@ -3,13 +3,12 @@
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gpunvme::{Mount, Operation, Ring};
-use gpunvme_abi as abi;
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::rings::{attach, shared, wait_for};
@@ -17,7 +16,6 @@ use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount_remount};
-use rustix::process::{Resource, Rlimit};
 
 const MIB: u64 = 1 << 20;
 const CAPABILITY: &str = "security.capability";
@@ -176,53 +174,11 @@ fn they_end_with_a_remount_to_read_only() {
     }
 }
 
-/// Not a test: a process that may make files of 1 MiB and a few bytes at the most. In a process of
-/// its own: the limit is the process's.
-#[test]
-#[ignore = "the other process of the test beside it"]
-fn a_limited_process() {
-    const LIMIT: u64 = MIB + 100;
-    let root = PathBuf::from(std::env::var("LIMITED_ROOT").unwrap());
-    let path = root.join("limited");
-    let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
-    let mount = Mount::open(&root).unwrap();
-    let memory = shared(&mount, 4 * MIB);
-    let buffer = Buffer::new(&file, 4 * MIB);
-    let mut ring = Ring::new(&mount, 8).unwrap();
-    let attached = attach(&ring, &path);
-    rustix::process::setrlimit(Resource::Fsize, Rlimit { current: Some(LIMIT), maximum: None }).unwrap();
-    // A ring looks now and then.
-    std::thread::sleep(Duration::from_millis(50));
-    let size = || fs::metadata(&path).unwrap().len();
-
-    let short = buffer.write(&file, 4096, 4 * MIB).unwrap();
-    assert_eq!((short.bytes, short.status, short.failed_segment), (LIMIT - 4096, libc::EFBIG, 0));
-    assert_eq!(size(), LIMIT);
-    let write = abi::Command::Write;
-    let short = buffer.transfer(write, &file, &[(0, 0, 4096), (MIB, 0, 4096), (0, 0, 4096)]).unwrap();
-    assert_eq!((short.bytes, short.status, short.failed_segment), (4096 + 100, libc::EFBIG, 1));
-    for offset in [LIMIT, 3 * MIB] {
-        assert_eq!(buffer.write(&file, offset, 4096).unwrap_err().raw_os_error(), Some(libc::EFBIG));
-    }
-    ring.push(&Operation::write(&attached, 0, &memory, 0, 4 * MIB)).unwrap();
-    ring.push(&Operation::write(&attached, LIMIT, &memory, 0, 4096)).unwrap();
-    for completed in wait_for(&mut ring, 2) {
-        assert_eq!(completed.result.unwrap_err().errno().raw_os_error(), libc::EFBIG);
-    }
-    ring.push(&Operation::write(&attached, 0, &memory, 0, LIMIT)).unwrap();
-    assert_eq!(wait_for(&mut ring, 1).remove(0).result.unwrap().bytes(), LIMIT);
-    assert_eq!(size(), LIMIT);
-    println!("=> limited");
-}
-
 #[test]
 fn they_keep_to_the_limit_of_file_sizes() {
     needs_mount!();
     let volume = Mounted::new();
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "unseen_writes::a_limited_process", "--ignored", "--nocapture"])
-        .env("LIMITED_ROOT", volume.root())
-        .output()
-        .unwrap();
-    assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("=> limited"), "{}", text(&output));
+    // In a process of its own: the limit is the process's.
+    let output = Command::new(env!("CARGO_BIN_EXE_ring-client")).arg("limited").arg(volume.root()).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
 }

@@ -1,5 +1,5 @@
-//! Ownership of buffers, between real processes: this test binary starts itself again as the
-//! client.
+//! Ownership of buffers, between real processes: the registry is in this one, and the program
+//! `registrant` is its clients.
 
 use gpunvme_abi::{
     Command, Direction, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer,
@@ -9,18 +9,15 @@ use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_gpupath::registry::{Amounts, Caller, Limits, Registry, RegistryError};
 use gpunvme_gpupath::server::{Outcome, Reply, Server};
 use gpunvme_gpupath::socket::Listener;
+use gpunvme_tests::registrant::{LEN, connect, memfd, receive, register_over, send};
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use std::io::{BufRead, BufReader, IoSlice, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
-use std::path::Path;
+use rustix::net::SendFlags;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, IntoBytes};
-
-const LEN: u64 = 64 << 10;
 
 fn registry(limits: Limits) -> Registry {
     Registry::new(MemoryDevice::new(1 << 20), limits).unwrap()
@@ -35,13 +32,6 @@ fn request(fd: i32) -> Register {
     Register { fd, len: LEN, ..Register::default() }
 }
 
-fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
-    let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
-    rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len).unwrap();
-    rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
-    fd
-}
-
 /// Another process, which does on demand what an application does.
 struct Client {
     child: Child,
@@ -51,8 +41,7 @@ struct Client {
 
 impl Client {
     fn start() -> Client {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_other_process", "--ignored", "--nocapture"])
+        let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_registrant"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -64,14 +53,9 @@ impl Client {
     /// Sends a line, and returns the numbers in the answer.
     fn ask(&mut self, line: &str) -> Vec<i64> {
         writeln!(self.stdin, "{line}").unwrap();
-        loop {
-            let mut answer = String::new();
-            assert_ne!(self.stdout.read_line(&mut answer).unwrap(), 0, "the client ended");
-            // The test harness of the other process prints lines of its own.
-            if let Some((_, numbers)) = answer.split_once("=> ") {
-                return numbers.split_whitespace().map(|number| number.parse().unwrap()).collect();
-            }
-        }
+        let mut answer = String::new();
+        assert_ne!(self.stdout.read_line(&mut answer).unwrap(), 0, "the client ended");
+        answer.split_whitespace().map(|number| number.parse().unwrap()).collect()
     }
 
     /// Has it make a sealed memfd on its main thread or on a new one: thread id and descriptor.
@@ -95,72 +79,6 @@ impl Drop for Client {
         let _ = self.child.kill(); // it may have ended by itself
         let _ = self.child.wait();
     }
-}
-
-/// Not a test: what [`Client::start`] runs.
-#[test]
-#[ignore = "the other process of the tests beside it"]
-fn the_other_process() {
-    let mut sockets = Vec::new();
-    for line in std::io::stdin().lines() {
-        let line = line.unwrap();
-        let words: Vec<_> = line.split_whitespace().collect();
-        match words[..] {
-            ["memfd", "main"] => answer_memfd(),
-            // The thread stays: it is the one that will be said to have called.
-            ["memfd", "thread"] => {
-                std::thread::spawn(|| {
-                    answer_memfd();
-                    loop {
-                        std::thread::park();
-                    }
-                });
-            }
-            ["connect", path] => {
-                let socket = connect(Path::new(path));
-                let (status, reply) = register_over(&socket, memfd(LEN, SealFlags::SHRINK).as_fd());
-                sockets.push(socket);
-                println!("=> {status} {}", reply.buffer);
-            }
-            _ => panic!("unknown command {line}"),
-        }
-    }
-}
-
-fn answer_memfd() {
-    let fd = memfd(LEN, SealFlags::SHRINK).into_raw_fd();
-    println!("=> {} {fd}", rustix::thread::gettid().as_raw_nonzero());
-}
-
-fn connect(path: &Path) -> OwnedFd {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
-    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    socket
-}
-
-fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() {
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
-    }
-    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
-}
-
-fn receive(socket: &OwnedFd) -> Vec<u8> {
-    let mut bytes = [0; 256];
-    let (_, len) = rustix::net::recv(socket, &mut bytes, rustix::net::RecvFlags::empty()).unwrap();
-    bytes[..len].to_vec()
-}
-
-fn register_over(socket: &OwnedFd, fd: BorrowedFd) -> (i32, Register) {
-    let message = Message { request: Command::Register.request(0), status: 0 };
-    let register = Register { fd: -1, len: LEN, ..Register::default() };
-    send(socket, &[message.as_bytes(), register.as_bytes()].concat(), &[fd]);
-    let answer = receive(socket);
-    let (message, rest) = Message::read_from_prefix(&answer).unwrap();
-    (message.status, Register::read_from_bytes(rest).unwrap_or_default())
 }
 
 fn wait_for(what: &str, condition: impl Fn() -> bool) {
