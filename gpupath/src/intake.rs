@@ -4,10 +4,10 @@
 //! It guards the time of all other threads of the daemon. To close a foreign descriptor can take
 //! for ever: a socket lingers until its peer takes what was sent, a file of a FUSE mount waits for
 //! its server's answer. So there is a fixed number of threads for it, of which each user has a
-//! share; a user who has used up the share is refused before anything more is taken in; and nothing
+//! quota; a user who has used it up is refused before anything more is taken in; and nothing
 //! ever waits for these threads, the end of the mount included.
 
-use crate::shares::share;
+use crate::quota::quota;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -85,7 +85,7 @@ impl Intake {
     }
 
     /// Runs a task for a user, on a thread of its own. It is called here and at once, with
-    /// [`Turn::Refused`], where the user's share is stuck or too much waits.
+    /// [`Turn::Refused`], where the threads of the quota are stuck or too much waits.
     pub fn run(&self, user: u32, task: impl FnOnce(Turn) + Send + 'static) {
         let mut state = self.0.state.lock();
         let is_stuck = state.is_stuck(user);
@@ -216,7 +216,7 @@ impl ThreadPool {
 
     fn has_room(&self, user: u32) -> bool {
         let busy = self.users.get(&user).map_or(0, |of| of.busy);
-        (busy as u64) < share(user, THREADS as u64, (self.busy - busy) as u64)
+        (busy as u64) < quota(user, THREADS as u64, (self.busy - busy) as u64)
     }
 
     /// Whether a user has no thread to be had, and has had none for a while.

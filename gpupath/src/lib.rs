@@ -25,18 +25,18 @@
 //! ```
 #![deny(unsafe_code)]
 
+pub mod calling_thread;
 mod foreign;
 mod intake;
-pub mod limits;
-#[allow(unsafe_code)]
-mod peer;
 pub mod planner;
 mod process;
+pub mod quota;
+pub mod rate_limit;
 pub mod registry;
 pub mod ring;
-pub mod seldom;
 pub mod server;
-pub mod shares;
 pub mod socket;
+#[allow(unsafe_code)]
+mod socket_peer;
 pub mod stats;
 pub mod transfer;

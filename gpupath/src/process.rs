@@ -7,7 +7,7 @@
 //! outlives the request holds a pidfd and a directory of `/proc`, which refer to the process
 //! itself.
 
-use crate::shares::ROOT;
+use crate::quota::ROOT;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;

@@ -9,8 +9,8 @@ use crate::foreign::Foreign;
 use crate::intake::Turn;
 use crate::planner::{self, Plan};
 use crate::process::{Client, Process};
+use crate::rate_limit::RateLimit;
 use crate::registry::{Buffer, Caller, Registry, RegistryError};
-use crate::seldom::Seldom;
 use crate::stats::Stats;
 use crate::transfer::Failed;
 use gpunvme_abi::{
@@ -129,13 +129,13 @@ pub struct Server {
     /// The counters.
     pub stats: Stats,
     /// Messages about rings whose applications broke them.
-    pub(crate) broken_rings: Seldom,
+    pub(crate) broken_rings: RateLimit,
 }
 
 impl Server {
     /// A server that has counted nothing.
     pub fn new(registry: Registry) -> Server {
-        Server { registry, stats: Stats::default(), broken_rings: Seldom::default() }
+        Server { registry, stats: Stats::default(), broken_rings: RateLimit::default() }
     }
 
     /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for the
@@ -149,7 +149,7 @@ impl Server {
         self.registered(request, self.registry.adopt(client, fd, request))
     }
 
-    /// As [`Server::register`], on a thread of which the user has only a share.
+    /// As [`Server::register`], on a thread of which the user has a quota.
     pub fn register_soon(self: &Arc<Self>, caller: Caller, request: Register, done: impl FnOnce(Reply) + Send + 'static) {
         let server = self.clone();
         self.take_in(caller.user, move |may| {
@@ -161,7 +161,7 @@ impl Server {
     }
 
     /// Calls `task` on a thread that may wait for a user's processes; here and at once, with an
-    /// error, where the user has used up the share of such threads.
+    /// error, where the user has used up the quota of such threads.
     pub fn take_in(&self, user: u32, task: impl FnOnce(Result<(), RegistryError>) + Send + 'static) {
         self.registry.intake().run(user, |turn| match turn {
             Turn::Taken => task(Ok(())),

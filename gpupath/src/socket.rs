@@ -12,9 +12,9 @@
 
 use crate::foreign::Foreign;
 use crate::intake::{Intake, Turn};
-use crate::peer;
+use crate::quota::{ROOT, quota};
 use crate::server::{Reply, Server};
-use crate::shares::{ROOT, share};
+use crate::socket_peer;
 use gpunvme_abi::{self as abi, Message, Request};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, Timespec, epoll};
@@ -34,7 +34,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Connections held at a time, of which a user has a share. A client needs one for a moment, so a
+/// Connections held at a time, of which a user has a quota. A client needs one for a moment, so a
 /// user's oldest goes when one more comes.
 const MAX_CONNECTIONS: usize = 128;
 /// The most descriptors that can come with a message (`SCM_MAX_FD`). There is room for all of
@@ -177,9 +177,9 @@ impl Service {
         let socket = self.socket.as_ref().expect("it goes with the service");
         match rustix::net::accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => {
-                // Without credentials it is counted for root, who has the largest share: a socket
+                // Without credentials it is counted for root, who has the largest quota: a socket
                 // of this kind has them.
-                let user = peer::user(socket.as_fd()).unwrap_or(ROOT);
+                let user = socket_peer::user(socket.as_fd()).unwrap_or(ROOT);
                 let connection = Connection { token: self.next, user, intake: self.held.intake.clone(), socket: Some(socket) };
                 self.next += 1;
                 if let Err(errno) = self.held.hold(Arc::new(connection)) {
@@ -238,16 +238,16 @@ impl Drop for Service {
 }
 
 impl Held {
-    /// Takes a connection in, in the place of its user's oldest where the user has the share. The
-    /// user without a share is not let in.
+    /// Takes a connection in, in the place of its user's oldest where the quota of the user is used up. The
+    /// user whose quota is 0 is not let in.
     fn hold(&self, connection: Arc<Connection>) -> Result<(), Errno> {
         let mut connections = self.connections.lock();
         let of_user = |other: &Arc<Connection>| other.user == connection.user;
         let held = connections.iter().filter(|other| of_user(other)).count();
-        let share = share(connection.user, MAX_CONNECTIONS as u64, (connections.len() - held) as u64);
-        let oldest = if held as u64 >= share { connections.iter().position(of_user) } else { None };
+        let quota = quota(connection.user, MAX_CONNECTIONS as u64, (connections.len() - held) as u64);
+        let oldest = if held as u64 >= quota { connections.iter().position(of_user) } else { None };
         let dropped = oldest.and_then(|oldest| connections.remove(oldest));
-        if (share == 0) && dropped.is_none() {
+        if (quota == 0) && dropped.is_none() {
             return Err(Errno::BUSY);
         }
         let data = epoll::EventData::new_u64(connection.token);
@@ -322,7 +322,7 @@ fn exchange(server: &Weak<Server>, connection: &Connection) -> Result<(), End> {
 }
 
 fn answer(server: &Server, socket: BorrowedFd<'_>, request: u32, argument: &[u8], fd: Option<Foreign>) -> Reply {
-    let client = peer::client(socket);
+    let client = socket_peer::client(socket);
     match (abi::decode(request, argument), fd, client) {
         (Ok(Request::Register(_)), None, _) => Reply::error(libc::EBADF),
         (Ok(Request::Register(register)), Some(fd), Ok(client)) => server.register_received(client, fd, &register),

@@ -5,7 +5,7 @@
 //! a [`Charge`].
 
 use crate::process::Identity;
-use crate::shares::share;
+use crate::quota::quota;
 use gpunvme_abi::Reason;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
@@ -131,8 +131,8 @@ impl Accounts {
         let before = held.users.get(&user).copied().unwrap_or_default();
         let (of_user, others) = (before + amounts, held.all - before);
         let each = of_user.each().into_iter().zip(amounts.each()).zip(self.limits.all.each().into_iter().zip(others.each()));
-        // A user who has more than the share by now may still have what costs nothing of it.
-        if each.into_iter().any(|((of_user, more), (all, others))| more > 0 && of_user > share(user, all, others)) {
+        // A user who has more than the quota by now may still have what costs nothing of it.
+        if each.into_iter().any(|((of_user, more), (all, others))| more > 0 && of_user > quota(user, all, others)) {
             return Err(Reason::UserLimit);
         }
         held.all = all;

@@ -5,8 +5,8 @@
 //! whose words cannot be right. What an application does to its ring costs it the ring, and no
 //! other application anything.
 
+mod deferred_drop;
 mod groups;
-mod leavings;
 mod queue_pair;
 mod rings;
 mod service;

@@ -2,11 +2,11 @@
 //! ring's rules. It knows no threads: the service thread takes submissions, and the thread that
 //! ends a transfer completes it.
 
+use super::deferred_drop::{DeferredDrop, Held};
 use super::groups::Member;
-use super::leavings::{Held, Leavings};
 use super::signal::Signal;
 use super::thread::ServingThread;
-use crate::limits;
+use crate::calling_thread;
 use crate::process::Process;
 use crate::registry::Buffer;
 use crate::server::Answer;
@@ -57,7 +57,7 @@ pub(super) struct Ring {
     /// The longest that the owner may make a file, and when that was asked.
     file_size: Mutex<Option<(Instant, u64)>>,
     /// Where what it lets go of goes.
-    leavings: Leavings,
+    deferred_drop: DeferredDrop,
 }
 
 #[derive(Default)]
@@ -82,7 +82,7 @@ impl Ring {
         memory: RingMemory,
         submitted: OwnedFd,
         completed: Signal,
-        leavings: Leavings,
+        deferred_drop: DeferredDrop,
     ) -> Ring {
         Ring {
             id,
@@ -102,7 +102,7 @@ impl Ring {
             files: RwLock::default(),
             buffers: Mutex::default(),
             file_size: Mutex::default(),
-            leavings,
+            deferred_drop,
         }
     }
 
@@ -204,7 +204,7 @@ impl Ring {
         self.memory.swap(Word::Application, AWAKE);
         self.completed.send();
         let files = std::mem::take(&mut self.files.write().by_name);
-        self.leavings.leave(files);
+        self.deferred_drop.drop_later(files);
         self.buffers.lock().clear();
     }
 
@@ -232,7 +232,7 @@ impl Ring {
         }
         files.last += 1;
         let name = files.last;
-        files.by_name.insert(name, Arc::new(Held::new(file, &self.leavings)));
+        files.by_name.insert(name, Arc::new(Held::new(file, &self.deferred_drop)));
         Some(name)
     }
 
@@ -246,7 +246,7 @@ impl Ring {
         let mut known = self.file_size.lock();
         match *known {
             Some((asked, limit)) if asked.elapsed() < LIMIT_LASTS => limit,
-            _ => known.insert((Instant::now(), limits::file_size(self.owner.id))).1,
+            _ => known.insert((Instant::now(), calling_thread::file_size_limit(self.owner.id))).1,
         }
     }
 

@@ -5,7 +5,7 @@
 //! each have one. The load of a ring is unknown when it is made, but never more transfers at a time
 //! than it has entries.
 
-use super::leavings::Leavings;
+use super::deferred_drop::DeferredDrop;
 use super::queue_pair::{AttachedFile, Ring};
 use super::service::Service;
 use super::shares::Shares;
@@ -13,9 +13,9 @@ use super::signal::Signal;
 use super::watch::{Heard, Watch};
 use crate::foreign::{Foreign, Kind};
 use crate::process::Process;
+use crate::quota::quota;
 use crate::registry::Caller;
 use crate::server::{Reply, Server};
-use crate::shares::share;
 use gpunvme_abi::Command;
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self, Attach, Detach, RING_ENTRIES, ring_bytes};
@@ -69,7 +69,7 @@ impl Limits {
 
     /// Whether a user who has so many, of so many, may have another.
     fn admit(self, user: u32, of_user: usize, made: usize) -> bool {
-        (of_user as u64) < share(user, self.all as u64, (made - of_user) as u64)
+        (of_user as u64) < quota(user, self.all as u64, (made - of_user) as u64)
     }
 }
 
@@ -80,8 +80,8 @@ pub struct Rings {
     io: Arc<Io>,
     watch: Arc<Watch>,
     shares: Arc<Shares>,
-    leavings: Leavings,
-    /// Of `leavings`.
+    deferred_drop: DeferredDrop,
+    /// Of `deferred_drop`.
     dropping: Mutex<Option<JoinHandle<()>>>,
     /// Filled from the front.
     services: Arc<[OnceLock<Arc<Service>>]>,
@@ -108,7 +108,7 @@ impl Rings {
     /// When the kernel gives no epoll, eventfd or thread, or the device no queue.
     pub fn new(server: Arc<Server>, io: Arc<Io>, services: usize) -> io::Result<Rings> {
         let services = services.max(1);
-        let (leavings, dropping) = Leavings::new(spawn)?;
+        let (deferred_drop, dropping) = DeferredDrop::new(spawn)?;
         let descriptors = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let rings = Rings {
             limits: Limits::within(descriptors),
@@ -116,7 +116,7 @@ impl Rings {
             io,
             watch: Arc::new(Watch::new()?),
             shares: Arc::new(Shares::new()),
-            leavings,
+            deferred_drop,
             dropping: Mutex::new(Some(dropping)),
             services: (0..services).map(|_| OnceLock::new()).collect(),
             opening: Mutex::new(Opening {
@@ -189,7 +189,7 @@ impl Rings {
         for service in begun(&self.services) {
             service.rings().iter().for_each(|ring| service.remove(ring));
         }
-        self.leavings.end();
+        self.deferred_drop.end();
         if let Some(dropping) = self.dropping.lock().take() {
             let _ = dropping.join(); // as above
         }
@@ -233,7 +233,8 @@ impl Rings {
         opening.last_id += 1;
         let id = opening.last_id;
         let member = self.shares.member(caller.user, owner.id);
-        let ring = Arc::new(Ring::new(id, (caller.user, owner), member, mapped, submitted, completed, self.leavings.clone()));
+        let ring =
+            Arc::new(Ring::new(id, (caller.user, owner), member, mapped, submitted, completed, self.deferred_drop.clone()));
         opening.made.push(Arc::downgrade(&ring));
         self.shares.add(&ring);
         self.service_for(&mut opening, weight(&ring)).add(ring)?;

@@ -223,7 +223,7 @@ impl Service {
     }
 
     fn give_up(&self, ring: &Arc<Ring>, broken: &Broken) {
-        if let Some(left_out) = self.server.broken_rings.now() {
+        if let Some(left_out) = self.server.broken_rings.allow() {
             tracing::warn!(ring = ring.id, left_out, "{broken}; the ring is closed");
         }
         self.remove(ring);

@@ -10,14 +10,14 @@
 //! all (`RWF_NOAPPEND`, of which no flag tells).
 //!
 //! A parked fragment holds one of the requests that the kernel has in flight in the background, and
-//! memory for its bytes; all users share both. So a user has a share of the fragments that wait for
-//! a missing one, and what exceeds the share goes on soon without it. (Fragments behind one that is
+//! memory for its bytes; all users share both. So a user has a quota of the fragments that wait for
+//! a missing one, and what exceeds the quota goes on soon without it. (Fragments behind one that is
 //! with a worker wait for the device, as any write does, and are not counted.)
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use gpunvme_gpupath::shares::share;
+use gpunvme_gpupath::quota::quota;
 use parking_lot::{Condvar, Mutex};
 use rustc_hash::FxHashMap;
 
@@ -28,7 +28,7 @@ use gpunvme_engine::error::FsError;
 
 /// How long fragments wait for a missing one: far longer than a loop takes with it.
 const WAIT: Duration = Duration::from_secs(2);
-/// The same where their user has more of them than a share: longer than a loop usually takes that
+/// The same where their user has more of them than a quota: longer than a loop usually takes that
 /// has lost its processor meanwhile. One that goes on too early matters only where direct writes
 /// make the same file longer just then.
 const SHORT_WAIT: Duration = Duration::from_millis(50);
@@ -167,7 +167,7 @@ impl<P> Parked<P> {
     }
 
     /// The files in which fragments wait for a missing one, with the time when they have waited too
-    /// long. Where a user has more than a share of `limit`, that comes early for those files that
+    /// long. Where a user has more than a quota of `limit`, that comes early for those files that
     /// have waited longest.
     fn due(&self, limit: usize) -> Vec<(Instant, u64)> {
         let mut waiting: Vec<_> = self.files.iter().filter(|(_, file)| file.waits_for_missing()).collect();
@@ -176,7 +176,7 @@ impl<P> Parked<P> {
         waiting.iter().flat_map(|(_, file)| file.users()).for_each(|user| *held.entry(user).or_default() += 1);
         let mut all: u64 = held.values().sum();
         let due = |(ino, file): (&u64, &File<P>)| {
-            let exceeds = |user| held[&user] > share(user, limit as u64, all - held[&user]);
+            let exceeds = |user| held[&user] > quota(user, limit as u64, all - held[&user]);
             if !file.users().any(exceeds) {
                 return (file.since + WAIT, *ino);
             }
@@ -269,11 +269,11 @@ mod tests {
     fn a_user_who_has_more_than_a_share_waits_shortly_and_others_and_root_do_not() {
         const ALL: usize = 64;
         let order = AppendOrder::new(ALL);
-        let alone = share(USER, ALL as u64, 0);
+        let alone = quota(USER, ALL as u64, 0);
         for ino in 0..alone {
             order.park(ino, 10, USER, ());
         }
-        assert_eq!(late_after(&order, SHORT_WAIT), [0; 0], "that is the share");
+        assert_eq!(late_after(&order, SHORT_WAIT), [0; 0], "that is the quota");
         for ino in [100, 101] {
             order.park(ino, 10, 0, ());
         }

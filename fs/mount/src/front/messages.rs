@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 
 use gpunvme_abi::Direction;
 use gpunvme_blockdev::{self as blockdev, Op};
-use gpunvme_gpupath::seldom::Seldom;
+use gpunvme_gpupath::rate_limit::RateLimit;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
@@ -23,17 +23,17 @@ enum Failure {
     Other(i32),
 }
 
-static KINDS: LazyLock<Mutex<FxHashMap<Kind, Arc<Seldom>>>> = LazyLock::new(Mutex::default);
+static KINDS: LazyLock<Mutex<FxHashMap<Kind, Arc<RateLimit>>>> = LazyLock::new(Mutex::default);
 
 /// Whether a message of this kind is to be logged now, and then how many were not since the last
 /// one.
-fn seldom(operation: &'static str, kind: &'static str) -> Option<u64> {
+fn left_out(operation: &'static str, kind: &'static str) -> Option<u64> {
     of_kind((operation, kind, None))
 }
 
 fn of_kind(kind: Kind) -> Option<u64> {
-    let seldom = KINDS.lock().entry(kind).or_default().clone();
-    seldom.now()
+    let limit = KINDS.lock().entry(kind).or_default().clone();
+    limit.allow()
 }
 
 /// An operation failed: logs what is not the caller's doing.
@@ -66,21 +66,21 @@ fn failure(error: &blockdev::Error) -> Failure {
 
 /// The kernel was to be told something of a file.
 pub(super) fn not_told(ino: u64, error: &std::io::Error) {
-    if let Some(left_out) = seldom("notify", "refused") {
+    if let Some(left_out) = left_out("notify", "refused") {
         tracing::warn!(ino, %error, left_out, "the kernel did not take a notification: it may show what this file was before");
     }
 }
 
 /// An inode without a name stays until the next mount tries again.
 pub(super) fn not_removed(ino: u64, error: &FsError) {
-    if let Some(left_out) = seldom("remove", "failed") {
+    if let Some(left_out) = left_out("remove", "failed") {
         tracing::warn!(ino, %error, left_out, "an inode without a name could not be removed");
     }
 }
 
 /// A pool has more tasks than threads.
 pub(super) fn no_thread(pool: &'static str, error: &std::io::Error) {
-    if let Some(left_out) = seldom(pool, "no thread") {
+    if let Some(left_out) = left_out(pool, "no thread") {
         tracing::warn!(pool, %error, left_out, "no thread to be had");
     }
 }
@@ -92,10 +92,10 @@ mod tests {
     #[test]
     fn the_first_of_each_kind_is_logged_and_no_other_at_once() {
         for kind in ["device", "damaged"] {
-            assert_eq!(seldom("test", kind), Some(0));
-            assert!((0..20_000).all(|_| seldom("test", kind).is_none()));
+            assert_eq!(left_out("test", kind), Some(0));
+            assert!((0..20_000).all(|_| left_out("test", kind).is_none()));
         }
-        assert_eq!(seldom("another test", "device"), Some(0));
+        assert_eq!(left_out("another test", "device"), Some(0));
     }
 
     #[test]

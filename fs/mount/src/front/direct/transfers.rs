@@ -14,7 +14,7 @@ use std::time::Instant;
 use gpunvme_abi::{Direction, Reason, Segment, TransferFlags, TransferRequest};
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_engine::Timestamp;
-use gpunvme_gpupath::limits;
+use gpunvme_gpupath::calling_thread;
 use gpunvme_gpupath::planner::{self, Plan, Position};
 use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::server::{Answer, Outcome};
@@ -116,7 +116,7 @@ struct WritePart {
 impl Transfer {
     /// Owner of the transfer. The caller of an ioctl waits for it, so its process can be looked up.
     fn owner(&self) -> Owner {
-        let of_caller = || Owner { user: self.caller.context.uid, process: limits::process_of(self.caller.thread) };
+        let of_caller = || Owner { user: self.caller.context.uid, process: calling_thread::process_of(self.caller.thread) };
         self.owner.unwrap_or_else(of_caller)
     }
 
@@ -169,7 +169,7 @@ impl Front {
         let (buffer, owner, limit) = match way {
             Way::Ioctl => {
                 let buffer = server.admit(caller.thread, direction, &request)?;
-                let limit = if direction == Direction::Write { limits::file_size(caller.thread) } else { u64::MAX };
+                let limit = if direction == Direction::Write { calling_thread::file_size_limit(caller.thread) } else { u64::MAX };
                 (buffer, None, limit)
             }
             Way::Ring { buffer, owner, limit } => {
@@ -222,7 +222,7 @@ impl Front {
         let front = self.clone();
         self.device_shares.begin(
             user,
-            || limits::process_of(thread),
+            || calling_thread::process_of(thread),
             bytes,
             move |in_flight| {
                 read.in_flight = Some(in_flight);
@@ -238,7 +238,7 @@ impl Front {
         let front = self.clone();
         self.device_shares.begin(
             user,
-            || limits::process_of(thread),
+            || calling_thread::process_of(thread),
             bytes,
             move |in_flight| {
                 write.in_flight = Some(in_flight);

@@ -9,7 +9,7 @@ const PAUSE: Duration = Duration::from_secs(10);
 
 /// One kind of message.
 #[derive(Debug, Default)]
-pub struct Seldom(Mutex<LastLogged>);
+pub struct RateLimit(Mutex<LastLogged>);
 
 #[derive(Debug, Default)]
 struct LastLogged {
@@ -17,13 +17,13 @@ struct LastLogged {
     left_out: u64,
 }
 
-impl Seldom {
+impl RateLimit {
     /// Whether a message is to be logged now, and then how many were not since the last one.
-    pub fn now(&self) -> Option<u64> {
-        self.at(Instant::now())
+    pub fn allow(&self) -> Option<u64> {
+        self.allow_at(Instant::now())
     }
 
-    fn at(&self, now: Instant) -> Option<u64> {
+    fn allow_at(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock();
         if state.last.is_some_and(|last| now.saturating_duration_since(last) < PAUSE) {
             state.left_out += 1;
@@ -40,8 +40,8 @@ mod tests {
 
     #[test]
     fn what_is_left_out_is_counted() {
-        let (seldom, start) = (Seldom::default(), Instant::now());
-        let said: Vec<_> = (0..1000).map(|at| seldom.at(start + PAUSE * at / 400)).collect();
+        let (limit, start) = (RateLimit::default(), Instant::now());
+        let said: Vec<_> = (0..1000).map(|at| limit.allow_at(start + PAUSE * at / 400)).collect();
         let logged: Vec<_> = said.iter().enumerate().filter_map(|(at, said)| said.map(|left_out| (at, left_out))).collect();
         assert_eq!(logged, [(0, 0), (400, 399), (800, 399)]);
     }

@@ -1,5 +1,5 @@
-//! The limits of a caller, read from `/proc`: a direct write does nothing that the kernel would not
-//! let the caller do with write(2).
+//! What `/proc` says of a calling thread: its process, and how long it may make a file. A direct
+//! write does nothing that the kernel would not let the caller do with write(2).
 
 /// The longest that a thread, or a process, may make a file, in bytes (`RLIMIT_FSIZE`); no limit
 /// where it cannot be asked. `thread` must name it and no other: of a request that has not been
@@ -7,7 +7,7 @@
 ///
 /// Read from `/proc`: prlimit(2) wants a privilege for other users' processes that the daemon has
 /// no other use for.
-pub fn file_size(thread: u32) -> u64 {
+pub fn file_size_limit(thread: u32) -> u64 {
     let limits = std::fs::read_to_string(format!("/proc/{thread}/limits")).unwrap_or_default();
     parse(&limits).unwrap_or(u64::MAX)
 }
@@ -37,6 +37,6 @@ mod tests {
         assert_eq!(parse(limits), Some(1 << 20));
         assert_eq!(parse("Max file size             unlimited            unlimited            bytes     \n"), None);
         assert_eq!(parse(""), None);
-        assert_eq!(file_size(0), u64::MAX, "there is no such process");
+        assert_eq!(file_size_limit(0), u64::MAX, "there is no such process");
     }
 }
