@@ -125,3 +125,20 @@ fn a_write_that_waits_does_not_take_back_the_time_of_what_came_after_it() {
         assert_eq!(fs.wait(|| fs.attributes(ino)).unwrap().inode.mtime, LATER);
     }
 }
+
+#[test]
+fn an_attribute_that_is_set_to_what_it_was_moves_no_time() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(48 << 20);
+    make(&device);
+    let fs = open(&device).unwrap();
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&who(CREATED), ROOT, b"a", &new)).unwrap().ino;
+    let set_at = |value: &[u8], now| {
+        fs.wait(|| fs.set_xattr(&who(now), ino, b"user.a", value, false, false)).unwrap();
+        fs.wait(|| fs.attributes(ino)).unwrap().inode.ctime
+    };
+    for value in [&b""[..], b"1", &[7; 9000], b"2"] {
+        assert_eq!((set_at(value, WRITTEN), set_at(value, LATER)), (WRITTEN, WRITTEN), "{} bytes", value.len());
+        assert_eq!(fs.wait(|| fs.get_xattr(ino, b"user.a")).unwrap(), value);
+    }
+}

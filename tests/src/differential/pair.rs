@@ -116,9 +116,12 @@ impl Pair {
             let _ = fs::remove_dir_all(self.folder(side));
         }
         self.folders += 1;
-        for side in [Side::Ext4, Side::Gpunvme] {
-            fs::create_dir(self.folder(side)).expect("a folder");
+        if fs::create_dir(self.folder(Side::Ext4)).is_err() {
+            // An ext4 that found itself damaged takes nothing more.
+            *self = Self::new().expect("it was to be had before");
+            fs::create_dir(self.folder(Side::Ext4)).expect("a folder");
         }
+        fs::create_dir(self.folder(Side::Gpunvme)).expect("a folder");
     }
 
     /// Whether gpunvme answers.

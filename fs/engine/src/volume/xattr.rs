@@ -166,16 +166,19 @@ impl Volume {
             None if list(&op, ino)?.len() + name.len() + 1 > XATTR_LIST_MAX => return Err(FsError::NoSpace.into()),
             _ => {}
         }
-        match acl::mode_of(name, value, inode.mode, inode.is_dir())? {
-            acl::Effect::None => set(&mut op, ino, name, value)?,
-            acl::Effect::Mode { mode, store } => {
-                inode.mode = mode;
-                if store {
-                    set(&mut op, ino, name, value)?;
-                } else {
-                    remove(&mut op, ino, name)?;
-                }
-            }
+        let (mode, store) = match acl::mode_of(name, value, inode.mode, inode.is_dir())? {
+            acl::Effect::None => (inode.mode, true),
+            acl::Effect::Mode { mode, store } => (mode, store),
+        };
+        // As on ext4, what is set to what it was moves no time.
+        if mode == inode.mode && get(&op, ino, name)?.as_deref() == store.then_some(value) {
+            return Ok(());
+        }
+        inode.mode = mode;
+        if store {
+            set(&mut op, ino, name, value)?;
+        } else {
+            remove(&mut op, ino, name)?;
         }
         inode::changed(&mut inode, context.now);
         inode::store(&mut op, ino, &inode)?;
