@@ -1,10 +1,12 @@
 # The checks that a case consists of, the same on the host (bash) and in the guest (busybox's ash).
 # shellcheck shell=dash disable=SC2154
 #
-# A check is a line "begin NAME" in $results, and a line "passed NAME" or "failed NAME" when it is over: what
-# began and is not over when the machine is gone hung, or took it down. $output is for what the command says.
+# A check is a line "begin NAME" in $results, and a line "passed NAME" or "failed NAME" when it is
+# over: what began and is not over when the machine is gone hung, or took it down. $output is for
+# what the command says.
 
-# check NAME COMMAND...: the command, which may be a function, has to succeed. It runs as a child, with `set -eu`.
+# check NAME COMMAND...: the command, which may be a function, has to succeed. It runs as a child,
+# with `set -eu`.
 check() {
     local name=$1 code=0
     shift
@@ -19,7 +21,8 @@ check() {
     fi
 }
 
-# refused CODE WORDS COMMAND...: the command ends with that exit code and says the words, in any case.
+# refused CODE WORDS COMMAND...: the command ends with that exit code and says the words, in any
+# case.
 refused() {
     local expected=$1 words=$2 code=0 said
     shift 2

@@ -48,7 +48,8 @@ tree_intact() {
 
 # ask NAME: has the host do something, and waits until it is done.
 ask() {
-    # Named when it is there: the host may take it away at once, which creating a file by 9p does not survive.
+    # Named when it is there: the host may take it away at once, which creating a file by 9p does
+    # not survive.
     echo asked >/lab/asking
     mv /lab/asking "/lab/asked-$1"
     eventually 60 test -e "/lab/done-$1"

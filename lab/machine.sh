@@ -1,12 +1,13 @@
-# The machine of the lab: QEMU, the guest's kernel and its first root. To be sourced after scripts/lib.sh.
+# The machine of the lab: QEMU, the guest's kernel and its first root. To be sourced after
+# scripts/lib.sh.
 # shellcheck shell=bash disable=SC2154,SC2034
 
 KERNEL_SERIES=linux-image-6.12-amd64
 # In the order in which they need each other.
 MODULES=(irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci nvme-auth nvme-keyring nvme-core nvme netfs 9pnet 9pnet_virtio 9p)
 
-# Sets $kernel to a folder with the newest kernel of the series that apt offers: vmlinuz, initrd. One that was fetched before
-# serves where apt offers none.
+# Sets $kernel to a folder with the newest kernel of the series that apt offers: vmlinuz, initrd.
+# One that was fetched before serves where apt offers none.
 get_kernel() {
     local cache=$1 package module fetched=$work/kernel
     package=$(apt-cache depends --important "$KERNEL_SERIES" 2>/dev/null | awk '$1 == "Depends:" { print $2; exit }')
@@ -35,7 +36,8 @@ get_kernel() {
     fi
 }
 
-# Makes $1, the guest's first root: busybox, the modules, and init, which finds the rest in the shared folder.
+# Makes $1, the guest's first root: busybox, the modules, and init, which finds the rest in the
+# shared folder.
 make_initrd() {
     local root=$work/root
     mkdir -p "$root"/{bin,proc,sys,dev,tmp,lab,mnt,modules}
@@ -46,8 +48,8 @@ make_initrd() {
     (cd "$root" && find . | cpio --quiet -o -H newc --owner=0:0 | gzip -1) >"$1"
 }
 
-# Fills the folder $1 with what guests run: our programs without their debugging information, and blkid, which mkfs.gpunvme asks;
-# the libraries that these load; the scripts.
+# Fills the folder $1 with what guests run: our programs without their debugging information, and
+# blkid, which mkfs.gpunvme asks; the libraries that these load; the scripts.
 make_share() {
     local program library
     mkdir -p "$1"/{programs,libraries,scripts}
@@ -75,7 +77,8 @@ disk() {
     add -blockdev "driver=file,node-name=$1-file,filename=$run/$1.img" -blockdev "driver=raw,node-name=$1,file=$1-file"
 }
 
-# logged_disk NAME SIZE: the same, with all writes and flushes logged in $run/NAME.log, in the format of dm-log-writes.
+# logged_disk NAME SIZE: the same, with all writes and flushes logged in $run/NAME.log, in the
+# format of dm-log-writes.
 logged_disk() {
     truncate -s "$2" "$run/$1.img"
     truncate -s 0 "$run/$1.log"
@@ -89,7 +92,8 @@ controller() { add -device "nvme,id=nvme0,serial=lab,bus=port1${1-}"; }
 # namespace NUMBER DISK [,OPTIONS]
 namespace() { add -device "nvme-ns,drive=$2,bus=nvme0,nsid=$1${3-}"; }
 
-# bar SIZE [NAME PORT]: a device whose BAR 2, $run/NAME, stands in for a GPU's memory; without more the one at 0000:02:00.0, and $run/bar.
+# bar SIZE [NAME PORT]: a device whose BAR 2, $run/NAME, stands in for a GPU's memory; without more
+# the one at 0000:02:00.0, and $run/bar.
 bar() {
     local name=${2-bar} port=${3-port2}
     add -object "memory-backend-file,id=$name,mem-path=$run/$name,size=$1,share=on" -device "ivshmem-plain,memdev=$name,bus=$port"
@@ -136,7 +140,8 @@ qmp() {
     return 1
 }
 
-# put_below DISK JSON: from now on the disk lies on a node that these options describe. It gets a name of its own.
+# put_below DISK JSON: from now on the disk lies on a node that these options describe. It gets a
+# name of its own.
 put_below() {
     local name=below$((nodes += 1))
     qmp "{\"execute\": \"blockdev-add\", \"arguments\": {\"node-name\": \"$name\", $2}}"
@@ -158,7 +163,8 @@ answer() {
     touch "$run/share/done-$name"
 }
 
-# cut_power_after FILES: kills QEMU when powercut(1) in the guest has said that so many files are durable.
+# cut_power_after FILES: kills QEMU when powercut(1) in the guest has said that so many files are
+# durable.
 cut_power_after() {
     eventually "$seconds" acknowledged "$1" || return 1
     # Said first: the machine is gone, and is judged, as soon as it is killed.

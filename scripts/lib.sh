@@ -6,7 +6,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 say() { printf '%s\n' "== $*" >&2; }
 die() { printf '%s\n' "${0##*/}: $*" >&2; exit 1; }
 
-# What makes a command run as root, for what needs it: mounting, loop devices, packages. Empty for root, who may have no sudo.
+# What makes a command run as root, for what needs it: mounting, loop devices, packages. Empty for
+# root, who may have no sudo.
 sudo=()
 if [ "$(id -u)" != 0 ]; then
     sudo=(sudo "--preserve-env=GPUNVME_BIN,TMPDIR,CARGO_TARGET_DIR,CARGO_INCREMENTAL,CARGO_HOME,RUSTUP_HOME" env "PATH=$PATH")
@@ -40,8 +41,8 @@ need_rust() {
     command -v cc >/dev/null || need_packages gcc libc6-dev
 }
 
-# The environment under $target in which the Python package is built and tested, as $environment. Made once; what is
-# in it is as python/tests/requirements.txt says.
+# The environment under $target in which the Python package is built and tested, as $environment.
+# Made once; what is in it is as python/tests/requirements.txt says.
 python_environment() {
     target=${CARGO_TARGET_DIR:-$PWD/target}
     environment=$target/python
@@ -54,7 +55,8 @@ python_environment() {
     fi
 }
 
-# A program of a crate that is no dependency, at a fixed version, built once and kept as $tools/NAME-VERSION.
+# A program of a crate that is no dependency, at a fixed version, built once and kept as
+# $tools/NAME-VERSION.
 tool() {
     local name=$1 version=$2
     [ ! -x "${tools:?}/$name-$version" ] || return 0
@@ -64,7 +66,8 @@ tool() {
     mv "$work/$name/bin/$name" "$tools/$name-$version"
 }
 
-# Makes $work, an empty folder for images and mount points, which goes when the script ends, with all that is mounted in it.
+# Makes $work, an empty folder for images and mount points, which goes when the script ends, with
+# all that is mounted in it.
 make_work() {
     work=$(mktemp -d "${TMPDIR:-/var/tmp}/gpunvme-${0##*/}.XXXXXX")
     trap 'exit 130' INT TERM
@@ -74,7 +77,8 @@ make_work() {
 remove_work() {
     local dir device process
     cd /
-    # The innermost mounts first. A daemon that hangs must not keep the script from ending: its mount is cut off, and it is killed.
+    # The innermost mounts first. A daemon that hangs must not keep the script from ending: its
+    # mount is cut off, and it is killed.
     for dir in $(awk -v work="$work/" 'index($2, work) == 1 { print $2 }' /proc/self/mounts | tac); do
         as_root timeout 60 umount "$dir" 2>/dev/null || as_root umount --force --lazy "$dir" || true
     done
@@ -87,7 +91,8 @@ remove_work() {
     as_root rm -rf --one-file-system "$work"
 }
 
-# Mounts an image on a directory, which it makes, with the program in the folder $bin. Further arguments are the program's.
+# Mounts an image on a directory, which it makes, with the program in the folder $bin. Further
+# arguments are the program's.
 mount_volume() {
     mkdir -p "$2"
     as_root "${bin:?}/mount.gpunvme" "$@"

@@ -1,14 +1,16 @@
 /*
- * libgpunvme: files of a gpunvme mount, read and written straight into memory that the device reaches.
+ * libgpunvme: files of a gpunvme mount, read and written straight into memory that the device
+ * reaches.
  *
- * Functions that return int return 0, or a negative errno; gpunvme_last_error() has the sentence that goes with it. Handles may be used from several
- * threads at once. A buffer's memory is shared with the device while a call moves it: what a read covers must not be
- * touched until it returns.
+ * Functions that return int return 0, or a negative errno; gpunvme_last_error() has the sentence
+ * that goes with it. Handles may be used from several threads at once. A buffer's memory is shared
+ * with the device while a call moves it: what a read covers must not be touched until it returns.
  *
  *     gpunvme_file *file;
  *     gpunvme_mount *mount;
  *     gpunvme_buffer *buffer;
- *     if (gpunvme_file_open("/data/model.bin", O_RDONLY, 0, &file) || gpunvme_mount_open("/data", &mount) ||
+ *     if (gpunvme_file_open("/data/model.bin", O_RDONLY, 0, &file) ||
+ *         gpunvme_mount_open("/data", &mount) ||
  *         gpunvme_buffer_create(mount, 64 << 20, &buffer))
  *             errx(1, "%s", gpunvme_last_error());
  *     struct gpunvme_segment whole = { .len = 64 << 20 };
@@ -38,17 +40,20 @@ typedef struct gpunvme_buffer gpunvme_buffer;
 typedef struct gpunvme_file gpunvme_file;
 
 /*
- * What a read or write moved, from the first byte of the first segment on; of GPU memory it is a sum, for its pieces are moved in any order: after an error any segment may have
- * changed in part.
+ * What a read or write moved, from the first byte of the first segment on; of GPU memory it is a
+ * sum, for its pieces are moved in any order: after an error any segment may have changed in part.
  */
 struct gpunvme_result {
 	uint64_t bytes;                  /* the sum of `moved` */
 	struct gpunvme_moved moved;
-	uint32_t reason;                 /* GPUNVME_REASON_*: why not every byte went the fastest way, or why it failed */
+	uint32_t reason;                 /* GPUNVME_REASON_*: why it was slower, or failed */
 	uint32_t failed_segment;         /* index of the segment that failed, or UINT32_MAX */
 };
 
-/* What went wrong in this thread's last call that failed. Valid until the next one does. Never NULL. */
+/*
+ * What went wrong in this thread's last call that failed. Valid until the next one does. Never
+ * NULL.
+ */
 const char *gpunvme_last_error(void);
 
 /* Names and explanations of routes and reasons; never NULL, valid for ever. */
@@ -72,8 +77,10 @@ uint32_t gpunvme_buffer_reason(const gpunvme_buffer *buffer);
 /* Unregisters and unmaps it. No call may be using it. NULL is fine. */
 void gpunvme_buffer_destroy(gpunvme_buffer *buffer);
 
-/* As open(2); -ENOTTY where the file lies, or would lie, on another filesystem: nothing is created or truncated there. O_TRUNC is -EINVAL with
- * O_RDONLY. */
+/*
+ * As open(2); -ENOTTY where the file lies, or would lie, on another filesystem: nothing is created
+ * or truncated there. O_TRUNC is -EINVAL with O_RDONLY.
+ */
 int gpunvme_file_open(const char *path, int flags, unsigned int mode, gpunvme_file **file);
 /* A file that is open already. The descriptor is duplicated, and stays the caller's. */
 int gpunvme_file_from_fd(int fd, gpunvme_file **file);
@@ -81,8 +88,9 @@ int gpunvme_file_from_fd(int fd, gpunvme_file **file);
 void gpunvme_file_close(gpunvme_file *file);
 
 /*
- * Moves `count` segments, of any offset and length. `flags` are GPUNVME_REQUIRE_*. A read ends early, and successfully, where the file does; a
- * write extends it. `result` may be NULL; after an error it says what was moved before.
+ * Moves `count` segments, of any offset and length. `flags` are GPUNVME_REQUIRE_*. A read ends
+ * early, and successfully, where the file does; a write extends it. `result` may be NULL; after an
+ * error it says what was moved before.
  */
 int gpunvme_read(const gpunvme_file *file, gpunvme_buffer *buffer, const struct gpunvme_segment *segments, size_t count,
                  uint32_t flags, struct gpunvme_result *result);
@@ -90,15 +98,17 @@ int gpunvme_write(const gpunvme_file *file, const gpunvme_buffer *buffer, const 
                   uint32_t flags, struct gpunvme_result *result);
 
 /*
- * The extents that touch a range of the file, in order: at most `capacity` of them, and how many in `count`. Where there may be more, ask again
- * from the end of the last.
+ * The extents that touch a range of the file, in order: at most `capacity` of them, and how many
+ * in `count`. Where there may be more, ask again from the end of the last.
  */
 int gpunvme_resolve(const gpunvme_file *file, uint64_t offset, uint64_t len, struct gpunvme_extent *extents, size_t capacity,
                     size_t *count);
 
 /*
- * GPU memory. Addresses are those of CUDA: of cudaMalloc, of pools, mapped piece by piece, managed, of any GPU; and of host memory that CUDA allocated or registered. Nothing
- * needs to be registered here. Bytes go through a staging pool, or, where the mount's SSD reaches the GPU itself, straight.
+ * GPU memory. Addresses are those of CUDA: of cudaMalloc, of pools, mapped piece by piece,
+ * managed, of any GPU; and of host memory that CUDA allocated or registered. Nothing needs to be
+ * registered here. Bytes go through a staging pool, or, where the mount's SSD reaches the GPU
+ * itself, straight.
  *
  *     gpunvme_transfers *transfers;
  *     gpunvme_transfers_open(mount, 0, 0, &transfers);               // once
@@ -106,8 +116,10 @@ int gpunvme_resolve(const gpunvme_file *file, uint64_t offset, uint64_t len, str
  *     if (gpunvme_gpu_read(transfers, file, &whole, 1, 0, &done))
  *             errx(1, "%s", gpunvme_last_error());
  *
- * From the call until a request is done nobody else may use its memory: no kernel, no copy. Segments of a read must not overlap in memory; of segments of a write that
- * overlap in the file it is not defined which is there afterwards. A segment that reaches past the end of the file is read as far as the file goes.
+ * From the call until a request is done nothing else may use its memory: no kernel, no copy.
+ * Segments of a read must not overlap in memory; of segments of a write that overlap in the file
+ * it is not defined which is there afterwards. A segment that reaches past the end of the file is
+ * read as far as the file goes.
  */
 typedef struct gpunvme_transfers gpunvme_transfers;
 typedef struct gpunvme_pending gpunvme_pending;
@@ -120,28 +132,40 @@ struct gpunvme_gpu_segment {
 };
 
 /*
- * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why. `staging` is how many bytes of pinned host memory it may use for each GPU, beside
- * 2 MiB for each thread that waits for requests of at most 1 MiB in at most 8 parts, as many threads as there are processors and at most 16; `registered` is how many of
- * each GPU's memory may be registered with the mount at once; 0 for the usual. One serves a whole application. A process that forks must not use it in the child.
+ * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why.
+ * `staging` is how many bytes of pinned host memory it may use for each GPU, beside 2 MiB for each
+ * thread that waits for requests of at most 1 MiB in at most 8 parts, as many threads as there are
+ * processors and at most 16; `registered` is how many of each GPU's memory may be registered with
+ * the mount at once; 0 for the usual. One serves a whole application. A process that forks must
+ * not use it in the child.
  */
 int gpunvme_transfers_open(const gpunvme_mount *mount, size_t staging, uint64_t registered, gpunvme_transfers **transfers);
-/* Waits for all requests; in a callback (gpunvme_done) it does not, and all ends when they are done. Queues keep it alive. NULL is fine. */
+/*
+ * Waits for all requests; in a callback (gpunvme_done) it does not, and all ends when they are
+ * done. Queues keep it alive. NULL is fine.
+ */
 void gpunvme_transfers_close(gpunvme_transfers *transfers);
 
 /* The route that transfers to and from the memory at an address take, and why not a faster one. */
 int gpunvme_gpu_route(const gpunvme_transfers *transfers, const void *address, uint32_t *route, uint32_t *reason);
-/* Gives up what is registered of a range of memory: registered memory stays in existence, even if it is freed, until then or until it makes room for other. */
+/*
+ * Gives up what is registered of a range of memory: registered memory stays in existence, even if
+ * it is freed, until then or until it makes room for other.
+ */
 void gpunvme_gpu_forget(const gpunvme_transfers *transfers, const void *address, uint64_t len);
 
-/* Moves `count` segments, and waits for it. `flags` are GPUNVME_REQUIRE_*. `result` may be NULL. */
+/*
+ * Moves `count` segments, and waits for it. `flags` are GPUNVME_REQUIRE_*. `result` may be NULL.
+ */
 int gpunvme_gpu_read(const gpunvme_transfers *transfers, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments,
                      size_t count, uint32_t flags, struct gpunvme_result *result);
 int gpunvme_gpu_write(const gpunvme_transfers *transfers, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments,
                       size_t count, uint32_t flags, struct gpunvme_result *result);
 
 /*
- * Begins a request, and calls `done` when it is over, unless this returns an error. `error` is 0 or a negative errno; gpunvme_last_error() has its sentence. It is called on the
- * thread that serves many requests: it should do little, and must not wait for another request.
+ * Begins a request, and calls `done` when it is over, unless this returns an error. `error` is 0
+ * or a negative errno; gpunvme_last_error() has its sentence. It is called on the thread that
+ * serves many requests: it should do little, and must not wait for another request.
  */
 typedef void gpunvme_done(void *user_data, int error, const struct gpunvme_result *result);
 int gpunvme_gpu_read_then(const gpunvme_transfers *transfers, const gpunvme_file *file,
@@ -152,16 +176,24 @@ int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_fil
                            void *user_data);
 
 /*
- * Puts a request into the order of a CUDA stream (cudaStream_t, CUstream): it begins when the stream comes to it, and what is put into the stream afterwards waits for it. The
- * stream goes on even if the request fails: gpunvme_pending_wait() tells. One that is being captured is refused (EBUSY).
+ * Puts a request into the order of a CUDA stream (cudaStream_t, CUstream): it begins when the
+ * stream comes to it, and what is put into the stream afterwards waits for it. The stream goes on
+ * even if the request fails: gpunvme_pending_wait() tells. One that is being captured is refused
+ * (EBUSY).
  *
- * All that CUDA has to do for it is in the stream when the call returns, so calls that wait for the whole GPU (cudaFree, cuMemFree) may be made meanwhile, in any thread. The call
- * waits while CUDA has no room for more in the stream (a request takes two or three operations for each 512 KiB, two for pinned host memory, and more where many small pieces are
- * copied singly; CUDA takes a limited number), or while 8 other streams of the GPU have requests to come to. Where a file becomes shorter between the call and the read, what is in
- * memory behind its end is undefined. Where a kernel of the application crashes, its context ends with all streams: such requests are answered with EIO within a second. That is
- * only so in the context that the CUDA runtime uses, the GPU's primary one: in one of the application's own (cuCtxCreate) they are never answered, and closing waits for them.
+ * All that CUDA has to do for it is in the stream when the call returns, so calls that wait for
+ * the whole GPU (cudaFree, cuMemFree) may be made meanwhile, in any thread. The call waits while
+ * CUDA has no room for more in the stream (a request takes two or three operations for each 512
+ * KiB, two for pinned host memory, and more where many small pieces are copied singly; CUDA takes
+ * a limited number), or while 8 other streams of the GPU have requests to come to. Where a file
+ * becomes shorter between the call and the read, what is in memory behind its end is undefined.
+ * Where a kernel of the application crashes, its context ends with all streams: such requests are
+ * answered with EIO within a second. That is only so in the context that the CUDA runtime uses,
+ * the GPU's primary one: in one of the application's own (cuCtxCreate) they are never answered,
+ * and closing waits for them.
  *
- * After an error, of the call or of gpunvme_pending_wait(), the memory may still be in use until the stream has passed what was put into it.
+ * After an error, of the call or of gpunvme_pending_wait(), the memory may still be in use until
+ * the stream has passed what was put into it.
  */
 int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
@@ -182,21 +214,28 @@ struct gpunvme_finished {
 	struct gpunvme_result result;
 };
 
-/* For one thread with many requests in flight. A queue is for one thread at a time. `flags` are GPUNVME_REQUIRE_*, for all its requests. */
+/*
+ * For one thread with many requests in flight. A queue is for one thread at a time. `flags` are
+ * GPUNVME_REQUIRE_*, for all its requests.
+ */
 int gpunvme_queue_create(const gpunvme_transfers *transfers, uint32_t flags, gpunvme_queue **queue);
-/* Its requests go on, and nobody learns how they end. NULL is fine. */
+/* Its requests go on; how they end is not reported. NULL is fine. */
 void gpunvme_queue_destroy(gpunvme_queue *queue);
 int gpunvme_queue_read(gpunvme_queue *queue, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments, size_t count,
                        uint64_t user_data);
 int gpunvme_queue_write(gpunvme_queue *queue, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments, size_t count,
                         uint64_t user_data);
 /*
- * Takes up to `capacity` requests that are done, and how many in `count`. If there is none it waits for the first, at most `timeout_ms`, or for ever if that is negative; not if
- * none is in flight. gpunvme_last_error() has the sentence of the last of them that failed.
+ * Takes up to `capacity` requests that are done, and how many in `count`. If there is none it
+ * waits for the first, at most `timeout_ms`, or for ever if that is negative; not if none is in
+ * flight. gpunvme_last_error() has the sentence of the last of them that failed.
  */
 int gpunvme_queue_complete(gpunvme_queue *queue, int timeout_ms, struct gpunvme_finished *finished, size_t capacity,
                            size_t *count);
-/* 1: the descriptor becomes readable when the next request is done. 0: there is one already, and it will not; or `queue` is NULL. */
+/*
+ * 1: the descriptor becomes readable when the next request is done. 0: there is one already, and
+ * it will not; or `queue` is NULL.
+ */
 int gpunvme_queue_arm(gpunvme_queue *queue);
 /* For poll(2), epoll(7) and the like; it belongs to the queue. */
 int gpunvme_queue_fd(const gpunvme_queue *queue);

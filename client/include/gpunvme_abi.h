@@ -1,8 +1,9 @@
 /*
- * The ioctls of a gpunvme mount: what the library makes, for programs that would rather make them themselves. docs/reference/ioctl.md explains them.
+ * The ioctls of a gpunvme mount: what the library makes, for programs that would rather make them
+ * themselves. docs/reference/ioctl.md explains them.
  *
- * All structures are little-endian. `version` is GPUNVME_VERSION; reserved fields are zero; unknown flags are refused with EINVAL. Fields marked "out" are
- * ignored on the way in.
+ * All structures are little-endian. `version` is GPUNVME_VERSION; reserved fields are zero;
+ * unknown flags are refused with EINVAL. Fields marked "out" are ignored on the way in.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -175,8 +176,9 @@ struct gpunvme_stats {
 };
 
 /*
- * RING: on any file or directory of the mount. docs/reference/ioctl.md says how the two sides use its memory: a memfd of GPUNVME_RING_BYTES(entries) zero bytes, sealed
- * with F_SEAL_SHRINK, that begins with the words, each a uint32_t.
+ * RING: on any file or directory of the mount. docs/reference/ioctl.md says how the two sides use
+ * its memory: a memfd of GPUNVME_RING_BYTES(entries) zero bytes, sealed with F_SEAL_SHRINK, that
+ * begins with the words, each a uint32_t.
  */
 struct gpunvme_ring {
 	uint32_t version;
@@ -240,16 +242,22 @@ struct gpunvme_completion {
 #define GPUNVME_RING_AWAKE 0u
 #define GPUNVME_RING_ASLEEP 1u
 #define GPUNVME_RING_CLOSED 2u
-#define GPUNVME_RING_ENTRIES 4096u        /* offset of the submissions; the completions come behind them */
+#define GPUNVME_RING_ENTRIES 4096u        /* where submissions begin; completions follow them */
 #define GPUNVME_RING_BYTES(entries) (GPUNVME_RING_ENTRIES + (entries) * 128u)
 
-/* Precedes a gpunvme_register or gpunvme_unregister in a datagram of the registration socket (AF_UNIX, SOCK_SEQPACKET), both ways. */
+/*
+ * Precedes a gpunvme_register or gpunvme_unregister in a datagram of the registration socket
+ * (AF_UNIX, SOCK_SEQPACKET), both ways.
+ */
 struct gpunvme_message {
 	uint32_t request;                /* GPUNVME_REGISTER or GPUNVME_UNREGISTER */
 	int32_t status;                  /* in: 0; out: 0 or an errno */
 };
 
-/* The size is part of the number: for RESOLVE, READ and WRITE it counts the entries that follow the header. */
+/*
+ * The size is part of the number: for RESOLVE, READ and WRITE it counts the entries that follow
+ * the header.
+ */
 #define GPUNVME_IOC(nr, size) _IOC(_IOC_READ | _IOC_WRITE, 'G', (nr), (size))
 #define GPUNVME_INFO GPUNVME_IOC(0, sizeof(struct gpunvme_info))
 #define GPUNVME_REGISTER GPUNVME_IOC(1, sizeof(struct gpunvme_register))

@@ -209,7 +209,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: this is the range that was mapped, and no slice of it can outlive the object.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.mapped) };
-        debug_assert!(unmapped.is_ok(), "a mapping of ours was unmapped by somebody else");
+        debug_assert!(unmapped.is_ok(), "a mapping of ours was already unmapped");
     }
 }
 

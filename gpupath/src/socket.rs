@@ -238,8 +238,8 @@ impl Drop for Service {
 }
 
 impl Held {
-    /// Takes a connection in, in the place of its user's oldest where the quota of the user is used up. The
-    /// user whose quota is 0 is not let in.
+    /// Takes a connection in, in the place of its user's oldest where the quota of the user is
+    /// used up. The user whose quota is 0 is not let in.
     fn hold(&self, connection: Arc<Connection>) -> Result<(), Errno> {
         let mut connections = self.connections.lock();
         let of_user = |other: &Arc<Connection>| other.user == connection.user;

@@ -1,5 +1,6 @@
-# Other controllers and other settings: small and unlimited transfers, 512-byte and 4 KiB blocks, several namespaces, few queues;
-# PRPs and SGLs; interrupts and polling. Each is formatted, filled, read into the BAR and compared.
+# Other controllers and other settings: small and unlimited transfers, 512-byte and 4 KiB blocks,
+# several namespaces, few queues; PRPs and SGLs; interrupts and polling. Each is formatted, filled,
+# read into the BAR and compared.
 # shellcheck shell=dash disable=SC2034,SC2154,SC2086
 
 machine() {

@@ -1,4 +1,5 @@
-# A machine that has an IOMMU, and a kernel that was told not to use it: what gpunvme doctor and scripts/vfio say.
+# A machine that has an IOMMU, and a kernel that was told not to use it: what gpunvme doctor and
+# scripts/vfio say.
 # shellcheck shell=dash disable=SC2154
 
 machine() {

@@ -1,4 +1,5 @@
-# gpunvme doctor on the real sysfs of what QEMU can build: one switch, two root ports, ports without ACS, two sockets.
+# gpunvme doctor on the real sysfs of what QEMU can build: one switch, two root ports, ports
+# without ACS, two sockets.
 # shellcheck shell=dash disable=SC2154,SC2086
 
 machine() {
@@ -19,7 +20,8 @@ machine() {
     pair plain plain1 plain2
     add -device pcie-root-port,id=socket0,bus=bridge0,chassis=8 -device pcie-root-port,id=socket1,bus=bridge1,chassis=9
     pair apart socket0 socket1
-    # A subsystem, whose namespaces the kernel shows apart from the controllers that reach them (multipath).
+    # A subsystem, whose namespaces the kernel shows apart from the controllers that reach them
+    # (multipath).
     disk shared 16M
     add -device pcie-root-port,id=several,bus=pcie.0,chassis=10,addr=13.0 -device nvme-subsys,id=subsystem,nqn=subsystem \
         -device nvme,id=shared,serial=shared,bus=several,subsys=subsystem -device nvme-ns,drive=shared,nsid=1,bus=shared
@@ -91,7 +93,8 @@ doctor() {
 }
 as_alice() { su -s /bin/sh -c "$*" alice; }
 
-# says TIMES PATTERN COMMAND...: the pattern is in so many lines of what the command says, and nothing went wrong.
+# says TIMES PATTERN COMMAND...: the pattern is in so many lines of what the command says, and
+# nothing went wrong.
 says() {
     local times=$1 pattern=$2
     shift 2

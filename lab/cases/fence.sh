@@ -1,5 +1,6 @@
-# Memory that was given back is out of the controller's reach: an address that a READ went to works no more after UNREGISTER.
-# The IOMMU's own word for it is the witness, since the emulated controller hardly notices.
+# Memory that was given back is out of the controller's reach: an address that a READ went to works
+# no more after UNREGISTER. The IOMMU's own word for it is the witness, since the emulated
+# controller hardly notices.
 # shellcheck shell=dash disable=SC2034,SC2154,SC2086
 
 machine() {
@@ -34,7 +35,8 @@ guest() {
     check "fsck" fsck.gpunvme -n vfio:$SSD
 }
 
-# Makes the admin submission queue lie at that address, and rings its doorbell. The fetch fails, which is fatal to the controller.
+# Makes the admin submission queue lie at that address, and rings its doorbell. The fetch fails,
+# which is fatal to the controller.
 fetch() {
     local configuration
     configuration=$(devmem $((registers + 0x14)) 32)

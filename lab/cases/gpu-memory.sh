@@ -1,4 +1,5 @@
-# Files go between the SSD and GPU memory by the library: CUDA's part is played by the software driver, whose memory lies in two BARs. The host looks at one of them.
+# Files go between the SSD and GPU memory by the library: CUDA's part is played by the software
+# driver, whose memory lies in two BARs. The host looks at one of them.
 # shellcheck shell=dash disable=SC2154,SC2086,SC2034
 
 machine() {

@@ -1,5 +1,5 @@
-# Clients are killed amid transfers between SSD and BAR, and then the daemon is: nothing reaches memory that it should not, and
-# all goes on.
+# Clients are killed amid transfers between SSD and BAR, and then the daemon is: nothing reaches
+# memory that it should not, and all goes on.
 # shellcheck shell=dash disable=SC2034,SC2154,SC2086
 
 machine() {

@@ -1,4 +1,5 @@
-# What the medium refuses arrives as EIO, with the name of the NVMe status in the log, and costs nothing but itself.
+# What the medium refuses arrives as EIO, with the name of the NVMe status in the log, and costs
+# nothing but itself.
 # shellcheck shell=dash disable=SC2034,SC2154,SC2086
 
 machine() {

@@ -1,4 +1,5 @@
-# A volume on our own driver, by way of VFIO; then the kernel's driver reads what ours wrote, in the same boot, and the reverse.
+# A volume on our own driver, by way of VFIO; then the kernel's driver reads what ours wrote, in
+# the same boot, and the reverse.
 # shellcheck shell=dash disable=SC2034,SC2154,SC2086
 
 machine() {

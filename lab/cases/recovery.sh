@@ -1,5 +1,5 @@
-# Commands that are lost, a controller that somebody stops, one that reports a fatal status, and one that does not come back:
-# callers see success or EIO, and never wait for ever.
+# Commands that are lost, a controller that another program stops, one that reports a fatal status,
+# and one that does not come back: callers see success or EIO, and never wait for ever.
 # shellcheck shell=dash disable=SC2034,SC2154,SC2086
 
 machine() {
@@ -25,11 +25,11 @@ guest() {
     check "what was read then" cmp /tmp/file /tmp/read
     check "the log says so" in_log "resetting the controller" "the controller is back"
 
-    check "somebody stops the controller" devmem $((registers + 0x14)) 32 0
+    check "another program stops the controller" devmem $((registers + 0x14)) 32 0
     check "reading all the same" reads
     check "the log says that too" in_log "resetting the controller" "the controller is back"
 
-    check "somebody makes the controller fail" fatal
+    check "another program makes the controller fail" fatal
     check "reading after that" reads
     check "the log says CFS" in_log "CSTS.CFS" "the controller is back"
 

@@ -21,8 +21,8 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} has to be a number")))
 }
 
-/// Keeps a line in `differential/NAME` of the folder for temporary files of the tests, which outlives
-/// a campaign that is cut off.
+/// Keeps a line in `differential/NAME` of the folder for temporary files of the tests, which
+/// outlives a campaign that is cut off.
 fn keep(name: &str, text: &str, append: bool) {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("differential");
     let written = fs::create_dir_all(&folder).and_then(|()| {

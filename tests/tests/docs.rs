@@ -1,6 +1,6 @@
 //! Compares the documents with the repository: tests, campaigns and lab cases that
 //! `docs/promises.md` names exist, paths and links lead to files and headings that are there, the
-//! book lists every page, and no line is longer than a screen is wide.
+//! book lists every page, and no line of prose or of a comment is too long.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,8 +9,10 @@ use std::path::{Component, Path, PathBuf};
 use gpunvme_abi::{Reason, Route};
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
-/// Characters that a line of Markdown may have.
+/// Characters that a line of prose may have: of Markdown, and of a man page.
 const LINE: usize = 120;
+/// Characters that a line of a comment may have.
+const COMMENT: usize = 100;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests are a folder of the repository").to_owned()
@@ -305,15 +307,42 @@ fn retired_names_are_gone() {
     assert!(found.is_empty(), "names that docs/glossary.md retired: {found:#?}");
 }
 
+/// The lines of a file that are longer than they may be; a tab reaches to the next eighth column.
+fn long_lines(path: &Path, limit: usize, counts: impl Fn(&str) -> bool) -> Vec<String> {
+    let text = read(path);
+    let width = |line: &str| line.chars().fold(0, |column, c| if c == '\t' { (column / 8 + 1) * 8 } else { column + 1 });
+    let lines = (1..).zip(text.lines()).filter(|(_, line)| counts(line) && width(line) > limit);
+    lines.map(|(number, line)| format!("{}:{number}: {} characters", path.display(), width(line))).collect()
+}
+
 #[test]
 fn lines_of_documents_fit_a_screen() {
-    let mut long = Vec::new();
-    for path in files(".md") {
-        for (number, line) in (1..).zip(read(&path).lines()) {
-            if line.chars().count() > LINE {
-                long.push(format!("{}:{number}: {} characters", path.display(), line.chars().count()));
-            }
-        }
-    }
+    let pages = [".md", ".1", ".8"].into_iter().flat_map(files);
+    let long: Vec<_> = pages.flat_map(|path| long_lines(&path, LINE, |_| true)).collect();
     assert!(long.is_empty(), "lines of more than {LINE} characters: {long:#?}");
+}
+
+#[test]
+fn comments_fit_a_screen() {
+    let mut long = Vec::new();
+    // What stands over the functions of the Python package is Python's: docstrings.
+    for path in files(".rs").into_iter().filter(|path| !path.starts_with("python")) {
+        // Examples and tables of documentation are as wide as what they show.
+        let in_example = std::cell::Cell::new(false);
+        let is_comment = |line: &str| {
+            let Some(text) = line.trim_start().strip_prefix("//") else { return false };
+            let text = text.trim_start_matches(['/', '!']).trim_start();
+            in_example.set(in_example.get() != text.starts_with("```"));
+            !in_example.get() && !text.starts_with('|')
+        };
+        long.extend(long_lines(&path, COMMENT, is_comment));
+    }
+    let is_c = |line: &str| line.contains("/*") || line.starts_with(" *");
+    long.extend(files(".h").iter().flat_map(|path| long_lines(path, COMMENT, is_c)));
+    let scripts = files("").into_iter().filter(|path| path.starts_with("scripts") || path.starts_with("lab"));
+    let is_script = |path: &PathBuf| path.extension().is_none_or(|ending| ending == "sh" || ending == "exclude");
+    let scripts: Vec<_> = scripts.filter(is_script).collect();
+    assert!(scripts.len() > 20, "only {} scripts were found", scripts.len());
+    long.extend(scripts.iter().flat_map(|path| long_lines(path, COMMENT, |line| line.trim_start().starts_with('#'))));
+    assert!(long.is_empty(), "comments of more than {COMMENT} characters: {long:#?}");
 }

@@ -264,7 +264,8 @@ fn reach<'a>(edges: &BTreeMap<&'a Path, BTreeSet<&'a Path>>, start: &'a Path) ->
     reached
 }
 
-/// The imports between files of different folders that are parts of circles, as «file imports file».
+/// The imports between files of different folders that are parts of circles, as «file imports
+/// file».
 fn circles(crate_root: &Path) -> Vec<String> {
     let mut modules = Modules::of(crate_root);
     let edges = modules.edges();

@@ -267,8 +267,8 @@ impl Transfers {
         self.begin_on_stream(Direction::Read, file, segments, stream, None)
     }
 
-    /// [`Transfers::read_on_stream`], with an observer: it may move the file offsets when the stream
-    /// comes to the read, and is told the outcome before the stream goes on.
+    /// [`Transfers::read_on_stream`], with an observer: it may move the file offsets when the
+    /// stream comes to the read, and is told the outcome before the stream goes on.
     ///
     /// Where offsets were moved, what is in memory behind the end of the file is undefined.
     ///

@@ -41,7 +41,7 @@ fn write(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Regi
     fs.write_edges(ino, segments, region, NOW)?;
     let write = fs.wait(|| fs.plan_direct_write(ino, segments, region, NOW))?;
     let (sender, receiver) = channel();
-    fs.submit_direct_write(write, move |result| sender.send(result).expect("somebody waits"));
+    fs.submit_direct_write(write, move |result| sender.send(result).expect("the receiver waits"));
     receiver.recv().expect("a write is answered").expect("the device works");
     Ok(())
 }
@@ -221,12 +221,12 @@ fn a_write_in_place_tells_whether_somebody_may_keep_attributes_of_before() {
         let segment = Segment { file_offset: 0, buffer_offset: 0, len: blocks * 4096 };
         let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).expect("there is room");
         let (sender, receiver) = channel();
-        fs.submit_direct_write(write, move |result| sender.send(result).expect("somebody waits"));
+        fs.submit_direct_write(write, move |result| sender.send(result).expect("the receiver waits"));
         let written = receiver.recv().expect("a write is answered").expect("the device works");
         (written.in_place, written.shown)
     };
     let on_the_way = Duration::from_millis(100);
-    assert_eq!((write(1), write(1)), ((false, true), (true, true)), "somebody may have looked before it was in memory");
+    assert_eq!((write(1), write(1)), ((false, true), (true, true)), "a reader may have looked before it was in memory");
     let before = Instant::now() + on_the_way;
     fs.wait(|| fs.attributes(ino)).expect("it is there");
     fs.take_attributes_back(ino, before);

@@ -170,9 +170,9 @@ fn data_of_a_closed_file_that_cannot_be_written_is_reported_to_who_comes_next() 
     fs.open_file(ino, false);
     fs.close_file(ino, false);
     fs.open_file(ino, false);
-    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO, "a close that nobody was told at takes it away");
+    assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO, "a close that told no caller takes the error away");
     fs.close_file(ino, false);
-    fs.sync_file(ino).expect("somebody was told");
+    fs.sync_file(ino).expect("a caller was told");
 
     let target = file(&fs, b"target");
     fs.wait(|| fs.write(target, 0, &[1; 5000], NOW)).unwrap();

@@ -126,7 +126,7 @@ fn a_flush_ends_however_much_others_write() {
         move || {
             if let Some((fs, ino)) = fs.get() {
                 let wait = waits.fetch_add(1, Ordering::Relaxed);
-                assert!(wait < 100, "the flush goes on for as long as somebody writes");
+                assert!(wait < 100, "the flush goes on for as long as a caller writes");
                 // The page that is being flushed, and another.
                 let _ = fs.write(*ino, 0, &[wait as u8; 5000], NOW);
             }
@@ -138,7 +138,7 @@ fn a_flush_ends_however_much_others_write() {
     opened.wait(|| opened.write(ino, 0, &[0xaa; 5000], NOW)).unwrap();
     assert!(fs.set((opened.clone(), ino)).is_ok());
     opened.sync_file(ino).unwrap();
-    assert!(waits.load(Ordering::Relaxed) > 0, "somebody wrote meanwhile");
+    assert!(waits.load(Ordering::Relaxed) > 0, "a caller wrote meanwhile");
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn a_long_truncation_stands_in_nobodys_way_and_is_over_before_the_file_grows() {
                 looks.fetch_add(u32::from(size == 0), Ordering::Relaxed);
                 sender.send((size, grew)).unwrap();
             });
-            let (size, grew) = receiver.recv_timeout(Duration::from_secs(20)).expect("nobody waits for a truncation");
+            let (size, grew) = receiver.recv_timeout(Duration::from_secs(20)).expect("no caller waits for a truncation");
             assert!(!(size == 0 && grew), "it grew over what was not freed yet");
         }
     };
@@ -175,7 +175,7 @@ fn a_long_truncation_stands_in_nobodys_way_and_is_over_before_the_file_grows() {
     assert!(shared.set(fs.clone()).is_ok());
     fs.wait(|| fs.set_size(&WHO, ino, 0)).unwrap();
     over.store(true, Ordering::Relaxed);
-    assert!(looks.load(Ordering::Relaxed) > 0, "somebody looked in between");
+    assert!(looks.load(Ordering::Relaxed) > 0, "a caller looked in between");
     fs.wait(|| fs.write(ino, 3000 * 8192, &[1; 100], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     assert!(fs.read(ino, 0, 3000 * 8192).unwrap().iter().all(|byte| *byte == 0), "it is a hole");
@@ -220,7 +220,7 @@ fn what_a_long_punch_takes_away_does_not_come_back_around_a_few_bytes_that_are_w
         let fs = stepped(&device, writer);
         assert!(shared.set(fs.clone()).is_ok());
         fs.allocate(&WHO, ino, 0, EXTENTS * 8192, what).unwrap();
-        assert!(written.load(Ordering::Relaxed), "{what:?}: somebody wrote in between");
+        assert!(written.load(Ordering::Relaxed), "{what:?}: a caller wrote in between");
         fs.sync_file(ino).unwrap();
         let found = fs.read(ino, 0, 1 << 30).unwrap();
         let stale = found.iter().position(|byte| *byte == 0xaa);

@@ -134,7 +134,7 @@ impl Subject {
 }
 
 fn device(image: &NamedTempFile) -> Arc<dyn BlockDevice> {
-    open(image.path().to_str().expect("plain names"), OpenMode::ReadWrite).expect("nobody else has it")
+    open(image.path().to_str().expect("plain names"), OpenMode::ReadWrite).expect("no other process has it")
 }
 
 fn mount(device: &Arc<dyn BlockDevice>) -> Arc<Filesystem> {

@@ -105,8 +105,8 @@ fn who_only_reads_disturbs_nobody() {
     for n in 0..5 {
         create(&first, &format!("more {n}"), b"bytes");
         first.volume().look_again();
-        first.commit().expect("nobody wrote");
-        first.volume().checkpoint().expect("nobody wrote");
+        first.commit().expect("nothing was written");
+        first.volume().checkpoint().expect("nothing was written");
     }
-    first.close().expect("nobody wrote");
+    first.close().expect("nothing was written");
 }

@@ -36,7 +36,7 @@ fn run(seed: u64, bytes: u64) {
     let image = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("there is room on the disk");
     image.as_file().set_len(bytes).expect("the size is possible");
     let path = image.path().to_str().expect("the path is UTF-8");
-    make(&gpunvme_blockdev::open(path, OpenMode::ReadWrite).expect("nobody else has it"));
+    make(&gpunvme_blockdev::open(path, OpenMode::ReadWrite).expect("no other process has it"));
     let fs = open(path).expect("a new volume can be opened");
     let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
     let pairs: Vec<Pair> = std::thread::scope(|scope| {
@@ -131,7 +131,7 @@ fn neighbours_in_a_block_that_is_written_back_meanwhile_keep_their_bytes() {
     let image = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("there is room on the disk");
     image.as_file().set_len(64 << 20).expect("the size is possible");
     let path = image.path().to_str().expect("the path is UTF-8");
-    make(&gpunvme_blockdev::open(path, OpenMode::ReadWrite).expect("nobody else has it"));
+    make(&gpunvme_blockdev::open(path, OpenMode::ReadWrite).expect("no other process has it"));
     let fs = open(path).expect("a new volume can be opened");
     let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };

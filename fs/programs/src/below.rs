@@ -332,7 +332,7 @@ mod tests {
         let whole = Loop::over(&other_name, &[]);
         fs::remove_file(&other_name).unwrap();
         let (Some(lower), Some(upper), Some(whole)) = (lower, upper, whole) else { return };
-        assert_eq!(rival(&whole.0, OpenMode::ReadWrite), None, "nobody uses any of them");
+        assert_eq!(rival(&whole.0, OpenMode::ReadWrite), None, "none of them is in use");
         let used = claim(&lower.0);
         assert_eq!(rival(&whole.0, OpenMode::ReadWrite), Some(Rival::InUse(lower.0.clone())));
         assert_eq!(rival(&upper.0, OpenMode::ReadWrite), None);

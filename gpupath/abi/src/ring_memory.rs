@@ -104,6 +104,6 @@ impl Drop for RingMemory {
     fn drop(&mut self) {
         // SAFETY: this is the range that was mapped; no reference into it outlives `self`.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), ring_bytes(self.entries)) };
-        debug_assert!(unmapped.is_ok(), "a mapping of ours was unmapped by somebody else");
+        debug_assert!(unmapped.is_ok(), "a mapping of ours was already unmapped");
     }
 }

@@ -101,7 +101,7 @@ impl Drop for Backing {
     fn drop(&mut self) {
         // SAFETY: this is the range that was mapped; every user of it holds the backing.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
-        debug_assert!(unmapped.is_ok(), "a mapping of ours was unmapped by somebody else");
+        debug_assert!(unmapped.is_ok(), "a mapping of ours was already unmapped");
         self.left.fetch_add(self.len(), Ordering::Relaxed);
         if let Some((path, bars)) = self.bar.take() {
             bars.lock().unwrap().push(path);
@@ -337,5 +337,5 @@ pub fn host_memory(len: usize) -> Result<u64, Code> {
 pub unsafe fn free_host_memory(base: u64, len: u64) {
     // SAFETY: the caller vouches for it.
     let unmapped = unsafe { rustix::mm::munmap(ptr::with_exposed_provenance_mut(base as usize), len as usize) };
-    debug_assert!(unmapped.is_ok(), "a mapping of ours was unmapped by somebody else");
+    debug_assert!(unmapped.is_ok(), "a mapping of ours was already unmapped");
 }

@@ -173,7 +173,7 @@ fn churn(gpu: Gpu, path: &Path) -> Outcome {
     check(4, "the driver uses addresses again", again.allocation.address() == address)?;
     fill(&mut again)?;
     check(5, "what was freed is not registered any more", registered()? == before + 1)?;
-    check(6, "nobody else's memory was touched", one.is_right()?)?;
+    check(6, "no other memory was touched", one.is_right()?)?;
     drop(transfers);
     check(7, "all is given up at the end", registered()? == before)
 }

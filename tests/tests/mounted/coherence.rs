@@ -214,7 +214,7 @@ fn readers_beside_a_direct_writer_see_old_or_new_blocks_and_nothing_else() {
                 let mut at = 0;
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
                     file.read_exact_at(&mut block, at).unwrap();
-                    assert!(block.iter().all(|&byte| byte <= 60), "a byte that nobody wrote");
+                    assert!(block.iter().all(|&byte| byte <= 60), "a byte that was never written");
                     at = (at + 36_864) % LEN as u64;
                 }
             });

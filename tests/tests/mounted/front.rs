@@ -69,7 +69,7 @@ fn set_user_id_bits_go_when_somebody_else_could_have_changed_the_file() {
     assert_eq!(by(USER, 12, "--clear-groups", 0o2755, acl), 0o777, "{acl}, by a stranger to the group");
     assert_eq!(by(USER, 12, &member, 0o2755, acl), 0o2777, "{acl}, by a member");
     assert_eq!(by(0, 0, "--clear-groups", 0o2755, acl), 0o2777, "{acl}, by root");
-    assert_eq!(after(0o6755, 0, "chown 0:0 program"), 0o755, "a new owner, whoever says so");
+    assert_eq!(after(0o6755, 0, "chown 0:0 program"), 0o755, "a new owner, set by any user");
     assert_eq!(after(0o6755, USER, "touch program"), 0o6755, "content and owner stay");
 }
 

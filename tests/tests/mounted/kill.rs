@@ -200,7 +200,7 @@ fn files_that_are_open_on_a_dead_mount_give_errors() {
         let _ = file.read(&mut [0; 10]);
         sender.send(errors.map(|result| result.map_err(|e| e.raw_os_error()))).unwrap();
     });
-    let errors = receiver.recv_timeout(NOTICE).expect("nobody hangs");
+    let errors = receiver.recv_timeout(NOTICE).expect("no caller hangs");
     assert!(errors.iter().all(|result| result.is_err()), "{errors:?}");
     assert_eq!(errors[0], Err(Some(libc::ENOTCONN)));
     assert!(fs::read_dir(root).unwrap().next().is_none(), "the mount is released");

@@ -129,7 +129,7 @@ fn copies_keep_holes_acls_attributes_and_links() {
             test $to/file -ef $to/link && test -p $to/fifo && test "$(readlink $to/symlink)" = nowhere
             getcap $to/program | grep -q cap_net_raw
         done
-        # Whoever writes to a program takes its capabilities.
+        # A write to a program takes its capabilities away.
         echo more >> cp/program && test -z "$(getcap cp/program)"
         cp --sparse=always from/sparse always && cmp from/sparse always && test $(du -k always | cut -f 1) -lt 1024
         cp --sparse=never from/sparse never && cmp from/sparse never && test $(du -k never | cut -f 1) -ge 102400

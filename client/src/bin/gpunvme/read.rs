@@ -61,7 +61,7 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
     let (empty, returned) = sync_channel::<Registered>(2);
     for buffer in buffers(&file, len)? {
         by = Some((buffer.route(), buffer.reason()));
-        empty.send(buffer).map_err(|_| Failure("a channel is closed that nobody has closed".into()))?;
+        empty.send(buffer).map_err(|_| Failure("internal error: the channel of empty buffers is closed".into()))?;
     }
     std::thread::scope(|scope| {
         // Dropped when this end gives up, so that the other does not wait for a buffer.

@@ -71,7 +71,7 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     let (empty, returned) = sync_channel::<Registered>(2);
     for buffer in buffers(&file, input.len.unwrap_or(u64::MAX))? {
         by = Some((buffer.route(), buffer.reason()));
-        empty.send(buffer).map_err(|_| Failure("a channel is closed that nobody has closed".into()))?;
+        empty.send(buffer).map_err(|_| Failure("internal error: the channel of empty buffers is closed".into()))?;
     }
     begin(by.map_or(Route::None, |(route, _)| route))?;
     std::thread::scope(|scope| {

@@ -2,8 +2,8 @@
 //! addresses are put into the stream then.
 //!
 //! It guards the bound of a stream's window: whatever a request asks for, what is in flight at
-//! once fits into its frames. Each step has one frame to itself; steps that are [`DEPTH`] apart have
-//! the same, one after the other.
+//! once fits into its frames. Each step has one frame to itself; steps that are [`DEPTH`] apart
+//! have the same, one after the other.
 
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::pipeline::copy_stream::{MANY, SMALL};

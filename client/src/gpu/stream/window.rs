@@ -12,9 +12,9 @@
 //! Requests of one stream use it one after the other, as the stream comes to them, so none holds a
 //! frame that another waits for, whatever streams wait for each other.
 //!
-//! Locks: `Windows::list` for look-ups, and while a window is made; `StreamWindow::next` while a request
-//! is put into the stream, which may take long; inside of either `StreamWindow::owner`, for moments.
-//! `Windows::contexts` stands alone. The thread that serves requests takes none.
+//! Locks: `Windows::list` for look-ups, and while a window is made; `StreamWindow::next` while a
+//! request is put into the stream, which may take long; inside of either `StreamWindow::owner`,
+//! for moments. `Windows::contexts` stands alone. The thread that serves requests takes none.
 
 use super::health::Health;
 use super::plan::{DEPTH, FRAME, MOVES, Planned};

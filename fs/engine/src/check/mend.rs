@@ -233,8 +233,8 @@ impl<'v> Mender<'v> {
     }
 }
 
-/// Passes over what another finding's mending took away, or made another, and that there is no room:
-/// the next round tells.
+/// Passes over what another finding's mending took away, or made another, and that there is no
+/// room: the next round tells.
 fn as_far_as_possible(done: Result<(), FsError>) -> Result<(), FsError> {
     match done {
         Err(

@@ -98,7 +98,7 @@ impl Filesystem {
             let mut state = file.state.lock();
             self.release_ahead(&mut state);
             if let Some(error) = state.errors.unknown() {
-                tracing::error!(ino = file.ino, %error, "data of this file is lost, and nobody has been told before");
+                tracing::error!(ino = file.ino, %error, "data of this file is lost, and no caller was told of it before");
                 files += 1;
             }
         }

@@ -118,7 +118,7 @@ impl Cache {
         self.make_room();
         let copy = match self.spare.pop() {
             Some(mut spare) => {
-                Arc::get_mut(&mut spare).expect("nobody else had it when it was dropped").clone_from(block);
+                Arc::get_mut(&mut spare).expect("it had one owner when it was dropped").clone_from(block);
                 spare
             }
             None => Arc::new(block.clone()),

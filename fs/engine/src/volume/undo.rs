@@ -117,7 +117,7 @@ impl Changes {
             Change::Value(slot) => Before::Value(slot, self.keep(node::value(&entry.block, slot))),
         };
         self.note(address, entry, running, before);
-        Arc::get_mut(&mut entry.block).expect("nobody else's, as seen above")
+        Arc::get_mut(&mut entry.block).expect("it has one owner, as seen above")
     }
 
     /// A block that was put into the place of `old`, or of none, in memory.
@@ -160,7 +160,7 @@ impl Changes {
                 entry.block = block;
                 continue;
             }
-            let leaf = Arc::get_mut(&mut entry.block).expect("a changed block is nobody else's");
+            let leaf = Arc::get_mut(&mut entry.block).expect("a changed block has one owner");
             match before {
                 Before::Without(slot) => node::remove(leaf, slot),
                 Before::With(slot, key, value) => node::leaf_insert(leaf, slot, key, &self.values[value]),
@@ -182,7 +182,7 @@ impl Leftovers {
     /// A copy of a block, made of a spare one where there is one.
     fn copy(&mut self, block: &Block) -> Arc<Block> {
         let Some(mut copy) = self.blocks.pop() else { return Arc::new(block.clone()) };
-        Arc::get_mut(&mut copy).expect("a spare block is nobody else's").clone_from(block);
+        Arc::get_mut(&mut copy).expect("a spare block has one owner").clone_from(block);
         copy
     }
 

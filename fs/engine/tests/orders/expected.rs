@@ -277,7 +277,7 @@ impl Expected {
         let all = (1..self.writes.len()).filter(|id| !self.writes[*id].zero);
         match all.clone().find(|id| self.writes[*id].bytes(*id, at, bytes.len()) == bytes) {
             Some(id) => format!("of {}", self.name(id)),
-            None => "nobody's".into(),
+            None => "no operation's".into(),
         }
     }
 

@@ -139,7 +139,7 @@ fn run(case: Case) -> Result<(), String> {
         match receiver.recv_timeout(STANDSTILL) {
             Ok(result) => break result,
             Err(RecvTimeoutError::Timeout) if world.schedule.turns() > turns => {}
-            Err(_) => break Err("it stands still: somebody waits for what the schedule does not know of".to_string()),
+            Err(_) => break Err("it stands still: a thread waits for what the schedule does not know of".to_string()),
         }
     };
     let result = result.and_then(|()| {

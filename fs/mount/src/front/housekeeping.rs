@@ -10,7 +10,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::shared::Front;
 
-/// How long written data stays in memory at the most; a sync or a full buffer writes it back before.
+/// How long written data stays in memory at the most; a sync or a full buffer writes it back
+/// before.
 const WRITE_BACK: Duration = Duration::from_secs(1);
 /// How often the thread looks.
 const TICK: Duration = Duration::from_millis(200);

@@ -29,7 +29,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("requests call back", callbacks),
     ("threads do not disturb each other", many_threads),
     ("a file that is read once is asked for once", read_once),
-    ("short requests that are waited for are done by whoever waits, as far as there is room", callers),
+    ("short requests that are waited for are done by the waiting thread, as far as there is room", callers),
     ("what a stream does before and after a read or write is in order with it", streams::streams_are_ordered),
     ("streams move files into and out of every kind of memory, to their ends", streams::every_kind_of_memory),
     ("a stream's small segments are those of their request, however few", streams::few_small_segments),

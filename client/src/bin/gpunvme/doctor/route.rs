@@ -474,7 +474,7 @@ fn doubts(machine: &Machine, path: &Path) -> Vec<Finding> {
     if path.forwards == Forwards::Unknown && !machine.is_virtual {
         found.push(doubt(
             "root-complex",
-            "nobody has told the kernel whether this CPU passes packets between its ports; a transfer will tell",
+            "the kernel does not know whether this CPU passes packets between its ports; a transfer will tell",
         ));
     }
     if let Container::Unknown(why) = &machine.vfio.container {

@@ -35,7 +35,7 @@ struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        self.machine.0.borrow_mut().live.remove(&self.id).expect("nobody else unregisters it");
+        self.machine.0.borrow_mut().live.remove(&self.id).expect("only this unregisters it");
     }
 }
 
@@ -268,7 +268,7 @@ impl Judge {
                 let held: u64 = live.iter().filter(|(id, _)| in_use.contains(id)).map(|(_, export)| export.len).sum();
                 let room = BUDGET.min(self.machine.0.borrow().room);
                 if self.machine.asked() > asked || held + export.len > room {
-                    assert!(held + export.len > room, "what nobody uses could have gone");
+                    assert!(held + export.len > room, "unused registrations could have gone");
                     self.waiting.push((export, self.now));
                 } else {
                     assert!(
