@@ -8,6 +8,7 @@
 
 pub mod anchor;
 pub mod block;
+pub mod features;
 pub mod geometry;
 pub mod group;
 pub mod item;

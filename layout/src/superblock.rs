@@ -16,8 +16,11 @@
 //! | 144 | 12 | time of creation: seconds (8), nanoseconds (4) |
 //! | 156 | 4 | reserved, zero |
 //! | 160 | 64 | label, UTF-8, padded with zeros |
+//!
+//! The features themselves are in [`crate::features`].
 
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
+use crate::features::{INCOMPATIBLE, READ_ONLY_COMPATIBLE};
 use crate::geometry::SUPERBLOCK;
 use crate::{Block, Corrupt, Geometry, Timestamp, le};
 
@@ -36,10 +39,6 @@ const AT_JOURNAL: usize = 120;
 const AT_HASH_KEY: usize = 128;
 const AT_CREATED: usize = 144;
 const AT_LABEL: usize = 160;
-
-/// Names of the features that the format may have one day, by bit; the message that refuses a
-/// volume uses them.
-const INCOMPAT_NAMES: [&str; 4] = ["data checksums", "shared extents", "inline data", "several devices"];
 
 /// What a volume is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,13 +110,10 @@ impl Superblock {
         if version != VERSION {
             return fail(format!("format version {version}; this program knows version {VERSION}: use a newer one"));
         }
-        let incompat = le::get_u64(bytes, AT_INCOMPAT);
-        if incompat != 0 {
-            let names: Vec<String> = (0..64)
-                .filter(|bit| incompat >> bit & 1 == 1)
-                .map(|bit| INCOMPAT_NAMES.get(bit).map_or_else(|| format!("bit {bit}"), ToString::to_string))
-                .collect();
-            return fail(format!("uses features that this program does not know: {}; use a newer one", names.join(", ")));
+        let unknown = INCOMPATIBLE.unknown(le::get_u64(bytes, AT_INCOMPAT));
+        if unknown != 0 {
+            let names = INCOMPATIBLE.names(unknown);
+            return fail(format!("uses features that this program does not know: {names}; use a newer one"));
         }
         let total_blocks = le::get_u64(bytes, AT_TOTAL);
         let journal_blocks = le::get_u64(bytes, AT_JOURNAL);
@@ -140,7 +136,7 @@ impl Superblock {
                 seconds: le::get_u64(bytes, AT_CREATED) as i64,
                 nanoseconds: le::get_u32(bytes, AT_CREATED + 8),
             },
-            unknown_ro_compat: le::get_u64(bytes, AT_RO_COMPAT),
+            unknown_ro_compat: READ_ONLY_COMPATIBLE.unknown(le::get_u64(bytes, AT_RO_COMPAT)),
         })
     }
 
@@ -174,6 +170,37 @@ mod tests {
     #[test]
     fn it_survives_the_round_trip() {
         assert_eq!(Superblock::decode(&superblock().encode(7), 7, 1 << 20), Ok(superblock()));
+    }
+
+    #[test]
+    fn every_field_is_at_its_offset() {
+        let superblock = Superblock {
+            uuid: [0x11; 16],
+            label: "L".repeat(LABEL_MAX),
+            total_blocks: 0x2222_2222,
+            journal_blocks: 0x33_3333,
+            hash_key: [0x44; 16],
+            created: Timestamp { seconds: 0x5555_5555_5555_5555, nanoseconds: 0x6666_6666 },
+            unknown_ro_compat: 0,
+        };
+        let block = superblock.encode(0);
+        let mut expected = [0; BLOCK_SIZE];
+        expected[..64].copy_from_slice(&block.bytes()[..64]); // the header, which `block` tests
+        expected[64..80].copy_from_slice(b"gpunvme volume\x1a\n");
+        expected[80] = 1;
+        expected[112..116].fill(0x22);
+        expected[120..123].fill(0x33);
+        expected[128..144].fill(0x44);
+        expected[144..152].fill(0x55);
+        expected[152..156].fill(0x66);
+        expected[160..224].fill(b'L');
+        let differs = (0..BLOCK_SIZE).find(|&at| block.bytes()[at] != expected[at]);
+        assert_eq!(differs, None, "the byte at this offset");
+    }
+
+    #[test]
+    fn compatible_features_are_ignored() {
+        assert_eq!(Superblock::decode(&changed(|b| b[88..96].fill(0xff)), 0, 1 << 20), Ok(superblock()));
     }
 
     #[test]

@@ -248,6 +248,25 @@ fn the_reference_lists_each_finding_of_fsck_and_whether_it_is_safe_to_mend() {
 }
 
 #[test]
+fn troubleshooting_explains_each_errno_of_the_filesystem_and_its_devices() {
+    let page = read(Path::new("docs/guide/troubleshooting.md"));
+    let items = page.lines().filter(|line| line.starts_with("- `E"));
+    let explained: BTreeSet<_> = items.flat_map(|item| Document::parse(item).code).collect();
+    let mut given = BTreeSet::new();
+    for path in ["fs/engine/src/error.rs", "blockdev/src/error.rs"] {
+        let source = read(Path::new(path));
+        let (_, errno) = source.split_once("pub fn errno").expect("where errors become errnos");
+        let errno = errno.split_once("\n    }").expect("the end of that").0;
+        given.extend(errno.split("libc::").skip(1).map(|rest| rest.split([',', '\n']).next().unwrap_or_default().to_owned()));
+    }
+    assert!(given.len() > 25, "only {given:?} were found");
+    // Errors in opening a device, of which a program on a mount hears nothing.
+    given.remove("ENOTBLK");
+    let missing: Vec<_> = given.difference(&explained).collect();
+    assert!(missing.is_empty(), "docs/guide/troubleshooting.md lacks {missing:?}");
+}
+
+#[test]
 fn the_book_has_every_page() {
     let summary = Document::parse(&read(Path::new("docs/SUMMARY.md")));
     let listed: BTreeSet<_> = summary.links.iter().map(|link| resolve(&Path::new("docs").join(link))).collect();

@@ -177,6 +177,7 @@ impl QueuePair {
         if index + 1 == self.entries { 0 } else { index + 1 }
     }
 
+    /// Writes a doorbell: a queue's index, which was `old`, is `new` now.
     fn tell(&self, doorbell: usize, old: u32, new: u32) {
         if let Some(shadow) = &self.shadow {
             let offset = doorbell - reg::DOORBELLS;
@@ -191,6 +192,7 @@ impl QueuePair {
                 return;
             }
         }
+        // `write32` lets the controller see the entries first (`Transport::write32`).
         self.transport.write32(doorbell, new);
     }
 }

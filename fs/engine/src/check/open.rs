@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::Io;
 use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
 use gpunvme_layout::geometry::{ANCHORS, DESCRIPTORS_PER_BLOCK, GROUP_BLOCKS, STATE};
 use gpunvme_layout::group::{self, ChunkKind};
 use gpunvme_layout::key::INO_ROOT;
@@ -42,8 +43,9 @@ pub(crate) struct Opened {
 pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Findings) -> Result<Opened, FsError> {
     let (superblock, good) = find_superblock(&io)?;
     if superblock.unknown_ro_compat != 0 {
-        let what = "uses features that this program does not know, and cannot check; use a newer one";
-        return Err(Corrupt::Superblock(what.into()).into());
+        let names = READ_ONLY_COMPATIBLE.names(superblock.unknown_ro_compat);
+        let what = format!("uses features that this program does not know, and cannot check: {names}; use a newer one");
+        return Err(Corrupt::Superblock(what).into());
     }
     let superblocks = compare_superblocks(&io, &superblock, &good, findings)?;
     let (mut recovered, clean) = recover(&io, &superblock, findings)?;

@@ -51,7 +51,8 @@ pub struct Filesystem {
     pub(super) files: Files,
     pub(super) pages: Arc<PagePool>,
     pub(super) buffers: Arc<BufferPool>,
-    /// For what completions cannot do themselves. Its threads never wait for a file.
+    /// The pool for work that a completion's callback hands on because it may wait for the journal,
+    /// such as mapping what was written. Its threads never wait for a file.
     pub(super) completions: Arc<dyn Spawn>,
 }
 

@@ -1,6 +1,9 @@
 //! Quiescing a file: no further direct write of it begins, so that a caller can wait for those in
 //! flight. Direct writes do not take the kernel's lock of the file, and in a stream of them one is
 //! always in flight.
+//!
+//! Two callers quiesce: `wait.rs`, for an operation that stalled because writes are in flight (a
+//! truncate, a fallocate), and `write.rs`, for a page whose block direct writes keep replacing.
 
 use std::sync::Arc;
 

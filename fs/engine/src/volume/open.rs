@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
 use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Block, Corrupt, Key, State, Superblock, Timestamp};
 use parking_lot::Mutex;
@@ -97,8 +98,8 @@ impl Volume {
         let read_only = options.read_only || io.device().geometry().read_only;
         if superblock.unknown_ro_compat != 0 && !read_only {
             let what = format!(
-                "uses features that this program can only read (bits {:#x}): mount it with -o ro, or use a newer program",
-                superblock.unknown_ro_compat
+                "uses features that this program does not know, and allow it to read only: {}; mount it with -o ro, or use a newer one",
+                READ_ONLY_COMPATIBLE.names(superblock.unknown_ro_compat)
             );
             return Err(Corrupt::Superblock(what).into());
         }

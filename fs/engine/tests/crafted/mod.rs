@@ -21,14 +21,16 @@ use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::{Image, MemoryDevice};
-use gpunvme_engine::Filesystem;
+use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::{Corrupt, Timestamp};
 
 use crate::attack::use_it;
 use crate::common::{ROOT, Random, assert_sound, make, open};
+use crate::surgeon::Surgeon;
 use fields::Fields;
 use invariants::INVARIANTS;
 
@@ -228,6 +230,29 @@ fn every_invariant_of_the_format_can_be_broken() {
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn a_volume_with_an_unknown_read_only_feature_can_be_read_and_is_neither_written_nor_checked() {
+    let mut surgeon = Surgeon::new(victim().cut.clone());
+    let copies = surgeon.geometry.superblocks();
+    copies.into_iter().for_each(|address| surgeon.edit(address, |block| block.bytes_mut()[96] = 1 << 5));
+    let device: Arc<dyn BlockDevice> = device(&surgeon.image);
+    let refusal = |error: FsError| {
+        let message = error.to_string();
+        assert!(matches!(error, FsError::Corrupt(Corrupt::Superblock(_))) && message.contains("bit 5"), "{message}");
+        message
+    };
+    assert!(refusal(open(&device).err().expect("it must not be written")).contains("-o ro"));
+    let io = || Io::inline(device.clone()).expect("a device in memory");
+    refusal(Fsck::open(io(), CheckOptions { read_only: true, memory: 64 << 20, now: NOW }).err().expect("it cannot be checked"));
+
+    let options = Options { volume: VolumeOptions { read_only: true, cache: 1 << 20 }, write_buffer: 4 << 20 };
+    let fs = Filesystem::open(io(), options, Arc::new(Inline)).expect("it can be read");
+    let file = fs.wait(|| fs.lookup(ROOT, b"dir")).and_then(|dir| fs.wait(|| fs.lookup(dir.ino, b"one")));
+    assert_eq!(file.expect("it is there").inode.size, 30_000);
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    assert!(matches!(fs.wait(|| fs.create(&WHO, ROOT, b"new", &new)), Err(FsError::ReadOnly)));
 }
 
 #[test]
