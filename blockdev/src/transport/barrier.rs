@@ -49,4 +49,6 @@ pub(crate) fn between_write_and_read() {
 }
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-compile_error!("the NVMe driver does not know this processor's barriers towards devices: add them to blockdev/src/transport/barrier.rs");
+compile_error!(
+    "the NVMe driver does not know this processor's barriers towards devices: add them to blockdev/src/transport/barrier.rs"
+);
