@@ -77,6 +77,9 @@ fn keep_to_the_limit(root: &Path) {
 
     let short = buffer.write(&file, 4096, 4 * MIB).unwrap();
     assert_eq!((short.bytes, short.status, short.failed_segment), (LIMIT - 4096, libc::EFBIG, 0));
+    // The kernel knows the length without having to ask: sendfile(2) does not.
+    let nowhere = OpenOptions::new().write(true).open("/dev/null").unwrap();
+    assert_eq!(rustix::fs::sendfile(nowhere, &file, Some(&mut (LIMIT - 100)), 200), Ok(100));
     assert_eq!(size(), LIMIT);
     let write = abi::Command::Write;
     let short = buffer.transfer(write, &file, &[(0, 0, 4096), (MIB, 0, 4096), (0, 0, 4096)]).unwrap();

@@ -411,18 +411,21 @@ impl Front {
             let write = Write { transfer, at: next, outcome, written, cut, in_flight: None, done };
             return self.transfers.run_for(write.transfer.owner(), move || front.next_write(write));
         }
-        if outcome.status == 0 && cut.is_some() {
+        let is_whole = outcome.status == 0;
+        if is_whole && cut.is_some() {
             (outcome.status, outcome.failed_segment) = (libc::EFBIG, cut);
         }
-        self.end_write(transfer, outcome, written, done);
+        self.end_write(transfer, outcome, is_whole, written, done);
     }
 
     /// Makes the kernel forget its pages of the written ranges, and answers. The bytes of the write
-    /// are the file's by then, as far as they will be.
+    /// are the file's by then, as far as they will be. `is_whole`: they are, all of them, up to the
+    /// writer's limit.
     fn end_write(
         self: &Arc<Self>,
         transfer: Transfer,
         outcome: Outcome,
+        is_whole: bool,
         written: Written,
         done: impl FnOnce(Answer) + Send + 'static,
     ) {
@@ -443,7 +446,7 @@ impl Front {
         }
         let front = self.clone();
         self.invalidations.run(move || {
-            let last = || if outcome.status == 0 { front.last_byte(&transfer) } else { None };
+            let last = || if is_whole { front.last_byte(&transfer) } else { None };
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
             front.answer_write(transfer, outcome, done);
         });
