@@ -36,11 +36,11 @@ pub(crate) struct Meta {
     pub freed: Vec<Run>,
     /// Blocks that are not to be allocated although their bits say that they are free.
     pub busy: Busy,
-    /// Busy blocks that become free by waiting or asking: freed ones that may not be reused yet,
-    /// and what growing files have reserved ahead.
+    /// Busy blocks that will be free: those that were freed and may not be reused yet, by
+    /// themselves; those that growing files have reserved ahead, when the files are asked for them.
     pub pending: u64,
     /// Blocks promised to data that waits in memory for its place on the device.
-    pub reserved: u64,
+    pub promised: u64,
     /// Metadata chunks that became empty, with the sequence of the transaction that emptied them.
     pub emptied: Vec<(u64, u64)>,
     /// Free nodes in all chunks of metadata, once they were counted.
@@ -86,7 +86,7 @@ impl Meta {
             freed: Vec::new(),
             busy: Busy::default(),
             pending: 0,
-            reserved: 0,
+            promised: 0,
             emptied: Vec::new(),
             free_nodes: None,
             hints: Hints::default(),

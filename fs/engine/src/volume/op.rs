@@ -171,7 +171,7 @@ impl<'a> Op<'a> {
             self.meta.pending += run.len;
             self.meta.freed.push(run);
         }
-        self.meta.reserved -= self.redeemed;
+        self.meta.promised -= self.redeemed;
         let sequence = self.meta.sequence;
         for chunk in std::mem::take(&mut self.emptied) {
             self.meta.emptied.push((chunk, sequence));

@@ -192,7 +192,7 @@ impl Volume {
     /// Counters of the volume.
     pub fn usage(&self) -> Usage {
         let meta = self.meta.read();
-        let free = meta.state.free_blocks.saturating_sub(meta.reserved);
+        let free = meta.state.free_blocks.saturating_sub(meta.promised);
         Usage { blocks: meta.geometry.data_blocks(), free, available: meta.available(), inodes: meta.state.inodes }
     }
 

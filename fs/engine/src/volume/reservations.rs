@@ -17,14 +17,14 @@ impl Volume {
         if meta.available() < blocks {
             return Err(meta.no_chunk());
         }
-        meta.reserved += blocks;
+        meta.promised += blocks;
         Ok(())
     }
 
     /// Takes a promise back.
     pub(crate) fn forget_promise(&self, blocks: u64) {
         if blocks > 0 {
-            self.meta.write().reserved -= blocks;
+            self.meta.write().promised -= blocks;
         }
     }
 

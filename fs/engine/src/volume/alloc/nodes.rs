@@ -31,7 +31,7 @@ impl Op<'_> {
     pub fn room_for_names(&mut self) -> Attempt<()> {
         let meta = self.meta();
         let margin = meta.chunk_margin();
-        let needed = meta.reserved + (margin + 1) * CHUNK_BLOCKS;
+        let needed = meta.promised + (margin + 1) * CHUNK_BLOCKS;
         let has_chunk = meta.state.free_chunks > margin && meta.state.free_blocks >= needed;
         if has_chunk || self.free_nodes()? >= NODES_LEFT { Ok(()) } else { Err(self.meta().no_chunk()) }
     }

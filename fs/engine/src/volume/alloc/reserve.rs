@@ -37,7 +37,7 @@ impl Meta {
     /// chunks between a promise and the placing of its data, which then still finds room above the
     /// margin itself.
     pub fn available(&self) -> u64 {
-        self.state.free_blocks.saturating_sub(self.reserved + 2 * self.chunk_margin() * CHUNK_BLOCKS)
+        self.state.free_blocks.saturating_sub(self.promised + 2 * self.chunk_margin() * CHUNK_BLOCKS)
     }
 
     /// Takes a run of at most `want` free blocks, and marks it busy. `goal`: where it would best

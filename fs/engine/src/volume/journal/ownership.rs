@@ -29,7 +29,7 @@ impl Volume {
     pub fn look_before_writing(&self) -> Result<(), FsError> {
         let waits = {
             let meta = self.meta.read();
-            meta.reserved > 0 || !meta.running.is_empty()
+            meta.promised > 0 || !meta.running.is_empty()
         };
         if waits { self.look().map_err(|e| self.fail(e)) } else { Ok(()) }
     }
