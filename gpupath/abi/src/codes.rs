@@ -78,7 +78,7 @@ codes! {
         TooSmall = 34, "too-small";
         /// Refused: the fd does not allow both reading and writing.
         NotWritable = 35, "not-writable";
-        /// Refused: the process has its share.
+        /// Refused: the process holds as many as one may.
         ProcessLimit = 36, "process-limit";
         /// Refused: all processes together have what there is.
         TotalLimit = 37, "total-limit";
@@ -95,7 +95,7 @@ codes! {
         /// Refused: the memory has pages that do not exist, and would come out of the daemon's
         /// memory.
         NotAllocated = 43, "not-allocated";
-        /// Refused: the user has the share of one, or keeps the daemon busy with descriptors that
+        /// Refused: the user's quota is used up, or the user keeps the daemon busy with descriptors that
         /// it cannot close.
         UserLimit = 44, "user-limit";
         /// A reason of a later version than this program's.
