@@ -1,21 +1,22 @@
 //! The daemon's answers to commands, apart from those that need the filesystem.
 //!
-//! The FUSE front end decodes an ioctl with [`abi::decode`], hands `REGISTER`, `UNREGISTER` and
-//! `STATS` to the [`Server`], and frames `READ` and `WRITE` with [`Server::admit`] and
-//! [`Server::finish`]. Every answer is a [`Reply`], or becomes one, and every call is counted
-//! once. The registration socket uses the same server.
+//! The FUSE front end decodes an ioctl with [`abi::decode`] and hands `REGISTER`, `UNREGISTER`,
+//! `STATS`, `READ` and `WRITE` to the [`Server`]; the last two come back to the filesystem as
+//! [`Admitted`] transfers ([`crate::admission`]). Every answer is a [`Reply`], or becomes one, and
+//! every call is counted once. The registration socket uses the same server.
 
+#[cfg(doc)]
+use crate::admission::Admitted;
+use crate::admission::{Asked, OpenFile, Requester};
+use crate::calling_thread;
 use crate::foreign::Foreign;
 use crate::intake::Turn;
-use crate::planner::{self, Plan};
+use crate::outcome::Answer;
 use crate::process::{Client, Process};
 use crate::rate_limit::RateLimit;
 use crate::registry::{Buffer, Caller, Registry, RegistryError};
 use crate::stats::Stats;
-use crate::transfer::Failed;
-use gpunvme_abi::{
-    self as abi, Command, Direction, Moved, Reason, Register, Route, Transfer, TransferFlags, TransferRequest, Unregister,
-};
+use gpunvme_abi::{self as abi, Command, Direction, Reason, Register, Route, TransferRequest, Unregister};
 use std::sync::Arc;
 use zerocopy::{Immutable, IntoBytes};
 
@@ -47,87 +48,12 @@ impl Reply {
     }
 }
 
-/// The answer to a `READ` or `WRITE`, which a ring's completion carries as well as an ioctl's
-/// reply.
-#[derive(Clone, Debug)]
-pub struct Answer {
-    /// 0, or a positive errno.
-    pub errno: i32,
-    /// What was done.
-    pub transfer: Transfer,
-}
-
-impl From<Answer> for Reply {
-    fn from(answer: Answer) -> Reply {
-        Reply::new(answer.errno, &answer.transfer)
-    }
-}
-
-/// How a transfer ended.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
-    /// What was moved, without a gap from the first byte of the first segment on.
-    pub moved: Moved,
-    /// Errno of what ended it early; 0 where nothing did.
-    pub status: i32,
-    /// The segment that `status` is about.
-    pub failed_segment: Option<u32>,
-}
-
-impl Outcome {
-    /// All that was planned has been done.
-    pub fn done(buffer: &Buffer, plan: &Plan) -> Outcome {
-        Outcome::moved(buffer, plan.direct, plan.hole, plan.edge)
-    }
-
-    /// These bytes have been moved.
-    pub fn moved(buffer: &Buffer, direct: u64, hole: u64, edge: u64) -> Outcome {
-        let mut moved = Moved { hole, edge, ..Moved::default() };
-        match buffer.route {
-            Route::P2p => moved.p2p = direct,
-            Route::Bounce => moved.bounce = direct,
-            Route::Host | Route::None => moved.host = direct,
-        }
-        Outcome { moved, ..Outcome::default() }
-    }
-
-    /// Nothing counts as moved.
-    pub fn failed(errno: i32, segment: Option<u32>) -> Outcome {
-        Outcome { status: errno, failed_segment: segment, ..Outcome::default() }
-    }
-}
-
-impl Outcome {
-    /// This, and then what a later group of the same transfer's segments came to, of which `first`
-    /// is the first.
-    pub fn then(self, next: Outcome, first: u32) -> Outcome {
-        let (a, b) = (self.moved, next.moved);
-        Outcome {
-            moved: Moved {
-                p2p: a.p2p + b.p2p,
-                bounce: a.bounce + b.bounce,
-                host: a.host + b.host,
-                hole: a.hole + b.hole,
-                edge: a.edge + b.edge,
-            },
-            status: next.status,
-            failed_segment: next.failed_segment.map(|segment| first + segment),
-        }
-    }
-}
-
-impl From<Failed> for Outcome {
-    fn from(failed: Failed) -> Self {
-        Outcome::failed(failed.error.errno(), failed.segment)
-    }
-}
-
 /// The daemon's end of the direct path for one mount.
 pub struct Server {
     /// The buffers.
     pub registry: Registry,
     /// The counters.
-    pub stats: Stats,
+    pub stats: Arc<Stats>,
     /// Messages about rings whose applications broke them.
     pub(crate) broken_rings: RateLimit,
 }
@@ -135,7 +61,7 @@ pub struct Server {
 impl Server {
     /// A server that has counted nothing.
     pub fn new(registry: Registry) -> Server {
-        Server { registry, stats: Stats::default(), broken_rings: RateLimit::default() }
+        Server { registry, stats: Arc::default(), broken_rings: RateLimit::default() }
     }
 
     /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for the
@@ -208,94 +134,54 @@ impl Server {
         Reply::new(0, &self.stats.snapshot(self.registry.usage()))
     }
 
-    /// The buffer of a `READ` or `WRITE`, if the caller owns it, every segment lies in it, and its
-    /// route is the one required. `thread` is the caller's, which must not have been answered.
-    ///
-    /// # Errors
-    /// The answer to give.
-    pub fn admit(&self, thread: u32, direction: Direction, request: &TransferRequest) -> Result<Arc<Buffer>, Answer> {
-        let buffer = self
-            .registry
-            .lookup(thread, request.buffer)
-            .map_err(|error| self.refuse(direction, request, error.errno(), error.reason(), None))?;
-        self.admit_buffer(direction, request, &buffer)?;
-        Ok(buffer)
-    }
-
-    /// Whether every segment of a `READ` or `WRITE` lies in a buffer that the caller owns, and its
-    /// route is the one required.
-    ///
-    /// # Errors
-    /// The answer to give.
-    pub fn admit_buffer(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer) -> Result<(), Answer> {
-        if let Some(segment) = planner::outside(request, buffer.region.len() as u64) {
-            return Err(self.refuse(direction, request, libc::EINVAL, Reason::OutsideBuffer, Some(segment)));
-        }
-        if request.required_route().is_some_and(|route| route != buffer.route) {
-            return Err(self.refuse(direction, request, libc::EOPNOTSUPP, Reason::RouteNotAvailable, None));
-        }
-        Ok(())
-    }
-
-    /// Whether a plan keeps to what the caller insists on. To be asked before anything of it is
-    /// carried out.
-    ///
-    /// # Errors
-    /// The answer to give.
-    pub fn admit_plan(&self, direction: Direction, request: &TransferRequest, plan: &Plan) -> Result<(), Answer> {
-        match plan.edges.first() {
-            Some(edge) if request.flags.contains(TransferFlags::REQUIRE_DIRECT) => {
-                Err(self.refuse(direction, request, libc::EOPNOTSUPP, Reason::Unaligned, Some(edge.segment)))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// The answer to a transfer that was begun.
-    pub fn finish(&self, direction: Direction, request: &TransferRequest, buffer: &Buffer, outcome: &Outcome) -> Answer {
-        let reason = if outcome.moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
-        self.stats.moved(direction, &outcome.moved, reason);
-        // Where a part was done the caller must learn how much, which an errno alone would not
-        // tell.
-        let errno = if outcome.moved.total() == 0 { outcome.status } else { 0 };
-        self.answer(direction, request, errno, reason, outcome)
-    }
-
-    /// The answer to a transfer that is refused.
-    pub fn refuse(
+    /// `READ` or `WRITE` by ioctl on an open file, whose caller must not have been answered: it
+    /// identifies the buffer, the process and the limits.
+    pub fn transfer(
         &self,
         direction: Direction,
-        request: &TransferRequest,
-        errno: i32,
-        reason: Reason,
-        segment: Option<u32>,
-    ) -> Answer {
-        self.answer(direction, request, errno, reason, &Outcome::failed(errno, segment))
+        caller: Caller,
+        request: TransferRequest,
+        file: &dyn OpenFile,
+        done: impl FnOnce(Reply) + Send + 'static,
+    ) {
+        let buffer = request.buffer;
+        let requester = Box::new(Ioctl { caller, done });
+        let asked = Asked { stats: self.stats.clone(), direction, request, requester };
+        asked.admit(file, || self.registry.lookup(caller.thread, buffer));
+    }
+}
+
+/// The caller of an ioctl, who waits for its answer.
+struct Ioctl<F> {
+    caller: Caller,
+    done: F,
+}
+
+impl<F: FnOnce(Reply) + Send> Requester for Ioctl<F> {
+    fn user(&self) -> u32 {
+        self.caller.user
     }
 
-    fn answer(&self, direction: Direction, request: &TransferRequest, errno: i32, reason: Reason, outcome: &Outcome) -> Answer {
-        let Outcome { moved, status, failed_segment } = outcome;
-        let command = match direction {
-            Direction::Read => Command::Read,
-            Direction::Write => Command::Write,
-        };
-        self.stats.call(command, errno != 0);
-        let transfer = Transfer {
-            flags: request.flags.bits(),
-            buffer: request.buffer,
-            segments: request.segments.len() as u32,
-            bytes: moved.total(),
-            p2p: moved.p2p,
-            bounce: moved.bounce,
-            host: moved.host,
-            hole: moved.hole,
-            edge: moved.edge,
-            reason: reason.code(),
-            status: *status,
-            failed_segment: failed_segment.unwrap_or(u32::MAX),
-            ..Transfer::default()
-        };
-        Answer { errno, transfer }
+    fn process(&self) -> u32 {
+        calling_thread::process_of(self.caller.thread)
+    }
+
+    fn file_size_limit(&self) -> u64 {
+        calling_thread::file_size_limit(self.caller.thread)
+    }
+
+    fn is_ring(&self) -> bool {
+        false
+    }
+
+    fn answer(self: Box<Self>, answer: Answer) {
+        (self.done)(answer.into());
+    }
+}
+
+impl From<Answer> for Reply {
+    fn from(answer: Answer) -> Reply {
+        Reply::new(answer.errno, &answer.transfer)
     }
 }
 

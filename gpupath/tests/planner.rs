@@ -3,9 +3,9 @@
 use gpunvme_abi::{Direction, Register, Segment};
 use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Geometry, Io, Region};
 use gpunvme_blockdev_testing::{Faulty, Image, MemoryDevice, On, Rule};
+use gpunvme_gpupath::outcome::Outcome;
 use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
 use gpunvme_gpupath::registry::{Buffer, Caller, Limits, Registry};
-use gpunvme_gpupath::server::Outcome;
 use gpunvme_gpupath::transfer;
 use proptest::prelude::*;
 use std::convert::Infallible;

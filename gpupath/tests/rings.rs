@@ -3,12 +3,14 @@
 
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
-use gpunvme_abi::{Command, Reason, Register, Transfer, TransferRequest, Unregister};
+use gpunvme_abi::{Command, Reason, Register, Unregister};
 use gpunvme_blockdev::sim::SimController;
 use gpunvme_blockdev::{Io, OpenMode};
-use gpunvme_gpupath::registry::{Buffer, Caller, Limits, Registry};
-use gpunvme_gpupath::ring::{AttachedFile, Rings, Taken};
-use gpunvme_gpupath::server::{Answer, Reply, Server};
+use gpunvme_gpupath::admission::{Admitted, OpenFile};
+use gpunvme_gpupath::outcome::Outcome;
+use gpunvme_gpupath::registry::{Caller, Limits, Registry};
+use gpunvme_gpupath::ring::Rings;
+use gpunvme_gpupath::server::{Reply, Server};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::collections::VecDeque;
@@ -98,13 +100,13 @@ impl Application {
     }
 
     /// Gives a file a name.
-    fn attach(&self, rings: &Rings, file: Arc<dyn AttachedFile>) -> u64 {
+    fn attach(&self, rings: &Rings, file: Arc<dyn OpenFile>) -> u64 {
         let attach = Attach { ring: self.id, ..Attach::default() };
         answer::<Attach>(&rings.attach(thread(), &attach, || file)).file
     }
 
     /// Submits a read of a file that is attached for it.
-    fn submit(&self, rings: &Rings, buffer: u64, file: Arc<dyn AttachedFile>) {
+    fn submit(&self, rings: &Rings, buffer: u64, file: Arc<dyn OpenFile>) {
         let file = self.attach(rings, file);
         let submission = Submission { command: Command::Read as u32, file, buffer, len: 4096, ..Submission::new_zeroed() };
         let tail = self.memory.load(Word::SubmissionTail);
@@ -132,7 +134,7 @@ impl Application {
 }
 
 /// Holds its transfers until they are ended, or the test is over.
-struct Held(Mutex<Option<VecDeque<Taken>>>);
+struct Held(Mutex<Option<VecDeque<Admitted>>>);
 
 impl Held {
     /// Ends the oldest transfer. A ring says that it took a submission before the file has the
@@ -143,15 +145,15 @@ impl Held {
             oldest = self.0.lock().unwrap().as_mut().and_then(VecDeque::pop_front);
             oldest.is_some()
         });
-        let taken = oldest.expect("until waits for one");
-        taken.answer(Answer { errno: 0, transfer: Transfer::default() });
+        let admitted = oldest.expect("until waits for one");
+        admitted.finish(&Outcome::default());
     }
 }
 
-impl AttachedFile for Held {
-    fn transfer(&self, _: Command, _: TransferRequest, _: Arc<Buffer>, taken: Taken) {
+impl OpenFile for Held {
+    fn transfer(&self, admitted: Admitted) {
         if let Some(held) = &mut *self.0.lock().unwrap() {
-            held.push_back(taken);
+            held.push_back(admitted);
         }
     }
 }
@@ -174,10 +176,10 @@ impl Drop for Holding {
 /// Its transfers end those that another file holds, on the thread that serves them.
 struct Ending(Arc<Held>);
 
-impl AttachedFile for Ending {
-    fn transfer(&self, _: Command, _: TransferRequest, _: Arc<Buffer>, taken: Taken) {
+impl OpenFile for Ending {
+    fn transfer(&self, admitted: Admitted) {
         self.0.end_one();
-        taken.answer(Answer { errno: 0, transfer: Transfer::default() });
+        admitted.finish(&Outcome::default());
     }
 }
 
@@ -218,9 +220,9 @@ fn what_is_in_flight_is_shared_between_users() {
 /// A file that takes long to go, such as the last of an inode.
 struct Lasting(Mutex<std::sync::mpsc::Receiver<()>>);
 
-impl AttachedFile for Lasting {
-    fn transfer(&self, _: Command, _: TransferRequest, _: Arc<Buffer>, taken: Taken) {
-        taken.answer(Answer { errno: 0, transfer: Transfer::default() });
+impl OpenFile for Lasting {
+    fn transfer(&self, admitted: Admitted) {
+        admitted.finish(&Outcome::default());
     }
 }
 

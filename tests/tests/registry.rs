@@ -6,8 +6,10 @@ use gpunvme_abi::{
     TransferRequest, Unregister, decode,
 };
 use gpunvme_blockdev_testing::MemoryDevice;
+use gpunvme_gpupath::admission::{Admitted, OpenFile};
+use gpunvme_gpupath::outcome::Outcome;
 use gpunvme_gpupath::registry::{Amounts, Caller, Limits, Registry, RegistryError};
-use gpunvme_gpupath::server::{Outcome, Reply, Server};
+use gpunvme_gpupath::server::Server;
 use gpunvme_gpupath::socket::Listener;
 use gpunvme_tests::registrant::{LEN, connect, memfd, receive, register_over, send};
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
@@ -15,7 +17,8 @@ use rustix::net::SendFlags;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
-use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -396,6 +399,16 @@ fn hostile_clients_do_not_wedge_the_socket() {
     assert!(!path.exists());
 }
 
+/// Keeps a transfer for the test to answer.
+#[derive(Default)]
+struct Keeping(Mutex<Option<Admitted>>);
+
+impl OpenFile for Keeping {
+    fn transfer(&self, admitted: Admitted) {
+        *self.0.lock().unwrap() = Some(admitted);
+    }
+}
+
 /// The checks and answers around a transfer.
 #[test]
 fn transfers_are_admitted_and_answered() {
@@ -414,8 +427,19 @@ fn transfers_are_admitted_and_answered() {
         }
     };
     let segment = |buffer_offset, len| Segment { file_offset: 0, buffer_offset, len };
+    let file = Keeping::default();
+    let transferred = |request: &TransferRequest, outcome: Option<Outcome>| {
+        let (answered, answer) = channel();
+        server.transfer(Direction::Read, by(me), request.clone(), &file, move |reply| answered.send(reply).unwrap());
+        let admitted = file.0.lock().unwrap().take();
+        assert_eq!(admitted.is_some(), outcome.is_some());
+        if let (Some(admitted), Some(outcome)) = (admitted, outcome) {
+            admitted.finish(&outcome);
+        }
+        answer.try_recv().expect("it is answered")
+    };
     let refused = |request: &TransferRequest| {
-        let reply = Reply::from(server.admit(me, Direction::Read, request).err().expect("it should have been refused"));
+        let reply = transferred(request, None);
         let header = Transfer::read_from_bytes(&reply.data).unwrap();
         (reply.result, Reason::from_code(header.reason).unwrap(), header.failed_segment)
     };
@@ -426,9 +450,9 @@ fn transfers_are_admitted_and_answered() {
     assert_eq!(refused(&transfer(id, 1, &[])), (-libc::EOPNOTSUPP, Reason::RouteNotAvailable, u32::MAX));
 
     let request = transfer(id, 2, &[segment(0, 100)]);
-    let buffer = server.admit(me, Direction::Read, &request).unwrap();
+    let buffer = server.registry.lookup(me, id).unwrap();
     let finished = |outcome: Outcome| {
-        let reply = Reply::from(server.finish(Direction::Read, &request, &buffer, &outcome));
+        let reply = transferred(&request, Some(outcome));
         (reply.result, Transfer::read_from_bytes(&reply.data).unwrap())
     };
     let (result, header) = finished(Outcome::moved(&buffer, 64, 32, 4));

@@ -3,8 +3,8 @@
 //! there is some, in the laboratory.
 
 use super::*;
+use crate::outcome::Outcome;
 use crate::planner::{self, Alignment, Extent};
-use crate::server::Outcome;
 use crate::transfer;
 use gpunvme_abi::{Direction, Segment};
 use gpunvme_blockdev::sim::{Effect, Fault, On, SimController};

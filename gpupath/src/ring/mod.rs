@@ -16,5 +16,4 @@ mod signal;
 mod thread;
 mod watch;
 
-pub use queue_pair::{AttachedFile, Taken};
 pub use rings::Rings;

@@ -6,13 +6,14 @@ use super::deferred_drop::{DeferredDrop, Held};
 use super::groups::Member;
 use super::signal::Signal;
 use super::thread::ServingThread;
+use crate::admission::{OpenFile, Requester};
 use crate::calling_thread;
+use crate::outcome::Answer;
 use crate::process::Process;
 use crate::registry::Buffer;
-use crate::server::Answer;
+use gpunvme_abi::Reason;
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, MAX_RING_TRANSFER, Submission, Word};
-use gpunvme_abi::{Command, Reason, TransferRequest};
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::os::fd::OwnedFd;
@@ -62,7 +63,7 @@ pub(super) struct Ring {
 
 #[derive(Default)]
 struct Files {
-    by_name: FxHashMap<u64, Arc<Held<dyn AttachedFile>>>,
+    by_name: FxHashMap<u64, Arc<Held<dyn OpenFile>>>,
     last: u64,
 }
 
@@ -224,7 +225,7 @@ impl Ring {
     }
 
     /// Gives a file a name. None where there are too many, or the ring is closed.
-    pub fn attach(&self, file: Arc<dyn AttachedFile>) -> Option<u64> {
+    pub fn attach(&self, file: Arc<dyn OpenFile>) -> Option<u64> {
         let mut files = self.files.write();
         if files.by_name.len() >= FILES_MAX || self.is_closed() {
             drop(files);
@@ -251,7 +252,7 @@ impl Ring {
     }
 
     /// The file of this name.
-    pub fn file(&self, name: u64) -> Option<Arc<Held<dyn AttachedFile>>> {
+    pub fn file(&self, name: u64) -> Option<Arc<Held<dyn OpenFile>>> {
         self.files.read().by_name.get(&name).cloned()
     }
 
@@ -273,18 +274,9 @@ impl Ring {
     }
 }
 
-/// A file that was attached to a ring: what it was opened for goes with it. It is dropped by a
-/// thread that may wait.
-pub trait AttachedFile: Send + Sync {
-    /// Begins a `READ` or `WRITE` (which of the two, `command` says) between the file and a buffer
-    /// that the ring's owner owns. `taken` gets the answer that the ioctl would have given. It
-    /// must not wait for a device.
-    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken);
-}
-
 /// A submission that was taken from a ring, and has to be answered. Dropped without an answer it
 /// is answered with `EIO`: its ring's end would wait for it for ever.
-pub struct Taken {
+pub(super) struct Taken {
     /// Which serves the ring.
     thread: Arc<ServingThread>,
     ring: Arc<Ring>,
@@ -298,32 +290,6 @@ impl Taken {
     /// A submission that was just taken.
     pub(super) fn new(thread: Arc<ServingThread>, ring: Arc<Ring>, submission: &Submission) -> Taken {
         Taken { thread, ring, user_data: submission.user_data, len: submission.len, answered: false }
-    }
-
-    /// The user that made the ring, and the process.
-    pub fn owner(&self) -> (u32, u32) {
-        (self.ring.user, self.ring.owner.id)
-    }
-
-    /// The longest that the ring's owner may make a file, in bytes (`RLIMIT_FSIZE`).
-    pub fn file_size_limit(&self) -> u64 {
-        self.ring.file_size_limit()
-    }
-
-    /// Ends it with what the ioctl would have answered.
-    pub fn answer(mut self, answer: Answer) {
-        let Answer { errno, transfer } = answer;
-        self.complete(Completion {
-            user_data: self.user_data,
-            status: if errno == 0 { transfer.status } else { errno },
-            reason: transfer.reason,
-            p2p: transfer.p2p,
-            bounce: transfer.bounce,
-            host: transfer.host,
-            hole: transfer.hole,
-            edge: transfer.edge,
-            reserved: 0,
-        });
     }
 
     /// Refuses it.
@@ -348,6 +314,41 @@ impl Taken {
         if thread.is_asleep() && (ring.load().0 == 0 || ring.pending().is_ok_and(|pending| pending > 0)) {
             thread.wake();
         }
+    }
+}
+
+impl Requester for Taken {
+    /// The user that made the ring.
+    fn user(&self) -> u32 {
+        self.ring.user
+    }
+
+    /// The process that made the ring.
+    fn process(&self) -> u32 {
+        self.ring.owner.id
+    }
+
+    fn file_size_limit(&self) -> u64 {
+        self.ring.file_size_limit()
+    }
+
+    fn is_ring(&self) -> bool {
+        true
+    }
+
+    fn answer(mut self: Box<Self>, answer: Answer) {
+        let Answer { errno, transfer } = answer;
+        self.complete(Completion {
+            user_data: self.user_data,
+            status: if errno == 0 { transfer.status } else { errno },
+            reason: transfer.reason,
+            p2p: transfer.p2p,
+            bounce: transfer.bounce,
+            host: transfer.host,
+            hole: transfer.hole,
+            edge: transfer.edge,
+            reserved: 0,
+        });
     }
 }
 

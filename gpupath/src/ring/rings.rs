@@ -6,11 +6,12 @@
 //! than it has entries.
 
 use super::deferred_drop::DeferredDrop;
-use super::queue_pair::{AttachedFile, Ring};
+use super::queue_pair::Ring;
 use super::service::Service;
 use super::shares::Shares;
 use super::signal::Signal;
 use super::watch::{Heard, Watch};
+use crate::admission::OpenFile;
 use crate::foreign::{Foreign, Kind};
 use crate::process::Process;
 use crate::quota::quota;
@@ -151,7 +152,7 @@ impl Rings {
 
     /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread`
     /// is the caller's, which must not have been answered.
-    pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn AttachedFile>) -> Reply {
+    pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn OpenFile>) -> Reply {
         let found = self.find(thread, request.ring);
         let attached = found.ok_or(Errno::NOENT).and_then(|(_, ring)| ring.attach(file()).ok_or(Errno::NOSPC));
         self.server.stats.call(Command::Attach, attached.is_err());

@@ -12,8 +12,9 @@ use super::queue_pair::{Broken, Ring, Taken};
 use super::shares::Shares;
 use super::thread::ServingThread;
 use super::watch::Watch;
+use crate::admission::Asked;
 use crate::server::Server;
-use gpunvme_abi::Reason;
+use gpunvme_abi::{Command, Direction, Reason};
 use gpunvme_blockdev::{OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -235,9 +236,9 @@ impl Service {
         let taken = Taken::new(self.thread.clone(), ring.clone(), &submission);
         let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
         let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
-        match ring.buffer(request.buffer, || self.server.registry.lookup_of(&ring.owner, request.buffer)) {
-            Ok(buffer) => file.transfer(command, request, buffer, taken),
-            Err(error) => taken.refuse(error.errno(), error.reason()),
-        }
+        let direction = if command == Command::Write { Direction::Write } else { Direction::Read };
+        let (stats, buffer) = (self.server.stats.clone(), request.buffer);
+        let asked = Asked { stats, direction, request, requester: Box::new(taken) };
+        asked.admit(&**file, || ring.buffer(buffer, || self.server.registry.lookup_of(&ring.owner, buffer)));
     }
 }

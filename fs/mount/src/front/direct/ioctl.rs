@@ -6,10 +6,11 @@ use std::sync::Arc;
 use gpunvme_abi::{self as abi, Command, Direction, Request, Resolve, TransferRequest};
 use gpunvme_engine::volume::Mapping;
 use gpunvme_engine::{BLOCK_SIZE, FILE_SIZE_MAX};
+use gpunvme_gpupath::admission::{Admitted, OpenFile};
 use gpunvme_gpupath::registry;
 use gpunvme_gpupath::server::Reply;
 
-use super::transfers::{Asked, Way};
+use super::transfers::Transfer;
 use crate::front::caller::Caller;
 use crate::front::handles::Handle;
 use crate::front::shared::Front;
@@ -20,6 +21,21 @@ impl Caller {
     /// The caller, as the direct path knows it.
     fn of_direct(&self) -> registry::Caller {
         registry::Caller { thread: self.thread, user: self.context.uid }
+    }
+}
+
+/// The open file that an ioctl was called on.
+struct Opened<'a> {
+    front: &'a Arc<Front>,
+    caller: Caller,
+    ino: u64,
+    handle: Handle,
+}
+
+impl OpenFile for Opened<'_> {
+    fn transfer(&self, admitted: Admitted) {
+        let Opened { front, caller, ino, handle } = *self;
+        front.transfer(Transfer { admitted, caller, ino, handle, unseen: None });
     }
 }
 
@@ -83,8 +99,8 @@ impl Front {
         request: TransferRequest,
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
-        let asked = Asked { direction, caller, ino, handle, request, way: Way::Ioctl };
-        self.transfer(asked, |answer| done(answer.into()));
+        let file = Opened { front: self, caller, ino, handle };
+        self.direct.server.transfer(direction, caller.of_direct(), request, &file, done);
     }
 
     fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {

@@ -6,16 +6,14 @@
 
 use std::sync::Arc;
 
+use gpunvme_abi::Direction;
 use gpunvme_abi::ring::Attach;
-use gpunvme_abi::{Command, Direction, TransferRequest};
-use gpunvme_gpupath::registry::Buffer;
-use gpunvme_gpupath::ring::{AttachedFile, Taken};
+use gpunvme_gpupath::admission::{Admitted, OpenFile};
 use gpunvme_gpupath::server::Reply;
 
-use super::transfers::{Asked, Way};
+use super::transfers::Transfer;
 use crate::front::caller::Caller;
 use crate::front::handles::Handle;
-use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 
 /// An open file, as it was when it was attached.
@@ -47,7 +45,7 @@ impl Front {
                 if let Err(error) = regular {
                     return done(Reply::new(error.errno(), &request));
                 }
-                let file = || Arc::new(Attached::new(front, ino, handle)) as Arc<dyn AttachedFile>;
+                let file = || Arc::new(Attached::new(front, ino, handle)) as Arc<dyn OpenFile>;
                 done(front.direct.rings.attach(caller.thread, &request, file));
             },
         );
@@ -65,19 +63,11 @@ impl Attached {
     }
 }
 
-impl AttachedFile for Attached {
-    fn transfer(&self, command: Command, request: TransferRequest, buffer: Arc<Buffer>, taken: Taken) {
-        let direction = if command == Command::Write { Direction::Write } else { Direction::Read };
-        let unseen = (direction == Direction::Write).then(|| self.front.mount_state.unseen_write());
-        let limit = if direction == Direction::Write { taken.file_size_limit() } else { u64::MAX };
-        let (user, process) = taken.owner();
-        let way = Way::Ring { buffer, owner: Owner { user, process }, limit };
+impl OpenFile for Attached {
+    fn transfer(&self, admitted: Admitted) {
+        let unseen = (admitted.direction() == Direction::Write).then(|| self.front.mount_state.unseen_write());
         let caller = Caller::now(NOBODY, NOBODY, 0);
-        let asked = Asked { direction, caller, ino: self.ino, handle: self.handle, request, way };
-        self.front.transfer(asked, move |answer| {
-            taken.answer(answer);
-            drop(unseen);
-        });
+        self.front.transfer(Transfer { admitted, caller, ino: self.ino, handle: self.handle, unseen });
     }
 }
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 pub(crate) use lengths::Lengths;
 pub(crate) use lookups::Lookups;
-pub(crate) use mount_state::MountState;
+pub(crate) use mount_state::{MountState, UnseenWrite};
 
 /// The kernel's caches of files, which it can be told to drop.
 pub(crate) trait KernelCache: Send + Sync {

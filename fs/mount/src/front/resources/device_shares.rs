@@ -59,23 +59,24 @@ impl DeviceShares {
         Arc::new(DeviceShares { workers, users: Mutex::default() })
     }
 
-    /// Begins a part of `bytes`: here and at once if its user's share allows, else on another
-    /// thread once it does. `process` is called only for a part that has to wait.
-    pub fn begin(
+    /// Begins a part of `bytes` of a transfer: here and at once if its user's share allows, else on
+    /// another thread once it does. `process` is called only for a part that has to wait.
+    pub fn begin<T: Send + 'static>(
         self: &Arc<Self>,
         user: u32,
-        process: impl FnOnce() -> u32,
         bytes: u64,
-        begin: impl FnOnce(InFlight) + Send + 'static,
+        transfer: T,
+        process: impl FnOnce(&T) -> u32,
+        begin: impl FnOnce(T, InFlight) + Send + 'static,
     ) {
         if bytes <= SHORT {
-            return begin(InFlight(None));
+            return begin(transfer, InFlight(None));
         }
         if self.take(user, bytes) {
-            return begin(self.in_flight(user, bytes));
+            return begin(transfer, self.in_flight(user, bytes));
         }
-        let owner = Owner { user, process: process() };
-        let waiting = Waiting { owner, bytes, begin: Box::new(begin) };
+        let owner = Owner { user, process: process(&transfer) };
+        let waiting = Waiting { owner, bytes, begin: Box::new(|in_flight| begin(transfer, in_flight)) };
         self.users.lock().entry(user).or_default().waiting.push(owner, waiting);
         // Room may have become free in between.
         self.end(user, 0);
@@ -150,10 +151,11 @@ mod tests {
             let sender = sender.clone();
             shares.begin(
                 owner.user,
-                || owner.process,
                 PART,
-                move |in_flight| {
-                    let _ = sender.send((owner.process, in_flight)); // the test may be over
+                owner.process,
+                |process| *process,
+                move |process, in_flight| {
+                    let _ = sender.send((process, in_flight)); // the test may be over
                 },
             );
         }
@@ -197,10 +199,10 @@ mod tests {
         let (sender, order) = channel();
         for process in [1, 1, 1, 1, 1, 2] {
             let sender = sender.clone();
-            shares.begin(7, || process, PART, move |in_flight| drop(sender.send((process, in_flight))));
+            shares.begin(7, PART, process, |process| *process, move |process, in_flight| drop(sender.send((process, in_flight))));
         }
         let (sender, short) = channel();
-        shares.begin(7, || unreachable!("it does not wait"), SHORT, move |_| sender.send(()).unwrap());
+        shares.begin(7, SHORT, (), |()| unreachable!("it does not wait"), move |(), _| sender.send(()).unwrap());
         assert_eq!(short.try_recv(), Ok(()));
         let first = [next(&order), next(&order)];
         drop(first);
