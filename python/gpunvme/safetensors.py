@@ -22,6 +22,7 @@ from gpunvme._arrays import ITEM_SIZES, Framework, dtype_name, framework
 from gpunvme._batches import Progress, perform
 from gpunvme._file import File
 from gpunvme._file import open as open_file
+from gpunvme._parts import read_part
 from gpunvme._types import Require
 
 __all__ = ["Slice", "load_file", "safe_open", "save_file"]
@@ -30,9 +31,6 @@ __all__ = ["Slice", "load_file", "safe_open", "save_file"]
 _LONGEST_HEADER = 100_000_000
 #: What a saved file's first tensor is aligned to: blocks of the filesystem.
 _ALIGNMENT = 4096
-#: Runs of a slice that lie closer than so many bytes are not read one by one: what lies between them is
-#: read as well. A row takes an H200 two to four microseconds, in which it reads as much.
-_CLOSE = 16384
 
 _Path = str | os.PathLike[str]
 
@@ -163,29 +161,6 @@ def _bounds(shape: tuple[int, ...], index: Any) -> tuple[list[tuple[int, int]], 
     return bounds, dropped
 
 
-def _runs(shape: tuple[int, ...], bounds: list[tuple[int, int]]) -> tuple[Iterator[int], int]:
-    """Where the contiguous runs of a part begin, in items, and how many items each has."""
-    run, inner = 1, len(shape)
-    while inner > 0:
-        inner -= 1
-        first, last = bounds[inner]
-        run *= last - first
-        if (first, last) != (0, shape[inner]):
-            break
-    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-
-    def starts(at: int, base: int) -> Iterator[int]:
-        if at >= inner:
-            yield base + sum(
-                first * stride for (first, _), stride in zip(bounds[at:], strides[at:], strict=True)
-            )
-            return
-        for position in range(*bounds[at]):
-            yield from starts(at + 1, base + position * strides[at])
-
-    return starts(0, 0), run
-
-
 class safe_open:
     """A file of safetensors, of which tensors and parts of tensors are read when they are asked for.
 
@@ -238,23 +213,11 @@ class safe_open:
         return entry
 
     def _read_part(self, entry: _Entry, bounds: list[tuple[int, int]]) -> Any:
-        item = ITEM_SIZES[entry.dtype]
-        shape = tuple(last - first for first, last in bounds)
-        if math.prod(shape) == 0:
+        def empty(shape: tuple[int, ...]) -> Any:
             return self._arrays.empty(shape, entry.dtype)
-        starts, run = _runs(entry.shape, bounds)
-        whole = [bounds[0], *((0, size) for size in entry.shape[1:])] if bounds else []
-        covered = math.prod(last - first for first, last in whole) * item
-        if whole != bounds and covered // (math.prod(shape) // run) < _CLOSE:
-            rows = self._read_part(entry, whole)
-            within = (slice(None), *(slice(*bound) for bound in bounds[1:]))
-            return self._arrays.contiguous(rows[within])
-        part = self._arrays.empty(shape, entry.dtype)
-        offsets = [entry.offset + start * item for start in starts]
-        moved = self._file.read_rows(part, offsets, require=self._require).bytes
-        if moved < part.nbytes:
-            raise EOFError(f"{self._file.name}: the file ended {part.nbytes - moved} bytes too early")
-        return part
+
+        part = read_part(self._file, entry.offset, entry.shape, bounds, empty, require=self._require)
+        return self._arrays.contiguous(part)
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ def programs():
                 yield pytest.param(code, id=f"{page.name}-{at}")
 
 
-@pytest.mark.parametrize("code", programs())
+@pytest.mark.parametrize("code", list(programs()))
 def test_a_program_of_the_guide_runs(code, folder):
     from safetensors.torch import save_file
 

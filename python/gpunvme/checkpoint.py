@@ -1,0 +1,220 @@
+"""Distributed checkpoints of PyTorch, straight between files and GPU memory.
+
+    import torch.distributed.checkpoint as dcp
+    from gpunvme.checkpoint import Reader, Writer
+
+    dcp.save(state, storage_writer=Writer("/data/step-1000"))
+    dcp.load(state, storage_reader=Reader("/data/step-1000"))
+
+The format is that of PyTorch's ``FileSystemWriter``: its ``FileSystemReader`` reads what is written here, and
+the reverse. Plans, resharding and metadata are PyTorch's; only the bytes of tensors move in another way.
+Checkpoints must lie on a mount of gpunvme.
+"""
+
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.utils.serialization import config
+
+from gpunvme._batches import Progress, perform
+from gpunvme._file import File
+from gpunvme._file import open as open_file
+from gpunvme._parts import read_part, runs
+from gpunvme._types import Require
+from gpunvme.torch import ALIGNMENT, bytes_of, layout, map_tensors, offset_of
+
+__all__ = ["Reader", "Writer"]
+
+#: Tensors of fewer bytes are saved by way of host memory, together with what surrounds them.
+_SMALL = 64 << 10
+
+
+class Reader(FileSystemReader):  # type: ignore[misc]
+    """Reads a checkpoint: into GPU memory where a tensor lies there, each rank what it needs.
+
+    Args:
+        path: the checkpoint's folder.
+        require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, require: Require | None = None) -> None:
+        super().__init__(path)
+        self._require = require
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Reads what a plan asks for."""
+        others: list[ReadItem] = []
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO or info.transform_descriptors:
+                others.append(item)
+            else:
+                by_file.setdefault(info.relative_path, []).append(item)
+        resolved: list[tuple[ReadItem, torch.Tensor]] = []
+        with ExitStack() as files:
+
+            def whole() -> Iterator[tuple[File, Any, int, int]]:
+                for name, items in by_file.items():
+                    path = self.fs.concat_path(self.path, name)
+                    file = files.enter_context(open_file(path))
+                    stream = files.enter_context(self.fs.create_stream(path, "rb"))
+                    items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
+                    for item in items:
+                        info = self.storage_data[item.storage_index]
+                        saved = layout(self._slice_file(stream, info))
+                        if not isinstance(saved, torch.Tensor) or not saved.is_contiguous():
+                            others.append(item)
+                            continue
+                        target = planner.resolve_tensor(item).detach()
+                        resolved.append((item, target))
+                        offset = info.offset + offset_of(saved) + saved.storage_offset() * saved.itemsize
+                        yield from self._read(file, saved, offset, item, target)
+
+            total = sum(math.prod(item.lengths) for items in by_file.values() for item in items)
+            with Progress(total, "checkpoint", False) as bar:
+                perform(whole(), bar, require=self._require)
+        for item, target in resolved:
+            planner.commit_tensor(item, target)
+        return super().read_data(dataclasses.replace(plan, items=others), planner)
+
+    def _read(
+        self, file: File, saved: torch.Tensor, offset: int, item: ReadItem, target: torch.Tensor
+    ) -> Iterator[tuple[File, Any, int, int]]:
+        """Reads a box of a tensor, or says what is to be read where that is one range of the file."""
+        if target.size() != torch.Size(item.lengths):
+            raise ValueError(f"{item.dest_index.fqn}: {target.size()} is to hold {torch.Size(item.lengths)}")
+        if target.numel() == 0:
+            return
+        bounds = [(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)]
+        starts, run = runs(saved.shape, bounds)
+        if run == target.numel() and target.is_contiguous() and target.dtype == saved.dtype:
+            yield file, target, offset + next(starts) * saved.itemsize, target.nbytes
+            return
+
+        def empty(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.empty(shape, dtype=saved.dtype, device=target.device)
+
+        part = read_part(file, offset, saved.shape, bounds, empty, require=self._require)
+        target.copy_(part)
+
+
+class Writer(FileSystemWriter):  # type: ignore[misc]
+    """Writes a checkpoint: GPU memory from where it lies, each rank one file.
+
+    Args:
+        path: the checkpoint's folder.
+        snapshot_on_gpu: whether ``async_save`` copies tensors on their GPU, which needs as much memory of
+            it, and not to the host.
+        sync_files: whether the files are durable when the checkpoint is done.
+        overwrite: whether a checkpoint that is there may be replaced.
+        require: a demand on the route, as for :meth:`gpunvme.File.write_from`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        snapshot_on_gpu: bool = False,
+        sync_files: bool = True,
+        overwrite: bool = True,
+        require: Require | None = None,
+    ) -> None:
+        super().__init__(path, sync_files=sync_files, overwrite=overwrite)
+        self._snapshot_on_gpu = snapshot_on_gpu
+        self._require = require
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """The copy that ``async_save`` writes while training goes on."""
+        if not self._snapshot_on_gpu:
+            return super().stage(state_dict)
+        copy = map_tensors(state_dict, lambda tensor: tensor.detach().clone())
+        # The thread that writes has a stream of its own.
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copy
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Writes what a plan asks for."""
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results: list[WriteResult] = []
+        with open_file(self.fs.concat_path(self.path, name), "w") as file:
+            perform(
+                self._write(file, name, plan.items, planner, results),
+                Progress(0, "checkpoint", False),
+                write=True,
+                require=self._require,
+            )
+            if self.sync_files:
+                file.sync()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(
+        self, file: File, name: str, items: list[WriteItem], planner: SavePlanner, results: list[WriteResult]
+    ) -> Iterator[tuple[File, Any, int, int]]:
+        """Writes what surrounds tensors, and says where their bytes are to be written."""
+        end = 0
+
+        def place(item: WriteItem, length: int, offset: int) -> None:
+            nonlocal end
+            end = offset + length
+            where = _StorageInfo(name, offset, length)
+            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=where))
+
+        for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+            data = planner.resolve_data(item)
+            if isinstance(data, torch.Tensor):
+                tensor = data.detach()
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    tensor = tensor.clone()
+                if tensor.nbytes >= _SMALL:
+                    start = -(-end // ALIGNMENT) * ALIGNMENT
+                    head, tail = _frame(tensor)
+                    file.write_from(head, start)
+                    file.write_from(tail, start + len(head) + tensor.nbytes)
+                    place(item, len(head) + tensor.nbytes + len(tail), start)
+                    yield file, bytes_of(tensor.untyped_storage()), start + len(head), tensor.nbytes
+                    continue
+                data = io.BytesIO()
+                torch.save(tensor.cpu(), data)
+            content = data.getbuffer()
+            file.write_from(content, end)
+            place(item, len(content), end)
+
+
+def _frame(tensor: torch.Tensor) -> tuple[bytes, bytes]:
+    """What ``torch.save`` writes before and after the bytes of a tensor."""
+    descriptor = os.memfd_create("gpunvme", os.MFD_CLOEXEC)
+    try:
+        path = f"/proc/self/fd/{descriptor}"
+        with config.patch("save.storage_alignment", ALIGNMENT), torch.serialization.skip_data():
+            torch.save(tensor, path)
+        start = offset_of(layout(path))
+        end = start + tensor.nbytes
+        head = os.pread(descriptor, start, 0)
+        tail = os.pread(descriptor, os.fstat(descriptor).st_size - end, end)
+        return head, tail
+    finally:
+        os.close(descriptor)

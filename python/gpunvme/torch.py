@@ -1,0 +1,173 @@
+"""State dicts of PyTorch, in the format of ``torch.save``, straight between files and GPU memory.
+
+    import gpunvme.torch
+
+    gpunvme.torch.save(model.state_dict(), "/data/model.pt")
+    model.load_state_dict(gpunvme.torch.load("/data/model.pt", "cuda"))
+
+``torch.load`` reads what is saved here, and what ``torch.save`` wrote is loaded here. Files must lie on a
+mount of gpunvme.
+"""
+
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.serialization import config
+
+from gpunvme._batches import Progress, perform
+from gpunvme._file import open as open_file
+from gpunvme._types import Require
+
+__all__ = ["load", "save"]
+
+_Path = str | os.PathLike[str]
+
+#: What the bytes of each tensor are aligned to in a file that is saved: blocks of the filesystem.
+ALIGNMENT = 4096
+
+
+def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Require | None = None) -> None:
+    """Saves an object as ``torch.save`` does, with the bytes of its tensors written from where they lie.
+    The file appears under its name when all of it is durable.
+
+    Args:
+        obj: tensors in dictionaries, lists and tuples, such as a state dict; and what else can be pickled.
+        path: the file; one that exists is replaced.
+        progress: whether to show a bar, with tqdm; without it one is shown for more than 1 GiB, where tqdm
+            is installed and standard error is a terminal.
+        require: a demand on the route, as for :meth:`gpunvme.File.write_from`.
+
+    Raises:
+        ValueError: it has tensors in other objects.
+        gpunvme.Error: the file cannot be written.
+    """
+    path = os.fspath(path)
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    try:
+        with open_file(temporary, "w"):
+            pass  # torch.save would write to any filesystem
+        # The layout, with room for the tensors.
+        with config.patch("save.storage_alignment", ALIGNMENT), torch.serialization.skip_data():
+            torch.save(obj, temporary)
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor, laid_out in zip(_tensors(obj), _tensors(layout(temporary)), strict=True):
+            storages[offset_of(laid_out)] = tensor.untyped_storage()
+        saved = sum(storage.nbytes() for storage in storages.values())
+        with zipfile.ZipFile(temporary) as archive:
+            room = sum(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename)
+        if saved != room:
+            raise ValueError(
+                "tensors can be saved in dictionaries, lists and tuples, and not in other objects"
+            )
+        with open_file(temporary, "r+") as file, Progress(saved, name, progress) as bar:
+            items = [
+                (file, bytes_of(storage), offset, storage.nbytes())
+                for offset, storage in sorted(storages.items())
+                if storage.nbytes() > 0
+            ]
+            perform(items, bar, write=True, require=require)
+            file.sync()
+        os.rename(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    # The name is durable with its folder.
+    descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(
+    path: _Path, device: Any = "cpu", *, progress: bool | None = None, require: Require | None = None
+) -> Any:
+    """Loads what ``torch.save`` or :func:`save` saved, as ``torch.load(path, weights_only=True)`` does, with
+    the bytes of tensors read to where they are to lie.
+
+    Args:
+        path: the file.
+        device: where all tensors come to lie: ``"cuda:0"``, a number of a GPU, ``"cpu"``.
+        progress: as for :func:`save`.
+        require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
+
+    Raises:
+        gpunvme.Error: the file lies on no mount of gpunvme, or cannot be read.
+    """
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    storages: dict[int, torch.Tensor] = {}
+
+    def real(fake: torch.Tensor) -> torch.Tensor:
+        offset, length = offset_of(fake), fake.untyped_storage().nbytes()
+        if offset not in storages:
+            storages[offset] = torch.empty(length, dtype=torch.uint8, device=place)
+        tensor = torch.empty(0, dtype=fake.dtype, device=place)
+        tensor.set_(storages[offset].untyped_storage(), fake.storage_offset(), fake.size(), fake.stride())
+        if isinstance(fake, torch.nn.Parameter):
+            return torch.nn.Parameter(tensor, fake.requires_grad)
+        return tensor.requires_grad_(fake.requires_grad)
+
+    with open_file(path) as file:
+        loaded = map_tensors(layout(path), real)
+        total = sum(storage.nbytes for storage in storages.values())
+        with Progress(total, os.path.basename(os.fspath(path)), progress) as bar:
+            items = [
+                (file, storage, offset, storage.nbytes)
+                for offset, storage in sorted(storages.items())
+                if storage.nbytes > 0
+            ]
+            perform(items, bar, require=require)
+    return loaded
+
+
+def layout(file: "_Path | IO[bytes]") -> Any:
+    """What a file holds, with tensors that have no bytes and know where theirs are."""
+    with FakeTensorMode():
+        return torch.load(file, weights_only=True)
+
+
+def offset_of(tensor: torch.Tensor) -> int:
+    """Where in its file the bytes of a tensor of :func:`layout` begin."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return int(offset)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an object, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of an object with its tensors changed: dictionaries, lists and tuples are new."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        copy = tree.copy()
+        for key, value in tree.items():
+            copy[key] = map_tensors(value, change)
+        return copy
+    if isinstance(tree, list):
+        return [map_tensors(value, change) for value in tree]
+    if isinstance(tree, tuple):
+        changed = [map_tensors(value, change) for value in tree]
+        return type(tree)(*changed) if hasattr(tree, "_fields") else type(tree)(changed)
+    return tree

@@ -1,0 +1,140 @@
+"""Distributed checkpoints, beside PyTorch's own reader and writer."""
+
+import os
+import socket
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from test_torch import DEVICE, DTYPES, random  # noqa: E402
+from test_torch_save import equal  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+import gpunvme  # noqa: E402
+from gpunvme.checkpoint import Reader, Writer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def state(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(640, 1280), torch.nn.Linear(1280, 32)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(640, device=DEVICE)).sum().backward()
+    optimizer.step()
+    large = random((1000, 3000), torch.bfloat16)
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "large": large,
+        "view": large[10:500],
+        "transposed": random((300, 400), torch.float32).T,
+        "dtypes": {str(dtype): random((3, 70_000), dtype) for dtype in DTYPES},
+        "step": seed,
+        "text": "x" * seed,
+        "scalar": torch.tensor(float(seed), device=DEVICE),
+    }
+
+
+@pytest.mark.parametrize("writer", [Writer, dcp.FileSystemWriter])
+@pytest.mark.parametrize("reader", [Reader, dcp.FileSystemReader])
+def test_both_read_what_both_write(folder, writer, reader):
+    saved, loaded = state(1), state(2)
+    dcp.save(saved, storage_writer=writer(folder / "c"))
+    dcp.load(loaded, storage_reader=reader(folder / "c"))
+    assert equal(loaded, saved)
+
+
+def test_tensors_are_read_where_they_lie(folder):
+    saved, target = {"a": random((512, 1024), torch.float32)}, {"a": torch.zeros(512, 1024, device=DEVICE)}
+    dcp.save(saved, storage_writer=Writer(folder / "c"))
+    before, mount = target["a"].data_ptr(), gpunvme.Mount(folder)
+    read = sum(mount.stats()["read"].values())
+    dcp.load(target, storage_reader=Reader(folder / "c"))
+    assert target["a"].data_ptr() == before and equal(target, saved)
+    assert sum(mount.stats()["read"].values()) - read == saved["a"].nbytes
+    if DEVICE == "cuda":
+        dcp.load(target, storage_reader=Reader(folder / "c", require="bounce"))
+
+
+@pytest.mark.parametrize("snapshot_on_gpu", [False, True])
+def test_an_asynchronous_save_holds_what_was_when_it_began(folder, snapshot_on_gpu):
+    with _group():
+        saved = state(3)
+        expected = {key: value.clone() for key, value in saved["model"].items()}
+        future = dcp.async_save(saved, storage_writer=Writer(folder / "c", snapshot_on_gpu=snapshot_on_gpu))
+        with torch.no_grad():
+            for value in saved["model"].values():
+                value.zero_()
+        future.result()
+        loaded = state(4)
+        dcp.load(loaded, storage_reader=Reader(folder / "c"))
+        assert equal(dict(loaded["model"]), expected)
+
+
+def test_a_checkpoint_elsewhere_is_refused(tmp_path):
+    with pytest.raises(CheckpointException, match="not on a gpunvme mount"):
+        dcp.save({"a": torch.ones(3)}, storage_writer=Writer(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 3)])
+def test_a_checkpoint_is_read_by_another_number_of_ranks(folder, ranks):
+    saving, loading = ranks
+    _run(saving, _save_shards, folder)
+    _run(loading, _load_shards, folder)
+
+
+class _group:
+    """A group of this process alone, or of several."""
+
+    def __init__(self, rank=0, size=1, port=None):
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
+        self.rank, self.size = rank, size
+
+    def __enter__(self):
+        torch.distributed.init_process_group("gloo", rank=self.rank, world_size=self.size)
+
+    def __exit__(self, *_):
+        torch.distributed.destroy_process_group()
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _run(size, work, folder):
+    torch.multiprocessing.spawn(_rank, (size, _free_port(), work, str(folder)), nprocs=size)
+
+
+def _rank(rank, size, port, work, folder):
+    with _group(rank, size, port):
+        work(folder, size)
+
+
+def _shards(size, value):
+    """A matrix in rows, and one in columns, over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(1200 * 700, dtype=torch.float32).reshape(1200, 700)
+    return {
+        "rows": distribute_tensor(whole * value, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole * value * 2, mesh, [Shard(1)]),
+    }
+
+
+def _save_shards(folder, size):
+    dcp.save(_shards(size, 1), storage_writer=Writer(f"{folder}/c"))
+
+
+def _load_shards(folder, size):
+    for reader in (Reader, dcp.FileSystemReader):
+        loaded, expected = _shards(size, 0), _shards(size, 1)
+        dcp.load(loaded, storage_reader=reader(f"{folder}/c"))
+        for name in loaded:
+            assert torch.equal(loaded[name].to_local(), expected[name].to_local()), name
