@@ -1,6 +1,6 @@
 //! Host memory that is registered with a mount, and so needs no staging.
 
-use crate::session::release;
+use crate::interpreter::release;
 use gpunvme::{Buffer as Memfd, Mount, Registered, Result};
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyBufferError;

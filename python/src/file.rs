@@ -3,9 +3,10 @@
 use crate::completions::Completions;
 use crate::error::raised;
 use crate::host;
+use crate::interpreter::release;
 use crate::pending::{self, Answer, Pending};
 use crate::request::{Direction, Place, Request, require};
-use crate::session::{Session, release};
+use crate::session::Session;
 use crate::stream::{handle, wait_for};
 use crate::transfer::Transfer;
 use gpunvme::gpu::Segment;

@@ -4,40 +4,13 @@
 use crate::buffer::HostMemory;
 use crate::request::Direction;
 use crate::session::Session;
+use crate::staging::PIECE;
 use gpunvme::gpu::Segment;
 use gpunvme::{Buffer, Error, File, Reason, Registered, Require, Result, Transfer};
-use parking_lot::Mutex;
 use rustix::io::Errno;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// Bytes of a piece of staging memory: enough for the device to be busy, little enough to stay in
-/// the processor's cache until it is copied on.
-const STAGE: usize = 4 << 20;
 /// What the places of segments in staging memory are aligned to, as their places in the file are.
 const BLOCK: u64 = 4096;
-/// Threads that serve requests which their callers do not wait for.
-const WORKERS: usize = 4;
-
-/// Staging memory, in pieces that are used by one request at a time.
-#[derive(Default)]
-pub struct Staging {
-    free: Mutex<Vec<Registered<Buffer>>>,
-}
-
-impl Staging {
-    /// Does something with a piece that nothing else uses.
-    fn with<T>(&self, session: &Session, work: impl FnOnce(&mut Registered<Buffer>) -> Result<T>) -> Result<T> {
-        let free = self.free.lock().pop();
-        let mut piece = match free {
-            Some(piece) => piece,
-            None => session.mount()?.register(Buffer::memfd(STAGE)?)?,
-        };
-        let done = work(&mut piece);
-        self.free.lock().push(piece);
-        done
-    }
-}
 
 /// Moves segments between a file and host memory, and waits for it. A segment that reaches past
 /// the end of the file is read as far as the file goes.
@@ -68,8 +41,11 @@ pub unsafe fn transfer(
                 registered(&memory, file, direction, &segment, require)
             }
             None if require.direct => Err(refused(file, direction)),
-            // SAFETY: the caller vouches for the memory.
-            None => session.staging()?.with(session, |stage| unsafe { staged(stage, file, direction, &mut left, require) }),
+            None => {
+                // SAFETY: the caller vouches for the memory.
+                let work = |stage: &mut _| unsafe { staged(stage, file, direction, &mut left, require) };
+                session.staging()?.with(session.mount()?, work)
+            }
         };
         match moved {
             Ok(moved) => done.add(&moved),
@@ -115,7 +91,7 @@ unsafe fn staged(
     while let Some(segment) = left.last_mut() {
         // Where it is aligned in the file it is aligned in memory.
         let at = end.next_multiple_of(BLOCK) + segment.file_offset % BLOCK;
-        let len = segment.len.min((STAGE as u64).saturating_sub(at));
+        let len = segment.len.min((PIECE as u64).saturating_sub(at));
         if len == 0 {
             break;
         }
@@ -164,44 +140,4 @@ fn refused(file: &File, direction: Direction) -> Error {
     let action = if direction == Direction::Read { "read" } else { "write" };
     let (path, errno, reason) = (file.path().to_owned(), Errno::OPNOTSUPP, Reason::RouteNotAvailable);
     Error::Transfer { path, action, errno, reason, segment: None, offset: None, done: Transfer::default() }
-}
-
-type Job = Box<dyn FnOnce() + Send>;
-
-/// Threads that do what they are given, started with the first of it.
-#[derive(Default)]
-pub struct Workers {
-    jobs: Mutex<Option<Sender<Job>>>,
-}
-
-impl Workers {
-    /// Has a thread do something.
-    ///
-    /// # Errors
-    /// `EAGAIN` where there can be no thread.
-    pub fn run(&self, job: Job) -> std::result::Result<(), Errno> {
-        let mut jobs = self.jobs.lock();
-        if jobs.is_none() {
-            let (sender, receiver) = channel::<Job>();
-            let receiver = Arc::new(Mutex::new(receiver));
-            for _ in 0..WORKERS {
-                let receiver = receiver.clone();
-                let thread = std::thread::Builder::new().name("gpunvme-host".into());
-                thread.spawn(move || serve(&receiver)).map_err(|_| Errno::AGAIN)?;
-            }
-            *jobs = Some(sender);
-        }
-        let sender = jobs.as_ref().expect("it was just made");
-        sender.send(job).map_err(|_| Errno::AGAIN)
-    }
-}
-
-fn serve(jobs: &Mutex<Receiver<Job>>) {
-    loop {
-        let job = jobs.lock().recv();
-        match job {
-            Ok(job) => job(),
-            Err(_) => return,
-        }
-    }
 }

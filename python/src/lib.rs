@@ -20,15 +20,18 @@ mod error;
 mod file;
 #[allow(unsafe_code)]
 mod host;
+mod interpreter;
 mod memory;
 mod mount;
 mod pending;
-#[allow(unsafe_code)]
 mod request;
+#[allow(unsafe_code)]
 mod session;
+mod staging;
 #[allow(unsafe_code)]
 mod stream;
 mod transfer;
+mod workers;
 
 /// What the package's Python modules build on.
 #[pyo3::pymodule]

@@ -2,8 +2,9 @@
 
 use crate::buffer::Buffer;
 use crate::error::raised;
+use crate::interpreter::release;
 use crate::memory::{self, Ask};
-use crate::session::{Session, release};
+use crate::session::Session;
 use gpunvme::{Moved, Reason, Route};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;

@@ -5,11 +5,11 @@
 //! by name, and left as they are when the child drops them.
 
 use crate::buffer::HostMemory;
-use crate::host::{Staging, Workers};
+use crate::staging::Staging;
+use crate::workers::Workers;
 use gpunvme::gpu::Transfers;
 use gpunvme::{Error, Mount, Result};
 use parking_lot::Mutex;
-use pyo3::prelude::*;
 use rustix::io::Errno;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
@@ -132,15 +132,9 @@ impl Drop for Session {
     fn drop(&mut self) {
         if self.process == std::process::id() {
             // SAFETY: it is dropped here and nowhere else, and not used afterwards.
-            #[allow(unsafe_code)]
             unsafe {
                 ManuallyDrop::drop(&mut self.shared);
             }
         }
     }
-}
-
-/// Lets go of what may wait for transfers in flight, without holding the interpreter meanwhile.
-pub fn release<T: Send>(held: T) {
-    Python::attach(|py| py.detach(|| drop(held)));
 }
