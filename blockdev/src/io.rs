@@ -21,7 +21,7 @@ use crate::{BlockDevice, Completion, Error, Queue, Request, Result, Wait};
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
 
-/// How long [`Io::give_time`] waits: some times what a device takes for a request.
+/// How long [`Io::give_time`] waits: several times as long as a device needs for a request.
 const MOMENT: Duration = Duration::from_millis(5);
 
 /// Runs batches on a device's queues: [`Io::threaded`] with a reaper thread for each queue,

@@ -95,8 +95,8 @@ codes! {
         /// Refused: the memory has pages that do not exist, and would come out of the daemon's
         /// memory.
         NotAllocated = 43, "not-allocated";
-        /// Refused: the user's quota is used up, or the user keeps the daemon busy with descriptors that
-        /// it cannot close.
+        /// Refused: the user's quota is used up, or the user keeps the daemon busy with descriptors
+        /// that it cannot close.
         UserLimit = 44, "user-limit";
         /// A reason of a later version than this program's.
         Unknown = 63, "unknown";

@@ -1,8 +1,12 @@
 //! GPU memory that the mount's SSD reaches itself: an allocation is exported and registered when
 //! it is first used, and stays so ([`super::cache`] says how long).
 //!
-//! It guards the order of things on the GPU: what was registered is synchronous to CUDA's own
-//! copies (SYNC_MEMOPS), and what an SSD wrote is in place before the request is answered.
+//! It guards the order of things on the GPU. CUDA's synchronous copies to registered memory are
+//! complete when they return (SYNC_MEMOPS), so that the SSD reads what was copied. What an SSD
+//! wrote is in place before the request is answered.
+//!
+//! Here the library decides between p2p and bounce: [`Registrations::get`] gives a lease for p2p,
+//! or the reason why the bytes have to go through a staging pool.
 
 use super::cache::{self, Cache, Export, Refusal, Registrar};
 use crate::buffer::Shared;

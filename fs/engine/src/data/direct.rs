@@ -173,8 +173,8 @@ impl Filesystem {
         let last = runs().map(|run| run.end).max().unwrap_or(0);
         self.may_grow(&state, ino, last * BLOCK)?;
         // A tail that is written over as a whole has nothing beyond the old end to keep. Asked
-        // first: to have it read would stall for a page, and the page, lying in a run, for its own
-        // removal, for ever.
+        // first: reading the tail would put a page into the buffer; this write would then wait for
+        // that page to go, and have it read again, for ever.
         if last * BLOCK > size
             && !runs().any(|run| run.contains(&(size / BLOCK)))
             && let Some(tail) = self.tail_before(&state, ino, size, last)?

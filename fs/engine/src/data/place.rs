@@ -19,7 +19,7 @@ const GROWS_FROM: u64 = 1 << 20;
 pub(super) struct Placement {
     /// In the order of the blocks.
     targets: SmallVec<[Target; 1]>,
-    /// Number of targets that are mapped. Of the next target, the mapped blocks are taken away.
+    /// Targets before this index are mapped; the target at it holds only the blocks that are left.
     mapped: usize,
 }
 

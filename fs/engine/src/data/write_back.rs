@@ -62,9 +62,8 @@ impl Filesystem {
         if state.buffer.dirty == 0 {
             return Ok(None);
         }
-        // Until the block with the stored end has landed, with zeros or data behind that end,
-        // nothing behind it may be mapped: what the device has there may be what a truncation cut
-        // off.
+        // The last block of the file, by the size on disk, may still hold bytes that a truncation
+        // cut off. Until it is rewritten nothing beyond it may be mapped.
         let stored = self.volume.stored_attributes(file.ino)?.inode.size;
         let tail = stored / BLOCK_SIZE as u64;
         let behind_tail = state.may_hide(stored) && state.in_flight.pages.contains(tail);

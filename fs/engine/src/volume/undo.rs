@@ -1,7 +1,7 @@
 //! The undo list of an operation: its changes so far, and the state before each.
 //!
-//! Most operations change an item or two in each of a few leaves, and none of those changes is
-//! ever taken back. So the first change of a leaf keeps just the item: a copy of a block takes
+//! Most operations change an item or two in each of a few leaves, and almost none of those changes
+//! is ever taken back. So the first change of a leaf keeps just the item: a copy of a block takes
 //! longer than the rest of the change, and the threads that wait for the metadata lock wait for
 //! it, too. Whatever else happens to a block keeps all of it.
 

@@ -13,12 +13,12 @@ use crate::data::pages::Pages;
 pub(crate) struct InFlight {
     /// Pages that are being written. They do not change any more.
     pub pages: PageMap<Arc<Pages>>,
-    /// Blocks that direct writes in flight replace: the content on the device is neither the old
-    /// nor the new one.
+    /// Blocks that direct writes in flight replace: their content on the device is undefined until
+    /// the writes have landed.
     pub direct: Vec<Range<u64>>,
     /// Batches of pages, and direct writes.
     pub writes: WritesInFlight,
-    /// How often the file was written back as a whole.
+    /// Write-backs of the whole file.
     pub flushes: Flushes,
     /// Operations that quiesce the file: they wait for the writes in flight, and no direct write
     /// begins.
