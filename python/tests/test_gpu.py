@@ -128,32 +128,40 @@ def test_in_a_stream_a_write_sees_what_came_before(folder):
     assert (folder / "file").read_bytes() == values.tobytes()
 
 
+def pinned(length: int, value: int) -> ctypes.c_void_p:
+    """Host memory of CUDA's."""
+    memory = ctypes.c_void_p()
+    cuda.check(cuda.enter().cuMemHostAlloc(ctypes.byref(memory), ctypes.c_size_t(length), 3))
+    ctypes.memset(memory, value, length)
+    return memory
+
+
+class Gate:
+    """What keeps a stream from going on until it is opened."""
+
+    def __init__(self) -> None:
+        self.word = pinned(4, 0)
+
+    def close(self, stream: Stream) -> None:
+        cuda.check(cuda.enter().cuStreamWaitValue32_v2(stream.handle, self.word, ctypes.c_uint32(1), 0))
+
+    def open(self) -> None:
+        ctypes.c_uint32.from_address(self.word.value or 0).value = 1
+
+
 def test_a_call_waits_for_the_stream_that_the_memory_names(folder):
     """A write must not begin before the stream that fills the memory is through."""
-    stream, driver = Stream(), cuda.enter()
-    word = ctypes.c_void_p()
-    cuda.check(driver.cuMemHostAlloc(ctypes.byref(word), ctypes.c_size_t(4), 3))
-    ctypes.c_uint32.from_address(word.value).value = 0
+    stream, gate, ones = Stream(), Gate(), pinned(100_000, 1)
     array = Array(100_000, stream=stream.handle.value).set(numpy.zeros(100_000))
-    ones = numpy.ones(100_000, numpy.uint8)
-    cuda.check(driver.cuStreamWaitValue32_v2(stream.handle, word, ctypes.c_uint32(1), 0))
-    source = ctypes.c_void_p(ones.ctypes.data)
     with gpunvme.open(folder / "file", "w") as f:
-
-        def release() -> None:
-            time.sleep(0.2)
-            ctypes.c_uint32.from_address(word.value).value = 1
-
-        threading.Thread(target=release).start()
-        fill = threading.Thread(
-            target=lambda: cuda.enter().cuMemcpyHtoDAsync_v2(
-                array.address, source, ctypes.c_size_t(100_000), stream.handle
-            )
-        )
-        fill.start()
-        time.sleep(0.05)
         f.write_from(array)
-        fill.join()
+        gate.close(stream)
+        fill = cuda.enter().cuMemcpyHtoDAsync_v2
+        cuda.check(fill(array.address, ones, ctypes.c_size_t(100_000), stream.handle))
+        opener = threading.Timer(0.2, gate.open)
+        opener.start()
+        f.write_from(array)
+        opener.join()
     assert (folder / "file").read_bytes() == b"\1" * 100_000
 
 
@@ -220,18 +228,16 @@ def test_many_threads_read_into_device_memory(stored):
 
 
 def test_a_wait_can_be_given_a_limit(stored):
-    path, _ = stored(64 << 20)
-    stream, driver = Stream(), cuda.enter()
-    word = ctypes.c_void_p()
-    cuda.check(driver.cuMemHostAlloc(ctypes.byref(word), ctypes.c_size_t(4), 3))
-    ctypes.c_uint32.from_address(word.value).value = 0
-    cuda.check(driver.cuStreamWaitValue32_v2(stream.handle, word, ctypes.c_uint32(1), 0))
+    path, _ = stored(1 << 20)
+    stream, gate, array = Stream(), Gate(), Array(1 << 20)
     with gpunvme.open(path) as f:
-        pending = f.read_into(Array(1 << 20), stream=stream)
+        f.read_into(array, stream=stream).result(30)
+        gate.close(stream)
+        pending = f.read_into(array, stream=stream)
         with pytest.raises(TimeoutError):
             pending.result(timeout=0.05)
         assert not pending.done()
-        ctypes.c_uint32.from_address(word.value).value = 1
+        gate.open()
         assert pending.result(timeout=30).bytes == 1 << 20
 
 
