@@ -1,0 +1,276 @@
+//! Batches: requests that are begun together and collected as they end, of files and memory of any
+//! kind beside each other.
+//!
+//! Locks: `Batches::table` for moments; `Batch::run` while requests are begun, and never together
+//! with it; `Ends::list` for moments, innermost.
+
+use crate::abi::{self, BatchEvent, BatchRequest};
+use crate::driver::Open;
+use crate::failure::{Code, Failure, Result};
+use crate::files::{Direction, Registered, Server};
+use crate::statistics::{self, Batched, Done};
+use crate::transfer::{self, Outcome, Range};
+use gpunvme::gpu::Cancel;
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustix::io::Errno;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// The lowest bits of a batch's number, as of a file's.
+const TAG: usize = 0b0111;
+
+/// The batches.
+#[derive(Default)]
+pub struct Batches {
+    table: RwLock<HashMap<usize, Arc<Batch>>>,
+}
+
+/// A batch.
+pub struct Batch {
+    capacity: usize,
+    /// What calls off the requests that are in flight.
+    run: Mutex<Cancel>,
+    ends: Arc<Ends>,
+}
+
+/// Where requests end.
+#[derive(Default)]
+struct Ends {
+    list: Mutex<List>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct List {
+    in_flight: usize,
+    ended: VecDeque<End>,
+    /// How many a thread waits for.
+    wanted: usize,
+}
+
+/// How a request ended.
+struct End {
+    cookie: usize,
+    status: u32,
+    result: isize,
+}
+
+impl Ends {
+    fn add(&self, end: End) {
+        let mut list = self.list.lock();
+        list.ended.push_back(end);
+        list.in_flight -= 1;
+        if list.ended.len() >= list.wanted || list.in_flight == 0 {
+            self.changed.notify_all();
+        }
+    }
+}
+
+impl Batches {
+    /// A batch of at most so many requests, as its number.
+    ///
+    /// # Errors
+    /// [`Code::InvalidValue`] for none.
+    pub fn add(&self, capacity: usize) -> Result<usize> {
+        if capacity == 0 {
+            return Err(Code::InvalidValue.into());
+        }
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed) << 4 | TAG;
+        let batch = Batch { capacity, run: Mutex::default(), ends: Arc::default() };
+        self.table.write().insert(number, Arc::new(batch));
+        Ok(number)
+    }
+
+    /// # Errors
+    /// [`Code::InvalidValue`] for what is no batch.
+    pub fn get(&self, number: usize) -> Result<Arc<Batch>> {
+        self.table.read().get(&number).cloned().ok_or(Code::InvalidValue.into())
+    }
+
+    /// Ends a batch: what was not begun is called off, and the rest is waited for, since its memory
+    /// is in use.
+    ///
+    /// # Errors
+    /// As [`Batches::get`].
+    pub fn remove(&self, number: usize) -> Result<()> {
+        let batch = self.table.write().remove(&number).ok_or(Code::InvalidValue)?;
+        batch.cancel();
+        batch.wait(usize::MAX, None);
+        Ok(())
+    }
+
+    /// Calls off what was not begun, of all batches.
+    pub fn cancel_all(&self) {
+        self.table.read().values().for_each(|batch| batch.cancel());
+    }
+}
+
+/// A request, checked.
+struct Checked {
+    file: Arc<Registered>,
+    direction: Direction,
+    range: Range,
+    cookie: usize,
+}
+
+impl Batch {
+    /// Begins requests.
+    ///
+    /// # Errors
+    /// [`Code::BatchFull`]; [`Code::InvalidValue`] and [`Code::HandleNotRegistered`] for a request
+    /// that is wrong in itself. None is begun then.
+    ///
+    /// # Safety
+    /// As cuFile asks of the memory: it is the application's, and nothing else uses it until the
+    /// request has ended.
+    pub unsafe fn submit(&self, open: &Arc<Open>, requests: &[BatchRequest]) -> Result<()> {
+        let started = Instant::now();
+        let checked = requests.iter().map(|request| check(open, request)).collect::<Result<Vec<_>>>()?;
+        let run = self.run.lock();
+        {
+            let mut list = self.ends.list.lock();
+            if list.in_flight + list.ended.len() + checked.len() > self.capacity {
+                return Err(Code::BatchFull.into());
+            }
+            list.in_flight += checked.len();
+        }
+        for request in checked {
+            // SAFETY: as the caller says.
+            unsafe { self.begin(open, request, &run) };
+        }
+        statistics::batch(Batched::Submitted, started, requests.len());
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Batch::submit`].
+    unsafe fn begin(&self, open: &Arc<Open>, request: Checked, run: &Cancel) {
+        let started = Instant::now();
+        let Checked { file, direction, range, cookie } = request;
+        let end = Ending { ends: self.ends.clone(), direction, range, cookie, started, _open: open.clone() };
+        if let (Server::Mount(on), true) = (&file.server, file.allows(direction)) {
+            let registered = open.buffers.cover(range.address, range.len as u64);
+            let transfers = match on.mount.transfers(registered) {
+                Ok(transfers) => transfers,
+                Err(failure) => return end.with(Err(failure)),
+            };
+            if let Some(transfers) = transfers {
+                let transfers = transfers.cancellable(run);
+                // Held by the callback and, if nothing is begun, by this function.
+                let end = Arc::new(Mutex::new(Some(end)));
+                let take = end.clone();
+                let done = move |result| {
+                    let Some(end) = take.lock().take() else { return };
+                    match transfer::outcome(range, result) {
+                        Outcome::Done(done) => end.with(done),
+                        Outcome::Ordinary => end.with(Err(Code::PointerInvalid.into())),
+                    }
+                };
+                let segments = [range.segment()];
+                // SAFETY: as the caller says.
+                let begun = unsafe {
+                    match direction {
+                        Direction::Read => transfers.read_then(&on.file, &segments, done),
+                        Direction::Write => transfers.write_then(&on.file, &segments, done),
+                    }
+                };
+                let Err(error) = begun else { return };
+                let Some(end) = end.lock().take() else { return };
+                match transfer::outcome(range, Err(error)) {
+                    Outcome::Done(done) => end.with(done),
+                    Outcome::Ordinary => wait_elsewhere(open, file, end, run),
+                }
+                return;
+            }
+        }
+        wait_elsewhere(open, file, end, run);
+    }
+
+    /// Calls off what was not begun. It ends as cancelled.
+    pub fn cancel(&self) {
+        std::mem::take(&mut *self.run.lock()).cancel();
+    }
+
+    /// Takes up to `events.len()` requests that ended, and returns how many. Waits for `least` of
+    /// them, but for no more than there are, and not longer than `limit`.
+    pub fn take(&self, least: usize, limit: Option<Duration>, events: &mut [BatchEvent]) -> usize {
+        let started = Instant::now();
+        self.wait(least.min(events.len()), limit);
+        let mut list = self.ends.list.lock();
+        let count = list.ended.len().min(events.len());
+        for (event, End { cookie, status, result }) in events.iter_mut().zip(list.ended.drain(..count)) {
+            *event = BatchEvent { cookie: cookie as *mut _, status, result: result as usize };
+        }
+        drop(list);
+        if count > 0 {
+            statistics::batch(Batched::Completed, started, count);
+        }
+        count
+    }
+
+    fn wait(&self, least: usize, limit: Option<Duration>) {
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        let mut list = self.ends.list.lock();
+        while list.ended.len() < least && list.in_flight > 0 {
+            list.wanted = least;
+            match deadline {
+                None => self.ends.changed.wait(&mut list),
+                Some(deadline) if self.ends.changed.wait_until(&mut list, deadline).timed_out() => break,
+                Some(_) => {}
+            }
+        }
+    }
+}
+
+fn check(open: &Open, request: &BatchRequest) -> Result<Checked> {
+    let BatchRequest { mode, memory, file_offset, memory_offset, size, file, opcode, cookie } = *request;
+    let direction = match (mode, opcode) {
+        (abi::MODE_BATCH, abi::OPCODE_READ) => Direction::Read,
+        (abi::MODE_BATCH, abi::OPCODE_WRITE) => Direction::Write,
+        _ => return Err(Code::InvalidValue.into()),
+    };
+    let range = Range::new(memory as usize, size, file_offset, memory_offset)?;
+    Ok(Checked { file: open.files.get(file as usize)?, direction, range, cookie: cookie as usize })
+}
+
+/// A request in flight, which keeps the driver open.
+struct Ending {
+    ends: Arc<Ends>,
+    direction: Direction,
+    range: Range,
+    cookie: usize,
+    started: Instant,
+    _open: Arc<Open>,
+}
+
+impl Ending {
+    fn with(self, done: Result<Done>) {
+        let Ending { ends, direction, range, cookie, started, _open } = self;
+        let cancelled = Err(Failure::System(Errno::CANCELED));
+        let (status, result) = match &done {
+            Ok(done) => (abi::EVENT_COMPLETE, done.bytes as isize),
+            Err(failure) if cancelled == Err::<(), _>(failure.clone()) => (abi::EVENT_CANCELED, failure.result()),
+            Err(failure) => (abi::EVENT_FAILED, failure.result()),
+        };
+        statistics::record(direction, range, started, &done);
+        statistics::batch_bytes(direction, &done);
+        ends.add(End { cookie, status, result });
+    }
+}
+
+/// Has another thread do it and wait.
+fn wait_elsewhere(open: &Arc<Open>, file: Arc<Registered>, end: Ending, run: &Cancel) {
+    let (of_task, run) = (open.clone(), run.clone());
+    open.workers.run(move || {
+        if run.is_cancelled() {
+            return end.with(Err(Errno::CANCELED.into()));
+        }
+        // SAFETY: as for `Batch::submit`, whose caller vouched for the memory until the end.
+        let done = unsafe { transfer::done(&of_task, &file, end.direction, end.range) };
+        drop((of_task, file));
+        end.with(done);
+    });
+}

@@ -1,0 +1,75 @@
+//! What lies at an address of the application: memory that CUDA knows, or ordinary memory.
+
+use crate::failure::{Code, Result};
+use gpunvme_cuda::{Allocation, Cuda, Place};
+use rustix::io::Errno;
+use rustix::param::page_size;
+use std::os::fd::{FromRawFd, OwnedFd};
+
+/// CUDA, if there is a driver with a GPU. It is loaded when it is first asked for.
+pub fn cuda() -> Option<&'static Cuda> {
+    Cuda::load().ok()
+}
+
+/// The allocation at an address; `None` for memory that CUDA does not know.
+pub fn at(address: u64) -> Result<Option<Allocation>> {
+    match cuda() {
+        Some(cuda) => Ok(cuda.memory_at(address)?),
+        None => Ok(None),
+    }
+}
+
+/// Checks that all of a range is memory of the application: of CUDA, or mapped.
+///
+/// # Errors
+/// [`Code::PointerInvalid`] where its beginning is none, [`Code::PointerRange`] where it reaches
+/// beyond.
+pub fn check(address: u64, len: u64) -> Result<()> {
+    let end = address.checked_add(len).ok_or(Code::PointerRange)?;
+    let mut at = address;
+    while at < end {
+        let Some(found) = self::at(at)? else {
+            let outside = if at == address { Code::PointerInvalid } else { Code::PointerRange };
+            return if is_mapped(at, end - at) { Ok(()) } else { Err(outside.into()) };
+        };
+        at = (found.base + found.len).max(at + 1);
+    }
+    Ok(())
+}
+
+/// The index of the GPU that an address is of.
+pub fn gpu_of(address: u64) -> Option<usize> {
+    match at(address).ok()??.place {
+        Place::Device(gpu) => Some(gpu.index() as usize),
+        Place::Host | Place::Managed => None,
+    }
+}
+
+/// Whether all pages of a range are mapped in this process.
+fn is_mapped(address: u64, len: u64) -> bool {
+    let page = page_size() as u64;
+    let start = address / page * page;
+    let pages = (address + len).div_ceil(page) - start / page;
+    // One byte a page: long ranges are asked for in parts.
+    let mut resident = [0u8; 4096];
+    (0..pages).step_by(resident.len()).all(|first| {
+        let count = (pages - first).min(resident.len() as u64);
+        let from = (start + first * page) as *mut libc::c_void;
+        // SAFETY: mincore(2) touches nothing at the range, and `resident` has a byte for each page.
+        unsafe { libc::mincore(from, (count * page) as usize, resident.as_mut_ptr()) == 0 }
+    })
+}
+
+/// Another descriptor of the open file behind a number of the application's.
+///
+/// # Errors
+/// `EBADF` where it is no descriptor.
+pub fn duplicate(number: i32) -> std::result::Result<OwnedFd, Errno> {
+    // SAFETY: fcntl(2) with F_DUPFD_CLOEXEC touches no memory, and refuses what is no descriptor.
+    let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 3) };
+    if copy < 0 {
+        return Err(Errno::BADF);
+    }
+    // SAFETY: the kernel made it just now, and no other code owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}

@@ -1,0 +1,108 @@
+//! The gpunvme mounts in use, and what moves bytes between their files and GPU memory.
+//!
+//! Locks: `Mounts::list` while a file is registered; `OnMount::transfers` while the first transfer
+//! of a mount is begun, since that takes pinned memory and a thread.
+
+use crate::failure::Result;
+use gpunvme::gpu::Transfers;
+use gpunvme::{Error, File, Mount, Reason, Require, Route};
+use parking_lot::Mutex;
+use std::sync::{Arc, OnceLock};
+
+/// A mount with registered files.
+pub struct OnMount {
+    device: u64,
+    mount: Mount,
+    /// File offsets may be moved by multiples of it, in bytes.
+    pub block: u64,
+    /// Whether the mount's SSD may reach GPU memory itself.
+    reaches_gpus: bool,
+    /// None where there is no CUDA.
+    transfers: OnceLock<Option<Both>>,
+    making: Mutex<()>,
+}
+
+/// Transfers by the fastest route, and by a staging pool.
+struct Both {
+    fastest: Transfers,
+    staged: Transfers,
+}
+
+impl OnMount {
+    /// What moves bytes to and from memory that CUDA knows. `registered` is whether the application
+    /// has registered the memory: only then the SSD may be given it. Memory that is registered with
+    /// a mount stays in existence though the application frees it, and only of registered memory
+    /// cuFile's users tell when that may end.
+    ///
+    /// None where there is no CUDA.
+    pub fn transfers(&self, registered: bool) -> Result<Option<&Transfers>> {
+        if self.transfers.get().is_none() {
+            let _making = self.making.lock();
+            if self.transfers.get().is_none() {
+                let made = match Transfers::new(&self.mount) {
+                    Ok(fastest) => {
+                        let staged = fastest.requiring(Require { route: Some(Route::Bounce), ..Require::default() });
+                        Some(Both { fastest, staged })
+                    }
+                    Err(Error::NoCuda(_)) => None,
+                    Err(error) => {
+                        tracing::error!(%error, "no transfers on a gpunvme mount");
+                        return Err((&error).into());
+                    }
+                };
+                let _ = self.transfers.set(made); // the lock is held: there was none
+            }
+        }
+        let both = self.transfers.get().expect("it was made").as_ref();
+        Ok(both.map(|both| if registered || !self.reaches_gpus { &both.fastest } else { &both.staged }))
+    }
+
+    /// Does what the first transfer to or from registered memory would have to do.
+    pub fn warm_up(&self, address: u64) {
+        if self.reaches_gpus
+            && let Ok(Some(transfers)) = self.transfers(true)
+            && let Err(error) = transfers.route(address)
+        {
+            tracing::debug!(%error, "memory that was registered is not ready");
+        }
+    }
+
+    /// Gives up what is registered with the mount of a range of memory.
+    pub fn forget(&self, address: u64, len: u64) {
+        if let Some(Some(both)) = self.transfers.get() {
+            both.fastest.forget(address, len);
+        }
+    }
+}
+
+/// The mounts of this process.
+#[derive(Default)]
+pub struct Mounts {
+    list: Mutex<Vec<Arc<OnMount>>>,
+}
+
+impl Mounts {
+    /// The mount of a file, whose `st_dev` is `device`.
+    pub fn of(&self, file: &File, device: u64) -> Result<Arc<OnMount>> {
+        let mut list = self.list.lock();
+        if let Some(at) = list.iter().position(|known| known.device == device) {
+            // Its number may be that of a mount which is over.
+            if Arc::strong_count(&list[at]) > 1 || list[at].mount.info().is_ok() {
+                return Ok(list[at].clone());
+            }
+            list.remove(at);
+        }
+        let mount = file.mount().map_err(|error| crate::failure::Failure::from(&error))?;
+        let info = mount.info().map_err(|error| crate::failure::Failure::from(&error))?;
+        let reaches_gpus = info.route == Route::P2p && info.reason == Reason::None;
+        let (transfers, making) = (OnceLock::new(), Mutex::default());
+        let found = Arc::new(OnMount { device, mount, block: info.block_size.into(), reaches_gpus, transfers, making });
+        list.push(found.clone());
+        Ok(found)
+    }
+
+    /// All of them.
+    pub fn all(&self) -> Vec<Arc<OnMount>> {
+        self.list.lock().clone()
+    }
+}

@@ -1,0 +1,63 @@
+//! The line at the end of a process that says which way its bytes went, and the log, both for those
+//! who ask for them.
+
+use crate::statistics::{TOTALS, Totals};
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::sync::Once;
+use std::sync::atomic::Ordering;
+
+/// Has the line written at the end if `GPUNVME_CUFILE_REPORT` asks for it, and begins to log.
+pub fn start() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        if let Ok(filter) = std::env::var("GPUNVME_CUFILE_LOG") {
+            let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+            let _ = log.try_init(); // the application may have one
+        }
+        if std::env::var_os("GPUNVME_CUFILE_REPORT").is_some() {
+            crate::exports::at_exit(write);
+        }
+    });
+}
+
+fn write() {
+    let Some(place) = std::env::var_os("GPUNVME_CUFILE_REPORT") else { return };
+    let line = line();
+    // There is nobody left to tell of a failure.
+    let _ = if place == OsString::from("1") {
+        std::io::stderr().write_all(line.as_bytes())
+    } else {
+        let file = std::fs::OpenOptions::new().append(true).create(true).open(place);
+        file.and_then(|mut file| file.write_all(line.as_bytes()))
+    };
+}
+
+/// One line: requests and bytes, by direction and way. What gpunvme moved is by its routes; `call`
+/// is ordinary memory and a gpunvme mount, `real` NVIDIA's library, `plain` pread and pwrite
+/// elsewhere.
+fn line() -> String {
+    let mut line = format!("gpunvme cufile: process {}", std::process::id());
+    for (name, totals) in ["read", "write"].into_iter().zip(&TOTALS) {
+        let Totals { p2p, bounce, host, hole, edge, call, real, plain, requests, failed } = totals;
+        let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        // Writing to a String cannot fail.
+        let _ = write!(line, "; {name}: {} requests, {} failed, bytes", get(requests), get(failed));
+        let ways = [
+            ("p2p", p2p),
+            ("bounce", bounce),
+            ("host", host),
+            ("hole", hole),
+            ("edge", edge),
+            ("call", call),
+            ("real", real),
+            ("plain", plain),
+        ];
+        for (way, bytes) in ways {
+            let _ = write!(line, " {way} {}", get(bytes));
+        }
+    }
+    line.push('\n');
+    line
+}
