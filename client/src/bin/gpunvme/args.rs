@@ -49,6 +49,8 @@ pub enum Command {
     Nvme(crate::nvme::Nvme),
     /// Read a file into registered memory, and tell how it moved
     Read(Read),
+    /// Run a program that speaks cuFile, with our libcufile before NVIDIA's
+    Run(crate::run::Run),
     /// Write a file from registered memory, and tell how it moved
     Write(Write),
     /// Tell what a mount did since it was mounted

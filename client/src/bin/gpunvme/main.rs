@@ -12,6 +12,7 @@ mod nvme;
 mod output;
 mod read;
 mod report;
+mod run;
 mod write;
 
 use args::{Args, Command};
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         Command::Stats { mount } => describe::stats(mount),
         Command::Nvme(nvme) => nvme::run(nvme),
         Command::Read(read) => read::run(read),
+        Command::Run(run) => run::run(run),
         Command::Write(write) => write::run(write),
     };
     match result.and_then(|report| print(&report, args.json).map(|()| report.code)) {
