@@ -90,8 +90,7 @@ impl Batches {
         self.table.read().get(&number).cloned().ok_or(Code::InvalidValue.into())
     }
 
-    /// Ends a batch: what was not begun is called off, and the rest is waited for, since its memory
-    /// is in use.
+    /// Ends a batch: its requests are called off, and waited for, since their memory is in use.
     ///
     /// # Errors
     /// As [`Batches::get`].
@@ -102,7 +101,7 @@ impl Batches {
         Ok(())
     }
 
-    /// Calls off what was not begun, of all batches.
+    /// Calls off the requests of all batches.
     pub fn cancel_all(&self) {
         self.table.read().values().for_each(|batch| batch.cancel());
     }
@@ -189,7 +188,7 @@ impl Batch {
         wait_elsewhere(open, file, end, run);
     }
 
-    /// Calls off what was not begun. It ends as cancelled.
+    /// Calls off what is in flight, which ends as cancelled, if it is not done before.
     pub fn cancel(&self) {
         std::mem::take(&mut *self.run.lock()).cancel();
     }

@@ -68,10 +68,10 @@ impl Allocation {
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// Calls off those of its requests that were not begun: each is answered with an
-    /// [`crate::Error::Transfer`] of `ECANCELED`, and its memory is no longer in use then. Those
-    /// that were begun go on, and end as they would have. Requests that are made afterwards are
-    /// called off as well.
+    /// Calls off those of its requests of which anything is still to be begun. Each is answered
+    /// with an [`crate::Error::Transfer`] of `ECANCELED` when what was begun of it is done, and its
+    /// memory is no longer in use then; what is in the memory of a read, or in the file of a write,
+    /// may have changed in part. Requests that are made afterwards are called off as well.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Release);
     }

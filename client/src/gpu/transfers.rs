@@ -160,8 +160,8 @@ impl Transfers {
         Transfers { require, ..self.clone() }
     }
 
-    /// A copy whose requests `cancel` calls off, as long as they were not begun. Requests in the
-    /// order of a stream are not called off.
+    /// A copy whose requests `cancel` calls off. Requests in the order of a stream are not called
+    /// off.
     #[must_use]
     pub fn cancellable(&self, cancel: &Cancel) -> Transfers {
         Transfers { cancel: Some(cancel.clone()), ..self.clone() }

@@ -89,7 +89,7 @@ fn duration(time: &Timespec) -> Result<Duration> {
     Ok(Duration::new(seconds, nanoseconds))
 }
 
-/// Calls off the requests that were not begun.
+/// Calls off the requests that are not done.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileBatchIOCancel(batch: *mut c_void) -> Status {
     let cancelled = driver::opened().and_then(|open| open.batches.get(batch as usize)).map(|batch| batch.cancel());

@@ -47,11 +47,6 @@ struct ActiveRequest {
 }
 
 impl ActiveRequest {
-    /// Whether nothing of it was begun.
-    fn is_untouched(&self) -> bool {
-        self.part == 0 && self.within == 0
-    }
-
     fn next(&self) -> Option<&SegmentPart> {
         if self.outcome.is_failed() { None } else { self.request.parts.get(self.part) }
     }
@@ -327,7 +322,7 @@ impl Executor {
                 let path = active.request.source.path().to_owned();
                 active.outcome.failed(Error::RingClosed { path });
             }
-            if active.is_untouched() && active.request.cancel.as_ref().is_some_and(Cancel::is_cancelled) {
+            if active.request.cancel.as_ref().is_some_and(Cancel::is_cancelled) && active.next().is_some() {
                 active.outcome.failed(cancelled(&active.request));
             }
             let Some(part) = active.next() else { return true };

@@ -1,0 +1,10 @@
+//! `libcufile.so.0` on gpunvme, as programs use it: loaded, linked and preloaded, with the software
+//! CUDA driver.
+
+mod batches;
+mod elsewhere;
+mod files;
+mod interface;
+mod library;
+mod programs;
+mod streams;

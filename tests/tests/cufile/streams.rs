@@ -1,0 +1,179 @@
+//! Requests in the order of a stream.
+
+use std::fs::{self, OpenOptions};
+use std::ptr;
+
+use cudarc::driver::sys;
+use gpunvme_tests::cuda::{Pinned, own_stream};
+use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::software_cuda::with_software_cuda;
+use gpunvme_tests::{needs_mount, tree};
+
+use crate::files::open;
+use crate::library::{Device, OK, gpu, in_use, library, refused};
+
+const LEN: usize = (2 << 20) + 4321;
+
+/// What a request points to, for as long as the stream needs it.
+struct Numbers {
+    size: usize,
+    file_offset: i64,
+    memory_offset: i64,
+    done: isize,
+}
+
+impl Numbers {
+    fn new(size: usize, file_offset: i64, memory_offset: i64) -> Box<Numbers> {
+        Box::new(Numbers { size, file_offset, memory_offset, done: -77 })
+    }
+}
+
+fn read(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
+    let Numbers { size, file_offset, memory_offset, done } = numbers;
+    // SAFETY: the tests keep all of it until the stream has passed.
+    unsafe { (library().cuFileReadAsync)(handle, memory, size, file_offset, memory_offset, done, stream) }
+}
+
+fn write(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
+    let Numbers { size, file_offset, memory_offset, done } = numbers;
+    // SAFETY: as above.
+    unsafe { (library().cuFileWriteAsync)(handle, memory, size, file_offset, memory_offset, done, stream) }
+}
+
+fn wait(stream: usize) {
+    let _entered = gpu().enter().unwrap();
+    // SAFETY: it is a stream of the test's.
+    assert_eq!(unsafe { sys::cuStreamSynchronize(stream as sys::CUstream) } as u32, 0);
+}
+
+/// A word that holds a stream up until it is set.
+struct Gate {
+    word: Pinned,
+}
+
+impl Gate {
+    fn before(stream: usize) -> Gate {
+        let word = Pinned::new(gpu(), 4096);
+        word.word(0).store(0, std::sync::atomic::Ordering::SeqCst);
+        let _entered = gpu().enter().unwrap();
+        let mut address = 0;
+        // SAFETY: the word stays until the stream has passed it.
+        unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut address, word.address() as *mut _, 0).result().unwrap();
+            sys::cuStreamWaitValue32_v2(stream as sys::CUstream, address, 1, 0).result().unwrap();
+        }
+        Gate { word }
+    }
+
+    fn open(&self) {
+        self.word.word(0).store(1, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn results_are_there_when_the_stream_has_passed() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        let data = tree::pattern(1, LEN);
+        fs::write(volume.path("from"), &data).unwrap();
+        let (from, to) = (open(&volume.path("from")), open(&volume.path("to")));
+        let (from, to) = (cufile.register(&from).unwrap(), cufile.register(&to).unwrap());
+        let device = Device::zeroed(LEN + 100);
+        let stream = own_stream(gpu());
+        for flags in [0, 1, 2, 4, 7, 8, 15] {
+            // SAFETY: it is a stream of the test's.
+            assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, flags) }, OK);
+            let mut reads = Numbers::new(LEN, 0, 13);
+            let mut writes = Numbers::new(LEN - 5, 5, 18);
+            let mut past = Numbers::new(100, LEN as i64 - 10, 0);
+            assert_eq!(read(from, device.address(), &mut reads, stream), OK);
+            assert_eq!(write(to, device.address(), &mut writes, stream), OK);
+            assert_eq!(read(from, device.address(), &mut past, stream), OK);
+            wait(stream);
+            assert_eq!((reads.done, writes.done, past.done), (LEN as isize, LEN as isize - 5, 10));
+            assert!(device.get(13, LEN) == data);
+            assert!(fs::read(volume.path("to")).unwrap()[5..] == data[5..]);
+            // SAFETY: as above.
+            assert_eq!(unsafe { (cufile.cuFileStreamDeregister)(stream) }, OK);
+        }
+        // SAFETY: as above.
+        assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, 16) }, refused(5022));
+    });
+}
+
+#[test]
+fn numbers_may_change_until_the_stream_comes_to_them() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        let data = tree::pattern(2, LEN);
+        fs::write(volume.path("file"), &data).unwrap();
+        let file = open(&volume.path("file"));
+        let handle = cufile.register(&file).unwrap();
+        let device = Device::zeroed(1 << 20);
+        let stream = own_stream(gpu());
+        // By whole blocks: the file offset is followed. By less, and other numbers: refused, in the result.
+        let changes: [(fn(&mut Numbers), isize); 5] = [
+            (|numbers| numbers.file_offset = 3 * 4096 + 17, 1 << 20),
+            (|numbers| numbers.file_offset = 4097 + 17, -5038),
+            (|numbers| numbers.file_offset = -4096, -5022),
+            (|numbers| numbers.size = 4096, -5038),
+            (|numbers| numbers.memory_offset = 8, -5038),
+        ];
+        for (change, expected) in changes {
+            device.put(&vec![0; 1 << 20]);
+            let gate = Gate::before(stream);
+            let mut numbers = Numbers::new(1 << 20, 17, 0);
+            assert_eq!(read(handle, device.address(), &mut numbers, stream), OK);
+            change(&mut numbers);
+            assert_eq!(numbers.done, -77, "nothing is done before the stream comes to it");
+            gate.open();
+            wait(stream);
+            assert_eq!(numbers.done, expected);
+            let bytes = if expected > 0 { data[3 * 4096 + 17..][..1 << 20].to_vec() } else { vec![0; 1 << 20] };
+            assert!(expected < 0 || device.get(0, 1 << 20) == bytes);
+        }
+        // A stream that was registered as one whose numbers are fixed is not asked again.
+        // SAFETY: it is a stream of the test's.
+        assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, 7) }, OK);
+        let gate = Gate::before(stream);
+        let mut numbers = Numbers::new(4096, 17, 0);
+        assert_eq!(read(handle, device.address(), &mut numbers, stream), OK);
+        (numbers.size, numbers.file_offset, numbers.memory_offset) = (1, -1, -1);
+        gate.open();
+        wait(stream);
+        assert_eq!(numbers.done, 4096);
+        assert!(device.get(0, 4096) == data[17..][..4096]);
+    });
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_and_no_stream_hangs() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        fs::write(volume.path("file"), tree::pattern(3, LEN)).unwrap();
+        let only = OpenOptions::new().write(true).open(volume.path("file")).unwrap();
+        let write_only = cufile.register(&only).unwrap();
+        let device = Device::zeroed(4096);
+        let stream = own_stream(gpu());
+        let mut numbers = Numbers::new(4096, 0, 0);
+        assert_eq!(read(write_only, device.address(), &mut numbers, stream), refused(5019));
+        assert_eq!(read(0x99, device.address(), &mut numbers, stream), refused(5027));
+        let Numbers { size, file_offset, memory_offset, .. } = &mut *numbers;
+        // SAFETY: what is NULL is refused.
+        let null = unsafe {
+            (cufile.cuFileReadAsync)(write_only, device.address(), size, file_offset, memory_offset, ptr::null_mut(), stream)
+        };
+        assert_eq!(null, refused(5022));
+        // Ordinary memory: the call waits for the stream.
+        let file = open(&volume.path("file"));
+        let handle = cufile.register(&file).unwrap();
+        let host = vec![0u8; 4096];
+        assert_eq!(read(handle, host.as_ptr() as u64, &mut numbers, stream), OK);
+        assert_eq!(numbers.done, 4096);
+        assert!(host == tree::pattern(3, LEN)[..4096]);
+        wait(stream);
+    });
+}
