@@ -2,7 +2,6 @@
 //! who ask for them.
 
 use crate::statistics::{TOTALS, Totals};
-use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::sync::Once;
@@ -26,7 +25,7 @@ fn write() {
     let Some(place) = std::env::var_os("GPUNVME_CUFILE_REPORT") else { return };
     let line = line();
     // There is nobody left to tell of a failure.
-    let _ = if place == OsString::from("1") {
+    let _ = if place == "1" {
         std::io::stderr().write_all(line.as_bytes())
     } else {
         let file = std::fs::OpenOptions::new().append(true).create(true).open(place);

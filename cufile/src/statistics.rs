@@ -41,7 +41,6 @@ pub enum Way {
 }
 
 /// Bytes since the process began, for the report.
-#[derive(Default)]
 pub struct Totals {
     pub p2p: AtomicU64,
     pub bounce: AtomicU64,
@@ -60,18 +59,17 @@ pub static TOTALS: [Totals; 2] = [const { Totals::new() }; 2];
 
 impl Totals {
     const fn new() -> Totals {
-        const ZERO: AtomicU64 = AtomicU64::new(0);
         Totals {
-            p2p: ZERO,
-            bounce: ZERO,
-            host: ZERO,
-            hole: ZERO,
-            edge: ZERO,
-            call: ZERO,
-            real: ZERO,
-            plain: ZERO,
-            requests: ZERO,
-            failed: ZERO,
+            p2p: AtomicU64::new(0),
+            bounce: AtomicU64::new(0),
+            host: AtomicU64::new(0),
+            hole: AtomicU64::new(0),
+            edge: AtomicU64::new(0),
+            call: AtomicU64::new(0),
+            real: AtomicU64::new(0),
+            plain: AtomicU64::new(0),
+            requests: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
         }
     }
 
@@ -157,7 +155,7 @@ pub fn record(direction: Direction, range: Range, started: Instant, done: &Resul
     let bytes = done.as_ref().map_or(0, |done| done.bytes as u64);
     let gpu = if level < 3 { None } else { memory::gpu_of(range.address).filter(|&gpu| gpu < GPUS) };
     let size = (64 - ((range.len as u64).div_ceil(1024)).saturating_sub(1).leading_zeros() as usize).min(31);
-    let unaligned = (range.address | range.file_offset | range.len as u64) % 4096 != 0;
+    let unaligned = !(range.address | range.file_offset | range.len as u64).is_multiple_of(4096);
     with(|counters| {
         let basic = &mut counters.basic;
         match direction {

@@ -107,10 +107,12 @@ pub unsafe fn submit(open: &Arc<Open>, file: Arc<Registered>, direction: Directi
     }
     // SAFETY: as the caller says.
     let range = unsafe { request.range() }?;
-    if let Server::Mount(on) = &file.server
-        && let Some(begun) = unsafe { on_mount(open, on, direction, request, range) }
-    {
-        return begun;
+    if let Server::Mount(on) = &file.server {
+        // SAFETY: as the caller says.
+        let begun = unsafe { on_mount(open, on, direction, request, range) };
+        if let Some(begun) = begun {
+            return begun;
+        }
     }
     if let Some(cuda) = memory::cuda() {
         // SAFETY: as the caller says.

@@ -1,6 +1,6 @@
 /*
- * Stands in for NVIDIA's libcufile: reads and writes by pread and pwrite, and, like it, calls some of its own functions by name.
- * It writes a line for each call to the file $FAKE_LOG.
+ * Stands in for NVIDIA's libcufile: reads and writes by pread and pwrite, and, like it, calls some
+ * of its own functions by name. It writes a line for each call to the file $FAKE_LOG.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>

@@ -1,6 +1,7 @@
 /*
- * Compiled with NVIDIA's cufile.h: its structures and numbers are those that cufile/src/abi.rs and cufile/src/failure.rs declare.
- * LEVEL1 is the size of the first level of statistics, which grew with version 1.19.
+ * Compiled with NVIDIA's cufile.h: its structures and numbers are those that cufile/src/abi.rs and
+ * cufile/src/failure.rs declare. LEVEL1 is the size of the first level of statistics, which grew
+ * with version 1.19.
  */
 #include <stddef.h>
 

@@ -1,6 +1,7 @@
 /*
- * A program that uses cuFile: copies the file $1 to $2 through host memory, by cuFileRead and cuFileWrite, and prints the version.
- * It is linked with the library, or, built with LOADED, loads it by name.
+ * A program that uses cuFile: copies the file $1 to $2 through host memory, by cuFileRead and
+ * cuFileWrite, and prints the version. It is linked with the library, or, built with LOADED, loads
+ * it by name.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
