@@ -70,7 +70,7 @@ pub unsafe extern "C" fn cuFileBatchIOGetStatus(
         let open = driver::opened()?;
         let batch = open.batches.get(batch as usize)?;
         drop(open); // a driver that closes need not wait for this
-        // SAFETY: the caller vouches for the room; what is there is zeroed before it is referred to.
+        // SAFETY: the caller vouches for the room, which is zeroed before it is referred to.
         let events = unsafe {
             events.write_bytes(0, room as usize);
             std::slice::from_raw_parts_mut(events, room as usize)

@@ -129,7 +129,8 @@ pub fn library() -> &'static Library {
     LIBRARY.get_or_init(Library::load)
 }
 
-/// The library, whose driver is closed when this is dropped: registered files keep a volume mounted.
+/// The library, whose driver is closed when this is dropped: registered files keep a volume
+/// mounted.
 pub struct InUse;
 
 /// The library, for as long as a test runs.

@@ -28,7 +28,7 @@ fn programs_are_served_however_they_find_the_library() {
     fs::write(volume.path("from"), &data).unwrap();
     let theirs = stand_in(scratch.path());
     let (folder, at) = (scratch.path().to_str().unwrap(), |name: &str| scratch.path().join(name));
-    // Linked with NVIDIA's library, and with its folder in the program, as wheels have it (DT_RPATH).
+    // Linked with NVIDIA's library, whose folder is in the program, as wheels have it (DT_RPATH).
     let rpath = format!("-Wl,--disable-new-dtags,-rpath,{folder}");
     compile("cufile_user.c", &at("linked"), &[theirs.to_str().unwrap(), &rpath]);
     compile("cufile_user.c", &at("loading"), &["-DLOADED", "-ldl"]);

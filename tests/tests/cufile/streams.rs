@@ -113,8 +113,10 @@ fn numbers_may_change_until_the_stream_comes_to_them() {
         let handle = cufile.register(&file).unwrap();
         let device = Device::zeroed(1 << 20);
         let stream = own_stream(gpu());
-        // By whole blocks: the file offset is followed. By less, and other numbers: refused, in the result.
-        let changes: [(fn(&mut Numbers), isize); 5] = [
+        // A file offset is followed by whole blocks. By less it is refused in the result, as are
+        // other numbers.
+        type Change = (fn(&mut Numbers), isize);
+        let changes: [Change; 5] = [
             (|numbers| numbers.file_offset = 3 * 4096 + 17, 1 << 20),
             (|numbers| numbers.file_offset = 4097 + 17, -5038),
             (|numbers| numbers.file_offset = -4096, -5022),

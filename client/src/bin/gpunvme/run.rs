@@ -45,8 +45,7 @@ pub fn run(run: &Run) -> Result<Report, Failure> {
 /// The folder with the library.
 fn folder() -> Result<PathBuf, Failure> {
     let program = std::env::current_exe()?;
-    let beside = |folder: &&str| program.with_file_name(folder);
-    let found = FOLDERS.iter().map(|folder| beside(&folder)).find(|folder| folder.join(LIBRARY).exists());
+    let found = FOLDERS.map(|folder| program.with_file_name(folder)).into_iter().find(|folder| folder.join(LIBRARY).exists());
     let folder = found
         .ok_or_else(|| Failure(format!("no folder gpunvme-cufile with {LIBRARY}: run scripts/install, or scripts/build")))?;
     let folder = folder.canonicalize()?;
