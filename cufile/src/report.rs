@@ -4,13 +4,15 @@
 use crate::statistics::{TOTALS, Totals};
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::sync::Once;
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
+
+/// The process that the line is about.
+static PROCESS: OnceLock<u32> = OnceLock::new();
 
 /// Has the line written at the end if `GPUNVME_CUFILE_REPORT` asks for it, and begins to log.
 pub fn start() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
+    PROCESS.get_or_init(|| {
         if let Ok(filter) = std::env::var("GPUNVME_CUFILE_LOG") {
             let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
             let _ = log.try_init(); // the application may have one
@@ -18,10 +20,15 @@ pub fn start() {
         if std::env::var_os("GPUNVME_CUFILE_REPORT").is_some() {
             crate::exports::at_exit(write);
         }
+        std::process::id()
     });
 }
 
 fn write() {
+    // What a process counted is not told again by those that were forked from it.
+    if PROCESS.get() != Some(&std::process::id()) {
+        return;
+    }
     let Some(place) = std::env::var_os("GPUNVME_CUFILE_REPORT") else { return };
     let line = line();
     // There is nobody left to tell of a failure.

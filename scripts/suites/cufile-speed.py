@@ -1,4 +1,7 @@
-"""KvikIO reading one file of 2 GiB, warm, in GB/s: the median of five. usage: cufile-speed.py FOLDER"""
+"""KvikIO reading one file of 2 GiB, warm, in GB/s: the median of five.
+
+usage: cufile-speed.py FOLDER
+"""
 
 import os
 import statistics

@@ -1,4 +1,7 @@
-"""PyTorch's GdsFile: storages saved and loaded, with and without registration. usage: cufile-torch.py FOLDER"""
+"""PyTorch's GdsFile: storages saved and loaded, with and without registration.
+
+usage: cufile-torch.py FOLDER
+"""
 
 import os
 import sys
