@@ -335,6 +335,18 @@ fn long_lines(path: &Path, limit: usize, counts: impl Fn(&str) -> bool) -> Vec<S
 }
 
 #[test]
+fn links_of_the_book_stay_in_it() {
+    let mut outside = Vec::new();
+    for page in files(".md").into_iter().filter(|path| path.starts_with("docs")) {
+        let folder = page.parent().expect("a page is in a folder").to_owned();
+        let links = Document::parse(&read(&page)).links.into_iter().filter(|link| !link.contains("://"));
+        let leads = |link: &String| !resolve(&folder.join(link.split('#').next().unwrap_or_default())).starts_with("docs");
+        outside.extend(links.filter(leads).map(|link| format!("{}: {link}", page.display())));
+    }
+    assert!(outside.is_empty(), "links that lead out of docs/, and nowhere in the book: {outside:#?}");
+}
+
+#[test]
 fn lines_of_documents_fit_a_screen() {
     let pages = [".md", ".1", ".8"].into_iter().flat_map(files);
     let long: Vec<_> = pages.flat_map(|path| long_lines(&path, LINE, |_| true)).collect();

@@ -2,6 +2,8 @@
 //!
 //! `claim` opens and locks it, `geometry` finds out what it can do, `uring` runs its requests.
 mod claim;
+#[allow(unsafe_code)]
+mod command;
 mod geometry;
 #[allow(unsafe_code)]
 mod lock;
