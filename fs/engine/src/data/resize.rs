@@ -32,8 +32,8 @@ pub enum Allocate {
 }
 
 impl Filesystem {
-    /// Sets the size of a file. Stalls while writes of the file are in flight, and blocks the thread
-    /// while it frees blocks beyond the new end: not for a FUSE loop.
+    /// Sets the size of a file. Stalls while writes of the file are in flight, and blocks the
+    /// thread while it frees blocks beyond the new end: not for a FUSE loop.
     pub fn set_size(self: &Arc<Self>, context: &Context, ino: u64, size: u64) -> Attempt<Attributes> {
         if size > FILE_SIZE_MAX {
             return Err(FsError::FileTooLarge.into());
