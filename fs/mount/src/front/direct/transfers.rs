@@ -1,5 +1,5 @@
-//! Direct transfers, of ioctls and of rings: from an admitted request to its answer. Both ways in hand an
-//! [`Admitted`] to [`Front::transfer`].
+//! Direct transfers, of ioctls and of rings: from an [`Admitted`] request to its answer. Both ways
+//! in hand it to [`Front::transfer`].
 //!
 //! A transfer is carried out in parts, one after the other. For a read, each part is planned, its
 //! holes are filled, and the device does the rest; for a write, the edges of each part are written
