@@ -5,8 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
+use std::process::Command;
 
 use gpunvme_abi::{Reason, Route};
+use gpunvme_tests::results::Run;
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
 /// Characters that a line of prose may have: of Markdown, and of a man page.
@@ -376,4 +378,35 @@ fn comments_fit_a_screen() {
     assert!(scripts.len() > 20, "only {} scripts were found", scripts.len());
     long.extend(scripts.iter().flat_map(|path| long_lines(path, COMMENT, |line| line.trim_start().starts_with('#'))));
     assert!(long.is_empty(), "comments of more than {COMMENT} characters: {long:#?}");
+}
+
+#[test]
+fn the_pages_of_results_are_what_is_made_of_them() {
+    let output = Command::new(env!("CARGO_BIN_EXE_performance-pages")).arg("--check").output().expect("a program");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The number in README.md that people quote, and its picture, are those of a run that is kept.
+#[test]
+fn the_number_of_the_readme_was_measured() {
+    let stem = "docs/performance/results/2026-11-22-C-bench-gpu";
+    let run = Run::read(&root().join(format!("{stem}.json"))).expect("a run");
+    let thousands = |subject: &str, depth| {
+        let row = run.rows.iter().find(|row| {
+            let work = &row.work;
+            (row.subject.as_str(), work.work.as_str()) == (subject, "random read")
+                && (work.size, work.threads, work.depth) == (Some(4096), Some(1), Some(depth))
+        });
+        format!("{:.0},000", row.expect("a row").median)
+    };
+    let readme = read(Path::new("README.md")).split_whitespace().collect::<Vec<_>>().join(" ");
+    let says = format!(
+        "128 reads of 4 KiB in flight brings {} of them a second into GPU memory; NVIDIA's cuFile brings {} one at a time \
+         and {} with its batches.",
+        thousands("gpunvme", 128),
+        thousands("cuFile", 128),
+        thousands("batch", 128)
+    );
+    assert!(readme.contains(&says), "README.md does not say: {says}");
+    assert!(readme.contains(&format!("({stem}-read-many.svg)")), "README.md does not show the picture of {stem}");
 }

@@ -4,7 +4,7 @@
 //! | subject | what it is |
 //! | --- | --- |
 //! | gpunvme | `gpu-mover`: our library, on a file of a mounted volume |
-//! | bare device | io_uring with O_DIRECT at the same depth, into host memory: what nothing can be faster than |
+//! | device | io_uring with O_DIRECT at the same depth, into host memory: what nothing can be faster than |
 //! | cuFile, batch | cuFileRead and cuFileWrite; cuFile's batches at the same depth |
 //! | pinned | pread and pwrite with O_DIRECT, pinned memory, cudaMemcpyAsync |
 //! | pageable | the page cache, hot for reads, and copies from ordinary memory |
@@ -19,10 +19,12 @@ mod bare;
 mod run;
 mod table;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
+use gpunvme_tests::machine::{self, Machine};
+use gpunvme_tests::results::{self, Run};
 
 use backing::{Backing, Kind};
 use run::{Subject, measure};
@@ -51,12 +53,12 @@ pub struct Arguments {
     /// Only this backing
     #[arg(long)]
     backing: Option<Kind>,
-    /// Only work that has this in its name, as in "read 4 KiB"
+    /// Only work that has this in its name, as in "read, 4 KiB"
     #[arg(long)]
     only: Option<String>,
-    /// Print JSON, with every run
-    #[arg(long)]
-    json: bool,
+    /// Write the results to this file as well; with -, to standard output in place of the tables
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
 }
 
 /// A piece of work, done by each subject.
@@ -71,15 +73,19 @@ pub struct Work {
 }
 
 impl Work {
+    fn described(&self) -> results::Work {
+        let order = if self.random { "random" } else { "sequential" };
+        let direction = if self.write { "write" } else { "read" };
+        results::Work {
+            work: format!("{order} {direction}"),
+            size: Some(self.size),
+            threads: Some(self.threads),
+            depth: Some(self.depth),
+        }
+    }
+
     fn name(&self) -> String {
-        let Work { write, size, random, threads, depth } = self;
-        let size = if *size < 1 << 20 { format!("{} KiB", size >> 10) } else { format!("{} MiB", size >> 20) };
-        let plural = if *threads == 1 { "" } else { "s" };
-        format!(
-            "{} {size} {}, {threads} thread{plural}, depth {depth}",
-            if *write { "write" } else { "read" },
-            if *random { "random" } else { "sequential" }
-        )
+        self.described().to_string()
     }
 }
 
@@ -103,7 +109,8 @@ fn all_work() -> Vec<Work> {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments = Arguments::parse();
     let time = Duration::from_secs_f64(arguments.seconds);
-    let mut tables = Vec::new();
+    let machine = machine::describe(&gpunvme_tests::scratch_root());
+    let mut tables: Vec<Table> = Vec::new();
     for kind in [Kind::Memory, Kind::Disk] {
         if arguments.backing.is_some_and(|only| only != kind) {
             continue;
@@ -129,20 +136,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         tables.push(Table { backing: kind.name(), rows });
     }
-    let machine = table::machine(arguments.gpu);
-    if arguments.json {
-        println!("{}", table::json(&machine, &tables));
-    } else {
-        println!("{machine}");
-        println!(
-            "one file of {} MiB, {} s a measurement, median of {}",
-            arguments.file_mib,
-            arguments.seconds,
-            arguments.runs.max(1)
-        );
+    let machine = Machine { gpu: Some(machine::describe_gpu(arguments.gpu)), ..machine };
+    let Arguments { file_mib, seconds, .. } = arguments;
+    let method = format!("one file of {file_mib} MiB, {seconds} s a measurement, median of {}", arguments.runs.max(1));
+    if arguments.json.as_deref() != Some(Path::new("-")) {
+        println!("{machine}\n{method}");
         for table in &tables {
             print!("\n{table}");
         }
+    }
+    if let Some(path) = arguments.json {
+        Run::new("bench-gpu", machine, method, tables.iter().flat_map(Table::results).collect()).write(&path)?;
     }
     Ok(())
 }

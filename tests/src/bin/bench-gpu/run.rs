@@ -6,14 +6,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use gpunvme_tests::{mounted::text, programs};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use crate::backing::Backing;
 use crate::{Arguments, Work, bare};
 
 /// A column of a table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
     Gpunvme,
     Bare,
@@ -43,9 +42,9 @@ impl Subject {
     pub fn name(self) -> &'static str {
         match self {
             Subject::Gpunvme => "gpunvme",
-            Subject::Bare => "bare device",
+            Subject::Bare => "device",
             Subject::CuFile => "cuFile",
-            Subject::CuFileBatch => "cuFile batch",
+            Subject::CuFileBatch => "batch",
             Subject::Pinned => "pinned",
             Subject::Pageable => "pageable",
         }

@@ -1,26 +1,21 @@
-//! Prints the measurements as tables and as JSON.
+//! Prints the measurements as tables, and turns them into results.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
-use std::process::Command;
 
-use serde::Serialize;
+use gpunvme_tests::results;
 
 use crate::Work;
 use crate::run::Subject;
 
 /// A table.
-#[derive(Serialize)]
 pub struct Table {
     pub backing: &'static str,
     pub rows: Vec<Row>,
 }
 
 /// A piece of work, and what each subject did of it.
-#[derive(Serialize)]
 pub struct Row {
-    #[serde(rename = "work", serialize_with = "name")]
     work: Work,
     /// Operations a second.
     results: BTreeMap<Subject, Vec<f64>>,
@@ -28,8 +23,19 @@ pub struct Row {
     errors: BTreeMap<Subject, String>,
 }
 
-fn name<S: serde::Serializer>(work: &Work, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(&work.name())
+impl Table {
+    /// Its rows, to be kept.
+    pub fn results(&self) -> Vec<results::Row> {
+        let of = |row: &Row| {
+            let (unit, factor) = row.unit();
+            let of = |(subject, runs): (&Subject, &Vec<f64>)| {
+                let runs: Vec<_> = runs.iter().map(|rate| rate * factor).collect();
+                results::Row::of(self.backing, subject.name(), row.work.described(), unit, &runs)
+            };
+            row.results.iter().filter_map(of).collect::<Vec<_>>()
+        };
+        self.rows.iter().flat_map(of).collect()
+    }
 }
 
 impl Row {
@@ -45,9 +51,7 @@ impl Row {
     }
 
     fn median(&self, subject: Subject) -> Option<f64> {
-        let mut runs = self.results.get(&subject)?.clone();
-        runs.sort_by(f64::total_cmp);
-        Some((runs[(runs.len() - 1) / 2] + runs[runs.len() / 2]) / 2.0)
+        results::median(self.results.get(&subject)?)
     }
 
     fn of(&self, subjects: &[Subject]) -> String {
@@ -58,13 +62,17 @@ impl Row {
         }
     }
 
-    /// Thousands of operations a second for 4 KiB, GB/s for the rest.
+    /// Thousands of operations a second for 4 KiB, GB/s for the rest; and what makes them of
+    /// operations a second.
+    fn unit(&self) -> (&'static str, f64) {
+        if self.work.size == 4096 { ("thousand/s", 1e-3) } else { ("GB/s", self.work.size as f64 / 1e9) }
+    }
+
     fn cell(&self, subject: Subject) -> String {
         match self.median(subject) {
             None if self.errors.contains_key(&subject) => "failed".to_owned(),
             None => String::new(),
-            Some(rate) if self.work.size == 4096 => format!("{:.0}k", rate / 1e3),
-            Some(rate) => format!("{:.2}", rate * self.work.size as f64 / 1e9),
+            Some(rate) => results::significant(rate * self.unit().1),
         }
     }
 }
@@ -83,7 +91,7 @@ impl fmt::Display for Row {
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         // Markdown, so that it can go into a document as it is.
-        writeln!(f, "on {} (4 KiB: operations a second; the rest: GB/s)\n", self.backing)?;
+        writeln!(f, "on {} (4 KiB: thousand operations a second; the rest: GB/s)\n", self.backing)?;
         write!(f, "| {:44} |", "")?;
         for subject in Subject::ALL {
             write!(f, " {:>12} |", subject.name())?;
@@ -100,25 +108,4 @@ impl fmt::Display for Table {
         }
         Ok(())
     }
-}
-
-/// Where and when.
-pub fn machine(gpu: usize) -> String {
-    let line = |command: &mut Command| {
-        let output = command.output().map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-        output.lines().next().unwrap_or("unknown").trim().to_owned()
-    };
-    let query = ["--query-gpu=name,driver_version", "--format=csv,noheader"];
-    format!(
-        "{}, {}, {} cores, Linux {}",
-        line(Command::new("date").args(["--utc", "+%F %R UTC"])),
-        line(Command::new("nvidia-smi").args(query).args(["--id", &gpu.to_string()])),
-        std::thread::available_parallelism().map_or(1, usize::from),
-        fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim()
-    )
-}
-
-/// Everything, every run.
-pub fn json(machine: &str, tables: &[Table]) -> String {
-    serde_json::to_string_pretty(&serde_json::json!({ "machine": machine, "tables": tables })).expect("plain data")
 }

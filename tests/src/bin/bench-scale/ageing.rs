@@ -10,6 +10,7 @@ use std::process::Command;
 use gpunvme_tests::mounted::Image;
 use gpunvme_tests::peers::{self, Kind, LoopMounted};
 use gpunvme_tests::random::Random;
+use gpunvme_tests::results::Work;
 use gpunvme_tests::{scratch_dir, tree};
 
 use crate::table::Table;
@@ -55,7 +56,7 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
         None,
     );
     for (i, when) in ["on the new volume", "aged, 90 % in use", "aged, 50 % in use"].into_iter().enumerate() {
-        table.row(when, found.iter().map(|averages| Some(averages[i])).collect());
+        table.row(Work::named(when), found.iter().map(|averages| Some(averages[i])).collect());
     }
     Ok(vec![table])
 }

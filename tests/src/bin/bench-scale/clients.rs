@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use gpunvme_tests::mounted::Image;
 use gpunvme_tests::peers::MemFs;
 use gpunvme_tests::random::Random;
+use gpunvme_tests::results::Work;
 
 use crate::sample::Aligned;
 use crate::table::Table;
@@ -24,9 +25,9 @@ const BLOCK: u64 = 4096;
 const NAMES: u64 = 100;
 
 /// Works in a folder until the time is over, and says how often.
-type Work = fn(&Path, Duration) -> io::Result<u64>;
+type Operation = fn(&Path, Duration) -> io::Result<u64>;
 
-const WORK: [(&str, Work); 3] =
+const WORK: [(&str, Operation); 3] =
     [("create and unlink", names), ("read 4 KiB at random, O_DIRECT", read), ("write 4 KiB at random, O_DIRECT", write)];
 
 /// A table of what all clients together get done.
@@ -44,20 +45,20 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
             file.sync_all()?;
         }
     }
-    let columns = CLIENTS.map(|clients| format!("{clients} clients"));
-    let mut table = Table::new("independent work of several clients", "thousand a second, together", &columns, Some(0));
+    let columns = subjects.each_ref().map(|(subject, _)| subject);
+    let mut table = Table::new("independent work of several clients", "thousand/s", &columns, None);
     for (name, work) in WORK {
-        for (subject, root) in &subjects {
-            progress(&format!("clients: {name} on {subject}"));
-            let rates = CLIENTS.iter().map(|clients| rate(root, *clients, work, scale.time).map(Some));
-            table.row(format!("{subject}: {name}"), rates.collect::<io::Result<_>>()?);
+        for clients in CLIENTS {
+            progress(&format!("clients: {name}, {clients} of them"));
+            let rates = subjects.iter().map(|(_, root)| rate(root, clients, work, scale.time).map(Some));
+            table.row(Work::named(name).by(clients), rates.collect::<io::Result<_>>()?);
         }
     }
     Ok(vec![table])
 }
 
 /// Thousands a second.
-fn rate(root: &Path, clients: usize, work: Work, time: Duration) -> io::Result<f64> {
+fn rate(root: &Path, clients: usize, work: Operation, time: Duration) -> io::Result<f64> {
     let start = Instant::now();
     let done: io::Result<Vec<u64>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..clients)

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use gpunvme_tests::mounted::Image;
 use gpunvme_tests::random::Random;
+use gpunvme_tests::results::Work;
 
 use crate::sample::{self, Sample, drop_caches};
 use crate::table::Table;
@@ -42,16 +43,16 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
         directories.iter_mut().try_for_each(|directory| directory.round(round, scale.operations))?;
     }
     let columns = [FEW, scale.entries].map(|entries| format!("{entries} entries"));
-    let mut operations = Table::new("operations in a directory", "median of microseconds", &columns, Some(0));
+    let mut operations = Table::new("operations in a directory", "µs, median", &columns, Some(0));
     for (i, name) in OPERATIONS.iter().enumerate() {
-        operations.row(*name, directories.iter_mut().map(|directory| directory.samples[i].median()).collect());
+        operations.row(Work::named(*name), directories.iter_mut().map(|directory| directory.samples[i].median()).collect());
     }
     let mut listing = Table::new("listing a directory, forgotten by the kernel", "milliseconds", &columns, None);
     let times = directories.iter().map(|directory| list(&directory.path)).collect::<io::Result<Vec<_>>>()?;
-    listing.row("to the first entry", times.iter().map(|(first, _)| Some(*first)).collect());
-    listing.row("to the last entry", times.iter().map(|(_, last)| Some(*last)).collect());
+    listing.row(Work::named("to the first entry"), times.iter().map(|(first, _)| Some(*first)).collect());
+    listing.row(Work::named("to the last entry"), times.iter().map(|(_, last)| Some(*last)).collect());
     let mut memory = Table::new("most memory of the daemon: cache=256M and write_buffer=64M", "MiB", &["in all"], None);
-    memory.row("both directories", vec![Some(sample::mebibytes(mounted.peak_memory()))]);
+    memory.row(Work::named("both directories"), vec![Some(sample::mebibytes(mounted.peak_memory()))]);
     Ok(vec![operations, listing, memory])
 }
 

@@ -17,6 +17,7 @@ use gpunvme_engine::{FsError, VolumeOptions};
 use gpunvme_tests::mounted::{Image, Mounted, text};
 use gpunvme_tests::programs;
 use gpunvme_tests::random::Random;
+use gpunvme_tests::results::Work;
 
 use crate::sample::{self, Aligned, Sample, drop_caches};
 use crate::table::Table;
@@ -72,22 +73,22 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
         (0..count).try_for_each(|turn| subjects[(round + turn) % count].round(round, scale.operations))?;
     }
     let columns: Vec<_> = subjects.iter().map(|subject| subject.name.clone()).collect();
-    let mut operations = Table::new("operations on a volume", "median of microseconds", &columns, Some(0));
+    let mut operations = Table::new("operations on a volume", "µs, median", &columns, Some(0));
     for (i, name) in OPERATIONS.iter().enumerate() {
-        operations.row(*name, subjects.iter_mut().map(|subject| subject.samples[i].median()).collect());
+        operations.row(Work::named(*name), subjects.iter_mut().map(|subject| subject.samples[i].median()).collect());
     }
     let mut volumes = Table::new("whole volumes", "seconds", &columns, Some(0));
     let mut memory = Table::new("most memory: cache=256M and write_buffer=64M, fsck --memory as it is", "MiB", &columns, None);
     let mkfs = subjects.iter().map(|subject| Some(subject.mkfs)).collect();
     let daemons = subjects.iter().map(|subject| Some(sample::mebibytes(subject.mounted.peak_memory()))).collect();
     let ends = subjects.into_iter().map(Subject::take_down).collect::<Result<Vec<_>, _>>()?;
-    volumes.row("mkfs", mkfs);
-    volumes.row("mount", ends.iter().map(|end| Some(end.mount)).collect());
-    volumes.row("unmount", ends.iter().map(|end| Some(end.unmount)).collect());
-    volumes.row("fsck", ends.iter().map(|end| Some(end.fsck.0)).collect());
-    volumes.row("find over a million files", vec![None, Some(million), None]);
-    memory.row("daemon", daemons);
-    memory.row("fsck", ends.iter().map(|end| Some(end.fsck.1)).collect());
+    volumes.row(Work::named("mkfs"), mkfs);
+    volumes.row(Work::named("mount"), ends.iter().map(|end| Some(end.mount)).collect());
+    volumes.row(Work::named("unmount"), ends.iter().map(|end| Some(end.unmount)).collect());
+    volumes.row(Work::named("fsck"), ends.iter().map(|end| Some(end.fsck.0)).collect());
+    volumes.row(Work::named("find over a million files"), vec![None, Some(million), None]);
+    memory.row(Work::named("daemon"), daemons);
+    memory.row(Work::named("fsck"), ends.iter().map(|end| Some(end.fsck.1)).collect());
     Ok(vec![operations, volumes, memory])
 }
 

@@ -16,6 +16,7 @@ mod table;
 mod trees;
 
 use std::error::Error;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
@@ -30,9 +31,9 @@ struct Arguments {
     /// Small sizes: whether it works, not how cost grows
     #[arg(long)]
     quick: bool,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    /// Write the results to this file as well; with -, to standard output in place of the tables
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
     /// Measure only these of growth, directory, ageing, trees, clients, neighbours
     #[arg(long)]
     only: Vec<String>,
@@ -120,10 +121,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
     eprint!("\r\x1b[K");
-    if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
-    } else {
+    if arguments.json.as_deref() != Some(Path::new("-")) {
         print!("{report}");
+    }
+    if let Some(path) = arguments.json {
+        report.into_run(&scale).write(&path)?;
     }
     Ok(())
 }

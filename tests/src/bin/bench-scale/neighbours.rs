@@ -17,6 +17,7 @@ use gpunvme::{Mount, Operation, Ring, Wait};
 use gpunvme_abi::Register;
 use gpunvme_tests::direct::{Buffer, call_plain, memfd};
 use gpunvme_tests::mounted::Image;
+use gpunvme_tests::results::Work;
 use gpunvme_tests::rings::shared;
 
 use crate::table::Table;
@@ -52,8 +53,8 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
 
     let columns = LOADS.map(|(name, _)| name);
     let mut tables = [
-        Table::new("one process beside a busy one", "median of microseconds", &columns, Some(0)),
-        Table::new("one process beside a busy one", "longest, in microseconds", &columns, Some(0)),
+        Table::new("one process beside a busy one", "µs, median", &columns, Some(0)),
+        Table::new("one process beside a busy one", "µs, longest", &columns, Some(0)),
     ];
     let mut times = Vec::new();
     for (name, load) in LOADS {
@@ -64,13 +65,13 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
     }
     for (row, name) in OPERATIONS.iter().enumerate() {
         for (which, table) in tables.iter_mut().enumerate() {
-            table.row(*name, times.iter().map(|times| Some(times[row][which])).collect());
+            table.row(Work::named(*name), times.iter().map(|times| Some(times[row][which])).collect());
         }
     }
-    let mut writes = Table::new("unaligned direct writes of 100 bytes", "a second", &["in all"], None);
+    let mut writes = Table::new("unaligned direct writes of 100 bytes", "1/s", &["in all"], None);
     for (name, threads, files) in [("1 thread", 1, 1), ("16 threads, 16 files", 16, 16), ("16 threads, 1 file", 16, 1)] {
         progress(&format!("neighbours: {name}"));
-        writes.row(name, vec![Some(unaligned(&mounted.root(), threads, files, scale.time)?)]);
+        writes.row(Work::named(name), vec![Some(unaligned(&mounted.root(), threads, files, scale.time)?)]);
     }
     let [medians, longest] = tables;
     Ok(vec![medians, longest, writes])

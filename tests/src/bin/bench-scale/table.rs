@@ -1,19 +1,19 @@
-//! Prints the measurements as tables and as JSON.
+//! Prints the measurements as tables, and turns them into results.
 
 use std::fmt;
 
 use gpunvme_tests::machine::{self, Machine};
-use serde::Serialize;
+use gpunvme_tests::results::{self, Run, Work, significant};
+
+use crate::Scale;
 
 /// Everything that one run of the program measured.
-#[derive(Serialize)]
 pub struct Report {
     machine: Machine,
     pub tables: Vec<Table>,
 }
 
 /// Figures of one unit.
-#[derive(Serialize)]
 pub struct Table {
     title: String,
     unit: &'static str,
@@ -23,9 +23,8 @@ pub struct Table {
     rows: Vec<Row>,
 }
 
-#[derive(Serialize)]
 struct Row {
-    work: String,
+    work: Work,
     /// None where a column cannot do it.
     cells: Vec<Option<f64>>,
 }
@@ -34,6 +33,27 @@ impl Report {
     /// A report without tables.
     pub fn new() -> Self {
         Self { machine: machine::describe(&gpunvme_tests::scratch_root()), tables: Vec::new() }
+    }
+
+    /// The results, to be kept. Columns are subjects.
+    pub fn into_run(self, scale: &Scale) -> Run {
+        let mut rows = Vec::new();
+        for Table { title, unit, columns, rows: measured, .. } in &self.tables {
+            for Row { work, cells } in measured {
+                let of = |(column, cell): (&String, &Option<f64>)| {
+                    // A table keeps one figure of its samples.
+                    let row = results::Row::of(title, column, work.clone(), unit, &[(*cell)?])?;
+                    Some(results::Row { spread: None, runs: None, ..row })
+                };
+                rows.extend(columns.iter().zip(cells).filter_map(of));
+            }
+        }
+        let Scale { rounds, operations, time, .. } = scale;
+        let method = format!(
+            "operations: {rounds} rounds of {operations}; clients and neighbours: {} s each; others once",
+            time.as_secs_f64()
+        );
+        Run::new("bench-scale", self.machine, method, rows)
     }
 }
 
@@ -45,16 +65,15 @@ impl Table {
     }
 
     /// Adds a row, with a cell for each column.
-    pub fn row(&mut self, work: impl Into<String>, cells: Vec<Option<f64>>) {
+    pub fn row(&mut self, work: Work, cells: Vec<Option<f64>>) {
         assert_eq!(cells.len(), self.columns.len());
-        self.rows.push(Row { work: work.into(), cells });
+        self.rows.push(Row { work, cells });
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Machine { date, processor, cores, memory_gib, kernel, backing } = &self.machine;
-        writeln!(f, "{date}, {processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}, images on {backing}")?;
+        writeln!(f, "{}", self.machine)?;
         self.tables.iter().try_for_each(|table| write!(f, "\n{table}"))
     }
 }
@@ -62,7 +81,7 @@ impl fmt::Display for Report {
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         // Markdown, so that it can go into a document as it is.
-        let width = self.rows.iter().map(|row| row.work.len()).max().unwrap_or(0);
+        let width = self.rows.iter().map(|row| row.work.to_string().len()).max().unwrap_or(0);
         write!(f, "{} ({})", self.title, self.unit)?;
         match self.base {
             Some(base) => writeln!(f, "; in brackets: divided by {}\n", self.columns[base])?,
@@ -85,14 +104,5 @@ impl fmt::Display for Table {
             writeln!(f)?;
         }
         Ok(())
-    }
-}
-
-/// Three digits or more.
-fn significant(value: f64) -> String {
-    match value {
-        0.0..10.0 => format!("{value:.2}"),
-        10.0..100.0 => format!("{value:.1}"),
-        _ => format!("{value:.0}"),
     }
 }

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use gpunvme_tests::mounted::Image;
 use gpunvme_tests::peers::{self, Kind, LoopMounted, MemFs};
+use gpunvme_tests::results::Work;
 use gpunvme_tests::{scratch_dir, scratch_root};
 
 use crate::sample::{self, drop_caches};
@@ -61,7 +62,7 @@ pub fn measure(scale: &Scale) -> Result<Vec<Table>, Box<dyn Error>> {
             let variables = [("TREE", archive.as_path()), ("SOURCES", &sources), ("REPOSITORY", repository)];
             times.push(Some(sample::shell(&folder, script, &variables)?));
         }
-        table.row(name, times);
+        table.row(Work::named(name), times);
     }
     Ok(vec![table])
 }

@@ -6,6 +6,8 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use gpunvme_tests::results::Work;
+
 use crate::Scale;
 use crate::report::Row;
 use crate::subject::{Subject, Subjects};
@@ -16,8 +18,8 @@ const LEN: usize = 512;
 /// A row: thousands of appends a second that all threads together get synced. Each thread has a
 /// file of its own.
 pub fn measure(subjects: &Subjects, threads: usize, scale: &Scale) -> Result<Vec<Row>, Box<dyn Error>> {
-    let plural = if threads == 1 { "" } else { "s" };
-    let mut row = Row::new(format!("append of {LEN} bytes and fsync, {threads} thread{plural}"));
+    let work = Work { size: Some(LEN as u64), ..Work::named("append and fsync") };
+    let mut row = Row::new(work.by(threads));
     for _ in 0..scale.runs {
         // In memory there is nothing to make durable.
         for subject in [Subject::Gpunvme, Subject::Ext4] {

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use gpunvme_tests::results::Work;
 use gpunvme_tests::tree;
 
 use crate::Scale;
@@ -34,19 +35,25 @@ pub struct Data {
 
 impl fmt::Display for Data {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let order = if self.random { "random" } else { "sequential" };
-        let direction = if self.write { "write" } else { "read" };
-        let (size, unit) = if self.block < 1 << 20 { (self.block >> 10, "KiB") } else { (self.block >> 20, "MiB") };
-        let plural = if self.threads == 1 { "" } else { "s" };
-        write!(f, "{order} {direction}, {size} {unit}, {} thread{plural}", self.threads)?;
-        if self.depth > 1 { write!(f, ", depth {}", self.depth) } else { Ok(()) }
+        self.described().fmt(f)
     }
 }
 
 impl Data {
+    fn described(&self) -> Work {
+        let order = if self.random { "random" } else { "sequential" };
+        let direction = if self.write { "write" } else { "read" };
+        Work {
+            work: format!("{order} {direction}"),
+            size: Some(self.block),
+            threads: Some(self.threads),
+            depth: Some(self.depth),
+        }
+    }
+
     /// Measures it on every subject in turn, as often as the scale says.
     pub fn measure(&self, subjects: &Subjects, scale: &Scale) -> Result<Row, Box<dyn Error>> {
-        let mut row = Row::new(self.to_string());
+        let mut row = Row::new(self.described());
         for _ in 0..scale.runs {
             for subject in Subject::ALL {
                 // Only read and write go through the page cache.

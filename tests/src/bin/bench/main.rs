@@ -7,9 +7,9 @@
 //! | ioctl | the same volume, through the ioctl into registered memory |
 //! | ring | the same volume, through a ring into registered memory |
 //! | ext4 | ext4 on a loop device with direct I/O, on an image file beside the first |
-//! | FUSE ceiling | memfs: a filesystem in memory, on the same FUSE settings |
-//! | device ceiling | a third such image file, through io_uring with O_DIRECT |
-//! | FUSE + device | memfs with what files hold on a fourth: no metadata, no journal, nothing to look up |
+//! | FUSE | memfs: a filesystem in memory, on the same FUSE settings |
+//! | device | a third such image file, through io_uring with O_DIRECT |
+//! | both | memfs with what files hold on a fourth: no metadata, no journal, nothing to look up |
 //!
 //! It prints medians and judges nothing: times belong to the machine that they were taken on.
 
@@ -23,6 +23,7 @@ mod report;
 mod subject;
 mod trees;
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
@@ -40,9 +41,9 @@ struct Arguments {
     /// A few short measurements: whether it works, not how fast
     #[arg(long)]
     quick: bool,
-    /// Print JSON, with every run
-    #[arg(long)]
-    json: bool,
+    /// Write the results to this file as well; with -, to standard output in place of the tables
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
     /// Runs of which the median is shown
     #[arg(long)]
     runs: Option<usize>,
@@ -109,10 +110,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         report.sections.push(Section { title: section.title, unit: section.unit, rows });
     }
-    if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
-    } else {
+    if arguments.json.as_deref() != Some(Path::new("-")) {
         print!("{report}");
+    }
+    if let Some(path) = arguments.json {
+        report.into_run().write(&path)?;
     }
     Ok(())
 }
@@ -179,8 +181,8 @@ fn sections(scale: &Scale) -> Vec<Plan> {
     vec![
         Plan { title: "O_DIRECT", unit: "MB/s", work: direct },
         Plan { title: "through the page cache, which is cold for reads; writes end with fsync", unit: "MB/s", work: buffered },
-        Plan { title: "fsync", unit: "thousand a second", work: appends.collect() },
-        Plan { title: "names", unit: "thousand a second", work: names.collect() },
-        Plan { title: "trees of small files", unit: "times a minute", work: vec![Work::Trees] },
+        Plan { title: "fsync", unit: "thousand/s", work: appends.collect() },
+        Plan { title: "names", unit: "thousand/s", work: names.collect() },
+        Plan { title: "trees of small files", unit: "times/minute", work: vec![Work::Trees] },
     ]
 }

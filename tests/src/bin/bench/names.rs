@@ -6,6 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use gpunvme_tests::results::Work;
+
 use crate::Scale;
 use crate::report::Row;
 use crate::subject::{Subject, Subjects};
@@ -48,8 +50,10 @@ fn moved(folders: &[PathBuf], number: usize) -> PathBuf {
 /// A row for each operation. Clients share the files out among themselves, and each has so many
 /// folders of its own.
 pub fn measure(subjects: &Subjects, clients: usize, folders: usize, scale: &Scale) -> Result<Vec<Row>, Box<dyn Error>> {
-    let how = format!("{} files, {}, {}", scale.names, several(folders, "folder"), several(clients, "client"));
-    let mut rows: Vec<_> = OPERATIONS.iter().map(|(name, _)| Row::new(format!("{name}, {how}"))).collect();
+    let plural = if folders == 1 { "" } else { "s" };
+    let how = format!("{} files, {folders} folder{plural}", scale.names);
+    let work = |name| Work::named(format!("{name}, {how}")).by(clients);
+    let mut rows: Vec<_> = OPERATIONS.iter().map(|(name, _)| Row::new(work(name))).collect();
     for _ in 0..scale.runs {
         for subject in Subject::MOUNTED {
             let root = subjects.root(subject);
@@ -84,9 +88,4 @@ fn time(places: &[Vec<PathBuf>], count: usize, name: &str, operation: Operation)
 pub fn drop_caches() -> io::Result<()> {
     rustix::fs::sync();
     fs::write(Path::new("/proc/sys/vm/drop_caches"), "2")
-}
-
-/// A number of things.
-pub fn several(count: usize, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }

@@ -1,71 +1,70 @@
-//! Prints the measurements as tables and as JSON.
+//! Prints the measurements as tables, and turns them into results.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use gpunvme_tests::machine::Machine;
-use serde::Serialize;
+use gpunvme_tests::results::{self, Run, Work, significant};
 
 use crate::Scale;
 use crate::subject::Subject;
 
 /// Everything that one run of the program measured.
-#[derive(Serialize)]
 pub struct Report {
     machine: Machine,
-    runs: usize,
-    seconds: f64,
-    file_bytes: u64,
+    method: String,
     pub sections: Vec<Section>,
 }
 
 /// A table.
-#[derive(Serialize)]
 pub struct Section {
     pub title: &'static str,
     pub unit: &'static str,
     pub rows: Vec<Row>,
 }
 
-/// One piece of work on each subject that can do it.
-#[derive(Serialize)]
+/// One piece of work on each subject that can do it, with the result of each run.
 pub struct Row {
-    work: String,
-    results: BTreeMap<Subject, Cell>,
-}
-
-#[derive(Default, Serialize)]
-struct Cell {
-    median: f64,
-    runs: Vec<f64>,
+    work: Work,
+    results: BTreeMap<Subject, Vec<f64>>,
 }
 
 impl Report {
     /// A report without sections.
     pub fn new(machine: Machine, scale: &Scale) -> Self {
-        let seconds = scale.time.as_secs_f64();
-        Self { machine, runs: scale.runs, seconds, file_bytes: scale.file_len, sections: Vec::new() }
+        let (runs, seconds, file) = (scale.runs, scale.time.as_secs_f64(), scale.file_len >> 20);
+        let plural = if runs == 1 { "" } else { "s" };
+        let method = format!("median of {runs} run{plural} of at most {seconds} s on files of {file} MiB");
+        Self { machine, method, sections: Vec::new() }
+    }
+
+    /// The results, to be kept.
+    pub fn into_run(self) -> Run {
+        let mut rows = Vec::new();
+        for Section { title, unit, rows: measured } in &self.sections {
+            for Row { work, results } in measured {
+                let of =
+                    |(subject, runs): (&Subject, &Vec<f64>)| results::Row::of(title, subject.name(), work.clone(), unit, runs);
+                rows.extend(results.iter().filter_map(of));
+            }
+        }
+        Run::new("bench", self.machine, self.method, rows)
     }
 }
 
 impl Row {
     /// A row without results.
-    pub fn new(work: String) -> Self {
+    pub fn new(work: Work) -> Self {
         Self { work, results: BTreeMap::new() }
     }
 
     /// Adds a run's result.
     pub fn add(&mut self, subject: Subject, value: f64) {
-        let cell = self.results.entry(subject).or_default();
-        cell.runs.push(value);
-        let mut sorted = cell.runs.clone();
-        sorted.sort_by(f64::total_cmp);
-        let (low, high) = ((sorted.len() - 1) / 2, sorted.len() / 2);
-        cell.median = (sorted[low] + sorted[high]) / 2.0;
+        self.results.entry(subject).or_default().push(value);
     }
 
     fn median(&self, subject: Subject) -> Option<f64> {
-        self.results.get(&subject).map(|cell| cell.median)
+        results::median(self.results.get(&subject)?)
     }
 
     /// What the mounted volume reaches of the lower of the ceilings that apply.
@@ -88,14 +87,10 @@ impl Row {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Machine { date, processor, cores, memory_gib, kernel, backing } = &self.machine;
-        writeln!(f, "{date}, {processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}, images on {backing}")?;
         writeln!(
             f,
-            "median of {} runs of at most {} s on files of {} MiB; ratios: gpunvme to the lower ceiling and to FUSE + device, ioctl and ring to the device, gpunvme to ext4",
-            self.runs,
-            self.seconds,
-            self.file_bytes >> 20
+            "{}\n{}; ratios: gpunvme to the lower ceiling and to FUSE + device, ioctl and ring to the device, gpunvme to ext4",
+            self.machine, self.method
         )?;
         for section in self.sections.iter().filter(|section| !section.rows.is_empty()) {
             write!(f, "\n{section}")?;
@@ -109,7 +104,7 @@ impl fmt::Display for Section {
         // Markdown, so that it can go into a document as it is.
         let subjects: Vec<_> =
             Subject::ALL.into_iter().filter(|subject| self.rows.iter().any(|row| row.results.contains_key(subject))).collect();
-        let width = self.rows.iter().map(|row| row.work.len()).max().unwrap_or(0);
+        let width = self.rows.iter().map(|row| row.work.to_string().len()).max().unwrap_or(0);
         writeln!(f, "{} ({})\n", self.title, self.unit)?;
         write!(f, "| {:width$} |", "")?;
         for subject in &subjects {
@@ -142,13 +137,4 @@ impl fmt::Display for Section {
 
 fn number(value: Option<f64>, format: impl Fn(f64) -> String) -> String {
     value.map(format).unwrap_or_default()
-}
-
-/// Three digits or more.
-fn significant(value: f64) -> String {
-    match value {
-        0.0..10.0 => format!("{value:.2}"),
-        10.0..100.0 => format!("{value:.1}"),
-        _ => format!("{value:.0}"),
-    }
 }

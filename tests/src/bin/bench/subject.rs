@@ -14,8 +14,7 @@ use tempfile::TempDir;
 const SPARE: u64 = 1 << 30;
 
 /// Whatever a column of a table stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
     Gpunvme,
     Ioctl,
@@ -52,9 +51,9 @@ impl Subject {
             Subject::Ioctl => "ioctl",
             Subject::Ring => "ring",
             Subject::Ext4 => "ext4",
-            Subject::FuseCeiling => "FUSE ceiling",
-            Subject::DeviceCeiling => "device ceiling",
-            Subject::FuseAndDevice => "FUSE + device",
+            Subject::FuseCeiling => "FUSE",
+            Subject::DeviceCeiling => "device",
+            Subject::FuseAndDevice => "both",
         }
     }
 }

@@ -7,6 +7,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
+use gpunvme_tests::results::Work;
+
 use crate::Scale;
 use crate::names::drop_caches;
 use crate::report::Row;
@@ -31,7 +33,7 @@ const WORK: [(&str, &str); 5] = [
 pub fn measure(subjects: &Subjects, scale: &Scale) -> Result<Vec<Row>, Box<dyn Error>> {
     let archive = subjects.scratch().join("tree.tar");
     pack(&archive, scale.tree)?;
-    let mut rows: Vec<_> = WORK.iter().map(|(name, _)| Row::new(format!("{name}, {} files", scale.tree))).collect();
+    let mut rows: Vec<_> = WORK.iter().map(|(name, _)| Row::new(Work::named(format!("{name}, {} files", scale.tree)))).collect();
     for _ in 0..scale.runs {
         for subject in Subject::MOUNTED {
             let folder = subjects.root(subject).join("trees");
