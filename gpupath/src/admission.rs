@@ -54,7 +54,7 @@ impl Admitted {
         &self.asked.request
     }
 
-    /// Ends a write at an offset in the file: what lies at or beyond `limit`, in bytes, is taken out
+    /// Ends a write at an offset in the file, in bytes: what lies at or beyond `limit` is taken out
     /// of its segments. Returns the first segment that is cut, if any is.
     pub fn cut_at(&mut self, limit: u64) -> Option<u32> {
         let segments = &mut self.asked.request.segments;

@@ -88,8 +88,8 @@ impl Volume {
             }
             let blocks = journal::transaction_blocks(meta.running.len() as u64);
             if blocks > geometry.journal_blocks - (journal.head - journal.tail) {
-                // Checked before the transaction is frozen: frozen images replace the committed ones
-                // in memory, and a checkpoint could then not write those home to make room.
+                // Checked before the transaction is frozen: frozen images replace the committed
+                // ones in memory, and a checkpoint could then not write those home to make room.
                 return Ok(false);
             }
             freeze(&mut meta, journal)
