@@ -217,6 +217,30 @@ fn what_is_in_flight_is_shared_between_users() {
     assert_eq!((many.iter().map(Application::completed).sum::<u32>(), few.completed()), (600, 0));
 }
 
+/// A user without rings gets a share as well: rings of others leave it free while that user has
+/// work in flight. Work of the rings' own user takes nothing from them.
+#[test]
+fn rings_leave_room_for_a_user_without_rings() {
+    let (server, rings) = rings(2, 1);
+    let buffer = register(&server);
+    let held = Holding::new();
+    let ring = Application::try_new(&rings, 1000, 1024).unwrap();
+    // Other work counts only beside rings that are busy.
+    ring.submit(&rings, buffer, held.0.clone());
+    until("a ring alone is held up", || ring.taken() == 1);
+    let own = rings.begin_beside(1000);
+    let other = [rings.begin_beside(1001), rings.begin_beside(1001)];
+    // Who is busy is looked at every few milliseconds.
+    std::thread::sleep(Duration::from_millis(100));
+    (0..800).for_each(|_| ring.submit(&rings, buffer, held.0.clone()));
+    until("it does not get its half", || ring.taken() == 512);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(ring.taken(), 512, "half is the other user's");
+    drop(other);
+    until("it does not get all once it is alone", || ring.taken() == 801);
+    drop(own);
+}
+
 /// A file that takes long to go, such as the last of an inode.
 struct Lasting(Mutex<std::sync::mpsc::Receiver<()>>);
 

@@ -17,3 +17,4 @@ mod thread;
 mod watch;
 
 pub use rings::Rings;
+pub use shares::WorkBesideRings;

@@ -8,7 +8,7 @@
 use super::deferred_drop::DeferredDrop;
 use super::queue_pair::Ring;
 use super::service::Service;
-use super::shares::Shares;
+use super::shares::{Shares, WorkBesideRings};
 use super::signal::Signal;
 use super::watch::{Heard, Watch};
 use crate::admission::OpenFile;
@@ -173,6 +173,14 @@ impl Rings {
         });
         self.server.stats.call(Command::Detach, detached.is_err());
         Reply::new(detached.err().map_or(0, Errno::raw_os_error), request)
+    }
+
+    /// Begins work of `user` that reaches the device by other ways than rings, and waits there for
+    /// what rings have in flight. Until it is dropped, and for 50 ms after, the rings of other
+    /// users leave the user's share free. Work that begins before a ring was ever busy does not
+    /// count. It takes a short lock, and never waits for a transfer.
+    pub fn begin_beside(&self, user: u32) -> WorkBesideRings {
+        self.shares.begin_beside(user)
     }
 
     /// Ends all rings, after the transfers that are in flight.

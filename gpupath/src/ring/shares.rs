@@ -4,12 +4,13 @@
 //! It guards fairness: what all rings together may have is shared between the users that have busy
 //! rings, a user's share between its processes, and a process's share between its rings. More
 //! rings, or more processes, get a user no more. A share may be exceeded by one transfer, and by no
-//! other while it is.
+//! other while it is. A user whose work reaches the device another way than by rings has a share
+//! too, which stays free: with less in flight ahead of it, that work waits less.
 
 use super::groups::{Amount, Group, Member};
 use super::queue_pair::Ring;
 use parking_lot::Mutex;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::hash::Hash;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -18,11 +19,11 @@ use std::time::Instant;
 /// What one process's rings may have in flight while no other process's rings are busy: enough to
 /// keep any device busy.
 const ALONE: Amount = Amount { transfers: 1024, bytes: 32 << 20 };
-/// What all may have while several processes are busy: still enough for that, and no more, since
-/// each waits for what the others have in flight.
+/// What all may have while several processes are busy, or another user without busy rings: still
+/// enough for that, and no more, since each waits for what the others have in flight.
 const TOGETHER: Amount = Amount { transfers: 1024, bytes: 16 << 20 };
-/// How long a ring counts as busy after it last was, in milliseconds: one that waits for each
-/// answer before it asks again is not to find the device full each time.
+/// How long a ring, or a user with other work, counts as busy after it last was, in milliseconds:
+/// one that waits for each answer before it asks again is not to find the device full each time.
 const BUSY_FOR: u64 = 50;
 /// Time between two counts of the busy rings, in milliseconds.
 const LOOK: u64 = 5;
@@ -32,11 +33,32 @@ pub(super) struct Shares {
     begun: Instant,
     /// When the busy rings were last counted, in milliseconds since `begun`.
     looked: AtomicU64,
-    /// Busy users, and busy processes of all.
+    /// Busy users: those with busy rings, and those with other work only.
     users: AtomicU32,
+    /// Processes with busy rings.
     processes: AtomicU32,
+    /// Users with other work only.
+    others: AtomicU32,
+    /// Users with other work, locked after `known`.
+    other_work: Mutex<FxHashMap<u32, OtherWork>>,
     known: Mutex<Known>,
 }
+
+/// What a user has in flight by other ways than rings.
+struct OtherWork {
+    in_flight: u32,
+    /// When some of it last began or ended ([`Shares::now`]).
+    last_busy: u64,
+}
+
+impl OtherWork {
+    fn is_busy(&self, now: u64) -> bool {
+        self.in_flight > 0 || self.last_busy + BUSY_FOR > now
+    }
+}
+
+/// Work of a user that rings leave room for; dropping this ends it.
+pub struct WorkBesideRings(Option<(Arc<Shares>, u32)>);
 
 #[derive(Default)]
 struct Known {
@@ -54,6 +76,8 @@ impl Shares {
             looked: AtomicU64::new(0),
             users: AtomicU32::new(0),
             processes: AtomicU32::new(0),
+            others: AtomicU32::new(0),
+            other_work: Mutex::default(),
             known: Mutex::default(),
         }
     }
@@ -71,6 +95,22 @@ impl Shares {
         known.rings.push(Arc::downgrade(ring));
     }
 
+    /// Begins work of `user` beside the rings. It counts only where rings were busy when they were
+    /// last counted: else this takes no lock.
+    pub fn begin_beside(self: &Arc<Self>, user: u32) -> WorkBesideRings {
+        if self.processes.load(Ordering::Relaxed) == 0 {
+            return WorkBesideRings(None);
+        }
+        let now = self.now();
+        let mut works = self.other_work.lock();
+        if !works.contains_key(&user) {
+            works.retain(|_, work| work.is_busy(now));
+        }
+        let work = works.entry(user).or_insert(OtherWork { in_flight: 0, last_busy: now });
+        work.in_flight += 1;
+        WorkBesideRings(Some((self.clone(), user)))
+    }
+
     /// The time in milliseconds, as [`Ring::last_busy`] has it.
     pub fn now(&self) -> u64 {
         self.begun.elapsed().as_millis() as u64 + BUSY_FOR
@@ -85,9 +125,11 @@ impl Shares {
         }
         let mut known = self.known.lock();
         let (mut users, mut processes): (FxHashMap<_, u32>, FxHashMap<_, u32>) = Default::default();
+        let mut ids = FxHashSet::default();
         // The thread of one that has something in flight may sleep.
         let is_busy = |ring: &Arc<Ring>| ring.load().0 > 0 || ring.last_busy() + BUSY_FOR > now;
         for ring in known.rings.iter().filter_map(Weak::upgrade).filter(is_busy) {
+            ids.insert(ring.user);
             let of_process = processes.entry(Arc::as_ptr(&ring.member.process)).or_default();
             *of_process += 1;
             if *of_process == 1 {
@@ -96,19 +138,35 @@ impl Shares {
         }
         set(&mut known.users, &users);
         set(&mut known.processes, &processes);
-        self.users.store(users.len() as u32, Ordering::Relaxed);
+        let is_other = |(user, work): &(&u32, &OtherWork)| work.is_busy(now) && !ids.contains(*user);
+        let others = self.other_work.lock().iter().filter(is_other).count() as u32;
+        self.others.store(others, Ordering::Relaxed);
+        self.users.store(users.len() as u32 + others, Ordering::Relaxed);
         self.processes.store(processes.len() as u32, Ordering::Relaxed);
     }
 
     /// Whether a further transfer of a ring may begin.
     pub fn has_room(&self, ring: &Ring) -> bool {
         let Member { user, process } = &ring.member;
-        let all = if self.processes.load(Ordering::Relaxed) > 1 { TOGETHER } else { ALONE };
+        let busy = self.processes.load(Ordering::Relaxed) + self.others.load(Ordering::Relaxed);
+        let all = if busy > 1 { TOGETHER } else { ALONE };
         let of_user = all.divided(self.users.load(Ordering::Relaxed));
         let of_process = user.divide(of_user);
         let of_ring = process.divide(of_process);
         let (transfers, bytes) = ring.load();
         user.has_room(of_user) && process.has_room(of_process) && transfers < of_ring.transfers && bytes < of_ring.bytes
+    }
+}
+
+impl Drop for WorkBesideRings {
+    fn drop(&mut self) {
+        if let Some((shares, user)) = self.0.take() {
+            let now = shares.now();
+            let mut works = shares.other_work.lock();
+            let work = works.get_mut(&user).expect("what is in flight is not forgotten");
+            work.in_flight -= 1;
+            work.last_busy = now;
+        }
     }
 }
 

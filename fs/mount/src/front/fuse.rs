@@ -419,9 +419,13 @@ impl fuser::Filesystem for Adapter {
         empty("flush", ino.0, self.front.flush(ino.0, Handle(handle.0)), reply);
     }
 
-    fn fsync(&self, _: &Request, ino: INodeNo, handle: FileHandle, _: bool, reply: ReplyEmpty) {
+    fn fsync(&self, request: &Request, ino: INodeNo, handle: FileHandle, _: bool, reply: ReplyEmpty) {
         let _busy = self.busy();
-        self.front.sync(ino.0, Handle(handle.0), move |done| empty("fsync", ino.0, done, reply));
+        let work = self.front.direct.rings.begin_beside(request.uid());
+        self.front.sync(ino.0, Handle(handle.0), move |done| {
+            drop(work);
+            empty("fsync", ino.0, done, reply);
+        });
     }
 
     fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {

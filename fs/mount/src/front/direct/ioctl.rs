@@ -99,6 +99,11 @@ impl Front {
         request: TransferRequest,
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
+        let work = self.direct.rings.begin_beside(caller.context.uid);
+        let done = move |reply| {
+            drop(work);
+            done(reply);
+        };
         let file = Opened { front: self, caller, ino, handle };
         self.direct.server.transfer(direction, caller.of_direct(), request, &file, done);
     }
