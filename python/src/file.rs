@@ -4,10 +4,10 @@ use crate::completions::Completions;
 use crate::error::raised;
 use crate::host;
 use crate::interpreter::release;
-use crate::pending::{self, Answer, Pending};
+use crate::pending::{self, Answer, InStream, Pending};
 use crate::request::{Direction, Place, Request, require};
 use crate::session::Session;
-use crate::stream::{handle, wait_for};
+use crate::stream::{Busy, handle, wait_for};
 use crate::transfer::Transfer;
 use gpunvme::gpu::Segment;
 use gpunvme::{Error, ExtentFlags, Require, Result};
@@ -176,7 +176,7 @@ impl File {
         stream: Option<&Bound<'_, PyAny>>,
         demand: Option<&str>,
     ) -> PyResult<Py<PyAny>> {
-        pending::sweep();
+        pending::sweep(py);
         let (opened, demand) = (self.opened()?, require(demand)?);
         if let Some(stream) = stream {
             let pending = put_into_stream(py, &opened, direction, memory, place, stream, demand)?;
@@ -203,7 +203,7 @@ impl File {
         offset: u64,
         demand: Option<&str>,
     ) -> PyResult<Pending> {
-        pending::sweep();
+        pending::sweep(py);
         let (opened, demand) = (self.opened()?, require(demand)?);
         let request = Request::new(memory, Place::At(offset), direction, None)?;
         Ok(Pending::begun(begin(py, &opened, direction, request, demand)?))
@@ -238,20 +238,26 @@ fn put_into_stream(
     demand: Require,
 ) -> PyResult<Pending> {
     let raw = handle(stream)?;
-    let request = Request::new(memory, place, direction, Some(raw))?;
+    let Request { segments, mut keep, .. } = Request::new(memory, place, direction, Some(raw))?;
+    let stream_of = Busy { stream: raw, gpu: None, address: segments.first().map_or(0, |segment| segment.address) };
     let put = py.detach(|| {
         let transfers = opened.session.transfers()?.requiring(demand);
         // SAFETY: `Pending` keeps the memory until the stream has passed the request; that the
         // stream is one, and lives as long, is the rule of the Python call.
-        unsafe {
+        let put = unsafe {
             match direction {
-                Direction::Read => transfers.read_on_stream(&opened.file, &request.segments, raw),
-                Direction::Write => transfers.write_on_stream(&opened.file, &request.segments, raw),
+                Direction::Read => transfers.read_on_stream(&opened.file, &segments, raw),
+                Direction::Write => transfers.write_on_stream(&opened.file, &segments, raw),
             }
+        };
+        if let Err(Error::Cuda { .. }) = put {
+            // A part of it may be in the stream, and the memory in use until that is through.
+            let _ = wait_for(opened.file.path(), &[stream_of]);
         }
+        put
     });
     // A caching allocator must not give the memory to another stream before this one has passed.
-    for object in &request.keep {
+    for object in &keep {
         if let Some(record) = object.bind(py).getattr_opt(intern!(py, "record_stream"))?
             && stream.hasattr(intern!(py, "stream_id"))?
         {
@@ -259,7 +265,9 @@ fn put_into_stream(
         }
     }
     let pending = put.map_err(|error| raised(py, &error))?;
-    Ok(Pending::in_stream(pending, request.keep))
+    // The stream must not go before the request has passed.
+    keep.push(stream.clone().unbind());
+    Ok(Pending::in_stream(InStream { pending, stream: stream_of, keep }))
 }
 
 impl Drop for File {
@@ -402,7 +410,7 @@ impl File {
         demand: Option<&str>,
         answer_to: (Bound<'_, Completions>, u64),
     ) -> PyResult<()> {
-        pending::sweep();
+        pending::sweep(py);
         let (opened, demand) = (self.opened()?, require(demand)?);
         let direction = if write { Direction::Write } else { Direction::Read };
         let Request { segments, on_gpu, busy, keep, .. } = Request::new(memory, Place::At(offset), direction, None)?;

@@ -1,11 +1,13 @@
 //! Requests that were begun and are waited for later, if at all.
 
 use crate::error::raised;
+use crate::stream::{Busy, wait_for};
 use crate::transfer::Transfer;
 use gpunvme::Result;
 use parking_lot::{Condvar, Mutex};
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,7 +17,7 @@ const SLICE: Duration = Duration::from_millis(100);
 const NAP: Duration = Duration::from_millis(1);
 
 /// The objects that keep the memory of a request in existence.
-type Kept = Vec<Py<PyAny>>;
+pub type Kept = Vec<Py<PyAny>>;
 
 /// What comes of a request: its result, and what kept its memory in existence, which goes with it.
 #[derive(Default)]
@@ -66,7 +68,7 @@ pub fn wait(py: Python<'_>, answer: &Answer) -> PyResult<gpunvme::Transfer> {
 
 enum State {
     Begun(Arc<Answer>),
-    InStream(gpunvme::gpu::Pending, Kept),
+    InStream(InStream),
     /// A thread is making a Python object of its result.
     Taken,
     Done(PyResult<Py<Transfer>>),
@@ -76,28 +78,56 @@ impl State {
     fn is_done(&self) -> bool {
         match self {
             State::Begun(answer) => answer.is_there(),
-            State::InStream(pending, _) => pending.is_done(),
+            State::InStream(request) => request.pending.is_done(),
             State::Taken => false,
             State::Done(_) => true,
         }
     }
 }
 
+/// A request in the order of a stream.
+pub struct InStream {
+    pub pending: gpunvme::gpu::Pending,
+    /// The stream, with an address of the memory.
+    pub stream: Busy,
+    pub keep: Kept,
+}
+
+impl InStream {
+    /// What became of a request that is done. Its memory may go then: after an error the stream
+    /// may still have copies of it to make, and is waited for.
+    fn result(self, py: Python<'_>) -> Result<gpunvme::Transfer> {
+        let InStream { pending, stream, keep } = self;
+        let result = pending.wait();
+        if result.is_err() {
+            py.detach(|| {
+                // Where the context has ended nothing is in use.
+                let _ = wait_for(Path::new(""), &[stream]);
+            });
+        }
+        drop(keep);
+        result
+    }
+}
+
 /// Requests in streams that no caller waits for: what keeps their memory is let go of when they
 /// are found to be done.
-static LEFT_BEHIND: Mutex<Vec<(gpunvme::gpu::Pending, Kept)>> = Mutex::new(Vec::new());
+static LEFT_BEHIND: Mutex<Vec<InStream>> = Mutex::new(Vec::new());
 
 /// Lets go of the memory of requests in streams that are done and that no caller waits for.
-pub fn sweep() {
+pub fn sweep(py: Python<'_>) {
     let mut left = LEFT_BEHIND.lock();
     if left.is_empty() {
         return;
     }
-    let (done, pending) = std::mem::take(&mut *left).into_iter().partition::<Vec<_>, _>(|(pending, _)| pending.is_done());
+    let (done, pending) = std::mem::take(&mut *left).into_iter().partition::<Vec<_>, _>(|request| request.pending.is_done());
     *left = pending;
     // What an object does when it goes may be a request of this thread's.
     drop(left);
-    drop(done);
+    for request in done {
+        // Its caller did not want to know.
+        let _ = request.result(py);
+    }
 }
 
 /// A request that was begun. Its memory is in use, and kept, until it is done, even if this object
@@ -112,8 +142,8 @@ impl Pending {
         Pending { state: Mutex::new(State::Begun(answer)) }
     }
 
-    pub fn in_stream(pending: gpunvme::gpu::Pending, keep: Kept) -> Pending {
-        Pending { state: Mutex::new(State::InStream(pending, keep)) }
+    pub fn in_stream(request: InStream) -> Pending {
+        Pending { state: Mutex::new(State::InStream(request)) }
     }
 
     /// Waits for a while; whether it is done.
@@ -170,9 +200,7 @@ impl Pending {
         // Nothing of Python's happens while this is locked: a thread that has the interpreter may
         // be waiting for the lock.
         let mut state = self.state.lock();
-        let (result, keep) = match std::mem::replace(&mut *state, State::Taken) {
-            State::Begun(answer) => (answer.take().expect("it is there, and taken once"), Vec::new()),
-            State::InStream(pending, keep) => (pending.wait(), keep),
+        let taken = match std::mem::replace(&mut *state, State::Taken) {
             State::Taken => {
                 drop(state);
                 return self.result(py, timeout);
@@ -182,9 +210,14 @@ impl Pending {
                 *state = State::Done(result);
                 return answer;
             }
+            begun => begun,
         };
         drop(state);
-        drop(keep);
+        let result = match taken {
+            State::Begun(answer) => answer.take().expect("it is there, and taken once"),
+            State::InStream(request) => request.result(py),
+            State::Taken | State::Done(_) => unreachable!("they are answered above"),
+        };
         let result = match result {
             Ok(done) => Py::new(py, Transfer::from(done)),
             Err(error) => Err(raised(py, &error)),
@@ -208,8 +241,8 @@ fn copy(py: Python<'_>, result: &PyResult<Py<Transfer>>) -> PyResult<Py<Transfer
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        if let State::InStream(pending, keep) = std::mem::replace(self.state.get_mut(), State::Taken) {
-            LEFT_BEHIND.lock().push((pending, keep));
+        if let State::InStream(request) = std::mem::replace(self.state.get_mut(), State::Taken) {
+            LEFT_BEHIND.lock().push(request);
         }
     }
 }
