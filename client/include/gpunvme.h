@@ -201,6 +201,17 @@ int gpunvme_gpu_read_on_stream(const gpunvme_transfers *transfers, const gpunvme
 int gpunvme_gpu_write_on_stream(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                 const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
                                 gpunvme_pending **pending);
+/*
+ * The same, but `done` is called instead of there being something to wait for: when the outcome is
+ * known, and before the stream goes on, unless this returns an error. It is called on the thread
+ * that serves the requests of all streams: it must neither wait nor call CUDA.
+ */
+int gpunvme_gpu_read_on_stream_then(const gpunvme_transfers *transfers, const gpunvme_file *file,
+                                    const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
+                                    gpunvme_done *done, void *user_data);
+int gpunvme_gpu_write_on_stream_then(const gpunvme_transfers *transfers, const gpunvme_file *file,
+                                     const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
+                                     gpunvme_done *done, void *user_data);
 /* 1 if gpunvme_pending_wait() would return at once, else 0; 0 for NULL. */
 int gpunvme_pending_is_done(const gpunvme_pending *pending);
 /* Waits for the request, says how it ended, and frees the handle. `result` may be NULL. */

@@ -3,7 +3,7 @@
 use super::{CResult, clear, fail, free, keep, null, store, store_handle};
 use crate::error::{Error, Result};
 use crate::file::File;
-use crate::gpu::{Finished, Pending, Queue, Segment, Settings, Transfers};
+use crate::gpu::{Finished, Observer, Pending, Queue, Segment, Settings, Transfers};
 use crate::mount::Mount;
 use crate::ring::Wait;
 use crate::transfer::{Require, Transfer};
@@ -38,6 +38,20 @@ struct UserData(*mut c_void);
 
 // SAFETY: it is the caller's, who knows that another thread calls back.
 unsafe impl Send for UserData {}
+
+/// Calls a function of C's before a stream goes on.
+struct Told {
+    done: Done,
+    user_data: UserData,
+}
+
+impl Observer for Told {
+    fn ends(&mut self, outcome: &Result<Transfer>) {
+        let (code, result) = told(outcome);
+        // SAFETY: the header says how it is called.
+        unsafe { (self.done)(self.user_data.0, code, &result) }
+    }
+}
 
 /// The number, and what goes with it. The sentence is kept for this thread.
 fn told(outcome: &Result<Transfer>) -> (c_int, CResult) {
@@ -159,7 +173,10 @@ pub unsafe extern "C" fn gpunvme_gpu_forget(transfers: *const Transfers, address
 }
 
 macro_rules! requests {
-    ($now:ident, $then:ident, $on_stream:ident, $queued:ident, $rust:ident, $rust_then:ident, $rust_on_stream:ident) => {
+    (
+        $now:ident, $then:ident, $on_stream:ident, $on_stream_then:ident, $queued:ident,
+        $rust:ident, $rust_then:ident, $rust_on_stream:ident, $rust_on_stream_with:ident
+    ) => {
         /// See the header.
         ///
         /// # Safety
@@ -240,6 +257,29 @@ macro_rules! requests {
         /// # Safety
         /// Pointers are as the header says.
         #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $on_stream_then(
+            transfers: *const Transfers,
+            file: *const File,
+            segments: *const Segment,
+            count: usize,
+            flags: u32,
+            stream: *mut c_void,
+            done: Option<Done>,
+            user_data: *mut c_void,
+        ) -> c_int {
+            let (transfers, file, segments) = call!(transfers, file, segments, count, flags);
+            let Some(done) = done else { return null("done") };
+            let observer = Told { done, user_data: UserData(user_data) };
+            // SAFETY: the header asks the same of the memory and the stream.
+            let begun = unsafe { transfers.$rust_on_stream_with(file, segments, stream as usize, observer) };
+            begun.map_or_else(|error| fail(&error), |_| 0) // the observer tells how it ends
+        }
+
+        /// See the header.
+        ///
+        /// # Safety
+        /// Pointers are as the header says.
+        #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $queued(
             queue: *mut CQueue,
             file: *const File,
@@ -266,19 +306,23 @@ requests!(
     gpunvme_gpu_read,
     gpunvme_gpu_read_then,
     gpunvme_gpu_read_on_stream,
+    gpunvme_gpu_read_on_stream_then,
     gpunvme_queue_read,
     read,
     read_then,
-    read_on_stream
+    read_on_stream,
+    read_on_stream_with
 );
 requests!(
     gpunvme_gpu_write,
     gpunvme_gpu_write_then,
     gpunvme_gpu_write_on_stream,
+    gpunvme_gpu_write_on_stream_then,
     gpunvme_queue_write,
     write,
     write_then,
-    write_on_stream
+    write_on_stream,
+    write_on_stream_with
 );
 
 /// See the header.

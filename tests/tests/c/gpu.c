@@ -54,6 +54,13 @@ static void done(void *user_data, int error, const struct gpunvme_result *result
 	called_back += result->bytes;
 }
 
+static void note(void *user_data, int error, const struct gpunvme_result *result)
+{
+	if (error)
+		errx(1, "%s", gpunvme_last_error());
+	*(_Atomic uint64_t *)user_data = result->bytes;
+}
+
 int main(int argc, char **argv)
 {
 	gpunvme_mount *mount;
@@ -120,6 +127,13 @@ int main(int argc, char **argv)
 	while (!gpunvme_pending_is_done(read))
 		;
 	check(gpunvme_pending_wait(read, NULL));
+
+	/* The outcome is there when the stream has gone on. */
+	_Atomic uint64_t bytes = 0;
+	check(gpunvme_gpu_read_on_stream_then(transfers, from, parts, PARTS, 0, stream, note, &bytes));
+	cuda(cuStreamSynchronize(stream));
+	if (bytes != len)
+		errx(1, "%llu bytes told before the stream went on", (unsigned long long)bytes);
 
 	/* A queue, with a descriptor to wait for. */
 	check(gpunvme_queue_create(transfers, 0, &queue));
