@@ -26,18 +26,18 @@ fn assert_links_none_of(package: &str, unwanted: &[&str]) {
 
 #[test]
 fn mkfs_and_fsck_link_no_fuse() {
-    assert_links_none_of("gpunvme-mkfs", &["fuser", "seccompiler", "tracing-subscriber", "gpunvme-fs"]);
+    assert_links_none_of("gpunvme-mkfs", &["gpunvme-fuse", "seccompiler", "tracing-subscriber", "gpunvme-fs"]);
 }
 
 #[test]
 fn the_engine_links_nothing_of_a_program() {
     assert_links_none_of(
         "gpunvme-engine",
-        &["fuser", "clap", "seccompiler", "tracing-subscriber", "gpunvme-fs", "gpunvme-programs"],
+        &["gpunvme-fuse", "clap", "seccompiler", "tracing-subscriber", "gpunvme-fs", "gpunvme-programs"],
     );
 }
 
 #[test]
 fn the_mount_links_fuse() {
-    assert!(linked("gpunvme-fs").iter().any(|name| name == "fuser"));
+    assert!(linked("gpunvme-fs").iter().any(|name| name == "gpunvme-fuse"));
 }

@@ -41,7 +41,6 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("largest-file", How::NotAsked),
     ("rwf-noappend", How::NotAsked),
     ("whiteouts", How::NotAsked),
-    ("tmpfile", How::NotAsked),
     ("reflink", How::NotAsked),
     ("collapse-insert", How::NotAsked),
     ("file-flags", How::NotAsked),

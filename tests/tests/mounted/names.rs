@@ -3,16 +3,17 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::{needs_mount, tree};
-use rustix::fs::{AtFlags, CWD, FileType, Mode, RenameFlags, Timespec, Timestamps, XattrFlags};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
+use rustix::process::Signal;
 
 fn errno<T: std::fmt::Debug>(result: io::Result<T>) -> Option<i32> {
     result.expect_err("an error").raw_os_error()
@@ -310,6 +311,79 @@ fn a_sticky_or_setgid_folder_means_what_it_means_elsewhere() {
     assert_eq!(fs::metadata(folder.join("file")).unwrap().gid(), 65534);
     let sub = fs::metadata(folder.join("sub")).unwrap();
     assert_eq!((sub.gid(), sub.mode() & 0o2000), (65534, 0o2000));
+}
+
+#[test]
+fn a_file_without_a_name_can_get_one_and_goes_without() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::set_permissions(volume.root(), fs::Permissions::from_mode(0o2775)).unwrap();
+    std::os::unix::fs::chown(volume.root(), Some(0), Some(65534)).unwrap();
+    fs::set_permissions(volume.root(), fs::Permissions::from_mode(0o2775)).unwrap();
+    let unnamed = |data: &[u8]| {
+        let flags = OFlags::TMPFILE | OFlags::RDWR;
+        let mut file = File::from(rustix::fs::open(volume.root(), flags, Mode::from_raw_mode(0o640)).expect("O_TMPFILE"));
+        file.write_all(data).unwrap();
+        file
+    };
+    let inodes = || rustix::fs::statvfs(volume.root()).map(|found| found.f_files - found.f_ffree).unwrap();
+    let before = inodes();
+    let (kept, dropped) = (unnamed(b"kept"), unnamed(&vec![7; 1 << 20]));
+    let now = kept.metadata().unwrap();
+    assert_eq!((now.nlink(), now.gid(), now.mode() & 0o7777, now.len()), (0, 65534, 0o640, 4));
+    assert_eq!((fs::read_dir(volume.root()).unwrap().count(), inodes()), (0, before + 2));
+    rustix::fs::linkat(&kept, "", CWD, volume.path("name"), AtFlags::EMPTY_PATH).unwrap();
+    assert_eq!((fs::read(volume.path("name")).unwrap(), kept.metadata().unwrap().nlink()), (b"kept".to_vec(), 1));
+    // One that refuses a name for good.
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::EXCL;
+    let nameless = rustix::fs::open(volume.root(), flags, Mode::RUSR).unwrap();
+    assert_eq!(rustix::fs::linkat(&nameless, "", CWD, volume.path("other"), AtFlags::EMPTY_PATH), Err(Errno::NOENT));
+    drop((kept, dropped, nameless));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while inodes() != before + 1 {
+        assert!(Instant::now() < deadline, "{} inodes, and {before} before", inodes());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let volume = volume.remount();
+    assert_eq!(fs::read(volume.path("name")).unwrap(), b"kept");
+}
+
+#[test]
+fn a_file_without_a_name_is_gone_after_the_daemon_was_killed() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let flags = OFlags::TMPFILE | OFlags::RDWR;
+    let file = File::from(rustix::fs::open(volume.root(), flags, Mode::RUSR).unwrap());
+    file.sync_all().unwrap();
+    let (_, image) = volume.signal(Signal::KILL);
+    drop(file);
+    let volume = image.mount();
+    let found = rustix::fs::statvfs(volume.root()).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while rustix::fs::statvfs(volume.root()).map(|now| now.f_files - now.f_ffree).unwrap() > 1 {
+        assert!(Instant::now() < deadline, "{} inodes", found.f_files - found.f_ffree);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    volume.unmount();
+}
+
+#[test]
+fn a_file_was_born_when_it_was_created_whatever_became_of_it() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let start = SystemTime::now() - Duration::from_secs(1);
+    fs::write(volume.path("file"), "").unwrap();
+    let born = fs::metadata(volume.path("file")).unwrap().created().expect("a birth time");
+    assert!(born > start && born <= SystemTime::now(), "{born:?}");
+    let early = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+    let file = File::options().append(true).open(volume.path("file")).unwrap();
+    file.set_modified(early).unwrap();
+    (&file).write_all(b"more").unwrap();
+    drop(file);
+    fs::rename(volume.path("file"), volume.path("renamed")).unwrap();
+    let volume = volume.remount();
+    let found = fs::metadata(volume.path("renamed")).unwrap();
+    assert_eq!((found.created().unwrap(), found.len()), (born, 4));
 }
 
 #[test]

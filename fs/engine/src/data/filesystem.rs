@@ -51,8 +51,8 @@ pub struct Filesystem {
     pub(super) files: Files,
     pub(super) pages: Arc<PagePool>,
     pub(super) buffers: Arc<BufferPool>,
-    /// The pool for work that a completion's callback hands on because it may wait for the journal,
-    /// such as mapping what was written. Its threads never wait for a file.
+    /// The pool for work that a completion's callback hands on because it may wait for the
+    /// journal, such as mapping what was written. Its threads never wait for a file.
     pub(super) completions: Arc<dyn Spawn>,
 }
 
@@ -157,8 +157,8 @@ impl Filesystem {
     /// Attributes of several inodes that directory entries name; it takes less time than one by
     /// one.
     pub fn all_attributes(&self, inos: &[u64]) -> Vec<Attempt<Attributes>> {
-        // A file that is in memory now may have been written back, and be gone from there, when its
-        // inode was looked up.
+        // A file that is in memory now may have been written back, and be gone from there, when
+        // its inode was looked up.
         let were_in_memory = self.files.are_in_memory(inos);
         let mut found = self.volume.all_stored_attributes(inos);
         let are_in_memory = self.files.are_in_memory(inos);
@@ -186,6 +186,13 @@ impl Filesystem {
     /// Creates a node.
     pub fn create(&self, context: &Context, parent: u64, name: &[u8], new: &NewNode) -> Attempt<Attributes> {
         Ok(self.volume.create(context, parent, name, new)?.0)
+    }
+
+    /// Creates a file without a name (`O_TMPFILE`), with the group and the ACL that the directory
+    /// `parent` gives. It is an orphan: the caller removes it with [`Filesystem::reap_step`] where
+    /// no name is given to it, and the next mount does where a crash comes first.
+    pub fn create_unnamed(&self, context: &Context, parent: u64, new: &NewNode) -> Attempt<Attributes> {
+        self.volume.create_unnamed(context, parent, new)
     }
 
     /// Gives an inode another name.

@@ -49,8 +49,8 @@ pub enum RenameMode {
 pub(crate) enum Renamed {
     /// It happened. Holds the inode that lost its last name, if one did.
     Done(Option<u64>),
-    /// Nothing happened: this inode would take the name of another, and the caller did not say that
-    /// it is settled.
+    /// Nothing happened: this inode would take the name of another, and the caller did not say
+    /// that it is settled.
     Replaces(u64),
 }
 
@@ -67,6 +67,21 @@ impl Volume {
         dir::add(&mut op, parent, &Dirent { ino, file_type: inode.file_type(), name })?;
         change_directory(&mut op, context, parent, 1, i32::from(inode.is_dir()))?;
         Ok((Attributes { ino, inode }, op.finish()))
+    }
+
+    /// Creates a file without a name: an orphan, until it is given one. `new` has the type of a
+    /// file.
+    pub(crate) fn create_unnamed(&self, context: &Context, parent: u64, new: &NewNode) -> Attempt<Attributes> {
+        let mut op = self.begin()?;
+        let directory = living_directory(&op, parent)?;
+        let (ino, _) = new_inode(&mut op, context, parent, &directory, new)?;
+        let inode = inode::change(&mut op, ino, |inode| {
+            inode.nlink = 0;
+            *inode
+        })?;
+        orphan::add(&mut op, ino)?;
+        op.finish();
+        Ok(Attributes { ino, inode })
     }
 
     /// Gives an inode another name.

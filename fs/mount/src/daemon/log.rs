@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn a_wrong_filter_is_refused() {
-        let error = parse("info,fuser=loud").unwrap_err();
+        let error = parse("info,gpunvme_fuse=loud").unwrap_err();
         assert!(error.to_string().starts_with("option \"log\": "), "{error}");
         assert_eq!(error.exit_code(), 1);
     }

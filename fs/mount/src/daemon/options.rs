@@ -248,7 +248,7 @@ impl OptionList {
     }
 }
 
-/// Splits at commas, but for those between double quotes: `log="info,fuser=debug",ro`.
+/// Splits at commas, but for those between double quotes: `log="info,gpunvme_fuse=debug",ro`.
 fn split(options: &str) -> impl Iterator<Item = &str> {
     let mut quoted = false;
     options.split(move |c| {
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn own_options_reach_the_settings() {
-        let list = "ro,noallow_other,cache=1G,write_buffer=32M,threads=3,commit=7,log=\"info,fuser=debug\",foreground";
+        let list = "ro,noallow_other,cache=1G,write_buffer=32M,threads=3,commit=7,log=\"info,gpunvme_fuse=debug\",foreground";
         let options = parse(&["dev", "/data", "-o", list]).unwrap();
         assert_eq!(
             options.settings,
@@ -305,7 +305,7 @@ mod tests {
                 write_buffer: 32 << 20,
                 threads: 3,
                 commit: Duration::from_secs(7),
-                log: "info,fuser=debug".to_owned(),
+                log: "info,gpunvme_fuse=debug".to_owned(),
             }
         );
         assert!(options.foreground);

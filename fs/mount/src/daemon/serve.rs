@@ -37,12 +37,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
     let mut flags = options.flags;
     flags.set(MountFlags::RDONLY, settings.read_only);
     let request = attachment::Request { dir: &dir, source: &options.device, flags, allow_other: settings.allow_other };
-    let front = front::Settings {
-        device: options.device.clone(),
-        allow_other: settings.allow_other,
-        loops: settings.threads,
-        commit: settings.commit,
-    };
+    let front = front::Settings { device: options.device.clone(), loops: settings.threads, commit: settings.commit };
     let session = lifecycle.go_live(|| {
         let (connection, mount) = attach(&request).map_err(|error| cannot_mount(&dir, &error))?;
         let session = Session::start(Arc::clone(&fs), connection, &front).map_err(|error| {

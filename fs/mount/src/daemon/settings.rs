@@ -34,7 +34,7 @@ pub const MAX_COMMIT: u64 = 300;
 /// More FUSE loops than this cost memory and win nothing.
 pub const MAX_THREADS: usize = 256;
 /// Default filter of the log, in the syntax of `RUST_LOG`.
-pub const DEFAULT_LOG: &str = "info,fuser=error";
+pub const DEFAULT_LOG: &str = "info";
 
 /// A number of bytes, written as a plain number or with a suffix: `64M`, `1G`, `512KiB`. Suffixes
 /// are powers of 1024.

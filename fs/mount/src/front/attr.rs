@@ -1,12 +1,9 @@
-//! Attributes and times: converts between the engine's form and fuser's.
+//! Attributes and times: converts between the engine's form and the protocol's.
 
-use std::time::{Duration, SystemTime};
-
-use fuser::{FileAttr, INodeNo, TimeOrNow};
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_engine::{FileType, Timestamp};
+use gpunvme_fuse::{Attr, SetTime, Time};
 
-use gpunvme_engine::data::system_time;
 use gpunvme_engine::volume::Attributes;
 
 /// Preferred size of I/O in bytes (`st_blksize` of stat(2)). C libraries take it for their buffers,
@@ -15,39 +12,21 @@ const IO_SIZE: u32 = 64 << 10;
 /// Bytes that a directory shows for each of its entries.
 const ENTRY_SIZE: u64 = 32;
 
-/// Attributes of inode 0: the answer that a name does not exist.
-pub(super) const NOTHING: FileAttr = FileAttr {
-    ino: INodeNo(0),
-    size: 0,
-    blocks: 0,
-    atime: SystemTime::UNIX_EPOCH,
-    mtime: SystemTime::UNIX_EPOCH,
-    ctime: SystemTime::UNIX_EPOCH,
-    crtime: SystemTime::UNIX_EPOCH,
-    kind: fuser::FileType::RegularFile,
-    perm: 0,
-    nlink: 0,
-    uid: 0,
-    gid: 0,
-    rdev: 0,
-    blksize: 0,
-    flags: 0,
-};
-
 /// Attributes as the kernel gets them.
-pub(super) fn to_fuse(attributes: &Attributes) -> FileAttr {
+pub(super) fn to_fuse(attributes: &Attributes) -> Attr {
     let Attributes { ino, inode } = attributes;
-    FileAttr {
-        ino: INodeNo(*ino),
+    Attr {
+        ino: *ino,
         // The inode of a directory counts its entries.
         size: if inode.is_dir() { inode.size.saturating_mul(ENTRY_SIZE).max(BLOCK_SIZE as u64) } else { inode.size },
         blocks: inode.blocks.saturating_mul(BLOCK_SIZE as u64 / 512),
-        atime: to_system(inode.atime),
-        mtime: to_system(inode.mtime),
-        ctime: to_system(inode.ctime),
-        crtime: to_system(inode.btime),
-        kind: kind(inode.file_type()),
-        perm: (inode.mode & 0o7777) as u16,
+        atime: inode.atime.seconds,
+        mtime: inode.mtime.seconds,
+        ctime: inode.ctime.seconds,
+        atimensec: inode.atime.nanoseconds,
+        mtimensec: inode.mtime.nanoseconds,
+        ctimensec: inode.ctime.nanoseconds,
+        mode: mode(inode.file_type()) | inode.mode & 0o7777,
         nlink: inode.nlink,
         uid: inode.uid,
         gid: inode.gid,
@@ -57,62 +36,29 @@ pub(super) fn to_fuse(attributes: &Attributes) -> FileAttr {
     }
 }
 
-/// The type of an inode.
-pub(super) fn kind(file_type: FileType) -> fuser::FileType {
+/// When an inode was created.
+pub(super) fn born(attributes: &Attributes) -> Time {
+    let Timestamp { seconds, nanoseconds } = attributes.inode.btime;
+    Time { seconds, nanoseconds }
+}
+
+/// The bits of `st_mode` that say the type of an inode.
+pub(super) fn mode(file_type: FileType) -> u32 {
     match file_type {
-        FileType::Regular => fuser::FileType::RegularFile,
-        FileType::Directory => fuser::FileType::Directory,
-        FileType::Symlink => fuser::FileType::Symlink,
-        FileType::Fifo => fuser::FileType::NamedPipe,
-        FileType::CharDevice => fuser::FileType::CharDevice,
-        FileType::BlockDevice => fuser::FileType::BlockDevice,
-        FileType::Socket => fuser::FileType::Socket,
+        FileType::Regular => libc::S_IFREG,
+        FileType::Directory => libc::S_IFDIR,
+        FileType::Symlink => libc::S_IFLNK,
+        FileType::Fifo => libc::S_IFIFO,
+        FileType::CharDevice => libc::S_IFCHR,
+        FileType::BlockDevice => libc::S_IFBLK,
+        FileType::Socket => libc::S_IFSOCK,
     }
 }
 
-/// A time as fuser takes it. One that no clock can show becomes the epoch.
-fn to_system(time: Timestamp) -> SystemTime {
-    let seconds = Duration::from_secs(time.seconds.unsigned_abs());
-    let epoch = SystemTime::UNIX_EPOCH;
-    let whole = if time.seconds < 0 { epoch.checked_sub(seconds) } else { epoch.checked_add(seconds) };
-    whole.and_then(|whole| whole.checked_add(Duration::from_nanos(time.nanoseconds.into()))).unwrap_or(epoch)
-}
-
-/// The time that a request sets.
-pub(super) fn from_fuse(time: TimeOrNow) -> Timestamp {
+/// The time that a request sets, which came at `now`.
+pub(super) fn from_fuse(time: SetTime, now: Timestamp) -> Timestamp {
     match time {
-        TimeOrNow::Now => system_time(),
-        TimeOrNow::SpecificTime(time) => match time.duration_since(SystemTime::UNIX_EPOCH) {
-            Ok(since) => Timestamp { seconds: since.as_secs() as i64, nanoseconds: since.subsec_nanos() },
-            // fuser 0.18 takes the nanoseconds of a time before the epoch away from it where they
-            // should be added (`system_time_from_time`); this takes them back.
-            Err(before) => {
-                let before = before.duration();
-                Timestamp { seconds: (before.as_secs() as i64).wrapping_neg(), nanoseconds: before.subsec_nanos() }
-            }
-        },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_reach_the_kernel_whatever_their_century() {
-        let at = |seconds, nanoseconds| to_system(Timestamp { seconds, nanoseconds });
-        let epoch = SystemTime::UNIX_EPOCH;
-        assert_eq!(at(1 << 33, 5), epoch + Duration::new(1 << 33, 5));
-        assert_eq!(at(-2, 500_000_000), epoch - Duration::from_millis(1500));
-        assert_eq!(at(i64::MIN, 0), epoch - Duration::from_secs(1 << 63));
-    }
-
-    #[test]
-    fn times_before_the_epoch_arrive_as_they_were_sent() {
-        // What fuser makes of {-2 s, 500,000,000 ns}.
-        let time = SystemTime::UNIX_EPOCH - Duration::new(2, 500_000_000);
-        assert_eq!(from_fuse(TimeOrNow::SpecificTime(time)), Timestamp { seconds: -2, nanoseconds: 500_000_000 });
-        let time = SystemTime::UNIX_EPOCH + Duration::new(1 << 40, 7);
-        assert_eq!(from_fuse(TimeOrNow::SpecificTime(time)), Timestamp { seconds: 1 << 40, nanoseconds: 7 });
+        SetTime::Now => now,
+        SetTime::At(Time { seconds, nanoseconds }) => Timestamp { seconds, nanoseconds },
     }
 }

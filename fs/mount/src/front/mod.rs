@@ -2,8 +2,8 @@
 //! [`Filesystem`](gpunvme_engine::Filesystem), and their ends become answers.
 //!
 //! - [`Session`] mounts, serves and ends; `housekeeping` does the work that no request asks for.
-//! - `fuse` is the adapter to the fuser library and, with `attr`, the only module that knows its
-//!   requests and replies. Another transport would stand beside it.
+//! - `fuse` is the adapter to the FUSE protocol and, with `attr`, the only module that knows its
+//!   requests and replies.
 //! - `operations` has the operations that it calls; `direct` the ioctls and rings of the direct
 //!   path. Both are operations of [`shared::Front`], which tries them.
 //! - `kernel` is the kernel's knowledge of the filesystem, `resources` the threads and memory that

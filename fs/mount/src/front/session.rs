@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 
+use gpunvme_fuse::Served;
 use parking_lot::Mutex;
 
 use super::append_order::AppendOrder;
@@ -39,7 +40,7 @@ const INVALIDATION_THREADS: usize = 16;
 /// A live mount.
 pub struct Session {
     front: Arc<Front>,
-    served: Mutex<Option<fuser::BackgroundSession>>,
+    served: Mutex<Option<Served>>,
     housekeeping: Housekeeping,
     late_fragments: LateFragments,
 }
@@ -87,7 +88,7 @@ impl Session {
     /// The error that kept requests from being taken, if that ended the connection.
     pub fn join(&self) -> io::Result<()> {
         let served = self.served.lock().take();
-        served.map_or(Ok(()), fuser::BackgroundSession::join)
+        served.map_or(Ok(()), Served::join)
     }
 
     /// Ends what goes on besides requests, after [`Session::join`], and removes the inodes that

@@ -7,8 +7,6 @@ use std::time::Duration;
 pub struct Settings {
     /// The device, as the user called it.
     pub device: String,
-    /// Whether users other than the one who mounts get access.
-    pub allow_other: bool,
     /// Loops that take requests.
     pub loops: usize,
     /// Time between two commits of the journal.

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use gpunvme_engine::Inode;
-use rustix::thread::CapabilitySet;
 
 use crate::front::caller::Caller;
 use crate::front::shared::Front;
@@ -25,8 +24,8 @@ pub(crate) trait Listing: Send + 'static {
 
 impl Front {
     /// The node behind a name; none if it does not exist. The kernel asks for `.` and `..` when it
-    /// only has a number from a file handle, which need not be the number of a directory, or of any
-    /// inode.
+    /// only has a number from a file handle, which need not be the number of a directory, or of
+    /// any inode.
     pub fn lookup(
         self: &Arc<Self>,
         parent: u64,
@@ -74,6 +73,27 @@ impl Front {
         self.attempt(
             move |fs| fs.create(&context, parent, &name, &NewNode { mode, umask, rdev, target: &target }),
             move |front, created| done(front.given(created)),
+        );
+    }
+
+    /// Creates a file without a name; it is given to the kernel, and goes when the kernel forgets
+    /// it.
+    pub fn create_unnamed(
+        self: &Arc<Self>,
+        context: Context,
+        parent: u64,
+        (mode, umask): (u32, u32),
+        done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
+    ) {
+        let new = NewNode { mode, umask, rdev: 0, target: &[] };
+        self.attempt(
+            move |fs| fs.create_unnamed(&context, parent, &new),
+            move |front, created| {
+                let given = front.given(created);
+                // It is counted, so it is not to be removed yet.
+                let noted = given.and_then(|file| front.orphaned(Ok(Some(file.ino))).map(|()| file));
+                done(noted);
+            },
         );
     }
 
@@ -161,31 +181,27 @@ impl Front {
 
     /// Changes attributes, the size first.
     ///
-    /// The kernel says in flags which changes strip the set-user-id bits, but fuser 0.18 does not
-    /// pass the flags on; they follow from the rest of the request (`fs/fuse/dir.c`, `fs/attr.c`).
-    /// A new owner always strips the bits, a new size does unless the caller has the privilege to
-    /// keep them. A request that changes nothing has two meanings: it may be chown(2) without a
-    /// change, which any user may call, or precede an operation that strips the bits by itself
-    /// ([`Front::strip`]). So it strips them at the request of the file's owner only.
+    /// `strip`: the set-user-id bits go with a new owner or size, as the kernel says
+    /// (`FATTR_KILL_SUIDGID`: a new owner always strips them, a new size does unless the caller
+    /// has the privilege to keep them). A request that changes nothing has two meanings: it may be
+    /// chown(2) without a change, which any user may call, or precede an operation that strips the
+    /// bits by itself ([`Front::strip`]). So it strips them at the request of the file's owner
+    /// only.
     pub fn set_attributes(
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,
         size: Option<u64>,
         set: SetAttributes,
+        strip: bool,
         done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
         let others = move |fs: &Arc<Filesystem>| {
             let now = fs.attributes(ino)?;
             let uid = caller.context.uid;
             let bits = if set.mode.is_none() { set_id_bits(&now.inode, &caller) } else { 0 };
-            let takes = if set.uid.or(set.gid).is_some() {
-                true
-            } else if size.is_some() {
-                bits != 0 && !caller.has(CapabilitySet::FSETID)
-            } else {
-                set.is_empty() && uid != 0 && uid == now.inode.uid
-            };
+            let changes_owner = set.uid.or(set.gid).is_some();
+            let takes = if changes_owner || size.is_some() { strip } else { set.is_empty() && uid != 0 && uid == now.inode.uid };
             let set = SetAttributes { bits_gone: if takes { bits } else { 0 }, ..set };
             // A request without changes sets the time of change, except where it would have to
             // strip bits of a file that the caller does not own.

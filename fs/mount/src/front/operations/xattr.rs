@@ -39,13 +39,15 @@ impl Front {
         self.attempt(move |fs| fs.list_xattrs(ino), move |_, names| done(names.map(|names| visible(&caller, names))));
     }
 
-    /// Sets an extended attribute.
+    /// Sets an extended attribute. `drop_sgid`: whether the set-group-id bit goes with a new ACL,
+    /// as the kernel says; an older one does not say.
     pub fn set_xattr(
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,
         (name, value): (&[u8], &[u8]),
         flags: i32,
+        drop_sgid: Option<bool>,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         let (name, value) = (name.to_vec(), value.to_vec());
@@ -58,7 +60,7 @@ impl Front {
                     fs.set_xattr(&caller.context, ino, &name, &value, create, replace)?;
                     is_set = true;
                 }
-                if name == ACL_ACCESS { drop_set_group_id(fs, &caller, ino) } else { Ok(()) }
+                if name == ACL_ACCESS { drop_set_group_id(fs, &caller, ino, drop_sgid) } else { Ok(()) }
             },
             |_, set| done(set),
         );
@@ -109,11 +111,11 @@ fn visible(caller: &Caller, names: Vec<u8>) -> Vec<u8> {
 }
 
 /// Clears the set-group-id bit of a file when its permissions are set through its ACL and the
-/// caller is not in its group (`posix_acl_update_mode`; fuser 0.18 does not pass on the kernel's
-/// flag).
-fn drop_set_group_id(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
+/// caller is not in its group, nor may keep the bit (`posix_acl_update_mode`). Where the kernel
+/// does not say whether that is so, the caller's groups are looked up.
+fn drop_set_group_id(fs: &Filesystem, caller: &Caller, ino: u64, said: Option<bool>) -> Attempt<()> {
     let inode = fs.attributes(ino)?.inode;
-    if inode.mode & libc::S_ISGID != 0 && !caller.is_in_group(inode.gid) {
+    if inode.mode & libc::S_ISGID != 0 && said.unwrap_or_else(|| !caller.is_in_group(inode.gid)) {
         let bits_gone = libc::S_ISGID;
         fs.set_attributes(&caller.context, ino, &SetAttributes { bits_gone, ..SetAttributes::default() })?;
     }

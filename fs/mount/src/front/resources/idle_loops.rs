@@ -66,9 +66,9 @@ impl IdleLoops {
         BusyLoop(self)
     }
 
-    /// Notes that this thread, a loop, has a request and does not say when it is done with it: it
-    /// counts as waiting only after a later request of which it does.
-    pub fn leave(self: &Arc<Self>) {
+    /// Notes that this thread, a loop, has a request. It counts as waiting again only after the
+    /// drop of a [`BusyLoop`].
+    fn leave(self: &Arc<Self>) {
         if self.waits(false) && self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call();
         }

@@ -1,0 +1,85 @@
+//! `/dev/fuse`: one message a read, one reply a write (`fs/fuse/dev.c`).
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use zerocopy::IntoBytes;
+
+use crate::reply::Channel;
+use crate::wire::OutHeader;
+
+/// The device that connects FUSE servers with the kernel.
+const DEV_FUSE: &str = "/dev/fuse";
+/// Room for headers before the largest write; the kernel wants 80 bytes, and 8 KiB in all.
+const HEADERS: usize = 8192;
+
+/// An open `/dev/fuse` of a connection.
+#[derive(Clone, Debug)]
+pub(crate) struct Device(Arc<OwnedFd>);
+
+/// What a message is read into.
+pub(crate) struct Buffer(Vec<u8>);
+
+impl Buffer {
+    /// For writes of at most `max_write` bytes. Memory is taken as it is used.
+    pub fn new(max_write: u32) -> Buffer {
+        Buffer(vec![0; HEADERS + max_write as usize])
+    }
+}
+
+impl Device {
+    pub fn new(descriptor: OwnedFd) -> Device {
+        Device(Arc::new(descriptor))
+    }
+
+    /// Another descriptor of the same connection, with a queue of its own for what it has read.
+    pub fn another(&self) -> io::Result<Device> {
+        let other = rustix::fs::open(DEV_FUSE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        clone_into(&other, self.0.as_fd())?;
+        Ok(Device::new(other))
+    }
+
+    /// Waits for a message; none when the connection has ended.
+    pub fn receive<'a>(&self, buffer: &'a mut Buffer) -> io::Result<Option<&'a [u8]>> {
+        let len = loop {
+            match rustix::io::read(&self.0, &mut buffer.0[..]) {
+                Ok(len) => break len,
+                // The request was called off while it was read; a signal came.
+                Err(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
+                // Unmounted; aborted.
+                Err(Errno::NODEV | Errno::CONNABORTED) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        };
+        Ok(Some(&buffer.0[..len]))
+    }
+
+    pub fn descriptor(&self) -> &Arc<OwnedFd> {
+        &self.0
+    }
+}
+
+impl Channel for Device {
+    fn answer(&self, header: OutHeader, body: [&[u8]; 2]) -> io::Result<()> {
+        let message = [header.as_bytes(), body[0], body[1]].map(IoSlice::new);
+        // The kernel takes all of it or nothing.
+        rustix::io::writev(&self.0, &message).map(drop).map_err(io::Error::from)
+    }
+}
+
+/// Makes an open `/dev/fuse` one of the connection of another (`FUSE_DEV_IOC_CLONE`).
+#[allow(unsafe_code)]
+fn clone_into(new: &OwnedFd, connection: std::os::fd::BorrowedFd<'_>) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+
+    use rustix::ioctl::{Setter, ioctl, opcode};
+
+    const CLONE: rustix::ioctl::Opcode = opcode::read::<u32>(229, 0);
+    let number = connection.as_raw_fd() as u32;
+    // SAFETY: the kernel reads the 32 bits of the argument, and keeps no pointer to it
+    // (`fuse_dev_ioctl_clone`; the direction in the number says the opposite).
+    unsafe { ioctl(new, Setter::<CLONE, u32>::new(number)) }.map_err(io::Error::from)
+}

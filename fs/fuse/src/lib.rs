@@ -1,0 +1,27 @@
+//! The FUSE protocol of Linux (`include/uapi/linux/fuse.h`), from version 7.31 on: requests
+//! decoded, replies encoded, and the transport that carries them.
+//!
+//! - [`Connection`] negotiates with the kernel, and serves its requests to a [`Handler`].
+//! - [`Request`] is a request with its [`Operation`]; [`Reply`] answers it, once, from any thread.
+//! - [`Notifier`] tells the kernel what it has not asked for.
+//!
+//! Nothing in here knows what a filesystem is made of. Bytes from the kernel are checked as if they
+//! were hostile: what makes no request is refused, and never panics.
+#![deny(unsafe_code)]
+
+mod connection;
+mod device;
+mod listing;
+mod negotiation;
+mod notifier;
+mod reply;
+mod request;
+pub mod wire;
+
+pub use connection::{Connection, Handler, Served};
+pub use listing::Listing;
+pub use negotiation::{Negotiated, Wishes};
+pub use notifier::Notifier;
+pub use reply::{Reply, Times};
+pub use request::{CopyRange, Decoder, Forget, Forgets, Malformed, Message, New, Operation, Request, SetAttr, SetTime, Time};
+pub use wire::{Attr, InitFlags, OpenFlags, Statfs};
