@@ -16,19 +16,26 @@ DEPTH = 4
 
 
 def batches(items: Iterable[tuple[File, Any, int, int]]) -> Iterator[tuple[File, list[tuple[Any, int]], int]]:
-    """Groups items ``(file, tensor, offset, bytes)`` into requests ``(file, pairs, bytes)``."""
+    """Groups items ``(file, tensor, offset, bytes)`` into requests ``(file, pairs, bytes)``.
+
+    A request has tensors of GPUs, or of the host. A state dict has both: weights, and an optimizer's counters.
+    """
     file: File | None = None
-    pairs: list[tuple[Any, int]] = []
-    size = 0
+    pairs: dict[bool, list[tuple[Any, int]]] = {}
+    sizes: dict[bool, int] = {}
     for at, tensor, offset, length in items:
-        if file is not None and pairs and (at is not file or size + length > BATCH):
-            yield file, pairs, size
-            pairs, size = [], 0
+        if file is not None and at is not file:
+            for on_gpu in list(pairs):
+                yield file, pairs.pop(on_gpu), sizes.pop(on_gpu)
         file = at
-        pairs.append((tensor, offset))
-        size += length
-    if file is not None and pairs:
-        yield file, pairs, size
+        on_gpu = bool(getattr(tensor, "is_cuda", False))
+        if on_gpu in pairs and sizes[on_gpu] + length > BATCH:
+            yield file, pairs.pop(on_gpu), sizes.pop(on_gpu)
+        pairs.setdefault(on_gpu, []).append((tensor, offset))
+        sizes[on_gpu] = sizes.get(on_gpu, 0) + length
+    for on_gpu in list(pairs):
+        assert file is not None
+        yield file, pairs.pop(on_gpu), sizes.pop(on_gpu)
 
 
 class Progress:
