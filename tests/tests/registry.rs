@@ -249,11 +249,20 @@ fn bytes_are_limited_too() {
     registry_of(4 * LEN, 4 * LEN).register(by(me), &of(4 * LEN)).unwrap();
 }
 
-/// Of eight buffers one is root's, and a user leaves half of the others to those who come later.
+/// An eighth is root's, and a user leaves half of the rest to those who come later: of buffers, of
+/// bytes, and of bytes of host memory.
 #[test]
 fn no_user_locks_the_others_out() {
-    let amounts = |buffers| Amounts { buffers, bytes: u64::MAX, host_bytes: u64::MAX };
-    let registry = registry(Limits { process: amounts(100), all: amounts(8) });
+    const UNLIMITED: Amounts = Amounts { buffers: u64::MAX, bytes: u64::MAX, host_bytes: u64::MAX };
+    register_as_many_users(Amounts { buffers: 8, ..UNLIMITED }, 1);
+    register_as_many_users(Amounts { bytes: 10 * LEN, ..UNLIMITED }, 3);
+    register_as_many_users(Amounts { host_bytes: 10 * LEN, ..UNLIMITED }, 3);
+}
+
+/// `of_root`: how many are left to root.
+fn register_as_many_users(all: Amounts, of_root: usize) {
+    let process = Amounts { buffers: 100, bytes: u64::MAX, host_bytes: u64::MAX };
+    let registry = registry(Limits { process, all });
     let fd = memfd(LEN, SealFlags::SHRINK);
     let mut clients: Vec<_> = (0..5).map(|_| Client::start()).collect();
     let mut register = |client: usize, user| {
@@ -268,7 +277,9 @@ fn no_user_locks_the_others_out() {
     assert_eq!(reason(register(3, 1001)).0, Reason::UserLimit);
     register(4, 1002).unwrap();
     assert_eq!(reason(register(4, 1003)).0, Reason::UserLimit);
-    registry.register(by(std::process::id()), &request(fd.as_raw_fd())).unwrap();
+    for _ in 0..of_root {
+        registry.register(by(std::process::id()), &request(fd.as_raw_fd())).unwrap();
+    }
     assert_eq!(reason(registry.register(by(std::process::id()), &request(fd.as_raw_fd()))).0, Reason::TotalLimit);
     registry.unregister(clients[0].id(), held[0].id).unwrap();
 }
