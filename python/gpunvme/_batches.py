@@ -18,7 +18,7 @@ DEPTH = 4
 def batches(items: Iterable[tuple[File, Any, int, int]]) -> Iterator[tuple[File, list[tuple[Any, int]], int]]:
     """Groups items ``(file, tensor, offset, bytes)`` into requests ``(file, pairs, bytes)``.
 
-    A request has tensors of GPUs, or of the host. A state dict has both: weights, and an optimizer's counters.
+    A request has tensors of GPUs, or of the host. A state dict has both: weights, and counters.
     """
     file: File | None = None
     pairs: dict[bool, list[tuple[Any, int]]] = {}
