@@ -39,25 +39,6 @@ pub struct Change {
     pub seal: bool,
 }
 
-impl Change {
-    /// Bytes that say what to change.
-    const LEN: usize = 13;
-
-    /// A change that is written down in bytes. Every content of them is one.
-    fn decode(bytes: &[u8; Change::LEN]) -> Change {
-        let word = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
-        let how = bytes[4];
-        Change {
-            block: word(0),
-            at: word(2),
-            len: 1 << (how & 3),
-            add: how & 4 != 0,
-            seal: how & 0x18 != 0x18,
-            value: u64::from_le_bytes(bytes[5..].try_into().expect("eight bytes are left")),
-        }
-    }
-}
-
 /// A volume that is going to be changed.
 pub struct Victim {
     image: Image,
@@ -117,19 +98,6 @@ fn read(image: &Image, address: u64) -> Block {
     let mut bytes = [0; BLOCK_SIZE];
     image.read_at(address * BLOCK_SIZE as u64, &mut bytes);
     Block::from_bytes(&bytes)
-}
-
-/// Changes one of the victims as `bytes` say, then opens and uses it, and repairs another copy. The
-/// first byte chooses the victim, the next eight how it is used, and the others what is changed.
-#[allow(dead_code, reason = "the tests draw their changes, the fuzzer has them written down")]
-pub fn attack(victims: &[Victim], bytes: &[u8]) {
-    let Some(([victim, seed @ ..], changes)) = bytes.split_first_chunk::<9>() else { return };
-    let changes: Vec<Change> = changes.as_chunks().0.iter().map(Change::decode).collect();
-    let victim = &victims[usize::from(*victim) % victims.len()];
-    if let Ok(fs) = open(&victim.changed(&changes)) {
-        let _ = use_it(&fs, &mut Random(u64::from_le_bytes(*seed)));
-    }
-    repair_it(&victim.changed(&changes));
 }
 
 /// Does a bit of everything with whatever is there. Errors are fine.

@@ -16,4 +16,5 @@ pub mod process;
 pub mod raw;
 pub mod run;
 pub mod shrink;
+pub mod transfers;
 pub mod trees;
