@@ -95,6 +95,11 @@ impl Block {
         &mut self.bytes
     }
 
+    /// Whether it begins as every block of a volume does.
+    pub fn has_magic(&self) -> bool {
+        self.bytes[..4] == MAGIC
+    }
+
     /// Kind, as in the header.
     #[inline]
     pub fn kind(&self) -> u16 {
@@ -150,7 +155,7 @@ impl Block {
 
     /// Checks magic, checksum and address only: what can be said before the UUID is known.
     pub fn verify_content(&self, address: u64) -> Result<(), Corrupt> {
-        if self.bytes[..4] != MAGIC {
+        if !self.has_magic() {
             return Err(Corrupt::Magic { address });
         }
         if le::get_u32(&self.bytes, CRC) != self.checksum() {

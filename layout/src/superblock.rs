@@ -60,6 +60,17 @@ pub struct Superblock {
     pub unknown_ro_compat: u64,
 }
 
+/// What tells one volume from another, of whatever version of the format.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// UUID of the filesystem.
+    pub uuid: Uuid,
+    /// Label, empty where there is none.
+    pub label: String,
+    /// Version of the format.
+    pub version: u32,
+}
+
 impl Superblock {
     /// The layout of the volume.
     pub fn geometry(&self) -> Geometry {
@@ -94,6 +105,12 @@ impl Superblock {
         is_one && block.verify_content(address).is_ok()
     }
 
+    /// The identity of the volume that `block`, read from `address`, is an intact superblock of.
+    pub fn identify(block: &Block, address: u64) -> Option<Identity> {
+        let intact = Self::is_intact(block, address);
+        intact.then(|| Identity { uuid: block.uuid(), label: label(block), version: le::get_u32(block.bytes(), AT_VERSION) })
+    }
+
     /// Reads the copy at `address`. `device_blocks`: size of the device that it was read from.
     ///
     /// # Errors
@@ -124,11 +141,9 @@ impl Superblock {
             let (want, have) = (total_blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);
             return fail(format!("the volume has {want} bytes, the device only {have}: it was truncated, or copied in part"));
         }
-        let label = &bytes[AT_LABEL..AT_LABEL + LABEL_MAX];
-        let label = &label[..label.iter().position(|b| *b == 0).unwrap_or(LABEL_MAX)];
         Ok(Superblock {
             uuid: block.uuid(),
-            label: String::from_utf8_lossy(label).into_owned(),
+            label: label(block),
             total_blocks,
             journal_blocks,
             hash_key: bytes[AT_HASH_KEY..AT_HASH_KEY + 16].try_into().expect("sixteen bytes"),
@@ -142,6 +157,11 @@ impl Superblock {
 
     /// Address of the first copy.
     pub const ADDRESS: u64 = SUPERBLOCK;
+}
+
+fn label(block: &Block) -> String {
+    let label = &block.bytes()[AT_LABEL..AT_LABEL + LABEL_MAX];
+    String::from_utf8_lossy(label.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned()
 }
 
 #[cfg(test)]
@@ -170,6 +190,15 @@ mod tests {
     #[test]
     fn it_survives_the_round_trip() {
         assert_eq!(Superblock::decode(&superblock().encode(7), 7, 1 << 20), Ok(superblock()));
+    }
+
+    #[test]
+    fn a_volume_of_another_version_has_its_identity() {
+        let newer = changed(|bytes| bytes[AT_VERSION] = 2);
+        let identity = Identity { uuid: [9; 16], label: "data".into(), version: 2 };
+        assert_eq!(Superblock::identify(&newer, 0), Some(identity));
+        assert_eq!(Superblock::identify(&newer, 1), None, "it was read from another place");
+        assert_eq!(Superblock::identify(&Block::from_bytes(&[0; BLOCK_SIZE]), 0), None);
     }
 
     #[test]

@@ -34,6 +34,33 @@ fn label_and_uuid_are_kept_and_reported_as_json() {
     assert_eq!(info.uuid[..4], [0x6b, 0xf5, 0xc1, 0xf4]);
 }
 
+/// `gpunvme probe`, by which udev knows a volume: also where its beginning was wiped, and not where
+/// another filesystem took its place.
+#[test]
+fn probe_knows_a_volume_while_it_is_mounted_too() {
+    needs_mount!();
+    let image = Image::blank(256 << 20);
+    let uuid = "6bf5c1f4-27b3-46a8-9d5a-1c5f5c8b7a11";
+    assert!(image.mkfs(&["-L", "my data", "-U", uuid]).status.success());
+    let path = image.path().to_owned();
+    let probe = || gpunvme_tests::programs::command("gpunvme").arg("probe").arg(&path).output().unwrap();
+    let known = format!(
+        "ID_FS_TYPE=gpunvme\nID_FS_USAGE=filesystem\nID_FS_VERSION=1\nID_FS_UUID={uuid}\nID_FS_UUID_ENC={uuid}\n\
+         ID_FS_LABEL=my_data\nID_FS_LABEL_ENC=my\\x20data\n"
+    );
+    assert_eq!(String::from_utf8(probe().stdout).unwrap(), known);
+    let volume = image.mount();
+    assert_eq!(String::from_utf8(probe().stdout).unwrap(), known);
+    let image = volume.unmount();
+    let file = OpenOptions::new().write(true).open(image.path()).unwrap();
+    file.write_all_at(&[0; 4096], 0).unwrap();
+    assert_eq!(String::from_utf8(probe().stdout).unwrap(), known, "by the copy in the last block");
+    file.write_all_at(b"another filesystem", 0).unwrap();
+    assert_refused(&probe(), &["no gpunvme volume is here"]);
+    file.set_len(100).unwrap();
+    assert_refused(&probe(), &["no gpunvme volume is here"]);
+}
+
 #[test]
 fn a_tebibyte_is_formatted_in_a_second_and_writes_little() {
     let image = Image::blank(1 << 40);

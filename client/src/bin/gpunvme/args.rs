@@ -47,6 +47,11 @@ pub enum Command {
     },
     /// Look after an NVMe controller that no mount uses
     Nvme(crate::nvme::Nvme),
+    /// Tell which volume a device carries, in the form that udev imports
+    Probe {
+        /// A block device or an image file
+        device: PathBuf,
+    },
     /// Read a file into registered memory, and tell how it moved
     Read(Read),
     /// Run a program that speaks cuFile, with our libcufile before NVIDIA's

@@ -10,6 +10,7 @@ mod gpu;
 mod meter;
 mod nvme;
 mod output;
+mod probe;
 mod read;
 mod report;
 mod run;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         Command::Map { file } => describe::map(file),
         Command::Stats { mount } => describe::stats(mount),
         Command::Nvme(nvme) => nvme::run(nvme),
+        Command::Probe { device } => probe::run(device),
         Command::Read(read) => read::run(read),
         Command::Run(run) => run::run(run),
         Command::Write(write) => write::run(write),
