@@ -158,7 +158,7 @@ impl Reason {
             }
             Reason::Unknown => "This program is older than the daemon and does not know the reason.",
             Reason::RouteNotAvailable => {
-                "The buffer does not take the route that was required; REGISTER told which it takes, and why."
+                "The memory does not take the route that was required; a transfer that requires none takes its own, and tells why."
             }
         }
     }

@@ -32,7 +32,7 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     // Only when everything else is in order.
     let begin = |route: Route| match require.route {
         Some(required) if required != route => {
-            Err(Failure(format!("the memory's route is {route}, and {required} is required; the file is as it was")))
+            Err(Failure(format!("the memory's route is {route}, and {required} is required; nothing was written")))
         }
         _ => {
             fresh.keep();
@@ -209,7 +209,10 @@ pub fn outcome(path: &Path, offset: u64, meter: Meter, hash: Option<Sha256>, by:
     }));
     report.line("file", path.display());
     report.line("route", route);
-    report.line("reason", report::reason(reason));
+    // Host memory has no other route: there is nothing to explain.
+    if (route, reason) != (Route::Host, Reason::NotGpuMemory) {
+        report.line("reason", report::reason(reason));
+    }
     report.line("bytes", format!("{}: {}", done.bytes(), report::routes(&done.moved)));
     report.line("speed", format!("{speed:.2} GB/s ({:.3} s moving, {:.3} s in all)", busy.as_secs_f64(), elapsed.as_secs_f64()));
     if let Some(sum) = sum {

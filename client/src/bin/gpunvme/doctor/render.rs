@@ -81,7 +81,7 @@ fn about_ssd(report: &mut Report, ssd: &Ssd) {
     let what = model.map_or(function.id(), |model| format!("{model} ({})", function.id()));
     report.line("ssd", format!("{}  {what}, driver {driver}{}", function.address, node(function)));
     for disk in &ssd.disks {
-        report.line("", format!("/dev/{}, {}, {}", disk.name, report::size(disk.bytes), usage(disk)));
+        report.line("", format!("/dev/{}, {}, {}", disk.name, report::size(disk.bytes), usage(disk, &ssd.disks)));
     }
     if let Some(mount) = &ssd.mounted {
         report.line("", format!("mounted on {mount} as vfio:{}", function.address));
@@ -99,8 +99,16 @@ fn about_ssd(report: &mut Report, ssd: &Ssd) {
     report.line("group", group);
 }
 
-fn usage(disk: &Disk) -> String {
-    if disk.uses.is_empty() { "not in use".to_owned() } else { disk.uses.join(", ") }
+/// What uses a disk, or one of its partitions, which are among `all`.
+fn usage(disk: &Disk, all: &[Disk]) -> String {
+    let is_part = |other: &&Disk| other.name.strip_prefix(&disk.name).is_some_and(|rest| !rest.is_empty());
+    if !disk.uses.is_empty() {
+        disk.uses.join(", ")
+    } else if all.iter().filter(is_part).any(|part| !part.uses.is_empty()) {
+        "its partitions are in use".to_owned()
+    } else {
+        "not in use".to_owned()
+    }
 }
 
 fn together(sharers: &[Function]) -> String {

@@ -131,6 +131,8 @@ fn the_system_disk_is_left_alone() {
     told.is(Route::Bounce, Reason::NoVfio, Some("system-disk"));
     assert!(told.text.contains("/dev/nvme0n1p1, ") && told.text.contains("mounted on /boot/efi"), "{}", told.text);
     assert!(!told.text.contains("gpunvme-vfio bind"), "{}", told.text);
+    let whole = told.text.lines().find(|line| line.contains("/dev/nvme0n1,")).unwrap();
+    assert!(whole.ends_with("its partitions are in use"), "{whole}");
     // Whatever name it was mounted by, as by kernels that mount the root themselves.
     let by_another_name = changed(HGX, "ext4 /dev/nvme0n1p2", "ext4 /dev/root");
     told_of(&by_another_name, Some("/dev/nvme0n1"), None).is(Route::Bounce, Reason::NoVfio, Some("system-disk"));
