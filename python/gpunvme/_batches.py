@@ -67,6 +67,34 @@ class Progress:
             self.bar.close()
 
 
+def performed(
+    items: Iterable[tuple[File, Any, int, int]], *, write: bool = False, require: Any = None
+) -> Iterator[tuple[File, list[tuple[Any, int]], int]]:
+    """Reads or writes items ``(file, tensor, offset, bytes)``, and tells of each request when it is done:
+    ``(file, pairs, bytes)``, in order. Others are in flight meanwhile.
+
+    Raises:
+        Error: what a request failed with.
+        EOFError: a file is shorter than it should be.
+    """
+    in_flight: deque[tuple[Pending, File, list[tuple[Any, int]], int]] = deque()
+
+    def finish() -> tuple[File, list[tuple[Any, int]], int]:
+        pending, file, pairs, length = in_flight.popleft()
+        moved = pending.result().bytes
+        if moved < length:
+            raise EOFError(f"{file.name}: the file ended {length - moved} bytes too early")
+        return file, pairs, length
+
+    for file, pairs, length in batches(items):
+        if len(in_flight) == DEPTH:
+            yield finish()
+        begin = file.submit_write_from if write else file.submit_read_into
+        in_flight.append((begin(pairs, require=require), file, pairs, length))
+    while in_flight:
+        yield finish()
+
+
 def perform(
     items: Iterable[tuple[File, Any, int, int]],
     progress: Progress,
@@ -74,24 +102,6 @@ def perform(
     write: bool = False,
     require: Any = None,
 ) -> None:
-    """Reads or writes items ``(file, tensor, offset, bytes)``.
-
-    Raises:
-        Error: what a request failed with, or a file that is shorter than it should be.
-    """
-    in_flight: deque[tuple[Pending, File, int]] = deque()
-
-    def finish() -> None:
-        pending, file, length = in_flight.popleft()
-        moved = pending.result().bytes
-        if moved < length:
-            raise EOFError(f"{file.name}: the file ended {length - moved} bytes too early")
+    """Reads or writes items, as :func:`performed` does."""
+    for _, _, length in performed(items, write=write, require=require):
         progress.add(length)
-
-    for file, pairs, length in batches(items):
-        if len(in_flight) == DEPTH:
-            finish()
-        begin = file.submit_write_from if write else file.submit_read_into
-        in_flight.append((begin(pairs, require=require), file, length))
-    while in_flight:
-        finish()

@@ -1,7 +1,7 @@
-"""Types of arguments."""
+"""Types of arguments and answers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     # Of the standard library from Python 3.12 on; type checkers have it.
@@ -31,3 +31,44 @@ Array: TypeAlias = SupportsDLPack | SupportsCudaArray | Buffer
 Memory: TypeAlias = Array | Sequence[tuple[Array, int]]
 #: A demand on how bytes move.
 Require: TypeAlias = Literal["p2p", "bounce", "host", "direct"]
+
+
+class Routes(TypedDict):
+    """Bytes by route."""
+
+    p2p: int
+    bounce: int
+    host: int
+    hole: int
+    edge: int
+
+
+class Info(TypedDict):
+    """What a mount is and can do. Sizes are bytes."""
+
+    device: str
+    label: str
+    uuid: str
+    daemon: str
+    read_only: bool
+    capacity: int
+    free: int
+    block_size: int
+    logical_block: int
+    memory_alignment: int
+    devices: int
+    route: str
+    reason: str | None
+
+
+class Stats(TypedDict):
+    """What a mount did since it was mounted, for all processes."""
+
+    read: Routes
+    write: Routes
+    calls: dict[str, int]
+    failed: int
+    reasons: dict[str, int]
+    buffers: int
+    buffer_bytes: int
+    processes: int

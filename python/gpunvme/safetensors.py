@@ -19,13 +19,13 @@ from types import EllipsisType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from gpunvme._arrays import ITEM_SIZES, Framework, dtype_name, framework
-from gpunvme._batches import Progress, perform
+from gpunvme._batches import Progress, perform, performed
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._parts import read_part
 from gpunvme._types import Require
 
-__all__ = ["Slice", "load_file", "safe_open", "save_file"]
+__all__ = ["Slice", "iter_tensors", "load_file", "safe_open", "save_file"]
 
 #: The longest header that the format allows, in bytes.
 _LONGEST_HEADER = 100_000_000
@@ -262,9 +262,28 @@ def load_file(
         KeyError: it has no tensor of a name.
         gpunvme.Error: it lies on no mount of gpunvme, or cannot be read.
     """
+    return dict(
+        iter_tensors(filename, device, framework=framework, names=names, progress=progress, require=require)
+    )
+
+
+def iter_tensors(
+    filename: _Path,
+    device: Any = "cpu",
+    *,
+    framework: str = "pt",
+    names: Iterable[str] | None = None,
+    progress: bool | None = None,
+    require: Require | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Loads the tensors of a model one after the other, each with its name, while further ones are being
+    read: for a model of which not all is to be in memory at once. What is read ahead is at most some 640
+    MiB, or five tensors where those are longer than 128 MiB.
+
+    Arguments and errors are those of :func:`load_file`.
+    """
     arrays = _framework(framework, device)
     wanted = None if names is None else set(names)
-    tensors: dict[str, Any] = {}
     with ExitStack() as files:
         entries: list[tuple[File, str, _Entry]] = []
         for path, shard_names in _shards(filename):
@@ -282,16 +301,24 @@ def load_file(
         if wanted is not None and (absent := wanted - {name for _, name, _ in entries}):
             raise KeyError(f"{filename} has no tensor {min(absent)!r}")
 
+        # What is being read, by where it lies.
+        at: dict[tuple[File, int], str] = {}
+
         def items() -> Iterator[tuple[File, Any, int, int]]:
             for file, name, entry in entries:
-                tensor = tensors[name] = arrays.empty(entry.shape, entry.dtype)
                 if entry.length > 0:
-                    yield file, tensor, entry.offset, entry.length
+                    at[file, entry.offset] = name
+                    yield file, arrays.empty(entry.shape, entry.dtype), entry.offset, entry.length
 
+        for _, name, entry in entries:
+            if entry.length == 0:
+                yield name, arrays.empty(entry.shape, entry.dtype)
         total = sum(entry.length for _, _, entry in entries)
         with Progress(total, os.path.basename(os.fspath(filename)), progress) as bar:
-            perform(items(), bar, require=require)
-    return tensors
+            for file, pairs, length in performed(items(), require=require):
+                for tensor, offset in pairs:
+                    yield at.pop((file, offset)), tensor
+                bar.add(length)
 
 
 def _shards(filename: _Path) -> list[tuple[str, set[str] | None]]:

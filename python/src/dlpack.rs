@@ -74,8 +74,9 @@ pub fn read(capsule: &Bound<'_, PyCapsule>) -> PyResult<Tensor> {
     }
     let managed = capsule.pointer_checked(Some(c"dltensor"))?.cast::<DlTensor>();
     // SAFETY: a capsule of this name that was not consumed holds a `DLManagedTensor`, which begins
-    // with the tensor.
-    Ok(tensor(unsafe { managed.as_ref() }, false))
+    // with the tensor. It cannot say that it may be written, and those that cannot be are exported
+    // so (JAX): like NumPy, it is taken for read-only.
+    Ok(tensor(unsafe { managed.as_ref() }, true))
 }
 
 fn tensor(tensor: &DlTensor, read_only: bool) -> Tensor {

@@ -28,6 +28,9 @@ use std::sync::Arc;
 /// hands longer ones to a thread of its own in any case.
 const SHORT: u64 = 1 << 20;
 
+/// An object of Python's that a method is given.
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+
 /// An open file. A file that a parent process opened is not closed in its child: what belongs to
 /// it there is of the parent's threads.
 struct Opened {
@@ -169,17 +172,17 @@ impl File {
 
     fn transfer(
         &self,
-        py: Python<'_>,
         direction: Direction,
-        memory: &Bound<'_, PyAny>,
+        memory: Object,
         place: Place<'_, '_>,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: Option<Object>,
         demand: Option<&str>,
     ) -> PyResult<Py<PyAny>> {
+        let py = memory.py();
         pending::sweep(py);
         let (opened, demand) = (self.opened()?, require(demand)?);
         if let Some(stream) = stream {
-            let pending = put_into_stream(py, &opened, direction, memory, place, stream, demand)?;
+            let pending = put_into_stream(&opened, direction, memory, place, stream, demand)?;
             return Ok(Py::new(py, pending)?.into_any());
         }
         let request = Request::new(memory, place, direction, None)?;
@@ -195,14 +198,8 @@ impl File {
         Ok(Py::new(py, Transfer::from(done))?.into_any())
     }
 
-    fn submit(
-        &self,
-        py: Python<'_>,
-        direction: Direction,
-        memory: &Bound<'_, PyAny>,
-        offset: u64,
-        demand: Option<&str>,
-    ) -> PyResult<Pending> {
+    fn submit(&self, direction: Direction, memory: Object, offset: u64, demand: Option<&str>) -> PyResult<Pending> {
+        let py = memory.py();
         pending::sweep(py);
         let (opened, demand) = (self.opened()?, require(demand)?);
         let request = Request::new(memory, Place::At(offset), direction, None)?;
@@ -229,14 +226,14 @@ fn begin(py: Python<'_>, opened: &Opened, direction: Direction, request: Request
 
 /// Puts a request into the order of a stream.
 fn put_into_stream(
-    py: Python<'_>,
     opened: &Opened,
     direction: Direction,
-    memory: &Bound<'_, PyAny>,
+    memory: Object,
     place: Place<'_, '_>,
-    stream: &Bound<'_, PyAny>,
+    stream: Object,
     demand: Require,
 ) -> PyResult<Pending> {
+    let py = memory.py();
     let raw = handle(stream)?;
     let Request { segments, mut keep, .. } = Request::new(memory, place, direction, Some(raw))?;
     let stream_of = Busy { stream: raw, gpu: None, address: segments.first().map_or(0, |segment| segment.address) };
@@ -316,15 +313,8 @@ impl File {
     ///     Error: with errno, route and reason.
     ///     TypeError: ``memory`` holds none. ValueError: it is strided, or read-only.
     #[pyo3(signature = (memory, offset=0, *, stream=None, require=None))]
-    fn read_into(
-        &self,
-        py: Python<'_>,
-        memory: &Bound<'_, PyAny>,
-        offset: u64,
-        stream: Option<&Bound<'_, PyAny>>,
-        require: Option<&str>,
-    ) -> PyResult<Py<PyAny>> {
-        self.transfer(py, Direction::Read, memory, Place::At(offset), stream, require)
+    fn read_into(&self, memory: Object, offset: u64, stream: Option<Object>, require: Option<&str>) -> PyResult<Py<PyAny>> {
+        self.transfer(Direction::Read, memory, Place::At(offset), stream, require)
     }
 
     /// Writes memory to the file, which becomes longer where it ends before. Like ``write(2)`` it is
@@ -332,15 +322,8 @@ impl File {
     ///
     /// Arguments, result and errors are those of :meth:`read_into`.
     #[pyo3(signature = (memory, offset=0, *, stream=None, require=None))]
-    fn write_from(
-        &self,
-        py: Python<'_>,
-        memory: &Bound<'_, PyAny>,
-        offset: u64,
-        stream: Option<&Bound<'_, PyAny>>,
-        require: Option<&str>,
-    ) -> PyResult<Py<PyAny>> {
-        self.transfer(py, Direction::Write, memory, Place::At(offset), stream, require)
+    fn write_from(&self, memory: Object, offset: u64, stream: Option<Object>, require: Option<&str>) -> PyResult<Py<PyAny>> {
+        self.transfer(Direction::Write, memory, Place::At(offset), stream, require)
     }
 
     /// Reads rows of equal length, each from an offset of its own, in one request.
@@ -351,53 +334,27 @@ impl File {
     ///
     /// Everything else is as for :meth:`read_into`.
     #[pyo3(signature = (memory, offsets, *, stream=None, require=None))]
-    fn read_rows(
-        &self,
-        py: Python<'_>,
-        memory: &Bound<'_, PyAny>,
-        offsets: &Bound<'_, PyAny>,
-        stream: Option<&Bound<'_, PyAny>>,
-        require: Option<&str>,
-    ) -> PyResult<Py<PyAny>> {
-        self.transfer(py, Direction::Read, memory, Place::Rows(offsets), stream, require)
+    fn read_rows(&self, memory: Object, offsets: Object, stream: Option<Object>, require: Option<&str>) -> PyResult<Py<PyAny>> {
+        self.transfer(Direction::Read, memory, Place::Rows(offsets), stream, require)
     }
 
     /// Writes rows of equal length, each to an offset of its own, in one request. Arguments, result and
     /// errors are those of :meth:`read_rows`.
     #[pyo3(signature = (memory, offsets, *, stream=None, require=None))]
-    fn write_rows(
-        &self,
-        py: Python<'_>,
-        memory: &Bound<'_, PyAny>,
-        offsets: &Bound<'_, PyAny>,
-        stream: Option<&Bound<'_, PyAny>>,
-        require: Option<&str>,
-    ) -> PyResult<Py<PyAny>> {
-        self.transfer(py, Direction::Write, memory, Place::Rows(offsets), stream, require)
+    fn write_rows(&self, memory: Object, offsets: Object, stream: Option<Object>, require: Option<&str>) -> PyResult<Py<PyAny>> {
+        self.transfer(Direction::Write, memory, Place::Rows(offsets), stream, require)
     }
 
     /// Begins a :meth:`read_into`, and returns at once with a :class:`Pending`.
     #[pyo3(signature = (memory, offset=0, *, require=None))]
-    fn submit_read_into(
-        &self,
-        py: Python<'_>,
-        memory: &Bound<'_, PyAny>,
-        offset: u64,
-        require: Option<&str>,
-    ) -> PyResult<Pending> {
-        self.submit(py, Direction::Read, memory, offset, require)
+    fn submit_read_into(&self, memory: Object, offset: u64, require: Option<&str>) -> PyResult<Pending> {
+        self.submit(Direction::Read, memory, offset, require)
     }
 
     /// Begins a :meth:`write_from`, and returns at once with a :class:`Pending`.
     #[pyo3(signature = (memory, offset=0, *, require=None))]
-    fn submit_write_from(
-        &self,
-        py: Python<'_>,
-        memory: &Bound<'_, PyAny>,
-        offset: u64,
-        require: Option<&str>,
-    ) -> PyResult<Pending> {
-        self.submit(py, Direction::Write, memory, offset, require)
+    fn submit_write_from(&self, memory: Object, offset: u64, require: Option<&str>) -> PyResult<Pending> {
+        self.submit(Direction::Write, memory, offset, require)
     }
 
     /// Begins a request whose end an event loop is told of. Of the package's own use.
@@ -470,7 +427,9 @@ impl File {
 
     /// Closes it. Requests in flight go on.
     fn close(&self) {
-        release(self.opened.lock().take());
+        // Not under the lock: a thread that has the interpreter may be waiting for it.
+        let opened = self.opened.lock().take();
+        release(opened);
     }
 
     /// Whether it is closed.

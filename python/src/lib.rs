@@ -33,8 +33,9 @@ mod stream;
 mod transfer;
 mod workers;
 
-/// What the package's Python modules build on.
-#[pyo3::pymodule]
+/// What the package's Python modules build on. It needs no lock of the interpreter's: a Python
+/// without one (3.14t) stays without.
+#[pyo3::pymodule(gil_used = false)]
 mod _native {
     #[pymodule_export]
     use super::buffer::Buffer;

@@ -111,7 +111,8 @@ fn of_cuda_array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, ask: 
     let shape: Vec<i64> = item("shape").ok_or_else(|| missing("shape"))??.extract()?;
     let kind: String = item("typestr").ok_or_else(|| missing("typestr"))??.extract()?;
     // "<f4": byte order, kind, and the bytes of an item.
-    let item_size: i64 = kind.get(2..).and_then(|size| size.parse().ok()).ok_or_else(|| missing("typestr"))?;
+    let item_size = kind.get(2..).and_then(|size| size.parse().ok()).filter(|size: &i64| *size > 0);
+    let item_size = item_size.ok_or_else(|| missing("typestr"))?;
     let strides: Option<Vec<i64>> = item("strides").transpose()?.map(|strides| strides.extract()).transpose()?.flatten();
     if let Some(strides) = strides
         && !is_contiguous(&shape, &strides, item_size)
@@ -123,8 +124,8 @@ fn of_cuda_array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, ask: 
     }
     let stream: Option<usize> = item("stream").transpose()?.map(|stream| stream.extract()).transpose()?.flatten();
     let busy = stream.map(|stream| Busy { stream, gpu: None, address });
-    let len = shape.iter().product::<i64>() * item_size;
-    Ok(Memory { address, len: len as u64, on_gpu: true, busy, keep: object.clone().unbind() })
+    let len = byte_len(object, &shape, item_size)?;
+    Ok(Memory { address, len, on_gpu: true, busy, keep: object.clone().unbind() })
 }
 
 fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask) -> PyResult<Memory> {
@@ -192,9 +193,15 @@ fn of_dlpack(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
     if ask.writable && tensor.read_only {
         return Err(not_writable(object));
     }
-    let len = tensor.shape.iter().product::<i64>() as u64 * tensor.item_size as u64;
+    let len = byte_len(object, &tensor.shape, tensor.item_size as i64)?;
     let busy = stream.map(|stream| Busy { stream, gpu: Some(gpu), address: tensor.address });
     Ok(Memory { address: tensor.address, len, on_gpu, busy, keep: capsule.into_any().unbind() })
+}
+
+/// How many bytes items of a shape are.
+fn byte_len(object: &Bound<'_, PyAny>, shape: &[i64], item: i64) -> PyResult<u64> {
+    let len = shape.iter().try_fold(item, |len, &size| len.checked_mul(size)).and_then(|len| u64::try_from(len).ok());
+    len.ok_or_else(|| PyValueError::new_err(format!("{} has a shape that no memory has ({shape:?})", name(object))))
 }
 
 /// Whether items lie side by side, the last index first. `item` is what a stride of one counts.
@@ -203,7 +210,7 @@ fn is_contiguous(shape: &[i64], strides: &[i64], item: i64) -> bool {
     shape.contains(&0)
         || shape.iter().zip(strides).rev().all(|(&size, &stride)| {
             let fits = size == 1 || stride == expected;
-            expected *= size;
+            expected = expected.saturating_mul(size);
             fits
         })
 }

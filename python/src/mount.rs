@@ -139,18 +139,19 @@ impl Mount {
     fn forget(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> PyResult<()> {
         let session = self.session()?;
         let found = memory::of(memory, Ask { writable: false, stream: None })?;
-        if let Some(transfers) = session.transfers_so_far() {
-            py.detach(|| {
+        py.detach(|| {
+            if let Some(transfers) = session.transfers_so_far() {
                 transfers.forget(found.address, found.len);
-                drop(transfers);
-            });
-        }
+            }
+        });
         Ok(())
     }
 
     /// Lets go of the mount: it can be unmounted when its files are closed too.
     fn close(&self) {
-        release(self.session.lock().take());
+        // Not under the lock: a thread that has the interpreter may be waiting for it.
+        let session = self.session.lock().take();
+        release(session);
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

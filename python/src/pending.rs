@@ -187,32 +187,28 @@ impl Pending {
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Transfer>> {
         let limit = timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
-        loop {
+        let taken = loop {
             let slice = Instant::now() + SLICE;
             if py.detach(|| self.wait_until(deadline.map_or(slice, |deadline| deadline.min(slice)))) {
-                break;
+                // Nothing of Python's happens while this is locked: a thread that has the
+                // interpreter may be waiting for the lock.
+                let mut state = self.state.lock();
+                match std::mem::replace(&mut *state, State::Taken) {
+                    // Another thread makes an object of it, and is soon done.
+                    State::Taken => {}
+                    State::Done(result) => {
+                        let answer = copy(py, &result);
+                        *state = State::Done(result);
+                        return answer;
+                    }
+                    begun => break begun,
+                }
             }
             py.check_signals()?;
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Err(PyTimeoutError::new_err("the transfer is not done yet, and goes on"));
             }
-        }
-        // Nothing of Python's happens while this is locked: a thread that has the interpreter may
-        // be waiting for the lock.
-        let mut state = self.state.lock();
-        let taken = match std::mem::replace(&mut *state, State::Taken) {
-            State::Taken => {
-                drop(state);
-                return self.result(py, timeout);
-            }
-            State::Done(result) => {
-                let answer = copy(py, &result);
-                *state = State::Done(result);
-                return answer;
-            }
-            begun => begun,
         };
-        drop(state);
         let result = match taken {
             State::Begun(answer) => answer.take().expect("it is there, and taken once"),
             State::InStream(request) => request.result(py),

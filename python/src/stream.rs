@@ -1,7 +1,7 @@
 //! CUDA streams of Python's libraries: the handle of one, and waiting until one is through.
 
 use gpunvme::Error;
-use gpunvme_cuda::{Cuda, Place};
+use gpunvme_cuda::{Cuda, CudaError, Gpu, Place, Which};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -63,17 +63,27 @@ pub fn wait_for(path: &Path, busy: &[Busy]) -> Result<(), Error> {
         return Ok(());
     }
     let cuda = Cuda::load()?;
-    busy.iter().try_for_each(|&Busy { stream, address, .. }| {
+    busy.iter().try_for_each(|&Busy { stream, gpu, address }| {
         let wait = || {
-            let of = if stream <= DEFAULT_STREAMS { cuda.memory_at(address)?.map(|found| found.place) } else { None };
-            let _entered = match of {
-                Some(Place::Device(gpu)) => Some(gpu.enter()?),
-                _ => None,
-            };
+            let gpu = if stream <= DEFAULT_STREAMS { gpu_of(cuda, gpu, address)? } else { None };
+            let _entered = gpu.map(|gpu| gpu.enter()).transpose()?;
             // SAFETY: its library named it for memory that is kept during the call.
             unsafe { cuda.application_stream(stream) }?.synchronize()
         };
         let on = format!("stream {stream:#x}");
         wait().map_err(|error| Error::Cuda { path: path.to_owned(), action: "wait for", on, error })
+    })
+}
+
+/// The GPU whose default stream is meant: by its number, or else by an address of its memory.
+fn gpu_of(cuda: &'static Cuda, number: Option<i32>, address: u64) -> Result<Option<Gpu>, CudaError> {
+    if let Some(number) = number.and_then(|number| u32::try_from(number).ok())
+        && let Ok(gpu) = cuda.gpu(Which::Index(number))
+    {
+        return Ok(Some(gpu));
+    }
+    Ok(match cuda.memory_at(address)?.map(|found| found.place) {
+        Some(Place::Device(gpu)) => Some(gpu),
+        _ => None,
     })
 }

@@ -368,3 +368,11 @@ def test_rows_come_from_offsets_of_their_own(stored):
             f.read_rows(matrix, [])
         with pytest.raises(OverflowError):
             f.read_rows(matrix, numpy.array([-1, 0, 0, 0]))
+
+
+def test_everything_public_says_what_it_does():
+    for name in gpunvme.__all__:
+        public = getattr(gpunvme, name)
+        members = vars(public).items() if isinstance(public, type) else []
+        silent = [member for member, value in members if not member.startswith("_") and not value.__doc__]
+        assert public.__doc__ and not silent, (name, silent)

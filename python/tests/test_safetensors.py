@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 import gpunvme
 import gpunvme.safetensors as ours
+from gpunvme import _arrays as arrays
 
 RANDOM = numpy.random.default_rng(5)
 KINDS = ["?", "u1", "i1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8", "<c8"]
@@ -208,3 +209,26 @@ def test_device_memory_is_saved_from_where_it_lies(folder):
     arrays = {name: Array(value.shape, value.dtype).set(value) for name, value in values.items()}
     ours.save_file(arrays, folder / "m.safetensors", require="bounce")
     assert same(stock.load_file(folder / "m.safetensors"), values)
+
+
+def test_tensors_come_one_after_the_other_with_little_read_ahead(folder, monkeypatch):
+    tensors = {f"t{at:03}": RANDOM.integers(0, 256, 50_000, "u1") for at in range(100)}
+    tensors["empty"] = numpy.zeros((0, 3), "<f4")
+    stock.save_file(tensors, folder / "m.safetensors")
+    monkeypatch.setattr("gpunvme._batches.BATCH", 100_000)
+    made = 0
+    original = arrays.NumPy.empty
+
+    def empty(self, shape, dtype):
+        nonlocal made
+        made += 1
+        return original(self, shape, dtype)
+
+    monkeypatch.setattr(arrays.NumPy, "empty", empty)
+    loaded = {}
+    for name, tensor in ours.iter_tensors(folder / "m.safetensors", framework="np"):
+        loaded[name] = tensor
+        assert made - len(loaded) <= 12
+    assert same(loaded, tensors)
+    # What is left of it may go unread.
+    next(ours.iter_tensors(folder / "m.safetensors", framework="np"))

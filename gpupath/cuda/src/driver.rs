@@ -87,6 +87,7 @@ functions! {
     fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
     fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong);
     fn cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
+    fn cuStreamQuery(stream: CUstream);
     fn cuStreamSynchronize(stream: CUstream);
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     fn cuStreamWaitValue32_v2(stream: CUstream, address: CUdeviceptr, value: u32, flags: c_uint);

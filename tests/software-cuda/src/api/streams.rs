@@ -47,6 +47,15 @@ exports! {
         put(id, Software::running()?.stream(stream.addr())?.id as c_ulonglong)
     }
 
+    fn cuStreamQuery(stream: CUstream) {
+        let stream = Software::running()?.stream(stream.addr())?;
+        match stream.context.broken() {
+            Some(code) => Err(code),
+            None if stream.mark().passed() => Ok(()),
+            None => Err(CUDA_ERROR_NOT_READY),
+        }
+    }
+
     fn cuStreamSynchronize(stream: CUstream) {
         let stream = Software::running()?.stream(stream.addr())?;
         stream.mark().wait();
