@@ -1,0 +1,220 @@
+"""Data sets of samples, and batches of them, byte for byte beside ordinary reading."""
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from test_torch import DEVICE  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from gpunvme import Error  # noqa: E402
+from gpunvme.data import Batches, Files, Records, Sample, Tars  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def contents(lengths, seed=1):
+    random = numpy.random.default_rng(seed)
+    return [random.bytes(length) for length in lengths]
+
+
+def read(batch):
+    """The bytes of each sample of a batch."""
+    return [bytes(view.cpu().numpy()) for view in batch]
+
+
+@pytest.fixture
+def files(folder):
+    """Files of all sorts of lengths, and what is in them."""
+    content = contents([0, 1, 63, 64, 4095, 4096, 65_535, 65_536, 110 << 10, 1 << 20, 3, 70_001])
+    paths = [folder / f"{at:02}" for at in range(len(content))]
+    for path, each in zip(paths, content, strict=True):
+        path.write_bytes(each)
+    return paths, content
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_arrive_whole_and_with_what_goes_with_them(files, workers):
+    paths, content = files
+    labels = [f"label {at}" for at in range(len(paths))]
+    torch.manual_seed(3)
+    loader = DataLoader(Files(paths, labels), 5, shuffle=True, collate_fn=list, num_workers=workers)
+    seen = {}
+    for batch in Batches(loader, DEVICE):
+        assert batch.memory.device.type == DEVICE
+        for sample, value in zip(batch.samples, read(batch), strict=True):
+            seen[sample.path] = (sample.extra, value)
+    assert seen == {
+        str(path): (label, value) for path, label, value in zip(paths, labels, content, strict=True)
+    }
+
+
+def test_large_samples_lie_on_blocks_and_small_ones_as_any_dtype_needs(files):
+    paths, content = files
+    (batch,) = Batches([list(Files(paths))], DEVICE)
+    for view, value in zip(batch, content, strict=True):
+        place = view.data_ptr() - batch.memory.data_ptr()
+        assert place % (4096 if len(value) >= 65_536 else 64) == 0
+    assert read(batch) == content and len(batch) == len(content)
+
+
+def test_records_of_several_files_are_one_tensor(folder):
+    rows = numpy.random.default_rng(5).standard_normal((1000, 3, 7)).astype(numpy.float32)
+    for at, part in enumerate(numpy.split(rows, [10, 10, 700])):
+        (folder / f"{at}").write_bytes(b"head" + part.tobytes())
+    records = Records(sorted(folder.iterdir()), 3 * 7 * 4, header=4)
+    assert len(records) == 1000 and records[999].extra == 999
+    with pytest.raises(IndexError):
+        records[1000]
+    loader = DataLoader(records, 64, shuffle=True, collate_fn=list)
+    seen = numpy.zeros_like(rows)
+    for batch in Batches(loader, DEVICE, ahead=3):
+        stacked = batch.stack(torch.float32, (3, 7))
+        assert stacked.shape == (len(batch), 3, 7)
+        assert stacked.untyped_storage().data_ptr() == batch.memory.untyped_storage().data_ptr()
+        seen[[sample.extra for sample in batch.samples]] = stacked.cpu().numpy()
+    assert (seen == rows).all()
+
+
+def test_a_stack_that_cannot_be_is_refused_in_words(files):
+    paths, _ = files
+    (batch,) = Batches([list(Files(paths[:3]))], DEVICE)
+    with pytest.raises(ValueError, match="3 lengths"):
+        batch.stack()
+    (batch,) = Batches([[Sample(str(paths[5]), 0, 10), Sample(str(paths[5]), 11, 10)]], DEVICE)
+    with pytest.raises(ValueError, match="whole number"):
+        batch.stack(torch.float32)
+    with pytest.raises(ValueError, match="not of shape"):
+        batch.stack(torch.uint8, (3, 3))
+    assert batch.stack(torch.int16).shape == (2, 5)
+
+
+def test_records_that_do_not_fit_are_refused_by_name(folder):
+    path = folder / "records"
+    path.write_bytes(bytes(1001))
+    with pytest.raises(ValueError, match=f"{path}: 1 bytes are left behind 10 records"):
+        Records([path], 100)
+    with pytest.raises(ValueError, match="at least one byte"):
+        Records([path], 0)
+    with pytest.raises(ValueError, match="bytes are left"):
+        Records([path], 100, header=2000)
+
+
+def test_shards_of_tar(folder):
+    content = contents([100, 70_000, 0, 512, 200_000] * 4)
+    names = [f"sample{at:03}.{'bin' if at % 2 else 'txt'}" for at in range(len(content))]
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard}.tar", "w") as archive:
+            folder_entry = tarfile.TarInfo("a folder")
+            folder_entry.type = tarfile.DIRTYPE
+            archive.addfile(folder_entry)
+            for name, value in list(zip(names, content, strict=True))[shard::2]:
+                entry = tarfile.TarInfo(name)
+                entry.size = len(value)
+                archive.addfile(entry, io.BytesIO(value))
+    shards = sorted(folder.glob("*.tar"))
+    samples = pickle.loads(pickle.dumps(Tars(shards)))
+    seen = {}
+    for batch in Batches(DataLoader(samples, 6, shuffle=True, collate_fn=list), DEVICE):
+        for sample, value in zip(batch.samples, read(batch), strict=True):
+            seen[sample.extra] = value
+    assert seen == dict(zip(names, content, strict=True))
+    only = Tars(shards, lambda name: name.endswith(".bin"))
+    assert len(only) == 10 and all(sample.extra.endswith(".bin") for sample in only)
+
+
+def test_shards_that_are_none_are_refused(folder):
+    (folder / "no.tar").write_bytes(b"not a tar" * 100)
+    with pytest.raises(tarfile.TarError):
+        Tars([folder / "no.tar"])
+    with tarfile.open(folder / "cut.tar", "w") as archive:
+        entry = tarfile.TarInfo("member")
+        entry.size = 100_000
+        archive.addfile(entry, io.BytesIO(bytes(100_000)))
+    os.truncate(folder / "cut.tar", 50_000)
+    with pytest.raises(tarfile.TarError):
+        Tars([folder / "cut.tar"])
+
+
+def test_an_error_names_its_file_and_comes_in_its_turn(files, tmp_path):
+    paths, content = files
+    missing = paths[0].with_name("missing")
+    batches = Batches([[Sample(str(paths[5]))], [Sample(str(paths[9])), Sample(str(missing))]], DEVICE)
+    steps = iter(batches)
+    assert read(next(steps)) == [content[5]]
+    with pytest.raises(FileNotFoundError, match=str(missing)):
+        next(steps)
+    with pytest.raises(EOFError, match=f"{paths[5]}: the file ended 1 bytes too early"):
+        list(Batches([[Sample(str(paths[5]), 96, 4001)]], DEVICE))
+    with pytest.raises(EOFError, match="no sample at 5000"):
+        list(Batches([[Sample(str(paths[5]), 5000)]], DEVICE))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"x")
+    with pytest.raises(Error, match=str(elsewhere)):
+        list(Batches([[Sample(str(elsewhere))]], DEVICE))
+
+
+def test_an_epoch_goes_on_where_it_was_left(files):
+    paths, content = files
+
+    def loader():
+        generator = torch.Generator().manual_seed(9)
+        return DataLoader(Files(paths), 2, shuffle=True, generator=generator, collate_fn=list)
+
+    whole = [read(batch) for batch in Batches(loader(), DEVICE)]
+    rest = Batches(loader(), DEVICE, skip=4)
+    assert len(rest) == len(whole) - 4
+    assert [read(batch) for batch in rest] == whole[4:]
+    assert len([batch for batch in rest]) == len(whole), "the next epoch is whole"
+
+
+def test_leaving_in_the_middle_ends_the_threads_and_closes_the_files(files):
+    paths, _ = files
+    batches = Batches([[Sample(str(path))] for path in paths * 20], DEVICE, ahead=4)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for at, _ in enumerate(batches):
+        if at == 7:
+            break
+    del _
+    for _ in range(200):
+        if not any(thread.name.startswith("gpunvme-read") for thread in threading.enumerate()):
+            break
+        threading.Event().wait(0.05)
+    else:
+        pytest.fail("threads go on")
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 3
+
+
+def torchrun(folder, ranks, *options):
+    """What the training example says in the end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", "1", EXAMPLES / "train.py", folder, *options]
+    # Ranks that begin again must not find the addresses of those that died.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks of NCCL need two GPUs")
+def test_training_goes_on_after_a_rank_was_killed_and_with_other_ranks(folder):
+    (folder / "straight").mkdir()
+    (folder / "killed").mkdir()
+    straight = torchrun(folder / "straight", 2, "--steps", 24, "--every", 8)
+    killed = torchrun(folder / "killed", 2, "--steps", 24, "--every", 8, "--die-at", 19)
+    assert "resumed at step 16 with 2 ranks" in killed and "resumed" not in straight
+    assert killed.splitlines()[-1] == straight.splitlines()[-1], "the same weights, to the bit"
+    more = torchrun(folder / "killed", 1, "--steps", 32, "--every", 8)
+    assert "resumed at step 24 with 1 ranks" in more
