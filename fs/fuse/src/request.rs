@@ -350,14 +350,19 @@ impl Decoder {
                     let wire::SetxattrCompatIn { size, flags } = arguments.take()?;
                     (size, flags, None)
                 };
-                Operation::SetXattr { name: arguments.name()?, value: arguments.bytes(size)?, flags: flags as i32, drop_sgid }
+                Operation::SetXattr {
+                    name: arguments.attribute()?,
+                    value: arguments.bytes(size)?,
+                    flags: flags as i32,
+                    drop_sgid,
+                }
             }
             opcode::GETXATTR => {
                 let wire::GetxattrIn { size, .. } = arguments.take()?;
-                Operation::GetXattr { name: arguments.name()?, size }
+                Operation::GetXattr { name: arguments.attribute()?, size }
             }
             opcode::LISTXATTR => Operation::ListXattr { size: arguments.take::<wire::GetxattrIn>()?.size },
-            opcode::REMOVEXATTR => Operation::RemoveXattr { name: arguments.name()? },
+            opcode::REMOVEXATTR => Operation::RemoveXattr { name: arguments.attribute()? },
             opcode::FALLOCATE => {
                 let wire::FallocateIn { fh, offset, length, mode, .. } = arguments.take()?;
                 Operation::Fallocate { handle: fh, offset, len: length, mode: mode as i32 }
@@ -437,9 +442,14 @@ impl<'a> Arguments<'a> {
         Ok(string)
     }
 
-    /// A name: not empty, and without a slash.
+    /// The name of an entry of a directory: not empty, and without a slash.
     fn name(&mut self) -> Result<&'a [u8], Malformed> {
-        self.string().and_then(|name| if name.is_empty() || name.contains(&b'/') { Err(Malformed) } else { Ok(name) })
+        self.attribute().and_then(|name| if name.contains(&b'/') { Err(Malformed) } else { Ok(name) })
+    }
+
+    /// The name of an extended attribute: not empty.
+    fn attribute(&mut self) -> Result<&'a [u8], Malformed> {
+        self.string().and_then(|name| if name.is_empty() { Err(Malformed) } else { Ok(name) })
     }
 
     /// Takes the extensions off the end. Returns the group that they name, if they do.

@@ -339,7 +339,7 @@ impl Generator {
                 .one(&["system.foo", "bogus.x", "btrfs.y", "plain", "user.", "trusted.", "security.", "system.", ""])
                 .to_owned(),
             10 => format!("user.{}", "n".repeat(self.one(&[249, 250, 251, 252]))),
-            _ => self.one(&["User.a", "user", ".a", "user.a.b", "user.\u{e9}", "system.posix_acl_accessx", "trusted"]).to_owned(),
+            _ => self.one(&["User.a", "user", ".a", "user.a/b", "user.\u{e9}", "system.posix_acl_accessx", "trusted"]).to_owned(),
         }
     }
 

@@ -271,27 +271,27 @@ fn extended_attributes_of_many_names_and_sizes_survive() {
     fs::write(&file, "").unwrap();
     let value = |number: usize| tree::pattern(number as u64, number * 61);
     for number in 0..50 {
-        rustix::fs::setxattr(&file, format!("user.name {number}"), &value(number), XattrFlags::empty()).unwrap();
+        rustix::fs::setxattr(&file, format!("user.name/{number}"), &value(number), XattrFlags::empty()).unwrap();
     }
     rustix::fs::setxattr(&file, "trusted.big", &tree::pattern(9, 60_000), XattrFlags::empty())
         .or_else(|error| if error == Errno::NOSPC || error == Errno::TOOBIG { Ok(()) } else { Err(error) })
         .unwrap();
-    let create = rustix::fs::setxattr(&file, "user.name 1", b"", XattrFlags::CREATE);
+    let create = rustix::fs::setxattr(&file, "user.name/1", b"", XattrFlags::CREATE);
     assert_eq!(create, Err(Errno::EXIST));
     let replace = rustix::fs::setxattr(&file, "user.none", b"", XattrFlags::REPLACE);
     assert_eq!(replace, Err(Errno::NODATA));
-    rustix::fs::removexattr(&file, "user.name 7").unwrap();
-    assert_eq!(rustix::fs::removexattr(&file, "user.name 7"), Err(Errno::NODATA));
+    rustix::fs::removexattr(&file, "user.name/7").unwrap();
+    assert_eq!(rustix::fs::removexattr(&file, "user.name/7"), Err(Errno::NODATA));
 
     let volume = volume.remount();
     let file = volume.path("file");
     for number in (0..50).filter(|&number| number != 7) {
         let mut buffer = vec![0; 4096];
-        let len = rustix::fs::getxattr(&file, format!("user.name {number}"), &mut buffer).unwrap();
-        assert_eq!(buffer[..len], value(number), "user.name {number}");
+        let len = rustix::fs::getxattr(&file, format!("user.name/{number}"), &mut buffer).unwrap();
+        assert_eq!(buffer[..len], value(number), "user.name/{number}");
     }
     let mut tiny = [0; 4];
-    assert_eq!(rustix::fs::getxattr(&file, "user.name 30", &mut tiny), Err(Errno::RANGE));
+    assert_eq!(rustix::fs::getxattr(&file, "user.name/30", &mut tiny), Err(Errno::RANGE));
     let mut list = vec![0; 65536];
     let len = rustix::fs::listxattr(&file, &mut list).unwrap();
     let names = list[..len].split(|&byte| byte == 0).filter(|name| name.starts_with(b"user."));

@@ -102,6 +102,16 @@ fn the_length_of_setxattr_depends_on_what_was_agreed() {
 }
 
 #[test]
+fn a_slash_may_be_in_the_name_of_an_attribute_and_of_nothing_else() {
+    let get = [&8_u64.to_ne_bytes()[..], b"user.a/b\0"].concat();
+    assert_eq!(operation(&message(opcode::GETXATTR, 0, &[&get])), Ok(Operation::GetXattr { name: b"user.a/b", size: 8 }));
+    let remove = |name| message(opcode::REMOVEXATTR, 0, &[name]);
+    assert_eq!(operation(&remove(b"user.a/b\0")), Ok(Operation::RemoveXattr { name: b"user.a/b" }));
+    assert_eq!(operation(&remove(b"\0")), Err(Malformed));
+    assert_eq!(operation(&message(opcode::UNLINK, 0, &[b"a/b\0"])), Err(Malformed));
+}
+
+#[test]
 fn forgets_come_one_by_one_or_together() {
     let forgets = |bytes: &[u8]| match decode(bytes) {
         Ok(Message::Forgets(forgets)) => Ok(forgets.map(|forget| (forget.ino, forget.lookups)).collect::<Vec<_>>()),
