@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | gpunvme | `gpu-mover`: our library, on a file of a mounted volume |
 //! | device | io_uring with O_DIRECT at the same depth, into host memory: what nothing can be faster than |
+//! | our cuFile, our batch | the program of the next two, with our libcufile before it, on a file of a mounted volume |
 //! | cuFile, batch | cuFileRead and cuFileWrite; cuFile's batches at the same depth |
 //! | pinned | pread and pwrite with O_DIRECT, pinned memory, cudaMemcpyAsync |
 //! | pageable | the page cache, hot for reads, and copies from ordinary memory |
@@ -56,6 +57,9 @@ pub struct Arguments {
     /// Only work that has this in its name, as in "read, 4 KiB"
     #[arg(long)]
     only: Option<String>,
+    /// Only these subjects, with commas between them
+    #[arg(long, value_delimiter = ',')]
+    subjects: Vec<Subject>,
     /// Write the results to this file as well; with -, to standard output in place of the tables
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -91,7 +95,7 @@ impl Work {
 
 fn all_work() -> Vec<Work> {
     let mut work = Vec::new();
-    for (write, threads) in [(false, [1, 4, 16].as_slice()), (true, &[1, 4])] {
+    for (write, threads) in [(false, [1, 8, 16].as_slice()), (true, &[1, 8])] {
         for (size, random, depth) in [(4 << 10, true, 128), (64 << 10, true, 32), (1 << 20, false, 8), (16 << 20, false, 4)] {
             // One operation at a time in each thread, as most applications are written. The longest
             // are cut into pieces in any case.
@@ -126,7 +130,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             // Interleaved, so that what changes on the machine changes for all.
             for _ in 0..arguments.runs.max(1) {
                 for subject in Subject::ALL {
-                    if subject.can(&work) {
+                    let wanted = arguments.subjects.is_empty() || arguments.subjects.contains(&subject);
+                    if wanted && subject.can(&work) {
                         row.add(subject, measure(subject, &work, &backing, &arguments, time));
                     }
                 }

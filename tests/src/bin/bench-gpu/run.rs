@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use gpunvme_tests::{mounted::text, programs};
 use serde::Deserialize;
 
@@ -12,12 +13,16 @@ use crate::backing::Backing;
 use crate::{Arguments, Work, bare};
 
 /// A column of a table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum Subject {
     Gpunvme,
     Bare,
+    /// cuFileRead and cuFileWrite of our libcufile
+    OurCuFile,
+    /// Batches of our libcufile
+    OurBatch,
     CuFile,
-    CuFileBatch,
+    Batch,
     Pinned,
     Pageable,
 }
@@ -33,18 +38,29 @@ struct Printed {
 }
 
 impl Subject {
-    pub const ALL: [Subject; 6] =
-        [Subject::Gpunvme, Subject::Bare, Subject::CuFile, Subject::CuFileBatch, Subject::Pinned, Subject::Pageable];
+    /// In the order of their columns.
+    pub const ALL: [Subject; 8] = [
+        Subject::Gpunvme,
+        Subject::Bare,
+        Subject::OurCuFile,
+        Subject::OurBatch,
+        Subject::CuFile,
+        Subject::Batch,
+        Subject::Pinned,
+        Subject::Pageable,
+    ];
     /// Those that a user could pick and that move the same bytes: without the page cache.
-    pub const DIRECT: [Subject; 3] = [Subject::CuFile, Subject::CuFileBatch, Subject::Pinned];
+    pub const DIRECT: [Subject; 3] = [Subject::CuFile, Subject::Batch, Subject::Pinned];
 
     /// The head of its column.
     pub fn name(self) -> &'static str {
         match self {
             Subject::Gpunvme => "gpunvme",
             Subject::Bare => "device",
+            Subject::OurCuFile => "our cuFile",
+            Subject::OurBatch => "our batch",
             Subject::CuFile => "cuFile",
-            Subject::CuFileBatch => "batch",
+            Subject::Batch => "batch",
             Subject::Pinned => "pinned",
             Subject::Pageable => "pageable",
         }
@@ -53,15 +69,18 @@ impl Subject {
     /// Whether it is measured with this work.
     pub fn can(self, work: &Work) -> bool {
         // Batches are for small operations, and take 128 at the most.
-        self != Subject::CuFileBatch || (work.random && work.depth <= 128)
+        !matches!(self, Subject::OurBatch | Subject::Batch) || (work.random && work.depth <= 128)
     }
 
-    fn method(self) -> &'static str {
+    /// What the program of the peers calls it, and whether it is served by our libcufile.
+    fn method(self) -> (&'static str, bool) {
         match self {
-            Subject::CuFile => "cufile",
-            Subject::CuFileBatch => "cufile-batch",
-            Subject::Pinned => "pinned",
-            Subject::Pageable => "pageable",
+            Subject::OurCuFile => ("cufile", true),
+            Subject::OurBatch => ("cufile-batch", true),
+            Subject::CuFile => ("cufile", false),
+            Subject::Batch => ("cufile-batch", false),
+            Subject::Pinned => ("pinned", false),
+            Subject::Pageable => ("pageable", false),
             Subject::Gpunvme | Subject::Bare => unreachable!("no peer"),
         }
     }
@@ -80,7 +99,16 @@ pub fn measure(subject: Subject, work: &Work, backing: &Backing, arguments: &Arg
                 Ok(rate)
             })
         }
-        _ => child(Command::new(&arguments.peers).args(["--method", subject.method()]), &backing.peers, work, arguments, time),
+        _ => {
+            let (method, ours) = subject.method();
+            let mut peers = Command::new(&arguments.peers);
+            peers.args(["--method", method]);
+            if ours {
+                // The same program: the library loaded first is the one that answers.
+                peers.env("LD_PRELOAD", programs::path("libgpunvme_cufile.so")).env("GPUNVME_CUFILE_REAL", "off");
+            }
+            child(&mut peers, if ours { &backing.gpunvme } else { &backing.peers }, work, arguments, time)
+        }
     };
     measured.map_err(|error| error.to_string())
 }

@@ -8,6 +8,15 @@ use gpunvme_tests::results;
 use crate::Work;
 use crate::run::Subject;
 
+/// Which subject is compared with the best of which others, and the head of that column.
+const RATIOS: [(Subject, &[Subject], &str); 5] = [
+    (Subject::Gpunvme, &[Subject::CuFile], "of cuFile"),
+    (Subject::Gpunvme, &Subject::DIRECT, "of best peer"),
+    (Subject::Gpunvme, &[Subject::Bare], "of device"),
+    (Subject::OurCuFile, &[Subject::CuFile], "cuFile, our / theirs"),
+    (Subject::OurBatch, &[Subject::Batch], "batch, our / theirs"),
+];
+
 /// A table.
 pub struct Table {
     pub backing: &'static str,
@@ -54,10 +63,11 @@ impl Row {
         results::median(self.results.get(&subject)?)
     }
 
-    fn of(&self, subjects: &[Subject]) -> String {
-        let best = subjects.iter().filter_map(|&subject| self.median(subject)).max_by(f64::total_cmp);
-        match (self.median(Subject::Gpunvme), best) {
-            (Some(ours), Some(best)) => format!("{:.2}", ours / best),
+    /// What a subject is of the best of others.
+    fn ratio(&self, subject: Subject, others: &[Subject]) -> String {
+        let best = others.iter().filter_map(|&subject| self.median(subject)).max_by(f64::total_cmp);
+        match (self.median(subject), best) {
+            (Some(rate), Some(best)) => format!("{:.2}", rate / best),
             _ => "-".to_owned(),
         }
     }
@@ -83,8 +93,10 @@ impl fmt::Display for Row {
         for subject in Subject::ALL {
             write!(f, " {:>12} |", self.cell(subject))?;
         }
-        let ratios = [self.of(&[Subject::CuFile]), self.of(&Subject::DIRECT), self.of(&[Subject::Bare])];
-        write!(f, " {:>9} | {:>12} | {:>7} |", ratios[0], ratios[1], ratios[2])
+        for (subject, others, head) in RATIOS {
+            write!(f, " {:>width$} |", self.ratio(subject, others), width = head.len())?;
+        }
+        Ok(())
     }
 }
 
@@ -96,8 +108,10 @@ impl fmt::Display for Table {
         for subject in Subject::ALL {
             write!(f, " {:>12} |", subject.name())?;
         }
-        writeln!(f, " {:>9} | {:>12} | {:>7} |", "of cuFile", "of best peer", "of bare")?;
-        writeln!(f, "|:--|{}", "--:|".repeat(Subject::ALL.len() + 3))?;
+        for (.., head) in RATIOS {
+            write!(f, " {head} |")?;
+        }
+        writeln!(f, "\n|:--|{}", "--:|".repeat(Subject::ALL.len() + RATIOS.len()))?;
         for row in &self.rows {
             writeln!(f, "{row}")?;
         }
