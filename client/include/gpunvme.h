@@ -134,7 +134,7 @@ struct gpunvme_gpu_segment {
 /*
  * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why.
  * `staging` is how many bytes of pinned host memory it may use for each GPU, beside 2 MiB for each
- * thread that waits for requests of at most 1 MiB in at most 8 parts, as many threads as there are
+ * thread that waits for requests of at most 16 MiB in at most 8 parts, as many threads as there are
  * processors and at most 16; `registered` is how many of each GPU's memory may be registered with
  * the mount at once; 0 for the usual. One serves a whole application. A process that forks must
  * not use it in the child.
@@ -202,16 +202,31 @@ int gpunvme_gpu_write_on_stream(const gpunvme_transfers *transfers, const gpunvm
                                 const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
                                 gpunvme_pending **pending);
 /*
- * The same, but `done` is called instead of there being something to wait for: when the outcome is
- * known, and before the stream goes on, unless this returns an error. It is called on the thread
- * that serves the requests of all streams: it must neither wait nor call CUDA.
+ * Watches a request in a stream. Both are called on the thread that serves the requests of all
+ * streams: they must neither wait nor call CUDA.
  */
-int gpunvme_gpu_read_on_stream_then(const gpunvme_transfers *transfers, const gpunvme_file *file,
+struct gpunvme_observer {
+	/*
+	 * The stream has come to the request. Stores by how many bytes its file offsets are to be
+	 * moved, a multiple of the filesystem's block size, and returns 0; or returns a negative errno
+	 * that the request is to fail with. NULL: nothing is moved.
+	 */
+	int (*begins)(void *user_data, int64_t *moved_by);
+	/* The outcome is known. The stream goes on after this call. */
+	gpunvme_done *ends;
+	void *user_data;
+};
+/*
+ * The same, with an observer instead of something to wait for. Neither function is called if this
+ * returns an error. The structure may go when this returns. Where offsets are moved, what is in
+ * memory behind the end of the file is undefined.
+ */
+int gpunvme_gpu_read_on_stream_with(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                     const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
-                                    gpunvme_done *done, void *user_data);
-int gpunvme_gpu_write_on_stream_then(const gpunvme_transfers *transfers, const gpunvme_file *file,
+                                    const struct gpunvme_observer *observer);
+int gpunvme_gpu_write_on_stream_with(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                      const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
-                                     gpunvme_done *done, void *user_data);
+                                     const struct gpunvme_observer *observer);
 /* 1 if gpunvme_pending_wait() would return at once, else 0; 0 for NULL. */
 int gpunvme_pending_is_done(const gpunvme_pending *pending);
 /* Waits for the request, says how it ended, and frees the handle. `result` may be NULL. */
@@ -237,12 +252,19 @@ int gpunvme_queue_read(gpunvme_queue *queue, const gpunvme_file *file, const str
 int gpunvme_queue_write(gpunvme_queue *queue, const gpunvme_file *file, const struct gpunvme_gpu_segment *segments, size_t count,
                         uint64_t user_data);
 /*
- * Takes up to `capacity` requests that are done, and how many in `count`. If there is none it
- * waits for the first, at most `timeout_ms`, or for ever if that is negative; not if none is in
- * flight. gpunvme_last_error() has the sentence of the last of them that failed.
+ * Takes up to `capacity` requests that are done, and how many in `count`. While there are fewer
+ * than `least` it waits, at most `timeout_ms`, or for ever if that is negative; not for more than
+ * `capacity`, nor for more than are in flight. gpunvme_last_error() has the sentence of the last
+ * of them that failed.
  */
-int gpunvme_queue_complete(gpunvme_queue *queue, int timeout_ms, struct gpunvme_finished *finished, size_t capacity,
-                           size_t *count);
+int gpunvme_queue_complete(gpunvme_queue *queue, size_t least, int timeout_ms, struct gpunvme_finished *finished,
+                           size_t capacity, size_t *count);
+/*
+ * Calls off the requests that are in flight. Each still has to be taken: it is done, or ended with
+ * -ECANCELED, and its memory is no longer in use then. What is begun afterwards is not called off.
+ * NULL is fine.
+ */
+void gpunvme_queue_cancel(gpunvme_queue *queue);
 /*
  * 1: the descriptor becomes readable when the next request is done. 0: there is one already, and
  * it will not; or `queue` is NULL.

@@ -14,10 +14,16 @@ use gpunvme::gpu::Cancel;
 use parking_lot::{Condvar, Mutex, RwLock};
 use rustix::io::Errno;
 use std::collections::{HashMap, VecDeque};
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+/// How long a thread looks for requests that end before it sleeps, from when the last one did:
+/// about what a small read takes.
+const LOOK: Duration = Duration::from_micros(50);
+/// Looks before the processor is offered to others, and the clock is asked.
+const LOOKS: u32 = 16;
 /// The lowest bits of a batch's number, as of a file's.
 const TAG: usize = 0b0111;
 
@@ -40,6 +46,8 @@ pub struct Batch {
 struct Ends {
     list: Mutex<List>,
     changed: Condvar,
+    /// Of those in the list, so that one can look without the lock.
+    ended: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -62,8 +70,30 @@ impl Ends {
         let mut list = self.list.lock();
         list.ended.push_back(end);
         list.in_flight -= 1;
+        self.ended.store(list.ended.len(), Ordering::Release);
         if list.ended.len() >= list.wanted || list.in_flight == 0 {
             self.changed.notify_all();
+        }
+    }
+}
+
+impl Ends {
+    /// Looks until so many have ended, as long as that goes on and is expected soon.
+    fn look(&self, least: usize, deadline: Option<Instant>) {
+        let mut ended = self.ended.load(Ordering::Acquire);
+        let in_flight = self.list.lock().in_flight;
+        let least = least.min(ended + in_flight);
+        let mut until = Instant::now() + LOOK;
+        while ended < least {
+            (0..LOOKS).for_each(|_| std::hint::spin_loop());
+            std::thread::yield_now();
+            let (now, there) = (Instant::now(), self.ended.load(Ordering::Acquire));
+            if there != ended {
+                (ended, until) = (there, now + LOOK);
+            }
+            if now >= until || deadline.is_some_and(|deadline| now >= deadline) {
+                return;
+            }
         }
     }
 }
@@ -195,14 +225,15 @@ impl Batch {
 
     /// Takes up to `events.len()` requests that ended, and returns how many. Waits for `least` of
     /// them, but for no more than there are, and not longer than `limit`.
-    pub fn take(&self, least: usize, limit: Option<Duration>, events: &mut [BatchEvent]) -> usize {
+    pub fn take(&self, least: usize, limit: Option<Duration>, events: &mut [MaybeUninit<BatchEvent>]) -> usize {
         let started = Instant::now();
         self.wait(least.min(events.len()), limit);
         let mut list = self.ends.list.lock();
         let count = list.ended.len().min(events.len());
         for (event, End { cookie, status, result }) in events.iter_mut().zip(list.ended.drain(..count)) {
-            *event = BatchEvent { cookie: cookie as *mut _, status, result: result as usize };
+            event.write(BatchEvent { cookie: cookie as *mut _, status, result: result as usize });
         }
+        self.ends.ended.store(list.ended.len(), Ordering::Release);
         drop(list);
         if count > 0 {
             statistics::batch(Batched::Completed, started, count);
@@ -212,6 +243,7 @@ impl Batch {
 
     fn wait(&self, least: usize, limit: Option<Duration>) {
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        self.ends.look(least, deadline);
         let mut list = self.ends.list.lock();
         while list.ended.len() < least && list.in_flight > 0 {
             list.wanted = least;

@@ -4,8 +4,7 @@
 //! counts: `cuFileDriverClose_v2` closes with the last count, `cuFileDriverClose` at once. Closing
 //! waits for what is in flight, which holds an [`Open`].
 //!
-//! In a process that was forked from one where it was open it is closed for good: threads, rings
-//! and CUDA belong to the parent.
+//! In a process that was forked from one that had opened it, it is closed for good ([`fork`]).
 //!
 //! Locks: `STATE`, for moments, but while NVIDIA's library opens or closes.
 
@@ -14,13 +13,14 @@ use crate::batch::Batches;
 use crate::buffers::Buffers;
 use crate::failure::{Code, Result};
 use crate::files::Files;
+use crate::fork;
 use crate::mounts::Mounts;
 use crate::parameters::{self, Size};
 use crate::real::Library;
 use crate::report;
 use crate::streams::Registrations;
 use crate::workers::Workers;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -42,34 +42,30 @@ pub struct Open {
 struct State {
     open: Option<Arc<Open>>,
     uses: i64,
-    /// The process that it was opened in.
-    process: u32,
 }
 
-static STATE: RwLock<State> = RwLock::new(State { open: None, uses: 0, process: 0 });
+static STATE: RwLock<State> = RwLock::new(State { open: None, uses: 0 });
 
 /// What there is, if the driver is open.
 ///
 /// # Errors
 /// [`Code::DriverNotInitialized`].
 pub fn opened() -> Result<Arc<Open>> {
-    let state = STATE.read();
-    match &state.open {
-        Some(open) if !is_forked(&state) => Ok(open.clone()),
-        _ => Err(Code::DriverNotInitialized.into()),
+    if fork::is_forked() {
+        return Err(Code::DriverNotInitialized.into());
     }
+    Ok(STATE.read().open.clone().ok_or(Code::DriverNotInitialized)?)
 }
 
 /// What there is; opens the driver if need be.
 ///
 /// # Errors
-/// [`Code::DriverNotInitialized`] in a process that was forked while it was open.
+/// [`Code::DriverNotInitialized`] in a process that was forked from one that had opened it.
 pub fn open_if_needed() -> Result<Arc<Open>> {
     if let Ok(open) = opened() {
         return Ok(open);
     }
-    let mut state = STATE.write();
-    start(&mut state)
+    Ok(start(&mut *to_be_opened()?))
 }
 
 /// Opens the driver, or counts one more use.
@@ -77,21 +73,23 @@ pub fn open_if_needed() -> Result<Arc<Open>> {
 /// # Errors
 /// As [`open_if_needed`].
 pub fn open() -> Result<()> {
-    let mut state = STATE.write();
+    let mut state = to_be_opened()?;
     let was_open = state.open.is_some();
-    start(&mut state)?;
+    start(&mut state);
     if was_open {
         state.uses += 1;
     }
     Ok(())
 }
 
-fn start(state: &mut State) -> Result<Arc<Open>> {
-    if is_forked(state) {
-        return Err(Code::DriverNotInitialized.into());
-    }
+fn to_be_opened() -> Result<RwLockWriteGuard<'static, State>> {
+    fork::watch();
+    if fork::is_forked() { Err(Code::DriverNotInitialized.into()) } else { Ok(STATE.write()) }
+}
+
+fn start(state: &mut State) -> Arc<Open> {
     if let Some(open) = &state.open {
-        return Ok(open.clone());
+        return open.clone();
     }
     report::start();
     let open = Arc::new(Open {
@@ -103,8 +101,8 @@ fn start(state: &mut State) -> Result<Arc<Open>> {
         workers: Workers::default(),
         properties: Mutex::new(properties()),
     });
-    *state = State { open: Some(open.clone()), uses: 1, process: std::process::id() };
-    Ok(open)
+    *state = State { open: Some(open.clone()), uses: 1 };
+    open
 }
 
 /// Closes the driver; with `counted` only if that was the last use of it.
@@ -112,9 +110,12 @@ fn start(state: &mut State) -> Result<Arc<Open>> {
 /// # Errors
 /// [`Code::DriverNotInitialized`] where it is not open.
 pub fn close(counted: bool) -> Result<()> {
+    if fork::is_forked() {
+        return Err(Code::DriverNotInitialized.into());
+    }
     let open = {
         let mut state = STATE.write();
-        if state.open.is_none() || is_forked(&state) {
+        if state.open.is_none() {
             return Err(Code::DriverNotInitialized.into());
         }
         state.uses -= 1;
@@ -138,17 +139,12 @@ pub fn close(counted: bool) -> Result<()> {
 
 /// How often it was opened and not closed.
 pub fn uses() -> i64 {
-    let state = STATE.read();
-    if is_forked(&state) { 0 } else { state.uses }
+    if fork::is_forked() { 0 } else { STATE.read().uses }
 }
 
 /// Whether it is open, here.
 pub fn is_open() -> bool {
     opened().is_ok()
-}
-
-fn is_forked(state: &State) -> bool {
-    state.open.is_some() && state.process != std::process::id()
 }
 
 fn properties() -> Properties {

@@ -11,10 +11,10 @@ use crate::mounts::OnMount;
 use crate::real::{Library, RealFile};
 use gpunvme::{Error, File};
 use parking_lot::RwLock;
-use rustix::fs::{FileType, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::collections::HashMap;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,7 +27,8 @@ const TAG: usize = 0b1011;
 /// A registered file.
 pub struct Registered {
     number: i32,
-    identity: (u64, u64),
+    /// Another descriptor of the application's open file.
+    opened: OwnedFd,
     readable: bool,
     writable: bool,
     pub server: Server,
@@ -99,12 +100,14 @@ impl Files {
         if flags.contains(OFlags::PATH) {
             return Err(Code::InvalidOpenFlag.into());
         }
-        let identity = (stat.st_dev, stat.st_ino);
-        self.check_free(number, identity)?;
+        self.check_free(number)?;
+        let opened = file.try_clone().map_err(|_| Code::NoDescriptor)?;
         let mode = flags & OFlags::RWMODE;
+        // Where requests go is said by their offsets.
+        let file = if flags.contains(OFlags::APPEND) { reopen(&file, flags, OFlags::APPEND)? } else { file };
         let server = serve(open, file, number, stat.st_dev, flags)?;
         let (readable, writable) = (mode != OFlags::WRONLY, mode != OFlags::RDONLY);
-        let registered = Arc::new(Registered { number, identity, readable, writable, server });
+        let registered = Arc::new(Registered { number, opened, readable, writable, server });
         static NEXT: AtomicUsize = AtomicUsize::new(1);
         let handle = NEXT.fetch_add(1, Ordering::Relaxed) << 4 | TAG;
         let mut table = self.table.write();
@@ -113,11 +116,15 @@ impl Files {
         Ok(handle)
     }
 
-    /// A descriptor is registered once; one that was closed and is another file's now is free.
-    fn check_free(&self, number: i32, identity: (u64, u64)) -> Result<()> {
+    /// A descriptor is registered once; one that was closed and is another open file's now is free.
+    fn check_free(&self, number: i32) -> Result<()> {
         let table = self.table.read();
         let known = table.by_number.get(&number).and_then(|handle| table.files.get(handle));
-        if known.is_some_and(|known| known.identity == identity) { Err(Code::HandleAlreadyRegistered.into()) } else { Ok(()) }
+        if known.is_some_and(|known| crate::memory::is_same_open_file(number, known.opened.as_fd())) {
+            Err(Code::HandleAlreadyRegistered.into())
+        } else {
+            Ok(())
+        }
     }
 
     /// The file behind a handle.
@@ -170,7 +177,15 @@ fn serve(open: &Open, file: OwnedFd, number: i32, device: u64, flags: OFlags) ->
     if !flags.contains(OFlags::DIRECT) {
         return Ok(Server::Plain(file));
     }
-    let flags = flags.difference(OFlags::DIRECT | OFlags::CREATE | OFlags::EXCL | OFlags::TRUNC) | OFlags::CLOEXEC;
-    let buffered = rustix::fs::open(proc_path(file.as_raw_fd()), flags, rustix::fs::Mode::empty());
+    let buffered = reopen(&file, flags, OFlags::DIRECT | OFlags::APPEND);
     Ok(Server::Plain(buffered.unwrap_or(file)))
+}
+
+/// The file behind a descriptor, opened with its flags but for some.
+///
+/// # Errors
+/// [`Code::InvalidOpenFlag`] where the kernel does not open it again.
+fn reopen(file: &OwnedFd, flags: OFlags, but: OFlags) -> Result<OwnedFd> {
+    let flags = flags.difference(but | OFlags::CREATE | OFlags::EXCL | OFlags::TRUNC) | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(proc_path(file.as_raw_fd()), flags, Mode::empty()).map_err(|_| Code::InvalidOpenFlag)?)
 }

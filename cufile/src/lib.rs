@@ -25,9 +25,13 @@ mod batch;
 mod buffers;
 mod driver;
 #[allow(unsafe_code)]
+mod environment;
+#[allow(unsafe_code)]
 mod exports;
 mod failure;
 mod files;
+#[allow(unsafe_code)]
+mod fork;
 #[allow(unsafe_code)]
 mod memory;
 mod mounts;

@@ -4,7 +4,7 @@ use crate::failure::{Code, Result};
 use gpunvme_cuda::{Allocation, Cuda, Place};
 use rustix::io::Errno;
 use rustix::param::page_size;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// CUDA, if there is a driver with a GPU. It is loaded when it is first asked for.
 pub fn cuda() -> Option<&'static Cuda> {
@@ -58,6 +58,16 @@ fn is_mapped(address: u64, len: u64) -> bool {
         // SAFETY: mincore(2) touches nothing at the range, and `resident` has a byte for each page.
         unsafe { libc::mincore(from, (count * page) as usize, resident.as_mut_ptr()) == 0 }
     })
+}
+
+/// Whether a number of the application's stands for the same open file as a descriptor of ours. Yes,
+/// where the kernel does not tell.
+pub fn is_same_open_file(number: i32, descriptor: BorrowedFd<'_>) -> bool {
+    /// `KCMP_FILE` of linux/kcmp.h.
+    const FILE: libc::c_int = 0;
+    let process = std::process::id();
+    // SAFETY: kcmp(2) touches no memory.
+    unsafe { libc::syscall(libc::SYS_kcmp, process, process, FILE, number, descriptor.as_raw_fd()) <= 0 }
 }
 
 /// Another descriptor of the open file behind a number of the application's.

@@ -4,9 +4,8 @@
 //! batches. Like NVIDIA's library this one checks no range when they are set.
 
 use crate::abi::{CONTROL_ALLOW_COMPAT, CONTROL_POLL};
-use crate::driver;
 use crate::failure::{Code, Result};
-use crate::version;
+use crate::{driver, environment, fork, version};
 use parking_lot::Mutex;
 
 /// A number (`CUFileSizeTConfigParameter_t`) that is a property of the driver as well.
@@ -93,11 +92,17 @@ pub fn control_flags() -> u32 {
 }
 
 fn known(which: u32, count: usize) -> Result<usize> {
+    check_process()?;
     let which = which as usize;
     if which < count { Ok(which) } else { Err(Code::InvalidValue.into()) }
 }
 
+fn check_process() -> Result<()> {
+    if fork::is_forked() { Err(Code::DriverNotInitialized.into()) } else { Ok(()) }
+}
+
 fn while_closed() -> Result<()> {
+    check_process()?;
     if driver::is_open() { Err(Code::DriverAlreadyOpen.into()) } else { Ok(()) }
 }
 
@@ -154,7 +159,7 @@ fn texts() -> usize {
 /// environment counts too.
 pub fn get_text(which: u32) -> Result<String> {
     let at = known(which, texts())?;
-    let of_environment = || std::env::var("CUFILE_LOGFILE_PATH").ok().filter(|_| at == LOG_FILE);
+    let of_environment = || environment::text("CUFILE_LOGFILE_PATH").filter(|_| at == LOG_FILE);
     Ok(with(|values| values.texts[at].clone()).or_else(of_environment).ok_or(Code::InvalidValue)?)
 }
 
@@ -199,6 +204,7 @@ pub fn set_slabs(which: Slabs, list: Vec<(usize, usize)>) -> Result<()> {
 /// # Errors
 /// [`Code::InvalidValue`] where it has not.
 pub fn get_slabs(which: Slabs, len: usize) -> Result<Vec<(usize, usize)>> {
+    check_process()?;
     let list = with(|values| slabs(values, which).clone());
     if list.len() == len { Ok(list) } else { Err(Code::InvalidValue.into()) }
 }

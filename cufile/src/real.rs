@@ -2,16 +2,18 @@
 //!
 //! It guards against going round in circles. That library calls some of its own functions by name,
 //! and this one, loaded first, has the same names: so it is opened with `RTLD_DEEPBIND`, by its
-//! path, and never if it turns out to be this library.
+//! path, and never if it turns out to be this library. And it guards that no library is loaded that
+//! another user put there, unless this user names it.
 
 use crate::abi::{Descriptor, KIND_FD, Status};
+use crate::environment;
 use crate::failure::{Failure, Result};
 use crate::files::Direction;
 use crate::transfer::Range;
-use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,10 +57,11 @@ impl Library {
     }
 
     fn find() -> Option<Library> {
-        if let Some(path) = std::env::var_os("GPUNVME_CUFILE_REAL") {
+        if let Some(path) = environment::variable("GPUNVME_CUFILE_REAL") {
             return if path == "off" { None } else { Library::open(Path::new(&path)) };
         }
-        folders().iter().find_map(|folder| Library::open(&folder.join(NAME)))
+        let found = folders().into_iter().filter_map(|folder| folder.join(NAME).canonicalize().ok());
+        found.filter(|path| is_trusted(path)).find_map(|path| Library::open(&path))
     }
 
     fn open(path: &Path) -> Option<Library> {
@@ -201,18 +204,36 @@ fn check(status: Status) -> Result<()> {
     if status.code == 0 { Ok(()) } else { Err(Failure::Real(status)) }
 }
 
-/// Where it may lie: beside other libraries of this process, and where CUDA is installed.
-fn folders() -> BTreeSet<PathBuf> {
+/// Where it may lie, in the order in which it is looked for: where the loader would find it, beside
+/// libraries of CUDA's that this process has loaded, and where CUDA is installed.
+fn folders() -> Vec<PathBuf> {
+    let listed = environment::variable("LD_LIBRARY_PATH").unwrap_or_default();
+    let mut folders: Vec<PathBuf> = std::env::split_paths(&listed).filter(|folder| folder.is_absolute()).collect();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let mapped = maps.lines().filter_map(|line| Path::new(&line[line.find('/')?..]).parent());
-    let mut folders: BTreeSet<PathBuf> = mapped.map(Path::to_owned).collect();
-    let listed = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    folders.extend(std::env::split_paths(&listed).filter(|folder| folder.is_absolute()));
+    folders.extend(maps.lines().filter_map(folder_of_library).map(Path::to_owned));
     folders.extend(
         ["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"]
             .map(PathBuf::from),
     );
     folders
+}
+
+/// The folder of a library of CUDA's, if that is what a line of proc_pid_maps(5) is about. Other
+/// files may lie where anyone may put a library beside them.
+fn folder_of_library(line: &str) -> Option<&Path> {
+    let is_code = line.split(' ').nth(1)?.contains('x');
+    let path = Path::new(&line[line.find('/')?..]);
+    let name = path.file_name()?.to_str()?;
+    (is_code && name.starts_with("libcu") && name.contains(".so")).then_some(path.parent()?)
+}
+
+/// Whether only root and this user may put something else in the place of a file that was found.
+fn is_trusted(path: &Path) -> bool {
+    let mine = rustix::process::geteuid().as_raw();
+    [Some(path), path.parent()].into_iter().flatten().all(|path| {
+        let writable_by_all = 0o002;
+        path.metadata().is_ok_and(|found| [0, mine].contains(&found.uid()) && found.mode() & writable_by_all == 0)
+    })
 }
 
 /// The file of this library.

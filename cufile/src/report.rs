@@ -1,9 +1,10 @@
 //! The line at the end of a process that says which way its bytes went, and the log, both for those
 //! who ask for them.
 
+use crate::environment;
 use crate::statistics::{TOTALS, Totals};
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::io::{IsTerminal, Write as _};
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 
@@ -13,11 +14,12 @@ static PROCESS: OnceLock<u32> = OnceLock::new();
 /// Has the line written at the end if `GPUNVME_CUFILE_REPORT` asks for it, and begins to log.
 pub fn start() {
     PROCESS.get_or_init(|| {
-        if let Ok(filter) = std::env::var("GPUNVME_CUFILE_LOG") {
-            let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+        if let Some(filter) = environment::text("GPUNVME_CUFILE_LOG") {
+            let colours = std::io::stderr().is_terminal();
+            let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours);
             let _ = log.try_init(); // the application may have one
         }
-        if std::env::var_os("GPUNVME_CUFILE_REPORT").is_some() {
+        if environment::variable("GPUNVME_CUFILE_REPORT").is_some() {
             crate::exports::at_exit(write);
         }
         std::process::id()
@@ -29,7 +31,7 @@ fn write() {
     if PROCESS.get() != Some(&std::process::id()) {
         return;
     }
-    let Some(place) = std::env::var_os("GPUNVME_CUFILE_REPORT") else { return };
+    let Some(place) = environment::variable("GPUNVME_CUFILE_REPORT") else { return };
     let line = line();
     // There is nobody left to tell of a failure.
     let _ = if place == "1" {

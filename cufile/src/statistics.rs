@@ -6,6 +6,7 @@
 use crate::abi::{Counter, GPUS, GpuStatistics, Level1, PerGpu, Sizes};
 use crate::failure::{Code, Result};
 use crate::files::Direction;
+use crate::fork;
 use crate::memory;
 use crate::transfer::Range;
 use gpunvme::{Moved, Transfer};
@@ -120,7 +121,7 @@ fn with(use_them: impl FnOnce(&mut Counters)) {
 
 /// The level.
 pub fn level() -> i32 {
-    LEVEL.load(Ordering::Relaxed)
+    if fork::is_forked() { 0 } else { LEVEL.load(Ordering::Relaxed) }
 }
 
 /// Sets the level.

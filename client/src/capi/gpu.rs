@@ -39,17 +39,37 @@ struct UserData(*mut c_void);
 // SAFETY: it is the caller's, who knows that another thread calls back.
 unsafe impl Send for UserData {}
 
-/// Calls a function of C's before a stream goes on.
-struct Told {
-    done: Done,
+/// `struct gpunvme_observer`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CObserver {
+    begins: Option<unsafe extern "C" fn(user_data: *mut c_void, moved_by: *mut i64) -> c_int>,
+    ends: Option<Done>,
+    user_data: *mut c_void,
+}
+
+/// Calls functions of C's while a stream works on a request.
+struct Watching {
+    begins: Option<unsafe extern "C" fn(user_data: *mut c_void, moved_by: *mut i64) -> c_int>,
+    ends: Done,
     user_data: UserData,
 }
 
-impl Observer for Told {
+impl Observer for Watching {
+    fn begins(&mut self) -> std::result::Result<i64, Errno> {
+        let Some(begins) = self.begins else { return Ok(0) };
+        let mut moved_by = 0;
+        // SAFETY: the header says how it is called.
+        match unsafe { begins(self.user_data.0, &mut moved_by) } {
+            0 => Ok(moved_by),
+            error => Err(Errno::from_raw_os_error(error.saturating_neg())),
+        }
+    }
+
     fn ends(&mut self, outcome: &Result<Transfer>) {
         let (code, result) = told(outcome);
         // SAFETY: the header says how it is called.
-        unsafe { (self.done)(self.user_data.0, code, &result) }
+        unsafe { (self.ends)(self.user_data.0, code, &result) }
     }
 }
 
@@ -174,7 +194,7 @@ pub unsafe extern "C" fn gpunvme_gpu_forget(transfers: *const Transfers, address
 
 macro_rules! requests {
     (
-        $now:ident, $then:ident, $on_stream:ident, $on_stream_then:ident, $queued:ident,
+        $now:ident, $then:ident, $on_stream:ident, $on_stream_with:ident, $queued:ident,
         $rust:ident, $rust_then:ident, $rust_on_stream:ident, $rust_on_stream_with:ident
     ) => {
         /// See the header.
@@ -257,22 +277,22 @@ macro_rules! requests {
         /// # Safety
         /// Pointers are as the header says.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $on_stream_then(
+        pub unsafe extern "C" fn $on_stream_with(
             transfers: *const Transfers,
             file: *const File,
             segments: *const Segment,
             count: usize,
             flags: u32,
             stream: *mut c_void,
-            done: Option<Done>,
-            user_data: *mut c_void,
+            observer: *const CObserver,
         ) -> c_int {
             let (transfers, file, segments) = call!(transfers, file, segments, count, flags);
-            let Some(done) = done else { return null("done") };
-            let observer = Told { done, user_data: UserData(user_data) };
+            let CObserver { begins, ends, user_data } = *get!(observer);
+            let Some(ends) = ends else { return null("ends") };
+            let observer = Watching { begins, ends, user_data: UserData(user_data) };
             // SAFETY: the header asks the same of the memory and the stream.
             let begun = unsafe { transfers.$rust_on_stream_with(file, segments, stream as usize, observer) };
-            begun.map_or_else(|error| fail(&error), |_| 0) // the observer tells how it ends
+            begun.map_or_else(|error| fail(&error), |_| 0) // the observer is told how it ends
         }
 
         /// See the header.
@@ -306,7 +326,7 @@ requests!(
     gpunvme_gpu_read,
     gpunvme_gpu_read_then,
     gpunvme_gpu_read_on_stream,
-    gpunvme_gpu_read_on_stream_then,
+    gpunvme_gpu_read_on_stream_with,
     gpunvme_queue_read,
     read,
     read_then,
@@ -317,7 +337,7 @@ requests!(
     gpunvme_gpu_write,
     gpunvme_gpu_write_then,
     gpunvme_gpu_write_on_stream,
-    gpunvme_gpu_write_on_stream_then,
+    gpunvme_gpu_write_on_stream_with,
     gpunvme_queue_write,
     write,
     write_then,
@@ -393,6 +413,7 @@ pub unsafe extern "C" fn gpunvme_queue_destroy(queue: *mut CQueue) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpunvme_queue_complete(
     queue: *mut CQueue,
+    least: usize,
     timeout_ms: c_int,
     finished: *mut CFinished,
     capacity: usize,
@@ -404,14 +425,15 @@ pub unsafe extern "C" fn gpunvme_queue_complete(
         return null("finished and count");
     }
     let wait = match timeout_ms {
-        _ if !queue.finished.is_empty() => Wait::No,
         0 => Wait::No,
         ms => u64::try_from(ms).map_or(Wait::Forever, |ms| Wait::Timeout(Duration::from_millis(ms))),
     };
-    if let Err(error) = queue.queue.complete(wait, &mut queue.taken) {
+    let least = least.min(capacity).saturating_sub(queue.finished.len());
+    let completed = queue.queue.complete_at_least(least, wait, &mut queue.taken);
+    queue.finished.extend(queue.taken.drain(..));
+    if let Err(error) = completed {
         return fail(&error);
     }
-    queue.finished.extend(queue.taken.drain(..));
     let there = queue.finished.len().min(capacity);
     for (at, Finished { user_data, result }) in queue.finished.drain(..there).enumerate() {
         let (error, result) = told(&result);
@@ -420,6 +442,18 @@ pub unsafe extern "C" fn gpunvme_queue_complete(
     }
     // SAFETY: it is not NULL, and the header asks for room for a number.
     unsafe { store(count, Ok(there)) }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_queue_cancel(queue: *mut CQueue) {
+    // SAFETY: the header asks for NULL or an open handle that no other thread uses meanwhile.
+    if let Some(queue) = unsafe { queue.as_mut() } {
+        queue.queue.cancel();
+    }
 }
 
 /// See the header.

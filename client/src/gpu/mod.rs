@@ -31,6 +31,8 @@
 mod answer;
 mod attachments;
 mod memory;
+#[allow(unsafe_code)]
+mod on_stream;
 mod outcome;
 mod pipeline;
 #[allow(unsafe_code)]

@@ -1,7 +1,7 @@
 //! The completion queue of requests on GPU memory: for one thread with many in flight.
 
 use super::answer::{Collection, End, Finished, QueueEnd};
-use super::request::Segment;
+use super::request::{Cancel, Segment};
 use super::transfers::Transfers;
 use crate::error::Result;
 use crate::file::File;
@@ -37,7 +37,11 @@ const SPIN_LIMIT: Duration = Duration::from_micros(50);
 /// ```
 #[derive(Debug)]
 pub struct Queue {
+    /// By which the application made it.
+    made_by: Transfers,
+    /// Those, with what calls off what is in flight now.
     transfers: Transfers,
+    cancel: Cancel,
     collection: Arc<Collection>,
     in_flight: usize,
 }
@@ -51,7 +55,9 @@ impl Transfers {
     /// [`Error::Path`]: crate::Error::Path
     pub fn queue(&self) -> Result<Queue> {
         let collection = Collection::new().map_err(|errno| self.failed("make a queue", errno))?;
-        Ok(Queue { transfers: self.clone(), collection: Arc::new(collection), in_flight: 0 })
+        let cancel = Cancel::within(self.cancel());
+        let transfers = self.cancellable(&cancel);
+        Ok(Queue { made_by: self.clone(), transfers, cancel, collection: Arc::new(collection), in_flight: 0 })
     }
 }
 
@@ -90,20 +96,41 @@ impl Queue {
         self.in_flight
     }
 
+    /// Calls off the requests in flight, as [`Cancel::cancel`] does; each is still to be taken by
+    /// [`Queue::complete`]. Requests that are begun afterwards are not called off.
+    pub fn cancel(&mut self) {
+        self.cancel.cancel();
+        self.cancel = Cancel::within(self.made_by.cancel());
+        self.transfers = self.made_by.cancellable(&self.cancel);
+    }
+
     /// Appends the requests that are done, in the order in which they became so, and returns how
     /// many; waits for the first if there is none, but not if none is in flight.
     ///
     /// # Errors
     /// [`crate::Error::Path`] if the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Finished>) -> Result<usize> {
+        self.complete_at_least(1, wait, out)
+    }
+
+    /// [`Queue::complete`], waiting for `least` requests: for all that are in flight, if they are
+    /// fewer.
+    ///
+    /// # Errors
+    /// As [`Queue::complete`]. What was appended by then is not lost.
+    pub fn complete_at_least(&mut self, least: usize, wait: Wait, out: &mut Vec<Finished>) -> Result<usize> {
         let mut spin = Spin::new();
         let deadline = wait.deadline(spin.now());
+        let mut taken = 0;
         loop {
-            let taken = self.take(out);
-            if taken > 0 || self.in_flight == 0 || deadline.is_some_and(|deadline| spin.now() >= deadline) {
+            let more = self.take(out);
+            taken += more;
+            if taken >= least || self.in_flight == 0 || deadline.is_some_and(|deadline| spin.now() >= deadline) {
                 return Ok(taken);
             }
-            if !spin.goes_on(SPIN_LIMIT) && self.arm() {
+            if more > 0 {
+                spin.restart();
+            } else if !spin.goes_on(SPIN_LIMIT) && self.arm() {
                 self.sleep(deadline)?;
                 spin.look_at_clock();
             }

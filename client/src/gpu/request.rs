@@ -65,20 +65,32 @@ impl Allocation {
 
 /// Calls off requests ([`super::Transfers::cancellable`]). Copies of it call off the same requests.
 #[derive(Clone, Debug, Default)]
-pub struct Cancel(Arc<AtomicBool>);
+pub struct Cancel(Arc<Flag>);
+
+#[derive(Debug, Default)]
+struct Flag {
+    set: AtomicBool,
+    /// What calls off more than this does.
+    wider: Option<Cancel>,
+}
 
 impl Cancel {
+    /// One that calls off some of the requests that `wider` does.
+    pub(super) fn within(wider: Option<&Cancel>) -> Cancel {
+        Cancel(Arc::new(Flag { set: AtomicBool::new(false), wider: wider.cloned() }))
+    }
+
     /// Calls off those of its requests of which anything is still to be begun. Each is answered
     /// with an [`crate::Error::Transfer`] of `ECANCELED` when what was begun of it is done, and its
     /// memory is no longer in use then; what is in the memory of a read, or in the file of a write,
     /// may have changed in part. Requests that are made afterwards are called off as well.
     pub fn cancel(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.set.store(true, Ordering::Release);
     }
 
     /// Whether [`Cancel::cancel`] was called.
     pub fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.set.load(Ordering::Acquire) || self.0.wider.as_ref().is_some_and(Cancel::is_cancelled)
     }
 }
 

@@ -8,7 +8,7 @@ use super::memory::registrations::Registrations;
 use super::outcome::action;
 use super::pipeline::copy_stream::CopyStream;
 use super::pipeline::executor::Executor;
-use super::pipeline::inline::{self, InlineExecutors};
+use super::pipeline::inline::{self, InlineExecutor, InlineExecutors};
 use super::pipeline::mailbox::Mailbox;
 use super::pipeline::worker::{Mail, PIECES, Worker};
 use super::request::{Allocation, Cancel, Parts, Request, Segment, SegmentPart, Source};
@@ -21,7 +21,7 @@ use crate::ring::{Ring, RingName};
 use crate::transfer::{Require, Transfer};
 use gpunvme_abi::{Direction, MAX_OFFSET, Reason, Route};
 use gpunvme_cuda::{self as cuda, Cuda, Gpu, Place, Scatter};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::fmt;
 use std::num::NonZero;
@@ -43,10 +43,11 @@ pub struct Settings {
     /// memory, pinned, on the GPU's NUMA node.
     pub staging: usize,
     /// Threads that may at once do their own requests, by calls that wait ([`Transfers::read`],
-    /// [`Transfers::write`]) for at most 1 MiB in at most 8 parts: by default as many as the
-    /// machine has processors, and at most 16; never more than 32. For each the library makes a
-    /// ring, and a staging pool of 2 MiB for each GPU that it uses, beside the other one. A thread
-    /// of the library does what others ask for, and what the mount or a GPU has no room for.
+    /// [`Transfers::write`]) for at most 1 MiB, and one of them for at most 16 MiB, in at most 8
+    /// parts: by default as many as the machine has processors, and at most 16; never more than 32.
+    /// For each the library makes a ring, and a staging pool of 2 MiB for each GPU that it uses,
+    /// beside the other one. A thread of the library does what others ask for, and what the mount
+    /// or a GPU has no room for.
     pub callers: usize,
     /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD
     /// reaches them: by default as much as the GPU's BAR shows.
@@ -160,8 +161,8 @@ impl Transfers {
         Transfers { require, ..self.clone() }
     }
 
-    /// A copy whose requests `cancel` calls off. Requests in the order of a stream are not called
-    /// off.
+    /// A copy whose requests `cancel` calls off, instead of what called off those of this one.
+    /// Requests in the order of a stream are not called off.
     #[must_use]
     pub fn cancellable(&self, cancel: &Cancel) -> Transfers {
         Transfers { cancel: Some(cancel.clone()), ..self.clone() }
@@ -232,91 +233,6 @@ impl Transfers {
         self.begin(Direction::Write, file, segments, End::Callback(Box::new(done)))
     }
 
-    /// Puts a read into the order of a CUDA stream: it begins when the stream comes to it, and
-    /// what is put into the stream afterwards sees the bytes.
-    ///
-    /// The stream goes on even if the read fails; [`Pending::wait`] tells. While it waits, calls
-    /// that wait for the stream wait for the read. All that CUDA has to do for the read is in the
-    /// stream when the call returns, so calls that wait for the whole GPU (`cudaFree`,
-    /// `cuMemFree`) may be made meanwhile, in any thread.
-    ///
-    /// The call returns before the stream comes to the read, unless there is no room: CUDA takes a
-    /// limited number of operations into a stream, of which a read takes two or three for each 512
-    /// KiB (two for pinned host memory), and more where many small pieces are copied singly; and a
-    /// GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come
-    /// to. A call that finds no room waits until streams went on.
-    ///
-    /// Where a file becomes shorter between the call and the read, what is in memory behind its
-    /// end is undefined. Where a kernel of the application crashes, its context ends with all
-    /// streams: such requests are answered with [`Error::Cuda`] within a second. That is only so
-    /// in the context that the CUDA runtime uses, the GPU's primary one: in one of the
-    /// application's own (`cuCtxCreate`) they are never answered, and dropping the `Transfers`
-    /// waits for them.
-    ///
-    /// # Safety
-    /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is
-    /// the default stream. As for [`Transfers::read`], from when the stream comes to the read
-    /// until it has passed it.
-    ///
-    /// # Errors
-    /// As [`Transfers::read`], if nothing was begun; [`Error::StreamCaptured`]; [`Error::Cuda`]
-    /// where CUDA does not take all of it, and any segment may have changed in part then; later
-    /// ones come with the answer. After an error of either kind the memory may still be in use
-    /// until the stream has passed what was put into it.
-    pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.begin_on_stream(Direction::Read, file, segments, stream, None)
-    }
-
-    /// [`Transfers::read_on_stream`], with an observer: it may move the file offsets when the
-    /// stream comes to the read, and is told the outcome before the stream goes on.
-    ///
-    /// Where offsets were moved, what is in memory behind the end of the file is undefined.
-    ///
-    /// # Safety
-    /// As for [`Transfers::read_on_stream`].
-    ///
-    /// # Errors
-    /// As [`Transfers::read_on_stream`]. The observer is not called after one of the call itself.
-    pub unsafe fn read_on_stream_with(
-        &self,
-        file: &File,
-        segments: &[Segment],
-        stream: usize,
-        observer: impl Observer + 'static,
-    ) -> Result<Pending> {
-        self.begin_on_stream(Direction::Read, file, segments, stream, Some(Box::new(observer)))
-    }
-
-    /// Puts a write into the order of a CUDA stream, as [`Transfers::read_on_stream`] does: it
-    /// writes what is in memory when the stream comes to it, and what is put into the stream
-    /// afterwards may change the memory.
-    ///
-    /// # Safety
-    /// As for [`Transfers::read_on_stream`].
-    ///
-    /// # Errors
-    /// As [`Transfers::read_on_stream`].
-    pub unsafe fn write_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.begin_on_stream(Direction::Write, file, segments, stream, None)
-    }
-
-    /// [`Transfers::write_on_stream`], with an observer, as [`Transfers::read_on_stream_with`].
-    ///
-    /// # Safety
-    /// As for [`Transfers::read_on_stream`].
-    ///
-    /// # Errors
-    /// As [`Transfers::read_on_stream_with`].
-    pub unsafe fn write_on_stream_with(
-        &self,
-        file: &File,
-        segments: &[Segment],
-        stream: usize,
-        observer: impl Observer + 'static,
-    ) -> Result<Pending> {
-        self.begin_on_stream(Direction::Write, file, segments, stream, Some(Box::new(observer)))
-    }
-
     /// The route that transfers to and from the memory at an address take now, and why not a
     /// faster one. Where that is `p2p` the memory is registered then: what the first transfer
     /// would have to do is done.
@@ -341,6 +257,11 @@ impl Transfers {
         self.inner.registrations.forget(address, len);
     }
 
+    /// What calls off its requests.
+    pub(super) fn cancel(&self) -> Option<&Cancel> {
+        self.cancel.as_ref()
+    }
+
     pub(super) fn failed(&self, action: &'static str, errno: Errno) -> Error {
         Error::Path { path: self.inner.path.clone(), action, errno }
     }
@@ -357,7 +278,8 @@ impl Transfers {
                 return inline::serve(&mut executor, |executor| executor.read_by_call(request, file), &answer);
             }
             let source = Source::Ring(in_ring(file, executor.ring())?);
-            let request = self.request(direction, source, found, end);
+            let mut request = self.request(direction, source, found, end);
+            request.piece_len = request.piece_len.min(inline::PIECE);
             return inline::serve(&mut executor, |executor| executor.begin(request), &answer);
         }
         self.hand_over(direction, file, found, end)?;
@@ -389,7 +311,7 @@ impl Transfers {
     }
 
     /// Looks up the memory of a request, and puts it into a stream.
-    fn begin_on_stream(
+    pub(super) fn begin_on_stream(
         &self,
         direction: Direction,
         file: &File,
@@ -536,12 +458,12 @@ impl Inner {
     }
 
     /// A free executor for a request, if it is short enough and there is one.
-    fn inline_executor(&self, found: &Found) -> Option<MutexGuard<'_, Executor>> {
+    fn inline_executor(&self, found: &Found) -> Option<InlineExecutor<'_>> {
         if found.bytes > inline::LONGEST || found.parts.len() > inline::PARTS {
             return None;
         }
         let has_all = |executor: &Executor| found.gpus().all(|gpu| executor.has_copy_stream(gpu));
-        let mut executor = self.inline.take(&self.mount, self.blocks, has_all)?;
+        let mut executor = self.inline.take(&self.mount, self.blocks, found.bytes, has_all)?;
         for gpu in found.gpus() {
             if !executor.has_copy_stream(gpu) {
                 executor

@@ -6,6 +6,7 @@ use crate::driver;
 use crate::failure::{Code, Result};
 use crate::statistics::{self, Event};
 use std::ffi::{c_uint, c_void};
+use std::mem::MaybeUninit;
 use std::time::Duration;
 
 /// Makes a batch of at most so many requests. Opens the driver.
@@ -70,11 +71,8 @@ pub unsafe extern "C" fn cuFileBatchIOGetStatus(
         let open = driver::opened()?;
         let batch = open.batches.get(batch as usize)?;
         drop(open); // a driver that closes need not wait for this
-        // SAFETY: the caller vouches for the room, which is zeroed before it is referred to.
-        let events = unsafe {
-            events.write_bytes(0, room as usize);
-            std::slice::from_raw_parts_mut(events, room as usize)
-        };
+        // SAFETY: the caller vouches for the room. Nothing is asked of what is in it.
+        let events = unsafe { std::slice::from_raw_parts_mut(events.cast::<MaybeUninit<BatchEvent>>(), room as usize) };
         let taken = batch.take(least as usize, limit, events) as c_uint;
         // SAFETY: it is not NULL, as was seen above.
         unsafe { count.write(taken) };

@@ -21,43 +21,40 @@ unsafe fn submit(direction: Direction, handle: *mut c_void, request: Request) ->
     unsafe { streams::submit(&open, file, direction, request) }
 }
 
-/// Puts a read into the order of a stream. The result is there before the stream goes on.
-///
-/// # Safety
-/// The memory, and what the pointers point to, are the application's until the stream has passed
-/// the read; the stream is one of this process.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileReadAsync(
-    handle: *mut c_void,
-    memory: *mut c_void,
-    size: *mut usize,
-    file_offset: *mut i64,
-    memory_offset: *mut i64,
-    done: *mut isize,
-    stream: *mut c_void,
-) -> Status {
-    let request = Request { memory, size, file_offset, memory_offset, done, stream };
-    // SAFETY: as the caller says.
-    status(unsafe { submit(Direction::Read, handle, request) })
+macro_rules! request {
+    ($(#[$doc:meta])* $name:ident, $direction:expr) => {
+        $(#[$doc])*
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(
+            handle: *mut c_void,
+            memory: *mut c_void,
+            size: *mut usize,
+            file_offset: *mut i64,
+            memory_offset: *mut i64,
+            done: *mut isize,
+            stream: *mut c_void,
+        ) -> Status {
+            let request = Request { memory, size, file_offset, memory_offset, done, stream };
+            // SAFETY: as the caller says.
+            status(unsafe { submit($direction, handle, request) })
+        }
+    };
 }
 
-/// Puts a write into the order of a stream, as [`cuFileReadAsync`].
-///
-/// # Safety
-/// As [`cuFileReadAsync`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileWriteAsync(
-    handle: *mut c_void,
-    memory: *mut c_void,
-    size: *mut usize,
-    file_offset: *mut i64,
-    memory_offset: *mut i64,
-    done: *mut isize,
-    stream: *mut c_void,
-) -> Status {
-    let request = Request { memory, size, file_offset, memory_offset, done, stream };
-    // SAFETY: as the caller says.
-    status(unsafe { submit(Direction::Write, handle, request) })
+request! {
+    /// Puts a read into the order of a stream. The result is there before the stream goes on.
+    ///
+    /// # Safety
+    /// The memory, and what the pointers point to, are the application's until the stream has
+    /// passed the read; the stream is one of this process.
+    cuFileReadAsync, Direction::Read
+}
+request! {
+    /// Puts a write into the order of a stream, as [`cuFileReadAsync`].
+    ///
+    /// # Safety
+    /// As [`cuFileReadAsync`].
+    cuFileWriteAsync, Direction::Write
 }
 
 /// Says which of a request's numbers do not change after the call, in this stream. Opens the

@@ -26,6 +26,8 @@ int cuStreamCreate(CUstream *stream, unsigned int flags);
 int cuStreamSynchronize(CUstream stream);
 
 #define PARTS 16
+/* Of the filesystem, in bytes. */
+#define BLOCK 4096
 
 static void check(int result)
 {
@@ -59,6 +61,25 @@ static void note(void *user_data, int error, const struct gpunvme_result *result
 	if (error)
 		errx(1, "%s", gpunvme_last_error());
 	*(_Atomic uint64_t *)user_data = result->bytes;
+}
+
+static void refused(void *user_data, int error, const struct gpunvme_result *result)
+{
+	*(_Atomic uint64_t *)user_data = result->bytes ? result->bytes : (uint64_t)-error;
+}
+
+static int one_block_on(void *user_data, int64_t *moved_by)
+{
+	(void)user_data;
+	*moved_by = BLOCK;
+	return 0;
+}
+
+static int refuse(void *user_data, int64_t *moved_by)
+{
+	(void)user_data;
+	(void)moved_by;
+	return -EPERM;
 }
 
 int main(int argc, char **argv)
@@ -128,12 +149,27 @@ int main(int argc, char **argv)
 		;
 	check(gpunvme_pending_wait(read, NULL));
 
-	/* The outcome is there when the stream has gone on. */
+	/* The outcome is there when the stream has gone on, and offsets may change until it comes. */
 	_Atomic uint64_t bytes = 0;
-	check(gpunvme_gpu_read_on_stream_then(transfers, from, parts, PARTS, 0, stream, note, &bytes));
+	struct gpunvme_observer observer = { NULL, note, &bytes };
+	check(gpunvme_gpu_read_on_stream_with(transfers, from, parts, PARTS, 0, stream, &observer));
 	cuda(cuStreamSynchronize(stream));
 	if (bytes != len)
 		errx(1, "%llu bytes told before the stream went on", (unsigned long long)bytes);
+	observer.begins = one_block_on;
+	check(gpunvme_gpu_read_on_stream_with(transfers, from, parts, PARTS, 0, stream, &observer));
+	cuda(cuStreamSynchronize(stream));
+	if (bytes != len - BLOCK)
+		errx(1, "%llu bytes from one block on", (unsigned long long)bytes);
+	observer = (struct gpunvme_observer){ refuse, refused, &bytes };
+	check(gpunvme_gpu_read_on_stream_with(transfers, from, parts, PARTS, 0, stream, &observer));
+	cuda(cuStreamSynchronize(stream));
+	if (bytes != EPERM)
+		errx(1, "a refused request ended with %llu", (unsigned long long)bytes);
+	observer.ends = NULL;
+	expect(gpunvme_gpu_read_on_stream_with(transfers, from, parts, PARTS, 0, stream, &observer), -EINVAL, "ends");
+	expect(gpunvme_gpu_read_on_stream_with(transfers, from, parts, PARTS, 0, stream, NULL), -EINVAL, "observer");
+	check(gpunvme_gpu_read(transfers, from, parts, PARTS, 0, NULL));
 
 	/* A queue, with a descriptor to wait for. */
 	check(gpunvme_queue_create(transfers, 0, &queue));
@@ -144,19 +180,39 @@ int main(int argc, char **argv)
 
 		if (gpunvme_queue_arm(queue) == 1 && poll(&ready, 1, 20000) != 1)
 			errx(1, "no signal");
-		check(gpunvme_queue_complete(queue, 0, finished, 3, &count));
+		check(gpunvme_queue_complete(queue, 1, 0, finished, 3, &count));
 		for (size_t i = 0; i < count; i++)
 			if (finished[i].error || finished[i].result.bytes != len / PARTS || finished[i].user_data < PARTS / 2)
 				errx(1, "%s", gpunvme_last_error());
 		all += count;
 	}
 	check(gpunvme_queue_read(queue, from, parts, 1, 7));
-	check(gpunvme_queue_complete(queue, -1, finished, 3, &count));
+	check(gpunvme_queue_complete(queue, 1, -1, finished, 3, &count));
 	if (count != 1 || finished[0].user_data != 7)
 		errx(1, "%zu requests", count);
-	check(gpunvme_queue_complete(queue, -1, finished, 3, &count));
+	check(gpunvme_queue_complete(queue, 1, -1, finished, 3, &count));
 	if (count != 0)
 		errx(1, "%zu requests of none", count);
+	for (int i = 0; i < 4; i++)
+		check(gpunvme_queue_read(queue, from, parts, 1, i));
+	check(gpunvme_queue_complete(queue, 3, -1, finished, 3, &count));
+	if (count != 3)
+		errx(1, "%zu requests instead of at least 3", count);
+	check(gpunvme_queue_complete(queue, 3, -1, finished, 3, &count));
+	if (count != 1)
+		errx(1, "%zu requests instead of the last", count);
+	for (int i = 0; i < 3; i++)
+		check(gpunvme_queue_read(queue, from, &parts[4 * i], 4, i));
+	gpunvme_queue_cancel(queue);
+	check(gpunvme_queue_complete(queue, 3, -1, finished, 3, &count));
+	for (size_t i = 0; i < count; i++)
+		if (finished[i].error && finished[i].error != -ECANCELED)
+			errx(1, "a request that was called off ended with %d", finished[i].error);
+	check(gpunvme_queue_read(queue, from, parts, PARTS, 3));
+	check(gpunvme_queue_complete(queue, 1, -1, finished, 3, &count));
+	if (count != 1 || finished[0].error)
+		errx(1, "a request after a cancellation: %s", gpunvme_last_error());
+	gpunvme_queue_cancel(NULL);
 	gpunvme_queue_destroy(queue);
 
 	/* Closing waits for those that call back. */

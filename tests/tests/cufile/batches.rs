@@ -133,6 +133,25 @@ fn a_batch_writes_and_tells_errors_request_by_request() {
 }
 
 #[test]
+fn only_what_ended_is_written_to_the_callers_array() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        fs::write(volume.path("file"), tree::pattern(4, LEN)).unwrap();
+        let file = open(&volume.path("file"));
+        let handle = cufile.register(&file).unwrap();
+        let (device, batch) = (Device::zeroed(LEN), Batch::new(8));
+        assert_eq!(batch.submit(&[read(handle, device.address(), 0, 0, 1)]), OK);
+        let untouched = BatchEvent { cookie: 99, status: 99, result: 99 };
+        let (mut events, mut count) = ([untouched; 2], 8);
+        // SAFETY: there is room for what can have ended.
+        let status = unsafe { (cufile.cuFileBatchIOGetStatus)(batch.0, 1, &mut count, events.as_mut_ptr(), ptr::null()) };
+        assert_eq!((status, count, events[0].cookie), (OK, 1, 1));
+        assert_eq!(events[1], untouched);
+    });
+}
+
+#[test]
 fn waiting_ends_with_its_time_and_cancelled_requests_end() {
     needs_mount!();
     with_software_cuda("", || {

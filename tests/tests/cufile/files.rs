@@ -280,6 +280,100 @@ fn a_process_that_was_forked_is_told_that_the_driver_is_closed() {
     });
 }
 
+/// Whatever other threads hold when the process is forked.
+#[test]
+fn a_child_that_was_forked_in_the_middle_of_calls_waits_for_nothing() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        let file = open(&volume.path("file"));
+        let handle = cufile.register(&file).unwrap();
+        // SAFETY: it takes a number.
+        assert_eq!(unsafe { (cufile.cuFileSetStatsLevel)(3) }, OK);
+        let over = std::sync::atomic::AtomicBool::new(false);
+        thread::scope(|scope| {
+            for number in 0..4 {
+                let (over, cufile) = (&over, &cufile);
+                scope.spawn(move || {
+                    let memory = [0u8; 64];
+                    while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                        cufile.read(handle, memory.as_ptr() as u64, 64, 0, 0);
+                        // SAFETY: they take nothing; the count stays above zero.
+                        let _ =
+                            unsafe { ((cufile.cuFileDriverOpen)(), (cufile.cuFileDriverClose_v2)(), (cufile.cuFileUseCount)()) };
+                        let mut value = 0;
+                        // SAFETY: there is room for the number.
+                        let _ = unsafe { (cufile.cuFileGetParameterSizeT)(number, &mut value) };
+                    }
+                });
+            }
+            for _ in 0..300 {
+                // SAFETY: the child calls what is tested, and ends without unwinding.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    let mut value = 0;
+                    // SAFETY: there is room for the number; the signal ends a child that hangs.
+                    let (open, parameter) = unsafe {
+                        libc::alarm(5);
+                        ((cufile.cuFileDriverOpen)(), (cufile.cuFileGetParameterSizeT)(0, &mut value))
+                    };
+                    let read = cufile.read(handle, (&raw const value) as u64, 8, 0, 0);
+                    let good = open == refused(5001) && parameter == refused(5001) && read == -5001;
+                    // SAFETY: it ends the process.
+                    unsafe { libc::_exit(i32::from(!good)) }
+                }
+                let mut status = 0;
+                // SAFETY: it writes a number.
+                assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+                if status != 0 {
+                    over.store(true, std::sync::atomic::Ordering::Relaxed);
+                    panic!("a child ended with {status:#x}");
+                }
+            }
+            over.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    });
+}
+
+#[test]
+fn offsets_count_in_files_that_are_open_for_appending() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, elsewhere, cufile) = (Mounted::new(), gpunvme_tests::scratch_dir(), in_use());
+        for path in [volume.path("file"), elsewhere.path().join("file")] {
+            fs::write(&path, [1; 8192]).unwrap();
+            let file = OpenOptions::new().append(true).open(&path).unwrap();
+            let handle = cufile.register(&file).unwrap();
+            let (device, ordinary) = (Device::with(&[2; 4096]), vec![3u8; 100]);
+            assert_eq!(cufile.write(handle, device.address(), 4096, 0, 0), 4096);
+            assert_eq!(cufile.write(handle, ordinary.as_ptr() as u64, 100, 4096, 0), 100);
+            let expected = [vec![2; 4096], vec![3; 100], vec![1; 3996]].concat();
+            assert!(fs::read(&path).unwrap() == expected, "{}", path.display());
+            cufile.deregister(handle);
+        }
+    });
+}
+
+/// Programs close files and forget to deregister them.
+#[test]
+fn a_number_that_is_another_open_file_now_is_registered_anew() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        let device = Device::with(&[7; 4096]);
+        let first = File::create(volume.path("file")).unwrap();
+        let number = first.as_raw_fd();
+        cufile.register(&first).unwrap();
+        assert_eq!(cufile.register(&first), Err(refused(5028)));
+        drop(first);
+        let second = open(&volume.path("file"));
+        assert_eq!(second.as_raw_fd(), number, "another test thread opened a file");
+        let handle = cufile.register(&second).unwrap();
+        assert_eq!(cufile.write(handle, device.address(), 4096, 0, 0), 4096);
+        assert_eq!(cufile.read(handle, device.address(), 4096, 0, 0), 4096, "it is open for both");
+    });
+}
+
 #[test]
 fn statistics_are_true() {
     needs_mount!();

@@ -2,7 +2,8 @@
 //! `gpunvme run`.
 
 use std::fs;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use gpunvme_tests::mounted::{Mounted, text};
@@ -88,8 +89,117 @@ fn run_says_which_library_a_program_would_load() {
     assert!(String::from_utf8_lossy(&told.stdout).contains("\"gpunvme\": false"), "{}", text(&told));
 
     let none = check(Path::new("/nowhere"));
-    assert_eq!(none.status.code(), Some(1));
+    assert_eq!(none.status.code(), Some(127));
     assert!(String::from_utf8_lossy(&none.stderr).contains("/nowhere: there is no such program"), "{}", text(&none));
+}
+
+#[test]
+fn run_ends_as_env_does_where_it_cannot_run() {
+    let scratch = scratch_dir();
+    let (first, second) = (scratch.path().join("first"), scratch.path().join("second"));
+    for (folder, mode) in [(&first, 0o644), (&second, 0o755)] {
+        fs::create_dir(folder).unwrap();
+        fs::write(folder.join("program"), "#!/bin/sh\necho ran\n").unwrap();
+        fs::set_permissions(folder.join("program"), fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let report = scratch.path().join("report");
+    let none = run(&report).arg("/nowhere").output().unwrap();
+    assert_eq!(none.status.code(), Some(127), "{}", text(&none));
+    let not_executable = run(&report).arg(first.join("program")).output().unwrap();
+    assert_eq!(not_executable.status.code(), Some(126), "{}", text(&not_executable));
+    let path = format!("{}:{}", first.display(), second.display());
+    let next = run(&report).arg("program").env("PATH", path).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&next.stdout), "ran\n", "{}", text(&next));
+}
+
+#[test]
+fn run_checks_what_is_no_program_and_python_environments() {
+    let scratch = scratch_dir();
+    let fifo = scratch.path().join("fifo");
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    for path in [Path::new("/dev/zero"), &fifo] {
+        let mut check = Command::new("timeout");
+        check.arg("10").arg(programs::path("gpunvme")).args(["run", "--check"]).arg(path);
+        let told = check.output().unwrap();
+        assert_eq!(told.status.code(), Some(1), "{}", text(&told));
+    }
+
+    // An environment, in which NVIDIA's library is.
+    let environment = scratch.path().join("environment");
+    let made = Command::new("python3").args(["-m", "venv", "--without-pip"]).arg(&environment).output().unwrap();
+    assert!(made.status.success(), "{}", text(&made));
+    let python = fs::read_dir(environment.join("lib")).unwrap().next().unwrap().unwrap().path();
+    let folder = python.join("site-packages/nvidia/cu13/lib");
+    fs::create_dir_all(&folder).unwrap();
+    let theirs = stand_in(&folder);
+    let told = programs::command("gpunvme").args(["--json", "run", "--check"]).arg(&environment).output().unwrap();
+    assert!(told.status.success(), "{}", text(&told));
+    let told: serde_json::Value = serde_json::from_slice(&told.stdout).unwrap();
+    assert_eq!((&told["gpunvme"], &told["elsewhere"]), (&true.into(), &theirs.to_str().unwrap().into()));
+}
+
+/// Runs Python that registers a file which is not on a gpunvme mount, after this code.
+fn registers_elsewhere(scratch: &Path, code: &str) -> (Command, PathBuf) {
+    let (file, log) = (scratch.join("elsewhere"), scratch.join("log"));
+    fs::write(&file, "bytes").unwrap();
+    let python = format!(
+        "import ctypes, mmap, os\n{code}\nd = (ctypes.c_long * 3)(1, os.open({file:?}, os.O_RDONLY), 0)\n\
+         ctypes.CDLL('libcufile.so.0').cuFileHandleRegister(ctypes.byref(ctypes.c_void_p()), d)"
+    );
+    let mut command = run(&scratch.join("report"));
+    command.args(["python3", "-c", &python]).env("FAKE_LOG", &log).env("GPUNVME_CUFILE_LOG", "debug");
+    command.env_remove("VIRTUAL_ENV").env_remove("GPUNVME_CUFILE_REAL");
+    (command, log)
+}
+
+/// A folder that others may write to, such as /dev/shm, is no place to take code from.
+#[test]
+fn a_library_that_another_user_may_have_put_there_is_not_loaded() {
+    let scratch = scratch_dir();
+    let shared = scratch.path().join("shared");
+    fs::create_dir(&shared).unwrap();
+    stand_in(&shared);
+    fs::write(shared.join("data"), [0; 4096]).unwrap();
+    let data = shared.join("data");
+    let maps = format!("f = open({data:?}, 'r+b'); m = mmap.mmap(f.fileno(), 0)");
+    let (mut command, log) = registers_elsewhere(scratch.path(), &maps);
+    let output = command.output().unwrap();
+    assert!(output.status.success() && !log.exists(), "beside data: {}", text(&output));
+    assert!(!text(&output).contains('\x1b'), "no colours where there is no terminal: {}", text(&output));
+
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).unwrap();
+    let (mut command, log) = registers_elsewhere(scratch.path(), "");
+    let output = command.env("LD_LIBRARY_PATH", &shared).output().unwrap();
+    assert!(output.status.success() && !log.exists(), "in a folder of all: {}", text(&output));
+
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o755)).unwrap();
+    let (mut command, log) = registers_elsewhere(scratch.path(), "");
+    let output = command.env("LD_LIBRARY_PATH", &shared).output().unwrap();
+    assert!(output.status.success() && log.exists(), "in a folder of this user's: {}", text(&output));
+}
+
+#[test]
+fn a_set_user_id_program_believes_nothing_of_its_callers() {
+    needs_mount!();
+    let scratch = scratch_dir();
+    let at = |name: &str| scratch.path().join(name);
+    fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    fs::copy(path(), at("libcufile.so.0")).unwrap();
+    fs::write(at("from"), "bytes").unwrap();
+    let rpath = format!("-Wl,-rpath,{}", scratch.path().display());
+    compile("cufile_user.c", &at("program"), &[at("libcufile.so.0").to_str().unwrap(), &rpath]);
+    let run = |mode: u32| {
+        fs::set_permissions(at("program"), fs::Permissions::from_mode(mode)).unwrap();
+        let mut program = Command::new(at("program"));
+        program.arg(at("from")).arg(at("to")).env("GPUNVME_CUFILE_REPORT", at("report"));
+        let output = program.env("GPUNVME_CUFILE_REAL", "off").env("GPUNVME_CUFILE_VERSION", "1200").output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+        let _ = fs::remove_file(at("to"));
+        (String::from_utf8_lossy(&output.stdout).into_owned(), at("report").exists())
+    };
+    std::os::unix::fs::chown(at("program"), Some(65534), Some(65534)).unwrap();
+    assert_eq!(run(0o4755), ("cuFile 1150, closed with 0\n".into(), false));
+    assert_eq!(run(0o755), ("cuFile 1200, closed with 0\n".into(), true), "and its own user is believed");
 }
 
 #[test]

@@ -1,16 +1,21 @@
-//! The command `run`: a program with our libcufile before NVIDIA's.
+//! The command `run`: a program with our libcufile before NVIDIA's. `check` tells which one it would
+//! load.
 //!
 //! A program finds its libcufile by one of several ways, and some of them look into no folder of
 //! the environment: so the library is loaded before the program (`LD_PRELOAD`), and answers to the
 //! name from then on.
 
+mod check;
+
 use crate::report::{Failure, Report};
 use serde_json::json;
 use std::ffi::{OsStr, OsString};
+use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// The folder of the library's names and its `cufile.json`, beside the programs as they are built,
 /// and where they are installed.
@@ -18,9 +23,14 @@ const FOLDERS: [&str; 2] = ["gpunvme-cufile", "../lib/gpunvme-cufile"];
 const LIBRARY: &str = "libcufile.so.0";
 const SETTINGS: &str = "cufile.json";
 
+/// The exit status where there is no such program, and where there is one that cannot be run, as
+/// env(1) has them: 1 may be the program's own.
+const NO_PROGRAM: u8 = 127;
+const CANNOT_RUN: u8 = 126;
+
 #[derive(clap::Args)]
 pub struct Run {
-    /// Do not run it, but tell which libcufile it would load
+    /// Do not run it, but tell which libcufile it would load; a folder is a Python environment
     #[arg(long)]
     pub check: bool,
     /// The program and its arguments
@@ -31,15 +41,22 @@ pub struct Run {
 pub fn run(run: &Run) -> Result<Report, Failure> {
     let (program, arguments) = run.command.split_first().ok_or_else(|| Failure("no program".into()))?;
     let folder = folder()?;
-    let path = find(program).ok_or_else(|| Failure(format!("{}: there is no such program", program.display())))?;
+    let Some(path) = find(program, run.check) else {
+        return Ok(not_run(&format!("{}: there is no such program", program.display()), NO_PROGRAM));
+    };
     let real = real(&path);
     let mut command = Command::new(&path);
-    command.arg0(program).args(arguments);
     environment(&mut command, &folder, real.as_deref())?;
     if run.check {
-        return check(&path, &folder, real.as_deref());
+        return Ok(check::check(command, &path, &folder, real.as_deref()));
     }
-    Err(Failure(format!("{}: {}", path.display(), command.exec()))) // it returns where it fails
+    let error = command.arg0(program).args(arguments).exec(); // it returns where it fails
+    let code = if error.kind() == ErrorKind::NotFound { NO_PROGRAM } else { CANNOT_RUN };
+    Ok(not_run(&format!("{}: {error}", path.display()), code))
+}
+
+fn not_run(message: &str, code: u8) -> Report {
+    Report { text: format!("gpunvme: {message}\n"), json: json!({ "error": message }), to_stderr: true, code }
 }
 
 /// The folder with the library.
@@ -81,13 +98,19 @@ fn before(variable: &str, path: &Path) -> OsString {
     list
 }
 
-/// A program, as a shell finds it.
-fn find(program: &OsStr) -> Option<PathBuf> {
-    if program.as_bytes().contains(&b'/') {
-        return Path::new(program).exists().then(|| program.into());
+/// A program, as a shell finds it. Where it is not to be run, a folder stands for the Python in it.
+fn find(program: &OsStr, is_check: bool) -> Option<PathBuf> {
+    if program.as_bytes().contains(&b'/') || is_check && Path::new(program).is_dir() {
+        let path = PathBuf::from(program);
+        let path = if is_check && path.is_dir() { path.join("bin/python3") } else { path };
+        return path.exists().then_some(path);
     }
     let list = std::env::var_os("PATH")?;
-    std::env::split_paths(&list).map(|folder| folder.join(program)).find(|path| path.is_file())
+    std::env::split_paths(&list).map(|folder| folder.join(program)).find(|path| is_executable(path))
+}
+
+fn is_executable(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
 }
 
 /// NVIDIA's library in the Python environment that a program belongs to.
@@ -110,56 +133,4 @@ fn folders(folder: &Path) -> Vec<PathBuf> {
 
 fn name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
-/// Which library the loader takes, as it says itself when it is asked to load a program and not to
-/// run it.
-fn check(program: &Path, folder: &Path, real: Option<&Path>) -> Result<Report, Failure> {
-    let mut traced = Command::new(program);
-    environment(&mut traced, folder, real)?;
-    traced.env("LD_TRACE_LOADED_OBJECTS", "1").stdin(Stdio::null());
-    let loaded = if is_dynamic(program) { traced.output()?.stdout } else { Vec::new() };
-    let ours = folder.join(LIBRARY);
-    let takes_ours = String::from_utf8_lossy(&loaded).lines().any(|line| line.contains(&*ours.to_string_lossy()));
-    let elsewhere =
-        real.map_or("what our library finds: NVIDIA's, or pread and pwrite".into(), |real| real.display().to_string());
-    let mut report = Report::new(json!({
-        "program": program,
-        "gpunvme": takes_ours,
-        "libcufile": takes_ours.then_some(&ours),
-        "elsewhere": real,
-    }));
-    report.line("program", program.display());
-    if takes_ours {
-        report.line("libcufile", format!("{} (gpunvme)", ours.display()));
-        report.line("elsewhere", elsewhere);
-    } else {
-        report.line("libcufile", "not ours: the program is static, set-user-id, or none that the loader knows");
-        report.code = 1;
-    }
-    Ok(report)
-}
-
-/// Whether the loader has a part in it: only then asking it does not run the program. A script is
-/// its interpreter's.
-fn is_dynamic(program: &Path) -> bool {
-    let Ok(start) = std::fs::read(program) else { return false };
-    if let Some(line) = start.strip_prefix(b"#!") {
-        let line = line.split(|&byte| byte == b'\n').next().unwrap_or_default().trim_ascii();
-        let interpreter = line.split(|byte| byte.is_ascii_whitespace()).next().unwrap_or_default();
-        return !interpreter.starts_with(b"#!") && is_elf_with_loader(Path::new(OsStr::from_bytes(interpreter)));
-    }
-    is_elf_with_loader(program)
-}
-
-/// Looks for a program header of type PT_INTERP (3), as elf(5) has it for 64 bits.
-fn is_elf_with_loader(program: &Path) -> bool {
-    let Ok(file) = std::fs::read(program) else { return false };
-    let number = |at: usize, len: usize| -> Option<usize> {
-        let bytes = file.get(at..at + len)?;
-        Some(bytes.iter().rev().fold(0, |number, &byte| number << 8 | usize::from(byte)))
-    };
-    let headers = || Some((number(32, 8)?, number(54, 2)?, number(56, 2)?));
-    let Some((first, size, count)) = headers().filter(|_| file.starts_with(b"\x7fELF\x02\x01")) else { return false };
-    (0..count).any(|at| number(first + at * size, 4) == Some(3))
 }

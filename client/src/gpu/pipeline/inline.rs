@@ -16,17 +16,24 @@ use crate::spin::Spin;
 use crate::transfer::Transfer;
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
+use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Bytes of the longest request: what is longer keeps a device busy only with more of it in flight
-/// than such an executor has room for.
-pub const LONGEST: u64 = CHUNK as u64;
-/// Bytes of such an executor's pool on a GPU: the longest request has room, also where its pieces
-/// are rounded outwards.
+/// Bytes of a short request: as many as there are callers may be done at once.
+const SHORT: u64 = CHUNK as u64;
+/// Bytes of the longest request. Of those that are not short one is done at a time, for a caller
+/// that is alone with it: many pools, each with pieces on their way, would not stay in the
+/// processor's cache. What is longer still has more in flight, by the worker, than such an executor
+/// has room for.
+pub const LONGEST: u64 = 16 << 20;
+/// Bytes of such an executor's pool on a GPU: a short request has room, also where its pieces are
+/// rounded outwards.
 pub const POOL: usize = 2 * CHUNK;
+/// Bytes of the longest piece: four of them are in flight at once.
+pub const PIECE: u64 = (POOL / 4) as u64;
 /// Parts that a request may have, and entries of its ring: a request of more is better off among
 /// the many that the library's thread has in flight.
 pub const PARTS: usize = 8;
@@ -49,8 +56,30 @@ pub struct InlineExecutors {
     executors: Box<[OnceLock<Mutex<Executor>>]>,
     /// Held by the thread that makes an executor.
     making: Mutex<()>,
+    /// Held by the thread whose request is not short.
+    long: Mutex<()>,
     /// The mount, or a GPU, refused a further executor: the existing ones have to do.
     full: AtomicBool,
+}
+
+/// An executor that a caller has to itself.
+pub struct InlineExecutor<'a> {
+    executor: MutexGuard<'a, Executor>,
+    _long: Option<MutexGuard<'a, ()>>,
+}
+
+impl Deref for InlineExecutor<'_> {
+    type Target = Executor;
+
+    fn deref(&self) -> &Executor {
+        &self.executor
+    }
+}
+
+impl DerefMut for InlineExecutor<'_> {
+    fn deref_mut(&mut self) -> &mut Executor {
+        &mut self.executor
+    }
 }
 
 impl InlineExecutors {
@@ -59,9 +88,21 @@ impl InlineExecutors {
         InlineExecutors { executors: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..InlineExecutors::default() }
     }
 
-    /// A free one, if there is one: when no more of anything is to be had, one that `has_all` a
-    /// request needs.
-    pub fn take(&self, mount: &Mount, blocks: Blocks, has_all: impl Fn(&Executor) -> bool) -> Option<MutexGuard<'_, Executor>> {
+    /// A free one for a request of so many bytes, if there is one: when no more of anything is to be
+    /// had, one that `has_all` a request needs.
+    pub fn take(
+        &self,
+        mount: &Mount,
+        blocks: Blocks,
+        bytes: u64,
+        has_all: impl Fn(&Executor) -> bool,
+    ) -> Option<InlineExecutor<'_>> {
+        let long = if bytes > SHORT { Some(self.long.try_lock()?) } else { None };
+        let executor = self.free(mount, blocks, has_all)?;
+        Some(InlineExecutor { executor, _long: long })
+    }
+
+    fn free(&self, mount: &Mount, blocks: Blocks, has_all: impl Fn(&Executor) -> bool) -> Option<MutexGuard<'_, Executor>> {
         let free = |at: usize| {
             let executor = self.executors.get(at)?.get()?.try_lock()?;
             (!self.is_full() || has_all(&executor)).then_some(executor)

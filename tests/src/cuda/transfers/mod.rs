@@ -7,7 +7,7 @@ mod streams;
 use super::application::{Memory, Pinned, allocated, every_kind};
 use crate::mounted::Mounted;
 use crate::tree;
-use gpunvme::gpu::{Segment, Settings, Transfers};
+use gpunvme::gpu::{Cancel, Queue, Segment, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Require, Route, Wait};
 use gpunvme_cuda::{Cuda, Gpu};
 use std::fs;
@@ -26,6 +26,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("thousands of small segments are one request", many_small_segments),
     ("a pool that is smaller than a request is enough", a_small_pool),
     ("a thread keeps many requests in flight", many_in_flight),
+    ("a thread waits for several requests, and calls off those in flight", waiting_for_several),
     ("requests call back", callbacks),
     ("threads do not disturb each other", many_threads),
     ("a file that is read once is asked for once", read_once),
@@ -261,6 +262,49 @@ fn many_in_flight(site: &Site) {
     assert_eq!(queue.complete(Wait::No, &mut done).unwrap(), 1);
 }
 
+fn waiting_for_several(site: &Site) {
+    let transfers = site.transfers();
+    let sample = site.sample(26, 4 * MIB);
+    let memory = allocated(site.gpu, 4 * MIB as usize);
+    let mut queue = transfers.queue().unwrap();
+    let begin = |queue: &mut Queue, count: u64, len: u64| {
+        for at in 0..count {
+            // SAFETY: no other code uses the memory until all is done.
+            unsafe { queue.read(&sample.file, &[segment(at * len, memory.address() + at * len, len)], at) }.unwrap();
+        }
+    };
+    let mut done = Vec::new();
+    begin(&mut queue, 64, 65536);
+    assert!(queue.complete_at_least(60, Wait::Forever, &mut done).unwrap() >= 60);
+    let rest = queue.in_flight();
+    assert_eq!(queue.complete_at_least(60, Wait::Forever, &mut done).unwrap(), rest, "all there were");
+    assert_eq!(queue.complete_at_least(1, Wait::Forever, &mut done).unwrap(), 0, "there is nothing to wait for");
+    assert!(done.iter().all(|finished| finished.result.as_ref().unwrap().bytes() == 65536));
+    assert!(site.look(memory.address(), 4 * MIB) == sample.bytes);
+
+    // What is called off ends, and what follows it is done.
+    done.clear();
+    begin(&mut queue, 4, MIB);
+    queue.cancel();
+    begin(&mut queue, 1, MIB);
+    queue.complete_at_least(usize::MAX, Wait::Forever, &mut done).unwrap();
+    assert_eq!(done.len(), 5);
+    let is_cancelled = |error: &Error| matches!(error, Error::Transfer { errno: rustix::io::Errno::CANCELED, .. });
+    assert!(done.iter().all(|finished| finished.result.as_ref().map_or_else(is_cancelled, |done| done.bytes() == MIB)));
+    let last = done.iter().rev().find(|finished| finished.user_data == 0).unwrap();
+    assert!(last.result.is_ok(), "what was begun after the cancellation was called off: {last:?}");
+
+    // What calls off all requests of its maker calls off a queue's as well, later ones too.
+    let all = Cancel::default();
+    let mut queue = transfers.cancellable(&all).queue().unwrap();
+    queue.cancel();
+    all.cancel();
+    begin(&mut queue, 1, MIB);
+    done.clear();
+    queue.complete(Wait::Forever, &mut done).unwrap();
+    assert!(done[0].result.as_ref().is_err_and(is_cancelled), "{done:?}");
+}
+
 fn callbacks(site: &Site) {
     let transfers = site.transfers();
     let sample = site.sample(6, 8 * MIB);
@@ -356,7 +400,7 @@ fn read_once(site: &Site) {
 }
 
 fn callers(site: &Site) {
-    let sample = site.sample(24, 4 * MIB);
+    let sample = site.sample(24, 20 * MIB);
     let mount = site.mount();
     let rings = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "ring").unwrap().1;
     for most in [0, 1, 3] {
@@ -365,13 +409,15 @@ fn callers(site: &Site) {
         let before = rings();
         let transfers = Transfers::with(&mount, settings).unwrap();
         assert_eq!(rings() - before, 1, "the library's thread has a ring");
-        let memory = allocated(site.gpu, 2 * MIB as usize);
+        let memory = allocated(site.gpu, 17 * MIB as usize);
         let read_at = |address: u64, offset: u64, len: u64| {
             assert_eq!(read(&transfers, &sample.file, &[segment(offset, address, len)]).unwrap().bytes(), len);
             assert!(site.look(address, len) == sample.bytes[offset as usize..][..len as usize], "{len} bytes at {offset}");
         };
-        read_at(memory.address(), MIB, 2 * MIB);
+        read_at(memory.address(), MIB, 17 * MIB);
         assert_eq!(rings() - before, 1, "a long request is the library's");
+        read_at(memory.address(), 5, 16 * MIB);
+        assert_eq!(rings() - before, 1 + most.min(1) as u64, "a caller who is alone does what is not short, too");
         read_at(memory.address(), 5, MIB);
         read_at(memory.address(), 4096, 4096);
         assert_eq!(rings() - before, 1 + most.min(1) as u64, "one caller needs one ring");
@@ -379,9 +425,9 @@ fn callers(site: &Site) {
             for number in 0..8 {
                 let read_at = &read_at;
                 scope.spawn(move || {
-                    let memory = allocated(site.gpu, MIB as usize);
+                    let memory = allocated(site.gpu, 3 * MIB as usize);
                     for round in 0..40 {
-                        let len = 1 + random(number * 3000 + round, if round % 8 == 0 { MIB } else { 20_000 });
+                        let len = 1 + random(number * 3000 + round, if round % 8 == 0 { 3 * MIB } else { 20_000 });
                         read_at(memory.address(), random(number * 5000 + round, 4 * MIB - len), len);
                     }
                 });
