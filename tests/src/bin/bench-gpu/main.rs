@@ -54,9 +54,9 @@ pub struct Arguments {
     /// Only this backing
     #[arg(long)]
     backing: Option<Kind>,
-    /// Only work that has this in its name, as in "read, 4 KiB"
+    /// Only work that has this in its name, as in "read, 4 KiB"; or one of several
     #[arg(long)]
-    only: Option<String>,
+    only: Vec<String>,
     /// Only these subjects, with commas between them
     #[arg(long, value_delimiter = ',')]
     subjects: Vec<Subject>,
@@ -123,7 +123,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let backing = Backing::set_up(kind, arguments.file_mib << 20)?;
         let mut rows = Vec::new();
         for work in all_work() {
-            if arguments.only.as_ref().is_some_and(|only| !work.name().contains(only.as_str())) {
+            let name = work.name();
+            if !arguments.only.is_empty() && !arguments.only.iter().any(|only| name.contains(only.as_str())) {
                 continue;
             }
             let mut row = Row::new(work);
