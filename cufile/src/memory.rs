@@ -60,8 +60,8 @@ fn is_mapped(address: u64, len: u64) -> bool {
     })
 }
 
-/// Whether a number of the application's stands for the same open file as a descriptor of ours. Yes,
-/// where the kernel does not tell.
+/// Whether a number of the application's stands for the same open file as a descriptor of ours.
+/// Yes, where the kernel does not tell.
 pub fn is_same_open_file(number: i32, descriptor: BorrowedFd<'_>) -> bool {
     /// `KCMP_FILE` of linux/kcmp.h.
     const FILE: libc::c_int = 0;

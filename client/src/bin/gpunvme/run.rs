@@ -1,5 +1,5 @@
-//! The command `run`: a program with our libcufile before NVIDIA's. `check` tells which one it would
-//! load.
+//! The command `run`: a program with our libcufile before NVIDIA's. `check` tells which one it
+//! would load.
 //!
 //! A program finds its libcufile by one of several ways, and some of them look into no folder of
 //! the environment: so the library is loaded before the program (`LD_PRELOAD`), and answers to the

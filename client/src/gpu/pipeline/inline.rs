@@ -88,8 +88,8 @@ impl InlineExecutors {
         InlineExecutors { executors: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..InlineExecutors::default() }
     }
 
-    /// A free one for a request of so many bytes, if there is one: when no more of anything is to be
-    /// had, one that `has_all` a request needs.
+    /// A free one for a request of so many bytes, if there is one: when no more of anything is to
+    /// be had, one that `has_all` a request needs.
     pub fn take(
         &self,
         mount: &Mount,
