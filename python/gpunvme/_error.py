@@ -49,6 +49,9 @@ class Error(OSError):
         return make, (self.errno, self.strerror, self.filename, self.reason, self.segment, None)
 
 
+class _OfParent(Error, ChildProcessError): ...
+
+
 class _Exists(Error, FileExistsError): ...
 
 
@@ -63,6 +66,7 @@ class _NotPermitted(Error, PermissionError): ...
 
 _CLASSES: dict[int, type[Error]] = {
     codes.EACCES: _NotPermitted,
+    codes.ECHILD: _OfParent,
     codes.EEXIST: _Exists,
     codes.EISDIR: _IsDirectory,
     codes.ENOENT: _NotFound,

@@ -19,25 +19,12 @@ from fastsafetensors.copier.registry import register_copier_constructor
 from fastsafetensors.frameworks import FrameworkOpBase
 from fastsafetensors.st_types import Device, DeviceType, DType
 
+from gpunvme._device_memory import DeviceMemory
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._native import Pending
 
 __all__ = ["Copier"]
-
-
-class _DeviceMemory:
-    """Bytes at an address of a GPU, which another object keeps."""
-
-    def __init__(self, address: int, length: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (length,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-            # PyTorch's allocator hands out memory that its current stream may still be using.
-            "stream": _current_stream(),
-        }
 
 
 def _current_stream() -> int:
@@ -71,7 +58,8 @@ class Copier(CopierInterface):  # type: ignore[misc]
 
         def memory(first: int, last: int) -> Any:
             if self._device.type == DeviceType.CUDA:
-                return _DeviceMemory(address + first - start, last - first)
+                # PyTorch's allocator hands out memory that its current stream may still be using.
+                return DeviceMemory(address + first - start, last - first, _current_stream())
             return (ctypes.c_uint8 * (last - first)).from_address(address + first - start)
 
         ranges = [(start, end)] if self._ranges is None else self._ranges

@@ -21,6 +21,7 @@ use rustix::io::Errno;
 use std::ffi::OsString;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -103,7 +104,12 @@ impl Opened {
             let (session, file) = (self.session.clone(), Arc::clone(&self.file));
             let job = move || {
                 // SAFETY: the caller vouches for the memory.
-                let result = unsafe { host::transfer(&session, &file, direction, &segments, require) };
+                let work = || unsafe { host::transfer(&session, &file, direction, &segments, require) };
+                // A request that is not answered would be waited for without end.
+                let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+                    let action = "finish a transfer, which panicked (a bug)";
+                    Err(Error::Path { path: file.path().to_owned(), action, errno: Errno::IO })
+                });
                 // A caller that is told may close the file, and unmount.
                 drop((session, file));
                 done(result);

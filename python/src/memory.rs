@@ -1,6 +1,6 @@
 //! Finds the memory behind a Python object: of PyTorch, by `__cuda_array_interface__` (CuPy,
-//! Numba), by the buffer protocol (NumPy, `bytearray`, `mmap`) or by DLPack (JAX and others), in
-//! this order.
+//! Numba), by the buffer protocol (NumPy, `bytearray`, `mmap`), by `__array_interface__` (NumPy's
+//! dtypes that the buffer protocol has not) or by DLPack (JAX and others), in this order.
 
 use crate::dlpack;
 use crate::stream::Busy;
@@ -46,10 +46,13 @@ pub fn of(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
         return of_torch(object);
     }
     if let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? {
-        return of_cuda_array(object, interface.cast::<PyDict>()?, ask);
+        return of_interface(object, interface.cast::<PyDict>()?, true, ask);
     }
     if let Ok(view) = PyMemoryView::from(object) {
         return of_buffer(object, &view, ask);
+    }
+    if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
+        return of_interface(object, interface.cast::<PyDict>()?, false, ask);
     }
     if object.hasattr(intern!(py, "__dlpack_device__"))? {
         return of_dlpack(object, ask);
@@ -104,14 +107,19 @@ fn torch_stream(tensor: &Bound<'_, PyAny>, address: u64) -> PyResult<Busy> {
     Ok(Busy { stream: current.call1((gpu,))?.extract()?, gpu: Some(gpu), address })
 }
 
-fn of_cuda_array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, ask: Ask) -> PyResult<Memory> {
+/// By `__cuda_array_interface__`, or by NumPy's interface for host memory, which has the same form.
+fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, on_gpu: bool, ask: Ask) -> PyResult<Memory> {
     let item = |key| interface.get_item(key).transpose();
-    let missing = |key| PyTypeError::new_err(format!("the __cuda_array_interface__ of {} lacks {key:?}", name(object)));
+    let missing = |key| PyTypeError::new_err(format!("the array interface of {} lacks {key:?}", name(object)));
     let (address, read_only): (u64, bool) = item("data").ok_or_else(|| missing("data"))??.extract()?;
     let shape: Vec<i64> = item("shape").ok_or_else(|| missing("shape"))??.extract()?;
     let kind: String = item("typestr").ok_or_else(|| missing("typestr"))??.extract()?;
-    // "<f4": byte order, kind, and the bytes of an item.
-    let item_size = kind.get(2..).and_then(|size| size.parse().ok()).filter(|size: &i64| *size > 0);
+    if kind.get(1..2) == Some("O") {
+        return Err(objects(object));
+    }
+    // "<f4", "<M8[ns]": byte order, kind, the bytes of an item, and the unit of a time.
+    let item_size =
+        kind.split('[').next().and_then(|kind| kind.get(2..)).and_then(|size| size.parse().ok()).filter(|size: &i64| *size > 0);
     let item_size = item_size.ok_or_else(|| missing("typestr"))?;
     let strides: Option<Vec<i64>> = item("strides").transpose()?.map(|strides| strides.extract()).transpose()?.flatten();
     if let Some(strides) = strides
@@ -125,7 +133,7 @@ fn of_cuda_array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, ask: 
     let stream: Option<usize> = item("stream").transpose()?.map(|stream| stream.extract()).transpose()?.flatten();
     let busy = stream.map(|stream| Busy { stream, gpu: None, address });
     let len = byte_len(object, &shape, item_size)?;
-    Ok(Memory { address, len, on_gpu: true, busy, keep: object.clone().unbind() })
+    Ok(Memory { address, len, on_gpu, busy, keep: object.clone().unbind() })
 }
 
 fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask) -> PyResult<Memory> {
@@ -136,6 +144,10 @@ fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask
         None
     };
     let buffer = PyUntypedBuffer::get(flat.as_ref().unwrap_or(view))?;
+    // Names of fields stand between colons.
+    if buffer.format().to_bytes().split(|&byte| byte == b':').step_by(2).any(|kinds| kinds.contains(&b'O')) {
+        return Err(objects(object));
+    }
     if !buffer.is_c_contiguous() {
         let shape = buffer.shape().iter().map(|&size| size as i64).collect();
         let strides = buffer.strides().iter().map(|&stride| stride as i64).collect();
@@ -220,6 +232,10 @@ fn strided(object: &Bound<'_, PyAny>, shape: Vec<i64>, strides: Vec<i64>) -> PyE
         "{} is a strided view (shape {shape:?}, strides {strides:?}): name its contiguous parts as (part, offset) pairs, or make it contiguous",
         name(object)
     ))
+}
+
+fn objects(object: &Bound<'_, PyAny>) -> PyErr {
+    PyTypeError::new_err(format!("{} holds objects of Python's, whose bytes mean nothing in a file", name(object)))
 }
 
 fn not_writable(object: &Bound<'_, PyAny>) -> PyErr {

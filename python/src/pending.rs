@@ -5,8 +5,9 @@ use crate::stream::{Busy, wait_for};
 use crate::transfer::Transfer;
 use gpunvme::Result;
 use parking_lot::{Condvar, Mutex};
-use pyo3::exceptions::PyTimeoutError;
+use pyo3::exceptions::{PyChildProcessError, PyTimeoutError};
 use pyo3::prelude::*;
+use rustix::io::Errno;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -135,15 +136,30 @@ pub fn sweep(py: Python<'_>) {
 #[pyclass(frozen, module = "gpunvme")]
 pub struct Pending {
     state: Mutex<State>,
+    process: u32,
 }
 
 impl Pending {
+    fn new(state: State) -> Pending {
+        Pending { state: Mutex::new(state), process: std::process::id() }
+    }
+
+    /// # Errors
+    /// This is a child of the process that waits for it: no thread here would ever answer.
+    fn is_of_this_process(&self) -> PyResult<()> {
+        if self.process == std::process::id() {
+            return Ok(());
+        }
+        let told = "the request is its parent's, and not of this child process";
+        Err(PyChildProcessError::new_err((Errno::CHILD.raw_os_error(), told)))
+    }
+
     pub fn begun(answer: Arc<Answer>) -> Pending {
-        Pending { state: Mutex::new(State::Begun(answer)) }
+        Pending::new(State::Begun(answer))
     }
 
     pub fn in_stream(request: InStream) -> Pending {
-        Pending { state: Mutex::new(State::InStream(request)) }
+        Pending::new(State::InStream(request))
     }
 
     /// Waits for a while; whether it is done.
@@ -171,8 +187,12 @@ impl Pending {
 #[pymethods]
 impl Pending {
     /// Whether :meth:`result` would return at once.
-    fn done(&self) -> bool {
-        self.state.lock().is_done()
+    ///
+    /// Raises:
+    ///     ChildProcessError: it is of the parent process.
+    fn done(&self) -> PyResult<bool> {
+        self.is_of_this_process()?;
+        Ok(self.state.lock().is_done())
     }
 
     /// Waits until the request is done, and says what it moved.
@@ -183,8 +203,10 @@ impl Pending {
     /// Raises:
     ///     Error: what the request failed with.
     ///     TimeoutError: it is not done by then, and goes on.
+    ///     ChildProcessError: it is of the parent process.
     #[pyo3(signature = (timeout=None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Transfer>> {
+        self.is_of_this_process()?;
         let limit = timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
         let taken = loop {
@@ -224,7 +246,7 @@ impl Pending {
     }
 
     fn __repr__(&self) -> &'static str {
-        if self.done() { "Pending(done)" } else { "Pending(in flight)" }
+        if self.state.lock().is_done() { "Pending(done)" } else { "Pending(in flight)" }
     }
 }
 

@@ -9,6 +9,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
+use std::ffi::CStr;
 
 /// Which way bytes go.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -87,8 +88,10 @@ impl Request {
         }
         let len = self.bytes / count;
         let Some(whole) = self.segments.pop() else { return Ok(()) };
-        let row = |(at, offset): (u64, &u64)| Segment { file_offset: *offset, address: whole.address + at * len, len };
-        self.segments = (0..).zip(offsets).map(row).collect();
+        let row = |(at, offset): (u64, &u64)| {
+            Ok(Segment { file_offset: checked(*offset, len)?, address: whole.address + at * len, len })
+        };
+        self.segments = (0..).zip(offsets).map(row).collect::<PyResult<_>>()?;
         Ok(())
     }
 
@@ -109,11 +112,17 @@ impl Request {
         {
             self.busy.push(busy);
         }
-        self.segments.push(Segment { file_offset, address: found.address, len: found.len });
+        self.segments.push(Segment { file_offset: checked(file_offset, found.len)?, address: found.address, len: found.len });
         self.bytes = self.bytes.saturating_add(found.len);
         self.keep.push(found.keep);
         Ok(())
     }
+}
+
+/// An offset, where so many bytes from there on can lie in a file.
+fn checked(offset: u64, len: u64) -> PyResult<u64> {
+    let end = offset.checked_add(len).and_then(|end| i64::try_from(end).ok());
+    end.map(|_| offset).ok_or_else(|| PyOverflowError::new_err(format!("no file has {len} bytes from {offset} on")))
 }
 
 /// The numbers that an array or a sequence holds.
@@ -122,12 +131,18 @@ impl Request {
 /// `TypeError` for what holds none, `OverflowError` for one that is negative.
 fn numbers(object: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     let py = object.py();
-    if let Ok(buffer) = PyBuffer::<i64>::get(object) {
+    // PyO3 does not look at the order of bytes.
+    let as_here = |format: &CStr| !format.to_bytes().starts_with(b">") && !format.to_bytes().starts_with(b"!");
+    if let Ok(buffer) = PyBuffer::<i64>::get(object)
+        && as_here(buffer.format())
+    {
         let numbers = buffer.to_vec(py)?;
         let number = |number| u64::try_from(number).map_err(|_| PyOverflowError::new_err("an offset is negative"));
         return numbers.into_iter().map(number).collect();
     }
-    if let Ok(buffer) = PyBuffer::<u64>::get(object) {
+    if let Ok(buffer) = PyBuffer::<u64>::get(object)
+        && as_here(buffer.format())
+    {
         return buffer.to_vec(py);
     }
     match object.getattr_opt(intern!(py, "tolist"))? {

@@ -114,6 +114,10 @@ impl Session {
     /// Registered host memory.
     pub fn register(&self, len: usize) -> Result<Arc<HostMemory>> {
         let shared = self.shared()?;
+        // Before there is any, which the machine may not have.
+        if len as u64 > shared.mount.info()?.max_buffer_bytes {
+            return Err(Error::Memory { len, errno: Errno::NOMEM });
+        }
         let memory = Arc::new(HostMemory::new(&shared.mount, len)?);
         let mut buffers = shared.buffers.lock();
         buffers.retain(|buffer| buffer.strong_count() > 0);

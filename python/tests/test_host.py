@@ -287,15 +287,21 @@ def test_a_file_goes_to_another_process_by_its_path(stored):
 def test_a_child_process_is_told_to_open_the_file_again(stored):
     path, values = stored(100_000)
     f = gpunvme.open(path)
-    f.submit_read_into(bytearray(10)).result()
+    pending = f.submit_read_into(bytearray(10))
     child = os.fork()
     if child == 0:
         code = 1
         try:
             try:
+                pending.result(10)
+            except ChildProcessError as error:
+                assert error.errno == errno.ECHILD
+            else:
+                os._exit(3)
+            try:
                 f.read_into(bytearray(10))
-            except gpunvme.Error as error:
-                if error.errno == errno.ECHILD:
+            except ChildProcessError as error:
+                if isinstance(error, gpunvme.Error) and error.errno == errno.ECHILD:
                     target = bytearray(100_000)
                     with gpunvme.open(path) as again:
                         done = again.submit_read_into(target).result(30)
@@ -304,7 +310,7 @@ def test_a_child_process_is_told_to_open_the_file_again(stored):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert f.read_into(bytearray(10)).bytes == 10
+    assert f.read_into(bytearray(10)).bytes == pending.result(30).bytes == 10
 
 
 def test_a_mount_that_goes_away_is_an_error(own_volume: Volume):
@@ -368,6 +374,10 @@ def test_rows_come_from_offsets_of_their_own(stored):
             f.read_rows(matrix, [])
         with pytest.raises(OverflowError):
             f.read_rows(matrix, numpy.array([-1, 0, 0, 0]))
+        for kind in (">i8", ">u8", "<u8", ">i4"):
+            matrix[:] = 0
+            f.read_rows(matrix, numpy.array([5, 70_000, 0, 4096], kind))
+            assert numpy.array_equal(matrix[1], values[70_000:71_000])
 
 
 def test_everything_public_says_what_it_does():
@@ -376,3 +386,44 @@ def test_everything_public_says_what_it_does():
         members = vars(public).items() if isinstance(public, type) else []
         silent = [member for member, value in members if not member.startswith("_") and not value.__doc__]
         assert public.__doc__ and not silent, (name, silent)
+
+
+def test_offsets_that_no_file_has_are_refused_and_others_go_on(stored):
+    path, values = stored(4096)
+    array = numpy.zeros(4096, numpy.uint8)
+    with gpunvme.open(path, "r+") as f:
+        for offset in (2**64 - 1, 2**63 - 1, 2**63 - 4095):
+            for call in (f.read_into, f.write_from, f.submit_read_into, f.submit_write_from):
+                for arguments in ((array, offset), ([(array[:1], 0), (array, offset)],)):
+                    with pytest.raises(OverflowError, match="no file has 4096 bytes"):
+                        call(*arguments)
+            with pytest.raises(OverflowError):
+                f.read_rows(array, numpy.array([offset], numpy.uint64))
+        assert f.submit_read_into(array).result(30).bytes == 4096
+    assert numpy.array_equal(array, values)
+
+
+def test_registered_memory_beyond_the_limit_is_refused_before_there_is_any(volume):
+    with gpunvme.Mount(volume) as mount, pytest.raises(gpunvme.Error) as refused:
+        mount.buffer(1 << 40)
+    assert refused.value.errno == errno.ENOMEM
+
+
+def test_objects_are_no_memory_and_times_are(folder):
+    times = numpy.array(["2026-11-23", "1970-01-01"], "M8[us]")
+    fields = numpy.zeros(3, [("O", "i4"), ("b", "f8")])
+    with gpunvme.open(folder / "file", "w") as f:
+        for objects in (numpy.array([None] * 4), numpy.zeros(3, [("a", "i4"), ("b", "O")])):
+            for call in (f.read_into, f.write_from):
+                with pytest.raises(TypeError, match="holds objects of Python's"):
+                    call(objects)
+        f.write_from([(times, 0), (fields, 4096)])
+        again, times_again = numpy.ones_like(fields), numpy.zeros_like(times)
+        assert f.read_into([(times_again, 0), (again, 4096)]).bytes == times.nbytes + fields.nbytes
+        with pytest.raises(ValueError, match="strided view"):
+            f.read_into(numpy.zeros((4, 4), "m8[s]")[:, ::2])
+        frozen = times.copy()
+        frozen.setflags(write=False)
+        with pytest.raises(ValueError, match="read-only"):
+            f.read_into(frozen)
+    assert numpy.array_equal(times, times_again) and numpy.array_equal(fields, again)

@@ -1,0 +1,166 @@
+"""A storage plugin of LMCache: each chunk of key-value cache is a file of a mount.
+
+A file has a header of one block, and then the chunk's bytes. It appears under its name when it is whole,
+and is found again after a restart. Files stay until LMCache removes their chunks, or the folder is emptied.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
+
+import gpunvme
+
+__all__ = ["Storage"]
+
+#: Bytes of the header: a block of the filesystem, so that the chunk is aligned.
+_HEADER = 4096
+#: Chunks that are written at once.
+_WRITERS = 4
+
+
+class Storage(StoragePluginInterface):  # type: ignore[misc]
+    """Chunks as files in the folder that ``extra_config["gpunvme.path"]`` names."""
+
+    def __init__(
+        self,
+        dst_device: str = "cuda",
+        config: Any = None,
+        metadata: Any = None,
+        local_cpu_backend: Any = None,
+        loop: Any = None,
+    ) -> None:
+        super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
+        self._folder = Path(config.extra_config["gpunvme.path"])
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._mount = gpunvme.Mount(self._folder)
+        self._writers = ThreadPoolExecutor(_WRITERS, "gpunvme-lmcache")
+        self._lock = threading.Lock()
+        self._being_put: set[Any] = set()
+
+    def _path(self, key: Any) -> Path:
+        name: str = key.to_string()
+        return self._folder / (name.replace("/", "-") + ".kv")
+
+    def contains(self, key: Any, pin: bool = False) -> bool:
+        """Whether there is a chunk. Nothing is evicted, so that none has to be pinned."""
+        return self._path(key).exists()
+
+    pin = unpin = contains
+
+    async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
+        """How many chunks there are, of the first ones."""
+        count: int = self.batched_contains(keys, pin)
+        return count
+
+    def exists_in_put_tasks(self, key: Any) -> bool:
+        """Whether a chunk is being written."""
+        with self._lock:
+            return key in self._being_put
+
+    def batched_submit_put_task(
+        self,
+        keys: Sequence[Any],
+        objs: list[Any],
+        transfer_spec: Any = None,
+        on_complete_callback: Callable[[Any], None] | None = None,
+    ) -> list[Future[None]]:
+        """Begins to write chunks that are not there."""
+        begun = []
+        for key, chunk in zip(keys, objs, strict=True):
+            with self._lock:
+                if key in self._being_put or self.contains(key):
+                    continue
+                self._being_put.add(key)
+            chunk.ref_count_up()
+            begun.append(self._writers.submit(self._put, key, chunk, on_complete_callback))
+        return begun
+
+    async def async_batched_submit_put_task(self, *arguments: Any, **more: Any) -> None:
+        """As :meth:`batched_submit_put_task`."""
+        self.batched_submit_put_task(*arguments, **more)
+
+    def _put(self, key: Any, chunk: Any, on_complete: Callable[[Any], None] | None) -> None:
+        path = self._path(key)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        tensor = chunk.tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        header = {"shape": list(tensor.shape), "dtype": dtype, "format": chunk.metadata.fmt.name}
+        try:
+            with gpunvme.open(temporary, "w") as file:
+                file.write_from(json.dumps(header).encode().ljust(_HEADER))
+                file.write_from(tensor, _HEADER)
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            chunk.ref_count_down()
+            with self._lock:
+                self._being_put.discard(key)
+        if on_complete is not None:
+            on_complete(key)
+
+    def _begin(self, key: Any) -> tuple[gpunvme.File, Any, gpunvme.Pending] | None:
+        """Begins to read a chunk, where there is one, and memory for it."""
+        try:
+            file = gpunvme.open(self._path(key))
+        except FileNotFoundError:
+            return None
+        header = bytearray(_HEADER)
+        file.read_into(header)
+        said = json.loads(header)
+        shape, dtype = torch.Size(said["shape"]), getattr(torch, said["dtype"])
+        chunk = self.local_cpu_backend.allocate(shape, dtype, MemoryFormat[said["format"]], busy_loop=False)
+        return None if chunk is None else (file, chunk, file.submit_read_into(chunk.tensor, _HEADER))
+
+    def get_blocking(self, key: Any) -> Any:
+        """Reads a chunk; None where there is none, or no memory for it."""
+        return self.batched_get_blocking([key])[0]
+
+    def batched_get_blocking(self, keys: list[Any]) -> list[Any]:
+        """Reads chunks, all at once."""
+        found = [self._begin(key) for key in keys]
+        return [one and self._finish(*one) for one in found]
+
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
+    ) -> list[Any]:
+        """Reads chunks, as far as there are, and memory for them."""
+        found = [one for one in map(self._begin, keys) if one is not None]
+        return [await asyncio.to_thread(self._finish, *one) for one in found]
+
+    def _finish(self, file: gpunvme.File, chunk: Any, pending: gpunvme.Pending) -> Any:
+        with file:
+            if pending.result().bytes == chunk.tensor.nbytes:
+                return chunk
+        chunk.ref_count_down()
+        return None
+
+    def remove(self, key: Any, force: bool = True) -> bool:
+        """Removes a chunk; whether there was one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path(key).unlink()
+            return True
+        return False
+
+    def get_allocator_backend(self) -> Any:
+        """What has memory for chunks: LMCache's own, of pinned host memory."""
+        return self.local_cpu_backend
+
+    def touch_cache(self) -> None:
+        """Does nothing: no chunk is evicted."""
+
+    def close(self) -> None:
+        """Waits for chunks that are being written."""
+        self._writers.shutdown()
+        self._mount.close()
