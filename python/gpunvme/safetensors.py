@@ -29,6 +29,8 @@ __all__ = ["Slice", "iter_tensors", "load_file", "safe_open", "save_file"]
 
 #: The longest header that the format allows, in bytes.
 _LONGEST_HEADER = 100_000_000
+#: More dimensions than any library's tensors have.
+_MOST_DIMENSIONS = 1000
 #: What a saved file's first tensor is aligned to: blocks of the filesystem.
 _ALIGNMENT = 4096
 
@@ -73,13 +75,15 @@ def _read_header(file: File) -> _Header:
     if len(text) < length or not text.startswith(b"{"):
         raise wrong("the header is no JSON object")
     try:
-        header = json.loads(text)
+        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise wrong(f"the header is no JSON ({error})") from None
     metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(type(text) is str for text in metadata.values()):
+        raise wrong("its metadata are no texts")
     try:
         described = [
-            (first, last, name, item["dtype"], tuple(item["shape"]))
+            (first, last, name, item["dtype"], item["shape"])
             for name, item in header.items()
             for first, last in [item["data_offsets"]]
         ]
@@ -92,15 +96,28 @@ def _read_header(file: File) -> _Header:
     for first, last, name, dtype, shape in described:
         if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
             raise wrong(f"{name!r} has the dtype {dtype!r}, which this version does not know")
-        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+        if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+            raise wrong(f"{name!r} has a shape that is none")
+        if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, first, last)):
             raise wrong(f"{name!r} has a shape or place that is no number")
         if data + first != end or last - first != math.prod(shape) * ITEM_SIZES[dtype]:
             raise wrong(f"{name!r} lies where it cannot")
-        entries[name] = _Entry(dtype, shape, data + first, last - first)
+        entries[name] = _Entry(dtype, tuple(shape), data + first, last - first)
         end = data + last
     if end != size:
         raise wrong(f"its tensors end at {end}, and the file at {size}")
     return _Header(entries, metadata)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are texts that others can read, each once."""
+    found = {}
+    for name, value in pairs:
+        name.encode()  # no half of a surrogate pair
+        if name in found:
+            raise ValueError(f"{name!r} stands there twice")
+        found[name] = value
+    return found
 
 
 class Slice:
@@ -339,6 +356,8 @@ def _shards(filename: _Path) -> list[tuple[str, set[str] | None]]:
             shards: dict[str, set[str]] = {}
             for name, file in weights.items():
                 shards.setdefault(file, set()).add(name)
+            if not all(isinstance(file, str) for file in shards):
+                raise ValueError("a file's name is no text")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not the index of a sharded model ({error!r})") from None
     folder = os.path.dirname(path)
@@ -367,9 +386,17 @@ def save_file(
         require: a demand on the route, as for :meth:`gpunvme.File.write_from`.
 
     Raises:
-        ValueError: a tensor is not contiguous, or of a dtype that the format has no name for.
+        ValueError: a tensor is not contiguous, or of a dtype that the format has no name for; or a name is
+            none that the format has.
+        TypeError: names or metadata are no texts.
         gpunvme.Error: the file cannot be written.
     """
+    for text in (*tensors, *(metadata or {}), *(metadata or {}).values()):
+        if not isinstance(text, str):
+            raise TypeError(f"names and metadata have to be texts, and {text!r} is none")
+        text.encode()  # UnicodeEncodeError is a ValueError
+    if "__metadata__" in tensors:
+        raise ValueError("no tensor can have the name '__metadata__'")
     described = [(name, dtype_name(tensor), tensor) for name, tensor in tensors.items()]
     # As the package safetensors orders them: each then is aligned to its items.
     described.sort(key=lambda item: (-ITEM_SIZES[item[1]], item[0]))

@@ -43,7 +43,7 @@ pub fn of(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
     if let Some(tensor) = torch_tensor(py)?
         && object.is_instance(tensor)?
     {
-        return of_torch(object);
+        return of_torch(object, ask);
     }
     if let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? {
         return of_interface(object, interface.cast::<PyDict>()?, true, ask);
@@ -77,24 +77,34 @@ fn torch_tensor(py: Python<'_>) -> PyResult<Option<&Bound<'_, PyType>>> {
     Ok(Some(TENSOR.get_or_init(py, || tensor).bind(py)))
 }
 
-fn of_torch(tensor: &Bound<'_, PyAny>) -> PyResult<Memory> {
+fn of_torch(tensor: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
     let py = tensor.py();
-    let is = |question| -> PyResult<bool> { tensor.call_method0(question)?.extract() };
-    if !is(intern!(py, "is_contiguous"))? {
+    let call = |name| tensor.call_method0(name);
+    if !call(intern!(py, "is_contiguous"))?.extract::<bool>()? {
         let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
-        let strides = tensor.call_method0(intern!(py, "stride"))?.extract()?;
-        return Err(strided(tensor, shape, strides));
+        return Err(strided(tensor, shape, call(intern!(py, "stride"))?.extract()?));
     }
-    if is(intern!(py, "is_conj"))? || is(intern!(py, "is_neg"))? {
+    if call(intern!(py, "is_conj"))?.extract()? || call(intern!(py, "is_neg"))?.extract()? {
         return Err(PyValueError::new_err(
             "this tensor is a view whose memory holds other numbers (conjugated or negated): use resolve_conj() or resolve_neg()",
         ));
     }
-    let on_gpu = tensor.getattr(intern!(py, "is_cuda"))?.extract()?;
-    let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-    let len = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    let on_gpu: bool = tensor.getattr(intern!(py, "is_cuda"))?.extract()?;
+    let address: u64 = call(intern!(py, "data_ptr"))?.extract()?;
+    let len: u64 = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    let storage = call(intern!(py, "untyped_storage"))?;
+    let of_storage = |name| -> PyResult<u64> { storage.call_method0(name)?.extract() };
+    // None on the device `meta`, of a fake tensor, and where the storage was given up.
+    let there = address != 0 && address + len <= of_storage(intern!(py, "data_ptr"))? + of_storage(intern!(py, "nbytes"))?;
+    if len > 0 && !there || !on_gpu && call(intern!(py, "get_device"))?.extract::<i32>()? >= 0 {
+        let device = tensor.getattr(intern!(py, "device"))?;
+        return Err(PyTypeError::new_err(format!("{} on {device} has no memory that can be reached", name(tensor))));
+    }
     let busy = if on_gpu { Some(torch_stream(tensor, address)?) } else { None };
-    Ok(Memory { address, len, on_gpu, busy, keep: tensor.clone().unbind() })
+    // The tensor itself may be given another storage meanwhile. What goes into a stream is recorded
+    // there, which takes a tensor.
+    let keep = if ask.stream.is_some() { call(intern!(py, "detach"))? } else { storage };
+    Ok(Memory { address, len, on_gpu, busy, keep: keep.unbind() })
 }
 
 /// The stream that PyTorch puts its work on a tensor's GPU into, in this thread.

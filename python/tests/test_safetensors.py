@@ -232,3 +232,46 @@ def test_tensors_come_one_after_the_other_with_little_read_ahead(folder, monkeyp
     assert same(loaded, tensors)
     # What is left of it may go unread.
     next(ours.iter_tensors(folder / "m.safetensors", framework="np"))
+
+
+def test_names_and_metadata_that_the_format_has_not_are_refused(folder):
+    array = numpy.zeros(3, "f4")
+    for tensors, metadata in [
+        ({"__metadata__": array}, None),
+        ({1: array}, None),
+        ({None: array}, None),
+        ({"\ud800": array}, None),
+        ({"a": array}, {"step": 1}),
+        ({"a": array}, {"step": None}),
+        ({"a": array}, {3: "x"}),
+    ]:
+        with pytest.raises((TypeError, ValueError)):
+            ours.save_file(tensors, folder / "m.safetensors", metadata)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'.encode("utf-16"),
+        b'{"a": {"dtype": "U8", "shape": "", "data_offsets": [0, 1]}}',
+        b'{"a": {"dtype": "U8", "shape": {}, "data_offsets": [0, 1]}}',
+        b'{"a": {"dtype": "U8", "shape": [1], "shape": [1], "data_offsets": [0, 1]}}',
+        b'{"\\ud800": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}',
+        b'{"__metadata__": ["x"], "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}',
+        b'{"__metadata__": {"x": 1}, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}',
+        json.dumps({"a": {"dtype": "U8", "shape": [2**62] * 60_000, "data_offsets": [0, 1]}}).encode(),
+        json.dumps({"a": {"dtype": "U8", "shape": [2**63], "data_offsets": [0, 1]}}).encode(),
+    ],
+    ids=range(9),
+)
+def test_crafted_headers_are_refused_at_once(folder, header):
+    (folder / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"x")
+    with pytest.raises(ValueError, match="not a file of safetensors"):
+        ours.load_file(folder / "m.safetensors", framework="np")
+
+
+def test_an_index_of_other_things_is_refused(folder):
+    (folder / "m.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    with pytest.raises(ValueError, match="not the index"):
+        ours.load_file(folder, framework="np")

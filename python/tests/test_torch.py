@@ -212,3 +212,31 @@ def test_slices_of_tensors(folder):
         for index in [(slice(3, 9),), (slice(None), slice(10, 20)), (..., 3), (5, slice(1, 4), slice(2, 9))]:
             assert same(part[index], tensor[index])
         assert same(f.get_tensor("w"), tensor)
+
+
+def test_tensors_without_memory_are_refused(stored):
+    from torch._subclasses import FakeTensorMode
+
+    path, _ = stored(1000)
+    gone = torch.zeros(100, device=DEVICE)
+    gone.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.empty(100)
+    with gpunvme.open(path, "r+") as f:
+        for tensor in (torch.empty(100, device="meta"), gone, fake):
+            for call in (f.read_into, f.write_from, f.submit_read_into):
+                with pytest.raises((TypeError, RuntimeError)):
+                    call(tensor)
+        assert f.read_into(torch.empty((0, 5), device=DEVICE)).bytes == 0
+
+
+def test_a_tensor_that_gets_other_memory_in_flight_hurts_nothing(stored):
+    path, _ = stored(64 << 20)
+    with gpunvme.open(path) as f:
+        for _ in range(5):
+            tensor = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
+            pending = f.submit_read_into(tensor)
+            tensor.data = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
+            gc.collect()
+            assert pending.result(60).bytes == 64 << 20
+            assert not tensor.any()
