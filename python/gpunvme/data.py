@@ -57,7 +57,7 @@ class Sample(NamedTuple):
     extra: Any = None
 
 
-class Files(Dataset[Sample]):
+class Files(Dataset[Sample]):  # type: ignore[misc]
     """A sample in each file.
 
     Args:
@@ -79,7 +79,7 @@ class Files(Dataset[Sample]):
         return Sample(self._paths[index], extra=extra)
 
 
-class Records(Dataset[Sample]):
+class Records(Dataset[Sample]):  # type: ignore[misc]
     """Samples of one length, one after the other in one file or several.
 
     Args:
@@ -116,7 +116,7 @@ class Records(Dataset[Sample]):
         return Sample(self._paths[file], self._header + (index - first) * self._nbytes, self._nbytes, index)
 
 
-class Tars(Dataset[Sample]):
+class Tars(Dataset[Sample]):  # type: ignore[misc]
     """A sample in each member of shards of tar that are not compressed. ``extra`` is the member's name.
 
     Making it reads the shards' headers, once; it can be pickled, and kept.
@@ -131,15 +131,14 @@ class Tars(Dataset[Sample]):
 
     def __init__(self, shards: Iterable[_Path], match: Callable[[str], bool] | None = None) -> None:
         self._samples: list[Sample] = []
-        for shard in map(os.fspath, shards):
+        for each in shards:
+            shard = os.fspath(each)
             length = os.path.getsize(shard)
             with tarfile.open(shard, "r:") as archive:
                 for member in archive:
-                    if (
-                        not member.isreg()
-                        or member.issparse()
-                        or (match is not None and not match(member.name))
-                    ):
+                    if not member.isreg() or member.issparse():
+                        continue
+                    if match is not None and not match(member.name):
                         continue
                     if member.offset_data + member.size > length:
                         raise tarfile.ReadError(f"{shard}: it ends within {member.name}")

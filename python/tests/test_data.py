@@ -165,7 +165,7 @@ def test_an_error_names_its_file_and_comes_in_its_turn(files, tmp_path):
 
 
 def test_an_epoch_goes_on_where_it_was_left(files):
-    paths, content = files
+    paths, _ = files
 
     def loader():
         generator = torch.Generator().manual_seed(9)
@@ -175,7 +175,7 @@ def test_an_epoch_goes_on_where_it_was_left(files):
     rest = Batches(loader(), DEVICE, skip=4)
     assert len(rest) == len(whole) - 4
     assert [read(batch) for batch in rest] == whole[4:]
-    assert len([batch for batch in rest]) == len(whole), "the next epoch is whole"
+    assert len(list(rest)) == len(whole), "the next epoch is whole"
 
 
 def test_leaving_in_the_middle_ends_the_threads_and_closes_the_files(files):
