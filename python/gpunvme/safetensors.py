@@ -23,6 +23,7 @@ from gpunvme._batches import Progress, perform, performed
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._parts import read_part
+from gpunvme._replace import replaced
 from gpunvme._types import Require
 
 __all__ = ["Slice", "iter_tensors", "load_file", "safe_open", "save_file"]
@@ -414,25 +415,9 @@ def save_file(
     start = struct.pack("<Q", len(text)) + text
 
     path = os.fspath(filename)
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    try:
-        with open_file(temporary, "w") as file:
-            file.write_from(start)
-            with Progress(end, name, progress) as bar:
-                items = (
-                    (file, tensor, len(start) + at, length) for tensor, at, length in placed if length > 0
-                )
-                perform(items, bar, write=True, require=require)
-            file.sync()
-        os.rename(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-    # The name is durable with its folder.
-    descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with replaced(path) as temporary, open_file(temporary, "r+") as file:
+        file.write_from(start)
+        with Progress(end, os.path.basename(path), progress) as bar:
+            items = ((file, tensor, len(start) + at, length) for tensor, at, length in placed if length > 0)
+            perform(items, bar, write=True, require=require)
+        file.sync()

@@ -10,6 +10,8 @@ mount of gpunvme.
 """
 
 import os
+import struct
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import IO, Any
@@ -20,6 +22,7 @@ from torch.utils.serialization import config
 
 from gpunvme._batches import Progress, perform
 from gpunvme._file import open as open_file
+from gpunvme._replace import replaced
 from gpunvme._types import Require
 
 __all__ = ["load", "save"]
@@ -46,11 +49,7 @@ def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Requir
         gpunvme.Error: the file cannot be written.
     """
     path = os.fspath(path)
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    try:
-        with open_file(temporary, "w"):
-            pass  # torch.save would write to any filesystem
+    with replaced(path) as temporary, open_file(temporary, "r+") as file:
         # The layout, with room for the tensors.
         with config.patch("save.storage_alignment", ALIGNMENT), torch.serialization.skip_data():
             torch.save(obj, temporary)
@@ -58,31 +57,18 @@ def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Requir
         for tensor, laid_out in zip(_tensors(obj), _tensors(layout(temporary)), strict=True):
             storages[offset_of(laid_out)] = tensor.untyped_storage()
         saved = sum(storage.nbytes() for storage in storages.values())
-        with zipfile.ZipFile(temporary) as archive:
-            room = sum(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename)
-        if saved != room:
+        if saved != sum(_records(temporary).values()):
             raise ValueError(
                 "tensors can be saved in dictionaries, lists and tuples, and not in other objects"
             )
-        with open_file(temporary, "r+") as file, Progress(saved, name, progress) as bar:
+        with Progress(saved, os.path.basename(path), progress) as bar:
             items = [
                 (file, bytes_of(storage), offset, storage.nbytes())
                 for offset, storage in sorted(storages.items())
                 if storage.nbytes() > 0
             ]
             perform(items, bar, write=True, require=require)
-            file.sync()
-        os.rename(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-    # The name is durable with its folder.
-    descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        file.sync()
 
 
 def load(
@@ -98,22 +84,32 @@ def load(
         require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
 
     Raises:
+        ValueError: it is no such file, or has what only ``torch.load`` can read: tensors that are compressed,
+            sparse or quantized, files of PyTorch before 1.6.
         gpunvme.Error: the file lies on no mount of gpunvme, or cannot be read.
     """
+    path = os.fspath(path)
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     storages: dict[int, torch.Tensor] = {}
 
     def real(fake: torch.Tensor) -> torch.Tensor:
         offset, length = offset_of(fake), fake.untyped_storage().nbytes()
+        if records.get(offset, -1) < length:
+            raise ValueError(f"{path}: the bytes of a tensor are not there as torch.save writes them")
         if offset not in storages:
             storages[offset] = torch.empty(length, dtype=torch.uint8, device=place)
         tensor = torch.empty(0, dtype=fake.dtype, device=place)
         tensor.set_(storages[offset].untyped_storage(), fake.storage_offset(), fake.size(), fake.stride())
+        if fake.is_conj():
+            tensor = tensor.conj()
+        if fake.is_neg():
+            tensor = torch._neg_view(tensor)
         if isinstance(fake, torch.nn.Parameter):
             return torch.nn.Parameter(tensor, fake.requires_grad)
         return tensor.requires_grad_(fake.requires_grad)
 
     with open_file(path) as file:
+        records = _records(path)
         loaded = map_tensors(layout(path), real)
         total = sum(storage.nbytes for storage in storages.values())
         with Progress(total, os.path.basename(os.fspath(path)), progress) as bar:
@@ -126,17 +122,52 @@ def load(
     return loaded
 
 
-def layout(file: "_Path | IO[bytes]") -> Any:
-    """What a file holds, with tensors that have no bytes and know where theirs are."""
-    with FakeTensorMode():
-        return torch.load(file, weights_only=True)
+def layout(file: "str | IO[bytes]") -> Any:
+    """What a file holds, with tensors that have no bytes and know where theirs are.
+
+    Raises:
+        ValueError: it has tensors for which there is no such thing.
+    """
+    try:
+        with FakeTensorMode():
+            return torch.load(file, weights_only=True)
+    except (RuntimeError, NotImplementedError) as error:
+        what = file if isinstance(file, str) else "a part of a checkpoint"
+        raise ValueError(f"{what}: only torch.load can read this: sparse or quantized tensors?") from error
 
 
 def offset_of(tensor: torch.Tensor) -> int:
     """Where in its file the bytes of a tensor of :func:`layout` begin."""
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None
+    plain = tensor.layout == torch.strided and not tensor.is_quantized
+    offset = tensor.untyped_storage()._checkpoint_offset if plain else None
+    if offset is None:
+        raise ValueError("sparse, quantized and meta tensors can be saved and loaded by PyTorch only")
     return int(offset)
+
+
+def _records(path: str) -> dict[int, int]:
+    """The records of tensors: where in a file each begins, and its length in bytes.
+
+    Raises:
+        ValueError: their bytes are not there as they are in memory.
+    """
+    records: dict[int, int] = {}
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith("/byteorder") and archive.read(entry) != sys.byteorder.encode():
+                    raise ValueError(f"{path}: from a machine of another byte order; torch.load reads it")
+                if "/data/" not in entry.filename:
+                    continue
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{path}: its tensors are compressed; torch.load reads it")
+                # What the local header has behind its 30 bytes: the name and the extra field (APPNOTE 4.3.7).
+                file.seek(entry.header_offset)
+                name, extra = struct.unpack("<26x2H", file.read(30))
+                records[entry.header_offset + 30 + name + extra] = entry.file_size
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise ValueError(f"{path}: no file of torch.save, or one of PyTorch before 1.6 ({error})") from None
+    return records
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """State dicts, beside ``torch.save`` and ``torch.load``."""
 
+import zipfile
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -8,7 +10,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from test_torch import DEVICE, DTYPES, random, same  # noqa: E402
 
+import gpunvme.safetensors  # noqa: E402
 import gpunvme.torch  # noqa: E402
+from gpunvme import _replace  # noqa: E402
 
 
 def state():
@@ -82,3 +86,88 @@ def test_a_file_elsewhere_is_refused(tmp_path):
     torch.save({}, tmp_path / "state.pt")
     with pytest.raises(gpunvme.Error, match="not on a gpunvme mount"):
         gpunvme.torch.load(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize("saving", [gpunvme.torch.save, torch.save])
+def test_conjugated_and_negated_views_keep_their_values(folder, saving):
+    values = torch.view_as_complex(torch.arange(6.0).reshape(3, 2)).to(DEVICE)
+    for tensor in [values.conj(), values.conj().imag, values.conj().real]:
+        saving({"a": tensor}, folder / "state.pt")
+        loaded = gpunvme.torch.load(folder / "state.pt", DEVICE)["a"]
+        assert torch.equal(loaded, tensor)
+        assert (loaded.is_conj(), loaded.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+
+
+def rewritten(path, compression, change=lambda name, data: data):
+    """The records of a file of torch.save, written anew."""
+    other = path.with_name("rewritten.pt")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w", compression) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, change(entry.filename, source.read(entry)))
+    return other
+
+
+def test_what_only_pytorch_can_read_is_refused_by_name(folder):
+    path = folder / "state.pt"
+    torch.save({"a": torch.arange(1000.0), "b": torch.ones(3)}, path)
+    # Records that are not aligned: PyTorch may say wrongly where they begin.
+    try:
+        loaded = gpunvme.torch.load(rewritten(path, zipfile.ZIP_STORED))
+    except ValueError as error:
+        assert "the bytes of a tensor are not there" in str(error)
+    else:
+        assert equal(loaded, torch.load(path, weights_only=True))
+    with pytest.raises(ValueError, match="its tensors are compressed"):
+        gpunvme.torch.load(rewritten(path, zipfile.ZIP_DEFLATED))
+    cut = rewritten(path, zipfile.ZIP_STORED, lambda name, data: data[:100] if name.endswith("/0") else data)
+    with pytest.raises(ValueError, match=r"rewritten.pt: the bytes of a tensor are not there"):
+        gpunvme.torch.load(cut)
+    big = rewritten(path, zipfile.ZIP_STORED, lambda name, data: b"big" if "byteorder" in name else data)
+    with pytest.raises(ValueError, match="another byte order"):
+        gpunvme.torch.load(big)
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"state.pt: no file of torch.save, or one of PyTorch before 1.6"):
+        gpunvme.torch.load(path)
+    torch.save({"a": torch.eye(4).to_sparse()}, path)
+    with pytest.raises(ValueError, match="sparse"):
+        gpunvme.torch.load(path)
+    torch.save({"a": torch.ones(3)}, path)
+    with pytest.raises(ValueError, match="sparse"):
+        gpunvme.torch.save({"a": torch.empty(3, device="meta")}, path)
+    assert torch.load(path)["a"].sum() == 3
+
+
+SAVES = [
+    pytest.param(lambda path: gpunvme.torch.save({"a": torch.ones(9)}, path), id="torch"),
+    pytest.param(lambda path: gpunvme.safetensors.save_file({"a": torch.ones(9)}, path), id="safetensors"),
+]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_file_that_is_replaced_keeps_its_mode_and_its_link(folder, save):
+    real, link = folder / "real", folder / "link"
+    real.write_bytes(b"old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    save(link)
+    assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o640 and real.stat().st_size > 36
+    save(folder / ("x" * 255))
+    assert sorted(len(entry.name) for entry in folder.iterdir()) == [4, 4, 255]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_threads_that_save_one_file_leave_a_whole_one(folder, save):
+    path = folder / "shared"
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(save, [path] * 30))
+    assert [entry.name for entry in folder.iterdir()] == ["shared"]
+
+
+def test_nothing_that_others_put_in_the_folder_is_written_to(folder, monkeypatch):
+    victim = folder / "victim"
+    victim.write_bytes(b"precious")
+    monkeypatch.setattr(_replace.secrets, "token_hex", lambda count: "guessed")
+    (folder / ".gpunvme-guessed.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        gpunvme.torch.save({"a": torch.ones(9)}, folder / "state.pt")
+    assert victim.read_bytes() == b"precious" and (folder / ".gpunvme-guessed.tmp").is_symlink()
