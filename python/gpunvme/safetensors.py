@@ -410,9 +410,9 @@ def save_file(
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + length]}
         placed.append((tensor, end, length))
         end += length
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    start = struct.pack("<Q", len(text)) + text
+    described_as = json.dumps(header, separators=(",", ":")).encode()
+    described_as += b" " * (-(8 + len(described_as)) % _ALIGNMENT)
+    start = struct.pack("<Q", len(described_as)) + described_as
 
     path = os.fspath(filename)
     with replaced(path) as temporary, open_file(temporary, "r+") as file:

@@ -218,3 +218,17 @@ def test_training_goes_on_after_a_rank_was_killed_and_with_other_ranks(folder):
     assert killed.splitlines()[-1] == straight.splitlines()[-1], "the same weights, to the bit"
     more = torchrun(folder / "killed", 1, "--steps", 32, "--every", 8)
     assert "resumed at step 24 with 1 ranks" in more
+
+
+def test_ray_places_the_reading(files):
+    pytest.importorskip("ray", reason="Ray is not installed")
+    paths, content = files
+    paths[0].unlink()  # the mean of nothing is none
+    command = [sys.executable, str(EXAMPLES / "ray_means.py"), str(paths[0].parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = [
+        f"{path} {numpy.frombuffer(value, numpy.uint8).mean():.3f}"
+        for path, value in list(zip(paths, content, strict=True))[1:]
+    ]
+    assert [line for line in done.stdout.splitlines() if line.startswith(str(paths[0].parent))] == expected
