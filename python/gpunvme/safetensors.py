@@ -80,7 +80,7 @@ def _read_header(file: File) -> _Header:
     except (ValueError, RecursionError) as error:
         raise wrong(f"the header is no JSON ({error})") from None
     metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(type(text) is str for text in metadata.values()):
+    if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
         raise wrong("its metadata are no texts")
     try:
         described = [
@@ -392,10 +392,10 @@ def save_file(
         TypeError: names or metadata are no texts.
         gpunvme.Error: the file cannot be written.
     """
-    for text in (*tensors, *(metadata or {}), *(metadata or {}).values()):
-        if not isinstance(text, str):
-            raise TypeError(f"names and metadata have to be texts, and {text!r} is none")
-        text.encode()  # UnicodeEncodeError is a ValueError
+    for given in (*tensors, *(metadata or {}), *(metadata or {}).values()):
+        if not isinstance(given, str):
+            raise TypeError(f"names and metadata have to be texts, and {given!r} is none")
+        given.encode()  # UnicodeEncodeError is a ValueError
     if "__metadata__" in tensors:
         raise ValueError("no tensor can have the name '__metadata__'")
     described = [(name, dtype_name(tensor), tensor) for name, tensor in tensors.items()]

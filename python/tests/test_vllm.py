@@ -67,8 +67,8 @@ def vllm(monkeypatch):
 
 def test_weights_are_read_by_the_loader_and_the_stock_one_is_left_as_it_was(vllm, folder):
     shards = [
-        {"embed": torch.randn(100, 64), "layers.0.experts.0.w": torch.randn(64, 64)},
-        {"layers.0.experts.1.w": torch.randn(64, 64).bfloat16(), "head": torch.zeros(0, 3)},
+        {"embed": torch.randn(100, 64), "layers.0.experts.0.weight": torch.randn(64, 64)},
+        {"layers.0.experts.1.weight": torch.randn(64, 64).bfloat16(), "head": torch.zeros(0, 3)},
     ]
     for at, shard in enumerate(shards):
         save_file(shard, folder / f"model-{at}.safetensors")
@@ -91,7 +91,7 @@ def test_weights_are_read_by_the_loader_and_the_stock_one_is_left_as_it_was(vllm
     assert all(torch.equal(loaded[f"model.{name}"], tensor) for name, tensor in everything.items())
     loader.local_expert_ids = {1}
     some = dict(loader._get_weights_iterator(source))
-    assert some.keys() == {"model.embed", "model.layers.0.experts.1.w", "model.head"}
+    assert some.keys() == {"model.embed", "model.layers.0.experts.1.weight", "model.head"}
 
 
 def test_vllm_finds_the_loader_by_its_entry_point(vllm):
