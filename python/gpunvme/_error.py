@@ -61,6 +61,9 @@ class _IsDirectory(Error, IsADirectoryError): ...
 class _NotFound(Error, FileNotFoundError): ...
 
 
+class _NotDirectory(Error, NotADirectoryError): ...
+
+
 class _NotPermitted(Error, PermissionError): ...
 
 
@@ -70,6 +73,7 @@ _CLASSES: dict[int, type[Error]] = {
     codes.EEXIST: _Exists,
     codes.EISDIR: _IsDirectory,
     codes.ENOENT: _NotFound,
+    codes.ENOTDIR: _NotDirectory,
     codes.EPERM: _NotPermitted,
 }
 
