@@ -3,7 +3,7 @@
 usage: bench.py VOLUME PEER [WORK]...
 
 VOLUME is a folder on a mount of gpunvme, PEER one on another filesystem. Works: safetensors, chunks, rows,
-call, checkpoint; without any all are done.
+call, checkpoint, files; without any all are done.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 import gpunvme
 import gpunvme.safetensors
@@ -295,7 +296,58 @@ def checkpoint(volume: Path, peer: Path) -> None:
     row(f"load {name}", "PyTorch's reader", stock)
 
 
-WORKS = {"safetensors": safetensors, "chunks": chunks, "rows": rows, "call": call, "checkpoint": checkpoint}
+class Ordinary(Dataset[torch.Tensor]):
+    """Files as one reads them without us, in workers."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.paths[index].read_bytes()), dtype=torch.uint8)
+
+
+def files(volume: Path, peer: Path) -> None:
+    """Small files in batches on the GPU."""
+    from gpunvme.data import Batches, Files
+
+    count, length, size = 8000, 110 << 10, 256
+    content = numpy.random.default_rng(1).bytes(length)
+    paths: dict[Path, list[Path]] = {}
+    for folder in (volume, peer):
+        paths[folder] = [folder / f"{at:05}" for at in range(count)]
+        for path in paths[folder]:
+            path.write_bytes(content)
+    name = f"{count} files of 110 KiB, batches of {size}"
+
+    def ours() -> None:
+        loader = DataLoader(Files(paths[volume]), size, shuffle=True, collate_fn=list)
+        for batch in Batches(loader, "cuda"):
+            batch.stack()
+
+    def stock() -> None:
+        loader = DataLoader(Ordinary(paths[peer]), size, shuffle=True, num_workers=8, pin_memory=True)
+        for batch in loader:
+            batch.to("cuda", non_blocking=True)
+
+    def rate(work: Callable[[], object], cold: bool = True) -> str:
+        return f"{count * length / seconds(work, 3, cold) / 1e9:.2f} GB/s"
+
+    row(name, "gpunvme.data", rate(ours))
+    row(name, "DataLoader, 8 workers, pinned, cold", rate(stock))
+    row(name, "DataLoader, 8 workers, pinned, resident", rate(stock, cold=False))
+
+
+WORKS = {
+    "safetensors": safetensors,
+    "chunks": chunks,
+    "rows": rows,
+    "call": call,
+    "checkpoint": checkpoint,
+    "files": files,
+}
 
 
 def main() -> None:
