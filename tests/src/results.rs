@@ -24,7 +24,7 @@ pub struct Run {
 /// Where, when and how figures were taken.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct About {
-    /// The bench's name: `bench`, `bench-scale` or `bench-gpu`.
+    /// The bench's name: `bench`, `bench-mount`, `bench-scale` or `bench-gpu`.
     pub bench: String,
     /// The machine, and the date.
     pub machine: Machine,

@@ -6,6 +6,7 @@ use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use sha2::{Digest, Sha256};
 
@@ -141,4 +142,21 @@ pub fn make(root: &Path, seed: u64, files: usize) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Makes an archive of a tree with so many small files, 20 to a folder, as in a source tree.
+pub fn archive(archive: &Path, files: usize) -> io::Result<()> {
+    const FILES_PER_FOLDER: usize = 20;
+    const LENGTHS: [usize; 5] = [300, 1200, 3000, 7000, 20_000];
+    let tree = tempfile::tempdir()?;
+    for number in 0..files {
+        let folder = number / FILES_PER_FOLDER;
+        let folder = tree.path().join(format!("part {}", folder / FILES_PER_FOLDER)).join(format!("folder {folder}"));
+        if number % FILES_PER_FOLDER == 0 {
+            fs::create_dir_all(&folder)?;
+        }
+        fs::write(folder.join(format!("file {number}")), vec![b'a' + (number % 26) as u8; LENGTHS[number % LENGTHS.len()]])?;
+    }
+    let status = Command::new("tar").arg("cf").arg(archive).arg("-C").arg(tree.path()).arg(".").status()?;
+    if status.success() { Ok(()) } else { Err(io::Error::other(format!("tar: {status}"))) }
 }

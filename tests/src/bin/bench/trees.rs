@@ -3,21 +3,16 @@
 
 use std::error::Error;
 use std::fs;
-use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
 use gpunvme_tests::results::Work;
+use gpunvme_tests::tree;
 
 use crate::Scale;
 use crate::names::drop_caches;
 use crate::report::Row;
 use crate::subject::{Subject, Subjects};
-
-/// Files of a folder, as in a source tree.
-const FILES_PER_FOLDER: usize = 20;
-/// Lengths of files in bytes: most of a source tree's are a few kilobytes.
-const LENGTHS: [usize; 5] = [300, 1200, 3000, 7000, 20_000];
 
 /// In this order, each as a shell command: `$TREE` is the archive, and the folder in which it runs
 /// is empty at first.
@@ -32,7 +27,7 @@ const WORK: [(&str, &str); 5] = [
 /// A row for each kind of work: how often it could be done in a minute.
 pub fn measure(subjects: &Subjects, scale: &Scale) -> Result<Vec<Row>, Box<dyn Error>> {
     let archive = subjects.scratch().join("tree.tar");
-    pack(&archive, scale.tree)?;
+    tree::archive(&archive, scale.tree)?;
     let mut rows: Vec<_> = WORK.iter().map(|(name, _)| Row::new(Work::named(format!("{name}, {} files", scale.tree)))).collect();
     for _ in 0..scale.runs {
         for subject in Subject::MOUNTED {
@@ -55,19 +50,4 @@ pub fn measure(subjects: &Subjects, scale: &Scale) -> Result<Vec<Row>, Box<dyn E
     }
     fs::remove_file(&archive)?;
     Ok(rows)
-}
-
-/// Makes an archive of a tree with so many files.
-fn pack(archive: &Path, files: usize) -> Result<(), Box<dyn Error>> {
-    let tree = tempfile::tempdir()?;
-    for number in 0..files {
-        let folder = number / FILES_PER_FOLDER;
-        let folder = tree.path().join(format!("part {}", folder / FILES_PER_FOLDER)).join(format!("folder {folder}"));
-        if number % FILES_PER_FOLDER == 0 {
-            fs::create_dir_all(&folder)?;
-        }
-        fs::write(folder.join(format!("file {number}")), vec![b'a' + (number % 26) as u8; LENGTHS[number % LENGTHS.len()]])?;
-    }
-    let status = Command::new("tar").arg("cf").arg(archive).arg("-C").arg(tree.path()).arg(".").status()?;
-    if status.success() { Ok(()) } else { Err(format!("tar: {status}").into()) }
 }
