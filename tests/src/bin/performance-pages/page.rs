@@ -7,8 +7,15 @@ use gpunvme_tests::results::{Row, Work, significant};
 use crate::Named;
 use crate::plot::Plot;
 
-/// Subjects beside which gpunvme is shown as a ratio.
-const RATIOS: [&str; 4] = ["cuFile", "device", "both", "ext4"];
+/// Subjects of ours, and what each is shown as a ratio of; the head of that column.
+const RATIOS: [(&str, &str, &str); 6] = [
+    ("gpunvme", "cuFile", "/cuFile"),
+    ("gpunvme", "device", "/device"),
+    ("gpunvme", "both", "/both"),
+    ("gpunvme", "ext4", "/ext4"),
+    ("our cuFile", "cuFile", "our cuFile/cuFile"),
+    ("our batch", "batch", "our batch/batch"),
+];
 
 /// The line of a run in the list of runs.
 pub fn line(Named { stem, date, machine, run }: &Named) -> String {
@@ -60,16 +67,16 @@ fn table(page: &mut String, rows: &[&Row]) {
             works.push(&row.work);
         }
     }
-    let ours = subjects.contains(&"gpunvme");
-    let ratios: Vec<_> = RATIOS.into_iter().filter(|peer| ours && subjects.contains(peer)).collect();
-    let heads = subjects.iter().map(|subject| (*subject).to_owned()).chain(ratios.iter().map(|peer| format!("/{peer}")));
+    let ratios: Vec<_> =
+        RATIOS.into_iter().filter(|(ours, peer, _)| subjects.contains(ours) && subjects.contains(peer)).collect();
+    let heads = subjects.iter().copied().chain(ratios.iter().map(|&(.., head)| head));
     *page += "| |";
     heads.for_each(|head| *page += &format!(" {head} |"));
     *page += &format!("\n|:--|{}\n", "--:|".repeat(subjects.len() + ratios.len()));
     for work in works {
         let median = |subject: &str| rows.iter().find(|row| row.subject == subject && row.work == *work).map(|row| row.median);
         let mut cells: Vec<_> = subjects.iter().map(|subject| median(subject).map(significant)).collect();
-        cells.extend(ratios.iter().map(|peer| Some(format!("{:.2}", median("gpunvme")? / median(peer)?))));
+        cells.extend(ratios.iter().map(|(ours, peer, _)| Some(format!("{:.2}", median(ours)? / median(peer)?))));
         let _ = write!(page, "| {work} |");
         for cell in cells {
             *page += &cell.map_or_else(|| " |".into(), |cell| format!(" {cell} |"));
