@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -10,9 +10,11 @@ use gpunvme_tests::differential::call::Step;
 use gpunvme_tests::differential::differences::{DIFFERENCES, documented};
 use gpunvme_tests::differential::generate::sequence;
 use gpunvme_tests::differential::pair::{Pair, read_docs, say};
+use gpunvme_tests::differential::process::Side;
 use gpunvme_tests::differential::run::{Disagreement, Runner};
 use gpunvme_tests::differential::shrink::shrink;
 use gpunvme_tests::{needs_mount, report_skipped};
+use rustix::fs::{CWD, FileType, Mode};
 
 /// Calls in a sequence.
 const LEN: usize = 300;
@@ -80,6 +82,29 @@ fn programs_get_from_gpunvme_what_they_get_from_ext4() {
     }
     say(&format!("differential: {calls} calls on each side in {:.1?}", begun.elapsed()));
     assert!(runner.known.is_empty(), "{} kinds of disagreement: {:#?}", runner.known.len(), runner.known);
+}
+
+/// Sequences make device nodes, and open and write them as root.
+#[test]
+fn no_call_of_a_sequence_reaches_a_device_of_the_machine() {
+    needs_mount!();
+    let name = "no_call_of_a_sequence_reaches_a_device_of_the_machine";
+    let mut pair = match Pair::new() {
+        Ok(pair) => pair,
+        Err(why) => return report_skipped(name, &format!("needs ext4: {why}")),
+    };
+    // The kernel's null device: no harm is done if it can be opened.
+    let null = rustix::fs::makedev(1, 3);
+    for remounted in [false, true] {
+        pair.start_afresh();
+        for side in [Side::Ext4, Side::Gpunvme] {
+            let node = pair.folder(side).join("node");
+            rustix::fs::mknodat(CWD, &node, FileType::CharacterDevice, Mode::RUSR | Mode::WUSR, null).unwrap();
+            let opened = File::open(&node).map_err(|error| error.kind());
+            assert_eq!(opened.err(), Some(ErrorKind::PermissionDenied), "{side:?}, remounted: {remounted}");
+        }
+        pair.remount().unwrap();
+    }
 }
 
 #[test]

@@ -13,6 +13,9 @@ use crate::scratch_dir;
 
 /// Bytes in each image.
 const LEN: u64 = 2 << 30;
+/// How both are mounted: sequences make device nodes of any number, also that of a loop device in
+/// use, and write to them as root.
+const NO_DEVICES: &str = "nodev";
 
 /// A freshly made ext4, mounted.
 #[derive(Debug)]
@@ -45,7 +48,8 @@ impl Ext4 {
 
     fn mount(&self) -> Result<(), String> {
         // Access times change only when they are set: `access-times`.
-        said(Command::new("mount").args(["-t", "ext4", "-o", "loop,noatime"]).arg(self.image()).arg(self.root()))?;
+        let options = format!("loop,noatime,{NO_DEVICES}");
+        said(Command::new("mount").args(["-t", "ext4", "-o", &options]).arg(self.image()).arg(self.root()))?;
         // Never zeros where blocks were only allocated: they would be data for SEEK_DATA.
         let mounts = fs::read_to_string("/proc/self/mounts").expect("/proc");
         let device =
@@ -87,7 +91,7 @@ impl Pair {
     /// # Errors
     /// Why ext4 cannot be had here.
     pub fn new() -> Result<Self, String> {
-        Ok(Self { ext4: Ext4::new()?, gpunvme: Some(Image::formatted_with(LEN).mount()), folders: 0 })
+        Ok(Self { ext4: Ext4::new()?, gpunvme: Some(Image::formatted_with(LEN).mount_with(NO_DEVICES)), folders: 0 })
     }
 
     fn root(&self, side: Side) -> PathBuf {
@@ -135,7 +139,7 @@ impl Pair {
     /// What the daemon or fsck.gpunvme had to say.
     pub fn remount(&mut self) -> Result<(), String> {
         let mounted = self.gpunvme.take().expect("mounted");
-        let again = std::panic::catch_unwind(move || mounted.remount());
+        let again = std::panic::catch_unwind(move || mounted.unmount().mount_with(NO_DEVICES));
         self.ext4.unmount();
         self.ext4.mount()?;
         match again {
