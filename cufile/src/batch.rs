@@ -3,6 +3,7 @@
 //!
 //! Locks: `Batches::table` for moments; `Batch::run` while requests are begun, and never together
 //! with it; `Ends::list` for moments, innermost.
+#![allow(unsafe_code)]
 
 use crate::abi::{self, BatchEvent, BatchRequest};
 use crate::driver::Open;

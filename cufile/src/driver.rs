@@ -83,8 +83,11 @@ pub fn open() -> Result<()> {
 }
 
 fn to_be_opened() -> Result<RwLockWriteGuard<'static, State>> {
+    if fork::is_forked() {
+        return Err(Code::DriverNotInitialized.into());
+    }
     fork::watch();
-    if fork::is_forked() { Err(Code::DriverNotInitialized.into()) } else { Ok(STATE.write()) }
+    Ok(STATE.write())
 }
 
 fn start(state: &mut State) -> Arc<Open> {

@@ -1,5 +1,6 @@
 //! Variables of the environment. It guards that a program that runs with rights that its caller
 //! has not (set-user-id) believes none of them.
+#![allow(unsafe_code)]
 
 use std::ffi::OsString;
 

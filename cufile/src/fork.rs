@@ -3,6 +3,7 @@
 //!
 //! It guards against waiting for a thread that does not exist: a lock may have been held when the
 //! process was forked, so this is asked before any is taken.
+#![allow(unsafe_code)]
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -17,32 +17,25 @@
 //! - `GPUNVME_CUFILE_REPORT`: a line at exit says how many bytes went which way; `1` is for
 //!   standard error, all else is the path of a file that it is appended to
 //! - `GPUNVME_CUFILE_LOG`: what to log on standard error, such as `debug`
+// The modules that touch CUDA, the kernel or C's pointers allow it for themselves.
 #![deny(unsafe_code)]
 
 mod abi;
-#[allow(unsafe_code)]
 mod batch;
 mod buffers;
 mod driver;
-#[allow(unsafe_code)]
 mod environment;
-#[allow(unsafe_code)]
 mod exports;
 mod failure;
 mod files;
-#[allow(unsafe_code)]
 mod fork;
-#[allow(unsafe_code)]
 mod memory;
 mod mounts;
 mod parameters;
-#[allow(unsafe_code)]
 mod plain;
-#[allow(unsafe_code)]
 mod real;
 mod report;
 mod statistics;
-#[allow(unsafe_code)]
 mod streams;
 mod topology;
 mod transfer;

@@ -1,4 +1,5 @@
 //! What lies at an address of the application: memory that CUDA knows, or ordinary memory.
+#![allow(unsafe_code)]
 
 use crate::failure::{Code, Result};
 use gpunvme_cuda::{Allocation, Cuda, Place};

@@ -2,6 +2,7 @@
 //! buffers.
 //!
 //! Locks: `POOL`, for moments.
+#![allow(unsafe_code)]
 
 use crate::failure::Result;
 use crate::files::Direction;

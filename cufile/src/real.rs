@@ -4,6 +4,7 @@
 //! and this one, loaded first, has the same names: so it is opened with `RTLD_DEEPBIND`, by its
 //! path, and never if it turns out to be this library. And it guards that no library is loaded that
 //! another user put there, unless this user names it.
+#![allow(unsafe_code)]
 
 use crate::abi::{Descriptor, KIND_FD, Status};
 use crate::environment;
@@ -230,10 +231,14 @@ fn folder_of_library(line: &str) -> Option<&Path> {
 /// Whether only root and this user may put something else in the place of a file that was found.
 fn is_trusted(path: &Path) -> bool {
     let mine = rustix::process::geteuid().as_raw();
-    [Some(path), path.parent()].into_iter().flatten().all(|path| {
+    let is_trusted = [Some(path), path.parent()].into_iter().flatten().all(|path| {
         let writable_by_all = 0o002;
         path.metadata().is_ok_and(|found| [0, mine].contains(&found.uid()) && found.mode() & writable_by_all == 0)
-    })
+    });
+    if !is_trusted {
+        tracing::warn!(path = %path.display(), "another user may replace it: not taken unless GPUNVME_CUFILE_REAL names it");
+    }
+    is_trusted
 }
 
 /// The file of this library.

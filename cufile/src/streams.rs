@@ -8,6 +8,7 @@
 //!
 //! Memory that CUDA does not know, and files that are read by the processor, have the call wait for
 //! the stream.
+#![allow(unsafe_code)]
 
 use crate::abi::{STREAM_FIXED_FILE_OFFSET, STREAM_FIXED_MEMORY_OFFSET, STREAM_FIXED_SIZE, STREAM_FLAGS};
 use crate::driver::Open;

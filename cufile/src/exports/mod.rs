@@ -3,6 +3,7 @@
 //! It guards the border. Pointers are checked for `NULL` and everything else is done behind it.
 //! None of these functions unwinds into C: Rust ends the process at a panic in an `extern "C"`
 //! function.
+#![allow(unsafe_code)]
 
 mod batch;
 mod driver;

@@ -307,14 +307,14 @@ fn a_child_that_was_forked_in_the_middle_of_calls_waits_for_nothing() {
                     }
                 });
             }
-            for _ in 0..300 {
+            for _ in 0..200 {
                 // SAFETY: the child calls what is tested, and ends without unwinding.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
                     let mut value = 0;
                     // SAFETY: there is room for the number; the signal ends a child that hangs.
                     let (open, parameter) = unsafe {
-                        libc::alarm(5);
+                        libc::alarm(20);
                         ((cufile.cuFileDriverOpen)(), (cufile.cuFileGetParameterSizeT)(0, &mut value))
                     };
                     let read = cufile.read(handle, (&raw const value) as u64, 8, 0, 0);
