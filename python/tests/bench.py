@@ -2,8 +2,8 @@
 
 usage: bench.py VOLUME PEER [WORK]...
 
-VOLUME is a folder on a mount of gpunvme, PEER one on another filesystem. Works: safetensors, chunks, rows,
-call, checkpoint, files; without any all are done.
+VOLUME is a folder on a mount of gpunvme, PEER one on another filesystem. Works: call, rows, safetensors,
+checkpoint, chunks, files; without any all are done.
 """
 
 import ctypes
@@ -341,11 +341,11 @@ def files(volume: Path, peer: Path) -> None:
 
 
 WORKS = {
-    "safetensors": safetensors,
-    "chunks": chunks,
-    "rows": rows,
     "call": call,
+    "rows": rows,
+    "safetensors": safetensors,
     "checkpoint": checkpoint,
+    "chunks": chunks,
     "files": files,
 }
 

@@ -6,12 +6,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cuda
+import raw_cuda
 import numpy
 import pytest
 
 needs_cuda = pytest.mark.skipif(
-    cuda.driver() is None, reason="there is no CUDA, not even the software driver"
+    raw_cuda.driver() is None, reason="there is no CUDA, not even the software driver"
 )
 
 

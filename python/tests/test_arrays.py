@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy
 import pytest
 from conftest import needs_cuda
-from cuda import Array, DLPack, View
+from raw_cuda import Array, DLPack, View
 
 import gpunvme
 

@@ -8,7 +8,7 @@ import threading
 import numpy
 import pytest
 from conftest import needs_cuda
-from cuda import Array
+from raw_cuda import Array
 
 import gpunvme
 

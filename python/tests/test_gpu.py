@@ -7,11 +7,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import cuda
+import raw_cuda
 import numpy
 import pytest
 from conftest import needs_cuda
-from cuda import Array, Stream, View
+from raw_cuda import Array, Stream, View
 
 import gpunvme
 
@@ -100,11 +100,11 @@ def test_in_a_stream_what_follows_sees_the_bytes(stored):
     path, values = stored(3 << 20)
     stream = Stream()
     array, copy = Array(3 << 20), numpy.zeros(3 << 20, numpy.uint8)
-    driver = cuda.enter()
+    driver = raw_cuda.enter()
     with gpunvme.open(path) as f:
         pending = f.read_into(array, stream=stream)
         target = ctypes.c_void_p(copy.ctypes.data)
-        cuda.check(
+        raw_cuda.check(
             driver.cuMemcpyDtoHAsync_v2(target, array.address, ctypes.c_size_t(copy.nbytes), stream.handle)
         )
         stream.synchronize()
@@ -116,10 +116,10 @@ def test_in_a_stream_what_follows_sees_the_bytes(stored):
 def test_in_a_stream_a_write_sees_what_came_before(folder):
     stream = Stream()
     values = numpy.random.default_rng(4).integers(0, 256, 2 << 20, numpy.uint8)
-    array, driver = Array(2 << 20), cuda.enter()
+    array, driver = Array(2 << 20), raw_cuda.enter()
     with gpunvme.open(folder / "file", "w") as f:
         source = ctypes.c_void_p(values.ctypes.data)
-        cuda.check(
+        raw_cuda.check(
             driver.cuMemcpyHtoDAsync_v2(array.address, source, ctypes.c_size_t(values.nbytes), stream.handle)
         )
         pending = f.write_from(array, stream=stream.handle.value)
@@ -131,7 +131,7 @@ def test_in_a_stream_a_write_sees_what_came_before(folder):
 def pinned(length: int, value: int) -> ctypes.c_void_p:
     """Host memory of CUDA's."""
     memory = ctypes.c_void_p()
-    cuda.check(cuda.enter().cuMemHostAlloc(ctypes.byref(memory), ctypes.c_size_t(length), 3))
+    raw_cuda.check(raw_cuda.enter().cuMemHostAlloc(ctypes.byref(memory), ctypes.c_size_t(length), 3))
     ctypes.memset(memory, value, length)
     return memory
 
@@ -151,7 +151,7 @@ class Gate:
         # Freeing memory waits for all streams of the GPU, this one included: what earlier tests left
         # is freed before.
         gc.collect()
-        cuda.check(cuda.enter().cuStreamWaitValue32_v2(stream.handle, self.word, ctypes.c_uint32(1), 0))
+        raw_cuda.check(raw_cuda.enter().cuStreamWaitValue32_v2(stream.handle, self.word, ctypes.c_uint32(1), 0))
         self.timer.start()
 
     def open(self) -> None:
@@ -166,8 +166,8 @@ def test_a_call_waits_for_the_stream_that_the_memory_names(folder):
     with gpunvme.open(folder / "file", "w") as f:
         f.write_from(array)
         gate.close(stream)
-        fill = cuda.enter().cuMemcpyHtoDAsync_v2
-        cuda.check(fill(array.address, ones, ctypes.c_size_t(100_000), stream.handle))
+        fill = raw_cuda.enter().cuMemcpyHtoDAsync_v2
+        raw_cuda.check(fill(array.address, ones, ctypes.c_size_t(100_000), stream.handle))
         opener = threading.Timer(0.2, gate.open)
         opener.start()
         f.write_from(array)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 from conftest import Volume
-from cuda import DLPack
+from raw_cuda import DLPack
 
 import gpunvme
 

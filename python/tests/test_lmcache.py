@@ -3,11 +3,11 @@
 import asyncio
 import threading
 
-import cuda
+import raw_cuda
 import numpy
 import pytest
 from conftest import needs_cuda
-from cuda import Array, Stream
+from raw_cuda import Array, Stream
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("lmcache.v1.storage_backend.local_cpu_backend", reason="LMCache is not installed")
@@ -50,7 +50,7 @@ def test_a_slab_is_written_and_read_in_the_order_of_streams(folder):
         backend.deregister_stream(raw)
     slab.close()
     backend.close_driver()
-    assert cuda.driver() is not None
+    assert raw_cuda.driver() is not None
 
 
 @pytest.fixture

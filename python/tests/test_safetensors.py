@@ -6,7 +6,7 @@ import struct
 import numpy
 import pytest
 from conftest import needs_cuda
-from cuda import Array
+from raw_cuda import Array
 from safetensors import numpy as stock
 from safetensors import safe_open
 

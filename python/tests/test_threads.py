@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 from conftest import needs_cuda
-from cuda import Array, Stream
+from raw_cuda import Array, Stream
 
 import gpunvme
 
