@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import raw_cuda
 import numpy
 import pytest
+import raw_cuda
 
 needs_cuda = pytest.mark.skipif(
     raw_cuda.driver() is None, reason="there is no CUDA, not even the software driver"

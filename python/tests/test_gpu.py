@@ -7,9 +7,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import raw_cuda
 import numpy
 import pytest
+import raw_cuda
 from conftest import needs_cuda
 from raw_cuda import Array, Stream, View
 
@@ -151,7 +151,9 @@ class Gate:
         # Freeing memory waits for all streams of the GPU, this one included: what earlier tests left
         # is freed before.
         gc.collect()
-        raw_cuda.check(raw_cuda.enter().cuStreamWaitValue32_v2(stream.handle, self.word, ctypes.c_uint32(1), 0))
+        raw_cuda.check(
+            raw_cuda.enter().cuStreamWaitValue32_v2(stream.handle, self.word, ctypes.c_uint32(1), 0)
+        )
         self.timer.start()
 
     def open(self) -> None:

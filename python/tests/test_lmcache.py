@@ -3,9 +3,9 @@
 import asyncio
 import threading
 
-import raw_cuda
 import numpy
 import pytest
+import raw_cuda
 from conftest import needs_cuda
 from raw_cuda import Array, Stream
 

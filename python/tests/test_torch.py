@@ -166,23 +166,6 @@ def test_threads_with_streams_of_their_own(stored):
 
 
 @on_gpu
-def test_arrays_of_cupy(stored):
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    path, values = stored(1 << 20)
-    array = cupy.zeros(1 << 20, cupy.uint8)
-    with gpunvme.open(path) as f:
-        assert f.read_into(array).bytes == 1 << 20
-        assert numpy.array_equal(array.get(), values)
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
-            array = cupy.zeros(1 << 20, cupy.uint8)
-            pending = f.read_into(array, stream=stream)
-            total = int(array.sum())
-        assert total == int(values.sum(dtype=numpy.int64)) and pending.result().bytes == 1 << 20
-        with pytest.raises(ValueError, match="strided view"):
-            f.read_into(array[::2])
-
-
 def weights(seed: int = 0) -> dict:
     torch.manual_seed(seed)
     shapes = [(), (0,), (7,), (33, 65), (1024, 1024), (3, 5, 7, 11)]
