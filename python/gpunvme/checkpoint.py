@@ -12,6 +12,7 @@ Checkpoints must lie on a mount of gpunvme.
 """
 
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -41,7 +42,7 @@ from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._parts import read_part, runs
 from gpunvme._types import Require
-from gpunvme.torch import ALIGNMENT, bytes_of, layout, map_tensors, offset_of
+from gpunvme.torch import ALIGNMENT, bytes_of, layout, map_tensors, offset_of, records
 
 __all__ = ["Reader", "Writer"]
 
@@ -176,7 +177,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         results: list[WriteResult] = []
         with open_file(self.fs.concat_path(self.path, name), "w") as file:
             perform(
-                self._write(file, name, plan.items, planner, results),
+                ((file, *what) for what in self._layout(name, plan.items, planner, results)),
                 Progress(0, "checkpoint", False),
                 write=True,
                 require=self._require,
@@ -187,10 +188,11 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         done.set_result(results)
         return done
 
-    def _write(
-        self, file: File, name: str, items: list[WriteItem], planner: SavePlanner, results: list[WriteResult]
-    ) -> Iterator[tuple[File, Any, int, int]]:
-        """Writes what surrounds tensors, and says where their bytes are to be written."""
+    def _layout(
+        self, name: str, items: list[WriteItem], planner: SavePlanner, results: list[WriteResult]
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Says what is to be written, where, and how many bytes it has: the bytes of tensors, and what
+        surrounds them, which is in host memory."""
         end = 0
 
         def place(item: WriteItem, length: int, offset: int) -> None:
@@ -203,34 +205,71 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             data = planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
                 tensor = data.detach()
-                if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    tensor = tensor.clone()
-                if tensor.nbytes >= _SMALL:
+                if _is_large(tensor):
+                    tensor = _compact(tensor)
+                    kind = tensor.dtype, tensor.size(), tensor.stride(), tensor.nbytes
+                    head, tail = _frame(*kind, tensor.is_conj(), tensor.is_neg())
                     start = -(-end // ALIGNMENT) * ALIGNMENT
-                    head, tail = _frame(tensor)
-                    file.write_from(head, start)
-                    file.write_from(tail, start + len(head) + tensor.nbytes)
                     place(item, len(head) + tensor.nbytes + len(tail), start)
-                    yield file, bytes_of(tensor.untyped_storage()), start + len(head), tensor.nbytes
+                    first = tensor.storage_offset() * tensor.itemsize
+                    content = bytes_of(tensor.untyped_storage())[first : first + tensor.nbytes]
+                    yield head, start, len(head)
+                    yield content, start + len(head), tensor.nbytes
+                    yield tail, start + len(head) + tensor.nbytes, len(tail)
                     continue
                 data = io.BytesIO()
-                torch.save(tensor.cpu(), data)
-            content = data.getbuffer()
-            file.write_from(content, end)
-            place(item, len(content), end)
+                torch.save(_alone(tensor).cpu(), data)
+            start, pickled = end, data.getbuffer()
+            place(item, len(pickled), start)
+            yield pickled, start, len(pickled)
 
 
-def _frame(tensor: torch.Tensor) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and after the bytes of a tensor."""
-    descriptor = os.memfd_create("gpunvme", os.MFD_CLOEXEC)
-    try:
-        path = f"/proc/self/fd/{descriptor}"
+def _is_large(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are written from where they lie."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.nbytes >= _SMALL
+    )
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has its bytes one after the other, or else in a memory of its own."""
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares its memory with no other: all of it is saved."""
+    if type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized:
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    return tensor
+
+
+@functools.lru_cache(maxsize=256)
+def _frame(
+    dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], nbytes: int, conj: bool, neg: bool
+) -> tuple[bytes, bytes]:
+    """What ``torch.save`` writes before and after the bytes of such a tensor in host memory."""
+    with ExitStack() as closed:
+        memory, file = (os.memfd_create("gpunvme", os.MFD_CLOEXEC) for _ in range(2))
+        closed.callback(os.close, memory)
+        closed.callback(os.close, file)
+        # Memory that is never touched, and so is none.
+        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{memory}", True, nbytes)
+        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+        if conj:
+            tensor = tensor.conj()
+        if neg:
+            tensor = torch._neg_view(tensor)
+        path = f"/proc/self/fd/{file}"
         with config.patch("save.storage_alignment", ALIGNMENT), torch.serialization.skip_data():
             torch.save(tensor, path)
-        start = offset_of(layout(path))
-        end = start + tensor.nbytes
-        head = os.pread(descriptor, start, 0)
-        tail = os.pread(descriptor, os.fstat(descriptor).st_size - end, end)
-        return head, tail
-    finally:
-        os.close(descriptor)
+        ((start, length),) = records(path).items()
+        end = start + length
+        return os.pread(file, start, 0), os.pread(file, os.fstat(file).st_size - end, end)

@@ -57,7 +57,7 @@ def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Requir
         for tensor, laid_out in zip(_tensors(obj), _tensors(layout(temporary)), strict=True):
             storages[offset_of(laid_out)] = tensor.untyped_storage()
         saved = sum(storage.nbytes() for storage in storages.values())
-        if saved != sum(_records(temporary).values()):
+        if saved != sum(records(temporary).values()):
             raise ValueError(
                 "tensors can be saved in dictionaries, lists and tuples, and not in other objects"
             )
@@ -94,7 +94,7 @@ def load(
 
     def real(fake: torch.Tensor) -> torch.Tensor:
         offset, length = offset_of(fake), fake.untyped_storage().nbytes()
-        if records.get(offset, -1) < length:
+        if lengths.get(offset, -1) < length:
             raise ValueError(f"{path}: the bytes of a tensor are not there as torch.save writes them")
         if offset not in storages:
             storages[offset] = torch.empty(length, dtype=torch.uint8, device=place)
@@ -109,7 +109,7 @@ def load(
         return tensor.requires_grad_(fake.requires_grad)
 
     with open_file(path) as file:
-        records = _records(path)
+        lengths = records(path)
         loaded = map_tensors(layout(path), real)
         total = sum(storage.nbytes for storage in storages.values())
         with Progress(total, os.path.basename(os.fspath(path)), progress) as bar:
@@ -145,13 +145,13 @@ def offset_of(tensor: torch.Tensor) -> int:
     return int(offset)
 
 
-def _records(path: str) -> dict[int, int]:
+def records(path: str) -> dict[int, int]:
     """The records of tensors: where in a file each begins, and its length in bytes.
 
     Raises:
         ValueError: their bytes are not there as they are in memory.
     """
-    records: dict[int, int] = {}
+    found: dict[int, int] = {}
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
@@ -164,10 +164,10 @@ def _records(path: str) -> dict[int, int]:
                 # What the local header has behind its 30 bytes: the name and the extra field (APPNOTE 4.3.7).
                 file.seek(entry.header_offset)
                 name, extra = struct.unpack("<26x2H", file.read(30))
-                records[entry.header_offset + 30 + name + extra] = entry.file_size
+                found[entry.header_offset + 30 + name + extra] = entry.file_size
     except (zipfile.BadZipFile, struct.error) as error:
         raise ValueError(f"{path}: no file of torch.save, or one of PyTorch before 1.6 ({error})") from None
-    return records
+    return found
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Distributed checkpoints, beside PyTorch's own reader and writer."""
 
+import itertools
 import os
 import socket
 
@@ -79,6 +80,43 @@ def test_a_checkpoint_elsewhere_is_refused(tmp_path):
         dcp.save({"a": torch.ones(3)}, storage_writer=Writer(tmp_path / "c"))
 
 
+@pytest.mark.parametrize("reader", [Reader, dcp.FileSystemReader])
+def test_views_are_saved_as_what_they_show(folder, reader):
+    base = torch.randn(700, 512, device=DEVICE)
+    numbers = torch.randn(40_000, dtype=torch.complex64, device=DEVICE)
+    saved = {
+        "rows": base[100:300],
+        "columns": base[:, 1:300],
+        "transposed": base.T,
+        "expanded": base[:1].expand(300, 512),
+        "column": base[:, :1].expand(700, 200),
+        "conjugated": numbers.conj(),
+        "negated": numbers.conj().imag,
+        "empty": base[:0],
+        "parameter": torch.nn.Parameter(base[300:]),
+        "small": base[0, :3],
+    }
+    dcp.save(saved, storage_writer=Writer(folder / "c"))
+    parts = sum(file.stat().st_size for file in (folder / "c").glob("*.distcp"))
+    assert parts < sum(tensor.nbytes for tensor in saved.values()) + len(saved) * (64 << 10)
+    loaded = {key: torch.zeros(value.shape, dtype=value.dtype, device=DEVICE) for key, value in saved.items()}
+    dcp.load(loaded, storage_reader=reader(folder / "c"))
+    for key, value in saved.items():
+        assert torch.equal(loaded[key].resolve_conj(), value.resolve_conj().resolve_neg()), key
+
+
+def test_a_save_makes_few_requests_of_many_tensors(folder):
+    """What surrounds tensors goes with them, in requests of its own, and does not wait for theirs."""
+    saved = {f"{at}": random((200, 100), torch.float32) for at in range(100)}
+    with gpunvme.Mount(folder) as mount:
+
+        def calls():
+            dcp.save(saved, storage_writer=Writer(folder / "c"))
+            return sum(mount.stats()["calls"].values())
+
+        assert -calls() + calls() < 20
+
+
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 3)])
 def test_a_checkpoint_is_read_by_another_number_of_ranks(folder, ranks):
     saving, loading = ranks
@@ -129,12 +167,19 @@ def _shards(size, value):
 
 
 def _save_shards(folder, size):
-    dcp.save(_shards(size, 1), storage_writer=Writer(f"{folder}/c"))
+    """Saves by both writers; and asynchronously, while training goes on."""
+    state = _shards(size, 1)
+    dcp.save(state, storage_writer=Writer(f"{folder}/ours"))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{folder}/stock"))
+    saving = dcp.async_save(state, storage_writer=Writer(f"{folder}/asynchronous", snapshot_on_gpu=True))
+    for tensor in state.values():
+        tensor.zero_()
+    saving.result()
 
 
 def _load_shards(folder, size):
-    for reader in (Reader, dcp.FileSystemReader):
+    for name, reader in itertools.product(("ours", "stock", "asynchronous"), (Reader, dcp.FileSystemReader)):
         loaded, expected = _shards(size, 0), _shards(size, 1)
-        dcp.load(loaded, storage_reader=reader(f"{folder}/c"))
-        for name in loaded:
-            assert torch.equal(loaded[name].to_local(), expected[name].to_local()), name
+        dcp.load(loaded, storage_reader=reader(f"{folder}/{name}"))
+        for key in loaded:
+            assert torch.equal(loaded[key].to_local(), expected[key].to_local()), (name, key)
