@@ -48,7 +48,7 @@ pub fn run(run: &Run) -> Result<Report, Failure> {
     let mut command = Command::new(&path);
     environment(&mut command, &folder, real.as_deref())?;
     if run.check {
-        return Ok(check::check(command, &path, &folder, real.as_deref()));
+        return Ok(check::check(command, &path, &folder.join(LIBRARY), real.as_deref()));
     }
     let error = command.arg0(program).args(arguments).exec(); // it returns where it fails
     let code = if error.kind() == ErrorKind::NotFound { NO_PROGRAM } else { CANNOT_RUN };

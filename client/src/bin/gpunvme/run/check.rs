@@ -2,7 +2,6 @@
 //! program and not to run it. A Python is run, without the program that it is for, and asked for
 //! cuFile by both names that packages use.
 
-use super::LIBRARY;
 use crate::report::Report;
 use serde_json::json;
 use std::ffi::OsStr;
@@ -24,14 +23,13 @@ for name in "libcufile.so.0", "libcufile.so":
         print()
 "#;
 
-/// Asks `program`, which `command` would run with our library before others.
-pub fn check(mut command: Command, program: &Path, folder: &Path, real: Option<&Path>) -> Report {
+/// Asks `program`, which `command` would run with our library, `ours`, before others.
+pub fn check(mut command: Command, program: &Path, ours: &Path, real: Option<&Path>) -> Report {
     command.stdin(Stdio::null());
-    let ours = folder.join(LIBRARY);
     let takes_ours = if !has_loader(program) {
         false
     } else if is_python(program) {
-        let file = ours.canonicalize().unwrap_or_else(|_| ours.clone());
+        let file = ours.canonicalize().unwrap_or_else(|_| ours.to_owned());
         let said = output(command.args(["-I", "-c", PYTHON]));
         said.lines().count() == 2 && said.lines().all(|line| Path::new(line) == file || Path::new(line) == ours)
     } else {
@@ -40,7 +38,7 @@ pub fn check(mut command: Command, program: &Path, folder: &Path, real: Option<&
     let mut report = Report::new(json!({
         "program": program,
         "gpunvme": takes_ours,
-        "libcufile": takes_ours.then_some(&ours),
+        "libcufile": takes_ours.then_some(ours),
         "elsewhere": real,
     }));
     report.line("program", program.display());
