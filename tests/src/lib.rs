@@ -19,6 +19,7 @@ pub mod peers;
 pub mod programs;
 pub mod random;
 pub mod registrant;
+pub mod requests;
 pub mod results;
 pub mod rings;
 pub mod software_cuda;

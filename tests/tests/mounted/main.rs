@@ -17,6 +17,7 @@ mod mount;
 mod names;
 mod privileges;
 mod programs;
+mod requests;
 mod ring;
 mod space;
 mod storm;

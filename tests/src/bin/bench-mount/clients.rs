@@ -130,7 +130,7 @@ impl Task {
                 fs::create_dir(self.folder.join(format!("client {}", self.client)))?;
                 each(&|number| File::create_new(name(number)).map(drop))
             }
-            Work::Stat { .. } => each(&|number| fs::symlink_metadata(name(number)).map(drop)),
+            Work::Stat { .. } => each(&|number| Ok(rustix::fs::lstat(name(number)).map(drop)?)),
             Work::Rename { .. } => each(&|number| fs::rename(name(number), moved(number))),
             Work::Unlink { .. } => {
                 let done = each(&|number| fs::remove_file(moved(number)))?;
@@ -159,8 +159,8 @@ impl Task {
         let mut memory = vec![0; len];
         for &number in order {
             let mut file = File::open(self.file(number))?;
-            // As Python's open() does.
-            if file.metadata()?.len() != len as u64 {
+            // As Python's open() does; Rust's library would ask for the time of birth as well.
+            if rustix::fs::fstat(&file)?.st_size != len as i64 {
                 return Err(io::Error::other(format!("{} is not {len} bytes long", self.file(number).display())));
             }
             file.read_exact(&mut memory)?;
