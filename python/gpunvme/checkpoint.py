@@ -11,6 +11,7 @@ the reverse. Plans, resharding and metadata are PyTorch's; only the bytes of ten
 Checkpoints must lie on a mount of gpunvme.
 """
 
+import copy
 import dataclasses
 import functools
 import io
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -165,11 +167,11 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         """The copy that ``async_save`` writes while training goes on."""
         if not self._snapshot_on_gpu:
             return super().stage(state_dict)
-        copy = map_tensors(state_dict, lambda tensor: tensor.detach().clone())
+        snapshot = map_tensors(state_dict, lambda tensor: tensor.detach().clone(), copy.deepcopy)
         # The thread that writes has a stream of its own.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return copy
+        return snapshot
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Writes what a plan asks for."""
@@ -187,6 +189,17 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes what the checkpoint holds, by which it exists."""
+        super().finish(metadata, results)
+        if self.sync_files:
+            # PyTorch syncs the file before it gets its name.
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     def _layout(
         self, name: str, items: list[WriteItem], planner: SavePlanner, results: list[WriteResult]

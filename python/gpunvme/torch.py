@@ -187,18 +187,21 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of an object with its tensors changed: dictionaries, lists and tuples are new."""
+def map_tensors(
+    tree: Any, change: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """A copy of an object with its tensors changed, and what else it holds: dictionaries, lists and tuples
+    are new."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, dict):
         copy = tree.copy()
         for key, value in tree.items():
-            copy[key] = map_tensors(value, change)
+            copy[key] = map_tensors(value, change, other)
         return copy
     if isinstance(tree, list):
-        return [map_tensors(value, change) for value in tree]
+        return [map_tensors(value, change, other) for value in tree]
     if isinstance(tree, tuple):
-        changed = [map_tensors(value, change) for value in tree]
+        changed = [map_tensors(value, change, other) for value in tree]
         return type(tree)(*changed) if hasattr(tree, "_fields") else type(tree)(changed)
-    return tree
+    return other(tree)

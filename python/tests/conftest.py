@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +33,28 @@ class Volume:
             image.truncate(size)
         self.path.mkdir()
         subprocess.run([program("mkfs.gpunvme"), "--quiet", "--force", self.image], check=True)
+        self.mount()
+
+    def mount(self) -> None:
         subprocess.run([program("mount.gpunvme"), self.image, self.path], check=True)
+
+    def kill(self) -> None:
+        """Ends the daemon as a crash does: what it did not write to the image is lost."""
+        for daemon in self._daemons():
+            os.kill(daemon, signal.SIGKILL)
+        while self._daemons():
+            time.sleep(0.01)
+
+    def _daemons(self) -> list[int]:
+        def command_line(process: Path) -> str:
+            try:
+                return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                return ""
+
+        every = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        lines = {int(process.name): command_line(process) for process in every}
+        return [number for number, line in lines.items() if "mount" in line and str(self.image) in line]
 
     def unmount(self) -> None:
         subprocess.run(["umount", self.path], check=True)

@@ -3,7 +3,9 @@
 import itertools
 import os
 import socket
+import threading
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -60,19 +62,44 @@ def test_tensors_are_read_where_they_lie(folder):
         dcp.load(target, storage_reader=Reader(folder / "c", require="bounce"))
 
 
+class Late(Writer):
+    """Writes when it is told to."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.now = threading.Event()
+
+    def write_data(self, *args):
+        assert self.now.wait(60)
+        return super().write_data(*args)
+
+
 @pytest.mark.parametrize("snapshot_on_gpu", [False, True])
 def test_an_asynchronous_save_holds_what_was_when_it_began(folder, snapshot_on_gpu):
     with _group():
-        saved = state(3)
+        saved = state(3) | {"array": numpy.arange(4)}
         expected = {key: value.clone() for key, value in saved["model"].items()}
-        future = dcp.async_save(saved, storage_writer=Writer(folder / "c", snapshot_on_gpu=snapshot_on_gpu))
+        writer = Late(folder / "c", snapshot_on_gpu=snapshot_on_gpu)
+        future = dcp.async_save(saved, storage_writer=writer)
         with torch.no_grad():
             for value in saved["model"].values():
                 value.zero_()
+        saved["array"][:] = 0
+        writer.now.set()
         future.result()
-        loaded = state(4)
+        loaded = {"model": state(4)["model"], "array": None}
         dcp.load(loaded, storage_reader=Reader(folder / "c"))
-        assert equal(dict(loaded["model"]), expected)
+        assert equal(dict(loaded["model"]), expected) and loaded["array"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_that_was_saved_outlives_the_daemon(own_volume):
+    saved, loaded = ({"a": torch.full((300, 300), value, device=DEVICE)} for value in (7.0, 0.0))
+    dcp.save(saved, storage_writer=Writer(own_volume.path / "c"))
+    own_volume.kill()
+    own_volume.unmount()
+    own_volume.mount()
+    dcp.load(loaded, storage_reader=Reader(own_volume.path / "c"))
+    assert torch.equal(loaded["a"], saved["a"])
 
 
 def test_a_checkpoint_elsewhere_is_refused(tmp_path):
