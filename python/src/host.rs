@@ -28,17 +28,18 @@ pub unsafe fn transfer(
     segments: &[Segment],
     require: Require,
 ) -> Result<Transfer> {
-    let mut left = match direction {
-        Direction::Read => clipped(segments, file.size()?),
-        Direction::Write => segments.to_vec(),
+    let (indices, mut left): (Vec<usize>, Vec<Segment>) = match direction {
+        Direction::Read => clipped(segments, file.size()?).unzip(),
+        Direction::Write => segments.iter().copied().enumerate().unzip(),
     };
     left.reverse(); // the next one is the last
     let mut done = Transfer::default();
-    while let Some(next) = left.last() {
+    while let Some(&next) = left.last() {
+        let first = indices.len() - left.len();
         let moved = match session.registered(next.address, next.len) {
             Some(memory) => {
-                let segment = left.pop().expect("there is one");
-                registered(&memory, file, direction, &segment, require)
+                left.pop();
+                registered(&memory, file, direction, &next, require)
             }
             None if require.direct => Err(refused(file, direction)),
             None => {
@@ -49,19 +50,18 @@ pub unsafe fn transfer(
         };
         match moved {
             Ok(moved) => done.add(&moved),
-            Err(error) => return Err(after(error, done)),
+            Err(error) => return Err(after(error, done, &indices[first..])),
         }
     }
     Ok(done)
 }
 
-/// The parts of segments that lie before the end of a file.
-fn clipped(segments: &[Segment], size: u64) -> Vec<Segment> {
-    let within = |segment: &Segment| {
+/// The parts of segments that lie before the end of a file, with the segments' indices.
+fn clipped(segments: &[Segment], size: u64) -> impl Iterator<Item = (usize, Segment)> {
+    segments.iter().enumerate().filter_map(move |(index, segment)| {
         let len = segment.len.min(size.saturating_sub(segment.file_offset));
-        (len > 0).then_some(Segment { len, ..*segment })
-    };
-    segments.iter().filter_map(within).collect()
+        (len > 0).then_some((index, Segment { len, ..*segment }))
+    })
 }
 
 /// Moves one segment that lies in registered memory.
@@ -125,11 +125,13 @@ unsafe fn staged(
     Ok(done)
 }
 
-/// An error, with what had been moved before it.
-fn after(error: Error, before: Transfer) -> Error {
+/// An error, with what had been moved before it. `indices` are those of the segments that it
+/// counts.
+fn after(error: Error, before: Transfer, indices: &[usize]) -> Error {
     match error {
         Error::Transfer { path, action, errno, reason, segment, offset, mut done } => {
             done.add(&before);
+            let segment = segment.and_then(|at| indices.get(at as usize)).map(|index| *index as u32);
             Error::Transfer { path, action, errno, reason, segment, offset, done }
         }
         error => error,
@@ -139,5 +141,5 @@ fn after(error: Error, before: Transfer) -> Error {
 fn refused(file: &File, direction: Direction) -> Error {
     let action = if direction == Direction::Read { "read" } else { "write" };
     let (path, errno, reason) = (file.path().to_owned(), Errno::OPNOTSUPP, Reason::RouteNotAvailable);
-    Error::Transfer { path, action, errno, reason, segment: None, offset: None, done: Transfer::default() }
+    Error::Transfer { path, action, errno, reason, segment: Some(0), offset: None, done: Transfer::default() }
 }

@@ -413,3 +413,17 @@ def test_objects_are_no_memory_and_times_are(folder):
         with pytest.raises(ValueError, match="read-only"):
             f.read_into(frozen)
     assert numpy.array_equal(times, times_again) and numpy.array_equal(fields, again)
+
+
+def test_errors_name_the_part_of_a_list(stored):
+    path, _ = stored(16_384)
+    with gpunvme.Mount(path) as mount, gpunvme.open(path, "r+") as f:
+        registered = numpy.frombuffer(mount.buffer(8192), numpy.uint8)
+        behind = numpy.zeros(4096, numpy.uint8)
+        pairs = [(behind, 20_000), (registered[:4096], 0), (numpy.zeros(4096, numpy.uint8), 4096)]
+        with pytest.raises(gpunvme.Error) as refused:
+            f.read_into(pairs, require="direct")
+        assert refused.value.segment == 2 and refused.value.moved.bytes == 4096
+    with gpunvme.open(path) as f, pytest.raises(gpunvme.Error) as refused:
+        f.write_from([(registered[:4096], 0), (behind, 4096)])
+    assert refused.value.errno == errno.EBADF
