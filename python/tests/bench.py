@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -296,6 +297,64 @@ def checkpoint(volume: Path, peer: Path) -> None:
     row(f"load {name}", "PyTorch's reader", stock)
 
 
+def rank(volume: Path, peer: Path) -> None:
+    """What one of several ranks does for :func:`ranks`, begun by torchrun."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from gpunvme.checkpoint import Reader, Writer
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    me, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(me)
+    state = {f"layers.{at}.{me}": torch.randn(2048, 8192, device="cuda") for at in range(60)}
+    target = {key: torch.empty_like(tensor) for key, tensor in state.items()}
+    size = world * sum(tensor.nbytes for tensor in state.values())
+    name = f"checkpoint of {size / 1e9:.1f} GB, {world} GPUs"
+
+    def rate(work: Callable[[], object]) -> str:
+        taken = []
+        for _ in range(3):
+            if me == 0:
+                drop_caches()
+            dist.barrier()
+            begun = time.perf_counter()
+            work()
+            dist.barrier()
+            taken.append(time.perf_counter() - begun)
+        return f"{size / statistics.median(taken) / 1e9:.2f} GB/s"
+
+    figures = [
+        ("save", "gpunvme", rate(lambda: dcp.save(state, storage_writer=Writer(volume / "c")))),
+        ("save", "PyTorch", rate(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(peer / "c")))),
+        ("load", "gpunvme", rate(lambda: dcp.load(target, storage_reader=Reader(volume / "c")))),
+    ]
+    assert all(torch.equal(target[key], state[key]) for key in state)
+    stock = rate(lambda: dcp.load(target, storage_reader=dcp.FileSystemReader(peer / "c")))
+    figures.append(("load", "PyTorch", stock))
+    if me == 0:
+        for what, who, figure in figures:
+            print(f"{what} {name}|{who}|{figure}")
+    dist.destroy_process_group()
+
+
+def ranks(volume: Path, peer: Path) -> None:
+    """A distributed checkpoint by a rank on each GPU."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        row("checkpoint by several ranks", "not here", f"{count} GPU")
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command += [__file__, str(volume), str(peer), "rank"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-2000:])
+    for line in done.stdout.splitlines():
+        if line.count("|") == 2:
+            row(*line.split("|"))
+
+
 class Ordinary(Dataset[torch.Tensor]):
     """Files as one reads them without us, in workers."""
 
@@ -347,11 +406,15 @@ WORKS = {
     "checkpoint": checkpoint,
     "chunks": chunks,
     "files": files,
+    "ranks": ranks,
 }
 
 
 def main() -> None:
     volume, peer = Path(sys.argv[1]), Path(sys.argv[2])
+    if sys.argv[3:] == ["rank"]:
+        rank(volume, peer)
+        return
     print(
         f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, medians of {RUNS}, cold unless said\n"
     )
