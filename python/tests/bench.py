@@ -3,7 +3,7 @@
 usage: bench.py VOLUME PEER [WORK]...
 
 VOLUME is a folder on a mount of gpunvme, PEER one on another filesystem. Works: call, rows, safetensors,
-checkpoint, chunks, files; without any all are done.
+checkpoint, chunks, files, ranks (one on each of several GPUs); without any all are done.
 """
 
 import ctypes
