@@ -203,8 +203,8 @@ fn what_cannot_be_done_costs_no_file_its_content() {
     fs::write(&path, &data).unwrap();
     refused(&["write", "--input", "/etc"], &path, "directory");
     refused(&["write", "--input", "/etc", "--from", "host"], &volume.path("new"), "directory");
-    refused(&["write", "--require", "p2p", "--input", "/etc/hostname"], &path, "as it was");
-    refused(&["write", "--require", "p2p", "--input", "/etc/hostname"], &volume.path("new"), "as it was");
+    refused(&["write", "--require", "p2p", "--input", "/etc/hostname"], &path, "nothing was written");
+    refused(&["write", "--require", "p2p", "--input", "/etc/hostname"], &volume.path("new"), "nothing was written");
     assert!(fs::read(&path).unwrap() == data && !volume.path("new").exists());
     let folder = volume.image().path().with_file_name("outputs");
     fs::create_dir(&folder).unwrap();
