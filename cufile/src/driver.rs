@@ -21,7 +21,7 @@ use crate::report;
 use crate::streams::Registrations;
 use crate::workers::Workers;
 use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// How often a thread that closes the driver looks whether all is done.
@@ -38,13 +38,14 @@ pub struct Open {
     properties: Mutex<Properties>,
 }
 
-#[derive(Default)]
 struct State {
     open: Option<Arc<Open>>,
+    /// What there was before it was closed last, for as long as requests of it are in flight.
+    closing: Weak<Open>,
     uses: i64,
 }
 
-static STATE: RwLock<State> = RwLock::new(State { open: None, uses: 0 });
+static STATE: RwLock<State> = RwLock::new(State { open: None, closing: Weak::new(), uses: 0 });
 
 /// What there is, if the driver is open.
 ///
@@ -55,6 +56,17 @@ pub fn opened() -> Result<Arc<Open>> {
         return Err(Code::DriverNotInitialized.into());
     }
     Ok(STATE.read().open.clone().ok_or(Code::DriverNotInitialized)?)
+}
+
+/// What there is, and before it what another thread is closing: for calls that end something of
+/// it, and wait until nothing uses its memory any more.
+///
+/// # Errors
+/// As [`opened`].
+pub fn opened_or_closing() -> Result<impl Iterator<Item = Arc<Open>>> {
+    let open = opened();
+    let closing = if fork::is_forked() { None } else { STATE.read().closing.upgrade() };
+    if closing.is_none() { open.map(|open| Some(open).into_iter().chain(None)) } else { Ok(closing.into_iter().chain(open.ok())) }
 }
 
 /// What there is; opens the driver if need be.
@@ -104,7 +116,7 @@ fn start(state: &mut State) -> Arc<Open> {
         workers: Workers::default(),
         properties: Mutex::new(properties()),
     });
-    *state = State { open: Some(open.clone()), uses: 1 };
+    (state.open, state.uses) = (Some(open.clone()), 1);
     open
 }
 
@@ -126,7 +138,9 @@ pub fn close(counted: bool) -> Result<()> {
             return Ok(());
         }
         state.uses = 0;
-        state.open.take()
+        let open = state.open.take();
+        state.closing = open.as_ref().map_or_else(Weak::new, Arc::downgrade);
+        open
     };
     let Some(open) = open else { return Ok(()) };
     open.batches.cancel_all();

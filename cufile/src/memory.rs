@@ -62,13 +62,21 @@ fn is_mapped(address: u64, len: u64) -> bool {
 }
 
 /// Whether a number of the application's stands for the same open file as a descriptor of ours.
-/// Yes, where the kernel does not tell.
+/// Where kcmp(2) is not allowed or not there, as in containers: whether for the same file.
 pub fn is_same_open_file(number: i32, descriptor: BorrowedFd<'_>) -> bool {
     /// `KCMP_FILE` of linux/kcmp.h.
     const FILE: libc::c_int = 0;
     let process = std::process::id();
     // SAFETY: kcmp(2) touches no memory.
-    unsafe { libc::syscall(libc::SYS_kcmp, process, process, FILE, number, descriptor.as_raw_fd()) <= 0 }
+    match unsafe { libc::syscall(libc::SYS_kcmp, process, process, FILE, number, descriptor.as_raw_fd()) } {
+        -1 => is_same_file(number, descriptor),
+        order => order == 0,
+    }
+}
+
+fn is_same_file(number: i32, descriptor: BorrowedFd<'_>) -> bool {
+    let (Ok(copy), Ok(ours)) = (duplicate(number), rustix::fs::fstat(descriptor)) else { return false };
+    rustix::fs::fstat(copy).is_ok_and(|its| (its.st_dev, its.st_ino) == (ours.st_dev, ours.st_ino))
 }
 
 /// Another descriptor of the open file behind a number of the application's.

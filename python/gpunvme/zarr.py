@@ -41,7 +41,9 @@ class Store(LocalStore):  # type: ignore[misc]
         with file:
             first, last = _range(byte_range, file.size)
             memory = _empty(prototype.buffer, last - first)
-            await file.read_into_async(memory, first)
+            moved = (await file.read_into_async(memory, first)).bytes
+        if moved < last - first:
+            raise EOFError(f"{path}: the file ended {last - first - moved} bytes too early")
         return prototype.buffer.from_array_like(memory)
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]) -> list[Any]:

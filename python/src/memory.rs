@@ -124,7 +124,8 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, on_gpu
     let (address, read_only): (u64, bool) = item("data").ok_or_else(|| missing("data"))??.extract()?;
     let shape: Vec<i64> = item("shape").ok_or_else(|| missing("shape"))??.extract()?;
     let kind: String = item("typestr").ok_or_else(|| missing("typestr"))??.extract()?;
-    if kind.get(1..2) == Some("O") {
+    // What a structure consists of is said elsewhere, and may be objects.
+    if kind.get(1..2) == Some("O") || kind.get(1..2) == Some("V") && has_objects(interface)? {
         return Err(objects(object));
     }
     // "<f4", "<M8[ns]": byte order, kind, the bytes of an item, and the unit of a time.
@@ -144,6 +145,14 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, on_gpu
     let busy = stream.map(|stream| Busy { stream, gpu: None, address });
     let len = byte_len(object, &shape, item_size)?;
     Ok(Memory { address, len, on_gpu, busy, keep: object.clone().unbind() })
+}
+
+/// Whether a structure has objects in it, or does not say what it has: `descr` is nested lists of
+/// names and types.
+fn has_objects(interface: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let Some(fields) = interface.get_item("descr")? else { return Ok(true) };
+    let said = fields.repr()?.to_string();
+    Ok(["'|O", "'<O", "'>O", "'=O", "'O"].iter().any(|kind| said.contains(kind)))
 }
 
 fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask) -> PyResult<Memory> {

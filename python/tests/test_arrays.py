@@ -69,6 +69,8 @@ def test_device_arrays_of_numba_are_memory(stored):
 
 def test_arrays_of_cupy_are_memory(stored):
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if not cupy.cuda.is_available():
+        pytest.skip("CuPy reaches no GPU")
     path, values = stored(100_000)
     with gpunvme.open(path) as f:
         array = cupy.zeros((10, 10_000), cupy.uint8)

@@ -427,3 +427,16 @@ def test_errors_name_the_part_of_a_list(stored):
     with gpunvme.open(path) as f, pytest.raises(gpunvme.Error) as refused:
         f.write_from([(registered[:4096], 0), (behind, 4096)])
     assert refused.value.errno == errno.EBADF
+
+
+def test_structures_with_objects_in_them_are_refused_and_others_read(stored):
+    path, values = stored(4096)
+    with gpunvme.open(path) as file:
+        objects = numpy.zeros(4, [("time", "M8[ns]"), ("object", "O")])
+        nested = numpy.zeros(4, [("time", "M8[ns]"), ("inner", [("object", "O", (2,))])])
+        for array in (objects, nested):
+            with pytest.raises(TypeError, match="object"):
+                file.read_into(array)
+        times = numpy.zeros(16, [("time", "M8[ns]"), ("value", "<f4")])
+        file.read_into(times)
+        assert times.tobytes() == values[: times.nbytes].tobytes()

@@ -110,6 +110,14 @@ def test_chunks_are_put_found_read_and_removed(storage, folder):
     with open(storage._path(keys[1]), "r+b") as file:
         file.truncate(5000)
     assert storage.get_blocking(keys[1]) is None
+    # Nor is one whose header is damaged. None stands in the place of one that is missing before it.
+    storage._path(keys[3]).write_bytes(b"{" + bytes(5000))
+    assert storage.get_blocking(keys[3]) is None
+    for missing in [keys[0], keys[1], keys[3]]:
+        wanted = [keys[2], missing, keys[4]]
+        (one,) = asyncio.run(storage.batched_get_non_blocking("lookup", wanted))
+        assert torch.equal(one.tensor, chunks[2].tensor)
+        one.ref_count_down()
     for chunk in chunks:
         chunk.ref_count_down()
-    assert not list((folder / "kv").glob("*.tmp"))
+    assert not list((folder / "kv").glob(".*")) and not list((folder / "kv").glob("*.tmp"))

@@ -37,6 +37,8 @@ impl Requests {
         if !requests.tracefs.path().join("events/fuse/fuse_request_send").exists() {
             return None;
         }
+        // One of a test that was killed stays, and the number of its mount comes again.
+        let _ = fs::remove_dir(&requests.instance);
         fs::create_dir(&requests.instance).expect("an instance of the trace");
         requests.set("events/fuse/fuse_request_send/filter", &format!("connection == {connection}"));
         requests.set("events/fuse/fuse_request_send/enable", "1");
@@ -61,9 +63,18 @@ impl Requests {
         counts
     }
 
-    /// Waits for the requests that no call waits for, as RELEASE.
+    /// Waits for the requests that no call waits for, as RELEASE: until none has come for a while.
     fn settle(&self) {
-        std::thread::sleep(Duration::from_millis(50));
+        let seen = || fs::read_to_string(self.instance.join("trace")).expect("a trace").len();
+        let mut before = seen();
+        loop {
+            std::thread::sleep(Duration::from_millis(100));
+            let now = seen();
+            if now == before {
+                return;
+            }
+            before = now;
+        }
     }
 
     fn set(&self, file: &str, value: &str) {

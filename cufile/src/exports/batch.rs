@@ -2,6 +2,7 @@
 
 use super::{as_pointer, list, status, store};
 use crate::abi::{BatchEvent, BatchRequest, Status, Timespec};
+use crate::batch::Batches;
 use crate::driver;
 use crate::failure::{Code, Result};
 use crate::statistics::{self, Event};
@@ -90,14 +91,26 @@ fn duration(time: &Timespec) -> Result<Duration> {
 /// Calls off the requests that are not done.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileBatchIOCancel(batch: *mut c_void) -> Status {
-    let cancelled = driver::opened().and_then(|open| open.batches.get(batch as usize)).map(|batch| batch.cancel());
+    let cancelled = ending(|batches| batches.get(batch as usize)).map(|batch| batch.cancel());
     statistics::event(Event::BatchCancel, &cancelled);
     status(cancelled)
 }
 
-/// Ends a batch. What is unknown is left alone.
+/// Ends a batch, whose memory nothing uses afterwards. What is unknown is left alone.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileBatchIODestroy(batch: *mut c_void) {
-    let removed = driver::opened().and_then(|open| open.batches.remove(batch as usize));
+    let removed = ending(|batches| batches.remove(batch as usize));
     statistics::event(Event::BatchDestroy, &removed);
+}
+
+/// Does something to a batch that may be one of a driver that another thread is closing.
+fn ending<T>(act: impl Fn(&Batches) -> Result<T>) -> Result<T> {
+    let mut done = Err(Code::InvalidValue.into());
+    for open in driver::opened_or_closing()? {
+        done = act(&open.batches);
+        if done.is_ok() {
+            break;
+        }
+    }
+    done
 }

@@ -7,12 +7,14 @@ and is found again after a restart. Files stay until LMCache removes their chunk
 import asyncio
 import contextlib
 import json
-import os
+import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat
@@ -22,6 +24,7 @@ import gpunvme
 
 __all__ = ["Storage"]
 
+_LOG = logging.getLogger(__name__)
 #: Bytes of the header: a block of the filesystem, so that the chunk is aligned.
 _HEADER = 4096
 #: Chunks that are written at once.
@@ -49,7 +52,7 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
 
     def _path(self, key: Any) -> Path:
         name: str = key.to_string()
-        return self._folder / (name.replace("/", "-") + ".kv")
+        return self._folder / (quote(name, safe="") + ".kv")
 
     def contains(self, key: Any, pin: bool = False) -> bool:
         """Whether there is a chunk. Nothing is evicted, so that none has to be pinned."""
@@ -91,7 +94,7 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
 
     def _put(self, key: Any, chunk: Any, on_complete: Callable[[Any], None] | None) -> None:
         path = self._path(key)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = self._folder / f".{secrets.token_hex(8)}.tmp"
         tensor = chunk.tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
         header = {"shape": list(tensor.shape), "dtype": dtype, "format": chunk.metadata.fmt.name}
@@ -100,7 +103,8 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
                 file.write_from(json.dumps(header).encode().ljust(_HEADER))
                 file.write_from(tensor, _HEADER)
             temporary.rename(path)
-        except BaseException:
+        except BaseException as error:
+            _LOG.warning("%s was not written: %s", path, error)
             temporary.unlink(missing_ok=True)
             raise
         finally:
@@ -111,17 +115,27 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
             on_complete(key)
 
     def _begin(self, key: Any) -> tuple[gpunvme.File, Any, gpunvme.Pending] | None:
-        """Begins to read a chunk, where there is one, and memory for it."""
+        """Begins to read a chunk, where there is one that can be read, and memory for it."""
+        path, chunk = self._path(key), None
         try:
-            file = gpunvme.open(self._path(key))
+            file = gpunvme.open(path)
         except FileNotFoundError:
             return None
-        header = bytearray(_HEADER)
-        file.read_into(header)
-        said = json.loads(header)
-        shape, dtype = torch.Size(said["shape"]), getattr(torch, said["dtype"])
-        chunk = self.local_cpu_backend.allocate(shape, dtype, MemoryFormat[said["format"]], busy_loop=False)
-        return None if chunk is None else (file, chunk, file.submit_read_into(chunk.tensor, _HEADER))
+        try:
+            header = bytearray(_HEADER)
+            file.read_into(header)
+            said = json.loads(header)
+            shape, dtype = torch.Size(said["shape"]), getattr(torch, said["dtype"])
+            kind = MemoryFormat[said["format"]]
+            chunk = self.local_cpu_backend.allocate(shape, dtype, kind, busy_loop=False)
+            if chunk is not None:
+                return file, chunk, file.submit_read_into(chunk.tensor, _HEADER)
+        except (gpunvme.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+            _LOG.warning("%s is taken for missing: %s", path, error)
+            if chunk is not None:
+                chunk.ref_count_down()
+        file.close()
+        return None
 
     def get_blocking(self, key: Any) -> Any:
         """Reads a chunk; None where there is none, or no memory for it."""
@@ -136,13 +150,27 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
         self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
     ) -> list[Any]:
         """Reads chunks, as far as there are, and memory for them."""
-        found = [one for one in map(self._begin, keys) if one is not None]
-        return [await asyncio.to_thread(self._finish, *one) for one in found]
+        begun = []
+        for key in keys:
+            one = self._begin(key)
+            if one is None:
+                break
+            begun.append(one)
+        chunks = [await asyncio.to_thread(self._finish, *one) for one in begun]
+        # They are taken for the first ones of the keys: none may stand in the place of another.
+        there = chunks.index(None) if None in chunks else len(chunks)
+        for chunk in chunks[there:]:
+            if chunk is not None:
+                chunk.ref_count_down()
+        return chunks[:there]
 
     def _finish(self, file: gpunvme.File, chunk: Any, pending: gpunvme.Pending) -> Any:
         with file:
-            if pending.result().bytes == chunk.tensor.nbytes:
-                return chunk
+            try:
+                if pending.result().bytes == chunk.tensor.nbytes:
+                    return chunk
+            except gpunvme.Error as error:
+                _LOG.warning("%s is taken for missing: %s", file.name, error)
         chunk.ref_count_down()
         return None
 

@@ -180,3 +180,38 @@ fn waiting_ends_with_its_time_and_cancelled_requests_end() {
         assert!(of(CANCELED) > 0, "none of 4 GiB was called off");
     });
 }
+
+/// The memory of a batch that was destroyed is the application's again, also while another thread
+/// closes the driver.
+#[test]
+fn a_batch_that_is_destroyed_while_the_driver_closes_writes_no_more() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        const SIZE: usize = 65536;
+        fs::write(volume.path("file"), vec![7; 256 * SIZE]).unwrap();
+        let file = open(&volume.path("file"));
+        let (device, zeros) = (Device::zeroed(256 * SIZE), vec![0; 256 * SIZE]);
+        for round in 0..20 {
+            let handle = cufile.register(&file).unwrap();
+            let batch = Batch::new(256);
+            let requests: Vec<_> = (0..256)
+                .map(|at| BatchRequest {
+                    size: SIZE,
+                    ..read(handle, device.address(), (at * SIZE) as i64, (at * SIZE) as i64, at)
+                })
+                .collect();
+            assert_eq!(batch.submit(&requests), OK);
+            std::thread::scope(|scope| {
+                let closer = scope.spawn(|| cufile.close());
+                std::thread::sleep(Duration::from_micros(50));
+                drop(batch);
+                device.put(&zeros);
+                assert_eq!(closer.join().unwrap(), OK);
+            });
+            std::thread::sleep(Duration::from_millis(2));
+            assert!(device.get(0, 256 * SIZE) == zeros, "round {round}: memory was written to after the end");
+        }
+        let _again = cufile.register(&file).unwrap();
+    });
+}

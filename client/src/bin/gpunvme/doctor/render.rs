@@ -100,8 +100,14 @@ fn about_ssd(report: &mut Report, ssd: &Ssd) {
 }
 
 /// What uses a disk, or one of its partitions, which are among `all`.
-fn usage(disk: &Disk, all: &[Disk]) -> String {
-    let is_part = |other: &&Disk| other.name.strip_prefix(&disk.name).is_some_and(|rest| !rest.is_empty());
+pub(super) fn usage(disk: &Disk, all: &[Disk]) -> String {
+    // nvme0n1p2 of nvme0n1, and vda2 of vda; nvme0n10 is another.
+    let is_part = |other: &&Disk| {
+        let ends_in_a_digit = disk.name.ends_with(|last: char| last.is_ascii_digit());
+        let rest = other.name.strip_prefix(&disk.name);
+        let rest = rest.and_then(|rest| if ends_in_a_digit { rest.strip_prefix('p') } else { Some(rest) });
+        rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
+    };
     if !disk.uses.is_empty() {
         disk.uses.join(", ")
     } else if all.iter().filter(is_part).any(|part| !part.uses.is_empty()) {

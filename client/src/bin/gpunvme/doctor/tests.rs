@@ -124,6 +124,20 @@ fn devices_go_by_several_names() {
     told(HGX, Some("sim:/tmp/image")).is(Route::Bounce, Reason::NoVfio, None);
 }
 
+#[test]
+fn another_namespace_is_no_partition() {
+    let disk = |name: &str, uses: &[&str]| device::Disk {
+        name: name.into(),
+        bytes: 1 << 30,
+        uses: uses.iter().map(|usage| (*usage).to_owned()).collect(),
+    };
+    let usage = |names: [device::Disk; 2]| super::render::usage(&names[0], &names);
+    assert_eq!(usage([disk("nvme0n1", &[]), disk("nvme0n10", &["mounted on /data"])]), "not in use");
+    assert_eq!(usage([disk("nvme0n1", &[]), disk("nvme0n1p2", &["mounted on /data"])]), "its partitions are in use");
+    assert_eq!(usage([disk("vda", &[]), disk("vda2", &["used as swap"])]), "its partitions are in use");
+    assert_eq!(usage([disk("vda", &["mounted on /"]), disk("vda2", &[])]), "mounted on /");
+}
+
 /// What the system runs from is never to be bound; a partition says it of the whole disk.
 #[test]
 fn the_system_disk_is_left_alone() {
