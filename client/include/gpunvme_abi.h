@@ -80,6 +80,11 @@ struct gpunvme_info {
 	char daemon[40];                 /* out */
 };
 #define GPUNVME_FEATURE_READ_ONLY (1ull << 0)
+#define GPUNVME_FEATURE_IO_URING  (1ull << 1) /* the kernel's requests come through io_uring */
+/* They were to, and the system refuses it; the kernel does not offer it; it refused a queue. */
+#define GPUNVME_FEATURE_IO_URING_REFUSED        (1ull << 2)
+#define GPUNVME_FEATURE_IO_URING_NOT_OFFERED    (1ull << 3)
+#define GPUNVME_FEATURE_IO_URING_NOT_REGISTERED (1ull << 4)
 
 /* REGISTER: on any file or directory of the mount, and over the socket. */
 struct gpunvme_register {

@@ -41,6 +41,6 @@ pub use device_memory::{DeviceMapping, DeviceMemory};
 pub use error::{Error, Result};
 pub use file::{Extents, File};
 pub use gpunvme_abi::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
-pub use mount::{Info, Mount, Stats};
+pub use mount::{Info, Mount, Stats, Transport};
 pub use ring::{Attached, Completed, Operation, Ring, Wait};
 pub use transfer::{Require, Transfer};

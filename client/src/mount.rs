@@ -33,6 +33,8 @@ pub struct Info {
     pub daemon: String,
     /// Whether it is mounted read-only.
     pub read_only: bool,
+    /// How the kernel's requests come to the daemon.
+    pub transport: Transport,
     /// Bytes that the volume can hold.
     pub capacity: u64,
     /// Bytes of it that are free.
@@ -83,14 +85,60 @@ pub struct Stats {
     pub reasons: Vec<(Reason, u64)>,
 }
 
+/// How the kernel's requests come to a mount's daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// By `/dev/fuse`.
+    Classic,
+    /// By `/dev/fuse`: the system refuses io_uring to the daemon.
+    Refused,
+    /// By `/dev/fuse`: the kernel does not offer io_uring.
+    NotOffered,
+    /// By `/dev/fuse`: the kernel refused a queue of io_uring.
+    NotRegistered,
+    /// Through io_uring.
+    IoUring,
+}
+
+impl Transport {
+    fn of(features: Features) -> Transport {
+        let flags = [
+            (Features::IO_URING, Transport::IoUring),
+            (Features::IO_URING_REFUSED, Transport::Refused),
+            (Features::IO_URING_NOT_OFFERED, Transport::NotOffered),
+            (Features::IO_URING_NOT_REGISTERED, Transport::NotRegistered),
+        ];
+        flags.into_iter().find(|(flag, _)| features.contains(*flag)).map_or(Transport::Classic, |(_, transport)| transport)
+    }
+
+    /// `io_uring` or `classic`, as in the mount option.
+    pub fn name(self) -> &'static str {
+        if self == Transport::IoUring { "io_uring" } else { "classic" }
+    }
+
+    /// Why requests do not come through io_uring, where the mount was to have it.
+    pub fn refusal(self) -> Option<&'static str> {
+        match self {
+            Transport::Classic | Transport::IoUring => None,
+            Transport::Refused => Some("the system refuses io_uring (io_uring_disabled, or a container's seccomp filter)"),
+            Transport::NotOffered => {
+                Some("the kernel does not offer io_uring (from Linux 6.14 on: /sys/module/fuse/parameters/enable_uring)")
+            }
+            Transport::NotRegistered => Some("the kernel refused a queue of io_uring"),
+        }
+    }
+}
+
 impl Info {
     fn of(info: abi::Info) -> Info {
+        let features = Features::from_bits_truncate(info.features);
         Info {
             device: abi::get_text(&info.device),
             label: abi::get_text(&info.label),
             uuid: info.uuid,
             daemon: abi::get_text(&info.daemon),
-            read_only: Features::from_bits_truncate(info.features).contains(Features::READ_ONLY),
+            read_only: features.contains(Features::READ_ONLY),
+            transport: Transport::of(features),
             capacity: info.capacity,
             free: info.free,
             block_size: info.block_size,

@@ -9,10 +9,12 @@ use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::device::{Buffer, Device};
+use crate::idle_loops::IdleLoops;
 use crate::negotiation::{Answer, Negotiated, Wishes, negotiate};
 use crate::notifier::Notifier;
 use crate::reply::{Channel, Reply};
 use crate::request::{Decoder, Forgets, Message, Request};
+use crate::uring::Queues;
 use crate::wire::{InHeader, InitFlags, InitIn, OutHeader, opcode};
 
 /// A filesystem, as the kernel's requests see it.
@@ -25,17 +27,51 @@ pub trait Handler: Send + Sync + 'static {
     fn forget(&self, forgets: Forgets<'_>);
 }
 
+/// What is said where io_uring is wished for and cannot be had.
+const CLASSIC: &str = "requests come by /dev/fuse, not through io_uring";
+
 /// A connection to the kernel that both sides have agreed on.
 #[derive(Debug)]
 pub struct Connection {
     device: Device,
     negotiated: Negotiated,
+    queues: Agreed,
+}
+
+/// What became of io_uring.
+#[derive(Debug)]
+enum Agreed {
+    /// It is agreed on.
+    Queues(Queues),
+    /// It was not wished for, or could not be had.
+    None(Option<Fallback>),
+}
+
+/// How requests come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// By `/dev/fuse`; and why not through io_uring, where that was wished for.
+    Classic(Option<Fallback>),
+    /// Through io_uring; what no process waits for comes by `/dev/fuse`.
+    IoUring,
+}
+
+/// Why requests cannot come through io_uring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fallback {
+    /// The system refuses io_uring to this process.
+    Refused,
+    /// The kernel does not offer it.
+    NotOffered,
+    /// The kernel refused a queue.
+    NotRegistered,
 }
 
 /// Threads that serve a connection.
 #[derive(Debug)]
 pub struct Served {
-    loops: Vec<JoinHandle<io::Result<()>>>,
+    transport: Transport,
+    threads: Vec<JoinHandle<io::Result<()>>>,
 }
 
 impl Connection {
@@ -46,6 +82,24 @@ impl Connection {
     /// The kernel's protocol is too old, or it has unmounted before it asked.
     pub fn negotiate(descriptor: OwnedFd, wishes: &Wishes) -> io::Result<Connection> {
         let device = Device::new(descriptor);
+        // Made before they are agreed on: the kernel would hold requests back for queues that
+        // cannot be made.
+        let queues = match wishes.io_uring.then(|| Queues::new(wishes.max_write as usize)).transpose() {
+            Ok(Some(queues)) => Agreed::Queues(queues),
+            Ok(None) => Agreed::None(None),
+            Err(error) => {
+                refused_by_the_system(&error);
+                Agreed::None(Some(Fallback::Refused))
+            }
+        };
+        Connection::negotiate_with(device, wishes, queues)
+    }
+
+    fn negotiate_with(device: Device, wishes: &Wishes, queues: Agreed) -> io::Result<Connection> {
+        let payload = match &queues {
+            Agreed::Queues(queues) => Some(queues.payload()),
+            Agreed::None(_) => None,
+        };
         let mut buffer = Buffer::new(0);
         loop {
             let gone = || io::Error::new(io::ErrorKind::NotConnected, "the mount has gone before it was served");
@@ -54,12 +108,20 @@ impl Connection {
                 Ok((asked, _)) if header.opcode == opcode::INIT => asked,
                 _ => return Err(refuse(&device, &header, unexpected("a request came before the kernel's first"))),
             };
-            match negotiate(&asked, wishes) {
+            match negotiate(&asked, wishes, payload) {
                 Ok(Answer::Again(out)) => send(&device, &header, out.as_bytes())?,
                 Ok(Answer::Agreed(out, negotiated)) => {
                     send(&device, &header, out.as_bytes())?;
                     tracing::debug!(?negotiated, "the kernel and this program have agreed");
-                    return Ok(Connection { device, negotiated });
+                    let offered = negotiated.capabilities.contains(InitFlags::OVER_IO_URING);
+                    let queues = match queues {
+                        Agreed::Queues(_) if !offered => {
+                            not_offered();
+                            Agreed::None(Some(Fallback::NotOffered))
+                        }
+                        queues => queues,
+                    };
+                    return Ok(Connection { device, negotiated, queues });
                 }
                 Err(error) => return Err(refuse(&device, &header, error)),
             }
@@ -79,34 +141,50 @@ impl Connection {
     /// Serves requests with so many loops, each a thread with a descriptor of its own, until the
     /// connection ends.
     ///
-    /// # Errors
-    /// The system has not got the descriptors or the threads. Loops that have begun go on until the
-    /// connection ends, which its mount's end brings about.
+    /// # Errors The system has not got the descriptors or the threads. Loops that have begun go
+    /// on until the connection ends, which its mount's end brings about.
     pub fn serve(self, handler: &Arc<impl Handler>, loops: usize) -> io::Result<Served> {
-        let Connection { device, negotiated } = self;
+        let Connection { device, negotiated, queues } = self;
         let decoder = Decoder { setxattr_ext: negotiated.capabilities.contains(InitFlags::SETXATTR_EXT) };
+        let (mut threads, transport) = match queues {
+            Agreed::Queues(queues) => {
+                let (threads, all) = queues.serve(device.descriptor(), decoder, handler)?;
+                if !all {
+                    tracing::warn!("{CLASSIC}: the kernel refused a queue");
+                }
+                (threads, if all { Transport::IoUring } else { Transport::Classic(Some(Fallback::NotRegistered)) })
+            }
+            Agreed::None(fallback) => (Vec::new(), Transport::Classic(fallback)),
+        };
+        let loops = if transport == Transport::IoUring { 1 } else { loops };
         let mut devices = Vec::with_capacity(loops);
         for _ in 1..loops {
             devices.push(device.another()?);
         }
         devices.push(device);
+        let idle_loops = IdleLoops::new(loops);
         let start = |(number, device)| {
-            let handler = handler.clone();
-            let serve = move || serve(&device, negotiated.max_write, decoder, &*handler);
+            let (handler, idle_loops) = (handler.clone(), idle_loops.clone());
+            let serve = move || serve(&device, negotiated.max_write, decoder, idle_loops.as_ref(), &*handler);
             thread::Builder::new().name(format!("fuse-{number}")).spawn(serve)
         };
-        let loops = devices.into_iter().enumerate().map(start).collect::<io::Result<_>>()?;
-        Ok(Served { loops })
+        threads.extend(devices.into_iter().enumerate().map(start).collect::<io::Result<Vec<_>>>()?);
+        Ok(Served { transport, threads })
     }
 }
 
 impl Served {
+    /// How requests come.
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
     /// Waits until the connection has ended.
     ///
     /// # Errors
     /// Why requests could not be taken any more, if that ended it.
     pub fn join(self) -> io::Result<()> {
-        let ends = self.loops.into_iter().map(|thread| match thread.join() {
+        let ends = self.threads.into_iter().map(|thread| match thread.join() {
             Ok(end) => end,
             Err(_) => Err(io::Error::other("a thread that takes requests panicked")),
         });
@@ -116,11 +194,18 @@ impl Served {
 }
 
 /// One loop.
-fn serve(device: &Device, max_write: u32, decoder: Decoder, handler: &impl Handler) -> io::Result<()> {
+fn serve(
+    device: &Device,
+    max_write: u32,
+    decoder: Decoder,
+    idle_loops: Option<&Arc<IdleLoops>>,
+    handler: &impl Handler,
+) -> io::Result<()> {
     let mut buffer = Buffer::new(max_write);
     let channel: Arc<dyn Channel> = Arc::new(device.clone());
     while let Some(message) = device.receive(&mut buffer)? {
         let (header, arguments) = split(message)?;
+        let _busy = idle_loops.map(IdleLoops::busy);
         let reply = || Reply::new(channel.clone(), header.unique);
         match decoder.decode(&header, arguments) {
             Ok(Message::Request(request)) => handler.request(request, reply()),
@@ -153,8 +238,25 @@ fn send(device: &Device, header: &InHeader, body: &[u8]) -> io::Result<()> {
     device.answer(OutHeader { len, error: 0, unique: header.unique }, [body, &[]])
 }
 
+fn not_offered() {
+    tracing::warn!(
+        "{CLASSIC}: the kernel does not offer it; from Linux 6.14 on \
+         `echo Y > /sys/module/fuse/parameters/enable_uring` makes it"
+    );
+}
+
+fn refused_by_the_system(error: &io::Error) {
+    tracing::warn!(
+        "{CLASSIC}: the system refuses io_uring ({error}); see io_uring_disabled in /proc/sys/kernel, \
+         and the seccomp filter of a container"
+    );
+}
+
 /// Tells the kernel that there will be no mount. Returns why.
 fn refuse(device: &Device, header: &InHeader, why: io::Error) -> io::Error {
     Reply::new(Arc::new(device.clone()), header.unique).error(Errno::PROTO.raw_os_error());
     why
 }
+
+#[cfg(test)]
+mod tests;

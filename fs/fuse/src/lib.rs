@@ -11,14 +11,16 @@
 
 mod connection;
 mod device;
+mod idle_loops;
 mod listing;
 mod negotiation;
 mod notifier;
 mod reply;
 mod request;
+mod uring;
 pub mod wire;
 
-pub use connection::{Connection, Handler, Served};
+pub use connection::{Connection, Fallback, Handler, Served, Transport};
 pub use listing::Listing;
 pub use negotiation::{Negotiated, Wishes};
 pub use notifier::Notifier;

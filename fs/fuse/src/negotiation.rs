@@ -18,6 +18,8 @@ pub struct Wishes {
     pub max_background: u16,
     /// How many of them make the mount congested.
     pub congestion: u16,
+    /// Whether requests are to travel through io_uring, where that can be.
+    pub io_uring: bool,
 }
 
 /// What was agreed on.
@@ -29,6 +31,8 @@ pub struct Negotiated {
     pub capabilities: InitFlags,
     /// The largest WRITE in bytes.
     pub max_write: u32,
+    /// The most pages of a request.
+    pub max_pages: u16,
 }
 
 /// What an INIT is answered with.
@@ -39,11 +43,12 @@ pub(crate) enum Answer {
     Again(InitOut),
 }
 
-/// Negotiates.
+/// Negotiates. `queue_payload`: bytes of the largest request through io_uring, where there are
+/// queues for it.
 ///
 /// # Errors
 /// The kernel's protocol is too old.
-pub(crate) fn negotiate(asked: &InitIn, wishes: &Wishes) -> io::Result<Answer> {
+pub(crate) fn negotiate(asked: &InitIn, wishes: &Wishes, queue_payload: Option<usize>) -> io::Result<Answer> {
     let mut out = InitOut {
         major: MAJOR,
         minor: MINOR,
@@ -76,18 +81,26 @@ pub(crate) fn negotiate(asked: &InitIn, wishes: &Wishes) -> io::Result<Answer> {
     }
     // These have no price and change no request.
     let always = InitFlags::ASYNC_READ | InitFlags::BIG_WRITES | InitFlags::MAX_PAGES | InitFlags::INIT_EXT;
-    let capabilities = InitFlags::from_bits_retain(offered) & (wishes.capabilities | always);
+    let mut wanted = wishes.capabilities | always;
+    wanted.set(InitFlags::OVER_IO_URING, queue_payload.is_some());
+    let capabilities = InitFlags::from_bits_retain(offered) & wanted;
     let minor = asked.minor.min(MINOR);
+    // The kernel asks for entries of the largest request that was agreed on (`fuse_uring_create`).
+    let most = match queue_payload {
+        Some(payload) if capabilities.contains(InitFlags::OVER_IO_URING) => u32::try_from(payload).unwrap_or(u32::MAX),
+        _ => u32::MAX,
+    };
+    let (max_write, max_readahead) = (wishes.max_write.min(most), asked.max_readahead.min(most));
     out.minor = minor;
-    out.max_readahead = asked.max_readahead;
+    out.max_readahead = max_readahead;
     out.flags = capabilities.bits() as u32;
     out.flags2 = (capabilities.bits() >> 32) as u32;
     out.max_background = wishes.max_background;
     out.congestion_threshold = wishes.congestion;
-    out.max_write = wishes.max_write;
+    out.max_write = max_write;
     out.time_gran = 1;
-    out.max_pages = u16::try_from(wishes.max_write.max(asked.max_readahead).div_ceil(PAGE)).unwrap_or(u16::MAX);
-    Ok(Answer::Agreed(out, Negotiated { minor, capabilities, max_write: wishes.max_write }))
+    out.max_pages = u16::try_from(max_write.max(max_readahead).div_ceil(PAGE)).unwrap_or(u16::MAX);
+    Ok(Answer::Agreed(out, Negotiated { minor, capabilities, max_write, max_pages: out.max_pages }))
 }
 
 #[cfg(test)]
@@ -99,11 +112,29 @@ mod tests {
         max_write: 1 << 20,
         max_background: 256,
         congestion: 192,
+        io_uring: false,
     };
 
-    fn ask(major: u32, minor: u32, flags: InitFlags) -> io::Result<Answer> {
+    fn ask_with(major: u32, minor: u32, flags: InitFlags, queue_payload: Option<usize>) -> io::Result<Answer> {
         let (low, high) = (flags.bits() as u32, (flags.bits() >> 32) as u32);
-        negotiate(&InitIn { major, minor, max_readahead: 131_072, flags: low, flags2: high, unused: [0; 11] }, &WISHES)
+        let asked = InitIn { major, minor, max_readahead: 131_072, flags: low, flags2: high, unused: [0; 11] };
+        negotiate(&asked, &WISHES, queue_payload)
+    }
+
+    fn ask(major: u32, minor: u32, flags: InitFlags) -> io::Result<Answer> {
+        ask_with(major, minor, flags, None)
+    }
+
+    #[test]
+    fn requests_through_io_uring_are_as_large_as_the_entries() {
+        let Ok(Answer::Agreed(out, agreed)) = ask_with(7, 45, InitFlags::all(), Some(65_536)) else { panic!("refused") };
+        assert!(agreed.capabilities.contains(InitFlags::OVER_IO_URING));
+        assert_eq!((out.max_write, out.max_readahead, out.max_pages), (65_536, 65_536, 16));
+        // Where the kernel has none, they stay as large as they were to be.
+        let old = InitFlags::all() - InitFlags::OVER_IO_URING;
+        let Ok(Answer::Agreed(out, agreed)) = ask_with(7, 41, old, Some(65_536)) else { panic!("refused") };
+        assert!(!agreed.capabilities.contains(InitFlags::OVER_IO_URING));
+        assert_eq!((out.max_write, out.max_readahead, out.max_pages), (1 << 20, 131_072, 256));
     }
 
     #[test]

@@ -230,6 +230,25 @@ impl Decoder {
         self.decode(&header, arguments)
     }
 
+    /// Decodes a message as an entry of a queue delivers it: `in_out` and `op_in` of its header,
+    /// and the payload (`struct fuse_uring_req_header`).
+    ///
+    /// # Errors
+    /// It is of an operation that does not look so.
+    pub fn entry<'a>(self, in_out: &[u8; 128], op_in: &[u8; 128], payload: &'a [u8]) -> Result<Message<'a>, Malformed> {
+        let header = Decoder::entry_header(in_out);
+        match header.opcode {
+            opcode::DESTROY => Ok(Message::Destroy),
+            _ => self.request(&header, Some(op_in), payload).map(Message::Request),
+        }
+    }
+
+    /// The header of a message as an entry of a queue delivers it.
+    pub(crate) fn entry_header(in_out: &[u8; 128]) -> InHeader {
+        let Ok((header, _)) = InHeader::read_from_prefix(in_out) else { unreachable!("128 bytes hold a header") };
+        header
+    }
+
     /// Splits a message as `/dev/fuse` delivers it.
     pub(crate) fn split(bytes: &[u8]) -> Result<(InHeader, &[u8]), Malformed> {
         let (header, rest) = InHeader::read_from_prefix(bytes).map_err(|_| Malformed)?;
@@ -239,27 +258,32 @@ impl Decoder {
     /// Decodes what follows the header: the structure of the operation, if it has one, and the
     /// rest.
     pub(crate) fn decode<'a>(self, header: &InHeader, arguments: &'a [u8]) -> Result<Message<'a>, Malformed> {
-        let operation = match header.opcode {
+        match header.opcode {
             opcode::FORGET => {
                 let (lookups, more) = take(arguments)?;
                 let one = Some(Forget { ino: header.nodeid, lookups });
-                return if more.is_empty() { Ok(Message::Forgets(Forgets { one, more })) } else { Err(Malformed) };
+                if more.is_empty() { Ok(Message::Forgets(Forgets { one, more })) } else { Err(Malformed) }
             }
             opcode::BATCH_FORGET => {
                 let (batch, more): (wire::BatchForgetIn, _) = take(arguments)?;
                 let len = (batch.count as usize).checked_mul(size_of::<wire::ForgetOne>()).ok_or(Malformed)?;
                 let more = more.get(..len).ok_or(Malformed)?;
-                return Ok(Message::Forgets(Forgets { one: None, more }));
+                Ok(Message::Forgets(Forgets { one: None, more }))
             }
-            opcode::INTERRUPT => return Ok(Message::Interrupt),
-            opcode::DESTROY => return Ok(Message::Destroy),
-            _ => self.operation(header, Arguments { rest: arguments, extensions: header.total_extlen })?,
-        };
-        let InHeader { nodeid: ino, uid, gid, pid, .. } = *header;
-        Ok(Message::Request(Request { ino, uid, gid, pid, operation }))
+            opcode::INTERRUPT => Ok(Message::Interrupt),
+            opcode::DESTROY => Ok(Message::Destroy),
+            _ => self.request(header, None, arguments).map(Message::Request),
+        }
     }
 
-    fn operation<'a>(self, header: &InHeader, mut arguments: Arguments<'a>) -> Result<Operation<'a>, Malformed> {
+    /// Decodes a request whose first structure may lie apart from the rest, in `head`.
+    fn request<'a>(self, header: &InHeader, head: Option<&[u8]>, rest: &'a [u8]) -> Result<Request<'a>, Malformed> {
+        let operation = self.operation(header, Arguments { head, rest, extensions: header.total_extlen })?;
+        let InHeader { nodeid: ino, uid, gid, pid, .. } = *header;
+        Ok(Request { ino, uid, gid, pid, operation })
+    }
+
+    fn operation<'a>(self, header: &InHeader, mut arguments: Arguments<'_, 'a>) -> Result<Operation<'a>, Malformed> {
         let group = arguments.take_group()?;
         let operation = match header.opcode {
             opcode::LOOKUP => Operation::Lookup { name: arguments.name()? },
@@ -415,14 +439,19 @@ fn take<T: FromBytes>(bytes: &[u8]) -> Result<(T, &[u8]), Malformed> {
 }
 
 /// The arguments of a request that are not taken yet.
-struct Arguments<'a> {
+struct Arguments<'h, 'a> {
+    /// What the first structure is taken from, where it lies apart.
+    head: Option<&'h [u8]>,
     rest: &'a [u8],
     /// Length of the extensions at their end, in units of eight bytes.
     extensions: u16,
 }
 
-impl<'a> Arguments<'a> {
+impl<'a> Arguments<'_, 'a> {
     fn take<T: FromBytes>(&mut self) -> Result<T, Malformed> {
+        if let Some(head) = self.head.take() {
+            return take(head).map(|(taken, _)| taken);
+        }
         let (taken, rest) = take(self.rest)?;
         self.rest = rest;
         Ok(taken)

@@ -139,6 +139,10 @@ pub(crate) mod opcode {
     pub const COPY_FILE_RANGE_64: u32 = 53;
 }
 
+/// `enum fuse_uring_cmd`.
+pub(crate) const REGISTER: u32 = 1;
+pub(crate) const COMMIT_AND_FETCH: u32 = 2;
+
 /// `enum fuse_notify_code`.
 pub(crate) const NOTIFY_INVAL_INODE: i32 = 2;
 pub(crate) const NOTIFY_STORE: i32 = 4;
@@ -538,6 +542,28 @@ structures! {
     pub(crate) struct ExtHeader {
         pub size: u32,
         pub r#type: u32,
+    }
+
+    /// What the kernel and an entry of a queue exchange besides the payload
+    /// (`struct fuse_uring_req_header`).
+    pub(crate) struct RingHeader {
+        /// The header of the request; then of the reply.
+        pub in_out: [u8; 128],
+        /// The structure that the operation begins with.
+        pub op_in: [u8; 128],
+        pub flags: u64,
+        pub commit_id: u64,
+        pub payload_sz: u32,
+        pub padding: u32,
+        pub reserved: u64,
+    }
+
+    /// The command area of a submission (`struct fuse_uring_cmd_req`).
+    pub(crate) struct RingCommand {
+        pub flags: u64,
+        pub commit_id: u64,
+        pub qid: u16,
+        pub padding: [u8; 6],
     }
 
     pub(crate) struct NotifyInvalInodeOut {

@@ -61,6 +61,14 @@ bitflags! {
     pub struct Features: u64 {
         /// The volume is mounted read-only.
         const READ_ONLY = 1 << 0;
+        /// The kernel's requests come through io_uring, not `/dev/fuse`.
+        const IO_URING = 1 << 1;
+        /// They were to, and the system refuses io_uring to the daemon.
+        const IO_URING_REFUSED = 1 << 2;
+        /// They were to, and the kernel does not offer it.
+        const IO_URING_NOT_OFFERED = 1 << 3;
+        /// They were to, and the kernel refused a queue.
+        const IO_URING_NOT_REGISTERED = 1 << 4;
     }
 }
 

@@ -21,5 +21,6 @@ mod requests;
 mod ring;
 mod space;
 mod storm;
+mod transport;
 mod unseen_writes;
 mod users;

@@ -14,6 +14,8 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
         "uuid": report::uuid(&info.uuid),
         "daemon": info.daemon,
         "read_only": info.read_only,
+        "transport": info.transport.name(),
+        "transport_refusal": info.transport.refusal(),
         "capacity": info.capacity,
         "free": info.free,
         "block_size": info.block_size,
@@ -32,6 +34,8 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
     report.line("label", if info.label.is_empty() { "none" } else { &info.label });
     report.line("uuid", report::uuid(&info.uuid));
     report.line("mounted", format!("{}, by {}", if info.read_only { "read-only" } else { "read-write" }, info.daemon));
+    let refusal = info.transport.refusal().map(|refusal| format!(": {refusal}")).unwrap_or_default();
+    report.line("transport", format!("{}{refusal}", info.transport.name()));
     report.line("capacity", format!("{}, {} free", report::size(info.capacity), report::size(info.free)));
     report.line("blocks", format!("{} bytes, on logical blocks of {}", info.block_size, info.logical_block));
     report.line("memory", format!("goes direct when aligned to {} bytes", info.memory_alignment));

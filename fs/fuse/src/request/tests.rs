@@ -142,6 +142,30 @@ fn what_is_no_request_is_refused_and_what_is_unknown_named() {
 
 /// Random messages, most of them with an opcode that exists and a length that is right: none
 /// panics, and what a request has of them lies within them.
+/// One of the two parts of the header of an entry.
+fn padded(bytes: &[u8]) -> [u8; 128] {
+    let mut part = [0xa5; 128];
+    let len = bytes.len().min(128);
+    part[..len].copy_from_slice(&bytes[..len]);
+    part
+}
+
+#[test]
+fn an_entry_holds_the_same_request_in_three_parts() {
+    let write = WriteIn { fh: 5, offset: 4096, size: 3, write_flags: 0, lock_owner: 0, flags: 0, padding: 0 };
+    let bytes = message(opcode::WRITE, 0, &[write.as_bytes(), b"abc"]);
+    let (header, rest) = bytes.split_at(size_of::<InHeader>());
+    let (op_in, payload) = rest.split_at(size_of::<WriteIn>());
+    let Ok(Message::Request(request)) = DECODER.entry(&padded(header), &padded(op_in), payload) else { panic!("no request") };
+    assert_eq!(Ok(request.operation), operation(&bytes));
+    // A name has no structure before it.
+    let bytes = message(opcode::LOOKUP, 0, &[b"name\0"]);
+    let Ok(Message::Request(request)) = DECODER.entry(&padded(&bytes), &[0; 128], b"name\0") else { panic!("no request") };
+    assert_eq!(request.operation, Operation::Lookup { name: b"name" });
+    let bytes = message(opcode::DESTROY, 0, &[]);
+    assert!(matches!(DECODER.entry(&padded(&bytes), &[0; 128], &[]), Ok(Message::Destroy)));
+}
+
 #[test]
 fn hostile_bytes_never_panic() {
     let mut state = 1_u64;
@@ -149,7 +173,7 @@ fn hostile_bytes_never_panic() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as u32
     };
-    let mut requests = 0;
+    let (mut requests, mut through_io_uring) = (0, 0);
     for _ in 0..400_000 {
         let len = random() as usize % 200;
         // Small values make counts and lengths that fit now and then.
@@ -162,7 +186,15 @@ fn hostile_bytes_never_panic() {
                 Ok(Message::Request(_)) => requests += 1,
                 _ => {}
             }
+            // The same in an entry of a queue, whose memory may hold anything besides.
+            let (in_out, op_in) = (padded(&bytes[..size_of::<InHeader>()]), padded(&arguments));
+            match decoder.entry(&in_out, &op_in, &arguments[len / 2..]) {
+                Ok(Message::Request(_)) => through_io_uring += 1,
+                Ok(Message::Destroy) => {}
+                Ok(other) => panic!("{other:?} through io_uring"),
+                Err(Malformed) => {}
+            }
         }
     }
-    assert!(requests > 100_000, "{requests}");
+    assert!(requests > 100_000 && through_io_uring > 100_000, "{requests} {through_io_uring}");
 }

@@ -70,6 +70,11 @@ fn all() -> Vec<Pinned> {
         39 "fuse_statx" Statx.rdev_major = "rdev_major",
         39 "fuse_statx_out" StatxOut.stat = "stat",
         39 "fuse_sx_time" SxTime.tv_nsec = "tv_nsec",
+        42 "fuse_uring_req_header" RingHeader.op_in = "op_in",
+        42 "fuse_uring_req_header" RingHeader.commit_id = "ring_ent_in_out.commit_id",
+        42 "fuse_uring_req_header" RingHeader.payload_sz = "ring_ent_in_out.payload_sz",
+        42 "fuse_uring_cmd_req" RingCommand.commit_id = "commit_id",
+        42 "fuse_uring_cmd_req" RingCommand.qid = "qid",
     ]
 }
 
@@ -97,6 +102,8 @@ fn numbers() -> Vec<(&'static str, u64, u32)> {
         ("FUSE_TMPFILE", opcode::TMPFILE.into(), 37),
         ("FUSE_STATX", opcode::STATX.into(), 39),
         ("FUSE_COPY_FILE_RANGE_64", opcode::COPY_FILE_RANGE_64.into(), 45),
+        ("FUSE_IO_URING_CMD_REGISTER", REGISTER.into(), 42),
+        ("FUSE_IO_URING_CMD_COMMIT_AND_FETCH", COMMIT_AND_FETCH.into(), 42),
     ];
     let since = |flag: InitFlags| match flag.bits().trailing_zeros() {
         0..=28 => 33,
@@ -160,5 +167,8 @@ fn newer_structures_have_their_sizes() {
     assert_eq!((offset_of!(InitOut, max_stack_depth), offset_of!(InitOut, request_timeout)), (36, 40));
     assert_eq!((size_of::<StatxIn>(), size_of::<Statx>(), size_of::<StatxOut>()), (24, 256, 288));
     assert_eq!((offset_of!(Statx, btime), offset_of!(Statx, rdev_major)), (80, 128));
+    assert_eq!((size_of::<RingHeader>(), offset_of!(RingHeader, op_in), offset_of!(RingHeader, flags)), (288, 128, 256));
+    assert_eq!((offset_of!(RingHeader, commit_id), offset_of!(RingHeader, payload_sz)), (264, 272));
+    assert_eq!((size_of::<RingCommand>(), offset_of!(RingCommand, commit_id), offset_of!(RingCommand, qid)), (24, 8, 16));
     assert_eq!(size_of::<CreateOut>(), size_of::<EntryOut>() + size_of::<OpenOut>());
 }

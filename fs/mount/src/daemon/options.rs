@@ -224,6 +224,7 @@ impl OptionList {
             "cache" => self.partial.cache = Some(needed()?.parse().map_err(invalid)?),
             "write_buffer" => self.partial.write_buffer = Some(needed()?.parse().map_err(invalid)?),
             "threads" => self.partial.threads = Some(number(needed()?)? as usize),
+            "transport" => self.partial.transport = Some(needed()?.parse().map_err(invalid)?),
             "commit" => self.partial.commit = Some(number(needed()?)?),
             "log" => self.partial.log = Some(needed()?.to_owned()),
             // The mount table has these, and mount(8) hands them on when it remounts.
@@ -265,6 +266,7 @@ fn unquote(value: &str) -> &str {
 mod tests {
     use std::time::Duration;
 
+    use super::super::settings::Transport;
     use super::*;
 
     fn parse(args: &[&str]) -> Result<Options, UsageError> {
@@ -294,7 +296,7 @@ mod tests {
 
     #[test]
     fn own_options_reach_the_settings() {
-        let list = "ro,noallow_other,cache=1G,write_buffer=32M,threads=3,commit=7,log=\"info,gpunvme_fuse=debug\",foreground";
+        let list = "ro,noallow_other,cache=1G,write_buffer=32M,threads=3,transport=classic,commit=7,log=\"info,gpunvme_fuse=debug\",foreground";
         let options = parse(&["dev", "/data", "-o", list]).unwrap();
         assert_eq!(
             options.settings,
@@ -304,6 +306,7 @@ mod tests {
                 cache: 1 << 30,
                 write_buffer: 32 << 20,
                 threads: 3,
+                transport: Transport::Classic,
                 commit: Duration::from_secs(7),
                 log: "info,gpunvme_fuse=debug".to_owned(),
             }

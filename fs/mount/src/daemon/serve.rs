@@ -11,6 +11,7 @@ use super::attachment::{self, attach};
 use super::error::MountError;
 use super::lifecycle::Lifecycle;
 use super::options::Options;
+use super::settings::Transport;
 use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
 use crate::front::{self, Session, Workers};
 use gpunvme_engine::data::{self, Filesystem};
@@ -37,7 +38,12 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
     let mut flags = options.flags;
     flags.set(MountFlags::RDONLY, settings.read_only);
     let request = attachment::Request { dir: &dir, source: &options.device, flags, allow_other: settings.allow_other };
-    let front = front::Settings { device: options.device.clone(), loops: settings.threads, commit: settings.commit };
+    let front = front::Settings {
+        device: options.device.clone(),
+        loops: settings.threads,
+        io_uring: settings.transport == Transport::IoUring,
+        commit: settings.commit,
+    };
     let session = lifecycle.go_live(|| {
         let (connection, mount) = attach(&request).map_err(|error| cannot_mount(&dir, &error))?;
         let session = Session::start(Arc::clone(&fs), connection, &front).map_err(|error| {

@@ -86,6 +86,32 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
+/// How the kernel's requests are to come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Transport {
+    /// The one that is best for most: `/dev/fuse`.
+    #[default]
+    Auto,
+    /// By `/dev/fuse`.
+    Classic,
+    /// By io_uring, where the system has it; else by `/dev/fuse`, with a warning.
+    IoUring,
+}
+
+impl FromStr for Transport {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "classic" => Ok(Self::Classic),
+            "io_uring" => Ok(Self::IoUring),
+            _ => Err(format!("{text:?} is no transport: auto, classic or io_uring")),
+        }
+    }
+}
+
 /// Settings from one source; those that it leaves open are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -100,6 +126,8 @@ pub struct Partial {
     pub write_buffer: Option<Size>,
     /// FUSE loops.
     pub threads: Option<usize>,
+    /// How the kernel's requests are to come.
+    pub transport: Option<Transport>,
     /// Seconds between two commits of the journal.
     pub commit: Option<u64>,
     /// Filter of the log, in the syntax of `RUST_LOG`.
@@ -145,6 +173,7 @@ impl Partial {
             cache: self.cache.or(lower.cache),
             write_buffer: self.write_buffer.or(lower.write_buffer),
             threads: self.threads.or(lower.threads),
+            transport: self.transport.or(lower.transport),
             commit: self.commit.or(lower.commit),
             log: self.log.or(lower.log),
         }
@@ -171,6 +200,7 @@ impl Partial {
             cache: within("cache", cache, MIN_CACHE, 1 << 40)?,
             write_buffer: within("write_buffer", write_buffer, MIN_WRITE_BUFFER, 1 << 40)?,
             threads: within("threads", self.threads.unwrap_or(cores.clamp(2, 16)), 1, MAX_THREADS)?,
+            transport: self.transport.unwrap_or_default(),
             commit: Duration::from_secs(commit),
             log: self.log.unwrap_or_else(|| DEFAULT_LOG.to_owned()),
         })
@@ -190,6 +220,8 @@ pub struct Settings {
     pub write_buffer: u64,
     /// FUSE loops.
     pub threads: usize,
+    /// How the kernel's requests are to come.
+    pub transport: Transport,
     /// Time between two commits of the journal.
     pub commit: Duration,
     /// Filter of the log, in the syntax of `RUST_LOG`.
@@ -224,8 +256,7 @@ mod tests {
 
     #[test]
     fn the_configuration_file_sets_everything() {
-        let text =
-            "ro = true\nallow_other = false\ncache = \"1G\"\nwrite_buffer = 8388608\nthreads = 3\ncommit = 30\nlog = \"debug\"\n";
+        let text = "ro = true\nallow_other = false\ncache = \"1G\"\nwrite_buffer = 8388608\nthreads = 3\ntransport = \"io_uring\"\ncommit = 30\nlog = \"debug\"\n";
         let settings = config(text).unwrap().complete(true, 2).unwrap();
         assert_eq!(
             settings,
@@ -235,6 +266,7 @@ mod tests {
                 cache: 1 << 30,
                 write_buffer: 8 << 20,
                 threads: 3,
+                transport: Transport::IoUring,
                 commit: Duration::from_secs(30),
                 log: "debug".to_owned(),
             }

@@ -20,7 +20,6 @@ use super::handles::Handle;
 use super::kernel::KernelCache;
 use super::messages;
 use super::operations::names::Listing;
-use super::resources::idle_loops::{BusyLoop, IdleLoops};
 use super::settings::Settings;
 use super::shared::Front;
 use super::write_request::WriteRequest;
@@ -66,13 +65,19 @@ const CAPABILITIES: InitFlags = InitFlags::DO_READDIRPLUS
 
 /// Begins to serve the kernel at the other end of `connection`, an open `/dev/fuse`.
 pub(super) fn serve(front: &Arc<Front>, connection: OwnedFd, settings: &Settings) -> io::Result<Served> {
-    let wishes =
-        Wishes { capabilities: CAPABILITIES, max_write: MAX_WRITE, max_background: MAX_BACKGROUND, congestion: CONGESTION };
+    let wishes = Wishes {
+        capabilities: CAPABILITIES,
+        max_write: MAX_WRITE,
+        max_background: MAX_BACKGROUND,
+        congestion: CONGESTION,
+        io_uring: settings.io_uring,
+    };
     let connection = Connection::negotiate(connection, &wishes)?;
     let set = front.kernel.set(Box::new(Kernel(connection.notifier())));
     assert!(set.is_ok(), "a front end is mounted once");
-    let adapter = Adapter { front: front.clone(), idle_loops: IdleLoops::new(settings.loops) };
-    connection.serve(&Arc::new(adapter), settings.loops)
+    let served = connection.serve(&Arc::new(Adapter(front.clone())), settings.loops)?;
+    front.direct.set_transport(served.transport());
+    Ok(served)
 }
 
 struct Kernel(Notifier);
@@ -169,25 +174,13 @@ impl Listing for NamesPlus {
     }
 }
 
-struct Adapter {
-    front: Arc<Front>,
-    /// None where there are too few loops for it to matter.
-    idle_loops: Option<Arc<IdleLoops>>,
-}
-
-impl Adapter {
-    /// For as long as a request is served by a loop.
-    fn busy(&self) -> Option<BusyLoop<'_>> {
-        self.idle_loops.as_ref().map(IdleLoops::busy)
-    }
-}
+struct Adapter(Arc<Front>);
 
 impl Handler for Adapter {
     fn request(&self, request: Request<'_>, reply: Reply) {
-        let _busy = self.busy();
         let Request { ino, uid, gid, pid, operation } = request;
         let caller = Caller::now(uid, gid, pid);
-        let front = &self.front;
+        let front = &self.0;
         match operation {
             Operation::Lookup { name } => self.lookup(ino, name, reply),
             Operation::GetAttr => front.attributes(ino, move |found| attributes("getattr", ino, found, reply)),
@@ -331,16 +324,15 @@ impl Handler for Adapter {
     }
 
     fn forget(&self, forgets: Forgets<'_>) {
-        let _busy = self.busy();
         for forget in forgets {
-            self.front.forget(forget.ino, forget.lookups);
+            self.0.forget(forget.ino, forget.lookups);
         }
     }
 }
 
 impl Adapter {
     fn lookup(&self, parent: u64, name: &[u8], reply: Reply) {
-        self.front.lookup(parent, name, move |found| match found {
+        self.0.lookup(parent, name, move |found| match found {
             // With a lifetime, unlike an error: the kernel does not ask again.
             Ok(None) => reply.entry(&gpunvme_fuse::Attr::default(), LIFETIME),
             Ok(Some(found)) => entry("lookup", parent, Ok(found), reply),
@@ -352,7 +344,7 @@ impl Adapter {
         let SetAttr { mode, uid, gid, size, atime, mtime, strip } = *set;
         let time = |time| attr::from_fuse(time, caller.context.now);
         let set = SetAttributes { mode, uid, gid, atime: atime.map(time), mtime: mtime.map(time), bits_gone: 0 };
-        self.front.set_attributes(caller, ino, size, set, strip, move |done| attributes("setattr", ino, done, reply));
+        self.0.set_attributes(caller, ino, size, set, strip, move |done| attributes("setattr", ino, done, reply));
     }
 
     /// Opens a file that was created, and answers.
@@ -363,7 +355,7 @@ impl Adapter {
         flags: i32,
         reply: Reply,
     ) -> impl FnOnce(Result<Attributes, FsError>) + Send + 'static {
-        let front = self.front.clone();
+        let front = self.0.clone();
         move |new| {
             answer(operation, parent, new, reply, |new, reply| {
                 let handle = front.open(new.ino, flags);
@@ -373,7 +365,7 @@ impl Adapter {
     }
 
     fn statfs(&self, reply: Reply) {
-        let usage = self.front.fs.usage();
+        let usage = self.0.fs.usage();
         let unused = usage.available.saturating_mul(INODES_PER_BLOCK);
         reply.statfs(&Statfs {
             blocks: usage.blocks,
@@ -393,7 +385,7 @@ impl Adapter {
             // A place that no file has is beyond the end of this one.
             return reply.error(if offset < 0 { libc::ENXIO } else { libc::EINVAL });
         };
-        self.front.seek(ino, place, whence == libc::SEEK_HOLE, move |found| {
+        self.0.seek(ino, place, whence == libc::SEEK_HOLE, move |found| {
             answer("lseek", ino, found, reply, |found, reply| reply.offset(found));
         });
     }
@@ -401,7 +393,7 @@ impl Adapter {
     fn copy(&self, caller: Caller, ino: u64, range: &CopyRange, reply: Reply) {
         let CopyRange { from_handle, from_offset, to, to_handle, to_offset, len, wide } = *range;
         let (from, to) = ((ino, Handle(from_handle), from_offset), (to, Handle(to_handle), to_offset));
-        self.front.copy(caller, from, to, len, move |copied| {
+        self.0.copy(caller, from, to, len, move |copied| {
             answer("copy_file_range", to.0, copied, reply, |copied, reply| reply.copied(copied, wide));
         });
     }

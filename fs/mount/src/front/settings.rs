@@ -9,6 +9,8 @@ pub struct Settings {
     pub device: String,
     /// Loops that take requests.
     pub loops: usize,
+    /// Whether the kernel's requests are to come through io_uring.
+    pub io_uring: bool,
     /// Time between two commits of the journal.
     pub commit: Duration,
 }

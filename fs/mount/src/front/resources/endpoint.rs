@@ -3,10 +3,11 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use gpunvme_abi::{self as abi, Info, Reason, Route};
 use gpunvme_blockdev::Geometry;
+use gpunvme_fuse::{Fallback, Transport};
 use gpunvme_gpupath::registry::{self, Limits, Registry};
 use gpunvme_gpupath::ring::Rings;
 use gpunvme_gpupath::server::Server;
@@ -32,6 +33,8 @@ pub(crate) struct Endpoint {
     /// root's rights: then processes register by ioctl only.
     socket: Option<Listener>,
     device: String,
+    /// How the kernel's requests come, which is known once they do.
+    transport: OnceLock<Transport>,
 }
 
 impl Endpoint {
@@ -46,7 +49,13 @@ impl Endpoint {
         let name = socket_name(fs, device);
         let socket = sockets::listen(&name, server.clone()).inspect_err(|error| tracing::debug!("{name}: {error}")).ok();
         let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
-        Ok(Endpoint { server, rings, socket, device: device.to_owned() })
+        Ok(Endpoint { server, rings, socket, device: device.to_owned(), transport: OnceLock::new() })
+    }
+
+    /// Notes how the kernel's requests come.
+    pub fn set_transport(&self, transport: Transport) {
+        let set = self.transport.set(transport);
+        assert!(set.is_ok(), "a front end is served once");
     }
 
     /// The answer to `INFO`.
@@ -57,6 +66,13 @@ impl Endpoint {
         let limits = self.server.registry.limits();
         let mut features = abi::Features::empty();
         features.set(abi::Features::READ_ONLY, fs.volume().is_read_only());
+        features |= match self.transport.get() {
+            None | Some(Transport::Classic(None)) => abi::Features::empty(),
+            Some(Transport::IoUring) => abi::Features::IO_URING,
+            Some(Transport::Classic(Some(Fallback::Refused))) => abi::Features::IO_URING_REFUSED,
+            Some(Transport::Classic(Some(Fallback::NotOffered))) => abi::Features::IO_URING_NOT_OFFERED,
+            Some(Transport::Classic(Some(Fallback::NotRegistered))) => abi::Features::IO_URING_NOT_REGISTERED,
+        };
         let (route, reason) = match registry::peer_to_peer(&**fs.volume().device()) {
             Ok(()) => (Route::P2p, Reason::None),
             Err(reason) => (Route::Bounce, reason),

@@ -3,7 +3,6 @@
 
 pub(super) mod device_shares;
 pub(super) mod endpoint;
-pub(super) mod idle_loops;
 pub(super) mod plan_budget;
 pub(super) mod request_budget;
 mod sockets;
