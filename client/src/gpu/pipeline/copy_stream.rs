@@ -22,9 +22,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// Batches on their way at most: while one is copied the next waits behind it, and the stream
-/// never runs dry.
-const BATCHES: usize = 2;
+/// Batches on their way at most: while one is copied others wait behind it, and the stream never
+/// runs dry.
+const BATCHES: usize = 4;
 /// Copies that a batch may have at most.
 pub const BATCH: usize = 1024;
 /// Bytes of the table of one batch.
@@ -43,6 +43,9 @@ const SHARE: usize = 8;
 const ENOUGH: u64 = 64 << 10;
 /// Or when the first has waited this long: about as long as the copy itself takes.
 const HOLD: Duration = Duration::from_micros(20);
+/// Bytes that copy engines copy in one batch, or one copy: all of a batch is known to be done when
+/// its last copy is, and a device that writes what was copied would wait for it.
+const TOGETHER: u64 = 4 * ENOUGH;
 /// Bytes of the word that the stream writes, in a cache line of its own.
 const WORD: usize = 64;
 
@@ -236,13 +239,27 @@ impl CopyStream {
             return false;
         }
         self.since = now;
+        let later = self.waiting.split_off(self.next_batch());
         if let Err(error) = self.broken.clone().map_or_else(|| self.issue_all(copied, failed), Err) {
             failed.extend(self.waiting.drain(..).map(|copy| (copy.piece, Some(error.clone()))));
             self.give_up(error, failed);
         }
         self.waiting.clear();
-        self.waiting_bytes = 0;
+        self.waiting_bytes = later.iter().map(|copy| copy.len).sum();
+        self.waiting.extend(later);
         true
+    }
+
+    /// How many of the copies that wait are one batch, the first at least. The kernel makes any
+    /// number of small ones at once.
+    fn next_batch(&self) -> usize {
+        let mut bytes = 0;
+        let is_one_more = |copy: &Copy| {
+            let full = bytes >= TOGETHER;
+            bytes += if copy.len > SMALL { copy.len } else { 0 };
+            full && copy.len > SMALL
+        };
+        self.waiting.iter().position(is_one_more).unwrap_or(self.waiting.len())
     }
 
     fn issue_all(

@@ -28,7 +28,7 @@ use gpunvme_tests::machine::{self, Machine};
 use gpunvme_tests::results::{self, Run};
 
 use backing::{Backing, Kind};
-use run::{Subject, measure};
+use run::{Session, Subject};
 use table::{Row, Table};
 
 /// Compares ways to move files into and out of GPU memory. Needs root, a GPU, and cuFile. Writes to
@@ -128,13 +128,28 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 continue;
             }
             let mut row = Row::new(work);
-            // Interleaved, so that what changes on the machine changes for all.
+            let wanted = |subject: &Subject| arguments.subjects.is_empty() || arguments.subjects.contains(subject);
+            let mut sessions = Vec::new();
+            for subject in Subject::ALL.into_iter().filter(|subject| wanted(subject) && subject.can(&work)) {
+                match Session::begin(subject, &work, &backing, &arguments, time) {
+                    Ok(session) => sessions.push((subject, session)),
+                    Err(error) => row.failed(subject, error.to_string()),
+                }
+            }
+            // They take turns, so that what changes on the machine changes for all; and the other
+            // way round each time, so that no subject is always the one after another.
             for _ in 0..arguments.runs.max(1) {
-                for subject in Subject::ALL {
-                    let wanted = arguments.subjects.is_empty() || arguments.subjects.contains(&subject);
-                    if wanted && subject.can(&work) {
-                        row.add(subject, measure(subject, &work, &backing, &arguments, time));
+                for (subject, session) in &mut sessions {
+                    match session.measure() {
+                        Ok(rate) => row.add(*subject, rate),
+                        Err(error) => row.failed(*subject, error.to_string()),
                     }
+                }
+                sessions.reverse();
+            }
+            for (subject, session) in sessions {
+                if let Err(error) = session.end() {
+                    row.failed(subject, error.to_string());
                 }
             }
             eprintln!("{row}");

@@ -8,7 +8,8 @@
  *
  * usage: peers --method NAME --file FILE --gpu N --size BYTES --pattern random|sequential --depth N --threads N --seconds S [--write]
  *
- * It prints one line of JSON. After the time is up each thread checks some of its operations against what pread finds.
+ * Each line of the standard input begins a measurement, which prints one line of JSON: so measurements of several
+ * processes can take turns. At the end of the input each thread checks some of its operations against what pread finds.
  * Built by scripts/bench-gpu, on the machine with the GPU: cc peers.c -lcudart -lcufile -lpthread
  */
 #define _GNU_SOURCE
@@ -38,7 +39,9 @@ static size_t size = 4096, file_size;
 static bool sequential, writing;
 static unsigned depth = 1, threads = 1;
 static double seconds = 1;
-static pthread_barrier_t start;
+/* Where all threads and main meet before and after each measurement. */
+static pthread_barrier_t turn;
+static bool ending;
 
 struct thread {
     pthread_t id;
@@ -215,14 +218,18 @@ static void *run(void *argument) {
     for (unsigned i = 0; i < t->slots; i++) cuda(cudaMemcpy(t->device + i * size, fill, size, cudaMemcpyHostToDevice), "filling");
     free(fill);
     once(t, 0);
-    pthread_barrier_wait(&start);
-    t->began = now();
-    if (batch) in_batches(t);
-    else if (strcmp(method, "cufile") == 0) one_by_one(t);
-    else if (strcmp(method, "pinned") == 0) pinned(t);
-    else pageable(t);
-    t->ended = now();
-    pthread_barrier_wait(&start);
+    for (;;) {
+        pthread_barrier_wait(&turn);
+        if (ending) break;
+        t->operations = 0;
+        t->began = now();
+        if (batch) in_batches(t);
+        else if (strcmp(method, "cufile") == 0) one_by_one(t);
+        else if (strcmp(method, "pinned") == 0) pinned(t);
+        else pageable(t);
+        t->ended = now();
+        pthread_barrier_wait(&turn);
+    }
     check(t);
     return NULL;
 }
@@ -255,22 +262,28 @@ int main(int argc, char **argv) {
     if (strncmp(method, "cufile", 6) == 0) cufile(cuFileDriverOpen(), "cuFileDriverOpen");
 
     struct thread *all = calloc(threads, sizeof *all);
-    pthread_barrier_init(&start, NULL, threads);
+    pthread_barrier_init(&turn, NULL, threads + 1);
     for (unsigned i = 0; i < threads; i++) {
         all[i].number = i;
         all[i].state = 0x9e3779b97f4a7c15u * (i + 1);
         pthread_create(&all[i].id, NULL, run, &all[i]);
     }
-    uint64_t operations = 0;
-    double began = 1e300, ended = 0;
-    for (unsigned i = 0; i < threads; i++) {
-        pthread_join(all[i].id, NULL);
-        operations += all[i].operations;
-        if (all[i].began < began) began = all[i].began;
-        if (all[i].ended > ended) ended = all[i].ended;
+    while (getchar() == '\n') {
+        pthread_barrier_wait(&turn);
+        pthread_barrier_wait(&turn);
+        uint64_t operations = 0;
+        double began = 1e300, ended = 0;
+        for (unsigned i = 0; i < threads; i++) {
+            operations += all[i].operations;
+            if (all[i].began < began) began = all[i].began;
+            if (all[i].ended > ended) ended = all[i].ended;
+        }
+        printf("{\"bytes\": %llu, \"seconds\": %.6f}\n", (unsigned long long)operations * size, ended - began);
+        fflush(stdout);
     }
-    printf("{\"bytes\": %llu, \"seconds\": %.6f}\n", (unsigned long long)operations * size, ended - began);
+    ending = true;
+    pthread_barrier_wait(&turn);
+    for (unsigned i = 0; i < threads; i++) pthread_join(all[i].id, NULL);
     /* cuFile's own teardown takes seconds, and the process ends anyway. */
-    fflush(stdout);
     _exit(0);
 }

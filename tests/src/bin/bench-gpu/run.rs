@@ -1,8 +1,9 @@
-//! One measurement of one subject.
+//! Measurements of one subject.
 
 use std::error::Error;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -86,34 +87,94 @@ impl Subject {
     }
 }
 
-/// Operations a second.
-pub fn measure(subject: Subject, work: &Work, backing: &Backing, arguments: &Arguments, time: Duration) -> Result<f64, String> {
-    let measured = match subject {
-        Subject::Bare => bare::measure(&backing.bare, work, time),
-        Subject::Gpunvme => {
-            child(&mut programs::command("gpu-mover"), &backing.gpunvme, work, arguments, time).and_then(|rate| {
-                // The peers compare some operations after their time is up, our program all of a
-                // run that is made for it.
-                let mut verify = programs::command("gpu-mover");
-                child(verify.arg("--verify"), &backing.gpunvme, work, arguments, VERIFY)?;
-                Ok(rate)
-            })
-        }
-        _ => {
-            let (method, ours) = subject.method();
-            let mut peers = Command::new(&arguments.peers);
-            peers.args(["--method", method]);
-            if ours {
-                // The same program: the library loaded first is the one that answers.
-                peers.env("LD_PRELOAD", programs::path("libgpunvme_cufile.so")).env("GPUNVME_CUFILE_REAL", "off");
-            }
-            child(&mut peers, if ours { &backing.gpunvme } else { &backing.peers }, work, arguments, time)
-        }
-    };
-    measured.map_err(|error| error.to_string())
+/// A subject that is ready for a piece of work.
+pub enum Session<'a> {
+    /// Each measurement stands alone.
+    Alone { subject: Subject, work: &'a Work, backing: &'a Backing, arguments: &'a Arguments, time: Duration },
+    /// The program of the peers, which is set up once, and measures when it is told to.
+    Peers(Peers),
 }
 
-fn child(command: &mut Command, file: &Path, work: &Work, arguments: &Arguments, time: Duration) -> Result<f64, Box<dyn Error>> {
+/// A running program of the peers.
+pub struct Peers {
+    child: Child,
+    turns: ChildStdin,
+    printed: BufReader<ChildStdout>,
+    size: u64,
+}
+
+impl<'a> Session<'a> {
+    /// Gets ready for measurements of this time each.
+    pub fn begin(
+        subject: Subject,
+        work: &'a Work,
+        backing: &'a Backing,
+        arguments: &'a Arguments,
+        time: Duration,
+    ) -> Result<Session<'a>, Box<dyn Error>> {
+        if matches!(subject, Subject::Gpunvme | Subject::Bare) {
+            return Ok(Session::Alone { subject, work, backing, arguments, time });
+        }
+        let (method, ours) = subject.method();
+        let mut peers = Command::new(&arguments.peers);
+        peers.args(["--method", method]);
+        if ours {
+            // The same program: the library loaded first is the one that answers.
+            peers.env("LD_PRELOAD", programs::path("libgpunvme_cufile.so")).env("GPUNVME_CUFILE_REAL", "off");
+        }
+        describe(&mut peers, if ours { &backing.gpunvme } else { &backing.peers }, work, arguments, time);
+        let mut child = peers.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let (turns, printed) = (child.stdin.take().expect("a pipe"), child.stdout.take().expect("a pipe"));
+        Ok(Session::Peers(Peers { child, turns, printed: BufReader::new(printed), size: work.size }))
+    }
+
+    /// Operations a second.
+    pub fn measure(&mut self) -> Result<f64, Box<dyn Error>> {
+        match self {
+            Session::Alone { subject: Subject::Bare, work, backing, time, .. } => bare::measure(&backing.bare, work, *time),
+            Session::Alone { work, backing, arguments, time, .. } => {
+                let rate = mover(&mut programs::command("gpu-mover"), backing, work, arguments, *time)?;
+                // The peers compare some operations at the end, our program all of a run that is
+                // made for it.
+                mover(programs::command("gpu-mover").arg("--verify"), backing, work, arguments, VERIFY)?;
+                Ok(rate)
+            }
+            Session::Peers(peers) => peers.measure(),
+        }
+    }
+
+    /// Ends it, once what it moved is compared.
+    pub fn end(self) -> Result<(), Box<dyn Error>> {
+        match self {
+            Session::Alone { .. } => Ok(()),
+            Session::Peers(peers) => peers.end(),
+        }
+    }
+}
+
+impl Peers {
+    fn measure(&mut self) -> Result<f64, Box<dyn Error>> {
+        let mut line = String::new();
+        // Where it has ended, its end says why.
+        let _ = self.turns.write_all(b"\n");
+        if self.printed.read_line(&mut line)? == 0 {
+            return Err("it ended early".into());
+        }
+        Ok(serde_json::from_str::<Printed>(&line)?.rate(self.size))
+    }
+
+    fn end(self) -> Result<(), Box<dyn Error>> {
+        let Peers { mut child, turns, .. } = self;
+        drop(turns);
+        let mut said = String::new();
+        child.stderr.take().expect("a pipe").read_to_string(&mut said)?;
+        let status = child.wait()?;
+        if status.success() { Ok(()) } else { Err(format!("{status}: {said}").into()) }
+    }
+}
+
+/// The arguments that all programs take.
+fn describe(command: &mut Command, file: &Path, work: &Work, arguments: &Arguments, time: Duration) {
     command.arg("--file").arg(file).args(["--gpu", &arguments.gpu.to_string()]);
     command.args(["--size", &work.size.to_string(), "--pattern", if work.random { "random" } else { "sequential" }]);
     command.args(["--depth", &work.depth.to_string(), "--threads", &work.threads.to_string()]);
@@ -121,10 +182,26 @@ fn child(command: &mut Command, file: &Path, work: &Work, arguments: &Arguments,
     if work.write {
         command.arg("--write");
     }
+}
+
+fn mover(
+    command: &mut Command,
+    backing: &Backing,
+    work: &Work,
+    arguments: &Arguments,
+    time: Duration,
+) -> Result<f64, Box<dyn Error>> {
+    describe(command, &backing.gpunvme, work, arguments, time);
     let output = command.output()?;
     if !output.status.success() {
         return Err(text(&output).into());
     }
-    let printed: Printed = serde_json::from_slice(&output.stdout)?;
-    Ok(printed.bytes as f64 / work.size as f64 / printed.seconds)
+    Ok(serde_json::from_slice::<Printed>(&output.stdout)?.rate(work.size))
+}
+
+impl Printed {
+    /// Operations a second.
+    fn rate(&self, size: u64) -> f64 {
+        self.bytes as f64 / size as f64 / self.seconds
+    }
 }

@@ -41,7 +41,7 @@ impl Table {
                 let runs: Vec<_> = runs.iter().map(|rate| rate * factor).collect();
                 results::Row::of(self.backing, subject.name(), row.work.described(), unit, &runs)
             };
-            row.results.iter().filter_map(of).collect::<Vec<_>>()
+            row.results.iter().filter(|(subject, _)| !row.errors.contains_key(subject)).filter_map(of).collect::<Vec<_>>()
         };
         self.rows.iter().flat_map(of).collect()
     }
@@ -52,15 +52,18 @@ impl Row {
         Row { work, results: BTreeMap::new(), errors: BTreeMap::new() }
     }
 
-    pub fn add(&mut self, subject: Subject, result: Result<f64, String>) {
-        match result {
-            Ok(rate) => self.results.entry(subject).or_default().push(rate),
-            Err(error) => drop(self.errors.insert(subject, error)),
-        }
+    pub fn add(&mut self, subject: Subject, rate: f64) {
+        self.results.entry(subject).or_default().push(rate);
+    }
+
+    /// Notes why a subject has no result.
+    pub fn failed(&mut self, subject: Subject, error: String) {
+        self.errors.insert(subject, error);
     }
 
     fn median(&self, subject: Subject) -> Option<f64> {
-        results::median(self.results.get(&subject)?)
+        let runs = self.results.get(&subject).filter(|_| !self.errors.contains_key(&subject));
+        results::median(runs?)
     }
 
     /// What a subject is of the best of others.
