@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define GPUNVME_VERSION 1u
+#define GPUNVME_VERSION 2u
 #define GPUNVME_MAX_SIZE 16383u          /* bytes of one ioctl's argument */
 #define GPUNVME_MAX_SEGMENTS 678u        /* of one READ or WRITE */
 #define GPUNVME_MAX_EXTENTS 510u         /* of one RESOLVE */
@@ -52,6 +52,8 @@ extern "C" {
 #define GPUNVME_REASON_MEMLOCK_LIMIT 42u
 #define GPUNVME_REASON_NOT_ALLOCATED 43u
 #define GPUNVME_REASON_USER_LIMIT 44u
+#define GPUNVME_REASON_DESCRIPTOR_HIDDEN 45u
+#define GPUNVME_REASON_WRONG_DESCRIPTOR 46u
 #define GPUNVME_REASON_UNKNOWN 63u
 
 /* INFO: on any file or directory of the mount. Texts are UTF-8 and end in a zero byte. */
@@ -110,7 +112,7 @@ struct gpunvme_unregister {
 /* RESOLVE: on a regular file. `capacity` extents follow. */
 struct gpunvme_resolve {
 	uint32_t version;
-	uint32_t flags;
+	uint32_t flags;                  /* GPUNVME_WRITTEN_BACK */
 	uint64_t offset;                 /* bytes */
 	uint64_t len;                    /* bytes; UINT64_MAX for the rest of the file */
 	uint64_t next;                   /* out: where the next call should begin */
@@ -131,10 +133,11 @@ struct gpunvme_extent {
 /* READ and WRITE: on a regular file that is open for it. `segments` segments follow. */
 struct gpunvme_transfer {
 	uint32_t version;
-	uint32_t flags;                  /* GPUNVME_REQUIRE_* */
+	uint32_t flags;                  /* GPUNVME_REQUIRE_*, GPUNVME_WRITTEN_BACK */
 	uint64_t buffer;
 	uint32_t segments;
-	uint32_t reserved;
+	int32_t descriptor;              /* of this file in this process, open for this */
+	uint64_t grant;                  /* in: one got before, or 0; out: for later calls */
 	uint64_t bytes;                  /* out: p2p + bounce + host + hole + edge */
 	uint64_t p2p;                    /* out */
 	uint64_t bounce;                 /* out */
@@ -155,6 +158,16 @@ struct gpunvme_segment {
 #define GPUNVME_REQUIRE_BOUNCE (1u << 1)
 #define GPUNVME_REQUIRE_HOST (1u << 2)
 #define GPUNVME_REQUIRE_DIRECT (1u << 3) /* no byte may be copied by the CPU */
+/* sync_file_range(2) was called for the range; otherwise the daemon makes the kernel write back and drop its pages of it */
+#define GPUNVME_WRITTEN_BACK (1u << 4)
+
+/* GRANT: over the socket only, with a descriptor of a file of the mount. */
+struct gpunvme_grant {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t grant;                  /* out: for this process and this file */
+	uint64_t reserved[2];
+};
 
 /* Bytes moved, by route. */
 struct gpunvme_moved {
@@ -202,7 +215,9 @@ struct gpunvme_attach {
 	uint32_t flags;
 	uint64_t ring;
 	uint64_t file;                   /* out: the file's name in submissions */
-	uint64_t reserved[2];
+	uint64_t grant;                  /* as in struct gpunvme_transfer */
+	int32_t descriptor;              /* the ring uses the file for what this is open for */
+	uint32_t reserved;
 };
 
 /* DETACH: on any file or directory of the mount. */
@@ -216,7 +231,7 @@ struct gpunvme_detach {
 
 struct gpunvme_submission {
 	uint32_t command;                /* 4 READ, 5 WRITE */
-	uint32_t flags;                  /* GPUNVME_REQUIRE_* */
+	uint32_t flags;                  /* as in struct gpunvme_transfer */
 	uint64_t file;
 	uint64_t buffer;
 	uint64_t file_offset;            /* bytes */
@@ -274,6 +289,7 @@ struct gpunvme_message {
 #define GPUNVME_RING GPUNVME_IOC(7, sizeof(struct gpunvme_ring))
 #define GPUNVME_ATTACH GPUNVME_IOC(8, sizeof(struct gpunvme_attach))
 #define GPUNVME_DETACH GPUNVME_IOC(9, sizeof(struct gpunvme_detach))
+#define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))
 
 #ifdef __cplusplus
 }

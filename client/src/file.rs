@@ -9,15 +9,16 @@ use crate::connection::{Connection, Limits, failed};
 use crate::error::{Error, Result};
 use crate::mount::Mount;
 use crate::transfer::{Require, Transfer};
-use crate::{opening, sys};
-use gpunvme_abi::{self as abi, Command, Extent, Moved, Reason, Segment, TransferFlags};
+use crate::{opening, socket, sys};
+use gpunvme_abi::{self as abi, Command, Extent, Moved, Reason, ResolveFlags, Segment, TransferFlags};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::any::Any;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// An open regular file of a mount.
@@ -28,6 +29,8 @@ pub struct File {
     /// The number of its filesystem (`st_dev`).
     filesystem: u64,
     limits: Limits,
+    /// The daemon's last grant for it; 0 before the first.
+    grant: AtomicU64,
     /// See [`File::kept`].
     kept: OnceLock<Box<dyn Any + Send + Sync>>,
 }
@@ -80,7 +83,7 @@ impl File {
                 Mount::of(copy, path)?.connection().limits
             }
         };
-        Ok(File { file, path: path.to_owned(), filesystem: stat.st_dev, limits, kept: OnceLock::new() })
+        Ok(File { file, path: path.to_owned(), filesystem: stat.st_dev, limits, grant: AtomicU64::new(0), kept: OnceLock::new() })
     }
 
     /// The path that it was opened by.
@@ -200,6 +203,51 @@ impl File {
         Extents { file: self, next: offset, end: offset.saturating_add(len), found: VecDeque::new(), over: len == 0 }
     }
 
+    /// Has the kernel write back what processes stored into shared mappings of a range, so that a
+    /// transfer finds it; to the end of the file where `len` is 0. Offset and length are bytes.
+    /// False where this process may not: the daemon then makes the kernel write back and drop what
+    /// it has cached of what is transferred. [`File::read`] and [`File::write`] call it themselves.
+    ///
+    /// # Errors
+    /// [`Error::Path`] where the kernel could not write, with the error that fsync(2) would give.
+    pub fn write_back(&self, offset: u64, len: u64) -> Result<bool> {
+        let len = if offset.saturating_add(len) > abi::MAX_OFFSET { 0 } else { len };
+        match sys::write_back(self.file.as_fd(), offset, len) {
+            Ok(()) => Ok(true),
+            Err(errno @ (Errno::IO | Errno::NOSPC | Errno::DQUOT)) => {
+                Err(self.failed("write back what was stored into it", errno))
+            }
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// As [`File::write_back`], of what ranges of the file cover together.
+    pub(crate) fn write_back_all(&self, ranges: impl Iterator<Item = (u64, u64)> + Clone) -> Result<bool> {
+        let Some(start) = ranges.clone().map(|(offset, _)| offset).min() else { return Ok(true) };
+        let end = ranges.map(|(offset, len)| offset.saturating_add(len)).max().unwrap_or(start);
+        if end == start { Ok(true) } else { self.write_back(start, end - start) }
+    }
+
+    /// Makes a request with what shows how the file is open: its descriptor, and a grant that the
+    /// daemon gave before, or 0. `ask` returns the grant of the answer, and whether the daemon may
+    /// not look at this process's descriptors; then one is sent over the socket, once.
+    pub(crate) fn show<T>(&self, mut ask: impl FnMut(i32, u64) -> (T, u64, Option<Errno>)) -> Result<T> {
+        let descriptor = self.file.as_raw_fd();
+        let (mut answer, mut grant, hidden) = ask(descriptor, self.grant.load(Ordering::Relaxed));
+        if let Some(ioctl) = hidden {
+            let path = self.mount()?.connection().socket.clone();
+            let sent = socket::grant(&path, self.file.as_fd());
+            match sent.map_err(|errno| Error::NotReachable { ioctl, socket: path.clone(), errno })? {
+                (None, given) => (answer, grant, _) = ask(descriptor, given.grant),
+                (Some(errno), _) => return Err(Error::NotReachable { ioctl, socket: path, errno }),
+            }
+        }
+        if grant != 0 {
+            self.grant.store(grant, Ordering::Relaxed);
+        }
+        Ok(answer)
+    }
+
     /// Moves segments between the file and registered memory. A caller that reads must see to it
     /// that no other code uses those parts of the buffer meanwhile; [`File::read`] borrows it
     /// mutably.
@@ -219,6 +267,8 @@ impl File {
                 return Err(Error::OutsideBuffer { segment: index as u32, end, len });
             }
         }
+        let is_written_back = self.write_back_all(segments.iter().map(|segment| (segment.file_offset, segment.len)))?;
+        let flags = if is_written_back { flags | TransferFlags::WRITTEN_BACK } else { flags };
         let mut done = Transfer::default();
         let mut batch = Batch::new(self.limits.segments, self.limits.bytes, segments);
         let mut argument = Vec::new();
@@ -226,11 +276,16 @@ impl File {
             let asked: u64 = part.iter().map(|segment| segment.len).sum();
             let header =
                 abi::Transfer { buffer: buffer.id, flags: flags.bits(), segments: part.len() as u32, ..abi::Transfer::default() };
-            argument.clear();
-            argument.extend_from_slice(header.as_bytes());
-            argument.extend_from_slice(part.as_bytes());
-            let result = sys::ioctl(self.file.as_fd(), command.request(part.len()), &mut argument);
-            let (answer, _) = abi::Transfer::read_from_prefix(&argument).expect("the argument begins with a header");
+            let (result, answer) = self.show(|descriptor, grant| {
+                argument.clear();
+                argument.extend_from_slice(abi::Transfer { descriptor, grant, ..header.clone() }.as_bytes());
+                argument.extend_from_slice(part.as_bytes());
+                let result = sys::ioctl(self.file.as_fd(), command.request(part.len()), &mut argument);
+                let (answer, _) = abi::Transfer::read_from_prefix(&argument).expect("the argument begins with a header");
+                let hidden = result.err().filter(|_| answer.reason == Reason::DescriptorHidden.code());
+                let grant = answer.grant;
+                ((result, answer), grant, hidden)
+            })?;
             let failed = result.err().or(status(answer.status));
             let moved = Moved { p2p: answer.p2p, bounce: answer.bounce, host: answer.host, hole: answer.hole, edge: answer.edge };
             let why = (answer.reason != 0).then(|| reason(answer.reason));
@@ -324,9 +379,13 @@ pub struct Extents<'a> {
 
 impl Extents<'_> {
     fn fetch(&mut self) -> Result<()> {
+        let len = self.end - self.next;
+        let is_written_back = self.file.write_back(self.next, len)?;
+        let flags = if is_written_back { ResolveFlags::WRITTEN_BACK } else { ResolveFlags::empty() };
         let header = abi::Resolve {
+            flags: flags.bits(),
             offset: self.next,
-            len: self.end - self.next,
+            len,
             capacity: abi::MAX_EXTENTS as u32,
             ..abi::Resolve::default()
         };

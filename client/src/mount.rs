@@ -202,7 +202,7 @@ impl Mount {
     pub fn stats(&self) -> Result<Stats> {
         let stats = self.connection.raw_stats()?;
         const NAMES: [&str; Command::ALL.len()] =
-            ["info", "register", "unregister", "resolve", "read", "write", "stats", "ring", "attach", "detach"];
+            ["info", "register", "unregister", "resolve", "read", "write", "stats", "ring", "attach", "detach", "grant"];
         let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
         Ok(Stats {
             calls: std::array::from_fn(|at| (NAMES[at], stats.calls[at])),

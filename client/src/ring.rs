@@ -32,7 +32,7 @@ use crate::spin::Spin;
 use crate::transfer::{Require, Transfer};
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
-use gpunvme_abi::{Command, Moved};
+use gpunvme_abi::{Command, Moved, TransferFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -113,6 +113,7 @@ pub struct Operation<'a> {
     buffer_offset: u64,
     len: u64,
     require: Require,
+    is_written_back: bool,
     user_data: u64,
 }
 
@@ -162,7 +163,17 @@ impl<'a> Operation<'a> {
         len: u64,
     ) -> Self {
         let command = Command::Read;
-        Operation { command, file, file_offset, buffer, buffer_offset, len, require: Require::default(), user_data: 0 }
+        Operation {
+            command,
+            file,
+            file_offset,
+            buffer,
+            buffer_offset,
+            len,
+            require: Require::default(),
+            is_written_back: false,
+            user_data: 0,
+        }
     }
 
     /// A write from a buffer to a file, which becomes longer where it ends before.
@@ -188,6 +199,11 @@ impl<'a> Operation<'a> {
     /// [`Error::Transfer`], and nothing moved.
     pub fn requiring(self, require: Require) -> Self {
         Operation { require, ..self }
+    }
+
+    /// The operation, of whose range [`File::write_back`] was called and said this.
+    pub fn written_back(self, is_written_back: bool) -> Self {
+        Operation { is_written_back, ..self }
     }
 
     /// The path that its file was opened by.
@@ -275,7 +291,7 @@ impl Ring {
     /// [`Error::RingFull`]; [`Error::OutsideBuffer`], also for more than [`Ring::MAX_TRANSFER`]
     /// bytes; [`Error::WrongRing`] for a file that was attached to another.
     pub fn push(&mut self, operation: &Operation<'_>) -> Result<()> {
-        let Operation { command, file, file_offset, buffer, buffer_offset, len, require, user_data } = operation;
+        let Operation { command, file, file_offset, buffer, buffer_offset, len, require, is_written_back, user_data } = operation;
         let end = buffer_offset.saturating_add(*len);
         if end > buffer.length() || *len > Self::MAX_TRANSFER {
             let len = buffer.length().min(Self::MAX_TRANSFER) as usize;
@@ -287,7 +303,7 @@ impl Ring {
         let Some(slot) = self.free.pop() else { return Err(Error::RingFull { entries: self.slots.len() }) };
         let submission = Submission {
             command: *command as u32,
-            flags: require.flags().bits(),
+            flags: (require.flags() | written_back(*is_written_back)).bits(),
             file: file.0.name,
             buffer: buffer.id(),
             file_offset: *file_offset,
@@ -441,6 +457,10 @@ impl AsFd for Ring {
     }
 }
 
+fn written_back(is_written_back: bool) -> TransferFlags {
+    if is_written_back { TransferFlags::WRITTEN_BACK } else { TransferFlags::empty() }
+}
+
 impl InFlight {
     fn completed(&self, completion: &Completion) -> Completed {
         let Completion { p2p, bounce, host, hole, edge, .. } = *completion;
@@ -465,8 +485,17 @@ impl InFlight {
 impl RingName {
     /// As [`Ring::attach`].
     pub fn attach(&self, file: &File) -> Result<Attached> {
-        let request = abi::Attach { ring: self.id, ..abi::Attach::default() };
-        let name = file.call(Command::Attach, request, "attach it to a ring of this mount")?.file;
+        let attach = |descriptor, grant| {
+            let request = abi::Attach { ring: self.id, descriptor, grant, ..abi::Attach::default() };
+            let answer = file.call(Command::Attach, request, "attach it to a ring of this mount");
+            let hidden = match &answer {
+                Err(Error::Path { errno: errno @ Errno::PERM, .. }) => Some(*errno),
+                _ => None,
+            };
+            let grant = answer.as_ref().map_or(0, |answer| answer.grant);
+            (answer, grant, hidden)
+        };
+        let name = file.show(attach)??.file;
         Ok(Attached(Arc::new(AttachedFile { ring: self.clone(), name, path: file.path().to_owned() })))
     }
 

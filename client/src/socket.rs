@@ -3,7 +3,7 @@
 
 use crate::codes::status;
 use crate::sys;
-use gpunvme_abi::{Command, Message, Register};
+use gpunvme_abi::{Command, Grant, Message, Register};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -11,25 +11,43 @@ use rustix::net::{
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// Registers a descriptor: the daemon's errno, where it refused, and its answer.
 ///
 /// # Errors
 /// What kept the message from being exchanged.
 pub(crate) fn register(path: &str, memory: BorrowedFd<'_>, request: &Register) -> Result<(Option<Errno>, Register), Errno> {
+    exchange(path, Command::Register, memory, request)
+}
+
+/// Asks for a grant for an open file: the daemon's errno, where it refused, and its answer.
+///
+/// # Errors
+/// As [`register`].
+pub(crate) fn grant(path: &str, file: BorrowedFd<'_>) -> Result<(Option<Errno>, Grant), Errno> {
+    exchange(path, Command::Grant, file, &Grant::default())
+}
+
+/// Sends a request with a descriptor, and waits for the answer.
+fn exchange<T: IntoBytes + FromBytes + Immutable + Default>(
+    path: &str,
+    command: Command,
+    descriptor: BorrowedFd<'_>,
+    request: &T,
+) -> Result<(Option<Errno>, T), Errno> {
     let socket = connect(path)?;
-    let message = Message { request: Command::Register.request(0), status: 0 };
+    let message = Message { request: command.request(0), status: 0 };
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fds = [memory];
+    let fds = [descriptor];
     assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)), "the space was made for one descriptor");
     let parts = [IoSlice::new(message.as_bytes()), IoSlice::new(request.as_bytes())];
     rustix::net::sendmsg(&socket, &parts, &mut ancillary, SendFlags::NOSIGNAL)?;
-    let mut answer = [0u8; size_of::<Message>() + size_of::<Register>()];
-    let (_, len) = rustix::net::recv(&socket, &mut answer, RecvFlags::empty())?;
-    let (message, register) = Message::read_from_prefix(&answer[..len]).map_err(|_| Errno::CONNRESET)?;
-    Ok((status(message.status), Register::read_from_bytes(register).unwrap_or_default()))
+    let mut answer = vec![0u8; size_of::<Message>() + size_of::<T>()];
+    let (_, len) = rustix::net::recv(&socket, &mut answer[..], RecvFlags::empty())?;
+    let (message, answer) = Message::read_from_prefix(&answer[..len]).map_err(|_| Errno::CONNRESET)?;
+    Ok((status(message.status), T::read_from_bytes(answer).unwrap_or_default()))
 }
 
 /// A pidfd of the daemon.
@@ -66,7 +84,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         let registry = Registry::new(MemoryDevice::new(1 << 20), Limits::default()).unwrap();
-        let server = Arc::new(Server::new(registry));
+        let server = Arc::new(Server::new(registry).unwrap());
         let _listener = Listener::bind(&path, rustix::fs::Mode::RWXU, server.clone()).unwrap();
         let path = path.to_str().unwrap();
         let mut buffer = Buffer::memfd(10_000).unwrap();

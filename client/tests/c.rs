@@ -50,15 +50,16 @@ fn the_header_is_the_abi() {
         abi::Unregister as "gpunvme_unregister" { version, flags, buffer }
         abi::Resolve as "gpunvme_resolve" { version, flags, offset, len, next, file_size, capacity, count }
         Extent as "gpunvme_extent" { file_offset, device_offset, len, device, flags }
-        abi::Transfer as "gpunvme_transfer" { version, flags, buffer, segments, reserved, bytes, p2p, bounce, host, hole, edge, reason,
-            status, failed_segment, reserved2 }
+        abi::Transfer as "gpunvme_transfer" { version, flags, buffer, segments, descriptor, grant, bytes, p2p, bounce, host, hole, edge,
+            reason, status, failed_segment, reserved2 }
         Segment as "gpunvme_segment" { file_offset, buffer_offset, len }
         gpunvme::gpu::Segment as "gpunvme_gpu_segment" { file_offset, address, len }
         Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
         abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
+        abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
         abi::Message as "gpunvme_message" { request, status }
         ring::Ring as "gpunvme_ring" { version, flags, memory, submitted, completed, entries, ring, reserved }
-        ring::Attach as "gpunvme_attach" { version, flags, ring, file, reserved }
+        ring::Attach as "gpunvme_attach" { version, flags, ring, file, grant, descriptor, reserved }
         ring::Detach as "gpunvme_detach" { version, flags, ring, file, reserved }
         ring::Submission as "gpunvme_submission" { command, flags, file, buffer, file_offset, buffer_offset, len, user_data, reserved }
         ring::Completion as "gpunvme_completion" { user_data, status, reason, p2p, bounce, host, hole, edge, reserved }
@@ -81,6 +82,8 @@ fn the_header_is_the_abi() {
         ("GPUNVME_REQUIRE_BOUNCE", abi::TransferFlags::REQUIRE_BOUNCE.bits().into()),
         ("GPUNVME_REQUIRE_HOST", abi::TransferFlags::REQUIRE_HOST.bits().into()),
         ("GPUNVME_REQUIRE_DIRECT", abi::TransferFlags::REQUIRE_DIRECT.bits().into()),
+        ("GPUNVME_WRITTEN_BACK", abi::TransferFlags::WRITTEN_BACK.bits().into()),
+        ("GPUNVME_WRITTEN_BACK", abi::ResolveFlags::WRITTEN_BACK.bits().into()),
         ("GPUNVME_INFO", Command::Info.request(0).into()),
         ("GPUNVME_REGISTER", Command::Register.request(0).into()),
         ("GPUNVME_UNREGISTER", Command::Unregister.request(0).into()),
@@ -91,6 +94,7 @@ fn the_header_is_the_abi() {
         ("GPUNVME_RING", Command::Ring.request(0).into()),
         ("GPUNVME_ATTACH", Command::Attach.request(0).into()),
         ("GPUNVME_DETACH", Command::Detach.request(0).into()),
+        ("GPUNVME_GRANT", Command::Grant.request(0).into()),
         ("GPUNVME_MAX_RING_TRANSFER", ring::MAX_RING_TRANSFER),
         ("GPUNVME_RING_SUBMISSION_TAIL", Word::SubmissionTail.offset() as u64),
         ("GPUNVME_RING_SUBMISSION_HEAD", Word::SubmissionHead.offset() as u64),

@@ -9,6 +9,7 @@
 //! And it guards what the daemon maps: nothing is taken for memory because of its name, which any
 //! user can give to a file in a mount namespace of their own.
 
+use crate::access::{self, Access};
 use crate::intake::Intake;
 use gpunvme_abi::Reason;
 use rustix::fs::{AtFlags, OFlags, SealFlags, SeekFrom, StatxFlags};
@@ -67,6 +68,11 @@ impl Foreign {
         // By the name that the kernel gives it (fs/eventfd.c); no path begins so.
         let is_eventfd = link(self.get()).is_some_and(|link| link.as_os_str() == "anon_inode:[eventfd]");
         is_eventfd.then(|| self.take())
+    }
+
+    /// Its inode number and what it is open for, if it is a file of this filesystem.
+    pub fn shows(&self, filesystem: u64) -> Result<(u64, Access), Reason> {
+        access::of_received(self.get(), filesystem)
     }
 
     fn get(&self) -> &OwnedFd {

@@ -7,9 +7,11 @@
 //! [`admission::OpenFile`]; `fs/mount/src/front/direct` carries them out.
 #![deny(unsafe_code)]
 
+pub mod access;
 pub mod admission;
 pub mod calling_thread;
 mod foreign;
+mod grants;
 mod intake;
 pub mod outcome;
 pub mod planner;

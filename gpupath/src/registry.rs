@@ -15,7 +15,7 @@ pub use accounts::{Amounts, Limits};
 
 use crate::foreign::{Foreign, Kind, Memory};
 use crate::intake::Intake;
-use crate::process::{Client, Process};
+use crate::process::{Client, Identity, Process};
 use accounts::{Accounts, Charge};
 use gpunvme_abi::{Reason, Register, RegisterFlags, Route};
 use gpunvme_blockdev::{BlockDevice, NoPeerToPeer, Region};
@@ -110,6 +110,8 @@ impl RegistryError {
             RegistryError::Refused(reason) => match reason {
                 Reason::ProcessLimit | Reason::UserLimit | Reason::TotalLimit => libc::ENOSPC,
                 Reason::NoSuchBuffer => libc::ENOENT,
+                Reason::DescriptorHidden => libc::EPERM,
+                Reason::WrongDescriptor => libc::EBADF,
                 Reason::NotWritable => libc::EACCES,
                 Reason::NoVfio | Reason::IommufdCompat | Reason::MmapRefused | Reason::MapDmaRefused | Reason::NotGpuMemory => {
                     libc::EOPNOTSUPP
@@ -341,18 +343,23 @@ impl Registry {
     /// # Errors
     /// [`Reason::NoSuchBuffer`] where the caller owns no such buffer.
     pub fn lookup(&self, thread: u32, id: u64) -> Result<Arc<Buffer>, RegistryError> {
+        self.lookup_with_owner(thread, id).map(|(buffer, _)| buffer)
+    }
+
+    /// As [`Registry::lookup`], with the process that owns it.
+    pub(crate) fn lookup_with_owner(&self, thread: u32, id: u64) -> Result<(Arc<Buffer>, Identity), RegistryError> {
         self.find(id, |owner| owner.has_thread(thread))
     }
 
     /// A buffer that this process owns, which may have ended.
     pub(crate) fn lookup_of(&self, process: &Process, id: u64) -> Result<Arc<Buffer>, RegistryError> {
-        self.find(id, |owner| owner.identity() == process.identity())
+        self.find(id, |owner| owner.identity() == process.identity()).map(|(buffer, _)| buffer)
     }
 
-    fn find(&self, id: u64, owns: impl FnOnce(&Process) -> bool) -> Result<Arc<Buffer>, RegistryError> {
+    fn find(&self, id: u64, owns: impl FnOnce(&Process) -> bool) -> Result<(Arc<Buffer>, Identity), RegistryError> {
         let found = self.shared.state.read().buffers.get(&id).map(|entry| (entry.buffer.clone(), entry.owner.clone()));
         match found {
-            Some((buffer, owner)) if owns(&owner) => Ok(buffer),
+            Some((buffer, owner)) if owns(&owner) => Ok((buffer, owner.identity())),
             _ => Err(RegistryError::Refused(Reason::NoSuchBuffer)),
         }
     }

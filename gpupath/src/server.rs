@@ -5,19 +5,22 @@
 //! [`Admitted`] transfers ([`crate::admission`]). Every answer is a [`Reply`], or becomes one, and
 //! every call is counted once. The registration socket uses the same server.
 
+use crate::access::{self, Access, FileId};
 #[cfg(doc)]
 use crate::admission::Admitted;
 use crate::admission::{Asked, OpenFile, Requester};
 use crate::calling_thread;
 use crate::foreign::Foreign;
+use crate::grants::Grants;
 use crate::intake::Turn;
 use crate::outcome::Answer;
-use crate::process::{Client, Process};
+use crate::process::{Client, Identity, Process};
 use crate::rate_limit::RateLimit;
 use crate::registry::{Buffer, Caller, Registry, RegistryError};
 use crate::stats::Stats;
-use gpunvme_abi::{self as abi, Command, Direction, Reason, Register, Route, TransferRequest, Unregister};
-use std::sync::Arc;
+use gpunvme_abi::{self as abi, Claim, Command, Direction, Grant, Reason, Register, Route, TransferRequest, Unregister};
+use std::io;
+use std::sync::{Arc, OnceLock};
 use zerocopy::{Immutable, IntoBytes};
 
 /// The answer to an ioctl: what FUSE's ioctl reply takes.
@@ -56,12 +59,62 @@ pub struct Server {
     pub stats: Arc<Stats>,
     /// Messages about rings whose applications broke them.
     pub(crate) broken_rings: RateLimit,
+    grants: Grants,
+    /// Device number of the mount. None until the mount is there.
+    filesystem: OnceLock<u64>,
 }
 
 impl Server {
     /// A server that has counted nothing.
-    pub fn new(registry: Registry) -> Server {
-        Server { registry, stats: Arc::default(), broken_rings: RateLimit::default() }
+    ///
+    /// # Errors
+    /// When the kernel gives no random numbers.
+    pub fn new(registry: Registry) -> io::Result<Server> {
+        let (broken_rings, filesystem) = (RateLimit::default(), OnceLock::new());
+        Ok(Server { registry, stats: Arc::default(), broken_rings, grants: Grants::new()?, filesystem })
+    }
+
+    /// Notes the device number that files on the mount show: descriptors of other files count for
+    /// nothing. Until then none does.
+    pub fn mounted(&self, filesystem: u64) {
+        let set = self.filesystem.set(filesystem);
+        assert!(set.is_ok(), "a server has one mount");
+    }
+
+    /// What `find` finds of a thread's process, the access that the process has to a file by what
+    /// it claims, and a grant of that access. None where `find` finds nothing.
+    ///
+    /// The descriptor is looked at before `find` is asked whose the thread is: should the id be
+    /// another process's by then, which has such a descriptor, that process has to own what is
+    /// found as well.
+    pub(crate) fn show<T>(
+        &self,
+        thread: u32,
+        claim: Claim,
+        ino: u64,
+        find: impl Fn() -> Option<(T, Identity)>,
+    ) -> Result<Option<(T, Access, u64)>, Reason> {
+        if claim.grant != 0
+            && let Some((found, process)) = find()
+            && let Some(access) = self.grants.check(claim.grant, process, ino)
+        {
+            return Ok(Some((found, access, claim.grant)));
+        }
+        let filesystem = *self.filesystem.get().ok_or(Reason::DescriptorHidden)?;
+        let access = access::of_thread(thread, claim.descriptor, FileId { filesystem, ino })?;
+        Ok(find().map(|(found, process)| (found, access, self.grants.give(process, ino, access))))
+    }
+
+    /// `GRANT`, which comes by socket.
+    pub(crate) fn grant_received(&self, process: &Process, fd: &Foreign, request: &Grant) -> Reply {
+        let shown = self.filesystem.get().ok_or(Reason::DescriptorHidden).and_then(|filesystem| fd.shows(*filesystem));
+        self.stats.call(Command::Grant, shown.is_err());
+        match shown {
+            Ok((ino, access)) => {
+                Reply::new(0, &Grant { grant: self.grants.give(process.identity(), ino, access), ..request.clone() })
+            }
+            Err(reason) => Reply::new(RegistryError::Refused(reason).errno(), request),
+        }
     }
 
     /// `REGISTER` by ioctl, whose caller must not have been answered. It maps and pins: not for the
@@ -134,26 +187,37 @@ impl Server {
         Reply::new(0, &self.stats.snapshot(self.registry.usage()))
     }
 
-    /// `READ` or `WRITE` by ioctl on an open file, whose caller must not have been answered: it
-    /// identifies the buffer, the process and the limits.
-    pub fn transfer(
+    /// `READ` or `WRITE` by ioctl on the file of an inode, whose caller must not have been
+    /// answered: it identifies the descriptor, the buffer, the process and the limits. `file` makes
+    /// the file, open for the access that the caller has shown.
+    pub fn transfer<F: OpenFile>(
         &self,
-        direction: Direction,
         caller: Caller,
-        request: TransferRequest,
-        file: &dyn OpenFile,
+        (direction, request, claim): (Direction, TransferRequest, Claim),
+        ino: u64,
+        file: impl FnOnce(Access) -> F,
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
         let buffer = request.buffer;
-        let requester = Box::new(Ioctl { caller, done });
+        let find = || self.registry.lookup_with_owner(caller.thread, buffer).ok();
+        let shown = self.show(caller.thread, claim, ino, find);
+        let grant = shown.as_ref().ok().and_then(Option::as_ref).map_or(0, |(.., grant)| *grant);
+        let requester = Box::new(Ioctl { caller, claim: Claim { grant, ..claim }, done });
         let asked = Asked { stats: self.stats.clone(), direction, request, requester };
-        asked.admit(file, || self.registry.lookup(caller.thread, buffer));
+        let refusal = match shown {
+            Ok(Some((buffer, access, _))) => return asked.admit(&file(access), || Ok(buffer)),
+            Ok(None) => Reason::NoSuchBuffer,
+            Err(reason) => reason,
+        };
+        asked.refuse(RegistryError::Refused(refusal).errno(), refusal, None);
     }
 }
 
 /// The caller of an ioctl, who waits for its answer.
 struct Ioctl<F> {
     caller: Caller,
+    /// What it gets back: its descriptor, and a grant for the next time.
+    claim: Claim,
     done: F,
 }
 
@@ -175,13 +239,8 @@ impl<F: FnOnce(Reply) + Send> Requester for Ioctl<F> {
     }
 
     fn answer(self: Box<Self>, answer: Answer) {
-        (self.done)(answer.into());
-    }
-}
-
-impl From<Answer> for Reply {
-    fn from(answer: Answer) -> Reply {
-        Reply::new(answer.errno, &answer.transfer)
+        let Claim { descriptor, grant } = self.claim;
+        (self.done)(Reply::new(answer.errno, &abi::Transfer { descriptor, grant, ..answer.transfer }));
     }
 }
 

@@ -7,8 +7,9 @@
 //! malformed or keeps others out by holding connections is disconnected. Buffers do not depend on
 //! the connection they came by.
 //!
-//! A datagram is a [`Message`] followed by a [`gpunvme_abi::Register`] (with exactly one
-//! descriptor) or an [`gpunvme_abi::Unregister`]; the answer has the same form.
+//! A datagram is a [`Message`] followed by a [`gpunvme_abi::Register`] or a
+//! [`gpunvme_abi::Grant`], each with exactly one descriptor, or by a [`gpunvme_abi::Unregister`];
+//! the answer has the same form.
 
 use crate::foreign::Foreign;
 use crate::intake::{Intake, Turn};
@@ -327,7 +328,11 @@ fn answer(server: &Server, socket: BorrowedFd<'_>, request: u32, argument: &[u8]
         (Ok(Request::Register(_)), None, _) => Reply::error(libc::EBADF),
         (Ok(Request::Register(register)), Some(fd), Ok(client)) => server.register_received(client, fd, &register),
         (Ok(Request::Unregister(unregister)), _, Ok(client)) => server.unregister_of(&client.process, &unregister),
-        (Ok(Request::Register(_) | Request::Unregister(_)), _, Err(errno)) => Reply::error(errno.raw_os_error()),
+        (Ok(Request::Grant(_)), None, _) => Reply::error(libc::EBADF),
+        (Ok(Request::Grant(grant)), Some(fd), Ok(client)) => server.grant_received(&client.process, &fd, &grant),
+        (Ok(Request::Register(_) | Request::Unregister(_) | Request::Grant(_)), _, Err(errno)) => {
+            Reply::error(errno.raw_os_error())
+        }
         (Ok(_), ..) => Reply::error(libc::ENOTTY),
         (Err(error), ..) => error.into(),
     }

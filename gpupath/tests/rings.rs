@@ -14,7 +14,9 @@ use gpunvme_gpupath::server::{Reply, Server};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::collections::VecDeque;
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, FromZeros};
@@ -26,7 +28,8 @@ fn rings(queues: u32, services: usize) -> (Arc<Server>, Rings) {
     let controller = SimController::new("sim:,memory=16M", OpenMode::ReadWrite).unwrap();
     let device = controller.attach(&format!("queues={queues}")).unwrap();
     assert_eq!(device.geometry().max_queues, queues);
-    let server = Arc::new(Server::new(Registry::new(device.clone(), Limits::default()).unwrap()));
+    let server = Arc::new(Server::new(Registry::new(device.clone(), Limits::default()).unwrap()).unwrap());
+    server.mounted(any_file().metadata().unwrap().dev());
     let rings = Rings::new(server.clone(), Io::threaded(device, 1).unwrap(), services).unwrap();
     (server, rings)
 }
@@ -59,6 +62,11 @@ fn until(what: &str, mut happened: impl FnMut() -> bool) {
         assert!(Instant::now() < late, "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// What the application has open.
+fn any_file() -> File {
+    File::open("/proc/self/exe").unwrap()
 }
 
 /// The application's end of a ring.
@@ -101,8 +109,9 @@ impl Application {
 
     /// Gives a file a name.
     fn attach(&self, rings: &Rings, file: Arc<dyn OpenFile>) -> u64 {
-        let attach = Attach { ring: self.id, ..Attach::default() };
-        answer::<Attach>(&rings.attach(thread(), &attach, || file)).file
+        let shown = any_file();
+        let attach = Attach { ring: self.id, descriptor: shown.as_raw_fd(), ..Attach::default() };
+        answer::<Attach>(&rings.attach(thread(), &attach, shown.metadata().unwrap().ino(), |_| file)).file
     }
 
     /// Submits a read of a file that is attached for it.

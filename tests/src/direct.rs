@@ -121,7 +121,8 @@ impl Buffer {
     pub fn transfer(&self, command: Command, file: impl AsFd, segments: &[(u64, u64, u64)]) -> io::Result<Transfer> {
         let mut segments: Vec<_> =
             segments.iter().map(|&(file_offset, buffer_offset, len)| Segment { file_offset, buffer_offset, len }).collect();
-        let mut transfer = Transfer { buffer: self.id, segments: segments.len() as u32, ..Transfer::default() };
+        let descriptor = file.as_fd().as_raw_fd();
+        let mut transfer = Transfer { buffer: self.id, segments: segments.len() as u32, descriptor, ..Transfer::default() };
         call(file, command, &mut transfer, &mut segments)?;
         let sum = transfer.p2p + transfer.bounce + transfer.host + transfer.hole + transfer.edge;
         assert_eq!(transfer.bytes, sum, "bytes by route add up");

@@ -101,7 +101,7 @@ impl Raw {
 
     /// The name of a file in it.
     pub fn attach(&self, file: &File) -> u64 {
-        let mut request = abi::Attach { ring: self.id, ..abi::Attach::default() };
+        let mut request = abi::Attach { ring: self.id, descriptor: file.as_raw_fd(), ..abi::Attach::default() };
         call_plain(file, Command::Attach, &mut request).unwrap();
         request.file
     }

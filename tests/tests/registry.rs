@@ -2,7 +2,7 @@
 //! `registrant` is its clients.
 
 use gpunvme_abi::{
-    Command, Direction, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer,
+    Claim, Command, Direction, Message, Moved, Reason, Register, RegisterFlags, Request, Route, Segment, Stats, Transfer,
     TransferRequest, Unregister, decode,
 };
 use gpunvme_blockdev_testing::MemoryDevice;
@@ -16,6 +16,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
 use rustix::net::SendFlags;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -344,7 +345,7 @@ struct Service {
 
 fn service() -> Service {
     let directory = tempfile::tempdir().unwrap();
-    let server = Arc::new(Server::new(registry(Limits::default())));
+    let server = Arc::new(Server::new(registry(Limits::default())).unwrap());
     let listener = Listener::bind(&directory.path().join("socket"), Mode::from_raw_mode(0o600), server.clone()).unwrap();
     Service { server, listener, _directory: directory }
 }
@@ -411,8 +412,8 @@ fn hostile_clients_do_not_wedge_the_socket() {
 }
 
 /// Keeps a transfer for the test to answer.
-#[derive(Default)]
-struct Keeping(Mutex<Option<Admitted>>);
+#[derive(Clone, Default)]
+struct Keeping(Arc<Mutex<Option<Admitted>>>);
 
 impl OpenFile for Keeping {
     fn transfer(&self, admitted: Admitted) {
@@ -423,25 +424,30 @@ impl OpenFile for Keeping {
 /// The checks and answers around a transfer.
 #[test]
 fn transfers_are_admitted_and_answered() {
-    let server = Server::new(registry(Limits::default()));
+    let server = Server::new(registry(Limits::default())).unwrap();
+    let open = std::fs::File::open("/proc/self/exe").unwrap();
+    let ino = open.metadata().unwrap().ino();
+    server.mounted(open.metadata().unwrap().dev());
     let fd = memfd(LEN, SealFlags::SHRINK);
     let me = std::process::id();
     let reply = server.register(by(me), &Register { flags: RegisterFlags::STAGING.bits(), ..request(fd.as_raw_fd()) });
     let registered = Register::read_from_bytes(&reply.data).unwrap();
     assert_eq!((reply.result, registered.route), (0, Route::Bounce.code()));
 
-    let transfer = |buffer, flags: u32, segments: &[Segment]| -> TransferRequest {
-        let header = Transfer { buffer, flags, segments: segments.len() as u32, ..Transfer::default() };
+    let transfer = |buffer, flags: u32, segments: &[Segment]| -> (TransferRequest, Claim) {
+        let (descriptor, segment_count) = (open.as_raw_fd(), segments.len() as u32);
+        let header = Transfer { buffer, flags, descriptor, segments: segment_count, ..Transfer::default() };
         match decode(Command::Read.request(segments.len()), &[header.as_bytes(), segments.as_bytes()].concat()).unwrap() {
-            Request::Read(request) => request,
+            Request::Read(request, claim) => (request, claim),
             other => panic!("{other:?}"),
         }
     };
     let segment = |buffer_offset, len| Segment { file_offset: 0, buffer_offset, len };
     let file = Keeping::default();
-    let transferred = |request: &TransferRequest, outcome: Option<Outcome>| {
+    let transferred = |(request, claim): &(TransferRequest, Claim), outcome: Option<Outcome>| {
         let (answered, answer) = channel();
-        server.transfer(Direction::Read, by(me), request.clone(), &file, move |reply| answered.send(reply).unwrap());
+        let transfer = (Direction::Read, request.clone(), *claim);
+        server.transfer(by(me), transfer, ino, |_| file.clone(), move |reply| answered.send(reply).unwrap());
         let admitted = file.0.lock().unwrap().take();
         assert_eq!(admitted.is_some(), outcome.is_some());
         if let (Some(admitted), Some(outcome)) = (admitted, outcome) {
@@ -449,7 +455,7 @@ fn transfers_are_admitted_and_answered() {
         }
         answer.try_recv().expect("it is answered")
     };
-    let refused = |request: &TransferRequest| {
+    let refused = |request: &(TransferRequest, Claim)| {
         let reply = transferred(request, None);
         let header = Transfer::read_from_bytes(&reply.data).unwrap();
         (reply.result, Reason::from_code(header.reason).unwrap(), header.failed_segment)

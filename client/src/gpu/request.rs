@@ -100,6 +100,8 @@ pub(super) struct Request {
     pub source: Source,
     pub parts: Parts,
     pub require: Require,
+    /// Whether the kernel has written back what it had of the file's ranges.
+    pub is_written_back: bool,
     /// How long its pieces are.
     pub piece_len: u64,
     /// What calls it off.

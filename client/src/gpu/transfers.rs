@@ -274,11 +274,11 @@ impl Transfers {
         let end = End::Pending(answer.clone());
         if let Some(mut executor) = self.inner.inline_executor(&found) {
             if direction == Direction::Read && found.is_one_piece(self.inner.blocks) && is_first_read(file, &self.inner.mount) {
-                let request = self.request(direction, Source::Call(file.path().to_owned()), found, end);
+                let request = self.request(direction, (file, Source::Call(file.path().to_owned())), found, end)?;
                 return inline::serve(&mut executor, |executor| executor.read_by_call(request, file), &answer);
             }
             let source = Source::Ring(in_ring(file, executor.ring())?);
-            let mut request = self.request(direction, source, found, end);
+            let mut request = self.request(direction, (file, source), found, end)?;
             request.piece_len = request.piece_len.min(inline::PIECE);
             return inline::serve(&mut executor, |executor| executor.begin(request), &answer);
         }
@@ -300,14 +300,16 @@ impl Transfers {
         for gpu in found.gpus() {
             inner.need_copy_stream(gpu)?;
         }
-        let request = self.request(direction, Source::Ring(in_ring(file, &inner.ring)?), found, end);
+        let request = self.request(direction, (file, Source::Ring(in_ring(file, &inner.ring)?)), found, end)?;
         inner.mailbox.send(|mail| mail.requests.push(request));
         Ok(())
     }
 
-    fn request(&self, direction: Direction, source: Source, found: Found, end: End) -> Request {
+    fn request(&self, direction: Direction, (file, source): (&File, Source), found: Found, end: End) -> Result<Request> {
         let Found { parts, bytes } = found;
-        Request { direction, source, parts, require: self.require, piece_len: piece_len(bytes), cancel: self.cancel.clone(), end }
+        let is_written_back = file.write_back_all(parts.iter().map(|part| (part.file_offset, part.len)))?;
+        let (require, cancel) = (self.require, self.cancel.clone());
+        Ok(Request { direction, source, parts, require, is_written_back, piece_len: piece_len(bytes), cancel, end })
     }
 
     /// Looks up the memory of a request, and puts it into a stream.

@@ -16,12 +16,12 @@ const WHO: Context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nano
 fn write(fs: &Arc<Filesystem>, name: &str, len: u64) -> u64 {
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, name.as_bytes(), &new)).expect("there is room").ino;
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     for at in (0..len).step_by(1 << 20) {
         let piece = vec![1; (len - at).min(1 << 20) as usize];
         fs.wait(|| fs.write(ino, at, &piece, WHO.now)).expect("there is room");
     }
-    fs.close_file(ino, false);
+    fs.let_go_of_file(ino);
     ino
 }
 

@@ -88,7 +88,7 @@ fn an_append_begins_with_what_the_last_block_holds_by_then() {
         let fs = open(&device).expect("it was just made");
         let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
         let ino = fs.wait(|| fs.create(&WHO, ROOT, b"log", &new)).expect("there is room").ino;
-        fs.open_file(ino, true);
+        fs.hold_file(ino);
         fs.wait(|| fs.write(ino, 0, &[1; 1000], NOW)).expect("there is room");
         fs.sync_file(ino).expect("the device works");
         change(&fs, ino);
@@ -110,7 +110,7 @@ fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
         let mut random = Random(seed);
         let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
         let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
-        fs.open_file(ino, false);
+        fs.hold_file(ino);
         let mut model: Vec<u8> = Vec::new();
         let region = Region::allocate(1 << 20).expect("there is memory");
         for step in 0..300 {
@@ -170,7 +170,7 @@ fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
             assert_eq!(size, model.len() as u64, "seed {seed} step {step}");
         }
         assert!(fs.read(ino, 0, model.len() + 1).expect("it can be read") == model, "seed {seed}");
-        fs.close_file(ino, false);
+        fs.let_go_of_file(ino);
         fs.close().expect("nothing fails");
         let fs = open(&device).expect("it was closed cleanly");
         assert!(fs.read(ino, 0, model.len() + 1).expect("it can be read") == model, "seed {seed}, opened again");
@@ -185,7 +185,7 @@ fn with_an_open_file() -> (Arc<Filesystem>, u64) {
     let fs = open(&device).expect("a new volume can be opened");
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     (fs, ino)
 }
 

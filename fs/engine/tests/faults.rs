@@ -7,7 +7,7 @@ use crate::common::{ROOT, assert_sound, make, open};
 use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, Region};
 use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Rule};
-use gpunvme_engine::data::Settling;
+use gpunvme_engine::data::{Asker, Settling};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};
 use gpunvme_engine::{Filesystem, Volume};
@@ -51,7 +51,7 @@ fn a_read_that_fails_is_an_error_once_and_the_next_one_succeeds() {
 fn an_append_after_a_sync_reads_nothing_from_the_device() {
     let (faulty, device, fs) = setup();
     let ino = file(&fs, b"log");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     faulty.add(Rule::fail(On::Read, libc::EIO).within(data_area(fs.volume())));
     let expected: Vec<u8> = (0..20u8).flat_map(|n| [n + 1; 700]).collect();
     for (n, line) in expected.chunks(700).enumerate() {
@@ -59,7 +59,7 @@ fn an_append_after_a_sync_reads_nothing_from_the_device() {
         fs.sync_file(ino).unwrap();
     }
     faulty.clear();
-    fs.close_file(ino, false);
+    fs.let_go_of_file(ino);
     fs.close().unwrap();
     let fs = open(&device).unwrap();
     assert!(fs.read(ino, 0, 20_000).unwrap() == expected);
@@ -67,7 +67,7 @@ fn an_append_after_a_sync_reads_nothing_from_the_device() {
 }
 
 #[test]
-fn each_open_that_was_there_learns_once_of_lost_data_and_what_is_written_next_is_well() {
+fn each_process_that_was_there_learns_once_of_lost_data_and_what_is_written_next_is_well() {
     let (faulty, device, fs) = setup();
     let ino = file(&fs, b"a");
     let region = Region::allocate(4096).unwrap();
@@ -78,30 +78,31 @@ fn each_open_that_was_there_learns_once_of_lost_data_and_what_is_written_next_is
         Ok::<(), FsError>(())
     };
     let told = |result: Result<(), FsError>| result.is_err_and(|error| error.errno() == libc::EIO);
-    let [writer, other, reader] = [0; 3].map(|_| fs.open_file(ino, false));
-    for byte in [7, 8] {
-        fs.wait(|| fs.write(ino, 0, &[byte; 50_000], NOW)).unwrap();
+    for round in [0, 100] {
+        let process = |id: u64, began: u64| move || Asker::Process { id: round + id, began: round + began, now: round + 50 };
+        let [writer, other, closing] = [1, 2, 3].map(|id| process(id, 0));
+        let (early, late) = (process(4, 49), process(5, 51));
+        fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
         faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
         fs.flush_file(ino).unwrap();
-        let early = fs.open_file(ino, false);
         direct().expect("a direct write has nothing to do with what was lost");
-        assert!(told(fs.sync_open(ino, writer)));
-        fs.sync_open(ino, writer).expect("it was told");
+        assert!(told(fs.sync_for(ino, writer)));
+        fs.sync_for(ino, writer).expect("it was told");
         fs.wait(|| fs.write(ino, 0, &[9; 50_000], NOW)).unwrap();
-        fs.sync_open(ino, writer).expect("it was written again");
-        let late = fs.open_file(ino, false);
-        fs.sync_open(ino, late).expect("it was not there, and another was told");
-        fs.write_error(ino, late).expect("neither does it learn of it when it is closed");
-        assert!(told(fs.sync_open(ino, other)), "it was there");
-        assert!(told(fs.write_error(ino, reader)), "and so was this one, which asks when it is closed");
-        assert!(told(fs.sync_open(ino, early)), "no one had been told when it was opened");
-        for open in [writer, other, reader, early, late] {
-            fs.sync_open(ino, open).expect("each was told");
-        }
-        (0..2).for_each(|_| fs.close_file(ino, false));
+        fs.sync_for(ino, writer).expect("it was written again");
+        fs.sync_for(ino, late).expect("it was not there, and another was told");
+        fs.write_error(ino, late).expect("nor does it learn of it in another way");
+        assert!(told(fs.sync_for(ino, other)), "it was there");
+        assert!(told(fs.write_error(ino, closing)), "and so was this one");
+        assert!(told(fs.sync_for(ino, early)), "no one had been told when it began");
+        fs.sync_for(ino, writer).expect("it was told");
+        fs.sync_for(ino, early).expect("it was told");
+        assert!(told(fs.sync_for(ino, || Asker::Unknown)), "it may not have been told");
+        assert!(told(fs.sync_for(ino, || Asker::Unknown)), "nor now");
         assert_eq!(fs.read(ino, 0, 50_000).unwrap(), [9; 50_000]);
     }
-    (0..3).for_each(|_| fs.close_file(ino, false));
+    fs.closed_by_all(ino);
+    fs.sync_for(ino, || Asker::Unknown).expect("no process is left that had it open");
     fs.close().expect("all were told");
     assert_sound(&open(&device).unwrap(), "after lost writes");
 }
@@ -110,7 +111,7 @@ fn each_open_that_was_there_learns_once_of_lost_data_and_what_is_written_next_is
 fn an_operation_that_needs_lost_data_on_the_device_fails_and_does_not_try_for_ever() {
     let (faulty, _, fs) = setup();
     let ino = file(&fs, b"a");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     fs.wait(|| fs.write(ino, 0, &[7; 100], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     fs.wait(|| fs.set_size(&WHO, ino, 50)).unwrap();
@@ -135,17 +136,16 @@ fn an_operation_that_needs_lost_data_on_the_device_fails_and_does_not_try_for_ev
 fn data_that_cannot_be_written_is_reported_and_leaks_nothing() {
     let (faulty, device, fs) = setup();
     let ino = file(&fs, b"a");
-    let [_, open_here] = [0; 2].map(|_| fs.open_file(ino, false));
     fs.commit().unwrap();
     let before = fs.usage();
     fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
     faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
     fs.flush_file(ino).unwrap();
     assert_eq!(fs.usage(), before, "the promise and the blocks are given back");
-    fs.close_file(ino, false);
-    assert_eq!(fs.sync_open(ino, open_here).unwrap_err().errno(), libc::EIO, "another's close does not take it away");
-    fs.close_file(ino, false);
-    fs.sync_file(ino).expect("a caller was told, and none has it open any more");
+    let here = || Asker::Process { id: 1, began: 0, now: 1 };
+    fs.closed_by_all(ino);
+    assert_eq!(fs.sync_for(ino, here).unwrap_err().errno(), libc::EIO, "a close that told no caller takes nothing away");
+    fs.sync_file(ino).expect("a caller was told");
     assert_eq!(fs.read(ino, 0, 100).unwrap(), [], "what was lost is not in the file");
     fs.wait(|| fs.write(ino, 0, &[8; 50_000], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
@@ -159,19 +159,19 @@ fn data_that_cannot_be_written_is_reported_and_leaks_nothing() {
 fn data_of_a_closed_file_that_cannot_be_written_is_reported_to_who_comes_next() {
     let (faulty, _, fs) = setup();
     let lose = |ino| {
-        fs.open_file(ino, false);
+        fs.hold_file(ino);
         fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
-        fs.close_file(ino, false);
+        fs.let_go_of_file(ino);
         faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
         fs.write_back().unwrap();
     };
     let ino = file(&fs, b"a");
     lose(ino);
-    fs.open_file(ino, false);
-    fs.close_file(ino, false);
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
+    fs.let_go_of_file(ino);
+    fs.hold_file(ino);
     assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO, "a close that told no caller takes the error away");
-    fs.close_file(ino, false);
+    fs.let_go_of_file(ino);
     fs.sync_file(ino).expect("a caller was told");
 
     let target = file(&fs, b"target");
@@ -195,13 +195,13 @@ fn data_that_was_lost_without_anybody_being_told_is_reported_when_the_volume_is_
     for told in [false, true] {
         let (faulty, device, fs) = setup();
         let ino = file(&fs, b"a");
-        fs.open_file(ino, false);
+        fs.hold_file(ino);
         fs.wait(|| fs.write(ino, 0, &[7; 50_000], NOW)).unwrap();
         faulty.add(Rule::fail(On::Write, libc::EIO).within(data_area(fs.volume())).once());
         if told {
             assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO);
         }
-        fs.close_file(ino, false);
+        fs.let_go_of_file(ino);
         match fs.close() {
             Err(error) => assert!(!told && matches!(error, FsError::Lost { files: 1 }) && error.errno() == libc::EIO, "{error}"),
             Ok(()) => assert!(told),

@@ -35,7 +35,7 @@ fn roomy(device: &Arc<dyn BlockDevice>) -> Arc<Filesystem> {
 fn file(fs: &Arc<Filesystem>, name: &[u8]) -> u64 {
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, name, &new)).expect("there is room").ino;
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     ino
 }
 
@@ -114,7 +114,7 @@ fn a_batch_replaces_the_many_extents_that_were_preallocated_for_its_blocks_meanw
         for block in (0..len / BLOCK).step_by(2) {
             fs.allocate(&WHO, ino, block * BLOCK, BLOCK, Allocate::Punch).unwrap();
         }
-        fs.close_file(ino, false);
+        fs.let_go_of_file(ino);
         fs.close().unwrap();
     }
     let shared: Arc<OnceLock<(Arc<Filesystem>, u64)>> = Arc::default();

@@ -48,7 +48,7 @@ fn a_batch_that_overtakes_the_one_with_the_old_end_exposes_nothing_that_was_cut_
     let device: Arc<dyn BlockDevice> = recorder.clone();
     let fs = stepped(&device, || {});
     let ino = file(&fs, b"a");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     fs.wait(|| fs.write(ino, 0, &[0xaa; 4096], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     fs.wait(|| fs.set_size(&WHO, ino, 100)).unwrap();
@@ -78,7 +78,7 @@ fn a_lost_block_with_the_old_end_takes_what_waits_for_it_along_and_exposes_nothi
     make(&device);
     let fs = stepped(&device, || {});
     let ino = file(&fs, b"a");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     fs.wait(|| fs.write(ino, 0, &[0xaa; 4096], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     fs.wait(|| fs.set_size(&WHO, ino, 100)).unwrap();
@@ -92,9 +92,9 @@ fn a_lost_block_with_the_old_end_takes_what_waits_for_it_along_and_exposes_nothi
     // A newer content of the block with the end is there: it goes with the rest.
     assert_eq!(fs.sync_file(ino).unwrap_err().errno(), libc::EIO);
     assert!(fs.read(ino, 100, 50).unwrap() == [1; 50] && fs.read(ino, 150, 9000).unwrap() == [2; 9000]);
-    fs.close_file(ino, false);
+    fs.let_go_of_file(ino);
 
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     fs.wait(|| fs.set_size(&WHO, ino, 0)).unwrap();
     fs.wait(|| fs.write(ino, 0, &[0xaa; 4096], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
@@ -134,7 +134,7 @@ fn a_flush_ends_however_much_others_write() {
     };
     let opened = stepped(&device, writer);
     let ino = file(&opened, b"a");
-    opened.open_file(ino, false);
+    opened.hold_file(ino);
     opened.wait(|| opened.write(ino, 0, &[0xaa; 5000], NOW)).unwrap();
     assert!(fs.set((opened.clone(), ino)).is_ok());
     opened.sync_file(ino).unwrap();
@@ -294,7 +294,7 @@ fn who_waits_for_direct_writes_to_end_is_not_kept_waiting_by_those_that_begin() 
         });
         let ino = file(&fs, b"a");
         file(&fs, b"b");
-        fs.open_file(ino, false);
+        fs.hold_file(ino);
         fs.wait(|| fs.write(ino, 0, &[0xaa; 8192], NOW)).unwrap();
         fs.sync_file(ino).unwrap();
         assert!(direct.file.set((fs.clone(), ino)).is_ok());
@@ -315,7 +315,7 @@ fn what_is_appended_beside_direct_writes_that_make_the_file_longer_goes_behind_t
     make(&device);
     let fs = stepped(&device, || {});
     let ino = file(&fs, b"a");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     let region = Region::allocate(8192).unwrap();
     region.write_at(0, &[0xdd; 8192]).unwrap();
     let direct = |offset: u64, len: u64| {
@@ -359,7 +359,7 @@ fn small_writes_read_their_block_once_whatever_is_written_to_others() {
         0
     });
     let ino = file(&fs, b"a");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     fs.wait(|| fs.write(ino, 0, &[0xaa; 65_536], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     assert!(direct.file.set((fs.clone(), ino)).is_ok());
@@ -386,7 +386,7 @@ fn a_small_write_is_not_kept_waiting_by_direct_writes_to_other_blocks() {
         0
     });
     let ino = file(&fs, b"a");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     fs.wait(|| fs.write(ino, 0, &[0xaa; 16_384], NOW)).unwrap();
     fs.sync_file(ino).unwrap();
     assert!(direct.file.set((fs.clone(), ino)).is_ok());
@@ -415,7 +415,7 @@ fn a_rename_waits_for_what_was_written_before_it_and_ends_however_much_others_wr
     };
     let fs = stepped(&device, writer);
     let [new, old] = [b"new".as_slice(), b"old"].map(|name| file(&fs, name));
-    fs.open_file(new, false);
+    fs.hold_file(new);
     for (ino, byte) in [(old, 0xbb), (new, 0xaa)] {
         fs.wait(|| fs.write(ino, 0, &[byte; 8192], NOW)).unwrap();
         if ino == old {
@@ -484,7 +484,7 @@ fn parts_of_an_append_that_come_in_any_order_lie_over_nothing_that_a_direct_writ
             make(&device);
             let fs = open(&device).unwrap();
             let ino = file(&fs, b"a");
-            fs.open_file(ino, false);
+            fs.hold_file(ino);
             fs.wait(|| fs.write(ino, 0, &[9; 4096], NOW)).unwrap();
             let region = Region::allocate(2 * PART as usize).unwrap();
             region.write_at(0, &[0xdd; 2 * PART as usize]).unwrap();
@@ -537,7 +537,7 @@ fn only_where_a_direct_write_made_a_file_longer_a_part_of_an_append_goes_elsewhe
     make(&device);
     let fs = open(&device).unwrap();
     let ino = file(&fs, b"a");
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     let region = Region::allocate(8192).unwrap();
     let segment = Segment { file_offset: 0, buffer_offset: 0, len: 8192 };
     let write = fs.wait(|| fs.plan_direct_write(ino, &[segment], &region, NOW)).unwrap();

@@ -137,7 +137,7 @@ fn neighbours_in_a_block_that_is_written_back_meanwhile_keep_their_bytes() {
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     for round in 0..40u64 {
         let ino = fs.wait(|| fs.create(&context, ROOT, round.to_string().as_bytes(), &new)).expect("there is room").ino;
-        fs.open_file(ino, false);
+        fs.hold_file(ino);
         let piece = |n: u64| vec![1 + (n % 250) as u8; LEN as usize];
         std::thread::scope(|scope| {
             for thread in 0..THREADS {
@@ -156,6 +156,6 @@ fn neighbours_in_a_block_that_is_written_back_meanwhile_keep_their_bytes() {
             let read = fs.read(ino, n * LEN, LEN as usize).expect("nothing fails");
             assert!(read == piece(n), "round {round}: piece {n} is not what was written");
         }
-        fs.close_file(ino, false);
+        fs.let_go_of_file(ino);
     }
 }

@@ -80,7 +80,7 @@ fn a_write_replaces_a_time_that_was_set_ahead_whatever_happens_before_it_is_stor
             let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
             let ino = fs.wait(|| fs.create(&who(CREATED), ROOT, b"a", &new)).unwrap().ino;
             fs.wait(|| fs.link(&who(CREATED), ino, ROOT, b"second")).unwrap();
-            fs.open_file(ino, false);
+            fs.hold_file(ino);
             fs.wait(|| fs.write(ino, 0, &[1; 8192], CREATED)).unwrap();
             fs.sync_file(ino).unwrap();
             set_mtime(&fs, ino, set, CREATED);
@@ -96,7 +96,7 @@ fn a_write_replaces_a_time_that_was_set_ahead_whatever_happens_before_it_is_stor
             set_mtime(&fs, ino, set, LATER);
             fs.sync_file(ino).unwrap();
             assert_eq!(mtime(), set, "{what}, and set again");
-            fs.close_file(ino, false);
+            fs.let_go_of_file(ino);
             fs.close().unwrap();
         }
     }
@@ -109,7 +109,7 @@ fn a_write_that_waits_does_not_take_back_the_time_of_what_came_after_it() {
     let fs = open(&device).unwrap();
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&who(CREATED), ROOT, b"a", &new)).unwrap().ino;
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     let changes: [fn(&Arc<Filesystem>, u64); 3] = [
         |fs, ino| fs.wait(|| fs.set_size(&who(LATER), ino, 100)).map(drop).unwrap(),
         |fs, ino| fs.allocate(&who(LATER), ino, 0, 4096, Allocate::Punch).unwrap(),

@@ -98,6 +98,10 @@ codes! {
         /// Refused: the user's quota is used up, or the user keeps the daemon busy with descriptors
         /// that it cannot close.
         UserLimit = 44, "user-limit";
+        /// Refused: the daemon may not look at the descriptors of this process.
+        DescriptorHidden = 45, "descriptor-hidden";
+        /// Refused: the process has no such descriptor of this file.
+        WrongDescriptor = 46, "wrong-descriptor";
         /// A reason of a later version than this program's.
         Unknown = 63, "unknown";
     }
@@ -145,6 +149,12 @@ impl Reason {
             }
             Reason::FdNotReachable => {
                 "The daemon may not take an fd from this process; register over the socket that INFO names."
+            }
+            Reason::DescriptorHidden => {
+                "The daemon may not look at this process's descriptors; send one over the socket that INFO names, for a grant."
+            }
+            Reason::WrongDescriptor => {
+                "The request names no descriptor of this file that its process has; name the one that the ioctl is called on."
             }
             Reason::NoSuchBuffer => {
                 "This process has registered no such buffer with this mount; a child process must register its own."

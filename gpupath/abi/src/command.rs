@@ -1,7 +1,7 @@
 //! The commands, and the numbers of their ioctls.
 
 use crate::ring;
-use crate::structures::{Extent, Info, Register, Resolve, Segment, Stats, Transfer, Unregister};
+use crate::structures::{Extent, Grant, Info, Register, Resolve, Segment, Stats, Transfer, Unregister};
 use crate::structures::{MAGIC, MAX_SIZE};
 
 /// Which way bytes move.
@@ -37,11 +37,13 @@ pub enum Command {
     Attach = 8,
     /// Takes a file out of a ring, or ends the ring ([`ring::Detach`]). On any file or directory.
     Detach = 9,
+    /// Shows how a file is open ([`Grant`]). Over the socket only.
+    Grant = 10,
 }
 
 impl Command {
     /// All commands, in order of their number.
-    pub const ALL: [Command; 10] = [
+    pub const ALL: [Command; 11] = [
         Command::Info,
         Command::Register,
         Command::Unregister,
@@ -52,6 +54,7 @@ impl Command {
         Command::Ring,
         Command::Attach,
         Command::Detach,
+        Command::Grant,
     ];
 
     /// Bytes of the structure that begins the argument.
@@ -66,6 +69,7 @@ impl Command {
             Command::Ring => size_of::<ring::Ring>(),
             Command::Attach => size_of::<ring::Attach>(),
             Command::Detach => size_of::<ring::Detach>(),
+            Command::Grant => size_of::<Grant>(),
         }
     }
 

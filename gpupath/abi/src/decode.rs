@@ -8,8 +8,8 @@ use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
-    MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Register, RegisterFlags, Resolve, Segment, Transfer, TransferFlags, Unregister,
-    VERSION,
+    Grant, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Register, RegisterFlags, Resolve, ResolveFlags, Segment, Transfer,
+    TransferFlags, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -25,10 +25,10 @@ pub enum Request {
     Unregister(Unregister),
     /// `RESOLVE`: `offset` is a file offset, and the capacity is what the argument has room for.
     Resolve(Resolve),
-    /// `READ`.
-    Read(TransferRequest),
-    /// `WRITE`.
-    Write(TransferRequest),
+    /// `READ`, and what shows that the caller may.
+    Read(TransferRequest, Claim),
+    /// `WRITE`, and what shows that the caller may.
+    Write(TransferRequest, Claim),
     /// `STATS`.
     Stats,
     /// `RING`: the number of entries is one that a ring can have.
@@ -37,6 +37,8 @@ pub enum Request {
     Attach(Attach),
     /// `DETACH`.
     Detach(Detach),
+    /// `GRANT`.
+    Grant(Grant),
 }
 
 impl Request {
@@ -47,14 +49,24 @@ impl Request {
             Request::Register(_) => Command::Register,
             Request::Unregister(_) => Command::Unregister,
             Request::Resolve(_) => Command::Resolve,
-            Request::Read(_) => Command::Read,
-            Request::Write(_) => Command::Write,
+            Request::Read(..) => Command::Read,
+            Request::Write(..) => Command::Write,
             Request::Stats => Command::Stats,
             Request::Ring(_) => Command::Ring,
             Request::Attach(_) => Command::Attach,
             Request::Detach(_) => Command::Detach,
+            Request::Grant(_) => Command::Grant,
         }
     }
+}
+
+/// What a caller gives to show that its process has a file open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Number of a descriptor.
+    pub descriptor: i32,
+    /// A grant that it was given before; 0 for none.
+    pub grant: u64,
 }
 
 /// A `READ` or `WRITE`: each segment ends at or before [`MAX_OFFSET`], and together they are at
@@ -63,7 +75,7 @@ impl Request {
 pub struct TransferRequest {
     /// The buffer.
     pub buffer: u64,
-    /// What the caller insists on; at most one route.
+    /// What the caller insists on, at most one route, and whether it has written back.
     pub flags: TransferFlags,
     /// The pieces, in the caller's order.
     pub segments: SmallVec<[Segment; 1]>,
@@ -170,14 +182,14 @@ impl DecodeError {
 pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
     let command = command_of(request).ok_or(DecodeError::UnknownCommand { request })?;
     let size = (request >> 16) as usize & MAX_SIZE;
-    let entries = entries_of(command, size).ok_or(DecodeError::Size { command, size })?;
     if bytes.len() != size {
         return Err(DecodeError::Length { command, expected: size, got: bytes.len() });
     }
-    let version = u32_at(bytes, 0);
-    if version != VERSION {
-        return Err(DecodeError::Version { command, version });
+    // First of what the bytes say: another version's structures may have other sizes.
+    if bytes.len() >= size_of::<u32>() && u32_at(bytes, 0) != VERSION {
+        return Err(DecodeError::Version { command, version: u32_at(bytes, 0) });
     }
+    let entries = entries_of(command, size).ok_or(DecodeError::Size { command, size })?;
     let flags = u32_at(bytes, 4);
     if !flags_are_known(command, flags) {
         return Err(DecodeError::Flags { command, flags });
@@ -188,11 +200,12 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Register => register(header(bytes)),
         Command::Unregister => Ok(Request::Unregister(header(bytes))),
         Command::Resolve => resolve(header(bytes), entries),
-        Command::Read => transfer(command, header(bytes), entries, bytes).map(Request::Read),
-        Command::Write => transfer(command, header(bytes), entries, bytes).map(Request::Write),
+        Command::Read => transfer(command, header(bytes), entries, bytes).map(|(request, claim)| Request::Read(request, claim)),
+        Command::Write => transfer(command, header(bytes), entries, bytes).map(|(request, claim)| Request::Write(request, claim)),
         Command::Ring => ring(header(bytes)),
         Command::Attach => attach(header(bytes)),
         Command::Detach => detach(header(bytes)),
+        Command::Grant => grant(header(bytes)),
     }
 }
 
@@ -210,8 +223,7 @@ fn entries_of(command: Command, size: usize) -> Option<usize> {
     }
 }
 
-/// `decode` has checked that the bytes hold the command's header, whose first two fields these
-/// are.
+/// `decode` has checked that the bytes hold it.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
@@ -224,6 +236,7 @@ fn flags_are_known(command: Command, flags: u32) -> bool {
     match command {
         Command::Register => RegisterFlags::from_bits(flags).is_some(),
         Command::Read | Command::Write => TransferFlags::from_bits(flags).is_some_and(is_one_route),
+        Command::Resolve => ResolveFlags::from_bits(flags).is_some(),
         _ => flags == 0,
     }
 }
@@ -275,13 +288,18 @@ fn ring(header: Ring) -> Result<Request, DecodeError> {
 }
 
 fn attach(header: Attach) -> Result<Request, DecodeError> {
-    zero(Command::Attach, "reserved", header.reserved[0] | header.reserved[1])?;
+    zero(Command::Attach, "reserved", header.reserved.into())?;
     Ok(Request::Attach(header))
 }
 
 fn detach(header: Detach) -> Result<Request, DecodeError> {
     zero(Command::Detach, "reserved", header.reserved[0] | header.reserved[1])?;
     Ok(Request::Detach(header))
+}
+
+fn grant(header: Grant) -> Result<Request, DecodeError> {
+    zero(Command::Grant, "reserved", header.reserved[0] | header.reserved[1])?;
+    Ok(Request::Grant(header))
 }
 
 fn resolve(header: Resolve, entries: usize) -> Result<Request, DecodeError> {
@@ -295,8 +313,7 @@ fn resolve(header: Resolve, entries: usize) -> Result<Request, DecodeError> {
     Ok(Request::Resolve(header))
 }
 
-fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) -> Result<TransferRequest, DecodeError> {
-    zero(command, "reserved", header.reserved.into())?;
+fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) -> Result<(TransferRequest, Claim), DecodeError> {
     if header.segments as usize != entries {
         return Err(DecodeError::Field { command, field: "segments", value: header.segments.into() });
     }
@@ -315,7 +332,15 @@ fn transfer(command: Command, header: Transfer, entries: usize, bytes: &[u8]) ->
     if total > MAX_TRANSFER {
         return Err(DecodeError::TooLong { command });
     }
-    Ok(TransferRequest { buffer: header.buffer, flags: TransferFlags::from_bits_retain(header.flags), segments })
+    let flags = TransferFlags::from_bits_retain(header.flags);
+    Ok((TransferRequest { buffer: header.buffer, flags, segments }, Claim { descriptor: header.descriptor, grant: header.grant }))
+}
+
+impl Attach {
+    /// What shows how the file is open.
+    pub fn claim(&self) -> Claim {
+        Claim { descriptor: self.descriptor, grant: self.grant }
+    }
 }
 
 impl Submission {

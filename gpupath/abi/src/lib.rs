@@ -31,7 +31,7 @@ mod wire;
 
 pub use codes::{Reason, Route};
 pub use command::{Command, Direction};
-pub use decode::{DecodeError, Request, TransferRequest, decode};
+pub use decode::{Claim, DecodeError, Request, TransferRequest, decode};
 pub use ring_memory::RingMemory;
 pub use structures::*;
 

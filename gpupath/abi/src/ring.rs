@@ -110,8 +110,13 @@ wire! {
         ring: u64,
         /// Out: the file's name in submissions. Never 0.
         file: u64,
+        /// As [`crate::Transfer::grant`].
+        grant: u64,
+        /// As [`crate::Transfer::descriptor`]: the file can be used in the ring for what this
+        /// descriptor is open for.
+        descriptor: i32,
         /// Zero.
-        reserved: [u64; 2],
+        reserved: u32,
     }
 }
 

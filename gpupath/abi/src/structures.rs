@@ -5,7 +5,7 @@ use bitflags::bitflags;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// The version that every structure carries.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The ioctl magic, `_IOC_TYPE`.
 pub const MAGIC: u8 = b'G';
 /// What [`Info::magic`] holds, so that another filesystem's answer is not taken for ours.
@@ -45,6 +45,17 @@ bitflags! {
         /// Fail with `EOPNOTSUPP` and [`Reason::Unaligned`], before anything moves, if the CPU
         /// would have to copy a byte.
         const REQUIRE_DIRECT = 1 << 3;
+        /// The caller had the kernel write back its dirty pages of the range, with
+        /// `sync_file_range(2)`. Without it the daemon makes the kernel write back, and drop, what
+        /// it may have cached of the range.
+        const WRITTEN_BACK = 1 << 4;
+    }
+
+    /// Flags of [`Resolve`].
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct ResolveFlags: u32 {
+        /// As [`TransferFlags::WRITTEN_BACK`].
+        const WRITTEN_BACK = 1 << 4;
     }
 
     /// Flags of [`Extent`].
@@ -168,7 +179,7 @@ wire! {
     Resolve = 48 {
         /// [`VERSION`].
         version: u32,
-        /// None defined.
+        /// [`ResolveFlags`].
         flags: u32,
         /// Where in the file to begin, in bytes.
         offset: u64,
@@ -211,7 +222,7 @@ wire! {
     /// on, without a gap. A `READ` stops at the end of the file. `bytes == p2p + bounce + host +
     /// hole + edge` always. If something failed after a part was done, the ioctl succeeds and
     /// `status` says what; if nothing was done the ioctl itself fails.
-    Transfer = 88 {
+    Transfer = 96 {
         /// [`VERSION`].
         version: u32,
         /// [`TransferFlags`].
@@ -220,8 +231,13 @@ wire! {
         buffer: u64,
         /// Number of segments behind this structure.
         segments: u32,
-        /// Zero.
-        reserved: u32,
+        /// Number, in the calling process, of a descriptor of the file that is open for this
+        /// direction: it shows that the process may do so. It is looked at where `grant` shows
+        /// nothing.
+        descriptor: i32,
+        /// In: a grant for the file that this process was given before, or 0. Out: one for later
+        /// calls ([`Grant`]).
+        grant: u64,
         /// Out: bytes moved.
         bytes: u64,
         /// Out: bytes that the device moved to or from GPU memory.
@@ -245,6 +261,24 @@ wire! {
         failed_segment: u32,
         /// Out: zero.
         reserved2: u32,
+    }
+}
+
+wire! {
+    /// `GRANT`, over the socket only, with a descriptor of a file of the mount: for a process whose
+    /// descriptors the daemon may not look at.
+    ///
+    /// A grant is a number that shows how a process has opened a file. It is good for that process
+    /// and that file alone, for as long as the process lives, also when the descriptor is closed.
+    Grant = 32 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Out: the grant, for [`Transfer::grant`] and [`crate::ring::Attach::grant`].
+        grant: u64,
+        /// Zero.
+        reserved: [u64; 2],
     }
 }
 
@@ -307,7 +341,7 @@ wire! {
 }
 
 wire! {
-    /// What precedes a [`Register`] or [`Unregister`] in each datagram of the registration socket
+    /// What precedes a [`Register`], [`Unregister`] or [`Grant`] in each datagram of the registration socket
     /// (`AF_UNIX`, `SOCK_SEQPACKET`), both ways.
     #[derive(Copy)]
     Message = 8 {
@@ -318,7 +352,7 @@ wire! {
     }
 }
 
-versioned!(Info, Register, Unregister, Resolve, Transfer, Stats);
+versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant);
 
 impl Extent {
     /// Its flags, as far as this version knows them.

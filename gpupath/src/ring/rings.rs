@@ -11,11 +11,12 @@ use super::service::Service;
 use super::shares::{Shares, WorkBesideRings};
 use super::signal::Signal;
 use super::watch::{Heard, Watch};
+use crate::access::Access;
 use crate::admission::OpenFile;
 use crate::foreign::{Foreign, Kind};
 use crate::process::Process;
 use crate::quota::quota;
-use crate::registry::Caller;
+use crate::registry::{Caller, RegistryError};
 use crate::server::{Reply, Server};
 use gpunvme_abi::Command;
 use gpunvme_abi::RingMemory;
@@ -150,15 +151,20 @@ impl Rings {
         }
     }
 
-    /// `ATTACH`, of a file that `file` makes when it is certain that it may be attached. `thread`
-    /// is the caller's, which must not have been answered.
-    pub fn attach(&self, thread: u32, request: &Attach, file: impl FnOnce() -> Arc<dyn OpenFile>) -> Reply {
-        let found = self.find(thread, request.ring);
-        let attached = found.ok_or(Errno::NOENT).and_then(|(_, ring)| ring.attach(file()).ok_or(Errno::NOSPC));
+    /// `ATTACH`, of the file of an inode, which `file` makes, open for the access that the caller
+    /// has shown, when it is certain that it may be attached. `thread` is the caller's, which must
+    /// not have been answered.
+    pub fn attach(&self, thread: u32, request: &Attach, ino: u64, file: impl FnOnce(Access) -> Arc<dyn OpenFile>) -> Reply {
+        let find = || self.find(thread, request.ring).map(|(_, ring)| (ring.clone(), ring.owner.identity()));
+        let attached = match self.server.show(thread, request.claim(), ino, find) {
+            Ok(Some((ring, access, grant))) => ring.attach(file(access)).map(|file| (file, grant)).ok_or(libc::ENOSPC),
+            Ok(None) => Err(libc::ENOENT),
+            Err(reason) => Err(RegistryError::Refused(reason).errno()),
+        };
         self.server.stats.call(Command::Attach, attached.is_err());
         match attached {
-            Ok(file) => Reply::new(0, &Attach { file, ..request.clone() }),
-            Err(errno) => Reply::new(errno.raw_os_error(), request),
+            Ok((file, grant)) => Reply::new(0, &Attach { file, grant, ..request.clone() }),
+            Err(errno) => Reply::new(errno, request),
         }
     }
 

@@ -15,7 +15,7 @@ fn use_the_buffers_of_others(attacker: &mut Attacker) {
     let file = File::open(attacker.path("file")).unwrap();
     let theirs: u64 = attacker.hear().parse().unwrap();
     for id in theirs - 2..=theirs + 2 {
-        let mut transfer = Transfer { buffer: id, segments: 1, ..Transfer::default() };
+        let mut transfer = Transfer { buffer: id, descriptor: file.as_raw_fd(), segments: 1, ..Transfer::default() };
         let mut segments = [Segment { file_offset: 0, buffer_offset: 0, len: 4096 }];
         let error = call(&file, Command::Read, &mut transfer, &mut segments).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::ENOENT));

@@ -266,7 +266,7 @@ fn fill_holes_without_memory(attacker: &mut Attacker) {
     const LEN: u64 = 256 << 20;
     let file = File::open(attacker.path("holes")).unwrap();
     let read = |buffer: u64| {
-        let mut transfer = Transfer { buffer, segments: 1, ..Transfer::default() };
+        let mut transfer = Transfer { buffer, descriptor: file.as_raw_fd(), segments: 1, ..Transfer::default() };
         let mut segments = [Segment { file_offset: 0, buffer_offset: 0, len: LEN }];
         call(&file, Command::Read, &mut transfer, &mut segments).map(|()| transfer.bytes)
     };

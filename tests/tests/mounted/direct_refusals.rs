@@ -45,16 +45,17 @@ fn every_field_of_a_transfer_wrong_in_turn() {
     needs_mount!();
     let (_volume, file, data) = volume_with_file();
     let buffer = Buffer::new(&file, 65536);
-    let base = || Transfer { buffer: buffer.id, segments: 1, ..Transfer::default() };
+    let base = || Transfer { buffer: buffer.id, descriptor: file.as_raw_fd(), segments: 1, ..Transfer::default() };
     let segment = |file_offset, buffer_offset, len| Segment { file_offset, buffer_offset, len };
     let good = segment(0, 0, 4096);
     let both = TransferFlags::REQUIRE_HOST | TransferFlags::REQUIRE_BOUNCE;
     let cases: Vec<(&str, Transfer, Segment, i32)> = vec![
         ("version 0", Transfer { version: 0, ..base() }, good, libc::EPROTONOSUPPORT),
-        ("version 2", Transfer { version: 2, ..base() }, good, libc::EPROTONOSUPPORT),
+        ("version 1", Transfer { version: 1, ..base() }, good, libc::EPROTONOSUPPORT),
         ("unknown flag", Transfer { flags: 1 << 31, ..base() }, good, libc::EINVAL),
         ("two routes", Transfer { flags: both.bits(), ..base() }, good, libc::EINVAL),
-        ("reserved", Transfer { reserved: 1, ..base() }, good, libc::EINVAL),
+        ("no descriptor", Transfer { descriptor: -1, ..base() }, good, libc::EBADF),
+        ("a grant never given", Transfer { descriptor: -1, grant: u64::MAX, ..base() }, good, libc::EBADF),
         ("no segment but one", Transfer { segments: 0, ..base() }, good, libc::EINVAL),
         ("two segments but one", Transfer { segments: 2, ..base() }, good, libc::EINVAL),
         ("all the segments there could be", Transfer { segments: u32::MAX, ..base() }, good, libc::EINVAL),

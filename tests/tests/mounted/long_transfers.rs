@@ -107,7 +107,8 @@ fn what_must_be_direct_is_looked_at_as_a_whole() {
         let before = fs::read(volume.path("alternating")).unwrap();
         let segment = Segment { file_offset: 0, buffer_offset: 0, len: LEN - 8192 + 100 };
         let flags = TransferFlags::REQUIRE_DIRECT.bits();
-        let mut transfer = Transfer { flags, buffer: buffer.id, segments: 1, ..Transfer::default() };
+        let mut transfer =
+            Transfer { flags, buffer: buffer.id, descriptor: file.as_raw_fd(), segments: 1, ..Transfer::default() };
         let error = call(&file, command, &mut transfer, &mut [segment]).unwrap_err();
         assert_eq!((error.raw_os_error(), transfer.failed_segment), (Some(libc::EOPNOTSUPP), 0), "{command:?}");
         assert!(buffer.get(0, 1 << 20).iter().all(|byte| *byte == 7));

@@ -371,7 +371,8 @@ impl Executor {
         let part = &request.parts[*part];
         let slot = slot.map(|slot| (&copy_stream(&mut self.copy_streams, part.allocation.gpu).staging, slot));
         let operation = operation(request.direction, file, part, piece, *address, slot);
-        if let Err(error) = self.ring.push(&operation.requiring(request.require).tagged(index as u64)) {
+        let operation = operation.requiring(request.require).written_back(request.is_written_back);
+        if let Err(error) = self.ring.push(&operation.tagged(index as u64)) {
             self.fail(index, error);
         }
     }

@@ -7,6 +7,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use gpunvme_abi::{Direction, Segment};
 use gpunvme_blockdev::Region;
@@ -213,6 +214,7 @@ impl Filesystem {
         })?;
         drop(places);
         state.newer.changes_at(now);
+        state.is_active = true;
         let end = last * BLOCK;
         if end > size {
             state.kernel.outgrows(size..end);
@@ -266,7 +268,7 @@ impl Filesystem {
                 drop(flight);
                 return done(Err(WriteFailed::Device(Failed::new(error, &plan))));
             }
-            flight.fs.volume.data_written.store(true, std::sync::atomic::Ordering::Release);
+            flight.fs.volume.data_written.store(true, Ordering::Release);
             flight.guard = None;
             match flight.map() {
                 Ok(()) => {
@@ -338,10 +340,10 @@ impl Drop for Flight {
             let at = state.in_flight.direct.iter().position(|r| r == run).expect("noted when it was planned");
             state.in_flight.direct.swap_remove(at);
         }
-        let is_open = state.opens > 0;
+        let is_in_use = state.is_in_use();
         drop(state);
         self.file.landed.notify_all();
-        if !is_open {
+        if !is_in_use {
             self.fs.release(&self.file);
         }
     }

@@ -1,19 +1,29 @@
-//! Errors of write-back: which opens of a file have learned that data of it was lost. Each open
-//! that was there learns once, as in Linux (`Documentation/core-api/errseq.rst`); an open made
-//! later learns of it only if no other has yet. Nothing else comes of an error: what is written
-//! after it is written as ever.
+//! Errors of write-back: which processes have learned that data of a file was lost. Each process
+//! that was there learns once; one that begins later learns of it only if no other has yet. That is
+//! what Linux does for open files (`Documentation/core-api/errseq.rst`), by processes: opens are
+//! not known here. Nothing else comes of an error: what is written after it is written as ever.
 
 use crate::error::FsError;
 
-/// An open of a file: its number among those of the file.
+/// Who asks whether data was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Open(pub u64);
+pub enum Asker {
+    /// A process.
+    Process {
+        /// Its number, and no other process's that asks.
+        id: u64,
+        /// When it began, and what time it is: of one clock, in any unit.
+        began: u64,
+        /// The time now.
+        now: u64,
+    },
+    /// A process that cannot be told from others, or the kernel for one. It learns each time.
+    Unknown,
+}
 
-/// The opens of a file, and the last error of writing it out.
+/// The last error of writing a file out.
 #[derive(Default)]
 pub(super) struct Errors {
-    /// How many opens there were so far.
-    opens: u64,
     /// How many errors there were so far.
     count: u64,
     last: Option<Lost>,
@@ -21,28 +31,19 @@ pub(super) struct Errors {
 
 struct Lost {
     error: FsError,
-    /// The last open that is to learn of it.
-    last_open: u64,
-    /// Opens that have.
+    /// Processes that have learned of it.
     told: Vec<u64>,
+    /// When the first of them did.
+    since: Option<u64>,
     /// Whether any caller has.
     is_known: bool,
 }
 
 impl Errors {
-    /// The file is opened.
-    pub fn open(&mut self) -> Open {
-        self.opens += 1;
-        if let Some(lost) = self.last.as_mut().filter(|lost| !lost.is_known) {
-            lost.last_open = self.opens;
-        }
-        Open(self.opens)
-    }
-
     /// Data was lost.
     pub fn add(&mut self, error: FsError) {
         self.count += 1;
-        self.last = Some(Lost { error, last_open: self.opens, told: Vec::new(), is_known: false });
+        self.last = Some(Lost { error, told: Vec::new(), since: None, is_known: false });
     }
 
     /// How many errors there were so far.
@@ -50,7 +51,7 @@ impl Errors {
         self.count
     }
 
-    /// Whether there is none that an open may still have to learn of.
+    /// Whether there is none that a process may still have to learn of.
     pub fn is_empty(&self) -> bool {
         self.last.is_none()
     }
@@ -60,22 +61,24 @@ impl Errors {
         self.last.as_ref().filter(|lost| !lost.is_known).map(|lost| &lost.error)
     }
 
-    /// Tells an open of the last error, if it was there and does not know.
+    /// Tells of the last error, if the process was there and does not know.
     ///
     /// # Errors
     /// That error.
-    pub fn tell(&mut self, open: Open) -> Result<(), FsError> {
-        match &mut self.last {
-            Some(lost) if open.0 <= lost.last_open && !lost.told.contains(&open.0) => {
-                lost.told.push(open.0);
-                lost.is_known = true;
-                Err(lost.error.clone())
+    pub fn tell(&mut self, asker: impl FnOnce() -> Asker) -> Result<(), FsError> {
+        let Some(lost) = &mut self.last else { return Ok(()) };
+        if let Asker::Process { id, began, now } = asker() {
+            if lost.told.contains(&id) || lost.since.is_some_and(|since| began > since) {
+                return Ok(());
             }
-            _ => Ok(()),
+            lost.told.push(id);
+            lost.since.get_or_insert(now);
         }
+        lost.is_known = true;
+        Err(lost.error.clone())
     }
 
-    /// Tells a caller that has no open of the last error, if no other knows.
+    /// Tells a caller that is no process of the last error, if no other knows.
     ///
     /// # Errors
     /// That error.
@@ -93,7 +96,7 @@ impl Errors {
         Err(lost.error.clone())
     }
 
-    /// The last open is closed: the error is kept only if no caller knows of it.
+    /// No process has the file open: the error is kept only if no caller knows of it.
     pub fn closed(&mut self) {
         self.last.take_if(|lost| lost.is_known);
     }

@@ -2,12 +2,13 @@
 //! newer values that memory has of files being written.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use gpunvme_blockdev::{BufferPool, Io};
 use gpunvme_layout::{Block, Key, Timestamp};
 
-use super::errors::Open;
+use super::errors::Asker;
 use super::file::{File, FileState, Files};
 use super::pages::PagePool;
 use crate::error::{Attempt, Fail, FsError, Stall};
@@ -54,6 +55,8 @@ pub struct Filesystem {
     /// The pool for work that a completion's callback hands on because it may wait for the
     /// journal, such as mapping what was written. Its threads never wait for a file.
     pub(super) completions: Arc<dyn Spawn>,
+    /// Whether data of any file was ever lost.
+    pub(super) has_lost_data: AtomicBool,
 }
 
 /// Keeps in memory what was brought there for an operation.
@@ -84,6 +87,7 @@ impl Filesystem {
             pages,
             buffers: BufferPool::new(device, READ_BUFFERS),
             completions,
+            has_lost_data: AtomicBool::new(false),
         }))
     }
 
@@ -299,34 +303,35 @@ impl Filesystem {
         self.volume.remove_xattr(context, ino, name)
     }
 
-    /// Notes that a file was opened. `mappable`: for reading and writing, so that it can be mapped
-    /// shared and writable.
-    pub fn open_file(&self, ino: u64, mappable: bool) -> Open {
-        let file = self.files.get(ino);
-        let mut state = file.state.lock();
-        state.opens += 1;
-        state.kernel.mappable += u32::from(mappable);
-        state.errors.open()
+    /// Keeps what is known of a file in memory until [`Filesystem::let_go_of_file`]: for a user who
+    /// comes back to it often.
+    pub fn hold_file(&self, ino: u64) {
+        self.files.get(ino).state.lock().holders += 1;
     }
 
-    /// Notes that a file was closed.
-    pub fn close_file(&self, ino: u64, mappable: bool) {
+    /// Ends one [`Filesystem::hold_file`].
+    pub fn let_go_of_file(&self, ino: u64) {
         let Some(file) = self.files.find(ino) else { return };
         let mut state = file.state.lock();
-        state.opens -= 1;
-        state.kernel.mappable -= u32::from(mappable);
-        if state.opens == 0 {
+        state.holders -= 1;
+        if state.holders == 0 {
+            state.is_active = false;
             self.release_ahead(&mut state);
-            state.forget_known_error();
         }
         drop(state);
         self.release(&file);
     }
 
-    /// Whether the kernel may hold dirty pages of a file: it is open for reading and writing, so
-    /// that a process can map it shared and writable.
-    pub fn is_mappable(&self, ino: u64) -> bool {
-        self.files.find(ino).is_some_and(|file| file.state.lock().kernel.mappable > 0)
+    /// Whether data of any file was lost since the volume was opened.
+    pub fn has_lost_data(&self) -> bool {
+        self.has_lost_data.load(Ordering::Relaxed)
+    }
+
+    /// Notes that no process has a file open: an error of it that a caller knows of is forgotten.
+    pub fn closed_by_all(&self, ino: u64) {
+        let Some(file) = self.files.find(ino) else { return };
+        file.state.lock().errors.closed();
+        self.release(&file);
     }
 
     /// Removes a part of an inode that has no name and that no process uses any more. Returns
@@ -345,17 +350,17 @@ impl Filesystem {
     }
 
     /// Writes back what is in memory of a file and makes it, and everything done before, durable,
-    /// for a caller that has it open.
+    /// for a process.
     ///
     /// # Errors
     /// Also [`Filesystem::write_error`].
-    pub fn sync_open(self: &Arc<Self>, ino: u64, open: Open) -> Result<(), FsError> {
+    pub fn sync_for(self: &Arc<Self>, ino: u64, asker: impl FnOnce() -> Asker) -> Result<(), FsError> {
         self.flush_file(ino)?;
-        self.write_error(ino, open)?;
+        self.write_error(ino, asker)?;
         self.volume.commit()
     }
 
-    /// As [`Filesystem::sync_open`], for a caller that has no open of its own.
+    /// As [`Filesystem::sync_for`], for a caller that is no process.
     ///
     /// # Errors
     /// Also that of data that was lost, if no caller was told.
@@ -373,26 +378,18 @@ impl Filesystem {
         self.volume.commit()
     }
 
-    /// Reports, once to each open of a file that existed then, that data of the file was lost; to
-    /// later opens only if no caller was told.
+    /// Reports, once to each process that was there then, that data of the file was lost; to later
+    /// ones only if no caller was told. `asker` is called only where there is something to tell.
     ///
     /// # Errors
     /// The error that lost the data.
-    pub fn write_error(&self, ino: u64, open: Open) -> Result<(), FsError> {
-        self.files.find(ino).map_or(Ok(()), |file| file.state.lock().errors.tell(open))
+    pub fn write_error(&self, ino: u64, asker: impl FnOnce() -> Asker) -> Result<(), FsError> {
+        self.files.find(ino).map_or(Ok(()), |file| file.state.lock().errors.tell(asker))
     }
 
-    /// As [`Filesystem::write_error`], to a caller that has no open of its own.
+    /// As [`Filesystem::write_error`], to a caller that is no process.
     fn unknown_error(&self, ino: u64) -> Result<(), FsError> {
-        let Some(file) = self.files.find(ino) else { return Ok(()) };
-        let mut state = file.state.lock();
-        let told = state.errors.tell_anyone();
-        state.forget_known_error();
-        drop(state);
-        if told.is_err() {
-            self.release(&file);
-        }
-        told
+        self.files.find(ino).map_or(Ok(()), |file| file.state.lock().errors.tell_anyone())
     }
 
     pub(super) fn release(&self, file: &Arc<File>) {

@@ -25,6 +25,6 @@ mod wait;
 mod write;
 mod write_back;
 
-pub use errors::Open;
+pub use errors::Asker;
 pub use filesystem::{Filesystem, Inline, Options, Preloaded, Settling, Spawn, system_time};
 pub use read::Read;

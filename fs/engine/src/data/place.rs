@@ -137,7 +137,7 @@ impl Filesystem {
             return Ok(run);
         }
         let end = (at + want) * gpunvme_layout::block::BLOCK_SIZE as u64;
-        let ahead = if end >= size && size >= GROWS_FROM && state.opens > 0 {
+        let ahead = if end >= size && size >= GROWS_FROM && state.is_in_use() {
             at.clamp(*PREALLOCATION.start(), *PREALLOCATION.end())
         } else {
             0

@@ -178,6 +178,7 @@ impl Filesystem {
             }
         }
         state.newer.changes_at(now);
+        state.is_active = true;
         state.buffer.last = None;
         Ok(offset)
     }

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use gpunvme_blockdev::{Request, Span};
 use gpunvme_layout::Geometry;
@@ -107,7 +108,7 @@ impl Filesystem {
 
     /// The data of a batch is on the device: maps it.
     fn landed(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch) {
-        self.volume.data_written.store(true, std::sync::atomic::Ordering::Release);
+        self.volume.data_written.store(true, Ordering::Release);
         // Mapping may wait for freed blocks, and must not hold them back itself.
         batch.guard = None;
         match self.map_batch(file, &mut batch) {
@@ -155,6 +156,7 @@ impl Filesystem {
         // Noted also when the file is not open: a caller that syncs it later, or replaces another
         // file by it, has to know.
         state.errors.add(error);
+        self.has_lost_data.store(true, Ordering::Relaxed);
         if let Some(tail) = batch.tail.filter(|tail| !state.buffer.has_dirty(*tail..*tail + 1)) {
             // The block on the device still holds the bytes that a truncation cut off: data that
             // waits to grow the file beyond it is lost with it.
@@ -216,9 +218,7 @@ impl Filesystem {
         if state.errors.count() == before {
             return Ok(());
         }
-        let told = state.errors.tell_again();
-        state.forget_known_error();
-        told
+        state.errors.tell_again()
     }
 
     fn flush(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
@@ -307,9 +307,9 @@ impl Filesystem {
         result
     }
 
-    /// Begins writing back what is in memory of all files, and drops the files that are not open
-    /// from memory when that has landed. Unlike [`Filesystem::flush_all`] it does not wait for open
-    /// files.
+    /// Begins writing back what is in memory of all files, and drops from memory, when that has
+    /// landed, the files that were not written since the last call. Unlike
+    /// [`Filesystem::flush_all`] it does not wait for the others.
     ///
     /// # Errors
     /// As [`Filesystem::flush_all`].
@@ -322,16 +322,18 @@ impl Filesystem {
             }
         }
         for file in files {
-            let (is_open, only_touched) = {
-                let state = file.state.lock();
-                (state.opens > 0, state.buffer.dirty == 0 && state.newer.changed.is_some())
+            let (is_in_use, only_touched) = {
+                let mut state = file.state.lock();
+                let is_in_use = state.is_in_use();
+                state.is_active = false;
+                (is_in_use, state.buffer.dirty == 0 && state.newer.changed.is_some())
             };
-            if !is_open {
+            if !is_in_use {
                 result = result.and(self.flush(&file));
+                self.release(&file);
             } else if only_touched {
                 result = result.and(self.volume.wait(|| self.stamp(&file, None, 0)));
             }
-            self.release(&file);
         }
         result
     }

@@ -128,7 +128,7 @@ impl World {
             (std::mem::take(&mut state.open), state.history.claim(files))
         };
         let fs = self.fs();
-        open.into_iter().for_each(|ino| fs.close_file(ino, false));
+        open.into_iter().for_each(|ino| fs.let_go_of_file(ino));
         while self.help() {}
         fs.close().expect("nothing fails");
         *self.fs.lock() = None;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use gpunvme_abi::Segment;
 use gpunvme_blockdev::{Region, Request};
-use gpunvme_engine::data::{Open, Settling, resize::Allocate};
+use gpunvme_engine::data::{Asker, Settling, resize::Allocate};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
 use gpunvme_engine::volume::{NewNode, RenameMode};
 use gpunvme_gpupath::planner::{Bounds, Position};
@@ -45,7 +45,8 @@ pub const KINDS: [(&str, u64); 16] = [
 #[derive(Clone, Copy)]
 struct Opened {
     ino: u64,
-    open: Open,
+    /// Which process it stands for: one of its own.
+    process: u64,
     /// Writes before this turn need not be there after an fsync through this descriptor: an error
     /// of theirs was told, to it or to another one.
     since: u64,
@@ -177,20 +178,27 @@ impl<'w> Caller<'w> {
         // Not if it has lost its name, and went, meanwhile.
         let is_there = world.state.lock().names.values().any(|other| *other == ino);
         if is_there {
-            let open = world.fs().open_file(ino, false);
-            let since = world.now();
+            world.fs().hold_file(ino);
+            let (process, since) = (world.now(), world.now());
             let mut state = world.state.lock();
             *state.opens.entry(ino).or_default() += 1;
             let seen = state.told.get(&ino).copied().unwrap_or(0);
-            self.open.push(Opened { ino, open, since, seen });
+            self.open.push(Opened { ino, process, since, seen });
         }
     }
 
     fn close(&mut self) {
         let at = self.below(self.open.len() as u64) as usize;
         let Opened { ino, .. } = self.open.remove(at);
-        self.world.fs().close_file(ino, false);
-        *self.world.state.lock().opens.get_mut(&ino).expect("it is open") -= 1;
+        self.world.fs().let_go_of_file(ino);
+        {
+            let mut state = self.world.state.lock();
+            let opens = state.opens.get_mut(&ino).expect("it is open");
+            *opens -= 1;
+            if *opens == 0 {
+                self.world.fs().closed_by_all(ino);
+            }
+        }
         self.reap(ino);
     }
 
@@ -441,9 +449,10 @@ impl<'w> Caller<'w> {
     }
 
     fn sync(&mut self, at: usize) {
-        let (world, Opened { ino, open, since, .. }) = (self.world, self.open[at]);
+        let (world, Opened { ino, process, since, .. }) = (self.world, self.open[at]);
         let (began, moment) = (world.now(), world.moment());
-        match world.doing(format!("fsync {ino}"), || world.fs().sync_open(ino, open)) {
+        let asker = Asker::Process { id: process, began: since, now: began };
+        match world.doing(format!("fsync {ino}"), || world.fs().sync_for(ino, || asker)) {
             Ok(()) => {
                 let now = world.now();
                 world.state.lock().expected.synced(now, ino, began, since);

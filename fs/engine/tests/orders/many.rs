@@ -80,7 +80,7 @@ fn lands_after(short: u64, preallocated: bool) {
     let fs = Filesystem::open(io, options, Arc::new(Inline)).expect("a new volume can be opened");
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, b"a", &new)).expect("there is room").ino;
-    fs.open_file(ino, false);
+    fs.hold_file(ino);
     let size = 2 * short * BLOCK;
     if preallocated {
         fs.allocate(&WHO, ino, 0, size, Allocate::Reserve { grow: true }).expect("there is room");
@@ -107,7 +107,7 @@ fn lands_after(short: u64, preallocated: bool) {
     let inode = fs.wait(|| fs.attributes(ino)).expect("it is there").inode;
     assert_eq!((inode.size, inode.blocks), (size, 2 * short));
     assert_eq!(fs.seek(ino, 0, true).expect("it ends somewhere"), size, "nothing of it is preallocated any more");
-    fs.close_file(ino, false);
+    fs.let_go_of_file(ino);
     fs.commit().expect("nothing fails");
     assert_sound(&fs, "after very many writes");
 }

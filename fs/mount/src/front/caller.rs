@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use gpunvme_engine::data::system_time;
+use gpunvme_engine::data::{Asker, system_time};
 use gpunvme_engine::volume::Context;
 use rustix::thread::CapabilitySet;
 
@@ -39,6 +39,30 @@ impl Caller {
             _ => self.context.uid == 0,
         }
     }
+}
+
+/// Thread of the kernel (`include/linux/sched.h`, `PF_KTHREAD`).
+const KERNEL_THREAD: u64 = 0x0020_0000;
+/// Bits of an [`Asker`]'s number for the time when the process began: 1,300 years of them.
+const TIME_BITS: u32 = 42;
+
+/// The process of a thread, as one that asks whether data was lost. `/proc` is asked several times,
+/// so this is for when data was lost.
+pub(crate) fn asker(thread: u32) -> Asker {
+    process(thread).unwrap_or(Asker::Unknown)
+}
+
+fn process(thread: u32) -> Option<Asker> {
+    let id: u64 = status_of(thread, "Tgid:")?.trim().parse().ok()?;
+    let stat = std::fs::read(format!("/proc/{id}/stat")).ok()?;
+    // The name may hold anything (proc_pid_stat(5)); behind it are the fields from the third on.
+    let behind_name = stat.iter().rposition(|&byte| byte == b')')? + 1;
+    let field = |number: usize| str::from_utf8(&stat[behind_name..]).ok()?.split_whitespace().nth(number - 3)?.parse().ok();
+    let (flags, began): (u64, u64) = (field(9)?, field(22)?);
+    let uptime: f64 = std::fs::read_to_string("/proc/uptime").ok()?.split_whitespace().next()?.parse().ok()?;
+    let now = (uptime * rustix::param::clock_ticks_per_second() as f64) as u64;
+    // One of the kernel works for any process.
+    (flags & KERNEL_THREAD == 0).then_some(Asker::Process { id: id << TIME_BITS | began, began, now })
 }
 
 /// The user namespace of a thread; none if it is not there to ask, or not this process's to ask.

@@ -16,7 +16,6 @@ use gpunvme_fuse::{
 
 use super::attr;
 use super::caller::Caller;
-use super::handles::Handle;
 use super::kernel::KernelCache;
 use super::messages;
 use super::operations::names::Listing;
@@ -60,7 +59,8 @@ const CAPABILITIES: InitFlags = InitFlags::DO_READDIRPLUS
     .union(InitFlags::HANDLE_KILLPRIV_V2)
     // The kernel says where a new ACL takes the set-group-id bit with it.
     .union(InitFlags::SETXATTR_EXT)
-    // A directory needs no handle: the answer to opendir is ENOSYS, once.
+    // A file or directory needs no handle: the answer to open and opendir is ENOSYS, once.
+    .union(InitFlags::NO_OPEN_SUPPORT)
     .union(InitFlags::NO_OPENDIR_SUPPORT);
 
 /// Begins to serve the kernel at the other end of `connection`, an open `/dev/fuse`.
@@ -137,14 +137,6 @@ fn value(operation: &'static str, ino: u64, size: u32, result: Result<Vec<u8>, F
     answer(operation, ino, result, reply, |value, reply| reply.value(&value, size));
 }
 
-/// Flags of the answer to open(2), for a file opened with these flags.
-fn opened(flags: i32) -> OpenFlags {
-    let always = OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES;
-    // close(2) of a file that was written reports what went wrong in the background; there is
-    // nothing to say of others.
-    if flags & libc::O_ACCMODE == libc::O_RDONLY { always | OpenFlags::NO_FLUSH } else { always }
-}
-
 /// A node of this type to create.
 fn new_node(new: &New<'_>, file_type: u32) -> NewNode<'static> {
     NewNode { mode: new.mode & !libc::S_IFMT | file_type, umask: new.umask, rdev: 0, target: &[] }
@@ -198,6 +190,7 @@ impl Handler for Adapter {
                 let new = NewNode { mode: libc::S_IFLNK | 0o777, umask: 0, rdev: 0, target };
                 front.create(caller.context, ino, name, new, move |new| entry("symlink", ino, new, reply));
             }
+            // open(2) with O_CREAT, too.
             Operation::MkNod { new, rdev } => {
                 let node = NewNode { mode: new.mode, umask: new.umask, rdev, target: &[] };
                 front.create(caller.context, ino, new.name, node, move |new| entry("mknod", ino, new, reply));
@@ -225,29 +218,23 @@ impl Handler for Adapter {
             Operation::Link { ino: linked, name } => {
                 front.link(caller.context, linked, ino, name, move |done| entry("link", linked, done, reply));
             }
-            Operation::Create { new, flags } => {
-                let created = self.created("create", ino, flags, reply);
-                front.create(caller.context, ino, new.name, new_node(&new, libc::S_IFREG), created);
-            }
-            Operation::TmpFile { new, flags } => {
-                let created = self.created("tmpfile", ino, flags, reply);
+            Operation::TmpFile { new, .. } => {
                 let mode = new.mode & !libc::S_IFMT | libc::S_IFREG;
-                front.create_unnamed(caller.context, ino, (mode, new.umask), created);
+                front.create_unnamed(caller.context, ino, (mode, new.umask), move |new| {
+                    answer("tmpfile", ino, new, reply, |new, reply| {
+                        reply.created(&attr::to_fuse(&new), LIFETIME, 0, OpenFlags::KEEP_CACHE);
+                    });
+                });
             }
-            Operation::Open { flags } => {
-                let handle = front.open(ino, flags);
-                reply.opened(handle.0, opened(flags));
-            }
-            Operation::Read { handle, offset, size, direct } => {
+            Operation::Read { offset, size, direct, .. } => {
                 // The flags of the request say O_DIRECT for a page fault, too.
-                front.read(ino, Handle(handle), (offset, size as usize), !direct, move |read| {
+                front.read(ino, (offset, size as usize), !direct, move |read| {
                     answer("read", ino, read, reply, |read, reply| reply.data(read.bytes()));
                 });
             }
-            Operation::Write { handle, offset, data, flags, from_cache, direct, strip } => {
+            Operation::Write { offset, data, flags, from_cache, direct, strip, .. } => {
                 let len = data.len() as u32;
                 let how = WriteRequest {
-                    handle: Handle(handle),
                     offset,
                     strip,
                     direct: flags & libc::O_DIRECT != 0,
@@ -261,14 +248,11 @@ impl Handler for Adapter {
                     answer("write", ino, done, reply, |(), reply| reply.written(len));
                 });
             }
-            Operation::Flush { handle } => empty("flush", ino, front.flush(ino, Handle(handle)), reply),
-            Operation::Release { handle } => {
-                front.release(ino, Handle(handle));
-                reply.ok();
-            }
-            Operation::Fsync { handle } => {
+            // Of a file that was made without a name: others are opened without a request.
+            Operation::Release { .. } => reply.ok(),
+            Operation::Fsync { .. } => {
                 let work = front.direct.rings.begin_beside(uid);
-                front.sync(ino, Handle(handle), move |done| {
+                front.sync(ino, pid, move |done| {
                     drop(work);
                     empty("fsync", ino, done, reply);
                 });
@@ -298,14 +282,14 @@ impl Handler for Adapter {
             Operation::RemoveXattr { name } => {
                 front.remove_xattr(caller, ino, name, move |done| empty("removexattr", ino, done, reply));
             }
-            Operation::Fallocate { handle, offset, len, mode } => {
+            Operation::Fallocate { offset, len, mode, .. } => {
                 let done = move |done| empty("fallocate", ino, done, reply);
-                front.allocate(caller, ino, Handle(handle), (offset, len), mode, done);
+                front.allocate(caller, ino, (offset, len), mode, done);
             }
             Operation::Lseek { offset, whence } => self.seek(ino, offset, whence, reply),
             Operation::CopyRange(range) => self.copy(caller, ino, &range, reply),
-            Operation::Ioctl { handle, command, argument } => {
-                front.ioctl(caller, ino, Handle(handle), command, argument, move |answer| {
+            Operation::Ioctl { command, argument, .. } => {
+                front.ioctl(caller, ino, command, argument, move |answer| {
                     // The kernel takes an answer only at the length that it asked for; an error
                     // has none.
                     if answer.result < 0 && answer.data.is_empty() {
@@ -315,11 +299,16 @@ impl Handler for Adapter {
                     }
                 });
             }
-            // The kernel does not ask again; a directory needs no handle. SYNCFS comes to mounts
-            // of block devices (`fuseblk`) only.
-            Operation::OpenDir | Operation::ReleaseDir | Operation::SyncFs | Operation::Unknown { .. } => {
-                reply.error(libc::ENOSYS);
-            }
+            // The kernel does not ask again: it opens files and directories by itself, makes files
+            // with MKNOD, and close(2) has nothing to report. SYNCFS comes to mounts of block
+            // devices (`fuseblk`) only.
+            Operation::Open { .. }
+            | Operation::Create { .. }
+            | Operation::Flush { .. }
+            | Operation::OpenDir
+            | Operation::ReleaseDir
+            | Operation::SyncFs
+            | Operation::Unknown { .. } => reply.error(libc::ENOSYS),
         }
     }
 
@@ -345,23 +334,6 @@ impl Adapter {
         let time = |time| attr::from_fuse(time, caller.context.now);
         let set = SetAttributes { mode, uid, gid, atime: atime.map(time), mtime: mtime.map(time), bits_gone: 0 };
         self.0.set_attributes(caller, ino, size, set, strip, move |done| attributes("setattr", ino, done, reply));
-    }
-
-    /// Opens a file that was created, and answers.
-    fn created(
-        &self,
-        operation: &'static str,
-        parent: u64,
-        flags: i32,
-        reply: Reply,
-    ) -> impl FnOnce(Result<Attributes, FsError>) + Send + 'static {
-        let front = self.0.clone();
-        move |new| {
-            answer(operation, parent, new, reply, |new, reply| {
-                let handle = front.open(new.ino, flags);
-                reply.created(&attr::to_fuse(&new), LIFETIME, handle.0, opened(flags));
-            });
-        }
     }
 
     fn statfs(&self, reply: Reply) {
@@ -391,8 +363,8 @@ impl Adapter {
     }
 
     fn copy(&self, caller: Caller, ino: u64, range: &CopyRange, reply: Reply) {
-        let CopyRange { from_handle, from_offset, to, to_handle, to_offset, len, wide } = *range;
-        let (from, to) = ((ino, Handle(from_handle), from_offset), (to, Handle(to_handle), to_offset));
+        let CopyRange { from_offset, to, to_offset, len, wide, .. } = *range;
+        let (from, to) = ((ino, from_offset), (to, to_offset));
         self.0.copy(caller, from, to, len, move |copied| {
             answer("copy_file_range", to.0, copied, reply, |copied, reply| reply.copied(copied, wide));
         });

@@ -18,7 +18,6 @@ mod attr;
 mod caller;
 mod direct;
 mod fuse;
-mod handles;
 mod housekeeping;
 mod kernel;
 mod messages;

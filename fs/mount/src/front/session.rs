@@ -80,6 +80,7 @@ impl Session {
     /// writable.
     pub fn is_device(&self, dev: u64) {
         self.front.mount_state.mounted(dev);
+        self.front.direct.server.mounted(dev);
     }
 
     /// Waits until the kernel has released the connection.

@@ -1,12 +1,8 @@
 //! A write as the kernel requests it.
 
-use super::handles::Handle;
-
 /// A write request without its data.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WriteRequest {
-    /// Handle of the open file.
-    pub handle: Handle,
     /// Offset in the file, in bytes.
     pub offset: u64,
     /// Whether the set-user-id bits of the file are stripped.

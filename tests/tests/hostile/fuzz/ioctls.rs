@@ -164,8 +164,12 @@ impl Ioctls {
                 Segment { file_offset, buffer_offset, len }
             })
             .collect();
+        let file = self.file(random).try_clone().unwrap();
+        let (descriptor, grant) = self.claim(random, &file);
         let mut transfer = Transfer {
             buffer: self.name(random),
+            descriptor,
+            grant,
             segments: if random.below(16) == 0 { number(random) as u32 } else { count as u32 },
             flags: if random.below(4) == 0 { random.below(32) as u32 } else { 0 },
             ..Transfer::default()
@@ -174,7 +178,6 @@ impl Ioctls {
             transfer.version = number(random) as u32;
         }
         let mut bytes = [transfer.as_bytes(), segments.as_bytes()].concat();
-        let file = self.file(random).try_clone().unwrap();
         let _ = sys::ioctl(file.as_fd(), command.request(segments.len()), &mut bytes);
     }
 
@@ -192,10 +195,23 @@ impl Ioctls {
         let _ = sys::ioctl(file.as_fd(), Command::Resolve.request(capacity as usize), &mut bytes);
     }
 
+    /// What is to show how a file is open: true, or not.
+    fn claim(&mut self, random: &mut Random, file: &File) -> (i32, u64) {
+        let other = self.file(random).as_raw_fd();
+        let descriptor = match random.below(8) {
+            0 => number(random) as i32,
+            1 => other,
+            _ => file.as_raw_fd(),
+        };
+        (descriptor, if random.below(8) == 0 { number(random) } else { 0 })
+    }
+
     /// Rings of others, and none.
     fn files_of_rings(&mut self, random: &mut Random) {
         let (ring, file) = (self.name(random), number(random));
-        let _ = call_plain(self.file(random), Command::Attach, &mut Attach { ring, ..Attach::default() });
+        let of = self.file(random).try_clone().unwrap();
+        let (descriptor, grant) = self.claim(random, &of);
+        let _ = call_plain(&of, Command::Attach, &mut Attach { ring, descriptor, grant, ..Attach::default() });
         let _ = call_plain(self.file(random), Command::Detach, &mut Detach { ring, file, ..Detach::default() });
     }
 

@@ -62,8 +62,10 @@ pub fn fuzz_ring_memory(attacker: &mut Attacker) {
         let ring = &mut rings[at];
         match random.below(16) {
             0 => {
-                let mut attach = Attach { ring: ring.name, ..Attach::default() };
-                if call_plain(one(random, &files), Command::Attach, &mut attach).is_ok() {
+                let file = one(random, &files);
+                let shown = if random.below(8) == 0 { one(random, &files) } else { file };
+                let mut attach = Attach { ring: ring.name, descriptor: shown.as_raw_fd(), ..Attach::default() };
+                if call_plain(file, Command::Attach, &mut attach).is_ok() {
                     ring.files.push(attach.file);
                 }
             }

@@ -6,9 +6,6 @@ use std::time::{Duration, Instant};
 /// The kernel's view of a file.
 #[derive(Default)]
 pub(crate) struct KernelView {
-    /// Times that it is open so that it can be mapped shared and writable: the kernel may have
-    /// dirty pages.
-    pub mappable: u32,
     /// Bytes by which direct writes, and appends behind them, have extended the file, as long as
     /// the kernel may still believe that the file ends within them.
     pub outgrown: Option<Range<u64>>,

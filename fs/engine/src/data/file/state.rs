@@ -18,8 +18,10 @@ use super::newer::Newer;
 /// State of a file that its lock guards.
 #[derive(Default)]
 pub(crate) struct FileState {
-    /// Times that it is open.
-    pub opens: u32,
+    /// Holders of [`Filesystem::hold_file`](crate::data::Filesystem::hold_file).
+    pub holders: u32,
+    /// Whether it was written since the last look at all files that are written back.
+    pub is_active: bool,
     /// The part of it that is in the write buffer.
     pub buffer: FileBuffer,
     /// Writes to it that are on their way to the device.
@@ -32,7 +34,7 @@ pub(crate) struct FileState {
     pub allocation: Allocation,
     /// Whether blocks beyond the end wait to be freed.
     pub truncation: Truncation,
-    /// Its opens, and which of them have learned of lost data.
+    /// Data of it that was lost, and which processes have learned of it.
     pub errors: Errors,
 }
 
@@ -73,11 +75,9 @@ impl FileState {
         self.in_flight.pages.find(block).or_else(last)
     }
 
-    /// Forgets an error that a caller knows of when none is left that could learn of it.
-    pub fn forget_known_error(&mut self) {
-        if self.opens == 0 {
-            self.errors.closed();
-        }
+    /// Whether it stays in memory, because it is likely to be used again soon.
+    pub fn is_in_use(&self) -> bool {
+        self.holders > 0 || self.is_active
     }
 
     /// Whether the device may have, in the block with the end of a file of `size` bytes and behind

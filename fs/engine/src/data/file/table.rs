@@ -33,15 +33,15 @@ impl Files {
         shard.entry(ino).or_insert_with(file).clone()
     }
 
-    /// Drops a file from memory if it is not open and has nothing to write. Returns the blocks it
-    /// had reserved ahead.
+    /// Drops a file from memory if it is not in use and has nothing to write. Returns the blocks
+    /// that it had reserved ahead.
     pub fn release(&self, file: &Arc<File>) -> Option<Run> {
         let mut shard = self.0.lock(file.ino);
         // A thread that has the lock is using the file. Completions call this too, so it does not
         // wait.
         let mut state = file.state.try_lock()?;
         // Two handles: the table's, and the caller's. With more, another thread is about to use it.
-        let idle = state.opens == 0 && state.is_clean() && state.buffer.pages.is_empty() && state.errors.is_empty();
+        let idle = !state.is_in_use() && state.is_clean() && state.buffer.pages.is_empty() && state.errors.is_empty();
         let idle = idle && state.truncation == Truncation::Over;
         if !idle || Arc::strong_count(file) > 2 {
             return None;

@@ -237,7 +237,7 @@ impl World {
         let began = self.recorder.position();
         // The edges need more than one attempt, and no other operation may come in between.
         self.state.lock().held.insert(ino);
-        fs.open_file(ino, false);
+        fs.hold_file(ino);
         let edges = if aligned { Ok(()) } else { fs.write_edges(ino, &segments, &region, now) };
         let planned = match edges {
             Ok(()) => self.attempt(|| fs.plan_direct_write(ino, &segments, &region, now)),
@@ -254,14 +254,14 @@ impl World {
                 let open = fs.clone();
                 fs.submit_direct_write(write, move |written| {
                     written.expect("nothing fails");
-                    open.close_file(ino, false);
+                    open.let_go_of_file(ino);
                     let mut direct = direct.lock();
                     let at = direct.iter().position(|i| *i == ino).expect("added when it began");
                     direct.swap_remove(at);
                 });
             }
             other => {
-                fs.close_file(ino, false);
+                fs.let_go_of_file(ino);
                 if let Some(Err(error)) = other {
                     tolerate(&error);
                     self.state.lock().history.forget(ino);
@@ -310,7 +310,7 @@ impl World {
         let count = self.state.lock().open.len() as u64;
         if count < 3 || self.below(2) == 0 {
             if let Some(ino) = self.pick(View::files) {
-                fs.open_file(ino, false);
+                fs.hold_file(ino);
                 self.state.lock().open.push(ino);
             }
             return;
@@ -321,7 +321,7 @@ impl World {
             return;
         }
         self.state.lock().open.remove(at);
-        fs.close_file(ino, false);
+        fs.let_go_of_file(ino);
         let mut state = self.state.lock();
         let named = state.history.now().nodes.contains_key(&ino);
         if !named && !state.open.contains(&ino) {

@@ -3,16 +3,16 @@
 
 use std::sync::Arc;
 
-use gpunvme_abi::{self as abi, Command, Direction, Request, Resolve, TransferRequest};
+use gpunvme_abi::{self as abi, Claim, Command, Direction, Request, Resolve, ResolveFlags, TransferRequest};
 use gpunvme_engine::volume::Mapping;
 use gpunvme_engine::{BLOCK_SIZE, FILE_SIZE_MAX};
+use gpunvme_gpupath::access::Access;
 use gpunvme_gpupath::admission::{Admitted, OpenFile};
 use gpunvme_gpupath::registry;
 use gpunvme_gpupath::server::Reply;
 
 use super::transfers::Transfer;
 use crate::front::caller::Caller;
-use crate::front::handles::Handle;
 use crate::front::shared::Front;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -24,18 +24,18 @@ impl Caller {
     }
 }
 
-/// The open file that an ioctl was called on.
+/// The file that an ioctl was called on, as its caller has it open.
 struct Opened<'a> {
     front: &'a Arc<Front>,
     caller: Caller,
     ino: u64,
-    handle: Handle,
+    access: Access,
 }
 
 impl OpenFile for Opened<'_> {
     fn transfer(&self, admitted: Admitted) {
-        let Opened { front, caller, ino, handle } = *self;
-        front.transfer(Transfer { admitted, caller, ino, handle, unseen: None });
+        let Opened { front, caller, ino, access } = *self;
+        front.transfer(Transfer { admitted, caller, ino, access, unseen: None });
     }
 }
 
@@ -46,7 +46,6 @@ impl Front {
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,
-        handle: Handle,
         request: u32,
         argument: &[u8],
         done: impl FnOnce(Reply) + Send + 'static,
@@ -67,11 +66,11 @@ impl Front {
                 self.general.run(move || done(front.direct.server.unregister(caller.thread, &unregister)));
             }
             Ok(Request::Resolve(resolve)) => self.resolve(ino, resolve, done),
-            Ok(Request::Read(request)) => {
-                self.transfer_by_ioctl(Direction::Read, caller, (ino, handle), request, done);
+            Ok(Request::Read(request, claim)) => {
+                self.transfer_by_ioctl(caller, ino, (Direction::Read, request, claim), done);
             }
-            Ok(Request::Write(request)) => {
-                self.transfer_by_ioctl(Direction::Write, caller, (ino, handle), request, done);
+            Ok(Request::Write(request, claim)) => {
+                self.transfer_by_ioctl(caller, ino, (Direction::Write, request, claim), done);
             }
             Ok(Request::Ring(ring)) => {
                 server.take_in(caller.context.uid, move |may| {
@@ -81,22 +80,23 @@ impl Front {
                     });
                 });
             }
-            Ok(Request::Attach(attach)) => self.attach(caller, ino, handle, attach, done),
+            Ok(Request::Attach(attach)) => self.attach(caller, ino, attach, done),
             Ok(Request::Detach(detach)) => {
                 // Detaching may drop the last reference to a file, which may have to be removed
                 // then.
                 self.general.run(move || done(front.direct.rings.detach(caller.thread, &detach)));
             }
+            // An ioctl carries no descriptor.
+            Ok(Request::Grant(_)) => done(Reply::error(libc::ENOTTY)),
         }
     }
 
     /// `READ` or `WRITE`.
     fn transfer_by_ioctl(
         self: &Arc<Self>,
-        direction: Direction,
         caller: Caller,
-        (ino, handle): (u64, Handle),
-        request: TransferRequest,
+        ino: u64,
+        transfer: (Direction, TransferRequest, Claim),
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
         let work = self.direct.rings.begin_beside(caller.context.uid);
@@ -104,15 +104,16 @@ impl Front {
             drop(work);
             done(reply);
         };
-        let file = Opened { front: self, caller, ino, handle };
-        self.direct.server.transfer(direction, caller.of_direct(), request, &file, done);
+        let file = |access| Opened { front: self, caller, ino, access };
+        self.direct.server.transfer(caller.of_direct(), transfer, ino, file, done);
     }
 
     fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {
         let front = self.clone();
         let end = request.offset.saturating_add(request.len).min(FILE_SIZE_MAX);
         let start = request.offset.min(end);
-        self.written_back(ino, std::iter::once(start..end), move || {
+        let is_written_back = ResolveFlags::from_bits_retain(request.flags).contains(ResolveFlags::WRITTEN_BACK);
+        self.written_back(ino, std::iter::once(start..end), is_written_back, move || {
             let (from, file_end) = (start / BLOCK, FILE_SIZE_MAX.div_ceil(BLOCK));
             front.attempt(
                 // One more than there is room for says whether there is more.

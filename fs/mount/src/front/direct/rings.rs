@@ -8,19 +8,19 @@ use std::sync::Arc;
 
 use gpunvme_abi::Direction;
 use gpunvme_abi::ring::Attach;
+use gpunvme_gpupath::access::Access;
 use gpunvme_gpupath::admission::{Admitted, OpenFile};
 use gpunvme_gpupath::server::Reply;
 
 use super::transfers::Transfer;
 use crate::front::caller::Caller;
-use crate::front::handles::Handle;
 use crate::front::shared::Front;
 
 /// An open file, as it was when it was attached.
 struct Attached {
     front: Arc<Front>,
     ino: u64,
-    handle: Handle,
+    access: Access,
 }
 
 /// The user and group of writes by rings: none that exists. Any process that has the ring's memory
@@ -30,14 +30,7 @@ const NOBODY: u32 = u32::MAX;
 
 impl Front {
     /// `ATTACH` on an open file.
-    pub(crate) fn attach(
-        self: &Arc<Self>,
-        caller: Caller,
-        ino: u64,
-        handle: Handle,
-        request: Attach,
-        done: impl FnOnce(Reply) + Send + 'static,
-    ) {
+    pub(crate) fn attach(self: &Arc<Self>, caller: Caller, ino: u64, request: Attach, done: impl FnOnce(Reply) + Send + 'static) {
         // A directory has nothing to transfer.
         self.attempt(
             move |fs| fs.resolve(ino, 0, 0, 0).map(drop),
@@ -45,8 +38,8 @@ impl Front {
                 if let Err(error) = regular {
                     return done(Reply::new(error.errno(), &request));
                 }
-                let file = || Arc::new(Attached::new(front, ino, handle)) as Arc<dyn OpenFile>;
-                done(front.direct.rings.attach(caller.thread, &request, file));
+                let file = |access| Arc::new(Attached::new(front, ino, access)) as Arc<dyn OpenFile>;
+                done(front.direct.rings.attach(caller.thread, &request, ino, file));
             },
         );
     }
@@ -55,11 +48,11 @@ impl Front {
 impl Attached {
     /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being
     /// removed.
-    fn new(front: &Arc<Front>, ino: u64, handle: Handle) -> Attached {
+    fn new(front: &Arc<Front>, ino: u64, access: Access) -> Attached {
         let known = front.lookups.look_up(ino);
         debug_assert!(known, "an open file is being removed");
-        let handle = handle.of(front.fs.open_file(ino, false));
-        Attached { front: front.clone(), ino, handle }
+        front.fs.hold_file(ino);
+        Attached { front: front.clone(), ino, access }
     }
 }
 
@@ -67,13 +60,13 @@ impl OpenFile for Attached {
     fn transfer(&self, admitted: Admitted) {
         let unseen = (admitted.direction() == Direction::Write).then(|| self.front.mount_state.unseen_write());
         let caller = Caller::now(NOBODY, NOBODY, 0);
-        self.front.transfer(Transfer { admitted, caller, ino: self.ino, handle: self.handle, unseen });
+        self.front.transfer(Transfer { admitted, caller, ino: self.ino, access: self.access, unseen });
     }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        self.front.fs.close_file(self.ino, false);
+        self.front.fs.let_go_of_file(self.ino);
         if self.front.lookups.forget(self.ino, 1) {
             self.front.remove_waiting(self.ino);
         }

@@ -16,6 +16,7 @@ use gpunvme_abi::{Direction, Reason, Segment, TransferFlags, TransferRequest};
 use gpunvme_blockdev::Region;
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_engine::Timestamp;
+use gpunvme_gpupath::access::Access;
 use gpunvme_gpupath::admission::Admitted;
 use gpunvme_gpupath::outcome::Outcome;
 use gpunvme_gpupath::planner::{self, Position};
@@ -23,7 +24,6 @@ use gpunvme_gpupath::transfer::{self, Failed};
 use smallvec::SmallVec;
 
 use crate::front::caller::Caller;
-use crate::front::handles::Handle;
 use crate::front::kernel::UnseenWrite;
 use crate::front::messages;
 use crate::front::operations::files::strip_unless_privileged;
@@ -50,7 +50,8 @@ pub(super) struct Transfer {
     /// The user and group that its writes count as.
     pub caller: Caller,
     pub ino: u64,
-    pub handle: Handle,
+    /// What the file is open for.
+    pub access: Access,
     /// Notes a write by a ring, which the kernel does not see.
     pub unseen: Option<UnseenWrite>,
 }
@@ -126,19 +127,21 @@ impl Transfer {
 
 impl Front {
     /// Checks that the file is open for a transfer in this direction, and the volume ready for it.
-    fn may_transfer(&self, direction: Direction, handle: Handle) -> Result<(), FsError> {
-        match direction {
-            Direction::Read => handle.readable(),
-            Direction::Write => {
-                let is_read_only = self.fs.volume().is_read_only() || self.mount_state.is_read_only();
-                handle.writable().and(if is_read_only { Err(FsError::ReadOnly) } else { Ok(()) })
-            }
+    fn may_transfer(&self, direction: Direction, access: Access) -> Result<(), FsError> {
+        let (needed, is_write) = match direction {
+            Direction::Read => (Access::READ, false),
+            Direction::Write => (Access::WRITE, true),
+        };
+        if !access.contains(needed) {
+            return Err(FsError::BadAccess);
         }
+        let is_read_only = is_write && (self.fs.volume().is_read_only() || self.mount_state.is_read_only());
+        if is_read_only { Err(FsError::ReadOnly) } else { Ok(()) }
     }
 
     /// Carries out a transfer, or refuses it.
     pub(super) fn transfer(self: &Arc<Self>, mut transfer: Transfer) {
-        if let Err(error) = self.may_transfer(transfer.admitted.direction(), transfer.handle) {
+        if let Err(error) = self.may_transfer(transfer.admitted.direction(), transfer.access) {
             return transfer.refuse(error.errno());
         }
         let admitted = &mut transfer.admitted;
@@ -161,7 +164,8 @@ impl Front {
             return transfer.finish(&Outcome::default());
         }
         let front = self.clone();
-        self.written_back(transfer.ino, ranges.into_iter(), move || {
+        let is_written_back = transfer.request().flags.contains(TransferFlags::WRITTEN_BACK);
+        self.written_back(transfer.ino, ranges.into_iter(), is_written_back, move || {
             let (at, outcome) = (Position::default(), Outcome::default());
             if is_write {
                 let written = Written { in_place: true, shown: false };
@@ -397,10 +401,10 @@ impl Front {
     /// Answers a write. For a file that was opened with `O_DSYNC` or `O_SYNC` it first makes the
     /// write durable: the kernel does so after write(2), but not after a direct transfer.
     fn answer_write(self: &Arc<Self>, transfer: Transfer, outcome: Outcome) {
-        if !transfer.handle.is_sync() || outcome.moved.total() == 0 {
+        if !transfer.access.contains(Access::SYNC) || outcome.moved.total() == 0 {
             return transfer.finish(&outcome);
         }
-        self.sync(transfer.ino, transfer.handle, move |synced| {
+        self.sync(transfer.ino, transfer.admitted.process(), move |synced| {
             let outcome = synced.map_or_else(|error| Outcome::failed(error.errno(), None), |()| outcome);
             transfer.finish(&outcome);
         });

@@ -125,6 +125,11 @@ impl Lookups {
         true
     }
 
+    /// Whether the kernel knows an inode.
+    pub fn knows(&self, ino: u64) -> bool {
+        self.shards.lock(ino).lookups.contains_key(&ino)
+    }
+
     /// Notes that an inode has lost its last name. True: as for [`Lookups::forget`].
     #[must_use]
     pub fn orphaned(&self, ino: u64) -> bool {

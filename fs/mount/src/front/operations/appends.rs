@@ -39,7 +39,7 @@ impl Front {
         match tried {
             Ok(Some(place)) => {
                 self.wake_parts(ino);
-                self.wait(move |fs| land(fs, ino, how.handle).map(|()| place), done);
+                self.wait(move |fs| land(fs, ino, &caller).map(|()| place), done);
             }
             Err(Fail::Error(error)) => done(Err(error)),
             Ok(None) | Err(Fail::Stall(_)) => {
@@ -70,7 +70,7 @@ impl Front {
             front.wake_parts(ino);
             let Fragment { data, permit, done, .. } = fragment;
             drop((data, permit));
-            done(written.and_then(|place| land(&front.fs, ino, how.handle).map(|()| place)));
+            done(written.and_then(|place| land(&front.fs, ino, &caller).map(|()| place)));
         });
     }
 

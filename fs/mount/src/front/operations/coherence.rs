@@ -8,14 +8,16 @@ use crate::front::shared::Front;
 
 impl Front {
     /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have.
-    /// If the kernel has to be asked, it runs on a thread that the kernel does not wait for.
+    /// `is_written_back`: the caller has seen to it. If the kernel has to be asked, it runs on a
+    /// thread that the kernel does not wait for.
     pub(crate) fn written_back(
         self: &Arc<Self>,
         ino: u64,
         ranges: impl Iterator<Item = Range<u64>> + Clone,
+        is_written_back: bool,
         then: impl FnOnce() + Send + 'static,
     ) {
-        if !self.fs.is_mappable(ino) || !self.lookups.may_have(ino, ranges.clone()) {
+        if is_written_back || !self.lookups.may_have(ino, ranges.clone()) {
             return then();
         }
         let (front, ranges): (_, Vec<Range<u64>>) = (self.clone(), ranges.collect());

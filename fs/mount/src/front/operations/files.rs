@@ -9,8 +9,7 @@ use gpunvme_engine::BLOCK_SIZE;
 use rustix::thread::CapabilitySet;
 
 use super::names::set_id_bits;
-use crate::front::caller::Caller;
-use crate::front::handles::Handle;
+use crate::front::caller::{Caller, asker};
 use crate::front::shared::Front;
 use crate::front::write_request::WriteRequest;
 use gpunvme_engine::data::resize::Allocate;
@@ -23,29 +22,14 @@ use gpunvme_engine::volume::SetAttributes;
 const COPY_MAX: u64 = 64 << 20;
 
 impl Front {
-    /// Opens a file with these flags of open(2).
-    pub fn open(&self, ino: u64, flags: i32) -> Handle {
-        let handle = Handle::new(flags);
-        handle.of(self.fs.open_file(ino, handle.is_mappable()))
-    }
-
-    /// Closes a file.
-    pub fn release(&self, ino: u64, handle: Handle) {
-        self.fs.close_file(ino, handle.is_mappable());
-    }
-
     /// Reads; `cached`: into the kernel's page cache.
     pub fn read(
         self: &Arc<Self>,
         ino: u64,
-        handle: Handle,
         (offset, len): (u64, usize),
         cached: bool,
         done: impl FnOnce(Result<Read, FsError>) + Send + 'static,
     ) {
-        if let Err(error) = handle.readable() {
-            return done(Err(error));
-        }
         if cached {
             self.lookups.caches(ino, offset..offset.saturating_add(len as u64));
         }
@@ -71,9 +55,6 @@ impl Front {
         how: WriteRequest,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        if let Err(error) = how.handle.writable() {
-            return done(Err(error));
-        }
         if how.cached {
             self.lookups.caches(ino, how.offset..how.offset.saturating_add(data.len() as u64));
         }
@@ -111,7 +92,7 @@ impl Front {
             return self.append_fragment(caller, ino, data, how, done);
         }
         match attempt(self, data) {
-            Ok(place) if how.direct => self.wait(move |fs| land(fs, ino, how.handle).map(|()| place), done),
+            Ok(place) if how.direct => self.wait(move |fs| land(fs, ino, &caller).map(|()| place), done),
             Ok(place) => done(Ok(place)),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
@@ -123,7 +104,7 @@ impl Front {
                         let _permit = permit;
                         let place = fs.wait(|| attempt(&front, &data))?;
                         if how.direct {
-                            land(fs, ino, how.handle)?;
+                            land(fs, ino, &caller)?;
                         }
                         Ok(place)
                     },
@@ -204,14 +185,9 @@ impl Front {
         }
     }
 
-    /// Reports the error of an earlier write in the background, once for each open, for close(2).
-    pub fn flush(&self, ino: u64, handle: Handle) -> Result<(), FsError> {
-        self.fs.write_error(ino, handle.open())
-    }
-
-    /// Makes a file durable.
-    pub fn sync(self: &Arc<Self>, ino: u64, handle: Handle, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
-        self.wait(move |fs| fs.sync_open(ino, handle.open()), done);
+    /// Makes a file durable for a thread's process.
+    pub fn sync(self: &Arc<Self>, ino: u64, thread: u32, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
+        self.wait(move |fs| fs.sync_for(ino, || asker(thread)), done);
     }
 
     /// Makes all operations on names durable. On a mount that has become read-only nothing changes
@@ -227,7 +203,6 @@ impl Front {
         self: &Arc<Self>,
         caller: Caller,
         ino: u64,
-        handle: Handle,
         (offset, len): (u64, u64),
         mode: i32,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
@@ -242,7 +217,7 @@ impl Front {
             _ if mode == ZERO | KEEP => Ok(Allocate::Zero { grow: false }),
             _ => Err(FsError::NotSupported),
         };
-        match handle.writable().and(what) {
+        match what {
             Ok(what) => {
                 let front = self.clone();
                 self.wait(
@@ -262,28 +237,24 @@ impl Front {
         self.wait(move |fs| fs.seek(ino, offset, hole), done);
     }
 
-    /// Copies between files. Each place is an inode, its handle and an offset. Returns the bytes
-    /// copied.
+    /// Copies between files. Each place is an inode and an offset. Returns the bytes copied.
     pub fn copy(
         self: &Arc<Self>,
         caller: Caller,
-        from: (u64, Handle, u64),
-        to: (u64, Handle, u64),
+        from: (u64, u64),
+        to: (u64, u64),
         len: u64,
         done: impl FnOnce(Result<u64, FsError>) + Send + 'static,
     ) {
-        if let Err(error) = from.1.readable().and(to.1.writable()) {
-            return done(Err(error));
-        }
         let len = len.min(COPY_MAX);
         let front = self.clone();
-        let source = from.2..from.2.saturating_add(len);
-        self.written_back(from.0, std::iter::once(source), move || {
+        let source = from.1..from.1.saturating_add(len);
+        self.written_back(from.0, std::iter::once(source), false, move || {
             let stripper = front.clone();
             front.wait(
                 move |fs| {
                     fs.wait(|| stripper.strip_unless_privileged(&caller, to.0))?;
-                    fs.copy_range((from.0, from.2), (to.0, to.2), len, system_time())
+                    fs.copy_range(from, to, len, system_time())
                 },
                 done,
             );
@@ -329,8 +300,8 @@ fn is_aligned(bytes: u64) -> bool {
     bytes.is_multiple_of(BLOCK_SIZE as u64)
 }
 
-/// Waits until the device has the data written to a file.
-pub(crate) fn land(fs: &Arc<Filesystem>, ino: u64, handle: Handle) -> Result<(), FsError> {
+/// Waits until the device has the data that a caller wrote to a file.
+pub(crate) fn land(fs: &Arc<Filesystem>, ino: u64, caller: &Caller) -> Result<(), FsError> {
     fs.flush_file(ino)?;
-    fs.write_error(ino, handle.open())
+    fs.write_error(ino, || asker(caller.thread))
 }

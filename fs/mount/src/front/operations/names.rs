@@ -56,6 +56,8 @@ impl Front {
     pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
         if self.lookups.forget(ino, lookups) {
             self.remove(ino);
+        } else if self.fs.has_lost_data() && !self.lookups.knows(ino) {
+            self.fs.closed_by_all(ino);
         }
     }
 

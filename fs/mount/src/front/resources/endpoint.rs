@@ -45,7 +45,7 @@ impl Endpoint {
     /// If the system has no thread or descriptor to give.
     pub fn new(fs: &Filesystem, device: &str, serving_threads: usize) -> io::Result<Endpoint> {
         let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
-        let server = Arc::new(Server::new(registry));
+        let server = Arc::new(Server::new(registry)?);
         let name = socket_name(fs, device);
         let socket = sockets::listen(&name, server.clone()).inspect_err(|error| tracing::debug!("{name}: {error}")).ok();
         let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
