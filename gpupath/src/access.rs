@@ -49,8 +49,8 @@ impl Access {
             // Both bits: for ioctls, which may neither read nor write (open(2)).
             _ => Access::empty(),
         };
-        // O_SYNC has the bit of O_DSYNC and one more.
-        if flags.contains(OFlags::DSYNC) { access | Access::SYNC } else { access }
+        // O_SYNC has the bit of O_DSYNC and one more (rustix gives both the bits of O_SYNC).
+        if flags.bits() & libc::O_DSYNC as u32 != 0 { access | Access::SYNC } else { access }
     }
 }
 

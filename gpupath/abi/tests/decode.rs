@@ -145,10 +145,15 @@ fn wrong_sizes_and_foreign_commands_are_refused() {
     let request = Command::Info.request(0);
     let error = |request, bytes: &[u8]| decode(request, bytes).unwrap_err();
     assert_eq!(error(request, &info.as_bytes()[1..]), DecodeError::Length { command: Command::Info, expected: 640, got: 639 });
-    assert_eq!(error(request - (1 << 16), &info.as_bytes()[1..]), DecodeError::Size { command: Command::Info, size: 639 });
-    assert_eq!(error(Command::Read.request(1) + (1 << 16), &[0; 113]), DecodeError::Size { command: Command::Read, size: 113 });
+    assert_eq!(error(request - (1 << 16), &info.as_bytes()[..639]), DecodeError::Size { command: Command::Info, size: 639 });
+    let transfer = [Transfer::default().as_bytes(), &[0; 25]].concat();
+    assert_eq!(error(Command::Read.request(1) + (1 << 16), &transfer), DecodeError::Size { command: Command::Read, size: 121 });
+    // Structures of version 1 had other sizes.
+    let old = [&[1, 0, 0, 0], &[0; 108][..]].concat();
+    let refused = DecodeError::Version { command: Command::Read, version: 1 };
+    assert_eq!(error(Command::Read.request(1) - (8 << 16), &old), refused);
     // FS_IOC_GETFLAGS, a number without a meaning, another magic, one direction only.
-    for foreign in [0x8008_6601, (request & !0xff) | 10, request ^ 0x100, request & !(1 << 31)] {
+    for foreign in [0x8008_6601, (request & !0xff) | 11, request ^ 0x100, request & !(1 << 31)] {
         let error = error(foreign, &[]);
         assert_eq!((error.errno(), error), (25, DecodeError::UnknownCommand { request: foreign }));
     }

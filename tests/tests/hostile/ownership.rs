@@ -1,6 +1,7 @@
 //! Attacks on ownership: no process can use the buffers and rings of another.
 
 use std::fs::{self, File};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
 
 use gpunvme_abi::{Command, Segment, Transfer, Unregister};
