@@ -75,6 +75,11 @@ impl Image {
 
     /// Runs `mount.gpunvme` on the image and returns how that ended, for tests of refusals.
     pub fn try_mount(&self, options: &str) -> Output {
+        self.try_mount_by(&[], options)
+    }
+
+    /// As [`Image::try_mount`], with a program and its arguments before `mount.gpunvme`.
+    fn try_mount_by(&self, prefix: &[&str], options: &str) -> Output {
         // A dead mount on it cannot be looked at, and need not be made.
         if !is_mounted(&self.mount_point()) {
             std::fs::create_dir_all(self.mount_point()).expect("a mount point");
@@ -82,7 +87,15 @@ impl Image {
         // The daemon becomes this process's child when mount.gpunvme goes to the background: its
         // exit status is then ours to check.
         rustix::process::set_child_subreaper(Some(rustix::process::getpid())).expect("to be a subreaper");
-        let mut command = programs::command("mount.gpunvme");
+        let mount = programs::command("mount.gpunvme");
+        let mut command = match prefix.split_first() {
+            Some((program, arguments)) => {
+                let mut command = Command::new(program);
+                command.args(arguments).arg(mount.get_program());
+                command
+            }
+            None => mount,
+        };
         command.arg(self.path()).arg(self.mount_point()).stdin(Stdio::null());
         if !options.is_empty() {
             command.args(["-o", options]);
@@ -100,7 +113,17 @@ impl Image {
     /// Mounts the image with `options`, as in `mount -o`.
     pub fn mount_with(self, options: &str) -> Mounted {
         let output = self.try_mount(options);
-        assert!(output.status.success(), "mount.gpunvme: {}", text(&output));
+        self.mounted(&output)
+    }
+
+    /// Mounts the image by this program and its arguments before `mount.gpunvme`.
+    pub fn mount_by(self, prefix: &[&str]) -> Mounted {
+        let output = self.try_mount_by(prefix, "");
+        self.mounted(&output)
+    }
+
+    fn mounted(self, output: &Output) -> Mounted {
+        assert!(output.status.success(), "mount.gpunvme: {}", text(output));
         assert!(is_mounted(&self.mount_point()), "mount.gpunvme returned before the mount was live");
         let Some(daemon) = find_daemon(&self.path()) else {
             release(&self.mount_point());

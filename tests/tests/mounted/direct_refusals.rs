@@ -102,7 +102,7 @@ fn a_wrong_segment_among_good_ones_is_named_and_nothing_moves() {
     let buffer = Buffer::new(&file, 65536);
     let mut segments = [Segment { file_offset: 0, buffer_offset: 0, len: 4096 }; 10];
     segments[7].buffer_offset = 62_000;
-    let mut transfer = Transfer { buffer: buffer.id, segments: 10, ..Transfer::default() };
+    let mut transfer = Transfer { buffer: buffer.id, descriptor: file.as_raw_fd(), segments: 10, ..Transfer::default() };
     assert_eq!(errno(call(&file, Command::Write, &mut transfer, &mut segments)), libc::EINVAL);
     assert_eq!((transfer.failed_segment, transfer.reason), (7, Reason::OutsideBuffer.code()));
     buffer.unregister(&file).unwrap();

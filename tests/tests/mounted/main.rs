@@ -15,6 +15,7 @@ mod memory;
 mod mkfs;
 mod mount;
 mod names;
+mod opens;
 mod privileges;
 mod programs;
 mod requests;
