@@ -192,7 +192,9 @@ mod tests {
     fn a_descriptor_that_changes_meanwhile_never_shows_more_than_either_is_open_for() {
         let directory = tempfile::tempdir().unwrap();
         let [path, other] = ["a", "b"].map(|name| directory.path().join(name));
-        [&path, &other].map(|path| File::create(path).unwrap());
+        for path in [&path, &other] {
+            File::create(path).unwrap();
+        }
         let (reader, writer) = (File::open(&path).unwrap(), File::options().write(true).open(&other).unwrap());
         let (file, mut target): (_, OwnedFd) = (file_of(&reader), reader.try_clone().unwrap().into());
         let raw = target.as_raw_fd();

@@ -30,7 +30,6 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("directory-positions", How::NotAsked),
     ("unchanged-owner", How::NotAsked),
     ("some-capabilities", How::NotAsked),
-    ("created-for-ioctls", How::NotAsked),
     ("far-times", How::NotCompared),
     ("times-of-failures", How::NotCompared),
     ("refused-fallocate", How::NotCompared),

@@ -77,8 +77,6 @@ fn is_asked(step: &Step) -> bool {
     match &step.call {
         // `unchanged-owner`
         Call::Chown { uid: None, gid: None, .. } => false,
-        // `created-for-ioctls`
-        Call::Open { flags, .. } if flags.0 & 3 == 3 && flags.0 & libc::O_CREAT as u32 != 0 => false,
         // `some-capabilities`: the process that has them, and root without.
         _ => step.process <= 2,
     }

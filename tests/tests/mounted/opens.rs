@@ -35,7 +35,9 @@ struct Opened {
 fn opened() -> Opened {
     let volume = Mounted::new();
     let [path, other] = ["file", "other"].map(|name| volume.path(name));
-    [&path, &other].map(|path| fs::write(path, tree::pattern(5, LEN as usize)).unwrap());
+    for path in [&path, &other] {
+        fs::write(path, tree::pattern(5, LEN as usize)).unwrap();
+    }
     let reader = File::open(&path).unwrap();
     let writer = OpenOptions::new().write(true).open(&path).unwrap();
     let other = OpenOptions::new().read(true).write(true).open(&other).unwrap();

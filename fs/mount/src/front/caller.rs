@@ -75,3 +75,35 @@ pub(crate) fn status_of(thread: u32, field: &str) -> Option<String> {
     let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
     status.lines().find_map(|line| line.strip_prefix(field)).map(str::to_owned)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_asks_as_one_whichever_of_its_threads_asks() {
+        let here = || asker(rustix::thread::gettid().as_raw_nonzero().get() as u32);
+        let (of_this, of_another) = (here(), std::thread::spawn(here).join().unwrap());
+        let parts = |asker| match asker {
+            Asker::Process { id, began, now } => (id, began, now),
+            Asker::Unknown => panic!("it is a process"),
+        };
+        let ((id, began, now), (same, ..)) = (parts(of_this), parts(of_another));
+        assert_eq!(id, same);
+        assert!(began <= now);
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let (other, later, _) = parts(asker(child.id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(other != id && later >= began && later <= parts(here()).2);
+    }
+
+    #[test]
+    fn one_that_cannot_be_seen_and_the_kernel_are_unknown() {
+        // Number 2 is kthreadd, where it is to be seen.
+        let kernel = std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name.trim() == "kthreadd");
+        for thread in [0, u32::MAX].into_iter().chain(kernel.then_some(2)) {
+            assert_eq!(asker(thread), Asker::Unknown, "{thread}");
+        }
+    }
+}
