@@ -10,6 +10,7 @@ use gpunvme_tests::differential::call::Engine;
 use gpunvme_tests::differential::raw::{self, Aligned, Flight};
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::requests::Requests;
 use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{needs_mount, tree};
 use rustix::fs::{AtFlags, StatxFlags};
@@ -52,6 +53,48 @@ fn a_direct_read_sees_a_dirty_page_of_a_mapping() {
         data[offset..offset + 5000].copy_from_slice(&piece);
         buffer.read(&file, 0, LEN as u64).unwrap();
         assert!(buffer.get(0, LEN) == data, "round {round}");
+    }
+}
+
+/// Unlike the daemon, which could only have the kernel drop them, the library has the kernel write
+/// its dirty pages back.
+#[test]
+fn a_read_by_the_library_sees_dirty_pages_and_leaves_the_kernel_all_of_them() {
+    needs_mount!();
+    let (volume, file, mut data) = volume_with_file();
+    let mut buffer = gpunvme::Mount::open(volume.root()).unwrap().register(gpunvme::Buffer::memfd(LEN).unwrap()).unwrap();
+    let reader = gpunvme::File::open(volume.path("file")).unwrap();
+    let mapping = Mapping::shared(&file, LEN).unwrap();
+    let whole = [gpunvme_abi::Segment { file_offset: 0, buffer_offset: 0, len: LEN as u64 }];
+    assert_eq!(fs::read(volume.path("file")).unwrap(), data);
+    let requests = Requests::to(&volume.root());
+    for round in 0..20 {
+        let piece = tree::pattern(round, 5000);
+        let offset = round as usize * 50_001;
+        mapping.write(offset, &piece);
+        data[offset..offset + 5000].copy_from_slice(&piece);
+        assert_eq!(reader.read(&mut buffer, &whole).unwrap().bytes(), LEN as u64);
+        assert!(buffer[..] == data, "round {round}");
+    }
+    if let Some(requests) = requests {
+        let counts = requests.of(|| assert_eq!(fs::read(volume.path("file")).unwrap(), data));
+        assert_eq!(counts.get("FUSE_READ"), None, "{counts:?}");
+    }
+}
+
+#[test]
+fn a_copy_sees_a_dirty_page_of_a_mapping() {
+    needs_mount!();
+    let (volume, file, mut data) = volume_with_file();
+    let mapping = Mapping::shared(&file, LEN).unwrap();
+    for round in 0..10 {
+        let piece = tree::pattern(round, 5000);
+        mapping.write(round as usize * 100_001, &piece);
+        data[round as usize * 100_001..][..5000].copy_from_slice(&piece);
+        let copy = File::create(volume.path("copy")).unwrap();
+        let mut from = 0;
+        assert_eq!(rustix::fs::copy_file_range(&file, Some(&mut from), &copy, None, LEN).unwrap(), LEN);
+        assert!(fs::read(volume.path("copy")).unwrap() == data, "round {round}");
     }
 }
 

@@ -237,7 +237,8 @@ impl Front {
         self.wait(move |fs| fs.seek(ino, offset, hole), done);
     }
 
-    /// Copies between files. Each place is an inode and an offset. Returns the bytes copied.
+    /// Copies between files. Each place is an inode and an offset. Returns the bytes copied. The
+    /// kernel has written back its dirty pages of both before it asks (from Linux 5.8 on).
     pub fn copy(
         self: &Arc<Self>,
         caller: Caller,
@@ -247,18 +248,14 @@ impl Front {
         done: impl FnOnce(Result<u64, FsError>) + Send + 'static,
     ) {
         let len = len.min(COPY_MAX);
-        let front = self.clone();
-        let source = from.1..from.1.saturating_add(len);
-        self.written_back(from.0, std::iter::once(source), false, move || {
-            let stripper = front.clone();
-            front.wait(
-                move |fs| {
-                    fs.wait(|| stripper.strip_unless_privileged(&caller, to.0))?;
-                    fs.copy_range(from, to, len, system_time())
-                },
-                done,
-            );
-        });
+        let stripper = self.clone();
+        self.wait(
+            move |fs| {
+                fs.wait(|| stripper.strip_unless_privileged(&caller, to.0))?;
+                fs.copy_range(from, to, len, system_time())
+            },
+            done,
+        );
     }
 
     /// Strips the set-user-id bits from a file whose content changes, and makes the kernel forget
