@@ -158,7 +158,10 @@ struct gpunvme_segment {
 #define GPUNVME_REQUIRE_BOUNCE (1u << 1)
 #define GPUNVME_REQUIRE_HOST (1u << 2)
 #define GPUNVME_REQUIRE_DIRECT (1u << 3) /* no byte may be copied by the CPU */
-/* sync_file_range(2) was called for the range; otherwise the daemon makes the kernel write back and drop its pages of it */
+/*
+ * sync_file_range(2) was called for the range. Otherwise the daemon makes the kernel write back,
+ * and drop, its pages of it.
+ */
 #define GPUNVME_WRITTEN_BACK (1u << 4)
 
 /* GRANT: over the socket only, with a descriptor of a file of the mount. */

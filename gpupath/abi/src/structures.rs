@@ -341,8 +341,8 @@ wire! {
 }
 
 wire! {
-    /// What precedes a [`Register`], [`Unregister`] or [`Grant`] in each datagram of the registration socket
-    /// (`AF_UNIX`, `SOCK_SEQPACKET`), both ways.
+    /// What precedes a [`Register`], [`Unregister`] or [`Grant`] in each datagram of the
+    /// registration socket (`AF_UNIX`, `SOCK_SEQPACKET`), both ways.
     #[derive(Copy)]
     Message = 8 {
         /// The ioctl request number of the command.

@@ -10,8 +10,8 @@ use super::slots::CHUNK;
 use gpunvme_abi::Direction;
 
 /// The least that a long transfer is cut into. An H200's copy engine moves more in copies of 256
-/// KiB (37 GB/s) than any SSD does, but each piece is a request of the device: one thread read 4.2
-/// GB/s there in requests of 1 MiB that were cut into four, and 5.2 in those that were cut into two.
+/// KiB (37 GB/s) than any SSD does, but each piece is a request of the device: one thread read
+/// 4.2 GB/s there in requests of 1 MiB that were cut into four, and 5.2 in those cut into two.
 const LEAST: u64 = 512 << 10;
 /// Pieces that a transfer is cut into at least, if they are not shorter than [`LEAST`]: while one
 /// is copied the others are read.
