@@ -50,6 +50,9 @@ struct gpunvme_result {
 	uint32_t failed_segment;         /* index of the segment that failed, or UINT32_MAX */
 };
 
+/* The library's version, as "0.1.0"; never NULL, valid for ever. */
+const char *gpunvme_version(void);
+
 /*
  * What went wrong in this thread's last call that failed. Valid until the next one does. Never
  * NULL.

@@ -126,17 +126,61 @@ fn the_header_is_the_abi() {
     }
 }
 
-/// Runs the example with the library that cargo built beside this test.
-fn example(argument: &Path) -> Output {
-    let beside = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let directory = tempfile::tempdir().unwrap();
-    let program = directory.path().join("copy");
-    let library = format!("-L{}", beside.display());
-    let source = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/copy.c"));
-    if let Err(errors) = compile(&source, &program, &[&library, &format!("-Wl,-rpath,{}", beside.display()), "-lgpunvme"]) {
+/// The library that cargo built beside this test.
+fn library() -> PathBuf {
+    std::env::current_exe().unwrap().with_file_name("libgpunvme.so")
+}
+
+/// Compiles a program with the library, in a directory that then has the library under its SONAME.
+fn program(source: &Path, directory: &Path) -> PathBuf {
+    let program = directory.join("program");
+    for name in ["libgpunvme.so.0", "libgpunvme.so"] {
+        std::os::unix::fs::symlink(library(), directory.join(name)).unwrap();
+    }
+    let libraries = [&format!("-L{}", directory.display()), &format!("-Wl,-rpath,{}", directory.display()), "-lgpunvme"];
+    if let Err(errors) = compile(source, &program, &libraries) {
         panic!("{errors}");
     }
-    std::process::Command::new(program).arg(argument).arg("unused").output().unwrap()
+    program
+}
+
+/// Runs the example.
+fn example(argument: &Path) -> Output {
+    let directory = tempfile::tempdir().unwrap();
+    let source = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/copy.c"));
+    std::process::Command::new(program(&source, directory.path())).arg(argument).arg("unused").output().unwrap()
+}
+
+/// What a program of binutils prints about the library.
+fn inspect(tool: &str, arguments: &[&str]) -> String {
+    let output =
+        std::process::Command::new(tool).args(arguments).arg(library()).output().expect("binutils are needed for this test");
+    assert!(output.status.success(), "{tool}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// A function that goes, or comes without a line that says since when, is noticed before programs
+/// notice it.
+#[test]
+fn the_library_has_the_symbols_that_its_packages_promise() {
+    let mut promised = include_str!("../../contrib/debian/libgpunvme0.symbols").lines();
+    let soname = promised.next().and_then(|line| line.split(' ').next()).unwrap();
+    assert!(inspect("readelf", &["-d"]).contains(&format!("Library soname: [{soname}]")), "the SONAME is not {soname}");
+    let promised: Vec<_> = promised.map(|line| line.trim_start().split('@').next().unwrap()).collect();
+    let symbols = inspect("nm", &["-D", "--defined-only"]);
+    let mut symbols: Vec<_> = symbols.lines().filter_map(|line| line.split(' ').nth(2)).collect();
+    symbols.sort_unstable();
+    assert_eq!(symbols, promised, "contrib/debian/libgpunvme0.symbols (right) is not what the library has (left)");
+}
+
+#[test]
+fn the_library_tells_its_version() {
+    let directory = tempfile::tempdir().unwrap();
+    let source = directory.path().join("version.c");
+    let text = "#include <stdio.h>\n#include <gpunvme.h>\nint main(void) { return puts(gpunvme_version()) < 0; }\n";
+    std::fs::write(&source, text).unwrap();
+    let said = std::process::Command::new(program(&source, directory.path())).output().unwrap();
+    assert_eq!(String::from_utf8(said.stdout).unwrap(), concat!(env!("CARGO_PKG_VERSION"), "\n"));
 }
 
 /// A C program links, runs, and is told in words what is wrong.

@@ -134,6 +134,12 @@ mod gpu;
 
 /// See the header.
 #[unsafe(no_mangle)]
+pub extern "C" fn gpunvme_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
 pub extern "C" fn gpunvme_last_error() -> *const c_char {
     LAST_ERROR.with(|last| last.borrow().as_ref().map_or(c"".as_ptr(), |sentence| sentence.as_ptr()))
 }

@@ -1,0 +1,10 @@
+# Before version 1.0 a new minor version may change the library.
+set(PACKAGE_VERSION @VERSION@)
+string(REGEX MATCH "^[0-9]+[.][0-9]+" series "${PACKAGE_VERSION}")
+string(REGEX MATCH "^[0-9]+[.][0-9]+" wanted "${PACKAGE_FIND_VERSION}")
+if(PACKAGE_FIND_VERSION VERSION_LESS_EQUAL PACKAGE_VERSION AND wanted STREQUAL series)
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+endif()
+if(PACKAGE_FIND_VERSION VERSION_EQUAL PACKAGE_VERSION)
+  set(PACKAGE_VERSION_EXACT TRUE)
+endif()
