@@ -1,8 +1,9 @@
 //! The traits that every backend implements: [`BlockDevice`] and its [`Queue`]s.
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::{Completion, Geometry, Region, Request, Result};
+use crate::{Completion, Geometry, Region, Request, Result, StripeMap};
 
 /// A namespace that is open. It is used from any number of threads at once.
 pub trait BlockDevice: Send + Sync {
@@ -43,7 +44,7 @@ pub trait BlockDevice: Send + Sync {
     /// # Errors
     /// [`crate::Error::LockedMemory`] beyond RLIMIT_MEMLOCK, [`crate::Error::RegionSparse`] or
     /// [`crate::Error::RegionShrunk`] where pages are missing, [`crate::Error::Memory`] without
-    /// IOVAs left, [`crate::Error::Unsupported`] for a region that is mapped for four devices
+    /// IOVAs left, [`crate::Error::Unsupported`] for a region that is mapped for 16 devices
     /// already, [`crate::Error::System`] with what the kernel says (`VFIO_IOMMU_MAP_DMA`,
     /// linux/vfio.h), [`crate::Error::Gone`] after the device was given up. Nothing of the region
     /// is mapped then.
@@ -67,6 +68,11 @@ pub trait BlockDevice: Send + Sync {
     /// pages that do not exist yet.
     fn pins(&self) -> bool {
         false
+    }
+
+    /// How the device lies on its members, where it is a stripe.
+    fn stripe(&self) -> Option<StripeMap> {
+        None
     }
 }
 
@@ -110,6 +116,19 @@ pub trait Queue: Send + Sync {
 
     /// Makes the call of [`Queue::complete`] that waits, or the next one that would, return.
     fn wake(&self);
+
+    /// For a thread that waits for several queues, and collects with [`Wait::No`]: what it can
+    /// sleep on. The descriptor can be read when there may be something to collect. None where the
+    /// thread has to look again at once: something is there by now, or the queue is polled, or is
+    /// worth it because the thread has waited only since `since`. One thread at a time calls this
+    /// and [`Queue::complete`]. A queue without such a descriptor always has to be looked at.
+    ///
+    /// # Errors
+    /// Those of [`Queue::complete`].
+    fn sleep_on(&self, since: Instant) -> Result<Option<BorrowedFd<'_>>> {
+        let _ = since;
+        Ok(None)
+    }
 }
 
 /// What a device is opened for.

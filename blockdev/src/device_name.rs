@@ -87,6 +87,23 @@ pub fn without_options(device: &str) -> &str {
     if is_controller { device.split(',').next().unwrap_or(device) } else { device }
 }
 
+/// The DEVICE strings of several controllers that are named as one: `vfio:A+vfio:B`. Any other
+/// string is one DEVICE.
+pub fn split_names(device: &str) -> Vec<&str> {
+    let begins = |text: &str| text.starts_with("vfio:") || text.starts_with("sim:");
+    if !begins(device) {
+        return vec![device];
+    }
+    let mut names = Vec::new();
+    let mut start = 0;
+    for (at, _) in device.match_indices('+').filter(|(at, _)| begins(&device[at + 1..])) {
+        names.push(&device[start..at]);
+        start = at + 1;
+    }
+    names.push(&device[start..]);
+    names
+}
+
 /// The image file or block device under a DEVICE string; `None` for a PCI function (`vfio:`).
 pub fn path_of(device: &str) -> Option<&Path> {
     let device = without_options(device);
@@ -104,6 +121,19 @@ mod tests {
     #[test]
     fn a_name_with_a_colon_is_a_path_unless_a_backend_is_before_it() {
         assert!(DeviceName::parse("vfiox:1").is_none() && DeviceName::parse("vfio").is_none());
+    }
+
+    #[test]
+    fn several_controllers_are_named_as_one() {
+        let cases: [(&str, &[&str]); 4] = [
+            ("/img/a+b", &["/img/a+b"]),
+            ("/img/a+sim:b", &["/img/a+sim:b"]),
+            ("sim:/img/a+b,ns=2+sim:c", &["sim:/img/a+b,ns=2", "sim:c"]),
+            ("vfio:0000:01:00.0+vfio:0000:02:00.0,depth=8+sim:x", &["vfio:0000:01:00.0", "vfio:0000:02:00.0,depth=8", "sim:x"]),
+        ];
+        for (device, names) in cases {
+            assert_eq!(split_names(device), names);
+        }
     }
 
     #[test]

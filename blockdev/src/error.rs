@@ -74,6 +74,14 @@ pub enum Error {
         /// What is missing, and what to do instead.
         reason: String,
     },
+    /// A member of a stripe failed a part of a request.
+    #[error("{error}")]
+    Member {
+        /// Where the part lies on the stripe, in bytes.
+        offset: u64,
+        /// The member's error, which names it.
+        error: Arc<Error>,
+    },
     /// The device went away while it was in use.
     #[error("{device}: the device is gone; check its connection and the kernel log, then mount again")]
     Gone {
@@ -230,9 +238,22 @@ pub enum Error {
 }
 
 impl Error {
+    /// The place that an error of a request is about, in bytes of the device that it was submitted
+    /// to.
+    pub fn offset(&self) -> Option<u64> {
+        match self {
+            Error::Io { offset, .. }
+            | Error::Command { offset, .. }
+            | Error::TimedOut { offset, .. }
+            | Error::Member { offset, .. } => Some(*offset),
+            _ => None,
+        }
+    }
+
     /// The errno that the caller of a filesystem operation gets for this error (errno(3)).
     pub fn errno(&self) -> i32 {
         match self {
+            Error::Member { error, .. } => error.errno(),
             Error::Busy { .. } => libc::EBUSY,
             Error::NotFound { .. } => libc::ENOENT,
             Error::Permission { .. } | Error::VfioPermission { .. } => libc::EACCES,

@@ -5,6 +5,7 @@
 //! - [`Io`] runs batches of [`Request`]s on a device's queues, with reaper threads or inline.
 //! - [`Region`] is memory that a device may read or write; [`BufferPool`] recycles regions for
 //!   buffers of one owner.
+//! - [`StripeDevice`] is several devices used as one.
 //! - [`nvme`] is the NVMe driver; [`sim`] a software controller that it can run on.
 //!
 //! Offsets and lengths are bytes everywhere; logical blocks stay inside the backends.
@@ -26,6 +27,7 @@ mod region;
 mod request;
 pub mod sim;
 mod spec;
+mod stripe;
 mod transport;
 #[allow(unsafe_code)]
 mod uaccess;
@@ -34,7 +36,7 @@ mod vfio;
 
 pub use buffer::{Buffer, BufferPool};
 pub use device::{BlockDevice, NoPeerToPeer, OpenMode, Queue, Wait};
-pub use device_name::{path_of, without_options};
+pub use device_name::{path_of, split_names, without_options};
 pub use error::{Error, Result};
 pub use geometry::Geometry;
 pub use io::{Io, OwnQueue, Waker};
@@ -42,3 +44,4 @@ pub use op::Op;
 pub use open::{open, open_controller};
 pub use region::{Region, Span};
 pub use request::{Completion, Request, Spans};
+pub use stripe::{Place, StripeDevice, StripeMap};

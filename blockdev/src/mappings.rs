@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The most devices that a region can be mapped for at once.
-const MAX: usize = 4;
+pub(crate) const MAX_DEVICES: usize = 16;
 /// A free slot.
 const FREE: u64 = 0;
 /// A slot that is being filled.
@@ -23,7 +23,7 @@ impl Domain {
 
 /// The IOVAs of one region, by domain.
 #[derive(Debug, Default)]
-pub(crate) struct Mappings([Mapping; MAX]);
+pub(crate) struct Mappings([Mapping; MAX_DEVICES]);
 
 #[derive(Debug, Default)]
 struct Mapping {
@@ -64,15 +64,15 @@ mod tests {
     #[test]
     fn a_region_is_known_to_each_device_by_its_own_address() {
         let mappings = Mappings::default();
-        let domains: Vec<Domain> = (0..=MAX).map(|_| Domain::new()).collect();
+        let domains: Vec<Domain> = (0..=MAX_DEVICES).map(|_| Domain::new()).collect();
         for (n, domain) in domains.iter().enumerate() {
-            assert_eq!(mappings.insert(*domain, n as u64 * 4096), n < MAX, "room for {MAX}");
+            assert_eq!(mappings.insert(*domain, n as u64 * 4096), n < MAX_DEVICES, "room for {MAX_DEVICES}");
         }
         assert_eq!(mappings.get(domains[2]), Some(2 * 4096));
-        assert_eq!(mappings.get(domains[MAX]), None);
+        assert_eq!(mappings.get(domains[MAX_DEVICES]), None);
         assert_eq!(mappings.remove(domains[2]), Some(2 * 4096));
         assert_eq!((mappings.get(domains[2]), mappings.remove(domains[2])), (None, None));
-        assert!(mappings.insert(domains[MAX], 7 * 4096), "its slot can be had again");
-        assert_eq!((mappings.get(domains[3]), mappings.get(domains[MAX])), (Some(3 * 4096), Some(7 * 4096)));
+        assert!(mappings.insert(domains[MAX_DEVICES], 7 * 4096), "its slot can be had again");
+        assert_eq!((mappings.get(domains[3]), mappings.get(domains[MAX_DEVICES])), (Some(3 * 4096), Some(7 * 4096)));
     }
 }

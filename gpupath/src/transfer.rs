@@ -26,10 +26,7 @@ pub struct Failed {
 impl Failed {
     /// Says which segment of a plan an error belongs to.
     pub fn new(error: Error, plan: &Plan) -> Failed {
-        let segment = match &error {
-            Error::Io { offset, .. } | Error::Command { offset, .. } | Error::TimedOut { offset, .. } => plan.segment_at(*offset),
-            _ => None,
-        };
+        let segment = error.offset().and_then(|offset| plan.segment_at(offset));
         Failed { error, segment }
     }
 }

@@ -16,7 +16,10 @@ pub const COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 pub const READ_ONLY_COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 /// Features for which a program refuses the volume where it does not know them.
 pub const INCOMPATIBLE: FeatureSet =
-    FeatureSet { known: 0, names: &["data checksums", "shared extents", "inline data", "several devices"] };
+    FeatureSet { known: SEVERAL_DEVICES, names: &["data checksums", "shared extents", "inline data", "several devices"] };
+
+/// The incompatible feature of member superblocks ([`crate::member`]).
+pub const SEVERAL_DEVICES: u64 = 1 << 3;
 
 impl FeatureSet {
     /// The bits of `bits` that this program does not know.

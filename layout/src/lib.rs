@@ -15,6 +15,7 @@ pub mod item;
 pub mod journal;
 pub mod key;
 mod le;
+pub mod member;
 pub mod node;
 pub mod state;
 pub mod superblock;
@@ -24,6 +25,7 @@ pub use block::{BLOCK_SIZE, Block, BlockKind, Uuid};
 pub use geometry::Geometry;
 pub use item::{Dirent, Extent, FileType, Inode, Timestamp, XattrHead};
 pub use key::{Key, Kind};
+pub use member::{Member, Striping};
 pub use state::State;
 pub use superblock::Superblock;
 

@@ -20,7 +20,7 @@
 //! The features themselves are in [`crate::features`].
 
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
-use crate::features::{INCOMPATIBLE, READ_ONLY_COMPATIBLE};
+use crate::features::{INCOMPATIBLE, READ_ONLY_COMPATIBLE, SEVERAL_DEVICES};
 use crate::geometry::SUPERBLOCK;
 use crate::{Block, Corrupt, Geometry, Timestamp, le};
 
@@ -79,24 +79,20 @@ impl Superblock {
 
     /// The stored form of the copy at `address`, sealed.
     pub fn encode(&self, address: u64) -> Block {
-        let mut block = Block::new(BlockKind::Superblock, address, &self.uuid);
+        let mut block = head(address, &self.uuid, &self.label);
         let bytes = block.bytes_mut();
-        bytes[AT_SIGNATURE..AT_SIGNATURE + 16].copy_from_slice(SIGNATURE);
-        le::put_u32(bytes, AT_VERSION, VERSION);
         le::put_u64(bytes, AT_TOTAL, self.total_blocks);
         le::put_u64(bytes, AT_JOURNAL, self.journal_blocks);
         bytes[AT_HASH_KEY..AT_HASH_KEY + 16].copy_from_slice(&self.hash_key);
         le::put_u64(bytes, AT_CREATED, self.created.seconds as u64);
         le::put_u32(bytes, AT_CREATED + 8, self.created.nanoseconds);
-        assert!(self.label.len() <= LABEL_MAX);
-        bytes[AT_LABEL..AT_LABEL + self.label.len()].copy_from_slice(self.label.as_bytes());
         block.seal(0);
         block
     }
 
     /// Whether the bytes look like a gpunvme superblock, intact or not.
     pub fn recognize(bytes: &[u8; BLOCK_SIZE]) -> bool {
-        bytes[AT_SIGNATURE..AT_SIGNATURE + 16] == *SIGNATURE
+        recognize(bytes)
     }
 
     /// Whether the block is a superblock as it was written to `address`, of whatever version.
@@ -127,10 +123,14 @@ impl Superblock {
         if version != VERSION {
             return fail(format!("format version {version}; this program knows version {VERSION}: use a newer one"));
         }
-        let unknown = INCOMPATIBLE.unknown(le::get_u64(bytes, AT_INCOMPAT));
+        let features = le::get_u64(bytes, AT_INCOMPAT);
+        let unknown = INCOMPATIBLE.unknown(features);
         if unknown != 0 {
             let names = INCOMPATIBLE.names(unknown);
             return fail(format!("uses features that this program does not know: {names}; use a newer one"));
+        }
+        if features & SEVERAL_DEVICES != 0 {
+            return fail("this is one of several devices of a volume: the others are needed, too".into());
         }
         let total_blocks = le::get_u64(bytes, AT_TOTAL);
         let journal_blocks = le::get_u64(bytes, AT_JOURNAL);
@@ -159,7 +159,23 @@ impl Superblock {
     pub const ADDRESS: u64 = SUPERBLOCK;
 }
 
-fn label(block: &Block) -> String {
+/// A superblock with what those of volumes and of members have in common, not sealed yet.
+pub(crate) fn head(address: u64, uuid: &Uuid, label: &str) -> Block {
+    let mut block = Block::new(BlockKind::Superblock, address, uuid);
+    let bytes = block.bytes_mut();
+    bytes[AT_SIGNATURE..AT_SIGNATURE + 16].copy_from_slice(SIGNATURE);
+    le::put_u32(bytes, AT_VERSION, VERSION);
+    assert!(label.len() <= LABEL_MAX);
+    bytes[AT_LABEL..AT_LABEL + label.len()].copy_from_slice(label.as_bytes());
+    block
+}
+
+/// Whether the bytes look like a superblock of a volume or a member, intact or not.
+pub(crate) fn recognize(bytes: &[u8; BLOCK_SIZE]) -> bool {
+    bytes[AT_SIGNATURE..AT_SIGNATURE + 16] == *SIGNATURE
+}
+
+pub(crate) fn label(block: &Block) -> String {
     let label = &block.bytes()[AT_LABEL..AT_LABEL + LABEL_MAX];
     String::from_utf8_lossy(label.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned()
 }

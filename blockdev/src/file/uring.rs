@@ -8,7 +8,7 @@
 //! Locks: `reaper` before `state`. The first is held by the one thread that collects completions,
 //! also while it waits; the second for moments only, never across a system call.
 use std::collections::VecDeque;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -263,7 +263,12 @@ impl UringQueue {
                 submitter.submit_with_args(1, &SubmitArgs::new().timespec(&timeout))
             }
         };
-        match waited.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)) {
+        self.told(waited)
+    }
+
+    /// Judges a call that tells the kernel of commands, or waits for them.
+    fn told(&self, told: std::io::Result<usize>) -> Result<()> {
+        match told.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)) {
             Ok(_) | Err(libc::ETIME | libc::EINTR | libc::EAGAIN | libc::EBUSY) => Ok(()),
             Err(errno) => Err(Error::System { device: self.target.name.clone(), action: "waiting on its io_uring", errno }),
         }
@@ -317,6 +322,21 @@ impl Queue for UringQueue {
         unsafe { self.ring.submission_shared().push(&entry) }.expect("the ring has room for one wake command");
         drop(state);
         self.enter(1);
+    }
+
+    fn sleep_on(&self, _since: Instant) -> Result<Option<BorrowedFd<'_>>> {
+        // A wait by the ring's own call tells the kernel of what `enter` left; a sleep on its
+        // descriptor does not.
+        let is_left = {
+            let _state = self.state.lock();
+            // SAFETY: as in `push_waiting`.
+            !unsafe { self.ring.submission_shared() }.is_empty()
+        };
+        if is_left {
+            self.told(self.ring.submitter().submit())?;
+        }
+        // SAFETY: the ring keeps its descriptor open for as long as it lives.
+        Ok(Some(unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }))
     }
 }
 

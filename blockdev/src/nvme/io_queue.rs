@@ -7,6 +7,7 @@
 //! also while it waits; the second for moments only, never while anything is waited for. A request
 //! on memory that is not mapped is copied with `state` locked.
 use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -221,6 +222,19 @@ impl IoQueue {
         if self.sleeping.load(Ordering::SeqCst) {
             self.event.signal();
         }
+    }
+
+    /// As [`crate::Queue::sleep_on`].
+    pub(super) fn sleep_on(&self, since: Instant) -> Option<BorrowedFd<'_>> {
+        let is_worth_a_look = self.setup.completion == CompletionMode::Adaptive && self.in_flight() > 0 && since.elapsed() < SPIN;
+        self.sleeping.store(true, Ordering::SeqCst);
+        // A signal from before belongs to what is seen now.
+        self.event.drain();
+        if self.woken.swap(false, Ordering::SeqCst) || is_worth_a_look || self.is_completed() || self.has_to_poll() {
+            self.sleeping.store(false, Ordering::SeqCst);
+            return None;
+        }
+        Some(self.event.as_fd())
     }
 
     fn is_completed(&self) -> bool {

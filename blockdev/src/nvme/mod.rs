@@ -23,8 +23,10 @@ mod queue_setup;
 mod recovery;
 mod scatter;
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 pub use maintenance::{BlockFormat, Controller, ControllerInfo, Erase, ErrorEntry, NamespaceInfo, Register, Smart};
 
@@ -194,6 +196,10 @@ impl Queue for NvmeQueue {
 
     fn wake(&self) {
         self.queue.wake();
+    }
+
+    fn sleep_on(&self, since: Instant) -> Result<Option<BorrowedFd<'_>>> {
+        Ok(self.queue.sleep_on(since))
     }
 }
 

@@ -1,5 +1,6 @@
 //! A device whose commands fail or stall on demand, so that errors and slow media can be tested.
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -283,6 +284,17 @@ impl FaultyQueue {
         self.inner.complete(wait, out)?;
         Ok(out.len() - before)
     }
+
+    /// As [`Queue::sleep_on`]. While a delay runs it has to be looked at again.
+    fn sleep_on(&self, since: Instant) -> Result<Option<BorrowedFd<'_>>> {
+        let releases = self.shared.lock().releases;
+        let is_due = {
+            let held = self.held.lock();
+            let waits = |until: &Until| matches!(until, Until::Released(at) if *at == releases);
+            !held.failed.is_empty() || !held.stalled.iter().all(|(until, _)| waits(until))
+        };
+        if is_due { Ok(None) } else { self.inner.sleep_on(since) }
+    }
 }
 
 /// The queue as its user holds it; the device keeps a weak handle, to wake it.
@@ -299,5 +311,9 @@ impl Queue for QueueHandle {
 
     fn wake(&self) {
         self.0.inner.wake();
+    }
+
+    fn sleep_on(&self, since: Instant) -> Result<Option<BorrowedFd<'_>>> {
+        self.0.sleep_on(since)
     }
 }

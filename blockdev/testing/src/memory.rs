@@ -1,8 +1,10 @@
 //! A namespace in memory. It is sparse, so that a terabyte costs nothing, and its pages are shared
 //! copy-on-write, so that a snapshot costs a few pointers.
 use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Op, Queue, Region, Request, Result, Wait};
 use parking_lot::Mutex;
@@ -271,5 +273,9 @@ impl Queue for MemoryQueue {
 
     fn wake(&self) {
         self.completions.wake();
+    }
+
+    fn sleep_on(&self, _since: Instant) -> Result<Option<BorrowedFd<'_>>> {
+        Ok(self.completions.sleep_on())
     }
 }

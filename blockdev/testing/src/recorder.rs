@@ -4,7 +4,9 @@
 //! *collected*, and that is itself completed; anything else may be lost, kept, or torn at 512
 //! bytes, each independently.
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Op, Queue, Region, Request, Result, Wait};
 use parking_lot::Mutex;
@@ -156,6 +158,10 @@ impl Queue for RecordingQueue {
 
     fn wake(&self) {
         self.completions.wake();
+    }
+
+    fn sleep_on(&self, _since: Instant) -> Result<Option<BorrowedFd<'_>>> {
+        Ok(self.completions.sleep_on())
     }
 }
 

@@ -1,0 +1,215 @@
+//! A queue of a stripe: a queue of each member, and one wait for all of them. It guards that a
+//! request is over when all of its parts are, with the first error; and that a flush goes to each
+//! member that was written since its last, and to no other.
+//!
+//! Locks: `reaper` before `state`. The first is held by the one thread that collects completions,
+//! also while it waits; the second for moments only, never while a member is called.
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use slab::Slab;
+use smallvec::SmallVec;
+
+use super::Shared;
+use crate::transport::event::{Event, wait_any};
+use crate::{Completion, Error, Op, Queue, Request, Result, Wait};
+
+pub(super) struct StripeQueue {
+    shared: Arc<Shared>,
+    members: Vec<Box<dyn Queue>>,
+    /// Signalled by [`Queue::wake`], and for requests that are over without any member.
+    event: Event,
+    woken: AtomicBool,
+    state: Mutex<State>,
+    /// Completions of a member, in a vector that keeps its memory.
+    reaper: Mutex<Vec<Completion>>,
+    /// Parts by member, in vectors that keep their memory: taken by the thread that submits.
+    parts: Mutex<Vec<Vec<Request>>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By the tag of their parts.
+    pending: Slab<Pending>,
+    /// Requests that are over, not yet collected.
+    finished: Vec<Completion>,
+}
+
+/// A request in flight.
+struct Pending {
+    tag: u64,
+    op: Op,
+    /// Parts that are not over yet.
+    parts: usize,
+    error: Option<Error>,
+    /// Of a flush: its members, and the writes that each of them is to make durable.
+    covers: Covers,
+}
+
+/// Members, and how many writes of each.
+type Covers = SmallVec<[(usize, u64); 1]>;
+
+impl StripeQueue {
+    pub(super) fn open(shared: Arc<Shared>) -> Result<StripeQueue> {
+        let members: Vec<_> = shared.members.iter().map(|member| member.open_queue()).collect::<Result<_>>()?;
+        let event = Event::new().map_err(|errno| Error::System {
+            device: shared.name.clone(),
+            action: "making an eventfd",
+            errno: errno.raw_os_error(),
+        })?;
+        Ok(StripeQueue {
+            shared,
+            members,
+            event,
+            woken: AtomicBool::new(false),
+            state: Mutex::default(),
+            reaper: Mutex::default(),
+            parts: Mutex::default(),
+        })
+    }
+
+    /// Takes a request in: adds its parts to those of their members, or ends it.
+    fn accept(&self, state: &mut State, request: Request, parts: &mut [Vec<Request>]) {
+        let Request { tag, op, len, .. } = request;
+        if let Err(error) = request.check(&self.shared.name, &self.shared.geometry) {
+            drop(request);
+            return state.finished.push(Completion { tag, result: Err(error) });
+        }
+        let key = state.pending.vacant_key();
+        let (mut count, mut covers) = (0, Covers::new());
+        if op == Op::Flush {
+            covers.extend((0..parts.len()).filter_map(|member| Some((member, self.shared.to_flush(member)?))));
+            for (member, _) in &covers {
+                parts[*member].push(Request { tag: key as u64, ..Request::flush() });
+            }
+            count = covers.len();
+        } else if len > 0 {
+            for (member, part) in self.shared.map.cut(request, key as u64) {
+                parts[member].push(part);
+                count += 1;
+            }
+        }
+        if count == 0 {
+            state.finished.push(Completion { tag, result: Ok(()) });
+        } else {
+            state.pending.insert(Pending { tag, op, parts: count, error: None, covers });
+        }
+    }
+
+    /// Takes what is over from all members.
+    fn collect(&self, completions: &mut Vec<Completion>, out: &mut Vec<Completion>) -> Result<()> {
+        for (number, member) in self.members.iter().enumerate() {
+            member.complete(Wait::No, completions)?;
+            if completions.is_empty() {
+                continue;
+            }
+            let mut state = self.state.lock();
+            for completion in completions.drain(..) {
+                out.extend(self.completed(&mut state, number, completion));
+            }
+        }
+        out.append(&mut self.state.lock().finished);
+        Ok(())
+    }
+
+    /// Accounts for the end of a part. Gives the end of its request if it was the last.
+    fn completed(&self, state: &mut State, member: usize, part: Completion) -> Option<Completion> {
+        let key = part.tag as usize;
+        let pending = &mut state.pending[key];
+        match (pending.op, &part.result) {
+            (Op::Flush, Ok(())) => {
+                let covered = pending.covers.iter().find(|(of, _)| *of == member);
+                covered.into_iter().for_each(|(_, writes)| self.shared.flushed(member, *writes));
+            }
+            (Op::Flush | Op::Read, _) | (Op::Write { fua: true }, Ok(())) => {}
+            // After an error, too: any part of it may have reached the member.
+            (Op::Write { .. } | Op::Discard | Op::WriteZeroes, _) => self.shared.wrote(member),
+        }
+        if let Err(error) = part.result {
+            pending.error.get_or_insert_with(|| self.located(member, error));
+        }
+        pending.parts -= 1;
+        if pending.parts > 0 {
+            return None;
+        }
+        let Pending { tag, error, .. } = state.pending.remove(key);
+        Some(Completion { tag, result: error.map_or(Ok(()), Err) })
+    }
+
+    /// A member's error, with the place on the stripe.
+    fn located(&self, member: usize, error: Error) -> Error {
+        match error.offset().and_then(|offset| self.shared.map.volume_offset(member, offset)) {
+            Some(offset) => Error::Member { offset, error: Arc::new(error) },
+            None => error,
+        }
+    }
+
+    /// Sleeps until there may be something to collect; returns for no reason where a member has to
+    /// be looked at again.
+    fn sleep(&self, since: Instant, deadline: Option<Instant>) -> Result<()> {
+        let mut fds = SmallVec::<[_; 9]>::from_iter([self.event.as_fd()]);
+        for member in &self.members {
+            match member.sleep_on(since)? {
+                Some(fd) => fds.push(fd),
+                None => {
+                    std::hint::spin_loop();
+                    return Ok(());
+                }
+            }
+        }
+        wait_any(&fds, deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())));
+        self.event.drain();
+        Ok(())
+    }
+}
+
+impl Queue for StripeQueue {
+    fn submit(&self, requests: &mut Vec<Request>) {
+        let mut parts = std::mem::take(&mut *self.parts.lock());
+        parts.resize_with(self.members.len(), Vec::new);
+        let finished = {
+            let mut state = self.state.lock();
+            for request in requests.drain(..) {
+                self.accept(&mut state, request, &mut parts);
+            }
+            !state.finished.is_empty()
+        };
+        for (member, parts) in self.members.iter().zip(&mut parts) {
+            if !parts.is_empty() {
+                member.submit(parts);
+            }
+        }
+        *self.parts.lock() = parts;
+        if finished {
+            self.event.signal();
+        }
+    }
+
+    fn complete(&self, wait: Wait, out: &mut Vec<Completion>) -> Result<usize> {
+        let before = out.len();
+        let mut completions = self.reaper.lock();
+        let since = Instant::now();
+        let deadline = match wait {
+            Wait::Timeout(timeout) => since.checked_add(timeout),
+            Wait::No | Wait::Forever => None,
+        };
+        loop {
+            self.collect(&mut completions, out)?;
+            let over = out.len() - before;
+            // A call that would not wait leaves a wake to the next one that would.
+            let ends = over > 0 || wait == Wait::No || self.woken.swap(false, Ordering::AcqRel);
+            if ends || deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return Ok(over);
+            }
+            self.sleep(since, deadline)?;
+        }
+    }
+
+    fn wake(&self) {
+        self.woken.store(true, Ordering::Release);
+        self.event.signal();
+    }
+}
