@@ -70,6 +70,11 @@ pub trait BlockDevice: Send + Sync {
         false
     }
 
+    /// The DEVICE strings of the members, in their order; of what is no stripe, its own.
+    fn member_names(&self) -> Vec<&str> {
+        vec![self.name()]
+    }
+
     /// How the device lies on its members, where it is a stripe.
     fn stripe(&self) -> Option<StripeMap> {
         None

@@ -75,7 +75,8 @@ struct gpunvme_info {
 	uint32_t devices;                /* out */
 	uint32_t route;                  /* out: the fastest that GPU memory can take here */
 	uint32_t reason;                 /* out: why that is not p2p */
-	uint64_t reserved[8];
+	uint64_t stripe_unit;            /* out: 0 where there is one device */
+	uint64_t reserved[7];
 	char label[64];                  /* out */
 	char socket[112];                /* out: path of the registration socket, or empty */
 	char device[256];                /* out */

@@ -23,7 +23,8 @@ pub struct Mount {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Info {
-    /// The device, as it was named to `mount.gpunvme`.
+    /// The device, as it was named to `mount.gpunvme`; of several all names, in the order of their
+    /// numbers, with `+` between them.
     pub device: String,
     /// Label of the volume.
     pub label: String,
@@ -47,6 +48,8 @@ pub struct Info {
     pub memory_alignment: u32,
     /// Number of devices under the volume.
     pub devices: u32,
+    /// Bytes that lie on one device before those of the next begin; 0 where there is one device.
+    pub stripe_unit: u64,
     /// Most bytes that one ioctl moves. The library cuts what is longer.
     pub max_transfer: u64,
     /// Most segments of one ioctl. The library cuts what are more.
@@ -145,6 +148,7 @@ impl Info {
             logical_block: info.logical_block,
             memory_alignment: info.memory_alignment,
             devices: info.devices,
+            stripe_unit: info.stripe_unit,
             max_transfer: info.max_transfer,
             max_segments: info.max_segments,
             max_buffers: info.max_buffers,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request};
 use gpunvme_engine::FsError;
 use gpunvme_layout::geometry::SUPERBLOCK;
-use gpunvme_layout::{BLOCK_SIZE, Geometry, Superblock};
+use gpunvme_layout::{BLOCK_SIZE, Block, Geometry, Member, Superblock};
 use gpunvme_programs::claim::reason;
 use rustix::fs::MemfdFlags;
 use uuid::Uuid;
@@ -79,6 +79,14 @@ fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> 
         let region = Region::allocate(BLOCK_SIZE)?;
         Io::inline(Arc::clone(device))?.run(vec![Request::read(Geometry::byte(SUPERBLOCK), vec![region.span(0..BLOCK_SIZE)])])?;
         region.read_at(0, &mut bytes)?;
+    }
+    let block = Block::from_bytes(&bytes);
+    if let Some(identity) = Superblock::identify(&block, SUPERBLOCK).filter(|_| Member::is_one(&block, SUPERBLOCK)) {
+        return Ok(Some(Contents {
+            what: "one of the devices of a gpunvme volume".to_owned(),
+            label: Some(identity.label).filter(|label| !label.is_empty()),
+            uuid: Some(Uuid::from_bytes(identity.uuid).to_string()),
+        }));
     }
     let unreadable = "a gpunvme volume that is damaged or newer than this program";
     Ok(Superblock::recognize(&bytes).then(|| Contents { what: unreadable.to_owned(), label: None, uuid: None }))

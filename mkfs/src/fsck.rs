@@ -12,7 +12,8 @@ use clap::Parser;
 use gpunvme_blockdev::{Io, OpenMode};
 use gpunvme_engine::FsError;
 use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind};
-use gpunvme_programs::claim::{claim, reason};
+use gpunvme_programs::claim::reason;
+use gpunvme_programs::members;
 use gpunvme_programs::terminal::{complain, print};
 use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
@@ -41,6 +42,10 @@ const MEMORY_MIN: u64 = 64;
 pub struct Arguments {
     /// A block device (/dev/nvme1n1), an image file, or an NVMe controller (vfio:0000:01:00.0)
     pub device: String,
+    /// Another device of the same volume, where it is not found by itself; may be given several
+    /// times
+    #[arg(long, value_name = "DEVICE")]
+    pub with: Vec<String>,
     /// Write nothing at all; the journal is replayed in memory
     #[arg(short = 'n', long)]
     pub no_change: bool,
@@ -176,8 +181,8 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     let cancelled = cancelled();
     let asks = std::io::stdin().is_terminal() && std::io::stdout().is_terminal() && !arguments.json;
     let read_only = arguments.no_change || !(arguments.automatic || arguments.yes || asks);
-    let device = claim(name, if read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite })
-        .map_err(|e| Failure::Other(e.to_string()))?;
+    let mode = if read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
+    let device = members::open(name, &arguments.with, mode).map_err(|e| Failure::Other(e.to_string()))?;
     let text = |error: FsError| Failure::new(name, error);
     let io = Io::inline(device).map_err(|error| text(error.into()))?;
     let options = CheckOptions { read_only, memory: (arguments.memory as usize) << 20, now: now() };

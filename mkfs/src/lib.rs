@@ -21,11 +21,12 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
-use gpunvme_blockdev::{BlockDevice, OpenMode};
+use gpunvme_blockdev::{BlockDevice, OpenMode, path_of, split_names};
 use gpunvme_engine::FormatOptions;
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
-use gpunvme_layout::{BLOCK_SIZE, Geometry, Timestamp};
+use gpunvme_layout::{BLOCK_SIZE, Geometry, Member, Striping, Timestamp};
 use gpunvme_programs::claim::{claim, reason};
+use gpunvme_programs::members;
 use gpunvme_programs::terminal::{complain, print};
 use serde::Serialize;
 use uuid::Uuid;
@@ -42,14 +43,17 @@ const FAILED: u8 = 1;
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments = Arguments::parse_from(args);
     let failed = |error: &dyn Display| {
-        complain(format_args!("mkfs.gpunvme: {}: {error}", arguments.device));
+        complain(format_args!("mkfs.gpunvme: {}: {error}", arguments.devices.join("+")));
         FAILED
     };
     let printed = match make(&arguments) {
         Ok(report) if arguments.json => print(format_args!("{}\n", json(&report))),
         Ok(_) if arguments.quiet => Ok(()),
         Ok(report) => print(format_args!("{report}\n")),
-        Err(error) => return failed(&error),
+        Err(Refusal { device, why }) => {
+            complain(format_args!("mkfs.gpunvme: {device}: {why}"));
+            return FAILED;
+        }
     };
     match printed {
         Ok(()) => 0,
@@ -63,35 +67,97 @@ fn json(report: &impl Serialize) -> String {
     serde_json::to_string_pretty(report).expect("strings and numbers")
 }
 
+/// Why nothing was formatted.
+pub struct Refusal {
+    /// The device that it is about; of several that are meant, the names with `+` between them.
+    device: String,
+    /// The reason, without the device's name.
+    why: String,
+}
+
+impl Refusal {
+    fn new(device: &str, why: impl ToString) -> Refusal {
+        Refusal { device: device.to_owned(), why: reason(device, &why) }
+    }
+}
+
 /// Does what the command line asks for.
 ///
 /// # Errors
-/// A text that says why the device was not formatted. It does not repeat the device's name.
-pub fn make(arguments: &Arguments) -> Result<Report, String> {
-    let name = &arguments.device;
-    let device = open(name, arguments.dry_run)?;
-    let geometry = plan(device.geometry().len)?;
-    if !arguments.force
-        && let Some(found) = contents::find(&device)?
-    {
-        return Err(format!("carries {found}; --force formats it all the same, and that is lost"));
+/// Why no device was formatted.
+pub fn make(arguments: &Arguments) -> Result<Report, Refusal> {
+    let names: Vec<&str> = arguments.devices.iter().flat_map(|device| split_names(device)).collect();
+    let devices = claim_all(&names, arguments.dry_run)?;
+    // Of one device the volume is all.
+    let striping = if names.len() > 1 { Some(striping(&devices, arguments.unit)?) } else { None };
+    let volume = match &striping {
+        Some(striping) => members::stripe(devices.clone(), striping).map_err(|why| Refusal::new(&names.join("+"), why))?,
+        None => Arc::clone(&devices[0]),
+    };
+    let failed = |error: &dyn ToString| Refusal::new(volume.name(), error.to_string());
+    let geometry = plan(volume.geometry().len).map_err(|why| failed(&why))?;
+    for device in devices.iter().filter(|_| !arguments.force) {
+        let refused = |why: String| Refusal::new(device.name(), why);
+        if let Some(found) = contents::find(device).map_err(refused)? {
+            return Err(refused(format!("carries {found}; --force formats it all the same, and that is lost")));
+        }
     }
     let uuid = arguments.uuid.unwrap_or_else(Uuid::new_v4);
-    let report = Report::new(name, &geometry, uuid, &arguments.label, arguments.dry_run);
+    let report = Report::new(&names, striping.as_ref(), &geometry, uuid, &arguments.label, arguments.dry_run);
     if arguments.dry_run {
         return Ok(report);
     }
-    let failed = |error: &dyn ToString| reason(name, &error.to_string());
     let options = FormatOptions {
         label: arguments.label.clone(),
         uuid: uuid.into_bytes(),
-        hash_key: random()?,
+        hash_key: random().map_err(|why| failed(&why))?,
         now: now(),
         owner: (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw()),
     };
-    wipe::wipe(&device).map_err(|error| failed(&error))?;
-    gpunvme_engine::format(&device, &options).map_err(|error| failed(&error))?;
+    for device in &devices {
+        wipe::wipe(device).map_err(|error| Refusal::new(device.name(), error))?;
+    }
+    gpunvme_engine::format(&volume, &options).map_err(|error| failed(&error))?;
+    if let Some(striping) = striping {
+        make_members(&devices, striping, &options).map_err(|why| failed(&why))?;
+    }
     Ok(report)
+}
+
+/// Makes the devices members, when the volume is on them.
+fn make_members(devices: &[Arc<dyn BlockDevice>], striping: Striping, options: &FormatOptions) -> Result<(), String> {
+    let member = Member {
+        volume: options.uuid,
+        label: options.label.clone(),
+        uuid: [0; 16],
+        index: 0,
+        striping,
+        blocks: 0,
+        generation: members::generation(1)?,
+    };
+    let uuids: Vec<_> = devices.iter().map(|_| Uuid::new_v4().into_bytes()).collect();
+    members::format(devices, &member, &uuids)
+}
+
+fn claim_all(names: &[&str], dry_run: bool) -> Result<Vec<Arc<dyn BlockDevice>>, Refusal> {
+    let identity = |name: &str| path_of(name).and_then(|path| std::fs::canonicalize(path).ok());
+    for (number, name) in names.iter().enumerate() {
+        let is_same = |other: &&&str| *other == name || identity(name).is_some_and(|path| identity(other) == Some(path));
+        if names[..number].iter().any(|other| is_same(&other)) {
+            return Err(Refusal::new(name, "is named twice"));
+        }
+    }
+    names.iter().map(|name| open(name, dry_run).map_err(|why| Refusal::new(name, why))).collect()
+}
+
+/// How a volume lies on these devices.
+fn striping(devices: &[Arc<dyn BlockDevice>], unit: u32) -> Result<Striping, Refusal> {
+    let blocks: Vec<u64> = devices.iter().map(|device| device.geometry().len / BLOCK_SIZE as u64).collect();
+    Striping::new(&blocks, unit).ok_or_else(|| {
+        let smallest = devices.iter().min_by_key(|device| device.geometry().len).expect("there are several");
+        let len = smallest.geometry().len;
+        Refusal::new(smallest.name(), format!("too small for a member of a volume: this has {}", Binary(len)))
+    })
 }
 
 fn open(name: &str, dry_run: bool) -> Result<Arc<dyn BlockDevice>, String> {

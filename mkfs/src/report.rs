@@ -3,7 +3,7 @@
 use std::fmt;
 
 use gpunvme_layout::geometry::GROUP_BLOCKS;
-use gpunvme_layout::{BLOCK_SIZE, Geometry};
+use gpunvme_layout::{BLOCK_SIZE, Geometry, Striping};
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -11,6 +11,11 @@ use uuid::Uuid;
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     device: String,
+    /// Of a volume of several devices: all of them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    devices: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unit_bytes: Option<u64>,
     uuid: Uuid,
     label: String,
     size_bytes: u64,
@@ -24,11 +29,20 @@ pub struct Report {
 }
 
 impl Report {
-    /// The report on a volume of this geometry.
-    pub fn new(device: &str, geometry: &Geometry, uuid: Uuid, label: &str, dry_run: bool) -> Self {
+    /// The report on a volume of this geometry; of several devices, with how it lies on them.
+    pub fn new(
+        devices: &[&str],
+        striping: Option<&Striping>,
+        geometry: &Geometry,
+        uuid: Uuid,
+        label: &str,
+        dry_run: bool,
+    ) -> Self {
         let block = BLOCK_SIZE as u64;
         Self {
-            device: device.to_owned(),
+            device: devices.join("+"),
+            devices: striping.map_or(Vec::new(), |_| devices.iter().map(ToString::to_string).collect()),
+            unit_bytes: striping.map(|striping| u64::from(striping.unit) * block),
             uuid,
             label: label.to_owned(),
             size_bytes: geometry.total_blocks * block,
@@ -52,6 +66,9 @@ impl fmt::Display for Report {
         writeln!(f, "  size        {} ({size_bytes} bytes)", Binary(*size_bytes))?;
         let plural = if *groups == 1 { "group" } else { "groups" };
         writeln!(f, "  data area   {} in {groups} {plural} of up to {}", Binary(self.data_bytes), Binary(self.group_bytes))?;
+        if let Some(unit) = self.unit_bytes {
+            writeln!(f, "  devices     {}, in units of {}", self.devices.len(), Binary(unit))?;
+        }
         writeln!(f, "  journal     {}", Binary(self.journal_bytes))?;
         write!(f, "  block size  {block_bytes} bytes")
     }
@@ -89,7 +106,7 @@ mod tests {
     #[test]
     fn says_the_same_to_people_and_programs() {
         let geometry = Geometry::new((1 << 30) / 4096, 4096).unwrap();
-        let report = Report::new("/dev/x", &geometry, Uuid::nil(), "data", false);
+        let report = Report::new(&["/dev/x"], None, &geometry, Uuid::nil(), "data", false);
         let text = report.to_string();
         assert!(text.starts_with("/dev/x: formatted\n  label       data\n"), "{text}");
         assert!(text.contains("size        1 GiB (1073741824 bytes)\n"), "{text}");

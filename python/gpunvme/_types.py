@@ -57,6 +57,7 @@ class Info(TypedDict):
     logical_block: int
     memory_alignment: int
     devices: int
+    stripe_unit: int
     route: str
     reason: str | None
 

@@ -22,6 +22,8 @@ const DAEMON_EXIT_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Image {
     scratch: TempDir,
+    /// Further members, where it is the first of several.
+    others: usize,
 }
 
 impl Image {
@@ -45,10 +47,31 @@ impl Image {
 
     /// As [`Image::blank`], in a folder of one's choice.
     pub fn blank_in(folder: &Path, len: u64) -> Self {
-        let image = Self { scratch: scratch_dir_in(folder) };
-        let file = File::create(image.path()).expect("an image file");
-        file.set_len(len).expect("a sparse image file");
+        Self::blank_members_in(folder, 1, len)
+    }
+
+    /// Files that one volume is to be made of, with `len` bytes each, which hold nothing.
+    pub fn blank_members_in(folder: &Path, members: usize, len: u64) -> Self {
+        let image = Self { scratch: scratch_dir_in(folder), others: members - 1 };
+        for path in image.members() {
+            let file = File::create(path).expect("an image file");
+            file.set_len(len).expect("a sparse image file");
+        }
         image
+    }
+
+    /// A freshly formatted volume on several image files of `len` bytes each.
+    pub fn striped(members: usize, len: u64) -> Self {
+        let image = Self::blank_members_in(&scratch_root(), members, len);
+        let output = image.mkfs(&["-L", "several"]);
+        assert!(output.status.success(), "mkfs.gpunvme: {}", text(&output));
+        image
+    }
+
+    /// The image files that the volume lies on: [`Image::path`] first.
+    pub fn members(&self) -> Vec<PathBuf> {
+        let others = (1..=self.others).map(|number| self.scratch.path().join(format!("image.{number}")));
+        std::iter::once(self.path()).chain(others).collect()
     }
 
     /// The image file.
@@ -64,7 +87,7 @@ impl Image {
 
     /// Runs `mkfs.gpunvme` on the image.
     pub fn mkfs(&self, options: &[&str]) -> Output {
-        programs::command("mkfs.gpunvme").args(options).arg(self.path()).output().expect("mkfs.gpunvme runs")
+        programs::command("mkfs.gpunvme").args(options).args(self.members()).output().expect("mkfs.gpunvme runs")
     }
 
     /// Insists that `fsck.gpunvme` finds nothing.

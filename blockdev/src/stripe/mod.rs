@@ -131,6 +131,10 @@ impl BlockDevice for StripeDevice {
         self.shared.members.iter().any(|member| member.pins())
     }
 
+    fn member_names(&self) -> Vec<&str> {
+        self.shared.members.iter().map(|member| member.name()).collect()
+    }
+
     fn stripe(&self) -> Option<StripeMap> {
         Some(self.shared.map)
     }

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{BlockDevice, Error, OpenMode, open_controller, path_of};
+use gpunvme_blockdev::{BlockDevice, Error, OpenMode, open_controller, path_of, split_names};
 
 use crate::below::{self, Rival};
 use crate::mounts::Mount;
@@ -39,6 +39,14 @@ pub enum ClaimError {
     /// The caller may not open it.
     #[error("permission denied: run as root, or as a user who may open it")]
     Permission,
+    /// It is one of several devices that are claimed together, or needed together.
+    #[error("{device}: {error}")]
+    Member {
+        /// The device.
+        device: String,
+        /// Its error.
+        error: Box<ClaimError>,
+    },
     /// Anything else.
     #[error("{0}")]
     Device(String),
@@ -53,16 +61,19 @@ pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, Claim
     patiently(device, mode, || gpunvme_blockdev::open(device, mode))
 }
 
-/// Waits until a daemon that is about to let go of `device` has done so.
+/// Waits until a daemon that is about to let go of `device`, or of several with `+` between their
+/// names, has done so.
 ///
 /// # Errors
 /// As [`claim`].
 pub fn await_release(device: &str) -> Result<(), ClaimError> {
-    patiently(device, OpenMode::ReadOnly, || match path_of(device) {
-        Some(_) => gpunvme_blockdev::open(device, OpenMode::ReadOnly).map(drop),
-        // A controller is taken and given back as it is: bringing it up and down takes seconds on
-        // some.
-        None => open_controller(device).map(drop),
+    split_names(device).into_iter().try_for_each(|device| {
+        patiently(device, OpenMode::ReadOnly, || match path_of(device) {
+            Some(_) => gpunvme_blockdev::open(device, OpenMode::ReadOnly).map(drop),
+            // A controller is taken and given back as it is: bringing it up and down takes seconds
+            // on some.
+            None => open_controller(device).map(drop),
+        })
     })
 }
 

@@ -122,14 +122,18 @@ wire! {
         route: u32,
         /// Out: the [`crate::Reason`] why that is not `p2p`.
         reason: u32,
+        /// Out: bytes that lie on one device before those of the next begin; 0 where there is one
+        /// device.
+        stripe_unit: u64,
         /// Out: zero.
-        reserved: [u64; 8],
+        reserved: [u64; 7],
         /// Out: label of the volume.
         label: [u8; 64],
         /// Out: path of the registration socket, in the daemon's mount namespace; empty where
         /// there is none.
         socket: [u8; 112],
-        /// Out: the device, as it was named to `mount.gpunvme`.
+        /// Out: the device, as it was named to `mount.gpunvme`; of several all names, in the order
+        /// of their numbers, with `+` between them.
         device: [u8; 256],
         /// Out: name and version of the daemon.
         daemon: [u8; 40],
@@ -204,7 +208,7 @@ wire! {
         /// Where it begins in the file, in bytes. It may begin before the range that was asked
         /// for.
         file_offset: u64,
-        /// Where it begins on the device, in bytes.
+        /// Where it begins on that device, in bytes.
         device_offset: u64,
         /// Its length in bytes. It may reach past the end of the file, to the end of a block.
         len: u64,

@@ -22,6 +22,7 @@ mod requests;
 mod ring;
 mod space;
 mod storm;
+mod stripes;
 mod transport;
 mod unseen_writes;
 mod users;

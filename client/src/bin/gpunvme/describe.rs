@@ -22,6 +22,7 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
         "logical_block": info.logical_block,
         "memory_alignment": info.memory_alignment,
         "devices": info.devices,
+        "stripe_unit": info.stripe_unit,
         "max_transfer": info.max_transfer,
         "max_segments": info.max_segments,
         "max_buffers": info.max_buffers,
@@ -31,6 +32,9 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
         "socket": info.socket,
     }));
     report.line("device", &info.device);
+    if info.devices > 1 {
+        report.line("striped", format!("over {} devices, in units of {}", info.devices, report::size(info.stripe_unit)));
+    }
     report.line("label", if info.label.is_empty() { "none" } else { &info.label });
     report.line("uuid", report::uuid(&info.uuid));
     report.line("mounted", format!("{}, by {}", if info.read_only { "read-only" } else { "read-write" }, info.daemon));

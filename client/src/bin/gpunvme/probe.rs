@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 use gpunvme_layout::superblock::Identity;
-use gpunvme_layout::{BLOCK_SIZE, Block, Superblock};
+use gpunvme_layout::{BLOCK_SIZE, Block, Member, Superblock, Uuid};
 use serde_json::json;
 
 use crate::report::{self, Failure, Report};
@@ -17,15 +17,22 @@ use crate::report::{self, Failure, Report};
 pub fn run(device: &Path) -> Result<Report, Failure> {
     let failed = |why: String| Failure(format!("{}: {why}", device.display()));
     let found = find(device).map_err(|error| failed(error.to_string()))?;
-    let Identity { uuid, label, version } = found.ok_or_else(|| failed("no gpunvme volume is here".to_owned()))?;
-    let uuid = report::uuid(&uuid);
-    let mut report = Report::new(json!({ "type": "gpunvme", "uuid": uuid, "label": label, "version": version }));
+    let (found, member) = found.ok_or_else(|| failed("no gpunvme volume is here".to_owned()))?;
+    let Identity { uuid, label, version } = found;
+    let (uuid, member) = (report::uuid(&uuid), member.map(|uuid| report::uuid(&uuid)));
+    let known = json!({ "type": "gpunvme", "uuid": uuid, "label": label, "version": version, "member_uuid": member });
+    let mut report = Report::new(known);
     let mut property = |name: &str, value: &str| report.text += &format!("ID_FS_{name}={value}\n");
     property("TYPE", "gpunvme");
     property("USAGE", "filesystem");
     property("VERSION", &version.to_string());
     property("UUID", &uuid);
     property("UUID_ENC", &uuid);
+    // As other filesystems of several devices call it.
+    if let Some(member) = member {
+        property("UUID_SUB", &member);
+        property("UUID_SUB_ENC", &member);
+    }
     if !label.is_empty() {
         property("LABEL", &plain(&label));
         property("LABEL_ENC", &encoded(&label));
@@ -33,9 +40,10 @@ pub fn run(device: &Path) -> Result<Report, Failure> {
     Ok(report)
 }
 
-/// The superblock is the first block. Its copy in the last one counts where the first was wiped or
+/// The volume of a device, and where it is one of several, the UUID of that one. The superblock is
+/// the first block. Its copy in the last one counts where the first was wiped or
 /// is damaged, and not where something else has taken its place.
-fn find(device: &Path) -> std::io::Result<Option<Identity>> {
+fn find(device: &Path) -> std::io::Result<Option<(Identity, Option<Uuid>)>> {
     // A FIFO must not make it wait.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(device)?;
     let kind = file.metadata()?.file_type();
@@ -47,13 +55,14 @@ fn find(device: &Path) -> std::io::Result<Option<Identity>> {
         return Ok(None);
     }
     let first = read(&file, Superblock::ADDRESS)?;
-    if let Some(identity) = Superblock::identify(&first, Superblock::ADDRESS) {
-        return Ok(Some(identity));
+    let identify = |block: &Block, address| Some((Superblock::identify(block, address)?, Member::uuid_of(block, address)));
+    if let Some(found) = identify(&first, Superblock::ADDRESS) {
+        return Ok(Some(found));
     }
     if !first.has_magic() && first.bytes().iter().any(|byte| *byte != 0) {
         return Ok(None);
     }
-    Ok(Superblock::identify(&read(&file, blocks - 1)?, blocks - 1))
+    Ok(identify(&read(&file, blocks - 1)?, blocks - 1))
 }
 
 fn read(file: &File, address: u64) -> std::io::Result<Block> {

@@ -51,6 +51,8 @@ pub struct Options {
     /// The device as the caller named it, or the file's real path: the kernel shows it as the
     /// mount's source, so that `umount DEVICE` and `mount -a` find it again.
     pub device: String,
+    /// The other devices of the volume, where the caller named them.
+    pub others: Vec<String>,
     /// The directory to mount on, as the caller named it.
     pub dir: PathBuf,
     /// Settings of the daemon.
@@ -126,6 +128,7 @@ impl Options {
         let settings = list.partial.over(config).complete(rustix::process::geteuid().is_root(), cores)?;
         Ok(Self {
             device: source_name(arguments.device),
+            others: list.others,
             dir: arguments.dir,
             settings,
             flags: list.flags,
@@ -155,13 +158,21 @@ struct OptionList {
     partial: Partial,
     flags: MountFlags,
     config: Option<PathBuf>,
+    others: Vec<String>,
     foreground: bool,
     remount: bool,
 }
 
 impl Default for OptionList {
     fn default() -> Self {
-        Self { partial: Partial::default(), flags: MountFlags::empty(), config: None, foreground: false, remount: false }
+        Self {
+            partial: Partial::default(),
+            flags: MountFlags::empty(),
+            config: None,
+            others: Vec::new(),
+            foreground: false,
+            remount: false,
+        }
     }
 }
 
@@ -229,6 +240,7 @@ impl OptionList {
             "log" => self.partial.log = Some(needed()?.to_owned()),
             // The mount table has these, and mount(8) hands them on when it remounts.
             "user_id" | "group_id" if value.is_some() => {}
+            "device" => self.others.push(needed()?.to_owned()),
             "config" => self.config = Some(PathBuf::from(needed()?)),
             _ if name.starts_with("x-") || name.starts_with("X-") || name == "comment" || name == "uhelper" => {}
             _ if value.is_some() => return Ok(false),

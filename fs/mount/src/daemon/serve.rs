@@ -17,7 +17,8 @@ use crate::front::{self, Session, Workers};
 use gpunvme_engine::data::{self, Filesystem};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::VolumeOptions;
-use gpunvme_programs::claim::{claim, reason};
+use gpunvme_programs::claim::reason;
+use gpunvme_programs::members;
 
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
@@ -29,7 +30,9 @@ const COMPLETION_THREADS: usize = 8;
 pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError> {
     let settings = &options.settings;
     let device = open(options, if settings.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite })?;
-    release_dead_mounts(&options.device);
+    device.member_names().into_iter().for_each(release_dead_mounts);
+    // What applications are told: the members, by their numbers, are those of this name.
+    let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
     let dir = mount_point(&options.dir)?;
 
     let completions = Workers::new("completion", COMPLETION_THREADS)
@@ -39,7 +42,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
     flags.set(MountFlags::RDONLY, settings.read_only);
     let request = attachment::Request { dir: &dir, source: &options.device, flags, allow_other: settings.allow_other };
     let front = front::Settings {
-        device: options.device.clone(),
+        device: name,
         loops: settings.threads,
         io_uring: settings.transport == Transport::IoUring,
         commit: settings.commit,
@@ -110,7 +113,7 @@ pub fn check(options: &Options) -> Result<(), MountError> {
 }
 
 fn open(options: &Options, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, MountError> {
-    claim(&options.device, mode).map_err(|error| MountError::Failed(error.to_string()))
+    members::open(&options.device, &options.others, mode).map_err(|error| MountError::Failed(error.to_string()))
 }
 
 /// Translates an error of the engine into a message for the user who mounts.

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use gpunvme_abi::{self as abi, Claim, Command, Direction, Request, Resolve, ResolveFlags, TransferRequest};
+use gpunvme_blockdev::{Place, StripeMap};
 use gpunvme_engine::volume::Mapping;
 use gpunvme_engine::{BLOCK_SIZE, FILE_SIZE_MAX};
 use gpunvme_gpupath::access::Access;
@@ -120,8 +121,9 @@ impl Front {
                 move |fs| fs.resolve(ino, from, file_end, request.capacity as usize + 1),
                 move |front, resolved| {
                     front.direct.server.stats.call(Command::Resolve, resolved.is_err());
+                    let stripe = front.fs.volume().device().stripe();
                     done(match resolved {
-                        Ok((mappings, size)) => resolved_reply(&request, end, &mappings, size),
+                        Ok((mappings, size)) => resolved_reply(&request, end, &mappings, size, stripe),
                         Err(error) => Reply::new(error.errno(), &request),
                     });
                 },
@@ -131,11 +133,12 @@ impl Front {
 }
 
 /// The answer to `RESOLVE`: the mappings of a file from the offset on that lie before `end` and
-/// fit.
-fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: u64) -> Reply {
+/// fit; on a stripe, each in as many extents as there are units.
+fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: u64, stripe: Option<StripeMap>) -> Reply {
     let capacity = request.capacity as usize;
-    let is_all = mappings.len() <= capacity;
-    let mut extents: Vec<abi::Extent> = mappings.iter().take(capacity).map(extent).collect();
+    let mut all = mappings.iter().flat_map(|mapping| pieces(extent(mapping), stripe));
+    let mut extents: Vec<abi::Extent> = all.by_ref().take(capacity).collect();
+    let is_all = all.next().is_none();
     if is_all && let Some(last) = extents.last_mut() {
         last.flags |= abi::ExtentFlags::LAST.bits();
     }
@@ -146,6 +149,22 @@ fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: 
     };
     let count = extents.len() as u32;
     Reply::with_entries(&Resolve { next, file_size, count, ..request.clone() }, &extents)
+}
+
+/// An extent of the volume, cut where the device changes, with the places on the devices.
+fn pieces(extent: abi::Extent, stripe: Option<StripeMap>) -> impl Iterator<Item = abi::Extent> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let (at, left) = (extent.device_offset + done, extent.len - done);
+        let Place { member, offset, left: of_unit } = match stripe {
+            Some(stripe) => stripe.place(at),
+            None => Place { member: 0, offset: at, left },
+        };
+        let len = left.min(of_unit);
+        let file_offset = extent.file_offset + done;
+        done += len;
+        (len > 0).then_some(abi::Extent { file_offset, device_offset: offset, len, device: member as u32, ..extent })
+    })
 }
 
 fn extent(mapping: &Mapping) -> abi::Extent {

@@ -61,7 +61,7 @@ impl Endpoint {
     /// The answer to `INFO`.
     pub fn info(&self, fs: &Filesystem) -> Info {
         let superblock = fs.volume().superblock();
-        let geometry = fs.volume().device().geometry();
+        let (geometry, stripe) = (fs.volume().device().geometry(), fs.volume().device().stripe());
         let usage = fs.usage();
         let limits = self.server.registry.limits();
         let mut features = abi::Features::empty();
@@ -90,7 +90,8 @@ impl Endpoint {
             block_size: BLOCK_SIZE as u32,
             logical_block: geometry.logical_block,
             memory_alignment: geometry.memory_alignment,
-            devices: 1,
+            devices: stripe.map_or(1, |stripe| stripe.members() as u32),
+            stripe_unit: stripe.map_or(0, |stripe| stripe.unit()),
             route: route.code(),
             reason: reason.code(),
             ..Info::default()

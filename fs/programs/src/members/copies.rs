@@ -1,0 +1,109 @@
+//! The two superblocks of a member, in its first and its last block.
+//!
+//! A generation is written to the last blocks of all members, then to the first ones: so each
+//! member has at least one whole superblock at any time, and a generation in a first block says
+//! that all members know of it.
+
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use gpunvme_blockdev::{BlockDevice, Io, Region, Request};
+use gpunvme_layout::geometry::SUPERBLOCK;
+use gpunvme_layout::{BLOCK_SIZE, Block, Corrupt, Geometry, Member, Superblock};
+
+use crate::claim::reason;
+
+/// What a member says of itself: in its first block and in its last one, where they are intact.
+#[derive(Clone, Debug)]
+pub(super) struct Copies {
+    pub first: Option<Member>,
+    pub last: Option<Member>,
+}
+
+impl Copies {
+    /// The superblocks of a device, where it is a member.
+    ///
+    /// # Errors
+    /// A text: it cannot be read, or is a member that this program cannot use.
+    pub fn read(device: &Arc<dyn BlockDevice>) -> Result<Option<Copies>, String> {
+        let text = |error: gpunvme_blockdev::Error| reason(device.name(), &error);
+        let io = Io::inline(Arc::clone(device)).map_err(text)?;
+        let region = Region::allocate(BLOCK_SIZE).map_err(text)?;
+        Copies::find(blocks_of(device), |address| {
+            let mut bytes = [0; BLOCK_SIZE];
+            io.run([Request::read(Geometry::byte(address), [region.span(0..BLOCK_SIZE)])]).map_err(text)?;
+            region.read_at(0, &mut bytes).map_err(text)?;
+            Ok(Block::from_bytes(&bytes))
+        })
+    }
+
+    /// The same of a file or block device that is open, and is perhaps another's.
+    pub fn glance(file: &std::fs::File, len: u64) -> Result<Option<Copies>, String> {
+        Copies::find(len / BLOCK_SIZE as u64, |address| {
+            let mut bytes = [0; BLOCK_SIZE];
+            file.read_exact_at(&mut bytes, Geometry::byte(address)).map_err(|error| error.to_string())?;
+            Ok(Block::from_bytes(&bytes))
+        })
+    }
+
+    fn find(blocks: u64, read: impl Fn(u64) -> Result<Block, String>) -> Result<Option<Copies>, String> {
+        if blocks < 2 {
+            return Ok(None);
+        }
+        let decode = |block: &Block, address| {
+            Member::decode(block, address, blocks).map_err(|error| match error {
+                Corrupt::Superblock(why) => why,
+                error => error.to_string(),
+            })
+        };
+        let block = read(SUPERBLOCK)?;
+        if let Some(first) = decode(&block, SUPERBLOCK)? {
+            let at = first.blocks - 1;
+            // One that is damaged is written anew.
+            let last = read(at).ok().and_then(|block| decode(&block, at).ok().flatten());
+            return Ok(Some(Copies { first: Some(first), last }));
+        }
+        // The copy counts where the first was wiped or is damaged, and not where something else
+        // has taken its place.
+        let is_wiped = block.bytes().iter().all(|byte| *byte == 0);
+        if Superblock::is_intact(&block, SUPERBLOCK) || !(is_wiped || block.has_magic()) {
+            return Ok(None);
+        }
+        let last = decode(&read(blocks - 1)?, blocks - 1)?;
+        Ok(last.map(|last| Copies { first: None, last: Some(last) }))
+    }
+
+    /// One of them: they differ in nothing but the generation.
+    pub fn any(&self) -> &Member {
+        self.first.as_ref().or(self.last.as_ref()).expect("one of them was found")
+    }
+}
+
+/// Size of a device in blocks.
+pub(super) fn blocks_of(device: &Arc<dyn BlockDevice>) -> u64 {
+    device.geometry().len / BLOCK_SIZE as u64
+}
+
+/// Writes the superblocks of members, durably: with `copy` 0 those in their first blocks, with 1
+/// those in their last.
+///
+/// # Errors
+/// A text with the device's name: it failed.
+pub(super) fn write_all<'a>(
+    members: impl Iterator<Item = (&'a Arc<dyn BlockDevice>, &'a Member)>,
+    copy: usize,
+) -> Result<(), String> {
+    for (device, member) in members {
+        write(device, member, copy).map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+fn write(device: &Arc<dyn BlockDevice>, member: &Member, copy: usize) -> gpunvme_blockdev::Result<()> {
+    let address = member.addresses()[copy];
+    let region = Region::allocate(BLOCK_SIZE)?;
+    region.write_at(0, member.encode(address).bytes())?;
+    let io = Io::inline(Arc::clone(device))?;
+    io.run([Request::write(Geometry::byte(address), [region.span(0..BLOCK_SIZE)], false)])?;
+    io.run([Request::flush()])
+}

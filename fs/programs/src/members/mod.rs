@@ -1,0 +1,105 @@
+//! Volumes of several devices: from the name of one of them to the whole volume, claimed and
+//! opened as one device.
+//!
+//! [`open`] claims what it is given, and where that is a member, `search` finds the others by what
+//! they say of themselves; `copies` reads and writes the two superblocks that each member has;
+//! `set` judges whether the members are all, and all of the same moment; [`format`] makes them.
+//!
+//! What was found is believed only after it was read again from claimed devices. A volume that is
+//! opened for writing gets a new generation on all members first, so that a member that is not
+//! there cannot come back later unnoticed.
+
+mod copies;
+mod search;
+mod set;
+
+use std::sync::Arc;
+
+use gpunvme_blockdev::{BlockDevice, OpenMode, StripeDevice, StripeMap, split_names};
+use gpunvme_layout::member::Generation;
+use gpunvme_layout::{Geometry, Member, Striping};
+
+use crate::claim::{ClaimError, claim};
+use copies::Copies;
+
+/// Claims the volume that `device` names, and opens it. Where it is a member of a volume of several
+/// devices, the others are found, or are those in `others`; what comes back is all of them as one
+/// device. Opened for writing, it is of a new generation.
+///
+/// # Errors
+/// A device cannot be claimed or read; a member is missing, foreign, stale or there twice.
+pub fn open(device: &str, others: &[String], mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
+    let mut names: Vec<String> = split_names(device).into_iter().map(str::to_owned).collect();
+    names.extend(others.iter().cloned());
+    let first = claim(&names[0], mode).map_err(|error| member_error(&names, 0, error))?;
+    let Some(copies) = Copies::read(&first).map_err(|why| member_error(&names, 0, ClaimError::Device(why)))? else {
+        return match names.get(1) {
+            None => Ok(first),
+            Some(_) => Err(member_error(&names, 0, ClaimError::Device("not a member of a volume of several devices".into()))),
+        };
+    };
+    if names.len() == 1 {
+        names.extend(search::others(&names[0], copies.any()).map_err(ClaimError::Device)?);
+    }
+    let mut devices = vec![first];
+    for number in 1..names.len() {
+        devices.push(claim(&names[number], mode).map_err(|error| member_error(&names, number, error))?);
+    }
+    let mut members = Vec::with_capacity(devices.len());
+    for (number, device) in devices.into_iter().enumerate() {
+        let copies = Copies::read(&device).map_err(|why| member_error(&names, number, ClaimError::Device(why)))?;
+        members.push((names[number].clone(), device, copies));
+    }
+    let set = set::judge(members).map_err(ClaimError::Device)?;
+    if mode == OpenMode::ReadWrite {
+        set.begin_generation().map_err(ClaimError::Device)?;
+    }
+    stripe(set.devices(), &set.striping()).map_err(ClaimError::Device)
+}
+
+/// An error of a device that the user did not name, or not alone: with its name.
+fn member_error(names: &[String], number: usize, error: ClaimError) -> ClaimError {
+    if names.len() == 1 { error } else { ClaimError::Member { device: names[number].clone(), error: Box::new(error) } }
+}
+
+/// The members as one device.
+///
+/// # Errors
+/// A text: a member is too small, or has blocks that are too large.
+pub fn stripe(devices: Vec<Arc<dyn BlockDevice>>, striping: &Striping) -> Result<Arc<dyn BlockDevice>, String> {
+    let map = StripeMap::new(devices.len(), Geometry::byte(striping.unit.into()), Geometry::byte(striping.data));
+    let device = StripeDevice::new(devices, map, Geometry::byte(striping.total_blocks()));
+    device.map(|device| device as Arc<dyn BlockDevice>).map_err(|error| error.to_string())
+}
+
+/// Makes devices the members of a volume, in this order. Until it is done, they are none; the
+/// volume's content has to be there before.
+///
+/// # Errors
+/// A text with the device's name: it failed.
+pub fn format(devices: &[Arc<dyn BlockDevice>], like: &Member, uuids: &[[u8; 16]]) -> Result<(), String> {
+    let members: Vec<Member> = devices
+        .iter()
+        .zip(uuids)
+        .zip(0..)
+        .map(|((device, uuid), index)| Member { uuid: *uuid, index, blocks: copies::blocks_of(device), ..like.clone() })
+        .collect();
+    // First the copies at the end: a volume is there when all are.
+    for copy in [1, 0] {
+        copies::write_all(devices.iter().zip(&members), copy)?;
+    }
+    Ok(())
+}
+
+/// A generation that never was before.
+///
+/// # Errors
+/// The system has no random numbers.
+pub fn generation(number: u64) -> Result<Generation, String> {
+    let mut stamp = [0; 16];
+    match rustix::rand::getrandom(&mut stamp, rustix::rand::GetRandomFlags::empty()) {
+        Ok(16) => Ok(Generation { number, stamp }),
+        Ok(_) => Err("the system gave too few random bytes".to_owned()),
+        Err(error) => Err(format!("random bytes: {error}")),
+    }
+}

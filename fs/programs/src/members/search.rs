@@ -1,0 +1,88 @@
+//! Finds the other members of a volume: of a block device among all block devices, of an image
+//! file among the files of its folder. What it reads may be another program's, and change: whoever
+//! claims the devices reads again.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Seek, SeekFrom};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use gpunvme_blockdev::{path_of, without_options};
+use gpunvme_layout::Member;
+
+use super::copies::Copies;
+use super::set;
+
+/// Folder of sysfs with an entry for each block device, partitions as well.
+const DEVICES: &str = "/sys/class/block";
+
+/// The names of the other members of the volume that `device`, which says `own` of itself, is a
+/// member of.
+///
+/// # Errors
+/// A text: a member is missing or there twice.
+pub(super) fn others(device: &str, own: &Member) -> Result<Vec<String>, String> {
+    let path = path_of(device).filter(|_| without_options(device) == device && !device.contains(':'));
+    let Some(path) = path.filter(|path| path.exists()) else {
+        let count = own.striping.members;
+        return Err(format!("member {} of the {count} of a volume; name all of them, with + between their names", own.index + 1));
+    };
+    let mut found: Vec<Option<String>> = vec![None; own.striping.members.into()];
+    found[usize::from(own.index)] = Some(device.to_owned());
+    for candidate in candidates(path) {
+        let Some(member) = glance(&candidate).filter(|member| member.volume == own.volume) else { continue };
+        let name = candidate.to_string_lossy().into_owned();
+        match found.get_mut(usize::from(member.index)) {
+            Some(place @ None) => *place = Some(name),
+            Some(Some(other)) => return Err(set::twice(&member, other, &name)),
+            None => {}
+        }
+    }
+    let missing: Vec<u16> = (0..own.striping.members).filter(|index| found[usize::from(*index)].is_none()).collect();
+    if !missing.is_empty() {
+        return Err(set::lacks(own, &missing));
+    }
+    Ok(found.into_iter().flatten().filter(|name| name != device).collect())
+}
+
+/// What may be a member beside the device at `path`, which is left out.
+fn candidates(path: &Path) -> Vec<PathBuf> {
+    let Ok(own) = fs::metadata(path) else { return Vec::new() };
+    let names = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut found: Vec<PathBuf> = if own.file_type().is_block_device() {
+        names(Path::new(DEVICES)).filter_map(|entry| block_device(&entry.path())).collect()
+    } else {
+        names(path.parent().unwrap_or(Path::new("."))).map(|entry| entry.path()).collect()
+    };
+    let is_own = |other: &fs::Metadata| match own.file_type().is_block_device() {
+        true => other.rdev() == own.rdev(),
+        false => (other.dev(), other.ino()) == (own.dev(), own.ino()),
+    };
+    // A link beside the file it leads to is not a second one.
+    found.retain(|path| {
+        fs::symlink_metadata(path).is_ok_and(|status| {
+            status.file_type().is_block_device() == own.file_type().is_block_device()
+                && (status.is_file() || status.file_type().is_block_device())
+                && !is_own(&status)
+        })
+    });
+    found.sort();
+    found
+}
+
+/// The file of the block device that a folder of sysfs is about, where it holds something and no
+/// other block device (device mapper, RAID) is made of it.
+fn block_device(sysfs: &Path) -> Option<PathBuf> {
+    let is_used = fs::read_dir(sysfs.join("holders")).is_ok_and(|mut holders| holders.next().is_some());
+    let is_empty = fs::read_to_string(sysfs.join("size")).is_ok_and(|size| size.trim() == "0");
+    let event = fs::read_to_string(sysfs.join("uevent")).ok().filter(|_| !is_used && !is_empty)?;
+    let name = event.lines().find_map(|line| line.strip_prefix("DEVNAME="))?;
+    Some(Path::new("/dev").join(name))
+}
+
+/// What a file or block device says of itself, where it is a member.
+fn glance(path: &Path) -> Option<Member> {
+    let file: File = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).ok()?;
+    let len = (&file).seek(SeekFrom::End(0)).ok()?;
+    Copies::glance(&file, len).ok().flatten().map(|copies| copies.any().clone())
+}
