@@ -171,7 +171,7 @@ fn a_flush_goes_to_the_members_that_were_written_since_their_last() {
     let members = recorders.iter().map(|recorder| recorder.clone() as Arc<dyn BlockDevice>).collect();
     let io = Io::inline(stripe(members)).expect("a queue");
     let flushes = || -> Vec<usize> {
-        let count = |recorder: &Arc<Recorder>| recorder.log().events().iter().filter(|e| matches!(e, Event::Flush)).count();
+        let count = |recorder: &Arc<Recorder>| recorder.log().events().iter().filter(|e| matches!(e, Event::Flush(_))).count();
         recorders.iter().map(count).collect()
     };
     let after = |request: Option<Request>| {

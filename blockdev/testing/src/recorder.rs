@@ -4,6 +4,7 @@
 //! *collected*, and that is itself completed; anything else may be lost, kept, or torn at 512
 //! bytes, each independently.
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -29,8 +30,8 @@ pub enum Event {
         /// Whether it is durable when done.
         fua: bool,
     },
-    /// A flush was submitted.
-    Flush,
+    /// A flush was submitted, of the writes to these bytes.
+    Flush(Range<u64>),
     /// A discard was submitted.
     Discard {
         /// First byte.
@@ -47,6 +48,18 @@ pub enum Event {
     },
     /// The completion of an earlier event was collected; it is given by its number in the log.
     Done(usize),
+}
+
+impl Event {
+    /// Whether it changed these bytes.
+    fn is_within(&self, bytes: &Range<u64>) -> bool {
+        match self {
+            Event::Write { offset, .. } | Event::Discard { offset, .. } | Event::WriteZeroes { offset, .. } => {
+                bytes.contains(offset)
+            }
+            Event::Flush(_) | Event::Done(_) => false,
+        }
+    }
 }
 
 /// What happened to a device since it began with some contents.
@@ -73,6 +86,21 @@ impl Recorder {
     pub fn new(base: Image) -> Arc<Self> {
         let memory = Memory::new("recorder", base.clone(), geometry(base.len()));
         Arc::new(Self { recording: Arc::new(Recording { memory, log: Mutex::new(Log { base, events: Vec::new() }) }) })
+    }
+
+    /// Devices of the same size, one behind the other on this one. Each loses and keeps its own
+    /// writes: a flush of one is none of another.
+    ///
+    /// # Panics
+    /// Unless the size can be divided so.
+    pub fn members(&self, count: u64) -> Vec<Arc<dyn BlockDevice>> {
+        let len = self.recording.memory.geometry.len / count;
+        assert_eq!(len * count, self.recording.memory.geometry.len);
+        let member = |number: u64| -> Arc<dyn BlockDevice> {
+            let name = format!("member {}", number + 1).into();
+            Arc::new(Member { name, geometry: geometry(len), start: number * len, recording: self.recording.clone() })
+        };
+        (0..count).map(member).collect()
     }
 
     /// All that happened so far.
@@ -102,7 +130,38 @@ impl BlockDevice for Recorder {
     }
 
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(RecordingQueue { recording: self.recording.clone(), completions: Completions::default() }))
+        let bytes = 0..self.recording.memory.geometry.len;
+        Ok(Box::new(RecordingQueue { recording: self.recording.clone(), bytes, completions: Completions::default() }))
+    }
+
+    fn map(&self, _region: &Arc<Region>) -> Result<()> {
+        Ok(())
+    }
+
+    fn unmap(&self, _region: &Region) {}
+}
+
+/// A part of a recorder as a device of its own.
+struct Member {
+    name: Arc<str>,
+    geometry: Geometry,
+    /// Where it begins on the recorder.
+    start: u64,
+    recording: Arc<Recording>,
+}
+
+impl BlockDevice for Member {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    fn open_queue(&self) -> Result<Box<dyn Queue>> {
+        let bytes = self.start..self.start + self.geometry.len;
+        Ok(Box::new(RecordingQueue { recording: self.recording.clone(), bytes, completions: Completions::default() }))
     }
 
     fn map(&self, _region: &Arc<Region>) -> Result<()> {
@@ -114,12 +173,16 @@ impl BlockDevice for Recorder {
 
 struct RecordingQueue {
     recording: Arc<Recording>,
+    /// The device's bytes on the recorder.
+    bytes: Range<u64>,
     /// Each with the number of the event that it ends.
     completions: Completions<(Completion, Option<usize>)>,
 }
 
 impl RecordingQueue {
     fn run(&self, request: Request) -> (Completion, Option<usize>) {
+        let offset = if request.op == Op::Flush { 0 } else { self.bytes.start + request.offset };
+        let request = Request { offset, ..request };
         let mut log = self.recording.log.lock();
         let mut event = None;
         let result = self.recording.memory.run(&request).and_then(|()| {
@@ -127,7 +190,7 @@ impl RecordingQueue {
             let happened = match request.op {
                 Op::Read => return Ok(()),
                 Op::Write { fua } => Event::Write { offset, data: gather(&request)?.into(), fua },
-                Op::Flush => Event::Flush,
+                Op::Flush => Event::Flush(self.bytes.clone()),
                 Op::Discard => Event::Discard { offset, len },
                 Op::WriteZeroes => Event::WriteZeroes { offset, len },
             };
@@ -186,10 +249,10 @@ impl Log {
     /// adds to what may be on the device, and after each that adds to what must be. A position is
     /// a number of events; the cut comes after them.
     pub fn cuts(&self) -> impl Iterator<Item = usize> + '_ {
-        let matters = |event: &Event| match *event {
+        let matters = |event: &Event| match event {
             Event::Write { .. } | Event::Discard { .. } | Event::WriteZeroes { .. } => true,
-            Event::Flush => false,
-            Event::Done(of) => matches!(self.events[of], Event::Flush | Event::Write { fua: true, .. }),
+            Event::Flush(_) => false,
+            Event::Done(of) => matches!(self.events[*of], Event::Flush(_) | Event::Write { fua: true, .. }),
         };
         let after = self.events.iter().enumerate().filter(move |(_, event)| matters(event)).map(|(number, _)| number + 1);
         std::iter::once(0).chain(after)
@@ -253,9 +316,9 @@ impl PowerCuts<'_> {
             *self = self.log.power_cuts();
         }
         for number in self.position..cut {
-            match self.log.events[number] {
-                Event::Flush => {}
-                Event::Done(of) => self.done(number, of),
+            match &self.log.events[number] {
+                Event::Flush(_) => {}
+                Event::Done(of) => self.done(number, *of),
                 Event::Write { .. } | Event::Discard { .. } | Event::WriteZeroes { .. } => {
                     self.unsettled.push_back(Change { event: number, done: None, durable: false });
                 }
@@ -266,15 +329,18 @@ impl PowerCuts<'_> {
 
     /// Accounts for the event `of` having been done at `number`.
     fn done(&mut self, number: usize, of: usize) {
-        let fua = match self.log.events[of] {
-            Event::Flush => {
-                for change in self.unsettled.iter_mut().filter(|change| change.done.is_some_and(|done| done < of)) {
+        let events = &self.log.events;
+        let fua = match &events[of] {
+            Event::Flush(bytes) => {
+                let is_covered =
+                    |change: &Change| change.done.is_some_and(|done| done < of) && events[change.event].is_within(bytes);
+                for change in self.unsettled.iter_mut().filter(|change| is_covered(change)) {
                     change.durable = true;
                 }
                 self.settle();
                 return;
             }
-            Event::Write { fua, .. } => fua,
+            Event::Write { fua, .. } => *fua,
             _ => false,
         };
         if let Ok(place) = self.unsettled.binary_search_by_key(&of, |change| change.event) {
@@ -315,6 +381,6 @@ fn apply(image: &mut Image, event: &Event, mut survives: impl FnMut(u64) -> bool
                 }
             }
         }
-        Event::Flush | Event::Done(_) => {}
+        Event::Flush(_) | Event::Done(_) => {}
     }
 }

@@ -76,8 +76,8 @@ impl Spawn for World {
 }
 
 impl World {
-    /// Opens the volume on a recorder, and makes the directory that the whole workload stays in.
-    pub fn begin(recorder: &Arc<Recorder>, seed: u64) -> Arc<World> {
+    /// Opens the volume on a device that a recorder logs, and makes the directory that the whole workload stays in.
+    pub fn begin(recorder: &Arc<Recorder>, device: Arc<dyn BlockDevice>, seed: u64) -> Arc<World> {
         let state = Model {
             random: Random(seed),
             history: History::default(),
@@ -95,7 +95,6 @@ impl World {
             direct: Arc::default(),
             state: Mutex::new(state),
         });
-        let device: Arc<dyn BlockDevice> = recorder.clone();
         let waiting = Arc::downgrade(&world);
         let io = Io::stepped(device, move |count| waiting.upgrade().map_or(0, |world| world.meanwhile(count)));
         let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };

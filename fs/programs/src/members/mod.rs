@@ -45,16 +45,25 @@ pub fn open(device: &str, others: &[String], mode: OpenMode) -> Result<Arc<dyn B
     for number in 1..names.len() {
         devices.push(claim(&names[number], mode).map_err(|error| member_error(&names, number, error))?);
     }
+    assemble(names.into_iter().zip(devices).collect(), mode).map_err(ClaimError::Device)
+}
+
+/// Puts the members of a volume together, which are open for the caller alone, in any order. For
+/// writing they are of a new generation then.
+///
+/// # Errors
+/// A text: a device cannot be read, or is missing, foreign, stale or there twice.
+pub fn assemble(devices: Vec<(String, Arc<dyn BlockDevice>)>, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, String> {
     let mut members = Vec::with_capacity(devices.len());
-    for (number, device) in devices.into_iter().enumerate() {
-        let copies = Copies::read(&device).map_err(|why| member_error(&names, number, ClaimError::Device(why)))?;
-        members.push((names[number].clone(), device, copies));
+    for (name, device) in devices {
+        let copies = Copies::read(&device).map_err(|why| format!("{name}: {why}"))?;
+        members.push((name, device, copies));
     }
-    let set = set::judge(members).map_err(ClaimError::Device)?;
+    let set = set::judge(members)?;
     if mode == OpenMode::ReadWrite {
-        set.begin_generation().map_err(ClaimError::Device)?;
+        set.begin_generation()?;
     }
-    stripe(set.devices(), &set.striping()).map_err(ClaimError::Device)
+    stripe(set.devices(), &set.striping())
 }
 
 /// An error of a device that the user did not name, or not alone: with its name.

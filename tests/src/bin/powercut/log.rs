@@ -58,7 +58,7 @@ pub fn read(path: &Path, len: u64) -> Result<Log, Box<dyn std::error::Error>> {
             place += bytes;
         }
         if flags & FLUSH != 0 {
-            events.push(Event::Flush);
+            events.push(Event::Flush(0..u64::MAX));
         }
     }
     events.truncate(events.len().saturating_sub(LAST_ENTRIES));
