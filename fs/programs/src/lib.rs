@@ -1,5 +1,6 @@
 //! Shared parts of the programs mount.gpunvme, mkfs.gpunvme and fsck.gpunvme: claiming a device
-//! ([`claim`]), volumes of several devices ([`members`]), the mount table ([`mounts`]), and the terminal ([`terminal`]).
+//! ([`claim`]), volumes of several devices ([`members`]), the mount table ([`mounts`]), and the
+//! terminal ([`terminal`]).
 #![deny(unsafe_code)]
 
 mod below;

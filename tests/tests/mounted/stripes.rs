@@ -85,7 +85,7 @@ fn resolve_names_the_member_and_the_place_on_it() {
         serde_json::from_str(&succeeds(run("gpunvme", &["map", "--json", name(&volume.path("file"))]))).unwrap();
     assert_eq!(map["extents"].as_array().unwrap().len(), found.len());
     let said = succeeds(run("gpunvme", &["info", name(&volume.root())]));
-    assert!(said.contains("over 3 devices, in units of 256 KiB"), "{said}");
+    assert!(said.contains("over 3 devices, in units of 256.0 KiB"), "{said}");
 }
 
 #[test]

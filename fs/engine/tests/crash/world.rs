@@ -76,7 +76,8 @@ impl Spawn for World {
 }
 
 impl World {
-    /// Opens the volume on a device that a recorder logs, and makes the directory that the whole workload stays in.
+    /// Opens the volume on a device that a recorder logs, and makes the directory that the whole
+    /// workload stays in.
     pub fn begin(recorder: &Arc<Recorder>, device: Arc<dyn BlockDevice>, seed: u64) -> Arc<World> {
         let state = Model {
             random: Random(seed),

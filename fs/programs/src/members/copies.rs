@@ -24,7 +24,7 @@ impl Copies {
     /// The superblocks of a device, where it is a member.
     ///
     /// # Errors
-    /// A text: it cannot be read, or is a member that this program cannot use.
+    /// A text: it cannot be used at all, or is a member that this program cannot use.
     pub fn read(device: &Arc<dyn BlockDevice>) -> Result<Option<Copies>, String> {
         let text = |error: gpunvme_blockdev::Error| reason(device.name(), &error);
         let io = Io::inline(Arc::clone(device)).map_err(text)?;
@@ -56,20 +56,25 @@ impl Copies {
                 error => error.to_string(),
             })
         };
-        let block = read(SUPERBLOCK)?;
-        if let Some(first) = decode(&block, SUPERBLOCK)? {
-            let at = first.blocks - 1;
+        // What cannot be read is as good as damaged.
+        let block = read(SUPERBLOCK).ok();
+        let first = block.as_ref().map(|block| decode(block, SUPERBLOCK)).transpose()?.flatten();
+        let last_of = |at: u64| read(at).ok().map(|block| decode(&block, at)).transpose().map(Option::flatten);
+        if let Some(first) = first {
             // One that is damaged is written anew.
-            let last = read(at).ok().and_then(|block| decode(&block, at).ok().flatten());
+            let last = last_of(first.blocks - 1).unwrap_or(None);
             return Ok(Some(Copies { first: Some(first), last }));
         }
         // The copy counts where the first was wiped or is damaged, and not where something else
         // has taken its place.
-        let is_wiped = block.bytes().iter().all(|byte| *byte == 0);
-        if Superblock::is_intact(&block, SUPERBLOCK) || !(is_wiped || block.has_magic()) {
+        let is_another = |block: &Block| {
+            let is_wiped = block.bytes().iter().all(|byte| *byte == 0);
+            Superblock::is_intact(block, SUPERBLOCK) || !(is_wiped || block.has_magic())
+        };
+        if block.as_ref().is_some_and(is_another) {
             return Ok(None);
         }
-        let last = decode(&read(blocks - 1)?, blocks - 1)?;
+        let last = last_of(blocks - 1)?;
         Ok(last.map(|last| Copies { first: None, last: Some(last) }))
     }
 

@@ -23,13 +23,13 @@ const DEVICES: &str = "/sys/class/block";
 /// A text: a member is missing or there twice.
 pub(super) fn others(device: &str, own: &Member) -> Result<Vec<String>, String> {
     let path = path_of(device).filter(|_| without_options(device) == device && !device.contains(':'));
-    let Some(path) = path.filter(|path| path.exists()) else {
+    let Some(path) = path.and_then(|path| path.canonicalize().ok()) else {
         let count = own.striping.members;
         return Err(format!("member {} of the {count} of a volume; name all of them, with + between their names", own.index + 1));
     };
     let mut found: Vec<Option<String>> = vec![None; own.striping.members.into()];
     found[usize::from(own.index)] = Some(device.to_owned());
-    for candidate in candidates(path) {
+    for candidate in candidates(&path) {
         let Some(member) = glance(&candidate).filter(|member| member.volume == own.volume) else { continue };
         let name = candidate.to_string_lossy().into_owned();
         match found.get_mut(usize::from(member.index)) {

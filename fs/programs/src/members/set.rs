@@ -61,7 +61,7 @@ pub(super) fn judge(devices: Vec<(String, Arc<dyn BlockDevice>, Option<Copies>)>
 pub(super) fn twice(member: &Member, one: &str, other: &str) -> String {
     let number = member.index + 1;
     format!(
-        "member {number} of volume {} is there twice: {one} and {other}; detach one of them, or name the members that count with -o device=NAME",
+        "member {number} of volume {} is there twice: {one} and {other}; detach one of them, or name the members that count with -o device=NAME (fsck.gpunvme: --with NAME)",
         volume_name(member)
     )
 }
@@ -72,7 +72,7 @@ pub(super) fn lacks(member: &Member, missing: &[u16]) -> String {
     let numbers: Vec<String> = missing.iter().map(|index| (index + 1).to_string()).collect();
     let (noun, verb) = if missing.len() == 1 { ("member", "is") } else { ("members", "are") };
     format!(
-        "{noun} {} of the {count} of volume {} {verb} missing; attach what is missing, or name it with -o device=NAME",
+        "{noun} {} of the {count} of volume {} {verb} missing; attach what is missing, or name it with -o device=NAME (fsck.gpunvme: --with NAME)",
         numbers.join(", "),
         volume_name(member)
     )
