@@ -185,7 +185,7 @@ proptest! {
             let durable = |of: usize| {
                 let Some(collected) = done(of) else { return false };
                 let fua = matches!(events[of], Event::Write { fua: true, .. });
-                fua || (collected..cut).any(|e| matches!(events[e], Event::Flush) && done(e).is_some())
+                fua || (collected..cut).any(|e| matches!(events[e], Event::Flush(_)) && done(e).is_some())
             };
             let mut expected = [0u8; 20];
             for (number, event) in events[..cut].iter().enumerate() {
