@@ -96,8 +96,8 @@ impl Connection {
     }
 
     fn negotiate_with(device: Device, wishes: &Wishes, queues: Agreed) -> io::Result<Connection> {
-        let payload = match &queues {
-            Agreed::Queues(queues) => Some(queues.payload()),
+        let size = match &queues {
+            Agreed::Queues(queues) => Some(queues.size()),
             Agreed::None(_) => None,
         };
         let mut buffer = Buffer::new(0);
@@ -108,7 +108,7 @@ impl Connection {
                 Ok((asked, _)) if header.opcode == opcode::INIT => asked,
                 _ => return Err(refuse(&device, &header, unexpected("a request came before the kernel's first"))),
             };
-            match negotiate(&asked, wishes, payload) {
+            match negotiate(&asked, wishes, size) {
                 Ok(Answer::Again(out)) => send(&device, &header, out.as_bytes())?,
                 Ok(Answer::Agreed(out, negotiated)) => {
                     send(&device, &header, out.as_bytes())?;

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use crate::uring::Size;
 use crate::wire::{InitFlags, InitIn, InitOut, MAJOR, MINOR, OLDEST_MINOR};
 
 /// Bytes of a page, in which the kernel counts requests.
@@ -43,12 +44,11 @@ pub(crate) enum Answer {
     Again(InitOut),
 }
 
-/// Negotiates. `queue_payload`: bytes of the largest request through io_uring, where there are
-/// queues for it.
+/// Negotiates. `entries`: those of each queue of io_uring, where there are queues.
 ///
 /// # Errors
 /// The kernel's protocol is too old.
-pub(crate) fn negotiate(asked: &InitIn, wishes: &Wishes, queue_payload: Option<usize>) -> io::Result<Answer> {
+pub(crate) fn negotiate(asked: &InitIn, wishes: &Wishes, entries: Option<Size>) -> io::Result<Answer> {
     let mut out = InitOut {
         major: MAJOR,
         minor: MINOR,
@@ -82,21 +82,20 @@ pub(crate) fn negotiate(asked: &InitIn, wishes: &Wishes, queue_payload: Option<u
     // These have no price and change no request.
     let always = InitFlags::ASYNC_READ | InitFlags::BIG_WRITES | InitFlags::MAX_PAGES | InitFlags::INIT_EXT;
     let mut wanted = wishes.capabilities | always;
-    wanted.set(InitFlags::OVER_IO_URING, queue_payload.is_some());
+    wanted.set(InitFlags::OVER_IO_URING, entries.is_some());
     let capabilities = InitFlags::from_bits_retain(offered) & wanted;
     let minor = asked.minor.min(MINOR);
     // The kernel asks for entries of the largest request that was agreed on (`fuse_uring_create`).
-    let most = match queue_payload {
-        Some(payload) if capabilities.contains(InitFlags::OVER_IO_URING) => u32::try_from(payload).unwrap_or(u32::MAX),
-        _ => u32::MAX,
-    };
+    let entries = entries.filter(|_| capabilities.contains(InitFlags::OVER_IO_URING));
+    let most = entries.and_then(|entries| u32::try_from(entries.payload).ok()).unwrap_or(u32::MAX);
+    let background = entries.map_or(u16::MAX, |entries| entries.background());
     let (max_write, max_readahead) = (wishes.max_write.min(most), asked.max_readahead.min(most));
     out.minor = minor;
     out.max_readahead = max_readahead;
     out.flags = capabilities.bits() as u32;
     out.flags2 = (capabilities.bits() >> 32) as u32;
-    out.max_background = wishes.max_background;
-    out.congestion_threshold = wishes.congestion;
+    out.max_background = wishes.max_background.min(background);
+    out.congestion_threshold = wishes.congestion.min(background);
     out.max_write = max_write;
     out.time_gran = 1;
     out.max_pages = u16::try_from(max_write.max(max_readahead).div_ceil(PAGE)).unwrap_or(u16::MAX);
@@ -115,10 +114,10 @@ mod tests {
         io_uring: false,
     };
 
-    fn ask_with(major: u32, minor: u32, flags: InitFlags, queue_payload: Option<usize>) -> io::Result<Answer> {
+    fn ask_with(major: u32, minor: u32, flags: InitFlags, entries: Option<Size>) -> io::Result<Answer> {
         let (low, high) = (flags.bits() as u32, (flags.bits() >> 32) as u32);
         let asked = InitIn { major, minor, max_readahead: 131_072, flags: low, flags2: high, unused: [0; 11] };
-        negotiate(&asked, &WISHES, queue_payload)
+        negotiate(&asked, &WISHES, entries)
     }
 
     fn ask(major: u32, minor: u32, flags: InitFlags) -> io::Result<Answer> {
@@ -126,15 +125,18 @@ mod tests {
     }
 
     #[test]
-    fn requests_through_io_uring_are_as_large_as_the_entries() {
-        let Ok(Answer::Agreed(out, agreed)) = ask_with(7, 45, InitFlags::all(), Some(65_536)) else { panic!("refused") };
+    fn requests_through_io_uring_are_as_large_as_the_entries_and_leave_some_of_them() {
+        let entries = Some(Size { depth: 8, payload: 65_536 });
+        let Ok(Answer::Agreed(out, agreed)) = ask_with(7, 45, InitFlags::all(), entries) else { panic!("refused") };
         assert!(agreed.capabilities.contains(InitFlags::OVER_IO_URING));
         assert_eq!((out.max_write, out.max_readahead, out.max_pages), (65_536, 65_536, 16));
+        assert_eq!((out.max_background, out.congestion_threshold), (6, 6));
         // Where the kernel has none, they stay as large as they were to be.
         let old = InitFlags::all() - InitFlags::OVER_IO_URING;
-        let Ok(Answer::Agreed(out, agreed)) = ask_with(7, 41, old, Some(65_536)) else { panic!("refused") };
+        let Ok(Answer::Agreed(out, agreed)) = ask_with(7, 41, old, entries) else { panic!("refused") };
         assert!(!agreed.capabilities.contains(InitFlags::OVER_IO_URING));
         assert_eq!((out.max_write, out.max_readahead, out.max_pages), (1 << 20, 131_072, 256));
+        assert_eq!((out.max_background, out.congestion_threshold), (256, 192));
     }
 
     #[test]

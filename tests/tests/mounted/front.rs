@@ -96,7 +96,11 @@ fn appending_begins_where_a_direct_write_ended() {
 #[test]
 fn nobody_else_is_kept_waiting_by_parts_of_a_direct_append_that_others_do_not_go_before() {
     needs_mount!();
-    let volume = Mounted::new();
+    waits_for_no_fragments(&Mounted::new());
+}
+
+/// One process appends directly, far behind the end, and another syncs meanwhile.
+pub fn waits_for_no_fragments(volume: &Mounted) {
     let direct = || OpenOptions::new().append(true).create(true).custom_flags(libc::O_DIRECT).open(volume.path("file")).unwrap();
     let mut other = File::create_new(volume.path("other")).unwrap();
     // Far behind the end, on a file that is open for appending: the daemon cannot know that nothing

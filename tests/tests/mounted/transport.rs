@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::front::waits_for_no_fragments;
 use gpunvme_tests::direct::Buffer;
 use gpunvme_tests::mounted::{Image, Mounted, is_mounted};
 use gpunvme_tests::sys::{Mapping, without_io_uring};
@@ -326,6 +327,14 @@ fn signals_interrupt_requests_and_lose_nothing() {
         }
     }
     use_it(&volume.root());
+}
+
+/// Fragments that wait for others leave entries to requests of the same queue.
+#[test]
+fn requests_in_the_background_keep_no_queue_from_others() {
+    needs_mount!();
+    let Some(_offered) = Parameter::set("requests_in_the_background_keep_no_queue_from_others", "Y") else { return };
+    waits_for_no_fragments(&by_io_uring(Image::formatted()));
 }
 
 /// Direct writes make the kernel forget pages, and it waits for those that are being read: their

@@ -31,7 +31,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use self::entry::{Answered, Entry};
 use self::server::{Ring, Server, Shared};
-use self::size::Size;
+pub(crate) use self::size::Size;
 use crate::connection::Handler;
 use crate::request::Decoder;
 
@@ -80,9 +80,9 @@ impl Queues {
         self
     }
 
-    /// Bytes of the largest request, which is to be agreed on.
-    pub fn payload(&self) -> usize {
-        self.size.payload
+    /// What is to be agreed on: no larger requests, and not more of them in the background.
+    pub fn size(&self) -> Size {
+        self.size
     }
 
     /// Begins to serve. Returns the threads, and whether all queues are registered: else the

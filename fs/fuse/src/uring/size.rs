@@ -3,8 +3,8 @@
 
 /// Bytes that the payloads of all entries take at the most. They are touched as they are used.
 pub(super) const MOST_MEMORY: usize = 256 << 20;
-/// The most entries of a queue: requests of one processor that are served at once.
-const DEEPEST: usize = 8;
+/// The most entries of a queue: requests of one processor that are in work at once.
+const DEEPEST: usize = 64;
 /// Entries that a queue keeps as long as its payloads can shrink for them: read-ahead sends
 /// several requests at once.
 const WANTED: usize = 4;
@@ -16,7 +16,7 @@ const SMALLEST: usize = 128 << 10;
 
 /// The entries of each queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Size {
+pub(crate) struct Size {
     /// Number of entries.
     pub depth: usize,
     /// Bytes of the payload of each.
@@ -24,15 +24,22 @@ pub(super) struct Size {
 }
 
 impl Size {
-    /// For so many queues, and requests of at most `largest` bytes. Up to 32 queues have 8
-    /// entries of 1 MiB, then fewer, then smaller ones; none if [`MOST_MEMORY`] is not enough for
-    /// one entry each.
+    /// For so many queues, and requests of at most `largest` bytes. Up to 4 queues have 64 entries
+    /// of 1 MiB; more have fewer, and beyond 64 smaller ones; none if [`MOST_MEMORY`] is not enough
+    /// for one entry each.
     pub fn of(queues: usize, largest: usize) -> Option<Size> {
         let share = MOST_MEMORY / queues.max(1);
         let affordable = 1 << (share / WANTED).max(1).ilog2();
         let payload = largest.max(LEAST).min(SMALLEST.max(affordable));
         let depth = (share / payload).min(DEEPEST);
         (depth > 0).then_some(Size { depth, payload })
+    }
+
+    /// Requests that no process waits for, at once, in all queues together: they leave a quarter of
+    /// the entries of any queue to others. (The kernel sends one a queue beyond that.)
+    pub fn background(&self) -> u16 {
+        let most = self.depth - self.depth.div_ceil(4);
+        u16::try_from(most.max(1)).unwrap_or(u16::MAX)
     }
 }
 
@@ -44,10 +51,16 @@ mod tests {
 
     #[test]
     fn few_processors_have_deep_queues_of_the_largest_requests() {
-        for queues in [1, 2, 16, 32] {
-            assert_eq!(Size::of(queues, MIB), Some(Size { depth: 8, payload: MIB }), "{queues}");
+        for (queues, depth) in [(1, 64), (4, 64), (8, 32), (16, 16), (32, 8)] {
+            assert_eq!(Size::of(queues, MIB), Some(Size { depth, payload: MIB }), "{queues}");
         }
-        assert_eq!(Size::of(16, 4096), Some(Size { depth: 8, payload: 8192 }));
+        assert_eq!(Size::of(16, 4096), Some(Size { depth: 64, payload: 8192 }));
+    }
+
+    #[test]
+    fn requests_in_the_background_leave_entries_to_others() {
+        let background = |depth| Size { depth, payload: MIB }.background();
+        assert_eq!([1, 2, 4, 8, 16, 64].map(background), [1, 1, 3, 6, 12, 48]);
     }
 
     #[test]
