@@ -77,6 +77,10 @@ make_work() {
 remove_work() {
     local dir device process
     cd /
+    # While their images still have a path. What is mounted goes with its mount.
+    for device in $(losetup --noheadings --output NAME,BACK-FILE --list | awk -v work="$work/" 'index($2, work) == 1 { print $1 }'); do
+        as_root losetup --detach "$device" || true
+    done
     # The innermost mounts first. A daemon that hangs must not keep the script from ending: its
     # mount is cut off, and it is killed.
     for dir in $(awk -v work="$work/" 'index($2, work) == 1 { print $2 }' /proc/self/mounts | tac); do
@@ -84,9 +88,6 @@ remove_work() {
     done
     for process in $(pgrep -f "^[^ ]*mount.gpunvme $work/" || true); do
         as_root timeout 30 tail --pid="$process" -f /dev/null || as_root kill -KILL "$process" || true
-    done
-    for device in $(losetup --noheadings --output NAME,BACK-FILE --list | awk -v work="$work/" 'index($2, work) == 1 { print $1 }'); do
-        as_root losetup --detach "$device" || true
     done
     as_root rm -rf --one-file-system "$work"
 }

@@ -228,17 +228,28 @@ fn folder_of_library(line: &str) -> Option<&Path> {
     (is_code && name.starts_with("libcu") && name.contains(".so")).then_some(path.parent()?)
 }
 
-/// Whether only root and this user may put something else in the place of a file that was found.
+/// Whether only root and this user may put something else in the place of a file: by writing to
+/// it, or to a folder on the way to it. `path` has no links.
 fn is_trusted(path: &Path) -> bool {
-    let mine = rustix::process::geteuid().as_raw();
-    let is_trusted = [Some(path), path.parent()].into_iter().flatten().all(|path| {
-        let writable_by_all = 0o002;
-        path.metadata().is_ok_and(|found| [0, mine].contains(&found.uid()) && found.mode() & writable_by_all == 0)
-    });
+    let is_trusted = path.ancestors().all(is_kept);
     if !is_trusted {
         tracing::warn!(path = %path.display(), "another user may replace it: not taken unless GPUNVME_CUFILE_REAL names it");
     }
     is_trusted
+}
+
+/// Whether only root and this user may change what a path names. A group may write to it if it is
+/// root's, or the one that a user has alone, whose number is the user's. In a folder with the
+/// sticky bit others cannot rename or remove what is not theirs.
+fn is_kept(path: &Path) -> bool {
+    const GROUP: u32 = 0o020;
+    const OTHERS: u32 = 0o002;
+    const STICKY: u32 = 0o1000;
+    let trusted = [0, rustix::process::geteuid().as_raw()];
+    path.metadata().is_ok_and(|found| {
+        let by_others = found.mode() & OTHERS != 0 || found.mode() & GROUP != 0 && !trusted.contains(&found.gid());
+        trusted.contains(&found.uid()) && (!by_others || found.is_dir() && found.mode() & STICKY != 0)
+    })
 }
 
 /// The file of this library.

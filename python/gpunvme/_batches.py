@@ -97,11 +97,12 @@ def performed(
 
 def perform(
     items: Iterable[tuple[File, Any, int, int]],
-    progress: Progress,
+    progress: Progress | None = None,
     *,
     write: bool = False,
     require: Any = None,
 ) -> None:
     """Reads or writes items, as :func:`performed` does."""
     for _, _, length in performed(items, write=write, require=require):
-        progress.add(length)
+        if progress is not None:
+            progress.add(length)

@@ -15,11 +15,11 @@ import copy
 import dataclasses
 import functools
 import io
-import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -39,12 +39,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from gpunvme._batches import Progress, perform
+from gpunvme._batches import perform
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._parts import read_part, runs
 from gpunvme._types import Require
-from gpunvme.torch import ALIGNMENT, bytes_of, layout, map_tensors, offset_of, records
+from gpunvme.torch import ALIGNMENT, bytes_of, layout, map_tensors, records
 
 __all__ = ["Reader", "Writer"]
 
@@ -63,6 +63,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     def __init__(self, path: str | os.PathLike[str], *, require: Require | None = None) -> None:
         super().__init__(path)
         self._require = require
+        #: Tensors without bytes, by what was pickled of them: many tensors of a model are alike.
+        self._known: dict[bytes, Any] = {}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Reads what a plan asks for."""
@@ -86,36 +88,48 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                     for item in items:
                         info = self.storage_data[item.storage_index]
                         try:
-                            saved = layout(self._slice_file(stream, info))
-                            plain = self._is_plain(saved, info)
+                            saved, begin = self._layout(self._slice_file(stream, info), info.length)
                         except ValueError:
-                            plain = False  # what PyTorch's own reader makes of it is right
-                        if not plain:
-                            others.append(item)
+                            others.append(item)  # what PyTorch's own reader makes of it is right
                             continue
                         target = planner.resolve_tensor(item).detach()
                         resolved.append((item, target))
-                        offset = info.offset + offset_of(saved) + saved.storage_offset() * saved.itemsize
+                        offset = info.offset + begin + saved.storage_offset() * saved.itemsize
                         yield from self._read(file, saved, offset, item, target)
 
-            total = sum(math.prod(item.lengths) for items in by_file.values() for item in items)
-            with Progress(total, "checkpoint", False) as bar:
-                perform(whole(), bar, require=self._require)
+            perform(whole(), require=self._require)
         for item, target in resolved:
             planner.commit_tensor(item, target)
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 
-    @staticmethod
-    def _is_plain(saved: Any, info: _StorageInfo) -> bool:
-        """Whether the bytes of a tensor lie in its part of the file, one after the other."""
-        if (
-            not isinstance(saved, torch.Tensor)
-            or saved.is_conj()
-            or saved.is_neg()
-            or not saved.is_contiguous()
-        ):
-            return False
-        return bool(offset_of(saved) + saved.untyped_storage().nbytes() <= info.length)
+    def _layout(self, part: IO[bytes], length: int) -> tuple[torch.Tensor, int]:
+        """What a part of a file holds: a tensor without bytes, and where in the part they begin.
+
+        Raises:
+            ValueError: they do not lie there one after the other, as they are in memory.
+        """
+        try:
+            archive = torch._C.PyTorchFileReader(part)
+            pickled, order = archive.get_record("data.pkl"), archive.get_record("byteorder")
+            name, *more = (name for name in archive.get_all_records() if name.startswith("data/"))
+            begin = archive.get_record_offset(name)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        if pickled not in self._known:
+            part.seek(0)
+            self._known[pickled] = layout(part)
+        saved = self._known[pickled]
+        plain = (
+            isinstance(saved, torch.Tensor)
+            and saved.layout == torch.strided
+            and saved.is_contiguous()
+            and not (saved.is_quantized or saved.is_conj() or saved.is_neg() or saved.is_meta or more)
+            and order == sys.byteorder.encode()
+            and begin + saved.untyped_storage().nbytes() <= length
+        )
+        if not plain:
+            raise ValueError("no tensor whose bytes lie one after the other")
+        return saved, begin
 
     def _read(
         self, file: File, saved: torch.Tensor, offset: int, item: ReadItem, target: torch.Tensor
@@ -180,7 +194,6 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         with open_file(self.fs.concat_path(self.path, name), "w") as file:
             perform(
                 ((file, *what) for what in self._layout(name, plan.items, planner, results)),
-                Progress(0, "checkpoint", False),
                 write=True,
                 require=self._require,
             )
@@ -194,12 +207,15 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         """Writes what the checkpoint holds, by which it exists."""
         super().finish(metadata, results)
         if self.sync_files:
-            # PyTorch syncs the file before it gets its name.
-            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            # PyTorch syncs what names the parts before it gets its name, and in 2.11 without
+            # what Python has not written by then.
+            named = [entry.path for entry in os.scandir(self.path) if entry.name.endswith(".metadata")]
+            for path in [*named, self.path]:
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def _layout(
         self, name: str, items: list[WriteItem], planner: SavePlanner, results: list[WriteResult]

@@ -10,6 +10,7 @@ mount of gpunvme.
 """
 
 import os
+import pickle
 import struct
 import sys
 import zipfile
@@ -38,14 +39,15 @@ def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Requir
     The file appears under its name when all of it is durable.
 
     Args:
-        obj: tensors in dictionaries, lists and tuples, such as a state dict; and what else can be pickled.
+        obj: tensors in dictionaries, lists and tuples, such as a state dict, and plain values: what
+            ``torch.load(path, weights_only=True)`` takes.
         path: the file; one that exists is replaced.
         progress: whether to show a bar, with tqdm; without it one is shown for more than 1 GiB, where tqdm
             is installed and standard error is a terminal.
         require: a demand on the route, as for :meth:`gpunvme.File.write_from`.
 
     Raises:
-        ValueError: it has tensors in other objects.
+        ValueError: it has other objects, or tensors in them.
         gpunvme.Error: the file cannot be written.
     """
     path = os.fspath(path)
@@ -128,12 +130,16 @@ def layout(file: "str | IO[bytes]") -> Any:
     Raises:
         ValueError: it has tensors for which there is no such thing.
     """
+    what = file if isinstance(file, str) else "a part of a checkpoint"
     try:
         with FakeTensorMode():
             return torch.load(file, weights_only=True)
     except (RuntimeError, NotImplementedError) as error:
-        what = file if isinstance(file, str) else "a part of a checkpoint"
         raise ValueError(f"{what}: only torch.load can read this: sparse or quantized tensors?") from error
+    except pickle.UnpicklingError as error:
+        # Its message is a page; the name stands behind this word.
+        name = str(error).partition("GLOBAL ")[2].split(" ")[0]
+        raise ValueError(f"{what}: it has other objects than tensors and plain values ({name})") from error
 
 
 def offset_of(tensor: torch.Tensor) -> int:

@@ -187,7 +187,7 @@ def test_leaving_in_the_middle_ends_the_threads_and_closes_the_files(files):
             break
     del _
     for _ in range(200):
-        if not any(thread.name.startswith("gpunvme-read") for thread in threading.enumerate()):
+        if not any(thread.name.startswith("gpunvme-") for thread in threading.enumerate()):
             break
         threading.Event().wait(0.05)
     else:

@@ -62,7 +62,8 @@ impl Observer for Watching {
         // SAFETY: the header says how it is called.
         match unsafe { begins(self.user_data.0, &mut moved_by) } {
             0 => Ok(moved_by),
-            error => Err(Errno::from_raw_os_error(error.saturating_neg())),
+            error @ -4095..0 => Err(Errno::from_raw_os_error(-error)),
+            _ => Err(Errno::INVAL),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Files, buffers and requests that are waited for.
 
 use std::fs::{self, File, OpenOptions};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::thread;
@@ -365,9 +365,12 @@ fn a_number_that_is_another_open_file_now_is_registered_anew() {
         let number = first.as_raw_fd();
         cufile.register(&first).unwrap();
         assert_eq!(cufile.register(&first), Err(refused(5028)));
-        drop(first);
-        let second = open(&volume.path("file"));
-        assert_eq!(second.as_raw_fd(), number, "another test thread opened a file");
+        // Closed and given to another open file at once: another thread of the test cannot take it.
+        let other = open(&volume.path("file"));
+        let mut second = OwnedFd::from(first);
+        rustix::io::dup2(&other, &mut second).unwrap();
+        let second = File::from(second);
+        assert_eq!(second.as_raw_fd(), number);
         let handle = cufile.register(&second).unwrap();
         assert_eq!(cufile.write(handle, device.address(), 4096, 0, 0), 4096);
         assert_eq!(cufile.read(handle, device.address(), 4096, 0, 0), 4096, "it is open for both");

@@ -167,15 +167,28 @@ fn a_library_that_another_user_may_have_put_there_is_not_loaded() {
     assert!(output.status.success() && !log.exists(), "beside data: {}", text(&output));
     assert!(!text(&output).contains('\x1b'), "no colours where there is no terminal: {}", text(&output));
 
-    fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).unwrap();
-    let (mut command, log) = registers_elsewhere(scratch.path(), "");
-    let output = command.env("LD_LIBRARY_PATH", &shared).output().unwrap();
-    assert!(output.status.success() && !log.exists(), "in a folder of all: {}", text(&output));
-
-    fs::set_permissions(&shared, fs::Permissions::from_mode(0o755)).unwrap();
-    let (mut command, log) = registers_elsewhere(scratch.path(), "");
-    let output = command.env("LD_LIBRARY_PATH", &shared).output().unwrap();
-    assert!(output.status.success() && log.exists(), "in a folder of this user's: {}", text(&output));
+    let loads = |what: &str, library: &Path, expected: bool| {
+        let (mut command, log) = registers_elsewhere(scratch.path(), "");
+        let output = command.env("LD_LIBRARY_PATH", library).output().unwrap();
+        assert!(output.status.success() && log.exists() == expected, "{what}: {}", text(&output));
+        let _ = fs::remove_file(log);
+    };
+    let mode = |folder: &Path, mode| fs::set_permissions(folder, fs::Permissions::from_mode(mode)).unwrap();
+    mode(&shared, 0o777);
+    loads("in a folder of all", &shared, false);
+    mode(&shared, 0o1777);
+    loads("in one where others cannot rename what is there", &shared, true);
+    std::os::unix::fs::chown(&shared, None, Some(12345)).unwrap();
+    mode(&shared, 0o775);
+    loads("in a folder of a group", &shared, false);
+    mode(&shared, 0o755);
+    loads("in a folder of this user's", &shared, true);
+    let within = shared.join("within");
+    fs::create_dir(&within).unwrap();
+    stand_in(&within);
+    loads("deeper", &within, true);
+    mode(&shared, 0o777);
+    loads("below a folder of all", &within, false);
 }
 
 #[test]
