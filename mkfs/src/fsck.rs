@@ -58,6 +58,9 @@ pub struct Arguments {
     /// Print every finding, not the first of each kind
     #[arg(short = 'v', long)]
     pub verbose: bool,
+    /// Say nothing about a volume without errors, and show no progress
+    #[arg(short, long, conflicts_with_all = ["verbose", "json"])]
+    pub quiet: bool,
     /// Say what was found as JSON
     #[arg(long)]
     pub json: bool,
@@ -110,7 +113,11 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     };
     match examine(&arguments) {
         Ok(report) => {
-            let text = if arguments.json { format!("{}\n", json(&report)) } else { report.text(arguments.verbose) };
+            let text = match (arguments.json, arguments.quiet && report.counts.is_empty()) {
+                (true, _) => format!("{}\n", json(&report)),
+                (_, true) => String::new(),
+                _ => report.text(arguments.verbose),
+            };
             let found = match (report.left, report.counts.is_empty()) {
                 (0, true) => CLEAN,
                 (0, false) => CORRECTED,
@@ -187,7 +194,7 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     let io = Io::inline(device).map_err(|error| text(error.into()))?;
     let options = CheckOptions { read_only, memory: (arguments.memory as usize) << 20, now: now() };
     let mut fsck = Fsck::open(io, options).map_err(text)?;
-    let mut meter = Meter::new(name);
+    let mut meter = Meter::new(name, arguments.quiet);
     let mut findings = {
         let mut show = |stage, done, of| {
             meter.show(stage, done, of);

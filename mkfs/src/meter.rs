@@ -17,9 +17,10 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Shows nothing yet.
-    pub fn new(device: &str) -> Meter {
-        Meter { device: device.to_owned(), terminal: std::io::stderr().is_terminal(), last: Instant::now(), shown: false }
+    /// Shows nothing yet, and with `quiet` nothing later.
+    pub fn new(device: &str, quiet: bool) -> Meter {
+        let terminal = !quiet && std::io::stderr().is_terminal();
+        Meter { device: device.to_owned(), terminal, last: Instant::now(), shown: false }
     }
 
     /// Shows how much of a stage is done, now and then.

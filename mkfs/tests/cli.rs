@@ -175,6 +175,8 @@ fn fsck_finds_nothing_on_a_new_volume_and_names_what_is_damaged() {
     assert_eq!(clean.status.code(), Some(0), "{clean:?}");
     assert!(String::from_utf8_lossy(&clean.stdout).contains("clean, 1 inodes"), "{clean:?}");
 
+    assert!(fsck(&image.path, &["-n", "-q"]).stdout.is_empty());
+
     // One inode too many is counted: the state block, with a checksum that fits.
     let file = OpenOptions::new().read(true).write(true).open(&image.path).unwrap();
     let mut bytes = [0; 4096];
@@ -195,7 +197,7 @@ fn fsck_finds_nothing_on_a_new_volume_and_names_what_is_damaged() {
     assert!(fs::read(&image.path).unwrap() == before, "a check wrote to the image");
 
     // What has one right answer is mended without asking; then there is nothing to find.
-    let mended = fsck(&image.path, &["-p"]);
+    let mended = fsck(&image.path, &["-p", "-q"]);
     assert_eq!(mended.status.code(), Some(1), "{mended:?}");
     let text = String::from_utf8_lossy(&mended.stdout);
     assert!(text.contains("state: counts 2 inodes, there are 1 (mended)"), "{text}");
