@@ -9,23 +9,14 @@ use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::device::{Buffer, Device};
+use crate::handler::Handler;
 use crate::idle_loops::IdleLoops;
 use crate::negotiation::{Answer, Negotiated, Wishes, negotiate};
 use crate::notifier::Notifier;
 use crate::reply::{Channel, Reply};
-use crate::request::{Decoder, Forgets, Message, Request};
+use crate::request::{Decoder, Message};
 use crate::uring::Queues;
 use crate::wire::{InHeader, InitFlags, InitIn, OutHeader, opcode};
-
-/// A filesystem, as the kernel's requests see it.
-pub trait Handler: Send + Sync + 'static {
-    /// Serves a request, on a loop: the next one waits until this returns. The reply may be given
-    /// later, from any thread.
-    fn request(&self, request: Request<'_>, reply: Reply);
-
-    /// Notes what the kernel has forgotten, on a loop.
-    fn forget(&self, forgets: Forgets<'_>);
-}
 
 /// What is said where io_uring is wished for and cannot be had.
 const CLASSIC: &str = "requests come by /dev/fuse, not through io_uring";

@@ -11,6 +11,7 @@
 
 mod connection;
 mod device;
+mod handler;
 mod idle_loops;
 mod listing;
 mod negotiation;
@@ -20,7 +21,8 @@ mod request;
 mod uring;
 pub mod wire;
 
-pub use connection::{Connection, Fallback, Handler, Served, Transport};
+pub use connection::{Connection, Fallback, Served, Transport};
+pub use handler::Handler;
 pub use listing::Listing;
 pub use negotiation::{Negotiated, Wishes};
 pub use notifier::Notifier;

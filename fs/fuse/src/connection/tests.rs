@@ -9,7 +9,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::*;
-use crate::request::Operation;
+use crate::request::{Forgets, Operation, Request};
 use crate::wire::Attr;
 use crate::{InitFlags, Times};
 

@@ -32,7 +32,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use self::entry::{Answered, Entry};
 use self::server::{Ring, Server, Shared};
 pub(crate) use self::size::Size;
-use crate::connection::Handler;
+use crate::handler::Handler;
 use crate::request::Decoder;
 
 /// What a thread does with its ring.

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
 use super::entry::{Answered, Entry};
-use crate::connection::Handler;
+use crate::handler::Handler;
 use crate::reply::Reply;
 use crate::request::{Decoder, Message};
 use crate::wire::{COMMIT_AND_FETCH, REGISTER, RingCommand, RingHeader};
