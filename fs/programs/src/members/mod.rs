@@ -3,7 +3,7 @@
 //!
 //! [`open`] claims what it is given, and where that is a member, `search` finds the others by what
 //! they say of themselves; `copies` reads and writes the two superblocks that each member has;
-//! `set` judges whether the members are all, and all of the same moment; [`format`] makes them.
+//! `set` judges whether the members are all, and all of the same moment; [`format()`] makes them.
 //!
 //! What was found is believed only after it was read again from claimed devices. A volume that is
 //! opened for writing gets a new generation on all members first, so that a member that is not
