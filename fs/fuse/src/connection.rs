@@ -132,8 +132,9 @@ impl Connection {
     /// Serves requests with so many loops, each a thread with a descriptor of its own, until the
     /// connection ends.
     ///
-    /// # Errors The system has not got the descriptors or the threads. Loops that have begun go
-    /// on until the connection ends, which its mount's end brings about.
+    /// # Errors
+    /// The system has not got the descriptors or the threads. Loops that have begun go on until the
+    /// connection ends, which its mount's end brings about.
     pub fn serve(self, handler: &Arc<impl Handler>, loops: usize) -> io::Result<Served> {
         let Connection { device, negotiated, queues } = self;
         let decoder = Decoder { setxattr_ext: negotiated.capabilities.contains(InitFlags::SETXATTR_EXT) };
