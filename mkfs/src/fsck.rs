@@ -116,7 +116,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             let text = match (arguments.json, arguments.quiet && report.counts.is_empty()) {
                 (true, _) => format!("{}\n", json(&report)),
                 (_, true) => String::new(),
-                _ => report.text(arguments.verbose),
+                _ => report.text(arguments.verbose, arguments.yes),
             };
             let found = match (report.left, report.counts.is_empty()) {
                 (0, true) => CLEAN,
@@ -295,8 +295,8 @@ impl Report {
         }
     }
 
-    /// For people. All findings, or the first of each kind.
-    fn text(&self, all: bool) -> String {
+    /// For people. All findings, or the first of each kind; `tried`: whether all were to be mended.
+    fn text(&self, all: bool, tried: bool) -> String {
         let device = &self.device;
         let mut text = String::new();
         if self.recovered {
@@ -318,13 +318,20 @@ impl Report {
             }
         }
         let total: u64 = self.counts.values().sum();
+        let advice = if tried {
+            "they cannot be mended: copy away what can be read, and format the volume anew"
+        } else if self.left == 1 {
+            "fsck.gpunvme -y mends it"
+        } else {
+            "fsck.gpunvme -y mends them"
+        };
         let verdict = match (total, self.left) {
             (0, _) => "clean".to_owned(),
             (1, 0) => "1 error mended".to_owned(),
             (n, 0) => format!("{n} errors mended"),
-            (1, _) => "1 error, left as it is; fsck.gpunvme -y mends it".to_owned(),
-            (n, left) if left >= n => format!("{left} errors, left as they are; fsck.gpunvme -y mends them"),
-            (n, left) => format!("{} errors mended, {left} left; fsck.gpunvme -y mends them", n - left),
+            (1, _) => format!("1 error, left as it is; {advice}"),
+            (n, left) if left >= n => format!("{left} errors, left as they are; {advice}"),
+            (n, left) => format!("{} errors mended, {left} left; {advice}", n - left),
         };
         let used = self.blocks - self.free_blocks;
         text += &format!("{device}: {verdict}, {} inodes, {used}/{} blocks\n", self.inodes, self.blocks);

@@ -260,6 +260,8 @@ pub(super) fn streams_go_on(site: &Site) {
     // SAFETY: what is in the memory does not matter.
     let first = unsafe { dying_transfers.read_on_stream(&dying_sample.file, &whole, own_stream(site.gpu)) };
     assert_eq!(first.unwrap().wait().unwrap().bytes(), MIB);
+    // Nor its length: that read had the kernel drop what it had cached of the file.
+    assert_eq!(dying_sample.file.size().unwrap(), MIB);
 
     let blocked = Blocked::new(site.gpu);
     // SAFETY: what is in the memory does not matter.
