@@ -159,7 +159,9 @@ fn descriptors_that_cannot_be_closed_hold_up_neither_others_nor_the_end() {
     let longest = victim.end();
     assert!(longest < PATIENCE, "a registration took {longest:?}");
     let after = Figures::of(volume.daemon());
-    assert!(after.descriptors > before.descriptors, "nothing was stuck: {before:?} became {after:?}");
+    // A thread that waits in close(2) has the descriptor out of the table.
+    let is_stuck = after.descriptors > before.descriptors || after.threads > before.threads;
+    assert!(is_stuck, "nothing was stuck: {before:?} became {after:?}");
     assert!(after.threads <= before.threads + 20, "{before:?} became {after:?}");
     assert!(after.descriptors <= before.descriptors + 500, "{before:?} became {after:?}");
 
