@@ -3,8 +3,8 @@
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    // For all targets of this package: what is said for its shared library alone, cargo also says to
-    // the linker of each shared library that has this package in it (rust-lang/cargo issue 9562).
+    // For all targets of this package: what is said for its shared library alone, cargo also says
+    // to the linker of each shared library with this package in it (rust-lang/cargo issue 9562).
     // Programs have no use for a SONAME, and take no harm.
     println!("cargo::rustc-link-arg=-Wl,-soname,libgpunvme.so.0");
 }

@@ -63,8 +63,8 @@ impl Queues {
     /// For requests of at most `largest` bytes.
     ///
     /// # Errors
-    /// The system refuses io_uring (`io_uring_disabled`, seccomp, its age), has not got this much of
-    /// it, or may have so many processors that the entries would take too much memory.
+    /// The system refuses io_uring (`io_uring_disabled`, seccomp, its age), has not got this much
+    /// of it, or may have so many processors that the entries would take too much memory.
     pub fn new(largest: usize) -> io::Result<Queues> {
         let queues = possible_processors()?;
         let too_many = || format!("{queues} possible processors are too many for {} bytes of memory", size::MOST_MEMORY);
