@@ -45,6 +45,25 @@ fn files_elsewhere_are_not_written() {
     assert!(message.contains("new: not on a gpunvme mount") && !new.exists(), "{message}");
 }
 
+/// What bash offers for the last of `words`, the words of a command line.
+fn completed(words: &[&str]) -> Vec<String> {
+    let script = String::from_utf8(gpunvme(&["--completions", "bash"]).stdout).unwrap();
+    let ask =
+        r#"COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); _gpunvme "$1" "${@: -1}" "${@: -2:1}"; printf '%s\n' "${COMPREPLY[@]}""#;
+    let output = Command::new("bash").args(["-c", &format!("{script}{ask}"), "bash"]).args(words).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn bash_completes_commands_options_and_values() {
+    assert_eq!(completed(&["gpunvme", "doc"]), ["doctor"]);
+    assert_eq!(completed(&["gpunvme", "read", "file", "--req"]), ["--require"]);
+    assert_eq!(completed(&["gpunvme", "read", "file", "--require", ""]), ["p2p", "bounce", "host", "direct"]);
+    assert!(gpunvme(&["--completions", "zsh"]).stdout.starts_with(b"#compdef gpunvme"));
+    assert!(fails(&["--completions", "csh"], 2).contains("bash"));
+}
+
 /// On any machine and for any user the exit status of `doctor` is the route.
 #[test]
 fn doctor_tells_the_route_of_this_machine() {

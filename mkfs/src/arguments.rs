@@ -4,6 +4,7 @@ use clap::Parser;
 use gpunvme_layout::BLOCK_SIZE;
 use gpunvme_layout::member::{MEMBERS_MAX, UNIT_RANGE};
 use gpunvme_layout::superblock::LABEL_MAX;
+use gpunvme_programs::completions::{Completions, Printed};
 use uuid::Uuid;
 
 /// Formats a device as a gpunvme volume, or several as one. Everything on them is lost.
@@ -35,6 +36,9 @@ pub struct Arguments {
     /// Say what was made as JSON
     #[arg(long)]
     pub json: bool,
+    /// Print what a shell needs to complete this command line
+    #[arg(long, value_name = "SHELL", value_parser = Completions)]
+    pub completions: Option<Printed>,
 }
 
 /// A size in blocks.

@@ -13,6 +13,7 @@ use gpunvme_blockdev::{Io, OpenMode};
 use gpunvme_engine::FsError;
 use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind};
 use gpunvme_programs::claim::reason;
+use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::members;
 use gpunvme_programs::terminal::{complain, print};
 use nix::sys::signal::{SigSet, Signal};
@@ -73,6 +74,9 @@ pub struct Arguments {
     /// Where fsck(8) wants to hear how far it is; the terminal shows it anyway
     #[arg(short = 'C', value_name = "FD", hide = true, allow_hyphen_values = true)]
     pub progress: Option<i32>,
+    /// Print what a shell needs to complete this command line
+    #[arg(long, value_name = "SHELL", value_parser = Completions)]
+    pub completions: Option<Printed>,
 }
 
 /// What was found on a volume, and what became of it.

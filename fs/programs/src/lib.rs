@@ -1,10 +1,11 @@
-//! Shared parts of the programs mount.gpunvme, mkfs.gpunvme and fsck.gpunvme: claiming a device
-//! ([`claim`]), volumes of several devices ([`members`]), the mount table ([`mounts`]), and the
-//! terminal ([`terminal`]).
+//! Shared parts of the programs of gpunvme: claiming a device ([`claim`]), volumes of several
+//! devices ([`members`]), the mount table ([`mounts`]), the terminal ([`terminal`]), and what
+//! shells complete ([`completions`]).
 #![deny(unsafe_code)]
 
 mod below;
 pub mod claim;
+pub mod completions;
 pub mod members;
 pub mod mounts;
 pub mod terminal;

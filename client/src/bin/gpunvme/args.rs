@@ -4,6 +4,7 @@ use clap::{Parser, Subcommand};
 use gpunvme::{Require, Route};
 use gpunvme_cuda::NoGpuName;
 pub use gpunvme_cuda::Which;
+use gpunvme_programs::completions::{Completions, Printed};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -14,6 +15,9 @@ pub struct Args {
     /// Print JSON
     #[arg(long, global = true)]
     pub json: bool,
+    /// Print what a shell needs to complete this command line
+    #[arg(long, value_name = "SHELL", value_parser = Completions)]
+    pub completions: Option<Printed>,
     #[command(subcommand)]
     pub command: Command,
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use gpunvme_blockdev::path_of;
+use gpunvme_programs::completions::{Completions, Printed};
 use rustix::mount::MountFlags;
 
 use super::error::MountError;
@@ -43,6 +44,9 @@ struct Arguments {
     /// The filesystem type: gpunvme, or fuse.gpunvme
     #[arg(short = 't', value_name = "TYPE")]
     fs_type: Option<String>,
+    /// Print what a shell needs to complete this command line
+    #[arg(long, value_name = "SHELL", value_parser = Completions)]
+    completions: Option<Printed>,
 }
 
 /// Complete options of one mount.
