@@ -39,6 +39,8 @@ pub struct Doctor {
 pub enum Command {
     /// Tell which route this machine can take between SSD and GPU, and what would make it faster
     Doctor(Doctor),
+    /// Bring a set of objects from a store, or a folder, into a folder of a mount
+    Hydrate(crate::stage::Stage),
     /// Tell what a mount is and can do
     Info {
         /// The mount, or anything in it
@@ -56,6 +58,8 @@ pub enum Command {
         /// A block device or an image file
         device: PathBuf,
     },
+    /// Bring a folder of a mount into a store, or a folder
+    Publish(crate::stage::Stage),
     /// Read a file into registered memory, and tell how it moved
     Read(Read),
     /// Run a program that speaks cuFile, with our libcufile before NVIDIA's

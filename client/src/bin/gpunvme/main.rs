@@ -14,6 +14,7 @@ mod probe;
 mod read;
 mod report;
 mod run;
+mod stage;
 mod write;
 
 use args::{Args, Command};
@@ -26,11 +27,13 @@ fn main() -> ExitCode {
     let args = Args::parse();
     let result = match &args.command {
         Command::Doctor(doctor) => doctor::run(doctor),
+        Command::Hydrate(stage) => stage::run("hydrate", stage, args.json),
         Command::Info { mount } => describe::info(mount),
         Command::Map { file } => describe::map(file),
         Command::Stats { mount } => describe::stats(mount),
         Command::Nvme(nvme) => nvme::run(nvme),
         Command::Probe { device } => probe::run(device),
+        Command::Publish(stage) => stage::run("publish", stage, args.json),
         Command::Read(read) => read::run(read),
         Command::Run(run) => run::run(run),
         Command::Write(write) => write::run(write),

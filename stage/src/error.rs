@@ -1,0 +1,84 @@
+//! What can go wrong, said so that a person knows what to do.
+
+use rustix::io::Errno;
+use std::path::PathBuf;
+
+/// The result of this program's own operations.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a set was not brought in or out.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{0}: neither a folder nor a URL such as s3://BUCKET/PREFIX, gs://, az://, https:// or file:///PATH")]
+    NoUrl(String),
+    #[error(
+        "{0}: a URL with a user, a password or a query would be kept in the manifest: give credentials as the store's own tools take them"
+    )]
+    Credentials(String),
+    #[error("{0}: there is no object and no folder of that name")]
+    Nothing(String),
+    #[error("the store's object {name:?} cannot become a file here: {why}")]
+    Name { name: String, why: &'static str },
+    #[error("the set has more than {0} objects: take it in parts (--include)")]
+    TooMany(usize),
+    #[error("the manifest of {0} is none of ours, or larger than {1} bytes")]
+    SetManifest(String, u64),
+    #[error("{name}: it changed in the store time and again while it was fetched")]
+    Changing { name: String },
+    #[error("{name}: its CRC32C is {found:08x}, and the set's manifest says {expected:08x}; it was not kept")]
+    Checksum { name: String, expected: u32, found: u32 },
+    #[error("{name}: the store sent something else than the bytes that were asked for: {why}")]
+    Answer { name: String, why: String },
+    #[error("{name}: {source}")]
+    Store { name: String, source: object_store::Error },
+    #[error("{0}")]
+    Direct(#[from] gpunvme::Error),
+    #[error("{}: cannot {action}: {errno}", path.display())]
+    Path { path: PathBuf, action: &'static str, errno: Errno },
+    #[error("{} bytes are missing and {free} are free: evict something, or bring in less (--include)", needed)]
+    Space { needed: u64, free: u64 },
+    #[error("{} holds the set of {there}: take another folder for {asked}", folder.display())]
+    OtherSet { folder: PathBuf, there: String, asked: String },
+    #[error("{} is no manifest of a set; remove it, and the files are fetched anew", .0.display())]
+    Manifest(PathBuf),
+    #[error("{} changed while it was published: publish again", .0.display())]
+    ChangedHere(PathBuf),
+    #[error("{}: more than {most} parts of {part} bytes: raise --memory", path.display())]
+    TooLong { path: PathBuf, most: u64, part: u64 },
+    #[error("a task of this program ended: {0}")]
+    Task(#[from] tokio::task::JoinError),
+    #[error("{0}")]
+    Runtime(std::io::Error),
+}
+
+impl Error {
+    /// What the store said of `name`.
+    pub fn store(name: impl Into<String>) -> impl FnOnce(object_store::Error) -> Error {
+        let name = name.into();
+        move |source| Error::Store { name, source }
+    }
+
+    /// What a system call on `path` said.
+    pub fn path<E: IntoErrno>(path: impl Into<PathBuf>, action: &'static str) -> impl FnOnce(E) -> Error {
+        let path = path.into();
+        move |error| Error::Path { path, action, errno: error.errno() }
+    }
+}
+
+/// Errors of system calls, as rustix and the standard library have them.
+pub trait IntoErrno {
+    /// Its number.
+    fn errno(&self) -> Errno;
+}
+
+impl IntoErrno for Errno {
+    fn errno(&self) -> Errno {
+        *self
+    }
+}
+
+impl IntoErrno for std::io::Error {
+    fn errno(&self) -> Errno {
+        Errno::from_io_error(self).unwrap_or(Errno::IO)
+    }
+}

@@ -1,0 +1,173 @@
+//! The folder that a set lies in: its lock, its partial files, and how a file gets its name.
+//!
+//! It guards two promises: a name in the folder is a whole file, and none leads out of it.
+
+use crate::error::{Error, Result};
+use crate::memory::Data;
+use crate::names::OWN;
+use gpunvme::Mount;
+use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// A set's folder.
+#[derive(Debug)]
+pub struct Folder {
+    path: PathBuf,
+    root: OwnedFd,
+    own: PathBuf,
+    partial: OwnedFd,
+    /// The mount that it lies on, where that is gpunvme's.
+    pub mount: Option<Mount>,
+}
+
+/// While it lives, no other process changes the set.
+#[derive(Debug)]
+pub struct Lock(#[allow(dead_code)] File);
+
+impl Folder {
+    /// The folder at `path`, made where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Path`], and [`Error::Direct`] where the mount does not answer.
+    pub fn create(path: &Path) -> Result<Folder> {
+        let own = path.join(OWN);
+        let partial = own.join("partial");
+        std::fs::create_dir_all(&partial).map_err(Error::path(&partial, "make it"))?;
+        let open = |path: &Path, flags| rustix::fs::open(path, flags, Mode::empty()).map_err(Error::path(path, "open it"));
+        let root = open(path, OFlags::DIRECTORY | OFlags::CLOEXEC)?;
+        let mount = match Mount::open(path) {
+            Ok(mount) => Some(mount),
+            Err(gpunvme::Error::NotGpunvme { .. }) => None,
+            Err(error) => return Err(error.into()),
+        };
+        Ok(Folder { path: path.into(), root, partial: open(&partial, FOLDER)?, own, mount })
+    }
+
+    /// The lock of the set; waits for it where another process has it, after `wait` said so.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn lock(&self, wait: impl FnOnce()) -> Result<Lock> {
+        let path = self.own.join("lock");
+        let file = File::options().create(true).append(true).open(&path).map_err(Error::path(&path, "open it"))?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => {
+                wait();
+                rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockExclusive))
+            }
+            locked => locked,
+        }
+        .map_err(Error::path(&path, "lock it"))?;
+        Ok(Lock(file))
+    }
+
+    /// The path of the manifest.
+    pub fn manifest(&self) -> PathBuf {
+        self.own.join("manifest")
+    }
+
+    /// The path of a name of the set.
+    pub fn path_of(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// The length of a file of the set, in bytes, where it is a regular file.
+    pub fn size_of(&self, name: &str) -> Option<u64> {
+        let found = self.path_of(name).symlink_metadata().ok()?;
+        found.is_file().then_some(found.len())
+    }
+
+    /// Bytes that are free.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn free(&self) -> Result<u64> {
+        let found = rustix::fs::fstatvfs(&self.root).map_err(Error::path(&self.path, "ask what is free"))?;
+        Ok(found.f_bavail.saturating_mul(found.f_frsize))
+    }
+
+    /// Removes the partial files whose names are not in `keep`, and returns the bytes that the
+    /// others take.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn clean(&self, keep: impl Fn(&str) -> bool) -> Result<u64> {
+        let path = self.own.join("partial");
+        let mut kept = 0;
+        for entry in std::fs::read_dir(&path).map_err(Error::path(&path, "read it"))? {
+            let entry = entry.map_err(Error::path(&path, "read it"))?;
+            if keep(&entry.file_name().to_string_lossy()) {
+                kept += entry.metadata().map_or(0, |found| std::os::unix::fs::MetadataExt::blocks(&found) * 512);
+            } else {
+                self.remove_partial(&entry.file_name().to_string_lossy())?;
+            }
+        }
+        Ok(kept)
+    }
+
+    /// Removes a partial file.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn remove_partial(&self, partial: &str) -> Result<()> {
+        match rustix::fs::unlinkat(&self.partial, partial, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(errno) => Err(Error::Path { path: self.own.join("partial").join(partial), action: "remove it", errno }),
+        }
+    }
+
+    /// Opens a partial file with room for `size` bytes, and makes it where there is none. Says
+    /// whether it was there.
+    ///
+    /// # Errors
+    /// [`Error::Path`], also where the filesystem is full.
+    pub fn partial(&self, partial: &str, size: u64) -> Result<(Data, bool)> {
+        let path = self.own.join("partial").join(partial);
+        let failed = |action| Error::path(&path, action);
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let (file, is_old) = match rustix::fs::openat(&self.partial, partial, flags, Mode::empty()) {
+            Ok(file) => (file, true),
+            Err(Errno::NOENT) => {
+                let mode = Mode::from_raw_mode(0o666);
+                (rustix::fs::openat(&self.partial, partial, flags | OFlags::CREATE, mode).map_err(failed("make it"))?, false)
+            }
+            Err(errno) => return Err(failed("open it")(errno)),
+        };
+        rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
+        if size > 0 {
+            match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size) {
+                Ok(()) | Err(Errno::OPNOTSUPP) => {}
+                Err(errno) => return Err(failed("reserve its space")(errno)),
+            }
+        }
+        Ok((Data::new(file, &path, self.mount.is_some())?, is_old))
+    }
+
+    /// Gives a partial file, whose bytes are all there, the name `name`: both are durable
+    /// afterwards. It replaces a file of that name.
+    ///
+    /// # Errors
+    /// [`Error::Path`]; a folder of the name that is a symbolic link is one.
+    pub fn appear(&self, partial: &str, data: &Data, name: &str) -> Result<()> {
+        let path = self.path_of(name);
+        let failed = |action| Error::path(&path, action);
+        rustix::fs::fsync(data.file()).map_err(failed("make it durable"))?;
+        let mut folder = rustix::io::fcntl_dupfd_cloexec(&self.root, 0).map_err(failed("open its folder"))?;
+        let (folders, last) = name.rsplit_once('/').unwrap_or(("", name));
+        for part in folders.split('/').filter(|part| !part.is_empty()) {
+            match rustix::fs::mkdirat(&folder, part, Mode::from_raw_mode(0o777)) {
+                Ok(()) => rustix::fs::fsync(&folder).map_err(failed("make its folder durable"))?,
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(failed("make its folder")(errno)),
+            }
+            folder = rustix::fs::openat(&folder, part, FOLDER, Mode::empty()).map_err(failed("open its folder"))?;
+        }
+        rustix::fs::renameat(&self.partial, partial, &folder, last).map_err(failed("give it its name"))?;
+        rustix::fs::fsync(&folder).map_err(failed("make its name durable"))
+    }
+}

@@ -1,0 +1,159 @@
+//! The program `gpunvme-stage`: sets of files between object stores and a folder. Its commands are
+//! those of `gpunvme`, which hands them on: the program that root runs on controllers has no HTTP
+//! and no TLS in it.
+
+mod error;
+mod folder;
+mod hydrate;
+mod journal;
+mod manifest;
+mod memory;
+mod names;
+mod progress;
+mod publish;
+mod store;
+
+use clap::{Parser, Subcommand};
+use error::{Error, Result};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use store::Store;
+
+/// Datasets in, checkpoints out: sets of files between object stores and a folder
+#[derive(Parser)]
+#[command(name = "gpunvme", version, arg_required_else_help = true)]
+struct Args {
+    /// Print JSON
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Bring a set of objects into a folder of a mount
+    Hydrate(Hydrate),
+    /// Bring a folder of a mount into a store
+    Publish(Publish),
+}
+
+#[derive(clap::Args)]
+struct Limits {
+    /// How many parts are in flight
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    concurrency: u16,
+    /// Memory for parts, in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    memory: u32,
+}
+
+#[derive(clap::Args)]
+struct Hydrate {
+    /// s3://BUCKET/PREFIX, gs://, az://, https://, file:///PATH, or a folder
+    source: String,
+    /// The folder; made where there is none
+    folder: PathBuf,
+    /// Only objects whose names in the set match: `*` stands for any characters, `?` for one
+    #[arg(long, value_name = "PATTERN")]
+    include: Vec<String>,
+    /// Only each N-th object, beginning with the I-th
+    #[arg(long, value_name = "I/N")]
+    rank: Option<hydrate::Share>,
+    /// What of an object is compared before its file appears
+    #[arg(long, value_enum, default_value_t = Verify::Crc32c)]
+    verify: Verify,
+    /// Never evict the set
+    #[arg(long)]
+    pin: bool,
+    /// Tell what would be fetched, and fetch nothing
+    #[arg(long)]
+    dry_run: bool,
+    #[command(flatten)]
+    limits: Limits,
+}
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum Verify {
+    /// Its length, and its CRC32C where the set has a manifest
+    Crc32c,
+    /// Its length
+    None,
+}
+
+#[derive(clap::Args)]
+struct Publish {
+    /// The folder
+    folder: PathBuf,
+    /// s3://BUCKET/PREFIX, gs://, az://, file:///PATH, or a folder
+    destination: String,
+    /// Of the published sets beside the destination, itself among them, keep the N newest
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    keep: Option<u32>,
+    #[command(flatten)]
+    limits: Limits,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let filter = tracing_subscriber::EnvFilter::from_default_env();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    match run(&args) {
+        Ok(text) => match writeln!(std::io::stdout(), "{text}") {
+            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => ExitCode::FAILURE,
+            _ => ExitCode::SUCCESS,
+        },
+        Err(error) => {
+            // Where there is no stderr, the exit status has to do.
+            let _ = writeln!(std::io::stderr(), "gpunvme: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<String> {
+    // It fails where another one is set already, and that does as well.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
+    match &args.command {
+        Command::Hydrate(hydrate) => {
+            let done = runtime.block_on(hydrate::hydrate(hydrate::Hydration {
+                source: Store::source(&hydrate.source)?,
+                folder: hydrate.folder.clone(),
+                include: hydrate.include.clone(),
+                share: hydrate.rank,
+                concurrency: hydrate.limits.concurrency.into(),
+                memory: u64::from(hydrate.limits.memory) << 20,
+                verify: hydrate.verify == Verify::Crc32c,
+                pin: hydrate.pin,
+                dry_run: hydrate.dry_run,
+            }))?;
+            let what = if hydrate.dry_run { "to be fetched" } else { "fetched" };
+            let text = format!(
+                "{} objects, {} bytes; {what}: {}, {} bytes",
+                done.objects, done.bytes, done.fetched_objects, done.fetched_bytes
+            );
+            Ok(shown(args.json, &done, text))
+        }
+        Command::Publish(publish) => {
+            let done = runtime.block_on(publish::publish(publish::Publication {
+                folder: publish.folder.clone(),
+                destination: Store::destination(&publish.destination)?,
+                keep: publish.keep.map(|keep| keep as usize),
+                concurrency: publish.limits.concurrency.into(),
+                memory: u64::from(publish.limits.memory) << 20,
+            }))?;
+            let mut text =
+                format!("{} files, {} bytes; sent: {}, {} bytes", done.files, done.bytes, done.sent_files, done.sent_bytes);
+            if done.removed_sets > 0 {
+                text += &format!("; {} older sets removed", done.removed_sets);
+            }
+            Ok(shown(args.json, &done, text))
+        }
+    }
+}
+
+fn shown(json: bool, done: &impl serde::Serialize, text: String) -> String {
+    if json { serde_json::to_string_pretty(done).expect("numbers have a form in JSON") } else { text }
+}

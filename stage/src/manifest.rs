@@ -1,0 +1,237 @@
+//! The manifest of a set in a folder: which objects are there, whole and durable, and which parts
+//! of those that are not. It is a journal of JSON lines; a last line that is torn counts for
+//! nothing.
+
+use crate::error::{Error, Result};
+use crate::store::Object;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+
+/// What a set is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Set {
+    /// Where it comes from, without credentials.
+    pub source: String,
+    /// Whether it is never evicted.
+    pub pinned: bool,
+}
+
+/// A file that is whole and durable.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// Its length in bytes.
+    pub size: u64,
+    /// The version of the object that it is.
+    pub version: String,
+    /// The CRC32C of its bytes.
+    pub crc32c: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Line {
+    Set(Set),
+    File {
+        name: String,
+        entry: Entry,
+    },
+    Part {
+        of: String,
+        offset: u64,
+        len: u64,
+        crc32c: u32,
+    },
+    /// The parts of this count no more.
+    Dropped {
+        of: String,
+    },
+    /// All objects of the set are there.
+    Whole,
+}
+
+/// The parts of a file that are durable: offsets, with lengths and CRC32C.
+pub type Parts = BTreeMap<u64, (u64, u32)>;
+
+/// The manifest of a folder; one process has it at a time.
+#[derive(Debug)]
+pub struct Manifest {
+    file: File,
+    path: PathBuf,
+    /// The set, unless the manifest is new.
+    pub set: Option<Set>,
+    /// Files by name.
+    pub files: HashMap<String, Entry>,
+    /// Parts by the partial file that they are in.
+    parts: HashMap<String, Parts>,
+    /// Whether all objects of the set were there once.
+    pub whole: bool,
+}
+
+impl Manifest {
+    /// Reads the manifest at `path`, and makes it where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Manifest`] where the file is something else, [`Error::Path`].
+    pub fn open(path: &Path) -> Result<Manifest> {
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false);
+        let file = options.open(path).map_err(Error::path(path, "open it"))?;
+        let (mut manifest, good) = Manifest::parse(file, path)?;
+        manifest.file.set_len(good).map_err(Error::path(path, "shorten it"))?;
+        manifest.file.seek(std::io::SeekFrom::End(0)).map_err(Error::path(path, "read it"))?;
+        Ok(manifest)
+    }
+
+    /// Reads the manifest at `path`, and leaves it as it is.
+    ///
+    /// # Errors
+    /// As [`Manifest::open`].
+    pub fn read(path: &Path) -> Result<Manifest> {
+        let file = File::open(path).map_err(Error::path(path, "open it"))?;
+        Ok(Manifest::parse(file, path)?.0)
+    }
+
+    /// The manifest, and how many bytes of the file are whole lines.
+    fn parse(mut file: File, path: &Path) -> Result<(Manifest, u64)> {
+        let mut text = Vec::new();
+        file.read_to_end(&mut text).map_err(Error::path(path, "read it"))?;
+        let mut manifest =
+            Manifest { file, path: path.into(), set: None, files: HashMap::new(), parts: HashMap::new(), whole: false };
+        let mut good = 0;
+        for line in text.split_inclusive(|&byte| byte == b'\n') {
+            let Some(parsed) = line.strip_suffix(b"\n").and_then(|line| serde_json::from_slice(line).ok()) else { break };
+            good += line.len();
+            manifest.apply(parsed);
+        }
+        if manifest.set.is_none() && good == 0 && text.contains(&b'\n') {
+            return Err(Error::Manifest(path.into()));
+        }
+        Ok((manifest, good as u64))
+    }
+
+    fn apply(&mut self, line: Line) {
+        match line {
+            Line::Set(set) => {
+                self.set = Some(set);
+                self.whole = false;
+            }
+            Line::File { name, entry } => {
+                self.files.insert(name, entry);
+            }
+            Line::Part { of, offset, len, crc32c } => {
+                self.parts.entry(of).or_default().insert(offset, (len, crc32c));
+            }
+            Line::Dropped { of } => {
+                self.parts.remove(&of);
+            }
+            Line::Whole => self.whole = true,
+        }
+    }
+
+    fn append(&mut self, line: Line) -> Result<()> {
+        let mut text = serde_json::to_vec(&line).expect("a line of strings and numbers");
+        text.push(b'\n');
+        self.file.write_all(&text).map_err(Error::path(&self.path, "write it"))?;
+        self.apply(line);
+        Ok(())
+    }
+
+    /// Says what the set is.
+    ///
+    /// # Errors
+    /// [`Error::Path`], as all that follow.
+    pub fn begin(&mut self, set: Set) -> Result<()> {
+        self.append(Line::Set(set))
+    }
+
+    /// Whether this version of an object is there, as far as the manifest knows.
+    pub fn has(&self, object: &Object) -> bool {
+        let same = |entry: &Entry| entry.size == object.size && entry.version == object.version;
+        self.files.get(&object.name).is_some_and(same)
+    }
+
+    /// The durable parts of a partial file.
+    pub fn parts(&self, of: &str) -> Parts {
+        self.parts.get(of).cloned().unwrap_or_default()
+    }
+
+    /// A part is durable.
+    pub fn add_part(&mut self, of: &str, offset: u64, len: u64, crc32c: u32) -> Result<()> {
+        self.append(Line::Part { of: of.into(), offset, len, crc32c })
+    }
+
+    /// A partial file is gone. That is durable before a new one of its name has parts.
+    pub fn drop_parts(&mut self, of: &str) -> Result<()> {
+        if !self.parts.contains_key(of) {
+            return Ok(());
+        }
+        self.append(Line::Dropped { of: of.into() })?;
+        self.file.sync_data().map_err(Error::path(&self.path, "make it durable"))
+    }
+
+    /// A file is durable under its name.
+    pub fn add_file(&mut self, name: &str, entry: Entry) -> Result<()> {
+        self.append(Line::File { name: name.into(), entry })
+    }
+
+    /// The set is whole. The manifest becomes as short as it can be, and durable.
+    pub fn finish(&mut self) -> Result<()> {
+        let set = self.set.iter().cloned().map(Line::Set);
+        let sorted: BTreeMap<_, _> = self.files.iter().collect();
+        let files = sorted.into_iter().map(|(name, entry)| Line::File { name: name.clone(), entry: entry.clone() });
+        let mut text = Vec::new();
+        for line in set.chain(files).chain([Line::Whole]) {
+            serde_json::to_writer(&mut text, &line).expect("a line of strings and numbers");
+            text.push(b'\n');
+        }
+        let new = self.path.with_extension("new");
+        let failed = || Error::path(&new, "write it");
+        let mut file = File::create(&new).map_err(failed())?;
+        file.write_all(&text).and_then(|()| file.sync_all()).map_err(failed())?;
+        std::fs::rename(&new, &self.path).map_err(Error::path(&self.path, "replace it"))?;
+        self.file = file;
+        self.parts.clear();
+        self.whole = true;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(crc32c: u32) -> Entry {
+        Entry { size: 7, version: "v".into(), crc32c }
+    }
+
+    #[test]
+    fn a_manifest_cut_anywhere_is_what_was_written_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("manifest");
+        let mut whole = Manifest::open(&path).unwrap();
+        whole.begin(Set { source: "s3://a".into(), pinned: true }).unwrap();
+        for at in 0..20 {
+            whole.add_part("p", at * 10, 10, at as u32).unwrap();
+            whole.add_file(&format!("n{at}"), entry(at as u32)).unwrap();
+        }
+        let text = std::fs::read(&path).unwrap();
+        for len in 0..=text.len() {
+            std::fs::write(&path, &text[..len]).unwrap();
+            let cut = Manifest::open(&path).unwrap();
+            let lines = text[..len].iter().filter(|&&byte| byte == b'\n').count();
+            assert_eq!(usize::from(cut.set.is_some()) + cut.parts("p").len() + cut.files.len(), lines);
+            let kept = std::fs::read(&path).unwrap();
+            assert!(text.starts_with(&kept) && (kept.is_empty() || kept.ends_with(b"\n")));
+        }
+        let mut again = Manifest::open(&path).unwrap();
+        again.drop_parts("p").unwrap();
+        again.finish().unwrap();
+        let last = Manifest::open(&path).unwrap();
+        assert!(last.whole && last.files == again.files && last.parts("p").is_empty());
+        std::fs::write(&path, "something\nelse\n").unwrap();
+        assert!(matches!(Manifest::open(&path), Err(Error::Manifest(_))));
+    }
+}

@@ -1,0 +1,391 @@
+//! A set in an object store, or in a folder: what it has, and the bytes of it.
+
+use crate::error::{Error, Result};
+use crate::memory::Lease;
+use crate::names::{self, SET_MANIFEST};
+use futures_util::stream::{self, StreamExt};
+use object_store::local::LocalFileSystem;
+use object_store::path::Path as Key;
+use object_store::{GetOptions, GetRange, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt, ObjectStoreScheme};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use url::Url;
+
+/// Most objects of a set.
+const MOST_OBJECTS: usize = 4_000_000;
+/// Most bytes of a published set's manifest.
+const MOST_MANIFEST: u64 = 1 << 30;
+/// How often a part is asked for again while nothing of it comes, and the first pause between.
+const TRIES: u32 = 8;
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// How many objects a web server is asked for at once.
+const HEADS: usize = 16;
+
+/// What variables of the environment the stores' own tools read.
+const ENVIRONMENT: [&str; 3] = ["AWS_", "GOOGLE_", "AZURE_"];
+
+/// A place in a store.
+#[derive(Clone, Debug)]
+pub struct Store {
+    store: Arc<dyn ObjectStore>,
+    prefix: Key,
+    /// As the manifest and messages name it.
+    url: String,
+    /// Whether it tells what it has: a web server does not.
+    lists: bool,
+}
+
+/// An object of a set, as it was when it was listed.
+#[derive(Clone, Debug)]
+pub struct Object {
+    /// Its name in the set.
+    pub name: String,
+    /// Its name in the store.
+    pub key: Key,
+    /// Its length in bytes.
+    pub size: u64,
+    /// Which version of it; empty where the store tells none.
+    pub version: String,
+    e_tag: Option<String>,
+    /// The CRC32C of its bytes, where the set has a manifest.
+    pub crc32c: Option<u32>,
+}
+
+/// The last object of a published set.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetManifest {
+    /// The objects by their names in the set.
+    pub objects: BTreeMap<String, Published>,
+}
+
+/// What a set's manifest says of an object.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Published {
+    /// Its length in bytes.
+    pub size: u64,
+    /// The CRC32C of its bytes.
+    pub crc32c: u32,
+}
+
+/// How a part arrived.
+pub enum Fetched {
+    /// Whole.
+    Whole(Lease),
+    /// The object is another one by now, or gone.
+    Changed,
+}
+
+impl Store {
+    /// The place that `text` names, a folder or a URL, to read from.
+    ///
+    /// # Errors
+    /// [`Error::NoUrl`], [`Error::Credentials`], or [`Error::Store`] where the store's settings are
+    /// incomplete.
+    pub fn source(text: &str) -> Result<Store> {
+        Store::open(text, false)
+    }
+
+    /// As [`Store::source`], to write to: a folder is made where there is none.
+    ///
+    /// # Errors
+    /// Those of [`Store::source`].
+    pub fn destination(text: &str) -> Result<Store> {
+        Store::open(text, true)
+    }
+
+    fn open(text: &str, make: bool) -> Result<Store> {
+        let folder = match Url::parse(text) {
+            Ok(url) if url.scheme() == "file" => url.to_file_path().map_err(|()| Error::NoUrl(text.into()))?,
+            Ok(url) => return Store::remote(&url),
+            Err(_) if !text.contains("://") => std::path::absolute(text).map_err(Error::path(text, "find it"))?,
+            Err(_) => return Err(Error::NoUrl(text.into())),
+        };
+        if make {
+            std::fs::create_dir_all(&folder).map_err(Error::path(&folder, "make it"))?;
+        }
+        let local = LocalFileSystem::new().with_fsync(true);
+        let prefix = Key::from_absolute_path(&folder).map_err(|_| Error::NoUrl(text.into()))?;
+        Ok(Store { store: Arc::new(local), prefix, url: format!("file://{}", folder.display()), lists: true })
+    }
+
+    fn remote(url: &Url) -> Result<Store> {
+        let shown = format!("{}://{}{}", url.scheme(), url.host_str().unwrap_or_default(), url.path());
+        if !url.username().is_empty() || url.password().is_some() || url.query().is_some() {
+            return Err(Error::Credentials(shown));
+        }
+        let environment = std::env::vars().filter(|(name, _)| ENVIRONMENT.iter().any(|ours| name.starts_with(ours)));
+        let (store, prefix) = object_store::parse_url_opts(url, environment).map_err(|source| match source {
+            object_store::Error::Generic { store: "URL", .. } => Error::NoUrl(shown.clone()),
+            source => Error::Store { name: shown.clone(), source },
+        })?;
+        let is_web = ObjectStoreScheme::parse(url).is_ok_and(|(scheme, _)| scheme == ObjectStoreScheme::Http);
+        Ok(Store { store: store.into(), prefix, url: url.as_str().trim_end_matches('/').into(), lists: !is_web })
+    }
+
+    /// As the manifest and messages name it; without credentials.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The folder, where it is one of this machine.
+    pub fn folder(&self) -> Option<&Path> {
+        self.url.strip_prefix("file://").map(Path::new)
+    }
+
+    /// The store itself, and the name in it of an object of the set.
+    ///
+    /// # Errors
+    /// [`Error::Store`] for a name that no store can have.
+    pub fn object(&self, name: &str) -> Result<(&Arc<dyn ObjectStore>, Key)> {
+        Ok((&self.store, below(&self.prefix, name)?))
+    }
+
+    /// The manifest of a published set, where this is one.
+    ///
+    /// # Errors
+    /// [`Error::SetManifest`] where there is something else in its place, [`Error::Store`].
+    pub async fn manifest(&self) -> Result<Option<SetManifest>> {
+        let (store, key) = self.object(SET_MANIFEST)?;
+        let wrong = || Error::SetManifest(self.url.clone(), MOST_MANIFEST);
+        let found = match store.get(&key).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            // What lies below a single object.
+            Err(object_store::Error::Generic { .. }) if self.folder().is_some() => return Ok(None),
+            found => found.map_err(Error::store(SET_MANIFEST))?,
+        };
+        if found.meta.size > MOST_MANIFEST {
+            return Err(wrong());
+        }
+        let bytes = found.bytes().await.map_err(Error::store(SET_MANIFEST))?;
+        serde_json::from_slice(&bytes).map(Some).map_err(|_| wrong())
+    }
+
+    /// All objects of the set whose names match one of `include`, if there are any, sorted by name:
+    /// those of its manifest where it has one, otherwise those that the store lists.
+    ///
+    /// # Errors
+    /// [`Error::Name`] for one that may be no file here, [`Error::TooMany`], [`Error::Nothing`].
+    pub async fn list(&self, include: &[String]) -> Result<Vec<Object>> {
+        let mut published = self.manifest().await?;
+        let mut objects = Vec::new();
+        let mut listing = match &published {
+            _ if self.lists => self.store.list(Some(&self.prefix)),
+            None => stream::empty().boxed(),
+            Some(manifest) => {
+                let keys: Vec<_> = manifest.objects.keys().map(|name| below(&self.prefix, name)).collect::<Result<_>>()?;
+                let store = self.store.clone();
+                let head = move |key| {
+                    let store = store.clone();
+                    async move { store.head(&key).await }
+                };
+                stream::iter(keys).map(head).buffered(HEADS).boxed()
+            }
+        };
+        while let Some(found) = listing.next().await {
+            let found = found.map_err(Error::store(&self.url))?;
+            let name = self.name_of(&found.location);
+            // An object of no bytes whose name ends in a slash, which consoles make for a folder.
+            if name.is_empty() || name == SET_MANIFEST || name.split('/').next() == Some(names::OWN) {
+                continue;
+            }
+            let crc32c = match &mut published {
+                Some(manifest) => match manifest.objects.remove(&name) {
+                    Some(entry) if entry.size == found.size => Some(entry.crc32c),
+                    Some(_) => return Err(Error::Answer { name, why: "its size is not that of the set's manifest".into() }),
+                    None => continue,
+                },
+                None => None,
+            };
+            objects.push(Object::new(name, found, crc32c));
+            if objects.len() > MOST_OBJECTS {
+                return Err(Error::TooMany(MOST_OBJECTS));
+            }
+        }
+        if let Some(name) = published.and_then(|rest| rest.objects.into_keys().next()) {
+            return Err(Error::Answer { name, why: "the set's manifest lists it, and the store does not have it".into() });
+        }
+        if objects.is_empty() {
+            objects.push(self.single().await?);
+        }
+        objects.retain(|object| include.is_empty() || include.iter().any(|pattern| names::matches(pattern, &object.name)));
+        objects.sort_by(|a, b| a.name.cmp(&b.name));
+        for object in &objects {
+            names::check(&object.name)?;
+        }
+        names::check_together(objects.iter().map(|object| object.name.as_str()))?;
+        Ok(objects)
+    }
+
+    /// The sizes and versions of all objects, by their names in the set.
+    ///
+    /// # Errors
+    /// [`Error::Store`].
+    pub async fn versions(&self) -> Result<HashMap<String, (u64, Option<String>)>> {
+        let mut versions = HashMap::new();
+        let mut listing = self.store.list(Some(&self.prefix));
+        while let Some(found) = listing.next().await {
+            let found = found.map_err(Error::store(&self.url))?;
+            versions.insert(self.name_of(&found.location), (found.size, found.e_tag));
+        }
+        Ok(versions)
+    }
+
+    /// Of the published sets beside this one, itself among them, removes all but the `keep` newest,
+    /// and returns how many. A set's manifest goes first.
+    ///
+    /// # Errors
+    /// [`Error::Nothing`] where the place has none beside it, [`Error::Store`].
+    pub async fn retain(&self, keep: usize) -> Result<usize> {
+        let failed = || Error::store(&self.url);
+        let mut parts: Vec<_> = self.prefix.parts().collect();
+        parts.pop().ok_or_else(|| Error::Nothing(self.url.clone()))?;
+        let parent: Key = parts.into_iter().collect();
+        let sets = self.store.list_with_delimiter(Some(&parent)).await.map_err(failed())?;
+        let mut published = Vec::new();
+        for set in sets.common_prefixes {
+            let key = below(&set, SET_MANIFEST)?;
+            match self.store.head(&key).await {
+                // The one that was just published is the newest, whatever the store's clock says.
+                Ok(found) => published.push((set != self.prefix, std::cmp::Reverse(found.last_modified), set, key)),
+                Err(object_store::Error::NotFound { .. }) => {}
+                Err(error) => return Err(failed()(error)),
+            }
+        }
+        published.sort();
+        let old = published.split_off(keep.min(published.len()));
+        for (_, _, set, manifest) in &old {
+            self.store.delete(manifest).await.map_err(failed())?;
+            let mut listing = self.store.list(Some(set));
+            while let Some(found) = listing.next().await {
+                self.store.delete(&found.map_err(failed())?.location).await.map_err(failed())?;
+            }
+        }
+        Ok(old.len())
+    }
+
+    /// The name in the set of an object of the store; empty for the place itself.
+    fn name_of(&self, key: &Key) -> String {
+        let parts: Vec<_> = key.prefix_match(&self.prefix).into_iter().flatten().collect();
+        parts.iter().map(|part| part.as_ref()).collect::<Vec<_>>().join("/")
+    }
+
+    /// The object that the URL itself names.
+    async fn single(&self) -> Result<Object> {
+        match (self.prefix.filename(), self.store.head(&self.prefix).await) {
+            (Some(name), Ok(found)) => Ok(Object::new(name.into(), found, None)),
+            (None, _) | (_, Err(object_store::Error::NotFound { .. })) => Err(Error::Nothing(self.url.clone())),
+            (_, Err(source)) => Err(Error::Store { name: self.url.clone(), source }),
+        }
+    }
+
+    /// The object as it is now.
+    ///
+    /// # Errors
+    /// [`Error::Store`], also where it is gone.
+    pub async fn again(&self, object: &Object) -> Result<Object> {
+        let found = self.store.head(&object.key).await.map_err(Error::store(&object.name))?;
+        Ok(Object::new(object.name.clone(), found, object.crc32c))
+    }
+
+    /// Brings a range of an object, of as many bytes as the buffer's content is long. What comes
+    /// cut, late or not at all is asked for again from where it ended.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where the store refuses, or nothing more comes; [`Error::Answer`].
+    pub async fn fetch(&self, object: &Object, range: Range<u64>, mut lease: Lease) -> Result<Fetched> {
+        let (mut at, mut failures) = (range.start, 0);
+        while at < range.end {
+            let options = GetOptions {
+                range: Some(GetRange::Bounded(at..range.end)),
+                if_match: object.e_tag.clone(),
+                ..GetOptions::default()
+            };
+            let before = at;
+            let failed = match self.store.get_opts(&object.key, options).await {
+                Ok(found) if object.differs(&found.meta) => return Ok(Fetched::Changed),
+                Ok(found) if found.range != (at..range.end) => {
+                    let why = format!("{:?} for {:?}", found.range, at..range.end);
+                    return Err(Error::Answer { name: object.name.clone(), why });
+                }
+                Ok(found) => match found.payload {
+                    GetResultPayload::File(file, path) => {
+                        let offset = (at - range.start) as usize;
+                        lease = tokio::task::spawn_blocking(move || {
+                            file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
+                            Ok::<_, Error>(lease)
+                        })
+                        .await??;
+                        at = range.end;
+                        None
+                    }
+                    GetResultPayload::Stream(mut stream) => {
+                        let mut failed = None;
+                        while let Some(chunk) = stream.next().await {
+                            match chunk {
+                                Ok(bytes) => {
+                                    let offset = (at - range.start) as usize;
+                                    let Some(room) = lease.get_mut(offset..offset + bytes.len()) else {
+                                        let why = "more bytes than were asked for".into();
+                                        return Err(Error::Answer { name: object.name.clone(), why });
+                                    };
+                                    room.copy_from_slice(&bytes);
+                                    at += bytes.len() as u64;
+                                }
+                                Err(error) => {
+                                    failed = Some(error);
+                                    break;
+                                }
+                            }
+                        }
+                        failed
+                    }
+                },
+                Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
+                    return Ok(Fetched::Changed);
+                }
+                Err(error) => Some(error),
+            };
+            failures = if at > before { 0 } else { failures + 1 };
+            match failed {
+                _ if at == range.end => break,
+                Some(source) if failures > TRIES || !may_pass(&source) => {
+                    return Err(Error::Store { name: object.name.clone(), source });
+                }
+                None if failures > TRIES => {
+                    return Err(Error::Answer { name: object.name.clone(), why: "nothing".into() });
+                }
+                _ => tracing::debug!(name = object.name, at, "asked for again"),
+            }
+            tokio::time::sleep(PAUSE * 2_u32.pow(failures)).await;
+        }
+        Ok(Fetched::Whole(lease))
+    }
+}
+
+/// The name in the store of what lies below `prefix`, which is taken as it is: nothing is encoded.
+fn below(prefix: &Key, name: &str) -> Result<Key> {
+    let separator = if prefix.is_root() { "" } else { "/" };
+    Key::parse(format!("{prefix}{separator}{name}")).map_err(|error| Error::Store { name: name.into(), source: error.into() })
+}
+
+/// Whether an error may be gone when the same is asked again.
+fn may_pass(error: &object_store::Error) -> bool {
+    matches!(error, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
+}
+
+impl Object {
+    fn new(name: String, found: ObjectMeta, crc32c: Option<u32>) -> Object {
+        let version = found.e_tag.clone().unwrap_or_else(|| found.last_modified.timestamp_millis().to_string());
+        Object { name, key: found.location, size: found.size, version, e_tag: found.e_tag, crc32c }
+    }
+
+    fn differs(&self, now: &ObjectMeta) -> bool {
+        now.size != self.size || self.e_tag.is_some() && now.e_tag.is_some() && now.e_tag != self.e_tag
+    }
+}

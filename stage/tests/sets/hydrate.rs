@@ -1,0 +1,207 @@
+//! Sets of objects become files, whatever the store and the machine do meanwhile.
+
+use crate::store::{Fault, Store};
+use crate::{ends_well, fails, files, gpunvme, set};
+use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::{needs_mount, tree};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+const URL: &str = "s3://bucket/set";
+
+fn stored(seed: u64) -> Store {
+    let store = Store::new();
+    store.state().objects = set(seed).into_iter().map(|(name, bytes)| (format!("set/{name}"), bytes)).collect();
+    store
+}
+
+fn hydrate(store: &Store, folder: &Path) -> Command {
+    let mut command = gpunvme("hydrate");
+    store.found_by(&mut command);
+    command.arg(URL).arg(folder);
+    command
+}
+
+#[test]
+fn a_folder_arrives_by_the_direct_path_and_only_once() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let source = tempfile::tempdir().unwrap();
+    for (name, bytes) in set(1) {
+        let path = source.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, bytes).unwrap();
+    }
+    let folder = volume.path("data/set");
+    let run = || gpunvme("hydrate").arg(source.path()).arg(&folder).output().unwrap();
+    let before = gpunvme::Mount::open(volume.root()).unwrap().stats().unwrap().write.total();
+    let total: usize = set(1).values().map(Vec::len).sum();
+    assert!(ends_well(&run()).contains(&format!("fetched: 6, {total} bytes")));
+    let after = gpunvme::Mount::open(volume.root()).unwrap().stats().unwrap().write.total();
+    assert_eq!(after - before, total as u64, "all of it went by the direct path");
+    assert_eq!(files(&folder), set(1));
+    assert!(ends_well(&run()).contains("fetched: 0, 0 bytes"));
+
+    fs::write(source.path().join("one"), "two").unwrap();
+    fs::remove_file(folder.join("large")).unwrap();
+    assert!(ends_well(&run()).contains("fetched: 2, 3000003 bytes"), "what changed, and what was lost");
+    assert_eq!(fs::read(folder.join("one")).unwrap(), b"two");
+}
+
+#[test]
+fn a_dry_run_a_share_and_patterns_choose() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(2));
+    let folder = volume.path("set");
+    assert!(ends_well(&hydrate(&store, &folder).arg("--dry-run").output().unwrap()).contains("to be fetched: 6"));
+    assert!(!folder.exists());
+    ends_well(&hydrate(&store, &folder).args(["--include", "sub/*", "--include", "on?"]).output().unwrap());
+    assert_eq!(files(&folder).into_keys().collect::<Vec<_>>(), ["one", "sub/block", "sub/deep/odd"]);
+    let shares = [volume.path("0"), volume.path("1")];
+    for (rank, folder) in shares.iter().enumerate() {
+        ends_well(&hydrate(&store, folder).args(["--rank", &format!("{rank}/2")]).output().unwrap());
+        assert_eq!(files(folder).len(), 3);
+    }
+    let both: std::collections::BTreeMap<_, _> = shares.iter().flat_map(|folder| files(folder)).collect();
+    assert_eq!(both, set(2));
+}
+
+#[test]
+fn what_a_bad_network_sends_is_asked_for_again() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(3));
+    let kinds = [Fault::Cut(1000), Fault::Closed, Fault::Slow(20), Fault::Cut(0), Fault::Busy, Fault::Cut(65_000)];
+    store.state().faults = kinds.into_iter().cycle().take(48).collect();
+    ends_well(&hydrate(&store, &volume.path("set")).output().unwrap());
+    assert_eq!(files(&volume.path("set")), set(3));
+    assert!(store.state().faults.is_empty(), "all faults were met");
+}
+
+#[test]
+fn an_object_that_changes_between_its_parts_is_never_a_mixture() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(4));
+    let new = tree::pattern(99, 2_500_000);
+    store.state().change = Some(("set/large".into(), 7, new.clone()));
+    ends_well(&hydrate(&store, &volume.path("set")).output().unwrap());
+    assert!(files(&volume.path("set"))["large"] == new, "the object that the store has now");
+}
+
+#[test]
+fn bytes_that_are_not_the_published_ones_never_appear() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    let here = tempfile::tempdir().unwrap();
+    fs::write(here.path().join("good"), tree::pattern(1, 200_000)).unwrap();
+    fs::write(here.path().join("bad"), tree::pattern(2, 200_000)).unwrap();
+    ends_well(&store.found_by(gpunvme("publish").arg(here.path()).arg(URL)).output().unwrap());
+    store.state().objects.get_mut("set/bad").unwrap()[150_000] ^= 1;
+    let said = fails(&hydrate(&store, &volume.path("set")).output().unwrap());
+    assert!(said.contains("bad: its CRC32C is"), "{said}");
+    assert!(!volume.path("set/bad").exists());
+    store.state().objects.get_mut("set/bad").unwrap()[150_000] ^= 1;
+    ends_well(&hydrate(&store, &volume.path("set")).output().unwrap());
+    assert_eq!(files(&volume.path("set")), files(here.path()));
+    // A set that lacks an object is none.
+    store.state().objects.remove("set/good");
+    let said = fails(&hydrate(&store, &volume.path("other")).output().unwrap());
+    assert!(said.contains("good: ") && !volume.path("other").exists(), "{said}");
+}
+
+#[test]
+fn no_name_of_a_store_leaves_the_folder() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    for name in ["set/../escaped", "set/a/../../escaped", "set//etc/escaped", "set/tab\tescaped", "set/.gpunvme-stage/lock"] {
+        store.state().objects = [(name.to_owned(), b"x".to_vec()), ("set/good".to_owned(), b"y".to_vec())].into();
+        let output = hydrate(&store, &volume.path("set")).output().unwrap();
+        assert!(!volume.path("escaped").exists(), "{name}");
+        let there = files(&volume.path("set"));
+        assert!(there.keys().all(|name| name == "good"), "{name}: {there:?} {output:?}");
+    }
+    // A symbolic link in the folder leads out of it.
+    store.state().objects = [("set/link/file".to_owned(), b"x".to_vec())].into();
+    fs::create_dir_all(volume.path("elsewhere")).unwrap();
+    fs::create_dir_all(volume.path("linked")).unwrap();
+    std::os::unix::fs::symlink("../elsewhere", volume.path("linked/link")).unwrap();
+    fails(&hydrate(&store, &volume.path("linked")).output().unwrap());
+    assert_eq!(files(&volume.path("elsewhere")).len(), 0);
+}
+
+#[test]
+fn credentials_are_kept_nowhere_and_another_set_is_refused() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(5));
+    let folder = volume.path("set");
+    let output = hydrate(&store, &folder).env("RUST_LOG", "trace").output().unwrap();
+    ends_well(&output);
+    let manifest = fs::read_to_string(folder.join(".gpunvme-stage/manifest")).unwrap();
+    for text in [manifest, String::from_utf8_lossy(&output.stderr).into_owned()] {
+        assert!(!text.contains("SECRETOFTHETEST"));
+    }
+    let said = fails(&gpunvme("hydrate").arg("s3://name:password@bucket/set").arg(&folder).output().unwrap());
+    assert!(said.contains("credentials") && !said.contains("password@"), "{said}");
+    let other = tempfile::tempdir().unwrap();
+    fs::write(other.path().join("one"), "other").unwrap();
+    let said = fails(&gpunvme("hydrate").arg(other.path()).arg(&folder).output().unwrap());
+    assert!(said.contains("take another folder"), "{said}");
+    assert_eq!(files(&folder), set(5));
+}
+
+#[test]
+fn processes_that_bring_the_same_set_fetch_each_object_once() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(6));
+    let folder = volume.path("set");
+    let both: Vec<_> = (0..3).map(|_| hydrate(&store, &folder).stdout(Stdio::piped()).spawn().unwrap()).collect();
+    for process in both {
+        ends_well(&process.wait_with_output().unwrap());
+        assert_eq!(files(&folder), set(6), "whole for each that returns");
+    }
+    assert!(store.state().reads.values().all(|&reads| reads == 1), "{:?}", store.state().reads);
+}
+
+#[test]
+fn what_has_no_room_is_refused_before_anything_is_fetched() {
+    needs_mount!();
+    let volume = gpunvme_tests::mounted::Image::formatted_with(256 << 20).mount();
+    let source = tempfile::tempdir().unwrap();
+    fs::File::create(source.path().join("huge")).unwrap().set_len(1 << 30).unwrap();
+    let said = fails(&gpunvme("hydrate").arg(source.path()).arg(volume.path("set")).output().unwrap());
+    assert!(said.contains("1073741824 bytes are missing"), "{said}");
+    assert_eq!(files(&volume.path("set")).len(), 0);
+}
+
+/// GPUNVME_STAGE_KILLS has more of them, for a campaign.
+#[test]
+fn a_name_is_a_whole_file_whenever_the_program_is_killed() {
+    needs_mount!();
+    let kills = std::env::var("GPUNVME_STAGE_KILLS").map_or(12, |kills| kills.parse().unwrap());
+    let (volume, store) = (Mounted::new(), stored(7));
+    let whole = set(7);
+    let mut time = Duration::from_millis(5);
+    for round in 0..kills {
+        let folder = volume.path(format!("set{}", round / 6));
+        store.state().faults = vec![Fault::Slow(5); 20];
+        let mut process = hydrate(&store, &folder).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let end = Instant::now() + time;
+        while Instant::now() < end && process.try_wait().unwrap().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        process.kill().unwrap();
+        process.wait().unwrap();
+        for (name, bytes) in files(&folder) {
+            assert!(bytes == whole[&name], "{name} is not whole after {time:?}");
+        }
+        time = Duration::from_millis(5 + u64::from(tree::pattern(round, 1)[0]));
+        if round % 6 == 5 {
+            store.state().faults.clear();
+            ends_well(&hydrate(&store, &folder).output().unwrap());
+            assert!(files(&folder) == whole);
+            assert_eq!(fs::read_dir(folder.join(".gpunvme-stage/partial")).unwrap().count(), 0);
+            fs::remove_dir_all(&folder).unwrap();
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Folders become sets of objects, which are valid when they are whole.
+
+use crate::store::Store;
+use crate::{ends_well, fails, files, gpunvme, set};
+use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::needs_mount;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+const MANIFEST: &str = "gpunvme-manifest.json";
+
+fn fill(folder: &Path, seed: u64) {
+    for (name, bytes) in set(seed).into_iter().chain([(".metadata".to_owned(), b"what the files are".to_vec())]) {
+        let path = folder.join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, bytes).unwrap();
+    }
+}
+
+fn publish(store: &Store, folder: &Path, name: &str) -> Command {
+    let mut command = gpunvme("publish");
+    store.found_by(&mut command);
+    command.arg(folder).arg(format!("s3://bucket/{name}"));
+    command
+}
+
+#[test]
+fn what_makes_a_set_valid_goes_last_and_an_old_manifest_first() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    fill(&volume.path("step"), 1);
+    ends_well(&publish(&store, &volume.path("step"), "run/step").output().unwrap());
+    let there = files(&volume.path("step"));
+    for (name, bytes) in &there {
+        assert!(store.state().objects[&format!("run/step/{name}")] == *bytes, "{name}");
+    }
+    let changes = std::mem::take(&mut store.state().changes);
+    assert_eq!(changes[changes.len() - 2..], ["PUT run/step/.metadata".to_owned(), format!("PUT run/step/{MANIFEST}")]);
+
+    // What is there is not sent again.
+    let said = ends_well(&publish(&store, &volume.path("step"), "run/step").output().unwrap());
+    assert!(said.contains("sent: 0, 0 bytes") && store.state().changes.is_empty(), "{said}");
+    fs::write(volume.path("step/one"), "2").unwrap();
+    ends_well(&publish(&store, &volume.path("step"), "run/step").output().unwrap());
+    let changes = std::mem::take(&mut store.state().changes);
+    let expected = [format!("DELETE run/step/{MANIFEST}"), "PUT run/step/one".to_owned(), format!("PUT run/step/{MANIFEST}")];
+    assert_eq!(changes, expected);
+}
+
+#[test]
+fn a_torn_upload_is_no_set_and_goes_on_where_it_ended() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    fill(&volume.path("step"), 2);
+    for refused in 1..8 {
+        store.state().refuse_change = Some(refused);
+        fails(&publish(&store, &volume.path("step"), "run/step").output().unwrap());
+        assert!(!store.state().objects.contains_key(&format!("run/step/{MANIFEST}")));
+    }
+    store.state().refuse_change = None;
+    ends_well(&publish(&store, &volume.path("step"), "run/step").output().unwrap());
+    let fresh = volume.path("fresh");
+    ends_well(&store.found_by(gpunvme("hydrate").arg("s3://bucket/run/step").arg(&fresh)).output().unwrap());
+    assert_eq!(files(&fresh), files(&volume.path("step")));
+}
+
+#[test]
+fn the_newest_sets_are_kept() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    store.state().objects.insert("run/notes/about".into(), b"no set".to_vec());
+    for step in 1..=4 {
+        fs::create_dir(volume.path(format!("step{step}"))).unwrap();
+        fs::write(volume.path(format!("step{step}/data")), [step]).unwrap();
+        let folder = volume.path(format!("step{step}"));
+        ends_well(&publish(&store, &folder, &format!("run/step{step}")).args(["--keep", "2"]).output().unwrap());
+    }
+    let state = store.state();
+    let sets: Vec<_> = state.objects.keys().filter(|key| key.ends_with(MANIFEST)).collect();
+    assert_eq!(sets.len(), 2, "{sets:?}");
+    assert!(state.objects.contains_key("run/step4/data") && state.objects.contains_key("run/notes/about"));
+}
+
+#[test]
+fn a_folder_of_another_filesystem_is_a_destination_too() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let elsewhere = tempfile::tempdir().unwrap();
+    fill(&volume.path("step"), 3);
+    ends_well(&gpunvme("publish").arg(volume.path("step")).arg(elsewhere.path().join("a/step")).output().unwrap());
+    let mut there = files(&elsewhere.path().join("a/step"));
+    assert!(there.remove(MANIFEST).is_some());
+    assert!(there == files(&volume.path("step")));
+}

@@ -1,0 +1,276 @@
+//! An object store that speaks as much of S3 as `gpunvme hydrate` and `gpunvme publish` ask for,
+//! and answers with faults where a test wants them.
+
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, HashMap};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::process::Command;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// What is wrong with an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// 503 Service Unavailable.
+    Busy,
+    /// The body ends after so many bytes, and the connection with it.
+    Cut(usize),
+    /// No answer: the connection is closed.
+    Closed,
+    /// It takes so many milliseconds.
+    Slow(u64),
+    /// The whole object for a range of it.
+    Whole,
+}
+
+/// What the store is doing.
+#[derive(Debug, Default)]
+pub struct State {
+    /// The objects of its bucket.
+    pub objects: BTreeMap<String, Vec<u8>>,
+    /// How often each was read, in whole or in parts that begin with its first byte.
+    pub reads: HashMap<String, u32>,
+    /// The changes, in their order: `PUT NAME` and `DELETE NAME`.
+    pub changes: Vec<String>,
+    /// The faults of the next reads.
+    pub faults: Vec<Fault>,
+    /// An object that becomes another one after so many reads.
+    pub change: Option<(String, u32, Vec<u8>)>,
+    /// Changes that are refused, by their number.
+    pub refuse_change: Option<usize>,
+    uploads: HashMap<String, BTreeMap<u32, Vec<u8>>>,
+}
+
+/// The store. It serves until the test ends.
+#[derive(Clone)]
+pub struct Store {
+    state: Arc<Mutex<State>>,
+    address: SocketAddr,
+}
+
+impl Store {
+    /// An empty one.
+    pub fn new() -> Store {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let store = Store { state: Arc::default(), address: listener.local_addr().unwrap() };
+        let serving = store.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                let store = serving.clone();
+                // A client that is killed leaves in the middle.
+                std::thread::spawn(move || while store.serve(&stream).is_some() {});
+            }
+        });
+        store
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    /// What a command needs to find it.
+    pub fn found_by<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command
+            .env("AWS_ENDPOINT", format!("http://{}", self.address))
+            .env("AWS_ALLOW_HTTP", "true")
+            .env("AWS_REGION", "here")
+            .env("AWS_ACCESS_KEY_ID", "KEYOFTHETEST")
+            .env("AWS_SECRET_ACCESS_KEY", "SECRETOFTHETEST")
+    }
+
+    fn serve(&self, mut stream: &TcpStream) -> Option<()> {
+        let mut reader = BufReader::new(stream);
+        let mut line = String::new();
+        reader.read_line(&mut line).ok()?;
+        let mut words = line.split_whitespace();
+        let (method, target) = (words.next()?.to_owned(), words.next()?.to_owned());
+        let mut headers = HashMap::new();
+        loop {
+            let mut line = String::new();
+            reader.read_line(&mut line).ok()?;
+            let Some((name, value)) = line.trim_end().split_once(": ") else { break };
+            headers.insert(name.to_ascii_lowercase(), value.to_owned());
+        }
+        let len = headers.get("content-length").map_or(0, |len| len.parse().unwrap());
+        let mut body = vec![0; len];
+        reader.read_exact(&mut body).ok()?;
+        let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+        let query: HashMap<_, _> = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, ""))).collect();
+        let key = decoded(path.strip_prefix("/bucket")?.trim_start_matches('/'));
+        let (status, headers, body, fault) = self.answer(&method, &key, &query, &headers, body);
+        match fault {
+            Some(Fault::Closed) => return None,
+            Some(Fault::Slow(time)) => std::thread::sleep(Duration::from_millis(time)),
+            _ => {}
+        }
+        let mut head = format!("HTTP/1.1 {status}\r\n");
+        for (name, value) in headers {
+            head += &format!("{name}: {value}\r\n");
+        }
+        if method != "HEAD" {
+            head += &format!("content-length: {}\r\n", body.len());
+        }
+        stream.write_all((head + "\r\n").as_bytes()).ok()?;
+        let sent = match fault {
+            Some(Fault::Cut(len)) => &body[..len.min(body.len())],
+            _ => &body[..],
+        };
+        if method != "HEAD" {
+            stream.write_all(sent).ok()?;
+        }
+        if sent.len() < body.len() {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+            return None;
+        }
+        Some(())
+    }
+
+    #[allow(clippy::type_complexity)] // status, headers, body, fault: an answer
+    fn answer(
+        &self,
+        method: &str,
+        key: &str,
+        query: &HashMap<&str, &str>,
+        headers: &HashMap<String, String>,
+        body: Vec<u8>,
+    ) -> (&'static str, Vec<(&'static str, String)>, Vec<u8>, Option<Fault>) {
+        let mut state = self.state();
+        let plain = |status, body: String| (status, Vec::new(), body.into_bytes(), None);
+        match method {
+            "GET" if query.contains_key("list-type") => return plain("200 OK", state.listing(query)),
+            "PUT" | "POST" | "DELETE" => {
+                if method != "POST" && state.refuse_change.is_some_and(|at| at <= state.changes.len()) {
+                    return plain("403 Forbidden", String::new());
+                }
+                let head = vec![("ETag", etag(&body))];
+                match (method, query.get("uploadId")) {
+                    ("POST", None) if query.contains_key("uploads") => {
+                        state.uploads.insert(key.into(), BTreeMap::new());
+                        return plain(
+                            "200 OK",
+                            "<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>".into(),
+                        );
+                    }
+                    ("POST", Some(_)) => {
+                        let whole = state.uploads.remove(key).unwrap().into_values().flatten().collect::<Vec<_>>();
+                        let etag = etag(&whole);
+                        state.changes.push(format!("PUT {key}"));
+                        state.objects.insert(key.into(), whole);
+                        let answer =
+                            format!("<CompleteMultipartUploadResult><ETag>{etag}</ETag></CompleteMultipartUploadResult>");
+                        return plain("200 OK", answer);
+                    }
+                    ("POST", None) => {
+                        // Objects that are deleted together.
+                        let text = String::from_utf8(body).unwrap();
+                        let mut answer = String::new();
+                        for part in text.split("<Key>").skip(1) {
+                            let key = part.split('<').next().unwrap();
+                            state.objects.remove(key);
+                            state.changes.push(format!("DELETE {key}"));
+                            answer += &format!("<Deleted><Key>{key}</Key></Deleted>");
+                        }
+                        return plain("200 OK", format!("<DeleteResult>{answer}</DeleteResult>"));
+                    }
+                    ("PUT", Some(_)) => {
+                        let part = query["partNumber"].parse().unwrap();
+                        state.uploads.get_mut(key).unwrap().insert(part, body);
+                    }
+                    ("PUT", None) => {
+                        state.changes.push(format!("PUT {key}"));
+                        state.objects.insert(key.into(), body);
+                    }
+                    _ => {
+                        state.changes.push(format!("DELETE {key}"));
+                        state.objects.remove(key);
+                    }
+                }
+                return ("200 OK", head, Vec::new(), None);
+            }
+            _ => {}
+        }
+        if !state.objects.contains_key(key) {
+            return plain("404 Not Found", String::new());
+        }
+        let range = headers.get("range").and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
+        let mut fault = None;
+        if method == "GET" {
+            if range.is_none_or(|(start, _)| start == "0") {
+                *state.reads.entry(key.into()).or_default() += 1;
+            }
+            fault = state.faults.pop();
+            if fault == Some(Fault::Busy) {
+                return plain("503 Service Unavailable", String::new());
+            }
+            if let Some((name, after, new)) = state.change.take() {
+                match after {
+                    _ if name != key => state.change = Some((name, after, new)),
+                    0 => drop(state.objects.insert(name, new)),
+                    _ => state.change = Some((name, after - 1, new)),
+                }
+            }
+        }
+        let object = &state.objects[key];
+        let etag = etag(object);
+        if headers.get("if-match").is_some_and(|asked| *asked != etag) {
+            return plain("412 Precondition Failed", String::new());
+        }
+        let mut answer = vec![("ETag", etag), ("Last-Modified", "Mon, 23 Nov 2026 08:00:00 GMT".into())];
+        match range.filter(|_| fault != Some(Fault::Whole)) {
+            Some((start, end)) => {
+                let (start, end): (usize, usize) = (start.parse().unwrap(), end.parse::<usize>().unwrap().min(object.len() - 1));
+                answer.push(("Content-Range", format!("bytes {start}-{end}/{}", object.len())));
+                ("206 Partial Content", answer, object[start..=end].to_vec(), fault)
+            }
+            None if method == "HEAD" => {
+                answer.push(("Content-Length", object.len().to_string()));
+                ("200 OK", answer, Vec::new(), fault)
+            }
+            None => ("200 OK", answer, object.clone(), fault),
+        }
+    }
+}
+
+impl State {
+    /// A listing, with a delimiter where one is asked for.
+    fn listing(&self, query: &HashMap<&str, &str>) -> String {
+        let prefix = decoded(query.get("prefix").copied().unwrap_or_default());
+        let is_shallow = query.contains_key("delimiter");
+        let (mut contents, mut folders) = (String::new(), std::collections::BTreeSet::new());
+        for (key, object) in self.objects.iter().filter(|(key, _)| key.starts_with(&prefix)) {
+            if let (true, Some((folder, _))) = (is_shallow, key[prefix.len()..].split_once('/')) {
+                folders.insert(format!("{prefix}{folder}/"));
+                continue;
+            }
+            contents += &format!(
+                "<Contents><Key>{key}</Key><LastModified>2026-11-23T08:00:00.000Z</LastModified><ETag>{}</ETag><Size>{}</Size></Contents>",
+                etag(object).replace('"', "&quot;"),
+                object.len()
+            );
+        }
+        for folder in folders {
+            contents += &format!("<CommonPrefixes><Prefix>{folder}</Prefix></CommonPrefixes>");
+        }
+        format!("<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>")
+    }
+}
+
+fn etag(object: &[u8]) -> String {
+    format!("\"{:x}\"", Sha256::digest(object))
+}
+
+fn decoded(text: &str) -> String {
+    let mut bytes = Vec::new();
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        rest = tail;
+        if *first == b'%' {
+            bytes.push(u8::from_str_radix(std::str::from_utf8(&tail[..2]).unwrap(), 16).unwrap());
+            rest = &tail[2..];
+        } else {
+            bytes.push(*first);
+        }
+    }
+    String::from_utf8(bytes).unwrap()
+}
