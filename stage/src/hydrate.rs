@@ -134,7 +134,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         .buffer_unordered(run.concurrency)
         .try_collect::<()>()
         .await?;
-    run.manifest().finish()?;
+    run.manifest().compact()?;
     run.progress.finish();
     Ok(done)
 }

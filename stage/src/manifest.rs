@@ -48,8 +48,6 @@ enum Line {
     Dropped {
         of: String,
     },
-    /// All objects of the set are there.
-    Whole,
 }
 
 /// The parts of a file that are durable: offsets, with lengths and CRC32C.
@@ -66,8 +64,6 @@ pub struct Manifest {
     pub files: HashMap<String, Entry>,
     /// Parts by the partial file that they are in.
     parts: HashMap<String, Parts>,
-    /// Whether all objects of the set were there once.
-    pub whole: bool,
 }
 
 impl Manifest {
@@ -98,8 +94,7 @@ impl Manifest {
     fn parse(mut file: File, path: &Path) -> Result<(Manifest, u64)> {
         let mut text = Vec::new();
         file.read_to_end(&mut text).map_err(Error::path(path, "read it"))?;
-        let mut manifest =
-            Manifest { file, path: path.into(), set: None, files: HashMap::new(), parts: HashMap::new(), whole: false };
+        let mut manifest = Manifest { file, path: path.into(), set: None, files: HashMap::new(), parts: HashMap::new() };
         let mut good = 0;
         for line in text.split_inclusive(|&byte| byte == b'\n') {
             let Some(parsed) = line.strip_suffix(b"\n").and_then(|line| serde_json::from_slice(line).ok()) else { break };
@@ -114,10 +109,7 @@ impl Manifest {
 
     fn apply(&mut self, line: Line) {
         match line {
-            Line::Set(set) => {
-                self.set = Some(set);
-                self.whole = false;
-            }
+            Line::Set(set) => self.set = Some(set),
             Line::File { name, entry } => {
                 self.files.insert(name, entry);
             }
@@ -127,7 +119,6 @@ impl Manifest {
             Line::Dropped { of } => {
                 self.parts.remove(&of);
             }
-            Line::Whole => self.whole = true,
         }
     }
 
@@ -177,13 +168,13 @@ impl Manifest {
         self.append(Line::File { name: name.into(), entry })
     }
 
-    /// The set is whole. The manifest becomes as short as it can be, and durable.
-    pub fn finish(&mut self) -> Result<()> {
+    /// Nothing is in flight. The manifest becomes as short as it can be, and durable.
+    pub fn compact(&mut self) -> Result<()> {
         let set = self.set.iter().cloned().map(Line::Set);
         let sorted: BTreeMap<_, _> = self.files.iter().collect();
         let files = sorted.into_iter().map(|(name, entry)| Line::File { name: name.clone(), entry: entry.clone() });
         let mut text = Vec::new();
-        for line in set.chain(files).chain([Line::Whole]) {
+        for line in set.chain(files) {
             serde_json::to_writer(&mut text, &line).expect("a line of strings and numbers");
             text.push(b'\n');
         }
@@ -194,7 +185,6 @@ impl Manifest {
         std::fs::rename(&new, &self.path).map_err(Error::path(&self.path, "replace it"))?;
         self.file = file;
         self.parts.clear();
-        self.whole = true;
         Ok(())
     }
 }
@@ -228,9 +218,9 @@ mod tests {
         }
         let mut again = Manifest::open(&path).unwrap();
         again.drop_parts("p").unwrap();
-        again.finish().unwrap();
+        again.compact().unwrap();
         let last = Manifest::open(&path).unwrap();
-        assert!(last.whole && last.files == again.files && last.parts("p").is_empty());
+        assert!(last.set == again.set && last.files == again.files && last.parts("p").is_empty());
         std::fs::write(&path, "something\nelse\n").unwrap();
         assert!(matches!(Manifest::open(&path), Err(Error::Manifest(_))));
     }
