@@ -47,7 +47,6 @@ pub struct Hydration {
     pub concurrency: usize,
     pub memory: u64,
     pub verify: bool,
-    pub pin: bool,
     pub dry_run: bool,
 }
 
@@ -142,13 +141,12 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
 /// Sees to it that the manifest is of this set.
 fn describe(manifest: &mut Manifest, what: &Hydration) -> Result<()> {
     let source = what.source.url().to_owned();
-    let pinned = what.pin || manifest.set.as_ref().is_some_and(|set| set.pinned);
     match &manifest.set {
         Some(set) if set.source != source => {
             Err(Error::OtherSet { folder: what.folder.clone(), there: set.source.clone(), asked: source })
         }
-        Some(set) if set.pinned == pinned => Ok(()),
-        _ => manifest.begin(Set { source, pinned }),
+        Some(_) => Ok(()),
+        None => manifest.begin(Set { source }),
     }
 }
 

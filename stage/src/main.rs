@@ -15,6 +15,7 @@ mod store;
 
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
+use gpunvme_programs::completions::{Completions, Printed};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,11 +23,14 @@ use store::Store;
 
 /// Datasets in, checkpoints out: sets of files between object stores and a folder
 #[derive(Parser)]
-#[command(name = "gpunvme", version, arg_required_else_help = true)]
+#[command(name = "gpunvme-stage", version, arg_required_else_help = true)]
 struct Args {
     /// Print JSON
     #[arg(long, global = true)]
     json: bool,
+    /// Print what a shell needs to complete this command line
+    #[arg(long, value_name = "SHELL", value_parser = Completions)]
+    completions: Option<Printed>,
     #[command(subcommand)]
     command: Command,
 }
@@ -64,9 +68,6 @@ struct Hydrate {
     /// What of an object is compared before its file appears
     #[arg(long, value_enum, default_value_t = Verify::Crc32c)]
     verify: Verify,
-    /// Never evict the set
-    #[arg(long)]
-    pin: bool,
     /// Tell what would be fetched, and fetch nothing
     #[arg(long)]
     dry_run: bool,
@@ -126,7 +127,6 @@ fn run(args: &Args) -> Result<String> {
                 concurrency: hydrate.limits.concurrency.into(),
                 memory: u64::from(hydrate.limits.memory) << 20,
                 verify: hydrate.verify == Verify::Crc32c,
-                pin: hydrate.pin,
                 dry_run: hydrate.dry_run,
             }))?;
             let what = if hydrate.dry_run { "to be fetched" } else { "fetched" };

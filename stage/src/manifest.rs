@@ -15,8 +15,6 @@ use std::path::{Path, PathBuf};
 pub struct Set {
     /// Where it comes from, without credentials.
     pub source: String,
-    /// Whether it is never evicted.
-    pub pinned: bool,
 }
 
 /// A file that is whole and durable.
@@ -202,7 +200,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("manifest");
         let mut whole = Manifest::open(&path).unwrap();
-        whole.begin(Set { source: "s3://a".into(), pinned: true }).unwrap();
+        whole.begin(Set { source: "s3://a".into() }).unwrap();
         for at in 0..20 {
             whole.add_part("p", at * 10, 10, at as u32).unwrap();
             whole.add_file(&format!("n{at}"), entry(at as u32)).unwrap();

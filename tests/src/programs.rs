@@ -45,6 +45,7 @@ pub fn example(name: &str) -> PathBuf {
         let profile = profile();
         let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         build.args(["build", "--quiet", "--locked", "--package", "gpunvme", "--examples"]);
+        forget_this_package(&mut build);
         build.current_dir(env!("CARGO_MANIFEST_DIR"));
         build.arg("--target-dir").arg(profile.parent().expect("a target folder"));
         if profile.ends_with("release") {
@@ -62,10 +63,21 @@ fn profile() -> PathBuf {
     executable.ancestors().nth(2).expect("a test in TARGET/PROFILE/deps").to_path_buf()
 }
 
+/// What cargo told this test of its own package is nothing to another cargo: build scripts that
+/// look at it (ring's) would be run again, and all that depends on them built again.
+fn forget_this_package(build: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(|name| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")) {
+            build.env_remove(name);
+        }
+    }
+}
+
 fn build() -> PathBuf {
     let folder = profile();
     let mut build = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/build"));
     build.env("CARGO_TARGET_DIR", folder.parent().expect("a target folder")).stdout(Stdio::null());
+    forget_this_package(&mut build);
     if folder.ends_with("debug") {
         build.arg("--debug");
     }
