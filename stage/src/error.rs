@@ -45,6 +45,12 @@ pub enum Error {
     ChangedHere(PathBuf),
     #[error("{}: more than {most} parts of {part} bytes: raise --memory", path.display())]
     TooLong { path: PathBuf, most: u64, part: u64 },
+    #[error(
+        "the sets hold {bytes} bytes, over the quota of {quota}: what is left is pinned, open, or changed here; {evicted} bytes were evicted"
+    )]
+    Quota { bytes: u64, quota: u64, evicted: u64 },
+    #[error("{0}: it has no manifest: it was not published, or not to its end")]
+    NotPublished(String),
     #[error("a task of this program ended: {0}")]
     Task(#[from] tokio::task::JoinError),
     #[error("{0}")]

@@ -3,14 +3,19 @@
 //! It guards two promises: a name in the folder is a whole file, and none leads out of it.
 
 use crate::error::{Error, Result};
+use crate::exclusive;
+use crate::manifest::Entry;
 use crate::memory::Data;
 use crate::names::OWN;
 use gpunvme::Mount;
-use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags};
+use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::Errno;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+const NANOSECONDS: i128 = 1_000_000_000;
 
 const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
@@ -27,7 +32,18 @@ pub struct Folder {
 
 /// While it lives, no other process changes the set.
 #[derive(Debug)]
-pub struct Lock(#[allow(dead_code)] File);
+pub struct Lock(File);
+
+impl Lock {
+    /// The set is used now, which its eviction goes by.
+    ///
+    /// # Errors
+    /// What the filesystem says.
+    pub fn used(&self) -> std::result::Result<(), Errno> {
+        let now = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
+        rustix::fs::futimens(&self.0, &Timestamps { last_access: now, last_modification: now })
+    }
+}
 
 impl Folder {
     /// The folder at `path`, made where there is none.
@@ -53,17 +69,32 @@ impl Folder {
     /// # Errors
     /// [`Error::Path`].
     pub fn lock(&self, wait: impl FnOnce()) -> Result<Lock> {
+        if let Some(lock) = self.try_lock()? {
+            return Ok(lock);
+        }
+        wait();
+        let (path, file) = self.lock_file()?;
+        rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockExclusive))
+            .map_err(Error::path(&path, "lock it"))?;
+        Ok(Lock(file))
+    }
+
+    /// The lock of the set, unless another process has it.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn try_lock(&self) -> Result<Option<Lock>> {
+        let (path, file) = self.lock_file()?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            locked => locked.map(|()| Some(Lock(file))).map_err(Error::path(&path, "lock it")),
+        }
+    }
+
+    fn lock_file(&self) -> Result<(PathBuf, File)> {
         let path = self.own.join("lock");
         let file = File::options().create(true).append(true).open(&path).map_err(Error::path(&path, "open it"))?;
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) => {
-                wait();
-                rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockExclusive))
-            }
-            locked => locked,
-        }
-        .map_err(Error::path(&path, "lock it"))?;
-        Ok(Lock(file))
+        Ok((path, file))
     }
 
     /// The path of the manifest.
@@ -76,10 +107,18 @@ impl Folder {
         self.path.join(name)
     }
 
-    /// The length of a file of the set, in bytes, where it is a regular file.
-    pub fn size_of(&self, name: &str) -> Option<u64> {
-        let found = self.path_of(name).symlink_metadata().ok()?;
-        found.is_file().then_some(found.len())
+    /// Whether a file of the set in `folder` is as `hydrate` left it, by its length and time.
+    pub fn has(folder: &Path, name: &str, entry: &Entry) -> bool {
+        folder.join(name).symlink_metadata().is_ok_and(|found| is_as_left(&found, entry))
+    }
+
+    /// How many bytes the filesystem of a folder can hold.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn capacity(folder: &Path) -> Result<u64> {
+        let found = rustix::fs::statvfs(folder).map_err(Error::path(folder, "ask how large its filesystem is"))?;
+        Ok(found.f_blocks.saturating_mul(found.f_frsize))
     }
 
     /// Bytes that are free.
@@ -102,7 +141,7 @@ impl Folder {
         for entry in std::fs::read_dir(&path).map_err(Error::path(&path, "read it"))? {
             let entry = entry.map_err(Error::path(&path, "read it"))?;
             if keep(&entry.file_name().to_string_lossy()) {
-                kept += entry.metadata().map_or(0, |found| std::os::unix::fs::MetadataExt::blocks(&found) * 512);
+                kept += entry.metadata().map_or(0, |found| found.blocks() * 512);
             } else {
                 self.remove_partial(&entry.file_name().to_string_lossy())?;
             }
@@ -148,26 +187,73 @@ impl Folder {
         Ok((Data::new(file, &path, self.mount.is_some())?, is_old))
     }
 
-    /// Gives a partial file, whose bytes are all there, the name `name`: both are durable
-    /// afterwards. It replaces a file of that name.
+    /// Gives a partial file, whose bytes are all there, the time `modified` (nanoseconds since
+    /// 1970) and the name `name`: all are durable afterwards. It replaces a file of that name.
     ///
     /// # Errors
     /// [`Error::Path`]; a folder of the name that is a symbolic link is one.
-    pub fn appear(&self, partial: &str, data: &Data, name: &str) -> Result<()> {
+    pub fn appear(&self, partial: &str, data: &Data, name: &str, modified: i128) -> Result<()> {
         let path = self.path_of(name);
         let failed = |action| Error::path(&path, action);
+        let time = Timespec { tv_sec: modified.div_euclid(NANOSECONDS) as i64, tv_nsec: modified.rem_euclid(NANOSECONDS) as i64 };
+        let times = Timestamps { last_access: time, last_modification: time };
+        rustix::fs::futimens(data.file(), &times).map_err(failed("give it its time"))?;
         rustix::fs::fsync(data.file()).map_err(failed("make it durable"))?;
+        let folder = self.folder_of(name, true)?;
+        rustix::fs::renameat(&self.partial, partial, &folder, last_part(name)).map_err(failed("give it its name"))?;
+        rustix::fs::fsync(&folder).map_err(failed("make its name durable"))
+    }
+
+    /// Removes a file of the set that is as `hydrate` left it and that no process has open. Says
+    /// whether it did.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn remove_unless_open(&self, name: &str, entry: &Entry) -> Result<bool> {
+        if !Folder::has(&self.path, name, entry) {
+            return Ok(false);
+        }
+        let path = self.path_of(name);
+        let failed = |action| Error::path(&path, action);
+        let folder = self.folder_of(name, false)?;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = File::from(rustix::fs::openat(&folder, last_part(name), flags, Mode::empty()).map_err(failed("open it"))?);
+        let is_same = file.metadata().map_err(Error::path(&path, "ask what it is")).map(|found| is_as_left(&found, entry))?;
+        // The name goes while nobody can open it.
+        if !is_same || !exclusive::take(&file).map_err(failed("ask who has it open"))? {
+            return Ok(false);
+        }
+        rustix::fs::unlinkat(&folder, last_part(name), AtFlags::empty()).map_err(failed("remove it"))?;
+        Ok(true)
+    }
+
+    /// The folder that a name of the set is in; no symbolic link leads there. With `make` the
+    /// folders on the way that are not there are made, and durable.
+    fn folder_of(&self, name: &str, make: bool) -> Result<OwnedFd> {
+        let path = self.path_of(name);
+        let failed = |action| Error::path(&path, action);
         let mut folder = rustix::io::fcntl_dupfd_cloexec(&self.root, 0).map_err(failed("open its folder"))?;
-        let (folders, last) = name.rsplit_once('/').unwrap_or(("", name));
+        let folders = name.rsplit_once('/').map_or("", |(folders, _)| folders);
         for part in folders.split('/').filter(|part| !part.is_empty()) {
-            match rustix::fs::mkdirat(&folder, part, Mode::from_raw_mode(0o777)) {
-                Ok(()) => rustix::fs::fsync(&folder).map_err(failed("make its folder durable"))?,
-                Err(Errno::EXIST) => {}
-                Err(errno) => return Err(failed("make its folder")(errno)),
+            if make {
+                match rustix::fs::mkdirat(&folder, part, Mode::from_raw_mode(0o777)) {
+                    Ok(()) => rustix::fs::fsync(&folder).map_err(failed("make its folder durable"))?,
+                    Err(Errno::EXIST) => {}
+                    Err(errno) => return Err(failed("make its folder")(errno)),
+                }
             }
             folder = rustix::fs::openat(&folder, part, FOLDER, Mode::empty()).map_err(failed("open its folder"))?;
         }
-        rustix::fs::renameat(&self.partial, partial, &folder, last).map_err(failed("give it its name"))?;
-        rustix::fs::fsync(&folder).map_err(failed("make its name durable"))
+        Ok(folder)
     }
+}
+
+/// A name without the folders it is in.
+fn last_part(name: &str) -> &str {
+    name.rsplit_once('/').map_or(name, |(_, last)| last)
+}
+
+fn is_as_left(found: &Metadata, entry: &Entry) -> bool {
+    let modified = i128::from(found.mtime()) * NANOSECONDS + i128::from(found.mtime_nsec());
+    found.is_file() && found.len() == entry.size && modified == entry.modified
 }

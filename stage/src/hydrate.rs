@@ -47,6 +47,8 @@ pub struct Hydration {
     pub concurrency: usize,
     pub memory: u64,
     pub verify: bool,
+    pub pin: bool,
+    pub published: bool,
     pub dry_run: bool,
 }
 
@@ -76,7 +78,7 @@ struct Run {
 /// # Errors
 /// All of [`Error`]. What has arrived stays, and counts the next time.
 pub async fn hydrate(what: Hydration) -> Result<Done> {
-    let mut objects = what.source.list(&what.include).await?;
+    let mut objects = what.source.list(&what.include, what.published).await?;
     if let Some(share) = what.share {
         objects = objects.into_iter().skip(share.index).step_by(share.of).collect();
     }
@@ -87,10 +89,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
             path if path.exists() => Some(Manifest::read(&path)?),
             _ => None,
         };
-        let is_there = |object: &Object| {
-            let size = what.folder.join(&object.name).symlink_metadata().ok().map(|found| found.len());
-            known.as_ref().is_some_and(|known| known.has(object)) && size == Some(object.size)
-        };
+        let is_there = |object: &Object| known.as_ref().is_some_and(|known| is_there(known, &what.folder, object));
         objects.retain(|object| !is_there(object));
         (done.fetched_objects, done.fetched_bytes) = (objects.len(), sum(&objects));
         return Ok(done);
@@ -103,11 +102,12 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     }
     let shown = what.folder.clone();
     let wait = move || eprintln!("gpunvme: another process changes the set in {}; waiting", shown.display());
-    let (folder, _lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
+    let (folder, lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
     let mut manifest = Manifest::open(&folder.manifest())?;
     describe(&mut manifest, &what)?;
 
-    objects.retain(|object| !(manifest.has(object) && folder.size_of(&object.name) == Some(object.size)));
+    lock.used().map_err(Error::path(&what.folder, "note that it is used"))?;
+    objects.retain(|object| !is_there(&manifest, &what.folder, object));
     let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
     let taken = folder.clean(|name| partials.contains(name))?;
     let (needed, free) = (sum(&objects), folder.free()?);
@@ -138,15 +138,21 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     Ok(done)
 }
 
+/// Whether this version of an object is in the folder, and was not changed there.
+fn is_there(manifest: &Manifest, folder: &Path, object: &Object) -> bool {
+    manifest.entry(object).is_some_and(|entry| Folder::has(folder, &object.name, entry))
+}
+
 /// Sees to it that the manifest is of this set.
 fn describe(manifest: &mut Manifest, what: &Hydration) -> Result<()> {
     let source = what.source.url().to_owned();
+    let pinned = what.pin || manifest.set.as_ref().is_some_and(|set| set.pinned);
     match &manifest.set {
         Some(set) if set.source != source => {
             Err(Error::OtherSet { folder: what.folder.clone(), there: set.source.clone(), asked: source })
         }
-        Some(_) => Ok(()),
-        None => manifest.begin(Set { source }),
+        Some(set) if set.pinned == pinned => Ok(()),
+        _ => manifest.begin(Set { source, pinned }),
     }
 }
 
@@ -230,9 +236,10 @@ impl Run {
         }
         let (run, object, partial) = (self.clone(), object.clone(), partial.to_owned());
         tokio::task::spawn_blocking(move || {
-            run.folder.appear(&partial, &data, &object.name)?;
+            run.folder.appear(&partial, &data, &object.name, object.modified)?;
             let mut manifest = run.manifest();
-            manifest.add_file(&object.name, Entry { size: object.size, version: object.version.clone(), crc32c })?;
+            let Object { size, version, modified, .. } = object;
+            manifest.add_file(&object.name, Entry { size, version, crc32c, modified })?;
             manifest.drop_parts(&partial)
         })
         .await??;

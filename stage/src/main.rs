@@ -3,6 +3,8 @@
 //! and no TLS in it.
 
 mod error;
+mod evict;
+mod exclusive;
 mod folder;
 mod hydrate;
 mod journal;
@@ -11,6 +13,7 @@ mod memory;
 mod names;
 mod progress;
 mod publish;
+mod sets;
 mod store;
 
 use clap::{Parser, Subcommand};
@@ -41,6 +44,34 @@ enum Command {
     Hydrate(Hydrate),
     /// Bring a folder of a mount into a store
     Publish(Publish),
+    /// Remove sets that were hydrated, the least recently used first, until the others keep a quota
+    Evict(Evict),
+    /// What sets there are
+    #[command(subcommand)]
+    Stage(Stage),
+}
+
+#[derive(Subcommand)]
+enum Stage {
+    /// What the sets below a folder hold, and when they were used
+    Status {
+        folder: PathBuf,
+        /// Also name the files that were evicted
+        #[arg(long)]
+        evicted: bool,
+    },
+}
+
+#[derive(clap::Args)]
+struct Evict {
+    /// The folder that the sets are below
+    folder: PathBuf,
+    /// What they may hold together: bytes, with K, M, G or T, or a percentage of the filesystem
+    #[arg(long, value_name = "QUOTA")]
+    quota: evict::Quota,
+    /// Tell what would go if nothing is open, and remove nothing
+    #[arg(long)]
+    dry_run: bool,
 }
 
 #[derive(clap::Args)]
@@ -68,6 +99,12 @@ struct Hydrate {
     /// What of an object is compared before its file appears
     #[arg(long, value_enum, default_value_t = Verify::Crc32c)]
     verify: Verify,
+    /// Never evict the set
+    #[arg(long)]
+    pin: bool,
+    /// Fail unless the set was published whole
+    #[arg(long)]
+    published: bool,
     /// Tell what would be fetched, and fetch nothing
     #[arg(long)]
     dry_run: bool,
@@ -127,6 +164,8 @@ fn run(args: &Args) -> Result<String> {
                 concurrency: hydrate.limits.concurrency.into(),
                 memory: u64::from(hydrate.limits.memory) << 20,
                 verify: hydrate.verify == Verify::Crc32c,
+                pin: hydrate.pin,
+                published: hydrate.published,
                 dry_run: hydrate.dry_run,
             }))?;
             let what = if hydrate.dry_run { "to be fetched" } else { "fetched" };
@@ -150,6 +189,20 @@ fn run(args: &Args) -> Result<String> {
                 text += &format!("; {} older sets removed", done.removed_sets);
             }
             Ok(shown(args.json, &done, text))
+        }
+        Command::Evict(Evict { folder, quota, dry_run }) => {
+            let done = evict::evict(&evict::Eviction { root: folder.clone(), quota: *quota, dry_run: *dry_run })?;
+            let what = if *dry_run { "to be evicted" } else { "evicted" };
+            let text = format!(
+                "{what}: {} files of {} sets, {} bytes; {} bytes stay, {} may",
+                done.evicted_files, done.evicted_sets, done.evicted_bytes, done.bytes, done.quota
+            );
+            Ok(shown(args.json, &done, text))
+        }
+        Command::Stage(Stage::Status { folder, evicted }) => {
+            let sets = sets::below(folder)?;
+            let text = sets::table(&sets, *evicted);
+            Ok(shown(args.json, &sets, text))
         }
     }
 }

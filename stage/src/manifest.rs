@@ -15,6 +15,8 @@ use std::path::{Path, PathBuf};
 pub struct Set {
     /// Where it comes from, without credentials.
     pub source: String,
+    /// Whether it is never evicted.
+    pub pinned: bool,
 }
 
 /// A file that is whole and durable.
@@ -26,6 +28,8 @@ pub struct Entry {
     pub version: String,
     /// The CRC32C of its bytes.
     pub crc32c: u32,
+    /// Its time of modification, in nanoseconds since 1970, by which a change here is noticed.
+    pub modified: i128,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -35,6 +39,10 @@ enum Line {
     File {
         name: String,
         entry: Entry,
+    },
+    /// A file is gone, and its entry stays as a listing.
+    Evicted {
+        name: String,
     },
     Part {
         of: String,
@@ -60,6 +68,8 @@ pub struct Manifest {
     pub set: Option<Set>,
     /// Files by name.
     pub files: HashMap<String, Entry>,
+    /// What files were that were evicted.
+    pub evicted: HashMap<String, Entry>,
     /// Parts by the partial file that they are in.
     parts: HashMap<String, Parts>,
 }
@@ -92,7 +102,14 @@ impl Manifest {
     fn parse(mut file: File, path: &Path) -> Result<(Manifest, u64)> {
         let mut text = Vec::new();
         file.read_to_end(&mut text).map_err(Error::path(path, "read it"))?;
-        let mut manifest = Manifest { file, path: path.into(), set: None, files: HashMap::new(), parts: HashMap::new() };
+        let mut manifest = Manifest {
+            file,
+            path: path.into(),
+            set: None,
+            files: HashMap::new(),
+            evicted: HashMap::new(),
+            parts: HashMap::new(),
+        };
         let mut good = 0;
         for line in text.split_inclusive(|&byte| byte == b'\n') {
             let Some(parsed) = line.strip_suffix(b"\n").and_then(|line| serde_json::from_slice(line).ok()) else { break };
@@ -109,7 +126,13 @@ impl Manifest {
         match line {
             Line::Set(set) => self.set = Some(set),
             Line::File { name, entry } => {
+                self.evicted.remove(&name);
                 self.files.insert(name, entry);
+            }
+            Line::Evicted { name } => {
+                if let Some((name, entry)) = self.files.remove_entry(&name) {
+                    self.evicted.insert(name, entry);
+                }
             }
             Line::Part { of, offset, len, crc32c } => {
                 self.parts.entry(of).or_default().insert(offset, (len, crc32c));
@@ -136,10 +159,9 @@ impl Manifest {
         self.append(Line::Set(set))
     }
 
-    /// Whether this version of an object is there, as far as the manifest knows.
-    pub fn has(&self, object: &Object) -> bool {
-        let same = |entry: &Entry| entry.size == object.size && entry.version == object.version;
-        self.files.get(&object.name).is_some_and(same)
+    /// The file that is this version of an object.
+    pub fn entry(&self, object: &Object) -> Option<&Entry> {
+        self.files.get(&object.name).filter(|entry| entry.size == object.size && entry.version == object.version)
     }
 
     /// The durable parts of a partial file.
@@ -166,13 +188,19 @@ impl Manifest {
         self.append(Line::File { name: name.into(), entry })
     }
 
+    /// A file is gone. Should this line be lost, the file is missing all the same.
+    pub fn evict(&mut self, name: &str) -> Result<()> {
+        self.append(Line::Evicted { name: name.into() })
+    }
+
     /// Nothing is in flight. The manifest becomes as short as it can be, and durable.
     pub fn compact(&mut self) -> Result<()> {
         let set = self.set.iter().cloned().map(Line::Set);
-        let sorted: BTreeMap<_, _> = self.files.iter().collect();
+        let sorted: BTreeMap<_, _> = self.files.iter().chain(&self.evicted).collect();
         let files = sorted.into_iter().map(|(name, entry)| Line::File { name: name.clone(), entry: entry.clone() });
+        let evicted = self.evicted.keys().map(|name| Line::Evicted { name: name.clone() });
         let mut text = Vec::new();
-        for line in set.chain(files) {
+        for line in set.chain(files).chain(evicted) {
             serde_json::to_writer(&mut text, &line).expect("a line of strings and numbers");
             text.push(b'\n');
         }
@@ -192,7 +220,7 @@ mod tests {
     use super::*;
 
     fn entry(crc32c: u32) -> Entry {
-        Entry { size: 7, version: "v".into(), crc32c }
+        Entry { size: 7, version: "v".into(), crc32c, modified: -1 }
     }
 
     #[test]
@@ -200,7 +228,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("manifest");
         let mut whole = Manifest::open(&path).unwrap();
-        whole.begin(Set { source: "s3://a".into() }).unwrap();
+        whole.begin(Set { source: "s3://a".into(), pinned: true }).unwrap();
         for at in 0..20 {
             whole.add_part("p", at * 10, 10, at as u32).unwrap();
             whole.add_file(&format!("n{at}"), entry(at as u32)).unwrap();
@@ -216,9 +244,13 @@ mod tests {
         }
         let mut again = Manifest::open(&path).unwrap();
         again.drop_parts("p").unwrap();
+        again.evict("n3").unwrap();
         again.compact().unwrap();
         let last = Manifest::open(&path).unwrap();
-        assert!(last.set == again.set && last.files == again.files && last.parts("p").is_empty());
+        assert!(
+            last.set == again.set && last.files == again.files && last.evicted == again.evicted && last.parts("p").is_empty()
+        );
+        assert!(last.files.len() == 19 && last.evicted["n3"] == entry(3));
         std::fs::write(&path, "something\nelse\n").unwrap();
         assert!(matches!(Manifest::open(&path), Err(Error::Manifest(_))));
     }

@@ -53,6 +53,8 @@ pub struct Object {
     /// Which version of it; empty where the store tells none.
     pub version: String,
     e_tag: Option<String>,
+    /// When it was last changed, in nanoseconds since 1970.
+    pub modified: i128,
     /// The CRC32C of its bytes, where the set has a manifest.
     pub crc32c: Option<u32>,
 }
@@ -170,9 +172,13 @@ impl Store {
     /// those of its manifest where it has one, otherwise those that the store lists.
     ///
     /// # Errors
-    /// [`Error::Name`] for one that may be no file here, [`Error::TooMany`], [`Error::Nothing`].
-    pub async fn list(&self, include: &[String]) -> Result<Vec<Object>> {
+    /// [`Error::Name`] for one that may be no file here, [`Error::TooMany`], [`Error::Nothing`];
+    /// [`Error::NotPublished`] where the set must have a manifest and has none.
+    pub async fn list(&self, include: &[String], must_be_published: bool) -> Result<Vec<Object>> {
         let mut published = self.manifest().await?;
+        if must_be_published && published.is_none() {
+            return Err(Error::NotPublished(self.url.clone()));
+        }
         let mut objects = Vec::new();
         let mut listing = match &published {
             _ if self.lists => self.store.list(Some(&self.prefix)),
@@ -382,7 +388,9 @@ fn may_pass(error: &object_store::Error) -> bool {
 impl Object {
     fn new(name: String, found: ObjectMeta, crc32c: Option<u32>) -> Object {
         let version = found.e_tag.clone().unwrap_or_else(|| found.last_modified.timestamp_millis().to_string());
-        Object { name, key: found.location, size: found.size, version, e_tag: found.e_tag, crc32c }
+        let time = found.last_modified;
+        let modified = i128::from(time.timestamp()) * 1_000_000_000 + i128::from(time.timestamp_subsec_nanos());
+        Object { name, key: found.location, size: found.size, version, e_tag: found.e_tag, modified, crc32c }
     }
 
     fn differs(&self, now: &ObjectMeta) -> bool {

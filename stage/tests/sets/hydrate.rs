@@ -2,8 +2,9 @@
 
 use crate::store::{Fault, Store};
 use crate::{ends_well, fails, files, gpunvme, set};
-use gpunvme_tests::mounted::Mounted;
-use gpunvme_tests::{needs_mount, tree};
+use gpunvme_tests::mounted::{Mounted, peak_memory};
+use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::process::Pid;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -11,13 +12,13 @@ use std::time::{Duration, Instant};
 
 const URL: &str = "s3://bucket/set";
 
-fn stored(seed: u64) -> Store {
+pub fn stored(seed: u64) -> Store {
     let store = Store::new();
     store.state().objects = set(seed).into_iter().map(|(name, bytes)| (format!("set/{name}"), bytes)).collect();
     store
 }
 
-fn hydrate(store: &Store, folder: &Path) -> Command {
+pub fn hydrate(store: &Store, folder: &Path) -> Command {
     let mut command = gpunvme("hydrate");
     store.found_by(&mut command);
     command.arg(URL).arg(folder);
@@ -128,6 +129,58 @@ fn no_name_of_a_store_leaves_the_folder() {
     std::os::unix::fs::symlink("../elsewhere", volume.path("linked/link")).unwrap();
     fails(&hydrate(&store, &volume.path("linked")).output().unwrap());
     assert_eq!(files(&volume.path("elsewhere")).len(), 0);
+}
+
+#[test]
+fn what_is_there_is_known_by_its_time_also_after_a_remount() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(11));
+    ends_well(&hydrate(&store, &volume.path("set")).output().unwrap());
+    let volume = volume.remount();
+    assert!(ends_well(&hydrate(&store, &volume.path("set")).output().unwrap()).contains("fetched: 0, 0 bytes"));
+    fs::write(volume.path("set/one"), "x").unwrap();
+    assert!(ends_well(&hydrate(&store, &volume.path("set")).output().unwrap()).contains("fetched: 1, 1 bytes"));
+    assert_eq!(files(&volume.path("set")), set(11));
+}
+
+#[test]
+fn a_set_that_must_be_published_has_a_manifest() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(12));
+    let said = fails(&hydrate(&store, &volume.path("set")).arg("--published").output().unwrap());
+    assert!(said.contains("it has no manifest") && !volume.path("set").exists(), "{said}");
+    let here = tempfile::tempdir().unwrap();
+    fs::write(here.path().join("one"), "1").unwrap();
+    ends_well(&store.found_by(gpunvme("publish").arg(here.path()).arg(URL)).output().unwrap());
+    ends_well(&hydrate(&store, &volume.path("set")).arg("--published").output().unwrap());
+    assert_eq!(files(&volume.path("set")), files(here.path()));
+}
+
+#[test]
+fn the_memory_is_what_was_set() {
+    needs_mount!();
+    const MIB: u64 = 1 << 20;
+    let volume = Mounted::new();
+    let source = tempfile::tempdir().unwrap();
+    for name in ["a", "b", "c", "d"] {
+        fs::write(source.path().join(name), tree::pattern(1, 48 << 20)).unwrap();
+    }
+    let peak = |memory: u64| {
+        let mut command = programs::command("gpunvme");
+        command.args(["hydrate", "--memory", &memory.to_string()]).arg(source.path());
+        let mut process = command.arg(volume.path(format!("set{memory}"))).stdout(Stdio::null()).spawn().unwrap();
+        let mut most = 0;
+        while process.try_wait().unwrap().is_none() {
+            most = peak_memory(Pid::from_child(&process)).unwrap_or(0).max(most);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(files(&volume.path(format!("set{memory}"))).len(), 4);
+        most
+    };
+    for (memory, most) in [(16, 64), (128, 176)] {
+        let peak = peak(memory);
+        assert!(peak < most * MIB, "{peak} bytes with {memory} MiB for parts");
+    }
 }
 
 #[test]

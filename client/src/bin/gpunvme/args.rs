@@ -60,6 +60,10 @@ pub enum Command {
     },
     /// Bring a folder of a mount into a store, or a folder
     Publish(crate::stage::Stage),
+    /// Remove sets that were hydrated until the others keep a quota
+    Evict(crate::stage::Stage),
+    /// What sets there are: `stage status FOLDER`
+    Stage(crate::stage::Stage),
     /// Read a file into registered memory, and tell how it moved
     Read(Read),
     /// Run a program that speaks cuFile, with our libcufile before NVIDIA's

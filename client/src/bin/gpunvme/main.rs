@@ -34,6 +34,8 @@ fn main() -> ExitCode {
         Command::Nvme(nvme) => nvme::run(nvme),
         Command::Probe { device } => probe::run(device),
         Command::Publish(stage) => stage::run("publish", stage, args.json),
+        Command::Evict(stage) => stage::run("evict", stage, args.json),
+        Command::Stage(stage) => stage::run("stage", stage, args.json),
         Command::Read(read) => read::run(read),
         Command::Run(run) => run::run(run),
         Command::Write(write) => write::run(write),

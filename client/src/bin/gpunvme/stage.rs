@@ -1,5 +1,5 @@
-//! The commands `hydrate` and `publish`, which the program `gpunvme-stage` has: what speaks HTTP
-//! and TLS is no part of the program that root runs on controllers.
+//! The commands `hydrate`, `publish`, `evict` and `stage`, which the program `gpunvme-stage` has:
+//! what speaks HTTP and TLS is no part of the program that root runs on controllers.
 
 use crate::report::{Failure, Report};
 use std::convert::Infallible;
