@@ -10,6 +10,8 @@ use crate::names::OWN;
 use gpunvme::Mount;
 use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::Errno;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry as Slot;
 use std::fs::{File, Metadata};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
@@ -187,21 +189,39 @@ impl Folder {
         Ok((Data::new(file, &path, self.mount.is_some())?, is_old))
     }
 
-    /// Gives a partial file, whose bytes are all there, the time `modified` (nanoseconds since
-    /// 1970) and the name `name`: all are durable afterwards. It replaces a file of that name.
+    /// Gives a file, whose bytes are all there, its time of modification, in nanoseconds since
+    /// 1970, and makes it durable.
     ///
     /// # Errors
-    /// [`Error::Path`]; a folder of the name that is a symbolic link is one.
-    pub fn appear(&self, partial: &str, data: &Data, name: &str, modified: i128) -> Result<()> {
-        let path = self.path_of(name);
-        let failed = |action| Error::path(&path, action);
+    /// [`Error::Path`].
+    pub fn settle(&self, data: &Data, name: &str, modified: i128) -> Result<()> {
+        let failed = |action| Error::path(self.path_of(name), action);
         let time = Timespec { tv_sec: modified.div_euclid(NANOSECONDS) as i64, tv_nsec: modified.rem_euclid(NANOSECONDS) as i64 };
         let times = Timestamps { last_access: time, last_modification: time };
         rustix::fs::futimens(data.file(), &times).map_err(failed("give it its time"))?;
-        rustix::fs::fsync(data.file()).map_err(failed("make it durable"))?;
-        let folder = self.folder_of(name, true)?;
-        rustix::fs::renameat(&self.partial, partial, &folder, last_part(name)).map_err(failed("give it its name"))?;
-        rustix::fs::fsync(&folder).map_err(failed("make its name durable"))
+        rustix::fs::fsync(data.file()).map_err(failed("make it durable"))
+    }
+
+    /// Gives partial files, which are durable, their names: pairs of both. The names are durable
+    /// afterwards. They replace files of the same names.
+    ///
+    /// # Errors
+    /// [`Error::Path`]; a folder of a name that is a symbolic link is one.
+    pub fn appear<'a>(&self, files: impl Iterator<Item = (&'a str, &'a str)>) -> Result<()> {
+        let mut folders: BTreeMap<&str, OwnedFd> = BTreeMap::new();
+        for (partial, name) in files {
+            let (above, last) = name.rsplit_once('/').unwrap_or(("", name));
+            let folder = match folders.entry(above) {
+                Slot::Occupied(known) => known.into_mut(),
+                Slot::Vacant(slot) => slot.insert(self.folder_of(name, true)?),
+            };
+            let failed = Error::path(self.path_of(name), "give it its name");
+            rustix::fs::renameat(&self.partial, partial, &*folder, last).map_err(failed)?;
+        }
+        for (above, folder) in folders {
+            rustix::fs::fsync(folder).map_err(Error::path(self.path_of(above), "make its names durable"))?;
+        }
+        Ok(())
     }
 
     /// Removes a file of the set that is as `hydrate` left it and that no process has open. Says

@@ -14,9 +14,13 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::mpsc;
 
 /// How often an object that changes while it is fetched is begun again.
 const CHANGES: u32 = 4;
+
+/// Most files that get their names together.
+const GROUP: usize = 1024;
 
 /// Which share of a set: `I/N`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +64,13 @@ pub struct Done {
     pub fetched_objects: usize,
     pub fetched_bytes: u64,
     pub direct: bool,
+}
+
+/// A partial file that is whole, checked and durable.
+struct Settled {
+    partial: String,
+    name: String,
+    entry: Entry,
 }
 
 /// What the tasks of a run share.
@@ -125,14 +136,25 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         verify: what.verify,
     });
     (done.fetched_objects, done.fetched_bytes) = (objects.len(), needed);
-    stream::iter(objects)
+    let (settled, waiting) = mpsc::channel(GROUP);
+    let naming = tokio::task::spawn_blocking({
+        let run = run.clone();
+        move || run.name(waiting)
+    });
+    let brought = stream::iter(objects)
         .map(|object| {
-            let task = tokio::spawn(bring(run.clone(), object));
+            let task = tokio::spawn(bring(run.clone(), object, settled.clone()));
             async move { task.await? }
         })
         .buffer_unordered(run.concurrency)
         .try_collect::<()>()
-        .await?;
+        .await;
+    drop(settled);
+    match brought {
+        // No name was given because of what the naming says.
+        Ok(()) | Err(Error::Stopped) => naming.await??,
+        Err(error) => return Err(error),
+    }
     run.manifest().compact()?;
     run.progress.finish();
     Ok(done)
@@ -167,10 +189,10 @@ fn partial_name(object: &Object) -> String {
 }
 
 /// Brings one object, in the version that the store has.
-async fn bring(run: Arc<Run>, mut object: Object) -> Result<()> {
+async fn bring(run: Arc<Run>, mut object: Object, settled: mpsc::Sender<Settled>) -> Result<()> {
     for _ in 0..=CHANGES {
         let partial = partial_name(&object);
-        if run.clone().bring_version(&object, &partial).await? {
+        if run.clone().bring_version(&object, &partial, &settled).await? {
             return Ok(());
         }
         run.discard(&partial)?;
@@ -190,7 +212,7 @@ impl Run {
     }
 
     /// Brings an object, unless it changes meanwhile.
-    async fn bring_version(self: Arc<Run>, object: &Object, partial: &str) -> Result<bool> {
+    async fn bring_version(self: Arc<Run>, object: &Object, partial: &str, settled: &mpsc::Sender<Settled>) -> Result<bool> {
         let (data, is_old) = self.folder.partial(partial, object.size)?;
         if !is_old {
             self.manifest().drop_parts(partial)?;
@@ -234,16 +256,27 @@ impl Run {
             self.discard(partial)?;
             return Err(Error::Checksum { name: object.name.clone(), expected, found: crc32c });
         }
-        let (run, object, partial) = (self.clone(), object.clone(), partial.to_owned());
-        tokio::task::spawn_blocking(move || {
-            run.folder.appear(&partial, &data, &object.name, object.modified)?;
-            let mut manifest = run.manifest();
-            let Object { size, version, modified, .. } = object;
-            manifest.add_file(&object.name, Entry { size, version, crc32c, modified })?;
-            manifest.drop_parts(&partial)
-        })
-        .await??;
+        let (run, Object { name, size, version, modified, .. }) = (self.clone(), object.clone());
+        let name = tokio::task::spawn_blocking(move || run.folder.settle(&data, &name, modified).map(|()| name)).await??;
+        let file = Settled { partial: partial.into(), name, entry: Entry { size, version, crc32c, modified } };
+        settled.send(file).await.map_err(|_| Error::Stopped)?;
         Ok(true)
+    }
+
+    /// Gives files their names, in groups: those that were settled while the last group was made
+    /// durable are the next, so that small objects share the syncs of their folders.
+    fn name(&self, mut settled: mpsc::Receiver<Settled>) -> Result<()> {
+        let mut group = Vec::new();
+        while settled.blocking_recv_many(&mut group, GROUP) > 0 {
+            self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
+            let mut manifest = self.manifest();
+            let partials: Vec<_> = group.iter().map(|file| file.partial.clone()).collect();
+            manifest.add_files(group.drain(..).map(|file| (file.name, file.entry)))?;
+            for partial in partials {
+                manifest.drop_parts(&partial)?;
+            }
+        }
+        Ok(())
     }
 
     /// Brings a part into the partial file, and returns where it lies, its length and its CRC32C.

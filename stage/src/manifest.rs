@@ -143,11 +143,14 @@ impl Manifest {
         }
     }
 
-    fn append(&mut self, line: Line) -> Result<()> {
-        let mut text = serde_json::to_vec(&line).expect("a line of strings and numbers");
-        text.push(b'\n');
+    fn append(&mut self, lines: Vec<Line>) -> Result<()> {
+        let mut text = Vec::new();
+        for line in &lines {
+            serde_json::to_writer(&mut text, line).expect("a line of strings and numbers");
+            text.push(b'\n');
+        }
         self.file.write_all(&text).map_err(Error::path(&self.path, "write it"))?;
-        self.apply(line);
+        lines.into_iter().for_each(|line| self.apply(line));
         Ok(())
     }
 
@@ -156,7 +159,7 @@ impl Manifest {
     /// # Errors
     /// [`Error::Path`], as all that follow.
     pub fn begin(&mut self, set: Set) -> Result<()> {
-        self.append(Line::Set(set))
+        self.append(vec![Line::Set(set)])
     }
 
     /// The file that is this version of an object.
@@ -171,7 +174,7 @@ impl Manifest {
 
     /// A part is durable.
     pub fn add_part(&mut self, of: &str, offset: u64, len: u64, crc32c: u32) -> Result<()> {
-        self.append(Line::Part { of: of.into(), offset, len, crc32c })
+        self.append(vec![Line::Part { of: of.into(), offset, len, crc32c }])
     }
 
     /// A partial file is gone. That is durable before a new one of its name has parts.
@@ -179,18 +182,18 @@ impl Manifest {
         if !self.parts.contains_key(of) {
             return Ok(());
         }
-        self.append(Line::Dropped { of: of.into() })?;
+        self.append(vec![Line::Dropped { of: of.into() }])?;
         self.file.sync_data().map_err(Error::path(&self.path, "make it durable"))
     }
 
-    /// A file is durable under its name.
-    pub fn add_file(&mut self, name: &str, entry: Entry) -> Result<()> {
-        self.append(Line::File { name: name.into(), entry })
+    /// Files are durable under their names.
+    pub fn add_files(&mut self, files: impl Iterator<Item = (String, Entry)>) -> Result<()> {
+        self.append(files.map(|(name, entry)| Line::File { name, entry }).collect())
     }
 
     /// A file is gone. Should this line be lost, the file is missing all the same.
     pub fn evict(&mut self, name: &str) -> Result<()> {
-        self.append(Line::Evicted { name: name.into() })
+        self.append(vec![Line::Evicted { name: name.into() }])
     }
 
     /// Nothing is in flight. The manifest becomes as short as it can be, and durable.
@@ -231,7 +234,7 @@ mod tests {
         whole.begin(Set { source: "s3://a".into(), pinned: true }).unwrap();
         for at in 0..20 {
             whole.add_part("p", at * 10, 10, at as u32).unwrap();
-            whole.add_file(&format!("n{at}"), entry(at as u32)).unwrap();
+            whole.add_files([(format!("n{at}"), entry(at as u32))].into_iter()).unwrap();
         }
         let text = std::fs::read(&path).unwrap();
         for len in 0..=text.len() {
