@@ -44,8 +44,9 @@ typedef struct gpunvme_file gpunvme_file;
  * sum, for its pieces are moved in any order: after an error any segment may have changed in part.
  */
 struct gpunvme_result {
-	uint64_t bytes;                  /* the sum of `moved` */
+	uint64_t bytes;                  /* the sum of `moved` and `cache` */
 	struct gpunvme_moved moved;
+	uint64_t cache;                  /* from the kernel's page cache, by the GPU */
 	uint32_t reason;                 /* GPUNVME_REASON_*: why it was slower, or failed */
 	uint32_t failed_segment;         /* index of the segment that failed, or UINT32_MAX */
 };

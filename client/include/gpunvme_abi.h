@@ -28,6 +28,7 @@ extern "C" {
 #define GPUNVME_ROUTE_P2P 1u
 #define GPUNVME_ROUTE_BOUNCE 2u
 #define GPUNVME_ROUTE_HOST 3u
+#define GPUNVME_ROUTE_CACHE 4u
 
 /* Reasons. New ones may come; gpunvme_reason_explain() puts them into words. */
 #define GPUNVME_REASON_NONE 0u
@@ -39,6 +40,7 @@ extern "C" {
 #define GPUNVME_REASON_UNALIGNED 6u
 #define GPUNVME_REASON_EXPORT_REFUSED 7u
 #define GPUNVME_REASON_NO_ROOM 8u
+#define GPUNVME_REASON_NOT_CACHED 9u
 #define GPUNVME_REASON_NOT_A_BUFFER 32u
 #define GPUNVME_REASON_NOT_SEALED 33u
 #define GPUNVME_REASON_TOO_SMALL 34u

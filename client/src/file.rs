@@ -8,9 +8,9 @@ use crate::codes::{reason, status};
 use crate::connection::{Connection, Limits, failed};
 use crate::error::{Error, Result};
 use crate::mount::Mount;
-use crate::transfer::{Require, Transfer};
+use crate::transfer::{Moved, Require, Transfer};
 use crate::{opening, socket, sys};
-use gpunvme_abi::{self as abi, Command, Extent, Moved, Reason, ResolveFlags, Segment, TransferFlags};
+use gpunvme_abi::{self as abi, Command, Extent, Reason, ResolveFlags, Segment, TransferFlags};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::any::Any;
@@ -228,6 +228,17 @@ impl File {
         if end == start { Ok(true) } else { self.write_back(start, end - start) }
     }
 
+    /// How many bytes of the `len` at `offset` the kernel has in its page cache, counted in whole
+    /// pages. It tells only the file's owner, and users who may write to it: others hear that it
+    /// has all.
+    ///
+    /// # Errors
+    /// [`Error::Path`] where the file is not open for reading, or cannot be mapped.
+    pub fn resident(&self, offset: u64, len: u64) -> Result<u64> {
+        let len = len.min(self.size()?.saturating_sub(offset));
+        sys::resident(self.file.as_fd(), offset, len).map_err(|errno| self.failed("ask what of it is in the page cache", errno))
+    }
+
     /// Makes a request with what shows how the file is open: its descriptor, and a grant that the
     /// daemon gave before, or 0. `ask` returns the grant of the answer, and whether the daemon may
     /// not look at this process's descriptors; then one is sent over the socket, once.
@@ -287,7 +298,8 @@ impl File {
                 ((result, answer), grant, hidden)
             })?;
             let failed = result.err().or(status(answer.status));
-            let moved = Moved { p2p: answer.p2p, bounce: answer.bounce, host: answer.host, hole: answer.hole, edge: answer.edge };
+            let abi::Transfer { p2p, bounce, host, hole, edge, .. } = answer;
+            let moved = Moved { p2p, bounce, cache: 0, host, hole, edge };
             let why = (answer.reason != 0).then(|| reason(answer.reason));
             if result.is_ok() {
                 done.add(&Transfer { moved, reason: why });

@@ -4,8 +4,9 @@ use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::codes::{reason, route};
 use crate::connection::Connection;
 use crate::error::{Error, Result};
+use crate::transfer::Moved;
 use crate::{socket, sys};
-use gpunvme_abi::{self as abi, Command, Features, Moved, Reason, Route};
+use gpunvme_abi::{self as abi, Command, Features, Reason, Route};
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -211,8 +212,8 @@ impl Mount {
         Ok(Stats {
             calls: std::array::from_fn(|at| (NAMES[at], stats.calls[at])),
             failed: stats.failed,
-            read: stats.read,
-            write: stats.write,
+            read: stats.read.into(),
+            write: stats.write.into(),
             buffers: stats.buffers,
             buffer_bytes: stats.buffer_bytes,
             processes: stats.processes,

@@ -29,10 +29,10 @@ use crate::error::{Error, Result};
 use crate::file::File;
 use crate::mount::Mount;
 use crate::spin::Spin;
-use crate::transfer::{Require, Transfer};
+use crate::transfer::{Moved, Require, Transfer};
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
-use gpunvme_abi::{Command, Moved, TransferFlags};
+use gpunvme_abi::{Command, TransferFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -465,7 +465,7 @@ impl InFlight {
     fn completed(&self, completion: &Completion) -> Completed {
         let Completion { p2p, bounce, host, hole, edge, .. } = *completion;
         let reason = reason(completion.reason);
-        let done = Transfer { moved: Moved { p2p, bounce, host, hole, edge }, reason: Some(reason) };
+        let done = Transfer { moved: Moved { p2p, bounce, cache: 0, host, hole, edge }, reason: Some(reason) };
         let result = match status(completion.status) {
             None => Ok(done),
             Some(errno) => Err(Error::Transfer {

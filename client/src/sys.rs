@@ -43,6 +43,32 @@ pub(crate) fn write_back(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<
     if result == 0 { Ok(()) } else { Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)) }
 }
 
+/// How many bytes of a range of a file the page cache has, in whole pages. A process that neither
+/// owns the file nor may write to it is told that it has all (mm/mincore.c, can_do_mincore).
+pub(crate) fn resident(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<u64, Errno> {
+    const AT_ONCE: u64 = 256 << 20;
+    let page = rustix::param::page_size() as u64;
+    let (mut at, end) = (offset / page * page, offset.saturating_add(len).next_multiple_of(page));
+    let mut count = 0;
+    while at < end {
+        let part = AT_ONCE.min(end - at) as usize;
+        let mut pages = vec![0u8; part / page as usize];
+        // SAFETY: the kernel finds addresses that nothing uses, and no page is touched before they
+        // are unmapped; there is a byte for each page.
+        let result = unsafe {
+            let base = rustix::mm::mmap(ptr::null_mut(), part, ProtFlags::READ, MapFlags::SHARED, file, at)?;
+            let result = libc::mincore(base, part, pages.as_mut_ptr());
+            let error = std::io::Error::last_os_error();
+            rustix::mm::munmap(base, part)?;
+            if result < 0 { Err(error) } else { Ok(()) }
+        };
+        result.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL))?;
+        count += pages.iter().filter(|page| **page & 1 != 0).count() as u64;
+        at += part as u64;
+    }
+    Ok(count * page)
+}
+
 /// A pidfd of the process that listened for this connected Unix socket.
 ///
 /// # Errors

@@ -1,6 +1,37 @@
 //! What a transfer moved, and what its caller insists on.
 
-use gpunvme_abi::{Moved, Reason, Route, TransferFlags};
+use gpunvme_abi::{self as abi, Reason, Route, TransferFlags};
+
+/// Bytes that were moved, by route: a disjoint sum.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Between device and GPU memory.
+    pub p2p: u64,
+    /// Between device and a staging pool.
+    pub bounce: u64,
+    /// From the kernel's page cache to GPU memory, by the GPU. The daemon has no part in it, and
+    /// does not count it ([`crate::Stats`]).
+    pub cache: u64,
+    /// Between device and host memory.
+    pub host: u64,
+    /// Filled with zeros.
+    pub hole: u64,
+    /// Copied by the CPU, for lack of alignment.
+    pub edge: u64,
+}
+
+impl Moved {
+    /// Bytes moved by any means.
+    pub fn total(&self) -> u64 {
+        self.p2p + self.bounce + self.cache + self.host + self.hole + self.edge
+    }
+}
+
+impl From<abi::Moved> for Moved {
+    fn from(abi::Moved { p2p, bounce, host, hole, edge }: abi::Moved) -> Moved {
+        Moved { p2p, bounce, cache: 0, host, hole, edge }
+    }
+}
 
 /// What a transfer moved, and how.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,6 +54,7 @@ impl Transfer {
         for (sum, more) in [
             (&mut self.moved.p2p, other.moved.p2p),
             (&mut self.moved.bounce, other.moved.bounce),
+            (&mut self.moved.cache, other.moved.cache),
             (&mut self.moved.host, other.moved.host),
             (&mut self.moved.hole, other.moved.hole),
             (&mut self.moved.edge, other.moved.edge),
@@ -53,7 +85,8 @@ impl Require {
             Some(Route::P2p) => TransferFlags::REQUIRE_P2P,
             Some(Route::Bounce) => TransferFlags::REQUIRE_BOUNCE,
             Some(Route::Host) => TransferFlags::REQUIRE_HOST,
-            Some(Route::None) | None => TransferFlags::empty(),
+            // The daemon has no part in the page cache.
+            Some(Route::None | Route::Cache) | None => TransferFlags::empty(),
         };
         route | if self.direct { TransferFlags::REQUIRE_DIRECT } else { TransferFlags::empty() }
     }

@@ -1,6 +1,6 @@
 //! The C headers and the C ABI, by compiling C.
 
-use gpunvme::{Extent, ExtentFlags, Moved, Reason, Route, Segment};
+use gpunvme::{Extent, ExtentFlags, Reason, Route, Segment};
 use gpunvme_abi::ring::{self, Word};
 use gpunvme_abi::{self as abi, Command};
 use std::fmt::Write;
@@ -54,7 +54,7 @@ fn the_header_is_the_abi() {
             reason, status, failed_segment, reserved2 }
         Segment as "gpunvme_segment" { file_offset, buffer_offset, len }
         gpunvme::gpu::Segment as "gpunvme_gpu_segment" { file_offset, address, len }
-        Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
+        abi::Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
         abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
         abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
         abi::Message as "gpunvme_message" { request, status }

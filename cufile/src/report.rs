@@ -48,13 +48,14 @@ fn write() {
 fn line() -> String {
     let mut line = format!("gpunvme cufile: process {}", std::process::id());
     for (name, totals) in ["read", "write"].into_iter().zip(&TOTALS) {
-        let Totals { p2p, bounce, host, hole, edge, call, real, plain, requests, failed } = totals;
+        let Totals { p2p, bounce, cache, host, hole, edge, call, real, plain, requests, failed } = totals;
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         // Writing to a String cannot fail.
         let _ = write!(line, "; {name}: {} requests, {} failed, bytes", get(requests), get(failed));
         let ways = [
             ("p2p", p2p),
             ("bounce", bounce),
+            ("cache", cache),
             ("host", host),
             ("hole", hole),
             ("edge", edge),

@@ -45,6 +45,7 @@ pub enum Way {
 pub struct Totals {
     pub p2p: AtomicU64,
     pub bounce: AtomicU64,
+    pub cache: AtomicU64,
     pub host: AtomicU64,
     pub hole: AtomicU64,
     pub edge: AtomicU64,
@@ -63,6 +64,7 @@ impl Totals {
         Totals {
             p2p: AtomicU64::new(0),
             bounce: AtomicU64::new(0),
+            cache: AtomicU64::new(0),
             host: AtomicU64::new(0),
             hole: AtomicU64::new(0),
             edge: AtomicU64::new(0),
@@ -83,9 +85,10 @@ impl Totals {
         add(&self.requests, 1);
         match done {
             Ok(Done { way: Way::Mount(moved), .. }) => {
-                let Moved { p2p, bounce, host, hole, edge } = *moved;
+                let Moved { p2p, bounce, cache, host, hole, edge } = *moved;
                 add(&self.p2p, p2p);
                 add(&self.bounce, bounce);
+                add(&self.cache, cache);
                 add(&self.host, host);
                 add(&self.hole, hole);
                 add(&self.edge, edge);

@@ -60,7 +60,8 @@ impl Outcome {
         match buffer.route {
             Route::P2p => moved.p2p = direct,
             Route::Bounce => moved.bounce = direct,
-            Route::Host | Route::None => moved.host = direct,
+            // No buffer has the last one.
+            Route::Host | Route::None | Route::Cache => moved.host = direct,
         }
         Outcome { moved, ..Outcome::default() }
     }

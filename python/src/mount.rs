@@ -43,9 +43,8 @@ impl Drop for Mount {
 
 fn moved<'py>(py: Python<'py>, moved: &Moved) -> PyResult<Bound<'py, PyDict>> {
     let routes = PyDict::new(py);
-    for (name, bytes) in
-        [("p2p", moved.p2p), ("bounce", moved.bounce), ("host", moved.host), ("hole", moved.hole), ("edge", moved.edge)]
-    {
+    let Moved { p2p, bounce, cache, host, hole, edge } = *moved;
+    for (name, bytes) in [("p2p", p2p), ("bounce", bounce), ("cache", cache), ("host", host), ("hole", hole), ("edge", edge)] {
         routes.set_item(name, bytes)?;
     }
     Ok(routes)

@@ -162,8 +162,9 @@ pub fn require(word: Option<&str>) -> PyResult<Require> {
         Some("p2p") => Route::P2p,
         Some("bounce") => Route::Bounce,
         Some("host") => Route::Host,
+        Some("cache") => Route::Cache,
         Some(other) => {
-            let known = "p2p, bounce, host or direct";
+            let known = "p2p, bounce, cache, host or direct";
             return Err(PyValueError::new_err(format!("require must be {known}, not {other:?}")));
         }
     };

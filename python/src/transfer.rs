@@ -1,6 +1,6 @@
 //! What a transfer moved, as Python sees it.
 
-use gpunvme::Reason;
+use gpunvme::{Moved, Reason};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -29,14 +29,13 @@ impl Transfer {
         self.0.bytes()
     }
 
-    /// Bytes by route: ``p2p``, ``bounce``, ``host``; ``hole`` are zeros that the file never stored,
+    /// Bytes by route: ``p2p``, ``bounce``, ``cache``, ``host``; ``hole`` are zeros that the file never stored,
     /// ``edge`` what the daemon copied because it is not aligned. Only those that are not zero.
     #[getter]
     fn routes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let moved = &self.0.moved;
+        let Moved { p2p, bounce, cache, host, hole, edge } = self.0.moved;
         let routes = PyDict::new(py);
-        for (name, bytes) in
-            [("p2p", moved.p2p), ("bounce", moved.bounce), ("host", moved.host), ("hole", moved.hole), ("edge", moved.edge)]
+        for (name, bytes) in [("p2p", p2p), ("bounce", bounce), ("cache", cache), ("host", host), ("hole", hole), ("edge", edge)]
         {
             if bytes > 0 {
                 routes.set_item(name, bytes)?;

@@ -208,7 +208,7 @@ def test_info_and_stats_tell_of_the_mount(volume):
     mount = gpunvme.Mount(volume)
     info, stats = mount.info(), mount.stats()
     assert info["block_size"] == 4096 and info["capacity"] > info["free"] > 0 and not info["read_only"]
-    assert stats["read"].keys() == {"p2p", "bounce", "host", "hole", "edge"}
+    assert stats["read"].keys() == {"p2p", "bounce", "cache", "host", "hole", "edge"}
     assert stats["calls"]["info"] > 0
     mount.close()
     with pytest.raises(ValueError, match="closed"):

@@ -8,8 +8,8 @@ use crate::codes::reason;
 use crate::error::{Error, Result};
 use crate::file::File;
 use crate::mount::Mount;
-use crate::transfer::Transfer;
-use gpunvme_abi::{self as abi, Command, Extent, Moved, Reason, Route, Segment, TransferFlags};
+use crate::transfer::{Moved, Transfer};
+use gpunvme_abi::{self as abi, Command, Extent, Reason, Route, Segment, TransferFlags};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::cell::RefCell;
@@ -27,16 +27,19 @@ thread_local! {
 #[repr(C)]
 pub struct CResult {
     bytes: u64,
-    moved: Moved,
+    moved: abi::Moved,
+    cache: u64,
     reason: u32,
     failed_segment: u32,
 }
 
 impl CResult {
     fn new(done: &Transfer, reason: Option<Reason>, segment: Option<u32>) -> CResult {
+        let Moved { p2p, bounce, cache, host, hole, edge } = done.moved;
         CResult {
             bytes: done.bytes(),
-            moved: done.moved,
+            moved: abi::Moved { p2p, bounce, host, hole, edge },
+            cache,
             reason: reason.or(done.reason).unwrap_or(Reason::None).code(),
             failed_segment: segment.unwrap_or(u32::MAX),
         }

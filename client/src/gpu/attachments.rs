@@ -1,11 +1,13 @@
-//! The rings that an open file is attached to: it is attached at its first use, and stays attached
-//! for as long as it is open.
+//! What is kept with an open file: the rings that it is attached to, from its first use on, and the
+//! cached ranges of its pages in the page cache.
 
+use super::page_cache::cached_file::CachedFile;
 use crate::error::Result;
 use crate::file::File;
 use crate::mount::Mount;
 use crate::ring::{Attached, RingName};
 use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What is kept with an open file.
@@ -14,6 +16,7 @@ struct Attachments {
     rings: Mutex<Vec<Attached>>,
     /// Whether [`is_first_read`] was asked.
     read: AtomicBool,
+    cached: Arc<CachedFile>,
 }
 
 /// The file as a ring knows it.
@@ -26,6 +29,11 @@ pub(super) fn in_ring(file: &File, ring: &RingName) -> Result<Attached> {
     let attached = ring.attach(file)?;
     rings.push(attached.clone());
     Ok(attached)
+}
+
+/// The file's cached ranges.
+pub(super) fn cached(file: &File) -> &Arc<CachedFile> {
+    &file.kept::<Attachments>().cached
 }
 
 /// Whether a file lies on that mount, and this was not asked of it before.

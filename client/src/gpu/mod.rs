@@ -26,7 +26,8 @@
 //! pool and each GPU: on the thread that waits for a short request, and for all others on a thread
 //! of the library's. Requests in the order of a `stream` have a thread of their own, which makes
 //! no call of CUDA and copies pinned host memory itself: all that the GPU has to do for them is in
-//! the stream when the call returns. Both use the same `memory`.
+//! the stream when the call returns. Both use the same `memory`. What the kernel has in its
+//! `page_cache` need not come from the device.
 
 mod answer;
 mod attachments;
@@ -34,10 +35,12 @@ mod memory;
 #[allow(unsafe_code)]
 mod on_stream;
 mod outcome;
+mod page_cache;
 mod pipeline;
 #[allow(unsafe_code)]
 mod queue;
 mod request;
+mod settings;
 mod stream;
 #[allow(unsafe_code)]
 mod transfers;
@@ -45,5 +48,6 @@ mod transfers;
 pub use answer::{Finished, Pending};
 pub use queue::Queue;
 pub use request::{Cancel, Segment};
+pub use settings::{Caching, Settings};
 pub use stream::observer::Observer;
-pub use transfers::{Settings, Transfers};
+pub use transfers::Transfers;

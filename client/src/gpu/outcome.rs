@@ -4,8 +4,8 @@
 use super::memory::pieces::PieceRange;
 use super::request::SegmentPart;
 use crate::error::{Error, Result};
-use crate::transfer::Transfer;
-use gpunvme_abi::{Direction, Moved, Reason};
+use crate::transfer::{Moved, Transfer};
+use gpunvme_abi::{Direction, Reason};
 use rustix::io::Errno;
 use std::path::Path;
 

@@ -4,6 +4,7 @@ use super::answer::End;
 use super::memory::pieces::PieceRange;
 use super::memory::registrations::Lease;
 use super::memory::staging::Staging;
+use super::page_cache::cached_file::CachedFile;
 use crate::buffer::{Memory, Shared};
 use crate::ring::{Attached, Operation};
 use crate::transfer::Require;
@@ -94,6 +95,13 @@ impl Cancel {
     }
 }
 
+impl SegmentPart {
+    /// Whether a GPU copies what is read to it: from a staging pool, or the page cache.
+    pub fn is_copied_to(&self) -> bool {
+        self.registered.is_err() && self.allocation.host.is_none()
+    }
+}
+
 /// A read or write, looked up and ready to be done.
 pub(super) struct Request {
     pub direction: Direction,
@@ -104,6 +112,8 @@ pub(super) struct Request {
     pub is_written_back: bool,
     /// How long its pieces are.
     pub piece_len: u64,
+    /// The cached ranges of the file that it may read, and the time by which they are used.
+    pub cached: Option<(Arc<CachedFile>, u64)>,
     /// What calls it off.
     pub cancel: Option<Cancel>,
     pub end: End,

@@ -2,16 +2,20 @@
 //! that can be done to the part that does them (inline, worker or stream).
 
 use super::answer::{Answer, End, Pending};
-use super::attachments::{in_ring, is_first_read};
+use super::attachments::{cached, in_ring, is_first_read};
 use super::memory::pieces::{Blocks, first, piece_len};
 use super::memory::registrations::Registrations;
 use super::outcome::action;
+use super::page_cache::PageCache;
+use super::page_cache::cached_file::CachedFile;
+use super::page_cache::cached_range::{Missing, NoRange};
 use super::pipeline::copy_stream::CopyStream;
 use super::pipeline::executor::Executor;
 use super::pipeline::inline::{self, InlineExecutor, InlineExecutors};
 use super::pipeline::mailbox::Mailbox;
 use super::pipeline::worker::{Mail, PIECES, Worker};
 use super::request::{Allocation, Cancel, Parts, Request, Segment, SegmentPart, Source};
+use super::settings::{Caching, Settings};
 use super::stream::observer::{Observer, Watch};
 use super::stream::submission::{Streams, Submission};
 use crate::error::{Error, Result};
@@ -24,45 +28,13 @@ use gpunvme_cuda::{self as cuda, Cuda, Gpu, Place, Scatter};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::fmt;
-use std::num::NonZero;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 /// Bytes of a staging pool beyond which no machine has the memory.
 const LONGEST_POOL: usize = 1 << 40;
-
-/// More threads than this have no more use of a device that is shared by all.
-const CALLERS: usize = 16;
-
-/// How much of the machine [`Transfers`] may use.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Settings {
-    /// Bytes of the staging pool of each GPU that is used: whole MiB, at least one. It is host
-    /// memory, pinned, on the GPU's NUMA node.
-    pub staging: usize,
-    /// Threads that may at once do their own requests, by calls that wait ([`Transfers::read`],
-    /// [`Transfers::write`]) for at most 1 MiB, and one of them for at most 16 MiB, in at most 8
-    /// parts: by default as many as the machine has processors, and at most 16; never more than 32.
-    /// For each the library makes a ring, and a staging pool of 2 MiB for each GPU that it uses,
-    /// beside the other one. A thread of the library does what others ask for, and what the mount
-    /// or a GPU has no room for.
-    pub callers: usize,
-    /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD
-    /// reaches them: by default as much as the GPU's BAR shows.
-    pub registered: Option<u64>,
-}
-
-impl Default for Settings {
-    /// A pool of 8 MiB: enough to keep a device busy, and little enough to stay in the processor's
-    /// cache between the device and the copy engine. Beside an H200 reads of 16 MiB went at 7.2
-    /// GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64.
-    fn default() -> Settings {
-        let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
-        Settings { staging: 8 << 20, callers: processors.min(CALLERS), registered: None }
-    }
-}
 
 /// Moves bytes between the files of a mount and GPU memory. One of it serves a whole application:
 /// copies of it share everything. It ends with the last copy, when everything is done; a last copy
@@ -84,6 +56,7 @@ struct Inner {
     /// What slots are aligned to.
     alignment: usize,
     registrations: Registrations,
+    page_cache: PageCache,
     ring: RingName,
     mailbox: Arc<Mailbox<Mail>>,
     worker: Option<JoinHandle<()>>,
@@ -135,9 +108,15 @@ impl Transfers {
                 worker.run();
             })
             .map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
+        let missing = match settings.caching {
+            Caching::Never => None,
+            Caching::Resident => Some(Missing::Refuse),
+            Caching::ReadAgain => Some(Missing::ReadIn),
+        };
         let inner = Inner {
             cuda,
             mount: mount.clone(),
+            page_cache: PageCache::new(cuda, missing, settings.cached),
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
             inline: InlineExecutors::new(settings.callers),
             settings,
@@ -250,6 +229,36 @@ impl Transfers {
         })
     }
 
+    /// Has the kernel read `len` bytes of a file into its page cache, from `offset` on, where it
+    /// has not got them, and registers them with CUDA: reads of them to any GPU take
+    /// [`Route::Cache`] from then on, for as long as the file is open, the kernel keeps them, and
+    /// nothing else needs the room. Returns how many bytes can be read so, among them those that
+    /// could be before.
+    ///
+    /// # Errors
+    /// [`Error::Path`] if the kernel does not read or map the file; [`Error::NoCuda`] and
+    /// [`Error::Cuda`] if no GPU can register it.
+    pub fn prepare(&self, file: &File, offset: u64, len: u64) -> Result<u64> {
+        let inner = &*self.inner;
+        let _alone = inner.cuda.leave_captures_alone();
+        let failed = |errno| Error::Path { path: file.path().to_owned(), action: "map its pages", errno };
+        let gpu = inner.cuda.gpus().next().ok_or(Error::NoCuda(cuda::Unavailable::NoGpu))?;
+        let cached = cached(file);
+        let open = || file.as_fd().try_clone_to_owned();
+        let descriptor = cached.descriptor(open).map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?;
+        let len = len.min(file.size()?.saturating_sub(offset));
+        inner.page_cache.prepare(cached, gpu, &descriptor, (offset, len), Missing::ReadIn).map_err(|error| match error {
+            NoRange::Cuda(error) => {
+                let on = "a file's pages".to_owned();
+                Error::Cuda { path: file.path().to_owned(), action: "register", on, error }
+            }
+            NoRange::Map(errno) => failed(errno),
+            NoRange::NotResident | NoRange::NoRoom | NoRange::Hidden => {
+                unreachable!("a cached range that is not there is no error")
+            }
+        })
+    }
+
     /// Gives up what is registered of the `len` bytes of memory at `address`, as soon as no
     /// transfer uses it. Registered memory stays in existence, even if the application frees it:
     /// until this is called, or some other memory is registered. `bounce` needs none of this.
@@ -273,7 +282,8 @@ impl Transfers {
         let answer = Arc::new(Answer::default());
         let end = End::Pending(answer.clone());
         if let Some(mut executor) = self.inner.inline_executor(&found) {
-            if direction == Direction::Read && found.is_one_piece(self.inner.blocks) && is_first_read(file, &self.inner.mount) {
+            let is_one_piece = direction == Direction::Read && found.is_one_piece(self.inner.blocks);
+            if is_one_piece && !self.is_cached(file, &found) && is_first_read(file, &self.inner.mount) {
                 let request = self.request(direction, (file, Source::Call(file.path().to_owned())), found, end)?;
                 return inline::serve(&mut executor, |executor| executor.read_by_call(request, file), &answer);
             }
@@ -284,6 +294,13 @@ impl Transfers {
         }
         self.hand_over(direction, file, found, end)?;
         Pending(answer).wait()
+    }
+
+    /// Whether there are cached ranges for all of a read that may use them.
+    fn is_cached(&self, file: &File, found: &Found) -> bool {
+        let cached = cached(file);
+        matches!(self.require.route, None | Some(Route::Cache))
+            && found.parts.iter().all(|part| part.is_copied_to() && cached.has_all(part.file_offset, part.len))
     }
 
     /// Looks up the memory of a request, and hands it to the worker.
@@ -309,7 +326,22 @@ impl Transfers {
         let Found { parts, bytes } = found;
         let is_written_back = file.write_back_all(parts.iter().map(|part| (part.file_offset, part.len)))?;
         let (require, cancel) = (self.require, self.cancel.clone());
-        Ok(Request { direction, source, parts, require, is_written_back, piece_len: piece_len(bytes), cancel, end })
+        let cached = (direction == Direction::Read).then(|| self.cached(file, &parts)).flatten();
+        Ok(Request { direction, source, parts, require, is_written_back, piece_len: piece_len(bytes), cached, cancel, end })
+    }
+
+    /// The cached ranges of a file for a read, if it may use any; those that it misses are made
+    /// meanwhile.
+    fn cached(&self, file: &File, parts: &Parts) -> Option<(Arc<CachedFile>, u64)> {
+        if !matches!(self.require.route, None | Some(Route::Cache)) {
+            return None;
+        }
+        let (page_cache, cached) = (&self.inner.page_cache, cached(file));
+        for part in parts.iter().filter(|part| part.is_copied_to()) {
+            let open = || file.as_fd().try_clone_to_owned().ok();
+            page_cache.is_read(cached, part.allocation.gpu, (part.file_offset, part.len), open);
+        }
+        Some((cached.clone(), page_cache.now()))
     }
 
     /// Looks up the memory of a request, and puts it into a stream.
@@ -325,6 +357,18 @@ impl Transfers {
         let _alone = inner.cuda.leave_captures_alone();
         let Found { mut parts, bytes } = self.look_up(direction, file, segments)?;
         let (path, action) = (file.path(), action(direction));
+        if require.route == Some(Route::Cache) {
+            // Its thread makes no call of CUDA, and could not look at what was copied.
+            return Err(Error::Transfer {
+                path: path.to_owned(),
+                action,
+                errno: Errno::OPNOTSUPP,
+                reason: Reason::RouteNotAvailable,
+                segment: None,
+                offset: None,
+                done: Transfer::default(),
+            });
+        }
         let failed = |error| Error::in_stream(path, action, stream, error);
         // SAFETY: the caller of `read_on_stream` or `write_on_stream` vouches for it.
         let handle = unsafe { inner.cuda.application_stream(stream) }.map_err(failed)?;
@@ -357,7 +401,7 @@ impl Transfers {
             offset: None,
             done: Transfer::default(),
         };
-        if require.route == Some(Route::Host) {
+        if require.route == Some(Route::Host) || (require.route, direction) == (Some(Route::Cache), Direction::Write) {
             return Err(refused(Errno::OPNOTSUPP, Reason::RouteNotAvailable, None));
         }
         let mut parts = Parts::with_capacity(segments.len());
@@ -369,6 +413,13 @@ impl Transfers {
             }
             inner.look_up(file.path(), index as u32, segment, require.route, &mut last, &mut parts)?;
             bytes = bytes.saturating_add(segment.len);
+        }
+        if require.route == Some(Route::Cache) {
+            let cached = cached(file);
+            let missing = parts.iter().find(|part| !part.is_copied_to() || !cached.has_all(part.file_offset, part.len));
+            if let Some(part) = missing {
+                return Err(refused(Errno::OPNOTSUPP, Reason::NotCached, Some(part.segment)));
+            }
         }
         let staged = parts.iter().find_map(|part| Some((part.segment, *part.registered.as_ref().err()?)));
         if let (Some(Route::P2p), Some((segment, reason))) = (require.route, staged) {
@@ -432,7 +483,7 @@ impl Inner {
                 }
             };
             let registered = match route {
-                Some(Route::Bounce) => Err(Reason::None), // as the caller wishes
+                Some(Route::Bounce | Route::Cache) => Err(Reason::None), // as the caller wishes
                 _ => self.registrations.get(&found, address),
             };
             let rest = registered.as_ref().map_or(found.base + found.len - address, |lease| lease.len);
@@ -530,8 +581,8 @@ impl fmt::Debug for Transfers {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The last are the worker's and those of windows then, which end when all requests are
-        // done: this may be a callback, and the worker the thread that it runs on.
+        // The last are the worker's and those of windows then, which end when all requests
+        // are done: this may be a callback, and the worker the thread that it runs on.
         self.kernels.get_mut().clear();
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
         let inline = std::mem::take(&mut self.inline);

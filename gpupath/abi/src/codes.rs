@@ -46,6 +46,9 @@ codes! {
         Bounce = 2, "bounce";
         /// The registered buffer is host memory.
         Host = 3, "host";
+        /// From the kernel's page cache, which the GPU's copy engine reads. The library's: the
+        /// daemon never gives it.
+        Cache = 4, "cache";
     }
 }
 
@@ -70,6 +73,9 @@ codes! {
         ExportRefused = 7, "export-refused";
         /// There is no room for another registration of GPU memory. The library's, as above.
         NoRoom = 8, "no-room";
+        /// Not all of what was asked for can be read out of the page cache. The library's, as
+        /// above.
+        NotCached = 9, "not-cached";
         /// Refused: the fd is no memory.
         NotABuffer = 32, "not-a-buffer";
         /// Refused: the memory could vanish under a transfer.
@@ -131,6 +137,9 @@ impl Reason {
             }
             Reason::NoRoom => {
                 "The GPU's BAR has no room to show more of its memory at once, and what it shows is in use: fewer or smaller buffers, or a larger BAR, would do."
+            }
+            Reason::NotCached => {
+                "Not all of the range is in the kernel's page cache and registered with CUDA: it has to be read first, and more than once, or to be prepared."
             }
             Reason::NotABuffer => {
                 "The fd is neither a memfd of ordinary pages nor a dma-buf (nor, for root, a PCI device's resource file)."

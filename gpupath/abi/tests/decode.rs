@@ -202,7 +202,7 @@ fn codes_are_told_apart() {
         let sentence = reason.explain();
         assert!(sentence.ends_with('.') && sentence.len() > 20, "{reason}");
     }
-    assert_eq!(Route::ALL.iter().map(|route| route.name()).collect::<Vec<_>>(), ["none", "p2p", "bounce", "host"]);
+    assert_eq!(Route::ALL.iter().map(|route| route.name()).collect::<Vec<_>>(), ["none", "p2p", "bounce", "host", "cache"]);
     assert_eq!(Reason::from_code(9999), None);
 }
 

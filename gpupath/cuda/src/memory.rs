@@ -18,6 +18,9 @@ use std::ptr::{self, NonNull};
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and within
 /// reach of kernels.
 const REGISTER: u32 = 1 | 2;
+/// `CU_MEMHOSTREGISTER_READ_ONLY`: of memory that the process may only read, as a mapping of a
+/// file's pages. CUDA refuses it without.
+const READ_ONLY: u32 = 8;
 
 /// Memory that CUDA knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,10 +222,27 @@ impl HostRegistration {
     /// # Errors
     /// What CUDA says: `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED` where some of it is.
     pub unsafe fn new(gpu: &Gpu, address: NonNull<u8>, len: usize) -> Result<HostRegistration, CudaError> {
+        // SAFETY: the caller vouches for the memory.
+        unsafe { HostRegistration::with(gpu, address, len, REGISTER) }
+    }
+
+    /// As [`HostRegistration::new`], of memory that the process may only read, and GPUs as well.
+    ///
+    /// # Safety
+    /// As for [`HostRegistration::new`].
+    ///
+    /// # Errors
+    /// As [`HostRegistration::new`].
+    pub unsafe fn read_only(gpu: &Gpu, address: NonNull<u8>, len: usize) -> Result<HostRegistration, CudaError> {
+        // SAFETY: the caller vouches for the memory.
+        unsafe { HostRegistration::with(gpu, address, len, REGISTER | READ_ONLY) }
+    }
+
+    unsafe fn with(gpu: &Gpu, address: NonNull<u8>, len: usize, flags: u32) -> Result<HostRegistration, CudaError> {
         let context = gpu.context()?;
         let _entered = context.enter()?;
         // SAFETY: the caller vouches for the memory.
-        unsafe { context.driver.cuMemHostRegister_v2(address.as_ptr().cast(), len, REGISTER) }?;
+        unsafe { context.driver.cuMemHostRegister_v2(address.as_ptr().cast(), len, flags) }?;
         Ok(HostRegistration { context, address, len })
     }
 

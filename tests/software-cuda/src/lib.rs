@@ -16,6 +16,7 @@
 
 mod api;
 mod memory;
+mod pinned;
 mod settings;
 mod stream;
 

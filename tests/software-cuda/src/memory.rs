@@ -5,6 +5,7 @@
 //! time where only this driver looks. Addresses are used again when they are free.
 
 use crate::Code;
+use crate::pinned::PinnedPages;
 use cudarc::driver::sys::cudaError_enum::{CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -136,6 +137,8 @@ pub struct Allocation {
     pub backing: Option<(Arc<Backing>, u64)>,
     /// Whether it may be used: what was mapped may only after `cuMemSetAccess`.
     pub accessible: bool,
+    /// The pages themselves, of what was registered read-only.
+    pub pinned: Option<Arc<PinnedPages>>,
 }
 
 /// A piece of memory as the CPU sees it.
@@ -146,6 +149,8 @@ pub struct HostSpan {
     pub len: usize,
     /// Whether CUDA knows it.
     pub known: bool,
+    /// The pages that it is read from instead, and where in them it begins.
+    pub pinned: Option<(Arc<PinnedPages>, usize)>,
     _held: Option<Arc<Backing>>,
 }
 
@@ -156,7 +161,7 @@ unsafe impl Send for HostSpan {}
 impl HostSpan {
     /// Memory that no allocation is behind.
     pub fn plain(at: *mut u8, len: usize) -> HostSpan {
-        HostSpan { at, len, known: false, _held: None }
+        HostSpan { at, len, known: false, pinned: None, _held: None }
     }
 }
 
@@ -210,7 +215,14 @@ impl Addresses {
     /// Makes CUDA know of memory.
     pub fn insert(&mut self, base: u64, len: u64, kind: Kind, backing: Option<(Arc<Backing>, u64)>, accessible: bool) {
         self.last_buffer_id += 1;
-        self.allocations.insert(base, Allocation { len, kind, buffer_id: self.last_buffer_id, backing, accessible });
+        self.allocations
+            .insert(base, Allocation { len, kind, buffer_id: self.last_buffer_id, backing, accessible, pinned: None });
+    }
+
+    /// Makes CUDA know of host memory that it only reads: of the pages that are there now.
+    pub fn insert_pinned(&mut self, base: u64, len: u64, kind: Kind, pinned: PinnedPages) {
+        self.insert(base, len, kind, None, true);
+        self.allocations.get_mut(&base).expect("what was inserted").pinned = Some(Arc::new(pinned));
     }
 
     /// The allocation that an address lies in, and its first byte.
@@ -302,6 +314,7 @@ impl Addresses {
                 at: cpu_address(allocation, at, at - base),
                 len: piece as usize,
                 known: true,
+                pinned: allocation.pinned.clone().map(|pages| (pages, (at - base) as usize)),
                 _held: held(allocation),
             });
             at += piece;

@@ -173,11 +173,18 @@ fn word_at(piece: &HostSpan) -> &AtomicU32 {
 }
 
 fn copy(to: &[HostSpan], from: &[HostSpan]) {
-    let (mut to, mut from) = (to.iter(), from.iter());
+    // Held until all is copied.
+    let mut pages: Vec<Option<Vec<u8>>> =
+        from.iter().map(|span| span.pinned.as_ref().map(|(pages, offset)| pages.read(*offset, span.len))).collect();
+    let from = from.iter().zip(&mut pages).map(|(span, bytes)| match bytes {
+        Some(bytes) => (bytes.as_mut_ptr(), span.len),
+        None => (span.at, span.len),
+    });
+    let (mut to, mut from) = (to.iter().map(|span| (span.at, span.len)), from);
     let (mut target, mut source) = (None, None);
     loop {
         let (Some((target_at, target_len)), Some((source_at, source_len))) =
-            (target.or_else(|| next(&mut to)), source.or_else(|| next(&mut from)))
+            (target.or_else(|| to.next()), source.or_else(|| from.next()))
         else {
             return;
         };
@@ -188,10 +195,6 @@ fn copy(to: &[HostSpan], from: &[HostSpan]) {
         let rest = |at: *mut u8, whole: usize| (whole > len).then(|| (at.wrapping_add(len), whole - len));
         (target, source) = (rest(target_at, target_len), rest(source_at, source_len));
     }
-}
-
-fn next<'a>(pieces: &mut impl Iterator<Item = &'a HostSpan>) -> Option<(*mut u8, usize)> {
-    pieces.next().map(|piece| (piece.at, piece.len))
 }
 
 /// What `gpunvme_scatter` does (gpupath/cuda/src/scatter.ptx), with the care for addresses that a

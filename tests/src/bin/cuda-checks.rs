@@ -5,7 +5,7 @@
 
 use clap::Parser;
 use gpunvme_cuda::{Cuda, Which};
-use gpunvme_tests::cuda::{CHECKS, CRASH_CHECK, HARDWARE_CHECKS, Site, TRANSFER_CHECKS, facts, measure};
+use gpunvme_tests::cuda::{CHECKS, CRASH_CHECK, HARDWARE_CHECKS, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, facts, measure};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, ExitCode};
 
@@ -74,7 +74,7 @@ fn main() -> ExitCode {
     }
     if arguments.transfers {
         let site = Site::new(gpu);
-        for (name, check) in TRANSFER_CHECKS {
+        for (name, check) in TRANSFER_CHECKS.iter().chain(PAGE_CACHE_CHECKS) {
             run(name, &|| check(&site));
         }
         run(CRASH_CHECK.0, &|| {

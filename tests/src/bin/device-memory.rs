@@ -264,6 +264,7 @@ fn add(sum: &mut Moved, more: &Moved) {
     for (sum, more) in [
         (&mut sum.p2p, more.p2p),
         (&mut sum.bounce, more.bounce),
+        (&mut sum.cache, more.cache),
         (&mut sum.host, more.host),
         (&mut sum.hole, more.hole),
         (&mut sum.edge, more.edge),

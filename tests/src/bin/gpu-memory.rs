@@ -124,7 +124,7 @@ fn storm(gpu: Gpu, path: &Path, seed: u64, rounds: u64) -> Outcome {
         // SAFETY: the memory is this program's, and segments do not overlap.
         let done = unsafe { if writes { transfers.write(&file, &segments) } else { transfers.read(&file, &segments) } }?;
         check(round, "bytes", done.bytes() == segments.iter().map(|segment| segment.len).sum::<u64>())?;
-        let Moved { p2p, bounce, host, hole, edge } = done.moved;
+        let Moved { p2p, bounce, cache: _, host, hole, edge } = done.moved;
         check(round, "the route", bounce + host + hole == 0)?;
         (sum.p2p, sum.edge) = (sum.p2p + p2p, sum.edge + edge);
         for memory in &mut memories {

@@ -10,4 +10,4 @@ mod transfers;
 pub use application::{Pinned, mapped, own_stream, take_access};
 pub use checks::{CHECKS, HARDWARE_CHECKS};
 pub use measure::{facts, measure};
-pub use transfers::{CRASH_CHECK, Site, TRANSFER_CHECKS};
+pub use transfers::{CRASH_CHECK, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS};

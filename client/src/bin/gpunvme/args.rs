@@ -46,10 +46,15 @@ pub enum Command {
         /// The mount, or anything in it
         mount: PathBuf,
     },
+    /// Have the kernel drop files from its page cache
+    Cool(Cached),
     /// Tell where a file lies on the device
     Map {
         /// The file
         file: PathBuf,
+        /// Tell which parts of it the kernel has in its page cache instead
+        #[arg(long)]
+        resident: bool,
     },
     /// Look after an NVMe controller that no mount uses
     Nvme(crate::nvme::Nvme),
@@ -75,6 +80,15 @@ pub enum Command {
         /// The mount, or anything in it
         mount: PathBuf,
     },
+    /// Have the kernel read files into its page cache
+    Warm(Cached),
+}
+
+#[derive(clap::Args)]
+pub struct Cached {
+    /// Files, and folders with all that is in them
+    #[arg(required = true, value_name = "PATH")]
+    pub paths: Vec<PathBuf>,
 }
 
 #[derive(clap::Args)]

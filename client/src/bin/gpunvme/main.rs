@@ -10,6 +10,7 @@ mod gpu;
 mod meter;
 mod nvme;
 mod output;
+mod page_cache;
 mod probe;
 mod read;
 mod report;
@@ -29,7 +30,9 @@ fn main() -> ExitCode {
         Command::Doctor(doctor) => doctor::run(doctor),
         Command::Hydrate(stage) => stage::run("hydrate", stage, args.json),
         Command::Info { mount } => describe::info(mount),
-        Command::Map { file } => describe::map(file),
+        Command::Cool(cached) => page_cache::cool(&cached.paths),
+        Command::Map { file, resident: false } => describe::map(file),
+        Command::Map { file, resident: true } => page_cache::map(file),
         Command::Stats { mount } => describe::stats(mount),
         Command::Nvme(nvme) => nvme::run(nvme),
         Command::Probe { device } => probe::run(device),
@@ -38,6 +41,7 @@ fn main() -> ExitCode {
         Command::Stage(stage) => stage::run("stage", stage, args.json),
         Command::Read(read) => read::run(read),
         Command::Run(run) => run::run(run),
+        Command::Warm(cached) => page_cache::warm(&cached.paths),
         Command::Write(write) => write::run(write),
     };
     match result.and_then(|report| print(&report, args.json).map(|()| report.code)) {

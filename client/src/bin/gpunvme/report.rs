@@ -53,14 +53,16 @@ pub fn routes_json(moved: &Moved) -> Value {
     named(moved).into_iter().map(|(name, bytes)| (name.to_owned(), json!(bytes))).collect::<serde_json::Map<_, _>>().into()
 }
 
-fn named(moved: &Moved) -> [(&'static str, u64); 5] {
-    [("p2p", moved.p2p), ("bounce", moved.bounce), ("host", moved.host), ("hole", moved.hole), ("edge", moved.edge)]
+fn named(moved: &Moved) -> [(&'static str, u64); 6] {
+    let Moved { p2p, bounce, cache, host, hole, edge } = *moved;
+    [("p2p", p2p), ("bounce", bounce), ("cache", cache), ("host", host), ("hole", hole), ("edge", edge)]
 }
 
-/// The one route of a transfer: that of the bytes which the device moved.
+/// The one route of a transfer: that of the bytes which the device moved, if it moved any.
 pub fn route(moved: &Moved) -> Route {
-    let mut moved_by = [(Route::P2p, moved.p2p), (Route::Bounce, moved.bounce), (Route::Host, moved.host)].into_iter();
-    moved_by.find(|(_, bytes)| *bytes > 0).map_or(Route::None, |(route, _)| route)
+    let Moved { p2p, bounce, cache, host, .. } = *moved;
+    let moved_by = [(Route::P2p, p2p), (Route::Bounce, bounce), (Route::Host, host), (Route::Cache, cache)];
+    moved_by.into_iter().find(|(_, bytes)| *bytes > 0).map_or(Route::None, |(route, _)| route)
 }
 
 /// A reason with its sentence.

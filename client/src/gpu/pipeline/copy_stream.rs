@@ -49,14 +49,22 @@ const TOGETHER: u64 = 4 * ENOUGH;
 /// Bytes of the word that the stream writes, in a cache line of its own.
 const WORD: usize = 64;
 
+/// The side of a copy that is not the application's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Other {
+    /// In the pool, so far from its beginning.
+    Slot(usize),
+    /// An address in a cached range of the page cache.
+    Cached(u64),
+}
+
 /// A copy that is to be made.
 #[derive(Clone, Copy, Debug)]
 pub struct Copy {
     pub direction: Direction,
     /// In the application's memory.
     pub address: u64,
-    /// In the pool.
-    pub slot: usize,
+    pub other: Other,
     pub len: u64,
     pub allocation: Allocation,
     /// The piece that it belongs to.
@@ -72,8 +80,7 @@ struct Run {
     copies: Range<usize>,
     /// In the application's memory.
     address: u64,
-    /// In the pool.
-    slot: u64,
+    other: Other,
     len: u64,
     direction: Direction,
     by_kernel: bool,
@@ -84,7 +91,11 @@ struct Run {
 impl Run {
     /// Where to and where from, in a pool that begins at `pool`.
     fn ends(&self, pool: u64) -> (u64, u64) {
-        ends(self.direction, self.address, pool + self.slot)
+        let other = match self.other {
+            Other::Slot(slot) => pool + slot as u64,
+            Other::Cached(address) => address,
+        };
+        ends(self.direction, self.address, other)
     }
 }
 
@@ -288,16 +299,17 @@ impl CopyStream {
                 continue;
             }
             let copies = self.waiting[run.copies.clone()].iter();
-            if let Some(host) = run.host {
+            if let (Some(host), Other::Slot(slot)) = (run.host, run.other) {
                 // SAFETY: as below. It was there a moment ago.
-                unsafe { self.staging.memory().copy_on_host(run.direction, run.slot as usize, host, run.len as usize) };
+                unsafe { self.staging.memory().copy_on_host(run.direction, slot, host, run.len as usize) };
                 on_host.extend(copies.map(|copy| copy.piece));
                 continue;
             }
             let (to, from) = run.ends(self.staging.memory().mapping.as_ptr() as u64);
             // SAFETY: one side is the application's memory, which it vouched for until its request
-            // is answered; the other is a slot that is this piece's. Both stay until the batch is
-            // done: pieces are answered, and slots given back, only then.
+            // is answered; the other is a slot that is this piece's, or a cached range that it
+            // holds. Both stay until the batch is done: pieces are answered, slots given back, and
+            // cached ranges let go, only then.
             let copied = unsafe {
                 match run.direction {
                     // These notice memory that was freed since it was looked at.
@@ -368,9 +380,9 @@ impl CopyStream {
     fn join(&mut self) {
         self.runs.clear();
         for (at, copy) in self.waiting.iter().enumerate() {
-            let slot = copy.slot as u64;
             if let Some(run) = self.runs.last_mut()
-                && (run.address + run.len, run.slot + run.len) == (copy.address, slot)
+                && let (Other::Slot(before), Other::Slot(slot)) = (run.other, copy.other)
+                && (run.address + run.len, before as u64 + run.len) == (copy.address, slot as u64)
                 && self.waiting[run.copies.start].allocation.base == copy.allocation.base
                 && run.direction == copy.direction
             {
@@ -378,9 +390,11 @@ impl CopyStream {
                 run.copies.end = at + 1;
                 continue;
             }
-            let Copy { direction, address, len, allocation, .. } = *copy;
-            let (by_kernel, host) = (allocation.by_kernel, allocation.on_host(address));
-            self.runs.push(Run { copies: at..at + 1, address, slot, len, direction, by_kernel, host });
+            let Copy { direction, address, other, len, allocation, .. } = *copy;
+            // Kernels have no address of a cached range.
+            let by_kernel = allocation.by_kernel && matches!(other, Other::Slot(_));
+            let host = allocation.on_host(address);
+            self.runs.push(Run { copies: at..at + 1, address, other, len, direction, by_kernel, host });
         }
     }
 }

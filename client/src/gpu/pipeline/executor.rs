@@ -6,7 +6,7 @@
 //! pieces is back. It makes no system call while there is something to see: it looks at the ring
 //! and at the words that its streams write.
 
-use super::copy_stream::{Copy, CopyStream, NotCopied};
+use super::copy_stream::{Copy, CopyStream, NotCopied, Other};
 use super::piece_ring::PieceRing;
 use crate::error::Error;
 use crate::file::File;
@@ -14,10 +14,11 @@ use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
 use crate::gpu::outcome::{Outcome, action, of_piece};
-use crate::gpu::request::{Cancel, Request, SegmentPart, Source, operation};
+use crate::gpu::page_cache::cached_file::Cached;
+use crate::gpu::request::{Cancel, Request, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
-use crate::transfer::Transfer;
-use gpunvme_abi::{Command, Direction, Reason, Segment};
+use crate::transfer::{Moved, Transfer};
+use gpunvme_abi::{Command, Direction, Reason, Route, Segment};
 use gpunvme_cuda::{Entered, Gpu};
 use rustix::io::Errno;
 use slab::Slab;
@@ -28,6 +29,9 @@ use std::time::{Duration, Instant};
 
 /// Bytes that a request may begin in one turn.
 const TURN: u64 = 256 << 10;
+/// The longest piece that is copied from a cached range: a link of 55 GB/s takes about 40 us for
+/// it, in which the next is begun.
+const CACHED_PIECE: u64 = 2 << 20;
 /// How long the thread sleeps at most while a stream is busy: a stream cannot wake it.
 const NAP: Duration = Duration::from_micros(50);
 /// The time without progress after which a stream is asked for its state, and the interval at which
@@ -40,15 +44,62 @@ struct ActiveRequest {
     /// The part to be cut next, and how much of it was.
     part: usize,
     within: u64,
+    /// What was copied from a cached range in vain, and comes first.
+    again: Vec<Uncut>,
     in_flight: usize,
     /// The request waits for a turn, and is not answered before it.
     in_turns: bool,
     outcome: Outcome,
 }
 
+/// A range of a part that is to be cut.
+#[derive(Clone, Copy)]
+struct Uncut {
+    part: usize,
+    within: u64,
+    len: u64,
+    /// Whether it may be copied from a cached range.
+    cached: bool,
+}
+
 impl ActiveRequest {
-    fn next(&self) -> Option<&SegmentPart> {
-        if self.outcome.is_failed() { None } else { self.request.parts.get(self.part) }
+    /// What is to be cut next.
+    fn next(&self) -> Option<Uncut> {
+        if self.outcome.is_failed() {
+            return None;
+        }
+        self.again.last().copied().or_else(|| {
+            let part = self.request.parts.get(self.part)?;
+            Some(Uncut { part: self.part, within: self.within, len: part.len - self.within, cached: true })
+        })
+    }
+
+    /// The GPU whose copies the next piece needs.
+    fn next_gpu(&self) -> Option<Gpu> {
+        let part = &self.request.parts[self.next()?.part];
+        part.registered.is_err().then_some(part.allocation.gpu)
+    }
+
+    /// So much of what is next was cut.
+    fn advance(&mut self, len: u64) {
+        match self.again.last_mut() {
+            Some(again) if again.len > len => (again.within, again.len) = (again.within + len, again.len - len),
+            Some(_) => drop(self.again.pop()),
+            None => self.within += len,
+        }
+    }
+
+    /// The cached range that a range begins in, if it may be read from there, and how far the range
+    /// goes without another.
+    fn cached_range(&self, range: Uncut) -> (Option<Cached>, u64) {
+        let part = &self.request.parts[range.part];
+        match &self.request.cached {
+            Some((file, now)) if range.cached && part.is_copied_to() => {
+                let (cached_range, left) = file.range_at(part.file_offset + range.within, *now);
+                (cached_range, left.min(range.len))
+            }
+            _ => (None, range.len),
+        }
     }
 }
 
@@ -59,6 +110,8 @@ struct InFlight {
     address: u64,
     /// In the staging pool; none for what the device moves itself.
     slot: Option<usize>,
+    /// What it is copied from instead.
+    cached: Option<Cached>,
     piece: PieceRange,
     /// Of a read, what the ring moved.
     done: Transfer,
@@ -131,6 +184,7 @@ impl Executor {
             request,
             part: 0,
             within: 0,
+            again: Vec::new(),
             in_flight: 0,
             in_turns: true,
             outcome: Outcome::default(),
@@ -161,10 +215,11 @@ impl Executor {
             result = Err(Error::RingClosed { path: file.path().to_owned() });
         }
         let within = part.len;
-        let active = ActiveRequest { request, part: 0, within, in_flight: 1, in_turns: false, outcome: Outcome::default() };
+        let (again, outcome) = (Vec::new(), Outcome::default());
+        let active = ActiveRequest { request, part: 0, within, again, in_flight: 1, in_turns: false, outcome };
         let request = self.requests.insert(active);
         let (slot, done) = (Some(slot), Transfer::default());
-        let index = self.pieces.insert(InFlight { request, part: 0, address, slot, piece, done });
+        let index = self.pieces.insert(InFlight { request, part: 0, address, slot, cached: None, piece, done });
         self.transferred(index, result);
     }
 
@@ -228,7 +283,7 @@ impl Executor {
                 let copy = Copy {
                     direction: Direction::Read,
                     address: in_flight.address,
-                    slot: slot + piece.skip as usize,
+                    other: Other::Slot(slot + piece.skip as usize),
                     len: arrived,
                     allocation: part.allocation,
                     piece: index,
@@ -262,6 +317,7 @@ impl Executor {
         let mut copied = std::mem::take(&mut self.copied);
         for index in copied.drain(..) {
             match self.requests[self.pieces[index].request].request.direction {
+                Direction::Read if self.pieces[index].cached.is_some() => self.copied_from_cache(index),
                 Direction::Read => self.finish(index),
                 Direction::Write => self.push(index),
             }
@@ -290,7 +346,7 @@ impl Executor {
         let (mut at, mut full) = (0, Vec::new());
         while at < self.turns.len() && self.pieces.len() < self.most {
             let id = self.turns[at];
-            let copy_stream = self.requests[id].next().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
+            let copy_stream = self.requests[id].next_gpu();
             if copy_stream.is_some_and(|copy_stream| full.contains(&copy_stream)) {
                 at += 1; // a request before it in this copy stream comes first
                 continue;
@@ -325,17 +381,27 @@ impl Executor {
             if active.request.cancel.as_ref().is_some_and(Cancel::is_cancelled) && active.next().is_some() {
                 active.outcome.failed(cancelled(&active.request));
             }
-            let Some(part) = active.next() else { return true };
-            if active.within >= part.len {
+            let Some(range) = active.next() else { return true };
+            if range.len == 0 {
                 (active.part, active.within) = (active.part + 1, 0);
                 continue;
             }
             if left == 0 || self.pieces.len() == self.most {
                 return any;
             }
+            let (cached_range, rest) = active.cached_range(range);
             let request = &active.request;
-            let (direction, offset, rest) = (request.direction, part.file_offset + active.within, part.len - active.within);
-            let (piece, slot) = if part.registered.is_ok() {
+            let part = &request.parts[range.part];
+            let (direction, offset) = (request.direction, part.file_offset + range.within);
+            if cached_range.is_none() && request.require.route == Some(Route::Cache) {
+                let error = not_cached(request, part.segment, offset);
+                active.outcome.failed(error);
+                continue;
+            }
+            let (piece, slot) = if cached_range.is_some() {
+                let wanted = rest.min(CACHED_PIECE);
+                (PieceRange { file_offset: offset, slot_offset: 0, len: wanted, skip: 0, wanted }, None)
+            } else if part.registered.is_ok() {
                 (pieces::first_unstaged(self.blocks, offset, rest, request.piece_len), None)
             } else {
                 let piece = pieces::first(direction, self.blocks, offset, rest, request.piece_len);
@@ -345,21 +411,48 @@ impl Executor {
                 }
                 (piece, slot)
             };
-            let (address, allocation) = (part.address + active.within, part.allocation);
-            let in_flight = InFlight { request: id, part: active.part, address, slot, piece, done: Transfer::default() };
-            active.within += piece.wanted;
+            let (address, allocation) = (part.address + range.within, part.allocation);
+            let other = match (&cached_range, slot) {
+                (Some(cached), _) => Some(Other::Cached(cached.cached_range.address(offset))),
+                (None, Some(slot)) if direction == Direction::Write => Some(Other::Slot(slot + piece.skip as usize)),
+                _ => None,
+            };
+            let done = Transfer::default();
+            let in_flight = InFlight { request: id, part: range.part, address, slot, cached: cached_range, piece, done };
+            active.advance(piece.wanted);
             active.in_flight += 1;
             let index = self.pieces.insert(in_flight);
-            match slot {
-                Some(slot) if direction == Direction::Write => {
-                    let slot = slot + piece.skip as usize;
-                    let copy = Copy { direction, address, slot, len: piece.wanted, allocation, piece: index };
+            match other {
+                Some(other) => {
+                    let copy = Copy { direction, address, other, len: piece.wanted, allocation, piece: index };
                     copy_stream(&mut self.copy_streams, allocation.gpu).copy(copy);
                 }
-                _ => self.push(index),
+                None => self.push(index),
             }
             any = true;
             left = left.saturating_sub(piece.wanted);
+        }
+    }
+
+    /// A piece was copied from a cached range: it is done if those were the file's bytes, and else
+    /// is read again.
+    fn copied_from_cache(&mut self, index: usize) {
+        let in_flight = &mut self.pieces[index];
+        let Some(Cached { cached_range, place }) = &in_flight.cached else { unreachable!("a piece of a cached range") };
+        let PieceRange { file_offset, wanted, .. } = in_flight.piece;
+        if cached_range.is_true(file_offset, wanted) {
+            in_flight.done = Transfer { moved: Moved { cache: wanted, ..Moved::default() }, reason: Some(Reason::None) };
+            return self.finish(index);
+        }
+        place.take_stale(cached_range);
+        let InFlight { request: id, part, address, .. } = self.pieces.remove(index);
+        let active = &mut self.requests[id];
+        let within = address - active.request.parts[part].address;
+        active.again.push(Uncut { part, within, len: wanted, cached: false });
+        active.in_flight -= 1;
+        if !active.in_turns {
+            active.in_turns = true;
+            self.turns.push_back(id);
         }
     }
 
@@ -426,6 +519,19 @@ fn settle(request: &Request) -> crate::error::Result<()> {
         }
     }
     Ok(())
+}
+
+/// What a request is answered with that may be read from the page cache only.
+fn not_cached(request: &Request, segment: u32, offset: u64) -> Error {
+    Error::Transfer {
+        path: request.source.path().to_owned(),
+        action: action(request.direction),
+        errno: Errno::OPNOTSUPP,
+        reason: Reason::NotCached,
+        segment: Some(segment),
+        offset: Some(offset),
+        done: Transfer::default(),
+    }
 }
 
 /// What a request is answered with that was called off.

@@ -2,6 +2,7 @@
 
 use super::{Answer, gpu, put};
 use crate::memory::{GRANULARITY, Kind, free_host_memory, host_memory};
+use crate::pinned::PinnedPages;
 use crate::stream::Work;
 use crate::{Code, ENTERED, Software};
 use cudarc::driver::sys::cudaError_enum::*;
@@ -87,7 +88,7 @@ exports! {
         free(software, address.addr() as u64, |kind| matches!(kind, Kind::Host(_)))
     }
 
-    fn cuMemHostRegister_v2(address: *mut c_void, len: usize, _flags: c_uint) {
+    fn cuMemHostRegister_v2(address: *mut c_void, len: usize, flags: c_uint) {
         let software = Software::running()?;
         let context = software.current()?;
         let (base, len) = (address.expose_provenance() as u64, len as u64);
@@ -99,7 +100,14 @@ exports! {
         if addresses.overlaps(base, len) {
             return Err(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
         }
-        addresses.insert(base, len, Kind::Host(context.handle), None, true);
+        let kind = Kind::Host(context.handle);
+        if flags & CU_MEMHOSTREGISTER_READ_ONLY == 0 {
+            addresses.insert(base, len, kind, None, true);
+            return Ok(());
+        }
+        // SAFETY: the caller passes memory that may be read.
+        let pinned = unsafe { PinnedPages::new(address.cast(), len as usize) }.map_err(|_| CUDA_ERROR_INVALID_VALUE)?;
+        addresses.insert_pinned(base, len, kind, pinned);
         Ok(())
     }
 

@@ -2,7 +2,10 @@
 //! driver by `cargo test`, on a GPU by the program `cuda-checks`.
 
 mod endings;
+mod page_cache;
 mod streams;
+
+pub use page_cache::CHECKS as PAGE_CACHE_CHECKS;
 
 use super::application::{Memory, Pinned, allocated, every_kind};
 use crate::mounted::Mounted;

@@ -56,7 +56,7 @@ pub fn run(which: Which, directory: Option<&Path>) -> Result<Report, Failure> {
     report.code = match route {
         Route::P2p => 0,
         Route::Bounce => 3,
-        Route::Host => 4,
+        Route::Host | Route::Cache => 4,
         Route::None => 1,
     };
     Ok(report)

@@ -157,6 +157,7 @@ fn by(moved: &Moved, route: Route) -> u64 {
         Route::P2p => moved.p2p,
         Route::Bounce => moved.bounce,
         Route::Host => moved.host,
+        Route::Cache => moved.cache,
         Route::None => 0,
     }
 }

@@ -1,0 +1,220 @@
+//! The route `cache` with the software CUDA driver: when it is taken, and what it may take.
+
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gpunvme::gpu::{Caching, Segment, Settings, Transfers};
+use gpunvme::{Error, File, Mount, Reason, Require, Route, Transfer};
+use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Which};
+use gpunvme_tests::cuda::{PAGE_CACHE_CHECKS, Pinned, Site};
+use gpunvme_tests::mounted::{Mounted, text};
+use gpunvme_tests::software_cuda::with_software_cuda;
+use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::fs::{Advice, fadvise};
+
+const MIB: u64 = 1 << 20;
+/// Bytes of a window (client/src/gpu/page_cache/window.rs).
+const WINDOW: u64 = 16 * MIB;
+
+fn gpu() -> Gpu {
+    Cuda::load().unwrap().gpu(Which::Index(0)).unwrap()
+}
+
+fn transfers(volume: &Mounted, caching: Caching, cached: Option<u64>) -> Transfers {
+    let mut settings = Settings::default();
+    (settings.caching, settings.cached) = (caching, cached);
+    Transfers::with(&Mount::open(volume.root()).unwrap(), settings).unwrap()
+}
+
+fn only(route: Route) -> Require {
+    Require { route: Some(route), direct: false }
+}
+
+/// Memory of the GPU, and what reads of a file bring into it.
+struct Reader {
+    memory: DeviceAllocation,
+    pinned: Pinned,
+}
+
+impl Reader {
+    fn new(len: u64) -> Reader {
+        Reader { memory: gpu().alloc(len as usize).unwrap(), pinned: Pinned::new(gpu(), len as usize) }
+    }
+
+    fn read(&mut self, transfers: &Transfers, file: &File, offset: u64, len: u64) -> gpunvme::Result<(Transfer, &[u8])> {
+        let segment = Segment { file_offset: offset, address: self.memory.address(), len };
+        // SAFETY: the memory is this reader's.
+        let done = unsafe { transfers.read(file, &[segment]) }?;
+        let bytes = self.pinned.get(&gpu().stream().unwrap(), self.memory.address(), done.bytes() as usize);
+        Ok((done, bytes))
+    }
+}
+
+/// A file of that many bytes, which the page cache has.
+fn resident(volume: &Mounted, len: u64) -> (File, Vec<u8>) {
+    let bytes = tree::pattern(len, len as usize);
+    fs::write(volume.path("file"), &bytes).unwrap();
+    assert!(fs::read(volume.path("file")).unwrap() == bytes);
+    (File::open(volume.path("file")).unwrap(), bytes)
+}
+
+#[test]
+fn what_is_read_again_comes_from_the_page_cache() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let len = 2 * WINDOW + 5 * MIB + 77;
+        let (file, bytes) = resident(&volume, len);
+        for caching in [Caching::Resident, Caching::ReadAgain] {
+            let transfers = transfers(&volume, caching, Some(3 * WINDOW));
+            let file = File::open(file.path()).unwrap();
+            let mut reader = Reader::new(len);
+            let first = reader.read(&transfers, &file, 0, len).unwrap().0;
+            assert_eq!((first.moved.bounce + first.moved.edge, first.moved.cache), (len, 0));
+            let until = Instant::now() + Duration::from_secs(30);
+            loop {
+                let (done, read) = reader.read(&transfers, &file, 0, len).unwrap();
+                assert!(read == bytes);
+                if done.moved.cache == len {
+                    assert_eq!(done.reason, Some(Reason::None));
+                    break;
+                }
+                assert!(Instant::now() < until, "{:?}", done.moved);
+            }
+            // Any range, aligned to nothing, by any route.
+            for (offset, len) in [(1, 1), (WINDOW - 3, 7), (WINDOW - 5000, WINDOW + 9000), (len - 1, 1), (12345, 4 * MIB)] {
+                for require in [None, Some(Route::Cache), Some(Route::Bounce)] {
+                    let transfers = transfers.requiring(Require { route: require, direct: false });
+                    let (done, read) = reader.read(&transfers, &file, offset, len).unwrap();
+                    assert!(read == &bytes[offset as usize..(offset + len) as usize]);
+                    assert_eq!(done.moved.cache, if require == Some(Route::Bounce) { 0 } else { len });
+                }
+            }
+            let (done, read) = reader.read(&transfers, &file, len - 10, 4096).unwrap();
+            assert_eq!((done.bytes(), read), (10, &bytes[len as usize - 10..]), "the file ends");
+        }
+    });
+}
+
+#[test]
+fn without_caching_or_resident_pages_nothing_is_registered() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes) = resident(&volume, 4 * MIB);
+        let mut reader = Reader::new(4 * MIB);
+        let maps = || fs::read_to_string("/proc/self/maps").unwrap().matches(file.path().to_str().unwrap()).count();
+        let mut read_often = |transfers: &Transfers| {
+            for _ in 0..20 {
+                let (done, read) = reader.read(transfers, &file, 0, 4 * MIB).unwrap();
+                assert!(read == bytes && done.moved.cache == 0);
+                thread::sleep(Duration::from_millis(5));
+            }
+        };
+        read_often(&Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap());
+        assert_eq!(maps(), 0);
+        // One page is not there: the file is not read in for its sake.
+        fadvise(fs::File::open(file.path()).unwrap(), MIB, Some(std::num::NonZero::new(MIB).unwrap()), Advice::DontNeed).unwrap();
+        read_often(&transfers(&volume, Caching::Resident, None));
+        assert_eq!(maps(), 0);
+    });
+}
+
+#[test]
+fn the_page_cache_can_be_required() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let len = WINDOW + 3 * MIB + 5;
+        let (file, bytes) = resident(&volume, len);
+        let transfers = transfers(&volume, Caching::Never, None);
+        let required = transfers.requiring(only(Route::Cache));
+        let mut reader = Reader::new(len + MIB);
+        let mut refused = |offset, len, why| match reader.read(&required, &file, offset, len) {
+            Err(Error::Transfer { errno: rustix::io::Errno::OPNOTSUPP, reason, done, .. }) => {
+                assert_eq!((reason, done), (why, Transfer::default()));
+            }
+            other => panic!("{other:?}"),
+        };
+        refused(0, 1, Reason::NotCached);
+        assert_eq!(transfers.prepare(&file, 0, WINDOW).unwrap(), WINDOW);
+        refused(WINDOW - 1, 2, Reason::NotCached);
+        assert_eq!(transfers.prepare(&file, WINDOW, u64::MAX - WINDOW).unwrap(), 3 * MIB + 5);
+        assert_eq!(transfers.prepare(&file, 1, 2 * WINDOW).unwrap(), len - 1, "what is there counts");
+        refused(0, len + 1, Reason::NotCached);
+        let (done, read) = reader.read(&required, &file, 0, len).unwrap();
+        assert!(done.moved.cache == len && read == bytes);
+        let segment = Segment { file_offset: 0, address: reader.memory.address(), len };
+        // SAFETY: the memory is this test's.
+        let written = unsafe { required.write(&File::create(file.path()).unwrap(), &[segment]) };
+        assert!(matches!(written, Err(Error::Transfer { reason: Reason::RouteNotAvailable, .. })), "{written:?}");
+    });
+}
+
+#[test]
+fn no_more_is_registered_than_may_be_and_nothing_after_a_file_is_closed() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes) = resident(&volume, 4 * WINDOW);
+        let transfers = transfers(&volume, Caching::Never, Some(2 * WINDOW));
+        let mut reader = Reader::new(WINDOW);
+        let mut cached = |number: u64| {
+            let (done, read) = reader.read(&transfers, &file, number * WINDOW, WINDOW).unwrap();
+            assert!(read == &bytes[(number * WINDOW) as usize..((number + 1) * WINDOW) as usize]);
+            done.moved.cache == WINDOW
+        };
+        assert_eq!(transfers.prepare(&file, 0, 2 * WINDOW).unwrap(), 2 * WINDOW);
+        transfers.prepare(&file, 0, 2 * WINDOW).unwrap();
+        assert_eq!(transfers.prepare(&file, 2 * WINDOW, WINDOW).unwrap(), WINDOW);
+        assert!(!cached(0) && cached(1) && cached(2), "the one that was not used for longest");
+        assert_eq!(transfers.prepare(&file, 3 * WINDOW, WINDOW).unwrap(), WINDOW);
+        assert_eq!((0..4).map(&mut cached).collect::<Vec<_>>(), [false, false, true, true]);
+        let maps = || fs::read_to_string("/proc/self/maps").unwrap().matches(volume.path("file").to_str().unwrap()).count();
+        assert_eq!(maps(), 4, "two a window");
+        drop(file);
+        assert_eq!(maps(), 0);
+    });
+}
+
+/// `CACHE_SECONDS` makes it longer.
+#[test]
+fn what_is_read_out_of_the_page_cache_is_what_read_reads() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new(gpu());
+        for (name, check) in PAGE_CACHE_CHECKS {
+            println!("{name}");
+            check(&site);
+        }
+    });
+}
+
+/// `gpunvme warm`, `cool` and `map --resident`, on files and folders.
+#[test]
+fn commands_fill_the_page_cache_and_empty_it() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::create_dir_all(volume.path("set/deep")).unwrap();
+    let len = 16 * MIB + 5000;
+    fs::write(volume.path("set/deep/large"), tree::pattern(1, len as usize)).unwrap();
+    fs::write(volume.path("set/small"), b"small").unwrap();
+    std::os::unix::fs::symlink("/etc/hostname", volume.path("set/link")).unwrap();
+    let told = |arguments: &[&str]| -> serde_json::Value {
+        let output = programs::command("gpunvme").arg("--json").args(arguments).current_dir(volume.root()).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let all = serde_json::json!({ "files": 2, "size": len + 5, "resident": len + 5 });
+    assert_eq!(told(&["cool", "set"])["resident"], 0);
+    assert_eq!(told(&["warm", "set"]), all);
+    let parts = serde_json::json!([
+        { "file_offset": 0, "length": 16 * MIB, "resident": 16 * MIB },
+        { "file_offset": 16 * MIB, "length": 5000, "resident": 5000 },
+    ]);
+    assert_eq!(told(&["map", "--resident", "set/deep/large"])["parts"], parts);
+    assert_eq!(told(&["cool", "set/deep/large", "set/small"])["resident"], 0);
+    let refused = programs::command("gpunvme").args(["warm", "/etc/hostname"]).output().unwrap();
+    assert!(!refused.status.success() && text(&refused).contains("not on a gpunvme mount"), "{}", text(&refused));
+}
