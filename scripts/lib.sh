@@ -98,3 +98,15 @@ mount_volume() {
     mkdir -p "$2"
     as_root "${bin:?}/mount.gpunvme" "$@"
 }
+
+# next_version LIST FOLDER: makes of the packages that a file lists the same as a version that
+# follows.
+next_version() {
+    local package raw=${work:?}/raw
+    while read -r package; do
+        dpkg-deb --raw-extract "$package" "$raw"
+        sed -i 's/^\(Version: .*\)-1$/\1-2/; s/(= \(.*\)-1)/(= \1-2)/' "$raw/DEBIAN/control"
+        dpkg-deb --root-owner-group --build "$raw" "$2/${package##*/}" >/dev/null
+        rm -r "$raw"
+    done <"$1"
+}

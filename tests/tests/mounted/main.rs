@@ -18,6 +18,7 @@ mod names;
 mod opens;
 mod privileges;
 mod programs;
+mod releases;
 mod requests;
 mod ring;
 mod space;
