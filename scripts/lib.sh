@@ -106,7 +106,7 @@ next_version() {
     while read -r package; do
         dpkg-deb --raw-extract "$package" "$raw"
         sed -i 's/^\(Version: .*\)-1$/\1-2/; s/(= \(.*\)-1)/(= \1-2)/' "$raw/DEBIAN/control"
-        dpkg-deb --root-owner-group --build "$raw" "$2/${package##*/}" >/dev/null
+        dpkg-deb -Znone --root-owner-group --build "$raw" "$2/${package##*/}" >/dev/null
         rm -r "$raw"
     done <"$1"
 }

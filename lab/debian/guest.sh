@@ -20,17 +20,24 @@ daemon() {
     done
 }
 property() { udevadm info --query=property --property="$2" --value "$1"; }
-# The controller that docs/guide/install.md leaves alone.
-other() { basename "$(readlink -f /sys/class/nvme/nvme0/device)"; }
+# What is mounted on /data. The kernel numbers SSDs as it finds them, not at each boot alike.
+ssd() { readlink -f "$(awk '$2 == "/data" { print $1 }' /proc/mounts)"; }
+# The controller of the other SSD.
+other() {
+    for node in /sys/block/nvme*; do
+        if [ "/dev/${node##*/}" != "$(ssd)" ]; then basename "$(readlink -f "$node/device/device")"; fi
+    done
+}
 
 known_to_udev() {
-    [ "$(property /dev/nvme1n1 ID_FS_TYPE)" = gpunvme ]
-    [ "$(property /dev/nvme1n1 ID_FS_LABEL)" = data ]
-    uuid=$(property /dev/nvme1n1 ID_FS_UUID)
-    [ "$(readlink -f "/dev/disk/by-uuid/$uuid")" = /dev/nvme1n1 ]
-    [ "$(readlink -f /dev/disk/by-label/data)" = /dev/nvme1n1 ]
+    device=$(ssd)
+    [ "$(property "$device" ID_FS_TYPE)" = gpunvme ]
+    [ "$(property "$device" ID_FS_LABEL)" = data ]
+    uuid=$(property "$device" ID_FS_UUID)
+    [ "$(readlink -f "/dev/disk/by-uuid/$uuid")" = "$device" ]
+    [ "$(readlink -f /dev/disk/by-label/data)" = "$device" ]
 }
-known_to_lsblk() { lsblk -f /dev/nvme1n1 | grep -E '^nvme1n1 +gpunvme .* data +[0-9a-f-]{36} .* /data$'; }
+known_to_lsblk() { lsblk -f "$(ssd)" | grep -E '^nvme[01]n1 +gpunvme .* data +[0-9a-f-]{36} .* /data$'; }
 nothing_failed() {
     systemctl --failed --no-legend --plain | grep -v '^lab.service' >/tmp/failed-units || true
     cat /tmp/failed-units
@@ -94,7 +101,7 @@ own_driver_mounted() {
 
 checked_at_boot() {
     systemctl is-active 'systemd-fsck@dev-disk-by\x2dlabel-data.service'
-    journalctl --no-pager -b -t systemd-fsck | grep '/dev/nvme1n1: clean, '
+    journalctl --no-pager -b -t systemd-fsck | grep ': clean, '
 }
 
 removed_while_mounted() {
