@@ -30,7 +30,7 @@ Array: TypeAlias = SupportsDLPack | SupportsCudaArray | Buffer
 #: Such an object, or pairs of one and an offset in the file, which are moved in one request.
 Memory: TypeAlias = Array | Sequence[tuple[Array, int]]
 #: A demand on how bytes move.
-Require: TypeAlias = Literal["p2p", "bounce", "host", "direct"]
+Require: TypeAlias = Literal["p2p", "bounce", "cache", "host", "direct"]
 
 
 class Routes(TypedDict):

@@ -308,8 +308,9 @@ impl File {
     ///     offset: where in the file to begin, in bytes.
     ///     stream: a CUDA stream (of PyTorch, CuPy or Numba, or its handle): the read takes its place
     ///         in the stream's order, and the call returns at once.
-    ///     require: ``"p2p"``, ``"bounce"`` or ``"host"``: this route and no other; ``"direct"``: no
-    ///         byte may be copied by the CPU. Where that cannot be met nothing is moved.
+    ///     require: ``"p2p"``, ``"bounce"``, ``"cache"`` or ``"host"``: this route and no other;
+    ///         ``"direct"``: no byte may be copied by the CPU. Where that cannot be met nothing is
+    ///         moved.
     ///
     /// Returns:
     ///     A :class:`Transfer`; fewer bytes than the memory has mean that the file ended. With
@@ -404,6 +405,20 @@ impl File {
             unwritten: extent.flags().contains(ExtentFlags::UNWRITTEN),
         });
         Ok(extents.collect())
+    }
+
+    /// Has the kernel read a range of the file into its page cache, and registers that with CUDA:
+    /// reads of it into GPU memory take the route ``cache`` from then on, for as long as the file
+    /// is open and the kernel keeps it. Returns how many bytes can be read so.
+    ///
+    /// Args:
+    ///     offset, length: the range of the file, in bytes; without ``length`` all that follows.
+    #[pyo3(signature = (offset=0, length=None))]
+    fn prepare(&self, py: Python<'_>, offset: u64, length: Option<u64>) -> PyResult<u64> {
+        let opened = self.opened()?;
+        let len = length.unwrap_or(u64::MAX - offset);
+        let prepared = py.detach(|| opened.session.transfers()?.prepare(&opened.file, offset, len));
+        prepared.map_err(|error| raised(py, &error))
     }
 
     /// Its size in bytes, now.

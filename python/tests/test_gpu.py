@@ -30,6 +30,21 @@ def test_device_memory_holds_what_the_file_has(stored, length, offset):
     assert numpy.array_equal(array.get(), values[offset : offset + length])
 
 
+def test_what_was_prepared_comes_from_the_page_cache(stored):
+    path, values = stored(100_001)
+    array = Array(100_001)
+    with gpunvme.open(path) as f:
+        with pytest.raises(gpunvme.Error) as refused:
+            f.read_into(array, require="cache")
+        assert refused.value.reason == "not-cached"
+        assert f.prepare() == 100_001 and f.prepare(100_000) == 1
+        assert f.read_into(array, require="cache").routes == {"cache": 100_001}
+        assert numpy.array_equal(array.get(), values[:100_001])
+        path.write_bytes(bytes(100_001))
+        f.read_into(array)
+        assert not array.get().any()
+
+
 @pytest.mark.parametrize("dtype", ["i1", "u2", "f2", "f4", "f8", "c8"])
 def test_device_memory_is_written_as_it_is(folder, dtype):
     values = numpy.arange(30_000).astype(dtype).reshape(3, 10_000)

@@ -50,7 +50,6 @@ pub struct Hydration {
     pub share: Option<Share>,
     pub concurrency: usize,
     pub memory: u64,
-    pub progress: bool,
     pub verify: bool,
     pub pin: bool,
     pub published: bool,
@@ -132,7 +131,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         folder,
         manifest: Mutex::new(manifest),
         pool,
-        progress: Progress::new(needed, what.progress),
+        progress: Progress::new(needed),
         concurrency: what.concurrency,
         verify: what.verify,
     });

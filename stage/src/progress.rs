@@ -1,56 +1,29 @@
-//! How far a command is: a bar where standard error is a terminal, or lines of JSON for programs.
+//! A progress bar where standard error is a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
-use std::io::{IsTerminal, Write};
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
-
-/// The least time between two lines.
-const PAUSE: Duration = Duration::from_millis(200);
+use std::io::IsTerminal;
 
 /// Bytes that are done, of those that are to be.
 #[derive(Debug)]
-pub struct Progress {
-    bar: ProgressBar,
-    /// When the last line was said, where lines are wanted.
-    said: Option<Mutex<Instant>>,
-}
+pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// Of `bytes`; with `lines` a line of JSON now and then, `{"done":BYTES,"of":BYTES}`.
-    pub fn new(bytes: u64, lines: bool) -> Progress {
-        let bar = ProgressBar::new(bytes);
-        if lines || !std::io::stderr().is_terminal() {
-            bar.set_draw_target(indicatif::ProgressDrawTarget::hidden());
+    /// A bar of `bytes`.
+    pub fn new(bytes: u64) -> Progress {
+        if !std::io::stderr().is_terminal() {
+            return Progress(ProgressBar::hidden());
         }
         let style = ProgressStyle::with_template("{wide_bar} {bytes}/{total_bytes}  {bytes_per_sec}  {eta}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Progress { bar, said: lines.then(|| Mutex::new(Instant::now())) }
+        Progress(ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
     }
 
     /// So many more are done.
     pub fn add(&self, bytes: u64) {
-        self.bar.inc(bytes);
-        if let Some(said) = &self.said {
-            let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
-            if said.elapsed() >= PAUSE {
-                *said = Instant::now();
-                self.say();
-            }
-        }
+        self.0.inc(bytes);
     }
 
-    /// All is done, and the bar goes.
+    /// The bar goes.
     pub fn finish(&self) {
-        if self.said.is_some() {
-            self.say();
-        }
-        self.bar.finish_and_clear();
-    }
-
-    fn say(&self) {
-        let line = serde_json::json!({ "done": self.bar.position(), "of": self.bar.length() });
-        // Where nobody listens, the work goes on.
-        let _ = writeln!(std::io::stderr(), "{line}");
+        self.0.finish_and_clear();
     }
 }
