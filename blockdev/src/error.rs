@@ -31,9 +31,19 @@ pub enum Error {
         /// The DEVICE string.
         device: Arc<str>,
     },
+    /// The kernel refuses the device to every user of this process's surroundings.
+    #[error(
+        "{device}: the kernel refuses it to this process, also as root: a container may use the devices only that it was \
+         started with (`--device {device}`), and nobody may write an immutable file (`lsattr`)"
+    )]
+    Forbidden {
+        /// The DEVICE string.
+        device: Arc<str>,
+    },
     /// The caller may not open the device's VFIO group.
     #[error(
-        "{device}: permission denied on /dev/vfio/{group}; run as root, or give it to a user with `gpunvme-vfio bind --user`"
+        "{device}: permission denied on /dev/vfio/{group}; run as root, give it to a user with `gpunvme-vfio bind --user`, or to a \
+         container with `--device /dev/vfio/{group}`"
     )]
     VfioPermission {
         /// The DEVICE string.
@@ -257,6 +267,7 @@ impl Error {
             Error::Busy { .. } => libc::EBUSY,
             Error::NotFound { .. } => libc::ENOENT,
             Error::Permission { .. } | Error::VfioPermission { .. } => libc::EACCES,
+            Error::Forbidden { .. } => libc::EPERM,
             Error::ReadOnly { .. } => libc::EROFS,
             Error::NotABlockDevice { .. } => libc::ENOTBLK,
             Error::Unsupported { .. } => libc::EOPNOTSUPP,

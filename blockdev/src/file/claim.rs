@@ -65,7 +65,9 @@ pub(super) fn explain(name: &Arc<str>, mode: OpenMode, errno: Errno) -> Error {
     match errno {
         Errno::NOENT | Errno::NOTDIR => Error::NotFound { device },
         Errno::BUSY | Errno::AGAIN => Error::Busy { device },
-        Errno::ACCESS | Errno::PERM => Error::Permission { device },
+        Errno::ACCESS => Error::Permission { device },
+        // A device cgroup's, or that of an immutable file.
+        Errno::PERM => Error::Forbidden { device },
         Errno::ROFS if mode == OpenMode::ReadWrite => Error::ReadOnly { device },
         Errno::NODEV | Errno::NXIO | Errno::NOMEDIUM => Error::Gone { device },
         Errno::INVAL => no_direct_io(name),

@@ -443,3 +443,65 @@ fn listening_socket(process: Pid) -> PathBuf {
     assert!(path.exists(), "{}", path.display());
     path
 }
+
+/// Mounts after a command of the shell, in a mount namespace of its own, without fusermount3.
+fn mount_after(volume: &Volume, preparation: &str, wrapper: &str) -> (i32, String) {
+    let script = format!("{preparation} PATH=/nonexistent exec {wrapper} \"$@\"");
+    let output = Command::new("unshare")
+        .args(["--mount", "sh", "-e", "-c", &script, "sh", env!("CARGO_BIN_EXE_mount-gpunvme")])
+        .args([volume.image(), volume.mnt()])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    refusal(&output, &volume.image())
+}
+
+#[test]
+fn what_a_container_lacks_is_named() {
+    let Some(volume) = Volume::new() else { return };
+    let folder = volume.dir.path().display();
+    let mount_point = format!("mount point {}: ", volume.mnt().display());
+    let (without, file) = ("/usr/bin/setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin", format!("{folder}/file"));
+    for (preparation, wrapper, message) in [
+        (
+            String::new(),
+            without,
+            "mounting needs the capability SYS_ADMIN (root has it, a container with `--cap-add SYS_ADMIN`), or else the program \
+             fusermount3, of the package fuse3, which is not installed",
+        ),
+        (
+            format!("> {file}; mount --bind {file} /dev/fuse;"),
+            "",
+            "/dev/fuse is not the device of FUSE; `rm /dev/fuse` and `mknod -m 666 /dev/fuse c 10 229` make it so",
+        ),
+        (
+            "mount --bind /dev/null /dev/fuse;".to_owned(),
+            "",
+            "/dev/fuse is not the device of FUSE; `rm /dev/fuse` and `mknod -m 666 /dev/fuse c 10 229` make it so",
+        ),
+        (
+            "mount -t tmpfs none /dev;".to_owned(),
+            "",
+            "/dev/fuse is missing: load the kernel module with `modprobe fuse`; a container needs `--device /dev/fuse`",
+        ),
+    ] {
+        assert_eq!(mount_after(&volume, &preparation, wrapper), (32, format!("{mount_point}{message}")), "{preparation}");
+    }
+}
+
+/// As a device cgroup answers root too.
+#[test]
+fn root_is_not_told_to_be_root() {
+    let Some(volume) = Volume::new() else { return };
+    let image = volume.image();
+    let change = |flag: &str| Command::new("chattr").arg(flag).arg(&image).status().is_ok_and(|status| status.success());
+    if !change("+i") {
+        let _ = writeln!(std::io::stderr(), "SKIPPED root_is_not_told_to_be_root: no immutable files here");
+        return;
+    }
+    let output = volume.mount(&[]);
+    assert!(change("-i"));
+    let (code, message) = refusal(&output, &image);
+    assert_eq!(code, 32);
+    assert!(message.starts_with("the kernel refuses it to this process, also as root: a container"), "{message}");
+}

@@ -10,11 +10,10 @@ use std::io::{self, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, statx};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 use rustix::net::{
@@ -28,6 +27,8 @@ use gpunvme_programs::mounts::{FS_TYPE, Mount};
 
 /// The device that connects FUSE servers with the kernel.
 const DEV_FUSE: &str = "/dev/fuse";
+/// Its number (linux/major.h: `MISC_MAJOR`; linux/miscdevice.h: `FUSE_MINOR`).
+const FUSE_NUMBER: (u32, u32) = (10, 229);
 /// `STATX_MNT_ID_UNIQUE` (linux/stat.h, since 6.8): an identity that no later mount gets again.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
@@ -63,51 +64,107 @@ struct Identity {
     dev: u64,
 }
 
+/// Why FUSE did not mount, with the way out.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// There is no `/dev/fuse`, or no driver behind it.
+    #[error("/dev/fuse is missing: load the kernel module with `modprobe fuse`; a container needs `--device /dev/fuse`")]
+    NoDevice,
+    /// `/dev/fuse` is another file.
+    #[error("/dev/fuse is not the device of FUSE; `rm /dev/fuse` and `mknod -m 666 /dev/fuse c 10 229` make it so")]
+    AnotherDevice,
+    /// Its access rights refuse.
+    #[error("/dev/fuse may not be opened by this user; `chmod 666 /dev/fuse` is its usual mode")]
+    DeviceMode,
+    /// A device cgroup refuses, whatever the user.
+    #[error("/dev/fuse is not among the devices that this container may use; start it with `--device /dev/fuse`")]
+    DeviceCgroup,
+    /// Neither mount(2) nor fusermount3 may.
+    #[error(
+        "mounting needs the capability SYS_ADMIN (root has it, a container with `--cap-add SYS_ADMIN`), or else the program \
+         fusermount3, of the package fuse3, which is not installed"
+    )]
+    NotPermitted,
+    /// AppArmor or SELinux refuses.
+    #[error("a security module forbids mount(2); docker allows it with `--security-opt apparmor=unconfined`")]
+    SecurityModule,
+    /// fusermount3 refused.
+    #[error("{0}")]
+    Helper(String),
+    /// Anything else.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl From<Errno> for AttachError {
+    fn from(errno: Errno) -> Self {
+        AttachError::Io(errno.into())
+    }
+}
+
 /// Mounts: by itself where the caller may, else by fusermount3. Returns the connection to the
 /// kernel, on which requests wait from now on, and where the mount is.
 ///
 /// # Errors
 /// Those of mount(2), and what fusermount3 says.
-pub fn attach(request: &Request) -> io::Result<(OwnedFd, Attachment)> {
-    let connection = match mount(request) {
-        Err(error) if error.raw_os_error() == Some(libc::EPERM) => mount_by_helper(request)?,
-        mounted => mounted?,
+pub fn attach(request: &Request) -> Result<(OwnedFd, Attachment), AttachError> {
+    let connection = open_device()?;
+    let connection = match mount(request, &connection) {
+        Ok(()) => connection,
+        Err(Errno::PERM) => mount_by_helper(request)?,
+        Err(Errno::ACCESS) => return Err(AttachError::SecurityModule),
+        Err(errno) => return Err(errno.into()),
     };
     Ok((connection, Attachment::find(request)?))
 }
 
-fn mount(request: &Request) -> io::Result<OwnedFd> {
-    let connection = rustix::fs::open(DEV_FUSE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-    let mut options = format!(
-        "fd={},rootmode={:o},user_id={},group_id={},subtype=gpunvme,default_permissions",
+fn open_device() -> Result<OwnedFd, AttachError> {
+    let opened = rustix::fs::open(DEV_FUSE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+    let connection = opened.map_err(|errno| match errno {
+        Errno::NOENT | Errno::NODEV | Errno::NXIO => AttachError::NoDevice,
+        Errno::ISDIR => AttachError::AnotherDevice,
+        Errno::ACCESS => AttachError::DeviceMode,
+        Errno::PERM => AttachError::DeviceCgroup,
+        errno => errno.into(),
+    })?;
+    let stat = rustix::fs::fstat(&connection)?;
+    let number = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
+    let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice && number == FUSE_NUMBER;
+    if is_device { Ok(connection) } else { Err(AttachError::AnotherDevice) }
+}
+
+fn mount(request: &Request, connection: &OwnedFd) -> rustix::io::Result<()> {
+    let root = rustix::fs::stat(request.dir)?;
+    let options = format!(
+        "fd={},rootmode={:o},user_id={},group_id={},subtype=gpunvme,default_permissions{}",
         connection.as_raw_fd(),
-        std::fs::metadata(request.dir)?.mode(),
+        root.st_mode,
         geteuid().as_raw(),
-        getegid().as_raw()
+        getegid().as_raw(),
+        if request.allow_other { ",allow_other" } else { "" }
     );
-    if request.allow_other {
-        options.push_str(",allow_other");
-    }
-    let options = std::ffi::CString::new(options)?;
-    rustix::mount::mount(request.source, request.dir, "fuse", request.flags, options.as_c_str())?;
-    Ok(connection)
+    let options = std::ffi::CString::new(options).map_err(|_| Errno::INVAL)?;
+    rustix::mount::mount(request.source, request.dir, "fuse", request.flags, options.as_c_str())
 }
 
 /// The setuid program fusermount3 mounts, and sends the connection over the socket that
 /// `_FUSE_COMMFD` names.
-fn mount_by_helper(request: &Request) -> io::Result<OwnedFd> {
+fn mount_by_helper(request: &Request) -> Result<OwnedFd, AttachError> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let mut helper = Command::new("fusermount3");
     helper.arg("-o").arg(helper_options(request)).arg("--").arg(request.dir);
     helper.env("_FUSE_COMMFD", "0").stdin(theirs).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut child = helper.spawn()?;
+    let mut child = helper.spawn().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => AttachError::NotPermitted,
+        _ => error.into(),
+    })?;
     // It has the other end of the socket still, which would hide that the program is gone.
     drop(helper);
     let connection = receive_descriptor(&ours);
     let mut message = String::new();
     child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut message)).transpose()?;
     child.wait()?;
-    connection?.ok_or_else(|| io::Error::other(message.trim().to_owned()))
+    connection?.ok_or_else(|| AttachError::Helper(message.trim().to_owned()))
 }
 
 fn helper_options(request: &Request) -> std::ffi::OsString {

@@ -124,15 +124,6 @@ fn failed(options: &Options, error: &FsError) -> MountError {
     })
 }
 
-/// Why FUSE did not mount.
-fn cannot_mount(dir: &Path, error: &std::io::Error) -> MountError {
-    let text = error.to_string();
-    let hint = if !Path::new("/dev/fuse").exists() {
-        "; /dev/fuse is missing: load the kernel module with `modprobe fuse`"
-    } else if !rustix::process::geteuid().is_root() {
-        "; users other than root need access to /dev/fuse and the program fusermount3"
-    } else {
-        ""
-    };
-    MountError::Failed(format!("mount point {}: {}{hint}", dir.display(), text.trim()))
+fn cannot_mount(dir: &Path, error: &impl std::fmt::Display) -> MountError {
+    MountError::Failed(format!("mount point {}: {error}", dir.display()))
 }
