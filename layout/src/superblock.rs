@@ -139,7 +139,10 @@ impl Superblock {
         }
         if total_blocks > device_blocks {
             let (want, have) = (total_blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);
-            return fail(format!("the volume has {want} bytes, the device only {have}: it was truncated, or copied in part"));
+            return fail(format!(
+                "the volume has {want} bytes, the device only {have}: it was truncated, or copied in part; copy all of it \
+                 again, or, of an image, save what is left: `truncate -s {want}` it, then fsck.gpunvme -y"
+            ));
         }
         Ok(Superblock {
             uuid: block.uuid(),

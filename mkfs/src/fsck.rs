@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
 use gpunvme_blockdev::{Io, OpenMode};
+use gpunvme_engine::Corrupt;
 use gpunvme_engine::FsError;
-use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind};
+use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind, Refound};
 use gpunvme_programs::claim::reason;
 use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::members;
@@ -71,8 +72,9 @@ pub struct Arguments {
     /// Check although the volume was unmounted cleanly; it is checked anyway
     #[arg(short = 'f', long, hide = true)]
     pub force: bool,
-    /// Where fsck(8) wants to hear how far it is; the terminal shows it anyway
-    #[arg(short = 'C', value_name = "FD", hide = true, allow_hyphen_values = true)]
+    /// Write how far the check is to this descriptor, as lines of PASS DONE OF DEVICE; a terminal
+    /// shows a bar anyway
+    #[arg(short = 'C', value_name = "FD", allow_hyphen_values = true)]
     pub progress: Option<i32>,
     /// Print what a shell needs to complete this command line
     #[arg(long, value_name = "SHELL", value_parser = Completions)]
@@ -95,6 +97,16 @@ struct Report {
     counts: BTreeMap<&'static str, u64>,
     /// Findings that are left.
     left: u64,
+    /// Inodes that no readable leaf has any more, where the tree was built anew.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lost_inodes: Option<u64>,
+    /// Inodes that got a name in lost+found.
+    connected: u64,
+    #[serde(skip)]
+    refound: Option<Refound>,
+    /// What is left has one right answer that loses nothing.
+    #[serde(skip)]
+    safe: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -139,6 +151,10 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             complain(format_args!("fsck.gpunvme: {}: cancelled; what was mended until then stays so", arguments.device));
             CANCELLED
         }
+        Err(Failure::Usage(error)) => {
+            complain(format_args!("fsck.gpunvme: {error}"));
+            USAGE
+        }
         Err(Failure::Other(error)) => {
             complain(format_args!("fsck.gpunvme: {}: {error}", arguments.device));
             FAILED
@@ -150,6 +166,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 enum Failure {
     /// A signal came.
     Cancelled,
+    /// The command line is wrong.
+    Usage(String),
     /// Anything else, without the device's name.
     Other(String),
 }
@@ -158,6 +176,7 @@ impl Failure {
     fn new(device: &str, error: FsError) -> Failure {
         match error {
             FsError::Cancelled => Failure::Cancelled,
+            FsError::Corrupt(Corrupt::Superblock(why)) => Failure::Other(why),
             error => Failure::Other(reason(device, &error)),
         }
     }
@@ -189,6 +208,8 @@ fn cancelled() -> impl Fn() -> bool {
 /// Checks, and repairs, the volume that the command line names.
 fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     let name = &arguments.device;
+    let mut meter = Meter::new(name, arguments.quiet, arguments.progress)
+        .map_err(|error| Failure::Usage(format!("-C {}: {error}", arguments.progress.unwrap_or_default())))?;
     let cancelled = cancelled();
     let asks = std::io::stdin().is_terminal() && std::io::stdout().is_terminal() && !arguments.json;
     let read_only = arguments.no_change || !(arguments.automatic || arguments.yes || asks);
@@ -198,7 +219,6 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     let io = Io::inline(device).map_err(|error| text(error.into()))?;
     let options = CheckOptions { read_only, memory: (arguments.memory as usize) << 20, now: now() };
     let mut fsck = Fsck::open(io, options).map_err(text)?;
-    let mut meter = Meter::new(name, arguments.quiet);
     let mut findings = {
         let mut show = |stage, done, of| {
             meter.show(stage, done, of);
@@ -208,6 +228,7 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     };
     let recovered = !fsck.was_clean() && !read_only;
     let mut left = findings.clone();
+    let mut refound = None;
     if findings.total() > 0 && !read_only {
         meter.clear();
         let mut answers = BTreeMap::new();
@@ -229,10 +250,10 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
             *findings.counts.entry(finding.kind).or_default() += 1;
             findings.list.push(finding);
         }
-        left = repaired.left;
+        (left, refound) = (repaired.left, repaired.refound);
     }
     meter.clear();
-    let report = Report::new(name, &fsck, recovered, findings, &left);
+    let report = Report::new(name, &fsck, recovered, findings, &left, refound);
     fsck.close(left.total() == 0).map_err(text)?;
     Ok(report)
 }
@@ -275,7 +296,8 @@ fn list(device: &str, findings: &Findings, all: bool) {
 }
 
 impl Report {
-    fn new(device: &str, fsck: &Fsck, recovered: bool, findings: Findings, left: &Findings) -> Report {
+    fn new(device: &str, fsck: &Fsck, recovered: bool, findings: Findings, left: &Findings, refound: Option<Refound>) -> Report {
+        let lost = |findings: &Findings| findings.counts.get(&Kind::Lost).copied().unwrap_or(0);
         let (usage, superblock) = (fsck.volume().usage(), fsck.volume().superblock());
         let still: std::collections::HashSet<_> = left.list.iter().map(|f| (f.kind, f.place)).collect();
         let all_fixed = left.total() == 0;
@@ -293,6 +315,10 @@ impl Report {
             blocks: usage.blocks,
             free_blocks: usage.free,
             recovered,
+            connected: lost(&findings).saturating_sub(lost(left)),
+            lost_inodes: refound.map(|refound| refound.of - refound.inodes),
+            refound,
+            safe: left.counts.keys().all(|kind| kind.is_safe()),
             counts: findings.counts.iter().map(|(kind, count)| (kind.name(), *count)).collect(),
             findings: findings.list.into_iter().map(line).collect(),
             left: left.total(),
@@ -322,23 +348,95 @@ impl Report {
             }
         }
         let total: u64 = self.counts.values().sum();
+        let them = if self.left == 1 { "it" } else { "them" };
         let advice = if tried {
-            "they cannot be mended: copy away what can be read, and format the volume anew"
-        } else if self.left == 1 {
-            "fsck.gpunvme -y mends it"
+            "they cannot be mended: copy away what can be read, and format the volume anew".to_owned()
+        } else if self.safe {
+            format!("fsck.gpunvme -p mends {them}, and nothing is lost by that")
         } else {
-            "fsck.gpunvme -y mends them"
+            format!("fsck.gpunvme -y mends {them}; copy the device first, for what cannot be read is given up")
         };
         let verdict = match (total, self.left) {
             (0, _) => "clean".to_owned(),
             (1, 0) => "1 error mended".to_owned(),
             (n, 0) => format!("{n} errors mended"),
-            (1, _) => format!("1 error, left as it is; {advice}"),
-            (n, left) if left >= n => format!("{left} errors, left as they are; {advice}"),
-            (n, left) => format!("{} errors mended, {left} left; {advice}", n - left),
+            (1, _) => "1 error, left as it is".to_owned(),
+            (n, left) if left >= n => format!("{left} errors, left as they are"),
+            (n, left) => format!("{} errors mended, {left} left", n - left),
         };
+        if let Some(refound) = self.refound.filter(|refound| refound.inodes < refound.of) {
+            let lost = refound.of - refound.inodes;
+            text += &format!("{device}: {lost} of {} inodes could not be found again\n", refound.of);
+        }
+        match self.connected {
+            0 => {}
+            1 => text += &format!("{device}: 1 inode had no name any more; it is in /lost+found\n"),
+            n => text += &format!("{device}: {n} inodes had no name any more; they are in /lost+found\n"),
+        }
         let used = self.blocks - self.free_blocks;
         text += &format!("{device}: {verdict}, {} inodes, {used}/{} blocks\n", self.inodes, self.blocks);
+        if self.left > 0 {
+            text += &format!("{device}: {advice}\n");
+        }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(count: u64, left: u64) -> Report {
+        Report {
+            device: "disk.img".to_owned(),
+            label: String::new(),
+            uuid: Uuid::nil(),
+            inodes: 7,
+            blocks: 14336,
+            free_blocks: 13336,
+            recovered: false,
+            findings: Vec::new(),
+            counts: BTreeMap::from([("node", count)]),
+            left,
+            lost_inodes: None,
+            connected: 0,
+            refound: None,
+            safe: false,
+        }
+    }
+
+    #[test]
+    fn the_summary_says_what_was_lost() {
+        let refound = Some(Refound { of: 7, inodes: 1 });
+        assert_eq!(
+            Report { connected: 1, refound, ..report(0, 0) }.text(false, true),
+            "disk.img: 6 of 7 inodes could not be found again\n\
+             disk.img: 1 inode had no name any more; it is in /lost+found\n\
+             disk.img: clean, 7 inodes, 1000/14336 blocks\n"
+        );
+        let all = Some(Refound { of: 7, inodes: 7 });
+        assert_eq!(
+            Report { connected: 2, refound: all, ..report(0, 0) }.text(false, true),
+            "disk.img: 2 inodes had no name any more; they are in /lost+found\n\
+             disk.img: clean, 7 inodes, 1000/14336 blocks\n"
+        );
+    }
+
+    #[test]
+    fn what_is_left_has_a_next_step() {
+        let last = |report: Report, tried| report.text(false, tried).lines().last().map(str::to_owned);
+        let step = |text: &str| Some(format!("disk.img: {text}"));
+        assert_eq!(
+            last(report(2, 2), false),
+            step("fsck.gpunvme -y mends them; copy the device first, for what cannot be read is given up")
+        );
+        assert_eq!(
+            last(Report { safe: true, ..report(1, 1) }, false),
+            step("fsck.gpunvme -p mends it, and nothing is lost by that")
+        );
+        assert_eq!(
+            last(report(2, 1), true),
+            step("they cannot be mended: copy away what can be read, and format the volume anew")
+        );
     }
 }

@@ -259,3 +259,43 @@ fn a_full_or_closed_output_changes_no_verdict() {
     let [_, refused, silent] = with_bad_outputs(fsck, &[], Path::new("/nonexistent"));
     assert_eq!((refused.0, silent.0), (Some(8), Some(8)));
 }
+
+/// As fsck(8) hands it on: lines of pass, done, of and device.
+#[test]
+fn progress_goes_to_the_descriptor_that_fsck_names() {
+    let image = Image::new(64 * MIB);
+    stdout(&image.mkfs(&[]));
+    let lines = image.path.with_file_name("progress");
+    let script = "exec \"$@\" 7>>\"$0\"";
+    let output = Command::new("sh")
+        .args(["-c", script])
+        .arg(&lines)
+        .arg(env!("CARGO_BIN_EXE_fsck-gpunvme"))
+        .args(["-n", "-C", "7"])
+        .arg(&image.path)
+        .output()
+        .unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    let progress = fs::read_to_string(lines).unwrap();
+    assert!(progress.lines().any(|line| line == format!("5 1 1 {}", image.path.display())), "{progress}");
+    // Into a pipe goes the report alone; a descriptor that is not open is a wrong command line.
+    let quiet = fsck(&image.path, &["-n", "-C", "0"]);
+    assert!(quiet.status.success() && quiet.stderr.is_empty(), "{quiet:?}");
+    let wrong = fsck(&image.path, &["-n", "-C", "77"]);
+    assert_eq!(wrong.status.code(), Some(16), "{wrong:?}");
+}
+
+#[test]
+fn a_truncated_image_is_told_how_to_save_what_is_left() {
+    let image = Image::new(64 * MIB);
+    stdout(&image.mkfs(&[]));
+    OpenOptions::new().write(true).open(&image.path).unwrap().set_len(40 * MIB).unwrap();
+    let output = fsck(&image.path, &["-n"]);
+    assert_eq!(output.status.code(), Some(8));
+    let message = String::from_utf8(output.stderr).unwrap();
+    let expected = "the volume has 67108864 bytes, the device only 41943040: it was truncated, or copied in part; copy all of it \
+                    again, or, of an image, save what is left: `truncate -s 67108864` it, then fsck.gpunvme -y\n";
+    assert_eq!(message, format!("fsck.gpunvme: {}: {expected}", image.path.display()));
+    OpenOptions::new().write(true).open(&image.path).unwrap().set_len(64 * MIB).unwrap();
+    assert_eq!(fsck(&image.path, &["-y"]).status.code(), Some(1));
+}

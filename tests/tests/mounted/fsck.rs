@@ -88,3 +88,20 @@ fn files_are_whole_after_the_blocks_that_led_to_them_were_lost() {
     }
     fs::write(volume.path("a/new"), b"it can be used").unwrap();
 }
+
+#[test]
+fn a_repair_says_how_many_files_it_could_not_find_again() {
+    needs_mount!();
+    let volume = Image::formatted_with(64 << 20).mount();
+    for name in ["a", "b", "c"] {
+        fs::write(volume.path(name), name).unwrap();
+    }
+    let image = volume.unmount();
+    let geometry = Superblock::decode(&read(&image, 0), 0, (64 << 20) / BLOCK_SIZE as u64).unwrap().geometry();
+    let state = State::decode(&read(&image, STATE), &geometry).unwrap();
+    assert_eq!((state.level, state.inodes), (0, 4), "one leaf has the root directory and three files");
+    ruin(&image, &[state.root]);
+    let mended = fsck(&image, &["-y"]);
+    assert!(text(&mended).contains(": 4 of 4 inodes could not be found again\n"), "{}", text(&mended));
+    assert_eq!(fsck(&image, &["-n"]).status.code(), Some(0));
+}

@@ -92,6 +92,17 @@ pub struct Repaired {
     pub more: Vec<Finding>,
     /// Findings that are left.
     pub left: Findings,
+    /// Where the tree was built anew, and the number of inodes was known.
+    pub refound: Option<Refound>,
+}
+
+/// What was found again of a tree that was built anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Refound {
+    /// Inodes that the volume had.
+    pub of: u64,
+    /// Those whose items could be read.
+    pub inodes: u64,
 }
 
 /// A volume under examination.
@@ -112,6 +123,7 @@ pub struct Fsck {
     /// There was no room for a new tree. The part of it in memory must not become durable: the old
     /// tree stays the valid one.
     abandoned: bool,
+    refound: Option<Refound>,
 }
 
 impl Fsck {
@@ -124,7 +136,18 @@ impl Fsck {
         let opened = open::open(io, options.read_only, cache(options.memory), &mut fixed)?;
         let lost = fixed.counts.contains_key(&Kind::State);
         let open::Opened { volume, clean, erase_journal, superblocks } = opened;
-        Ok(Fsck { volume, options, fixed, superblocks, clean, erase_journal, lost, begun: false, abandoned: false })
+        Ok(Fsck {
+            volume,
+            options,
+            fixed,
+            superblocks,
+            clean,
+            erase_journal,
+            lost,
+            begun: false,
+            abandoned: false,
+            refound: None,
+        })
     }
 
     /// The volume.
@@ -161,7 +184,7 @@ impl Fsck {
     pub fn repair(&mut self, may: May, progress: Progress) -> Result<Repaired, FsError> {
         let first = self.check(progress)?;
         if self.abandoned || first.counts.contains_key(&Kind::Journal) && !may(Kind::Journal) {
-            return Ok(Repaired { more: Vec::new(), left: first });
+            return Ok(Repaired { more: Vec::new(), left: first, refound: None });
         }
         self.begin()?;
         if !self.superblocks.is_empty() && may(Kind::Superblock) {
@@ -178,11 +201,11 @@ impl Fsck {
             more.extend(findings.list.iter().filter(|f| known.insert((f.kind, f.place))).cloned());
             let mendable = findings.counts.keys().any(|kind| may(*kind));
             if !goes_on || !mendable || findings.list == before {
-                return Ok(Repaired { more, left: findings });
+                return Ok(Repaired { more, left: findings, refound: self.refound });
             }
             before = findings.list;
         }
-        Ok(Repaired { more, left: self.check(progress)? })
+        Ok(Repaired { more, left: self.check(progress)?, refound: self.refound })
     }
 
     /// Says in the anchor that the volume is in use, and where the journal begins, before the
@@ -207,6 +230,14 @@ impl Fsck {
             findings.add(Kind::State, Place::State, Fix::Elsewhere, || "the root of the tree is not known".into());
         } else {
             examine(&self.volume, self.memory(), findings, Some(&mut *may), progress)?;
+        }
+        if let Some(refound) = &mut self.refound {
+            let counted = findings.list.iter().filter_map(|finding| match finding.fix {
+                Fix::Inodes(inodes) => Some(inodes),
+                _ => None,
+            });
+            // What is missing is made anew after the first count, the root directory say.
+            refound.inodes = counted.fold(refound.inodes, u64::min);
         }
         self.settle()?;
         if findings.tree_is_broken() {
@@ -248,6 +279,10 @@ impl Fsck {
     /// Builds the tree anew from its leaves.
     fn rebuild(&mut self) -> Result<(), FsError> {
         let reader = Reader::new(&self.volume);
+        let inodes = self.volume.usage().inodes;
+        if !self.lost && self.refound.is_none() {
+            self.refound = Some(Refound { of: inodes, inodes });
+        }
         let mut kept = Kept::new(self.memory());
         let survey = Survey::new(&self.volume, &reader, self.lost, self.memory(), &mut kept)?;
         // Nothing that a leaf holds may be given to the new nodes.

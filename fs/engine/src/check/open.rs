@@ -127,6 +127,7 @@ fn compare_superblocks(io: &Io, superblock: &Superblock, good: &Block, findings:
             Ok(block) if block == right => continue,
             Ok(block) => match Superblock::decode(&block, address, superblock.total_blocks) {
                 Ok(_) => "differs from the superblock that counts".to_owned(),
+                Err(_) if !Superblock::recognize(block.bytes()) => "no copy of the superblock is here".to_owned(),
                 Err(error) => reason(&error),
             },
             Err(error) => error.to_string(),
