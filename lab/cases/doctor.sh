@@ -35,7 +35,7 @@ pair() {
 }
 
 guest() {
-    check "all SSDs are listed" says 5 '^ssd  .*driver nvme' doctor 4
+    check "all SSDs are listed" says 5 '^ssd  .*driver nvme' doctor 4 -v
     check "an SSD that the kernel drives" says 1 "gpunvme-vfio bind $SSD" doctor 4 "$(namespace_below "$SSD")" --peer "$GPU"
     check "two root ports" says 1 '^path *same host bridge' doctor 4 "$SSD" --peer "$GPU"
     check "which have ACS" says 2 'root port): SourceValidation RequestRedirect CompletionRedirect UpstreamForwarding' doctor 4 "$SSD" --peer "$GPU"
@@ -50,7 +50,7 @@ guest() {
     check "is in use" says 1 "^ *$(shared), .* mounted on /mnt" doctor 4 "$(ssd shared)" --peer "$GPU"
     check "and is not bound" refused 1 "$(shared) is mounted on /mnt" vfio bind "$(ssd shared)"
     unmounted /mnt
-    check "what the machine has" says 1 '^vfio *vfio-pci is loaded, /dev/vfio/vfio is type1' doctor 4
+    check "what the machine has" says 1 '^vfio *vfio-pci is loaded, /dev/vfio/vfio is type1' doctor 4 -v
 
     mkfs.gpunvme --quiet "$(namespace_below "$SSD")"
     mounted "$(namespace_below "$SSD")" /mnt

@@ -33,6 +33,12 @@ pub struct Doctor {
     /// The PCI address of a function whose BAR is to be reached instead of a GPU's
     #[arg(long, value_name = "ADDRESS")]
     pub peer: Option<String>,
+    /// Add what was found of each SSD and each path to the table of all SSDs
+    #[arg(short, long)]
+    pub verbose: bool,
+    /// Look at the copy of another machine's /sys, /proc and /dev in this folder
+    #[arg(long, value_name = "DIR", conflicts_with = "gpu")]
+    pub tree: Option<PathBuf>,
 }
 
 #[derive(Subcommand)]

@@ -7,6 +7,7 @@
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Container {
@@ -57,6 +58,15 @@ impl Container {
             Ok(1) => Container::Type1,
             Ok(_) => Container::NoType1,
             Err(errno) => Container::Unknown(errno.to_string()),
+        }
+    }
+
+    /// What a copy of another machine's files shows of it.
+    pub fn of_another_machine(root: &Path) -> Container {
+        if root.join("dev/vfio/vfio").exists() {
+            Container::Unknown("it is another machine's".to_owned())
+        } else {
+            Container::Absent
         }
     }
 

@@ -79,6 +79,9 @@ fn behind(tree: &Tree, name: &str, place: &str) -> Result<Device, String> {
     Ok(Device::Other(kind.to_owned()))
 }
 
+/// A use in words.
+const ROOT: &str = "holds the root filesystem";
+
 /// A disk or partition of a function.
 pub struct Disk {
     /// Its name in /dev.
@@ -86,6 +89,13 @@ pub struct Disk {
     pub bytes: u64,
     /// What uses it, in words: `mounted on /data`.
     pub uses: Vec<String>,
+}
+
+impl Disk {
+    /// The system runs from it.
+    pub fn is_of_the_system(&self) -> bool {
+        self.uses.iter().any(|usage| usage.contains(ROOT))
+    }
 }
 
 /// The disks of a function and their partitions, with what uses them.
@@ -132,7 +142,7 @@ fn uses(tree: &Tree, name: &str) -> Vec<String> {
     let mut uses: Vec<String> = mounts(tree)
         .into_iter()
         .filter(|mount| mount.number == number || mount.source == node)
-        .map(|mount| if mount.on == "/" { "holds the root filesystem".to_owned() } else { format!("mounted on {}", mount.on) })
+        .map(|mount| if mount.on == "/" { ROOT.to_owned() } else { format!("mounted on {}", mount.on) })
         .collect();
     let swaps = tree.text("proc/swaps").unwrap_or_default();
     if swaps.lines().any(|line| line.split_whitespace().next() == Some(&node)) {

@@ -16,6 +16,7 @@ mod pci;
 mod proof;
 mod render;
 mod route;
+mod summary;
 mod sysfs;
 #[cfg(test)]
 mod tests;
@@ -47,9 +48,15 @@ pub fn run(args: &Doctor) -> Result<Report, Failure> {
 }
 
 fn look(args: &Doctor) -> Result<Report, Failure> {
-    let tree = Tree::new("/");
-    let diagnosis = diagnose(&tree, Container::probe(), args.device.as_deref(), args.peer.as_deref()).map_err(Failure)?;
-    let mut report = render::render(&diagnosis);
+    let (tree, container) = match &args.tree {
+        None => (Tree::new("/"), Container::probe()),
+        Some(folder) if !folder.join("sys").is_dir() => {
+            return Err(Failure(format!("{}: is no copy of a machine's files: it has no folder sys", folder.display())));
+        }
+        Some(folder) => (Tree::new(folder), Container::of_another_machine(folder)),
+    };
+    let diagnosis = diagnose(&tree, container, args.device.as_deref(), args.peer.as_deref()).map_err(Failure)?;
+    let mut report = render::render(&diagnosis, args.verbose);
     // The route is the exit status too, for scripts.
     report.code = match diagnosis.best().map(|verdict| verdict.route) {
         Some(Route::P2p) => 0,
@@ -102,12 +109,33 @@ impl Ssd {
     fn best(&self) -> Option<&Verdict> {
         self.pairs.first().map(|pair| &pair.verdict).or(self.alone.as_ref())
     }
+
+    fn is_system_disk(&self) -> bool {
+        self.disks.iter().any(Disk::is_of_the_system)
+    }
 }
 
 impl Diagnosis {
-    /// Of the best SSD: p2p before bounce before host. There is always one.
+    /// The SSDs, the best first: p2p before bounce before host, near before far, fast before slow,
+    /// and the disk that the system runs from last.
+    fn ranked(&self) -> Vec<&Ssd> {
+        let rank = |ssd: &Ssd| {
+            let (route, pair) = (ssd.best().map_or(u32::MAX, |verdict| verdict.route.code()), ssd.pairs.first());
+            let speed = pair.and_then(|pair| pair.path.best()).unwrap_or(0.0) as u64;
+            (route, ssd.is_system_disk(), pair.map(|pair| pair.path.relation), std::cmp::Reverse(speed))
+        };
+        let mut ssds: Vec<&Ssd> = self.ssds.iter().collect();
+        ssds.sort_by_key(|ssd| rank(ssd));
+        ssds
+    }
+
+    fn best_ssd(&self) -> Option<&Ssd> {
+        self.ranked().first().copied()
+    }
+
+    /// Of the best SSD. There is always one.
     fn best(&self) -> Option<&Verdict> {
-        self.ssds.iter().filter_map(Ssd::best).min_by_key(|verdict| verdict.route.code())
+        self.best_ssd().and_then(Ssd::best)
     }
 }
 
@@ -132,7 +160,7 @@ fn diagnose(tree: &Tree, container: Container, device: Option<&str>, peer: Optio
         domain: None,
         hops: Vec::new(),
         pairs: Vec::new(),
-        alone: Some(route::not_nvme(&machine, &gpus, text)),
+        alone: Some(route::not_nvme(&machine, &gpus, &displays, text)),
     };
     let ssds = match device {
         None if !functions.iter().any(Function::is_nvme) => vec![other("none", "this machine shows none on PCI")],
@@ -164,7 +192,7 @@ fn ssd(tree: &Tree, machine: &Machine, function: &Function, gpus: &[Function], s
             function.id(),
             function.driver.as_deref().map_or("without a driver".to_owned(), |driver| format!("driver {driver}"))
         );
-        Some(route::not_nvme(machine, gpus, &format!("this is {what}")))
+        Some(route::not_nvme(machine, gpus, displays, &format!("this is {what}")))
     } else if gpus.is_empty() {
         Some(route::without_gpu(displays))
     } else {

@@ -5,12 +5,17 @@ use super::machine::Machine;
 use super::pci::{Acs, Function, Kind};
 use super::route::{Effect, Finding, Verdict};
 use super::topology::{Forwards, Hop, Path};
-use super::{Container, Diagnosis, Disk, Pair, Ssd};
+use super::{Container, Diagnosis, Disk, Pair, Ssd, summary};
 use crate::report::{self, Report};
 use gpunvme::{Reason, Route};
 use serde_json::{Value, json};
 
-pub fn render(diagnosis: &Diagnosis) -> Report {
+/// The advice where there is none.
+pub(super) const NO_CHANGE: &str = "nothing that this program knows would make it faster";
+
+/// The answer; then the table of all SSDs, or, of a device that was named and with `verbose`, the
+/// details.
+pub fn render(diagnosis: &Diagnosis, verbose: bool) -> Report {
     let machine = &diagnosis.machine;
     let best = diagnosis.best();
     let mut report = Report::new(json!({
@@ -23,10 +28,16 @@ pub fn render(diagnosis: &Diagnosis) -> Report {
         "machine": machine_json(machine),
         "unreadable": diagnosis.refused,
     }));
-    for (at, ssd) in diagnosis.ssds.iter().enumerate() {
-        if at > 0 {
-            report.text.push('\n');
-        }
+    summary::answer(&mut report, diagnosis);
+    let has_table = diagnosis.device.is_none() && diagnosis.ssds.iter().any(|ssd| !ssd.pairs.is_empty());
+    if has_table {
+        summary::matrix(&mut report, diagnosis);
+    }
+    if has_table && !verbose {
+        return report;
+    }
+    for ssd in diagnosis.ranked() {
+        report.text.push('\n');
         about_ssd(&mut report, ssd);
         if let Some(pair) = ssd.pairs.first() {
             about_pair(&mut report, machine, pair, diagnosis.stand_in);
@@ -39,7 +50,11 @@ pub fn render(diagnosis: &Diagnosis) -> Report {
             }
         }
         if let Some(verdict) = ssd.best() {
-            about_verdict(&mut report, verdict);
+            if diagnosis.ssds.len() > 1 {
+                about_verdict(&mut report, verdict);
+            } else {
+                about_findings(&mut report, verdict);
+            }
         }
     }
     report.text.push('\n');
@@ -210,11 +225,9 @@ fn acs(acs: Acs) -> String {
 fn about_verdict(report: &mut Report, verdict: &Verdict) {
     report.line("route", verdict.route);
     report.line("reason", if verdict.reason == Reason::None { "none".to_owned() } else { verdict.reason.name().to_owned() });
-    for finding in &verdict.findings {
-        report.line(finding.effect.name(), format!("{}: {}", finding.code, finding.text));
-    }
+    about_findings(report, verdict);
     match verdict.first() {
-        None => report.line("change", "nothing that this program knows would make it faster"),
+        None => report.line("change", NO_CHANGE),
         Some(finding) => {
             if let Some(change) = &finding.change {
                 report.line("change", &change.text);
@@ -227,6 +240,12 @@ fn about_verdict(report: &mut Report, verdict: &Verdict) {
     let more = verdict.findings.iter().skip(1).filter(|finding| finding.effect == Effect::Blocks).count();
     if more > 0 && verdict.first().is_some() {
         report.line("", format!("and then {more} more: ask again"));
+    }
+}
+
+fn about_findings(report: &mut Report, verdict: &Verdict) {
+    for finding in &verdict.findings {
+        report.line(finding.effect.name(), format!("{}: {}", finding.code, finding.text));
     }
 }
 

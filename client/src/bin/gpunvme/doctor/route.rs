@@ -96,21 +96,26 @@ pub struct Target<'a> {
 }
 
 /// Where there is no NVMe controller on PCI; `text` says what there is.
-pub fn not_nvme(machine: &Machine, gpus: &[Function], text: &str) -> Verdict {
+pub fn not_nvme(machine: &Machine, gpus: &[Function], displays: &[Function], text: &str) -> Verdict {
     let text = format!("{text}; peer to peer needs an NVMe controller on PCI");
-    Verdict::of(
-        vec![blocks("not-nvme", Reason::NoVfio, text, None)],
-        fallback(machine, gpus.iter().find(|gpu| gpu.vendor == pci::NVIDIA)),
-    )
+    let mut findings = vec![blocks("not-nvme", Reason::NoVfio, text, None)];
+    if gpus.is_empty() {
+        findings.insert(0, no_gpu(displays));
+    }
+    Verdict::of(findings, fallback(machine, gpus.iter().find(|gpu| gpu.vendor == pci::NVIDIA)))
 }
 
 /// For an NVMe controller in a machine without a GPU.
 pub fn without_gpu(displays: &[Function]) -> Verdict {
+    Verdict::of(vec![no_gpu(displays)], Route::Host)
+}
+
+fn no_gpu(displays: &[Function]) -> Finding {
     let text = match displays {
         [] => "this machine shows no GPU on PCI".to_owned(),
         [other, ..] => format!("this machine shows no NVIDIA GPU on PCI ({} is {})", other.address, other.id()),
     };
-    Verdict::of(vec![blocks("no-gpu", Reason::NotGpuMemory, text, None)], Route::Host)
+    blocks("no-gpu", Reason::NotGpuMemory, text, None)
 }
 
 /// For an NVMe controller and a GPU, or what stands in for one.
@@ -324,7 +329,7 @@ fn binding(machine: &Machine, ssd: &Function, disks: &[Disk]) -> Option<Finding>
     let mut used = disks.iter().filter_map(|disk| Some((disk, disk.uses.first()?)));
     let text = format!("the SSD's driver is {driver}");
     let change = match used.next() {
-        Some((disk, usage)) if disks.iter().any(|disk| disk.uses.iter().any(|usage| usage.contains("root filesystem"))) => {
+        Some((disk, usage)) if disks.iter().any(Disk::is_of_the_system) => {
             let text = format!("{text}, and the system runs from it (/dev/{} {usage})", disk.name);
             return Some(blocks("system-disk", Reason::NoVfio, text, Change::to("use another SSD")));
         }

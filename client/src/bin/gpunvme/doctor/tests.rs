@@ -53,7 +53,7 @@ fn told(text: &str, device: Option<&str>) -> Told {
 fn told_of(text: &str, device: Option<&str>, peer: Option<&str>) -> Told {
     let Expanded { tree, container, .. } = &expand(text);
     let diagnosis = diagnose(tree, container.clone(), device, peer).unwrap();
-    let report = render::render(&diagnosis);
+    let report = render::render(&diagnosis, true);
     Told { diagnosis, text: report.text, json: report.json }
 }
 
