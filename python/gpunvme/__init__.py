@@ -15,6 +15,7 @@ from gpunvme._doctor import doctor
 from gpunvme._error import Error
 from gpunvme._file import File, open
 from gpunvme._native import Buffer, Extent, Mount, Pending, Transfer
+from gpunvme._stage import stage, stage_async
 
 __all__ = [
     "open",
@@ -26,4 +27,6 @@ __all__ = [
     "Extent",
     "Error",
     "doctor",
+    "stage",
+    "stage_async",
 ]

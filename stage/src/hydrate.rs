@@ -50,6 +50,7 @@ pub struct Hydration {
     pub share: Option<Share>,
     pub concurrency: usize,
     pub memory: u64,
+    pub progress: bool,
     pub verify: bool,
     pub pin: bool,
     pub published: bool,
@@ -131,7 +132,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         folder,
         manifest: Mutex::new(manifest),
         pool,
-        progress: Progress::new(needed),
+        progress: Progress::new(needed, what.progress),
         concurrency: what.concurrency,
         verify: what.verify,
     });

@@ -82,6 +82,9 @@ struct Limits {
     /// Memory for parts, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     memory: u32,
+    /// Say on standard error how far it is, in lines of JSON
+    #[arg(long)]
+    progress: bool,
 }
 
 #[derive(clap::Args)]
@@ -163,6 +166,7 @@ fn run(args: &Args) -> Result<String> {
                 share: hydrate.rank,
                 concurrency: hydrate.limits.concurrency.into(),
                 memory: u64::from(hydrate.limits.memory) << 20,
+                progress: hydrate.limits.progress,
                 verify: hydrate.verify == Verify::Crc32c,
                 pin: hydrate.pin,
                 published: hydrate.published,
@@ -182,6 +186,7 @@ fn run(args: &Args) -> Result<String> {
                 keep: publish.keep.map(|keep| keep as usize),
                 concurrency: publish.limits.concurrency.into(),
                 memory: u64::from(publish.limits.memory) << 20,
+                progress: publish.limits.progress,
             }))?;
             let mut text =
                 format!("{} files, {} bytes; sent: {}, {} bytes", done.files, done.bytes, done.sent_files, done.sent_bytes);

@@ -1,29 +1,56 @@
-//! A progress bar where standard error is a terminal.
+//! How far a command is: a bar where standard error is a terminal, or lines of JSON for programs.
 
 use indicatif::{ProgressBar, ProgressStyle};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The least time between two lines.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// Bytes that are done, of those that are to be.
 #[derive(Debug)]
-pub struct Progress(ProgressBar);
+pub struct Progress {
+    bar: ProgressBar,
+    /// When the last line was said, where lines are wanted.
+    said: Option<Mutex<Instant>>,
+}
 
 impl Progress {
-    /// A bar of `bytes`.
-    pub fn new(bytes: u64) -> Progress {
-        if !std::io::stderr().is_terminal() {
-            return Progress(ProgressBar::hidden());
+    /// Of `bytes`; with `lines` a line of JSON now and then, `{"done":BYTES,"of":BYTES}`.
+    pub fn new(bytes: u64, lines: bool) -> Progress {
+        let bar = ProgressBar::new(bytes);
+        if lines || !std::io::stderr().is_terminal() {
+            bar.set_draw_target(indicatif::ProgressDrawTarget::hidden());
         }
         let style = ProgressStyle::with_template("{wide_bar} {bytes}/{total_bytes}  {bytes_per_sec}  {eta}");
-        Progress(ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        Progress { bar, said: lines.then(|| Mutex::new(Instant::now())) }
     }
 
     /// So many more are done.
     pub fn add(&self, bytes: u64) {
-        self.0.inc(bytes);
+        self.bar.inc(bytes);
+        if let Some(said) = &self.said {
+            let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
+            if said.elapsed() >= PAUSE {
+                *said = Instant::now();
+                self.say();
+            }
+        }
     }
 
-    /// The bar goes.
+    /// All is done, and the bar goes.
     pub fn finish(&self) {
-        self.0.finish_and_clear();
+        if self.said.is_some() {
+            self.say();
+        }
+        self.bar.finish_and_clear();
+    }
+
+    fn say(&self) {
+        let line = serde_json::json!({ "done": self.bar.position(), "of": self.bar.length() });
+        // Where nobody listens, the work goes on.
+        let _ = writeln!(std::io::stderr(), "{line}");
     }
 }

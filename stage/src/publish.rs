@@ -32,6 +32,7 @@ pub struct Publication {
     pub keep: Option<usize>,
     pub concurrency: usize,
     pub memory: u64,
+    pub progress: bool,
 }
 
 /// What was done.
@@ -106,7 +107,7 @@ pub async fn publish(what: Publication) -> Result<Done> {
             destination: what.destination.clone(),
             journal: Mutex::new(journal),
             pool,
-            progress: Progress::new(done.sent_bytes),
+            progress: Progress::new(done.sent_bytes, what.progress),
             concurrency: what.concurrency,
         });
         let (first, last): (Vec<_>, Vec<_>) = missing.into_iter().partition(|file| !is_begun_with(&file.name));

@@ -1,0 +1,138 @@
+"""Sets of an object store in a folder of a mount: the command ``gpunvme hydrate``, for programs."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+Progress = Callable[[int, int], None]
+
+
+def stage(
+    url: "str | os.PathLike[str]",
+    root: "str | os.PathLike[str] | None" = None,
+    *,
+    include: Iterable[str] = (),
+    published: bool = False,
+    pin: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Brings a set of objects into a folder below ``root``, and returns that folder.
+
+    It runs the command ``gpunvme hydrate``, which has to be installed. What is there already is not
+    fetched again; of several processes that stage the same set one fetches, and the others wait.
+
+    Args:
+        url: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, ``https://``, ``file:///PATH``, or a folder.
+        root: the folder that sets lie in, of a gpunvme mount; ``$GPUNVME_STAGE`` without it.
+        include: patterns, of which a name in the set has to match one.
+        published: fail unless the set was published whole.
+        pin: never evict the set.
+        progress: is called with the bytes that are done and those that are to be, on another thread.
+
+    Raises:
+        FileNotFoundError: the command is not installed.
+        ValueError: there is no root.
+        RuntimeError: what the command could not do.
+    """
+    folder = _folder(url, root)
+    with _running(url, folder, include, published, pin, progress) as process:
+        process.wait()
+    return folder
+
+
+async def stage_async(
+    url: "str | os.PathLike[str]",
+    root: "str | os.PathLike[str] | None" = None,
+    *,
+    include: Iterable[str] = (),
+    published: bool = False,
+    pin: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """As :func:`stage`, for asyncio. Where the task is cancelled, the command is ended; what has
+    arrived stays, and counts the next time."""
+    folder = _folder(url, root)
+    with _running(url, folder, include, published, pin, progress) as process:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            process.wait()
+            loop.call_soon_threadsafe(ended.set)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            process.terminate()
+            raise
+        finally:
+            waiting.join()
+    return folder
+
+
+def _folder(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") -> Path:
+    """Where a set lies: sets of different places never lie in the same folder."""
+    root = root if root is not None else os.environ.get("GPUNVME_STAGE")
+    if root is None:
+        raise ValueError("where to? give the folder for sets, or set GPUNVME_STAGE")
+    place = os.fspath(url)
+    if "://" not in place:
+        place = Path(place).resolve().as_uri()
+    parts = urlsplit(place)
+    names = [part for part in parts.path.split("/") if part]
+    if any(part in (".", "..") for part in names):
+        raise ValueError(f"{url}: . and .. are no names of objects")
+    return Path(root, parts.scheme, *([parts.netloc] if parts.netloc else []), *names)
+
+
+@contextmanager
+def _running(
+    url: "str | os.PathLike[str]",
+    folder: Path,
+    include: Iterable[str],
+    published: bool,
+    pin: bool,
+    progress: Progress | None,
+) -> Iterator["subprocess.Popen[str]"]:
+    """Runs the command while the block waits for it, and raises what it complained of."""
+    command = shutil.which("gpunvme")
+    if command is None:
+        raise FileNotFoundError("the command gpunvme is not in PATH: install it (scripts/install)")
+    arguments = [command, "hydrate", "--progress"]
+    arguments += [f"--include={pattern}" for pattern in include]
+    arguments += ["--published"] * published + ["--pin"] * pin + ["--", os.fspath(url), os.fspath(folder)]
+    said: list[str] = []
+    failed: list[Exception] = []
+
+    def listen(lines: Iterable[str]) -> None:
+        for line in lines:
+            if not line.startswith("{"):
+                said.append(line)
+            elif progress is not None and not failed:
+                far = json.loads(line)
+                try:
+                    progress(far["done"], far["of"])
+                except Exception as error:
+                    failed.append(error)
+
+    with subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        listening = threading.Thread(target=listen, args=(process.stderr,), daemon=True)
+        listening.start()
+        yield process
+        process.wait()
+        listening.join()
+    if failed:
+        raise failed[0]
+    if process.returncode != 0:
+        raise RuntimeError("".join(said).strip() or f"{command} ended with {process.returncode}")
