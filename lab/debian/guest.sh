@@ -12,7 +12,7 @@ sudo() { "$@"; }
 command_line() { eval "$1" && udevadm settle; }
 
 is_mounted() { grep -q " $1 fuse.gpunvme " /proc/mounts; }
-mounted_in_time() { eventually 120 is_mounted "$1"; }
+mounted_in_time() { eventually 600 is_mounted "$1"; }
 # The process that serves a mount.
 daemon() {
     for process in /proc/[0-9]*; do
