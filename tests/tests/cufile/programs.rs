@@ -64,7 +64,7 @@ print("cuFile 1150, closed with 0")
         assert!(fs::read(&copy).unwrap() == data, "{name}");
         // Ordinary memory on our mount: told as what it is.
         let told = fs::read_to_string(&report).unwrap();
-        let ways = format!("0 failed, bytes p2p 0 bounce 0 host 0 hole 0 edge 0 call {LEN} real 0 plain 0");
+        let ways = format!("0 failed, bytes p2p 0 bounce 0 cache 0 host 0 hole 0 edge 0 call {LEN} real 0 plain 0");
         assert_eq!(told.matches(&ways).count(), 2, "{name}: {told}");
     }
 }
