@@ -167,6 +167,13 @@ struct gpunvme_segment {
  */
 #define GPUNVME_WRITTEN_BACK (1u << 4)
 
+/* SYNC: on any file or directory of the mount. As sync(2), for this volume. */
+struct gpunvme_sync {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t reserved;
+};
+
 /* GRANT: over the socket only, with a descriptor of a file of the mount. */
 struct gpunvme_grant {
 	uint32_t version;
@@ -296,6 +303,7 @@ struct gpunvme_message {
 #define GPUNVME_ATTACH GPUNVME_IOC(8, sizeof(struct gpunvme_attach))
 #define GPUNVME_DETACH GPUNVME_IOC(9, sizeof(struct gpunvme_detach))
 #define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))
+#define GPUNVME_SYNC GPUNVME_IOC(11, sizeof(struct gpunvme_sync))
 
 #ifdef __cplusplus
 }

@@ -207,7 +207,7 @@ impl Mount {
     pub fn stats(&self) -> Result<Stats> {
         let stats = self.connection.raw_stats()?;
         const NAMES: [&str; Command::ALL.len()] =
-            ["info", "register", "unregister", "resolve", "read", "write", "stats", "ring", "attach", "detach", "grant"];
+            ["info", "register", "unregister", "resolve", "read", "write", "stats", "ring", "attach", "detach", "grant", "sync"];
         let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
         Ok(Stats {
             calls: std::array::from_fn(|at| (NAMES[at], stats.calls[at])),
@@ -219,6 +219,21 @@ impl Mount {
             processes: stats.processes,
             reasons: counted.map(|(code, count)| (reason(code as u32), *count)).collect(),
         })
+    }
+
+    /// Makes everything durable that any process did to the volume before: as sync(2) does for all
+    /// filesystems, but for FUSE's. The kernel is asked to write back what was stored into shared
+    /// mappings, and may not wait until that has been done: msync(2) waits.
+    ///
+    /// # Errors
+    /// [`Error::Path`] with `EIO` where some of it could not be written: which file lost data,
+    /// fsync(2) of it tells. [`Error::Path`] also where the daemon does not answer.
+    pub fn sync(&self) -> Result<()> {
+        let file = self.connection.file.as_fd();
+        let action = "make it durable";
+        let failed = |errno| Error::Path { path: self.connection.path.clone(), action, errno };
+        rustix::fs::syncfs(file).map_err(failed)?;
+        self.connection.call(Command::Sync, abi::Sync::default(), action).map(|_| ())
     }
 
     /// Makes a buffer known to the mount, as a whole. Registering pins its memory, costs a system

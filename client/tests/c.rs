@@ -57,6 +57,7 @@ fn the_header_is_the_abi() {
         abi::Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
         abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
         abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
+        abi::Sync as "gpunvme_sync" { version, flags, reserved }
         abi::Message as "gpunvme_message" { request, status }
         ring::Ring as "gpunvme_ring" { version, flags, memory, submitted, completed, entries, ring, reserved }
         ring::Attach as "gpunvme_attach" { version, flags, ring, file, grant, descriptor, reserved }
@@ -95,6 +96,7 @@ fn the_header_is_the_abi() {
         ("GPUNVME_ATTACH", Command::Attach.request(0).into()),
         ("GPUNVME_DETACH", Command::Detach.request(0).into()),
         ("GPUNVME_GRANT", Command::Grant.request(0).into()),
+        ("GPUNVME_SYNC", Command::Sync.request(0).into()),
         ("GPUNVME_MAX_RING_TRANSFER", ring::MAX_RING_TRANSFER),
         ("GPUNVME_RING_SUBMISSION_TAIL", Word::SubmissionTail.offset() as u64),
         ("GPUNVME_RING_SUBMISSION_HEAD", Word::SubmissionHead.offset() as u64),

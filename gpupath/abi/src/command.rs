@@ -1,7 +1,7 @@
 //! The commands, and the numbers of their ioctls.
 
 use crate::ring;
-use crate::structures::{Extent, Grant, Info, Register, Resolve, Segment, Stats, Transfer, Unregister};
+use crate::structures::{Extent, Grant, Info, Register, Resolve, Segment, Stats, Sync, Transfer, Unregister};
 use crate::structures::{MAGIC, MAX_SIZE};
 
 /// Which way bytes move.
@@ -39,11 +39,13 @@ pub enum Command {
     Detach = 9,
     /// Shows how a file is open ([`Grant`]). Over the socket only.
     Grant = 10,
+    /// Makes everything durable that was done before ([`Sync`]). On any file or directory.
+    Sync = 11,
 }
 
 impl Command {
     /// All commands, in order of their number.
-    pub const ALL: [Command; 11] = [
+    pub const ALL: [Command; 12] = [
         Command::Info,
         Command::Register,
         Command::Unregister,
@@ -55,6 +57,7 @@ impl Command {
         Command::Attach,
         Command::Detach,
         Command::Grant,
+        Command::Sync,
     ];
 
     /// Bytes of the structure that begins the argument.
@@ -70,6 +73,7 @@ impl Command {
             Command::Attach => size_of::<ring::Attach>(),
             Command::Detach => size_of::<ring::Detach>(),
             Command::Grant => size_of::<Grant>(),
+            Command::Sync => size_of::<Sync>(),
         }
     }
 

@@ -8,7 +8,7 @@ use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
-    Grant, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Register, RegisterFlags, Resolve, ResolveFlags, Segment, Transfer,
+    Grant, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Register, RegisterFlags, Resolve, ResolveFlags, Segment, Sync, Transfer,
     TransferFlags, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
@@ -39,6 +39,8 @@ pub enum Request {
     Detach(Detach),
     /// `GRANT`.
     Grant(Grant),
+    /// `SYNC`.
+    Sync(Sync),
 }
 
 impl Request {
@@ -56,6 +58,7 @@ impl Request {
             Request::Attach(_) => Command::Attach,
             Request::Detach(_) => Command::Detach,
             Request::Grant(_) => Command::Grant,
+            Request::Sync(_) => Command::Sync,
         }
     }
 }
@@ -206,6 +209,7 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Attach => attach(header(bytes)),
         Command::Detach => detach(header(bytes)),
         Command::Grant => grant(header(bytes)),
+        Command::Sync => sync(header(bytes)),
     }
 }
 
@@ -300,6 +304,11 @@ fn detach(header: Detach) -> Result<Request, DecodeError> {
 fn grant(header: Grant) -> Result<Request, DecodeError> {
     zero(Command::Grant, "reserved", header.reserved[0] | header.reserved[1])?;
     Ok(Request::Grant(header))
+}
+
+fn sync(header: Sync) -> Result<Request, DecodeError> {
+    zero(Command::Sync, "reserved", header.reserved)?;
+    Ok(Request::Sync(header))
 }
 
 fn resolve(header: Resolve, entries: usize) -> Result<Request, DecodeError> {

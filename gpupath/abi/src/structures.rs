@@ -269,6 +269,19 @@ wire! {
 }
 
 wire! {
+    /// `SYNC`: as sync(2), for one volume. What was written to any file by any process before the
+    /// call, and every change of names and attributes, is durable when it returns.
+    Sync = 16 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Zero.
+        reserved: u64,
+    }
+}
+
+wire! {
     /// `GRANT`, over the socket only, with a descriptor of a file of the mount: for a process whose
     /// descriptors the daemon may not look at.
     ///
@@ -356,7 +369,7 @@ wire! {
     }
 }
 
-versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant);
+versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync);
 
 impl Extent {
     /// Its flags, as far as this version knows them.

@@ -41,6 +41,7 @@ fn what_is_right_comes_through() {
     assert_eq!(decode(Command::Resolve.request(3), &argument), Ok(Request::Resolve(resolve)));
     assert_eq!(decode(Command::Info.request(0), Info::default().as_bytes()), Ok(Request::Info));
     assert_eq!(decode(Command::Stats.request(0), Stats::default().as_bytes()), Ok(Request::Stats));
+    assert_eq!(decode(Command::Sync.request(0), Sync::default().as_bytes()), Ok(Request::Sync(Sync::default())));
 }
 
 /// Out fields may hold anything: programs use a structure again.
@@ -131,7 +132,11 @@ fn each_wrong_field_is_named() {
     let detach = ring::Detach { reserved: [2, 0], ..ring::Detach::default() };
     let wrong = DecodeError::Field { command: Command::Detach, field: "reserved", value: 2 };
     assert_eq!(decode(Command::Detach.request(0), detach.as_bytes()), Err(wrong));
-    for command in [Command::Info, Command::Unregister, Command::Stats, Command::Ring, Command::Attach, Command::Detach] {
+    let sync = Sync { reserved: 3, ..Sync::default() };
+    let wrong = DecodeError::Field { command: Command::Sync, field: "reserved", value: 3 };
+    assert_eq!(decode(Command::Sync.request(0), sync.as_bytes()), Err(wrong));
+    use Command::{Attach, Detach, Info, Ring, Stats, Sync, Unregister};
+    for command in [Info, Unregister, Stats, Ring, Attach, Detach, Sync] {
         let mut argument = vec![0; command.header_size()];
         argument[0] = VERSION as u8;
         argument[4] = 1;

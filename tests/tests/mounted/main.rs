@@ -24,6 +24,7 @@ mod ring;
 mod space;
 mod storm;
 mod stripes;
+mod sync;
 mod transport;
 mod unseen_writes;
 mod users;

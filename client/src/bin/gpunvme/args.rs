@@ -86,6 +86,12 @@ pub enum Command {
         /// The mount, or anything in it
         mount: PathBuf,
     },
+    /// Make everything durable that was done to a mount
+    Sync {
+        /// Mounts, or anything in them
+        #[arg(required = true, value_name = "MOUNT")]
+        mounts: Vec<PathBuf>,
+    },
     /// Have the kernel read files into its page cache
     Warm(Cached),
 }

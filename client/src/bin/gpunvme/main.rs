@@ -16,6 +16,7 @@ mod read;
 mod report;
 mod run;
 mod stage;
+mod sync;
 mod write;
 
 use args::{Args, Command};
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
         Command::Map { file, resident: false } => describe::map(file),
         Command::Map { file, resident: true } => page_cache::map(file),
         Command::Stats { mount } => describe::stats(mount),
+        Command::Sync { mounts } => sync::run(mounts),
         Command::Nvme(nvme) => nvme::run(nvme),
         Command::Probe { device } => probe::run(device),
         Command::Publish(stage) => stage::run("publish", stage, args.json),

@@ -12,6 +12,7 @@ use super::fuse;
 use super::housekeeping::Housekeeping;
 use super::kernel::{Lengths, Lookups, MountState};
 use super::operations::appends::LateFragments;
+use super::operations::syncs::Syncs;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::{Endpoint, serving_threads};
 use super::resources::request_budget::RequestBudget;
@@ -60,6 +61,7 @@ impl Session {
             lengths: Lengths::default(),
             request_budget: RequestBudget::new(REQUEST_BYTES),
             append_order: AppendOrder::new(PARKED),
+            syncs: Syncs::default(),
             general: Workers::new("worker", GENERAL_THREADS)?,
             invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
             device_shares: DeviceShares::new(transfers.clone()),

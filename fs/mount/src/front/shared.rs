@@ -8,6 +8,7 @@ use gpunvme_engine::error::{Attempt, Fail, FsError};
 
 use super::append_order::AppendOrder;
 use super::kernel::{KernelCache, Lengths, Lookups, MountState};
+use super::operations::syncs::Syncs;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
 use super::resources::plan_budget::PlanBudget;
@@ -21,6 +22,7 @@ pub(crate) struct Front {
     pub(crate) lengths: Lengths,
     pub(crate) request_budget: Arc<RequestBudget>,
     pub(crate) append_order: AppendOrder,
+    pub(crate) syncs: Syncs,
     pub(crate) general: Arc<Workers>,
     pub(crate) invalidations: Arc<Workers>,
     pub(crate) transfers: Arc<Workers>,

@@ -115,7 +115,7 @@ impl Ioctls {
         let end = self.arena.len();
         let at = if random.below(2) == 0 { 0 } else { end.saturating_sub(random.below(20_000) as usize) };
         self.arena.put(at, &noise(random, 256));
-        self.arena.put(at, &1u32.to_le_bytes());
+        self.arena.put(at, &gpunvme_abi::VERSION.to_le_bytes());
         let file = self.file(random).try_clone().unwrap();
         let _ = self.arena.ioctl(file.as_fd(), command, at);
     }

@@ -6,4 +6,5 @@ mod coherence;
 pub(super) mod files;
 pub(super) mod names;
 mod removal;
+pub(super) mod syncs;
 mod xattr;
