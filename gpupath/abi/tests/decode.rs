@@ -135,8 +135,9 @@ fn each_wrong_field_is_named() {
     let sync = Sync { reserved: 3, ..Sync::default() };
     let wrong = DecodeError::Field { command: Command::Sync, field: "reserved", value: 3 };
     assert_eq!(decode(Command::Sync.request(0), sync.as_bytes()), Err(wrong));
-    use Command::{Attach, Detach, Info, Ring, Stats, Sync, Unregister};
-    for command in [Info, Unregister, Stats, Ring, Attach, Detach, Sync] {
+    let plain =
+        [Command::Info, Command::Unregister, Command::Stats, Command::Ring, Command::Attach, Command::Detach, Command::Sync];
+    for command in plain {
         let mut argument = vec![0; command.header_size()];
         argument[0] = VERSION as u8;
         argument[4] = 1;
@@ -158,7 +159,7 @@ fn wrong_sizes_and_foreign_commands_are_refused() {
     let refused = DecodeError::Version { command: Command::Read, version: 1 };
     assert_eq!(error(Command::Read.request(1) - (8 << 16), &old), refused);
     // FS_IOC_GETFLAGS, a number without a meaning, another magic, one direction only.
-    for foreign in [0x8008_6601, (request & !0xff) | 11, request ^ 0x100, request & !(1 << 31)] {
+    for foreign in [0x8008_6601, (request & !0xff) | Command::ALL.len() as u32, request ^ 0x100, request & !(1 << 31)] {
         let error = error(foreign, &[]);
         assert_eq!((error.errno(), error), (25, DecodeError::UnknownCommand { request: foreign }));
     }

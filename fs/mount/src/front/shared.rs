@@ -8,11 +8,11 @@ use gpunvme_engine::error::{Attempt, Fail, FsError};
 
 use super::append_order::AppendOrder;
 use super::kernel::{KernelCache, Lengths, Lookups, MountState};
-use super::operations::syncs::Syncs;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
 use super::resources::plan_budget::PlanBudget;
 use super::resources::request_budget::RequestBudget;
+use super::resources::syncs::Syncs;
 use super::resources::workers::Workers;
 
 /// State that the operations of one mount share.

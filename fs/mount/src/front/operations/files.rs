@@ -198,6 +198,30 @@ impl Front {
         if self.mount_state.is_read_only() { self.mount_state.after_unseen_writes(commit) } else { commit() }
     }
 
+    /// Makes everything durable that was done before, of all files: sync(2), of this volume alone.
+    pub fn sync_all(self: &Arc<Self>, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
+        let front = self.clone();
+        let sync = move || {
+            if front.syncs.add(Box::new(done)) {
+                let general = front.general.clone();
+                general.run(move || front.run_syncs());
+            }
+        };
+        if self.mount_state.is_read_only() { self.mount_state.after_unseen_writes(sync) } else { sync() }
+    }
+
+    fn run_syncs(&self) {
+        loop {
+            let callers = self.syncs.next();
+            if callers.is_empty() {
+                return;
+            }
+            let flushed = self.fs.flush_all();
+            let synced = self.fs.commit().and(flushed);
+            callers.into_iter().for_each(|done| done(synced.clone()));
+        }
+    }
+
     /// fallocate(2) with this mode.
     pub fn allocate(
         self: &Arc<Self>,

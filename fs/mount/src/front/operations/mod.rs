@@ -6,5 +6,4 @@ mod coherence;
 pub(super) mod files;
 pub(super) mod names;
 mod removal;
-pub(super) mod syncs;
 mod xattr;

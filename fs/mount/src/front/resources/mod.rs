@@ -6,5 +6,6 @@ pub(super) mod endpoint;
 pub(super) mod plan_budget;
 pub(super) mod request_budget;
 mod sockets;
+pub(super) mod syncs;
 pub(super) mod turns;
 pub(super) mod workers;
