@@ -38,6 +38,8 @@ extern "C" {
 typedef struct gpunvme_mount gpunvme_mount;
 typedef struct gpunvme_buffer gpunvme_buffer;
 typedef struct gpunvme_file gpunvme_file;
+typedef struct gpunvme_ring gpunvme_ring;
+typedef struct gpunvme_attached gpunvme_attached;
 
 /*
  * What a read or write moved, from the first byte of the first segment on; of GPU memory it is a
@@ -69,16 +71,38 @@ const char *gpunvme_reason_explain(uint32_t reason);
 int gpunvme_mount_open(const char *path, gpunvme_mount **mount);
 int gpunvme_mount_info(const gpunvme_mount *mount, struct gpunvme_info *info);
 int gpunvme_mount_stats(const gpunvme_mount *mount, struct gpunvme_stats *stats);
-/* Buffers and files outlive it. NULL is fine. */
+/*
+ * Makes everything durable that any process did to the volume before: what sync(2) does for other
+ * filesystems, and the kernel keeps from FUSE's.
+ */
+int gpunvme_mount_sync(const gpunvme_mount *mount);
+/* Buffers, files and rings outlive it. NULL is fine. */
 void gpunvme_mount_close(gpunvme_mount *mount);
 
 /* Zeroed, page-aligned host memory of `len` bytes, registered with the mount. */
 int gpunvme_buffer_create(const gpunvme_mount *mount, size_t len, gpunvme_buffer **buffer);
+/*
+ * Memory that the application has: the first `len` bytes of a memfd of ordinary pages, open for
+ * reading and writing, with F_SEAL_SHRINK. The descriptor is duplicated, and stays the caller's;
+ * the bytes are in each mapping of the memfd. -EINVAL, -EACCES and others where it cannot be
+ * registered, and gpunvme_last_error() says why.
+ */
+int gpunvme_buffer_from_fd(const gpunvme_mount *mount, int fd, size_t len, gpunvme_buffer **buffer);
+/*
+ * Any memory of the application, which has to stay where it is as long as the buffer. It is not
+ * registered: the CPU copies between it and 8 MiB of the library's, for one thread at a time, and
+ * the reason is GPUNVME_REASON_NOT_REGISTERED. GPUNVME_REQUIRE_DIRECT is -EOPNOTSUPP.
+ */
+int gpunvme_buffer_from_memory(const gpunvme_mount *mount, void *data, size_t len, gpunvme_buffer **buffer);
+/* NULL for gpunvme_buffer_from_fd(). */
 void *gpunvme_buffer_data(const gpunvme_buffer *buffer);
 size_t gpunvme_buffer_len(const gpunvme_buffer *buffer);
 uint32_t gpunvme_buffer_route(const gpunvme_buffer *buffer);
 uint32_t gpunvme_buffer_reason(const gpunvme_buffer *buffer);
-/* Unregisters and unmaps it. No call may be using it. NULL is fine. */
+/*
+ * Unregisters it, and unmaps what the library mapped, when its transfers in rings are taken. No
+ * call may be using it. NULL is fine.
+ */
 void gpunvme_buffer_destroy(gpunvme_buffer *buffer);
 
 /*
@@ -107,6 +131,57 @@ int gpunvme_write(const gpunvme_file *file, const gpunvme_buffer *buffer, const 
  */
 int gpunvme_resolve(const gpunvme_file *file, uint64_t offset, uint64_t len, struct gpunvme_extent *extents, size_t capacity,
                     size_t *count);
+
+/* How a transfer of a ring, or a request of a queue, ended. */
+struct gpunvme_finished {
+	uint64_t user_data;              /* what it was begun with */
+	int error;                       /* 0 or a negative errno */
+	uint32_t reserved;
+	struct gpunvme_result result;
+};
+
+/*
+ * Many transfers in flight from one thread, without a system call for each. A ring is for one
+ * thread at a time, but for gpunvme_ring_attach(). `entries` is how many are in flight at most, a
+ * power of two from 8 to 4096, or is made one.
+ */
+int gpunvme_ring_create(const gpunvme_mount *mount, uint32_t entries, gpunvme_ring **ring);
+/* Its transfers go on; how they end is not reported. NULL is fine. */
+void gpunvme_ring_destroy(gpunvme_ring *ring);
+/*
+ * Makes an open file known to the ring, with the access that it is open for. It is known until it
+ * is released and its transfers are taken, also when the file is closed or unlinked.
+ */
+int gpunvme_ring_attach(const gpunvme_ring *ring, const gpunvme_file *file, gpunvme_attached **attached);
+/* NULL is fine. */
+void gpunvme_attached_release(gpunvme_attached *attached);
+/*
+ * Puts a transfer of at most GPUNVME_MAX_RING_TRANSFER bytes into the ring, with no system call.
+ * The daemon learns of it by gpunvme_ring_submit() or gpunvme_ring_complete(). `flags` are
+ * GPUNVME_REQUIRE_*, and GPUNVME_WRITTEN_BACK where sync_file_range(2) was called for the range.
+ * -EAGAIN: all entries are in flight. -EOPNOTSUPP: the memory is not registered.
+ */
+int gpunvme_ring_read(gpunvme_ring *ring, const gpunvme_attached *file, uint64_t file_offset, const gpunvme_buffer *buffer,
+                      uint64_t buffer_offset, uint64_t len, uint32_t flags, uint64_t user_data);
+int gpunvme_ring_write(gpunvme_ring *ring, const gpunvme_attached *file, uint64_t file_offset, const gpunvme_buffer *buffer,
+                       uint64_t buffer_offset, uint64_t len, uint32_t flags, uint64_t user_data);
+void gpunvme_ring_submit(gpunvme_ring *ring);
+/*
+ * Takes up to `capacity` transfers that are done, and how many in `count`. While there are fewer
+ * than `least` it waits, at most `timeout_ms`, or for ever if that is negative; not for more than
+ * `capacity`, nor for more than are in flight. gpunvme_last_error() has the sentence of the last
+ * of them that failed. An error of the call itself: nothing more will come, because the volume was
+ * unmounted or its daemon is gone.
+ */
+int gpunvme_ring_complete(gpunvme_ring *ring, size_t least, int timeout_ms, struct gpunvme_finished *finished, size_t capacity,
+                          size_t *count);
+/*
+ * 1: the descriptor becomes readable when the next transfer is done. 0: there is one already, or
+ * none will come, and it will not; or `ring` is NULL.
+ */
+int gpunvme_ring_arm(gpunvme_ring *ring);
+/* For poll(2), epoll(7) and the like; it belongs to the ring. */
+int gpunvme_ring_fd(const gpunvme_ring *ring);
 
 /*
  * GPU memory. Addresses are those of CUDA: of cudaMalloc, of pools, mapped piece by piece,
@@ -235,14 +310,6 @@ int gpunvme_gpu_write_on_stream_with(const gpunvme_transfers *transfers, const g
 int gpunvme_pending_is_done(const gpunvme_pending *pending);
 /* Waits for the request, says how it ended, and frees the handle. `result` may be NULL. */
 int gpunvme_pending_wait(gpunvme_pending *pending, struct gpunvme_result *result);
-
-/* How a request of a queue ended. */
-struct gpunvme_finished {
-	uint64_t user_data;              /* what it was begun with */
-	int error;                       /* 0 or a negative errno */
-	uint32_t reserved;
-	struct gpunvme_result result;
-};
 
 /*
  * For one thread with many requests in flight. A queue is for one thread at a time. `flags` are

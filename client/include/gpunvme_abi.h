@@ -41,6 +41,7 @@ extern "C" {
 #define GPUNVME_REASON_EXPORT_REFUSED 7u
 #define GPUNVME_REASON_NO_ROOM 8u
 #define GPUNVME_REASON_NOT_CACHED 9u
+#define GPUNVME_REASON_NOT_REGISTERED 10u
 #define GPUNVME_REASON_NOT_A_BUFFER 32u
 #define GPUNVME_REASON_NOT_SEALED 33u
 #define GPUNVME_REASON_TOO_SMALL 34u
@@ -211,7 +212,7 @@ struct gpunvme_stats {
  * its memory: a memfd of GPUNVME_RING_BYTES(entries) zero bytes, sealed with F_SEAL_SHRINK, that
  * begins with the words, each a uint32_t.
  */
-struct gpunvme_ring {
+struct gpunvme_ring_setup {
 	uint32_t version;
 	uint32_t flags;
 	int32_t memory;                  /* fd of the memfd */
@@ -299,7 +300,7 @@ struct gpunvme_message {
 #define GPUNVME_READ(n) GPUNVME_IOC(4, sizeof(struct gpunvme_transfer) + (n) * sizeof(struct gpunvme_segment))
 #define GPUNVME_WRITE(n) GPUNVME_IOC(5, sizeof(struct gpunvme_transfer) + (n) * sizeof(struct gpunvme_segment))
 #define GPUNVME_STATS GPUNVME_IOC(6, sizeof(struct gpunvme_stats))
-#define GPUNVME_RING GPUNVME_IOC(7, sizeof(struct gpunvme_ring))
+#define GPUNVME_RING GPUNVME_IOC(7, sizeof(struct gpunvme_ring_setup))
 #define GPUNVME_ATTACH GPUNVME_IOC(8, sizeof(struct gpunvme_attach))
 #define GPUNVME_DETACH GPUNVME_IOC(9, sizeof(struct gpunvme_detach))
 #define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))

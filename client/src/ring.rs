@@ -340,15 +340,28 @@ impl Ring {
     /// [`Error::RingClosed`] where there is none and none will come: the volume was unmounted, or
     /// its daemon is gone. [`Error::Path`] where the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
+        self.complete_at_least(1, wait, out)
+    }
+
+    /// [`Ring::complete`], waiting for `least` completions: for all that are in flight, if they are
+    /// fewer.
+    ///
+    /// # Errors
+    /// As [`Ring::complete`]. What was appended by then is not lost.
+    pub fn complete_at_least(&mut self, least: usize, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
         self.submit();
         let mut spin = Spin::new();
         let deadline = wait.deadline(spin.now());
+        let mut taken = 0;
         loop {
-            let taken = self.poll(spin.now(), out)?;
-            if taken > 0 || self.in_flight() == 0 || deadline.is_some_and(|deadline| spin.now() >= deadline) {
+            let more = self.poll(spin.now(), out)?;
+            taken += more;
+            if taken >= least || self.in_flight() == 0 || deadline.is_some_and(|deadline| spin.now() >= deadline) {
                 return Ok(taken);
             }
-            if !spin.goes_on(SPIN_LIMIT) && self.arm()? {
+            if more > 0 {
+                spin.restart();
+            } else if !spin.goes_on(SPIN_LIMIT) && self.arm()? {
                 self.sleep(deadline)?;
                 spin.look_at_clock();
             }

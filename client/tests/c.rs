@@ -59,7 +59,7 @@ fn the_header_is_the_abi() {
         abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
         abi::Sync as "gpunvme_sync" { version, flags, reserved }
         abi::Message as "gpunvme_message" { request, status }
-        ring::Ring as "gpunvme_ring" { version, flags, memory, submitted, completed, entries, ring, reserved }
+        ring::Ring as "gpunvme_ring_setup" { version, flags, memory, submitted, completed, entries, ring, reserved }
         ring::Attach as "gpunvme_attach" { version, flags, ring, file, grant, descriptor, reserved }
         ring::Detach as "gpunvme_detach" { version, flags, ring, file, reserved }
         ring::Submission as "gpunvme_submission" { command, flags, file, buffer, file_offset, buffer_offset, len, user_data, reserved }

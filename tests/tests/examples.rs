@@ -36,14 +36,12 @@ fn copy() {
     assert!(fs::read(volume.path("to")).unwrap() == bytes);
 }
 
-#[test]
-fn copy_in_c() {
-    needs_mount!();
-    let (volume, bytes) = volume();
-    let program = volume.image().path().with_file_name("copy");
+/// Compiles an example in C.
+fn in_c(volume: &Mounted, name: &str) -> Command {
+    let program = volume.image().path().with_file_name(name);
     let built = Command::new("cc")
         .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pedantic"])
-        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../client/examples/copy.c"))
+        .arg(format!("{}/../client/examples/{name}.c", env!("CARGO_MANIFEST_DIR")))
         .args(["-I", concat!(env!("CARGO_MANIFEST_DIR"), "/../client/include"), "-L"])
         .arg(programs::folder())
         .args(["-lgpunvme", "-o"])
@@ -53,9 +51,25 @@ fn copy_in_c() {
     assert!(built.status.success(), "{}", text(&built));
     let mut program = Command::new(program);
     program.env("LD_LIBRARY_PATH", programs::folder());
-    let said = run(program, &[volume.path("from"), volume.path("to")]);
+    program
+}
+
+#[test]
+fn copy_in_c() {
+    needs_mount!();
+    let (volume, bytes) = volume();
+    let said = run(in_c(&volume, "copy"), &[volume.path("from"), volume.path("to")]);
     assert_eq!(said, format!("{LEN} bytes by way of host memory\n"));
     assert!(fs::read(volume.path("to")).unwrap() == bytes);
+}
+
+#[test]
+fn ring_in_c() {
+    needs_mount!();
+    let (volume, bytes) = volume();
+    let said = run(in_c(&volume, "ring"), &[volume.path("from")]);
+    let sum: u64 = bytes.iter().map(|&byte| u64::from(byte)).sum();
+    assert_eq!(said, format!("{LEN} bytes, sum {sum}\n"));
 }
 
 #[test]

@@ -1,18 +1,16 @@
 //! The part of the C ABI that is about GPU memory.
 
-use super::{CResult, clear, fail, free, keep, null, store, store_handle};
-use crate::error::{Error, Result};
+use super::{CFinished, CResult, clear, fail, free, null, require, store, store_handle, told, wait, wrong_flags};
+use crate::error::Result;
 use crate::file::File;
 use crate::gpu::{Finished, Observer, Pending, Queue, Segment, Settings, Transfers};
 use crate::mount::Mount;
-use crate::ring::Wait;
-use crate::transfer::{Require, Transfer};
-use gpunvme_abi::{Reason, Route, TransferFlags};
+use crate::transfer::Transfer;
+use gpunvme_abi::Reason;
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};
-use std::time::Duration;
 
 /// `gpunvme_done`.
 type Done = unsafe extern "C" fn(user_data: *mut c_void, error: c_int, result: *const CResult);
@@ -22,15 +20,6 @@ pub struct CQueue {
     queue: Queue,
     finished: VecDeque<Finished>,
     taken: Vec<Finished>,
-}
-
-/// `struct gpunvme_finished`.
-#[repr(C)]
-pub struct CFinished {
-    user_data: u64,
-    error: c_int,
-    reserved: u32,
-    result: CResult,
 }
 
 /// A number that a callback gets back as it was given.
@@ -74,37 +63,6 @@ impl Observer for Watching {
     }
 }
 
-/// The number, and what goes with it. The sentence is kept for this thread.
-fn told(outcome: &Result<Transfer>) -> (c_int, CResult) {
-    match outcome {
-        Ok(done) => (0, CResult::new(done, None, None)),
-        Err(error) => {
-            let nothing = Transfer::default();
-            let result = match error {
-                Error::Transfer { done, reason, segment, .. } => CResult::new(done, Some(*reason), *segment),
-                Error::Copy { done, segment, .. } => CResult::new(done, None, Some(*segment)),
-                Error::UnknownMemory { segment, .. } => CResult::new(&nothing, None, Some(*segment)),
-                _ => CResult::new(&nothing, None, None),
-            };
-            (fail(error), result)
-        }
-    }
-}
-
-/// What `flags` demand; `None` for flags that do not exist, and for two routes.
-fn require(flags: u32) -> Option<Require> {
-    let flags = TransferFlags::from_bits(flags)?;
-    let direct = flags.contains(TransferFlags::REQUIRE_DIRECT);
-    let route = match flags - TransferFlags::REQUIRE_DIRECT {
-        none if none.is_empty() => None,
-        TransferFlags::REQUIRE_P2P => Some(Route::P2p),
-        TransferFlags::REQUIRE_BOUNCE => Some(Route::Bounce),
-        TransferFlags::REQUIRE_HOST => Some(Route::Host),
-        _ => return None,
-    };
-    Some(Require { route, direct })
-}
-
 /// The arguments that all requests have, or the answer to give.
 macro_rules! call {
     ($transfers:ident, $file:ident, $segments:ident, $count:ident, $flags:ident) => {{
@@ -115,10 +73,7 @@ macro_rules! call {
         // SAFETY: it is not NULL, and the header asks for `count` segments that no other thread
         // changes during the call.
         let segments = if $count == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts($segments, $count) } };
-        let Some(require) = require($flags) else {
-            keep("flags must be GPUNVME_REQUIRE_*, and at most one route".into());
-            return -Errno::INVAL.raw_os_error();
-        };
+        let Some(require) = require($flags) else { return wrong_flags() };
         (transfers.requiring(require), file, segments)
     }};
 }
@@ -387,10 +342,7 @@ pub unsafe extern "C" fn gpunvme_queue_create(transfers: *const Transfers, flags
     if queue.is_null() {
         return null("queue");
     }
-    let Some(require) = require(flags) else {
-        keep("flags must be GPUNVME_REQUIRE_*, and at most one route".into());
-        return -Errno::INVAL.raw_os_error();
-    };
+    let Some(require) = require(flags) else { return wrong_flags() };
     let made = transfers.requiring(require).queue();
     let made = made.map(|queue| CQueue { queue, finished: VecDeque::new(), taken: Vec::new() });
     // SAFETY: it is not NULL, and the header asks for room for a pointer.
@@ -425,21 +377,16 @@ pub unsafe extern "C" fn gpunvme_queue_complete(
     if finished.is_null() || count.is_null() || capacity == 0 {
         return null("finished and count");
     }
-    let wait = match timeout_ms {
-        0 => Wait::No,
-        ms => u64::try_from(ms).map_or(Wait::Forever, |ms| Wait::Timeout(Duration::from_millis(ms))),
-    };
     let least = least.min(capacity).saturating_sub(queue.finished.len());
-    let completed = queue.queue.complete_at_least(least, wait, &mut queue.taken);
+    let completed = queue.queue.complete_at_least(least, wait(timeout_ms), &mut queue.taken);
     queue.finished.extend(queue.taken.drain(..));
     if let Err(error) = completed {
         return fail(&error);
     }
     let there = queue.finished.len().min(capacity);
     for (at, Finished { user_data, result }) in queue.finished.drain(..there).enumerate() {
-        let (error, result) = told(&result);
         // SAFETY: `there` is at most the capacity that the header asks for room for.
-        unsafe { finished.add(at).write(CFinished { user_data, error, reserved: 0, result }) };
+        unsafe { finished.add(at).write(CFinished::new(user_data, &result)) };
     }
     // SAFETY: it is not NULL, and the header asks for room for a number.
     unsafe { store(count, Ok(there)) }

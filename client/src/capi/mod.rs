@@ -3,21 +3,18 @@
 //! It guards the border: handles are boxes that C only passes back, every pointer is checked for
 //! NULL before use, and a failure is a negative errno with its sentence kept for the thread.
 
-use crate::buffer::{Buffer, Registered};
 use crate::codes::reason;
 use crate::error::{Error, Result};
-use crate::file::File;
-use crate::mount::Mount;
-use crate::transfer::{Moved, Transfer};
-use gpunvme_abi::{self as abi, Command, Extent, Reason, Route, Segment, TransferFlags};
-use rustix::fs::{Mode, OFlags};
+use crate::ring::Wait;
+use crate::transfer::{Moved, Require, Transfer};
+use gpunvme_abi::{self as abi, Reason, Route, TransferFlags};
 use rustix::io::Errno;
 use std::cell::RefCell;
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
-use std::os::fd::BorrowedFd;
+use std::ffi::{CStr, CString, OsStr, c_char, c_int};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 thread_local! {
     static LAST_ERROR: RefCell<Option<CString>> = const { RefCell::new(None) };
@@ -86,6 +83,67 @@ macro_rules! get {
     };
 }
 
+/// `struct gpunvme_finished`.
+#[repr(C)]
+pub struct CFinished {
+    user_data: u64,
+    error: c_int,
+    reserved: u32,
+    result: CResult,
+}
+
+impl CFinished {
+    fn new(user_data: u64, outcome: &Result<Transfer>) -> CFinished {
+        let (error, result) = told(outcome);
+        CFinished { user_data, error, reserved: 0, result }
+    }
+}
+
+/// The number, and what goes with it. The sentence is kept for this thread.
+fn told(outcome: &Result<Transfer>) -> (c_int, CResult) {
+    match outcome {
+        Ok(done) => (0, CResult::new(done, None, None)),
+        Err(error) => {
+            let nothing = Transfer::default();
+            let result = match error {
+                Error::Transfer { done, reason, segment, .. } => CResult::new(done, Some(*reason), *segment),
+                Error::Copy { done, segment, .. } => CResult::new(done, None, Some(*segment)),
+                Error::OutsideBuffer { segment, .. } => CResult::new(&nothing, Some(Reason::OutsideBuffer), Some(*segment)),
+                Error::UnknownMemory { segment, .. } => CResult::new(&nothing, None, Some(*segment)),
+                _ => CResult::new(&nothing, None, None),
+            };
+            (fail(error), result)
+        }
+    }
+}
+
+/// What `flags` demand; `None` for flags that do not exist, and for two routes.
+fn require(flags: u32) -> Option<Require> {
+    let flags = TransferFlags::from_bits(flags)?;
+    let direct = flags.contains(TransferFlags::REQUIRE_DIRECT);
+    let route = match flags - TransferFlags::REQUIRE_DIRECT {
+        none if none.is_empty() => None,
+        TransferFlags::REQUIRE_P2P => Some(Route::P2p),
+        TransferFlags::REQUIRE_BOUNCE => Some(Route::Bounce),
+        TransferFlags::REQUIRE_HOST => Some(Route::Host),
+        _ => return None,
+    };
+    Some(Require { route, direct })
+}
+
+fn wrong_flags() -> c_int {
+    keep("flags must be GPUNVME_REQUIRE_*, and at most one route".into());
+    -Errno::INVAL.raw_os_error()
+}
+
+/// How long C waits.
+fn wait(timeout_ms: c_int) -> Wait {
+    match timeout_ms {
+        0 => Wait::No,
+        ms => u64::try_from(ms).map_or(Wait::Forever, |ms| Wait::Timeout(Duration::from_millis(ms))),
+    }
+}
+
 /// Stores a value where the caller wants it.
 ///
 /// # Safety
@@ -133,7 +191,11 @@ unsafe fn path<'a>(path: *const c_char) -> &'a Path {
     Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()))
 }
 
+mod buffer;
+mod file;
 mod gpu;
+mod mount;
+mod ring;
 
 /// See the header.
 #[unsafe(no_mangle)]
@@ -180,272 +242,4 @@ pub extern "C" fn gpunvme_reason_explain(code: u32) -> *const c_char {
     static TEXTS: LazyLock<Texts> =
         LazyLock::new(|| Texts::new(Reason::ALL.iter().map(|reason| (reason.code(), reason.explain()))));
     TEXTS.get(reason(code).code())
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_mount_open(name: *const c_char, mount: *mut *mut Mount) -> c_int {
-    if name.is_null() || mount.is_null() {
-        return null("path and mount");
-    }
-    // SAFETY: neither is NULL, and the header asks for a string and for room for a pointer.
-    unsafe { store_handle(mount, Mount::open(path(name))) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_mount_info(mount: *const Mount, info: *mut abi::Info) -> c_int {
-    let mount = get!(mount);
-    if info.is_null() {
-        return null("info");
-    }
-    // SAFETY: it is not NULL, and the header asks for room for the structure.
-    unsafe { store(info, mount.connection().raw_info()) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_mount_stats(mount: *const Mount, stats: *mut abi::Stats) -> c_int {
-    let mount = get!(mount);
-    if stats.is_null() {
-        return null("stats");
-    }
-    // SAFETY: it is not NULL, and the header asks for room for the structure.
-    unsafe { store(stats, mount.connection().raw_stats()) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_mount_close(mount: *mut Mount) {
-    // SAFETY: the header asks for NULL or an open handle.
-    unsafe { free(mount) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_buffer_create(mount: *const Mount, len: usize, buffer: *mut *mut Registered) -> c_int {
-    let mount = get!(mount);
-    if buffer.is_null() {
-        return null("buffer");
-    }
-    // SAFETY: it is not NULL, and the header asks for room for a pointer.
-    unsafe { store_handle(buffer, Buffer::memfd(len).and_then(|memory| mount.register(memory))) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_buffer_data(buffer: *const Registered) -> *mut c_void {
-    // SAFETY: the header asks for NULL or an open handle.
-    unsafe { buffer.as_ref() }.map_or(std::ptr::null_mut(), |buffer| buffer.mapping().as_ptr().cast())
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_buffer_len(buffer: *const Registered) -> usize {
-    // SAFETY: the header asks for NULL or an open handle.
-    unsafe { buffer.as_ref() }.map_or(0, |buffer| buffer.mapping().len())
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_buffer_route(buffer: *const Registered) -> u32 {
-    // SAFETY: the header asks for NULL or an open handle.
-    unsafe { buffer.as_ref() }.map_or(Route::None, Registered::route).code()
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_buffer_reason(buffer: *const Registered) -> u32 {
-    // SAFETY: the header asks for NULL or an open handle.
-    unsafe { buffer.as_ref() }.map_or(Reason::None, Registered::reason).code()
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_buffer_destroy(buffer: *mut Registered) {
-    // SAFETY: the header asks for NULL or an open handle.
-    unsafe { free(buffer) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_file_open(name: *const c_char, flags: c_int, mode: c_uint, file: *mut *mut File) -> c_int {
-    if name.is_null() || file.is_null() {
-        return null("path and file");
-    }
-    let flags = OFlags::from_bits_retain(flags as c_uint);
-    // SAFETY: neither is NULL, and the header asks for a string and for room for a pointer.
-    unsafe { store_handle(file, File::with_flags(path(name), flags, Mode::from_raw_mode(mode))) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_file_from_fd(fd: c_int, file: *mut *mut File) -> c_int {
-    if file.is_null() {
-        return null("file");
-    }
-    let name = format!("/proc/self/fd/{fd}");
-    let duplicate = || {
-        if fd < 0 {
-            return Err(Errno::BADF);
-        }
-        // SAFETY: it is borrowed for the next system call only, which finds out whether it is
-        // open.
-        rustix::io::fcntl_dupfd_cloexec(unsafe { BorrowedFd::borrow_raw(fd) }, 0)
-    };
-    let made = duplicate()
-        .map_err(|errno| Error::Path { path: (&name).into(), action: "use it", errno })
-        .and_then(|fd| File::of(fd, &name));
-    // SAFETY: it is not NULL, and the header asks for room for a pointer.
-    unsafe { store_handle(file, made) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_file_close(file: *mut File) {
-    // SAFETY: the header asks for NULL or an open handle.
-    unsafe { free(file) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_read(
-    file: *const File,
-    buffer: *mut Registered,
-    segments: *const Segment,
-    count: usize,
-    flags: u32,
-    result: *mut CResult,
-) -> c_int {
-    // SAFETY: the same is asked of the pointers.
-    unsafe { transfer(Command::Read, file, buffer, segments, count, flags, result) }
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_write(
-    file: *const File,
-    buffer: *const Registered,
-    segments: *const Segment,
-    count: usize,
-    flags: u32,
-    result: *mut CResult,
-) -> c_int {
-    // SAFETY: the same is asked of the pointers.
-    unsafe { transfer(Command::Write, file, buffer, segments, count, flags, result) }
-}
-
-/// A read or write.
-///
-/// # Safety
-/// Pointers are as the header says of `gpunvme_read`.
-unsafe fn transfer(
-    command: Command,
-    file: *const File,
-    buffer: *const Registered,
-    segments: *const Segment,
-    count: usize,
-    flags: u32,
-    result: *mut CResult,
-) -> c_int {
-    // SAFETY: the header asks for NULL or room for the structure.
-    unsafe { clear(result) };
-    let (file, buffer) = (get!(file), get!(buffer));
-    if segments.is_null() && count > 0 {
-        return null("segments");
-    }
-    // SAFETY: it is not NULL, and the header asks for `count` segments that no other thread changes
-    // during the call.
-    let segments = if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(segments, count) } };
-    let outcome = file.transfer(command, buffer, segments, TransferFlags::from_bits_retain(flags));
-    let (code, told) = match &outcome {
-        Ok(done) => (0, CResult::new(done, None, None)),
-        Err(error @ Error::Transfer { done, reason, segment, .. }) => (fail(error), CResult::new(done, Some(*reason), *segment)),
-        Err(error @ Error::OutsideBuffer { segment, .. }) => {
-            (fail(error), CResult::new(&Transfer::default(), Some(Reason::OutsideBuffer), Some(*segment)))
-        }
-        Err(error) => (fail(error), CResult::new(&Transfer::default(), None, None)),
-    };
-    if !result.is_null() {
-        // SAFETY: it is not NULL, and the header asks for room for the structure.
-        unsafe { result.write(told) };
-    }
-    code
-}
-
-/// See the header.
-///
-/// # Safety
-/// Pointers are as the header says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpunvme_resolve(
-    file: *const File,
-    offset: u64,
-    len: u64,
-    extents: *mut Extent,
-    capacity: usize,
-    count: *mut usize,
-) -> c_int {
-    let file = get!(file);
-    if (extents.is_null() && capacity > 0) || count.is_null() {
-        return null("extents and count");
-    }
-    let found: Result<Vec<Extent>> = file.resolve(offset, len).take(capacity).collect();
-    match found {
-        Ok(found) => {
-            for (at, extent) in found.iter().enumerate() {
-                // SAFETY: `take` made `at` less than the capacity that the header asks for room
-                // for.
-                unsafe { extents.add(at).write(*extent) };
-            }
-            // SAFETY: it is not NULL, and the header asks for room for a number.
-            unsafe { store(count, Ok(found.len())) }
-        }
-        Err(error) => fail(&error),
-    }
 }

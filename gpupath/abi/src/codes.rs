@@ -76,6 +76,8 @@ codes! {
         /// Not all of what was asked for can be read out of the page cache. The library's, as
         /// above.
         NotCached = 9, "not-cached";
+        /// The memory is not registered. The library's, as above.
+        NotRegistered = 10, "not-registered";
         /// Refused: the fd is no memory.
         NotABuffer = 32, "not-a-buffer";
         /// Refused: the memory could vanish under a transfer.
@@ -141,6 +143,7 @@ impl Reason {
             Reason::NotCached => {
                 "Not all of the range is in the kernel's page cache and registered with CUDA: it has to be read first, and more than once, or to be prepared."
             }
+            Reason::NotRegistered => "The memory is not registered: the CPU copied between it and a buffer of the library's.",
             Reason::NotABuffer => {
                 "The fd is neither a memfd of ordinary pages nor a dma-buf (nor, for root, a PCI device's resource file)."
             }

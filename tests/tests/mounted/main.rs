@@ -16,6 +16,7 @@ mod mkfs;
 mod mount;
 mod names;
 mod opens;
+mod own_memory;
 mod privileges;
 mod programs;
 mod releases;

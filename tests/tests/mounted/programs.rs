@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use gpunvme_tests::mounted::{Mounted, text};
@@ -36,16 +36,14 @@ fn contains(document: &Value, wanted: &Value) -> bool {
         }
 }
 
-#[test]
-fn a_c_program_writes_and_reads_through_the_library() {
-    needs_mount!();
-    let volume = Mounted::new();
-    let program = volume.image().path().with_file_name("roundtrip");
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/c/roundtrip.c");
+/// Compiles a C program of ours with the library, and has it say that all is fine.
+fn c_program(volume: &Mounted, name: &str, arguments: &[PathBuf]) {
+    let program = volume.image().path().with_file_name(name);
+    let source = format!("{}/tests/c/{name}.c", env!("CARGO_MANIFEST_DIR"));
     let include = concat!(env!("CARGO_MANIFEST_DIR"), "/../client/include");
     let library = programs::folder();
     let output = Command::new("cc")
-        .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", source, "-I", include])
+        .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", &source, "-I", include])
         .arg("-L")
         .arg(library)
         .args(["-lgpunvme", "-o"])
@@ -53,15 +51,30 @@ fn a_c_program_writes_and_reads_through_the_library() {
         .output()
         .expect("cc runs");
     assert!(output.status.success(), "{}", text(&output));
-    let output = Command::new(&program)
-        .args([volume.root(), volume.path("file")])
-        .arg("/proc")
-        .env("LD_LIBRARY_PATH", library)
-        .output()
-        .unwrap();
+    let output = Command::new(&program).args(arguments).env("LD_LIBRARY_PATH", library).output().unwrap();
     assert!(output.status.success() && output.stdout == b"fine\n", "{}", text(&output));
-    let written = fs::read(volume.path("file")).unwrap();
-    assert!(written.iter().enumerate().all(|(i, &byte)| byte == (i * 31 + i / 4096) as u8));
+}
+
+fn is_written(data: &[u8]) -> bool {
+    data.iter().enumerate().all(|(at, &byte)| byte == (at * 31 + at / 4096) as u8)
+}
+
+#[test]
+fn a_c_program_writes_and_reads_through_the_library() {
+    needs_mount!();
+    let volume = Mounted::new();
+    c_program(&volume, "roundtrip", &[volume.root(), volume.path("file"), "/proc".into()]);
+    assert!(is_written(&fs::read(volume.path("file")).unwrap()));
+}
+
+#[test]
+fn a_c_program_uses_memory_of_its_own_and_rings() {
+    needs_mount!();
+    let volume = Mounted::new();
+    c_program(&volume, "memory", &[volume.root(), volume.path("file")]);
+    let mut written = fs::read(volume.path("file")).unwrap();
+    written[100..][..3 << 20].iter_mut().for_each(|byte| *byte = !*byte);
+    assert!(written.len() == 9 << 20 && is_written(&written));
 }
 
 #[test]
