@@ -16,7 +16,9 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use slab::Slab;
 
-use crate::{BlockDevice, Completion, Error, Queue, Request, Result, Wait};
+use gpunvme_metrics::{Begun, Ended, Meter};
+
+use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
 
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
@@ -33,6 +35,7 @@ const MOMENT: Duration = Duration::from_millis(5);
 pub struct Io {
     device: Arc<dyn BlockDevice>,
     mode: Mode,
+    meter: Arc<Meter>,
 }
 
 enum Mode {
@@ -56,6 +59,7 @@ struct QueueWorker {
     /// Batches whose `done` was not called yet.
     in_flight: AtomicUsize,
     stopping: AtomicBool,
+    meter: Arc<Meter>,
 }
 
 /// Batches by the key that is the tag of their requests.
@@ -71,6 +75,10 @@ struct Batch {
     remaining: usize,
     error: Option<Error>,
     done: Done,
+    /// When it began, for the meter; of what kind its first request is, all are as a rule.
+    begun: Begun,
+    count: u64,
+    bytes: u64,
 }
 
 thread_local! {
@@ -174,12 +182,14 @@ impl Io {
     /// Those of [`BlockDevice::open_queue`]; [`Error::System`] when a thread cannot be started.
     pub fn threaded(device: Arc<dyn BlockDevice>, queues: usize) -> Result<Arc<Io>> {
         let queues = queues.clamp(1, (device.geometry().max_queues as usize - 1).max(1));
+        let meter = Arc::new(Meter::new(Op::KINDS));
         let mut workers = Vec::with_capacity(queues);
         for _ in 0..queues {
-            workers.push(Arc::new(QueueWorker::new(device.open_queue()?)));
+            workers.push(Arc::new(QueueWorker::new(device.open_queue()?, &meter)));
         }
         // Built before the threads: should one fail to start, dropping it stops those that did.
-        let mut io = Io { device, mode: Mode::Threaded { workers: workers.clone(), reapers: Vec::with_capacity(queues) } };
+        let mode = Mode::Threaded { workers: workers.clone(), reapers: Vec::with_capacity(queues) };
+        let mut io = Io { device, mode, meter };
         for (number, worker) in workers.into_iter().enumerate() {
             let reaper =
                 std::thread::Builder::new().name(format!("io-{number}")).spawn(move || worker.reap()).map_err(|error| {
@@ -203,7 +213,7 @@ impl Io {
     /// Those of [`BlockDevice::open_queue`].
     pub fn inline(device: Arc<dyn BlockDevice>) -> Result<Arc<Io>> {
         let queue = device.open_queue()?;
-        Ok(Arc::new(Io { device, mode: Mode::Inline(Mutex::new(queue)) }))
+        Ok(Arc::new(Io { device, mode: Mode::Inline(Mutex::new(queue)), meter: Arc::new(Meter::new(Op::KINDS)) }))
     }
 
     /// No thread, and batches that complete when and in the order that the caller wants, for
@@ -212,7 +222,8 @@ impl Io {
     /// The others stay in flight until [`Io::step`] or another wait. `choose` may submit and do
     /// other things before it answers: tests put there what happens while a device is at work.
     pub fn stepped(device: Arc<dyn BlockDevice>, choose: impl Fn(usize) -> usize + Send + Sync + 'static) -> Arc<Io> {
-        Arc::new(Io { device, mode: Mode::Stepped { choose: Box::new(choose), in_flight: Mutex::default() } })
+        let mode = Mode::Stepped { choose: Box::new(choose), in_flight: Mutex::default() };
+        Arc::new(Io { device, mode, meter: Arc::new(Meter::new(Op::KINDS)) })
     }
 
     /// Completes one batch, where [`Io::stepped`] has any in flight. Returns whether there was
@@ -243,6 +254,12 @@ impl Io {
     /// The device that the batches go to.
     pub fn device(&self) -> &Arc<dyn BlockDevice> {
         &self.device
+    }
+
+    /// Counts of the requests by [`Op::kind`], and how long their batches took, where threads
+    /// collect completions ([`Io::threaded`], [`OwnQueue`]).
+    pub fn meter(&self) -> &Meter {
+        &self.meter
     }
 
     /// The number of batches submitted whose `done` was not called yet, without those of
@@ -306,7 +323,7 @@ impl Io {
     pub fn own_queue(self: &Arc<Io>) -> Result<OwnQueue> {
         let worker = match self.device.geometry().max_queues {
             1 => None,
-            _ => Some(Arc::new(QueueWorker::new(self.device.open_busy_queue()?))),
+            _ => Some(Arc::new(QueueWorker::new(self.device.open_busy_queue()?, &self.meter))),
         };
         if let Some(worker) = &worker {
             let own = Unsubmitted { io: self.clone(), worker: worker.clone(), requests: Vec::new() };
@@ -384,8 +401,9 @@ fn take_completions(queue: &dyn Queue, wait: Wait, completions: &mut Vec<Complet
 }
 
 impl QueueWorker {
-    fn new(queue: Box<dyn Queue>) -> QueueWorker {
-        QueueWorker { queue, batches: Mutex::default(), in_flight: AtomicUsize::new(0), stopping: AtomicBool::new(false) }
+    fn new(queue: Box<dyn Queue>, meter: &Arc<Meter>) -> QueueWorker {
+        let (in_flight, stopping) = (AtomicUsize::new(0), AtomicBool::new(false));
+        QueueWorker { queue, batches: Mutex::default(), in_flight, stopping, meter: meter.clone() }
     }
 
     /// Takes a batch in. What it appends to `requests` has to be submitted to the queue.
@@ -395,8 +413,13 @@ impl QueueWorker {
             self.batches.lock().empty.push(done);
             return self.queue.wake();
         };
-        let tag = self.batches.lock().pending.insert(Batch { remaining: remaining.get(), error: None, done });
-        requests.extend(batch.map(|request| Request { tag: tag as u64, ..request }));
+        let first = requests.len();
+        requests.extend(batch);
+        let (count, bytes) = (remaining.get() as u64, requests[first..].iter().map(|request| request.len).sum());
+        let begun = self.meter.begin(requests[first].op.kind(), count);
+        let batch = Batch { remaining: remaining.get(), error: None, done, begun, count, bytes };
+        let tag = self.batches.lock().pending.insert(batch);
+        requests[first..].iter_mut().for_each(|request| request.tag = tag as u64);
     }
 
     /// The reaper thread.
@@ -418,7 +441,7 @@ impl QueueWorker {
         {
             let mut batches = self.batches.lock();
             finished.extend(batches.empty.drain(..).map(|done| (done, Ok(()))));
-            finished.extend(completions.drain(..).filter_map(|completion| batches.complete(completion)));
+            finished.extend(completions.drain(..).filter_map(|completion| batches.complete(completion, &self.meter)));
         }
         for (done, result) in finished.drain(..) {
             self.in_flight.fetch_sub(1, Ordering::AcqRel);
@@ -437,7 +460,7 @@ struct Reaped {
 
 impl Batches {
     /// Counts a completion; gives the batch's `done` and result if it was the last.
-    fn complete(&mut self, completion: Completion) -> Option<(Done, Result<()>)> {
+    fn complete(&mut self, completion: Completion, meter: &Meter) -> Option<(Done, Result<()>)> {
         let key = completion.tag as usize;
         let batch = &mut self.pending[key];
         batch.remaining -= 1;
@@ -448,6 +471,7 @@ impl Batches {
             return None;
         }
         let batch = self.pending.remove(key);
+        meter.end(batch.begun, Ended { count: batch.count, bytes: batch.bytes, failed: batch.error.is_some() });
         Some((batch.done, batch.error.map_or(Ok(()), Err)))
     }
 }

@@ -22,6 +22,22 @@ pub enum Op {
     WriteZeroes,
 }
 
+impl Op {
+    /// How many kinds of operations are counted apart.
+    pub const KINDS: usize = 5;
+
+    /// The number by which operations of its kind are counted ([`crate::Io::meter`]).
+    pub fn kind(self) -> usize {
+        match self {
+            Op::Read => 0,
+            Op::Write { .. } => 1,
+            Op::Flush => 2,
+            Op::Discard => 3,
+            Op::WriteZeroes => 4,
+        }
+    }
+}
+
 impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

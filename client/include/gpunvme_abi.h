@@ -168,6 +168,36 @@ struct gpunvme_segment {
  */
 #define GPUNVME_WRITTEN_BACK (1u << 4)
 
+/* METRICS: on any file or directory of the mount. `capacity` entries follow. */
+struct gpunvme_metrics {
+	uint32_t version;
+	uint32_t flags;
+	uint32_t capacity;               /* at least 1 */
+	uint32_t count;                  /* out: entries filled in */
+	uint64_t uptime;                 /* out: nanoseconds */
+	uint64_t volume_bytes;           /* out */
+	uint64_t free;                   /* out: bytes */
+	uint64_t dirty;                  /* out: bytes of the write buffer in use */
+	uint64_t cache_lookups;          /* out: of blocks of metadata */
+	uint64_t cache_misses;           /* out */
+	uint64_t cache_bytes;            /* out */
+	uint64_t rings;                  /* out */
+	uint64_t reserved[6];
+};
+struct gpunvme_metric {
+	uint32_t kind;                   /* GPUNVME_METRIC_* */
+	uint32_t reserved;
+	char name[24];
+	uint64_t begun;
+	uint64_t failed;                 /* that ended with an error */
+	uint64_t bytes;
+	uint64_t nanoseconds;            /* of those that ended, added up */
+	uint64_t buckets[24];            /* ended within 1024 << n ns; the last: later */
+};
+#define GPUNVME_METRIC_REQUEST 0u  /* of the kernel, by operation of FUSE */
+#define GPUNVME_METRIC_TRANSFER 1u /* of the direct path, by direction and route */
+#define GPUNVME_METRIC_DEVICE 2u   /* to the device */
+
 /* SYNC: on any file or directory of the mount. As sync(2), for this volume. */
 struct gpunvme_sync {
 	uint32_t version;
@@ -305,6 +335,7 @@ struct gpunvme_message {
 #define GPUNVME_DETACH GPUNVME_IOC(9, sizeof(struct gpunvme_detach))
 #define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))
 #define GPUNVME_SYNC GPUNVME_IOC(11, sizeof(struct gpunvme_sync))
+#define GPUNVME_METRICS(n) GPUNVME_IOC(12, sizeof(struct gpunvme_metrics) + (n) * sizeof(struct gpunvme_metric))
 
 #ifdef __cplusplus
 }

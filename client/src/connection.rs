@@ -84,6 +84,18 @@ impl Connection {
         self.call(Command::Stats, abi::Stats::default(), "read its counters")
     }
 
+    /// `METRICS`, as the daemon answers it.
+    pub fn raw_metrics(&self) -> Result<(abi::Metrics, Vec<abi::Metric>)> {
+        let capacity = abi::MAX_METRICS;
+        let mut argument = abi::Metrics { capacity: capacity as u32, ..abi::Metrics::default() }.as_bytes().to_vec();
+        argument.resize(argument.len() + capacity * size_of::<abi::Metric>(), 0);
+        sys::ioctl(self.file.as_fd(), Command::Metrics.request(capacity), &mut argument)
+            .map_err(|errno| failed(&self.path, "read its counters", errno))?;
+        let (header, entries) = abi::Metrics::read_from_prefix(&argument).expect("the argument begins with a header");
+        let entries = entries.chunks_exact(size_of::<abi::Metric>()).take(header.count as usize);
+        Ok((header, entries.map(|entry| abi::Metric::read_from_bytes(entry).expect("a chunk has its size")).collect()))
+    }
+
     /// A command whose argument is one structure.
     pub fn call<T: IntoBytes + FromBytes + Immutable>(
         &self,

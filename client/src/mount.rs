@@ -4,6 +4,7 @@ use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::codes::{reason, route};
 use crate::connection::Connection;
 use crate::error::{Error, Result};
+use crate::metrics::Metrics;
 use crate::transfer::Moved;
 use crate::{socket, sys};
 use gpunvme_abi::{self as abi, Command, Features, Reason, Route};
@@ -206,8 +207,21 @@ impl Mount {
     /// [`Error::Path`] where the daemon does not answer.
     pub fn stats(&self) -> Result<Stats> {
         let stats = self.connection.raw_stats()?;
-        const NAMES: [&str; Command::ALL.len()] =
-            ["info", "register", "unregister", "resolve", "read", "write", "stats", "ring", "attach", "detach", "grant", "sync"];
+        const NAMES: [&str; Command::ALL.len()] = [
+            "info",
+            "register",
+            "unregister",
+            "resolve",
+            "read",
+            "write",
+            "stats",
+            "ring",
+            "attach",
+            "detach",
+            "grant",
+            "sync",
+            "metrics",
+        ];
         let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
         Ok(Stats {
             calls: std::array::from_fn(|at| (NAMES[at], stats.calls[at])),
@@ -219,6 +233,16 @@ impl Mount {
             processes: stats.processes,
             reasons: counted.map(|(code, count)| (reason(code as u32), *count)).collect(),
         })
+    }
+
+    /// How many operations there were since it was mounted, of each kind, and how long they took,
+    /// asked of the daemon now.
+    ///
+    /// # Errors
+    /// [`Error::Path`] where the daemon does not answer.
+    pub fn metrics(&self) -> Result<Metrics> {
+        let (header, entries) = self.connection.raw_metrics()?;
+        Ok(Metrics::of(&header, &entries))
     }
 
     /// Makes everything durable that any process did to the volume before: as sync(2) does for all

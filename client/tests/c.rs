@@ -58,6 +58,9 @@ fn the_header_is_the_abi() {
         abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
         abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
         abi::Sync as "gpunvme_sync" { version, flags, reserved }
+        abi::Metrics as "gpunvme_metrics" { version, flags, capacity, count, uptime, volume_bytes, free, dirty, cache_lookups,
+            cache_misses, cache_bytes, rings, reserved }
+        abi::Metric as "gpunvme_metric" { kind, reserved, name, begun, failed, bytes, nanoseconds, buckets }
         abi::Message as "gpunvme_message" { request, status }
         ring::Ring as "gpunvme_ring_setup" { version, flags, memory, submitted, completed, entries, ring, reserved }
         ring::Attach as "gpunvme_attach" { version, flags, ring, file, grant, descriptor, reserved }
@@ -97,6 +100,10 @@ fn the_header_is_the_abi() {
         ("GPUNVME_DETACH", Command::Detach.request(0).into()),
         ("GPUNVME_GRANT", Command::Grant.request(0).into()),
         ("GPUNVME_SYNC", Command::Sync.request(0).into()),
+        ("GPUNVME_METRICS(3)", Command::Metrics.request(3).into()),
+        ("GPUNVME_METRIC_REQUEST", abi::MetricKind::Request as u64),
+        ("GPUNVME_METRIC_TRANSFER", abi::MetricKind::Transfer as u64),
+        ("GPUNVME_METRIC_DEVICE", abi::MetricKind::Device as u64),
         ("GPUNVME_MAX_RING_TRANSFER", ring::MAX_RING_TRANSFER),
         ("GPUNVME_RING_SUBMISSION_TAIL", Word::SubmissionTail.offset() as u64),
         ("GPUNVME_RING_SUBMISSION_HEAD", Word::SubmissionHead.offset() as u64),

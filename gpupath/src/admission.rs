@@ -9,7 +9,8 @@ use crate::outcome::{Answer, Outcome};
 use crate::planner;
 use crate::registry::{Buffer, RegistryError};
 use crate::stats::Stats;
-use gpunvme_abi::{Command, Direction, Reason, TransferRequest};
+use gpunvme_abi::{Command, Direction, Moved, Reason, TransferRequest};
+use gpunvme_metrics::Begun;
 use std::sync::Arc;
 
 /// An open file of the filesystem.
@@ -41,6 +42,7 @@ pub struct Admitted {
     asked: Asked,
     /// The memory that bytes are moved into, or from. Held until the answer.
     pub buffer: Arc<Buffer>,
+    begun: Begun,
 }
 
 impl Admitted {
@@ -88,9 +90,10 @@ impl Admitted {
     /// Answers a transfer that was begun. The buffer is let go of first: an application that
     /// unregisters it after the answer finds the memory free.
     pub fn finish(self, outcome: &Outcome) {
-        let Admitted { asked, buffer } = self;
+        let Admitted { asked, buffer, begun } = self;
         let reason = if outcome.moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
         asked.stats.moved(asked.direction, &outcome.moved, reason);
+        asked.stats.end(begun, &outcome.moved, outcome.status != 0);
         drop(buffer);
         // Where a part was done the application must learn how much, which an errno alone would
         // not tell.
@@ -100,7 +103,8 @@ impl Admitted {
 
     /// Answers a transfer of which nothing was done. `segment` is the one to blame, if one is.
     pub fn refuse(self, errno: i32, reason: Reason, segment: Option<u32>) {
-        let Admitted { asked, buffer } = self;
+        let Admitted { asked, buffer, begun } = self;
+        asked.stats.end(begun, &Moved::default(), true);
         drop(buffer);
         asked.refuse(errno, reason, segment);
     }
@@ -128,7 +132,8 @@ impl Asked {
         if self.request.required_route().is_some_and(|route| route != buffer.route) {
             return self.refuse(libc::EOPNOTSUPP, Reason::RouteNotAvailable, None);
         }
-        file.transfer(Admitted { asked: self, buffer });
+        let begun = self.stats.begin(self.direction, buffer.route);
+        file.transfer(Admitted { asked: self, buffer, begun });
     }
 
     /// Answers a transfer of which nothing was done.

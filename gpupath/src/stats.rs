@@ -2,23 +2,23 @@
 //! back in silence: whatever was moved, and however, is in them.
 
 use crate::registry::Usage;
-use gpunvme_abi::{self as abi, Command, Direction, Moved, REASON_SLOTS, Reason};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use gpunvme_abi::{self as abi, Command, Direction, Moved, REASON_SLOTS, Reason, Route};
+use gpunvme_metrics::{Begun, Ended, Meter, Reading};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Threads that count at once rarely meet in one of so many shards.
 const SHARDS: usize = 16;
 
-thread_local! {
-    /// The shard in which this thread counts.
-    static SHARD: usize = {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        NEXT.fetch_add(1, Relaxed) % SHARDS
-    };
-}
+/// The routes that transfers of the daemon take.
+const ROUTES: [Route; 3] = [Route::P2p, Route::Bounce, Route::Host];
 
 /// The counters. Each is exact; together they are of no one moment.
-#[derive(Debug, Default)]
-pub struct Stats([Shard; SHARDS]);
+#[derive(Debug)]
+pub struct Stats {
+    shards: [Shard; SHARDS],
+    /// Transfers, by direction and route.
+    transfers: Meter,
+}
 
 /// The counts of some threads. A processor that counts does not take the next one's memory from
 /// another processor.
@@ -53,9 +53,33 @@ impl Default for Shard {
     }
 }
 
+impl Default for Stats {
+    fn default() -> Self {
+        Stats { shards: Default::default(), transfers: Meter::new(2 * ROUTES.len()) }
+    }
+}
+
 impl Stats {
     fn shard(&self) -> &Shard {
-        &self.0[SHARD.with(|shard| *shard)]
+        gpunvme_metrics::shard(&self.shards)
+    }
+
+    /// Counts a transfer by this route that begins.
+    pub(crate) fn begin(&self, direction: Direction, route: Route) -> Begun {
+        let route = ROUTES.iter().position(|other| *other == route).unwrap_or(ROUTES.len() - 1);
+        let first = if direction == Direction::Read { 0 } else { ROUTES.len() };
+        self.transfers.begin(first + route, 1)
+    }
+
+    /// Counts its end.
+    pub(crate) fn end(&self, begun: Begun, moved: &Moved, failed: bool) {
+        self.transfers.end(begun, Ended { count: 1, bytes: moved.total(), failed });
+    }
+
+    /// Transfers by direction and route, and how long they took.
+    pub fn transfers(&self) -> impl Iterator<Item = (Direction, Route, Reading)> {
+        let kinds = [Direction::Read, Direction::Write].into_iter().flat_map(|direction| ROUTES.map(|route| (direction, route)));
+        kinds.enumerate().map(|(kind, (direction, route))| (direction, route, self.transfers.read(kind)))
     }
 
     /// Counts a call, when it is answered.
@@ -103,7 +127,7 @@ impl Stats {
     }
 
     fn sum<'a>(&'a self, counter: impl Fn(&'a Shard) -> &'a AtomicU64) -> u64 {
-        self.0.iter().map(|shard| counter(shard).load(Relaxed)).sum()
+        self.shards.iter().map(|shard| counter(shard).load(Relaxed)).sum()
     }
 }
 

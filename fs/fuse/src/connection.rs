@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
+use gpunvme_metrics::{Ended, Meter, Reading};
 use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -58,6 +59,17 @@ pub enum Fallback {
     NotRegistered,
 }
 
+/// What was counted of a connection's requests.
+#[derive(Clone, Debug)]
+pub struct Requests(Arc<Meter>);
+
+impl Requests {
+    /// The operations, by name, with what was counted of each.
+    pub fn read(&self) -> impl Iterator<Item = (&'static str, Reading)> {
+        (0..opcode::KINDS).map(|kind| (opcode::name(kind as u32), self.0.read(kind)))
+    }
+}
+
 /// Threads that serve a connection.
 #[derive(Debug)]
 pub struct Served {
@@ -72,7 +84,7 @@ impl Connection {
     /// # Errors
     /// The kernel's protocol is too old, or it has unmounted before it asked.
     pub fn negotiate(descriptor: OwnedFd, wishes: &Wishes) -> io::Result<Connection> {
-        let device = Device::new(descriptor);
+        let device = Device::new(descriptor, &Arc::new(Meter::new(opcode::KINDS)));
         // Made before they are agreed on: the kernel would hold requests back for queues that
         // cannot be made.
         let queues = match wishes.io_uring.then(|| Queues::new(wishes.max_write as usize)).transpose() {
@@ -124,6 +136,11 @@ impl Connection {
         &self.negotiated
     }
 
+    /// Counts its requests, and how long they took.
+    pub fn requests(&self) -> Requests {
+        Requests(self.device.shared_meter().clone())
+    }
+
     /// Tells the kernel what it has not asked for.
     pub fn notifier(&self) -> Notifier {
         Notifier::new(self.device.descriptor().clone())
@@ -140,7 +157,7 @@ impl Connection {
         let decoder = Decoder { setxattr_ext: negotiated.capabilities.contains(InitFlags::SETXATTR_EXT) };
         let (mut threads, transport) = match queues {
             Agreed::Queues(queues) => {
-                let (threads, all) = queues.serve(device.descriptor(), decoder, handler)?;
+                let (threads, all) = queues.serve(&device, decoder, handler)?;
                 if !all {
                     tracing::warn!("{CLASSIC}: the kernel refused a queue");
                 }
@@ -198,10 +215,14 @@ fn serve(
     while let Some(message) = device.receive(&mut buffer)? {
         let (header, arguments) = split(message)?;
         let _busy = idle_loops.map(IdleLoops::busy);
-        let reply = || Reply::new(channel.clone(), header.unique);
+        let reply = || Reply::new(channel.clone(), &header);
         match decoder.decode(&header, arguments) {
             Ok(Message::Request(request)) => handler.request(request, reply()),
-            Ok(Message::Forgets(forgets)) => handler.forget(forgets),
+            Ok(Message::Forgets(forgets)) => {
+                let begun = device.shared_meter().begin(header.opcode as usize, 1);
+                handler.forget(forgets);
+                device.shared_meter().end(begun, Ended { count: 1, bytes: 0, failed: false });
+            }
             // The kernel asks no more.
             Ok(Message::Interrupt) => reply().error(Errno::NOSYS.raw_os_error()),
             Ok(Message::Destroy) => {
@@ -246,7 +267,7 @@ fn refused_by_the_system(error: &io::Error) {
 
 /// Tells the kernel that there will be no mount. Returns why.
 fn refuse(device: &Device, header: &InHeader, why: io::Error) -> io::Error {
-    Reply::new(Arc::new(device.clone()), header.unique).error(Errno::PROTO.raw_os_error());
+    Reply::new(Arc::new(device.clone()), header).error(Errno::PROTO.raw_os_error());
     why
 }
 

@@ -4,6 +4,7 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use gpunvme_metrics::Meter;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
@@ -18,7 +19,10 @@ const HEADERS: usize = 8192;
 
 /// An open `/dev/fuse` of a connection.
 #[derive(Clone, Debug)]
-pub(crate) struct Device(Arc<OwnedFd>);
+pub(crate) struct Device {
+    descriptor: Arc<OwnedFd>,
+    meter: Arc<Meter>,
+}
 
 /// What a message is read into.
 pub(crate) struct Buffer(Vec<u8>);
@@ -31,21 +35,21 @@ impl Buffer {
 }
 
 impl Device {
-    pub fn new(descriptor: OwnedFd) -> Device {
-        Device(Arc::new(descriptor))
+    pub fn new(descriptor: OwnedFd, meter: &Arc<Meter>) -> Device {
+        Device { descriptor: Arc::new(descriptor), meter: meter.clone() }
     }
 
     /// Another descriptor of the same connection, with a queue of its own for what it has read.
     pub fn another(&self) -> io::Result<Device> {
         let other = rustix::fs::open(DEV_FUSE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-        clone_into(&other, self.0.as_fd())?;
-        Ok(Device::new(other))
+        clone_into(&other, self.descriptor.as_fd())?;
+        Ok(Device::new(other, &self.meter))
     }
 
     /// Waits for a message; none when the connection has ended.
     pub fn receive<'a>(&self, buffer: &'a mut Buffer) -> io::Result<Option<&'a [u8]>> {
         let len = loop {
-            match rustix::io::read(&self.0, &mut buffer.0[..]) {
+            match rustix::io::read(&self.descriptor, &mut buffer.0[..]) {
                 Ok(len) => break len,
                 // The request was called off while it was read; a signal came.
                 Err(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
@@ -58,7 +62,12 @@ impl Device {
     }
 
     pub fn descriptor(&self) -> &Arc<OwnedFd> {
-        &self.0
+        &self.descriptor
+    }
+
+    /// What counts the requests of the connection.
+    pub fn shared_meter(&self) -> &Arc<Meter> {
+        &self.meter
     }
 }
 
@@ -66,7 +75,11 @@ impl Channel for Device {
     fn answer(&self, header: OutHeader, body: [&[u8]; 2]) -> io::Result<()> {
         let message = [header.as_bytes(), body[0], body[1]].map(IoSlice::new);
         // The kernel takes all of it or nothing.
-        rustix::io::writev(&self.0, &message).map(drop).map_err(io::Error::from)
+        rustix::io::writev(&self.descriptor, &message).map(drop).map_err(io::Error::from)
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.meter
     }
 }
 

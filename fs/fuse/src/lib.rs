@@ -21,7 +21,7 @@ mod request;
 mod uring;
 pub mod wire;
 
-pub use connection::{Connection, Fallback, Served, Transport};
+pub use connection::{Connection, Fallback, Requests, Served, Transport};
 pub use handler::Handler;
 pub use listing::Listing;
 pub use negotiation::{Negotiated, Wishes};

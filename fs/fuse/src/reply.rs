@@ -4,17 +4,21 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpunvme_metrics::{Begun, Ended, Meter};
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
 
 use crate::listing::Listing;
 use crate::request::Time;
-use crate::wire::{self, Attr, OpenFlags, OutHeader, Statfs};
+use crate::wire::{self, Attr, InHeader, OpenFlags, OutHeader, Statfs, WriteIn, opcode};
 
 /// The way that replies take to the kernel.
 pub(crate) trait Channel: Send + Sync {
     /// Sends the reply with this header, and the parts of its body. Does not wait for the kernel.
     fn answer(&self, header: OutHeader, body: [&[u8]; 2]) -> io::Result<()>;
+
+    /// What counts the requests that come by it.
+    fn meter(&self) -> &Meter;
 }
 
 /// The answer to one request, which is given once, from any thread. A reply that is dropped unused
@@ -29,6 +33,11 @@ pub struct Reply {
 struct Open {
     channel: Arc<dyn Channel>,
     unique: u64,
+    begun: Begun,
+    /// Bytes that the request brings; of another than WRITE 0.
+    brings: u64,
+    /// Whether the body of the reply is content of a file or a directory.
+    fetches: bool,
 }
 
 /// How long the kernel may believe a reply.
@@ -47,8 +56,15 @@ impl std::fmt::Debug for Open {
 }
 
 impl Reply {
-    pub(crate) fn new(channel: Arc<dyn Channel>, unique: u64) -> Reply {
-        Reply { open: Some(Open { channel, unique }) }
+    /// The reply to a request with this header, which has just arrived.
+    pub(crate) fn new(channel: Arc<dyn Channel>, header: &InHeader) -> Reply {
+        let begun = channel.meter().begin(header.opcode as usize, 1);
+        let brings = match header.opcode {
+            opcode::WRITE => u64::from(header.len).saturating_sub((size_of::<InHeader>() + size_of::<WriteIn>()) as u64),
+            _ => 0,
+        };
+        let fetches = matches!(header.opcode, opcode::READ | opcode::READDIR | opcode::READDIRPLUS);
+        Reply { open: Some(Open { channel, unique: header.unique, begun, brings, fetches }) }
     }
 
     /// It is done, and there is nothing to say.
@@ -156,6 +172,9 @@ impl Reply {
 impl Open {
     fn send(self, error: i32, body: [&[u8]; 2]) {
         let header = header(self.unique, error, body);
+        let fetched = if self.fetches { (body[0].len() + body[1].len()) as u64 } else { 0 };
+        let ended = Ended { count: 1, bytes: self.brings + fetched, failed: header.error < 0 };
+        self.channel.meter().end(self.begun, ended);
         let Err(error) = self.channel.answer(header, body) else { return };
         match Errno::from_io_error(&error) {
             // The caller was killed, or the connection has ended: the kernel waits for nothing.

@@ -95,48 +95,68 @@ bitflags! {
 
 pub(crate) mod opcode {
     //! `enum fuse_opcode`.
-    pub const LOOKUP: u32 = 1;
-    pub const FORGET: u32 = 2;
-    pub const GETATTR: u32 = 3;
-    pub const SETATTR: u32 = 4;
-    pub const READLINK: u32 = 5;
-    pub const SYMLINK: u32 = 6;
-    pub const MKNOD: u32 = 8;
-    pub const MKDIR: u32 = 9;
-    pub const UNLINK: u32 = 10;
-    pub const RMDIR: u32 = 11;
-    pub const RENAME: u32 = 12;
-    pub const LINK: u32 = 13;
-    pub const OPEN: u32 = 14;
-    pub const READ: u32 = 15;
-    pub const WRITE: u32 = 16;
-    pub const STATFS: u32 = 17;
-    pub const RELEASE: u32 = 18;
-    pub const FSYNC: u32 = 20;
-    pub const SETXATTR: u32 = 21;
-    pub const GETXATTR: u32 = 22;
-    pub const LISTXATTR: u32 = 23;
-    pub const REMOVEXATTR: u32 = 24;
-    pub const FLUSH: u32 = 25;
-    pub const INIT: u32 = 26;
-    pub const OPENDIR: u32 = 27;
-    pub const READDIR: u32 = 28;
-    pub const RELEASEDIR: u32 = 29;
-    pub const FSYNCDIR: u32 = 30;
-    pub const CREATE: u32 = 35;
-    pub const INTERRUPT: u32 = 36;
-    pub const DESTROY: u32 = 38;
-    pub const IOCTL: u32 = 39;
-    pub const BATCH_FORGET: u32 = 42;
-    pub const FALLOCATE: u32 = 43;
-    pub const READDIRPLUS: u32 = 44;
-    pub const RENAME2: u32 = 45;
-    pub const LSEEK: u32 = 46;
-    pub const COPY_FILE_RANGE: u32 = 47;
-    pub const SYNCFS: u32 = 50;
-    pub const TMPFILE: u32 = 51;
-    pub const STATX: u32 = 52;
-    pub const COPY_FILE_RANGE_64: u32 = 53;
+
+    macro_rules! opcodes {
+        ($($name:ident = $value:literal, $text:literal;)*) => {
+            $(pub const $name: u32 = $value;)*
+
+            /// The name of an operation, as the kernel's source has it, in small letters.
+            pub fn name(opcode: u32) -> &'static str {
+                match opcode {
+                    $($value => $text,)*
+                    _ => "unknown",
+                }
+            }
+        };
+    }
+
+    /// How many numbers are counted apart; the largest of them is less.
+    pub const KINDS: usize = 64;
+
+    opcodes! {
+        LOOKUP = 1, "lookup";
+        FORGET = 2, "forget";
+        GETATTR = 3, "getattr";
+        SETATTR = 4, "setattr";
+        READLINK = 5, "readlink";
+        SYMLINK = 6, "symlink";
+        MKNOD = 8, "mknod";
+        MKDIR = 9, "mkdir";
+        UNLINK = 10, "unlink";
+        RMDIR = 11, "rmdir";
+        RENAME = 12, "rename";
+        LINK = 13, "link";
+        OPEN = 14, "open";
+        READ = 15, "read";
+        WRITE = 16, "write";
+        STATFS = 17, "statfs";
+        RELEASE = 18, "release";
+        FSYNC = 20, "fsync";
+        SETXATTR = 21, "setxattr";
+        GETXATTR = 22, "getxattr";
+        LISTXATTR = 23, "listxattr";
+        REMOVEXATTR = 24, "removexattr";
+        FLUSH = 25, "flush";
+        INIT = 26, "init";
+        OPENDIR = 27, "opendir";
+        READDIR = 28, "readdir";
+        RELEASEDIR = 29, "releasedir";
+        FSYNCDIR = 30, "fsyncdir";
+        CREATE = 35, "create";
+        INTERRUPT = 36, "interrupt";
+        DESTROY = 38, "destroy";
+        IOCTL = 39, "ioctl";
+        BATCH_FORGET = 42, "batch_forget";
+        FALLOCATE = 43, "fallocate";
+        READDIRPLUS = 44, "readdirplus";
+        RENAME2 = 45, "rename2";
+        LSEEK = 46, "lseek";
+        COPY_FILE_RANGE = 47, "copy_file_range";
+        SYNCFS = 50, "syncfs";
+        TMPFILE = 51, "tmpfile";
+        STATX = 52, "statx";
+        COPY_FILE_RANGE_64 = 53, "copy_file_range_64";
+    }
 }
 
 /// `enum fuse_uring_cmd`.

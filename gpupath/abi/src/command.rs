@@ -1,7 +1,7 @@
 //! The commands, and the numbers of their ioctls.
 
 use crate::ring;
-use crate::structures::{Extent, Grant, Info, Register, Resolve, Segment, Stats, Sync, Transfer, Unregister};
+use crate::structures::{Extent, Grant, Info, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Transfer, Unregister};
 use crate::structures::{MAGIC, MAX_SIZE};
 
 /// Which way bytes move.
@@ -41,11 +41,14 @@ pub enum Command {
     Grant = 10,
     /// Makes everything durable that was done before ([`Sync`]). On any file or directory.
     Sync = 11,
+    /// How many operations there were, of each kind, and how long they took ([`Metrics`]). On any
+    /// file or directory.
+    Metrics = 12,
 }
 
 impl Command {
     /// All commands, in order of their number.
-    pub const ALL: [Command; 12] = [
+    pub const ALL: [Command; 13] = [
         Command::Info,
         Command::Register,
         Command::Unregister,
@@ -58,6 +61,7 @@ impl Command {
         Command::Detach,
         Command::Grant,
         Command::Sync,
+        Command::Metrics,
     ];
 
     /// Bytes of the structure that begins the argument.
@@ -74,6 +78,7 @@ impl Command {
             Command::Detach => size_of::<ring::Detach>(),
             Command::Grant => size_of::<Grant>(),
             Command::Sync => size_of::<Sync>(),
+            Command::Metrics => size_of::<Metrics>(),
         }
     }
 
@@ -82,6 +87,7 @@ impl Command {
         match self {
             Command::Resolve => size_of::<Extent>(),
             Command::Read | Command::Write => size_of::<Segment>(),
+            Command::Metrics => size_of::<Metric>(),
             _ => 0,
         }
     }

@@ -8,8 +8,8 @@ use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
-    Grant, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Register, RegisterFlags, Resolve, ResolveFlags, Segment, Sync, Transfer,
-    TransferFlags, Unregister, VERSION,
+    Grant, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, Register, RegisterFlags, Resolve, ResolveFlags, Segment, Sync,
+    Transfer, TransferFlags, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -41,6 +41,8 @@ pub enum Request {
     Grant(Grant),
     /// `SYNC`.
     Sync(Sync),
+    /// `METRICS`: the capacity is what the argument has room for.
+    Metrics(Metrics),
 }
 
 impl Request {
@@ -59,6 +61,7 @@ impl Request {
             Request::Detach(_) => Command::Detach,
             Request::Grant(_) => Command::Grant,
             Request::Sync(_) => Command::Sync,
+            Request::Metrics(_) => Command::Metrics,
         }
     }
 }
@@ -210,6 +213,7 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Detach => detach(header(bytes)),
         Command::Grant => grant(header(bytes)),
         Command::Sync => sync(header(bytes)),
+        Command::Metrics => metrics(header(bytes), entries),
     }
 }
 
@@ -309,6 +313,14 @@ fn grant(header: Grant) -> Result<Request, DecodeError> {
 fn sync(header: Sync) -> Result<Request, DecodeError> {
     zero(Command::Sync, "reserved", header.reserved)?;
     Ok(Request::Sync(header))
+}
+
+fn metrics(header: Metrics, entries: usize) -> Result<Request, DecodeError> {
+    let command = Command::Metrics;
+    if header.capacity as usize != entries || entries == 0 {
+        return Err(DecodeError::Field { command, field: "capacity", value: header.capacity.into() });
+    }
+    Ok(Request::Metrics(header))
 }
 
 fn resolve(header: Resolve, entries: usize) -> Result<Request, DecodeError> {

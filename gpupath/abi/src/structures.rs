@@ -23,6 +23,11 @@ pub const MAX_TRANSFER: u64 = 1 << 30;
 pub const MAX_OFFSET: u64 = i64::MAX as u64;
 /// How many codes [`Stats::reasons`] has room for.
 pub const REASON_SLOTS: usize = 64;
+/// The most entries in one [`Metrics`].
+pub const MAX_METRICS: usize = (MAX_SIZE - size_of::<Metrics>()) / size_of::<Metric>();
+/// Buckets of a [`Metric`]. Bucket `n` counts operations that took at most 1024 << `n` nanoseconds
+/// and more than the one before; the last counts all that took longer.
+pub const METRIC_BUCKETS: usize = 24;
 
 bitflags! {
     /// Flags of [`Register`].
@@ -269,6 +274,73 @@ wire! {
 }
 
 wire! {
+    /// `METRICS`, followed by `capacity` [`Metric`]s (out). Counters since mount, of all processes.
+    Metrics = 128 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Entries that there is room for behind this structure; at least 1.
+        capacity: u32,
+        /// Out: entries that were filled in. Kinds without an operation are left out.
+        count: u32,
+        /// Out: nanoseconds since the daemon began to serve.
+        uptime: u64,
+        /// Out: bytes that the volume can hold.
+        volume_bytes: u64,
+        /// Out: bytes of it that are free.
+        free: u64,
+        /// Out: bytes in the write buffer that the device has not got yet.
+        dirty: u64,
+        /// Out: blocks of metadata that were looked for in the cache.
+        cache_lookups: u64,
+        /// Out: those of them that were not there, and were read from the device.
+        cache_misses: u64,
+        /// Out: bytes of metadata in the cache.
+        cache_bytes: u64,
+        /// Out: rings that there are now.
+        rings: u64,
+        /// Out: zero.
+        reserved: [u64; 6],
+    }
+}
+
+wire! {
+    /// Operations of one kind.
+    #[derive(Copy)]
+    Metric = 256 {
+        /// [`MetricKind`].
+        kind: u32,
+        /// Zero.
+        reserved: u32,
+        /// Its name: UTF-8, padded with zero bytes, always with at least one.
+        name: [u8; 24],
+        /// Operations begun.
+        begun: u64,
+        /// Operations that ended with an error.
+        failed: u64,
+        /// Bytes that they moved.
+        bytes: u64,
+        /// How long those that ended took, added up, in nanoseconds.
+        nanoseconds: u64,
+        /// Operations that ended, by how long they took ([`METRIC_BUCKETS`]).
+        buckets: [u64; METRIC_BUCKETS],
+    }
+}
+
+/// What a [`Metric`] counts. Programs must expect kinds that they do not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum MetricKind {
+    /// Requests of the kernel, by operation of FUSE.
+    Request = 0,
+    /// Transfers of the direct path: `read` or `write`, a hyphen, the route.
+    Transfer = 1,
+    /// Requests to the device, by what they do.
+    Device = 2,
+}
+
+wire! {
     /// `SYNC`: as sync(2), for one volume. What was written to any file by any process before the
     /// call, and every change of names and attributes, is durable when it returns.
     Sync = 16 {
@@ -369,7 +441,7 @@ wire! {
     }
 }
 
-versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync);
+versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync, Metrics);
 
 impl Extent {
     /// Its flags, as far as this version knows them.

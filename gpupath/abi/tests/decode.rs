@@ -41,6 +41,10 @@ fn what_is_right_comes_through() {
     assert_eq!(decode(Command::Resolve.request(3), &argument), Ok(Request::Resolve(resolve)));
     assert_eq!(decode(Command::Info.request(0), Info::default().as_bytes()), Ok(Request::Info));
     assert_eq!(decode(Command::Stats.request(0), Stats::default().as_bytes()), Ok(Request::Stats));
+    let metrics = Metrics { capacity: 2, ..Metrics::default() };
+    let mut argument = metrics.as_bytes().to_vec();
+    argument.resize(argument.len() + 2 * size_of::<Metric>(), 0xff);
+    assert_eq!(decode(Command::Metrics.request(2), &argument), Ok(Request::Metrics(metrics)));
     assert_eq!(decode(Command::Sync.request(0), Sync::default().as_bytes()), Ok(Request::Sync(Sync::default())));
 }
 

@@ -103,6 +103,11 @@ struct Opening {
 }
 
 impl Rings {
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.opening.lock().made.iter().filter(|ring| ring.strong_count() > 0).count()
+    }
+
     /// No rings yet. Up to `services` threads, at least one, will serve them, each with a queue of
     /// `io`'s device to itself. Where the device has fewer, those that there are serve.
     ///

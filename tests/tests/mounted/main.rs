@@ -23,6 +23,7 @@ mod releases;
 mod requests;
 mod ring;
 mod space;
+mod stats;
 mod storm;
 mod stripes;
 mod sync;

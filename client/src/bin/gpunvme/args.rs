@@ -82,10 +82,7 @@ pub enum Command {
     /// Write a file from registered memory, and tell how it moved
     Write(Write),
     /// Tell what a mount did since it was mounted
-    Stats {
-        /// The mount, or anything in it
-        mount: PathBuf,
-    },
+    Stats(crate::stats::Stats),
     /// Make everything durable that was done to a mount
     Sync {
         /// Mounts, or anything in them

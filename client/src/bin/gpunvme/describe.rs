@@ -1,4 +1,4 @@
-//! The commands `info`, `map` and `stats`: reports about a mount and its files that move no data.
+//! The commands `info` and `map`: reports about a mount and its files that move no data.
 
 use crate::report::{self, Failure, Report};
 use gpunvme::{ExtentFlags, File, Mount};
@@ -98,34 +98,6 @@ pub fn map(path: &Path) -> Result<Report, Failure> {
         report.text +=
             &format!("{:>5} {:>16} {:>16} {:>6} {:>16} {:>14}\n", "#", "file offset", "length", "device", "first LBA", "LBAs");
         report.text += &lines;
-    }
-    Ok(report)
-}
-
-pub fn stats(path: &Path) -> Result<Report, Failure> {
-    let stats = Mount::open(path)?.stats()?;
-    let calls: serde_json::Map<_, _> = stats.calls.iter().map(|(name, count)| ((*name).to_owned(), json!(count))).collect();
-    let reasons: serde_json::Map<_, _> =
-        stats.reasons.iter().map(|(reason, count)| (reason.name().to_owned(), json!(count))).collect();
-    let mut report = Report::new(json!({
-        "calls": calls,
-        "failed": stats.failed,
-        "read": report::routes_json(&stats.read),
-        "write": report::routes_json(&stats.write),
-        "reasons": reasons,
-        "buffers": stats.buffers,
-        "buffer_bytes": stats.buffer_bytes,
-        "processes": stats.processes,
-    }));
-    let counted: Vec<_> =
-        stats.calls.iter().filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")).collect();
-    report.line("calls", format!("{}; {} failed", counted.join(", "), stats.failed));
-    report.line("read", format!("{}: {}", report::size(stats.read.total()), report::routes(&stats.read)));
-    report.line("written", format!("{}: {}", report::size(stats.write.total()), report::routes(&stats.write)));
-    let held = report::size(stats.buffer_bytes);
-    report.line("buffers", format!("{} of {} processes, {held} in them", stats.buffers, stats.processes));
-    for (reason, count) in &stats.reasons {
-        report.line("reason", format!("{} ({count} transfers)", report::reason(*reason)));
     }
     Ok(report)
 }

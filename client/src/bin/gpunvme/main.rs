@@ -16,6 +16,7 @@ mod read;
 mod report;
 mod run;
 mod stage;
+mod stats;
 mod sync;
 mod write;
 
@@ -34,7 +35,7 @@ fn main() -> ExitCode {
         Command::Cool(cached) => page_cache::cool(&cached.paths),
         Command::Map { file, resident: false } => describe::map(file),
         Command::Map { file, resident: true } => page_cache::map(file),
-        Command::Stats { mount } => describe::stats(mount),
+        Command::Stats(stats) => stats::run(stats, args.json),
         Command::Sync { mounts } => sync::run(mounts),
         Command::Nvme(nvme) => nvme::run(nvme),
         Command::Probe { device } => probe::run(device),
@@ -58,6 +59,9 @@ fn main() -> ExitCode {
 
 /// On standard output, unless that is where the data went.
 fn print(report: &Report, json: bool) -> Result<(), Failure> {
+    if report.json.is_null() && report.text.is_empty() {
+        return Ok(());
+    }
     let text = if json { format!("{:#}\n", report.json) } else { report.text.clone() };
     let written = if report.to_stderr {
         std::io::stderr().write_all(text.as_bytes())

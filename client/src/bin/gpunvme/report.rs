@@ -28,6 +28,11 @@ impl Report {
         Report { text: String::new(), json, to_stderr: false, code: 0 }
     }
 
+    /// Of a command that has printed all there is to say.
+    pub fn silent() -> Report {
+        Report::new(Value::Null)
+    }
+
     /// Adds the GPU that it is about.
     pub fn on(mut self, gpu: &str) -> Report {
         self.line("gpu", gpu);
@@ -53,7 +58,8 @@ pub fn routes_json(moved: &Moved) -> Value {
     named(moved).into_iter().map(|(name, bytes)| (name.to_owned(), json!(bytes))).collect::<serde_json::Map<_, _>>().into()
 }
 
-fn named(moved: &Moved) -> [(&'static str, u64); 6] {
+/// Bytes, by the name of their route.
+pub fn named(moved: &Moved) -> [(&'static str, u64); 6] {
     let Moved { p2p, bounce, cache, host, hole, edge } = *moved;
     [("p2p", p2p), ("bounce", bounce), ("cache", cache), ("host", host), ("hole", hole), ("edge", edge)]
 }

@@ -73,6 +73,12 @@ impl PagePool {
         Some(taken)
     }
 
+    /// Bytes that are taken.
+    pub fn taken(&self) -> u64 {
+        let free = self.free.lock();
+        ((free.words.len() * WORD - free.count) * BLOCK_SIZE) as u64
+    }
+
     /// Whether so little is free that writing back should not wait any longer.
     pub fn is_short(&self) -> bool {
         let free = self.free.lock();

@@ -355,6 +355,11 @@ impl Filesystem {
         Ok(())
     }
 
+    /// Bytes of the write buffer that are in use: most of them wait for the device.
+    pub fn buffered(&self) -> u64 {
+        self.pages.taken()
+    }
+
     /// Whether files should be written back before their time, because the write buffer fills up.
     pub fn wants_flush(&self) -> bool {
         self.pages.is_short()

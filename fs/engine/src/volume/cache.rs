@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use gpunvme_layout::Block;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::STATE;
+use gpunvme_metrics::Count;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// Memory for a block, in bytes: its content, and its entry in the tables.
@@ -51,6 +52,19 @@ pub(crate) struct Cache {
     /// Dropped blocks. An allocator keeps what one thread gives back for that thread, and another
     /// one that loads takes more from the system.
     spare: Vec<Arc<Block>>,
+    lookups: Count,
+    misses: Count,
+}
+
+/// What the cache of metadata did since the volume was opened, and what is in it now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheUse {
+    /// Blocks that were looked for.
+    pub lookups: u64,
+    /// Those of them that were not there.
+    pub misses: u64,
+    /// Bytes in it.
+    pub bytes: u64,
 }
 
 impl Cache {
@@ -58,7 +72,8 @@ impl Cache {
     pub fn new(bytes: usize) -> Cache {
         let given = (bytes / BLOCK_MEMORY).max(LIMIT_MIN);
         let (entries, imaged) = (FxHashMap::default(), FxHashSet::default());
-        Cache { entries, imaged, clock: VecDeque::new(), given, limit: given, spare: Vec::new() }
+        let (lookups, misses) = (Count::default(), Count::default());
+        Cache { entries, imaged, clock: VecDeque::new(), given, limit: given, spare: Vec::new(), lookups, misses }
     }
 
     /// How many blocks there may be when others take so many bytes of the memory.
@@ -78,6 +93,22 @@ impl Cache {
         // Two rounds: the first takes the marks away. What is left then is pinned, and goes when
         // new blocks come.
         self.drop_blocks(2 * self.clock.len());
+    }
+
+    /// The entry of a block, if it is in memory, for an operation: it is counted.
+    pub fn look_up(&self, address: u64) -> Option<&Entry> {
+        self.lookups.increment();
+        let found = self.get(address);
+        if found.is_none() {
+            self.misses.increment();
+        }
+        found
+    }
+
+    /// What it did, and what is in it.
+    pub fn usage(&self) -> CacheUse {
+        let bytes = (self.entries.len() * BLOCK_MEMORY) as u64;
+        CacheUse { lookups: self.lookups.read(), misses: self.misses.read(), bytes }
     }
 
     /// The entry of a block, if it is in memory.

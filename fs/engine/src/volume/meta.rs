@@ -113,7 +113,7 @@ pub(crate) trait Blocks {
 
     /// A block that is in memory, of the kind that the caller expects.
     fn block(&self, address: u64, kind: BlockKind) -> Attempt<&Block> {
-        let Some(entry) = self.meta().cache.get(address) else {
+        let Some(entry) = self.meta().cache.look_up(address) else {
             return Err(Fail::Stall(Stall::Load { address }));
         };
         entry.block.expect(kind)?;

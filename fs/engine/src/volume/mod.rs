@@ -45,6 +45,7 @@ pub(crate) mod xattr;
 
 pub use acl::ACCESS as ACL_ACCESS;
 pub use attr::{Attributes, SetAttributes};
+pub use cache::CacheUse;
 pub use dir::DirEntry;
 pub use extents::Mapping;
 pub use format::{FormatOptions, FormatReport, format, probe};

@@ -10,6 +10,7 @@ use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Block, Corrupt, Key, State, Superblock, Timestamp};
 use parking_lot::Mutex;
 
+use super::cache::CacheUse;
 use super::epoch::Epochs;
 use super::io::{check_block, read_blocks, read_scattered, read_superblock};
 use super::journal::recovery::{self, Recovered};
@@ -194,6 +195,11 @@ impl Volume {
         let meta = self.meta.read();
         let free = meta.state.free_blocks.saturating_sub(meta.promised);
         Usage { blocks: meta.geometry.data_blocks(), free, available: meta.available(), inodes: meta.state.inodes }
+    }
+
+    /// What the cache of metadata did, and what is in it.
+    pub fn cache_use(&self) -> CacheUse {
+        self.meta.read().cache.usage()
     }
 
     /// Others take so many bytes of the memory that is for metadata ([`VolumeOptions::cache`]):

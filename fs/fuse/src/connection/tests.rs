@@ -55,7 +55,7 @@ impl Mount {
             skip(&format!("nothing can be mounted here: {error}"));
             return None;
         }
-        Some((Mount { dir, before }, Device::new(device)))
+        Some((Mount { dir, before }, Device::new(device, &Arc::new(Meter::new(opcode::KINDS)))))
     }
 
     fn path(&self) -> &Path {

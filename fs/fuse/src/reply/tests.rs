@@ -1,10 +1,11 @@
 use std::sync::Mutex;
 
+use zerocopy::FromZeros;
+
 use super::*;
 
 /// What was sent: the error, and the body.
-#[derive(Default)]
-struct Sent(Mutex<Vec<(i32, Vec<u8>)>>);
+struct Sent(Mutex<Vec<(i32, Vec<u8>)>>, Meter);
 
 impl Channel for Sent {
     fn answer(&self, header: OutHeader, body: [&[u8]; 2]) -> io::Result<()> {
@@ -13,11 +14,18 @@ impl Channel for Sent {
         self.0.lock().unwrap().push((header.error, body));
         Ok(())
     }
+
+    fn meter(&self) -> &Meter {
+        &self.1
+    }
 }
 
 fn sent(answer: impl FnOnce(Reply)) -> (i32, Vec<u8>) {
-    let sent = Arc::new(Sent::default());
-    answer(Reply::new(sent.clone(), 8));
+    let sent = Arc::new(Sent(Mutex::default(), Meter::new(opcode::KINDS)));
+    let asked = InHeader { unique: 8, opcode: opcode::GETATTR, ..InHeader::new_zeroed() };
+    answer(Reply::new(sent.clone(), &asked));
+    let counted = sent.meter().read(opcode::GETATTR as usize);
+    assert_eq!((counted.begun, counted.buckets.iter().sum::<u64>()), (1, 1));
     let mut all = std::mem::take(&mut *sent.0.lock().unwrap());
     assert_eq!(all.len(), 1, "each request is answered once");
     all.pop().unwrap()

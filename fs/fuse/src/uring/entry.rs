@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use gpunvme_metrics::Meter;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -87,6 +88,7 @@ pub(super) struct Entry {
     /// the reply may be written there at once.
     is_free: AtomicBool,
     answer: Mutex<Answer>,
+    meter: Arc<Meter>,
 }
 
 // SAFETY: the memory in the cells is used by the kernel and by one thread at a time: the one that
@@ -97,7 +99,7 @@ unsafe impl Sync for Entry {}
 impl Entry {
     /// # Errors
     /// There is no memory.
-    pub fn new(number: usize, qid: u16, answered: &Arc<Answered>, payload: usize) -> io::Result<Arc<Entry>> {
+    pub fn new(number: usize, qid: u16, answered: &Arc<Answered>, payload: usize, meter: &Arc<Meter>) -> io::Result<Arc<Entry>> {
         // Zeroed by the system, when it is touched.
         let payload = <[UnsafeCell<u8>]>::new_box_zeroed_with_elems(payload).map_err(|_| io::ErrorKind::OutOfMemory)?;
         Ok(Arc::new(Entry {
@@ -108,6 +110,7 @@ impl Entry {
             payload,
             is_free: AtomicBool::new(false),
             answer: Mutex::default(),
+            meter: meter.clone(),
         }))
     }
 
@@ -190,5 +193,9 @@ impl Channel for Entry {
         drop(answer);
         self.answered.push(self.number);
         if fits { Ok(()) } else { Err(Errno::MSGSIZE.into()) }
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.meter
     }
 }

@@ -20,7 +20,6 @@ mod server;
 mod size;
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
@@ -32,6 +31,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use self::entry::{Answered, Entry};
 use self::server::{Ring, Server, Shared};
 pub(crate) use self::size::Size;
+use crate::device::Device;
 use crate::handler::Handler;
 use crate::request::Decoder;
 
@@ -92,16 +92,19 @@ impl Queues {
     /// There is no memory.
     pub fn serve(
         self,
-        device: &Arc<OwnedFd>,
+        device: &Device,
         decoder: Decoder,
         handler: &Arc<impl Handler>,
     ) -> io::Result<(Vec<JoinHandle<io::Result<()>>>, bool)> {
         let Queues { size: Size { depth, payload }, threads } = self;
         let lists: Vec<_> = threads.iter().map(|waiting| waiting.answered.clone()).collect();
-        let entry = |number| Entry::new(number, (number / depth) as u16, &lists[number / depth], payload);
+        let entry = |number| {
+            let qid = (number / depth) as u16;
+            Entry::new(number, qid, &lists[number / depth], payload, device.shared_meter())
+        };
         let entries = (0..lists.len() * depth).map(entry).collect::<io::Result<Vec<_>>>()?;
         let live = AtomicUsize::new(entries.len());
-        let shared = Arc::new(Shared { device: device.clone(), decoder, entries, live, lists });
+        let shared = Arc::new(Shared { device: device.descriptor().clone(), decoder, entries, live, lists });
         let (report, registered) = mpsc::channel();
         let begin = |(qid, waiting): (usize, Waiting)| {
             let (shared, handler, report) = (shared.clone(), handler.clone(), report.clone());

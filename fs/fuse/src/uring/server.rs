@@ -144,7 +144,7 @@ impl Server {
         // commits it after this function at the earliest.
         let (RingHeader { in_out, op_in, .. }, payload) = unsafe { entry.request() };
         let header = Decoder::entry_header(&in_out);
-        let reply = Reply::new(entry.clone(), header.unique);
+        let reply = Reply::new(entry.clone(), &header);
         match self.shared.decoder.entry(&in_out, &op_in, payload) {
             // The queue must be served further. The reply is dropped, and so the caller gets EIO.
             Ok(Message::Request(request)) => {

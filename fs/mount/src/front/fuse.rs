@@ -75,8 +75,9 @@ pub(super) fn serve(front: &Arc<Front>, connection: OwnedFd, settings: &Settings
     let connection = Connection::negotiate(connection, &wishes)?;
     let set = front.kernel.set(Box::new(Kernel(connection.notifier())));
     assert!(set.is_ok(), "a front end is mounted once");
+    let requests = connection.requests();
     let served = connection.serve(&Arc::new(Adapter(front.clone())), settings.loops)?;
-    front.direct.set_transport(served.transport());
+    front.direct.is_served(served.transport(), requests);
     Ok(served)
 }
 

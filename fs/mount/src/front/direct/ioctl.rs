@@ -87,6 +87,10 @@ impl Front {
                 // then.
                 self.general.run(move || done(front.direct.rings.detach(caller.thread, &detach)));
             }
+            Ok(Request::Metrics(asked)) => {
+                server.stats.call(Command::Metrics, false);
+                done(self.direct.metrics(&self.fs, &asked));
+            }
             Ok(Request::Sync(sync)) => self.sync_all(move |synced| {
                 front.direct.server.stats.call(Command::Sync, synced.is_err());
                 done(Reply::new(synced.map_or_else(|error| error.errno(), |()| 0), &sync));

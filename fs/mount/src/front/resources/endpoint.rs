@@ -4,14 +4,16 @@
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
-use gpunvme_abi::{self as abi, Info, Reason, Route};
-use gpunvme_blockdev::Geometry;
-use gpunvme_fuse::{Fallback, Transport};
+use gpunvme_abi::{self as abi, Direction, Info, Metric, MetricKind, Metrics, Reason, Route};
+use gpunvme_blockdev::{Geometry, Op};
+use gpunvme_fuse::{Fallback, Requests, Transport};
 use gpunvme_gpupath::registry::{self, Limits, Registry};
 use gpunvme_gpupath::ring::Rings;
-use gpunvme_gpupath::server::Server;
+use gpunvme_gpupath::server::{Reply, Server};
 use gpunvme_gpupath::socket::Listener;
+use gpunvme_metrics::Reading;
 
 use super::sockets;
 use gpunvme_engine::BLOCK_SIZE;
@@ -25,6 +27,9 @@ pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
     (loops.min(device.max_queues as usize) / 4).clamp(1, 4)
 }
 
+/// The operations of the device that are counted apart.
+const DEVICE: [Op; Op::KINDS] = [Op::Read, Op::Write { fua: false }, Op::Flush, Op::Discard, Op::WriteZeroes];
+
 /// The daemon's end of the direct path for one mount.
 pub(crate) struct Endpoint {
     pub(crate) server: Arc<Server>,
@@ -34,7 +39,14 @@ pub(crate) struct Endpoint {
     socket: Option<Listener>,
     device: String,
     /// How the kernel's requests come, which is known once they do.
-    transport: OnceLock<Transport>,
+    serving: OnceLock<Serving>,
+    since: Instant,
+}
+
+/// How the kernel's requests come, and what is counted of them.
+struct Serving {
+    transport: Transport,
+    requests: Requests,
 }
 
 impl Endpoint {
@@ -49,13 +61,41 @@ impl Endpoint {
         let name = socket_name(fs, device);
         let socket = sockets::listen(&name, server.clone()).inspect_err(|error| tracing::debug!("{name}: {error}")).ok();
         let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
-        Ok(Endpoint { server, rings, socket, device: device.to_owned(), transport: OnceLock::new() })
+        Ok(Endpoint { server, rings, socket, device: device.to_owned(), serving: OnceLock::new(), since: Instant::now() })
     }
 
-    /// Notes how the kernel's requests come.
-    pub fn set_transport(&self, transport: Transport) {
-        let set = self.transport.set(transport);
+    /// Notes how the kernel's requests come, and what counts them.
+    pub fn is_served(&self, transport: Transport, requests: Requests) {
+        let set = self.serving.set(Serving { transport, requests });
         assert!(set.is_ok(), "a front end is served once");
+    }
+
+    /// The answer to `METRICS`.
+    pub fn metrics(&self, fs: &Filesystem, asked: &Metrics) -> Reply {
+        let (usage, cache) = (fs.usage(), fs.volume().cache_use());
+        let requests = self.serving.get().into_iter().flat_map(|serving| serving.requests.read());
+        let requests = requests.map(|(name, reading)| metric(MetricKind::Request, name, &reading));
+        let transfers = self.server.stats.transfers().map(|(direction, route, reading)| {
+            let direction = if direction == Direction::Read { "read" } else { "write" };
+            metric(MetricKind::Transfer, &format!("{direction}-{route}"), &reading)
+        });
+        let meter = fs.volume().io().meter();
+        let device = DEVICE.into_iter().map(|op| metric(MetricKind::Device, &op.to_string(), &meter.read(op.kind())));
+        let all = requests.chain(transfers).chain(device).filter(|metric| metric.begun > 0);
+        let entries: Vec<Metric> = all.take(asked.capacity as usize).collect();
+        let header = Metrics {
+            count: entries.len() as u32,
+            uptime: u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            volume_bytes: usage.blocks * BLOCK_SIZE as u64,
+            free: usage.available * BLOCK_SIZE as u64,
+            dirty: fs.buffered(),
+            cache_lookups: cache.lookups,
+            cache_misses: cache.misses,
+            cache_bytes: cache.bytes,
+            rings: self.rings.count() as u64,
+            ..asked.clone()
+        };
+        Reply::with_entries(&header, &entries)
     }
 
     /// The answer to `INFO`.
@@ -66,7 +106,7 @@ impl Endpoint {
         let limits = self.server.registry.limits();
         let mut features = abi::Features::empty();
         features.set(abi::Features::READ_ONLY, fs.volume().is_read_only());
-        features |= match self.transport.get() {
+        features |= match self.serving.get().map(|serving| serving.transport) {
             None | Some(Transport::Classic(None)) => abi::Features::empty(),
             Some(Transport::IoUring) => abi::Features::IO_URING,
             Some(Transport::Classic(Some(Fallback::Refused))) => abi::Features::IO_URING_REFUSED,
@@ -106,6 +146,15 @@ impl Endpoint {
 }
 
 /// The name of a mount's socket, unique among mounts: copies of a volume share its UUID.
+/// What was counted, as `METRICS` tells it.
+fn metric(kind: MetricKind, name: &str, reading: &Reading) -> Metric {
+    let Reading { begun, failed, bytes, nanoseconds, buckets } = *reading;
+    let kind = kind as u32;
+    let mut metric = Metric { kind, reserved: 0, name: [0; 24], begun, failed, bytes, nanoseconds, buckets };
+    abi::put_text(&mut metric.name, name);
+    metric
+}
+
 fn socket_name(fs: &Filesystem, device: &str) -> String {
     use std::hash::Hasher;
     let mut hasher = rustc_hash::FxHasher::default();

@@ -1,0 +1,166 @@
+//! Answers Prometheus over HTTP: `GET /metrics`, one request a connection, one connection at a
+//! time. It listens on this machine only, because it asks nobody who they are.
+
+use super::{Reading, prometheus};
+use crate::report::{Failure, Report};
+use std::fs;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+/// The longest request, in bytes.
+const REQUEST: usize = 8192;
+/// How long a client may take to send its request, and to take the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Where to listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// A port of a loopback address.
+    Tcp(SocketAddr),
+    /// A socket in the file system, open to who may write to it.
+    Unix(PathBuf),
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+            return Ok(Address::Unix(path.into()));
+        }
+        let address: SocketAddr =
+            text.parse().map_err(|_| "must be an address with a port, such as 127.0.0.1:9108, or unix:PATH".to_owned())?;
+        if address.ip().is_loopback() {
+            Ok(Address::Tcp(address))
+        } else {
+            Err("must be of this machine (127.0.0.1, [::1], unix:PATH): put a proxy with passwords before it".into())
+        }
+    }
+}
+
+/// A client.
+trait Client: Read + Write {
+    fn limit(&self, patience: Duration) -> io::Result<()>;
+}
+
+impl Client for TcpStream {
+    fn limit(&self, patience: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(patience))?;
+        self.set_write_timeout(Some(patience))
+    }
+}
+
+impl Client for UnixStream {
+    fn limit(&self, patience: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(patience))?;
+        self.set_write_timeout(Some(patience))
+    }
+}
+
+/// Answers until it is interrupted.
+pub fn serve(address: &Address, mounts: &[PathBuf]) -> Result<Report, Failure> {
+    // Wrong names are told at once.
+    for mount in mounts {
+        Reading::of(mount)?;
+    }
+    match address {
+        Address::Tcp(address) => {
+            let listener = TcpListener::bind(address).map_err(|error| Failure(format!("{address}: {error}")))?;
+            listening(&listener.local_addr()?.to_string());
+            loop {
+                answer_next(listener.accept().map(|(client, _)| client), mounts);
+            }
+        }
+        Address::Unix(path) => {
+            let listener = bind(path).map_err(|error| Failure(format!("{}: {error}", path.display())))?;
+            listening(&format!("unix:{}", path.display()));
+            loop {
+                answer_next(listener.accept().map(|(client, _)| client), mounts);
+            }
+        }
+    }
+}
+
+fn listening(address: &str) {
+    // Where there is no stderr, the socket has to do.
+    let _ = writeln!(io::stderr(), "gpunvme: listening at {address}");
+}
+
+/// A socket of this name, in place of one that no process listens at any more.
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let is_socket = fs::symlink_metadata(path)?.file_type().is_socket();
+            let is_dead = matches!(UnixStream::connect(path), Err(error) if error.kind() == io::ErrorKind::ConnectionRefused);
+            if !is_socket || !is_dead {
+                return Err(error);
+            }
+            fs::remove_file(path)?;
+            UnixListener::bind(path)
+        }
+        bound => bound,
+    }
+}
+
+fn answer_next(client: io::Result<impl Client>, mounts: &[PathBuf]) {
+    // A client that goes away has no one to be told.
+    let answered = client.and_then(|mut client| answer(&mut client, mounts));
+    if answered.is_err_and(|error| matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))) {
+        std::thread::sleep(Duration::from_secs(1)); // and the next one waits
+    }
+}
+
+fn answer(client: &mut impl Client, mounts: &[PathBuf]) -> io::Result<()> {
+    let begun = Instant::now();
+    let mut request = Vec::new();
+    let mut part = [0; 1024];
+    // To the end of the header.
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        let left = PATIENCE.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()).ok_or(io::ErrorKind::TimedOut)?;
+        client.limit(left)?;
+        let count = client.read(&mut part)?;
+        if count == 0 || request.len() + count > REQUEST {
+            return reply(client, "400 Bad Request", "text/plain", "the request is not complete, or too long\n");
+        }
+        request.extend_from_slice(&part[..count]);
+    }
+    client.limit(PATIENCE)?;
+    let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
+    let mut words = line.split(|byte| *byte == b' ');
+    match (words.next(), words.next()) {
+        (Some(b"GET"), Some(b"/metrics")) => match mounts.iter().map(|mount| Reading::of(mount)).collect::<Result<Vec<_>, _>>() {
+            Ok(readings) => reply(client, "200 OK", prometheus::CONTENT_TYPE, &prometheus::text(&readings)),
+            // A mount that is gone may come back.
+            Err(error) => reply(client, "503 Service Unavailable", "text/plain", &format!("{error}\n")),
+        },
+        (Some(b"GET"), _) => reply(client, "404 Not Found", "text/plain", "there is only /metrics\n"),
+        _ => reply(client, "405 Method Not Allowed", "text/plain", "there is only GET\n"),
+    }
+}
+
+fn reply(client: &mut impl Client, status: &str, content_type: &str, body: &str) -> io::Result<()> {
+    let len = body.len();
+    let head = format!("HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len}\r\nConnection: close\r\n\r\n");
+    client.write_all(head.as_bytes())?;
+    client.write_all(body.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_of_this_machine() {
+        assert_eq!("127.0.0.1:9108".parse(), Ok(Address::Tcp("127.0.0.1:9108".parse().unwrap())));
+        assert_eq!("[::1]:0".parse(), Ok(Address::Tcp("[::1]:0".parse().unwrap())));
+        assert_eq!("unix:/run/x".parse(), Ok(Address::Unix("/run/x".into())));
+        for wrong in ["0.0.0.0:9108", "[::]:9108", "192.0.2.1:80", "localhost:1", "9108", "unix:", ""] {
+            assert!(wrong.parse::<Address>().is_err(), "{wrong}");
+        }
+    }
+}
