@@ -1,12 +1,15 @@
 //! A full volume: the write that does not fit fails, existing data stays, deleting makes room, and
 //! writes succeed again.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use gpunvme_tests::mounted::{Image, Mounted};
+use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{needs_mount, tree};
+use rustix::fs::FallocateFlags;
 
 fn small_volume() -> Mounted {
     Image::formatted_with(96 << 20).mount()
@@ -180,4 +183,42 @@ fn what_names_took_comes_back_to_a_mount_that_is_idle() {
         assert!(start.elapsed() < Duration::from_secs(30), "{} bytes are not free", before - free(&volume));
         std::thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// The kernel copies the bytes of a write into its pages before it asks; where the answer is an
+/// error they are no file's, but would be seen through mappings, and by GPUs that read those pages.
+#[test]
+fn a_write_that_does_not_fit_is_not_seen_through_mappings() {
+    needs_mount!();
+    let volume = small_volume();
+    let sparse = File::options().read(true).write(true).create_new(true).open(volume.path("sparse")).unwrap();
+    sparse.set_len(1 << 20).unwrap();
+    sparse.sync_all().unwrap();
+    fill(&volume, "full", 1 << 20);
+    let mapped = Mapping::shared(&sparse, 1 << 20).unwrap();
+    let page = || {
+        let mut bytes = [1; 4096];
+        mapped.read(8192, &mut bytes);
+        bytes
+    };
+    assert!(page() == [0; 4096]);
+    // Small ones may still fit where larger ones did not.
+    let refused = (0..2000).any(|_| {
+        let written = sparse.write_at(&[0x77; 4096], 8192);
+        if written.is_ok() {
+            sparse.sync_all().unwrap();
+            let more = tree::pattern(9, 1 << 20);
+            let _ = OpenOptions::new().append(true).create(true).open(volume.path("more")).unwrap().write(&more);
+            rustix::fs::fallocate(&sparse, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 8192, 4096).unwrap();
+        }
+        written.is_err_and(|error| error.kind() == ErrorKind::StorageFull)
+    });
+    assert!(refused, "the volume never was full");
+    let end = Instant::now() + Duration::from_secs(10);
+    while page() != [0; 4096] {
+        assert!(Instant::now() < end, "what was refused is still seen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(sparse.read_at(&mut [0; 4096], 8192).unwrap(), 4096);
+    drop(mapped);
 }

@@ -244,6 +244,7 @@ impl Handler for Adapter {
                     // appends only if they lie where direct writes have made the file longer.)
                     append: flags & libc::O_APPEND != 0 && !from_cache,
                     cached: !direct,
+                    mapped: from_cache,
                 };
                 front.write(caller, ino, data, how, move |done| {
                     answer("write", ino, done, reply, |(), reply| reply.written(len));

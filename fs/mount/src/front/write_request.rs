@@ -15,4 +15,6 @@ pub(crate) struct WriteRequest {
     pub append: bool,
     /// The bytes are in the kernel's page cache.
     pub cached: bool,
+    /// They were stored there through a mapping, and are written back.
+    pub mapped: bool,
 }

@@ -76,10 +76,14 @@ impl Front {
         let front = self.clone();
         let done = move |written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
+            let is_refused = written.is_err() && how.cached && !how.mapped;
             if how.direct && written.is_ok() {
                 front.take_attributes_back(ino);
             }
             done(written.map(drop));
+            if is_refused {
+                front.take_bytes_back(ino, how.offset..how.offset.saturating_add(len));
+            }
             // After the answer: the caller sends its next bytes while these go to the device.
             front.fs.write_behind(ino);
             if let Some(last) = last.filter(|_| place != how.offset) {
@@ -170,6 +174,14 @@ impl Front {
                 Err(error) => done(Err(error)),
             },
         );
+    }
+
+    /// Makes the kernel forget bytes that it has in its pages and that a write was refused for: they
+    /// are no file's, but mappings show them. To be called after the answer, until which the kernel
+    /// keeps the pages locked.
+    fn take_bytes_back(self: &Arc<Self>, ino: u64, range: Range<u64>) {
+        let front = self.clone();
+        self.invalidations.run(move || front.invalidate(ino, vec![range], || None));
     }
 
     /// Makes the kernel forget attributes that are out of date with a direct write. It forgets them
