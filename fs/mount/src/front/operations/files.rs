@@ -176,9 +176,9 @@ impl Front {
         );
     }
 
-    /// Makes the kernel forget bytes that it has in its pages and that a write was refused for: they
-    /// are no file's, but mappings show them. To be called after the answer, until which the kernel
-    /// keeps the pages locked.
+    /// Makes the kernel forget the bytes of a refused write, which it has in its pages: they are no
+    /// file's, but mappings show them. To be called after the answer, until which the kernel keeps
+    /// the pages locked.
     fn take_bytes_back(self: &Arc<Self>, ino: u64, range: Range<u64>) {
         let front = self.clone();
         self.invalidations.run(move || front.invalidate(ino, vec![range], || None));
