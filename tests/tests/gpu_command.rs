@@ -97,6 +97,21 @@ fn what_cannot_be_is_said_before_anything_changes() {
 }
 
 #[test]
+fn bench_measures_gpu_memory() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let short = ["bench", "--memory", "gpu:0", "--length", "4M", "--sizes", "4K,1M", "--threads", "1,2", "--time", "0.01"];
+    let output = gpunvme("", &short, volume.root().as_path(), b"");
+    let run = json(&output);
+    assert!(output.status.success() && run["memory"].as_str().unwrap().contains("Software GPU"), "{run}");
+    let rows = run["results"].as_array().unwrap();
+    assert!(rows.len() == 8 && rows.iter().all(|row| row["route"] == "bounce" && row["gb_per_s"].as_f64() > Some(0.0)), "{run}");
+    let refused = gpunvme("gpus=0", &short, volume.root().as_path(), b"");
+    assert!(refused.status.code() == Some(1) && text(&refused).contains("CUDA sees no GPU"), "{}", text(&refused));
+    assert_eq!(fs::read_dir(volume.root()).unwrap().count(), 0);
+}
+
+#[test]
 fn doctor_proves_what_it_says() {
     needs_mount!();
     let volume = Mounted::new();

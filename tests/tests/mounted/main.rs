@@ -1,6 +1,7 @@
 //! A mounted volume, end to end, in one program: what waits for a device or a daemon leaves the
 //! processors to the others.
 
+mod bench;
 mod coherence;
 mod controllers;
 mod direct;

@@ -7,6 +7,7 @@ pub use gpunvme_cuda::Which;
 use gpunvme_programs::completions::{Completions, Printed};
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// Files of a gpunvme mount, by way of the device itself
 #[derive(Parser)]
@@ -41,8 +42,42 @@ pub struct Doctor {
     pub tree: Option<PathBuf>,
 }
 
+#[derive(clap::Args)]
+pub struct Bench {
+    /// A directory of a mount. A file without a name is written there, read and overwritten, and is
+    /// gone afterwards, however the command ends
+    pub dir: PathBuf,
+    /// The memory to read into and to write from: `host`, or `gpu:NUMBER` or `gpu:UUID`
+    #[arg(long, value_name = "MEMORY", default_value = "host", value_parser = memory_to_measure)]
+    pub memory: Memory,
+    /// The length of the file, in bytes (K, M, G and T count in powers of 1024)
+    #[arg(long, value_name = "BYTES", value_parser = size, default_value = "1G")]
+    pub length: u64,
+    /// Bytes of a request
+    #[arg(long, value_name = "BYTES,...", value_parser = size, value_delimiter = ',', default_value = "4K,64K,1M,16M")]
+    pub sizes: Vec<u64>,
+    /// Threads, each with one request in flight
+    #[arg(long, value_name = "NUMBER,...", value_parser = clap::value_parser!(u16).range(1..=1024), value_delimiter = ',',
+          default_value = "1,4,16")]
+    pub threads: Vec<u16>,
+    /// How long to measure each size with each number of threads, reading and writing
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
+    pub time: Duration,
+    /// Keep the figures in this file, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
+    /// Show what changed since a run whose figures were kept
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Plot bandwidth by size, as SVG
+    #[arg(long, value_name = "FILE")]
+    pub plot: Option<PathBuf>,
+}
+
 #[derive(Subcommand)]
 pub enum Command {
+    /// Measure reads and writes of a mount: bandwidth and latency, by size and number of threads
+    Bench(Bench),
     /// Tell which route this machine can take between SSD and GPU, and what would make it faster
     Doctor(Doctor),
     /// Bring a set of objects from a store, or a folder, into a folder of a mount
@@ -247,6 +282,19 @@ fn size(text: &str) -> Result<u64, String> {
         .ok_or_else(|| "is more than a file can hold".to_owned())
 }
 
+fn memory_to_measure(text: &str) -> Result<Memory, String> {
+    match text.parse()? {
+        Memory::Pci(_) => Err("the memory must be host, gpu:NUMBER or gpu:UUID".into()),
+        memory => Ok(memory),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let wrong = || "must be a number of seconds from 0.001 to 86400".to_owned();
+    let seconds: f64 = text.parse().map_err(|_| wrong())?;
+    if (0.001..=86400.0).contains(&seconds) { Ok(Duration::from_secs_f64(seconds)) } else { Err(wrong()) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -275,6 +323,15 @@ mod tests {
         for wrong in wrong.into_iter().chain(["pci:0000:02:00.0/2:", "pci:0000:02:00.0/2:1Q", "pci:./2", "pci:/2", "gpu"]) {
             assert!(wrong.parse::<Memory>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn times_are_bounded() {
+        assert_eq!([seconds("1"), seconds("0.25")], [Ok(Duration::from_secs(1)), Ok(Duration::from_millis(250))]);
+        for wrong in ["", "0", "-1", "NaN", "inf", "86401", "1s"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
+        assert!(memory_to_measure("pci:0000:02:00.0/2").is_err());
     }
 
     #[test]

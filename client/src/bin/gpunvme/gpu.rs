@@ -4,7 +4,7 @@
 use crate::meter::Meter;
 use crate::report::Failure;
 use gpunvme::gpu::{Segment, Transfers};
-use gpunvme::{File, Reason, Require, Route};
+use gpunvme::{Error, File, Mount, Reason, Require, Route, Transfer};
 use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Gpu, Stream, Which};
 use std::io::Read;
 
@@ -137,6 +137,63 @@ impl GpuBuffer {
             // SAFETY: the memory is this buffer's.
             at += meter.time(|| unsafe { self.transfers.requiring(require).write(file, &[segment]) })?;
         }
+    }
+}
+
+/// GPU memory for several threads.
+pub struct GpuParts {
+    gpu: Gpu,
+    memory: Memory,
+    transfers: Transfers,
+}
+
+/// The part of one thread.
+pub struct GpuPart<'a> {
+    transfers: &'a Transfers,
+    address: u64,
+    len: u64,
+}
+
+impl GpuParts {
+    /// `len` bytes of memory, which hold what `fill` makes.
+    pub fn new(mount: &Mount, which: Which, len: usize, mut fill: impl FnMut(&mut [u8])) -> Result<GpuParts, Failure> {
+        let gpu = find(which)?;
+        let memory = Memory::new(&gpu, len)?;
+        let mut bytes = vec![0; STEP.min(len)];
+        for at in (0..len).step_by(STEP) {
+            fill(&mut bytes);
+            memory.put(at, &bytes[..STEP.min(len - at)])?;
+        }
+        Ok(GpuParts { gpu, memory, transfers: Transfers::new(mount)? })
+    }
+
+    /// Its GPU, for people.
+    pub fn name(&self) -> String {
+        self.gpu.to_string()
+    }
+
+    /// The memory, cut into parts of `len` bytes.
+    pub fn split(&mut self, len: u64) -> impl Iterator<Item = GpuPart<'_>> {
+        let (transfers, address) = (&self.transfers, self.memory.address());
+        (0..self.memory.len() as u64 / len).map(move |at| GpuPart { transfers, address: address + at * len, len })
+    }
+}
+
+impl GpuPart<'_> {
+    /// Reads the file from an offset on, as much as the part holds.
+    pub fn read(&mut self, file: &File, file_offset: u64) -> Result<Transfer, Error> {
+        // SAFETY: the part is borrowed mutably, and overlaps no other.
+        unsafe { self.transfers.read(file, &[self.segment(file_offset)]) }
+    }
+
+    /// Writes all of the part to the file, from an offset on.
+    pub fn write(&mut self, file: &File, file_offset: u64) -> Result<Transfer, Error> {
+        // SAFETY: as above.
+        unsafe { self.transfers.write(file, &[self.segment(file_offset)]) }
+    }
+
+    fn segment(&self, file_offset: u64) -> Segment {
+        Segment { file_offset, address: self.address, len: self.len }
     }
 }
 

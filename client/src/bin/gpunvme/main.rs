@@ -2,6 +2,7 @@
 //! the controller under it.
 
 mod args;
+mod bench;
 mod describe;
 mod device;
 mod doctor;
@@ -15,6 +16,7 @@ mod probe;
 mod read;
 mod report;
 mod run;
+mod scratch;
 mod stage;
 mod stats;
 mod sync;
@@ -29,6 +31,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let args = Args::parse();
     let result = match &args.command {
+        Command::Bench(bench) => bench::run(bench),
         Command::Doctor(doctor) => doctor::run(doctor),
         Command::Hydrate(stage) => stage::run("hydrate", stage, args.json),
         Command::Info { mount } => describe::info(mount),

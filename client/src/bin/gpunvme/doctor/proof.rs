@@ -3,6 +3,7 @@
 
 use crate::gpu::Memory;
 use crate::report::Failure;
+use crate::scratch;
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Moved, Reason, Require, Route};
 use gpunvme_cuda::{CudaError, Gpu};
@@ -10,7 +11,7 @@ use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 use std::hash::{BuildHasher, RandomState};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Bytes that go each way, if the volume has room for twice that and the GPU for that; and the
@@ -62,11 +63,8 @@ impl Ground {
                 other => break other?,
             }
         };
-        let path = directory.join(format!(".gpunvme-doctor-{}", std::process::id()));
-        let failed = |error| Failure(format!("{}: {error}", path.display()));
-        let ordinary = std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(&path).map_err(failed)?;
-        std::fs::remove_file(&path).map_err(failed)?;
-        let file = File::of(ordinary.try_clone().map_err(failed)?, PathBuf::from(directory))?;
+        let ordinary = scratch::file(directory)?;
+        let file = File::of(ordinary.try_clone()?, directory)?;
         Ok(Ground { file, ordinary, memory, transfers: Transfers::new(&mount)?, salt: RandomState::new().hash_one(()) })
     }
 
