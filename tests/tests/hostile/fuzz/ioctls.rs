@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use gpunvme_abi::ring::{Attach, Detach};
-use gpunvme_abi::{Command, Register, Resolve, Segment, Transfer, Unregister};
+use gpunvme_abi::{self as abi, Command, Metrics, Register, Resolve, Segment, Transfer, Unregister};
 use gpunvme_tests::attack::Attacker;
 use gpunvme_tests::direct::{Buffer, call_plain, memfd};
 use gpunvme_tests::random::Random;
@@ -66,7 +66,7 @@ impl Ioctls {
         if self.steps.is_multiple_of(64) {
             self.own.set_len(random.below(2) * MIB).unwrap();
         }
-        match random.below(20) {
+        match random.below(21) {
             0..4 => self.anything(random),
             4 => self.elsewhere(random),
             5..8 => self.register(random),
@@ -79,6 +79,7 @@ impl Ioctls {
             16 => self.resolve(random),
             17 => self.files_of_rings(random),
             18 => self.punch(random),
+            19 => self.whole_volume(random),
             _ => {
                 let bytes = vec![1; random.below(9000) as usize];
                 let _ = rustix::io::pwrite(self.file(random), &bytes, random.below(MIB));
@@ -213,6 +214,18 @@ impl Ioctls {
         let (descriptor, grant) = self.claim(random, &of);
         let _ = call_plain(&of, Command::Attach, &mut Attach { ring, descriptor, grant, ..Attach::default() });
         let _ = call_plain(self.file(random), Command::Detach, &mut Detach { ring, file, ..Detach::default() });
+    }
+
+    /// What is asked about, or of, the volume as a whole.
+    fn whole_volume(&mut self, random: &mut Random) {
+        let entries = random.below(64);
+        let capacity = if random.below(4) == 0 { number(random) as u32 } else { entries as u32 };
+        let mut bytes = Metrics { capacity, ..Metrics::default() }.as_bytes().to_vec();
+        bytes.resize(bytes.len() + entries as usize * Command::Metrics.entry_size(), 0);
+        let file = self.file(random).try_clone().unwrap();
+        let _ = sys::ioctl(file.as_fd(), Command::Metrics.request(entries as usize), &mut bytes);
+        let reserved = if random.below(4) == 0 { number(random) } else { 0 };
+        let _ = call_plain(self.file(random), Command::Sync, &mut abi::Sync { reserved, ..abi::Sync::default() });
     }
 
     /// Takes pages out of registered memory, or out of the file.
