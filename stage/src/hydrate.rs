@@ -126,7 +126,8 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     if needed > free.saturating_add(taken) {
         return Err(Error::Space { needed, free });
     }
-    let pool = Pool::new(folder.mount.clone(), what.memory, what.concurrency);
+    let largest = objects.iter().map(|object| object.size).max().unwrap_or(0);
+    let pool = Pool::new(folder.mount.clone(), what.memory, what.concurrency, largest);
     let run = Arc::new(Run {
         source: what.source,
         folder,

@@ -39,16 +39,18 @@ pub struct Lease {
     _permit: OwnedSemaphorePermit,
 }
 
-/// Bytes of a part where `count` buffers share `memory` bytes.
-fn part(memory: u64, count: usize) -> u64 {
-    let part = (memory / count as u64).clamp(PARTS.0, PARTS.1);
-    part - part % PARTS.0
+/// Bytes of a part where `count` buffers share `memory` bytes, and nothing is longer than
+/// `largest`.
+fn part(memory: u64, count: usize, largest: u64) -> u64 {
+    let most = (memory / count as u64).clamp(PARTS.0, PARTS.1);
+    (most - most % PARTS.0).min(largest.max(1).next_multiple_of(PARTS.0))
 }
 
 impl Pool {
-    /// At most `count` buffers in `memory` bytes, registered with `mount` where there is one.
-    pub fn new(mount: Option<Mount>, memory: u64, count: usize) -> Arc<Pool> {
-        let part = part(memory, count);
+    /// At most `count` buffers in `memory` bytes, for objects of at most `largest` bytes or their
+    /// parts; registered with `mount` where there is one.
+    pub fn new(mount: Option<Mount>, memory: u64, count: usize, largest: u64) -> Arc<Pool> {
+        let part = part(memory, count, largest);
         let count = count.min((memory / part).max(1) as usize);
         Arc::new(Pool { mount, free: Mutex::default(), permits: Arc::new(Semaphore::new(count)), part })
     }
@@ -193,13 +195,15 @@ mod tests {
 
     #[test]
     fn parts_share_the_memory() {
-        assert_eq!((part(256 << 20, 16), part(256 << 20, 64), part(1 << 40, 16)), (16 << 20, 4 << 20, 16 << 20));
-        assert_eq!((part(1 << 20, 7), part(1, 1)), (128 << 10, 64 << 10));
+        let all = u64::MAX / 2;
+        assert_eq!((part(256 << 20, 16, all), part(256 << 20, 64, all), part(1 << 40, 16, all)), (16 << 20, 4 << 20, 16 << 20));
+        assert_eq!((part(1 << 20, 7, all), part(1, 1, all)), (128 << 10, 64 << 10));
+        assert_eq!((part(256 << 20, 16, 100_000), part(256 << 20, 16, 0)), (128 << 10, 64 << 10));
     }
 
     #[tokio::test]
     async fn there_are_never_more_than_the_memory_holds() {
-        let pool = Pool::new(None, 4 << 20, 64);
+        let pool = Pool::new(None, 4 << 20, 64, 1 << 30);
         let mut leases = Vec::new();
         while pool.permits.available_permits() > 0 {
             leases.push(pool.lease().await.unwrap());

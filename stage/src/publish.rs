@@ -101,7 +101,8 @@ pub async fn publish(what: Publication) -> Result<Done> {
             Err(source) => return Err(Error::Store { name: SET_MANIFEST.into(), source }),
         }
         let buffers = what.concurrency.min((what.memory / LEAST_PART).max(1) as usize);
-        let pool = Pool::new(folder.mount.clone(), what.memory, buffers);
+        let largest = missing.iter().map(|file| file.state.size).max().unwrap_or(0);
+        let pool = Pool::new(folder.mount.clone(), what.memory, buffers, largest);
         let run = Arc::new(Run {
             folder,
             destination: what.destination.clone(),

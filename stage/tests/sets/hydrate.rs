@@ -227,7 +227,7 @@ fn what_has_no_room_is_refused_before_anything_is_fetched() {
     assert_eq!(files(&volume.path("set")).len(), 0);
 }
 
-/// GPUNVME_STAGE_KILLS has more of them, for a campaign.
+/// `scripts/campaign stage` has more of them (GPUNVME_STAGE_KILLS).
 #[test]
 fn a_name_is_a_whole_file_whenever_the_program_is_killed() {
     needs_mount!();
