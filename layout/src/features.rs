@@ -15,11 +15,16 @@ pub const COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 /// Features that let a program read, but not write, where it does not know them.
 pub const READ_ONLY_COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 /// Features for which a program refuses the volume where it does not know them.
-pub const INCOMPATIBLE: FeatureSet =
-    FeatureSet { known: SEVERAL_DEVICES, names: &["data checksums", "shared extents", "inline data", "several devices"] };
+pub const INCOMPATIBLE: FeatureSet = FeatureSet {
+    known: SEVERAL_DEVICES | CHANGED_UUID,
+    names: &["data checksums", "shared extents", "inline data", "several devices", "changed UUID"],
+};
 
 /// The incompatible feature of member superblocks ([`crate::member`]).
 pub const SEVERAL_DEVICES: u64 = 1 << 3;
+/// The incompatible feature of a superblock, of a volume or a member, that holds another UUID than
+/// the headers of the volume's blocks ([`crate::superblock`]).
+pub const CHANGED_UUID: u64 = 1 << 4;
 
 impl FeatureSet {
     /// The bits of `bits` that this program does not know.

@@ -26,11 +26,12 @@
 //! | 280 | 8 | first block of the volume that the set holds: 0 |
 //! | 288 | 8 | generation |
 //! | 296 | 16 | stamp |
+//! | 312 | 16 | changed UUID, as in a superblock |
 
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
 use crate::features::{INCOMPATIBLE, SEVERAL_DEVICES};
 use crate::geometry::{SUPERBLOCK, TOTAL_BLOCKS_MAX};
-use crate::superblock::{LABEL_MAX, VERSION, head, label, recognize};
+use crate::superblock::{LABEL_MAX, Names, VERSION, head, names, recognize};
 use crate::{Block, Corrupt, le};
 
 /// The most members of a volume.
@@ -108,10 +109,10 @@ pub struct Generation {
 /// What a member says of itself, in one of its two superblocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// UUID of the volume.
+    /// UUID that mkfs gave the volume.
     pub volume: Uuid,
-    /// Label of the volume.
-    pub label: String,
+    /// What people call the volume by.
+    pub names: Names,
     /// UUID of the member.
     pub uuid: Uuid,
     /// Its index, from 0.
@@ -125,6 +126,11 @@ pub struct Member {
 }
 
 impl Member {
+    /// UUID of the volume, as people know it.
+    pub fn volume_uuid(&self) -> Uuid {
+        self.names.changed_uuid.unwrap_or(self.volume)
+    }
+
     /// Addresses of the two superblocks of a member: first and last block.
     pub fn addresses(&self) -> [u64; 2] {
         [SUPERBLOCK, self.blocks - 1]
@@ -132,10 +138,11 @@ impl Member {
 
     /// The stored form of the copy at `address`, sealed.
     pub fn encode(&self, address: u64) -> Block {
-        let mut block = head(address, &self.volume, &self.label);
+        let mut block = head(address, &self.volume, &self.names);
         let Striping { members, unit, data, data_blocks } = self.striping;
         let bytes = block.bytes_mut();
-        le::put_u64(bytes, AT_INCOMPAT, SEVERAL_DEVICES);
+        let features = le::get_u64(bytes, AT_INCOMPAT);
+        le::put_u64(bytes, AT_INCOMPAT, features | SEVERAL_DEVICES);
         le::put_u64(bytes, AT_TOTAL, self.striping.total_blocks());
         bytes[AT_MEMBER_UUID..AT_MEMBER_UUID + 16].copy_from_slice(&self.uuid);
         le::put_u16(bytes, AT_INDEX, self.index);
@@ -212,7 +219,7 @@ impl Member {
         }
         Ok(Some(Member {
             volume: block.uuid(),
-            label: label(block),
+            names: names(block),
             uuid: bytes[AT_MEMBER_UUID..AT_MEMBER_UUID + 16].try_into().expect("sixteen bytes"),
             index,
             striping,
@@ -237,7 +244,7 @@ mod tests {
     fn member() -> Member {
         Member {
             volume: [9; 16],
-            label: "data".into(),
+            names: Names { label: "data".into(), changed_uuid: None },
             uuid: [7; 16],
             index: 2,
             striping: Striping::new(&[BLOCKS, BLOCKS + 100, BLOCKS + 1], 64).unwrap(),
@@ -265,7 +272,7 @@ mod tests {
     #[test]
     fn every_field_is_at_its_offset() {
         let member = Member {
-            label: "L".repeat(LABEL_MAX),
+            names: Names { label: "L".repeat(LABEL_MAX), changed_uuid: Some([0x33; 16]) },
             index: 0x0001,
             striping: Striping { members: 0x0010, unit: 0x0400, data: 0x0203, data_blocks: 0x1000_0000 },
             blocks: 0x5555_5555_5555,
@@ -277,7 +284,7 @@ mod tests {
         expected[..64].copy_from_slice(&block.bytes()[..64]); // the header, which `block` tests
         expected[64..80].copy_from_slice(b"gpunvme volume\x1a\n");
         expected[80] = 1;
-        expected[104] = 0b1000;
+        expected[104] = 0b1_1000;
         expected[116] = 1;
         expected[160..224].fill(b'L');
         expected[224..240].fill(7);
@@ -290,6 +297,7 @@ mod tests {
         expected[275] = 0x10;
         expected[288..296].fill(0x66);
         expected[296..312].fill(0x77);
+        expected[312..328].fill(0x33);
         let differs = (0..BLOCK_SIZE).find(|&at| block.bytes()[at] != expected[at]);
         assert_eq!(differs, None, "the byte at this offset");
         assert_eq!(Member::decode(&block, 0, u64::MAX), Ok(Some(member)));

@@ -1,6 +1,9 @@
 //! The superblock: identity, size and features of a volume. mkfs writes it in three copies; a
 //! mount does not change it.
 //!
+//! The UUID that mkfs gave stays in the header of every metadata block. Where the volume was given
+//! another one later, that is a field of the superblock, and a feature tells so.
+//!
 //! | offset | size | field |
 //! | --- | --- | --- |
 //! | 0 | 64 | block header |
@@ -16,11 +19,12 @@
 //! | 144 | 12 | time of creation: seconds (8), nanoseconds (4) |
 //! | 156 | 4 | reserved, zero |
 //! | 160 | 64 | label, UTF-8, padded with zeros |
+//! | 312 | 16 | changed UUID, where that feature is set |
 //!
 //! The features themselves are in [`crate::features`].
 
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
-use crate::features::{INCOMPATIBLE, READ_ONLY_COMPATIBLE, SEVERAL_DEVICES};
+use crate::features::{CHANGED_UUID, INCOMPATIBLE, READ_ONLY_COMPATIBLE, SEVERAL_DEVICES};
 use crate::geometry::SUPERBLOCK;
 use crate::{Block, Corrupt, Geometry, Timestamp, le};
 
@@ -39,14 +43,24 @@ const AT_JOURNAL: usize = 120;
 const AT_HASH_KEY: usize = 128;
 const AT_CREATED: usize = 144;
 const AT_LABEL: usize = 160;
+const AT_CHANGED_UUID: usize = 312;
+
+/// What people call a volume by; it can be changed after mkfs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Names {
+    /// Label, at most [`LABEL_MAX`] bytes, empty where there is none.
+    pub label: String,
+    /// UUID instead of the one that mkfs gave.
+    pub changed_uuid: Option<Uuid>,
+}
 
 /// What a volume is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// UUID of the filesystem; in the header of every metadata block.
+    /// UUID that mkfs gave; in the header of every metadata block.
     pub uuid: Uuid,
-    /// Label, at most [`LABEL_MAX`] bytes.
-    pub label: String,
+    /// What people call it by.
+    pub names: Names,
     /// Size of the volume in blocks.
     pub total_blocks: u64,
     /// Length of the journal in blocks.
@@ -79,7 +93,7 @@ impl Superblock {
 
     /// The stored form of the copy at `address`, sealed.
     pub fn encode(&self, address: u64) -> Block {
-        let mut block = head(address, &self.uuid, &self.label);
+        let mut block = head(address, &self.uuid, &self.names);
         let bytes = block.bytes_mut();
         le::put_u64(bytes, AT_TOTAL, self.total_blocks);
         le::put_u64(bytes, AT_JOURNAL, self.journal_blocks);
@@ -87,6 +101,19 @@ impl Superblock {
         le::put_u64(bytes, AT_CREATED, self.created.seconds as u64);
         le::put_u32(bytes, AT_CREATED + 8, self.created.nanoseconds);
         block.seal(0);
+        block
+    }
+
+    /// UUID of the volume, as people know it.
+    pub fn volume_uuid(&self) -> Uuid {
+        self.names.changed_uuid.unwrap_or(self.uuid)
+    }
+
+    /// A superblock, intact and of a known version, with other names, sealed for the same address.
+    pub fn renamed(block: &Block, names: &Names) -> Block {
+        let mut block = block.clone();
+        put_names(&mut block, names);
+        block.seal(block.sequence());
         block
     }
 
@@ -103,8 +130,12 @@ impl Superblock {
 
     /// The identity of the volume that `block`, read from `address`, is an intact superblock of.
     pub fn identify(block: &Block, address: u64) -> Option<Identity> {
-        let intact = Self::is_intact(block, address);
-        intact.then(|| Identity { uuid: block.uuid(), label: label(block), version: le::get_u32(block.bytes(), AT_VERSION) })
+        let identity = || {
+            let Names { label, changed_uuid } = names(block);
+            let uuid = changed_uuid.unwrap_or_else(|| block.uuid());
+            Identity { uuid, label, version: le::get_u32(block.bytes(), AT_VERSION) }
+        };
+        Self::is_intact(block, address).then(identity)
     }
 
     /// Reads the copy at `address`. `device_blocks`: size of the device that it was read from.
@@ -146,7 +177,7 @@ impl Superblock {
         }
         Ok(Superblock {
             uuid: block.uuid(),
-            label: label(block),
+            names: names(block),
             total_blocks,
             journal_blocks,
             hash_key: bytes[AT_HASH_KEY..AT_HASH_KEY + 16].try_into().expect("sixteen bytes"),
@@ -163,14 +194,24 @@ impl Superblock {
 }
 
 /// A superblock with what those of volumes and of members have in common, not sealed yet.
-pub(crate) fn head(address: u64, uuid: &Uuid, label: &str) -> Block {
+pub(crate) fn head(address: u64, uuid: &Uuid, names: &Names) -> Block {
     let mut block = Block::new(BlockKind::Superblock, address, uuid);
     let bytes = block.bytes_mut();
     bytes[AT_SIGNATURE..AT_SIGNATURE + 16].copy_from_slice(SIGNATURE);
     le::put_u32(bytes, AT_VERSION, VERSION);
-    assert!(label.len() <= LABEL_MAX);
-    bytes[AT_LABEL..AT_LABEL + label.len()].copy_from_slice(label.as_bytes());
+    put_names(&mut block, names);
     block
+}
+
+fn put_names(block: &mut Block, names: &Names) {
+    let Names { label, changed_uuid } = names;
+    assert!(label.len() <= LABEL_MAX);
+    let bytes = block.bytes_mut();
+    bytes[AT_LABEL..AT_LABEL + LABEL_MAX].fill(0);
+    bytes[AT_LABEL..AT_LABEL + label.len()].copy_from_slice(label.as_bytes());
+    let others = le::get_u64(bytes, AT_INCOMPAT) & !CHANGED_UUID;
+    le::put_u64(bytes, AT_INCOMPAT, others | if changed_uuid.is_some() { CHANGED_UUID } else { 0 });
+    bytes[AT_CHANGED_UUID..AT_CHANGED_UUID + 16].copy_from_slice(&changed_uuid.unwrap_or_default());
 }
 
 /// Whether the bytes look like a superblock of a volume or a member, intact or not.
@@ -178,9 +219,17 @@ pub(crate) fn recognize(bytes: &[u8; BLOCK_SIZE]) -> bool {
     bytes[AT_SIGNATURE..AT_SIGNATURE + 16] == *SIGNATURE
 }
 
-pub(crate) fn label(block: &Block) -> String {
-    let label = &block.bytes()[AT_LABEL..AT_LABEL + LABEL_MAX];
-    String::from_utf8_lossy(label.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned()
+pub(crate) fn names(block: &Block) -> Names {
+    let bytes = block.bytes();
+    let label = bytes[AT_LABEL..AT_LABEL + LABEL_MAX].split(|byte| *byte == 0).next().unwrap_or_default();
+    let changed = le::get_u64(bytes, AT_INCOMPAT) & CHANGED_UUID != 0;
+    // What is no UTF-8 becomes longer.
+    let mut label = String::from_utf8_lossy(label).into_owned();
+    label.truncate((0..=LABEL_MAX).rev().find(|at| label.is_char_boundary(*at)).unwrap_or(0));
+    Names {
+        label,
+        changed_uuid: changed.then(|| bytes[AT_CHANGED_UUID..AT_CHANGED_UUID + 16].try_into().expect("sixteen bytes")),
+    }
 }
 
 #[cfg(test)]
@@ -190,7 +239,7 @@ mod tests {
     fn superblock() -> Superblock {
         Superblock {
             uuid: [9; 16],
-            label: "data".into(),
+            names: Names { label: "data".into(), changed_uuid: None },
             total_blocks: 1 << 20,
             journal_blocks: 4096,
             hash_key: [4; 16],
@@ -224,7 +273,7 @@ mod tests {
     fn every_field_is_at_its_offset() {
         let superblock = Superblock {
             uuid: [0x11; 16],
-            label: "L".repeat(LABEL_MAX),
+            names: Names { label: "L".repeat(LABEL_MAX), changed_uuid: Some([0x77; 16]) },
             total_blocks: 0x2222_2222,
             journal_blocks: 0x33_3333,
             hash_key: [0x44; 16],
@@ -236,14 +285,38 @@ mod tests {
         expected[..64].copy_from_slice(&block.bytes()[..64]); // the header, which `block` tests
         expected[64..80].copy_from_slice(b"gpunvme volume\x1a\n");
         expected[80] = 1;
+        expected[104] = 0b1_0000;
         expected[112..116].fill(0x22);
         expected[120..123].fill(0x33);
         expected[128..144].fill(0x44);
         expected[144..152].fill(0x55);
         expected[152..156].fill(0x66);
         expected[160..224].fill(b'L');
+        expected[312..328].fill(0x77);
         let differs = (0..BLOCK_SIZE).find(|&at| block.bytes()[at] != expected[at]);
         assert_eq!(differs, None, "the byte at this offset");
+    }
+
+    #[test]
+    fn other_names_change_nothing_else() {
+        let stored = changed(|bytes| bytes[88..96].fill(0xff)); // features that this program ignores
+        for (label, changed_uuid) in [("x", None), ("", Some([5; 16])), ("data", Some([5; 16]))] {
+            let names = Names { label: label.into(), changed_uuid };
+            let renamed = Superblock::renamed(&stored, &names);
+            let expected = Superblock { names: names.clone(), ..superblock() };
+            assert_eq!(Superblock::decode(&renamed, 0, 1 << 20), Ok(expected.clone()));
+            assert_eq!(Superblock::identify(&renamed, 0).unwrap().uuid, expected.volume_uuid());
+            assert_eq!(Superblock::renamed(&renamed, &superblock().names), stored, "and back");
+        }
+    }
+
+    #[test]
+    fn a_label_that_is_no_text_can_be_written_again() {
+        let block = changed(|bytes| bytes[AT_LABEL..AT_LABEL + LABEL_MAX].fill(0xff));
+        let label = Superblock::decode(&block, 0, 1 << 20).unwrap().names.label;
+        assert_eq!(label, "\u{fffd}".repeat(LABEL_MAX / 3));
+        let again = Superblock::renamed(&block, &Names { label: label.clone(), changed_uuid: None });
+        assert_eq!(names(&again).label, label);
     }
 
     #[test]

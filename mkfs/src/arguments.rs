@@ -3,8 +3,8 @@
 use clap::Parser;
 use gpunvme_layout::BLOCK_SIZE;
 use gpunvme_layout::member::{MEMBERS_MAX, UNIT_RANGE};
-use gpunvme_layout::superblock::LABEL_MAX;
 use gpunvme_programs::completions::{Completions, Printed};
+use gpunvme_programs::names::label;
 use uuid::Uuid;
 
 /// Formats a device as a gpunvme volume, or several as one. Everything on them is lost.
@@ -54,19 +54,10 @@ fn unit(text: &str) -> Result<u32, String> {
     blocks.filter(fits).ok_or_else(|| "a unit is 64K, 128K, 256K and so on, up to 16M".to_owned())
 }
 
-fn label(text: &str) -> Result<String, String> {
-    if text.len() > LABEL_MAX {
-        Err(format!("{} bytes are too long: at most {LABEL_MAX} fit", text.len()))
-    } else if text.chars().any(char::is_control) {
-        Err("control characters would garble every listing".to_owned())
-    } else {
-        Ok(text.to_owned())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use gpunvme_layout::member::UNIT_DEFAULT;
+    use gpunvme_layout::superblock::LABEL_MAX;
 
     use super::*;
 

@@ -70,8 +70,8 @@ fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> 
     if let Some(superblock) = gpunvme_engine::probe(device)? {
         return Ok(Some(Contents {
             what: "a gpunvme volume".to_owned(),
-            label: Some(superblock.label).filter(|label| !label.is_empty()),
-            uuid: Some(Uuid::from_bytes(superblock.uuid).to_string()),
+            uuid: Some(Uuid::from_bytes(superblock.volume_uuid()).to_string()),
+            label: Some(superblock.names.label).filter(|label| !label.is_empty()),
         }));
     }
     let mut bytes = [0; BLOCK_SIZE];

@@ -309,8 +309,8 @@ impl Report {
         };
         Report {
             device: device.to_owned(),
-            label: superblock.label.clone(),
-            uuid: Uuid::from_bytes(superblock.uuid),
+            label: superblock.names.label.clone(),
+            uuid: Uuid::from_bytes(superblock.volume_uuid()),
             inodes: usage.inodes,
             blocks: usage.blocks,
             free_blocks: usage.free,

@@ -24,6 +24,7 @@ use clap::Parser;
 use gpunvme_blockdev::{BlockDevice, OpenMode, path_of, split_names};
 use gpunvme_engine::FormatOptions;
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
+use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{BLOCK_SIZE, Geometry, Member, Striping, Timestamp};
 use gpunvme_programs::claim::{claim, reason};
 use gpunvme_programs::members;
@@ -128,7 +129,7 @@ pub fn make(arguments: &Arguments) -> Result<Report, Refusal> {
 fn make_members(devices: &[Arc<dyn BlockDevice>], striping: Striping, options: &FormatOptions) -> Result<(), String> {
     let member = Member {
         volume: options.uuid,
-        label: options.label.clone(),
+        names: Names { label: options.label.clone(), changed_uuid: None },
         uuid: [0; 16],
         index: 0,
         striping,

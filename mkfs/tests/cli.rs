@@ -61,7 +61,7 @@ fn what_was_asked_for_is_what_was_made() {
     let text = stdout(&image.mkfs(&["-L", "my data", "-U", uuid]));
     assert!(text.contains("my data") && text.contains(uuid) && text.contains("64 MiB"), "{text}");
     let superblock = image.superblock().unwrap();
-    assert_eq!(superblock.label, "my data");
+    assert_eq!(superblock.names.label, "my data");
     assert_eq!(uuid::Uuid::from_bytes(superblock.uuid).to_string(), uuid);
     assert_eq!(superblock.total_blocks, 64 * MIB / 4096);
 }
@@ -88,7 +88,7 @@ fn a_volume_is_not_formatted_twice_by_accident() {
     assert!(why.contains("--force"), "{why}");
     assert_eq!(image.superblock(), before);
     stdout(&image.mkfs(&["--force", "-L", "new"]));
-    assert_eq!(image.superblock().unwrap().label, "new");
+    assert_eq!(image.superblock().unwrap().names.label, "new");
 }
 
 #[test]

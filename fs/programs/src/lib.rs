@@ -1,6 +1,6 @@
 //! Shared parts of the programs of gpunvme: claiming a device ([`claim`]), volumes of several
-//! devices ([`members`]), the mount table ([`mounts`]), the terminal ([`terminal`]), and what
-//! shells complete ([`completions`]).
+//! devices ([`members`]), label and UUID ([`names`]), the mount table ([`mounts`]), the terminal
+//! ([`terminal`]), and what shells complete ([`completions`]).
 #![deny(unsafe_code)]
 
 mod below;
@@ -8,4 +8,5 @@ pub mod claim;
 pub mod completions;
 pub mod members;
 pub mod mounts;
+pub mod names;
 pub mod terminal;

@@ -29,5 +29,6 @@ mod storm;
 mod stripes;
 mod sync;
 mod transport;
+mod tune;
 mod unseen_writes;
 mod users;

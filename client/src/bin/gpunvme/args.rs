@@ -124,6 +124,8 @@ pub enum Command {
         #[arg(required = true, value_name = "MOUNT")]
         mounts: Vec<PathBuf>,
     },
+    /// Change the label or the UUID of a volume that is not mounted
+    Tune(crate::tune::Tune),
     /// Have the kernel read files into its page cache
     Warm(Cached),
 }

@@ -20,6 +20,7 @@ mod scratch;
 mod stage;
 mod stats;
 mod sync;
+mod tune;
 mod write;
 
 use args::{Args, Command};
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
         Command::Stage(stage) => stage::run("stage", stage, args.json),
         Command::Read(read) => read::run(read),
         Command::Run(run) => run::run(run),
+        Command::Tune(tune) => tune::run(tune),
         Command::Warm(cached) => page_cache::warm(&cached.paths),
         Command::Write(write) => write::run(write),
     };

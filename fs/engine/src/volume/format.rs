@@ -8,6 +8,7 @@ use gpunvme_layout::geometry::{CHUNK_BLOCKS, DESCRIPTORS_PER_BLOCK, TOTAL_BLOCKS
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::item::FileType;
 use gpunvme_layout::key::INO_ROOT;
+use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Anchor, Block, BlockKind, Geometry, Inode, Key, State, Superblock, Timestamp, node};
 
 use super::io::{read_blocks, read_superblock};
@@ -59,7 +60,7 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
     }
     let superblock = Superblock {
         uuid: options.uuid,
-        label: options.label.clone(),
+        names: Names { label: options.label.clone(), changed_uuid: None },
         total_blocks,
         journal_blocks: Geometry::default_journal_blocks(total_blocks),
         hash_key: options.hash_key,

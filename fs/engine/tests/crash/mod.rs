@@ -17,10 +17,12 @@ use crate::common::{ROOT, Random, assert_sound, make, open};
 use gpunvme_blockdev::{BlockDevice, OpenMode};
 use gpunvme_blockdev_testing::{Event, Image, Log, MemoryDevice, Recorder};
 use gpunvme_engine::volume::{Context, NewNode};
+use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{BLOCK_SIZE, Member, Striping, Timestamp};
 use gpunvme_programs::members;
 
 mod history;
+mod names;
 mod view;
 mod world;
 
@@ -98,7 +100,7 @@ fn fresh(members: u64) -> Image {
     let striping = Striping::new(&vec![blocks; members as usize], UNIT).expect("they are large enough");
     make(&members::stripe(devices.clone(), &striping).expect("a stripe"));
     let generation = members::generation(1).expect("random numbers");
-    let member = Member { volume: [7; 16], label: String::new(), uuid: [0; 16], index: 0, striping, blocks, generation };
+    let member = Member { volume: [7; 16], names: Names::default(), uuid: [0; 16], index: 0, striping, blocks, generation };
     members::format(&devices, &member, &vec![[1; 16]; members as usize]).expect("nothing fails");
     recorder.snapshot()
 }

@@ -78,7 +78,16 @@ impl Copies {
         Ok(last.map(|last| Copies { first: None, last: Some(last) }))
     }
 
-    /// One of them: they differ in nothing but the generation.
+    /// Whether both belong to one volume. A change of its UUID that was cut short is in one of the
+    /// two superblocks of some members, so that one in common is enough.
+    pub fn is_of_volume_of(&self, other: &Copies) -> bool {
+        let ids =
+            |copies: &Copies| [&copies.first, &copies.last].map(|member| member.as_ref().map(|m| (m.volume, m.volume_uuid())));
+        let others = ids(other);
+        ids(self).into_iter().flatten().any(|id| others.contains(&Some(id)))
+    }
+
+    /// One of them: they differ in nothing but the generation, and names that it may have changed.
     pub fn any(&self) -> &Member {
         self.first.as_ref().or(self.last.as_ref()).expect("one of them was found")
     }

@@ -17,10 +17,13 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, OpenMode, StripeDevice, StripeMap, split_names};
 use gpunvme_layout::member::Generation;
-use gpunvme_layout::{Geometry, Member, Striping};
+use gpunvme_layout::superblock::Names;
+use gpunvme_layout::{Geometry, Member, Striping, Superblock};
 
 use crate::claim::{ClaimError, claim};
+use crate::names::Superblocks;
 use copies::Copies;
+use set::Set;
 
 /// Claims the volume that `device` names, and opens it. Where it is a member of a volume of several
 /// devices, the others are found, or are those in `others`; what comes back is all of them as one
@@ -29,23 +32,84 @@ use copies::Copies;
 /// # Errors
 /// A device cannot be claimed or read; a member is missing, foreign, stale or there twice.
 pub fn open(device: &str, others: &[String], mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
+    match claim_all(device, others, mode)? {
+        Claimed::Whole(device) => Ok(device),
+        Claimed::Members(members) => assemble(members, mode).map_err(ClaimError::Device),
+    }
+}
+
+/// Claims the volume that `device` names, alone or with `others` as [`open`] does, and gives it the
+/// names that `change` makes of its superblock. A power cut at any point leaves the old names or
+/// the new ones. Returns the superblock before and after.
+///
+/// # Errors
+/// As [`open`]; and there is no volume, or one that this program cannot write. Where a device
+/// failed, the volume may have the new names.
+pub fn rename(device: &str, others: &[String], change: impl FnOnce(&Superblock) -> Names) -> Result<[Superblock; 2], ClaimError> {
+    let mode = OpenMode::ReadWrite;
+    let renamed = match claim_all(device, others, mode)? {
+        Claimed::Whole(device) => rename_whole(&device, change),
+        Claimed::Members(members) => rename_members(members, change),
+    };
+    renamed.map_err(ClaimError::Device)
+}
+
+/// Gives a volume that is open for the caller alone, on one device, other names: as [`rename`].
+///
+/// # Errors
+/// A text: there is no volume, or one that this program cannot write, or the device failed.
+pub fn rename_whole(device: &Arc<dyn BlockDevice>, change: impl FnOnce(&Superblock) -> Names) -> Result<[Superblock; 2], String> {
+    let mut superblocks = Superblocks::read(device)?;
+    let before = superblocks.superblock().clone();
+    superblocks.rename(&change(&before))?;
+    Ok([before, superblocks.superblock().clone()])
+}
+
+/// The same for a volume of several devices. Its names count as the members have them; the next
+/// opening for writing finishes a change of which no more was written ([`assemble`]).
+///
+/// # Errors
+/// As [`rename_whole`] and [`assemble`].
+pub fn rename_members(
+    devices: Vec<(String, Arc<dyn BlockDevice>)>,
+    change: impl FnOnce(&Superblock) -> Names,
+) -> Result<[Superblock; 2], String> {
+    let set = judged(devices)?;
+    let volume = stripe(set.devices(), &set.striping())?;
+    let mut superblocks = Superblocks::read(&volume)?;
+    let before = Superblock { names: set.names().clone(), ..superblocks.superblock().clone() };
+    let names = change(&before);
+    set.begin_generation(&names)?;
+    superblocks.rename(&names)?;
+    Ok([before, superblocks.superblock().clone()])
+}
+
+/// What a name of a device leads to.
+enum Claimed {
+    /// A volume of one device, or anything else.
+    Whole(Arc<dyn BlockDevice>),
+    /// Devices with their names: the first is a member of a volume of several.
+    Members(Vec<(String, Arc<dyn BlockDevice>)>),
+}
+
+fn claim_all(device: &str, others: &[String], mode: OpenMode) -> Result<Claimed, ClaimError> {
     let mut names: Vec<String> = split_names(device).into_iter().map(str::to_owned).collect();
     names.extend(others.iter().cloned());
     let first = claim(&names[0], mode).map_err(|error| member_error(&names, 0, error))?;
     let Some(copies) = Copies::read(&first).map_err(|why| member_error(&names, 0, ClaimError::Device(why)))? else {
         return match names.get(1) {
-            None => Ok(first),
+            None => Ok(Claimed::Whole(first)),
             Some(_) => Err(member_error(&names, 0, ClaimError::Device("not a member of a volume of several devices".into()))),
         };
     };
     if names.len() == 1 {
-        names.extend(search::others(&names[0], copies.any()).map_err(ClaimError::Device)?);
+        names.extend(search::others(&names[0], &copies).map_err(ClaimError::Device)?);
     }
     let mut devices = vec![first];
     for number in 1..names.len() {
         devices.push(claim(&names[number], mode).map_err(|error| member_error(&names, number, error))?);
     }
-    assemble(names.into_iter().zip(devices).collect(), mode).map_err(ClaimError::Device)
+    Ok(Claimed::Members(names.into_iter().zip(devices).collect()))
 }
 
 /// Puts the members of a volume together, which are open for the caller alone, in any order. For
@@ -54,16 +118,35 @@ pub fn open(device: &str, others: &[String], mode: OpenMode) -> Result<Arc<dyn B
 /// # Errors
 /// A text: a device cannot be read, or is missing, foreign, stale or there twice.
 pub fn assemble(devices: Vec<(String, Arc<dyn BlockDevice>)>, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, String> {
+    let set = judged(devices)?;
+    let volume = stripe(set.devices(), &set.striping())?;
+    if mode == OpenMode::ReadWrite {
+        set.begin_generation(set.names())?;
+        finish_rename(&volume, &set)?;
+    }
+    Ok(volume)
+}
+
+/// Gives the volume on members the names that the members have. They differ where a change was cut
+/// short. What has no superblock that can be read is left to those who mount or check it.
+fn finish_rename(volume: &Arc<dyn BlockDevice>, set: &Set) -> Result<(), String> {
+    match Superblocks::read(volume) {
+        Ok(mut superblocks) if superblocks.superblock().uuid == set.volume() => {
+            let is_right = superblocks.superblock().names == *set.names();
+            if is_right { Ok(()) } else { superblocks.rename(set.names()) }
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The members of a volume, all of them and of the same moment.
+fn judged(devices: Vec<(String, Arc<dyn BlockDevice>)>) -> Result<Set, String> {
     let mut members = Vec::with_capacity(devices.len());
     for (name, device) in devices {
         let copies = Copies::read(&device).map_err(|why| format!("{name}: {why}"))?;
         members.push((name, device, copies));
     }
-    let set = set::judge(members)?;
-    if mode == OpenMode::ReadWrite {
-        set.begin_generation()?;
-    }
-    stripe(set.devices(), &set.striping())
+    set::judge(members)
 }
 
 /// An error of a device that the user did not name, or not alone: with its name.

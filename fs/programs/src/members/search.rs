@@ -8,7 +8,6 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use gpunvme_blockdev::{path_of, without_options};
-use gpunvme_layout::Member;
 
 use super::copies::Copies;
 use super::set;
@@ -21,7 +20,8 @@ const DEVICES: &str = "/sys/class/block";
 ///
 /// # Errors
 /// A text: a member is missing or there twice.
-pub(super) fn others(device: &str, own: &Member) -> Result<Vec<String>, String> {
+pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, String> {
+    let own = copies.any();
     let path = path_of(device).filter(|_| without_options(device) == device && !device.contains(':'));
     let Some(path) = path.and_then(|path| path.canonicalize().ok()) else {
         let count = own.striping.members;
@@ -30,11 +30,12 @@ pub(super) fn others(device: &str, own: &Member) -> Result<Vec<String>, String> 
     let mut found: Vec<Option<String>> = vec![None; own.striping.members.into()];
     found[usize::from(own.index)] = Some(device.to_owned());
     for candidate in candidates(&path) {
-        let Some(member) = glance(&candidate).filter(|member| member.volume == own.volume) else { continue };
+        let Some(other) = glance(&candidate).filter(|other| other.is_of_volume_of(copies)) else { continue };
+        let member = other.any();
         let name = candidate.to_string_lossy().into_owned();
         match found.get_mut(usize::from(member.index)) {
             Some(place @ None) => *place = Some(name),
-            Some(Some(other)) => return Err(set::twice(&member, other, &name)),
+            Some(Some(other)) => return Err(set::twice(member, other, &name)),
             None => {}
         }
     }
@@ -81,8 +82,8 @@ fn block_device(sysfs: &Path) -> Option<PathBuf> {
 }
 
 /// What a file or block device says of itself, where it is a member.
-fn glance(path: &Path) -> Option<Member> {
+fn glance(path: &Path) -> Option<Copies> {
     let file: File = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).ok()?;
     let len = (&file).seek(SeekFrom::End(0)).ok()?;
-    Copies::glance(&file, len).ok().flatten().map(|copies| copies.any().clone())
+    Copies::glance(&file, len).ok().flatten()
 }

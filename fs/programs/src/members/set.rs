@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::BlockDevice;
 use gpunvme_layout::member::Generation;
+use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Member, Striping};
 use uuid::Uuid;
 
@@ -79,8 +80,8 @@ pub(super) fn lacks(member: &Member, missing: &[u16]) -> String {
 }
 
 fn volume_name(member: &Member) -> String {
-    let uuid = Uuid::from_bytes(member.volume);
-    if member.label.is_empty() { uuid.to_string() } else { format!("{:?} ({uuid})", member.label) }
+    let uuid = Uuid::from_bytes(member.volume_uuid());
+    if member.names.label.is_empty() { uuid.to_string() } else { format!("{:?} ({uuid})", member.names.label) }
 }
 
 /// The generation that all members have or know of, and the highest number that any has seen.
@@ -125,25 +126,40 @@ impl Set {
         self.members[0].1.any().striping
     }
 
-    /// Begins a new generation, before anything else is written. Whenever the power is cut, the
-    /// members are of the old one or of the new one.
+    /// The names of the volume: those of the generation that all members know of. One that was cut
+    /// short may have brought others to some of them.
+    pub fn names(&self) -> &Names {
+        let copies = self.members.iter().flat_map(|(_, copies)| [&copies.first, &copies.last]).flatten();
+        let current = copies.into_iter().find(|member| member.generation == self.current);
+        &current.expect("it is the generation of one of them").names
+    }
+
+    /// The UUID that mkfs gave the volume.
+    pub fn volume(&self) -> gpunvme_layout::Uuid {
+        self.members[0].1.any().volume
+    }
+
+    /// Begins a new generation, in which the volume has these names, before anything else is
+    /// written. Whenever the power is cut, the members are of the old one or of the new one.
     ///
     /// # Errors
     /// A text with the device's name: it failed.
-    pub fn begin_generation(&self) -> Result<(), String> {
-        let of = |generation: Generation| {
-            self.members.iter().map(move |(device, copies)| (device, Member { generation, ..copies.any().clone() }))
+    pub fn begin_generation(&self, names: &Names) -> Result<(), String> {
+        let of = |generation: Generation, names: &Names| {
+            let member = |copies: &Copies| Member { generation, names: names.clone(), ..copies.any().clone() };
+            self.members.iter().map(|(device, copies)| (device, member(copies))).collect::<Vec<_>>()
         };
         let write = |members: Vec<(&Arc<dyn BlockDevice>, Member)>, copy| {
             copies::write_all(members.iter().map(|(device, member)| (*device, member)), copy)
         };
         // The last superblocks are written first, and may be torn: the first ones have to be whole.
         let is_damaged = |(_, (_, copies)): &(_, &(_, Copies))| copies.first.is_none();
-        let damaged = of(self.current).zip(&self.members).filter(is_damaged).map(|(member, _)| member).collect();
+        let members = of(self.current, self.names()).into_iter().zip(&self.members);
+        let damaged = members.filter(is_damaged).map(|(member, _)| member).collect();
         write(damaged, 0)?;
         let next = generation(self.highest + 1)?;
-        write(of(next).collect(), 1)?;
-        write(of(next).collect(), 0)
+        write(of(next, names), 1)?;
+        write(of(next, names), 0)
     }
 }
 
@@ -158,7 +174,7 @@ mod tests {
     fn copies(first: impl Into<Option<Generation>>, last: impl Into<Option<Generation>>) -> Copies {
         let member = |generation| Member {
             volume: [1; 16],
-            label: String::new(),
+            names: Names::default(),
             uuid: [2; 16],
             index: 0,
             striping: Striping::new(&[8192, 8192], 64).unwrap(),

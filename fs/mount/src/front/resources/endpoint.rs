@@ -120,7 +120,7 @@ impl Endpoint {
         let mut info = Info {
             magic: abi::INFO_MAGIC,
             features: features.bits(),
-            uuid: superblock.uuid,
+            uuid: superblock.volume_uuid(),
             capacity: usage.blocks * BLOCK_SIZE as u64,
             free: usage.available * BLOCK_SIZE as u64,
             max_transfer: abi::MAX_TRANSFER,
@@ -137,7 +137,7 @@ impl Endpoint {
             ..Info::default()
         };
         let path = self.socket.as_ref().map_or(Path::new(""), Listener::path);
-        abi::put_text(&mut info.label, &superblock.label);
+        abi::put_text(&mut info.label, &superblock.names.label);
         abi::put_text(&mut info.socket, &path.to_string_lossy());
         abi::put_text(&mut info.device, &self.device);
         abi::put_text(&mut info.daemon, concat!("mount.gpunvme ", env!("CARGO_PKG_VERSION")));
@@ -159,6 +159,6 @@ fn socket_name(fs: &Filesystem, device: &str) -> String {
     use std::hash::Hasher;
     let mut hasher = rustc_hash::FxHasher::default();
     hasher.write(device.as_bytes());
-    let uuid = u128::from_be_bytes(fs.volume().superblock().uuid);
+    let uuid = u128::from_be_bytes(fs.volume().superblock().volume_uuid());
     format!("{uuid:032x}-{:016x}.sock", hasher.finish())
 }
