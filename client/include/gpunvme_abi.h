@@ -205,6 +205,17 @@ struct gpunvme_sync {
 	uint64_t reserved;
 };
 
+/*
+ * LOG: on any file or directory of the mount, for administrators. A filter in the syntax of the
+ * mount option "log", or an empty one to leave it; out: the one that held before.
+ */
+struct gpunvme_log {
+	uint32_t version;
+	uint32_t flags;
+	uint8_t filter[256];
+	uint64_t reserved;
+};
+
 /* GRANT: over the socket only, with a descriptor of a file of the mount. */
 struct gpunvme_grant {
 	uint32_t version;
@@ -335,6 +346,7 @@ struct gpunvme_message {
 #define GPUNVME_DETACH GPUNVME_IOC(9, sizeof(struct gpunvme_detach))
 #define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))
 #define GPUNVME_SYNC GPUNVME_IOC(11, sizeof(struct gpunvme_sync))
+#define GPUNVME_LOG GPUNVME_IOC(13, sizeof(struct gpunvme_log))
 #define GPUNVME_METRICS(n) GPUNVME_IOC(12, sizeof(struct gpunvme_metrics) + (n) * sizeof(struct gpunvme_metric))
 
 #ifdef __cplusplus

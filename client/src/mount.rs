@@ -221,6 +221,7 @@ impl Mount {
             "grant",
             "sync",
             "metrics",
+            "log",
         ];
         let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
         Ok(Stats {
@@ -258,6 +259,30 @@ impl Mount {
         let failed = |errno| Error::Path { path: self.connection.path.clone(), action, errno };
         rustix::fs::syncfs(file).map_err(failed)?;
         self.connection.call(Command::Sync, abi::Sync::default(), action).map(|_| ())
+    }
+
+    /// Which events the daemon logs: a filter in the syntax of the mount option `log`. Where one is
+    /// given it holds from now on, and the one that held before is returned.
+    ///
+    /// # Errors
+    /// [`Error::Path`] with `EPERM` for callers that do not administer the mount, with `EINVAL` for
+    /// what is no filter, and where the daemon does not answer.
+    pub fn log(&self, filter: Option<&str>) -> Result<String> {
+        let mut argument = abi::Log::default();
+        let is_text =
+            |filter: &str| !filter.is_empty() && filter.len() < abi::Log::default().filter.len() && !filter.contains('\0');
+        let answer = if filter.is_none_or(is_text) {
+            abi::put_text(&mut argument.filter, filter.unwrap_or_default());
+            sys::ioctl(self.connection.file.as_fd(), Command::Log.request(0), argument.as_mut_bytes())
+        } else {
+            Err(Errno::INVAL)
+        };
+        let action = match answer {
+            Err(Errno::INVAL) => "use this filter: it is not in the syntax of the mount option \"log\"",
+            _ => "ask for or change what its daemon logs, as only those do who may mount it",
+        };
+        answer.map_err(|errno| Error::Path { path: self.connection.path.clone(), action, errno })?;
+        Ok(abi::get_text(&argument.filter))
     }
 
     /// Makes a buffer known to the mount, as a whole. Registering pins its memory, costs a system

@@ -58,6 +58,7 @@ fn the_header_is_the_abi() {
         abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
         abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
         abi::Sync as "gpunvme_sync" { version, flags, reserved }
+        abi::Log as "gpunvme_log" { version, flags, filter, reserved }
         abi::Metrics as "gpunvme_metrics" { version, flags, capacity, count, uptime, volume_bytes, free, dirty, cache_lookups,
             cache_misses, cache_bytes, rings, reserved }
         abi::Metric as "gpunvme_metric" { kind, reserved, name, begun, failed, bytes, nanoseconds, buckets }
@@ -100,6 +101,7 @@ fn the_header_is_the_abi() {
         ("GPUNVME_DETACH", Command::Detach.request(0).into()),
         ("GPUNVME_GRANT", Command::Grant.request(0).into()),
         ("GPUNVME_SYNC", Command::Sync.request(0).into()),
+        ("GPUNVME_LOG", Command::Log.request(0).into()),
         ("GPUNVME_METRICS(3)", Command::Metrics.request(3).into()),
         ("GPUNVME_METRIC_REQUEST", abi::MetricKind::Request as u64),
         ("GPUNVME_METRIC_TRANSFER", abi::MetricKind::Transfer as u64),

@@ -147,6 +147,18 @@ impl Asked {
             Direction::Write => Command::Write,
         };
         self.stats.call(command, errno != 0);
+        tracing::trace!(
+            ?command,
+            user = self.requester.user(),
+            process = self.requester.process(),
+            ring = self.requester.is_ring(),
+            bytes = outcome.moved.total(),
+            moved = ?outcome.moved,
+            reason = reason.name(),
+            errno,
+            status = outcome.status,
+            "a transfer ended"
+        );
         self.requester.answer(Answer::new(&self.request, errno, reason, outcome));
     }
 }

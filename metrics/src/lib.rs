@@ -104,6 +104,18 @@ pub struct Ended {
     pub failed: bool,
 }
 
+impl Begun {
+    /// Its kind; 0 where it was none of the meter's.
+    pub fn kind(&self) -> usize {
+        self.kind
+    }
+
+    /// How long it has gone on.
+    pub fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+}
+
 impl Meter {
     /// A meter of `kinds` kinds, numbered from 0.
     pub fn new(kinds: usize) -> Meter {

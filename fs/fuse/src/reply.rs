@@ -33,6 +33,10 @@ pub struct Reply {
 struct Open {
     channel: Arc<dyn Channel>,
     unique: u64,
+    /// What is said of it in the log.
+    ino: u64,
+    user: u32,
+    thread: u32,
     begun: Begun,
     /// Bytes that the request brings; of another than WRITE 0.
     brings: u64,
@@ -64,7 +68,8 @@ impl Reply {
             _ => 0,
         };
         let fetches = matches!(header.opcode, opcode::READ | opcode::READDIR | opcode::READDIRPLUS);
-        Reply { open: Some(Open { channel, unique: header.unique, begun, brings, fetches }) }
+        let InHeader { unique, nodeid: ino, uid: user, pid: thread, .. } = *header;
+        Reply { open: Some(Open { channel, unique, ino, user, thread, begun, brings, fetches }) }
     }
 
     /// It is done, and there is nothing to say.
@@ -175,6 +180,16 @@ impl Open {
         let fetched = if self.fetches { (body[0].len() + body[1].len()) as u64 } else { 0 };
         let ended = Ended { count: 1, bytes: self.brings + fetched, failed: header.error < 0 };
         self.channel.meter().end(self.begun, ended);
+        tracing::trace!(
+            operation = opcode::name(self.begun.kind() as u32),
+            ino = self.ino,
+            user = self.user,
+            thread = self.thread,
+            bytes = ended.bytes,
+            error,
+            took = ?self.begun.elapsed(),
+            "a request was answered"
+        );
         let Err(error) = self.channel.answer(header, body) else { return };
         match Errno::from_io_error(&error) {
             // The caller was killed, or the connection has ended: the kernel waits for nothing.

@@ -1,7 +1,9 @@
 //! The commands, and the numbers of their ioctls.
 
 use crate::ring;
-use crate::structures::{Extent, Grant, Info, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Transfer, Unregister};
+use crate::structures::{
+    Extent, Grant, Info, Log, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Transfer, Unregister,
+};
 use crate::structures::{MAGIC, MAX_SIZE};
 
 /// Which way bytes move.
@@ -44,11 +46,13 @@ pub enum Command {
     /// How many operations there were, of each kind, and how long they took ([`Metrics`]). On any
     /// file or directory.
     Metrics = 12,
+    /// Which events the daemon logs ([`Log`]). On any file or directory, for administrators.
+    Log = 13,
 }
 
 impl Command {
     /// All commands, in order of their number.
-    pub const ALL: [Command; 13] = [
+    pub const ALL: [Command; 14] = [
         Command::Info,
         Command::Register,
         Command::Unregister,
@@ -62,6 +66,7 @@ impl Command {
         Command::Grant,
         Command::Sync,
         Command::Metrics,
+        Command::Log,
     ];
 
     /// Bytes of the structure that begins the argument.
@@ -79,6 +84,7 @@ impl Command {
             Command::Grant => size_of::<Grant>(),
             Command::Sync => size_of::<Sync>(),
             Command::Metrics => size_of::<Metrics>(),
+            Command::Log => size_of::<Log>(),
         }
     }
 

@@ -8,8 +8,8 @@ use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
-    Grant, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, Register, RegisterFlags, Resolve, ResolveFlags, Segment, Sync,
-    Transfer, TransferFlags, Unregister, VERSION,
+    Grant, Log, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, Register, RegisterFlags, Resolve, ResolveFlags, Segment,
+    Sync, Transfer, TransferFlags, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -43,6 +43,8 @@ pub enum Request {
     Sync(Sync),
     /// `METRICS`: the capacity is what the argument has room for.
     Metrics(Metrics),
+    /// `LOG`: the filter is UTF-8 with a zero byte behind it.
+    Log(Log),
 }
 
 impl Request {
@@ -62,6 +64,7 @@ impl Request {
             Request::Grant(_) => Command::Grant,
             Request::Sync(_) => Command::Sync,
             Request::Metrics(_) => Command::Metrics,
+            Request::Log(_) => Command::Log,
         }
     }
 }
@@ -214,6 +217,7 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Grant => grant(header(bytes)),
         Command::Sync => sync(header(bytes)),
         Command::Metrics => metrics(header(bytes), entries),
+        Command::Log => log(header(bytes)),
     }
 }
 
@@ -313,6 +317,16 @@ fn grant(header: Grant) -> Result<Request, DecodeError> {
 fn sync(header: Sync) -> Result<Request, DecodeError> {
     zero(Command::Sync, "reserved", header.reserved)?;
     Ok(Request::Sync(header))
+}
+
+fn log(header: Log) -> Result<Request, DecodeError> {
+    let command = Command::Log;
+    zero(command, "reserved", header.reserved)?;
+    let end = header.filter.iter().position(|&byte| byte == 0);
+    if end.is_none_or(|end| str::from_utf8(&header.filter[..end]).is_err()) {
+        return Err(DecodeError::Field { command, field: "filter", value: header.filter.len() as u64 });
+    }
+    Ok(Request::Log(header))
 }
 
 fn metrics(header: Metrics, entries: usize) -> Result<Request, DecodeError> {

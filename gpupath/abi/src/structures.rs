@@ -354,6 +354,22 @@ wire! {
 }
 
 wire! {
+    /// `LOG`: which events the daemon logs, until the mount ends or the next call. It is for
+    /// administrators: `EPERM` for all others.
+    Log = 272 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// In: a filter in the syntax of the mount option `log`; empty to leave it. Out: the one
+        /// that held before. Text, padded with zero bytes, always with at least one.
+        filter: [u8; 256],
+        /// Zero.
+        reserved: u64,
+    }
+}
+
+wire! {
     /// `GRANT`, over the socket only, with a descriptor of a file of the mount: for a process whose
     /// descriptors the daemon may not look at.
     ///
@@ -441,7 +457,7 @@ wire! {
     }
 }
 
-versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync, Metrics);
+versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync, Metrics, Log);
 
 impl Extent {
     /// Its flags, as far as this version knows them.

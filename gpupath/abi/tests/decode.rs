@@ -46,6 +46,9 @@ fn what_is_right_comes_through() {
     argument.resize(argument.len() + 2 * size_of::<Metric>(), 0xff);
     assert_eq!(decode(Command::Metrics.request(2), &argument), Ok(Request::Metrics(metrics)));
     assert_eq!(decode(Command::Sync.request(0), Sync::default().as_bytes()), Ok(Request::Sync(Sync::default())));
+    let mut log = Log::default();
+    put_text(&mut log.filter, "debug");
+    assert_eq!(decode(Command::Log.request(0), log.as_bytes()), Ok(Request::Log(log)));
 }
 
 /// Out fields may hold anything: programs use a structure again.
@@ -147,6 +150,24 @@ fn each_wrong_field_is_named() {
         argument[4] = 1;
         assert_eq!(decode(command.request(0), &argument), Err(DecodeError::Flags { command, flags: 1 }));
     }
+}
+
+/// A filter is text that ends within its field.
+#[test]
+fn a_filter_that_is_no_text_is_refused() {
+    let mut half = [0; 256];
+    half[..2].copy_from_slice(&[0xc3, 0x28]);
+    for filter in [[b'x'; 256], [0xff; 256], half] {
+        let log = Log { filter, ..Log::default() };
+        let wrong = DecodeError::Field { command: Command::Log, field: "filter", value: 256 };
+        assert_eq!(decode(Command::Log.request(0), log.as_bytes()), Err(wrong));
+    }
+    let reserved = Log { reserved: 1, ..Log::default() };
+    let wrong = DecodeError::Field { command: Command::Log, field: "reserved", value: 1 };
+    assert_eq!(decode(Command::Log.request(0), reserved.as_bytes()), Err(wrong));
+    let flags = Log { flags: 1, ..Log::default() };
+    let wrong = DecodeError::Flags { command: Command::Log, flags: 1 };
+    assert_eq!(decode(Command::Log.request(0), flags.as_bytes()), Err(wrong));
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod files;
 mod front;
 mod fsck;
 mod kill;
+mod log;
 mod long_transfers;
 mod memory;
 mod mkfs;

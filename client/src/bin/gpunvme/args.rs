@@ -89,6 +89,13 @@ pub enum Command {
     },
     /// Have the kernel drop files from its page cache
     Cool(Cached),
+    /// Tell which events the daemon of a mount logs, or change it
+    Log {
+        /// The mount, or anything in it
+        mount: PathBuf,
+        /// What to log from now on, in the syntax of the mount option `log`, as `debug`
+        filter: Option<String>,
+    },
     /// Tell where a file lies on the device
     Map {
         /// The file

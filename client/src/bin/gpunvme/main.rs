@@ -8,6 +8,7 @@ mod device;
 mod doctor;
 #[allow(unsafe_code)]
 mod gpu;
+mod log;
 mod meter;
 mod nvme;
 mod output;
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
         Command::Hydrate(stage) => stage::run("hydrate", stage, args.json),
         Command::Info { mount } => describe::info(mount),
         Command::Cool(cached) => page_cache::cool(&cached.paths),
+        Command::Log { mount, filter } => log::run(mount, filter.as_deref()),
         Command::Map { file, resident: false } => describe::map(file),
         Command::Map { file, resident: true } => page_cache::map(file),
         Command::Stats(stats) => stats::run(stats, args.json),

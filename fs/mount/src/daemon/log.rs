@@ -2,12 +2,16 @@
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixDatagram;
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::reload::Handle;
 
 use super::error::MountError;
+use crate::front;
 
 /// The socket of syslog daemons and of systemd's journal.
 const SYSLOG_SOCKET: &str = "/dev/log";
@@ -18,17 +22,54 @@ const FACILITY_DAEMON: u8 = 3;
 ///
 /// # Errors
 /// If the filter is not in the syntax of `RUST_LOG`.
-pub fn start(filter: &str, foreground: bool) -> Result<(), MountError> {
-    let filter = parse(&std::env::var("RUST_LOG").unwrap_or_else(|_| filter.to_owned()))?;
+pub fn start(filter: &str, foreground: bool) -> Result<Arc<dyn front::Log>, MountError> {
+    let text = std::env::var("RUST_LOG").unwrap_or_else(|_| filter.to_owned());
+    let filter = parse(&text)?;
     // An event that cannot be logged is lost. To say so on stderr would end the daemon where stderr
     // is full or closed.
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).log_internal_errors(false);
-    let started = if foreground {
-        log.with_writer(io::stderr).try_init()
+    let (started, log) = if foreground {
+        let log = log.with_writer(io::stderr).with_filter_reloading();
+        let handle = log.reload_handle();
+        (log.try_init(), Log::started(text, handle))
     } else {
-        log.with_ansi(false).without_time().with_level(false).with_writer(Syslog::new()).try_init()
+        let log = log.with_ansi(false).without_time().with_level(false).with_writer(Syslog::new()).with_filter_reloading();
+        let handle = log.reload_handle();
+        (log.try_init(), Log::started(text, handle))
     };
-    started.map_err(|error| MountError::Internal(format!("logging: {error}")))
+    started.map_err(|error| MountError::Internal(format!("logging: {error}")))?;
+    Ok(log)
+}
+
+/// The log that was started.
+struct Log<S> {
+    /// The filter that holds.
+    filter: Mutex<String>,
+    handle: Handle<EnvFilter, S>,
+}
+
+impl<S: 'static> Log<S> {
+    fn started(filter: String, handle: Handle<EnvFilter, S>) -> Arc<dyn front::Log> {
+        Arc::new(Log { filter: Mutex::new(filter), handle })
+    }
+}
+
+impl<S> std::fmt::Debug for Log<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Log").field("filter", &self.filter).finish_non_exhaustive()
+    }
+}
+
+impl<S: 'static> front::Log for Log<S> {
+    fn set(&self, filter: Option<&str>) -> Option<String> {
+        let mut current = self.filter.lock();
+        let Some(filter) = filter else { return Some(current.clone()) };
+        let parsed = parse(filter).ok()?;
+        // By the old filter: the new one may let nothing through.
+        tracing::info!("the log's filter becomes {filter:?}");
+        self.handle.reload(parsed).ok()?;
+        Some(std::mem::replace(&mut *current, filter.to_owned()))
+    }
 }
 
 fn parse(filter: &str) -> Result<EnvFilter, MountError> {

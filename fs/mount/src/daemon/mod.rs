@@ -130,7 +130,7 @@ fn daemon(options: &Options, report: Report) -> u8 {
         return error.exit_code();
     }
     let result = Lifecycle::start(&options.device, report).and_then(|lifecycle| {
-        let result = log::start(&options.settings.log, foreground).and_then(|()| serve::serve(options, &lifecycle));
+        let result = log::start(&options.settings.log, foreground).and_then(|log| serve::serve(options, &lifecycle, log));
         if let Err(error) = &result {
             lifecycle.failed(error);
         }

@@ -27,7 +27,7 @@ const COMPLETION_THREADS: usize = 8;
 ///
 /// # Errors
 /// Why there is no mount; or, after the mount was live, why the volume could not be written down.
-pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError> {
+pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>) -> Result<(), MountError> {
     let settings = &options.settings;
     let device = open(options, if settings.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite })?;
     device.member_names().into_iter().for_each(release_dead_mounts);
@@ -46,6 +46,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle) -> Result<(), MountError>
         loops: settings.threads,
         io_uring: settings.transport == Transport::IoUring,
         commit: settings.commit,
+        log,
     };
     let session = lifecycle.go_live(|| {
         let (connection, mount) = attach(&request).map_err(|error| cannot_mount(&dir, &error))?;

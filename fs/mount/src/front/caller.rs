@@ -29,6 +29,13 @@ impl Caller {
         uid == 0 || own == gid || status_of(self.thread, "Groups:").is_some_and(has_group)
     }
 
+    /// Whether the caller administers the mount: may do what mounting takes, or is the user, not
+    /// root, whose daemon this is.
+    pub(crate) fn administers(&self) -> bool {
+        let own = rustix::process::geteuid().as_raw();
+        own != 0 && self.context.uid == own || self.has(CapabilitySet::SYS_ADMIN)
+    }
+
     /// Whether the caller has a capability, in this process's user namespace. Requests do not say;
     /// `/proc` is asked, so this is for what is rare. Root that cannot be asked has it.
     pub(crate) fn has(&self, capability: CapabilitySet) -> bool {

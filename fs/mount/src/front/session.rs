@@ -70,6 +70,7 @@ impl Session {
             direct: Endpoint::new(&fs, &settings.device, serving_threads)?,
             mount_state: MountState::new()?,
             kernel: OnceLock::new(),
+            log: settings.log.clone(),
             fs,
         });
         let housekeeping = Housekeeping::start(front.clone(), settings.commit)?;

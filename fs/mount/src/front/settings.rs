@@ -1,6 +1,14 @@
 //! Settings of a served mount.
 
+use std::sync::Arc;
 use std::time::Duration;
+
+/// Which events are logged.
+pub trait Log: Send + Sync + std::fmt::Debug {
+    /// Has a filter hold from now on, if one is given. Returns the one that held before; none where
+    /// what is given is no filter.
+    fn set(&self, filter: Option<&str>) -> Option<String>;
+}
 
 /// Settings of a served filesystem.
 #[derive(Debug, Clone)]
@@ -13,4 +21,6 @@ pub struct Settings {
     pub io_uring: bool,
     /// Time between two commits of the journal.
     pub commit: Duration,
+    /// The daemon's log.
+    pub log: Arc<dyn Log>,
 }

@@ -14,6 +14,7 @@ use super::resources::plan_budget::PlanBudget;
 use super::resources::request_budget::RequestBudget;
 use super::resources::syncs::Syncs;
 use super::resources::workers::Workers;
+use super::settings::Log;
 
 /// State that the operations of one mount share.
 pub(crate) struct Front {
@@ -32,6 +33,7 @@ pub(crate) struct Front {
     pub(crate) mount_state: Arc<MountState>,
     /// Set once the mount exists.
     pub(crate) kernel: OnceLock<Box<dyn KernelCache>>,
+    pub(crate) log: Arc<dyn Log>,
 }
 
 impl Front {

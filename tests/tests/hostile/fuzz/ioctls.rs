@@ -226,6 +226,10 @@ impl Ioctls {
         let _ = sys::ioctl(file.as_fd(), Command::Metrics.request(entries as usize), &mut bytes);
         let reserved = if random.below(4) == 0 { number(random) } else { 0 };
         let _ = call_plain(self.file(random), Command::Sync, &mut abi::Sync { reserved, ..abi::Sync::default() });
+        let mut log = abi::Log { reserved, ..abi::Log::default() };
+        let filter = noise(random, log.filter.len());
+        log.filter.copy_from_slice(&filter);
+        assert!(call_plain(self.file(random), Command::Log, &mut log).is_err(), "the log is for administrators");
     }
 
     /// Takes pages out of registered memory, or out of the file.

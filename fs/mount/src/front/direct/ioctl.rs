@@ -95,6 +95,7 @@ impl Front {
                 front.direct.server.stats.call(Command::Sync, synced.is_err());
                 done(Reply::new(synced.map_or_else(|error| error.errno(), |()| 0), &sync));
             }),
+            Ok(Request::Log(log)) => self.general.run(move || done(front.log(caller, &log))),
             // An ioctl carries no descriptor.
             Ok(Request::Grant(_)) => done(Reply::error(libc::ENOTTY)),
         }
@@ -115,6 +116,21 @@ impl Front {
         };
         let file = |access| Opened { front: self, caller, ino, access };
         self.direct.server.transfer(caller.of_direct(), transfer, ino, file, done);
+    }
+
+    fn log(&self, caller: Caller, request: &abi::Log) -> Reply {
+        let filter = abi::get_text(&request.filter);
+        let set = || self.log.set(Some(&*filter).filter(|filter| !filter.is_empty())).ok_or(libc::EINVAL);
+        let done = if caller.administers() { set() } else { Err(libc::EPERM) };
+        self.direct.server.stats.call(Command::Log, done.is_err());
+        match done {
+            Ok(before) => {
+                let mut answer = abi::Log::default();
+                abi::put_text(&mut answer.filter, &before);
+                Reply::new(0, &answer)
+            }
+            Err(errno) => Reply::new(errno, request),
+        }
     }
 
     fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {
