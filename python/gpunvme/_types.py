@@ -62,6 +62,18 @@ class Info(TypedDict):
     reason: str | None
 
 
+class Operations(TypedDict):
+    """Operations of one kind. Times are seconds."""
+
+    count: int
+    failed: int
+    in_flight: int
+    bytes: int
+    seconds: float
+    p50: float | None
+    p99: float | None
+
+
 class Stats(TypedDict):
     """What a mount did since it was mounted, for all processes."""
 
@@ -73,3 +85,6 @@ class Stats(TypedDict):
     buffers: int
     buffer_bytes: int
     processes: int
+    requests: dict[str, Operations]
+    transfers: dict[str, Operations]
+    device_requests: dict[str, Operations]

@@ -5,7 +5,7 @@ use crate::error::raised;
 use crate::interpreter::release;
 use crate::memory::{self, Ask};
 use crate::session::Session;
-use gpunvme::{Moved, Reason, Route};
+use gpunvme::{Moved, OperationKind, Reason, Route};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -88,10 +88,14 @@ impl Mount {
     }
 
     /// What the mount did since it was mounted, for all processes: a dictionary. ``read`` and
-    /// ``write`` are bytes by route, ``calls`` and ``reasons`` are counts by name.
+    /// ``write`` are bytes by route, ``calls`` and ``reasons`` are counts by name. ``requests`` (of
+    /// the kernel), ``transfers`` and ``device_requests`` have a dictionary for each kind of
+    /// operation: ``count``, ``failed``, ``in_flight``, ``bytes``, ``seconds`` added up, and ``p50``
+    /// and ``p99``, in seconds or ``None``: bounds, of which half and 99 of 100 took at most as long.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let session = self.session()?;
-        let stats = py.detach(|| session.mount()?.stats()).map_err(|error| raised(py, &error))?;
+        let read = || session.mount().and_then(|mount| Ok((mount.stats()?, mount.metrics()?)));
+        let (stats, metrics) = py.detach(read).map_err(|error| raised(py, &error))?;
         let of = PyDict::new(py);
         let calls = PyDict::new(py);
         for (name, count) in stats.calls {
@@ -109,7 +113,33 @@ impl Mount {
         of.set_item("buffers", stats.buffers)?;
         of.set_item("buffer_bytes", stats.buffer_bytes)?;
         of.set_item("processes", stats.processes)?;
+        for (name, kind) in [
+            ("requests", OperationKind::Request),
+            ("transfers", OperationKind::Transfer),
+            ("device_requests", OperationKind::Device),
+        ] {
+            let all = PyDict::new(py);
+            for operations in metrics.operations.iter().filter(|operations| operations.kind == kind) {
+                let one = PyDict::new(py);
+                one.set_item("count", operations.ended())?;
+                one.set_item("failed", operations.failed)?;
+                one.set_item("in_flight", operations.in_flight)?;
+                one.set_item("bytes", operations.bytes)?;
+                one.set_item("seconds", operations.time.as_secs_f64())?;
+                one.set_item("p50", operations.quantile(0.5).map(|time| time.as_secs_f64()))?;
+                one.set_item("p99", operations.quantile(0.99).map(|time| time.as_secs_f64()))?;
+                all.set_item(&operations.name, one)?;
+            }
+            of.set_item(name, all)?;
+        }
         Ok(of)
+    }
+
+    /// Makes everything durable that any process did to the volume before, as ``os.sync()`` does
+    /// for other filesystems.
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        let session = self.session()?;
+        py.detach(|| session.mount()?.sync()).map_err(|error| raised(py, &error))
     }
 
     /// Host memory that is registered with the mount: ``nbytes`` zeros, page aligned.

@@ -210,6 +210,20 @@ def test_info_and_stats_tell_of_the_mount(volume):
     assert info["block_size"] == 4096 and info["capacity"] > info["free"] > 0 and not info["read_only"]
     assert stats["read"].keys() == {"p2p", "bounce", "cache", "host", "hole", "edge"}
     assert stats["calls"]["info"] > 0
+    asked = stats["requests"]["ioctl"]
+    assert asked["count"] > 0
+    assert asked["p50"] <= asked["p99"]
+    assert stats["device_requests"]["read"]["failed"] == 0
+
+
+def test_a_sync_makes_durable_what_any_process_wrote(own_volume):
+    (own_volume.path / "file").write_bytes(b"x" * 5_000_000)
+    with gpunvme.Mount(own_volume.path) as mount:
+        mount.sync()
+    own_volume.kill()
+    own_volume.unmount()
+    own_volume.mount()
+    assert (own_volume.path / "file").read_bytes() == b"x" * 5_000_000
     mount.close()
     with pytest.raises(ValueError, match="closed"):
         mount.info()
