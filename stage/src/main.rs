@@ -26,7 +26,7 @@ use store::Store;
 
 /// Datasets in, checkpoints out: sets of files between object stores and a folder
 #[derive(Parser)]
-#[command(name = "gpunvme-stage", version, arg_required_else_help = true)]
+#[command(name = "gpunvme-stage", version, propagate_version = true, arg_required_else_help = true)]
 struct Args {
     /// Print JSON
     #[arg(long, global = true)]

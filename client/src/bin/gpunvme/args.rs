@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// Files of a gpunvme mount, by way of the device itself
 #[derive(Parser)]
-#[command(name = "gpunvme", version, arg_required_else_help = true)]
+#[command(name = "gpunvme", version, propagate_version = true, arg_required_else_help = true)]
 pub struct Args {
     /// Print JSON
     #[arg(long, global = true)]

@@ -34,7 +34,7 @@ pub struct Run {
     #[arg(long)]
     pub check: bool,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(required = true, trailing_var_arg = true)]
     pub command: Vec<OsString>,
 }
 

@@ -1,0 +1,99 @@
+//! All programs have one grammar. What programs and commands there are is asked of the programs
+//! themselves, so that a new one that breaks the grammar, or is documented nowhere, fails here.
+
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+use gpunvme_tests::mounted::text;
+use gpunvme_tests::programs;
+
+/// Programs: the column of the table of exit codes, the pages that tell of their commands, and
+/// whether they report something.
+const PROGRAMS: [(&str, &str, &[&str], bool); 5] = [
+    ("mkfs.gpunvme", "mkfs", &["mkfs/man/mkfs.gpunvme.8"], true),
+    ("mount.gpunvme", "mount", &["fs/mount/man/mount.gpunvme.8"], false),
+    ("fsck.gpunvme", "fsck", &["mkfs/man/fsck.gpunvme.8"], true),
+    ("gpunvme", "gpunvme", &["client/man/gpunvme.1", "client/man/gpunvme-nvme.1"], true),
+    ("gpunvme-stage", "gpunvme", &["stage/man/gpunvme-stage.1"], true),
+];
+
+fn repository(path: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn run(program: &str, command: &[String], option: &str) -> Output {
+    programs::command(program).args(command).arg(option).output().unwrap()
+}
+
+/// The help of a command, which says nothing else and succeeds.
+fn help(program: &str, command: &[String]) -> String {
+    let output = run(program, command, "--help");
+    assert!(output.status.success() && output.stderr.is_empty(), "{program} {command:?}: {}", text(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// All commands below one, itself first, each as its words.
+fn commands(program: &str, command: Vec<String>) -> Vec<Vec<String>> {
+    let help = help(program, &command);
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+    let is_name = |line: &&str| line.starts_with("  ") && !line[2..].starts_with(' ');
+    let names: Vec<&str> = listed.filter(is_name).filter_map(|line| line.split_whitespace().next()).collect();
+    let mut all = vec![command.clone()];
+    for name in names.into_iter().filter(|name| *name != "help") {
+        all.extend(commands(program, [&command[..], &[name.to_owned()]].concat()));
+    }
+    all
+}
+
+/// The code of a wrong command line, as the table of the reference has it.
+fn usage_code(column: &str) -> i32 {
+    let page = repository("docs/reference/commands.md");
+    let table: Vec<Vec<&str>> = page
+        .lines()
+        .skip_while(|line| !line.starts_with("| code |"))
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| line.split('|').map(|cell| cell.trim().trim_matches('`')).collect())
+        .collect();
+    let column = table[0].iter().position(|cell| *cell == column).expect("a column of the table");
+    let row = table.iter().find(|row| ["wrong usage", "wrong arguments"].contains(&row[column])).expect("it has a code");
+    row[1].parse().expect("a number")
+}
+
+#[test]
+fn every_command_has_the_grammar_of_all() {
+    for (program, column, _, reports) in PROGRAMS {
+        let usage = usage_code(column);
+        let all = commands(program, Vec::new());
+        assert!(program != "gpunvme" || all.len() > 20, "{all:?}");
+        for command in all {
+            let name = format!("{program} {}", command.join(" "));
+            let version = run(program, &command, "--version");
+            assert!(version.status.success(), "{name} --version: {}", text(&version));
+            assert!(text(&version).contains(env!("CARGO_PKG_VERSION")), "{name} --version: {}", text(&version));
+            let wrong = run(program, &command, "--no-such-option");
+            assert_eq!(wrong.status.code(), Some(usage), "{name}: {}", text(&wrong));
+            assert!(wrong.stdout.is_empty() && text(&wrong).contains("--no-such-option"), "{name}: {}", text(&wrong));
+            assert!(!reports || help(program, &command).contains("--json"), "{name} reports as JSON, too");
+        }
+    }
+}
+
+#[test]
+fn every_command_is_in_the_reference_and_in_a_manual_page() {
+    let reference = repository("docs/reference/commands.md");
+    for (program, _, pages, _) in PROGRAMS {
+        let pages: String = pages.iter().map(|page| repository(page)).collect();
+        // As people read it: without the marks of fonts.
+        let words: Vec<&str> = pages.split(|c: char| !c.is_alphanumeric() && c != '-' && c != '.').collect();
+        assert!(reference.contains(&format!("`{program}")), "{program}");
+        for command in commands(program, Vec::new()) {
+            let Some(last) = command.last() else { continue };
+            let is_known = [&command.join(" "), last].iter().any(|name| reference.contains(&format!("`{name}")));
+            assert!(is_known, "{program} {command:?} is in docs/reference/commands.md");
+            let is_told = words.contains(&last.as_str()) || pages.contains(&last.replace('-', "\\-"));
+            assert!(is_told, "{program} {command:?} is in a manual page");
+        }
+    }
+}
