@@ -100,7 +100,8 @@ fn fresh(members: u64) -> Image {
     let striping = Striping::new(&vec![blocks; members as usize], UNIT).expect("they are large enough");
     make(&members::stripe(devices.clone(), &striping).expect("a stripe"));
     let generation = members::generation(1).expect("random numbers");
-    let member = Member { volume: [7; 16], names: Names::default(), uuid: [0; 16], index: 0, striping, blocks, generation };
+    let names = Names { label: "test".into(), changed_uuid: None }; // as on the volume itself
+    let member = Member { volume: [7; 16], names, uuid: [0; 16], index: 0, striping, blocks, generation };
     members::format(&devices, &member, &vec![[1; 16]; members as usize]).expect("nothing fails");
     recorder.snapshot()
 }
