@@ -276,3 +276,17 @@ fn a_controller_can_be_looked_after() {
     assert!(error.contains("2048"), "{error}");
     assert!(matches!(open_controller("/dev/null"), Err(Error::Unsupported { .. })));
 }
+
+/// A request that another thread has ended (its submitter, the supervisor) is collected also when
+/// the wake for it was taken by a look whether to sleep: the reaper of a stripe looks so.
+#[test]
+fn what_is_over_without_a_command_is_collected_after_a_look_whether_to_sleep() {
+    let device = controller("").attach("").expect("the driver comes up");
+    let queue = device.open_queue().expect("a queue");
+    let mut completions = Vec::new();
+    assert_eq!(queue.complete(Wait::No, &mut completions).expect("nothing yet"), 0);
+    queue.submit(&mut vec![Request { tag: 7, ..Request::read(0, Vec::new()) }]);
+    assert!(queue.sleep_on(Instant::now()).expect("a descriptor, or none").is_none(), "there is something to collect");
+    assert_eq!(queue.complete(Wait::No, &mut completions).expect("it is over"), 1);
+    assert_eq!(completions[0].tag, 7);
+}

@@ -47,6 +47,9 @@ pub(super) struct IoQueue {
     /// Commands that the controller has.
     in_flight: AtomicU32,
     woken: AtomicBool,
+    /// Whether requests may be over of which the completion queue does not tell: set by each wake,
+    /// until they are collected.
+    unseen: AtomicBool,
     /// Whether its user let go of it, and the controller could not be told.
     abandoned: AtomicBool,
     /// Whether the reaper sleeps, or is about to.
@@ -144,6 +147,7 @@ impl IoQueue {
             position: AtomicU32::new(state.pair.position().bits()),
             in_flight: AtomicU32::new(0),
             woken: AtomicBool::new(false),
+            unseen: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
             sleeping: AtomicBool::new(false),
             reaper: Mutex::new(()),
@@ -195,7 +199,7 @@ impl IoQueue {
                 Wait::No => self.woken.load(Ordering::Acquire),
                 _ => self.woken.swap(false, Ordering::AcqRel),
             };
-            if woken || self.is_completed() {
+            if self.unseen.swap(false, Ordering::AcqRel) || woken || self.is_completed() {
                 self.collect(out);
             }
             if out.len() > before || woken || wait == Wait::No {
@@ -218,6 +222,7 @@ impl IoQueue {
     }
 
     pub(super) fn wake(&self) {
+        self.unseen.store(true, Ordering::SeqCst);
         self.woken.store(true, Ordering::SeqCst);
         if self.sleeping.load(Ordering::SeqCst) {
             self.event.signal();
