@@ -27,6 +27,9 @@ pub struct Anchor {
     pub clean: bool,
 }
 
+/// Bytes of the block that mean something, besides the header.
+pub const FIELDS: std::ops::Range<usize> = TAIL..FLAGS + 4;
+
 const TAIL: usize = 64;
 const TAIL_SEQUENCE: usize = 72;
 const FLAGS: usize = 80;

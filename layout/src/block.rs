@@ -15,6 +15,8 @@
 //! | 32 | 16 | UUID of the filesystem |
 //! | 48 | 16 | for the kind to use |
 
+use std::ops::Range;
+
 use crate::{Corrupt, le};
 
 /// Size of a block in bytes: the unit of allocation and of every address in the format.
@@ -131,6 +133,18 @@ impl Block {
         block
     }
 
+    /// The same header, and of the rest the bytes in `kept` alone, sealed with the same sequence.
+    /// All other bytes are zero.
+    pub fn reduced_to(&self, kept: &[Range<usize>]) -> Block {
+        let mut block = Block { bytes: [0; BLOCK_SIZE] };
+        let header = [0..CRC, KIND..KIND + 2, ADDRESS..KIND_FIELDS];
+        for range in header.iter().chain(kept) {
+            block.bytes[range.clone()].copy_from_slice(&self.bytes[range.clone()]);
+        }
+        block.seal(self.sequence());
+        block
+    }
+
     /// Stamps the block with `sequence` and its checksum: the last step before it is written.
     pub fn seal(&mut self, sequence: u64) {
         le::put_u64(&mut self.bytes, SEQUENCE, sequence);
@@ -202,6 +216,17 @@ mod tests {
             bad.bytes_mut()[byte] ^= 0x10;
             assert!(bad.verify(BlockKind::Node, 42, &ID).is_err(), "byte {byte}");
         }
+    }
+
+    #[test]
+    fn a_reduced_block_verifies_and_has_nothing_else() {
+        let mut block = Block { bytes: [0xaa; BLOCK_SIZE] };
+        block.bytes[..KIND_FIELDS].copy_from_slice(&Block::new(BlockKind::State, 42, &ID).bytes[..KIND_FIELDS]);
+        block.seal(5);
+        let reduced = block.reduced_to(&[64..80, 90..91]);
+        assert_eq!((reduced.verify(BlockKind::State, 42, &ID), reduced.sequence()), (Ok(()), 5));
+        let left: Vec<usize> = (KIND_FIELDS..BLOCK_SIZE).filter(|at| reduced.bytes[*at] != 0).collect();
+        assert_eq!(left, (64..80).chain(90..91).collect::<Vec<_>>());
     }
 
     #[test]

@@ -16,8 +16,8 @@ pub const COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 pub const READ_ONLY_COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 /// Features for which a program refuses the volume where it does not know them.
 pub const INCOMPATIBLE: FeatureSet = FeatureSet {
-    known: SEVERAL_DEVICES | CHANGED_UUID,
-    names: &["data checksums", "shared extents", "inline data", "several devices", "changed UUID"],
+    known: SEVERAL_DEVICES | CHANGED_UUID | REPLACED_NAMES,
+    names: &["data checksums", "shared extents", "inline data", "several devices", "changed UUID", "replaced names"],
 };
 
 /// The incompatible feature of member superblocks ([`crate::member`]).
@@ -25,6 +25,9 @@ pub const SEVERAL_DEVICES: u64 = 1 << 3;
 /// The incompatible feature of a superblock, of a volume or a member, that holds another UUID than
 /// the headers of the volume's blocks ([`crate::superblock`]).
 pub const CHANGED_UUID: u64 = 1 << 4;
+/// The incompatible feature of a dump of metadata with other names than the volume has: they lie
+/// where those did, not under their own hash ([`crate::key::NameHash`]).
+pub const REPLACED_NAMES: u64 = 1 << 5;
 
 impl FeatureSet {
     /// The bits of `bits` that this program does not know.

@@ -12,8 +12,10 @@
 //! chunks (2), wholly free chunks (2), flags (2: 1 = the bitmap block was written; without it the
 //! group is wholly free and its bitmap block is not read).
 
-use crate::block::{BlockKind, Uuid};
-use crate::geometry::{CHUNK_BLOCKS, GROUP_BLOCKS, GROUP_CHUNKS};
+use std::ops::Range;
+
+use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
+use crate::geometry::{CHUNK_BLOCKS, DESCRIPTORS_PER_BLOCK, GROUP_BLOCKS, GROUP_CHUNKS};
 use crate::{Block, Corrupt, Geometry, le};
 
 /// What a chunk is used for.
@@ -40,6 +42,9 @@ pub struct Descriptor {
     /// The bitmap block was written.
     pub initialized: bool,
 }
+
+/// Bytes of a bitmap block that mean something, besides the header.
+pub const BITMAP_FIELDS: [Range<usize>; 2] = [KINDS..KINDS + GROUP_CHUNKS as usize, BITS..BLOCK_SIZE];
 
 const KINDS: usize = 64;
 const BITS: usize = 128;
@@ -83,6 +88,13 @@ impl Descriptor {
         le::put_u16(block.bytes_mut(), at + 4, self.free_chunks);
         le::put_u16(block.bytes_mut(), at + 6, u16::from(self.initialized));
     }
+}
+
+/// Bytes of the descriptor block at `address` that mean something, besides the header.
+pub fn descriptor_fields(geometry: &Geometry, address: u64) -> Range<usize> {
+    let before = (address - geometry.descriptor_blocks().start) * DESCRIPTORS_PER_BLOCK;
+    let here = geometry.groups.saturating_sub(before).min(DESCRIPTORS_PER_BLOCK);
+    DESCRIPTORS..DESCRIPTORS + here as usize * DESCRIPTOR_SIZE
 }
 
 /// The bitmap block of a group that nothing was allocated in.

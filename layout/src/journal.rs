@@ -14,6 +14,8 @@
 //! | 72 | 8 | reserved, zero |
 //! | 80 | 8 each | home addresses of the images, 502 a block |
 
+use std::ops::Range;
+
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
 use crate::{Block, COUNT_MAX, Corrupt, Geometry, le};
 
@@ -32,6 +34,14 @@ pub fn transaction_blocks(images: u64) -> u64 {
 /// Descriptor blocks of a transaction of that many images.
 pub fn descriptor_blocks(images: u64) -> u64 {
     images.div_ceil(ADDRESSES_PER_BLOCK as u64)
+}
+
+/// Bytes of a descriptor block that mean something, besides the header.
+pub fn descriptor_fields(block: &Block) -> [Range<usize>; 2] {
+    let (images, index) = (le::get_u32(block.bytes(), IMAGES), le::get_u32(block.bytes(), INDEX));
+    let before = (index as usize).saturating_mul(ADDRESSES_PER_BLOCK);
+    let here = (images as usize).saturating_sub(before).min(ADDRESSES_PER_BLOCK);
+    [IMAGES..INDEX + 4, ADDRESSES..ADDRESSES + here * 8]
 }
 
 /// Address on the volume of block `position` of the journal; positions wrap around.

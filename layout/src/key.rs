@@ -5,6 +5,7 @@
 //! All that belongs to an inode lies side by side.
 
 use std::hash::Hasher;
+use std::ops::RangeInclusive;
 
 use siphasher::sip::SipHasher13;
 
@@ -114,7 +115,7 @@ impl Key {
 pub const DIRENT_SLOTS: u64 = 1 << 8;
 /// Offsets that an entry can have: readers of a directory get them as `off_t`, and the lowest are
 /// those of `.` and `..`.
-pub const DIRENT_OFFSETS: std::ops::RangeInclusive<u64> = DIRENT_SLOTS..=i64::MAX as u64;
+pub const DIRENT_OFFSETS: RangeInclusive<u64> = DIRENT_SLOTS..=i64::MAX as u64;
 
 /// First of the offsets where an entry of that name may be: 55 bits of a keyed hash, then 8 bits
 /// that tell names with the same hash apart. Never below 256, so that the offsets 0 to 2 are free
@@ -133,6 +134,32 @@ pub const XATTR_SLOTS: u64 = 1 << 8;
 /// that tell names with the same hash apart, 16 bits for the number of the piece.
 pub fn xattr_offset(hash_key: &[u8; 16], name: &[u8]) -> u64 {
     name_hash(hash_key, name) >> 24 << 24
+}
+
+/// Where the names of a volume are among its keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NameHash {
+    /// Key of the hash.
+    pub key: [u8; 16],
+    /// The names were replaced: each lies where the one did whose place it has, so that a search
+    /// has to look everywhere.
+    pub replaced: bool,
+}
+
+impl NameHash {
+    /// Offsets where an entry of that name may be; a new one goes to the first free place from
+    /// [`dirent_offset`] on.
+    pub fn dirent_offsets(&self, name: &[u8]) -> RangeInclusive<u64> {
+        let first = dirent_offset(&self.key, name);
+        if self.replaced { DIRENT_OFFSETS } else { first..=first + (DIRENT_SLOTS - 1) }
+    }
+
+    /// Offsets where the pieces of an attribute of that name may be; those of a new one go to the
+    /// first free place from [`xattr_offset`] on.
+    pub fn xattr_offsets(&self, name: &[u8]) -> RangeInclusive<u64> {
+        let first = xattr_offset(&self.key, name);
+        if self.replaced { 0..=u64::MAX } else { first..=first + (XATTR_SLOTS * XATTR_PIECES - 1) }
+    }
 }
 
 fn name_hash(hash_key: &[u8; 16], name: &[u8]) -> u64 {

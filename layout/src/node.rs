@@ -155,6 +155,15 @@ pub fn salvage(block: &Block) -> impl Iterator<Item = (Key, &[u8])> {
     (0..if level(block) == 0 { slots } else { 0 }).filter_map(item)
 }
 
+/// The node with zeros for its values and for all bytes without a meaning, sealed. [`check`] says
+/// the same of it, but where slots and values share bytes: then it has no slots.
+pub fn without_values(block: &Block) -> Block {
+    let slots_end = HEADER_SIZE + count(block) * slot_size(block);
+    let end = if level(block) == 0 { get(block, HEAP).min(BLOCK_SIZE) } else { BLOCK_SIZE };
+    let slots = if slots_end <= end { HEADER_SIZE..slots_end } else { HEADER_SIZE..HEADER_SIZE };
+    block.reduced_to(&[LEVEL..LEVEL + 1, COUNT..GARBAGE + 2, slots])
+}
+
 /// Slot of the child that covers `target`.
 #[inline]
 pub fn child_slot(block: &Block, target: Key) -> usize {

@@ -34,6 +34,9 @@ pub struct State {
     pub free_chunks: u64,
 }
 
+/// Bytes of the block that mean something, besides the header.
+pub const FIELDS: std::ops::Range<usize> = ROOT..LEVEL + 1;
+
 const ROOT: usize = 64;
 const NEXT_INO: usize = 72;
 const INODES: usize = 80;

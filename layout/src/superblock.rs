@@ -23,9 +23,12 @@
 //!
 //! The features themselves are in [`crate::features`].
 
+use std::ops::Range;
+
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
-use crate::features::{CHANGED_UUID, INCOMPATIBLE, READ_ONLY_COMPATIBLE, SEVERAL_DEVICES};
+use crate::features::{CHANGED_UUID, INCOMPATIBLE, READ_ONLY_COMPATIBLE, REPLACED_NAMES, SEVERAL_DEVICES};
 use crate::geometry::SUPERBLOCK;
+use crate::key::NameHash;
 use crate::{Block, Corrupt, Geometry, Timestamp, le};
 
 /// Version of the format that this code reads and writes.
@@ -33,9 +36,13 @@ pub const VERSION: u32 = 1;
 /// Longest label in bytes.
 pub const LABEL_MAX: usize = 64;
 
-const SIGNATURE: &[u8; 16] = b"gpunvme volume\x1a\n";
+/// Bytes by which a superblock is recognized, intact or not.
+pub const SIGNATURE: Range<usize> = AT_SIGNATURE..AT_SIGNATURE + 16;
+
+const MARK: &[u8; 16] = b"gpunvme volume\x1a\n";
 const AT_SIGNATURE: usize = 64;
 const AT_VERSION: usize = 80;
+const AT_COMPAT: usize = 88;
 const AT_RO_COMPAT: usize = 96;
 const AT_INCOMPAT: usize = 104;
 const AT_TOTAL: usize = 112;
@@ -44,6 +51,17 @@ const AT_HASH_KEY: usize = 128;
 const AT_CREATED: usize = 144;
 const AT_LABEL: usize = 160;
 const AT_CHANGED_UUID: usize = 312;
+
+/// Bytes of the block that mean something, besides the header.
+const FIELDS: [Range<usize>; 4] = [
+    AT_SIGNATURE..AT_VERSION + 4,
+    AT_COMPAT..AT_CREATED + 12,
+    AT_LABEL..AT_LABEL + LABEL_MAX,
+    AT_CHANGED_UUID..AT_CHANGED_UUID + 16,
+];
+
+/// Makes of bytes a number that says nothing of them but whether they are the same.
+pub type Digest<'a> = &'a dyn Fn(&[u8]) -> u128;
 
 /// What people call a volume by; it can be changed after mkfs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -72,6 +90,8 @@ pub struct Superblock {
     /// Read-only compatible features that this code does not know: the volume can be read, not
     /// written.
     pub unknown_ro_compat: u64,
+    /// It is a dump of a volume's metadata, with other names than that has.
+    pub replaced_names: bool,
 }
 
 /// What tells one volume from another, of whatever version of the format.
@@ -98,10 +118,19 @@ impl Superblock {
         le::put_u64(bytes, AT_TOTAL, self.total_blocks);
         le::put_u64(bytes, AT_JOURNAL, self.journal_blocks);
         bytes[AT_HASH_KEY..AT_HASH_KEY + 16].copy_from_slice(&self.hash_key);
+        if self.replaced_names {
+            let features = le::get_u64(bytes, AT_INCOMPAT) | REPLACED_NAMES;
+            le::put_u64(bytes, AT_INCOMPAT, features);
+        }
         le::put_u64(bytes, AT_CREATED, self.created.seconds as u64);
         le::put_u32(bytes, AT_CREATED + 8, self.created.nanoseconds);
         block.seal(0);
         block
+    }
+
+    /// Where names are among the keys.
+    pub fn name_hash(&self) -> NameHash {
+        NameHash { key: self.hash_key, replaced: self.replaced_names }
     }
 
     /// UUID of the volume, as people know it.
@@ -115,6 +144,27 @@ impl Superblock {
         put_names(&mut block, names);
         block.seal(block.sequence());
         block
+    }
+
+    /// What a superblock, intact and of a known version, says of a dump of its volume, sealed for
+    /// the same address. In a dump with replaced names `digest` makes the label of the label, and
+    /// the key of the hash of the key: with the volume's own, names that are guessed could be told
+    /// from others.
+    pub fn of_dump(block: &Block, digest: Option<Digest>) -> Block {
+        let mut dump = block.reduced_to(&FIELDS);
+        if let Some(digest) = digest {
+            let stored = &block.bytes()[AT_LABEL..AT_LABEL + LABEL_MAX];
+            let is_empty = stored.iter().all(|byte| *byte == 0);
+            let label = if is_empty { String::new() } else { format!("{:032x}", digest(stored)) };
+            put_names(&mut dump, &Names { label, ..names(block) });
+            let bytes = dump.bytes_mut();
+            let hash_key = digest(&block.bytes()[AT_HASH_KEY..AT_HASH_KEY + 16]);
+            bytes[AT_HASH_KEY..AT_HASH_KEY + 16].copy_from_slice(&hash_key.to_le_bytes());
+            let features = le::get_u64(bytes, AT_INCOMPAT) | REPLACED_NAMES;
+            le::put_u64(bytes, AT_INCOMPAT, features);
+        }
+        dump.seal(block.sequence());
+        dump
     }
 
     /// Whether the bytes look like a gpunvme superblock, intact or not.
@@ -186,6 +236,7 @@ impl Superblock {
                 nanoseconds: le::get_u32(bytes, AT_CREATED + 8),
             },
             unknown_ro_compat: READ_ONLY_COMPATIBLE.unknown(le::get_u64(bytes, AT_RO_COMPAT)),
+            replaced_names: features & REPLACED_NAMES != 0,
         })
     }
 
@@ -197,7 +248,7 @@ impl Superblock {
 pub(crate) fn head(address: u64, uuid: &Uuid, names: &Names) -> Block {
     let mut block = Block::new(BlockKind::Superblock, address, uuid);
     let bytes = block.bytes_mut();
-    bytes[AT_SIGNATURE..AT_SIGNATURE + 16].copy_from_slice(SIGNATURE);
+    bytes[SIGNATURE].copy_from_slice(MARK);
     le::put_u32(bytes, AT_VERSION, VERSION);
     put_names(&mut block, names);
     block
@@ -216,7 +267,7 @@ fn put_names(block: &mut Block, names: &Names) {
 
 /// Whether the bytes look like a superblock of a volume or a member, intact or not.
 pub(crate) fn recognize(bytes: &[u8; BLOCK_SIZE]) -> bool {
-    bytes[AT_SIGNATURE..AT_SIGNATURE + 16] == *SIGNATURE
+    bytes[SIGNATURE] == *MARK
 }
 
 pub(crate) fn names(block: &Block) -> Names {
@@ -245,6 +296,7 @@ mod tests {
             hash_key: [4; 16],
             created: Timestamp { seconds: 5, nanoseconds: 6 },
             unknown_ro_compat: 0,
+            replaced_names: false,
         }
     }
 
@@ -279,13 +331,14 @@ mod tests {
             hash_key: [0x44; 16],
             created: Timestamp { seconds: 0x5555_5555_5555_5555, nanoseconds: 0x6666_6666 },
             unknown_ro_compat: 0,
+            replaced_names: true,
         };
         let block = superblock.encode(0);
         let mut expected = [0; BLOCK_SIZE];
         expected[..64].copy_from_slice(&block.bytes()[..64]); // the header, which `block` tests
         expected[64..80].copy_from_slice(b"gpunvme volume\x1a\n");
         expected[80] = 1;
-        expected[104] = 0b1_0000;
+        expected[104] = 0b11_0000;
         expected[112..116].fill(0x22);
         expected[120..123].fill(0x33);
         expected[128..144].fill(0x44);
@@ -308,6 +361,25 @@ mod tests {
             assert_eq!(Superblock::identify(&renamed, 0).unwrap().uuid, expected.volume_uuid());
             assert_eq!(Superblock::renamed(&renamed, &superblock().names), stored, "and back");
         }
+    }
+
+    #[test]
+    fn the_superblock_of_a_dump_tells_no_names() {
+        let stored = changed(|bytes| bytes[1000..2000].fill(0xff));
+        let kept = Superblock::of_dump(&stored, None);
+        assert_eq!(kept, superblock().encode(0), "the same without what has no meaning");
+        let digest = |bytes: &[u8]| bytes.iter().map(|byte| u128::from(*byte)).sum();
+        let expected = Superblock {
+            names: Names { label: format!("{:032x}", digest(b"data")), changed_uuid: None },
+            hash_key: 64u128.to_le_bytes(),
+            replaced_names: true,
+            ..superblock()
+        };
+        assert_eq!(Superblock::of_dump(&stored, Some(&digest)), expected.encode(0));
+        assert_eq!(Superblock::decode(&expected.encode(0), 0, 1 << 20), Ok(expected));
+        let nameless = Superblock { names: Names::default(), ..superblock() };
+        let dump = Superblock::of_dump(&nameless.encode(0), Some(&digest));
+        assert_eq!(names(&dump).label, "", "there was none");
     }
 
     #[test]

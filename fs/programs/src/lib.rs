@@ -1,12 +1,14 @@
 //! Shared parts of the programs of gpunvme: claiming a device ([`claim`]), volumes of several
-//! devices ([`members`]), label and UUID ([`names`]), the mount table ([`mounts`]), the terminal
-//! ([`terminal`]), and what shells complete ([`completions`]).
+//! devices ([`members`]), label and UUID ([`names`]), dumps of metadata ([`dump`]), the mount table
+//! ([`mounts`]), the terminal ([`terminal`]), and what shells complete ([`completions`]).
 #![deny(unsafe_code)]
 
 mod below;
 pub mod claim;
 pub mod completions;
+pub mod dump;
 pub mod members;
 pub mod mounts;
 pub mod names;
+mod random;
 pub mod terminal;

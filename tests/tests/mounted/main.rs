@@ -14,6 +14,7 @@ mod kill;
 mod log;
 mod long_transfers;
 mod memory;
+mod metadata_dump;
 mod mkfs;
 mod mount;
 mod names;

@@ -104,6 +104,8 @@ pub enum Command {
         #[arg(long)]
         resident: bool,
     },
+    /// Make an image of a volume's metadata, without names and contents, for a report of a fault
+    MetadataDump(crate::metadata_dump::MetadataDump),
     /// Look after an NVMe controller that no mount uses
     Nvme(crate::nvme::Nvme),
     /// Tell which volume a device carries, in the form that udev imports

@@ -9,6 +9,7 @@ mod doctor;
 #[allow(unsafe_code)]
 mod gpu;
 mod log;
+mod metadata_dump;
 mod meter;
 mod nvme;
 mod output;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         Command::Log { mount, filter } => log::run(mount, filter.as_deref()),
         Command::Map { file, resident: false } => describe::map(file),
         Command::Map { file, resident: true } => page_cache::map(file),
+        Command::MetadataDump(dump) => metadata_dump::run(dump),
         Command::Stats(stats) => stats::run(stats, args.json),
         Command::Sync { mounts } => sync::run(mounts),
         Command::Nvme(nvme) => nvme::run(nvme),

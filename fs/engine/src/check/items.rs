@@ -6,7 +6,7 @@
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::GROUP_BLOCKS;
 use gpunvme_layout::item::{FILE_SIZE_MAX, PIECE, SYMLINK_MAX};
-use gpunvme_layout::key::{INO_MAX, INO_NONE, XATTR_PIECES, XATTR_SLOTS, dirent_offset, xattr_offset};
+use gpunvme_layout::key::{INO_MAX, INO_NONE, NameHash, XATTR_PIECES, XATTR_SLOTS};
 use gpunvme_layout::{Block, Dirent, Extent, FileType, Geometry, Inode, Key, Kind as ItemKind, XattrHead, node};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
@@ -142,7 +142,7 @@ const FOREIGN_MAX: usize = 1000;
 /// Checks items, and keeps what concerns several inodes.
 pub(crate) struct Items<'c> {
     geometry: Geometry,
-    hash_key: [u8; 16],
+    name_hash: NameHash,
     findings: &'c mut Findings,
     /// Records that concern several inodes.
     pub kept: Kept,
@@ -180,13 +180,13 @@ impl<'c> Items<'c> {
     /// Begins a check that tells `progress` how many inodes went by, and ends when that says so.
     pub fn new(
         geometry: Geometry,
-        hash_key: [u8; 16],
+        name_hash: NameHash,
         memory: usize,
         findings: &'c mut Findings,
         progress: &'c mut dyn FnMut(u64) -> bool,
     ) -> Items<'c> {
         let kept = Kept::new(memory);
-        Items { geometry, hash_key, findings, kept, current: None, next: Key::MIN, progress, count: 0 }
+        Items { geometry, name_hash, findings, kept, current: None, next: Key::MIN, progress, count: 0 }
     }
 
     /// Judges the last inode, and gives what was kept.
@@ -284,7 +284,7 @@ impl<'c> Items<'c> {
             }
         };
         let shown = || String::from_utf8_lossy(entry.name).into_owned();
-        let right = dirent_offset(&self.hash_key, entry.name);
+        let right = self.name_hash.dirent_offsets(entry.name);
         let hash = offset & !0xff;
         let current = self.current();
         if current.hash != hash {
@@ -296,7 +296,7 @@ impl<'c> Items<'c> {
         current.subdirectories += u32::from(entry.file_type == FileType::Directory);
         if check_name(entry.name).is_err() {
             self.report(Kind::Entry, place, Fix::MendEntry(key), || format!("{:?} cannot be a name", shown()));
-        } else if right != hash {
+        } else if !right.contains(&offset) {
             let what = || format!("{:?} lies under another name's hash", shown());
             self.report(Kind::EntryHash, place, Fix::RehashEntry(key), what);
         } else if duplicate {
@@ -321,7 +321,7 @@ impl<'c> Items<'c> {
                 }
             };
             let hash = first & !(XATTR_SLOTS * XATTR_PIECES - 1);
-            let right = xattr_offset(&self.hash_key, head.name);
+            let right = self.name_hash.xattr_offsets(head.name);
             let current = self.current();
             if current.xattr_hash != hash {
                 current.xattr_hash = hash;
@@ -334,7 +334,7 @@ impl<'c> Items<'c> {
             if duplicate {
                 let what = || format!("extended attribute {:?} is there twice", shown());
                 self.report(Kind::Xattr, Place::Inode(ino), Fix::RemoveXattr(ino, first), what);
-            } else if right != hash {
+            } else if !right.contains(&offset) {
                 let what = || format!("extended attribute {:?} lies under another name's hash", shown());
                 self.report(Kind::XattrHash, Place::Inode(ino), Fix::RehashXattr(ino, first), what);
             }

@@ -322,7 +322,7 @@ fn examine(volume: &Volume, memory: usize, findings: &mut Findings, may: Option<
     let superblock = volume.superblock();
     let (geometry, reader) = (superblock.geometry(), Reader::new(volume));
     let mut tell = |done: u64| progress(Stage::Inodes, done, state.inodes);
-    let mut items = Items::new(geometry, superblock.hash_key, memory, findings, &mut tell);
+    let mut items = Items::new(geometry, superblock.name_hash(), memory, findings, &mut tell);
     walk::walk(&reader, state.root, state.level, &mut items)?;
     let kept = items.finish()?;
     let used = kept.used.sorted()?;

@@ -66,9 +66,9 @@ pub(crate) fn find(blocks: &impl Blocks, dir: u64, name: &[u8]) -> Attempt<Optio
     if name.len() > NAME_MAX {
         return Err(FsError::NameTooLong.into());
     }
-    let first = dirent_offset(&blocks.meta().hash_key, name);
-    tree::scan(blocks, Key::new(dir, Kind::Dirent, first), |key, value| {
-        if !key.is(dir, Kind::Dirent) || key.offset() >= first + DIRENT_SLOTS {
+    let offsets = blocks.meta().names.dirent_offsets(name);
+    tree::scan(blocks, Key::new(dir, Kind::Dirent, *offsets.start()), |key, value| {
+        if !key.is(dir, Kind::Dirent) || key.offset() > *offsets.end() {
             return Ok(ControlFlow::Break(None));
         }
         let entry = Dirent::decode(dir, key.offset(), value)?;
@@ -82,7 +82,7 @@ pub(crate) fn find(blocks: &impl Blocks, dir: u64, name: &[u8]) -> Attempt<Optio
 
 /// Adds an entry. The name must not be there.
 pub(crate) fn add(op: &mut Op, dir: u64, entry: &Dirent) -> Attempt<()> {
-    let first = dirent_offset(&op.meta().hash_key, entry.name);
+    let first = dirent_offset(&op.meta().names.key, entry.name);
     let value = entry.encode();
     for slot in 0..DIRENT_SLOTS {
         if tree::insert(op, Key::new(dir, Kind::Dirent, first + slot), &value)? {

@@ -66,6 +66,7 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
         hash_key: options.hash_key,
         created: options.now,
         unknown_ro_compat: 0,
+        replaced_names: false,
     };
     let geometry = superblock.geometry();
     let mut writer = Writer { io: &io, written: 0 };

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::key::NameHash;
 use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 
 use super::busy::Busy;
@@ -20,8 +21,8 @@ pub(crate) struct Meta {
     pub geometry: Geometry,
     /// UUID of the filesystem.
     pub uuid: Uuid,
-    /// Key of the name hash.
-    pub hash_key: [u8; 16],
+    /// Where names are among the keys.
+    pub names: NameHash,
     /// Root and counters, as the latest operation left them.
     pub state: State,
     /// Blocks in memory.
@@ -77,7 +78,7 @@ impl Meta {
         Meta {
             geometry,
             uuid: superblock.uuid,
-            hash_key: superblock.hash_key,
+            names: superblock.name_hash(),
             state,
             cache,
             running: Vec::new(),

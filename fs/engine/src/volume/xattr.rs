@@ -34,21 +34,26 @@ pub fn check_name(name: &[u8]) -> Result<(), FsError> {
     }
 }
 
-/// Offset of the first piece of an attribute.
+/// Offset of the first piece of an attribute. The other pieces of those with the same hash are
+/// stepped over.
 fn find(blocks: &impl Blocks, ino: u64, name: &[u8]) -> Attempt<Option<u64>> {
-    let first = xattr_offset(&blocks.meta().hash_key, name);
-    for slot in 0..XATTR_SLOTS {
-        let offset = first + slot * XATTR_PIECES;
-        let from = Key::new(ino, Kind::Xattr, offset);
-        let next = tree::scan(blocks, from, |key, value| {
-            let same_hash = key.is(ino, Kind::Xattr) && key.offset() < first + XATTR_SLOTS * XATTR_PIECES;
-            let found = key == from && XattrHead::decode(ino, value)?.name == name;
-            Ok(ControlFlow::Break((same_hash, found)))
+    let offsets = blocks.meta().names.xattr_offsets(name);
+    let mut from = Some(*offsets.start());
+    while let Some(offset) = from.take() {
+        let found = tree::scan(blocks, Key::new(ino, Kind::Xattr, offset), |key, value| {
+            let offset = key.offset();
+            if !key.is(ino, Kind::Xattr) || offset > *offsets.end() {
+                return Ok(ControlFlow::Break(None));
+            }
+            if offset % XATTR_PIECES != 0 {
+                from = (offset - offset % XATTR_PIECES).checked_add(XATTR_PIECES);
+                return Ok(ControlFlow::Break(None));
+            }
+            let is_it = XattrHead::decode(ino, value)?.name == name;
+            Ok(if is_it { ControlFlow::Break(Some(offset)) } else { ControlFlow::Continue(()) })
         })?;
-        match next {
-            Some((_, true)) => return Ok(Some(offset)),
-            Some((true, false)) => {}
-            _ => return Ok(None),
+        if let Some(Some(offset)) = found {
+            return Ok(Some(offset));
         }
     }
     Ok(None)
@@ -86,7 +91,7 @@ pub(crate) fn remove(op: &mut Op, ino: u64, name: &[u8]) -> Attempt<bool> {
 /// Sets an attribute.
 pub(crate) fn set(op: &mut Op, ino: u64, name: &[u8], value: &[u8]) -> Attempt<()> {
     remove(op, ino, name)?;
-    let first = xattr_offset(&op.meta().hash_key, name);
+    let first = xattr_offset(&op.meta().names.key, name);
     let (start, rest) = value.split_at(value.len().min(XattrHead::room(name)));
     let head = XattrHead { value_len: value.len() as u32, name, start }.encode();
     for slot in 0..XATTR_SLOTS {

@@ -27,6 +27,7 @@ use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::{Corrupt, Timestamp};
+use gpunvme_programs::dump::{Names, dump};
 
 use crate::attack::use_it;
 use crate::common::{ROOT, Random, assert_sound, make, open};
@@ -108,6 +109,8 @@ fn ordeal(image: &Image, random: &mut Random) -> (bool, bool) {
     let used = device(image);
     let mounted = mount_and_use(&(used.clone() as Arc<dyn BlockDevice>), random);
     let mended = check_and_mend(&(device(image) as Arc<dyn BlockDevice>));
+    // What it says of the image is not judged here.
+    let _ = dump(&(device(image) as Arc<dyn BlockDevice>), Names::Replaced, |_, _| Ok(()));
     if mounted {
         check_and_mend(&(device(&used.snapshot()) as Arc<dyn BlockDevice>));
     }

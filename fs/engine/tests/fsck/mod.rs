@@ -6,6 +6,7 @@
 
 mod cuts;
 mod damage;
+mod dump;
 mod shared;
 mod subject;
 

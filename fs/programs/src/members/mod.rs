@@ -22,6 +22,7 @@ use gpunvme_layout::{Geometry, Member, Striping, Superblock};
 
 use crate::claim::{ClaimError, claim};
 use crate::names::Superblocks;
+use crate::random::random;
 use copies::Copies;
 use set::Set;
 
@@ -188,10 +189,5 @@ pub fn format(devices: &[Arc<dyn BlockDevice>], like: &Member, uuids: &[[u8; 16]
 /// # Errors
 /// The system has no random numbers.
 pub fn generation(number: u64) -> Result<Generation, String> {
-    let mut stamp = [0; 16];
-    match rustix::rand::getrandom(&mut stamp, rustix::rand::GetRandomFlags::empty()) {
-        Ok(16) => Ok(Generation { number, stamp }),
-        Ok(_) => Err("the system gave too few random bytes".to_owned()),
-        Err(error) => Err(format!("random bytes: {error}")),
-    }
+    Ok(Generation { number, stamp: random()? })
 }
