@@ -13,7 +13,7 @@ guest() {
     check "binding" vfio bind $SSD
     check "formatting" mkfs.gpunvme vfio:$SSD
     check "mounting" mounted vfio:$SSD /mnt
-    check "the mount says that p2p is possible" says '"gpu_route": "p2p"' gpunvme --json info /mnt
+    check "the mount says that p2p is possible" says '"mount_route": "p2p"' gpunvme --json info /mnt
     check "copying files in" tree_copied /mnt
     head -c 5000007 /dev/urandom >/lab/random.bin
     cp /lab/random.bin /mnt/random.bin

@@ -106,6 +106,26 @@ fn a_volume_lives_on_a_controller_and_on_its_file_alike() {
     succeeds(run("fsck.gpunvme", &["-n", controller.file().to_str().unwrap()]));
 }
 
+/// What the controller could do with a GPU's memory is no route where the machine has no GPU.
+#[test]
+fn info_gives_the_route_that_doctor_gives() {
+    needs_mount!();
+    let controller = Controller::new();
+    let device = controller.device("");
+    succeeds(run("mkfs.gpunvme", &["--quiet", &device]));
+    controller.mount(&device);
+    let json = |output: Output| serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap();
+    let info = json(run("gpunvme", &["--json", "info", controller.dir().to_str().unwrap()]));
+    assert_eq!(info["mount_route"], "p2p", "{info}");
+    let doctor = json(run("gpunvme", &["--json", "doctor", &device]));
+    if doctor["route"] == "host" {
+        assert_eq!((&info["gpu_route"], &info["gpu_reason"]), (&doctor["route"], &doctor["reason"]), "{info}");
+        let told = succeeds(run("gpunvme", &["info", controller.dir().to_str().unwrap()]));
+        assert!(told.contains("gpu route   host\n") && told.contains("the mount itself can do p2p"), "{told}");
+    }
+    controller.unmount();
+}
+
 /// Blocks of 4 KiB, so that reads have edges inside them; and a buffer that lies as a driver needs
 /// it and no better goes direct.
 #[test]

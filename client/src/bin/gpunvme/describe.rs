@@ -1,5 +1,6 @@
 //! The commands `info` and `map`: reports about a mount and its files that move no data.
 
+use crate::doctor::without_peer_to_peer;
 use crate::report::{self, Failure, Report};
 use gpunvme::{ExtentFlags, File, Mount};
 use serde_json::{Value, json};
@@ -8,6 +9,11 @@ use std::path::Path;
 
 pub fn info(path: &Path) -> Result<Report, Failure> {
     let info = Mount::open(path)?.info()?;
+    // What the mount can do with memory of a device is of use where there is a GPU to have some.
+    let (route, reason, why) = match without_peer_to_peer() {
+        Some((route, reason, text)) if route > info.route => (route, reason, text),
+        _ => (info.route, info.reason, info.reason.explain().to_owned()),
+    };
     let mut report = Report::new(json!({
         "device": info.device,
         "label": info.label,
@@ -27,8 +33,10 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
         "max_segments": info.max_segments,
         "max_buffers": info.max_buffers,
         "max_buffer_bytes": info.max_buffer_bytes,
-        "gpu_route": info.route.name(),
-        "gpu_reason": info.reason.name(),
+        "gpu_route": route.name(),
+        "gpu_reason": reason.name(),
+        "mount_route": info.route.name(),
+        "mount_reason": info.reason.name(),
         "socket": info.socket,
     }));
     report.line("device", &info.device);
@@ -46,8 +54,9 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
     report.line("buffers", format!("at most {} of a process, {} in them", info.max_buffers, report::size(info.max_buffer_bytes)));
     report.line("one ioctl", format!("at most {}, in {} segments", report::size(info.max_transfer), info.max_segments));
     report.line("socket", if info.socket.is_empty() { "none" } else { &info.socket });
-    report.line("gpu route", info.route);
-    report.line("reason", report::reason(info.reason));
+    report.line("gpu route", route);
+    let alone = if route == info.route { String::new() } else { format!("; the mount itself can do {}", info.route) };
+    report.line("reason", format!("{reason}: {why}{alone}"));
     Ok(report)
 }
 

@@ -26,7 +26,7 @@ use crate::args::Doctor;
 use crate::report::{Failure, Report};
 use container::Container;
 use device::{Device, Disk};
-use gpunvme::Route;
+use gpunvme::{Reason, Route};
 use machine::Machine;
 use pci::Function;
 use route::{Target, Verdict};
@@ -64,6 +64,32 @@ fn look(args: &Doctor) -> Result<Report, Failure> {
         _ => 4,
     };
     Ok(report)
+}
+
+/// What keeps the GPUs of this machine from peer to peer, whatever the device of a mount: the route
+/// that is left, the reason, and its words.
+pub fn without_peer_to_peer() -> Option<(Route, Reason, String)> {
+    // VFIO concerns the device.
+    limit(&Tree::new("/"), &Machine::read(&Tree::new("/"), Container::Absent))
+}
+
+fn limit(tree: &Tree, machine: &Machine) -> Option<(Route, Reason, String)> {
+    let functions = functions(tree);
+    let verdict = route::of_gpus(machine, &gpus(&functions), &displays(&functions))?;
+    let text = verdict.findings.first()?.text.clone();
+    Some((verdict.route, verdict.reason, text))
+}
+
+fn functions(tree: &Tree) -> Vec<Function> {
+    tree.names("sys/bus/pci/devices").iter().filter_map(|address| Function::read(tree, address)).collect()
+}
+
+fn displays(functions: &[Function]) -> Vec<Function> {
+    functions.iter().filter(|function| function.is_display()).cloned().collect()
+}
+
+fn gpus(functions: &[Function]) -> Vec<Function> {
+    displays(functions).into_iter().filter(|function| function.vendor == pci::NVIDIA).collect()
 }
 
 /// All that the report tells.
@@ -141,14 +167,13 @@ impl Diagnosis {
 
 fn diagnose(tree: &Tree, container: Container, device: Option<&str>, peer: Option<&str>) -> Result<Diagnosis, String> {
     let machine = Machine::read(tree, container);
-    let functions: Vec<Function> =
-        tree.names("sys/bus/pci/devices").iter().filter_map(|address| Function::read(tree, address)).collect();
-    let gpus: Vec<Function> = match peer {
+    let functions = functions(tree);
+    let gpus = match peer {
         Some(peer) => vec![named(tree, peer)?],
-        None => functions.iter().filter(|function| function.is_display() && function.vendor == pci::NVIDIA).cloned().collect(),
+        None => gpus(&functions),
     };
     let stand_in = gpus.iter().any(|gpu| !(gpu.is_display() && gpu.vendor == pci::NVIDIA));
-    let displays: Vec<Function> = functions.iter().filter(|function| function.is_display()).cloned().collect();
+    let displays = displays(&functions);
     let examine = |function: &Function| ssd(tree, &machine, function, &gpus, stand_in, &displays);
     // What is no NVMe controller, or none at all.
     let other = |what: &str, text: &str| Ssd {

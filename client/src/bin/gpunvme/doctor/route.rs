@@ -118,6 +118,17 @@ fn no_gpu(displays: &[Function]) -> Finding {
     blocks("no-gpu", Reason::NotGpuMemory, text, None)
 }
 
+/// What keeps all GPUs of the machine from peer to peer, whatever the SSD, and the route that is
+/// left.
+pub fn of_gpus(machine: &Machine, gpus: &[Function], displays: &[Function]) -> Option<Verdict> {
+    let unusable = |gpu| gpu_unusable(machine, gpu);
+    let (finding, left) = match gpus.iter().find(|gpu| unusable(gpu).is_none()) {
+        Some(_) => (gpu_driver(machine)?, Route::Bounce),
+        None => (gpus.first().and_then(unusable).unwrap_or_else(|| no_gpu(displays)), Route::Host),
+    };
+    Some(Verdict::of(vec![finding], left))
+}
+
 /// For an NVMe controller and a GPU, or what stands in for one.
 pub fn verdict(tree: &Tree, machine: &Machine, ssd: &Function, disks: &[Disk], target: &Target, path: &Path) -> Verdict {
     let mut findings = Vec::new();

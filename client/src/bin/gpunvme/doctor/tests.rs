@@ -457,3 +457,18 @@ fn a_peer_is_free_and_has_memory() {
     told(&text, FAR).is(Route::Host, Reason::NotABuffer, Some("peer-driven"));
     told(&text, "0000:15:00.0").is(Route::Host, Reason::NotABuffer, None);
 }
+
+#[test]
+fn what_gpus_lack_counts_for_every_device_of_a_mount() {
+    let of = |text: &str| {
+        let Expanded { tree, container, .. } = &expand(text);
+        limit(tree, &Machine::read(tree, container.clone())).map(|(route, reason, _)| (route, reason))
+    };
+    assert_eq!(of(HGX), None);
+    assert_eq!(of(H200), Some((Route::Bounce, Reason::MmapRefused)));
+    assert_eq!(of(&changed(DESKTOP, "drivers/nvidia\n", "drivers/nouveau\n")), Some((Route::Host, Reason::NotGpuMemory)));
+    let nothing = of(QEMU).unwrap();
+    let doctor = told(QEMU, Some("sim:/disk")).diagnosis;
+    let verdict = doctor.best().unwrap();
+    assert_eq!((nothing, verdict.findings[0].code), ((verdict.route, verdict.reason), "no-gpu"), "doctor says the same");
+}

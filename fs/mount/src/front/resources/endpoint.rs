@@ -145,7 +145,6 @@ impl Endpoint {
     }
 }
 
-/// The name of a mount's socket, unique among mounts: copies of a volume share its UUID.
 /// What was counted, as `METRICS` tells it.
 fn metric(kind: MetricKind, name: &str, reading: &Reading) -> Metric {
     let Reading { begun, failed, bytes, nanoseconds, buckets } = *reading;
@@ -155,6 +154,7 @@ fn metric(kind: MetricKind, name: &str, reading: &Reading) -> Metric {
     metric
 }
 
+/// The name of a mount's socket, unique among mounts: copies of a volume share its UUID.
 fn socket_name(fs: &Filesystem, device: &str) -> String {
     use std::hash::Hasher;
     let mut hasher = rustc_hash::FxHasher::default();
