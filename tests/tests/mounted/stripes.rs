@@ -63,6 +63,22 @@ fn a_tree_on_four_images_is_the_same_after_a_remount_by_any_of_them() {
     }
 }
 
+#[test]
+fn doctor_looks_at_all_members_and_says_which_one_is_missing() {
+    let image = Image::striped(3, 64 * MIB);
+    let members = image.members();
+    let told =
+        || serde_json::from_slice::<serde_json::Value>(&run("gpunvme", &["--json", "doctor", name(&members[1])]).stdout).unwrap();
+    let all = told();
+    let found: Vec<&str> = all["members"].as_array().unwrap().iter().map(|member| member.as_str().unwrap()).collect();
+    assert_eq!(found, [name(&members[1]), name(&members[0]), name(&members[2])]);
+    assert_eq!((all["ssds"].as_array().unwrap().len(), &all["members_missing"]), (3, &serde_json::Value::Null));
+    fs::remove_file(&members[2]).unwrap();
+    let left = told();
+    assert_eq!(left["members"].as_array().unwrap().len(), 1);
+    assert!(left["members_missing"].as_str().unwrap().starts_with("member 3 of the 3"), "{}", left["members_missing"]);
+}
+
 /// What RESOLVE says is where the bytes are: read from the members' files they are the file.
 #[test]
 fn resolve_names_the_member_and_the_place_on_it() {

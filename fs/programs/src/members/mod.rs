@@ -15,7 +15,7 @@ mod set;
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, OpenMode, StripeDevice, StripeMap, split_names};
+use gpunvme_blockdev::{BlockDevice, OpenMode, StripeDevice, StripeMap, path_of, split_names};
 use gpunvme_layout::member::Generation;
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Geometry, Member, Striping, Superblock};
@@ -36,6 +36,19 @@ pub fn open(device: &str, others: &[String], mode: OpenMode) -> Result<Arc<dyn B
     match claim_all(device, others, mode)? {
         Claimed::Whole(device) => Ok(device),
         Claimed::Members(members) => assemble(members, mode).map_err(ClaimError::Device),
+    }
+}
+
+/// The names of all devices of the volume that `device` is a member of, itself first; of what is no
+/// member, or cannot be read, its own alone. Nothing is claimed: what was read may change.
+///
+/// # Errors
+/// A text: a member is missing or there twice.
+pub fn look(device: &str) -> Result<Vec<String>, String> {
+    let own = std::iter::once(device.to_owned());
+    match path_of(device).and_then(search::glance) {
+        Some(copies) => Ok(own.chain(search::others(device, &copies)?).collect()),
+        None => Ok(own.collect()),
     }
 }
 

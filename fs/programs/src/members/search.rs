@@ -82,7 +82,7 @@ fn block_device(sysfs: &Path) -> Option<PathBuf> {
 }
 
 /// What a file or block device says of itself, where it is a member.
-fn glance(path: &Path) -> Option<Copies> {
+pub(super) fn glance(path: &Path) -> Option<Copies> {
     let file: File = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).ok()?;
     let len = (&file).seek(SeekFrom::End(0)).ok()?;
     Copies::glance(&file, len).ok().flatten()

@@ -209,8 +209,9 @@ fn gigabytes(proof: &Proof, took: Duration) -> f64 {
 
 /// What the machine itself shows to be in the way between this mount's device and the GPU.
 fn change(tree: &Tree, info: &Info, gpu: &Gpu) -> Option<Change> {
-    let diagnosis = super::diagnose(tree, Container::probe(), Some(&info.device), Some(gpu.pci_address())).ok()?;
-    diagnosis.best().and_then(Verdict::first).and_then(|finding| finding.change.clone())
+    let named = Some(super::Named::new(&info.device));
+    let diagnosis = super::diagnose(tree, Container::probe(), named, Some(gpu.pci_address())).ok()?;
+    diagnosis.verdict().and_then(Verdict::first).and_then(|finding| finding.change.clone())
 }
 
 fn about_route(report: &mut Report, route: Route, reason: Reason, change: Option<Change>) {

@@ -27,6 +27,8 @@ use crate::report::{Failure, Report};
 use container::Container;
 use device::{Device, Disk};
 use gpunvme::{Reason, Route};
+use gpunvme_blockdev::split_names;
+use gpunvme_programs::members;
 use machine::Machine;
 use pci::Function;
 use route::{Target, Verdict};
@@ -55,10 +57,12 @@ fn look(args: &Doctor) -> Result<Report, Failure> {
         }
         Some(folder) => (Tree::new(folder), Container::of_another_machine(folder)),
     };
-    let diagnosis = diagnose(&tree, container, args.device.as_deref(), args.peer.as_deref()).map_err(Failure)?;
+    let here = args.tree.is_none();
+    let named = args.device.as_deref().map(|device| if here { Named::look(device) } else { Named::new(device) });
+    let diagnosis = diagnose(&tree, container, named, args.peer.as_deref()).map_err(Failure)?;
     let mut report = render::render(&diagnosis, args.verbose);
     // The route is the exit status too, for scripts.
-    report.code = match diagnosis.best().map(|verdict| verdict.route) {
+    report.code = match diagnosis.verdict().map(|verdict| verdict.route) {
         Some(Route::P2p) => 0,
         Some(Route::Bounce) => 3,
         _ => 4,
@@ -94,8 +98,8 @@ fn gpus(functions: &[Function]) -> Vec<Function> {
 
 /// All that the report tells.
 struct Diagnosis {
-    /// As the user named it.
-    device: Option<String>,
+    /// What the user named; otherwise all SSDs are looked at.
+    named: Option<Named>,
     machine: Machine,
     ssds: Vec<Ssd>,
     gpus: Vec<Function>,
@@ -155,21 +159,59 @@ impl Diagnosis {
         ssds
     }
 
-    fn best_ssd(&self) -> Option<&Ssd> {
-        self.ranked().first().copied()
+    /// The SSD whose route the answer is: of a machine the best one; of the members of a volume,
+    /// all of which it needs, the worst. There is always one.
+    fn decisive(&self) -> Option<&Ssd> {
+        let ranked = self.ranked();
+        if self.named.is_none() { ranked.first().copied() } else { ranked.last().copied() }
     }
 
-    /// Of the best SSD. There is always one.
-    fn best(&self) -> Option<&Verdict> {
-        self.best_ssd().and_then(Ssd::best)
+    fn verdict(&self) -> Option<&Verdict> {
+        self.decisive().and_then(Ssd::best)
     }
 }
 
-fn diagnose(tree: &Tree, container: Container, device: Option<&str>, peer: Option<&str>) -> Result<Diagnosis, String> {
+/// A DEVICE of the command line.
+struct Named {
+    /// As it was given.
+    device: String,
+    /// The devices that it names: several of a volume, or one.
+    members: Vec<String>,
+    /// Why not all members of the volume are among them.
+    missing: Option<String>,
+}
+
+impl Named {
+    /// Several controllers, several paths in the form in which INFO joins the members of a mounted
+    /// volume, or one device.
+    fn new(device: &str) -> Named {
+        let is_path = device.starts_with('/') && !std::path::Path::new(device).exists();
+        let members = if is_path {
+            let parts = device.split("+/").enumerate();
+            parts.map(|(at, part)| if at == 0 { part.to_owned() } else { format!("/{part}") }).collect()
+        } else {
+            split_names(device).into_iter().map(str::to_owned).collect()
+        };
+        Named { device: device.to_owned(), members, missing: None }
+    }
+
+    /// Of one device of a volume, those of the others that this machine has as well.
+    fn look(device: &str) -> Named {
+        let named = Named::new(device);
+        let [one] = &named.members[..] else { return named };
+        match members::look(one) {
+            Ok(members) => Named { members, ..named },
+            Err(why) => Named { missing: Some(why), ..named },
+        }
+    }
+}
+
+/// Looks at all SSDs, or at the devices that are named.
+fn diagnose(tree: &Tree, container: Container, named: Option<Named>, peer: Option<&str>) -> Result<Diagnosis, String> {
     let machine = Machine::read(tree, container);
     let functions = functions(tree);
     let gpus = match peer {
-        Some(peer) => vec![named(tree, peer)?],
+        Some(peer) => vec![function(tree, peer)?],
         None => gpus(&functions),
     };
     let stand_in = gpus.iter().any(|gpu| !(gpu.is_display() && gpu.vendor == pci::NVIDIA));
@@ -187,21 +229,22 @@ fn diagnose(tree: &Tree, container: Container, device: Option<&str>, peer: Optio
         pairs: Vec::new(),
         alone: Some(route::not_nvme(&machine, &gpus, &displays, text)),
     };
-    let ssds = match device {
+    let one = |name: &String| match device::find(tree, name)? {
+        Device::Function(address) => {
+            let function = Function::read(tree, &address).ok_or(format!("{address} cannot be read in sysfs"))?;
+            Ok(examine(&function))
+        }
+        Device::Other(what) => Ok(other(&what, &format!("this is {what}"))),
+    };
+    let ssds = match &named {
         None if !functions.iter().any(Function::is_nvme) => vec![other("none", "this machine shows none on PCI")],
         None => functions.iter().filter(|function| function.is_nvme()).map(examine).collect(),
-        Some(name) => match device::find(tree, name)? {
-            Device::Function(address) => {
-                let function = Function::read(tree, &address).ok_or(format!("{address} cannot be read in sysfs"))?;
-                vec![examine(&function)]
-            }
-            Device::Other(what) => vec![other(&what, &format!("this is {what}"))],
-        },
+        Some(named) => named.members.iter().map(one).collect::<Result<_, String>>()?,
     };
-    Ok(Diagnosis { device: device.map(str::to_owned), machine, ssds, gpus, stand_in, refused: tree.refused() })
+    Ok(Diagnosis { named, machine, ssds, gpus, stand_in, refused: tree.refused() })
 }
 
-fn named(tree: &Tree, name: &str) -> Result<Function, String> {
+fn function(tree: &Tree, name: &str) -> Result<Function, String> {
     match device::find(tree, name)? {
         Device::Function(address) => Function::read(tree, &address).ok_or(format!("{address} cannot be read in sysfs")),
         Device::Other(what) => Err(format!("{name} is {what}; a peer is a PCI function")),

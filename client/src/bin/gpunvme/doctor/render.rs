@@ -17,9 +17,11 @@ pub(super) const NO_CHANGE: &str = "nothing that this program knows would make i
 /// details.
 pub fn render(diagnosis: &Diagnosis, verbose: bool) -> Report {
     let machine = &diagnosis.machine;
-    let best = diagnosis.best();
+    let (best, named) = (diagnosis.verdict(), diagnosis.named.as_ref());
     let mut report = Report::new(json!({
-        "device": diagnosis.device,
+        "device": named.map(|named| &named.device),
+        "members": named.map(|named| &named.members),
+        "members_missing": named.and_then(|named| named.missing.as_ref()),
         "route": best.map_or(Route::Host, |verdict| verdict.route).name(),
         "reason": best.map_or(Reason::NoVfio, |verdict| verdict.reason).name(),
         "change": best.and_then(Verdict::first).map(change),
@@ -29,7 +31,7 @@ pub fn render(diagnosis: &Diagnosis, verbose: bool) -> Report {
         "unreadable": diagnosis.refused,
     }));
     summary::answer(&mut report, diagnosis);
-    let has_table = diagnosis.device.is_none() && diagnosis.ssds.iter().any(|ssd| !ssd.pairs.is_empty());
+    let has_table = named.is_none_or(|named| named.members.len() > 1) && diagnosis.ssds.iter().any(|ssd| !ssd.pairs.is_empty());
     if has_table {
         summary::matrix(&mut report, diagnosis);
     }

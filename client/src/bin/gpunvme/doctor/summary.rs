@@ -4,16 +4,24 @@
 use super::render;
 use super::route::Verdict;
 use super::topology::Relation;
-use super::{Diagnosis, Ssd};
+use super::{Diagnosis, Named, Ssd};
 use crate::report::Report;
 use gpunvme::Reason;
 use std::fmt::Write;
 
 /// The best route, why it is no better one, and what to do first.
 pub fn answer(report: &mut Report, diagnosis: &Diagnosis) {
-    let Some((ssd, verdict)) = diagnosis.best_ssd().and_then(|ssd| Some((ssd, ssd.best()?))) else { return };
+    let Some((ssd, verdict)) = diagnosis.decisive().and_then(|ssd| Some((ssd, ssd.best()?))) else { return };
     report.line("route", format!("{}{}", verdict.route, between(ssd)));
     report.line("reason", reason(verdict));
+    if let Some(Named { members, missing, .. }) = &diagnosis.named {
+        if members.len() > 1 {
+            report.line("volume", format!("on {} devices; this is the slowest route of them", members.len()));
+        }
+        if let Some(why) = missing {
+            report.line("volume", format!("{why}; only this device was looked at"));
+        }
+    }
     match (several(diagnosis), verdict.first().and_then(|first| first.change.as_ref())) {
         (Some(bind), _) => report.line("change", format!("bind all that can be spared to vfio-pci: {bind}")),
         (None, Some(change)) => match &change.command {
@@ -41,18 +49,17 @@ fn reason(verdict: &Verdict) -> String {
     }
 }
 
-/// One command for all SSDs that only want to be bound and that nothing uses, where the best is one
-/// of several such.
+/// One command for all SSDs that only want to be bound and that nothing uses, where the one that
+/// decides is one of several such.
 fn several(diagnosis: &Diagnosis) -> Option<String> {
     let wants = |ssd: &Ssd| {
         let first = ssd.best().and_then(Verdict::first);
         first.is_some_and(|first| first.code == "bound-to-kernel") && ssd.disks.iter().all(|disk| disk.uses.is_empty())
     };
-    let ranked = diagnosis.ranked();
-    if !ranked.first().is_some_and(|best| wants(best)) {
+    if !diagnosis.decisive().is_some_and(wants) {
         return None;
     }
-    let functions = ranked.into_iter().filter(|ssd| wants(ssd)).filter_map(|ssd| ssd.function.as_ref());
+    let functions = diagnosis.ranked().into_iter().filter(|ssd| wants(ssd)).filter_map(|ssd| ssd.function.as_ref());
     let addresses: Vec<&str> = functions.map(|function| function.address.as_str()).collect();
     let sudo = if diagnosis.machine.root { "" } else { "sudo " };
     (addresses.len() > 1).then(|| format!("{sudo}gpunvme-vfio bind {}", addresses.join(" ")))
@@ -107,8 +114,8 @@ fn abbreviation(relation: Relation) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use super::super::diagnose;
     use super::super::fixture::expand;
+    use super::super::{Named, diagnose};
 
     const HGX: &str = include_str!("../../../../tests/trees/hgx.tree");
 
@@ -186,7 +193,7 @@ GB/s and route are those of the nearest GPU; `gpunvme doctor -v` has the details
         let text = told(&without);
         assert!(text.contains("reason      not-gpu-memory: this machine shows no GPU on PCI\n"), "{text}");
         let expanded = expand(&without);
-        let diagnosis = diagnose(&expanded.tree, expanded.container.clone(), Some("sim:/tmp/image"), None).unwrap();
+        let diagnosis = diagnose(&expanded.tree, expanded.container.clone(), Some(Named::new("sim:/tmp/image")), None).unwrap();
         let text = super::render::render(&diagnosis, false).text;
         assert!(text.starts_with("route       host\nreason      not-gpu-memory: this machine shows no GPU on PCI\n"), "{text}");
     }

@@ -52,14 +52,14 @@ fn told(text: &str, device: Option<&str>) -> Told {
 
 fn told_of(text: &str, device: Option<&str>, peer: Option<&str>) -> Told {
     let Expanded { tree, container, .. } = &expand(text);
-    let diagnosis = diagnose(tree, container.clone(), device, peer).unwrap();
+    let diagnosis = diagnose(tree, container.clone(), device.map(Named::new), peer).unwrap();
     let report = render::render(&diagnosis, true);
     Told { diagnosis, text: report.text, json: report.json }
 }
 
 impl Told {
     fn verdict(&self) -> &Verdict {
-        self.diagnosis.best().unwrap()
+        self.diagnosis.verdict().unwrap()
     }
 
     fn path(&self) -> &Path {
@@ -176,6 +176,32 @@ fn all_ssds_are_listed_and_the_best_speaks_for_the_machine() {
         .collect();
     assert_eq!(ssds, [("0000:01:00.0", "bounce"), (NEAR, "bounce"), ("0000:3a:00.0", "bounce"), (FAR, "p2p")]);
     assert_eq!(told.json["ssds"][3]["pairs"][0]["gpu"], "0000:9a:00.0");
+}
+
+#[test]
+fn the_slowest_route_of_its_members_is_that_of_a_volume() {
+    let both = format!("{NEAR}+vfio:{FAR}");
+    let told = told(HGX, Some(&format!("vfio:{both}")));
+    assert_eq!(told.json["members"], serde_json::json!([format!("vfio:{NEAR}"), format!("vfio:{FAR}")]));
+    assert!(told.text.contains("volume      on 2 devices") && told.text.contains("GPU0"), "{}", told.text);
+    assert_eq!(told.diagnosis.decisive().unwrap().function.as_ref().unwrap().address, FAR);
+    // One of them is not enough.
+    for (bound_one, other) in [(NEAR, FAR), (FAR, NEAR)] {
+        let told = super::tests::told(&bound(HGX, bound_one), Some(&format!("vfio:{both}")));
+        told.is(Route::Bounce, Reason::NoVfio, Some("bound-to-kernel"));
+        assert_eq!(told.command(), format!("gpunvme-vfio bind {other}"));
+    }
+    let all = bound(&at(HGX, FAR, "drivers/nvme\n", "drivers/vfio-pci\n"), NEAR)
+        .replace(&format!("{FAR}/nvme/"), &format!("{FAR}/gone/"));
+    assert_eq!(super::tests::told(&all, Some(&format!("vfio:{both}"))).verdict().route, Route::P2p);
+}
+
+#[test]
+fn members_are_named_as_people_and_mounts_name_them() {
+    let members = |device: &str| Named::new(device).members;
+    assert_eq!(members("vfio:0000:01:00.0+vfio:0000:02:00.0,admin=x"), ["vfio:0000:01:00.0", "vfio:0000:02:00.0,admin=x"]);
+    assert_eq!(members("/nowhere/a+/nowhere/b+c"), ["/nowhere/a", "/nowhere/b+c"]);
+    assert_eq!(members("/nowhere"), ["/nowhere"]);
 }
 
 #[test]
@@ -469,6 +495,6 @@ fn what_gpus_lack_counts_for_every_device_of_a_mount() {
     assert_eq!(of(&changed(DESKTOP, "drivers/nvidia\n", "drivers/nouveau\n")), Some((Route::Host, Reason::NotGpuMemory)));
     let nothing = of(QEMU).unwrap();
     let doctor = told(QEMU, Some("sim:/disk")).diagnosis;
-    let verdict = doctor.best().unwrap();
+    let verdict = doctor.verdict().unwrap();
     assert_eq!((nothing, verdict.findings[0].code), ((verdict.route, verdict.reason), "no-gpu"), "doctor says the same");
 }
