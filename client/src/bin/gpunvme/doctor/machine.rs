@@ -1,10 +1,13 @@
 //! Facts about the whole machine: IOMMU, VFIO, limits, the CPU, NVIDIA's driver.
 
 use super::container::Container;
+use super::kernel::Kernel;
 use super::sysfs::Tree;
 
 pub struct Machine {
+    /// The kernel's release.
     pub kernel: String,
+    pub kernel_facts: Kernel,
     pub cpu: Cpu,
     /// A hypervisor runs below; the topology that it shows need not be the real one.
     pub is_virtual: bool,
@@ -135,6 +138,7 @@ impl Machine {
             huge_pages: huge_pages(tree),
             nvidia: Nvidia::read(tree),
             libcuda: libcuda(tree),
+            kernel_facts: Kernel::read(tree, &kernel),
             kernel,
         }
     }

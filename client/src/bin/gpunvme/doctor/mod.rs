@@ -10,6 +10,7 @@ mod device;
 #[cfg(test)]
 mod fixture;
 mod gpu;
+mod kernel;
 mod machine;
 mod pci;
 #[allow(unsafe_code)]
@@ -21,6 +22,7 @@ mod sysfs;
 #[cfg(test)]
 mod tests;
 mod topology;
+mod ways;
 
 use crate::args::Doctor;
 use crate::report::{Failure, Report};
@@ -34,6 +36,7 @@ use pci::Function;
 use route::{Target, Verdict};
 use sysfs::Tree;
 use topology::{Hop, Path};
+use ways::Way;
 
 pub fn run(args: &Doctor) -> Result<Report, Failure> {
     let mut report = match args.gpu {
@@ -133,6 +136,8 @@ struct Pair {
     gpu: Function,
     path: Path,
     verdict: Verdict,
+    /// Ours and others, where it is a GPU.
+    ways: Vec<Way>,
 }
 
 impl Ssd {
@@ -289,5 +294,6 @@ fn ssd(tree: &Tree, machine: &Machine, function: &Function, gpus: &[Function], s
 fn pair(tree: &Tree, machine: &Machine, ssd: &Function, disks: &[Disk], gpu: &Function, stand_in: bool) -> Pair {
     let path = topology::path(tree, machine, ssd, gpu);
     let verdict = route::verdict(tree, machine, ssd, disks, &Target { function: gpu, stand_in }, &path);
-    Pair { gpu: gpu.clone(), path, verdict }
+    let ways = if stand_in { Vec::new() } else { ways::ways(tree, machine, ssd, gpu, &path, &verdict) };
+    Pair { gpu: gpu.clone(), path, verdict, ways }
 }

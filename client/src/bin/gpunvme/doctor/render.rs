@@ -161,6 +161,15 @@ fn about_pair(report: &mut Report, machine: &Machine, pair: &Pair, stand_in: boo
         }
         _ => report.line("bandwidth", "not known: no link on the path shows its speed"),
     }
+    for (at, way) in pair.ways.iter().enumerate() {
+        let answer = match way.possible {
+            Some(true) => "yes",
+            Some(false) => "no",
+            None => "not known",
+        };
+        let lacks = way.lacks.as_ref().map(|lacks| format!(": {lacks}")).unwrap_or_default();
+        report.line(if at == 0 { "ways" } else { "" }, format!("{} ({}): {answer}{lacks}", way.name, way.of));
+    }
 }
 
 fn about_gpu(report: &mut Report, machine: &Machine, gpu: &Function, stand_in: bool) {
@@ -351,6 +360,7 @@ fn pair_json(pair: &Pair) -> Value {
         "reason": pair.verdict.reason.name(),
         "change": pair.verdict.first().map(change),
         "findings": findings(&pair.verdict),
+        "ways": pair.ways.iter().map(|way| json!({"name": way.name, "possible": way.possible, "lacks": way.lacks})).collect::<Vec<_>>(),
     })
 }
 
@@ -389,6 +399,7 @@ fn function_json(function: &Function) -> Value {
 }
 
 fn machine_json(machine: &Machine) -> Value {
+    let kernel = &machine.kernel_facts;
     json!({
         "kernel": machine.kernel,
         "virtual": machine.is_virtual,
@@ -401,6 +412,12 @@ fn machine_json(machine: &Machine) -> Value {
         "nvidia_open": machine.nvidia.as_ref().map(|nvidia| nvidia.open),
         "cuda": machine.nvidia.as_ref().and_then(|nvidia| nvidia.cuda()),
         "libcuda": machine.libcuda,
+        "kernel_options": {"CONFIG_PCI_P2PDMA": kernel.has("CONFIG_PCI_P2PDMA"), "CONFIG_DMABUF_TOKEN": kernel.has("CONFIG_DMABUF_TOKEN")},
+        "io_uring_disabled": kernel.io_uring_disabled,
+        "nvme_multipath": kernel.multipath,
+        "nvidia_fs": kernel.nvidia_fs,
+        "nvidia_registry": kernel.nvidia_registry,
+        "udmabuf": kernel.udmabuf,
     })
 }
 

@@ -498,3 +498,55 @@ fn what_gpus_lack_counts_for_every_device_of_a_mount() {
     let verdict = doctor.verdict().unwrap();
     assert_eq!((nothing, verdict.findings[0].code), ((verdict.route, verdict.reason), "no-gpu"), "doctor says the same");
 }
+
+/// What a machine shows that gives cuFile all it needs.
+const FOR_P2PDMA: &str = "boot/config-6.8.0-51-generic = CONFIG_PCI_P2PDMA=y\\nCONFIG_DMABUF_TOKEN=y\n\
+    proc/sys/kernel/io_uring_disabled = 0\n\
+    proc/driver/nvidia/params = RegistryDwords: \"RMForceStaticBar1=1;RMForceDisableIomapWC=1\"\n\
+    sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0/0000:18:00.0/p2pmem/size = 137438953472\n";
+
+/// Whether each way is possible: ours, io_uring's, cuFile's with P2PDMA, cuFile's with nvidia-fs.
+fn possible(text: &str) -> Vec<Option<bool>> {
+    told(text, Some(NEAR)).diagnosis.ssds[0].pairs[0].ways.iter().map(|way| way.possible).collect()
+}
+
+#[test]
+fn each_way_lacks_what_the_machine_does_not_have() {
+    let passes = changed(HGX, "iommu_groups/15/type = DMA-FQ", "iommu_groups/15/type = identity");
+    let ready = format!("{FOR_P2PDMA}{passes}");
+    assert_eq!(possible(&ready), [Some(false), Some(true), Some(true), Some(false)]);
+    assert_eq!(possible(&bound(&ready, NEAR)), [Some(true), Some(false), Some(false), Some(false)], "it is ours then");
+    assert_eq!(possible(&format!("sys/module/nvidia_fs/ =\n{ready}"))[3], Some(true));
+    // Nothing is said of what the machine does not show.
+    assert_eq!(possible(HGX)[1], Some(false), "io_uring is not there");
+    let hidden = changed(&ready, "boot/config-6.8.0-51-generic", "boot/config-other");
+    assert_eq!(possible(&hidden), [Some(false), None, None, Some(false)]);
+    let lacks = |text: &str, way: usize| {
+        let told = told(text, Some(NEAR));
+        let way = &told.diagnosis.ssds[0].pairs[0].ways[way];
+        assert_eq!(way.possible, Some(false));
+        assert!(told.text.contains(way.lacks.as_ref().unwrap()), "{}", told.text);
+        way.lacks.clone().unwrap()
+    };
+    for (way, from, to, words) in [
+        (1, "CONFIG_DMABUF_TOKEN=y", "# CONFIG_DMABUF_TOKEN is not set", "without CONFIG_DMABUF_TOKEN"),
+        (1, "io_uring_disabled = 0", "io_uring_disabled = 2", "is 2"),
+        (2, "CONFIG_PCI_P2PDMA=y", "CONFIG_X=y", "without CONFIG_PCI_P2PDMA"),
+        (2, "UNIX Open Kernel Module for x86_64", "UNIX x86_64 Kernel Module", "closed"),
+        (2, "15/type = identity", "15/type = DMA", "(DMA)"),
+        (2, "RMForceStaticBar1=1;", "", "NVreg_RegistryDwords=\"RMForceStaticBar1=1\""),
+        (2, "nvme1/nvme1n1]", "nvme1/nvme1c0n1]", "nvme_core.multipath=N"),
+    ] {
+        let mut text = changed(&ready, from, to);
+        if words.contains("Registry") {
+            text = text.replace("p2pmem/size = 137438953472", "p2pmem/size = 0");
+        }
+        assert!(lacks(&text, way).contains(words), "{words}: {}", lacks(&text, way));
+    }
+    // A newer kernel wants a newer driver.
+    let newer = changed(&ready, "6.8.0-51-generic", "6.15.0");
+    assert_eq!(possible(&newer)[2], Some(true));
+    assert!(lacks(&changed(&newer, "610.43.02", "595.58.03"), 2).contains("595.71.05 or newer, and this is 595.58.03"));
+    assert_eq!(possible(&changed(&newer, "610.43.02", "595.71.05"))[2], Some(true));
+    assert!(lacks(&changed(&ready, "6.8.0-51-generic", "6.1.0"), 2).contains("6.2 or newer"));
+}
