@@ -16,6 +16,10 @@ use crate::error::{Attempt, FsError};
 const DOT: u64 = 1;
 const DOTDOT: u64 = 2;
 
+/// Entries that a search looks at, where names were replaced and it could be any: the leaves that
+/// it waits for stay in memory until it is done.
+const SEARCHED_MAX: usize = 1 << 16;
+
 /// An entry, as a reader gets it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirEntry {
@@ -62,11 +66,16 @@ pub(crate) fn load(blocks: &impl Blocks, dir: u64) -> Attempt<Inode> {
 }
 
 /// The entry of that name.
+///
+/// # Errors
+/// [`FsError::NotSupported`] in a dump of metadata, where the directory is too large to be
+/// searched.
 pub(crate) fn find(blocks: &impl Blocks, dir: u64, name: &[u8]) -> Attempt<Option<Found>> {
     if name.len() > NAME_MAX {
         return Err(FsError::NameTooLong.into());
     }
     let offsets = blocks.meta().names.dirent_offsets(name);
+    let mut searched = 0;
     tree::scan(blocks, Key::new(dir, Kind::Dirent, *offsets.start()), |key, value| {
         if !key.is(dir, Kind::Dirent) || key.offset() > *offsets.end() {
             return Ok(ControlFlow::Break(None));
@@ -74,6 +83,10 @@ pub(crate) fn find(blocks: &impl Blocks, dir: u64, name: &[u8]) -> Attempt<Optio
         let entry = Dirent::decode(dir, key.offset(), value)?;
         if entry.name == name {
             return Ok(ControlFlow::Break(Some(Found { key, ino: entry.ino, file_type: entry.file_type })));
+        }
+        searched += 1;
+        if searched == SEARCHED_MAX {
+            return Err(FsError::NotSupported.into());
         }
         Ok(ControlFlow::Continue(()))
     })

@@ -17,6 +17,9 @@ const XATTR_NAME_MAX: usize = 255;
 /// Bytes of all names of an inode together, each with a zero byte after it: more listxattr(2) does
 /// not give (`XATTR_LIST_MAX`).
 const XATTR_LIST_MAX: usize = 65536;
+/// Attributes that a search looks at, where names were replaced and it could be any: more than
+/// [`XATTR_LIST_MAX`] has names for.
+const SEARCHED_MAX: usize = 16384;
 /// Prefixes of attribute names, except those of ACLs.
 const PREFIXES: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
 
@@ -38,7 +41,7 @@ pub fn check_name(name: &[u8]) -> Result<(), FsError> {
 /// stepped over.
 fn find(blocks: &impl Blocks, ino: u64, name: &[u8]) -> Attempt<Option<u64>> {
     let offsets = blocks.meta().names.xattr_offsets(name);
-    let mut from = Some(*offsets.start());
+    let (mut from, mut searched) = (Some(*offsets.start()), 0);
     while let Some(offset) = from.take() {
         let found = tree::scan(blocks, Key::new(ino, Kind::Xattr, offset), |key, value| {
             let offset = key.offset();
@@ -48,6 +51,10 @@ fn find(blocks: &impl Blocks, ino: u64, name: &[u8]) -> Attempt<Option<u64>> {
             if offset % XATTR_PIECES != 0 {
                 from = (offset - offset % XATTR_PIECES).checked_add(XATTR_PIECES);
                 return Ok(ControlFlow::Break(None));
+            }
+            searched += 1;
+            if searched > SEARCHED_MAX {
+                return Err(FsError::NotSupported.into());
             }
             let is_it = XattrHead::decode(ino, value)?.name == name;
             Ok(if is_it { ControlFlow::Break(Some(offset)) } else { ControlFlow::Continue(()) })

@@ -9,6 +9,7 @@ use gpunvme_blockdev_testing::{Faulty, Image, MemoryDevice, On, Rule};
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::check::{Findings, Kind};
 use gpunvme_engine::data::{Filesystem, Inline, Options};
+use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::NewNode;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::superblock;
@@ -143,6 +144,26 @@ fn a_dump_can_be_read_and_has_the_same_shape() {
         };
         assert!(content.iter().chain(values.iter().flatten()).all(|byte| *byte == 0), "{path}");
     }
+}
+
+/// In a dump a search looks at all entries, with all leaves in memory: it must not be without end.
+#[test]
+fn a_directory_of_a_dump_that_is_too_large_to_be_searched_can_be_listed() {
+    const ENTRIES: u64 = (1 << 16) + 500;
+    let volume: Arc<dyn BlockDevice> = MemoryDevice::new(128 << 20);
+    make(&volume);
+    let fs = open(&volume).expect("a new volume can be opened");
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    for n in 0..ENTRIES {
+        fs.wait(|| fs.create(&WHO, ROOT, format!("{n:05}").as_bytes(), &new)).expect("there is room");
+    }
+    fs.close().expect("nothing fails");
+    let fs = open_read_only(dumped(&volume, Names::Replaced).0);
+    let entries = fs.wait(|| fs.read_dir(ROOT, 2, usize::MAX)).expect("it can be read");
+    assert_eq!(entries.len() as u64, ENTRIES);
+    let (first, last) = (&entries[0], entries.last().expect("there are many"));
+    assert_eq!(fs.wait(|| fs.lookup(ROOT, &first.name)).expect("it is one of the first").ino, first.ino);
+    assert!(matches!(fs.wait(|| fs.lookup(ROOT, &last.name)), Err(FsError::NotSupported)));
 }
 
 #[test]
