@@ -58,7 +58,19 @@ pub enum ClaimError {
 /// # Errors
 /// The device is mounted, in use, or cannot be opened.
 pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
-    patiently(device, mode, || gpunvme_blockdev::open(device, mode))
+    claim_beside(device, mode, || Ok(None))
+}
+
+/// As [`claim`]; `beside` tells of a mount that has the device without being listed as its own.
+///
+/// # Errors
+/// As [`claim`], and those of `beside`.
+pub(crate) fn claim_beside(
+    device: &str,
+    mode: OpenMode,
+    beside: impl Fn() -> Result<Option<Mount>, ClaimError>,
+) -> Result<Arc<dyn BlockDevice>, ClaimError> {
+    patiently(device, mode, || gpunvme_blockdev::open(device, mode), beside)
 }
 
 /// Waits until a daemon that is about to let go of `device`, or of several with `+` between their
@@ -68,19 +80,26 @@ pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, Claim
 /// As [`claim`].
 pub fn await_release(device: &str) -> Result<(), ClaimError> {
     split_names(device).into_iter().try_for_each(|device| {
-        patiently(device, OpenMode::ReadOnly, || match path_of(device) {
+        let open = || match path_of(device) {
             Some(_) => gpunvme_blockdev::open(device, OpenMode::ReadOnly).map(drop),
             // A controller is taken and given back as it is: bringing it up and down takes seconds
             // on some.
             None => open_controller(device).map(drop),
-        })
+        };
+        patiently(device, OpenMode::ReadOnly, open, || Ok(None))
     })
 }
 
 /// Calls `open` until `device` is not held any more. Nothing is asked of a mount, which may not
 /// answer: a daemon that lives holds its device.
-fn patiently<T>(device: &str, mode: OpenMode, open: impl Fn() -> gpunvme_blockdev::Result<T>) -> Result<T, ClaimError> {
+fn patiently<T>(
+    device: &str,
+    mode: OpenMode,
+    open: impl Fn() -> gpunvme_blockdev::Result<T>,
+    beside: impl Fn() -> Result<Option<Mount>, ClaimError>,
+) -> Result<T, ClaimError> {
     let start = Instant::now();
+    let listed = || listed_mount(device)?.map_or_else(&beside, |mount| Ok(Some(mount)));
     loop {
         // A reader's lock admits other readers, so having it does not tell that there is no mount.
         // Asked before this process is one.
@@ -92,12 +111,12 @@ fn patiently<T>(device: &str, mode: OpenMode, open: impl Fn() -> gpunvme_blockde
                     Some(mount) => ClaimError::Mounted(mount),
                     None => ClaimError::Shared(name),
                 },
-                None => match listed_mount(device)?.filter(|_| shared) {
+                None => match if shared { listed()? } else { None } {
                     Some(mount) => ClaimError::Mounted(mount),
                     None => return Ok(opened),
                 },
             },
-            Err(Error::Busy { .. }) => listed_mount(device)?.map_or(ClaimError::Held, ClaimError::Mounted),
+            Err(Error::Busy { .. }) => listed()?.map_or(ClaimError::Held, ClaimError::Mounted),
             Err(Error::Permission { .. }) => return Err(ClaimError::Permission),
             Err(error) => return Err(ClaimError::Device(reason(device, &error))),
         };
@@ -119,7 +138,7 @@ pub fn reason(device: &str, error: &impl ToString) -> String {
 }
 
 /// The mount of `device`, or of the image file below it, that the mount table lists.
-fn listed_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
+pub(crate) fn listed_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
     let unknown = |error| ClaimError::Device(format!("/proc/self/mountinfo: {error}"));
     let mut mounts = Mount::all_of(device).map_err(unknown)?;
     if let Some(image) = path_of(device).and_then(below::backing_file) {

@@ -52,7 +52,7 @@ fn can_be_renamed(image: Image, device: &str) {
         // The mount's directory is refused, and while it is mounted the device.
         if step == 0 {
             let refused = gpunvme(&["tune", "-L", "x", device]);
-            assert!(refused.status.code() == Some(1) && text(&refused).contains("mounted"), "{}", text(&refused));
+            assert!(refused.status.code() == Some(1) && text(&refused).contains("already mounted on"), "{}", text(&refused));
         }
         let refused = gpunvme(&["tune", "-L", "x", name(&volume.root())]);
         assert!(refused.status.code() == Some(1) && text(&refused).contains("is a directory"), "{}", text(&refused));

@@ -13,6 +13,7 @@ mod copies;
 mod search;
 mod set;
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, OpenMode, StripeDevice, StripeMap, path_of, split_names};
@@ -20,7 +21,7 @@ use gpunvme_layout::member::Generation;
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Geometry, Member, Striping, Superblock};
 
-use crate::claim::{ClaimError, claim};
+use crate::claim::{ClaimError, claim_beside, listed_mount};
 use crate::names::Superblocks;
 use crate::random::random;
 use copies::Copies;
@@ -109,7 +110,7 @@ enum Claimed {
 fn claim_all(device: &str, others: &[String], mode: OpenMode) -> Result<Claimed, ClaimError> {
     let mut names: Vec<String> = split_names(device).into_iter().map(str::to_owned).collect();
     names.extend(others.iter().cloned());
-    let first = claim(&names[0], mode).map_err(|error| member_error(&names, 0, error))?;
+    let first = claim_member(&names[0], mode).map_err(|error| member_error(&names, 0, error))?;
     let Some(copies) = Copies::read(&first).map_err(|why| member_error(&names, 0, ClaimError::Device(why)))? else {
         return match names.get(1) {
             None => Ok(Claimed::Whole(first)),
@@ -121,9 +122,18 @@ fn claim_all(device: &str, others: &[String], mode: OpenMode) -> Result<Claimed,
     }
     let mut devices = vec![first];
     for number in 1..names.len() {
-        devices.push(claim(&names[number], mode).map_err(|error| member_error(&names, number, error))?);
+        devices.push(claim_member(&names[number], mode).map_err(|error| member_error(&names, number, error))?);
     }
     Ok(Claimed::Members(names.into_iter().zip(devices).collect()))
+}
+
+/// Claims a device. A mount that names another member of its volume has it as well.
+fn claim_member(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
+    let members = OnceCell::new();
+    claim_beside(device, mode, || {
+        let others = members.get_or_init(|| look(device).unwrap_or_default()).iter().skip(1);
+        Ok(others.map(|other| listed_mount(other)).collect::<Result<Vec<_>, _>>()?.into_iter().flatten().next())
+    })
 }
 
 /// Puts the members of a volume together, which are open for the caller alone, in any order. For
