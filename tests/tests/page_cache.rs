@@ -14,8 +14,8 @@ use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::fs::{Advice, fadvise};
 
 const MIB: u64 = 1 << 20;
-/// Bytes of a window (client/src/gpu/page_cache/window.rs).
-const WINDOW: u64 = 16 * MIB;
+/// Bytes of a cached range (client/src/gpu/page_cache/cached_range.rs).
+const RANGE: u64 = 16 * MIB;
 
 fn gpu() -> Gpu {
     Cuda::load().unwrap().gpu(Which::Index(0)).unwrap()
@@ -64,10 +64,10 @@ fn what_is_read_again_comes_from_the_page_cache() {
     needs_mount!();
     with_software_cuda("", || {
         let volume = Mounted::new();
-        let len = 2 * WINDOW + 5 * MIB + 77;
+        let len = 2 * RANGE + 5 * MIB + 77;
         let (file, bytes) = resident(&volume, len);
         for caching in [Caching::Resident, Caching::ReadAgain] {
-            let transfers = transfers(&volume, caching, Some(3 * WINDOW));
+            let transfers = transfers(&volume, caching, Some(3 * RANGE));
             let file = File::open(file.path()).unwrap();
             let mut reader = Reader::new(len);
             let first = reader.read(&transfers, &file, 0, len).unwrap().0;
@@ -83,7 +83,7 @@ fn what_is_read_again_comes_from_the_page_cache() {
                 assert!(Instant::now() < until, "{:?}", done.moved);
             }
             // Any range, aligned to nothing, by any route.
-            for (offset, len) in [(1, 1), (WINDOW - 3, 7), (WINDOW - 5000, WINDOW + 9000), (len - 1, 1), (12345, 4 * MIB)] {
+            for (offset, len) in [(1, 1), (RANGE - 3, 7), (RANGE - 5000, RANGE + 9000), (len - 1, 1), (12345, 4 * MIB)] {
                 for require in [None, Some(Route::Cache), Some(Route::Bounce)] {
                     let transfers = transfers.requiring(Require { route: require, direct: false });
                     let (done, read) = reader.read(&transfers, &file, offset, len).unwrap();
@@ -126,7 +126,7 @@ fn the_page_cache_can_be_required() {
     needs_mount!();
     with_software_cuda("", || {
         let volume = Mounted::new();
-        let len = WINDOW + 3 * MIB + 5;
+        let len = RANGE + 3 * MIB + 5;
         let (file, bytes) = resident(&volume, len);
         let transfers = transfers(&volume, Caching::Never, None);
         let required = transfers.requiring(only(Route::Cache));
@@ -138,10 +138,10 @@ fn the_page_cache_can_be_required() {
             other => panic!("{other:?}"),
         };
         refused(0, 1, Reason::NotCached);
-        assert_eq!(transfers.prepare(&file, 0, WINDOW).unwrap(), WINDOW);
-        refused(WINDOW - 1, 2, Reason::NotCached);
-        assert_eq!(transfers.prepare(&file, WINDOW, u64::MAX - WINDOW).unwrap(), 3 * MIB + 5);
-        assert_eq!(transfers.prepare(&file, 1, 2 * WINDOW).unwrap(), len - 1, "what is there counts");
+        assert_eq!(transfers.prepare(&file, 0, RANGE).unwrap(), RANGE);
+        refused(RANGE - 1, 2, Reason::NotCached);
+        assert_eq!(transfers.prepare(&file, RANGE, u64::MAX - RANGE).unwrap(), 3 * MIB + 5);
+        assert_eq!(transfers.prepare(&file, 1, 2 * RANGE).unwrap(), len - 1, "what is there counts");
         refused(0, len + 1, Reason::NotCached);
         let (done, read) = reader.read(&required, &file, 0, len).unwrap();
         assert!(done.moved.cache == len && read == bytes);
@@ -157,19 +157,19 @@ fn no_more_is_registered_than_may_be_and_nothing_after_a_file_is_closed() {
     needs_mount!();
     with_software_cuda("", || {
         let volume = Mounted::new();
-        let (file, bytes) = resident(&volume, 4 * WINDOW);
-        let transfers = transfers(&volume, Caching::Never, Some(2 * WINDOW));
-        let mut reader = Reader::new(WINDOW);
+        let (file, bytes) = resident(&volume, 4 * RANGE);
+        let transfers = transfers(&volume, Caching::Never, Some(2 * RANGE));
+        let mut reader = Reader::new(RANGE);
         let mut cached = |number: u64| {
-            let (done, read) = reader.read(&transfers, &file, number * WINDOW, WINDOW).unwrap();
-            assert!(read == &bytes[(number * WINDOW) as usize..((number + 1) * WINDOW) as usize]);
-            done.moved.cache == WINDOW
+            let (done, read) = reader.read(&transfers, &file, number * RANGE, RANGE).unwrap();
+            assert!(read == &bytes[(number * RANGE) as usize..((number + 1) * RANGE) as usize]);
+            done.moved.cache == RANGE
         };
-        assert_eq!(transfers.prepare(&file, 0, 2 * WINDOW).unwrap(), 2 * WINDOW);
-        transfers.prepare(&file, 0, 2 * WINDOW).unwrap();
-        assert_eq!(transfers.prepare(&file, 2 * WINDOW, WINDOW).unwrap(), WINDOW);
+        assert_eq!(transfers.prepare(&file, 0, 2 * RANGE).unwrap(), 2 * RANGE);
+        transfers.prepare(&file, 0, 2 * RANGE).unwrap();
+        assert_eq!(transfers.prepare(&file, 2 * RANGE, RANGE).unwrap(), RANGE);
         assert!(!cached(0) && cached(1) && cached(2), "the one that was not used for longest");
-        assert_eq!(transfers.prepare(&file, 3 * WINDOW, WINDOW).unwrap(), WINDOW);
+        assert_eq!(transfers.prepare(&file, 3 * RANGE, RANGE).unwrap(), RANGE);
         assert_eq!((0..4).map(&mut cached).collect::<Vec<_>>(), [false, false, true, true]);
         let maps = || fs::read_to_string("/proc/self/maps").unwrap().matches(volume.path("file").to_str().unwrap()).count();
         assert_eq!(maps(), 4, "two a window");
@@ -217,4 +217,24 @@ fn commands_fill_the_page_cache_and_empty_it() {
     assert_eq!(told(&["cool", "set/deep/large", "set/small"])["resident"], 0);
     let refused = programs::command("gpunvme").args(["warm", "/etc/hostname"]).output().unwrap();
     assert!(!refused.status.success() && text(&refused).contains("not on a gpunvme mount"), "{}", text(&refused));
+}
+
+/// A driver that reads registered memory by the processor would end the process when a file becomes
+/// shorter: the route is not taken then.
+#[test]
+fn a_driver_that_copies_by_the_processor_reads_nothing_of_the_page_cache() {
+    needs_mount!();
+    with_software_cuda("copies-by-processor=1000000", || {
+        let volume = Mounted::new();
+        let (file, bytes) = resident(&volume, 2 * MIB);
+        let transfers = transfers(&volume, Caching::ReadAgain, None);
+        let refused = transfers.prepare(&file, 0, 2 * MIB).unwrap_err();
+        assert_eq!(refused.errno(), rustix::io::Errno::OPNOTSUPP, "{refused}");
+        let mut reader = Reader::new(2 * MIB);
+        for _ in 0..4 {
+            let (done, read) = reader.read(&transfers, &file, 0, 2 * MIB).unwrap();
+            assert!(read == bytes && done.moved.cache == 0, "{:?}", done.moved);
+            thread::sleep(Duration::from_millis(20));
+        }
+    });
 }

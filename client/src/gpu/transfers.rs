@@ -253,6 +253,7 @@ impl Transfers {
                 Error::Cuda { path: file.path().to_owned(), action: "register", on, error }
             }
             NoRange::Map(errno) => failed(errno),
+            NoRange::ByProcessor => failed(Errno::OPNOTSUPP),
             NoRange::NotResident | NoRange::NoRoom | NoRange::Hidden => {
                 unreachable!("a cached range that is not there is no error")
             }

@@ -24,6 +24,9 @@ pub struct Settings {
     pub query_fails: Option<u64>,
     /// `copy-takes`: microseconds that a copy or a kernel takes at least.
     pub copy_takes: Duration,
+    /// `copies-by-processor`: the most bytes that a call copies out of memory which is registered
+    /// read-only itself, before it comes back.
+    pub copies_by_processor: usize,
     /// `call-takes`: nanoseconds that a call takes at least which gives a stream something to do;
     /// on an H200 that is about 1200.
     pub call_takes: Duration,
@@ -54,6 +57,7 @@ impl Settings {
             wait_fails: None,
             query_fails: None,
             copy_takes: Duration::ZERO,
+            copies_by_processor: 16 << 10,
             call_takes: Duration::ZERO,
             dma_buf: true,
             writes_ordering: 100,
@@ -77,6 +81,7 @@ impl Settings {
                 "wait-fails" => settings.wait_fails = Some(value),
                 "query-fails" => settings.query_fails = Some(value),
                 "copy-takes" => settings.copy_takes = Duration::from_micros(value),
+                "copies-by-processor" => settings.copies_by_processor = value as usize,
                 "call-takes" => settings.call_takes = Duration::from_nanos(value),
                 "dma-buf" => settings.dma_buf = value != 0,
                 "c2c" => settings.c2c = value != 0,

@@ -41,6 +41,8 @@ impl Mark {
 pub enum Work {
     /// Copies from the second to the first.
     Copy(Vec<HostSpan>, Vec<HostSpan>),
+    /// Copies bytes that were read before.
+    CopyBytes(Vec<HostSpan>, Vec<u8>),
     /// The kernel: makes moves from a table at this address, this many.
     Scatter(u64, u32),
     /// Tells that it was reached.
@@ -149,6 +151,10 @@ fn run(software: &'static Software, context: &Context, queue: &Receiver<Work>) {
             Work::Free(address) => drop(software.addresses.lock().unwrap().remove(address)),
             Work::Copy(to, from) => {
                 copy(&to, &from);
+                busy_wait(begun, software.settings.copy_takes);
+            }
+            Work::CopyBytes(to, mut bytes) => {
+                copy(&to, &[HostSpan::plain(bytes.as_mut_ptr(), bytes.len())]);
                 busy_wait(begun, software.settings.copy_takes);
             }
             Work::Scatter(table, count) => {

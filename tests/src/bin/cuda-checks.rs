@@ -5,8 +5,11 @@
 
 use clap::Parser;
 use gpunvme_cuda::{Cuda, Which};
-use gpunvme_tests::cuda::{CHECKS, CRASH_CHECK, HARDWARE_CHECKS, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, facts, measure};
+use gpunvme_tests::cuda::{
+    CHECKS, CRASH_CHECK, HARDWARE_CHECKS, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, facts, measure, measure_page_cache,
+};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 #[derive(Parser)]
@@ -27,6 +30,9 @@ struct Arguments {
     /// Print what calls cost.
     #[arg(long)]
     measure: bool,
+    /// Print what it costs to have the GPU read this file's pages in the page cache; at least 1 GiB.
+    #[arg(long)]
+    page_cache: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -87,6 +93,9 @@ fn main() -> ExitCode {
     }
     if arguments.measure {
         measure(gpu);
+    }
+    if let Some(path) = &arguments.page_cache {
+        measure_page_cache(gpu, path);
     }
     println!("{passed} passed, {failed} failed");
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

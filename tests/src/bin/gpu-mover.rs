@@ -2,6 +2,7 @@
 //! one line of JSON: what was reached, and by which route. `bench-gpu` runs it as the subject that
 //! is ours, beside others on the same file.
 
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -10,7 +11,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
-use gpunvme::gpu::{Queue, Segment, Settings, Transfers};
+use gpunvme::gpu::{Caching, Queue, Segment, Settings, Transfers};
 use gpunvme::{File, Mount, Transfer, Wait};
 use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Stream, Which};
 use gpunvme_tests::tree;
@@ -50,6 +51,38 @@ struct Args {
     /// MiB of the staging pool.
     #[arg(long)]
     staging: Option<usize>,
+    /// What is read of the kernel's page cache.
+    #[arg(long, default_value = "never")]
+    caching: PageCache,
+    /// Reads the whole file so often, in place of some seconds, with a line for each time.
+    #[arg(long, conflicts_with_all = ["seconds", "write"])]
+    passes: Option<u64>,
+}
+
+/// [`Caching`], and whether the file is prepared before anything is measured.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum PageCache {
+    Never,
+    Resident,
+    ReadAgain,
+    Prepared,
+}
+
+/// When a thread has read or written enough.
+#[derive(Clone, Copy)]
+enum Until {
+    Time(Instant),
+    /// It began so many requests.
+    Requests(u64),
+}
+
+impl Until {
+    fn goes_on(self, begun: u64) -> bool {
+        match self {
+            Until::Time(time) => Instant::now() < time,
+            Until::Requests(requests) => begun < requests,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -160,9 +193,9 @@ impl Worker<'_> {
     }
 
     /// One request after the other.
-    fn one_by_one(mut self, transfers: &Transfers, until: Instant) -> Result<Reached> {
+    fn one_by_one(mut self, transfers: &Transfers, until: Until) -> Result<Reached> {
         let mut reached = Reached::default();
-        while Instant::now() < until {
+        while until.goes_on(reached.requests) {
             let segment = self.segment(0);
             let begun = Instant::now();
             // SAFETY: the memory is this thread's, and waited for.
@@ -175,22 +208,25 @@ impl Worker<'_> {
     }
 
     /// As many at once as there are slots.
-    fn many_at_once(mut self, mut queue: Queue, until: Instant) -> Result<Reached> {
+    fn many_at_once(mut self, mut queue: Queue, until: Until) -> Result<Reached> {
         let mut reached = Reached::default();
         let mut slots = Vec::new();
-        for slot in 0..self.args.depth {
+        let mut begun_requests = 0;
+        for slot in (0..self.args.depth).take_while(|slot| until.goes_on(*slot)) {
             slots.push((self.segment(slot), Instant::now()));
             self.begin(&mut queue, &slots[slot as usize].0, slot)?;
+            begun_requests += 1;
         }
         let mut done = Vec::new();
         while queue.in_flight() > 0 {
             queue.complete(Wait::Forever, &mut done)?;
-            let more = Instant::now() < until;
             for finished in done.drain(..) {
+                let more = until.goes_on(begun_requests);
                 let slot = finished.user_data;
                 let (segment, begun) = slots[slot as usize];
                 self.finished(&segment, begun, &finished.result?, &mut reached)?;
                 if more {
+                    begun_requests += 1;
                     slots[slot as usize] = (self.segment(slot), Instant::now());
                     self.begin(&mut queue, &slots[slot as usize].0, slot)?;
                 }
@@ -244,21 +280,49 @@ fn main() -> Result<()> {
     if let Some(mib) = args.staging {
         settings.staging = mib << 20;
     }
+    settings.caching = match args.caching {
+        PageCache::Never | PageCache::Prepared => Caching::Never,
+        PageCache::Resident => Caching::Resident,
+        PageCache::ReadAgain => Caching::ReadAgain,
+    };
     let transfers = Transfers::with(&Mount::open(&args.file)?, settings)?;
     let file = if args.write { File::create(&args.file)? } else { File::open(&args.file)? };
     let size = file.size()?;
-    let workers =
-        (0..args.threads).map(|thread| Worker::new(&args, &file, &gpu, size, thread)).collect::<Result<Vec<Worker>>>()?;
+    if args.caching == PageCache::Prepared {
+        let begun = Instant::now();
+        let prepared = transfers.prepare(&file, 0, size)?;
+        let rate = prepared as f64 / begun.elapsed().as_secs_f64() / 1e9;
+        eprintln!("gpu-mover: {prepared} of {size} bytes prepared, {rate:.2} GB/s");
+    }
+    let share = size / args.threads / args.size;
+    match args.passes {
+        None => println!("{}", run(&args, &gpu, &transfers, &file, None)?),
+        Some(passes) => {
+            for _ in 0..passes {
+                println!("{}", run(&args, &gpu, &transfers, &file, Some(share))?);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One measurement, as a line of JSON: each thread makes so many requests, or as many as it can in
+/// the time.
+fn run(args: &Args, gpu: &Gpu, transfers: &Transfers, file: &File, requests: Option<u64>) -> Result<serde_json::Value> {
+    let size = file.size()?;
+    let workers = (0..args.threads).map(|thread| Worker::new(args, file, gpu, size, thread)).collect::<Result<Vec<Worker>>>()?;
+    let before = processor_seconds(None);
     let prepared = Barrier::new(workers.len() + 1);
     let (begun, reached) = std::thread::scope(|scope| {
         let threads: Vec<_> = workers
             .into_iter()
             .map(|worker| {
-                let (transfers, prepared) = (&transfers, &prepared);
+                let prepared = &prepared;
                 scope.spawn(move || {
                     let queue = worker.prepare(transfers);
                     prepared.wait();
-                    let until = Instant::now() + Duration::from_secs_f64(worker.args.seconds);
+                    let time = Duration::from_secs_f64(worker.args.seconds);
+                    let until = requests.map_or_else(|| Until::Time(Instant::now() + time), Until::Requests);
                     match queue? {
                         Some(queue) => worker.many_at_once(queue, until),
                         None => worker.one_by_one(transfers, until),
@@ -273,6 +337,7 @@ fn main() -> Result<()> {
         (begun, reached)
     });
     let seconds = begun.elapsed().as_secs_f64();
+    let processors = (processor_seconds(None) - before) / seconds;
     let mut sum = Reached::default();
     for reached in reached? {
         sum.requests += reached.requests;
@@ -282,16 +347,38 @@ fn main() -> Result<()> {
     sum.latencies.sort_unstable();
     let percentile = |part: usize| sum.latencies.get(sum.latencies.len() * part / 100).map(|&nanos| nanos as f64 / 1e3);
     let moved = sum.done.moved;
-    let line = serde_json::json!({
+    Ok(serde_json::json!({
         "gb_per_s": moved.total() as f64 / seconds / 1e9,
         "iops": sum.requests as f64 / seconds,
         "seconds": seconds,
         "bytes": moved.total(),
-        "moved": { "p2p": moved.p2p, "bounce": moved.bounce, "host": moved.host, "hole": moved.hole, "edge": moved.edge },
+        "moved": { "p2p": moved.p2p, "bounce": moved.bounce, "cache": moved.cache, "host": moved.host, "hole": moved.hole, "edge": moved.edge },
         "reason": sum.done.reason.map(|reason| reason.name()),
         "latency_us": { "p50": percentile(50), "p99": percentile(99) },
+        "processors": processors,
+        "processors_by_thread": threads_of_library(),
         "verified": args.verify,
-    });
-    println!("{line}");
-    Ok(())
+    }))
+}
+
+/// Seconds of a processor that this process has used, or a thread of it.
+fn processor_seconds(thread: Option<&Path>) -> f64 {
+    let path = thread.map_or_else(|| "/proc/self/stat".into(), |thread| thread.join("stat"));
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    // Behind the name, which is in parentheses, utime is the 12th and stime the 13th word (proc(5)).
+    let ticks = text.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
+    ticks.filter_map(|word| word.parse::<f64>().ok()).sum::<f64>() / 100.0
+}
+
+/// The seconds of a processor of each thread that is still there: those of the library and of CUDA.
+fn threads_of_library() -> BTreeMap<String, f64> {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let named = |task: std::fs::DirEntry| {
+        let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
+        Some((name.trim().to_owned(), processor_seconds(Some(&task.path()))))
+    };
+    tasks.filter_map(named).fold(BTreeMap::new(), |mut sums, (name, seconds)| {
+        *sums.entry(name).or_default() += seconds;
+        sums
+    })
 }

@@ -4,7 +4,11 @@
 use super::application::{Pinned, allocated, every_kind};
 use cudarc::driver::sys::{self, CUpointer_attribute_enum as Attribute, CUresult};
 use gpunvme_cuda::{Cuda, Gpu, HostRegistration, Move};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::fs::File;
 use std::hint::black_box;
+use std::io;
+use std::path::Path;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
@@ -126,6 +130,59 @@ pub fn measure(gpu: Gpu) {
                 rate(copies)
             );
         }
+    }
+}
+
+/// Prints what it takes to have the GPU read a file's pages in the page cache, by how long a range
+/// is registered at once: the file is mapped twice, both mappings get all pages, one is registered,
+/// and a GPU copies all of it.
+pub fn measure_page_cache(gpu: Gpu, path: &Path) {
+    const WHOLE: usize = 1 << 30;
+    let file = File::open(path).unwrap();
+    assert!(file.metadata().unwrap().len() >= WHOLE as u64, "{} needs {WHOLE} bytes", path.display());
+    io::copy(&mut &file, &mut io::sink()).unwrap();
+    let (stream, memory) = (gpu.stream().unwrap(), allocated(gpu, 256 << 20));
+    for len in [2 << 20, 16 << 20, 64 << 20, 256 << 20] {
+        // Mapping, first and second look-up of pages, registering, copying, unregistering.
+        let mut times = [Duration::ZERO; 6];
+        let mut begun = Instant::now();
+        let mut took = |what: usize| {
+            times[what] += begun.elapsed();
+            begun = Instant::now();
+        };
+        for offset in (0..WHOLE).step_by(len) {
+            took(0);
+            // SAFETY: new mappings overlap nothing, and are unmapped below.
+            let [first, second] = [(); 2].map(|()| unsafe {
+                let flags = MapFlags::SHARED;
+                rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ, flags, &file, offset as u64).unwrap()
+            });
+            took(0);
+            for (what, mapping) in [(1, first), (2, second)] {
+                // SAFETY: nothing is changed by it.
+                unsafe { rustix::mm::madvise(mapping, len, Advice::LinuxPopulateRead) }.unwrap();
+                took(what);
+            }
+            // SAFETY: the mapping outlives what registers it.
+            let registration = unsafe { HostRegistration::read_only(&gpu, NonNull::new(second).unwrap().cast(), len) }.unwrap();
+            took(3);
+            // SAFETY: both ranges stay until the stream is done.
+            unsafe { stream.copy(memory.address(), second as u64, len) }.unwrap();
+            stream.synchronize().unwrap();
+            took(4);
+            drop(registration);
+            took(5);
+            for mapping in [first, second] {
+                // SAFETY: nothing points there any more.
+                unsafe { rustix::mm::munmap(mapping, len) }.unwrap();
+            }
+        }
+        let rates = times.map(|time| format!("{:.1}", WHOLE as f64 / time.as_secs_f64() / 1e9));
+        let [mapped, first, second, registered, copied, unregistered] = rates;
+        println!(
+            "ranges of {} MiB, GB/s: mapped {mapped}, pages {first}, again {second}, registered {registered}, copied {copied}, unregistered {unregistered}",
+            len >> 20
+        );
     }
 }
 

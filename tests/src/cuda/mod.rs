@@ -9,5 +9,5 @@ mod transfers;
 
 pub use application::{Pinned, mapped, own_stream, take_access};
 pub use checks::{CHECKS, HARDWARE_CHECKS};
-pub use measure::{facts, measure};
+pub use measure::{facts, measure, measure_page_cache};
 pub use transfers::{CRASH_CHECK, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS};

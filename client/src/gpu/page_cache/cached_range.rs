@@ -4,6 +4,7 @@
 //! them up, and still has them afterwards: in between the page cache had no others, so that those
 //! which CUDA registered are the file's.
 
+use super::engine;
 use super::view::View;
 use gpunvme_cuda::{Cuda, CudaError, Gpu, HostRegistration};
 use rustix::fs::{AtFlags, StatxFlags};
@@ -45,6 +46,10 @@ pub enum NoRange {
     /// CUDA does not register it.
     #[error("registering it with CUDA: {0}")]
     Cuda(CudaError),
+    /// This driver would read it by the processor, which ends a process whose file has become
+    /// shorter, or its kernels do not find it at its address.
+    #[error("this GPU's driver does not leave it to the GPU to read host memory that is registered")]
+    ByProcessor,
 }
 
 /// Counts bytes of cached ranges.
@@ -118,6 +123,9 @@ impl CachedRange {
         let registered = view()?;
         let has_all = || if sentinel.has_all(0, len as usize) { Ok(()) } else { Err(NoRange::NotResident) };
         has_all()?;
+        if !engine::reads_registered_memory(gpu) {
+            return Err(NoRange::ByProcessor);
+        }
         // SAFETY: the mapping is dropped after the registration.
         let registration = match unsafe { HostRegistration::read_only(gpu, registered.base(), len as usize) } {
             Ok(registration) => registration,
@@ -143,7 +151,7 @@ impl CachedRange {
         self.registered.len() as u64
     }
 
-    /// Where the GPU's copy engine finds the byte at an offset of the file.
+    /// Where GPUs find the byte at an offset of the file: their copy engines, and their kernels.
     pub fn address(&self, offset: u64) -> u64 {
         debug_assert!((self.offset..self.offset + self.len()).contains(&offset));
         self.registered.base().as_ptr() as u64 + (offset - self.offset)

@@ -11,10 +11,15 @@
 //! before it takes it out of the page cache (mm/truncate.c, mm/filemap.c), and a page that has
 //! never left the sentinel has never left the page cache. A copy counts only if, after it, all of
 //! its pages are still in the sentinel. Otherwise the bytes are read again, the ordinary way.
+//!
+//! And it guards the process: no processor reads those mappings, since one that meets a page behind
+//! the end of a file that has become shorter gets a SIGBUS. See [`engine`].
 
 pub mod cached_file;
 #[allow(unsafe_code)]
 pub mod cached_range;
+#[allow(unsafe_code)]
+pub mod engine;
 mod room;
 mod service;
 #[allow(unsafe_code)]

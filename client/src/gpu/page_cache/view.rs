@@ -81,6 +81,15 @@ impl View {
         unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, rustix::mm::Advice::LinuxPopulateRead) }
     }
 
+    /// Has none of its pages mapped. What holds them still does.
+    ///
+    /// # Errors
+    /// Those of madvise(2).
+    pub fn unmap_pages(&self) -> Result<(), Errno> {
+        // SAFETY: the pages of a shared mapping stay what they are; the range is this mapping.
+        unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, rustix::mm::Advice::LinuxDontNeed) }
+    }
+
     /// Whether the page cache has all its pages. Where the kernel does not tell
     /// ([`shows_residency`]), it says so of every file.
     ///

@@ -11,6 +11,7 @@ use crate::buffer::Shared;
 use crate::error::{Error, Result};
 use crate::gpu::memory::slots::{CHUNK, Slots};
 use crate::gpu::memory::staging::{Staging, ends};
+use crate::gpu::page_cache::engine::BY_KERNEL;
 use crate::gpu::request::Allocation;
 use crate::mount::Mount;
 use gpunvme_abi::Direction;
@@ -46,6 +47,11 @@ const HOLD: Duration = Duration::from_micros(20);
 /// Bytes that copy engines copy in one batch, or one copy: all of a batch is known to be done when
 /// its last copy is, and a device that writes what was copied would wait for it.
 const TOGETHER: u64 = 4 * ENOUGH;
+/// Bytes of a cached range that the kernel moves in one batch.
+const TOGETHER_BY_KERNEL: u64 = 1 << 20;
+/// Bytes of a move of the kernel out of a cached range: each block of the kernel makes one at a
+/// time.
+const MOVE: u64 = 16 << 10;
 /// Bytes of the word that the stream writes, in a cache line of its own.
 const WORD: usize = 64;
 
@@ -54,7 +60,8 @@ const WORD: usize = 64;
 pub enum Other {
     /// In the pool, so far from its beginning.
     Slot(usize),
-    /// An address in a cached range of the page cache.
+    /// An address in a cached range of the page cache. Up to [`BY_KERNEL`] bytes are moved by the
+    /// kernel, which has to reach the other side.
     Cached(u64),
 }
 
@@ -83,9 +90,27 @@ struct Run {
     other: Other,
     len: u64,
     direction: Direction,
-    by_kernel: bool,
+    kernel: Kernel,
     /// Where the processor finds it, if the processor copies it.
     host: Option<u64>,
+}
+
+/// Whether the kernel moves a run.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kernel {
+    /// It does not reach it, or a copy engine is as good.
+    Never,
+    /// If there are [`MANY`] of them.
+    AmongMany,
+    /// CUDA would copy it by the processor.
+    Always,
+}
+
+impl Copy {
+    /// Whether the kernel moves it, and nothing else may.
+    fn is_for_kernel(&self) -> bool {
+        matches!(self.other, Other::Cached(_)) && self.len <= BY_KERNEL
+    }
 }
 
 impl Run {
@@ -264,11 +289,17 @@ impl CopyStream {
     /// How many of the copies that wait are one batch, the first at least. The kernel makes any
     /// number of small ones at once.
     fn next_batch(&self) -> usize {
-        let mut bytes = 0;
+        let (mut bytes, mut by_kernel, mut moves) = (0, 0, 0);
         let is_one_more = |copy: &Copy| {
-            let full = bytes >= TOGETHER;
-            bytes += if copy.len > SMALL { copy.len } else { 0 };
-            full && copy.len > SMALL
+            let full = bytes >= TOGETHER && copy.len > SMALL || by_kernel >= TOGETHER_BY_KERNEL;
+            if copy.is_for_kernel() {
+                by_kernel += copy.len;
+                moves += copy.len.div_ceil(MOVE) as usize;
+            } else {
+                bytes += if copy.len > SMALL { copy.len } else { 0 };
+                moves += 1;
+            }
+            full || moves > BATCH
         };
         self.waiting.iter().position(is_one_more).unwrap_or(self.waiting.len())
     }
@@ -285,17 +316,20 @@ impl CopyStream {
         // of their own.
         let number = self.last.wrapping_add(1);
         let mut batch = Batch { number, pieces: self.spare.pop().unwrap_or_default() };
-        let small = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL).count();
-        let by_kernel = small >= MANY;
+        let many = self.runs.iter().filter(|run| run.kernel == Kernel::AmongMany).count() >= MANY;
+        let by_kernel = |run: &Run| run.kernel == Kernel::Always || many && run.kernel == Kernel::AmongMany;
         let table = self.staging.len() + number as usize % BATCHES * TABLE;
         let mut moves = 0;
         for run in &self.runs {
-            if by_kernel && run.by_kernel && run.len <= SMALL {
+            if by_kernel(run) {
                 let (to, from) = run.ends(self.staging.memory().device_address);
-                let entry = Move { to, from, len: run.len };
-                let at = table + moves * size_of::<Move>();
-                self.staging.memory().mapping.copy_in(at, entry.as_bytes()).expect("a table has room for all pieces");
-                moves += 1;
+                let step = if run.kernel == Kernel::Always { MOVE } else { run.len };
+                for done in (0..run.len).step_by(step as usize) {
+                    let entry = Move { to: to + done, from: from + done, len: step.min(run.len - done) };
+                    let at = table + moves * size_of::<Move>();
+                    self.staging.memory().mapping.copy_in(at, entry.as_bytes()).expect("a table has room for all moves");
+                    moves += 1;
+                }
                 continue;
             }
             let copies = self.waiting[run.copies.clone()].iter();
@@ -328,7 +362,7 @@ impl CopyStream {
             // to lie in an allocation that this GPU reaches, and that was still there a moment
             // ago.
             let launched = unsafe { self.stream.scatter(&self.scatter, table, moves as u32) };
-            let runs = self.runs.iter().filter(|run| run.by_kernel && run.len <= SMALL);
+            let runs = self.runs.iter().filter(|run| by_kernel(run));
             let copies = runs.flat_map(|run| &self.waiting[run.copies.clone()]);
             match launched {
                 Ok(()) => batch.pieces.extend(copies.map(|copy| copy.piece)),
@@ -391,10 +425,15 @@ impl CopyStream {
                 continue;
             }
             let Copy { direction, address, other, len, allocation, .. } = *copy;
-            // Kernels have no address of a cached range.
-            let by_kernel = allocation.by_kernel && matches!(other, Other::Slot(_));
             let host = allocation.on_host(address);
-            self.runs.push(Run { copies: at..at + 1, address, other, len, direction, by_kernel, host });
+            let kernel = if copy.is_for_kernel() { Kernel::Always } else { Kernel::Never };
+            self.runs.push(Run { copies: at..at + 1, address, other, len, direction, kernel, host });
+        }
+        for run in &mut self.runs {
+            let reached = self.waiting[run.copies.start].allocation.by_kernel;
+            if matches!(run.other, Other::Slot(_)) && reached && run.len <= SMALL {
+                run.kernel = Kernel::AmongMany;
+            }
         }
     }
 }

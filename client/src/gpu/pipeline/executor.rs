@@ -15,6 +15,7 @@ use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
 use crate::gpu::outcome::{Outcome, action, of_piece};
 use crate::gpu::page_cache::cached_file::Cached;
+use crate::gpu::page_cache::engine::BY_KERNEL;
 use crate::gpu::request::{Cancel, Request, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
 use crate::transfer::{Moved, Transfer};
@@ -96,7 +97,9 @@ impl ActiveRequest {
         match &self.request.cached {
             Some((file, now)) if range.cached && part.is_copied_to() => {
                 let (cached_range, left) = file.range_at(part.file_offset + range.within, *now);
-                (cached_range, left.min(range.len))
+                let left = left.min(range.len);
+                // Few bytes are moved by a kernel, if kernels reach where they go.
+                (cached_range.filter(|_| left > BY_KERNEL || part.allocation.by_kernel), left)
             }
             _ => (None, range.len),
         }
@@ -399,7 +402,9 @@ impl Executor {
                 continue;
             }
             let (piece, slot) = if cached_range.is_some() {
-                let wanted = rest.min(CACHED_PIECE);
+                // Halves, so that the last piece of many bytes is not one of few.
+                let half = (rest / 2).next_multiple_of(BY_KERNEL);
+                let wanted = if rest > CACHED_PIECE { half.min(CACHED_PIECE) } else { rest };
                 (PieceRange { file_offset: offset, slot_offset: 0, len: wanted, skip: 0, wanted }, None)
             } else if part.registered.is_ok() {
                 (pieces::first_unstaged(self.blocks, offset, rest, request.piece_len), None)

@@ -273,7 +273,17 @@ fn copy(to: CUdeviceptr, from: CUdeviceptr, len: usize, stream: CUstream, right:
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
     let turn = software.turn();
-    stream.put(Work::Copy(to, from));
+    match from.as_slice() {
+        // What the driver of an H200 does with registered host memory (580.159): a process whose
+        // file has become shorter gets a SIGBUS here.
+        [span] if span.pinned.is_some() && len <= software.settings.copies_by_processor => {
+            let mut bytes = vec![0u8; len];
+            // SAFETY: it is the caller's mapping, and nothing in the process writes there.
+            unsafe { std::ptr::copy_nonoverlapping(span.at, bytes.as_mut_ptr(), len) };
+            stream.put(Work::CopyBytes(to, bytes));
+        }
+        _ => stream.put(Work::Copy(to, from)),
+    }
     drop(turn);
     if !knows_to || !knows_from || between_host {
         stream.mark().wait();

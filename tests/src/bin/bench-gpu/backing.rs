@@ -2,8 +2,8 @@
 //! backing, and everything taken down again.
 
 use std::error::Error;
-use std::fs::{self, OpenOptions};
-use std::io::Write;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -43,6 +43,8 @@ impl Kind {
 pub struct Backing {
     /// On the gpunvme volume.
     pub gpunvme: PathBuf,
+    /// There as well, and in the page cache, if it is wanted.
+    pub hot: PathBuf,
     /// On ext4.
     pub peers: PathBuf,
     /// A block device, or a file, that nothing is mounted on.
@@ -56,24 +58,26 @@ pub struct Backing {
 }
 
 impl Backing {
-    /// Makes everything, and files of `len` bytes with random content.
-    pub fn set_up(kind: Kind, len: u64) -> Result<Backing, Box<dyn Error>> {
+    /// Makes everything, and files of `len` bytes with random content; where `is_hot`, those that
+    /// are read through the page cache too.
+    pub fn set_up(kind: Kind, len: u64, is_hot: bool) -> Result<Backing, Box<dyn Error>> {
         let scratch = gpunvme_tests::scratch_dir();
         let (mut loops, mut mounts, mut tmpfs) = (Vec::new(), Vec::new(), None);
         let (image, peers, bare);
+        let room = if is_hot { 2 * len } else { len } + SPARE;
         match kind {
             Kind::Memory => {
                 let folder = scratch.path().join("tmpfs");
                 tmpfs = Some(Mount::new(&folder, &["-t", "tmpfs", "-o", "size=90%", "tmpfs"])?);
-                let mut device = |name: &str| -> Result<PathBuf, Box<dyn Error>> {
+                let mut device = |name: &str, room: u64| -> Result<PathBuf, Box<dyn Error>> {
                     let file = folder.join(name);
-                    write_whole(&file, len + SPARE, false)?;
+                    write_whole(&file, room, false)?;
                     loops.push(Loop::new(&file)?);
                     Ok(loops.last().expect("one was pushed").0.clone())
                 };
-                image = device("gpunvme")?;
-                bare = device("bare")?;
-                let ext4 = device("ext4")?;
+                image = device("gpunvme", room)?;
+                bare = device("bare", len + SPARE)?;
+                let ext4 = device("ext4", len + SPARE)?;
                 run(Command::new("mkfs.ext4")
                     .args(["-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard"])
                     .arg(&ext4))?;
@@ -85,7 +89,7 @@ impl Backing {
                 image = scratch.path().join("gpunvme");
                 bare = scratch.path().join("bare");
                 peers = scratch.path().join("file");
-                write_whole(&image, len + SPARE, false)?;
+                write_whole(&image, room, false)?;
                 write_whole(&bare, len, true)?;
             }
         }
@@ -94,16 +98,25 @@ impl Backing {
         let root = scratch.path().join("gpunvme.mnt");
         fs::create_dir(&root)?;
         run(programs::command("mkfs.gpunvme").args(["--quiet", "--force"]).arg(&image))?;
-        let gpunvme = root.join("file");
+        let (gpunvme, hot) = (root.join("file"), root.join("hot"));
         {
             let _volume = Volume::mount(&image, &root)?;
             write_whole(&gpunvme, len, true)?;
+            if is_hot {
+                write_whole(&hot, len, true)?;
+            }
         }
         // Mounted anew, nothing of the file is in the kernel's page cache, as of a file that was
         // copied there some time ago.
         let volume = Volume::mount(&image, &root)?;
+        if is_hot {
+            for file in [&hot, &peers] {
+                io::copy(&mut File::open(file)?, &mut io::sink())?;
+            }
+        }
         Ok(Backing {
             gpunvme,
+            hot,
             peers,
             bare,
             _volume: volume,

@@ -9,6 +9,11 @@
 //! | cuFile, batch | cuFileRead and cuFileWrite; cuFile's batches at the same depth |
 //! | pinned | pread and pwrite with O_DIRECT, pinned memory, cudaMemcpyAsync |
 //! | pageable | the page cache, hot for reads, and copies from ordinary memory |
+//! | hot | `gpu-mover` on a file in the page cache, which it prepared: the route `cache` |
+//! | hot, first | the same, not prepared, read once from beginning to end |
+//! | pinned, hot | pread through the page cache, which has the file, into pinned memory, cudaMemcpyAsync |
+//!
+//! The last three are measured when they are named.
 //!
 //! It judges nothing: times belong to the machine that they were taken on.
 
@@ -57,7 +62,7 @@ pub struct Arguments {
     /// Only work that has this in its name, as in "read, 4 KiB"; or one of several
     #[arg(long)]
     only: Vec<String>,
-    /// Only these subjects, with commas between them
+    /// Only these subjects, with commas between them; those of the page cache are measured only so
     #[arg(long, value_delimiter = ',')]
     subjects: Vec<Subject>,
     /// Write the results to this file as well; with -, to standard output in place of the tables
@@ -110,6 +115,13 @@ fn all_work() -> Vec<Work> {
     work
 }
 
+fn is_wanted(arguments: &Arguments, subject: Subject) -> bool {
+    match arguments.subjects.as_slice() {
+        [] => !Subject::NAMED.contains(&subject),
+        named => named.contains(&subject),
+    }
+}
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments = Arguments::parse();
     let time = Duration::from_secs_f64(arguments.seconds);
@@ -120,7 +132,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             continue;
         }
         eprintln!("setting up: {}", kind.name());
-        let backing = Backing::set_up(kind, arguments.file_mib << 20)?;
+        let subjects: Vec<_> = Subject::ALL.into_iter().filter(|subject| is_wanted(&arguments, *subject)).collect();
+        let is_hot = subjects.iter().any(|subject| Subject::NAMED.contains(subject));
+        let backing = Backing::set_up(kind, arguments.file_mib << 20, is_hot)?;
         let mut rows = Vec::new();
         for work in all_work() {
             let name = work.name();
@@ -128,9 +142,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 continue;
             }
             let mut row = Row::new(work);
-            let wanted = |subject: &Subject| arguments.subjects.is_empty() || arguments.subjects.contains(subject);
             let mut sessions = Vec::new();
-            for subject in Subject::ALL.into_iter().filter(|subject| wanted(subject) && subject.can(&work)) {
+            for subject in subjects.iter().copied().filter(|subject| subject.can(&work)) {
                 match Session::begin(subject, &work, &backing, &arguments, time) {
                     Ok(session) => sessions.push((subject, session)),
                     Err(error) => row.failed(subject, error.to_string()),
@@ -154,10 +167,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     row.failed(subject, error.to_string());
                 }
             }
-            eprintln!("{row}");
+            eprintln!("{}", row.line(&subjects));
             rows.push(row);
         }
-        tables.push(Table { backing: kind.name(), rows });
+        tables.push(Table { backing: kind.name(), subjects, rows });
     }
     let machine = Machine { gpu: Some(machine::describe_gpu(arguments.gpu)), ..machine };
     let Arguments { file_mib, seconds, .. } = arguments;

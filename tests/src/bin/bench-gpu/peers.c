@@ -4,6 +4,7 @@
  *   cufile        cuFileRead and cuFileWrite, one at a time in each thread
  *   cufile-batch  cuFileBatchIOSubmit, --depth in flight in each thread
  *   pinned        pread and pwrite with O_DIRECT and pinned buffers: one with a depth of 1, else two a thread, the copy of one beside the I/O of the other
+ *   pinned-hot    pread through the page cache into pinned buffers, as above; reads only
  *   pageable      read and write through the page cache, and copies from and to ordinary memory; writes end with fdatasync
  *
  * usage: peers --method NAME --file FILE --gpu N --size BYTES --pattern random|sequential --depth N --threads N --seconds S [--write]
@@ -196,16 +197,17 @@ static void check(struct thread *t) {
 
 static void *run(void *argument) {
     struct thread *t = argument;
-    bool direct = strcmp(method, "pageable") != 0, batch = strcmp(method, "cufile-batch") == 0;
+    bool ordinary = strcmp(method, "pageable") == 0, cached = ordinary || strcmp(method, "pinned-hot") == 0;
+    bool batch = strcmp(method, "cufile-batch") == 0;
     cuda(cudaSetDevice(gpu), "cudaSetDevice");
-    t->fd = open(path, O_RDWR | (direct ? O_DIRECT : 0));
+    t->fd = open(path, O_RDWR | (cached ? 0 : O_DIRECT));
     if (t->fd < 0) die(path, "cannot be opened");
     t->slots = batch ? depth : size < (8 << 20) ? (32 << 20) / size : 4;
     cuda(cudaMalloc((void **)&t->device, t->slots * size), "cudaMalloc");
     for (int i = 0; i < 2; i++) {
         cuda(cudaStreamCreateWithFlags(&t->stream[i], cudaStreamNonBlocking), "cudaStreamCreate");
-        if (direct) cuda(cudaHostAlloc((void **)&t->host[i], size, cudaHostAllocDefault), "cudaHostAlloc");
-        else t->host[i] = malloc(size);
+        if (ordinary) t->host[i] = malloc(size);
+        else cuda(cudaHostAlloc((void **)&t->host[i], size, cudaHostAllocDefault), "cudaHostAlloc");
     }
     if (strncmp(method, "cufile", 6) == 0) {
         CUfileDescr_t description = { .type = CU_FILE_HANDLE_TYPE_OPAQUE_FD, .handle.fd = t->fd };
@@ -225,7 +227,7 @@ static void *run(void *argument) {
         t->began = now();
         if (batch) in_batches(t);
         else if (strcmp(method, "cufile") == 0) one_by_one(t);
-        else if (strcmp(method, "pinned") == 0) pinned(t);
+        else if (strncmp(method, "pinned", 6) == 0) pinned(t);
         else pageable(t);
         t->ended = now();
         pthread_barrier_wait(&turn);
@@ -253,7 +255,7 @@ int main(int argc, char **argv) {
         default: return 2;
         }
     }
-    static const char *const methods[] = { "cufile", "cufile-batch", "pinned", "pageable" };
+    static const char *const methods[] = { "cufile", "cufile-batch", "pinned", "pinned-hot", "pageable" };
     bool known = false;
     for (unsigned i = 0; i < sizeof methods / sizeof *methods; i++) known |= strcmp(method, methods[i]) == 0;
     struct stat stat_;

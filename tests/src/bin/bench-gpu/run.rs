@@ -26,6 +26,12 @@ pub enum Subject {
     Batch,
     Pinned,
     Pageable,
+    /// A file in the page cache that was prepared, by our library
+    Hot,
+    /// A file in the page cache, read by our library once, from beginning to end
+    HotFirst,
+    /// A file in the page cache, read into pinned memory
+    PinnedHot,
 }
 
 /// How long our program compares what it moves.
@@ -40,7 +46,7 @@ struct Printed {
 
 impl Subject {
     /// In the order of their columns.
-    pub const ALL: [Subject; 8] = [
+    pub const ALL: [Subject; 11] = [
         Subject::Gpunvme,
         Subject::Bare,
         Subject::OurCuFile,
@@ -49,7 +55,13 @@ impl Subject {
         Subject::Batch,
         Subject::Pinned,
         Subject::Pageable,
+        Subject::Hot,
+        Subject::HotFirst,
+        Subject::PinnedHot,
     ];
+    /// Those that are measured only when they are named: they have a file of their own brought into
+    /// the page cache.
+    pub const NAMED: [Subject; 3] = [Subject::Hot, Subject::HotFirst, Subject::PinnedHot];
     /// Those that a user could pick and that move the same bytes: without the page cache.
     pub const DIRECT: [Subject; 3] = [Subject::CuFile, Subject::Batch, Subject::Pinned];
 
@@ -64,13 +76,21 @@ impl Subject {
             Subject::Batch => "batch",
             Subject::Pinned => "pinned",
             Subject::Pageable => "pageable",
+            Subject::Hot => "hot",
+            Subject::HotFirst => "hot, first",
+            Subject::PinnedHot => "pinned, hot",
         }
     }
 
     /// Whether it is measured with this work.
     pub fn can(self, work: &Work) -> bool {
-        // Batches are for small operations, and take 128 at the most.
-        !matches!(self, Subject::OurBatch | Subject::Batch) || (work.random && work.depth <= 128)
+        match self {
+            // Batches are for small operations, and take 128 at the most.
+            Subject::OurBatch | Subject::Batch => work.random && work.depth <= 128,
+            Subject::Hot | Subject::PinnedHot => !work.write,
+            Subject::HotFirst => !work.write && !work.random,
+            _ => true,
+        }
     }
 
     /// What the program of the peers calls it, and whether it is served by our libcufile.
@@ -82,7 +102,8 @@ impl Subject {
             Subject::Batch => ("cufile-batch", false),
             Subject::Pinned => ("pinned", false),
             Subject::Pageable => ("pageable", false),
-            Subject::Gpunvme | Subject::Bare => unreachable!("no peer"),
+            Subject::PinnedHot => ("pinned-hot", false),
+            Subject::Gpunvme | Subject::Bare | Subject::Hot | Subject::HotFirst => unreachable!("no peer"),
         }
     }
 }
@@ -112,7 +133,7 @@ impl<'a> Session<'a> {
         arguments: &'a Arguments,
         time: Duration,
     ) -> Result<Session<'a>, Box<dyn Error>> {
-        if matches!(subject, Subject::Gpunvme | Subject::Bare) {
+        if matches!(subject, Subject::Gpunvme | Subject::Bare | Subject::Hot | Subject::HotFirst) {
             return Ok(Session::Alone { subject, work, backing, arguments, time });
         }
         let (method, ours) = subject.method();
@@ -122,7 +143,8 @@ impl<'a> Session<'a> {
             // The same program: the library loaded first is the one that answers.
             peers.env("LD_PRELOAD", programs::path("libgpunvme_cufile.so")).env("GPUNVME_CUFILE_REAL", "off");
         }
-        describe(&mut peers, if ours { &backing.gpunvme } else { &backing.peers }, work, arguments, time);
+        describe(&mut peers, if ours { &backing.gpunvme } else { &backing.peers }, work, arguments);
+        peers.args(["--seconds", &time.as_secs_f64().to_string()]);
         let mut child = peers.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let (turns, printed) = (child.stdin.take().expect("a pipe"), child.stdout.take().expect("a pipe"));
         Ok(Session::Peers(Peers { child, turns, printed: BufReader::new(printed), size: work.size }))
@@ -132,11 +154,27 @@ impl<'a> Session<'a> {
     pub fn measure(&mut self) -> Result<f64, Box<dyn Error>> {
         match self {
             Session::Alone { subject: Subject::Bare, work, backing, time, .. } => bare::measure(&backing.bare, work, *time),
-            Session::Alone { work, backing, arguments, time, .. } => {
-                let rate = mover(&mut programs::command("gpu-mover"), backing, work, arguments, *time)?;
+            Session::Alone { subject, work, backing, arguments, time } => {
+                let (file, caching) = match subject {
+                    Subject::Hot => (&backing.hot, "prepared"),
+                    Subject::HotFirst => (&backing.hot, "resident"),
+                    _ => (&backing.gpunvme, "never"),
+                };
+                let moved = |time: Option<Duration>, verify: bool| {
+                    let mut mover = programs::command("gpu-mover");
+                    describe(&mut mover, file, work, arguments);
+                    mover.args(["--caching", caching]);
+                    match time {
+                        Some(time) => mover.args(["--seconds", &time.as_secs_f64().to_string()]),
+                        None => mover.args(["--passes", "1"]),
+                    };
+                    mover.args(verify.then_some("--verify"));
+                    rate(&mut mover, work)
+                };
+                let rate = moved((*subject != Subject::HotFirst).then_some(*time), false)?;
                 // The peers compare some operations at the end, our program all of a run that is
                 // made for it.
-                mover(programs::command("gpu-mover").arg("--verify"), backing, work, arguments, VERIFY)?;
+                moved(Some(VERIFY), true)?;
                 Ok(rate)
             }
             Session::Peers(peers) => peers.measure(),
@@ -174,25 +212,18 @@ impl Peers {
 }
 
 /// The arguments that all programs take.
-fn describe(command: &mut Command, file: &Path, work: &Work, arguments: &Arguments, time: Duration) {
+fn describe(command: &mut Command, file: &Path, work: &Work, arguments: &Arguments) {
     command.arg("--file").arg(file).args(["--gpu", &arguments.gpu.to_string()]);
     command.args(["--size", &work.size.to_string(), "--pattern", if work.random { "random" } else { "sequential" }]);
     command.args(["--depth", &work.depth.to_string(), "--threads", &work.threads.to_string()]);
-    command.args(["--seconds", &time.as_secs_f64().to_string()]);
     if work.write {
         command.arg("--write");
     }
 }
 
-fn mover(
-    command: &mut Command,
-    backing: &Backing,
-    work: &Work,
-    arguments: &Arguments,
-    time: Duration,
-) -> Result<f64, Box<dyn Error>> {
-    describe(command, &backing.gpunvme, work, arguments, time);
-    let output = command.output()?;
+/// Runs `gpu-mover`: operations a second.
+fn rate(mover: &mut Command, work: &Work) -> Result<f64, Box<dyn Error>> {
+    let output = mover.output()?;
     if !output.status.success() {
         return Err(text(&output).into());
     }

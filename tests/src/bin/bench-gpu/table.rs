@@ -9,17 +9,20 @@ use crate::Work;
 use crate::run::Subject;
 
 /// Which subject is compared with the best of which others, and the head of that column.
-const RATIOS: [(Subject, &[Subject], &str); 5] = [
+const RATIOS: [(Subject, &[Subject], &str); 7] = [
     (Subject::Gpunvme, &[Subject::CuFile], "of cuFile"),
     (Subject::Gpunvme, &Subject::DIRECT, "of best peer"),
     (Subject::Gpunvme, &[Subject::Bare], "of device"),
     (Subject::OurCuFile, &[Subject::CuFile], "cuFile, our / theirs"),
     (Subject::OurBatch, &[Subject::Batch], "batch, our / theirs"),
+    (Subject::Hot, &[Subject::PinnedHot], "hot / pinned"),
+    (Subject::HotFirst, &[Subject::PinnedHot], "first / pinned"),
 ];
 
 /// A table.
 pub struct Table {
     pub backing: &'static str,
+    pub subjects: Vec<Subject>,
     pub rows: Vec<Row>,
 }
 
@@ -90,16 +93,20 @@ impl Row {
     }
 }
 
-impl fmt::Display for Row {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "| {:44} |", self.work.name())?;
-        for subject in Subject::ALL {
-            write!(f, " {:>12} |", self.cell(subject))?;
-        }
-        for (subject, others, head) in RATIOS {
-            write!(f, " {:>width$} |", self.ratio(subject, others), width = head.len())?;
-        }
-        Ok(())
+/// Those ratios of which there are both sides.
+fn ratios(subjects: &[Subject]) -> impl Iterator<Item = &'static (Subject, &'static [Subject], &'static str)> {
+    let is_there = |subject: &Subject| subjects.contains(subject);
+    RATIOS.iter().filter(move |(subject, others, _)| is_there(subject) && others.iter().any(is_there))
+}
+
+impl Row {
+    /// As a line of a table with columns for these subjects.
+    pub fn line(&self, subjects: &[Subject]) -> String {
+        let cells = subjects.iter().map(|&subject| format!(" {:>12} |", self.cell(subject)));
+        let ratio = |(subject, others, head): &(Subject, &[Subject], &str)| {
+            format!(" {:>width$} |", self.ratio(*subject, others), width = head.len())
+        };
+        format!("| {:44} |{}{}", self.work.name(), cells.collect::<String>(), ratios(subjects).map(ratio).collect::<String>())
     }
 }
 
@@ -108,15 +115,15 @@ impl fmt::Display for Table {
         // Markdown, so that it can go into a document as it is.
         writeln!(f, "on {} (4 KiB: thousand operations a second; the rest: GB/s)\n", self.backing)?;
         write!(f, "| {:44} |", "")?;
-        for subject in Subject::ALL {
+        for subject in &self.subjects {
             write!(f, " {:>12} |", subject.name())?;
         }
-        for (.., head) in RATIOS {
+        for (.., head) in ratios(&self.subjects) {
             write!(f, " {head} |")?;
         }
-        writeln!(f, "\n|:--|{}", "--:|".repeat(Subject::ALL.len() + RATIOS.len()))?;
+        writeln!(f, "\n|:--|{}", "--:|".repeat(self.subjects.len() + ratios(&self.subjects).count()))?;
         for row in &self.rows {
-            writeln!(f, "{row}")?;
+            writeln!(f, "{}", row.line(&self.subjects))?;
         }
         for row in &self.rows {
             for (subject, error) in &row.errors {
