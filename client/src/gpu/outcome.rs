@@ -2,7 +2,7 @@
 //! that failed.
 
 use super::memory::pieces::PieceRange;
-use super::request::SegmentPart;
+use super::request::{Request, SegmentPart};
 use crate::error::{Error, Result};
 use crate::transfer::{Moved, Transfer};
 use gpunvme_abi::{Direction, Reason};
@@ -101,4 +101,30 @@ fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> 
     // To the daemon the pool is host memory; the application asked for a GPU's.
     let reason = if reason == Some(Reason::Unaligned) { reason } else { Some(peer_to_peer) };
     Transfer { moved, reason }
+}
+
+/// What a request is answered with that may be read from the page cache only.
+pub(super) fn not_cached(request: &Request, segment: u32, offset: u64) -> Error {
+    Error::Transfer {
+        path: request.source.path().to_owned(),
+        action: action(request.direction),
+        errno: Errno::OPNOTSUPP,
+        reason: Reason::NotCached,
+        segment: Some(segment),
+        offset: Some(offset),
+        done: Transfer::default(),
+    }
+}
+
+/// What a request is answered with that was called off.
+pub(super) fn cancelled(request: &Request) -> Error {
+    Error::Transfer {
+        path: request.source.path().to_owned(),
+        action: action(request.direction),
+        errno: Errno::CANCELED,
+        reason: Reason::None,
+        segment: None,
+        offset: None,
+        done: Transfer::default(),
+    }
 }

@@ -11,6 +11,7 @@ use crate::transfer::Require;
 use gpunvme_abi::{Direction, Reason};
 use gpunvme_cuda::Gpu;
 use smallvec::SmallVec;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -114,6 +115,9 @@ pub(super) struct Request {
     pub piece_len: u64,
     /// The cached ranges of the file that it may read, and the time by which they are used.
     pub cached: Option<(Arc<CachedFile>, u64)>,
+    /// The file, if what the page cache has of it is read from there although it is in no cached
+    /// range.
+    pub resident: Option<Arc<OwnedFd>>,
     /// What calls it off.
     pub cancel: Option<Cancel>,
     pub end: End,

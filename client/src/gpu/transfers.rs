@@ -9,6 +9,7 @@ use super::outcome::action;
 use super::page_cache::PageCache;
 use super::page_cache::cached_file::CachedFile;
 use super::page_cache::cached_range::{Missing, NoRange};
+use super::page_cache::readers::PageReaders;
 use super::pipeline::copy_stream::CopyStream;
 use super::pipeline::executor::Executor;
 use super::pipeline::inline::{self, InlineExecutor, InlineExecutors};
@@ -98,7 +99,8 @@ impl Transfers {
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers", errno };
         let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
         let blocks = Blocks { read: info.logical_block.into(), write: info.block_size.into() };
-        let worker = Worker::new(Executor::new(ring, blocks), mailbox.clone());
+        let readers = Arc::new(PageReaders::default());
+        let worker = Worker::new(Executor::new(ring, blocks, readers.clone()), mailbox.clone());
         let thread = std::thread::Builder::new().name("gpunvme".into());
         let thread = thread
             .spawn(move || {
@@ -118,7 +120,7 @@ impl Transfers {
             mount: mount.clone(),
             page_cache: PageCache::new(cuda, missing, settings.cached),
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
-            inline: InlineExecutors::new(settings.callers),
+            inline: InlineExecutors::new(settings.callers, readers),
             settings,
             alignment: (info.memory_alignment.max(info.logical_block) as usize).max(512),
             ring: name,
@@ -328,7 +330,11 @@ impl Transfers {
         let is_written_back = file.write_back_all(parts.iter().map(|part| (part.file_offset, part.len)))?;
         let (require, cancel) = (self.require, self.cancel.clone());
         let cached = (direction == Direction::Read).then(|| self.cached(file, &parts)).flatten();
-        Ok(Request { direction, source, parts, require, is_written_back, piece_len: piece_len(bytes), cached, cancel, end })
+        let reads_resident = cached.is_some() && require == Require::default() && self.inner.page_cache.reads_resident();
+        let open = || file.as_fd().try_clone_to_owned();
+        let resident = reads_resident.then(|| self::cached(file).descriptor(open).ok()).flatten();
+        let piece_len = piece_len(bytes);
+        Ok(Request { direction, source, parts, require, is_written_back, piece_len, cached, resident, cancel, end })
     }
 
     /// The cached ranges of a file for a read, if it may use any; those that it misses are made

@@ -20,9 +20,12 @@ pub mod cached_file;
 pub mod cached_range;
 #[allow(unsafe_code)]
 pub mod engine;
+#[allow(unsafe_code)]
+pub mod readers;
 mod room;
 mod service;
 #[allow(unsafe_code)]
 mod view;
 
 pub use service::PageCache;
+pub use view::is_resident;

@@ -67,6 +67,11 @@ impl PageCache {
         PageCache { shared: Arc::new(shared), missing, thread: Mutex::default() }
     }
 
+    /// Whether reads may take what the page cache has and no cached range.
+    pub fn reads_resident(&self) -> bool {
+        self.missing.is_some()
+    }
+
     /// The time by which cached ranges are used.
     pub fn now(&self) -> u64 {
         self.shared.clock.load(Ordering::Relaxed)

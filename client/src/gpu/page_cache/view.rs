@@ -129,6 +129,34 @@ pub fn shows_residency(file: BorrowedFd<'_>) -> bool {
     user.is_root() || is_owner() || rustix::fs::accessat(file, c"", Access::WRITE_OK, flags).is_ok()
 }
 
+/// Whether the page cache has all of a range of a file, as far as the kernel tells: from Linux 6.5
+/// on, and as [`shows_residency`].
+pub fn is_resident(file: BorrowedFd<'_>, offset: u64, len: u64) -> bool {
+    /// `struct cachestat_range` and `struct cachestat` (linux/mman.h).
+    #[repr(C)]
+    struct Range {
+        offset: u64,
+        len: u64,
+    }
+    #[repr(C)]
+    #[derive(Default)]
+    struct Found {
+        cached: u64,
+        dirty: u64,
+        written_back: u64,
+        evicted: u64,
+        recently_evicted: u64,
+    }
+    const CACHESTAT: libc::c_long = 451;
+    let first = offset / PAGE as u64;
+    let pages = (offset + len).div_ceil(PAGE as u64) - first;
+    let range = Range { offset: first * PAGE as u64, len: pages * PAGE as u64 };
+    let mut found = Found::default();
+    // SAFETY: the kernel reads the one structure, and writes the other.
+    let result = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut found, 0) };
+    result == 0 && found.cached >= pages
+}
+
 /// What the kernel tells a process of its own page tables (`/proc/self/pagemap`).
 struct Pagemap {
     file: File,

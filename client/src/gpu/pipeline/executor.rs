@@ -13,9 +13,10 @@ use crate::file::File;
 use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
-use crate::gpu::outcome::{Outcome, action, of_piece};
-use crate::gpu::page_cache::cached_file::Cached;
+use crate::gpu::outcome::{Outcome, action, cancelled, not_cached, of_piece};
 use crate::gpu::page_cache::engine::BY_KERNEL;
+use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, PageReaders};
+use crate::gpu::page_cache::{self, cached_file::Cached};
 use crate::gpu::request::{Cancel, Request, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
 use crate::transfer::{Moved, Transfer};
@@ -24,7 +25,7 @@ use gpunvme_cuda::{Entered, Gpu};
 use rustix::io::Errno;
 use slab::Slab;
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -33,7 +34,8 @@ const TURN: u64 = 256 << 10;
 /// The longest piece that is copied from a cached range: a link of 55 GB/s takes about 40 us for
 /// it, in which the next is begun.
 const CACHED_PIECE: u64 = 2 << 20;
-/// How long the thread sleeps at most while a stream is busy: a stream cannot wake it.
+/// How long the thread sleeps at most while a stream, or a thread that reads pages, is busy: they
+/// do not wake it.
 const NAP: Duration = Duration::from_micros(50);
 /// The time without progress after which a stream is asked for its state, and the interval at which
 /// it is asked again.
@@ -133,6 +135,11 @@ pub struct Executor {
     pieces: Slab<InFlight>,
     /// How many of those there may be: as many as the ring has entries.
     most: usize,
+    /// What reads pages of the page cache, what it has read, and how many pieces it has.
+    readers: Arc<PageReaders>,
+    answers: Arc<PageAnswers>,
+    reading: usize,
+    read: Vec<PageAnswer>,
     copied: Vec<usize>,
     not_copied: Vec<(usize, NotCopied)>,
     deliveries: Deliveries,
@@ -140,7 +147,7 @@ pub struct Executor {
 
 impl Executor {
     /// An executor without requests, with a ring that is its own.
-    pub fn new(ring: Ring, blocks: Blocks) -> Executor {
+    pub fn new(ring: Ring, blocks: Blocks, readers: Arc<PageReaders>) -> Executor {
         let ring = PieceRing::new(ring);
         Executor {
             blocks,
@@ -151,6 +158,10 @@ impl Executor {
             pieces: Slab::new(),
             most: ring.capacity(),
             deliveries: Deliveries::default(),
+            readers,
+            answers: Arc::default(),
+            reading: 0,
+            read: Vec::new(),
             copied: Vec::new(),
             not_copied: Vec::new(),
             ring,
@@ -250,7 +261,7 @@ impl Executor {
     /// it may come from.
     pub fn wait(&self, other: Option<&OwnedFd>) {
         let copying = self.copy_streams.iter().flatten().any(|copy_stream| copy_stream.is_busy());
-        self.ring.wait(other, copying.then_some(NAP));
+        self.ring.wait(other, (copying || self.reading > 0).then_some(NAP));
     }
 
     /// Takes the pieces that the ring is done with.
@@ -259,6 +270,30 @@ impl Executor {
         while let Some(Completed { user_data, result }) = self.ring.pop() {
             self.transferred(user_data as usize, result);
         }
+        any | self.collect_pages()
+    }
+
+    /// Takes the pieces that were read out of the page cache.
+    fn collect_pages(&mut self) -> bool {
+        if self.reading == 0 {
+            return false;
+        }
+        let mut read = std::mem::take(&mut self.read);
+        self.answers.take(&mut read);
+        let any = !read.is_empty();
+        for (index, result) in read.drain(..) {
+            self.reading -= 1;
+            match result {
+                Ok(arrived) => {
+                    let moved = Moved { cache: arrived, ..Moved::default() };
+                    self.pieces[index].done = Transfer { moved, reason: Some(Reason::None) };
+                    self.arrived(index, arrived);
+                }
+                // The daemon says what is wrong, if it still is.
+                Err(_) => self.push(index),
+            }
+        }
+        self.read = read;
         any
     }
 
@@ -277,29 +312,35 @@ impl Executor {
         };
         match active.request.direction {
             Direction::Write => self.finish(index),
-            Direction::Read => {
-                if arrived < piece.wanted && active.part == in_flight.part {
-                    // The file ends here: the rest of the part is not even asked for.
-                    active.within = part.len;
-                }
-                let Some(slot) = in_flight.slot.filter(|_| arrived > 0) else { return self.finish(index) };
-                let copy = Copy {
-                    direction: Direction::Read,
-                    address: in_flight.address,
-                    other: Other::Slot(slot + piece.skip as usize),
-                    len: arrived,
-                    allocation: part.allocation,
-                    piece: index,
-                };
-                copy_stream(&mut self.copy_streams, part.allocation.gpu).copy(copy);
-            }
+            Direction::Read => self.arrived(index, arrived),
         }
+    }
+
+    /// So many bytes of a piece of a read are in its slot, or where they belong.
+    fn arrived(&mut self, index: usize, arrived: u64) {
+        let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
+        let active = &mut self.requests[*request];
+        let allocation = active.request.parts[*part].allocation;
+        if arrived < piece.wanted && active.part == *part {
+            // The file ends here: the rest of the part is not even asked for.
+            active.within = active.request.parts[*part].len;
+        }
+        let Some(slot) = slot.filter(|_| arrived > 0) else { return self.finish(index) };
+        let copy = Copy {
+            direction: Direction::Read,
+            address: *address,
+            other: Other::Slot(slot + piece.skip as usize),
+            len: arrived,
+            allocation,
+            piece: index,
+        };
+        copy_stream(&mut self.copy_streams, allocation.gpu).copy(copy);
     }
 
     /// Lets streams copy, and takes what they copied.
     fn copy(&mut self, now: Instant) -> bool {
         let mut any = false;
-        let coming = self.ring.in_flight();
+        let coming = self.ring.in_flight() + self.reading;
         for at in 0..self.copy_streams.len() {
             let Some(copy_stream) = &mut self.copy_streams[at] else { continue };
             copy_stream.finished(&mut self.copied);
@@ -432,6 +473,7 @@ impl Executor {
                     let copy = Copy { direction, address, other, len: piece.wanted, allocation, piece: index };
                     copy_stream(&mut self.copy_streams, allocation.gpu).copy(copy);
                 }
+                None if range.cached && self.read_pages(index) => {}
                 None => self.push(index),
             }
             any = true;
@@ -459,6 +501,29 @@ impl Executor {
             active.in_turns = true;
             self.turns.push_back(id);
         }
+    }
+
+    /// Has a piece read out of the page cache, if that has all of it. False if it has not.
+    fn read_pages(&mut self, index: usize) -> bool {
+        let InFlight { request, part, slot, piece, .. } = &self.pieces[index];
+        let request = &self.requests[*request].request;
+        let (Some(file), Some(slot)) = (&request.resident, slot) else { return false };
+        let offset = piece.file_offset + piece.skip;
+        if !page_cache::is_resident(file.as_fd(), offset, piece.wanted) {
+            return false;
+        }
+        let read = PageRead {
+            file: file.clone(),
+            offset,
+            len: piece.wanted as usize,
+            pool: copy_stream(&mut self.copy_streams, request.parts[*part].allocation.gpu).staging.clone(),
+            at: slot + piece.skip as usize,
+            piece: index,
+            answers: self.answers.clone(),
+        };
+        let begun = self.readers.read(read).is_ok();
+        self.reading += usize::from(begun);
+        begun
     }
 
     /// Gives a piece to the ring.
@@ -524,32 +589,6 @@ fn settle(request: &Request) -> crate::error::Result<()> {
         }
     }
     Ok(())
-}
-
-/// What a request is answered with that may be read from the page cache only.
-fn not_cached(request: &Request, segment: u32, offset: u64) -> Error {
-    Error::Transfer {
-        path: request.source.path().to_owned(),
-        action: action(request.direction),
-        errno: Errno::OPNOTSUPP,
-        reason: Reason::NotCached,
-        segment: Some(segment),
-        offset: Some(offset),
-        done: Transfer::default(),
-    }
-}
-
-/// What a request is answered with that was called off.
-fn cancelled(request: &Request) -> Error {
-    Error::Transfer {
-        path: request.source.path().to_owned(),
-        action: action(request.direction),
-        errno: Errno::CANCELED,
-        reason: Reason::None,
-        segment: None,
-        offset: None,
-        done: Transfer::default(),
-    }
 }
 
 /// The copy stream of a GPU. It came before the request.

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::gpu::answer::Answer;
 use crate::gpu::memory::pieces::Blocks;
 use crate::gpu::memory::slots::CHUNK;
+use crate::gpu::page_cache::readers::PageReaders;
 use crate::mount::Mount;
 use crate::ring::Ring;
 use crate::spin::Spin;
@@ -18,8 +19,8 @@ use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Bytes of a short request: as many as there are callers may be done at once.
@@ -58,6 +59,7 @@ pub struct InlineExecutors {
     making: Mutex<()>,
     /// Held by the thread whose request is not short.
     long: Mutex<()>,
+    readers: Arc<PageReaders>,
     /// The mount, or a GPU, refused a further executor: the existing ones have to do.
     full: AtomicBool,
 }
@@ -84,8 +86,9 @@ impl DerefMut for InlineExecutor<'_> {
 
 impl InlineExecutors {
     /// Has at most `most` executors, and none yet.
-    pub fn new(most: usize) -> InlineExecutors {
-        InlineExecutors { executors: (0..most.min(MOST)).map(|_| OnceLock::new()).collect(), ..InlineExecutors::default() }
+    pub fn new(most: usize, readers: Arc<PageReaders>) -> InlineExecutors {
+        let executors = (0..most.min(MOST)).map(|_| OnceLock::new()).collect();
+        InlineExecutors { executors, readers, ..InlineExecutors::default() }
     }
 
     /// A free one for a request of so many bytes, if there is one: when no more of anything is to
@@ -133,7 +136,7 @@ impl InlineExecutors {
         }
         match Ring::new(mount, PARTS as u32) {
             Ok(ring) => {
-                self.executors[at].get_or_init(|| Mutex::new(Executor::new(ring, blocks)));
+                self.executors[at].get_or_init(|| Mutex::new(Executor::new(ring, blocks, self.readers.clone())));
                 Some(())
             }
             Err(error) => {
