@@ -26,11 +26,12 @@ pub trait BlockDevice: Send + Sync {
     /// As [`BlockDevice::open_queue`], for a thread that does little else than to submit and to
     /// collect. Where that helps the backend, and there are processors enough, the kernel has a
     /// thread of its own that submits for this queue while it is in use (io_uring_setup(2),
-    /// `IORING_SETUP_SQPOLL`).
+    /// `IORING_SETUP_SQPOLL`); for one that `beside` is given, the thread of that queue, which the
+    /// same thread submits to.
     ///
     /// # Errors
     /// Those of [`BlockDevice::open_queue`].
-    fn open_busy_queue(&self) -> Result<Box<dyn Queue>> {
+    fn open_busy_queue(&self, _beside: Option<&dyn Queue>) -> Result<Box<dyn Queue>> {
         self.open_queue()
     }
 
@@ -105,6 +106,11 @@ pub enum Wait {
 /// One submission and completion queue pair. One thread may submit while another completes: each
 /// side has a lock of its own, and neither is held while the other side waits for the device.
 pub trait Queue: Send + Sync {
+    /// The io_uring whose submissions a thread of the kernel makes, where one does.
+    fn kernel_thread(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
     /// Takes all requests and leaves the vector empty. It never waits for the device: requests
     /// beyond [`Geometry::queue_depth`] wait inside, and go out as completions come in. A request
     /// that the device cannot take completes with the error of [`Request::check`].

@@ -323,7 +323,7 @@ impl Io {
     pub fn own_queue(self: &Arc<Io>) -> Result<OwnQueue> {
         let worker = match self.device.geometry().max_queues {
             1 => None,
-            _ => Some(Arc::new(QueueWorker::new(self.device.open_busy_queue()?, &self.meter))),
+            _ => Some(Arc::new(QueueWorker::new(self.device.open_busy_queue(None)?, &self.meter))),
         };
         if let Some(worker) = &worker {
             let own = Unsubmitted { io: self.clone(), worker: worker.clone(), requests: Vec::new() };

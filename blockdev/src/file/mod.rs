@@ -12,6 +12,7 @@ mod target;
 mod uring;
 
 use std::num::NonZero;
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -60,12 +61,13 @@ impl BlockDevice for FileDevice {
         Ok(Box::new(self.queue(Submission::BySystemCall)?))
     }
 
-    fn open_busy_queue(&self) -> Result<Box<dyn Queue>> {
+    fn open_busy_queue(&self, beside: Option<&dyn Queue>) -> Result<Box<dyn Queue>> {
         let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
         if processors < PROCESSORS_TO_SPARE_ONE {
             return self.open_queue();
         }
-        Ok(Box::new(self.queue(Submission::ByKernelThread)?))
+        let of = beside.and_then(|queue| queue.kernel_thread()).map(|ring| ring.as_raw_fd());
+        Ok(Box::new(self.queue(Submission::ByKernelThread { of })?))
     }
 
     /// The kernel pins the pages of each request by itself.

@@ -8,7 +8,7 @@
 //! Locks: `reaper` before `state`. The first is held by the one thread that collects completions,
 //! also while it waits; the second for moments only, never across a system call.
 use std::collections::VecDeque;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -37,7 +37,10 @@ pub(crate) enum Submission {
     BySystemCall,
     /// A thread of the kernel, which looks for them as long as there are any
     /// (`IORING_SETUP_SQPOLL`).
-    ByKernelThread,
+    ByKernelThread {
+        /// The ring that has this thread already, if it is to be shared (`IORING_SETUP_ATTACH_WQ`).
+        of: Option<RawFd>,
+    },
 }
 
 pub(crate) struct UringQueue {
@@ -74,7 +77,7 @@ impl UringQueue {
         // Room for the whole depth and a wake command, on either side: neither can overflow.
         // Twice, because a kernel thread says that it has taken commands only when it has begun
         // all that it found, and some are over by then.
-        let build = |set_up: fn(&mut Builder)| {
+        let build = |set_up: &dyn Fn(&mut Builder)| {
             let mut builder = IoUring::builder();
             builder.dontfork();
             set_up(&mut builder);
@@ -82,12 +85,14 @@ impl UringQueue {
         };
         // A completion is not worth an interrupt of the thread that submitted: it looks at its
         // next system call. Before Linux 5.19 the kernel interrupts.
-        let by_system_call = || build(|builder| _ = builder.setup_coop_taskrun().setup_taskrun_flag()).or_else(|_| build(|_| {}));
+        let by_system_call =
+            || build(&|builder| _ = builder.setup_coop_taskrun().setup_taskrun_flag()).or_else(|_| build(&|_| {}));
         let ring = match submission {
             Submission::BySystemCall => by_system_call(),
             // Not every user may have such a thread.
-            Submission::ByKernelThread => {
-                build(|builder| _ = builder.setup_sqpoll(KERNEL_THREAD_SPINS)).or_else(|_| by_system_call())
+            Submission::ByKernelThread { of } => {
+                let share = |builder: &mut Builder| _ = of.map(|ring| builder.setup_attach_wq(ring));
+                build(&|builder| share(builder.setup_sqpoll(KERNEL_THREAD_SPINS))).or_else(|_| by_system_call())
             }
         }
         .map_err(|error| {
@@ -276,6 +281,12 @@ impl UringQueue {
 }
 
 impl Queue for UringQueue {
+    fn kernel_thread(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the ring keeps its descriptor open for as long as it lives.
+        let ring = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
+        self.ring.params().is_setup_sqpoll().then_some(ring)
+    }
+
     fn submit(&self, requests: &mut Vec<Request>) {
         let mut state = self.state.lock();
         for request in requests.drain(..) {
@@ -412,7 +423,8 @@ mod tests {
     /// it really runs. Gives the bytes read and the result; the file is all ones, the memory was
     /// zero.
     fn read_after(results: &[i32]) -> (Vec<u8>, Result<()>) {
-        let answers = [Submission::BySystemCall, Submission::ByKernelThread].map(|submission| read_after_by(submission, results));
+        let answers = [Submission::BySystemCall, Submission::ByKernelThread { of: None }]
+            .map(|submission| read_after_by(submission, results));
         let [by_system_call, by_kernel_thread] = answers;
         let comparable = |(bytes, result): &(Vec<u8>, Result<()>)| (bytes.clone(), result.clone().map_err(|error| error.errno()));
         assert!(comparable(&by_system_call) == comparable(&by_kernel_thread), "who submits makes no difference");
@@ -448,6 +460,44 @@ mod tests {
 
     fn count(bytes: &[u8]) -> usize {
         bytes.iter().filter(|byte| **byte == 1).count()
+    }
+
+    #[test]
+    fn queues_beside_one_another_share_a_thread_of_the_kernel() {
+        let directory = tempfile::tempdir_in("/dev/shm").expect("a temporary directory");
+        let devices: Vec<FileDevice> = (0u8..4)
+            .map(|number| {
+                let path = directory.path().join(number.to_string());
+                std::fs::write(&path, vec![number; LEN]).expect("an image");
+                FileDevice::open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadOnly).expect("it opens")
+            })
+            .collect();
+        let mut queues: Vec<UringQueue> = Vec::new();
+        for device in &devices {
+            let of = queues.first().and_then(|queue| queue.kernel_thread()).map(|ring| ring.as_raw_fd());
+            queues.push(device.queue(Submission::ByKernelThread { of }).expect("a queue"));
+        }
+        let ids: std::collections::HashSet<_> = queues.iter().map(|queue| thread_of(queue)).collect();
+        assert_eq!(ids.len(), 1, "{ids:?}");
+        // The first one's end leaves the thread to the others.
+        drop(queues.remove(0));
+        for (queue, number) in queues.iter().zip(1u8..) {
+            let region = Region::allocate(LEN).expect("memory");
+            queue.submit(&mut vec![Request::read(0, [region.span(0..LEN)])]);
+            let mut out = Vec::new();
+            while out.is_empty() {
+                queue.complete(Wait::Timeout(Duration::from_secs(20)), &mut out).expect("the queue works");
+            }
+            let mut bytes = vec![0; LEN];
+            region.read_at(0, &mut bytes).expect("inside");
+            assert!(out[0].result.is_ok() && bytes == vec![number; LEN]);
+        }
+    }
+
+    /// The thread that submits for a queue, by its number (io_uring's fdinfo).
+    fn thread_of(queue: &UringQueue) -> String {
+        let fdinfo = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", queue.ring.as_raw_fd())).expect("fdinfo");
+        fdinfo.lines().find_map(|line| line.strip_prefix("SqThread:")).expect("a thread of the kernel").trim().to_owned()
     }
 
     #[test]

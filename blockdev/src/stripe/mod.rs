@@ -101,10 +101,13 @@ impl BlockDevice for StripeDevice {
         &self.shared.geometry
     }
 
-    /// A queue of each member. Also where a queue is busy no thread of the kernel submits for it:
-    /// each member would want one.
+    /// A queue of each member.
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(StripeQueue::open(self.shared.clone())?))
+        Ok(Box::new(StripeQueue::open(self.shared.clone(), false)?))
+    }
+
+    fn open_busy_queue(&self, _beside: Option<&dyn Queue>) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(StripeQueue::open(self.shared.clone(), true)?))
     }
 
     fn map(&self, region: &Arc<Region>) -> Result<()> {

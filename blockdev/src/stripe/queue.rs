@@ -53,8 +53,14 @@ struct Pending {
 type Covers = SmallVec<[(usize, u64); 1]>;
 
 impl StripeQueue {
-    pub(super) fn open(shared: Arc<Shared>) -> Result<StripeQueue> {
-        let members: Vec<_> = shared.members.iter().map(|member| member.open_queue()).collect::<Result<_>>()?;
+    /// With queues of all members; busy ones, if it is to be, which share a thread of the kernel.
+    pub(super) fn open(shared: Arc<Shared>, is_busy: bool) -> Result<StripeQueue> {
+        let mut members: Vec<Box<dyn Queue>> = Vec::with_capacity(shared.members.len());
+        for member in &shared.members {
+            let beside = members.first().map(|queue| &**queue);
+            let queue = if is_busy { member.open_busy_queue(beside)? } else { member.open_queue()? };
+            members.push(queue);
+        }
         let event = Event::new().map_err(|errno| Error::System {
             device: shared.name.clone(),
             action: "making an eventfd",

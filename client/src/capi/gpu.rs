@@ -93,11 +93,8 @@ pub unsafe extern "C" fn gpunvme_transfers_open(
     if transfers.is_null() {
         return null("transfers");
     }
-    let mut settings = Settings::default();
-    if staging > 0 {
-        settings.staging = staging;
-    }
-    settings.registered = (registered > 0).then_some(registered);
+    let given = (staging > 0).then_some(staging);
+    let settings = Settings { staging: given, registered: (registered > 0).then_some(registered), ..Settings::default() };
     // SAFETY: it is not NULL, and the header asks for room for a pointer.
     unsafe { store_handle(transfers, Transfers::with(mount, settings)) }
 }

@@ -53,7 +53,8 @@ struct Inner {
     cuda: &'static Cuda,
     mount: Mount,
     path: PathBuf,
-    settings: Settings,
+    /// Bytes of the worker's staging pool of each GPU.
+    pool: usize,
     /// What slots are aligned to.
     alignment: usize,
     registrations: Registrations,
@@ -88,8 +89,9 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::new`].
     pub fn with(mount: &Mount, settings: Settings) -> Result<Transfers> {
-        if settings.staging > LONGEST_POOL {
-            return Err(Error::Memory { len: settings.staging, errno: Errno::NOMEM });
+        let longer = settings.staging.filter(|staging| *staging > LONGEST_POOL);
+        if let Some(len) = longer {
+            return Err(Error::Memory { len, errno: Errno::NOMEM });
         }
         let cuda = Cuda::load()?;
         let info = mount.info()?;
@@ -121,7 +123,7 @@ impl Transfers {
             page_cache: PageCache::new(cuda, missing, settings.cached),
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
             inline: InlineExecutors::new(settings.callers, readers),
-            settings,
+            pool: settings.pool(info.devices),
             alignment: (info.memory_alignment.max(info.logical_block) as usize).max(512),
             ring: name,
             mailbox,
@@ -539,7 +541,7 @@ impl Inner {
         if copy_streams.contains(&gpu) {
             return Ok(());
         }
-        let copy_stream = self.copy_stream(gpu, self.settings.staging)?;
+        let copy_stream = self.copy_stream(gpu, self.pool)?;
         self.mailbox.send(|mail| mail.copy_streams.push((gpu, copy_stream)));
         copy_streams.push(gpu);
         Ok(())

@@ -277,9 +277,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let gpu = Cuda::load()?.gpu(args.gpu)?;
     let mut settings = Settings::default();
-    if let Some(mib) = args.staging {
-        settings.staging = mib << 20;
-    }
+    settings.staging = args.staging.map(|mib| mib << 20);
     settings.caching = match args.caching {
         PageCache::Never | PageCache::Prepared => Caching::Never,
         PageCache::Resident => Caching::Resident,

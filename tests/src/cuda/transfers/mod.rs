@@ -216,7 +216,7 @@ fn many_small_segments(site: &Site) {
 
 fn a_small_pool(site: &Site) {
     let mut settings = Settings::default();
-    settings.staging = 1;
+    settings.staging = Some(1);
     let transfers = Transfers::with(&site.mount(), settings).unwrap();
     let sample = site.sample(4, 20 * MIB);
     let memory = allocated(site.gpu, 20 * MIB as usize);
