@@ -2,8 +2,8 @@
 //!
 //! The driver copies few bytes by the processor, out of the memory itself, before the call comes
 //! back: up to 16 KiB on an H200 with driver 580.159. Of a file that has become shorter meanwhile
-//! that is a SIGBUS. So few bytes of a cached range are always moved by a kernel, and copies are
-//! left to the driver from [`BY_KERNEL`] on, once it has been seen that it does not touch them.
+//! that is a SIGBUS. So few bytes of a cached range are always moved by a kernel, and only copies of
+//! more than [`BY_KERNEL`] are left to the driver, once it has been seen that it does not touch them.
 
 use super::view::{PAGE, View};
 use gpunvme_cuda::{CudaError, Gpu, HostRegistration};
@@ -12,8 +12,8 @@ use rustix::fs::MemfdFlags;
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 
-/// The most bytes of a cached range that a kernel moves; more are copied by a copy engine.
-pub const BY_KERNEL: u64 = 64 << 10;
+/// The most bytes of a cached range that only a kernel may move.
+pub const BY_KERNEL: u64 = 32 << 10;
 
 /// Whether copies of more than [`BY_KERNEL`] bytes out of memory that is registered read-only leave
 /// reading to the GPU, and kernels find it at the address that the process has for it. It is tried

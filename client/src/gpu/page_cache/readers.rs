@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 
-/// Four processors copy about as many bytes a second as half of a PCIe 5.0 link moves.
-const MOST: usize = 4;
+/// More processors than this would take more from others than they give.
+const MOST: usize = 8;
 
 /// What is to be read.
 pub struct PageRead {

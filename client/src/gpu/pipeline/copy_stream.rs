@@ -49,6 +49,9 @@ const HOLD: Duration = Duration::from_micros(20);
 const TOGETHER: u64 = 4 * ENOUGH;
 /// Bytes of a cached range that the kernel moves in one batch.
 const TOGETHER_BY_KERNEL: u64 = 1 << 20;
+/// Up to this many bytes of a cached range the kernel moves where there are [`MANY`] such copies:
+/// the calls for as many copies would take longer than they do.
+const SMALL_CACHED: u64 = 64 << 10;
 /// Bytes of a move of the kernel out of a cached range: each block of the kernel makes one at a
 /// time.
 const MOVE: u64 = 16 << 10;
@@ -107,9 +110,15 @@ enum Kernel {
 }
 
 impl Copy {
-    /// Whether the kernel moves it, and nothing else may.
-    fn is_for_kernel(&self) -> bool {
-        matches!(self.other, Other::Cached(_)) && self.len <= BY_KERNEL
+    /// Whether the kernel moves it, as far as that is known of one copy.
+    fn kernel(&self) -> Kernel {
+        let reached = self.allocation.by_kernel;
+        match self.other {
+            Other::Cached(_) if self.len <= BY_KERNEL => Kernel::Always,
+            Other::Cached(_) if self.len <= SMALL_CACHED && reached => Kernel::AmongMany,
+            Other::Slot(_) if self.len <= SMALL && reached => Kernel::AmongMany,
+            _ => Kernel::Never,
+        }
     }
 }
 
@@ -292,7 +301,7 @@ impl CopyStream {
         let (mut bytes, mut by_kernel, mut moves) = (0, 0, 0);
         let is_one_more = |copy: &Copy| {
             let full = bytes >= TOGETHER && copy.len > SMALL || by_kernel >= TOGETHER_BY_KERNEL;
-            if copy.is_for_kernel() {
+            if matches!(copy.other, Other::Cached(_)) && copy.kernel() != Kernel::Never {
                 by_kernel += copy.len;
                 moves += copy.len.div_ceil(MOVE) as usize;
             } else {
@@ -323,7 +332,7 @@ impl CopyStream {
         for run in &self.runs {
             if by_kernel(run) {
                 let (to, from) = run.ends(self.staging.memory().device_address);
-                let step = if run.kernel == Kernel::Always { MOVE } else { run.len };
+                let step = if matches!(run.other, Other::Cached(_)) { MOVE } else { run.len };
                 for done in (0..run.len).step_by(step as usize) {
                     let entry = Move { to: to + done, from: from + done, len: step.min(run.len - done) };
                     let at = table + moves * size_of::<Move>();
@@ -425,15 +434,12 @@ impl CopyStream {
                 continue;
             }
             let Copy { direction, address, other, len, allocation, .. } = *copy;
-            let host = allocation.on_host(address);
-            let kernel = if copy.is_for_kernel() { Kernel::Always } else { Kernel::Never };
+            let (kernel, host) = (copy.kernel(), allocation.on_host(address));
             self.runs.push(Run { copies: at..at + 1, address, other, len, direction, kernel, host });
         }
-        for run in &mut self.runs {
-            let reached = self.waiting[run.copies.start].allocation.by_kernel;
-            if matches!(run.other, Other::Slot(_)) && reached && run.len <= SMALL {
-                run.kernel = Kernel::AmongMany;
-            }
+        // Neighbours together may be too long for it.
+        for run in self.runs.iter_mut().filter(|run| matches!(run.other, Other::Slot(_)) && run.len > SMALL) {
+            run.kernel = Kernel::Never;
         }
     }
 }
