@@ -477,7 +477,7 @@ mod tests {
             let of = queues.first().and_then(|queue| queue.kernel_thread()).map(|ring| ring.as_raw_fd());
             queues.push(device.queue(Submission::ByKernelThread { of }).expect("a queue"));
         }
-        let ids: std::collections::HashSet<_> = queues.iter().map(|queue| thread_of(queue)).collect();
+        let ids: std::collections::HashSet<_> = queues.iter().map(thread_of).collect();
         assert_eq!(ids.len(), 1, "{ids:?}");
         // The first one's end leaves the thread to the others.
         drop(queues.remove(0));

@@ -30,7 +30,7 @@ struct Arguments {
     /// Print what calls cost.
     #[arg(long)]
     measure: bool,
-    /// Print what it costs to have the GPU read this file's pages in the page cache; at least 1 GiB.
+    /// Print what it costs to have the GPU read the page cache, with this file of 1 GiB or more.
     #[arg(long)]
     page_cache: Option<PathBuf>,
 }

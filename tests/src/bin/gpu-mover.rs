@@ -363,7 +363,7 @@ fn run(args: &Args, gpu: &Gpu, transfers: &Transfers, file: &File, requests: Opt
 fn processor_seconds(thread: Option<&Path>) -> f64 {
     let path = thread.map_or_else(|| "/proc/self/stat".into(), |thread| thread.join("stat"));
     let text = std::fs::read_to_string(path).unwrap_or_default();
-    // Behind the name, which is in parentheses, utime is the 12th and stime the 13th word (proc(5)).
+    // Behind the name, in parentheses, utime is the 12th word and stime the 13th (proc(5)).
     let ticks = text.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
     ticks.filter_map(|word| word.parse::<f64>().ok()).sum::<f64>() / 100.0
 }

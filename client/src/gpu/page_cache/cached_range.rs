@@ -4,7 +4,7 @@
 //! them up, and still has them afterwards: in between the page cache had no others, so that those
 //! which CUDA registered are the file's.
 
-use super::engine;
+use super::gpu_reads;
 use super::view::View;
 use gpunvme_cuda::{Cuda, CudaError, Gpu, HostRegistration};
 use rustix::fs::{AtFlags, StatxFlags};
@@ -123,7 +123,7 @@ impl CachedRange {
         let registered = view()?;
         let has_all = || if sentinel.has_all(0, len as usize) { Ok(()) } else { Err(NoRange::NotResident) };
         has_all()?;
-        if !engine::reads_registered_memory(gpu) {
+        if !gpu_reads::reads_registered_memory(gpu) {
             return Err(NoRange::ByProcessor);
         }
         // SAFETY: the mapping is dropped after the registration.

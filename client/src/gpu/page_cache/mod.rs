@@ -13,13 +13,13 @@
 //! its pages are still in the sentinel. Otherwise the bytes are read again, the ordinary way.
 //!
 //! And it guards the process: no processor reads those mappings, since one that meets a page behind
-//! the end of a file that has become shorter gets a SIGBUS. See [`engine`].
+//! the end of a file that has become shorter gets a SIGBUS. See [`gpu_reads`].
 
 pub mod cached_file;
 #[allow(unsafe_code)]
 pub mod cached_range;
 #[allow(unsafe_code)]
-pub mod engine;
+pub mod gpu_reads;
 #[allow(unsafe_code)]
 pub mod readers;
 mod room;

@@ -11,7 +11,7 @@ use crate::buffer::Shared;
 use crate::error::{Error, Result};
 use crate::gpu::memory::slots::{CHUNK, Slots};
 use crate::gpu::memory::staging::{Staging, ends};
-use crate::gpu::page_cache::engine::BY_KERNEL;
+use crate::gpu::page_cache::gpu_reads::BY_KERNEL;
 use crate::gpu::request::Allocation;
 use crate::mount::Mount;
 use gpunvme_abi::Direction;

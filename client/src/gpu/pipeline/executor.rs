@@ -14,7 +14,7 @@ use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
 use crate::gpu::outcome::{Outcome, action, cancelled, not_cached, of_piece};
-use crate::gpu::page_cache::engine::BY_KERNEL;
+use crate::gpu::page_cache::gpu_reads::BY_KERNEL;
 use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, PageReaders};
 use crate::gpu::page_cache::{self, cached_file::Cached};
 use crate::gpu::request::{Cancel, Request, Source, operation};

@@ -8,13 +8,15 @@ use crate::Named;
 use crate::plot::Plot;
 
 /// Subjects of ours, and what each is shown as a ratio of; the head of that column.
-const RATIOS: [(&str, &str, &str); 6] = [
+const RATIOS: [(&str, &str, &str); 8] = [
     ("gpunvme", "cuFile", "/cuFile"),
     ("gpunvme", "device", "/device"),
     ("gpunvme", "both", "/both"),
     ("gpunvme", "ext4", "/ext4"),
     ("our cuFile", "cuFile", "our cuFile/cuFile"),
     ("our batch", "batch", "our batch/batch"),
+    ("hot", "pinned, hot", "hot/pinned, hot"),
+    ("hot, first", "pinned, hot", "hot, first/pinned, hot"),
 ];
 
 /// The line of a run in the list of runs.

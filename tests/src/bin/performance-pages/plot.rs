@@ -17,7 +17,7 @@ const LEGEND: u32 = 34;
 const CHARACTER: i32 = 7;
 
 /// Colours that are told apart with any sight, on white: the picture brings its own background.
-const COLOURS: [(&str, RGBColor); 11] = [
+const COLOURS: [(&str, RGBColor); 14] = [
     ("gpunvme", RGBColor(0xd5, 0x5e, 0x00)),
     ("ioctl", RGBColor(0xe6, 0x9f, 0x00)),
     ("ring", RGBColor(0xcc, 0x79, 0xa7)),
@@ -27,6 +27,9 @@ const COLOURS: [(&str, RGBColor); 11] = [
     ("cuFile", RGBColor(0x00, 0x72, 0xb2)),
     ("batch", RGBColor(0x56, 0xb4, 0xe9)),
     ("pinned", RGBColor(0x00, 0x9e, 0x73)),
+    ("hot", RGBColor(0xcc, 0x79, 0xa7)),
+    ("hot, first", RGBColor(0xe6, 0x9f, 0x00)),
+    ("pinned, hot", RGBColor(0x00, 0x9e, 0x73)),
     ("ext4", RGBColor(0x00, 0x72, 0xb2)),
     ("both", RGBColor(0x00, 0x9e, 0x73)),
 ];

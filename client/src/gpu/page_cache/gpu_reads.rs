@@ -2,8 +2,9 @@
 //!
 //! The driver copies few bytes by the processor, out of the memory itself, before the call comes
 //! back: up to 16 KiB on an H200 with driver 580.159. Of a file that has become shorter meanwhile
-//! that is a SIGBUS. So few bytes of a cached range are always moved by a kernel, and only copies of
-//! more than [`BY_KERNEL`] are left to the driver, once it has been seen that it does not touch them.
+//! that is a SIGBUS. So few bytes of a cached range are always moved by a kernel, and only copies
+//! of more than [`BY_KERNEL`] are left to the driver, once it has been seen that it does not touch
+//! them.
 
 use super::view::{PAGE, View};
 use gpunvme_cuda::{CudaError, Gpu, HostRegistration};
