@@ -206,6 +206,31 @@ struct gpunvme_sync {
 };
 
 /*
+ * TOP: on any file or directory of the mount. `capacity` entries follow. It is counted from the
+ * first call on, as long as there is one every 10 s.
+ */
+struct gpunvme_top_list {
+	uint32_t version;
+	uint32_t flags;
+	uint32_t capacity;               /* at least 1 */
+	uint32_t count;                  /* out: entries filled in, those that took longest */
+	uint64_t left_out;               /* out: entries without room */
+	uint64_t others;                 /* out: operations in no entry: there were too many at once */
+	uint64_t reserved[4];
+};
+struct gpunvme_top {
+	uint32_t user;
+	uint32_t thread;                 /* or the process that had transfers done; 0: not seen */
+	uint64_t ino;
+	uint64_t requests;               /* of the kernel, that ended */
+	uint64_t transfers;              /* that ended */
+	uint64_t read;                   /* bytes */
+	uint64_t written;                /* bytes */
+	uint64_t nanoseconds;            /* of the requests, added up; of a ring, its transfers */
+	uint64_t reserved;
+};
+
+/*
  * LOG: on any file or directory of the mount, for administrators. A filter in the syntax of the
  * mount option "log", or an empty one to leave it; out: the one that held before.
  */
@@ -347,6 +372,7 @@ struct gpunvme_message {
 #define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))
 #define GPUNVME_SYNC GPUNVME_IOC(11, sizeof(struct gpunvme_sync))
 #define GPUNVME_LOG GPUNVME_IOC(13, sizeof(struct gpunvme_log))
+#define GPUNVME_TOP(n) GPUNVME_IOC(14, sizeof(struct gpunvme_top_list) + (n) * sizeof(struct gpunvme_top))
 #define GPUNVME_METRICS(n) GPUNVME_IOC(12, sizeof(struct gpunvme_metrics) + (n) * sizeof(struct gpunvme_metric))
 
 #ifdef __cplusplus

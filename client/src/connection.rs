@@ -96,6 +96,18 @@ impl Connection {
         Ok((header, entries.map(|entry| abi::Metric::read_from_bytes(entry).expect("a chunk has its size")).collect()))
     }
 
+    /// `TOP`, as the daemon answers it.
+    pub fn raw_top(&self) -> Result<(abi::TopList, Vec<abi::Top>)> {
+        let capacity = abi::MAX_TOP;
+        let mut argument = abi::TopList { capacity: capacity as u32, ..abi::TopList::default() }.as_bytes().to_vec();
+        argument.resize(argument.len() + capacity * size_of::<abi::Top>(), 0);
+        sys::ioctl(self.file.as_fd(), Command::Top.request(capacity), &mut argument)
+            .map_err(|errno| failed(&self.path, "read who does what", errno))?;
+        let (header, entries) = abi::TopList::read_from_prefix(&argument).expect("the argument begins with a header");
+        let entries = entries.chunks_exact(size_of::<abi::Top>()).take(header.count as usize);
+        Ok((header, entries.map(|entry| abi::Top::read_from_bytes(entry).expect("a chunk has its size")).collect()))
+    }
+
     /// A command whose argument is one structure.
     pub fn call<T: IntoBytes + FromBytes + Immutable>(
         &self,

@@ -18,6 +18,7 @@
 //! `docs/reference/ioctl.md`.
 #![deny(unsafe_code)]
 
+mod activity;
 mod buffer;
 #[allow(unsafe_code)]
 mod capi;
@@ -39,6 +40,7 @@ mod spin;
 mod sys;
 mod transfer;
 
+pub use activity::{Activity, ActivityEntry};
 pub use buffer::{Buffer, Memory, Registered, RegisteredBy, Shared};
 pub use copier::Copier;
 pub use device_memory::{DeviceMapping, DeviceMemory};

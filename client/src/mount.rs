@@ -1,5 +1,6 @@
 //! A mount: its properties, its counters, and the registration of buffers with it.
 
+use crate::activity::Activity;
 use crate::buffer::{Memory, Registered, RegisteredBy};
 use crate::codes::{reason, route};
 use crate::connection::Connection;
@@ -222,6 +223,7 @@ impl Mount {
             "sync",
             "metrics",
             "log",
+            "top",
         ];
         let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
         Ok(Stats {
@@ -244,6 +246,17 @@ impl Mount {
     pub fn metrics(&self) -> Result<Metrics> {
         let (header, entries) = self.connection.raw_metrics()?;
         Ok(Metrics::of(&header, &entries))
+    }
+
+    /// What threads and processes did with files since it was first asked for: the daemon counts it
+    /// from the first call on, as long as there is one every 10 s. A caller sees what its own user
+    /// does; who administers the mount sees all.
+    ///
+    /// # Errors
+    /// [`Error::Path`] where the daemon does not answer.
+    pub fn activity(&self) -> Result<Activity> {
+        let (header, entries) = self.connection.raw_top()?;
+        Ok(Activity::of(&header, &entries))
     }
 
     /// Makes everything durable that any process did to the volume before: as sync(2) does for all

@@ -62,6 +62,8 @@ fn the_header_is_the_abi() {
         abi::Metrics as "gpunvme_metrics" { version, flags, capacity, count, uptime, volume_bytes, free, dirty, cache_lookups,
             cache_misses, cache_bytes, rings, reserved }
         abi::Metric as "gpunvme_metric" { kind, reserved, name, begun, failed, bytes, nanoseconds, buckets }
+        abi::TopList as "gpunvme_top_list" { version, flags, capacity, count, left_out, others, reserved }
+        abi::Top as "gpunvme_top" { user, thread, ino, requests, transfers, read, written, nanoseconds, reserved }
         abi::Message as "gpunvme_message" { request, status }
         ring::Ring as "gpunvme_ring_setup" { version, flags, memory, submitted, completed, entries, ring, reserved }
         ring::Attach as "gpunvme_attach" { version, flags, ring, file, grant, descriptor, reserved }

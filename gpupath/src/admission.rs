@@ -11,10 +11,14 @@ use crate::registry::{Buffer, RegistryError};
 use crate::stats::Stats;
 use gpunvme_abi::{Command, Direction, Moved, Reason, TransferRequest};
 use gpunvme_metrics::Begun;
+use gpunvme_metrics::activity::Actor;
 use std::sync::Arc;
 
 /// An open file of the filesystem.
 pub trait OpenFile: Send + Sync {
+    /// The number of its inode.
+    fn ino(&self) -> u64;
+
     /// Begins a transfer between the file and a buffer, or refuses it where the file is not open
     /// for that. It runs on the thread that took the request, which serves other requests too: it
     /// must not wait for a device.
@@ -42,6 +46,7 @@ pub struct Admitted {
     asked: Asked,
     /// The memory that bytes are moved into, or from. Held until the answer.
     pub buffer: Arc<Buffer>,
+    ino: u64,
     begun: Begun,
 }
 
@@ -90,10 +95,15 @@ impl Admitted {
     /// Answers a transfer that was begun. The buffer is let go of first: an application that
     /// unregisters it after the answer finds the memory free.
     pub fn finish(self, outcome: &Outcome) {
-        let Admitted { asked, buffer, begun } = self;
+        let Admitted { asked, buffer, ino, begun } = self;
         let reason = if outcome.moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
         asked.stats.moved(asked.direction, &outcome.moved, reason);
         asked.stats.end(begun, &outcome.moved, outcome.status != 0);
+        asked.stats.moved_by(asked.direction, &outcome.moved, begun, || Actor {
+            user: asked.requester.user(),
+            thread: asked.requester.process(),
+            ino,
+        });
         drop(buffer);
         // Where a part was done the application must learn how much, which an errno alone would
         // not tell.
@@ -103,7 +113,7 @@ impl Admitted {
 
     /// Answers a transfer of which nothing was done. `segment` is the one to blame, if one is.
     pub fn refuse(self, errno: i32, reason: Reason, segment: Option<u32>) {
-        let Admitted { asked, buffer, begun } = self;
+        let Admitted { asked, buffer, begun, .. } = self;
         asked.stats.end(begun, &Moved::default(), true);
         drop(buffer);
         asked.refuse(errno, reason, segment);
@@ -133,7 +143,7 @@ impl Asked {
             return self.refuse(libc::EOPNOTSUPP, Reason::RouteNotAvailable, None);
         }
         let begun = self.stats.begin(self.direction, buffer.route);
-        file.transfer(Admitted { asked: self, buffer, begun });
+        file.transfer(Admitted { asked: self, buffer, ino: file.ino(), begun });
     }
 
     /// Answers a transfer of which nothing was done.

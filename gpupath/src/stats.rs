@@ -3,6 +3,7 @@
 
 use crate::registry::Usage;
 use gpunvme_abi::{self as abi, Command, Direction, Moved, REASON_SLOTS, Reason, Route};
+use gpunvme_metrics::activity::{Activity, Actor, Done};
 use gpunvme_metrics::{Begun, Ended, Meter, Reading};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -74,6 +75,21 @@ impl Stats {
     /// Counts its end.
     pub(crate) fn end(&self, begun: Begun, moved: &Moved, failed: bool) {
         self.transfers.end(begun, Ended { count: 1, bytes: moved.total(), failed });
+    }
+
+    /// Adds what somebody had moved, if it is asked for who does.
+    pub(crate) fn moved_by(&self, direction: Direction, moved: &Moved, begun: Begun, actor: impl FnOnce() -> Actor) {
+        let activity = &self.transfers.activity;
+        if activity.is_watched() {
+            let (read, written) = if direction == Direction::Read { (moved.total(), 0) } else { (0, moved.total()) };
+            let nanoseconds = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            activity.add(actor(), Done { operations: 1, read, written, nanoseconds });
+        }
+    }
+
+    /// Who has transfers done.
+    pub fn activity(&self) -> &Activity {
+        &self.transfers.activity
     }
 
     /// Transfers by direction and route, and how long they took.

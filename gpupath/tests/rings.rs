@@ -165,6 +165,10 @@ impl Held {
 }
 
 impl OpenFile for Held {
+    fn ino(&self) -> u64 {
+        2
+    }
+
     fn transfer(&self, admitted: Admitted) {
         if let Some(held) = &mut *self.0.lock().unwrap() {
             held.push_back(admitted);
@@ -191,6 +195,10 @@ impl Drop for Holding {
 struct Ending(Arc<Held>);
 
 impl OpenFile for Ending {
+    fn ino(&self) -> u64 {
+        2
+    }
+
     fn transfer(&self, admitted: Admitted) {
         self.0.end_one();
         admitted.finish(&Outcome::default());
@@ -259,6 +267,10 @@ fn rings_leave_room_for_a_user_without_rings() {
 struct Lasting(Mutex<std::sync::mpsc::Receiver<()>>);
 
 impl OpenFile for Lasting {
+    fn ino(&self) -> u64 {
+        2
+    }
+
     fn transfer(&self, admitted: Admitted) {
         admitted.finish(&Outcome::default());
     }

@@ -5,6 +5,9 @@
 //! processor takes another one's memory for it as a rule.
 #![forbid(unsafe_code)]
 
+pub mod activity;
+
+use activity::Activity;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -58,6 +61,8 @@ impl Count {
 #[derive(Debug)]
 pub struct Meter {
     shards: Vec<Vec<Cell>>,
+    /// Who does them.
+    pub activity: Activity,
 }
 
 /// What one shard counted of one kind. A cell begins a line of memory of its own.
@@ -120,7 +125,7 @@ impl Meter {
     /// A meter of `kinds` kinds, numbered from 0.
     pub fn new(kinds: usize) -> Meter {
         let cells = || (0..kinds).map(|_| Cell::default()).collect();
-        Meter { shards: (0..SHARDS).map(|_| cells()).collect() }
+        Meter { shards: (0..SHARDS).map(|_| cells()).collect(), activity: Activity::default() }
     }
 
     /// Counts `count` operations of a kind that begin now. What is no kind of the meter counts as

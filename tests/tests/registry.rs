@@ -416,6 +416,10 @@ fn hostile_clients_do_not_wedge_the_socket() {
 struct Keeping(Arc<Mutex<Option<Admitted>>>);
 
 impl OpenFile for Keeping {
+    fn ino(&self) -> u64 {
+        2
+    }
+
     fn transfer(&self, admitted: Admitted) {
         *self.0.lock().unwrap() = Some(admitted);
     }

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
+use gpunvme_metrics::activity::Activity;
 use gpunvme_metrics::{Ended, Meter, Reading};
 use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
@@ -67,6 +68,11 @@ impl Requests {
     /// The operations, by name, with what was counted of each.
     pub fn read(&self) -> impl Iterator<Item = (&'static str, Reading)> {
         (0..opcode::KINDS).map(|kind| (opcode::name(kind as u32), self.0.read(kind)))
+    }
+
+    /// Who makes them.
+    pub fn activity(&self) -> &Activity {
+        &self.0.activity
     }
 }
 

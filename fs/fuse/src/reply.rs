@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpunvme_metrics::activity::{Actor, Done};
 use gpunvme_metrics::{Begun, Ended, Meter};
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
@@ -179,7 +180,13 @@ impl Open {
         let header = header(self.unique, error, body);
         let fetched = if self.fetches { (body[0].len() + body[1].len()) as u64 } else { 0 };
         let ended = Ended { count: 1, bytes: self.brings + fetched, failed: header.error < 0 };
-        self.channel.meter().end(self.begun, ended);
+        let meter = self.channel.meter();
+        meter.end(self.begun, ended);
+        if meter.activity.is_watched() {
+            let actor = Actor { user: self.user, thread: self.thread, ino: self.ino };
+            let nanoseconds = u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            meter.activity.add(actor, Done { operations: 1, read: fetched, written: self.brings, nanoseconds });
+        }
         tracing::trace!(
             operation = opcode::name(self.begun.kind() as u32),
             ino = self.ino,

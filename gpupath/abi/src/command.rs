@@ -2,7 +2,7 @@
 
 use crate::ring;
 use crate::structures::{
-    Extent, Grant, Info, Log, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Transfer, Unregister,
+    Extent, Grant, Info, Log, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Top, TopList, Transfer, Unregister,
 };
 use crate::structures::{MAGIC, MAX_SIZE};
 
@@ -48,11 +48,13 @@ pub enum Command {
     Metrics = 12,
     /// Which events the daemon logs ([`Log`]). On any file or directory, for administrators.
     Log = 13,
+    /// Who does what with which file ([`TopList`]). On any file or directory.
+    Top = 14,
 }
 
 impl Command {
     /// All commands, in order of their number.
-    pub const ALL: [Command; 14] = [
+    pub const ALL: [Command; 15] = [
         Command::Info,
         Command::Register,
         Command::Unregister,
@@ -67,6 +69,7 @@ impl Command {
         Command::Sync,
         Command::Metrics,
         Command::Log,
+        Command::Top,
     ];
 
     /// Bytes of the structure that begins the argument.
@@ -85,6 +88,7 @@ impl Command {
             Command::Sync => size_of::<Sync>(),
             Command::Metrics => size_of::<Metrics>(),
             Command::Log => size_of::<Log>(),
+            Command::Top => size_of::<TopList>(),
         }
     }
 
@@ -94,6 +98,7 @@ impl Command {
             Command::Resolve => size_of::<Extent>(),
             Command::Read | Command::Write => size_of::<Segment>(),
             Command::Metrics => size_of::<Metric>(),
+            Command::Top => size_of::<Top>(),
             _ => 0,
         }
     }

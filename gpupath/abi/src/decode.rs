@@ -9,7 +9,7 @@ use crate::command::{Command, IOC_READ_WRITE};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
     Grant, Log, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, Register, RegisterFlags, Resolve, ResolveFlags, Segment,
-    Sync, Transfer, TransferFlags, Unregister, VERSION,
+    Sync, TopList, Transfer, TransferFlags, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -45,6 +45,8 @@ pub enum Request {
     Metrics(Metrics),
     /// `LOG`: the filter is UTF-8 with a zero byte behind it.
     Log(Log),
+    /// `TOP`: the capacity is what the argument has room for.
+    Top(TopList),
 }
 
 impl Request {
@@ -65,6 +67,7 @@ impl Request {
             Request::Sync(_) => Command::Sync,
             Request::Metrics(_) => Command::Metrics,
             Request::Log(_) => Command::Log,
+            Request::Top(_) => Command::Top,
         }
     }
 }
@@ -218,6 +221,7 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Sync => sync(header(bytes)),
         Command::Metrics => metrics(header(bytes), entries),
         Command::Log => log(header(bytes)),
+        Command::Top => top(header(bytes), entries),
     }
 }
 
@@ -335,6 +339,14 @@ fn metrics(header: Metrics, entries: usize) -> Result<Request, DecodeError> {
         return Err(DecodeError::Field { command, field: "capacity", value: header.capacity.into() });
     }
     Ok(Request::Metrics(header))
+}
+
+fn top(header: TopList, entries: usize) -> Result<Request, DecodeError> {
+    let command = Command::Top;
+    if header.capacity as usize != entries || entries == 0 {
+        return Err(DecodeError::Field { command, field: "capacity", value: header.capacity.into() });
+    }
+    Ok(Request::Top(header))
 }
 
 fn resolve(header: Resolve, entries: usize) -> Result<Request, DecodeError> {

@@ -25,6 +25,8 @@ pub const MAX_OFFSET: u64 = i64::MAX as u64;
 pub const REASON_SLOTS: usize = 64;
 /// The most entries in one [`Metrics`].
 pub const MAX_METRICS: usize = (MAX_SIZE - size_of::<Metrics>()) / size_of::<Metric>();
+/// The most entries in one [`TopList`].
+pub const MAX_TOP: usize = (MAX_SIZE - size_of::<TopList>()) / size_of::<Top>();
 /// Buckets of a [`Metric`]. Bucket `n` counts operations that took at most 1024 << `n` nanoseconds
 /// and more than the one before; the last counts all that took longer.
 pub const METRIC_BUCKETS: usize = 24;
@@ -328,6 +330,54 @@ wire! {
     }
 }
 
+wire! {
+    /// `TOP`, followed by `capacity` [`Top`]s (out): who does what with which file. It is counted
+    /// from the first call on, as long as there is one every 10 s. A caller sees what its own user
+    /// does; administrators see all.
+    TopList = 64 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Entries that there is room for behind this structure; at least 1.
+        capacity: u32,
+        /// Out: entries that were filled in: those whose operations took longest.
+        count: u32,
+        /// Out: entries that found no room.
+        left_out: u64,
+        /// Out: operations of those that are in no entry, because there were too many at once.
+        others: u64,
+        /// Out: zero.
+        reserved: [u64; 4],
+    }
+}
+
+wire! {
+    /// What a thread, or process, did with a file.
+    #[derive(Copy)]
+    Top = 64 {
+        /// The user.
+        user: u32,
+        /// The thread that made requests of the kernel, or the process that had transfers done,
+        /// as the daemon numbers them; 0 where it does not see it.
+        thread: u32,
+        /// The number of the file's inode.
+        ino: u64,
+        /// Requests of the kernel that ended, ioctls among them.
+        requests: u64,
+        /// Transfers that ended.
+        transfers: u64,
+        /// Bytes that both read.
+        read: u64,
+        /// Bytes that both wrote.
+        written: u64,
+        /// How long the requests took, added up, in nanoseconds; of a ring, its transfers.
+        nanoseconds: u64,
+        /// Zero.
+        reserved: u64,
+    }
+}
+
 /// What a [`Metric`] counts. Programs must expect kinds that they do not know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
@@ -457,7 +507,7 @@ wire! {
     }
 }
 
-versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync, Metrics, Log);
+versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync, Metrics, Log, TopList);
 
 impl Extent {
     /// Its flags, as far as this version knows them.

@@ -45,6 +45,10 @@ fn what_is_right_comes_through() {
     let mut argument = metrics.as_bytes().to_vec();
     argument.resize(argument.len() + 2 * size_of::<Metric>(), 0xff);
     assert_eq!(decode(Command::Metrics.request(2), &argument), Ok(Request::Metrics(metrics)));
+    let top = TopList { capacity: 3, ..TopList::default() };
+    let mut argument = top.as_bytes().to_vec();
+    argument.resize(argument.len() + 3 * size_of::<Top>(), 0xff);
+    assert_eq!(decode(Command::Top.request(3), &argument), Ok(Request::Top(top)));
     assert_eq!(decode(Command::Sync.request(0), Sync::default().as_bytes()), Ok(Request::Sync(Sync::default())));
     let mut log = Log::default();
     put_text(&mut log.filter, "debug");

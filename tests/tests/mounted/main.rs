@@ -30,6 +30,7 @@ mod stats;
 mod storm;
 mod stripes;
 mod sync;
+mod top;
 mod transport;
 mod tune;
 mod unseen_writes;

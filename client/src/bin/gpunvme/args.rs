@@ -133,6 +133,8 @@ pub enum Command {
         #[arg(required = true, value_name = "MOUNT")]
         mounts: Vec<PathBuf>,
     },
+    /// Show which processes, or files, keep a mount busy
+    Top(crate::top::Top),
     /// Change the label or the UUID of a volume that is not mounted
     Tune(crate::tune::Tune),
     /// Have the kernel read files into its page cache

@@ -22,6 +22,7 @@ mod scratch;
 mod stage;
 mod stats;
 mod sync;
+mod top;
 mod tune;
 mod write;
 
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         Command::Stage(stage) => stage::run("stage", stage, args.json),
         Command::Read(read) => read::run(read),
         Command::Run(run) => run::run(run),
+        Command::Top(top) => top::run(top, args.json),
         Command::Tune(tune) => tune::run(tune),
         Command::Warm(cached) => page_cache::warm(&cached.paths),
         Command::Write(write) => write::run(write),

@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use gpunvme_abi::ring::{Attach, Detach};
-use gpunvme_abi::{self as abi, Command, Metrics, Register, Resolve, Segment, Transfer, Unregister};
+use gpunvme_abi::{self as abi, Command, Metrics, Register, Resolve, Segment, TopList, Transfer, Unregister};
 use gpunvme_tests::attack::Attacker;
 use gpunvme_tests::direct::{Buffer, call_plain, memfd};
 use gpunvme_tests::random::Random;
@@ -224,6 +224,9 @@ impl Ioctls {
         bytes.resize(bytes.len() + entries as usize * Command::Metrics.entry_size(), 0);
         let file = self.file(random).try_clone().unwrap();
         let _ = sys::ioctl(file.as_fd(), Command::Metrics.request(entries as usize), &mut bytes);
+        let mut bytes = TopList { capacity, ..TopList::default() }.as_bytes().to_vec();
+        bytes.resize(bytes.len() + entries as usize * Command::Top.entry_size(), 0);
+        let _ = sys::ioctl(file.as_fd(), Command::Top.request(entries as usize), &mut bytes);
         let reserved = if random.below(4) == 0 { number(random) } else { 0 };
         let _ = call_plain(self.file(random), Command::Sync, &mut abi::Sync { reserved, ..abi::Sync::default() });
         let mut log = abi::Log { reserved, ..abi::Log::default() };

@@ -3,7 +3,7 @@
 
 mod listener;
 mod prometheus;
-mod table;
+pub mod table;
 mod watch;
 
 use crate::report::{self, Failure, Report};

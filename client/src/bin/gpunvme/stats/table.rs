@@ -30,7 +30,7 @@ impl Units {
     }
 
     /// A number in a column of bytes.
-    fn cell(self, bytes: u64) -> String {
+    pub fn cell(self, bytes: u64) -> String {
         match self {
             Units::Human if bytes < 1024 => format!("{bytes} B"),
             Units::Human => report::size(bytes),

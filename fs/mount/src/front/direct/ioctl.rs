@@ -34,6 +34,10 @@ struct Opened<'a> {
 }
 
 impl OpenFile for Opened<'_> {
+    fn ino(&self) -> u64 {
+        self.ino
+    }
+
     fn transfer(&self, admitted: Admitted) {
         let Opened { front, caller, ino, access } = *self;
         front.transfer(Transfer { admitted, caller, ino, access, unseen: None });
@@ -90,6 +94,14 @@ impl Front {
             Ok(Request::Metrics(asked)) => {
                 server.stats.call(Command::Metrics, false);
                 done(self.direct.metrics(&self.fs, &asked));
+            }
+            Ok(Request::Top(asked)) => {
+                server.stats.call(Command::Top, false);
+                // Whether the caller administers the mount is looked up in /proc.
+                self.general.run(move || {
+                    let sees_all = caller.administers();
+                    done(front.direct.top(&asked, |user| sees_all || user == caller.context.uid));
+                });
             }
             Ok(Request::Sync(sync)) => self.sync_all(move |synced| {
                 front.direct.server.stats.call(Command::Sync, synced.is_err());

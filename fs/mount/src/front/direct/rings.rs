@@ -57,6 +57,10 @@ impl Attached {
 }
 
 impl OpenFile for Attached {
+    fn ino(&self) -> u64 {
+        self.ino
+    }
+
     fn transfer(&self, admitted: Admitted) {
         let unseen = (admitted.direction() == Direction::Write).then(|| self.front.mount_state.unseen_write());
         let caller = Caller::now(NOBODY, NOBODY, 0);

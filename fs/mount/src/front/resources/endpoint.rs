@@ -1,12 +1,14 @@
 //! The daemon's end of the direct path for one mount: buffers, rings, the registration socket, and
 //! the answer to `INFO`.
 
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use gpunvme_abi::{self as abi, Direction, Info, Metric, MetricKind, Metrics, Reason, Route};
+use gpunvme_abi::{self as abi, Direction, Info, Metric, MetricKind, Metrics, Reason, Route, Top, TopList};
 use gpunvme_blockdev::{Geometry, Op};
 use gpunvme_fuse::{Fallback, Requests, Transport};
 use gpunvme_gpupath::registry::{self, Limits, Registry};
@@ -14,6 +16,7 @@ use gpunvme_gpupath::ring::Rings;
 use gpunvme_gpupath::server::{Reply, Server};
 use gpunvme_gpupath::socket::Listener;
 use gpunvme_metrics::Reading;
+use gpunvme_metrics::activity::{Actor, Done};
 
 use super::sockets;
 use gpunvme_engine::BLOCK_SIZE;
@@ -95,6 +98,35 @@ impl Endpoint {
             rings: self.rings.count() as u64,
             ..asked.clone()
         };
+        Reply::with_entries(&header, &entries)
+    }
+
+    /// The answer to `TOP`, for a caller that sees what users do whom `is_shown` chooses.
+    pub fn top(&self, asked: &TopList, is_shown: impl Fn(u32) -> bool) -> Reply {
+        let requests = self.serving.get().map(|serving| serving.requests.activity().look(&is_shown)).unwrap_or_default();
+        let transfers = self.server.stats.activity().look(&is_shown);
+        let mut sums: HashMap<Actor, [Done; 2]> = HashMap::new();
+        for (number, seen) in [&requests, &transfers].into_iter().enumerate() {
+            seen.actors.iter().for_each(|(actor, done)| sums.entry(*actor).or_default()[number] = *done);
+        }
+        let entry = |(Actor { user, thread, ino }, [requests, transfers]): (Actor, [Done; 2])| Top {
+            user,
+            thread,
+            ino,
+            requests: requests.operations,
+            transfers: transfers.operations,
+            read: requests.read.saturating_add(transfers.read),
+            written: requests.written.saturating_add(transfers.written),
+            // Those of an ioctl took part of its request's time.
+            nanoseconds: requests.nanoseconds.max(transfers.nanoseconds),
+            reserved: 0,
+        };
+        let mut entries: Vec<Top> = sums.into_iter().map(entry).collect();
+        entries.sort_unstable_by_key(|entry| (Reverse(entry.nanoseconds), entry.thread, entry.ino));
+        let left_out = entries.len().saturating_sub(asked.capacity as usize);
+        entries.truncate(asked.capacity as usize);
+        let others = requests.others.operations + transfers.others.operations;
+        let header = TopList { count: entries.len() as u32, left_out: left_out as u64, others, ..asked.clone() };
         Reply::with_entries(&header, &entries)
     }
 
