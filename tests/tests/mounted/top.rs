@@ -1,9 +1,9 @@
 //! `gpunvme top`: who does what with which file, kept while somebody looks.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use gpunvme::{ActivityEntry, Buffer, File, Mount, Segment};
 use gpunvme_tests::mounted::{Mounted, text};
@@ -40,9 +40,9 @@ fn requests_and_transfers_are_counted_for_their_process_and_file() {
     assert_eq!((written.read, written.written), (0, MIB as u64));
 
     let file = File::open(&path).unwrap();
-    let buffer = mount.register(Buffer::memfd(MIB).unwrap()).unwrap();
+    let mut buffer = mount.register(Buffer::memfd(MIB).unwrap()).unwrap();
     let segment = Segment { file_offset: 0, buffer_offset: 0, len: MIB as u64 };
-    file.read(&buffer, &[segment]).unwrap();
+    file.read(&mut buffer, &[segment]).unwrap();
     let both = of_file(&mount, ino);
     assert_eq!((both.transfers, both.read, both.written), (1, MIB as u64, MIB as u64));
     let entries = mount.activity().unwrap().entries;
@@ -56,12 +56,13 @@ fn a_table_shows_processes_and_files_and_users_see_their_own() {
     let volume = Mounted::new();
     let path = volume.path("busy");
     fs::set_permissions(volume.root(), fs::Permissions::from_mode(0o755)).unwrap();
-    let mut writer = Command::new("dd")
-        .args(["if=/dev/zero", "bs=64K", "conv=notrunc,fsync", "count=1000000", "iflag=fullblock"])
-        .arg(format!("of={}", path.display()))
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
+    let over = AtomicBool::new(false);
+    let file = fs::File::create(&path).unwrap();
+    let write = || {
+        while !over.load(Ordering::Relaxed) {
+            file.write_all_at(&[7; 64 << 10], 0).unwrap();
+        }
+    };
     let top = |user: Option<u32>, arguments: &[&str]| {
         let mut top = programs::command("gpunvme");
         top.args(["--json", "top", "--count", "2"]).args(arguments).arg(volume.root());
@@ -74,14 +75,17 @@ fn a_table_shows_processes_and_files_and_users_see_their_own() {
         let last: Value = serde_json::from_str(printed.lines().last().unwrap()).unwrap();
         last["entries"].as_array().unwrap().clone()
     };
-    let processes = top(None, &[]);
-    let files = top(None, &["--by", "file"]);
-    let of_another = top(Some(12345), &[]);
-    writer.kill().unwrap();
-    writer.wait().unwrap();
-    let dd = processes.iter().find(|line| line["process"] == writer.id()).unwrap_or_else(|| panic!("{processes:?}"));
-    assert_eq!((&dd["command"], &dd["user"]), (&Value::from("dd"), &Value::from(0)));
-    assert!(dd["written"].as_u64().unwrap() > 0 && dd["requests"].as_u64().unwrap() > 0, "{dd}");
+    let [processes, files, of_another] = std::thread::scope(|threads| {
+        threads.spawn(write);
+        let seen = [top(None, &[]), top(None, &["--by", "file"]), top(Some(12345), &[])];
+        over.store(true, Ordering::Relaxed);
+        seen
+    });
+    let own = processes.iter().find(|line| line["process"] == std::process::id());
+    let own = own.unwrap_or_else(|| panic!("{processes:?}"));
+    assert_eq!(own["user"], 0);
+    assert!(own["written"].as_u64().unwrap() > 0 && own["requests"].as_u64().unwrap() > 0, "{own}");
+    assert!(own["command"].as_str().unwrap().starts_with("mounted"), "{own}");
     assert!(files.iter().any(|line| line["path"] == path.to_str().unwrap()), "{files:?}");
     assert!(of_another.iter().all(|line| line["user"] == 12345), "{of_another:?}");
 }
