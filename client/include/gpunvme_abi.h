@@ -215,7 +215,7 @@ struct gpunvme_top_list {
 	uint32_t capacity;               /* at least 1 */
 	uint32_t count;                  /* out: entries filled in, those that took longest */
 	uint64_t left_out;               /* out: entries without room */
-	uint64_t others;                 /* out: operations in no entry: there were too many at once */
+	uint64_t others;                 /* out: operations in no entry, of too many at once */
 	uint64_t reserved[4];
 };
 struct gpunvme_top {
@@ -226,7 +226,7 @@ struct gpunvme_top {
 	uint64_t transfers;              /* that ended */
 	uint64_t read;                   /* bytes */
 	uint64_t written;                /* bytes */
-	uint64_t nanoseconds;            /* of the requests, added up; of a ring, its transfers */
+	uint64_t nanoseconds;            /* of requests, added up; of a ring, transfers */
 	uint64_t reserved;
 };
 

@@ -67,7 +67,8 @@ fn process(thread: u32) -> Option<Asker> {
     let field = |number: usize| str::from_utf8(&stat[behind_name..]).ok()?.split_whitespace().nth(number - 3)?.parse().ok();
     let (flags, began): (u64, u64) = (field(9)?, field(22)?);
     let uptime: f64 = std::fs::read_to_string("/proc/uptime").ok()?.split_whitespace().next()?.parse().ok()?;
-    let now = (uptime * rustix::param::clock_ticks_per_second() as f64) as u64;
+    // It has two digits behind the point, of which a product may fall a little short.
+    let now = (uptime * rustix::param::clock_ticks_per_second() as f64).round() as u64;
     // One of the kernel works for any process.
     (flags & KERNEL_THREAD == 0).then_some(Asker::Process { id: id << TIME_BITS | began, began, now })
 }
