@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             next += 1;
         }
         ring.complete(Wait::Forever, &mut done)?;
-        for Completed { user_data: place, result } in done.drain(..) {
+        for Completed { user_data: place, result, .. } in done.drain(..) {
             let mut block = vec![0; result?.bytes() as usize];
             buffer.copy_out((place * BLOCK) as usize, &mut block);
             bytes += block.len();

@@ -190,7 +190,7 @@ int gpunvme_ring_fd(const gpunvme_ring *ring);
  * itself, straight.
  *
  *     gpunvme_transfers *transfers;
- *     gpunvme_transfers_open(mount, 0, 0, &transfers);               // once
+ *     gpunvme_transfers_open(mount, NULL, &transfers);               // once
  *     struct gpunvme_gpu_segment whole = { .address = tensor, .len = 64 << 20 };
  *     if (gpunvme_gpu_read(transfers, file, &whole, 1, 0, &done))
  *             errx(1, "%s", gpunvme_last_error());
@@ -211,14 +211,39 @@ struct gpunvme_gpu_segment {
 };
 
 /*
- * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why.
- * `staging` is how many bytes of pinned host memory it may use for each GPU, beside 2 MiB for each
- * thread that waits for requests of at most 16 MiB in at most 8 parts, as many threads as there are
- * processors and at most 16; `registered` is how many of each GPU's memory may be registered with
- * the mount at once; 0 for the usual. One serves a whole application. A process that forks must
- * not use it in the child.
+ * What reads take of the kernel's page cache (the route GPUNVME_ROUTE_CACHE). Bytes that are not
+ * in there always come from the device.
  */
-int gpunvme_transfers_open(const gpunvme_mount *mount, size_t staging, uint64_t registered, gpunvme_transfers **transfers);
+enum {
+	GPUNVME_CACHING_USUAL = 0,       /* what the settings say, or RESIDENT */
+	GPUNVME_CACHING_NEVER = 1,       /* only what gpunvme_gpu_prepare() registered */
+	GPUNVME_CACHING_RESIDENT = 2,    /* what ordinary reads and writes brought in */
+	GPUNVME_CACHING_READ_AGAIN = 3,  /* and what is read again */
+};
+
+/*
+ * Beside the other GPUNVME_REQUIRE_*, of reads of GPU memory: of pages that are registered with
+ * CUDA, and nothing else.
+ */
+#define GPUNVME_REQUIRE_CACHE 0x80000000u
+
+/* How much of the machine transfers may use; 0 for the usual, each. */
+struct gpunvme_settings {
+	uint64_t staging;                /* bytes of pinned host memory for each GPU */
+	uint64_t registered;             /* bytes of each GPU's memory, registered at once */
+	uint64_t cached;                 /* bytes of the page cache, registered with CUDA */
+	uint32_t callers;                /* threads that do their own requests */
+	uint32_t caching;                /* GPUNVME_CACHING_* */
+};
+
+/*
+ * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why.
+ * `settings` may be NULL. By default a staging pool has 8 MiB, or 4 for each device of the volume
+ * where that is more; beside it there are 2 MiB for each thread that waits for requests of at most
+ * 16 MiB in at most 8 parts, as many threads as there are processors and at most 16. One serves a
+ * whole application. A process that forks must not use it in the child.
+ */
+int gpunvme_transfers_open(const gpunvme_mount *mount, const struct gpunvme_settings *settings, gpunvme_transfers **transfers);
 /*
  * Waits for all requests; in a callback (gpunvme_done) it does not, and all ends when they are
  * done. Queues keep it alive. NULL is fine.
@@ -232,6 +257,19 @@ int gpunvme_gpu_route(const gpunvme_transfers *transfers, const void *address, u
  * it is freed, until then or until it makes room for other.
  */
 void gpunvme_gpu_forget(const gpunvme_transfers *transfers, const void *address, uint64_t len);
+
+/*
+ * Sets what reads of an open file into memory that CUDA knows take of the page cache, whatever the
+ * settings say: GPUNVME_CACHING_*. It counts for reads that begin from now on.
+ */
+int gpunvme_gpu_set_caching(const gpunvme_file *file, uint32_t caching);
+/*
+ * Has the kernel read a range of a file into its page cache, and registers that with CUDA: reads
+ * of it take the route GPUNVME_ROUTE_CACHE from then on, for as long as the file is open, the
+ * kernel keeps it, and nothing else needs the room. Stores how many bytes can be read so.
+ */
+int gpunvme_gpu_prepare(const gpunvme_transfers *transfers, const gpunvme_file *file, uint64_t offset, uint64_t len,
+                        uint64_t *prepared);
 
 /*
  * Moves `count` segments, and waits for it. `flags` are GPUNVME_REQUIRE_*. `result` may be NULL.
@@ -343,6 +381,45 @@ void gpunvme_queue_cancel(gpunvme_queue *queue);
 int gpunvme_queue_arm(gpunvme_queue *queue);
 /* For poll(2), epoll(7) and the like; it belongs to the queue. */
 int gpunvme_queue_fd(const gpunvme_queue *queue);
+
+/*
+ * Rings that the kernels of a GPU use, by gpunvme_device.h: they read and write attached files
+ * themselves. The ring is the process's, and is as any other to the daemon.
+ *
+ *     gpunvme_gpu_ring *ring;
+ *     gpunvme_attached *attached;
+ *     gpunvme::ring parameter;
+ *     if (gpunvme_gpu_ring_create(mount, 0, 0, 0, 0, &ring) ||
+ *         gpunvme_gpu_ring_attach(ring, file, &attached) ||
+ *         gpunvme_gpu_ring_for_kernels(ring, GPUNVME_DEVICE_VERSION, &parameter))
+ *             errx(1, "%s", gpunvme_last_error());
+ *     kernel<<<blocks, threads>>>(parameter, gpunvme_attached_name(attached), ...);
+ */
+typedef struct gpunvme_gpu_ring gpunvme_gpu_ring;
+
+/*
+ * For GPU number `gpu` of those that the process may use; a negative one for kernels that were
+ * compiled for the CPU. `entries` is how many requests are in flight at most, a power of two from
+ * 32 to 4096, and `slot` the most bytes of one, a multiple of 4096: as much pinned host memory is
+ * taken for each entry. A kernel waits `patience_ms` for an answer. 0 stands for 1024 entries, 64
+ * KiB, and 30 s. -ENODEV where there is no such GPU.
+ */
+int gpunvme_gpu_ring_create(const gpunvme_mount *mount, int gpu, uint32_t entries, size_t slot, uint32_t patience_ms,
+                            gpunvme_gpu_ring **ring);
+/*
+ * Ends the waits of kernels that use it, and waits for those kernels; kernels on the CPU must have
+ * ended before. NULL is fine.
+ */
+void gpunvme_gpu_ring_destroy(gpunvme_gpu_ring *ring);
+/*
+ * Fills in a gpunvme::ring, the parameter of kernels, which is valid as long as the ring. `version`
+ * is GPUNVME_DEVICE_VERSION; -EINVAL where the library speaks another one.
+ */
+int gpunvme_gpu_ring_for_kernels(const gpunvme_gpu_ring *ring, uint32_t version, void *parameter);
+/* As gpunvme_ring_attach(). */
+int gpunvme_gpu_ring_attach(const gpunvme_gpu_ring *ring, const gpunvme_file *file, gpunvme_attached **attached);
+/* The gpunvme::file by which kernels name it; 0 for NULL. */
+uint64_t gpunvme_attached_name(const gpunvme_attached *attached);
 
 #ifdef __cplusplus
 }

@@ -330,8 +330,10 @@ struct gpunvme_completion {
 	uint64_t host;
 	uint64_t hole;
 	uint64_t edge;
-	uint64_t reserved;
+	uint64_t flags;                  /* GPUNVME_COMPLETION_* */
 };
+/* Another process has read the same bytes by a ring. */
+#define GPUNVME_COMPLETION_COMMON (1ull << 0)
 #define GPUNVME_MAX_RING_TRANSFER (16ull << 20)
 #define GPUNVME_RING_SUBMISSION_TAIL 0u   /* offsets of the words; the application's */
 #define GPUNVME_RING_SUBMISSION_HEAD 64u  /* the daemon's */
@@ -339,6 +341,7 @@ struct gpunvme_completion {
 #define GPUNVME_RING_COMPLETION_HEAD 192u /* the application's */
 #define GPUNVME_RING_DAEMON 256u          /* GPUNVME_RING_AWAKE, _ASLEEP or _CLOSED */
 #define GPUNVME_RING_APPLICATION 320u     /* GPUNVME_RING_AWAKE or _ASLEEP */
+#define GPUNVME_RING_OVER 384u            /* 0, or an errno: the application, for its kernels */
 #define GPUNVME_RING_AWAKE 0u
 #define GPUNVME_RING_ASLEEP 1u
 #define GPUNVME_RING_CLOSED 2u

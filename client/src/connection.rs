@@ -86,26 +86,33 @@ impl Connection {
 
     /// `METRICS`, as the daemon answers it.
     pub fn raw_metrics(&self) -> Result<(abi::Metrics, Vec<abi::Metric>)> {
-        let capacity = abi::MAX_METRICS;
-        let mut argument = abi::Metrics { capacity: capacity as u32, ..abi::Metrics::default() }.as_bytes().to_vec();
-        argument.resize(argument.len() + capacity * size_of::<abi::Metric>(), 0);
-        sys::ioctl(self.file.as_fd(), Command::Metrics.request(capacity), &mut argument)
-            .map_err(|errno| failed(&self.path, "read its counters", errno))?;
-        let (header, entries) = abi::Metrics::read_from_prefix(&argument).expect("the argument begins with a header");
-        let entries = entries.chunks_exact(size_of::<abi::Metric>()).take(header.count as usize);
-        Ok((header, entries.map(|entry| abi::Metric::read_from_bytes(entry).expect("a chunk has its size")).collect()))
+        let header = abi::Metrics { capacity: abi::MAX_METRICS as u32, ..abi::Metrics::default() };
+        self.list(Command::Metrics, &header, abi::MAX_METRICS, |header| header.count, "read its counters")
     }
 
     /// `TOP`, as the daemon answers it.
     pub fn raw_top(&self) -> Result<(abi::TopList, Vec<abi::Top>)> {
-        let capacity = abi::MAX_TOP;
-        let mut argument = abi::TopList { capacity: capacity as u32, ..abi::TopList::default() }.as_bytes().to_vec();
-        argument.resize(argument.len() + capacity * size_of::<abi::Top>(), 0);
-        sys::ioctl(self.file.as_fd(), Command::Top.request(capacity), &mut argument)
-            .map_err(|errno| failed(&self.path, "read who does what", errno))?;
-        let (header, entries) = abi::TopList::read_from_prefix(&argument).expect("the argument begins with a header");
-        let entries = entries.chunks_exact(size_of::<abi::Top>()).take(header.count as usize);
-        Ok((header, entries.map(|entry| abi::Top::read_from_bytes(entry).expect("a chunk has its size")).collect()))
+        let header = abi::TopList { capacity: abi::MAX_TOP as u32, ..abi::TopList::default() };
+        self.list(Command::Top, &header, abi::MAX_TOP, |header| header.count, "read who does what")
+    }
+
+    /// A command whose answer is a structure, and entries behind it for which there is room:
+    /// `count` says how many there are.
+    fn list<H: IntoBytes + FromBytes + Immutable, E: FromBytes>(
+        &self,
+        command: Command,
+        header: &H,
+        capacity: usize,
+        count: impl Fn(&H) -> u32,
+        action: &'static str,
+    ) -> Result<(H, Vec<E>)> {
+        let mut argument = header.as_bytes().to_vec();
+        argument.resize(argument.len() + capacity * size_of::<E>(), 0);
+        sys::ioctl(self.file.as_fd(), command.request(capacity), &mut argument)
+            .map_err(|errno| failed(&self.path, action, errno))?;
+        let (header, entries) = H::read_from_prefix(&argument).expect("the argument begins with a header");
+        let entries = entries.chunks_exact(size_of::<E>()).take(count(&header) as usize);
+        Ok((header, entries.map(|entry| E::read_from_bytes(entry).expect("a chunk has its size")).collect()))
     }
 
     /// A command whose argument is one structure.

@@ -127,7 +127,7 @@ impl Copier {
                 begun += 1;
             }
             self.ring.complete(Wait::Forever, &mut self.completed)?;
-            for Completed { user_data, result } in self.completed.drain(..) {
+            for Completed { user_data, result, .. } in self.completed.drain(..) {
                 outcomes[user_data as usize % PIECES] = Some(result);
             }
             while ended < count

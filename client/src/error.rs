@@ -2,7 +2,7 @@
 
 use crate::transfer::Transfer;
 use gpunvme_abi::Reason;
-use gpunvme_cuda::{CudaError, Gpu, Unavailable};
+use gpunvme_cuda::{CudaError, Gpu, NoSuchGpu, Unavailable};
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};
 
@@ -120,6 +120,9 @@ pub enum Error {
     /// There is no CUDA in this process.
     #[error("no GPU can be used: {0}")]
     NoCuda(#[from] Unavailable),
+    /// There is no such GPU.
+    #[error(transparent)]
+    NoSuchGpu(#[from] NoSuchGpu),
     /// CUDA refused what a transfer needs.
     #[error("{path}: cannot {action} {on}: {error}; {}", error.way_out())]
     Cuda {
@@ -190,7 +193,7 @@ impl Error {
             Error::WrongKind { .. } | Error::OutsideBuffer { .. } | Error::WrongRing { .. } => Errno::INVAL,
             Error::RingFull { .. } => Errno::AGAIN,
             Error::StreamCaptured { .. } => Errno::BUSY,
-            Error::RingClosed { .. } | Error::NoCuda(_) => Errno::NODEV,
+            Error::RingClosed { .. } | Error::NoCuda(_) | Error::NoSuchGpu(_) => Errno::NODEV,
             Error::UnknownMemory { .. } | Error::Copy { error: None, .. } => Errno::FAULT,
             Error::Cuda { .. } | Error::Copy { .. } => Errno::IO,
             Error::OtherVersion { .. } => Errno::PROTONOSUPPORT,

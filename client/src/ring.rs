@@ -31,7 +31,7 @@ use crate::mount::Mount;
 use crate::spin::Spin;
 use crate::transfer::{Moved, Require, Transfer};
 use gpunvme_abi::RingMemory;
-use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, Submission, Word};
+use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, CLOSED, Completion, CompletionFlags, Submission, Word};
 use gpunvme_abi::{Command, TransferFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -124,6 +124,9 @@ pub struct Completed {
     pub user_data: u64,
     /// What it moved. Less than was asked for means that the file ended.
     pub result: Result<Transfer>,
+    /// Of a read: whether another process has read the same bytes by a ring since both have the
+    /// file attached, for reading alone.
+    pub is_common: bool,
 }
 
 /// How long [`Ring::complete`] waits for a first completion.
@@ -328,8 +331,7 @@ impl Ring {
         // A swap is the full barrier between this word and the daemon's.
         self.memory.swap(Word::SubmissionTail, self.pushed);
         if self.memory.load(Word::Daemon) == ASLEEP {
-            // A counter that is full has been signalled.
-            let _ = rustix::io::write(&self.submitted, &1u64.to_ne_bytes());
+            self.wake_daemon();
         }
     }
 
@@ -391,7 +393,7 @@ impl Ring {
     pub(crate) fn lost(&self, out: &mut Vec<Completed>) {
         out.extend(self.slots.iter().flatten().map(|in_flight| {
             let path = in_flight.file.path.clone();
-            Completed { user_data: in_flight.user_data, result: Err(Error::RingClosed { path }) }
+            Completed { user_data: in_flight.user_data, result: Err(Error::RingClosed { path }), is_common: false }
         }));
     }
 
@@ -415,13 +417,39 @@ impl Ring {
         Ok(true)
     }
 
+    /// The entries of each queue.
+    pub(crate) fn entries(&self) -> u32 {
+        self.memory.entries()
+    }
+
+    /// The path of the mount.
+    pub(crate) fn path(&self) -> &Path {
+        &self.name.connection.path
+    }
+
+    /// The queues, for who fills and empties them otherwise than by this.
+    pub(crate) fn memory(&self) -> &RingMemory {
+        &self.memory
+    }
+
+    /// The daemon's process, where a pidfd of it can be had.
+    pub(crate) fn daemon(&self) -> Option<BorrowedFd<'_>> {
+        self.daemon.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Signals that there are submissions.
+    pub(crate) fn wake_daemon(&self) {
+        // A counter that is full has been signalled.
+        let _ = rustix::io::write(&self.submitted, &1u64.to_ne_bytes());
+    }
+
     /// Whether nothing more will come, nor be moved: the daemon closed the ring, or its process is
     /// gone, and the device with it.
     ///
     /// Without a pidfd (no socket that may be used, Linux before 6.5) there is only the kernel to
     /// ask. It lets go of a mount a little before a daemon that ends in order has ended its
     /// transfers, so that one of those may still move bytes that has taken longer than [`LOOK`].
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.memory.load(Word::Daemon) == CLOSED
             || match &self.daemon {
                 Some(daemon) => {
@@ -491,7 +519,8 @@ impl InFlight {
                 done,
             }),
         };
-        Completed { user_data: self.user_data, result }
+        let is_common = completion.flags & CompletionFlags::COMMON.bits() != 0;
+        Completed { user_data: self.user_data, result, is_common }
     }
 }
 
@@ -524,6 +553,11 @@ impl RingName {
 }
 
 impl Attached {
+    /// Its name in submissions, by which kernels know it.
+    pub fn name(&self) -> u64 {
+        self.0.name
+    }
+
     /// Whether it is known to that ring.
     pub(crate) fn is_of(&self, ring: &RingName) -> bool {
         self.0.ring.id == ring.id && Arc::ptr_eq(&self.0.ring.connection, &ring.connection)

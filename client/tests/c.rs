@@ -69,7 +69,7 @@ fn the_header_is_the_abi() {
         ring::Attach as "gpunvme_attach" { version, flags, ring, file, grant, descriptor, reserved }
         ring::Detach as "gpunvme_detach" { version, flags, ring, file, reserved }
         ring::Submission as "gpunvme_submission" { command, flags, file, buffer, file_offset, buffer_offset, len, user_data, reserved }
-        ring::Completion as "gpunvme_completion" { user_data, status, reason, p2p, bounce, host, hole, edge, reserved }
+        ring::Completion as "gpunvme_completion" { user_data, status, reason, p2p, bounce, host, hole, edge, flags }
     }
     for (name, value) in [
         ("GPUNVME_VERSION", abi::VERSION.into()),
@@ -109,12 +109,14 @@ fn the_header_is_the_abi() {
         ("GPUNVME_METRIC_TRANSFER", abi::MetricKind::Transfer as u64),
         ("GPUNVME_METRIC_DEVICE", abi::MetricKind::Device as u64),
         ("GPUNVME_MAX_RING_TRANSFER", ring::MAX_RING_TRANSFER),
+        ("GPUNVME_COMPLETION_COMMON", ring::CompletionFlags::COMMON.bits()),
         ("GPUNVME_RING_SUBMISSION_TAIL", Word::SubmissionTail.offset() as u64),
         ("GPUNVME_RING_SUBMISSION_HEAD", Word::SubmissionHead.offset() as u64),
         ("GPUNVME_RING_COMPLETION_TAIL", Word::CompletionTail.offset() as u64),
         ("GPUNVME_RING_COMPLETION_HEAD", Word::CompletionHead.offset() as u64),
         ("GPUNVME_RING_DAEMON", Word::Daemon.offset() as u64),
         ("GPUNVME_RING_APPLICATION", Word::Application.offset() as u64),
+        ("GPUNVME_RING_OVER", Word::Over.offset() as u64),
         ("GPUNVME_RING_AWAKE", ring::AWAKE.into()),
         ("GPUNVME_RING_ASLEEP", ring::ASLEEP.into()),
         ("GPUNVME_RING_CLOSED", ring::CLOSED.into()),

@@ -3,8 +3,9 @@
 //! Locks: `Mounts::list` while a file is registered; `OnMount::transfers` while the first transfer
 //! of a mount is begun, since that takes pinned memory and a thread.
 
+use crate::environment;
 use crate::failure::Result;
-use gpunvme::gpu::Transfers;
+use gpunvme::gpu::{Caching, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Reason, Require, Route};
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -39,7 +40,7 @@ impl OnMount {
         if self.transfers.get().is_none() {
             let _making = self.making.lock();
             if self.transfers.get().is_none() {
-                let made = match Transfers::new(&self.mount) {
+                let made = match Transfers::with(&self.mount, settings()) {
                     Ok(fastest) => {
                         let staged = fastest.requiring(Require { route: Some(Route::Bounce), ..Require::default() });
                         Some(Both { fastest, staged })
@@ -73,6 +74,21 @@ impl OnMount {
             both.fastest.forget(address, len);
         }
     }
+}
+
+/// The usual ones, but for what the environment says.
+fn settings() -> Settings {
+    let mut settings = Settings::default();
+    settings.caching = match environment::text("GPUNVME_CUFILE_CACHING").as_deref() {
+        None | Some("resident") => Caching::Resident,
+        Some("never") => Caching::Never,
+        Some("read-again") => Caching::ReadAgain,
+        Some(text) => {
+            tracing::warn!("GPUNVME_CUFILE_CACHING is not never, resident or read-again: {text:?}");
+            Caching::Resident
+        }
+    };
+    settings
 }
 
 /// The mounts of this process.

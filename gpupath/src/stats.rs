@@ -77,7 +77,7 @@ impl Stats {
         self.transfers.end(begun, Ended { count: 1, bytes: moved.total(), failed });
     }
 
-    /// Adds what somebody had moved, if it is asked for who does.
+    /// Adds what an actor had moved, while that is watched.
     pub(crate) fn moved_by(&self, direction: Direction, moved: &Moved, begun: Begun, actor: impl FnOnce() -> Actor) {
         let activity = &self.transfers.activity;
         if activity.is_watched() {

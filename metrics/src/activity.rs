@@ -1,8 +1,8 @@
-//! Who does what with which file, kept only while somebody looks.
+//! What each thread does with each file, kept only while it is watched.
 //!
-//! It guards the operations' speed: while nobody looks, an operation costs one load of a word that
-//! does not change; and the daemon's memory: of so many that come, [`MOST`] are kept, and the rest
-//! is counted as one.
+//! It guards the operations' speed: while it is not watched, an operation costs one load of a word
+//! that does not change; and the daemon's memory: of so many that come, [`MOST`] are kept, and the
+//! rest is counted as one.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -19,7 +19,7 @@ pub const MOST: usize = SHARDS * MOST_OF_SHARD;
 const SHARDS: usize = 16;
 const MOST_OF_SHARD: usize = 512;
 
-/// Somebody, with a file.
+/// A thread of a user, with a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Actor {
     /// The user.
@@ -43,11 +43,11 @@ pub struct Done {
     pub nanoseconds: u64,
 }
 
-/// What all actors did, since somebody looked first.
+/// What all actors did since the first look.
 #[derive(Debug)]
 pub struct Activity {
     since: Instant,
-    /// When nobody looks any more, in milliseconds from `since` on; 0 while nobody does.
+    /// When it is no longer watched, in milliseconds from `since` on; 0 while it is not.
     until: AtomicU64,
     shards: Vec<Mutex<HashMap<Actor, Done>>>,
 }
@@ -81,19 +81,19 @@ impl Done {
 }
 
 impl Activity {
-    /// Whether somebody looks.
+    /// Whether it is watched: the last look was at most about [`LEASE`] ago.
     pub fn is_watched(&self) -> bool {
         self.until.load(Relaxed) != 0
     }
 
-    /// Adds what an actor did, if somebody looks.
+    /// Adds what an actor did, while it is watched.
     pub fn add(&self, actor: Actor, done: Done) {
         let until = self.until.load(Relaxed);
         if until == 0 {
             return;
         }
         if self.now() > until {
-            // The first that comes too late clears it away, unless somebody looks again just now.
+            // The first that comes too late clears it away, unless there is another look just now.
             if self.until.compare_exchange(until, 0, Relaxed, Relaxed).is_ok() {
                 self.clear();
             }
@@ -104,8 +104,8 @@ impl Activity {
         kept.entry(actor).or_default().add(done);
     }
 
-    /// Looks: what was done since somebody looked first, where the last look is at most [`LEASE`]
-    /// ago; nothing otherwise. `is_shown` chooses users.
+    /// Looks: what was done since the first look, where the last one is at most [`LEASE`] ago; else
+    /// nothing, and this is the first. `is_shown` chooses users.
     pub fn look(&self, is_shown: impl Fn(u32) -> bool) -> Seen {
         let now = self.now();
         let until = now + LEASE.as_millis() as u64;
@@ -131,7 +131,7 @@ impl Activity {
     }
 
     fn now(&self) -> u64 {
-        // 0 means that nobody looks.
+        // 0 means that it is not watched.
         self.since.elapsed().as_millis() as u64 + 1
     }
 }

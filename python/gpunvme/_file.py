@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from gpunvme import _native
 from gpunvme._native import Completions, Transfer
-from gpunvme._types import Memory, Require
+from gpunvme._types import Caching, Memory, Require
 
 
 class _Waiting:
@@ -89,15 +89,24 @@ class File(_native.File):
         return await future
 
 
-def open(path: "str | os.PathLike[str]", mode: Literal["r", "r+", "w"] = "r") -> File:
+def open(
+    path: "str | os.PathLike[str]",
+    mode: Literal["r", "r+", "w"] = "r",
+    *,
+    caching: Caching | None = None,
+) -> File:
     """Opens a file of a mount.
 
     Args:
         path: the file.
         mode: ``"r"`` to read, ``"r+"`` to read and write, ``"w"`` to read and write an empty file,
             which is created where there is none.
+        caching: what reads into memory that CUDA knows take of the kernel's page cache, with the
+            route ``cache``: ``"resident"``, what it has (the usual); ``"never"``, what
+            :meth:`File.prepare` registered and nothing else; ``"read-again"``, what it has, and the
+            kernel reads in what is read again.
 
     Raises:
         Error: it lies on no mount of gpunvme (ENOTTY), or what open(2) says.
     """
-    return File(path, mode)
+    return File(path, mode, caching=caching)

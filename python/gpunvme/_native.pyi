@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, final, overload
 from typing_extensions import disjoint_base
 
 from gpunvme._error import Error
-from gpunvme._types import Array, Info, Memory, Require, Stats
+from gpunvme._types import Array, Caching, Info, Memory, Require, Stats
 
 __all__ = ["Buffer", "Completions", "Extent", "File", "Mount", "Pending", "Transfer"]
 
@@ -70,7 +70,12 @@ class Mount:
 
 @disjoint_base
 class File:
-    def __new__(cls, path: str | os.PathLike[str], mode: Literal["r", "r+", "w"] = "r") -> Self: ...
+    def __new__(
+        cls,
+        path: str | os.PathLike[str],
+        mode: Literal["r", "r+", "w"] = "r",
+        caching: Caching | None = None,
+    ) -> Self: ...
     @overload
     def read_into(
         self, memory: Memory, offset: int = 0, *, stream: None = None, require: Require | None = None

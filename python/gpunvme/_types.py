@@ -33,6 +33,10 @@ Memory: TypeAlias = Array | Sequence[tuple[Array, int]]
 Require: TypeAlias = Literal["p2p", "bounce", "cache", "host", "direct"]
 
 
+#: What reads take of the kernel's page cache.
+Caching: TypeAlias = Literal["never", "resident", "read-again"]
+
+
 class Routes(TypedDict):
     """Bytes by route."""
 

@@ -9,7 +9,7 @@ use crate::request::{Direction, Place, Request, require};
 use crate::session::Session;
 use crate::stream::{Busy, handle, wait_for};
 use crate::transfer::Transfer;
-use gpunvme::gpu::Segment;
+use gpunvme::gpu::{Caching, Segment};
 use gpunvme::{Error, ExtentFlags, Require, Result};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
@@ -152,6 +152,13 @@ impl Extent {
     }
 }
 
+/// What the argument `caching` may be.
+const CACHING: [(&str, Caching); 3] =
+    [("never", Caching::Never), ("resident", Caching::Resident), ("read-again", Caching::ReadAgain)];
+
+/// The arguments by which a file is opened again: path, mode and caching.
+type Reopened = (PathBuf, &'static str, Option<&'static str>);
+
 /// A file of a mount. Any number of threads may use it at once.
 ///
 /// What is called *memory* below is anything that holds contiguous memory: a tensor of PyTorch, an
@@ -167,6 +174,7 @@ impl Extent {
 pub struct File {
     path: PathBuf,
     mode: &'static str,
+    caching: Option<&'static str>,
     opened: Mutex<Option<Arc<Opened>>>,
 }
 
@@ -287,18 +295,28 @@ impl File {
     ///     path: the file.
     ///     mode: ``"r"`` to read, ``"r+"`` to read and write, ``"w"`` to read and write an empty
     ///         file, which is created where there is none.
+    ///     caching: what reads into memory that CUDA knows take of the kernel's page cache, with the
+    ///         route ``cache``: ``"resident"``, what it has (the usual); ``"never"``, what
+    ///         :meth:`prepare` registered and nothing else; ``"read-again"``, what it has, and the
+    ///         kernel reads in what is read again.
     ///
     /// Raises:
     ///     Error: it lies on no mount of gpunvme (ENOTTY), or what open(2) says.
     #[new]
-    #[pyo3(signature = (path, mode="r"))]
-    fn new(py: Python<'_>, path: PathBuf, mode: &str) -> PyResult<File> {
+    #[pyo3(signature = (path, mode="r", caching=None))]
+    fn new(py: Python<'_>, path: PathBuf, mode: &str, caching: Option<&str>) -> PyResult<File> {
+        let policy = CACHING.into_iter().find(|(name, _)| Some(*name) == caching);
+        if let (Some(other), None) = (caching, policy) {
+            let known = CACHING.map(|(name, _)| name).join(", ");
+            return Err(PyValueError::new_err(format!("caching must be one of {known}, not {other:?}")));
+        }
         let known = ["r", "r+", "w"].into_iter().find(|known| *known == mode);
         let Some(mode) = known else {
             return Err(PyValueError::new_err(format!("mode must be \"r\", \"r+\" or \"w\", not {mode:?}")));
         };
         let opened = py.detach(|| Opened::open(&path, mode)).map_err(|error| raised(py, &error))?;
-        Ok(File { path, mode, opened: Mutex::new(Some(Arc::new(opened))) })
+        opened.file.set_caching(policy.map(|(_, policy)| policy));
+        Ok(File { path, mode, caching: policy.map(|(name, _)| name), opened: Mutex::new(Some(Arc::new(opened))) })
     }
 
     /// Reads bytes of the file into memory.
@@ -480,9 +498,9 @@ impl File {
     }
 
     /// A copy in another process opens the file again; a file of mode ``"w"`` is not emptied again.
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (PathBuf, &'static str)) {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, Reopened) {
         let this = slf.get();
-        (slf.get_type(), (this.path.clone(), if this.mode == "r" { "r" } else { "r+" }))
+        (slf.get_type(), (this.path.clone(), if this.mode == "r" { "r" } else { "r+" }, this.caching))
     }
 
     fn __repr__(&self) -> String {

@@ -63,9 +63,9 @@ class Library:
     def __init__(self, volume: Path, path: Path) -> None:
         self.c = ctypes.CDLL(str(Path(os.environ.get("GPUNVME_BIN", "/usr/local/lib")) / "libgpunvme.so"))
         self.mount, self.transfers, self.file = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        c, no_pool = self.c, (ctypes.c_size_t(0), ctypes.c_uint64(0))
+        c = self.c
         assert c.gpunvme_mount_open(str(volume).encode(), ctypes.byref(self.mount)) == 0
-        assert c.gpunvme_transfers_open(self.mount, *no_pool, ctypes.byref(self.transfers)) == 0
+        assert c.gpunvme_transfers_open(self.mount, None, ctypes.byref(self.transfers)) == 0
         assert c.gpunvme_file_open(str(path).encode(), os.O_RDONLY, 0, ctypes.byref(self.file)) == 0
         self.function = c.gpunvme_gpu_read
         self.function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p]
@@ -117,6 +117,12 @@ def safetensors(volume: Path, peer: Path) -> None:
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[k], expected[k]) for k in loaded)
     del loaded, expected
     row(f"load {name}", "gpunvme", rate(lambda: gpunvme.safetensors.load_file(ours, "cuda")))
+    ours.read_bytes()
+    row(
+        f"load {name}",
+        "gpunvme, resident",
+        rate(lambda: gpunvme.safetensors.load_file(ours, "cuda"), cold=False),
+    )
     with gpunvme.safetensors.safe_open(ours) as f:
         entries = list(f._header.entries.values())
     with Library(volume, ours) as library:

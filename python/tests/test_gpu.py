@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import gc
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ pytestmark = needs_cuda
 def test_device_memory_holds_what_the_file_has(stored, length, offset):
     path, values = stored(offset + length + 100)
     array = Array(length)
-    with gpunvme.open(path) as f:
+    with gpunvme.open(path, caching="never") as f:
         done = f.read_into(array, offset)
     assert done.bytes == length and done.routes.keys() <= {"bounce", "p2p", "edge"}
     assert done.reason is not None and done.explanation
@@ -43,6 +44,21 @@ def test_what_was_prepared_comes_from_the_page_cache(stored):
         path.write_bytes(bytes(100_001))
         f.read_into(array)
         assert not array.get().any()
+
+
+def test_what_the_page_cache_has_comes_from_there_unless_it_is_forbidden(stored):
+    path, values = stored(300_001)
+    array = Array(300_001)
+    with pytest.raises(ValueError, match="never, resident, read-again"):
+        gpunvme.open(path, caching="always")
+    for caching in [None, "resident", "read-again"]:
+        assert path.read_bytes() == values.tobytes()
+        with gpunvme.open(path, caching=caching) as f:
+            assert f.read_into(array).routes == {"cache": 300_001}
+        assert numpy.array_equal(array.get(), values)
+    with gpunvme.open(path, caching="never") as f, pickle.loads(pickle.dumps(f)) as again:
+        for opened in [f, again]:
+            assert "cache" not in opened.read_into(array).routes
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u2", "f2", "f4", "f8", "c8"])

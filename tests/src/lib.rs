@@ -8,6 +8,7 @@
 #![deny(unsafe_code)]
 
 pub mod attack;
+pub mod control_group;
 #[allow(unsafe_code)]
 pub mod cuda;
 pub mod differential;

@@ -85,6 +85,10 @@ fn ring() {
 fn gpu() {
     needs_mount!();
     let (volume, bytes) = volume();
+    // What the page cache has would come from there.
+    let from = fs::File::open(volume.path("from")).unwrap();
+    from.sync_all().unwrap();
+    rustix::fs::fadvise(&from, 0, None, rustix::fs::Advice::DontNeed).unwrap();
     let mut program = Command::new(programs::example("gpu"));
     program.env("LD_LIBRARY_PATH", software_cuda::folder());
     let said = run(program, &[volume.path("from"), volume.path("to")]);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Mount, Ring, Wait};
 use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
-use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, mapped, own_stream, take_access};
+use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, from_the_device, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
@@ -254,7 +254,7 @@ fn a_request_that_cuda_takes_no_more_of_is_refused_when_nothing_touches_its_memo
         let mut memory = Pinned::new(gpu(), 4 * MIB as usize);
         let part = |len| [Segment { file_offset: 0, address: memory.address(), len }];
         let (whole, first) = (part(4 * MIB), part(4096));
-        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        let transfers = from_the_device(&Mount::open(volume.root()).unwrap());
         let stream = own_stream(gpu());
         // Afterwards the file is known, and the library need not ask the daemon for it.
         // SAFETY: the stream is never destroyed, and the memory is this test's.

@@ -124,12 +124,19 @@ fn doctor_proves_what_it_says() {
         (&Value::Bool(false), &Value::Bool(true))
     );
     assert!(proved["routes"]["bounce"]["read_gb_per_s"].as_f64().unwrap() > 0.0);
+    let cache = &proved["routes"]["cache"];
+    assert!(
+        cache["proved"] == true && cache["read_gb_per_s"].as_f64() > Some(0.0) && cache["write_gb_per_s"].is_null(),
+        "{cache}"
+    );
     assert_eq!((&proved["dma_buf"]["exported"], &proved["dma_buf"]["mapped"]), (&Value::Bool(true), &Value::Bool(true)));
     assert_eq!(fs::read_dir(volume.root()).unwrap().count(), 0, "its file is gone");
 
     // A copy that fails is a failure, not a route.
     let broken = gpunvme("copy-fails=9", &["doctor", "--gpu", "0"], volume.root().as_path(), b"");
     assert!(broken.status.code() == Some(1) && text(&broken).contains("CUDA_ERROR_ECC_UNCORRECTABLE"), "{}", text(&broken));
+    let copied = json(&gpunvme("copies-by-processor=1000000000", &["doctor", "--gpu", "0"], volume.root().as_path(), b""));
+    assert_eq!((&copied["routes"]["cache"]["proved"], &copied["route"]), (&Value::Bool(false), &Value::from("bounce")));
     let refused = json(&gpunvme("dma-buf=0", &["doctor", "--gpu", "0"], volume.root().as_path(), b""));
     assert_eq!((&refused["dma_buf"]["supported"], &refused["route"]), (&Value::Bool(false), &Value::from("bounce")));
 }

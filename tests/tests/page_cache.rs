@@ -1,16 +1,19 @@
 //! The route `cache` with the software CUDA driver: when it is taken, and what it may take.
 
 use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use gpunvme::gpu::{Caching, Segment, Settings, Transfers};
-use gpunvme::{Error, File, Mount, Reason, Require, Route, Transfer};
+use gpunvme::{Error, File, Mount, OperationKind, Reason, Require, Route, Transfer};
 use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Which};
+use gpunvme_tests::control_group::ControlGroup;
 use gpunvme_tests::cuda::{PAGE_CACHE_CHECKS, Pinned, Site};
 use gpunvme_tests::mounted::{Mounted, text};
-use gpunvme_tests::software_cuda::with_software_cuda;
-use gpunvme_tests::{needs_mount, programs, tree};
+use gpunvme_tests::software_cuda::{self, with_software_cuda};
+use gpunvme_tests::{needs_mount, programs, report_skipped, tree};
 use rustix::fs::{Advice, fadvise};
 
 const MIB: u64 = 1 << 20;
@@ -129,11 +132,46 @@ fn without_caching_or_resident_pages_nothing_is_registered() {
             }
             assert!(as_expected > 0);
         };
-        read_often(&Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap(), 0);
+        read_often(&transfers(&volume, Caching::Never, None), 0);
         assert_eq!(maps(), 0);
         read_often(&transfers(&volume, Caching::Resident, None), 3 * MIB);
         assert_eq!(maps(), 0);
     });
+}
+
+/// Bytes that the device of a mount has read.
+fn read_by_the_device(volume: &Mounted) -> u64 {
+    let metrics = Mount::open(volume.root()).unwrap().metrics().unwrap();
+    let reads =
+        metrics.operations.iter().filter(|operations| operations.kind == OperationKind::Device && operations.name == "read");
+    reads.map(|operations| operations.bytes).sum()
+}
+
+#[test]
+fn what_two_processes_read_at_once_comes_from_the_device_once() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let bytes = tree::pattern(9, 96 << 20);
+    let path = volume.path("file");
+    fs::write(&path, &bytes).unwrap();
+    fs::File::open(&path).unwrap().sync_all().unwrap();
+    let read_by_two = |caching: &str| {
+        fadvise(fs::File::open(&path).unwrap(), 0, None, Advice::DontNeed).unwrap();
+        let before = read_by_the_device(&volume);
+        let process = || {
+            let mut command = Command::new(programs::path("gpu-mover"));
+            command.args([Path::new("--file"), &path]).args(["--size", "1048576", "--depth", "8", "--passes", "1"]);
+            command.args(["--caching", caching]).env("LD_LIBRARY_PATH", software_cuda::folder());
+            command.stdout(Stdio::null()).spawn().unwrap()
+        };
+        let processes = [process(), process()];
+        assert!(processes.into_iter().all(|mut process| process.wait().unwrap().success()));
+        (read_by_the_device(&volume) - before) as f64 / bytes.len() as f64
+    };
+    assert!(read_by_two("never") > 1.95, "each has it read");
+    // They do not begin at the same moment, and what the first reads alone is read twice.
+    let mut times = (0..5).map(|_| read_by_two("resident"));
+    assert!(times.any(|times| times < 1.3));
 }
 
 #[test]
@@ -190,6 +228,49 @@ fn no_more_is_registered_than_may_be_and_nothing_after_a_file_is_closed() {
         assert_eq!(maps(), 4, "two a window");
         drop(file);
         assert_eq!(maps(), 0);
+    });
+}
+
+/// A process that allocates what its control group may have is not killed for what is registered.
+#[test]
+fn what_is_registered_makes_room_for_what_the_process_allocates() {
+    needs_mount!();
+    const LIMIT: u64 = 256 * MIB;
+    let name = "what_is_registered_makes_room_for_what_the_process_allocates";
+    let Some(group) = ControlGroup::with_memory("gpunvme-test", LIMIT) else {
+        return report_skipped(name, "no control group with a limit of memory can be made here");
+    };
+    drop(group);
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let len = 192 * MIB;
+        let mut bytes = tree::pattern(4, len as usize);
+        fs::write(volume.path("file"), &bytes).unwrap();
+        bytes.truncate(MIB as usize);
+        bytes.shrink_to_fit();
+        let plain = fs::File::open(volume.path("file")).unwrap();
+        plain.sync_all().unwrap();
+        fadvise(&plain, 0, None, Advice::DontNeed).unwrap();
+        let group = ControlGroup::with_memory("gpunvme-test", LIMIT).unwrap();
+        group.enter();
+        let transfers = transfers(&volume, Caching::ReadAgain, None);
+        let file = File::open(volume.path("file")).unwrap();
+        let prepared = transfers.prepare(&file, 0, len).unwrap();
+        assert!((2 * RANGE..=LIMIT / 4).contains(&prepared), "{prepared} of {LIMIT}");
+        let mut reader = Reader::new(MIB);
+        assert_eq!(reader.read(&transfers, &file, 0, MIB).unwrap().0.moved.cache, MIB);
+        let maps = || fs::read_to_string("/proc/self/maps").unwrap().matches(volume.path("file").to_str().unwrap()).count();
+        let before = maps();
+        assert_eq!(before as u64, 2 * prepared / RANGE);
+        let mut allocated: Vec<Vec<u8>> = Vec::new();
+        while (allocated.len() as u64) < 220 {
+            allocated.push(vec![1; MIB as usize]);
+        }
+        assert!(maps() < before, "nothing was given back");
+        let (done, read) = reader.read(&transfers, &file, 0, MIB).unwrap();
+        assert_eq!((done.bytes(), read), (MIB, &bytes[..]));
+        drop(allocated);
+        group.leave();
     });
 }
 

@@ -1,12 +1,12 @@
 //! The part of the C ABI that is about GPU memory.
 
-use super::{CFinished, CResult, clear, fail, free, null, require, store, store_handle, told, wait, wrong_flags};
+use super::{CFinished, CResult, clear, fail, free, keep, null, require, store, store_handle, told, wait, wrong_flags};
 use crate::error::Result;
 use crate::file::File;
-use crate::gpu::{Finished, Observer, Pending, Queue, Segment, Settings, Transfers};
+use crate::gpu::{Caching, Finished, Observer, Pending, Queue, Segment, Settings, Transfers};
 use crate::mount::Mount;
-use crate::transfer::Transfer;
-use gpunvme_abi::Reason;
+use crate::transfer::{Require, Transfer};
+use gpunvme_abi::{Reason, Route};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
@@ -27,6 +27,63 @@ struct UserData(*mut c_void);
 
 // SAFETY: it is the caller's, who knows that another thread calls back.
 unsafe impl Send for UserData {}
+
+/// `struct gpunvme_settings`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct CSettings {
+    staging: u64,
+    registered: u64,
+    cached: u64,
+    callers: u32,
+    caching: u32,
+}
+
+/// What `flags` demand, also `GPUNVME_REQUIRE_CACHE`, which is the library's alone; `None` for
+/// flags that do not exist, and for two routes.
+fn demand(flags: u32) -> Option<Require> {
+    const REQUIRE_CACHE: u32 = 1 << 31;
+    let require = require(flags & !REQUIRE_CACHE)?;
+    match (flags & REQUIRE_CACHE != 0, require.route) {
+        (false, _) => Some(require),
+        (true, None) => Some(Require { route: Some(Route::Cache), ..require }),
+        (true, Some(_)) => None,
+    }
+}
+
+/// `GPUNVME_CACHING_*`; the inner `None` is `GPUNVME_CACHING_USUAL`, and the outer one is given for
+/// no such number.
+fn caching(number: u32) -> Option<Option<Caching>> {
+    Some(match number {
+        0 => None,
+        1 => Some(Caching::Never),
+        2 => Some(Caching::Resident),
+        3 => Some(Caching::ReadAgain),
+        _ => return None,
+    })
+}
+
+fn wrong_caching() -> c_int {
+    keep("caching is not one of GPUNVME_CACHING_*".to_owned());
+    -Errno::INVAL.raw_os_error()
+}
+
+impl CSettings {
+    /// None where `caching` is no such number.
+    fn settings(self) -> Option<Settings> {
+        let mut settings = Settings {
+            staging: (self.staging > 0).then_some(usize::try_from(self.staging).unwrap_or(usize::MAX)),
+            registered: (self.registered > 0).then_some(self.registered),
+            cached: (self.cached > 0).then_some(self.cached),
+            ..Settings::default()
+        };
+        if self.callers > 0 {
+            settings.callers = self.callers as usize;
+        }
+        settings.caching = caching(self.caching)?.unwrap_or(settings.caching);
+        Some(settings)
+    }
+}
 
 /// `struct gpunvme_observer`.
 #[repr(C)]
@@ -73,7 +130,7 @@ macro_rules! call {
         // SAFETY: it is not NULL, and the header asks for `count` segments that no other thread
         // changes during the call.
         let segments = if $count == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts($segments, $count) } };
-        let Some(require) = require($flags) else { return wrong_flags() };
+        let Some(require) = demand($flags) else { return wrong_flags() };
         (transfers.requiring(require), file, segments)
     }};
 }
@@ -85,18 +142,50 @@ macro_rules! call {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpunvme_transfers_open(
     mount: *const Mount,
-    staging: usize,
-    registered: u64,
+    settings: *const CSettings,
     transfers: *mut *mut Transfers,
 ) -> c_int {
     let mount = get!(mount);
     if transfers.is_null() {
         return null("transfers");
     }
-    let given = (staging > 0).then_some(staging);
-    let settings = Settings { staging: given, registered: (registered > 0).then_some(registered), ..Settings::default() };
+    // SAFETY: the header asks for NULL or the structure.
+    let settings = unsafe { settings.as_ref() }.copied().unwrap_or_default();
+    let Some(settings) = settings.settings() else { return wrong_caching() };
     // SAFETY: it is not NULL, and the header asks for room for a pointer.
     unsafe { store_handle(transfers, Transfers::with(mount, settings)) }
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_gpu_set_caching(file: *const File, caching: u32) -> c_int {
+    let file = get!(file);
+    let Some(caching) = self::caching(caching) else { return wrong_caching() };
+    file.set_caching(caching);
+    0
+}
+
+/// See the header.
+///
+/// # Safety
+/// Pointers are as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpunvme_gpu_prepare(
+    transfers: *const Transfers,
+    file: *const File,
+    offset: u64,
+    len: u64,
+    prepared: *mut u64,
+) -> c_int {
+    let (transfers, file) = (get!(transfers), get!(file));
+    if prepared.is_null() {
+        return null("prepared");
+    }
+    // SAFETY: it is not NULL, and the header asks for room for a number.
+    unsafe { store(prepared, transfers.prepare(file, offset, len)) }
 }
 
 /// See the header.
@@ -339,7 +428,7 @@ pub unsafe extern "C" fn gpunvme_queue_create(transfers: *const Transfers, flags
     if queue.is_null() {
         return null("queue");
     }
-    let Some(require) = require(flags) else { return wrong_flags() };
+    let Some(require) = demand(flags) else { return wrong_flags() };
     let made = transfers.requiring(require).queue();
     let made = made.map(|queue| CQueue { queue, finished: VecDeque::new(), taken: Vec::new() });
     // SAFETY: it is not NULL, and the header asks for room for a pointer.

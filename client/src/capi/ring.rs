@@ -145,7 +145,7 @@ pub unsafe extern "C" fn gpunvme_ring_complete(
     {
         return fail(&error);
     }
-    for (at, Completed { user_data, result }) in ring.finished.drain(..there).enumerate() {
+    for (at, Completed { user_data, result, .. }) in ring.finished.drain(..there).enumerate() {
         // SAFETY: `there` is at most the capacity that the header asks for room for.
         unsafe { finished.add(at).write(CFinished::new(user_data, &result)) };
     }

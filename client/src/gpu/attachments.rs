@@ -2,11 +2,14 @@
 //! cached ranges of its pages in the page cache.
 
 use super::page_cache::cached_file::CachedFile;
-use crate::error::Result;
+use super::settings::Caching;
 use crate::file::File;
 use crate::mount::Mount;
 use crate::ring::{Attached, RingName};
 use parking_lot::Mutex;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -20,7 +23,7 @@ struct Attachments {
 }
 
 /// The file as a ring knows it.
-pub(super) fn in_ring(file: &File, ring: &RingName) -> Result<Attached> {
+pub(super) fn in_ring(file: &File, ring: &RingName) -> crate::error::Result<Attached> {
     let mut rings = file.kept::<Attachments>().rings.lock();
     if let Some(attached) = rings.iter().find(|attached| attached.is_of(ring)) {
         return Ok(attached.clone());
@@ -34,6 +37,29 @@ pub(super) fn in_ring(file: &File, ring: &RingName) -> Result<Attached> {
 /// The file's cached ranges.
 pub(super) fn cached(file: &File) -> &Arc<CachedFile> {
     &file.kept::<Attachments>().cached
+}
+
+impl File {
+    /// Sets what reads of this open file into memory that CUDA knows take of the kernel's page
+    /// cache, whatever [`super::Settings`] say; `None` for what they say. It counts for reads that
+    /// begin from now on.
+    pub fn set_caching(&self, caching: Option<Caching>) {
+        cached(self).set_caching(caching);
+    }
+}
+
+/// A descriptor by which the file is read and mapped as the page cache has it: one that was opened
+/// with O_DIRECT would read past the page cache.
+///
+/// # Errors
+/// Those of open(2).
+pub(super) fn for_pages(file: &File) -> Result<OwnedFd, Errno> {
+    let descriptor = file.as_fd();
+    if !rustix::fs::fcntl_getfl(descriptor)?.contains(OFlags::DIRECT) {
+        return rustix::io::fcntl_dupfd_cloexec(descriptor, 0);
+    }
+    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
+    rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Whether a file lies on that mount, and this was not asked of it before.

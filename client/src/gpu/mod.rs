@@ -21,6 +21,8 @@
 //! calls back; a [`Queue`] collects what is done, for one thread that keeps many requests in
 //! flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
+//! Kernels read and write files themselves by a [`GpuRing`].
+//!
 //! Inside, `transfers` looks up what lies at the addresses. A `pipeline` cuts requests into
 //! pieces, keeps them in flight between a ring of the mount and a pool, and copies between the
 //! pool and each GPU: on the thread that waits for a short request, and for all others on a thread
@@ -31,6 +33,7 @@
 
 mod answer;
 mod attachments;
+mod kernels;
 mod memory;
 #[allow(unsafe_code)]
 mod on_stream;
@@ -46,6 +49,7 @@ mod stream;
 mod transfers;
 
 pub use answer::{Finished, Pending};
+pub use kernels::{GpuRing, GpuRingSettings, KernelRing};
 pub use queue::Queue;
 pub use request::{Cancel, Segment};
 pub use settings::{Caching, Settings};

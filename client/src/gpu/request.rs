@@ -1,10 +1,11 @@
 //! A request of an application, its memory looked up, ready to be done.
 
 use super::answer::End;
-use super::memory::pieces::PieceRange;
+use super::memory::pieces::{Blocks, PieceRange, first, piece_len};
 use super::memory::registrations::Lease;
 use super::memory::staging::Staging;
 use super::page_cache::cached_file::CachedFile;
+use super::page_cache::cached_range::Missing;
 use crate::buffer::{Memory, Shared};
 use crate::ring::{Attached, Operation};
 use crate::transfer::Require;
@@ -43,6 +44,26 @@ pub(super) struct SegmentPart {
 
 /// The parts of a request: mostly one, which then needs no memory of its own.
 pub(super) type Parts = SmallVec<[SegmentPart; 1]>;
+
+/// What lies at the addresses of a request.
+pub(super) struct Found {
+    pub parts: Parts,
+    /// Of all of it.
+    pub bytes: u64,
+}
+
+impl Found {
+    /// Whether a read of it is one piece that goes through a staging pool.
+    pub fn is_one_piece(&self, blocks: Blocks) -> bool {
+        let [SegmentPart { file_offset, len, registered: Err(_), .. }] = self.parts[..] else { return false };
+        first(Direction::Read, blocks, file_offset, len, piece_len(self.bytes)).wanted == len
+    }
+
+    /// The GPUs whose copies it needs, one again and again where it has many parts.
+    pub fn gpus(&self) -> impl Iterator<Item = Gpu> {
+        self.parts.iter().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu)
+    }
+}
 
 /// The allocation that a part lay in when the request was made.
 #[derive(Clone, Copy, Debug)]
@@ -115,12 +136,18 @@ pub(super) struct Request {
     pub piece_len: u64,
     /// The cached ranges of the file that it may read, and the time by which they are used.
     pub cached: Option<(Arc<CachedFile>, u64)>,
-    /// The file, if what the page cache has of it is read from there although it is in no cached
-    /// range.
-    pub resident: Option<Arc<OwnedFd>>,
+    /// If what the page cache has is read from there although it is in no cached range.
+    pub resident: Option<Resident>,
     /// What calls it off.
     pub cancel: Option<Cancel>,
     pub end: End,
+}
+
+/// A file whose pages are read out of the page cache.
+pub(super) struct Resident {
+    pub file: Arc<OwnedFd>,
+    /// What becomes of pages that are missing where a cached range is to be made.
+    pub missing: Missing,
 }
 
 /// The file of a request.

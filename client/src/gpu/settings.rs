@@ -26,7 +26,7 @@ pub struct Settings {
     /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD
     /// reaches them: by default as much as the GPU's BAR shows.
     pub registered: Option<u64>,
-    /// What GPUs read of the kernel's page cache: nothing, by default.
+    /// What reads take of the kernel's page cache: by default what it has anyway.
     pub caching: Caching,
     /// Bytes of the page cache that may be registered with CUDA at once: by default a quarter of
     /// the machine's memory, or of what its control group may have. The kernel cannot reclaim them
@@ -34,18 +34,21 @@ pub struct Settings {
     pub cached: Option<u64>,
 }
 
-/// When a range of a file, 16 MiB long, is registered with CUDA, so that GPUs read it out of the
-/// kernel's page cache ([`crate::Route::Cache`]). Bytes that are not in there, or have changed
-/// place, always come from the device.
+/// What reads take of the kernel's page cache ([`crate::Route::Cache`]). Bytes that are not in
+/// there, or have changed place, always come from the device.
+///
+/// A range of a file, 16 MiB long, of which more was read than it has is registered with CUDA:
+/// GPUs then read it out of the page cache themselves. Until then threads of the library copy it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Caching {
-    /// When [`super::Transfers::prepare`] says so.
-    #[default]
+    /// What [`super::Transfers::prepare`] registered, and nothing else.
     Never,
-    /// When it was read twice, if the page cache has all of it: ordinary reads and writes brought
-    /// it in. The kernel tells that only to a file's owner, and to users who may write to it.
+    /// What it has: what ordinary reads and writes brought in. The kernel tells that only to a
+    /// file's owner, and to users who may write to it, and from Linux 6.5 on; reads of others come
+    /// from the device.
+    #[default]
     Resident,
-    /// When it was read twice. The kernel reads in what it has not got.
+    /// The same; and the kernel reads in a range that is read again.
     ReadAgain,
 }
 

@@ -2,20 +2,19 @@
 //! that can be done to the part that does them (inline, worker or stream).
 
 use super::answer::{Answer, End, Pending};
-use super::attachments::{cached, in_ring, is_first_read};
-use super::memory::pieces::{Blocks, first, piece_len};
+use super::attachments::{cached, for_pages, in_ring, is_first_read};
+use super::memory::pieces::{Blocks, piece_len};
 use super::memory::registrations::Registrations;
 use super::outcome::action;
 use super::page_cache::PageCache;
 use super::page_cache::cached_file::CachedFile;
 use super::page_cache::cached_range::{Missing, NoRange};
-use super::page_cache::readers::PageReaders;
 use super::pipeline::copy_stream::CopyStream;
 use super::pipeline::executor::Executor;
 use super::pipeline::inline::{self, InlineExecutor, InlineExecutors};
 use super::pipeline::mailbox::Mailbox;
 use super::pipeline::worker::{Mail, PIECES, Worker};
-use super::request::{Allocation, Cancel, Parts, Request, Segment, SegmentPart, Source};
+use super::request::{Allocation, Cancel, Found, Parts, Request, Resident, Segment, SegmentPart, Source};
 use super::settings::{Caching, Settings};
 use super::stream::observer::{Observer, Watch};
 use super::stream::submission::{Streams, Submission};
@@ -29,7 +28,6 @@ use gpunvme_cuda::{self as cuda, Cuda, Gpu, Place, Scatter};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::fmt;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -58,7 +56,9 @@ struct Inner {
     /// What slots are aligned to.
     alignment: usize,
     registrations: Registrations,
-    page_cache: PageCache,
+    page_cache: Arc<PageCache>,
+    /// What reads take of it, where that is not set for their file.
+    caching: Caching,
     ring: RingName,
     mailbox: Arc<Mailbox<Mail>>,
     worker: Option<JoinHandle<()>>,
@@ -101,8 +101,8 @@ impl Transfers {
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers", errno };
         let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
         let blocks = Blocks { read: info.logical_block.into(), write: info.block_size.into() };
-        let readers = Arc::new(PageReaders::default());
-        let worker = Worker::new(Executor::new(ring, blocks, readers.clone()), mailbox.clone());
+        let page_cache = Arc::new(PageCache::new(cuda, settings.cached));
+        let worker = Worker::new(Executor::new(ring, blocks, page_cache.clone()), mailbox.clone());
         let thread = std::thread::Builder::new().name("gpunvme".into());
         let thread = thread
             .spawn(move || {
@@ -112,17 +112,13 @@ impl Transfers {
                 worker.run();
             })
             .map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
-        let missing = match settings.caching {
-            Caching::Never => None,
-            Caching::Resident => Some(Missing::Refuse),
-            Caching::ReadAgain => Some(Missing::ReadIn),
-        };
         let inner = Inner {
             cuda,
             mount: mount.clone(),
-            page_cache: PageCache::new(cuda, missing, settings.cached),
+            caching: settings.caching,
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
-            inline: InlineExecutors::new(settings.callers, readers),
+            inline: InlineExecutors::new(settings.callers, page_cache.clone()),
+            page_cache,
             pool: settings.pool(info.devices),
             alignment: (info.memory_alignment.max(info.logical_block) as usize).max(512),
             ring: name,
@@ -248,8 +244,7 @@ impl Transfers {
         let failed = |errno| Error::Path { path: file.path().to_owned(), action: "map its pages", errno };
         let gpu = inner.cuda.gpus().next().ok_or(Error::NoCuda(cuda::Unavailable::NoGpu))?;
         let cached = cached(file);
-        let open = || file.as_fd().try_clone_to_owned();
-        let descriptor = cached.descriptor(open).map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::MFILE)))?;
+        let descriptor = cached.descriptor(|| for_pages(file)).map_err(failed)?;
         let len = len.min(file.size()?.saturating_sub(offset));
         inner.page_cache.prepare(cached, gpu, &descriptor, (offset, len), Missing::ReadIn).map_err(|error| match error {
             NoRange::Cuda(error) => {
@@ -304,8 +299,7 @@ impl Transfers {
     /// Whether there are cached ranges for all of a read that may use them.
     fn is_cached(&self, file: &File, found: &Found) -> bool {
         let cached = cached(file);
-        matches!(self.require.route, None | Some(Route::Cache))
-            && found.parts.iter().all(|part| part.is_copied_to() && cached.has_all(part.file_offset, part.len))
+        self.takes_cached() && found.parts.iter().all(|part| part.is_copied_to() && cached.has_all(part.file_offset, part.len))
     }
 
     /// Looks up the memory of a request, and hands it to the worker.
@@ -331,26 +325,35 @@ impl Transfers {
         let Found { parts, bytes } = found;
         let is_written_back = file.write_back_all(parts.iter().map(|part| (part.file_offset, part.len)))?;
         let (require, cancel) = (self.require, self.cancel.clone());
-        let cached = (direction == Direction::Read).then(|| self.cached(file, &parts)).flatten();
-        let reads_resident = cached.is_some() && require == Require::default() && self.inner.page_cache.reads_resident();
-        let open = || file.as_fd().try_clone_to_owned();
-        let resident = reads_resident.then(|| self::cached(file).descriptor(open).ok()).flatten();
+        let cached = (direction == Direction::Read && self.takes_cached()).then(|| cached(file).clone());
+        let resident = cached.as_ref().and_then(|cached| self.resident(file, cached));
+        if let (Some(cached), Some(Resident { file, missing: missing @ Missing::ReadIn })) = (&cached, &resident) {
+            for part in parts.iter().filter(|part| part.is_copied_to()) {
+                self.inner.page_cache.is_read(cached, part.allocation.gpu, file, (part.file_offset, part.len), *missing);
+            }
+        }
+        let cached = cached.map(|cached| (cached, self.inner.page_cache.now()));
         let piece_len = piece_len(bytes);
         Ok(Request { direction, source, parts, require, is_written_back, piece_len, cached, resident, cancel, end })
     }
 
-    /// The cached ranges of a file for a read, if it may use any; those that it misses are made
-    /// meanwhile.
-    fn cached(&self, file: &File, parts: &Parts) -> Option<(Arc<CachedFile>, u64)> {
-        if !matches!(self.require.route, None | Some(Route::Cache)) {
+    /// Whether reads may be copied from cached ranges.
+    fn takes_cached(&self) -> bool {
+        matches!(self.require.route, None | Some(Route::Cache))
+    }
+
+    /// The file of a read, if the read takes what the page cache has.
+    fn resident(&self, file: &File, cached: &CachedFile) -> Option<Resident> {
+        if self.require != Require::default() {
             return None;
         }
-        let (page_cache, cached) = (&self.inner.page_cache, cached(file));
-        for part in parts.iter().filter(|part| part.is_copied_to()) {
-            let open = || file.as_fd().try_clone_to_owned().ok();
-            page_cache.is_read(cached, part.allocation.gpu, (part.file_offset, part.len), open);
-        }
-        Some((cached.clone(), page_cache.now()))
+        let missing = match cached.caching().unwrap_or(self.inner.caching) {
+            Caching::Never => return None,
+            Caching::Resident => Missing::Refuse,
+            Caching::ReadAgain => Missing::ReadIn,
+        };
+        let file = cached.descriptor(|| for_pages(file)).ok()?;
+        Some(Resident { file, missing })
     }
 
     /// Looks up the memory of a request, and puts it into a stream.
@@ -395,7 +398,10 @@ impl Transfers {
         let staged = parts.first().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
         let scatter = staged.map(|gpu| inner.kernel(gpu)).transpose()?;
         let watch = Watch::new(observer);
-        let submission = Submission { direction, file, parts, require, bytes, name: stream, stream: handle, of, scatter, watch };
+        let cached = (direction == Direction::Read).then(|| cached(file).clone());
+        let resident = cached.and_then(|cached| self.resident(file, &cached).map(|resident| (cached, resident.file)));
+        let submission =
+            Submission { direction, file, resident, parts, require, bytes, name: stream, stream: handle, of, scatter, watch };
         inner.streams()?.submit(submission).map(Pending)
     }
 
@@ -435,26 +441,6 @@ impl Transfers {
             return Err(refused(Errno::OPNOTSUPP, reason, Some(segment)));
         }
         Ok(Found { parts, bytes })
-    }
-}
-
-/// What lies at the addresses of a request.
-struct Found {
-    parts: Parts,
-    /// Of all of it.
-    bytes: u64,
-}
-
-impl Found {
-    /// Whether a read of it is one piece that goes through a staging pool.
-    fn is_one_piece(&self, blocks: Blocks) -> bool {
-        let [SegmentPart { file_offset, len, registered: Err(_), .. }] = self.parts[..] else { return false };
-        first(Direction::Read, blocks, file_offset, len, piece_len(self.bytes)).wanted == len
-    }
-
-    /// The GPUs whose copies it needs, one again and again where it has many parts.
-    fn gpus(&self) -> impl Iterator<Item = Gpu> {
-        self.parts.iter().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu)
     }
 }
 
@@ -577,7 +563,7 @@ impl Inner {
         if let Some(streams) = &*streams {
             return Ok(streams.clone());
         }
-        let started = Arc::new(Streams::start(&self.mount, self.blocks, self.alignment)?);
+        let started = Arc::new(Streams::start(&self.mount, self.blocks, self.alignment, self.page_cache.clone())?);
         Ok(streams.insert(started).clone())
     }
 }
@@ -594,7 +580,7 @@ impl Drop for Inner {
         // are done: this may be a callback, and the worker the thread that it runs on.
         self.kernels.get_mut().clear();
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
-        let inline = std::mem::take(&mut self.inline);
+        let inline = std::mem::replace(&mut self.inline, InlineExecutors::new(0, self.page_cache.clone()));
         self.mailbox.send(|mail| mail.end = Some(inline));
         if let Some(streams) = self.streams.get_mut().take().and_then(Arc::into_inner) {
             streams.end(worker.is_some());

@@ -17,6 +17,7 @@
 
 use crate::structures::VERSION;
 use crate::wire::{versioned, wire};
+use bitflags::bitflags;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// The fewest and the most entries of a ring.
@@ -48,6 +49,9 @@ pub enum Word {
     Daemon = 256,
     /// [`AWAKE`] or [`ASLEEP`]. The application's; the daemon makes it [`AWAKE`] as it signals.
     Application = 320,
+    /// 0, or the errno with which kernels that use the ring give up. The application's, of which
+    /// the daemon knows nothing.
+    Over = 384,
 }
 
 /// The side is awake: it looks by itself.
@@ -182,8 +186,20 @@ wire! {
         hole: u64,
         /// Bytes that the CPU copied.
         edge: u64,
-        /// Zero.
-        reserved: u64,
+        /// [`CompletionFlags`].
+        flags: u64,
+    }
+}
+
+bitflags! {
+    /// What else there is to tell of a transfer. An application leaves bits alone that it does not
+    /// know.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct CompletionFlags: u64 {
+        /// Another process has read the same bytes of the file by a ring since both have it
+        /// attached, for reading alone: through the kernel's page cache they would come from the
+        /// device once.
+        const COMMON = 1 << 0;
     }
 }
 

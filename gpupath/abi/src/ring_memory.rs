@@ -42,6 +42,12 @@ impl RingMemory {
         self.entries
     }
 
+    /// Its first byte, for who maps it to a device. It is shared memory: what lies there changes at
+    /// any time.
+    pub fn address(&self) -> NonNull<u8> {
+        self.base
+    }
+
     /// The value of a word; what was written before the other side stored it is seen.
     pub fn load(&self, word: Word) -> u32 {
         self.word(word).load(Ordering::Acquire)

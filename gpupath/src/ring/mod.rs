@@ -8,6 +8,7 @@
 mod deferred_drop;
 mod groups;
 mod queue_pair;
+mod readers;
 mod rings;
 mod service;
 mod shares;

@@ -4,6 +4,7 @@
 
 use super::deferred_drop::{DeferredDrop, Held};
 use super::groups::Member;
+use super::readers::Reader;
 use super::signal::Signal;
 use super::thread::ServingThread;
 use crate::admission::{OpenFile, Requester};
@@ -13,7 +14,7 @@ use crate::process::Process;
 use crate::registry::Buffer;
 use gpunvme_abi::Reason;
 use gpunvme_abi::RingMemory;
-use gpunvme_abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, MAX_RING_TRANSFER, Submission, Word};
+use gpunvme_abi::ring::{ASLEEP, AWAKE, CLOSED, Completion, CompletionFlags, MAX_RING_TRANSFER, Submission, Word};
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::os::fd::OwnedFd;
@@ -63,8 +64,15 @@ pub(super) struct Ring {
 
 #[derive(Default)]
 struct Files {
-    by_name: FxHashMap<u64, Arc<Held<dyn OpenFile>>>,
+    by_name: FxHashMap<u64, Arc<AttachedFile>>,
     last: u64,
+}
+
+/// A file that was attached.
+pub(super) struct AttachedFile {
+    pub file: Held<dyn OpenFile>,
+    /// Of one that is attached for reading alone.
+    pub reader: Option<Reader>,
 }
 
 /// The application broke the rules of its ring.
@@ -225,7 +233,7 @@ impl Ring {
     }
 
     /// Gives a file a name. None where there are too many, or the ring is closed.
-    pub fn attach(&self, file: Arc<dyn OpenFile>) -> Option<u64> {
+    pub fn attach(&self, file: Arc<dyn OpenFile>, reader: Option<Reader>) -> Option<u64> {
         let mut files = self.files.write();
         if files.by_name.len() >= FILES_MAX || self.is_closed() {
             drop(files);
@@ -233,7 +241,7 @@ impl Ring {
         }
         files.last += 1;
         let name = files.last;
-        files.by_name.insert(name, Arc::new(Held::new(file, &self.deferred_drop)));
+        files.by_name.insert(name, Arc::new(AttachedFile { file: Held::new(file, &self.deferred_drop), reader }));
         Some(name)
     }
 
@@ -252,7 +260,7 @@ impl Ring {
     }
 
     /// The file of this name.
-    pub fn file(&self, name: u64) -> Option<Arc<Held<dyn OpenFile>>> {
+    pub fn file(&self, name: u64) -> Option<Arc<AttachedFile>> {
         self.files.read().by_name.get(&name).cloned()
     }
 
@@ -283,13 +291,20 @@ pub(super) struct Taken {
     user_data: u64,
     /// Bytes that it asks for.
     len: u64,
+    /// Whether another process reads the same.
+    common: bool,
     answered: bool,
 }
 
 impl Taken {
     /// A submission that was just taken.
     pub(super) fn new(thread: Arc<ServingThread>, ring: Arc<Ring>, submission: &Submission) -> Taken {
-        Taken { thread, ring, user_data: submission.user_data, len: submission.len, answered: false }
+        Taken { thread, ring, user_data: submission.user_data, len: submission.len, common: false, answered: false }
+    }
+
+    /// Another process reads the same, or does not.
+    pub(super) fn set_common(&mut self, common: bool) {
+        self.common = common;
     }
 
     /// Refuses it.
@@ -347,7 +362,7 @@ impl Requester for Taken {
             host: transfer.host,
             hole: transfer.hole,
             edge: transfer.edge,
-            reserved: 0,
+            flags: if self.common { CompletionFlags::COMMON } else { CompletionFlags::empty() }.bits(),
         });
     }
 }

@@ -7,6 +7,7 @@
 
 use super::deferred_drop::DeferredDrop;
 use super::queue_pair::Ring;
+use super::readers::Readers;
 use super::service::Service;
 use super::shares::{Shares, WorkBesideRings};
 use super::signal::Signal;
@@ -88,6 +89,8 @@ pub struct Rings {
     /// Filled from the front.
     services: Arc<[OnceLock<Arc<Service>>]>,
     opening: Mutex<Opening>,
+    /// Who reads which file.
+    readers: Readers,
 }
 
 /// What making a ring changes. It is locked before a service's rings are.
@@ -124,6 +127,7 @@ impl Rings {
             watch: Arc::new(Watch::new()?),
             shares: Arc::new(Shares::new()),
             deferred_drop,
+            readers: Readers::default(),
             dropping: Mutex::new(Some(dropping)),
             services: (0..services).map(|_| OnceLock::new()).collect(),
             opening: Mutex::new(Opening {
@@ -162,7 +166,11 @@ impl Rings {
     pub fn attach(&self, thread: u32, request: &Attach, ino: u64, file: impl FnOnce(Access) -> Arc<dyn OpenFile>) -> Reply {
         let find = || self.find(thread, request.ring).map(|(_, ring)| (ring.clone(), ring.owner.identity()));
         let attached = match self.server.show(thread, request.claim(), ino, find) {
-            Ok(Some((ring, access, grant))) => ring.attach(file(access)).map(|file| (file, grant)).ok_or(libc::ENOSPC),
+            Ok(Some((ring, access, grant))) => {
+                let only_reads = access.contains(Access::READ) && !access.contains(Access::WRITE);
+                let reader = only_reads.then(|| self.readers.add(ino, ring.owner.id));
+                ring.attach(file(access), reader).map(|file| (file, grant)).ok_or(libc::ENOSPC)
+            }
             Ok(None) => Err(libc::ENOENT),
             Err(reason) => Err(RegistryError::Refused(reason).errno()),
         };

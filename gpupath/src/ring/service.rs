@@ -233,12 +233,15 @@ impl Service {
     /// Takes one submission and begins it.
     fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
         let submission = ring.take();
-        let taken = Taken::new(self.thread.clone(), ring.clone(), &submission);
+        let mut taken = Taken::new(self.thread.clone(), ring.clone(), &submission);
         let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
         let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
         let direction = if command == Command::Write { Direction::Write } else { Direction::Read };
+        if let (Direction::Read, Some(reader)) = (direction, &file.reader) {
+            taken.set_common(reader.reads(submission.file_offset, submission.len));
+        }
         let (stats, buffer) = (self.server.stats.clone(), request.buffer);
         let asked = Asked { stats, direction, request, requester: Box::new(taken) };
-        asked.admit(&**file, || ring.buffer(buffer, || self.server.registry.lookup_of(&ring.owner, buffer)));
+        asked.admit(&*file.file, || ring.buffer(buffer, || self.server.registry.lookup_of(&ring.owner, buffer)));
     }
 }

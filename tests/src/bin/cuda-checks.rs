@@ -6,7 +6,8 @@
 use clap::Parser;
 use gpunvme_cuda::{Cuda, Which};
 use gpunvme_tests::cuda::{
-    CHECKS, CRASH_CHECK, HARDWARE_CHECKS, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, facts, measure, measure_page_cache,
+    CHECKS, CRASH_CHECK, HARDWARE_CHECKS, KERNEL_CHECKS, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, facts, measure,
+    measure_kernels, measure_page_cache, read_endlessly,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -21,6 +22,13 @@ struct Arguments {
     /// the folder that GPUNVME_BIN names.
     #[arg(long)]
     transfers: bool,
+    /// Only check kernels that read and write files themselves, on volumes that are made for it,
+    /// and print how fast they read.
+    #[arg(long)]
+    kernels: bool,
+    /// Only what a check of kernels kills.
+    #[arg(long, hide = true)]
+    read_endlessly: Option<PathBuf>,
     /// Only the check of transfers that leaves this process without its GPU.
     #[arg(long, hide = true)]
     crash: bool,
@@ -64,6 +72,10 @@ fn main() -> ExitCode {
         CRASH_CHECK.1(&Site::new(gpu));
         return ExitCode::SUCCESS;
     }
+    if let Some(path) = &arguments.read_endlessly {
+        read_endlessly(gpu, path);
+        return ExitCode::SUCCESS;
+    }
     let (mut passed, mut failed) = (0, 0);
     let mut run = |name: &str, check: &dyn Fn()| {
         // What went wrong the panic says itself.
@@ -75,8 +87,15 @@ fn main() -> ExitCode {
             println!("FAILED: {name}");
         }
     };
-    for (name, check) in CHECKS.iter().chain(HARDWARE_CHECKS) {
-        run(name, &|| check(gpu));
+    if arguments.kernels {
+        for (name, check) in KERNEL_CHECKS {
+            run(name, &|| check(gpu));
+        }
+        run("kernels are measured", &|| measure_kernels(gpu));
+    } else {
+        for (name, check) in CHECKS.iter().chain(HARDWARE_CHECKS) {
+            run(name, &|| check(gpu));
+        }
     }
     if arguments.transfers {
         let site = Site::new(gpu);

@@ -118,7 +118,10 @@ int main(int argc, char **argv)
 	check(gpunvme_mount_open(argv[1], &mount));
 	check(gpunvme_file_open(argv[1], O_RDONLY, 0, &from));
 	check(gpunvme_file_open(argv[2], O_RDWR | O_CREAT | O_TRUNC, 0666, &to));
-	check(gpunvme_transfers_open(mount, 8 << 20, 0, &transfers));
+	struct gpunvme_settings settings = { .staging = 8 << 20, .caching = 99 };
+	expect(gpunvme_transfers_open(mount, &settings, &transfers), -EINVAL, "GPUNVME_CACHING_");
+	settings.caching = GPUNVME_CACHING_NEVER;
+	check(gpunvme_transfers_open(mount, &settings, &transfers));
 	check(gpunvme_gpu_route(transfers, parts[0].address, &route, &reason));
 	if (route != GPUNVME_ROUTE_BOUNCE || reason != GPUNVME_REASON_NO_VFIO)
 		errx(1, "%s: %s", gpunvme_route_name(route), gpunvme_reason_explain(reason));
@@ -137,6 +140,20 @@ int main(int argc, char **argv)
 	if (result.failed_segment != 1)
 		errx(1, "segment %u", result.failed_segment);
 	parts[1].address = (char *)parts[0].address + len / PARTS;
+
+	/* Out of the page cache. */
+	uint64_t prepared;
+	expect(gpunvme_gpu_read(transfers, from, parts, PARTS, GPUNVME_REQUIRE_CACHE, NULL), -EOPNOTSUPP, "cache");
+	expect(gpunvme_gpu_read(transfers, from, parts, 1, GPUNVME_REQUIRE_CACHE | GPUNVME_REQUIRE_P2P, NULL), -EINVAL, "one route");
+	check(gpunvme_gpu_prepare(transfers, from, 0, len, &prepared));
+	check(gpunvme_gpu_read(transfers, from, parts, PARTS, GPUNVME_REQUIRE_CACHE, &result));
+	if (prepared != len || result.bytes != len || result.cache != len)
+		errx(1, "%llu bytes prepared, %llu read", (unsigned long long)prepared, (unsigned long long)result.cache);
+	expect(gpunvme_gpu_set_caching(from, 4), -EINVAL, "GPUNVME_CACHING_");
+	check(gpunvme_gpu_set_caching(from, GPUNVME_CACHING_RESIDENT));
+	check(gpunvme_gpu_read(transfers, from, parts, PARTS, 0, &result));
+	if (result.bytes != len || result.cache != len)
+		errx(1, "%llu bytes of the page cache", (unsigned long long)result.cache);
 
 	/* In the order of a stream: what was read is written, and read again over it. */
 	check(gpunvme_gpu_write_on_stream(transfers, to, parts, PARTS / 2, 0, stream, &written));

@@ -29,6 +29,8 @@ fn moved(volume: &Mounted) -> (u64, u64) {
 fn bytes_arrive_whatever_their_size_and_place() {
     needs_mount!();
     with_software_cuda("", || {
+        // SAFETY: no other thread of this process looks at its environment yet.
+        unsafe { std::env::set_var("GPUNVME_CUFILE_CACHING", "never") };
         let (volume, cufile) = (Mounted::new(), in_use());
         let data = tree::pattern(1, 2 * MIB);
         fs::write(volume.path("file"), &data).unwrap();

@@ -5,10 +5,11 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::gpu::Segment;
 use gpunvme::{Mount, Operation, Ring};
 use gpunvme_abi::{Reason, Route, get_text};
 use gpunvme_cuda::{Cuda, Which};
+use gpunvme_tests::cuda::from_the_device;
 use gpunvme_tests::direct::{Buffer, info};
 use gpunvme_tests::mounted::{is_mounted, text, unmount_unless_busy};
 use gpunvme_tests::rings::{attach, bytes_of, shared, wait_for};
@@ -219,7 +220,7 @@ fn gpu_memory_that_is_refused_is_offered_once() {
         let (file, mount) = (gpunvme::File::open(&path).unwrap(), gpunvme::Mount::open(&path).unwrap());
         assert_eq!(mount.info().unwrap().route, Route::P2p);
         let registered = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "register").unwrap().1;
-        let transfers = Transfers::new(&mount).unwrap();
+        let transfers = from_the_device(&mount);
         let gpu = Cuda::load().unwrap().gpu(Which::Index(0)).unwrap();
         let [one, other] = [0, 1].map(|_| gpu.alloc(data.len()).unwrap());
         let refused = transfers.route(one.address()).unwrap();

@@ -5,10 +5,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::gpu::Segment;
 use gpunvme::{Mount, Operation, Ring};
 use gpunvme_abi::get_text;
 use gpunvme_cuda::{Cuda, Which};
+use gpunvme_tests::cuda::from_the_device;
 use gpunvme_tests::direct::{Buffer, extents, info};
 use gpunvme_tests::mounted::{Image, is_mounted, text, unmount_unless_busy};
 use gpunvme_tests::rings::{attach, bytes_of, shared, wait_for};
@@ -182,7 +183,7 @@ fn gpu_memory_is_filled_from_a_stripe() {
             fs::write(dir.join("file"), &data).unwrap();
             let (file, mount) = (gpunvme::File::open(dir.join("file")).unwrap(), Mount::open(&dir).unwrap());
             assert_eq!((mount.info().unwrap().devices, mount.info().unwrap().stripe_unit), (3, 64 << 10));
-            let transfers = Transfers::new(&mount).unwrap();
+            let transfers = from_the_device(&mount);
             let gpu = Cuda::load().unwrap().gpu(Which::Index(0)).unwrap();
             let memory = gpu.alloc(data.len()).unwrap();
             let segment = Segment { file_offset: 0, address: memory.address(), len: data.len() as u64 };

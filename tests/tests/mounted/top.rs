@@ -1,4 +1,4 @@
-//! `gpunvme top`: who does what with which file, kept while somebody looks.
+//! `gpunvme top`: what processes do with files, counted while it is watched.
 
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};

@@ -3,7 +3,7 @@
 
 use crate::meter::Meter;
 use crate::report::Failure;
-use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::gpu::{Caching, Segment, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Reason, Require, Route, Transfer};
 use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Gpu, Stream, Which};
 use std::io::Read;
@@ -56,12 +56,20 @@ pub struct GpuBuffer {
     transfers: Transfers,
 }
 
+/// What moves bytes between a mount's files and GPU memory, whatever the page cache has: these
+/// commands show what the device does.
+pub fn transfers(mount: &Mount) -> Result<Transfers, Failure> {
+    let mut settings = Settings::default();
+    settings.caching = Caching::Never;
+    Ok(Transfers::with(mount, settings)?)
+}
+
 impl GpuBuffer {
     /// Memory for a transfer of `len` bytes, as far as that is known.
     pub fn new(file: &File, which: Which, len: Option<u64>) -> Result<GpuBuffer, Failure> {
         let gpu = find(which)?;
         let len = len.unwrap_or(PART).clamp(1, PART);
-        Ok(GpuBuffer { gpu, memory: Memory::new(&gpu, len as usize)?, transfers: Transfers::new(&file.mount()?)? })
+        Ok(GpuBuffer { gpu, memory: Memory::new(&gpu, len as usize)?, transfers: transfers(&file.mount()?)? })
     }
 
     /// The route that transfers take, and why not a faster one.
@@ -164,7 +172,7 @@ impl GpuParts {
             fill(&mut bytes);
             memory.put(at, &bytes[..STEP.min(len - at)])?;
         }
-        Ok(GpuParts { gpu, memory, transfers: Transfers::new(mount)? })
+        Ok(GpuParts { gpu, memory, transfers: transfers(mount)? })
     }
 
     /// Its GPU, for people.

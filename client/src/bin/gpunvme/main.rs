@@ -19,6 +19,7 @@ mod read;
 mod report;
 mod run;
 mod scratch;
+mod screen;
 mod stage;
 mod stats;
 mod sync;

@@ -1,7 +1,7 @@
-//! The command `top`: which processes, or files, keep a mount busy. On a terminal each table takes
-//! the place of the one before; in a pipe they follow each other, and as JSON each is a line.
+//! The command `top`: which processes, or files, keep a mount busy. As JSON each table is a line.
 
 use crate::report::{Failure, Report};
+use crate::screen::{Screen, printable};
 use crate::stats::table::Units;
 use gpunvme::{Activity, ActivityEntry, Mount};
 use serde_json::{Value, json};
@@ -9,13 +9,10 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{ErrorKind, IsTerminal, Write as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Takes the cursor to the upper left corner, and what is behind it away (ECMA-48: CUP, ED).
-const HOME: &str = "\x1b[H\x1b[J";
 /// Lines of a table.
 const LINES: usize = 20;
 
@@ -59,8 +56,7 @@ pub fn run(top: &Top, json: bool) -> Result<Report, Failure> {
     let device = fs::metadata(&top.mount).map_err(|error| Failure(format!("{}: {error}", top.mount.display())))?.dev();
     let units = if top.exact { Units::Exact } else { Units::Human };
     let (mut before, mut since) = (mount.activity()?, Instant::now());
-    let mut out = std::io::stdout();
-    let is_terminal = out.is_terminal();
+    let mut screen = Screen::new();
     let mut times = 0;
     while top.count.is_none_or(|count| times < count) {
         std::thread::sleep(Duration::from_secs(top.interval.into()));
@@ -68,20 +64,17 @@ pub fn run(top: &Top, json: bool) -> Result<Report, Failure> {
         let over = since.elapsed();
         since = Instant::now();
         let lines = lines(changes(&before, &now), top.by, device);
-        let text = if json {
+        let goes_on = if json {
             let others = now.others.saturating_sub(before.others);
             let lines: Vec<Value> = lines.iter().map(|line| told(line, top.by)).collect();
-            format!(
-                "{}\n",
-                json!({ "seconds": over.as_secs_f64(), "entries": lines, "left_out": now.left_out, "others": others })
-            )
+            let (seconds, left_out) = (over.as_secs_f64(), now.left_out);
+            let line = json!({ "seconds": seconds, "entries": lines, "left_out": left_out, "others": others });
+            screen.line(&line.to_string())?
         } else {
-            format!("{}{}\n", if is_terminal { HOME } else { "" }, table(&lines, top.by, units, over))
+            screen.show(&format!("{}\n", table(&lines, top.by, units, over)))?
         };
-        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            // A reader that closes the pipe early has what it wanted.
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => break,
-            written => written?,
+        if !goes_on {
+            break;
         }
         before = now;
         times += 1;
@@ -183,8 +176,8 @@ fn table(lines: &[Line], by: By, units: Units, over: Duration) -> String {
     for line in lines.iter().take(LINES) {
         let numbers = numbers(&line.sum);
         let _ = match by {
-            By::Process => writeln!(text, "{:>8} {:>6} {numbers}  {}", line.process, line.user, line.command),
-            By::File => writeln!(text, "{numbers}  {}", name(line)),
+            By::Process => writeln!(text, "{:>8} {:>6} {numbers}  {}", line.process, line.user, printable(&line.command)),
+            By::File => writeln!(text, "{numbers}  {}", printable(&name(line))),
         };
     }
     text
@@ -211,4 +204,20 @@ fn told(line: &Line, by: By) -> Value {
         }
     }
     told
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An administrator sees names that any user chose.
+    #[test]
+    fn names_do_not_control_the_terminal() {
+        let line = Line { command: "a\x1b[2Jb\n".into(), path: Some("/mnt/\x1b]0;x\x07".into()), ..Line::default() };
+        for by in [By::Process, By::File] {
+            let table = table(std::slice::from_ref(&line), by, Units::Human, Duration::from_secs(1));
+            assert_eq!(table.lines().count(), 2, "{table:?}");
+            assert!(table.chars().all(|char| char == '\n' || !char.is_control()), "{table:?}");
+        }
+    }
 }

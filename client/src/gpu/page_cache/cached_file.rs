@@ -1,24 +1,42 @@
 //! The cached ranges of one open file: which there are, and which are worth having.
 //!
-//! It guards that looking costs a read next to nothing: a file that is read once has no cached
-//! range, and nothing is asked of the kernel.
+//! It guards that looking costs a read next to nothing: a file of which the page cache has nothing
+//! has no cached range, and the kernel is asked less and less often what it has.
 
 use super::cached_range::{CachedRange, RANGE_LEN};
+use super::view::is_resident;
+use crate::gpu::settings::Caching;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// The most reads of a cached range's range between two attempts to make it.
-const PATIENCE: u32 = 1 << 10;
+/// How often a cached range's range is read in full, at most, between two attempts to make it.
+const PATIENCE: u64 = 1 << 10;
+/// The longest read of which the kernel is not always asked whether the page cache has it: asking
+/// takes as long as a part of such a read.
+const SHORT: u64 = 128 << 10;
+/// How many short reads are not asked for, at most, as a power of 2.
+const SILENCE: u32 = 8;
 
 /// What is known of an open file's cached ranges.
 #[derive(Debug, Default)]
 pub struct CachedFile {
     places: Mutex<HashMap<u64, Arc<RangePlace>>>,
-    /// The file, once there is a cached range of it.
+    /// Whether there are any.
+    has_places: AtomicBool,
+    /// How many short reads the page cache had not got, one after the other, and for how many more
+    /// the kernel is not asked.
+    absent: AtomicU32,
+    silent: AtomicU32,
+    /// Whether another process reads the same of it.
+    common: AtomicBool,
+    /// The file, once something of it was looked for in the page cache.
     descriptor: OnceLock<Arc<OwnedFd>>,
+    /// What reads of it take of the page cache, if that was set.
+    caching: Mutex<Option<Caching>>,
 }
 
 /// The place of a cached range in a file: the cached range itself may come and go.
@@ -30,18 +48,18 @@ pub struct RangePlace {
     demand: Mutex<Demand>,
 }
 
-/// How often a cached range's range was read without one.
+/// How much of a cached range's range was read without one.
 #[derive(Debug)]
 struct Demand {
-    reads: u32,
-    /// How many there have to be.
-    wanted: u32,
+    bytes: u64,
+    /// How many it has to be more than.
+    wanted: u64,
 }
 
 impl Default for Demand {
-    /// A range that is read a second time is worth a cached range.
+    /// A range of which more was read than it has is worth a cached range: it is read again.
     fn default() -> Demand {
-        Demand { reads: 0, wanted: 2 }
+        Demand { bytes: 0, wanted: RANGE_LEN }
     }
 }
 
@@ -73,13 +91,13 @@ impl RangePlace {
     }
 
     /// Counts a read that found no cached range. True where one should be made now.
-    fn miss(&self) -> bool {
+    fn miss(&self, bytes: u64) -> bool {
         let mut demand = self.demand.lock();
-        demand.reads += 1;
-        if demand.reads < demand.wanted {
+        demand.bytes += bytes;
+        if demand.bytes <= demand.wanted {
             return false;
         }
-        *demand = Demand { reads: 0, wanted: (demand.wanted * 2).min(PATIENCE) };
+        *demand = Demand { bytes: 0, wanted: (demand.wanted * 2).min(PATIENCE * RANGE_LEN) };
         true
     }
 }
@@ -97,6 +115,9 @@ impl CachedFile {
     pub fn range_at(&self, offset: u64, now: u64) -> (Option<Cached>, u64) {
         let start = offset - offset % RANGE_LEN;
         let left = RANGE_LEN - offset % RANGE_LEN;
+        if !self.has_places.load(Ordering::Relaxed) {
+            return (None, left);
+        }
         let Some(place) = self.places.lock().get(&start).cloned() else { return (None, left) };
         let Some(cached_range) = place.get().filter(|cached_range| offset < start + cached_range.len()) else {
             return (None, left);
@@ -120,21 +141,63 @@ impl CachedFile {
 
     /// Counts a read of a range, and returns the places of which a cached range should be made now,
     /// by where they begin.
-    pub fn misses(&self, offset: u64, len: u64) -> Vec<(u64, Arc<RangePlace>)> {
-        let mut places = self.places.lock();
-        let starts = (offset / RANGE_LEN..(offset + len).div_ceil(RANGE_LEN)).map(|number| number * RANGE_LEN);
-        let places = starts.map(|start| (start, places.entry(start).or_default().clone()));
-        let end = |start: u64| (offset + len).min(start + RANGE_LEN);
+    pub fn misses(&self, offset: u64, len: u64) -> SmallVec<[(u64, Arc<RangePlace>); 1]> {
+        let end = offset + len;
+        let of_place = |start: u64| end.min(start + RANGE_LEN) - offset.max(start);
         let is_missing =
-            |start: u64, place: &RangePlace| place.get().is_none_or(|cached_range| start + cached_range.len() < end(start));
-        places.filter(|(start, place)| is_missing(*start, place) && place.miss()).collect()
+            |start: u64, place: &RangePlace| place.get().is_none_or(|range| start + range.len() < end.min(start + RANGE_LEN));
+        let mut places = self.places(offset, len);
+        places.retain(|(start, place)| is_missing(*start, place) && place.miss(of_place(*start)));
+        places
     }
 
     /// The places of a range, by where they begin.
-    pub fn places(&self, offset: u64, len: u64) -> Vec<(u64, Arc<RangePlace>)> {
+    pub fn places(&self, offset: u64, len: u64) -> SmallVec<[(u64, Arc<RangePlace>); 1]> {
         let mut places = self.places.lock();
         let starts = (offset / RANGE_LEN..(offset + len).div_ceil(RANGE_LEN)).map(|number| number * RANGE_LEN);
-        starts.map(|start| (start, places.entry(start).or_default().clone())).collect()
+        let found = starts.map(|start| (start, places.entry(start).or_default().clone())).collect();
+        self.has_places.store(true, Ordering::Relaxed);
+        found
+    }
+
+    /// Another process reads the same of it.
+    pub fn set_common(&self) {
+        self.common.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a range is worth reading through the page cache: it has all of it, or another
+    /// process reads the same, so that the device reads for both at once.
+    pub fn is_worth_reading(&self, file: BorrowedFd<'_>, offset: u64, len: u64) -> bool {
+        self.is_resident(file, offset, len) || (len > SHORT && self.common.load(Ordering::Relaxed))
+    }
+
+    /// Whether the page cache has all of a range, as far as the kernel tells, and as far as it is
+    /// asked: where it had nothing for many short reads, it is asked for few of them.
+    fn is_resident(&self, file: BorrowedFd<'_>, offset: u64, len: u64) -> bool {
+        if len > SHORT {
+            return is_resident(file, offset, len);
+        }
+        // Threads that count at once ask once more, or once less.
+        let silent = self.silent.load(Ordering::Relaxed);
+        if silent > 0 {
+            self.silent.store(silent - 1, Ordering::Relaxed);
+            return false;
+        }
+        let found = is_resident(file, offset, len);
+        let absent = if found { 0 } else { (self.absent.load(Ordering::Relaxed) + 1).min(SILENCE) };
+        self.absent.store(absent, Ordering::Relaxed);
+        self.silent.store((1 << absent) - 1, Ordering::Relaxed);
+        found
+    }
+
+    /// What reads of the file take of the page cache, if that was set.
+    pub fn caching(&self) -> Option<Caching> {
+        *self.caching.lock()
+    }
+
+    /// Sets it.
+    pub fn set_caching(&self, caching: Option<Caching>) {
+        *self.caching.lock() = caching;
     }
 
     /// The file, by a descriptor that `open` makes the first time.

@@ -28,4 +28,3 @@ mod service;
 mod view;
 
 pub use service::PageCache;
-pub use view::is_resident;

@@ -5,6 +5,7 @@
 
 use super::cached_file::{CachedFile, RangePlace};
 use super::cached_range::{CachedRange, Missing, NoRange, RANGE_LEN, Registered};
+use super::readers::{PageRead, PageReaders};
 use super::room::Room;
 use gpunvme_cuda::{Cuda, Gpu};
 use parking_lot::Mutex;
@@ -12,11 +13,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
-/// How often it is looked whether memory runs short, while there are cached ranges.
-const LOOK: Duration = Duration::from_millis(200);
+/// The longest piece that a thread reads out of the page cache itself, since another one would have
+/// to be woken, where it has others as well, and where it is alone.
+const LONGEST_HERE: usize = 32 << 10;
+const LONGEST_ALONE: usize = 128 << 10;
 
 /// How often a range is read in, at most, for one that is to be there.
 const ATTEMPTS: usize = 10;
@@ -25,9 +28,7 @@ const ATTEMPTS: usize = 10;
 /// [`super::super::Transfers`].
 pub struct PageCache {
     shared: Arc<Shared>,
-    /// What is done for reads about pages that the page cache has not got; none where cached ranges
-    /// are made only when the application says so.
-    missing: Option<Missing>,
+    readers: PageReaders,
     /// The thread, once there was something to do for it.
     thread: Mutex<Option<(Sender<Work>, JoinHandle<()>)>>,
 }
@@ -44,8 +45,15 @@ struct Shared {
     is_over: AtomicBool,
 }
 
+/// What the thread is to do.
+enum Work {
+    Make(Wanted),
+    /// There are cached ranges that it did not make.
+    LookAfterMemory,
+}
+
 /// A cached range that is to be made.
-struct Work {
+struct Wanted {
     gpu: Gpu,
     file: Arc<OwnedFd>,
     start: u64,
@@ -55,7 +63,7 @@ struct Work {
 
 impl PageCache {
     /// With no cached ranges yet. `limit` is the most bytes of them.
-    pub fn new(cuda: &'static Cuda, missing: Option<Missing>, limit: Option<u64>) -> PageCache {
+    pub fn new(cuda: &'static Cuda, limit: Option<u64>) -> PageCache {
         let shared = Shared {
             cuda,
             room: Room::new(limit),
@@ -64,12 +72,7 @@ impl PageCache {
             clock: AtomicU64::new(0),
             is_over: AtomicBool::new(false),
         };
-        PageCache { shared: Arc::new(shared), missing, thread: Mutex::default() }
-    }
-
-    /// Whether reads may take what the page cache has and no cached range.
-    pub fn reads_resident(&self) -> bool {
-        self.missing.is_some()
+        PageCache { shared: Arc::new(shared), readers: PageReaders::default(), thread: Mutex::default() }
     }
 
     /// The time by which cached ranges are used.
@@ -77,18 +80,25 @@ impl PageCache {
         self.shared.clock.load(Ordering::Relaxed)
     }
 
-    /// A range of a file is read, to memory of a GPU: cached ranges that are missing are made
-    /// meanwhile, if that is worth it. `open` gives a descriptor of the file.
-    pub fn is_read(&self, file: &CachedFile, gpu: Gpu, (offset, len): (u64, u64), open: impl FnOnce() -> Option<OwnedFd>) {
-        let Some(missing) = self.missing else { return };
-        let places = file.misses(offset, len);
-        if places.is_empty() {
-            return;
+    /// Has a piece read through the page cache, if that is worth it: by this thread, or by
+    /// others if it is long. False if it is not.
+    pub fn read(&self, cached: &CachedFile, read: PageRead, is_alone: bool) -> bool {
+        if !cached.is_worth_reading(read.file.as_fd(), read.offset, read.len as u64) {
+            return false;
         }
-        let Ok(descriptor) = file.descriptor(|| open().ok_or(())) else { return };
-        for (start, place) in places {
+        if read.len <= if is_alone { LONGEST_ALONE } else { LONGEST_HERE } {
+            read.read_here();
+            return true;
+        }
+        self.readers.read(read)
+    }
+
+    /// A range of a file is read, to memory of a GPU: cached ranges that are missing are made
+    /// meanwhile, if that is worth it. What they miss of the page cache is `missing`.
+    pub fn is_read(&self, cached: &CachedFile, gpu: Gpu, file: &Arc<OwnedFd>, (offset, len): (u64, u64), missing: Missing) {
+        for (start, place) in cached.misses(offset, len) {
             let place = Arc::downgrade(&place);
-            self.send(Work { gpu, file: descriptor.clone(), start, place, missing });
+            self.send(Work::Make(Wanted { gpu, file: file.clone(), start, place, missing }));
         }
     }
 
@@ -105,20 +115,25 @@ impl PageCache {
         (offset, len): (u64, u64),
         missing: Missing,
     ) -> Result<u64, NoRange> {
-        let mut bytes = 0;
-        for (start, place) in file.places(offset, len) {
-            let work = Work { gpu, file: descriptor.clone(), start, place: Arc::downgrade(&place), missing };
+        let (places, begun) = (file.places(offset, len), self.now());
+        for (start, place) in &places {
+            let wanted = Wanted { gpu, file: descriptor.clone(), start: *start, place: Arc::downgrade(place), missing };
             // Pages that were read in may have left again: others change the file, or the kernel
             // needs the room.
-            let made = (0..ATTEMPTS).map(|_| self.shared.make(&work)).find(|made| !matches!(made, Err(NoRange::NotResident)));
-            match made {
-                None | Some(Ok(()) | Err(NoRange::NoRoom)) => {}
+            let make = |_| self.shared.make(&wanted, begun);
+            match (0..ATTEMPTS).map(make).find(|made| !matches!(made, Err(NoRange::NotResident))) {
+                None | Some(Ok(())) => {}
+                // Those that were made first stay.
+                Some(Err(NoRange::NoRoom)) => break,
                 Some(Err(error)) => return Err(error),
             }
-            let end = place.get().map_or(start, |cached_range| start + cached_range.len());
-            bytes += end.min(offset + len).saturating_sub(start.max(offset));
         }
-        Ok(bytes)
+        self.send(Work::LookAfterMemory);
+        let cached = |(start, place): &(u64, Arc<RangePlace>)| {
+            let end = place.get().map_or(*start, |cached_range| start + cached_range.len());
+            end.min(offset + len).saturating_sub((*start).max(offset))
+        };
+        Ok(places.iter().map(cached).sum())
     }
 
     fn send(&self, work: Work) {
@@ -126,7 +141,7 @@ impl PageCache {
         if thread.is_none() {
             let (sender, receiver) = channel();
             let shared = self.shared.clone();
-            let started = std::thread::Builder::new().name("gpunvme-cache".into()).spawn(move || shared.run(&receiver));
+            let started = thread::Builder::new().name("gpunvme-cache".into()).spawn(move || shared.run(&receiver));
             match started {
                 Ok(handle) => *thread = Some((sender, handle)),
                 Err(error) => return tracing::debug!(%error, "no thread for the page cache"),
@@ -151,59 +166,70 @@ impl Drop for PageCache {
 impl Shared {
     fn run(&self, work: &Receiver<Work>) {
         let _alone = self.cuda.leave_captures_alone();
+        let mut look = Instant::now();
         loop {
             // Without cached ranges there is nothing to give back.
             let next = if self.registered.bytes() > 0 {
-                work.recv_timeout(LOOK)
+                if Instant::now() >= look {
+                    look = Instant::now() + self.look_after_memory();
+                }
+                work.recv_timeout(look.saturating_duration_since(Instant::now()))
             } else {
                 work.recv().map_err(|_| RecvTimeoutError::Disconnected)
             };
             match next {
-                Ok(work) => {
-                    if !self.is_over.load(Ordering::Relaxed)
-                        && let Err(error) = self.make(&work)
-                    {
-                        tracing::debug!(%error, offset = work.start, "no cached range of a file's pages");
+                Ok(Work::LookAfterMemory) => {}
+                Ok(Work::Make(wanted)) => {
+                    if self.is_over.load(Ordering::Relaxed) {
+                        continue;
+                    }
+                    if let Err(error) = self.make(&wanted, u64::MAX) {
+                        tracing::debug!(%error, offset = wanted.start, "no cached range of a file's pages");
                     }
                 }
-                Err(RecvTimeoutError::Timeout) if Room::is_short(self.registered.bytes()) => self.give_back_half(),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
     }
 
-    /// Makes a cached range, unless its place is gone, or has one that is as long as it can be.
-    fn make(&self, work: &Work) -> Result<(), NoRange> {
-        let Some(place) = work.place.upgrade() else { return Ok(()) };
-        let size = rustix::fs::fstat(&work.file).map_err(NoRange::Map)?.st_size as u64;
-        let len = size.saturating_sub(work.start).min(RANGE_LEN);
-        if len == 0 || place.get().is_some_and(|cached_range| cached_range.len() >= len && cached_range.is_true(work.start, len))
+    /// Makes a cached range, unless its place is gone, or has one that is as long as it can be. For
+    /// its sake those are given up that were last used at `time` or before.
+    fn make(&self, wanted: &Wanted, time: u64) -> Result<(), NoRange> {
+        let Some(place) = wanted.place.upgrade() else { return Ok(()) };
+        let size = rustix::fs::fstat(&wanted.file).map_err(NoRange::Map)?.st_size as u64;
+        let len = size.saturating_sub(wanted.start).min(RANGE_LEN);
+        if len == 0
+            || place.get().is_some_and(|cached_range| cached_range.len() >= len && cached_range.is_true(wanted.start, len))
         {
             return Ok(());
         }
-        if work.missing == Missing::Refuse && !super::view::shows_residency(work.file.as_fd()) {
+        if wanted.missing == Missing::Refuse && !super::view::shows_residency(wanted.file.as_fd()) {
             return Err(NoRange::Hidden);
         }
-        self.make_room(len)?;
+        self.make_room(len, time)?;
         let registered = self.registered.with(len);
-        let cached_range = CachedRange::new(self.cuda, &work.gpu, &work.file, (work.start, len), work.missing, registered)?;
+        let cached_range =
+            CachedRange::new(self.cuda, &wanted.gpu, &wanted.file, (wanted.start, len), wanted.missing, registered)?;
         let now = self.clock.fetch_add(1, Ordering::Relaxed) + 1;
         place.used.store(now, Ordering::Relaxed);
         place.put(cached_range);
-        self.places.lock().push(work.place.clone());
+        self.places.lock().push(wanted.place.clone());
         Ok(())
     }
 
-    /// Gives up cached ranges until there is room for `more` bytes.
-    fn make_room(&self, more: u64) -> Result<(), NoRange> {
+    /// Gives up cached ranges that were last used at `time` or before, until there is room for
+    /// `more` bytes.
+    fn make_room(&self, more: u64, time: u64) -> Result<(), NoRange> {
         if !self.room.takes(more) || !Room::is_there(self.registered.bytes(), more) {
             return Err(NoRange::NoRoom);
         }
         while !self.room.fits(self.registered.bytes(), more) {
             // One that is in use counts until the last copy from it has ended.
             let before = self.registered.bytes();
-            drop(self.by_use().first().ok_or(NoRange::NoRoom)?.take());
+            let places = self.by_use();
+            let oldest = places.first().filter(|place| place.used.load(Ordering::Relaxed) <= time);
+            drop(oldest.ok_or(NoRange::NoRoom)?.take());
             if self.registered.bytes() == before {
                 return Err(NoRange::NoRoom);
             }
@@ -211,8 +237,26 @@ impl Shared {
         Ok(())
     }
 
+    /// Gives cached ranges back while memory runs short, and returns when to look again.
+    fn look_after_memory(&self) -> Duration {
+        loop {
+            let registered = self.registered.bytes();
+            if let Some(after) = Room::look_after(registered) {
+                return after;
+            }
+            self.give_back_half();
+            // What is in use ends when its copies have.
+            if self.registered.bytes() == registered {
+                return Duration::from_millis(1);
+            }
+        }
+    }
+
     fn give_back_half(&self) {
         let places = self.by_use();
+        if places.is_empty() {
+            return;
+        }
         tracing::info!(
             ranges = places.len(),
             bytes = self.registered.bytes(),

@@ -6,6 +6,7 @@
 //! pieces is back. It makes no system call while there is something to see: it looks at the ring
 //! and at the words that its streams write.
 
+use super::active_request::{ActiveRequest, Uncut};
 use super::copy_stream::{Copy, CopyStream, NotCopied, Other};
 use super::piece_ring::PieceRing;
 use crate::error::Error;
@@ -14,9 +15,11 @@ use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
 use crate::gpu::outcome::{Outcome, action, cancelled, not_cached, of_piece};
+use crate::gpu::page_cache::PageCache;
+use crate::gpu::page_cache::cached_file::Cached;
+use crate::gpu::page_cache::cached_range::Missing;
 use crate::gpu::page_cache::gpu_reads::BY_KERNEL;
-use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, PageReaders};
-use crate::gpu::page_cache::{self, cached_file::Cached};
+use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, To};
 use crate::gpu::request::{Cancel, Request, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
 use crate::transfer::{Moved, Transfer};
@@ -25,7 +28,7 @@ use gpunvme_cuda::{Entered, Gpu};
 use rustix::io::Errno;
 use slab::Slab;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,73 +43,6 @@ const NAP: Duration = Duration::from_micros(50);
 /// The time without progress after which a stream is asked for its state, and the interval at which
 /// it is asked again.
 pub const STALLED: Duration = Duration::from_millis(100);
-
-/// A request that is being done.
-struct ActiveRequest {
-    request: Request,
-    /// The part to be cut next, and how much of it was.
-    part: usize,
-    within: u64,
-    /// What was copied from a cached range in vain, and comes first.
-    again: Vec<Uncut>,
-    in_flight: usize,
-    /// The request waits for a turn, and is not answered before it.
-    in_turns: bool,
-    outcome: Outcome,
-}
-
-/// A range of a part that is to be cut.
-#[derive(Clone, Copy)]
-struct Uncut {
-    part: usize,
-    within: u64,
-    len: u64,
-    /// Whether it may be copied from a cached range.
-    cached: bool,
-}
-
-impl ActiveRequest {
-    /// What is to be cut next.
-    fn next(&self) -> Option<Uncut> {
-        if self.outcome.is_failed() {
-            return None;
-        }
-        self.again.last().copied().or_else(|| {
-            let part = self.request.parts.get(self.part)?;
-            Some(Uncut { part: self.part, within: self.within, len: part.len - self.within, cached: true })
-        })
-    }
-
-    /// The GPU whose copies the next piece needs.
-    fn next_gpu(&self) -> Option<Gpu> {
-        let part = &self.request.parts[self.next()?.part];
-        part.registered.is_err().then_some(part.allocation.gpu)
-    }
-
-    /// So much of what is next was cut.
-    fn advance(&mut self, len: u64) {
-        match self.again.last_mut() {
-            Some(again) if again.len > len => (again.within, again.len) = (again.within + len, again.len - len),
-            Some(_) => drop(self.again.pop()),
-            None => self.within += len,
-        }
-    }
-
-    /// The cached range that a range begins in, if it may be read from there, and how far the range
-    /// goes without another.
-    fn cached_range(&self, range: Uncut) -> (Option<Cached>, u64) {
-        let part = &self.request.parts[range.part];
-        match &self.request.cached {
-            Some((file, now)) if range.cached && part.is_copied_to() => {
-                let (cached_range, left) = file.range_at(part.file_offset + range.within, *now);
-                let left = left.min(range.len);
-                // Few bytes are moved by a kernel, if kernels reach where they go.
-                (cached_range.filter(|_| left > BY_KERNEL || part.allocation.by_kernel), left)
-            }
-            _ => (None, range.len),
-        }
-    }
-}
 
 /// A piece in flight: it is either in the ring or being copied.
 struct InFlight {
@@ -136,7 +72,7 @@ pub struct Executor {
     /// How many of those there may be: as many as the ring has entries.
     most: usize,
     /// What reads pages of the page cache, what it has read, and how many pieces it has.
-    readers: Arc<PageReaders>,
+    page_cache: Arc<PageCache>,
     answers: Arc<PageAnswers>,
     reading: usize,
     read: Vec<PageAnswer>,
@@ -147,7 +83,7 @@ pub struct Executor {
 
 impl Executor {
     /// An executor without requests, with a ring that is its own.
-    pub fn new(ring: Ring, blocks: Blocks, readers: Arc<PageReaders>) -> Executor {
+    pub fn new(ring: Ring, blocks: Blocks, page_cache: Arc<PageCache>) -> Executor {
         let ring = PieceRing::new(ring);
         Executor {
             blocks,
@@ -158,7 +94,7 @@ impl Executor {
             pieces: Slab::new(),
             most: ring.capacity(),
             deliveries: Deliveries::default(),
-            readers,
+            page_cache,
             answers: Arc::default(),
             reading: 0,
             read: Vec::new(),
@@ -214,26 +150,29 @@ impl Executor {
             return self.begin(request);
         }
         let [part] = &request.parts[..] else { unreachable!("a read of one part") };
-        let (address, gpu) = (part.address, part.allocation.gpu);
+        let (address, gpu, within, flags) = (part.address, part.allocation.gpu, part.len, request.require.flags());
         let piece = pieces::first(Direction::Read, self.blocks, part.file_offset, part.len, request.piece_len);
         debug_assert_eq!(piece.wanted, part.len);
         let copy_stream = copy_stream(&mut self.copy_streams, gpu);
-        let slot = copy_stream.slots.take(piece.slot_len()).expect("an unused pool has room for a piece");
-        let segment = Segment { file_offset: piece.file_offset, buffer_offset: slot as u64 + piece.slot_offset, len: piece.len };
-        let flags = request.require.flags();
-        let mut result = file.transfer(Command::Read, copy_stream.staging.registered(), &[segment], flags);
+        let (staging, slot) = (copy_stream.staging.clone(), copy_stream.slots.take(piece.slot_len()));
+        let (again, outcome) = (Vec::new(), Outcome::default());
+        let active = ActiveRequest { request, part: 0, within, again, in_flight: 1, in_turns: false, outcome };
+        let request = self.requests.insert(active);
+        let in_flight = InFlight { request, part: 0, address, slot, cached: None, piece, done: Transfer::default() };
+        let index = self.pieces.insert(in_flight);
+        if self.read_pages(index) {
+            return;
+        }
+        let InFlight { piece, .. } = &self.pieces[index];
+        let buffer_offset = slot.expect("an unused pool has room for a piece") as u64 + piece.slot_offset;
+        let segment = Segment { file_offset: piece.file_offset, buffer_offset, len: piece.len };
+        let mut result = file.transfer(Command::Read, staging.registered(), &[segment], flags);
         if let Err(Error::Transfer { errno: Errno::CONNABORTED | Errno::NOTCONN, .. }) = result {
             // The kernel, and not the daemon, reported the end of the mount: the daemon may still
             // be using the slot, so that no request gets it from now on.
             self.ring.end();
             result = Err(Error::RingClosed { path: file.path().to_owned() });
         }
-        let within = part.len;
-        let (again, outcome) = (Vec::new(), Outcome::default());
-        let active = ActiveRequest { request, part: 0, within, again, in_flight: 1, in_turns: false, outcome };
-        let request = self.requests.insert(active);
-        let (slot, done) = (Some(slot), Transfer::default());
-        let index = self.pieces.insert(InFlight { request, part: 0, address, slot, cached: None, piece, done });
         self.transferred(index, result);
     }
 
@@ -267,8 +206,12 @@ impl Executor {
     /// Takes the pieces that the ring is done with.
     fn collect(&mut self, now: Instant) -> bool {
         let any = self.ring.look(now);
-        while let Some(Completed { user_data, result }) = self.ring.pop() {
-            self.transferred(user_data as usize, result);
+        while let Some(Completed { user_data, result, is_common }) = self.ring.pop() {
+            let index = user_data as usize;
+            if is_common && let Some((cached, _)) = &self.requests[self.pieces[index].request].request.cached {
+                cached.set_common();
+            }
+            self.transferred(index, result);
         }
         any | self.collect_pages()
     }
@@ -287,10 +230,16 @@ impl Executor {
                 Ok(arrived) => {
                     let moved = Moved { cache: arrived, ..Moved::default() };
                     self.pieces[index].done = Transfer { moved, reason: Some(Reason::None) };
-                    self.arrived(index, arrived);
+                    self.arrived(index, arrived, true);
                 }
-                // The daemon says what is wrong, if it still is.
-                Err(_) => self.push(index),
+                Err(errno) => match &self.requests[self.pieces[index].request].request.source {
+                    // The daemon says what is wrong, if it still is.
+                    Source::Ring(_) => self.push(index),
+                    Source::Call(path) => {
+                        let error = Error::Path { path: path.clone(), action: action(Direction::Read), errno };
+                        self.fail(index, error);
+                    }
+                },
             }
         }
         self.read = read;
@@ -312,12 +261,13 @@ impl Executor {
         };
         match active.request.direction {
             Direction::Write => self.finish(index),
-            Direction::Read => self.arrived(index, arrived),
+            Direction::Read => self.arrived(index, arrived, false),
         }
     }
 
-    /// So many bytes of a piece of a read are in its slot, or where they belong.
-    fn arrived(&mut self, index: usize, arrived: u64) {
+    /// So many bytes of a piece of a read are in its slot, or where they belong: what was read out
+    /// of the page cache to host memory is there.
+    fn arrived(&mut self, index: usize, arrived: u64, from_pages: bool) {
         let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
         let active = &mut self.requests[*request];
         let allocation = active.request.parts[*part].allocation;
@@ -325,7 +275,8 @@ impl Executor {
             // The file ends here: the rest of the part is not even asked for.
             active.within = active.request.parts[*part].len;
         }
-        let Some(slot) = slot.filter(|_| arrived > 0) else { return self.finish(index) };
+        let is_there = from_pages && allocation.host.is_some();
+        let Some(slot) = slot.filter(|_| arrived > 0 && !is_there) else { return self.finish(index) };
         let copy = Copy {
             direction: Direction::Read,
             address: *address,
@@ -505,25 +456,25 @@ impl Executor {
 
     /// Has a piece read out of the page cache, if that has all of it. False if it has not.
     fn read_pages(&mut self, index: usize) -> bool {
-        let InFlight { request, part, slot, piece, .. } = &self.pieces[index];
+        let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
         let request = &self.requests[*request].request;
-        let (Some(file), Some(slot)) = (&request.resident, slot) else { return false };
-        let offset = piece.file_offset + piece.skip;
-        if !page_cache::is_resident(file.as_fd(), offset, piece.wanted) {
+        let (Some((cached, _)), Some(resident), Some(slot)) = (&request.cached, &request.resident, slot) else { return false };
+        let allocation = &request.parts[*part].allocation;
+        let (offset, len) = (piece.file_offset + piece.skip, piece.wanted);
+        let to = allocation.on_host(*address).map_or_else(
+            || To::Slot(copy_stream(&mut self.copy_streams, allocation.gpu).staging.clone(), slot + piece.skip as usize),
+            To::Host,
+        );
+        let (file, answers) = (resident.file.clone(), self.answers.clone());
+        let read = PageRead { file, offset, len: len as usize, to, piece: index, answers };
+        if !self.page_cache.read(cached, read, self.pieces.len() == 1) {
             return false;
         }
-        let read = PageRead {
-            file: file.clone(),
-            offset,
-            len: piece.wanted as usize,
-            pool: copy_stream(&mut self.copy_streams, request.parts[*part].allocation.gpu).staging.clone(),
-            at: slot + piece.skip as usize,
-            piece: index,
-            answers: self.answers.clone(),
-        };
-        let begun = self.readers.read(read).is_ok();
-        self.reading += usize::from(begun);
-        begun
+        self.reading += 1;
+        if resident.missing == Missing::Refuse && allocation.host.is_none() {
+            self.page_cache.is_read(cached, allocation.gpu, &resident.file, (offset, len), resident.missing);
+        }
+        true
     }
 
     /// Gives a piece to the ring.

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::gpu::answer::Answer;
 use crate::gpu::memory::pieces::Blocks;
 use crate::gpu::memory::slots::CHUNK;
-use crate::gpu::page_cache::readers::PageReaders;
+use crate::gpu::page_cache::PageCache;
 use crate::mount::Mount;
 use crate::ring::Ring;
 use crate::spin::Spin;
@@ -52,14 +52,13 @@ thread_local! {
 }
 
 /// InlineExecutors: each comes into being when all others are in use.
-#[derive(Default)]
 pub struct InlineExecutors {
     executors: Box<[OnceLock<Mutex<Executor>>]>,
     /// Held by the thread that makes an executor.
     making: Mutex<()>,
     /// Held by the thread whose request is not short.
     long: Mutex<()>,
-    readers: Arc<PageReaders>,
+    page_cache: Arc<PageCache>,
     /// The mount, or a GPU, refused a further executor: the existing ones have to do.
     full: AtomicBool,
 }
@@ -86,9 +85,10 @@ impl DerefMut for InlineExecutor<'_> {
 
 impl InlineExecutors {
     /// Has at most `most` executors, and none yet.
-    pub fn new(most: usize, readers: Arc<PageReaders>) -> InlineExecutors {
+    pub fn new(most: usize, page_cache: Arc<PageCache>) -> InlineExecutors {
         let executors = (0..most.min(MOST)).map(|_| OnceLock::new()).collect();
-        InlineExecutors { executors, readers, ..InlineExecutors::default() }
+        let (making, long, full) = (Mutex::new(()), Mutex::new(()), AtomicBool::new(false));
+        InlineExecutors { executors, making, long, page_cache, full }
     }
 
     /// A free one for a request of so many bytes, if there is one: when no more of anything is to
@@ -136,7 +136,7 @@ impl InlineExecutors {
         }
         match Ring::new(mount, PARTS as u32) {
             Ok(ring) => {
-                self.executors[at].get_or_init(|| Mutex::new(Executor::new(ring, blocks, self.readers.clone())));
+                self.executors[at].get_or_init(|| Mutex::new(Executor::new(ring, blocks, self.page_cache.clone())));
                 Some(())
             }
             Err(error) => {

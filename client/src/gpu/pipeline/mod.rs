@@ -2,6 +2,7 @@
 //! ring of the mount, a slot of a pool and a GPU. It runs on the thread that waits for a short
 //! request (`inline`), or on one of the library's (`worker`).
 
+mod active_request;
 #[allow(unsafe_code)]
 pub mod copy_stream;
 pub mod executor;

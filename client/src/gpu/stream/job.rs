@@ -7,10 +7,12 @@ use super::health::Health;
 use super::observer::Watch;
 use super::plan::{Plan, Planned};
 use super::window::{NAP, StreamWindow};
+use crate::gpu::page_cache::cached_file::CachedFile;
 use crate::gpu::request::Parts;
 use crate::ring::Attached;
 use crate::transfer::Require;
 use gpunvme_abi::Direction;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -18,6 +20,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 pub struct Job {
     pub direction: Direction,
     pub file: Attached,
+    /// If what the page cache has is read from there.
+    pub resident: Option<(Arc<CachedFile>, Arc<OwnedFd>)>,
     pub parts: Parts,
     pub require: Require,
     pub plan: Plan,

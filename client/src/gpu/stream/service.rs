@@ -12,13 +12,15 @@ use super::window::Windows;
 use crate::error::{Error, Result};
 use crate::gpu::answer::Answer;
 use crate::gpu::outcome::{Outcome, action, of_piece};
+use crate::gpu::page_cache::PageCache;
+use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, To};
 use crate::gpu::pipeline::executor::STALLED;
 use crate::gpu::pipeline::mailbox::Mailbox;
 use crate::gpu::pipeline::piece_ring::PieceRing;
 use crate::gpu::request::{SegmentPart, operation};
 use crate::ring::{Completed, Ring};
 use crate::spin::Spin;
-use crate::transfer::Transfer;
+use crate::transfer::{Moved, Transfer};
 use gpunvme_abi::{Direction, MAX_OFFSET, Reason};
 use gpunvme_cuda::Cuda;
 use rustix::io::Errno;
@@ -32,8 +34,8 @@ use std::time::{Duration, Instant};
 pub const ENTRIES: u32 = 1024;
 /// How long the thread looks for work before it sleeps.
 const SPIN_LIMIT: Duration = Duration::from_micros(50);
-/// How long the thread sleeps at most while a stream works on a request, since a stream cannot wake
-/// it. It is a part of the time since something happened, within these bounds.
+/// How long the thread sleeps at most while a stream works on a request, or pages are read, since
+/// these do not wake it. It is a part of the time since something happened, within these bounds.
 const NAP: Duration = Duration::from_micros(50);
 const LONG_NAP: Duration = Duration::from_millis(1);
 
@@ -76,6 +78,11 @@ struct InFlight {
 
 pub struct Service {
     ring: PieceRing,
+    /// What reads pages of the page cache, what it has read, and how many pieces it has.
+    page_cache: Arc<PageCache>,
+    answers: Arc<PageAnswers>,
+    reading: usize,
+    read: Vec<PageAnswer>,
     mailbox: Arc<Mailbox<Mail>>,
     /// The windows end when both sides that use them are gone.
     _windows: Arc<Windows>,
@@ -88,9 +95,13 @@ pub struct Service {
 }
 
 impl Service {
-    pub fn new(ring: Ring, mailbox: Arc<Mailbox<Mail>>, windows: Arc<Windows>) -> Service {
+    pub fn new(ring: Ring, mailbox: Arc<Mailbox<Mail>>, windows: Arc<Windows>, page_cache: Arc<PageCache>) -> Service {
         Service {
             ring: PieceRing::new(ring),
+            page_cache,
+            answers: Arc::default(),
+            reading: 0,
+            read: Vec::new(),
             mailbox,
             _windows: windows,
             requests: Slab::new(),
@@ -147,11 +158,32 @@ impl Service {
         true
     }
 
-    /// Takes the pieces that the ring is done with.
+    /// Takes the pieces that the ring is done with, and those that were read out of the page cache.
     fn collect(&mut self, now: Instant) -> bool {
-        let any = self.ring.look(now);
-        while let Some(Completed { user_data, result }) = self.ring.pop() {
-            self.transferred(user_data as usize, result);
+        let mut any = self.ring.look(now);
+        while let Some(Completed { user_data, result, is_common }) = self.ring.pop() {
+            let index = user_data as usize;
+            if is_common && let Some((cached, _)) = &self.requests[self.pieces[index].request].job.resident {
+                cached.set_common();
+            }
+            self.transferred(index, result);
+        }
+        if self.reading > 0 {
+            let mut read = std::mem::take(&mut self.read);
+            self.answers.take(&mut read);
+            any |= !read.is_empty();
+            for (index, result) in read.drain(..) {
+                self.reading -= 1;
+                match result {
+                    Ok(arrived) => {
+                        let moved = Moved { cache: arrived, ..Moved::default() };
+                        self.brought(index, Ok((arrived, Transfer { moved, reason: Some(Reason::None) })));
+                    }
+                    // The daemon says what is wrong, if it still is.
+                    Err(_) => self.transfer(index),
+                }
+            }
+            self.read = read;
         }
         any
     }
@@ -232,32 +264,70 @@ impl Service {
         }
     }
 
-    /// Gives pieces to the ring, as far as it has room.
+    /// Begins pieces, as far as the ring has room.
     fn push(&mut self) {
         while self.ring.has_room()
             && let Some(index) = self.waiting.pop_front()
         {
-            let InFlight { request, step, piece, .. } = &self.pieces[index];
-            let ActiveJob { job, moved_by, .. } = &self.requests[*request];
-            let job = job.clone();
-            let planned = &job.plan.pieces[*piece];
-            let part = &job.parts[planned.part];
-            let slot = job.window.slot(job.number(*step), planned).map(|slot| (&job.window.staging, slot));
-            let piece = planned.piece.moved_by(*moved_by);
-            let operation = operation(job.direction, &job.file, part, &piece, planned.address, slot);
-            if let Err(error) = self.ring.push(&operation.requiring(job.require).tagged(index as u64)) {
-                self.transferred(index, Err(error));
+            if !self.read_pages(index) {
+                self.transfer(index);
             }
+        }
+    }
+
+    /// Has a piece read out of the page cache, if that has all of it. False if it has not. A cached
+    /// range is nothing for a stream: it ends by calls of CUDA.
+    fn read_pages(&mut self, index: usize) -> bool {
+        let InFlight { request, step, piece, .. } = &self.pieces[index];
+        let ActiveJob { job, moved_by, .. } = &self.requests[*request];
+        let planned = &job.plan.pieces[*piece];
+        let slot = job.window.slot(job.number(*step), planned);
+        let (Some((cached, file)), Some(slot)) = (&job.resident, slot) else { return false };
+        let range = planned.piece.moved_by(*moved_by);
+        let read = PageRead {
+            file: file.clone(),
+            offset: range.file_offset + range.skip,
+            len: range.wanted as usize,
+            to: To::Slot(job.window.staging.clone(), slot + range.skip as usize),
+            piece: index,
+            answers: self.answers.clone(),
+        };
+        let begun = self.page_cache.read(cached, read, false);
+        self.reading += usize::from(begun);
+        begun
+    }
+
+    /// Gives a piece to the ring.
+    fn transfer(&mut self, index: usize) {
+        let InFlight { request, step, piece, .. } = &self.pieces[index];
+        let ActiveJob { job, moved_by, .. } = &self.requests[*request];
+        let job = job.clone();
+        let planned = &job.plan.pieces[*piece];
+        let part = &job.parts[planned.part];
+        let slot = job.window.slot(job.number(*step), planned).map(|slot| (&job.window.staging, slot));
+        let piece = planned.piece.moved_by(*moved_by);
+        let operation = operation(job.direction, &job.file, part, &piece, planned.address, slot);
+        if let Err(error) = self.ring.push(&operation.requiring(job.require).tagged(index as u64)) {
+            self.transferred(index, Err(error));
         }
     }
 
     /// The ring is done with a piece.
     fn transferred(&mut self, index: usize, result: Result<Transfer>) {
+        let InFlight { request, piece, .. } = &self.pieces[index];
+        let job = &self.requests[*request].job;
+        let planned = &job.plan.pieces[*piece];
+        let part = &job.parts[planned.part];
+        let brought = of_piece(job.direction, job.file.path(), part, &planned.piece, result);
+        self.brought(index, brought);
+    }
+
+    /// Of a piece so many bytes are where they belong, or in its slot; or it failed.
+    fn brought(&mut self, index: usize, result: Result<(u64, Transfer)>) {
         let InFlight { request: id, step, piece, kept } = self.pieces.remove(index);
         let ActiveJob { job, outcome, .. } = &mut self.requests[id];
         let planned = &job.plan.pieces[piece];
-        let part = &job.parts[planned.part];
-        let arrived = match of_piece(job.direction, job.file.path(), part, &planned.piece, result) {
+        let arrived = match result {
             Ok((arrived, moved)) => {
                 outcome.add(&moved);
                 arrived
@@ -309,7 +379,8 @@ impl Service {
     /// Waits until something happens, or may have. `quiet` is since when nothing did.
     fn sleep(&mut self, quiet: Instant) {
         if self.ring.arm() && self.mailbox.fall_asleep() {
-            let nap = (!self.requests.is_empty()).then(|| (quiet.elapsed() / 4).clamp(NAP, LONG_NAP));
+            let longest = if self.reading > 0 { NAP } else { LONG_NAP };
+            let nap = (!self.requests.is_empty()).then(|| (quiet.elapsed() / 4).clamp(NAP, longest));
             self.ring.wait(Some(&self.mailbox.event), nap);
         }
         self.mailbox.wake_up();

@@ -14,6 +14,8 @@ use crate::gpu::attachments::in_ring;
 use crate::gpu::memory::pieces::Blocks;
 use crate::gpu::memory::staging::ends;
 use crate::gpu::outcome::action;
+use crate::gpu::page_cache::PageCache;
+use crate::gpu::page_cache::cached_file::CachedFile;
 use crate::gpu::pipeline::mailbox::Mailbox;
 use crate::gpu::request::Parts;
 use crate::mount::Mount;
@@ -22,6 +24,7 @@ use crate::transfer::{Require, Transfer};
 use gpunvme_abi::Direction;
 use gpunvme_cuda::{CudaError, Gpu, Scatter, Stream};
 use rustix::io::Errno;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -29,6 +32,7 @@ use std::thread::JoinHandle;
 pub struct Submission<'a> {
     pub direction: Direction,
     pub file: &'a File,
+    pub resident: Option<(Arc<CachedFile>, Arc<OwnedFd>)>,
     pub parts: Parts,
     pub require: Require,
     /// Of all parts.
@@ -55,14 +59,14 @@ pub struct Streams {
 
 impl Streams {
     /// Starts the thread. Slots are aligned to `alignment`.
-    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize) -> Result<Streams> {
+    pub fn start(mount: &Mount, blocks: Blocks, alignment: usize, page_cache: Arc<PageCache>) -> Result<Streams> {
         let ring = Ring::new(mount, ENTRIES)?;
         let name = ring.name().clone();
         let path = &mount.connection().path;
         let failed = |errno| Error::Path { path: path.clone(), action: "start a thread for transfers in streams", errno };
         let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
         let windows = Arc::new(Windows::new(mount));
-        let service = Service::new(ring, mailbox.clone(), windows.clone());
+        let service = Service::new(ring, mailbox.clone(), windows.clone(), page_cache);
         let thread = std::thread::Builder::new().name("gpunvme-stream".into());
         let thread =
             thread.spawn(move || service.run()).map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
@@ -71,7 +75,7 @@ impl Streams {
 
     /// Puts a request into its stream.
     pub fn submit(&self, submission: Submission<'_>) -> Result<Arc<Answer>> {
-        let Submission { direction, file, parts, require, bytes, name, stream, of, scatter, watch } = submission;
+        let Submission { direction, file, resident, parts, require, bytes, name, stream, of, scatter, watch } = submission;
         let failed = |error| Error::in_stream(file.path(), action(direction), name, error);
         let answer = Arc::new(Answer::default());
         let Some(gpu) = parts.first().map(|part| part.allocation.gpu) else {
@@ -101,6 +105,7 @@ impl Streams {
             let job = Arc::new(Job {
                 direction,
                 file: attached,
+                resident,
                 parts,
                 require,
                 plan,

@@ -10,7 +10,7 @@ pub use page_cache::CHECKS as PAGE_CACHE_CHECKS;
 use super::application::{Memory, Pinned, allocated, every_kind};
 use crate::mounted::Mounted;
 use crate::tree;
-use gpunvme::gpu::{Cancel, Queue, Segment, Settings, Transfers};
+use gpunvme::gpu::{Caching, Cancel, Queue, Segment, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Require, Route, Wait};
 use gpunvme_cuda::{Cuda, Gpu};
 use std::fs;
@@ -77,6 +77,13 @@ struct Sample {
     bytes: Vec<u8>,
 }
 
+/// Transfers whose reads come from the device, whatever the page cache has.
+pub fn from_the_device(mount: &Mount) -> Transfers {
+    let mut settings = Settings::default();
+    settings.caching = Caching::Never;
+    Transfers::with(mount, settings).unwrap()
+}
+
 impl Site {
     /// On this GPU, with a volume of its own.
     pub fn new(gpu: Gpu) -> Site {
@@ -84,7 +91,7 @@ impl Site {
     }
 
     fn transfers(&self) -> Transfers {
-        Transfers::new(&self.mount()).unwrap()
+        from_the_device(&self.mount())
     }
 
     fn mount(&self) -> Mount {

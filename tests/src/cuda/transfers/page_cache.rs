@@ -2,7 +2,7 @@
 //! The software driver holds registered pages themselves, as a GPU's does, so that pages that are
 //! no longer the file's show.
 
-use super::super::application::{Memory, allocated};
+use super::super::application::{Memory, Pinned, allocated, own_stream};
 use super::{MIB, Site, TransferCheck, segment};
 use crate::random::Random;
 use crate::tree;
@@ -25,11 +25,22 @@ pub const CHECKS: &[TransferCheck] = &[
     ("readers by all routes see what is there", readers_by_all_routes_see_what_is_there),
 ];
 
+/// How a file is read.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum How {
+    Call,
+    InStream,
+    /// Into host memory that CUDA knows.
+    ToHost,
+}
+
 /// Memory of a GPU, and what reads of a file bring into it.
 struct Reader<'a> {
     site: &'a Site,
     transfers: Transfers,
     memory: Memory,
+    stream: usize,
+    host: Pinned,
 }
 
 impl<'a> Reader<'a> {
@@ -37,7 +48,27 @@ impl<'a> Reader<'a> {
         let mut settings = Settings::default();
         settings.caching = caching;
         let transfers = Transfers::with(&site.mount(), settings).unwrap();
-        Reader { site, transfers, memory: allocated(site.gpu, len as usize) }
+        let (memory, host) = (allocated(site.gpu, len as usize), Pinned::new(site.gpu, len as usize));
+        Reader { site, transfers, memory, stream: own_stream(site.gpu), host }
+    }
+
+    fn read_by(&mut self, how: How, file: &File, offset: u64, len: u64) -> (Transfer, Vec<u8>) {
+        let done = match how {
+            How::Call => return self.read(file, offset, len),
+            // SAFETY: the memory is this reader's, and the stream is never destroyed.
+            How::InStream => unsafe {
+                self.transfers.read_on_stream(file, &[segment(offset, self.memory.address(), len)], self.stream).unwrap().wait()
+            },
+            How::ToHost => {
+                let to = segment(offset, self.host.address(), len);
+                // SAFETY: the memory is this reader's.
+                let done = unsafe { self.transfers.read(file, &[to]) }.unwrap();
+                return (done, self.host.bytes()[..done.bytes() as usize].to_vec());
+            }
+        };
+        let done = done.unwrap();
+        let bytes = if done.bytes() > 0 { self.site.look(self.memory.address(), done.bytes()) } else { Vec::new() };
+        (done, bytes)
     }
 
     fn read(&self, file: &File, offset: u64, len: u64) -> (Transfer, Vec<u8>) {
@@ -214,7 +245,7 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
     // Held by writers shared, and alone by the one that truncates.
     let whole = RwLock::new(());
     let over = AtomicBool::new(false);
-    let (cached, reads) = (AtomicU64::new(0), AtomicU64::new(0));
+    let (cached, reads) = ([const { AtomicU64::new(0) }; 3], AtomicU64::new(0));
     let until = Instant::now() + Duration::from_secs(seconds);
     let goes_on = || Instant::now() < until && !over.load(Ordering::Relaxed);
     // A panic in one ends all.
@@ -273,22 +304,25 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
             fadvise(opened(&path), 0, None, Advice::DontNeed).unwrap();
         }
     };
-    let read_by_gpu = |seed: u64| {
+    let read_by_gpu = |seed: u64, how: How| {
         let file = File::open(&path).unwrap();
-        let reader = Reader::new(site, Caching::ReadAgain, len);
+        let mut reader = Reader::new(site, if how == How::Call { Caching::ReadAgain } else { Caching::Resident }, len);
         let mut random = Random(seed);
         while goes_on() {
-            if random.below(3) == 0 {
-                reader.transfers.prepare(&file, 0, len).unwrap();
+            match random.below(3) {
+                0 if how == How::Call => drop(reader.transfers.prepare(&file, 0, len).unwrap()),
+                // Something has to be in the page cache for those that read it in for nobody.
+                1 if how != How::Call => drop(fs::read(&path).unwrap()),
+                _ => {}
             }
             let first = random.below(BLOCKS as u64) as usize;
             let count = 1 + random.below((BLOCKS - first) as u64).min(random.below(64)) as usize;
             let low: Vec<u64> = versions.done[first..first + count].iter().map(|done| done.load(Ordering::SeqCst)).collect();
-            let (done, bytes) = reader.read(&file, (first * BLOCK) as u64, (count * BLOCK) as u64);
+            let (done, bytes) = reader.read_by(how, &file, (first * BLOCK) as u64, (count * BLOCK) as u64);
             for (number, bytes) in bytes.chunks_exact(BLOCK).enumerate() {
-                versions.check(first + number, low[number], bytes, &format!("{:?}", done.moved));
+                versions.check(first + number, low[number], bytes, &format!("{how:?}: {:?}", done.moved));
             }
-            cached.fetch_add(done.moved.cache, Ordering::Relaxed);
+            cached[how as usize].fetch_add(done.moved.cache, Ordering::Relaxed);
             reads.fetch_add(1, Ordering::Relaxed);
         }
     };
@@ -314,10 +348,12 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
         scope.spawn(|| guarded(&truncate));
         scope.spawn(|| guarded(&reclaim));
         scope.spawn(|| guarded(&read_plainly));
-        scope.spawn(|| guarded(&|| read_by_gpu(3)));
-        guarded(&|| read_by_gpu(4));
+        scope.spawn(|| guarded(&|| read_by_gpu(3, How::Call)));
+        scope.spawn(|| guarded(&|| read_by_gpu(5, How::InStream)));
+        scope.spawn(|| guarded(&|| read_by_gpu(6, How::ToHost)));
+        guarded(&|| read_by_gpu(4, How::Call));
     });
-    let (cached, reads) = (cached.into_inner(), reads.into_inner());
-    println!("{reads} reads by GPUs, {cached} bytes of them out of the page cache");
-    assert!(cached > 0 && reads > 0);
+    let (cached, reads) = (cached.map(AtomicU64::into_inner), reads.into_inner());
+    println!("{reads} reads by GPUs, {cached:?} bytes of them out of the page cache");
+    assert!(cached.iter().all(|bytes| *bytes > 0) && reads > 0, "{cached:?} of {reads} reads");
 }

@@ -1,7 +1,7 @@
 //! Routes between a mount and GPU memory, proved: a pattern goes to a file and back each way, and
 //! what came is compared with what CUDA's copies and ordinary reads see.
 
-use crate::gpu::Memory;
+use crate::gpu::{self, Memory};
 use crate::report::Failure;
 use crate::scratch;
 use gpunvme::gpu::{Segment, Transfers};
@@ -35,9 +35,11 @@ pub enum Outcome {
 pub struct Proof {
     /// Bytes each way.
     pub bytes: u64,
-    /// What the memory's first use took: with `p2p` it is exported and registered then.
+    /// What the first use took: with `p2p` the memory is exported and registered then, with `cache`
+    /// the file's pages are.
     pub first_use: Duration,
-    pub write: Duration,
+    /// None for a route that only reads take.
+    pub write: Option<Duration>,
     pub read: Duration,
     /// Of the pattern, and so of what came back.
     pub sha256: String,
@@ -65,41 +67,84 @@ impl Ground {
         };
         let ordinary = scratch::file(directory)?;
         let file = File::of(ordinary.try_clone()?, directory)?;
-        Ok(Ground { file, ordinary, memory, transfers: Transfers::new(&mount)?, salt: RandomState::new().hash_one(()) })
+        Ok(Ground { file, ordinary, memory, transfers: gpu::transfers(&mount)?, salt: RandomState::new().hash_one(()) })
     }
 
     /// Sends a pattern of its own through a route, and back.
     pub fn prove(&self, route: Route) -> Result<Outcome, Failure> {
         let transfers = self.transfers.requiring(Require { route: Some(route), direct: false });
-        let segment = Segment { file_offset: 0, address: self.memory.address(), len: self.memory.len() as u64 };
+        let segment = self.segment();
         let start = Instant::now();
         self.transfers.route(segment.address)?;
         let first_use = start.elapsed();
-        // SAFETY: the memory is this ground's, here and below.
+        // SAFETY: the memory is this ground's.
         let tried = unsafe { transfers.read(&self.file, &[Segment { len: 4096, ..segment }]) };
         if let Err(Error::Transfer { errno: Errno::OPNOTSUPP, reason, .. }) = tried {
             return Ok(Outcome::NotTaken(reason));
         }
         tried?;
+        let Some((write, moved)) = self.write(&transfers, route)? else {
+            return Ok(Outcome::Wrong("the file is not what was written"));
+        };
+        if by(&moved, route) != segment.len {
+            return Ok(Outcome::Wrong("bytes went another way"));
+        }
+        self.read(&transfers, route, first_use, Some(write))
+    }
 
-        self.fill(|at, bytes| self.pattern(route, at, bytes))?;
-        let start = Instant::now();
-        // SAFETY: as above.
-        let written = unsafe { transfers.write(&self.file, &[segment]) }?;
-        let write = start.elapsed();
-        if self.compare(route, |at, bytes| Ok(self.ordinary.read_exact_at(bytes, at as u64)?))?.is_none() {
+    /// Has a pattern read out of the page cache.
+    pub fn prove_cache(&self) -> Result<Outcome, Failure> {
+        let len = self.segment().len;
+        if self.write(&self.transfers, Route::Cache)?.is_none() {
             return Ok(Outcome::Wrong("the file is not what was written"));
         }
+        let start = Instant::now();
+        match self.transfers.prepare(&self.file, 0, len) {
+            Ok(prepared) if prepared == len => {}
+            Ok(_) => return Ok(Outcome::NotTaken(Reason::NotCached)),
+            Err(Error::Path { errno: Errno::OPNOTSUPP, .. } | Error::Cuda { .. }) => {
+                return Ok(Outcome::NotTaken(Reason::RouteNotAvailable));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        let transfers = self.transfers.requiring(Require { route: Some(Route::Cache), direct: false });
+        self.read(&transfers, Route::Cache, start.elapsed(), None)
+    }
 
+    fn segment(&self) -> Segment {
+        Segment { file_offset: 0, address: self.memory.address(), len: self.memory.len() as u64 }
+    }
+
+    /// Writes a route's pattern to the file, and returns how long that took, and how it moved;
+    /// nothing if an ordinary read finds something else there.
+    fn write(&self, transfers: &Transfers, route: Route) -> Result<Option<(Duration, Moved)>, Failure> {
+        self.fill(|at, bytes| self.pattern(route, at, bytes))?;
+        let start = Instant::now();
+        // SAFETY: the memory is this ground's.
+        let written = unsafe { transfers.write(&self.file, &[self.segment()]) }?;
+        let write = start.elapsed();
+        let found = self.compare(route, |at, bytes| Ok(self.ordinary.read_exact_at(bytes, at as u64)?))?;
+        Ok(found.map(|_| (write, written.moved)))
+    }
+
+    /// Reads the pattern that was written.
+    fn read(
+        &self,
+        transfers: &Transfers,
+        route: Route,
+        first_use: Duration,
+        write: Option<Duration>,
+    ) -> Result<Outcome, Failure> {
+        let segment = self.segment();
         self.fill(|_, bytes| bytes.fill(0))?;
         let start = Instant::now();
-        // SAFETY: as above.
+        // SAFETY: the memory is this ground's.
         let arrived = unsafe { transfers.read(&self.file, &[segment]) }?;
         let read = start.elapsed();
         let Some(sha256) = self.compare(route, |at, bytes| Ok(self.memory.get(at, bytes)?))? else {
             return Ok(Outcome::Wrong("the memory is not what was read"));
         };
-        if [written, arrived].iter().any(|done| by(&done.moved, route) != segment.len || done.bytes() != segment.len) {
+        if by(&arrived.moved, route) != segment.len {
             return Ok(Outcome::Wrong("bytes went another way"));
         }
         Ok(Outcome::Proved(Proof { bytes: segment.len, first_use, write, read, sha256 }))

@@ -1,22 +1,17 @@
-//! `stats --watch`: what happened in each interval. On a terminal each table takes the place of
-//! the one before; in a pipe they follow each other, and as JSON each is a line.
+//! `stats --watch`: what happened in each interval. As JSON each table is a line.
 
 use super::table::{self, Units};
 use super::{Reading, told};
 use crate::report::{Failure, Report};
+use crate::screen::Screen;
 use gpunvme::{OperationKind, Operations};
 use serde_json::{Value, json};
-use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::Path;
 use std::time::Duration;
 
-/// Takes the cursor to the upper left corner, and what is behind it away (ECMA-48: CUP, ED).
-const HOME: &str = "\x1b[H\x1b[J";
-
 pub fn run(mount: &Path, seconds: u32, count: Option<u64>, units: Units, json: bool) -> Result<Report, Failure> {
     let mut before = Reading::of(mount)?;
-    let mut out = std::io::stdout();
-    let is_terminal = out.is_terminal();
+    let mut screen = Screen::new();
     let mut times = 0;
     while count.is_none_or(|count| times < count) {
         std::thread::sleep(Duration::from_secs(seconds.into()));
@@ -26,23 +21,20 @@ pub fn run(mount: &Path, seconds: u32, count: Option<u64>, units: Units, json: b
             return Err(Failure(format!("{}: was mounted anew", mount.display())));
         };
         let changes = changes(&before.metrics.operations, &now.metrics.operations);
-        let text = match json {
-            true => format!("{}\n", json_line(&now, over, &changes)),
-            false => {
-                let head = format!(
-                    "{}: up {}, {} free, {} in the write buffer\n",
-                    now.info.device,
-                    table::uptime(now.metrics.uptime, units),
-                    units.bytes(now.metrics.free),
-                    units.bytes(now.metrics.dirty)
-                );
-                format!("{}{head}{}\n", if is_terminal { HOME } else { "" }, table::of(&changes, units, Some(over)))
-            }
+        let goes_on = if json {
+            screen.line(&json_line(&now, over, &changes).to_string())?
+        } else {
+            let head = format!(
+                "{}: up {}, {} free, {} in the write buffer\n",
+                now.info.device,
+                table::uptime(now.metrics.uptime, units),
+                units.bytes(now.metrics.free),
+                units.bytes(now.metrics.dirty)
+            );
+            screen.show(&format!("{head}{}\n", table::of(&changes, units, Some(over))))?
         };
-        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            // A reader that closes the pipe early has what it wanted.
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => break,
-            written => written?,
+        if !goes_on {
+            break;
         }
         before = now;
         times += 1;

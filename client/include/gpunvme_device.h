@@ -1,0 +1,721 @@
+/*
+ * Files of a gpunvme mount, read and written by the threads of a kernel: C++14, for nvcc, NVRTC,
+ * and any C++ compiler of the CPU, where a kernel runs as a function.
+ *
+ *     __global__ void __launch_bounds__(1024)
+ *     sum(gpunvme::ring ring, gpunvme::file file, unsigned *sums)
+ *     {
+ *             __shared__ unsigned words[1024];
+ *             unsigned long long at = blockIdx.x * sizeof(words);
+ *             gpunvme::outcome done = ring.read(file, at, words, sizeof(words), gpunvme::block());
+ *             if (done.status == 0)
+ *                     atomicAdd(sums + blockIdx.x, words[threadIdx.x]);
+ *     }
+ *
+ * The host makes the ring and attaches the file (gpunvme_gpu_ring_* in gpunvme.h, GpuRing in Rust),
+ * and passes both to the kernel by value. The daemon decides what a kernel may read and write: by
+ * the access that the file was opened for, as for a thread of the process.
+ *
+ * Every call is for a group of threads, which all make it together, with the same arguments: a
+ * thread, where none is named, a warp or a block. It begins when all have come to it, and when it
+ * returns all see what it read. Memory is any that the group can reach; offsets, addresses and
+ * lengths need no alignment, but bytes are copied 16 at a time only where offset and address are
+ * the same number of bytes past a multiple of 16.
+ *
+ * Errors are values, and every wait ends: with `closed` when the daemon ends, the volume is
+ * unmounted or the host gives the ring up, with `timed_out` when the ring's patience is over.
+ *
+ * Device code needs compute capability 7.0. A call takes about 96 registers of each thread: kernels
+ * with blocks of more than 640 threads say so, by __launch_bounds__.
+ *
+ * SPDX-License-Identifier: MIT OR Apache-2.0
+ */
+#ifndef GPUNVME_DEVICE_H
+#define GPUNVME_DEVICE_H
+
+#ifdef __CUDACC__
+#define GPUNVME_FN __host__ __device__ inline
+#else
+#define GPUNVME_FN inline
+#endif
+
+/* What keeps kernels short: functions that are called, and loops that stay loops. */
+#ifdef __CUDA_ARCH__
+#define GPUNVME_OUTLINE __noinline__
+#define GPUNVME_ROLLED _Pragma("unroll 1")
+#else
+#define GPUNVME_OUTLINE
+#define GPUNVME_ROLLED
+#endif
+
+#ifndef __CUDACC_RTC__
+#include <sched.h>
+#include <time.h>
+#endif
+
+/* The version of gpunvme::ring, which the host's library has to know. */
+#define GPUNVME_DEVICE_VERSION 1
+
+namespace gpunvme {
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+/* A file, as the host attached it. */
+typedef u64 file;
+
+/* What else than the daemon's errors a status may be; the numbers are errnos. */
+enum : int {
+	broken = 5,      /* the daemon broke the ring's rules */
+	again = 11,      /* no slot is free: wait for a request first */
+	closed = 19,     /* the ring is over: daemon, mount or host have ended */
+	invalid = 22,    /* a request is longer than ring::longest() */
+	timed_out = 110, /* no answer came in time, or no slot became free */
+};
+
+/* How a read or write ended. */
+struct outcome {
+	int status; /* 0, or an errno */
+	u32 reason; /* GPUNVME_REASON_*: why it was refused or slower */
+	u64 bytes;  /* moved, from the first on; fewer than asked for where the file ends */
+};
+
+/* A request in flight; every thread of its group has a copy. */
+struct request {
+	u32 slot;
+	int status;   /* 0, or why it did not begin */
+	u32 reads;    /* whether it is a read */
+	u32 skew;     /* where in the slot its bytes begin */
+	u64 len;      /* bytes */
+	void *memory; /* the group's */
+};
+
+namespace detail {
+
+enum : u32 { none = 0xffffffffu };
+
+/* docs/reference/ioctl.md: the words, and what is in an entry. */
+enum : u32 {
+	submission_tail = 0,
+	completion_tail = 128,
+	completion_head = 192,
+	over_word = 384,
+	entries_begin = 4096,
+	entry_bytes = 64,
+	command_read = 4,
+	command_write = 5,
+	block_bytes = 4096,
+};
+
+/* What may have become of a slot's request. */
+enum : u32 { idle, pending, abandoned, done };
+
+struct slot {
+	u32 state;
+	u32 next; /* in the list of free slots: its number and 1, or 0 */
+	int status;
+	u32 reason;
+	u64 bytes;
+	u64 unused;
+};
+
+/* A word alone in its cache line. */
+template <class T> struct alignas(128) line {
+	T word;
+};
+
+/* What the submitters share, in their own memory: atomics on the host's need not work. */
+struct state {
+	line<u64> free;       /* number and 1 of the first free slot, and a count against ABA */
+	line<u32> ticket;     /* position of the next submission */
+	line<u32> published;  /* position up to which the daemon was told */
+	line<u32> publishing; /* a lock */
+	line<u32> draining;   /* a lock */
+	line<u32> head;       /* position of the next completion */
+	line<u32> over;       /* 0, or the status of all that begins or waits */
+	line<u32> unused;
+};
+static_assert(sizeof(state) == 1024 && sizeof(slot) == 32, "as the host's library lays them out");
+
+/*
+ * Loads, stores and atomics. Words that the host shares are only loaded and stored, in the scope of
+ * the system: where it has no atomics on them, the GPU would only seem to have.
+ */
+#ifdef __CUDA_ARCH__
+#define GPUNVME_EITHER(gpu, cpu) gpu
+#else
+#define GPUNVME_EITHER(gpu, cpu) cpu
+#endif
+
+GPUNVME_FN u32 load_acquire(const u32 *at)
+{
+	u32 value;
+	GPUNVME_EITHER(asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory"),
+		       value = __atomic_load_n(at, __ATOMIC_ACQUIRE));
+	return value;
+}
+
+GPUNVME_FN u64 load_acquire(const u64 *at)
+{
+	u64 value;
+	GPUNVME_EITHER(asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory"),
+		       value = __atomic_load_n(at, __ATOMIC_ACQUIRE));
+	return value;
+}
+
+GPUNVME_FN u32 load(const u32 *at)
+{
+	u32 value;
+	GPUNVME_EITHER(asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory"),
+		       value = __atomic_load_n(at, __ATOMIC_RELAXED));
+	return value;
+}
+
+GPUNVME_FN u64 load(const u64 *at)
+{
+	u64 value;
+	GPUNVME_EITHER(asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory"),
+		       value = __atomic_load_n(at, __ATOMIC_RELAXED));
+	return value;
+}
+
+GPUNVME_FN void store(u32 *at, u32 value)
+{
+	GPUNVME_EITHER(asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory"),
+		       __atomic_store_n(at, value, __ATOMIC_RELAXED));
+}
+
+GPUNVME_FN void store(u64 *at, u64 value)
+{
+	GPUNVME_EITHER(asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory"),
+		       __atomic_store_n(at, value, __ATOMIC_RELAXED));
+}
+
+GPUNVME_FN void store_release(u32 *at, u32 value)
+{
+	GPUNVME_EITHER(asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory"),
+		       __atomic_store_n(at, value, __ATOMIC_RELEASE));
+}
+
+GPUNVME_FN u32 add(u32 *at, u32 more)
+{
+	u32 before;
+	GPUNVME_EITHER(asm volatile("atom.relaxed.gpu.add.u32 %0, [%1], %2;"
+				    : "=r"(before) : "l"(at), "r"(more) : "memory"),
+		       before = __atomic_fetch_add(at, more, __ATOMIC_RELAXED));
+	return before;
+}
+
+GPUNVME_FN u32 exchange(u32 *at, u32 value)
+{
+	u32 before;
+	GPUNVME_EITHER(asm volatile("atom.acq_rel.gpu.exch.b32 %0, [%1], %2;"
+				    : "=r"(before) : "l"(at), "r"(value) : "memory"),
+		       before = __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL));
+	return before;
+}
+
+/* What was there: `expected` if it was replaced. */
+GPUNVME_FN u32 compare_exchange(u32 *at, u32 expected, u32 value)
+{
+	u32 before = expected;
+	GPUNVME_EITHER(asm volatile("atom.acq_rel.gpu.cas.b32 %0, [%1], %2, %3;"
+				    : "=r"(before) : "l"(at), "r"(expected), "r"(value) : "memory"),
+		       __atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+	return before;
+}
+
+GPUNVME_FN u64 compare_exchange(u64 *at, u64 expected, u64 value)
+{
+	u64 before = expected;
+	GPUNVME_EITHER(asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;"
+				    : "=l"(before) : "l"(at), "l"(expected), "l"(value) : "memory"),
+		       __atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+	return before;
+}
+
+/* What this thread wrote, and saw written, is there for the host before what it writes next. */
+GPUNVME_FN void fence()
+{
+	GPUNVME_EITHER(asm volatile("fence.acq_rel.sys;" ::: "memory"), __atomic_thread_fence(__ATOMIC_ACQ_REL));
+}
+
+GPUNVME_FN void pause()
+{
+	GPUNVME_EITHER(asm volatile("nanosleep.u32 64;"), sched_yield());
+}
+
+/* Nanoseconds since some moment. */
+GPUNVME_FN u64 now()
+{
+	u64 time;
+#ifdef __CUDA_ARCH__
+	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+#else
+	struct timespec clock;
+	clock_gettime(CLOCK_MONOTONIC, &clock);
+	time = clock.tv_sec * 1000000000ull + clock.tv_nsec;
+#endif
+	return time;
+}
+
+/* Sixteen bytes; of a slot they are never an older copy in a cache of the GPU. */
+struct alignas(16) sixteen {
+	u32 word[4];
+};
+
+GPUNVME_FN sixteen load(const sixteen *at)
+{
+	sixteen value;
+	GPUNVME_EITHER(asm volatile("ld.relaxed.sys.v4.u32 {%0, %1, %2, %3}, [%4];"
+				    : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+				    : "l"(at) : "memory"),
+		       value = *at);
+	return value;
+}
+
+GPUNVME_FN unsigned char load(const unsigned char *at)
+{
+	GPUNVME_EITHER(u32 value; asm volatile("ld.relaxed.sys.u8 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+		       return (unsigned char)value, return *at);
+}
+
+/* Copies units of T, each thread every so many; loads go ahead of stores, four at a time. */
+template <class T> GPUNVME_FN void copy_units(void *to, const void *from, u64 count, u32 rank, u32 size)
+{
+	T *out = static_cast<T *>(to);
+	const T *in = static_cast<const T *>(from);
+	u64 at = rank;
+	GPUNVME_ROLLED
+	for (; at + 3ull * size < count; at += 4ull * size) {
+		T a = load(in + at), b = load(in + at + size);
+		T c = load(in + at + 2ull * size), d = load(in + at + 3ull * size);
+		out[at] = a;
+		out[at + size] = b;
+		out[at + 2ull * size] = c;
+		out[at + 3ull * size] = d;
+	}
+	GPUNVME_ROLLED
+	for (; at < count; at += size)
+		out[at] = load(in + at);
+}
+
+template <class Group> GPUNVME_FN void copy(void *to, const void *from, u64 len, const Group &group)
+{
+	unsigned char *out = static_cast<unsigned char *>(to);
+	const unsigned char *in = static_cast<const unsigned char *>(from);
+	u32 rank = group.rank(), size = group.size();
+	u64 before = -reinterpret_cast<u64>(out) & 15;
+	if ((reinterpret_cast<u64>(out) ^ reinterpret_cast<u64>(in)) & 15 || before > len)
+		before = len;
+	u64 middle = (len - before) / 16, after = before + middle * 16;
+	copy_units<unsigned char>(out, in, before, rank, size);
+	copy_units<sixteen>(out + before, in + before, middle, rank, size);
+	copy_units<unsigned char>(out + after, in + after, len - after, rank, size);
+}
+
+} // namespace detail
+
+/*
+ * Groups: threads that make a call together. On the CPU each is one thread; a type with the same
+ * four functions makes any other group.
+ */
+
+struct thread {
+	GPUNVME_FN u32 rank() const { return 0; }
+	GPUNVME_FN u32 size() const { return 1; }
+	/* Every thread waits for the others, and sees what they did before. */
+	GPUNVME_FN void sync() const {}
+	/* The value of the thread of rank 0. */
+	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
+};
+
+/* All 32 threads of a warp. */
+struct warp {
+#ifdef __CUDA_ARCH__
+	GPUNVME_FN u32 rank() const
+	{
+		u32 lane;
+		asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+		return lane;
+	}
+	GPUNVME_FN u32 size() const { return 32; }
+	GPUNVME_FN void sync() const { __syncwarp(); }
+	template <class T> GPUNVME_FN T share(const T &value) const
+	{
+		static_assert(sizeof(T) % sizeof(u32) == 0, "shared word by word");
+		union {
+			T whole;
+			u32 words[sizeof(T) / sizeof(u32)];
+		} both;
+		both.whole = value;
+		__syncwarp();
+		for (u32 at = 0; at < sizeof(T) / sizeof(u32); at++)
+			both.words[at] = __shfl_sync(0xffffffffu, both.words[at], 0);
+		return both.whole;
+	}
+#else
+	GPUNVME_FN u32 rank() const { return 0; }
+	GPUNVME_FN u32 size() const { return 1; }
+	GPUNVME_FN void sync() const {}
+	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
+#endif
+};
+
+/* All threads of a block. */
+struct block {
+#ifdef __CUDA_ARCH__
+	GPUNVME_FN u32 rank() const { return (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x; }
+	GPUNVME_FN u32 size() const { return blockDim.x * blockDim.y * blockDim.z; }
+	GPUNVME_FN void sync() const { __syncthreads(); }
+	template <class T> GPUNVME_FN T share(const T &value) const
+	{
+		__shared__ T shared;
+		__syncthreads(); /* all have read what was shared last */
+		if (rank() == 0)
+			shared = value;
+		__syncthreads();
+		return shared;
+	}
+#else
+	GPUNVME_FN u32 rank() const { return 0; }
+	GPUNVME_FN u32 size() const { return 1; }
+	GPUNVME_FN void sync() const {}
+	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
+#endif
+};
+
+/*
+ * The ring, as the host hands it to kernels: copied freely, valid until the host destroys it. Its
+ * fields are the library's.
+ */
+class ring {
+      public:
+	/*
+	 * Reads `len` bytes from `offset` on to memory of the group, several parts at once. It ends
+	 * early, and successfully, where the file does. After an error any byte may have changed.
+	 */
+	template <class Group = thread>
+	GPUNVME_FN outcome read(file from, u64 offset, void *to, u64 len, const Group &group = Group()) const
+	{
+		return transfer(detail::command_read, from, offset, to, len, group);
+	}
+
+	/* Writes `len` bytes to `offset`; the file becomes longer where it ends before. */
+	template <class Group = thread>
+	GPUNVME_FN outcome write(file to, u64 offset, const void *from, u64 len, const Group &group = Group()) const
+	{
+		return transfer(detail::command_write, to, offset, const_cast<void *>(from), len, group);
+	}
+
+	/* The most bytes of a request that begins at `offset` of a file. */
+	GPUNVME_FN u64 longest(u64 offset) const { return slot_bytes - offset % detail::block_bytes; }
+
+	/*
+	 * Begins a read of at most longest(offset) bytes. Every request that was begun is waited for,
+	 * by the same group; until then `to` is left alone. Where no slot is free its status is `again`,
+	 * at once: a group that holds requests must not wait for more.
+	 */
+	template <class Group = thread>
+	GPUNVME_FN request read_async(file from, u64 offset, void *to, u64 len, const Group &group = Group()) const
+	{
+		return begin(detail::command_read, from, offset, to, len, false, group);
+	}
+
+	/* Begins a write. When it returns, `from` may be used again. */
+	template <class Group = thread>
+	GPUNVME_FN request write_async(file to, u64 offset, const void *from, u64 len,
+				       const Group &group = Group()) const
+	{
+		return begin(detail::command_write, to, offset, const_cast<void *>(from), len, false, group);
+	}
+
+	/*
+	 * Waits for a request, once; the status of one that did not begin is passed on. After
+	 * `timed_out` or `closed` a write may still happen, and memory of a read does not change.
+	 */
+	template <class Group = thread>
+	GPUNVME_OUTLINE GPUNVME_FN outcome wait(const request &begun, const Group &group = Group()) const
+	{
+		end ended = {{begun.status, 0, 0}, false};
+		if (begun.status != 0)
+			return ended.result;
+		if (group.rank() == 0)
+			ended = finish(begun.slot);
+		ended = group.share(ended);
+		if (!ended.ours)
+			return ended.result;
+		if (ended.result.bytes > begun.len)
+			ended.result.bytes = begun.len; /* a broken daemon's */
+		if (begun.reads)
+			detail::copy(begun.memory, place(begun), ended.result.bytes, group);
+		group.sync();
+		if (group.rank() == 0)
+			free_slot(begun.slot);
+		return ended.result;
+	}
+
+      private:
+	unsigned char *memory;  /* words and entries, shared with the daemon */
+	unsigned char *staging; /* a place of `slot_bytes` for each slot, shared with the daemon */
+	detail::state *shared;  /* by the submitters; slots and `ready` follow it */
+	u64 buffer;             /* the daemon's name for `staging` */
+	u64 patience;           /* nanoseconds */
+	u32 entries;            /* a power of two; there are as many slots */
+	u32 slot_bytes;         /* a multiple of 4096 */
+	u64 unused[2];
+
+	/* Requests that one read or write has in flight. */
+	enum : u32 { depth = 4 };
+
+	struct end {
+		outcome result;
+		u32 ours; /* the slot, to be freed */
+	};
+
+	GPUNVME_FN u32 *word(u32 offset) const { return reinterpret_cast<u32 *>(memory + offset); }
+	GPUNVME_FN detail::slot *slots() const { return reinterpret_cast<detail::slot *>(shared + 1); }
+	/* For each entry, the position behind the submission that was last written to it. */
+	GPUNVME_FN u32 *ready(u32 position) const
+	{
+		return reinterpret_cast<u32 *>(slots() + entries) + (position & (entries - 1));
+	}
+	/* Where a request's bytes are: as far past a block's boundary as in the file. */
+	GPUNVME_FN unsigned char *place(const request &at) const
+	{
+		return staging + u64(at.slot) * slot_bytes + at.skew;
+	}
+
+	template <class Group>
+	GPUNVME_FN outcome transfer(u32 command, file name, u64 offset, void *at, u64 len, const Group &group) const
+	{
+		request flight[depth];
+		u32 first = 0, count = 0;
+		u64 begun = 0;
+		outcome total = {0, 0, 0};
+		bool over = false;
+		GPUNVME_ROLLED
+		for (;;) {
+			GPUNVME_ROLLED
+			while (count < depth && begun < len && !over) {
+				u64 most = longest(offset + begun), left = len - begun;
+				u64 bytes = left < most ? left : most;
+				unsigned char *part = static_cast<unsigned char *>(at) + begun;
+				request next = begin(command, name, offset + begun, part, bytes, count == 0, group);
+				if (next.status == again && count > 0)
+					break;
+				if (next.status != 0) {
+					total.status = next.status;
+					over = true;
+					break;
+				}
+				flight[(first + count++) % depth] = next;
+				begun += bytes;
+			}
+			if (count == 0)
+				return total;
+			const request &oldest = flight[first % depth];
+			outcome part = wait(oldest, group);
+			if (!over) {
+				total.bytes += part.bytes;
+				total.status = part.status;
+				total.reason = total.reason ? total.reason : part.reason;
+				over = part.status != 0 || part.bytes < oldest.len;
+			}
+			first++;
+			count--;
+		}
+	}
+
+	template <class Group>
+	GPUNVME_OUTLINE GPUNVME_FN request begin(u32 command, file name, u64 offset, void *at, u64 len, bool patient,
+						 const Group &group) const
+	{
+		int status = len > longest(offset) ? invalid : 0;
+		u32 reads = command == detail::command_read, skew = offset % detail::block_bytes;
+		request made = {detail::none, status, reads, skew, len, at};
+		if (made.status != 0)
+			return made;
+		if (group.rank() == 0)
+			made.slot = take_slot(patient, &made.status);
+		made = group.share(made);
+		made.memory = at; /* each thread's own, where it is not one memory */
+		if (made.status != 0)
+			return made;
+		if (!made.reads) {
+			detail::copy(place(made), at, len, group);
+			detail::fence();
+			group.sync();
+		}
+		if (group.rank() == 0)
+			submit(command, name, offset, made);
+		return made;
+	}
+
+	/* A free slot, waited for or not. */
+	GPUNVME_OUTLINE GPUNVME_FN u32 take_slot(bool patient, int *status) const
+	{
+		u64 start = detail::now();
+		for (;;) {
+			u32 over = detail::load_acquire(&shared->over.word);
+			if (over != 0) {
+				*status = over;
+				return detail::none;
+			}
+			u64 head = detail::load_acquire(&shared->free.word);
+			while (u32(head) != 0) {
+				u32 next = detail::load(&slots()[u32(head) - 1].next);
+				u64 seen = detail::compare_exchange(&shared->free.word, head, counted(head, next));
+				if (seen == head)
+					return u32(head) - 1;
+				head = seen;
+			}
+			if (!patient || detail::now() - start > patience) {
+				*status = patient ? timed_out : again;
+				return detail::none;
+			}
+			if (!drain())
+				detail::pause();
+		}
+	}
+
+	GPUNVME_OUTLINE GPUNVME_FN void free_slot(u32 slot) const
+	{
+		u64 head = detail::load(&shared->free.word);
+		for (;;) {
+			detail::store(&slots()[slot].next, u32(head));
+			u64 seen = detail::compare_exchange(&shared->free.word, head, counted(head, slot + 1));
+			if (seen == head)
+				return;
+			head = seen;
+		}
+	}
+
+	GPUNVME_FN static u64 counted(u64 head, u32 first) { return ((head >> 32) + 1) << 32 | first; }
+
+	/*
+	 * Fills the next entry. The daemon has taken what was there: all that it has not hold slots,
+	 * and there are as many as entries.
+	 */
+	GPUNVME_OUTLINE GPUNVME_FN void submit(u32 command, file name, u64 offset, const request &made) const
+	{
+		/* An exchange: the slot's last owner has looked at it before this. */
+		detail::exchange(&slots()[made.slot].state, detail::pending);
+		u32 position = detail::add(&shared->ticket.word, 1);
+		u64 *entry = reinterpret_cast<u64 *>(memory + detail::entries_begin) + (position & (entries - 1)) * 8;
+		detail::store(entry + 0, u64(command));
+		detail::store(entry + 1, name);
+		detail::store(entry + 2, buffer);
+		detail::store(entry + 3, offset);
+		detail::store(entry + 4, u64(place(made) - staging));
+		detail::store(entry + 5, made.len);
+		detail::store(entry + 6, u64(made.slot));
+		detail::store(entry + 7, u64(0));
+		detail::store_release(ready(position), position + 1);
+		publish();
+	}
+
+	/*
+	 * Moves the tail over all entries that are ready. Who finds the lock taken may go: its holder
+	 * unlocks by an exchange, and then sees what was ready before the lock was tried.
+	 */
+	GPUNVME_FN void publish() const
+	{
+		u32 tail;
+		do {
+			if (detail::exchange(&shared->publishing.word, 1) != 0)
+				return;
+			u32 before = tail = detail::load(&shared->published.word);
+			while (detail::load_acquire(ready(tail)) == tail + 1)
+				tail++;
+			if (tail != before) {
+				detail::store_release(word(detail::submission_tail), tail);
+				detail::store(&shared->published.word, tail);
+			}
+			detail::exchange(&shared->publishing.word, 0);
+		} while (detail::load_acquire(ready(tail)) == tail + 1);
+	}
+
+	/* Waits for a slot's request, or leaves the slot to whoever takes its completion. */
+	GPUNVME_OUTLINE GPUNVME_FN end finish(u32 number) const
+	{
+		detail::slot *slot = slots() + number;
+		u64 start = detail::now();
+		for (;;) {
+			u32 over = detail::load_acquire(&shared->over.word);
+			if (detail::load_acquire(&slot->state) == detail::done)
+				return {{slot->status, slot->reason, slot->bytes}, true};
+			bool late = detail::now() - start > patience;
+			if ((over != 0 || late) && leave(slot))
+				return {{over != 0 ? int(over) : timed_out, 0, 0}, false};
+			if (!drain())
+				detail::pause();
+		}
+	}
+
+	GPUNVME_FN static bool leave(detail::slot *slot)
+	{
+		u32 pending = detail::pending;
+		return detail::compare_exchange(&slot->state, pending, u32(detail::abandoned)) == pending;
+	}
+
+	/* Takes the completions that are there, if no other thread does; whether there were any. */
+	GPUNVME_OUTLINE GPUNVME_FN bool drain() const
+	{
+		if (detail::load(&shared->draining.word) != 0 || detail::exchange(&shared->draining.word, 1) != 0)
+			return false;
+		/* In this order: what the daemon completed before the ring was over counts. */
+		u32 over = detail::load_acquire(word(detail::over_word));
+		u32 tail = detail::load_acquire(word(detail::completion_tail));
+		u32 head = detail::load(&shared->head.word), before = head;
+		if (tail - head > entries) {
+			over = broken;
+			tail = head;
+		}
+		for (; head != tail; head++)
+			complete(head);
+		if (head != before) {
+			detail::store(&shared->head.word, head);
+			detail::store_release(word(detail::completion_head), head);
+		}
+		if (over != 0)
+			detail::store_release(&shared->over.word, over);
+		detail::exchange(&shared->draining.word, 0);
+		return head != before;
+	}
+
+	/* Hands a completion to its slot; one that is for no request is a broken daemon's. */
+	GPUNVME_FN void complete(u32 position) const
+	{
+		const u64 *entry = reinterpret_cast<const u64 *>(memory + detail::entries_begin) +
+				   (entries + (position & (entries - 1))) * 8;
+		u64 number = detail::load(entry), ending = detail::load(entry + 1), bytes = 0;
+		for (u32 route = 2; route < 7; route++)
+			bytes += detail::load(entry + route);
+		if (number >= entries)
+			return;
+		detail::slot *slot = slots() + number;
+		u32 state = detail::load_acquire(&slot->state);
+		if (state == detail::pending) {
+			slot->status = int(u32(ending));
+			slot->reason = u32(ending >> 32);
+			slot->bytes = bytes;
+			u32 pending = detail::pending;
+			state = detail::compare_exchange(&slot->state, pending, u32(detail::done));
+		}
+		if (state == detail::abandoned) {
+			detail::store(&slot->state, u32(detail::idle));
+			free_slot(u32(number));
+		}
+	}
+};
+static_assert(sizeof(ring) == 64, "as the host's library lays it out");
+
+} // namespace gpunvme
+
+#undef GPUNVME_EITHER
+#undef GPUNVME_FN
+#undef GPUNVME_OUTLINE
+#undef GPUNVME_ROLLED
+
+#endif

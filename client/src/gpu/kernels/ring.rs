@@ -1,0 +1,186 @@
+//! A ring for kernels, and the order in which its memory ends: the kernels are told first, then
+//! what is theirs goes, then the daemon lets go of the rest, then CUDA.
+
+use super::layout::{self, KernelRing};
+use super::proxy::Proxy;
+use crate::buffer::{Buffer, Registered};
+use crate::error::{Error, Result};
+use crate::file::File;
+use crate::gpu::memory::staging::Staging;
+use crate::mount::Mount;
+use crate::ring::{Attached, Ring};
+use gpunvme_abi::ring::ring_bytes;
+use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Gpu, HostRegistration, Which};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What slots are a multiple of: blocks of files lie on blocks of slots.
+const BLOCK: usize = 4096;
+/// The fewest entries: the ring is whole pages then, as CUDA needs it.
+const FEWEST: u32 = 32;
+
+/// How large a [`GpuRing`] is, and how long its kernels wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuRingSettings {
+    /// Requests in flight at the most: a power of two from 32 to 4096. 1024 unless told.
+    pub entries: u32,
+    /// Bytes of one request at the most, a multiple of 4096; longer reads and writes are several
+    /// requests. 64 KiB unless told. Each entry has as much pinned host memory.
+    pub slot: usize,
+    /// How long a kernel waits for one answer, or for a slot. 30 s unless told.
+    pub patience: Duration,
+}
+
+impl Default for GpuRingSettings {
+    fn default() -> Self {
+        GpuRingSettings { entries: 1024, slot: 64 << 10, patience: Duration::from_secs(30) }
+    }
+}
+
+/// A ring that kernels submit to and complete from: they read and write attached files by calls of
+/// `gpunvme_device.h`, and no thread of the process takes part.
+///
+/// ```no_run
+/// use gpunvme::gpu::{GpuRing, GpuRingSettings};
+/// use gpunvme::{File, Mount};
+///
+/// let ring = GpuRing::on_gpu(&Mount::open("/data")?, 0, GpuRingSettings::default())?;
+/// let file = ring.attach(&File::open("/data/model.bin")?)?;
+/// // The first parameters of a kernel: gpunvme::ring and gpunvme::file.
+/// let parameters = (ring.for_kernels(), file.name());
+/// # let _ = parameters;
+/// # Ok::<(), gpunvme::Error>(())
+/// ```
+///
+/// Dropping it ends the waits of kernels that still use it, with the status `closed`, and waits
+/// for those kernels.
+#[derive(Debug)]
+pub struct GpuRing {
+    // In the order in which they have to end.
+    _proxy: Proxy,
+    _state: State,
+    _registration: Option<HostRegistration>,
+    ring: Arc<Ring>,
+    _staging: Pool,
+    for_kernels: KernelRing,
+}
+
+/// Memory of the submitters alone. That of a GPU is freed after its kernels.
+#[derive(Debug)]
+enum State {
+    Gpu { _memory: DeviceAllocation },
+    Cpu { _memory: Buffer },
+}
+
+/// The slots.
+#[derive(Debug)]
+enum Pool {
+    Gpu { _memory: Registered<Staging> },
+    Cpu { _memory: Registered<Buffer> },
+}
+
+impl GpuRing {
+    /// For the kernels of a GPU, by its number among those that the process may use.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`], [`Error::NoSuchGpu`] and [`Error::Cuda`]; [`Error::Memory`] and
+    /// [`Error::Refused`] where there is not as much memory; what [`Ring::new`] says.
+    pub fn on_gpu(mount: &Mount, gpu: u32, settings: GpuRingSettings) -> Result<GpuRing> {
+        let gpu = Cuda::load()?.gpu(Which::Index(gpu))?;
+        let (ring, slot) = begin(mount, settings)?;
+        let failed = |error| Error::on_gpu(ring.path(), "make a ring for the kernels of", &gpu, error);
+        let staging = mount.register(Staging::new(ring.path(), &gpu, slot * ring.entries() as usize, 0)?)?;
+        let memory = ring.memory();
+        // SAFETY: the mapping lives as long as the ring, which is dropped after the registration.
+        let registration = unsafe { HostRegistration::new(&gpu, memory.address(), ring_bytes(memory.entries())) };
+        let registration = registration.map_err(failed)?;
+        let state = copied(&gpu, &layout::state(memory.entries())).map_err(failed)?;
+        let for_kernels = KernelRing {
+            memory: registration.device_address(&gpu).map_err(failed)?,
+            staging: staging.memory().device_address,
+            state: state.address(),
+            ..of(&settings, &ring, slot, staging.id())
+        };
+        Ok(GpuRing {
+            _proxy: Proxy::new(ring.clone())?,
+            _state: State::Gpu { _memory: state },
+            _registration: Some(registration),
+            ring,
+            _staging: Pool::Gpu { _memory: staging },
+            for_kernels,
+        })
+    }
+
+    /// For kernels that were compiled for the CPU, and run as functions of threads of this
+    /// process: to try and to debug them where there is no GPU. They must have ended before the
+    /// ring is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] and [`Error::Refused`] where there is not as much memory; what
+    /// [`Ring::new`] says.
+    pub fn on_cpu(mount: &Mount, settings: GpuRingSettings) -> Result<GpuRing> {
+        let (ring, slot) = begin(mount, settings)?;
+        let mut staging = mount.register(Buffer::memfd(slot * ring.entries() as usize)?)?;
+        let initial = layout::state(ring.entries());
+        let mut state = Buffer::memfd(initial.len())?;
+        state.copy_from_slice(&initial);
+        let for_kernels = KernelRing {
+            memory: ring.memory().address().as_ptr() as u64,
+            staging: staging.as_mut_ptr() as u64,
+            state: state.as_mut_ptr() as u64,
+            ..of(&settings, &ring, slot, staging.id())
+        };
+        Ok(GpuRing {
+            _proxy: Proxy::new(ring.clone())?,
+            _state: State::Cpu { _memory: state },
+            _registration: None,
+            ring,
+            _staging: Pool::Cpu { _memory: staging },
+            for_kernels,
+        })
+    }
+
+    /// Makes an open file known to the ring, as [`Ring::attach`]. A kernel names it by
+    /// [`Attached::name`]; one that names it after it was detached gets `EBADF`.
+    ///
+    /// # Errors
+    /// As [`Ring::attach`].
+    pub fn attach(&self, file: &File) -> Result<Attached> {
+        self.ring.attach(file)
+    }
+
+    /// What kernels get as their `gpunvme::ring`. It is valid as long as this.
+    pub fn for_kernels(&self) -> KernelRing {
+        self.for_kernels
+    }
+}
+
+/// The queues, and the bytes of a slot.
+fn begin(mount: &Mount, settings: GpuRingSettings) -> Result<(Arc<Ring>, usize)> {
+    let slot = settings.slot.clamp(BLOCK, Ring::MAX_TRANSFER as usize).next_multiple_of(BLOCK);
+    Ok((Arc::new(Ring::new(mount, settings.entries.max(FEWEST))?), slot))
+}
+
+/// What kernels have to know, without addresses.
+fn of(settings: &GpuRingSettings, ring: &Ring, slot: usize, buffer: u64) -> KernelRing {
+    KernelRing {
+        memory: 0,
+        staging: 0,
+        state: 0,
+        buffer,
+        patience: settings.patience.as_nanos().try_into().unwrap_or(u64::MAX),
+        entries: ring.entries(),
+        slot_bytes: slot as u32,
+        unused: [0; 2],
+    }
+}
+
+/// Memory of a GPU with these bytes.
+fn copied(gpu: &Gpu, bytes: &[u8]) -> std::result::Result<DeviceAllocation, CudaError> {
+    let memory = gpu.alloc(bytes.len())?;
+    let stream = gpu.stream()?;
+    // SAFETY: the memory was allocated just now, and the stream is waited for while both live.
+    unsafe { stream.copy_in(memory.address(), bytes.as_ptr() as u64, bytes.len()) }?;
+    stream.synchronize()?;
+    Ok(memory)
+}

@@ -1,0 +1,234 @@
+//! Kernels that read and write files themselves: `gpunvme_device.h`, compiled for the CPU, on a
+//! real mount. `cuda-checks --kernels` does the same on a GPU.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::LazyLock;
+
+use gpunvme::gpu::{GpuRing, GpuRingSettings};
+use gpunvme::{Error, Mount};
+use gpunvme_cuda::{Cuda, Place, Which};
+use gpunvme_tests::cuda::Pinned;
+use gpunvme_tests::mounted::{Mounted, text};
+use gpunvme_tests::rings::Bystander;
+use gpunvme_tests::software_cuda::with_software_cuda;
+use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::process::{Signal, kill_process};
+use zerocopy::IntoBytes;
+
+const LEN: usize = (1 << 20) + 1234;
+
+/// A volume with a file, and a program that has kernels use it.
+struct Site {
+    volume: Mounted,
+    program: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl Site {
+    fn new() -> Site {
+        static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| compiled("kernels", &[]));
+        Site::with(PROGRAM.clone())
+    }
+
+    fn with(program: PathBuf) -> Site {
+        let volume = Mounted::new();
+        let bytes = tree::pattern(20, LEN);
+        fs::write(volume.path("file"), &bytes).unwrap();
+        Site { volume, program, bytes }
+    }
+
+    fn scenario(&self, name: &str) -> Command {
+        let mut command = Command::new("timeout");
+        command.args(["--kill-after=5", "60"]).arg(&self.program).arg(name);
+        command.arg(self.volume.root()).arg(self.volume.path("file")).env("LD_LIBRARY_PATH", programs::folder());
+        command
+    }
+
+    /// Runs it to its end, which has to be a good one.
+    fn run(&self, name: &str) {
+        let output = self.scenario(name).output().unwrap();
+        assert!(output.status.success(), "{name}: {}", text(&output));
+    }
+
+    /// Runs it until its kernels are reading.
+    fn begin(&self, name: &str) -> (Child, BufReader<ChildStdout>) {
+        let mut child = self.scenario(name).stdout(Stdio::piped()).spawn().unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        said.read_line(&mut line).unwrap();
+        assert_eq!(line, "reading\n");
+        (child, said)
+    }
+}
+
+/// The program, compiled with further options.
+fn compiled(name: &str, options: &[&str]) -> PathBuf {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let built = Command::new("c++")
+        .args(["-std=c++14", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"])
+        .args(options)
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/c/kernels.cc"))
+        .args(["-I", concat!(env!("CARGO_MANIFEST_DIR"), "/../client/include"), "-L"])
+        .arg(programs::folder())
+        .args(["-lgpunvme", "-o"])
+        .arg(&program)
+        .output()
+        .expect("a C++ compiler is needed for this test");
+    assert!(built.status.success(), "{}", text(&built));
+    program
+}
+
+/// The status that each block of kernels ended with.
+fn statuses((mut child, mut said): (Child, BufReader<ChildStdout>)) -> Vec<i32> {
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert!(child.wait().unwrap().success());
+    rest.lines().map(|line| line.parse().unwrap()).collect()
+}
+
+#[test]
+fn groups_read_ranges_of_any_offset_and_length() {
+    needs_mount!();
+    Site::new().run("reads");
+}
+
+#[test]
+fn groups_write_files_that_become_longer() {
+    needs_mount!();
+    let site = Site::new();
+    site.run("writes");
+    let written = fs::read(site.volume.path("file")).unwrap();
+    let parts = (0..8).flat_map(|block| (0..50021).map(move |at| (at * 7 + block) as u8));
+    let expected: Vec<u8> = parts.chain(site.bytes[8 * 50021..].iter().copied()).collect();
+    assert!(written == expected);
+}
+
+#[test]
+fn requests_are_waited_for_in_any_order_and_refused_where_no_slot_is_free() {
+    needs_mount!();
+    let site = Site::new();
+    site.run("requests");
+    assert_eq!(&fs::read(site.volume.path("file")).unwrap()[..16], [&site.bytes[..5], b"written", &site.bytes[12..16]].concat());
+}
+
+/// What a kernel reads was written before, by what its header orders and not by luck: as far as the
+/// compiler's detector of races sees it, in one process.
+#[test]
+fn submitters_have_no_races() {
+    needs_mount!();
+    let site = Site::with(compiled("kernels-races", &["-fsanitize=thread", "-Wno-tsan"]));
+    for name in ["reads", "writes", "requests"] {
+        // The detector needs addresses where it expects them.
+        let mut command = Command::new("setarch");
+        command.arg("-R").arg(&site.program).arg(name).arg(site.volume.root()).arg(site.volume.path("file"));
+        let output = command.env("LD_LIBRARY_PATH", programs::folder()).output().unwrap();
+        assert!(output.status.success(), "{name}: {}", text(&output));
+    }
+}
+
+#[test]
+fn kernels_end_when_the_daemon_dies() {
+    needs_mount!();
+    let site = Site::new();
+    let running = site.begin("until_closed");
+    drop(site.volume.signal(Signal::KILL));
+    assert_eq!(statuses(running), [libc::ENODEV; 8]);
+}
+
+#[test]
+fn kernels_end_when_the_daemon_ends() {
+    needs_mount!();
+    let site = Site::new();
+    let running = site.begin("until_closed");
+    drop(site.volume.signal(Signal::TERM));
+    assert_eq!(statuses(running), [libc::ENODEV; 8]);
+}
+
+#[test]
+fn kernels_end_when_the_daemon_is_silent() {
+    needs_mount!();
+    let site = Site::new();
+    let running = site.begin("until_late");
+    kill_process(site.volume.daemon(), Signal::STOP).unwrap();
+    let ended = statuses_while_stopped(running);
+    kill_process(site.volume.daemon(), Signal::CONT).unwrap();
+    assert_eq!(ended, [libc::ETIMEDOUT; 8]);
+}
+
+/// As [`statuses`], without the end of the process: to give back its ring it needs the daemon.
+fn statuses_while_stopped((mut child, said): (Child, BufReader<ChildStdout>)) -> Vec<i32> {
+    let ended = said.lines().take(8).map(|line| line.unwrap().parse().unwrap()).collect();
+    child.kill().unwrap();
+    ended
+}
+
+#[test]
+fn a_process_that_ends_under_its_kernels_leaves_nothing_behind() {
+    needs_mount!();
+    let site = Site::new();
+    let (mut child, said) = site.begin("until_closed");
+    // Of `timeout` and what it runs, the one that uses the ring.
+    let task = format!("/proc/{0}/task/{0}/children", child.id());
+    let kernels = fs::read_to_string(task).unwrap().trim().parse().unwrap();
+    kill_process(rustix::process::Pid::from_raw(kernels).unwrap(), Signal::KILL).unwrap();
+    assert!(!child.wait().unwrap().success());
+    drop(said);
+    site.run("reads");
+    site.volume.unmount();
+}
+
+#[test]
+fn a_kernel_that_submits_garbage_spoils_its_own_ring_alone() {
+    needs_mount!();
+    let site = Site::new();
+    let mut bystander = Bystander::new(&site.volume);
+    site.run("wild_entries");
+    bystander.check();
+    site.run("wild_completions");
+    bystander.check();
+}
+
+#[test]
+fn kernels_end_when_their_host_gives_the_ring_up() {
+    needs_mount!();
+    Site::new().run("host_ends");
+}
+
+/// The software driver runs no kernels; what they would find is where the header says.
+#[test]
+fn a_ring_of_a_gpu_is_laid_out_for_its_kernels() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (cuda, volume) = (Cuda::load().unwrap(), Mounted::new());
+        let gpu = cuda.gpu(Which::Index(0)).unwrap();
+        let mount = Mount::open(volume.root()).unwrap();
+        let settings = GpuRingSettings { entries: 64, slot: 8192, ..GpuRingSettings::default() };
+        let ring = GpuRing::on_gpu(&mount, 0, settings).unwrap();
+        let handed = ring.for_kernels();
+        let field = |at: usize| u64::from_le_bytes(handed.as_bytes()[at..at + 8].try_into().unwrap());
+        let (memory, staging, state) = (field(0), field(8), field(16));
+        assert_eq!((field(32), field(40)), (30_000_000_000, 8192 << 32 | 64), "patience, entries, bytes of a slot");
+        for (address, len) in [(memory, 4096 + 64 * 128), (staging, 64 * 8192)] {
+            let found = cuda.memory_at(address).unwrap().expect("registered with CUDA");
+            assert!(found.place == Place::Host && found.base + found.len >= address + len, "{found:?}");
+        }
+        assert_eq!(cuda.memory_at(state).unwrap().unwrap().place, Place::Device(gpu));
+        let mut pinned = Pinned::new(gpu, 4096);
+        let bytes = pinned.get(&gpu.stream().unwrap(), state, 1024 + 64 * 32).to_vec();
+        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+        assert_eq!(word(0), 1, "the first free slot");
+        let next: Vec<_> = (0..64).map(|slot| word(1024 + slot * 32 + 4)).collect();
+        assert_eq!(next, (2..=64).chain([0]).collect::<Vec<_>>(), "what is free behind each");
+        assert_eq!(mount.stats().unwrap().buffers, 1);
+
+        drop(ring);
+        assert_eq!(cuda.memory_at(state).unwrap(), None);
+        assert_eq!(cuda.memory_at(staging).unwrap(), None);
+        assert_eq!(mount.stats().unwrap().buffers, 0);
+        let error = GpuRing::on_gpu(&mount, 1, settings).unwrap_err();
+        assert!(matches!(error, Error::NoSuchGpu(_)) && error.to_string().starts_with("there is no GPU 1"), "{error}");
+    });
+}
