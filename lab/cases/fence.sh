@@ -36,16 +36,20 @@ guest() {
 }
 
 # Makes the admin submission queue lie at that address, and rings its doorbell. The fetch fails,
-# which is fatal to the controller.
+# which is fatal to the controller. The daemon is stopped meanwhile: where it has commands in flight
+# it would reset the controller between these steps.
 fetch() {
-    local configuration
+    local configuration failed=0
+    kill -STOP "$(daemon /mnt)"
     configuration=$(devmem $((registers + 0x14)) 32)
     devmem $((registers + 0x14)) 32 0
     devmem $((registers + 0x28)) 32 $(($1 & 0xffffffff))
     devmem $((registers + 0x2c)) 32 $(($1 >> 32))
     devmem $((registers + 0x14)) 32 "$configuration"
     devmem $((registers + 0x1000)) 32 1
-    eventually 10 is_fatal
+    eventually 10 is_fatal || failed=1
+    kill -CONT "$(daemon /mnt)"
+    [ "$failed" = 0 ]
 }
 is_fatal() { [ $(($(devmem $((registers + 0x1c)) 32) & 2)) = 2 ]; }
 
