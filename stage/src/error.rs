@@ -25,8 +25,8 @@ pub enum Error {
     SetManifest(String, u64),
     #[error("{name}: it changed in the store time and again while it was fetched")]
     Changing { name: String },
-    #[error("{name}: its CRC32C is {found:08x}, and the set's manifest says {expected:08x}; it was not kept")]
-    Checksum { name: String, expected: u32, found: u32 },
+    #[error("{name}: its {kind} is {found}, and {by} says {expected}; it was not kept")]
+    Checksum { name: String, kind: &'static str, found: String, by: &'static str, expected: String },
     #[error("{name}: the store sent something else than the bytes that were asked for: {why}")]
     Answer { name: String, why: String },
     #[error("{name}: {source}")]

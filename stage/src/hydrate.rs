@@ -4,14 +4,17 @@
 //! which gets its name when it is whole, checked and durable. The manifest knows what is there, so
 //! that what is interrupted goes on from there.
 
+use crate::checksums::{Expected, Kind, Sum};
 use crate::error::{Error, Result};
 use crate::folder::Folder;
 use crate::manifest::{Entry, Manifest, Set};
-use crate::memory::{Data, Lease, Pool};
+use crate::memory::{Data, Pool};
 use crate::progress::Progress;
+use crate::share::Share;
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest, Sha256};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
@@ -22,27 +25,7 @@ const CHANGES: u32 = 4;
 /// Most files that get their names together.
 const GROUP: usize = 1024;
 
-/// Which share of a set: `I/N`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
-    index: usize,
-    of: usize,
-}
-
-impl std::str::FromStr for Share {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> std::result::Result<Share, Self::Err> {
-        let parsed = text.split_once('/').and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
-        match parsed {
-            Some((index, of)) if index < of => Ok(Share { index, of }),
-            _ => Err("a share is I/N, with I from 0 to N-1"),
-        }
-    }
-}
-
 /// What is to be done.
-#[derive(Debug)]
 pub struct Hydration {
     pub source: Store,
     pub folder: PathBuf,
@@ -72,6 +55,15 @@ struct Settled {
     partial: String,
     name: String,
     entry: Entry,
+}
+
+/// A part that is in the partial file.
+struct Part {
+    offset: u64,
+    len: u64,
+    crc32c: u32,
+    /// Of the kind that the object's checksum is of.
+    sum: Option<u64>,
 }
 
 /// What the tasks of a run share.
@@ -190,15 +182,26 @@ fn partial_name(object: &Object) -> String {
     hash.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Brings one object, in the version that the store has.
+/// Brings one object, in the version that the store has. One whose checksum is wrong is fetched
+/// once more.
 async fn bring(run: Arc<Run>, mut object: Object, settled: mpsc::Sender<Settled>) -> Result<()> {
+    let mut is_wrong = false;
     for _ in 0..=CHANGES {
         let partial = partial_name(&object);
-        if run.clone().bring_version(&object, &partial, &settled).await? {
-            return Ok(());
+        let brought = run.clone().bring_version(&object, &partial, &settled).await;
+        match &brought {
+            Ok(true) => return Ok(()),
+            Ok(false) | Err(Error::Checksum { .. }) => run.discard(&partial)?,
+            Err(_) => {}
         }
-        run.discard(&partial)?;
-        object = run.source.again(&object).await?;
+        match brought {
+            Err(error @ Error::Checksum { .. }) if !is_wrong => {
+                tracing::warn!(%error, "fetched once more");
+                is_wrong = true;
+            }
+            Err(error) => return Err(error),
+            Ok(_) => object = run.source.again(&object).await?,
+        }
     }
     Err(Error::Changing { name: object.name })
 }
@@ -240,23 +243,39 @@ impl Run {
             at += len;
         }
         let is_single = missing.len() == 1 && missing[0].1 == object.size;
+        // What comes whole brings its checksum with it.
+        let expected = match object.crc32c {
+            _ if !self.verify || object.size == 0 => None,
+            Some(crc32c) => Some(Expected::published(crc32c)),
+            None if is_single => None,
+            None => self.source.checksum(object).await?,
+        };
+        let kind = expected.as_ref().map(|expected| expected.kind);
         let parts = stream::iter(missing)
             .map(|(offset, len)| {
                 let (run, object, data, partial) = (self.clone(), object.clone(), data.clone(), partial.to_owned());
-                let task = tokio::spawn(async move { run.bring_part(&object, data, &partial, offset, len, is_single).await });
+                let task = tokio::spawn(async move { run.bring_part(&object, data, &partial, offset..offset + len, kind).await });
                 async move { task.await? }
             })
             .buffer_unordered(self.concurrency)
             .try_collect::<Vec<_>>()
             .await?;
-        let Some(parts) = parts.into_iter().collect::<Option<Vec<_>>>() else { return Ok(false) };
+        let Some(mut parts) = parts.into_iter().collect::<Option<Vec<Part>>>() else { return Ok(false) };
 
-        let mut all = known;
-        all.extend(parts.into_iter().map(|(offset, len, crc32c)| (offset, (len, crc32c))));
+        let mut all = known.clone();
+        all.extend(parts.iter().map(|part| (part.offset, (part.len, part.crc32c))));
         let crc32c = all.range(..object.size).fold(0, |sum, (_, &(len, part))| crc32c::crc32c_combine(sum, part, len as usize));
-        if let Some(expected) = object.crc32c.filter(|&expected| self.verify && expected != crc32c) {
-            self.discard(partial)?;
-            return Err(Error::Checksum { name: object.name.clone(), expected, found: crc32c });
+        if let Some(expected) = expected {
+            parts.sort_by_key(|part| part.offset);
+            let sums: Option<Vec<_>> = parts.iter().map(|part| Some((part.sum?, part.len))).collect();
+            let found = match (expected.kind, sums.filter(|_| known.is_empty())) {
+                (Kind::Crc32c, _) => crc32c.to_be_bytes().into(),
+                (kind, sums) => match sums.and_then(|sums| kind.combined(sums.into_iter())) {
+                    Some(sum) => sum,
+                    None => self.sum(kind, &data, object).await?,
+                },
+            };
+            expected.check(&object.name, &found)?;
         }
         let (run, Object { name, size, version, modified, .. }) = (self.clone(), object.clone());
         let name = tokio::task::spawn_blocking(move || run.folder.settle(&data, &name, modified).map(|()| name)).await??;
@@ -281,35 +300,58 @@ impl Run {
         Ok(())
     }
 
-    /// Brings a part into the partial file, and returns where it lies, its length and its CRC32C.
-    /// Unless it is the only one, it is durable, and in the manifest.
+    /// Brings a part into the partial file, with its sum of `kind`. Unless it is the only one, it is
+    /// durable, and in the manifest.
     async fn bring_part(
         self: Arc<Run>,
         object: &Object,
         data: Arc<Data>,
         partial: &str,
-        offset: u64,
-        len: u64,
-        is_single: bool,
-    ) -> Result<Option<(u64, u64, u32)>> {
+        range: Range<u64>,
+        kind: Option<Kind>,
+    ) -> Result<Option<Part>> {
+        let (offset, len) = (range.start, range.end - range.start);
         let lease = self.pool.lease().await?.shortened(len as usize);
-        let Fetched::Whole(lease) = self.source.fetch(object, offset..offset + len, lease).await? else { return Ok(None) };
+        let Fetched::Whole(lease, told) = self.source.fetch(object, range, lease).await? else { return Ok(None) };
         let (run, path, partial) = (self.clone(), self.folder.path_of(&object.name), partial.to_owned());
-        let crc32c = tokio::task::spawn_blocking(move || {
-            let crc32c = write(&data, &lease, offset, &path)?;
+        let (name, is_single) = (object.name.clone(), len == object.size);
+        let told = told.filter(|_| self.verify && kind.is_none());
+        let part = tokio::task::spawn_blocking(move || {
+            if let Some(told) = told {
+                let mut sum = Sum::new(told.kind);
+                sum.add(&lease);
+                told.check(&name, &sum.finish())?;
+            }
+            data.write(&lease, offset, &path)?;
+            let part = Part { offset, len, crc32c: crc32c::crc32c(&lease), sum: kind.and_then(|kind| kind.part(&lease)) };
             if !is_single {
                 data.file().sync_data().map_err(Error::path(&path, "make it durable"))?;
-                run.manifest().add_part(&partial, offset, len, crc32c)?;
+                run.manifest().add_part(&partial, offset, len, part.crc32c)?;
             }
-            Ok::<_, Error>(crc32c)
+            Ok::<_, Error>(part)
         })
         .await??;
         self.progress.add(len);
-        Ok(Some((offset, len, crc32c)))
+        Ok(Some(part))
     }
-}
 
-fn write(data: &Data, lease: &Lease, offset: u64, path: &Path) -> Result<u32> {
-    data.write(lease, offset, path)?;
-    Ok(crc32c::crc32c(lease))
+    /// The sum of what was written, read again: of kinds that are no sums of parts, and where parts
+    /// came in an earlier run.
+    async fn sum(self: &Arc<Run>, kind: Kind, data: &Arc<Data>, object: &Object) -> Result<Vec<u8>> {
+        let mut sum = Sum::new(kind);
+        let mut offset = 0;
+        while offset < object.size {
+            let len = self.pool.part().min(object.size - offset);
+            let mut lease = self.pool.lease().await?.shortened(len as usize);
+            let (data, path) = (data.clone(), self.folder.path_of(&object.name));
+            sum = tokio::task::spawn_blocking(move || {
+                data.read(&mut lease, offset, &path)?;
+                sum.add(&lease);
+                Ok::<_, Error>(sum)
+            })
+            .await??;
+            offset += len;
+        }
+        Ok(sum.finish())
+    }
 }

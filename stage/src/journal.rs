@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, Metadata};
 use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
@@ -28,13 +28,44 @@ impl Sent {
     }
 }
 
-#[derive(Serialize, Deserialize)]
-struct Line {
-    name: String,
-    state: Sent,
-    crc32c: u32,
+/// An upload in parts that was begun.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Begun {
+    /// Of the file that is sent.
+    pub state: Sent,
     /// As the store named it.
-    version: Option<String>,
+    pub id: String,
+    /// Bytes of each part but the last.
+    pub part: u64,
+    /// The parts that the store has: by their indices what it calls them, and their CRC32C.
+    #[serde(skip)]
+    pub parts: BTreeMap<usize, (String, u32)>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Line {
+    File {
+        name: String,
+        state: Sent,
+        crc32c: u32,
+        /// As the store named it.
+        version: Option<String>,
+    },
+    Upload {
+        name: String,
+        begun: Begun,
+    },
+    Part {
+        of: String,
+        index: usize,
+        tag: String,
+        crc32c: u32,
+    },
+    /// The upload is over, and no object.
+    Dropped {
+        of: String,
+    },
 }
 
 /// What was sent to one destination.
@@ -43,6 +74,7 @@ pub struct Journal {
     file: File,
     path: PathBuf,
     sent: HashMap<String, (Sent, u32, Option<String>)>,
+    begun: HashMap<String, Begun>,
 }
 
 impl Journal {
@@ -58,19 +90,45 @@ impl Journal {
         // A journal that cannot be read is as none: everything is sent.
         let is_text = file.read_to_string(&mut text).is_ok();
         let head = format!("{}\n", serde_json::json!({ "destination": destination }));
-        let mut sent = HashMap::new();
+        let mut lines = Vec::new();
         if is_text && text.starts_with(&head) {
             let whole = text.rfind('\n').map_or(0, |at| at + 1);
-            for line in text[head.len()..whole].lines() {
-                if let Ok(line) = serde_json::from_str::<Line>(line) {
-                    sent.insert(line.name, (line.state, line.crc32c, line.version));
-                }
-            }
+            lines.extend(text[head.len()..whole].lines().filter_map(|line| serde_json::from_str(line).ok()));
             file.set_len(whole as u64).map_err(failed("shorten it"))?;
         } else {
             file.set_len(0).and_then(|()| file.write_all(head.as_bytes())).map_err(failed("write it"))?;
         }
-        Ok(Journal { file, path: path.into(), sent })
+        let mut journal = Journal { file, path: path.into(), sent: HashMap::new(), begun: HashMap::new() };
+        lines.into_iter().for_each(|line| journal.apply(line));
+        Ok(journal)
+    }
+
+    fn apply(&mut self, line: Line) {
+        match line {
+            Line::File { name, state, crc32c, version } => {
+                self.begun.remove(&name);
+                self.sent.insert(name, (state, crc32c, version));
+            }
+            Line::Upload { name, begun } => {
+                self.begun.insert(name, begun);
+            }
+            Line::Part { of, index, tag, crc32c } => {
+                if let Some(begun) = self.begun.get_mut(&of) {
+                    begun.parts.insert(index, (tag, crc32c));
+                }
+            }
+            Line::Dropped { of } => {
+                self.begun.remove(&of);
+            }
+        }
+    }
+
+    fn append(&mut self, line: Line) -> Result<()> {
+        let mut text = serde_json::to_vec(&line).expect("a line of strings and numbers");
+        text.push(b'\n');
+        self.file.write_all(&text).map_err(Error::path(&self.path, "write it"))?;
+        self.apply(line);
+        Ok(())
     }
 
     /// Whether the store has this state of a file; `there` is the size and version that it has.
@@ -87,11 +145,33 @@ impl Journal {
     /// The store has this state of a file.
     ///
     /// # Errors
-    /// [`Error::Path`].
+    /// [`Error::Path`], as all that follow.
     pub fn add(&mut self, name: &str, state: &Sent, crc32c: u32, version: Option<String>) -> Result<()> {
-        let line = Line { name: name.into(), state: state.clone(), crc32c, version };
-        let mut text = serde_json::to_vec(&line).expect("a line of strings and numbers");
-        text.push(b'\n');
-        self.file.write_all(&text).map_err(Error::path(&self.path, "write it"))
+        self.append(Line::File { name: name.into(), state: state.clone(), crc32c, version })
+    }
+
+    /// The upload of a file that was begun and is not over.
+    pub fn begun(&self, name: &str) -> Option<Begun> {
+        self.begun.get(name).cloned()
+    }
+
+    /// The files whose uploads are not over, with their states.
+    pub fn all_begun(&self) -> impl Iterator<Item = (&str, &Sent)> {
+        self.begun.iter().map(|(name, begun)| (name.as_str(), &begun.state))
+    }
+
+    /// An upload begins.
+    pub fn begin(&mut self, name: &str, begun: Begun) -> Result<()> {
+        self.append(Line::Upload { name: name.into(), begun })
+    }
+
+    /// The store has a part.
+    pub fn add_part(&mut self, of: &str, index: usize, tag: String, crc32c: u32) -> Result<()> {
+        self.append(Line::Part { of: of.into(), index, tag, crc32c })
+    }
+
+    /// An upload is over, and no object.
+    pub fn drop_begun(&mut self, of: &str) -> Result<()> {
+        self.append(Line::Dropped { of: of.into() })
     }
 }

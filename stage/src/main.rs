@@ -2,6 +2,7 @@
 //! those of `gpunvme`, which hands them on: the program that root runs on controllers has no HTTP
 //! and no TLS in it.
 
+mod checksums;
 mod error;
 mod evict;
 mod exclusive;
@@ -13,12 +14,16 @@ mod memory;
 mod names;
 mod progress;
 mod publish;
+mod remote;
 mod sets;
+mod share;
 mod store;
+mod upload;
 
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
 use gpunvme_programs::completions::{Completions, Printed};
+use share::Share;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -98,9 +103,9 @@ struct Hydrate {
     include: Vec<String>,
     /// Only each N-th object, beginning with the I-th
     #[arg(long, value_name = "I/N")]
-    rank: Option<hydrate::Share>,
+    rank: Option<Share>,
     /// What of an object is compared before its file appears
-    #[arg(long, value_enum, default_value_t = Verify::Crc32c)]
+    #[arg(long, value_enum, default_value_t = Verify::Checksum)]
     verify: Verify,
     /// Never evict the set
     #[arg(long)]
@@ -117,8 +122,8 @@ struct Hydrate {
 
 #[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
 enum Verify {
-    /// Its length, and its CRC32C where the set has a manifest
-    Crc32c,
+    /// Its length, and the checksum that the set's manifest has, or else the store
+    Checksum,
     /// Its length
     None,
 }
@@ -167,7 +172,7 @@ fn run(args: &Args) -> Result<String> {
                 concurrency: hydrate.limits.concurrency.into(),
                 memory: u64::from(hydrate.limits.memory) << 20,
                 progress: hydrate.limits.progress,
-                verify: hydrate.verify == Verify::Crc32c,
+                verify: hydrate.verify == Verify::Checksum,
                 pin: hydrate.pin,
                 published: hydrate.published,
                 dry_run: hydrate.dry_run,

@@ -11,21 +11,19 @@ use crate::memory::{Data, Pool};
 use crate::names::{self, OWN, SET_MANIFEST};
 use crate::progress::Progress;
 use crate::store::{Published, SetManifest, Store};
+use crate::upload::{self, MOST_PARTS, Upload};
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
-use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
+use object_store::{ObjectStoreExt, PutPayload};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Most parts of an upload, as S3 has it.
-const MOST_PARTS: u64 = 10_000;
 /// Least bytes of a part, where the memory allows it: S3 takes none below 5 MiB.
 const LEAST_PART: u64 = 8 << 20;
 
 /// What is to be done.
-#[derive(Debug)]
 pub struct Publication {
     pub folder: PathBuf,
     pub destination: Store,
@@ -100,13 +98,26 @@ pub async fn publish(what: Publication) -> Result<Done> {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
             Err(source) => return Err(Error::Store { name: SET_MANIFEST.into(), source }),
         }
+        // Of files that changed, or are gone.
+        let is_sent_now = |name: &str, state: &Sent| missing.iter().any(|file| file.name == name && file.state == *state);
+        let journal = Mutex::new(journal);
+        let over: Vec<_> = journal
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .all_begun()
+            .filter(|(name, state)| !is_sent_now(name, state))
+            .map(|(name, _)| name.to_owned())
+            .collect();
+        for name in over {
+            upload::drop_begun(&what.destination, &journal, &name).await?;
+        }
         let buffers = what.concurrency.min((what.memory / LEAST_PART).max(1) as usize);
         let largest = missing.iter().map(|file| file.state.size).max().unwrap_or(0);
         let pool = Pool::new(folder.mount.clone(), what.memory, buffers, largest);
         let run = Arc::new(Run {
             folder,
             destination: what.destination.clone(),
-            journal: Mutex::new(journal),
+            journal,
             pool,
             progress: Progress::new(done.sent_bytes, what.progress),
             concurrency: what.concurrency,
@@ -167,36 +178,20 @@ async fn send(run: Arc<Run>, found: Found) -> Result<(String, Published)> {
     let path = run.folder.path_of(&found.name);
     let size = found.state.size;
     let file = File::open(&path).map_err(Error::path(&path, "open it"))?;
-    let state = |file: &File| file.metadata().map(|meta| Sent::of(&meta)).map_err(Error::path(&path, "ask what it is"));
-    if state(&file)? != found.state {
-        return Err(Error::ChangedHere(path.clone()));
-    }
     let data = Arc::new(Data::new(OwnedFd::from(file), &path, run.folder.mount.is_some())?);
-    let part = run.pool.part();
-    let (store, key) = run.destination.object(&found.name)?;
-    let failed = || Error::store(&found.name);
-    let (crc32c, version) = if size <= part {
+    run.unchanged(&data, &found, &path)?;
+    let (crc32c, version) = if size <= run.pool.part() {
+        let (store, key) = run.destination.object(&found.name)?;
         let (bytes, crc32c) = run.part(&data, 0, size, &path).await?;
-        let put = store.put(&key, PutPayload::from_bytes(bytes)).await.map_err(failed())?;
+        let put = store.put(&key, PutPayload::from_bytes(bytes)).await.map_err(Error::store(&found.name))?;
         run.progress.add(size);
         (crc32c, put.e_tag)
+    } else if size.div_ceil(run.pool.part()) > MOST_PARTS {
+        return Err(Error::TooLong { path, most: MOST_PARTS, part: run.pool.part() });
     } else {
-        if size.div_ceil(part) > MOST_PARTS {
-            return Err(Error::TooLong { path: path.clone(), most: MOST_PARTS, part });
-        }
-        let mut upload = store.put_multipart(&key).await.map_err(failed())?;
-        match run.parts(&data, size, &path, &found.name, &mut *upload).await {
-            Ok(crc32c) if state(data.file())? == found.state => (crc32c, upload.complete().await.map_err(failed())?.e_tag),
-            other => {
-                // Stores keep, and charge for, the parts of what is neither completed nor aborted.
-                let _ = upload.abort().await;
-                return Err(other.err().unwrap_or(Error::ChangedHere(path.clone())));
-            }
-        }
+        run.upload(&data, &found, &path).await?
     };
-    if state(data.file())? != found.state {
-        return Err(Error::ChangedHere(path.clone()));
-    }
+    run.unchanged(&data, &found, &path)?;
     let mut journal = run.journal.lock().unwrap_or_else(PoisonError::into_inner);
     journal.add(&found.name, &found.state, crc32c, version)?;
     Ok((found.name.clone(), Published { size, crc32c }))
@@ -215,30 +210,76 @@ impl Run {
         .await?
     }
 
-    /// Sends the parts of a file, in their order, several at once, and returns the file's CRC32C.
-    async fn parts(&self, data: &Arc<Data>, size: u64, path: &Path, name: &str, upload: &mut dyn MultipartUpload) -> Result<u32> {
+    /// Whether the file is still what was found.
+    fn unchanged(&self, data: &Data, found: &Found, path: &Path) -> Result<()> {
+        let now = data.file().metadata().map_err(Error::path(path, "ask what it is"))?;
+        if Sent::of(&now) == found.state { Ok(()) } else { Err(Error::ChangedHere(path.into())) }
+    }
+
+    /// Sends a file in parts, and returns its CRC32C and its version. An upload of an earlier run
+    /// goes on; one that the store has no more begins anew.
+    async fn upload(&self, data: &Arc<Data>, found: &Found, path: &Path) -> Result<(u32, Option<String>)> {
+        loop {
+            let mut upload = Upload::of(&self.destination, &self.journal, &found.name, &found.state, self.pool.part()).await?;
+            let sent = match self.parts(data, found.state.size, path, &found.name, &mut upload).await {
+                Ok(crc32c) => match self.unchanged(data, found, path) {
+                    Ok(()) => upload.complete().await.map(|version| (crc32c, version)),
+                    Err(error) => Err(error),
+                },
+                Err(error) => Err(error),
+            };
+            match sent {
+                Ok(sent) => return Ok(sent),
+                Err(error) if upload.failed(&self.destination, &self.journal, &error).await? => {
+                    tracing::warn!(%error, "the upload begins anew");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Sends the parts of a file that the store does not have, in their order, several at once, and
+    /// returns the file's CRC32C.
+    async fn parts(&self, data: &Arc<Data>, size: u64, path: &Path, name: &str, upload: &mut Upload) -> Result<u32> {
         let mut crc32c = 0;
         let mut sending = stream::FuturesUnordered::new();
-        let mut offset = 0;
-        while offset < size {
-            let len = self.pool.part().min(size - offset);
+        for (index, offset) in (0..size).step_by(upload.part() as usize).enumerate() {
+            let len = upload.part().min(size - offset);
+            if let Some(part) = upload.has(index) {
+                crc32c = crc32c::crc32c_combine(crc32c, part, len as usize);
+                self.progress.add(len);
+                continue;
+            }
             // A buffer may come free only as these get on.
             let reading = self.part(data, offset, len, path);
             tokio::pin!(reading);
-            let (bytes, part_crc32c) = loop {
+            let (bytes, part) = loop {
                 tokio::select! {
                     read = &mut reading => break read?,
-                    Some(sent) = sending.next() => { let sent: object_store::Result<u64> = sent; self.progress.add(sent.map_err(Error::store(name))?) }
+                    Some(sent) = sending.next() => self.sent(sent, name, upload)?,
                 }
             };
-            crc32c = crc32c::crc32c_combine(crc32c, part_crc32c, len as usize);
-            let part = upload.put_part(PutPayload::from_bytes(bytes));
-            sending.push(async move { part.await.map(|()| len) });
-            offset += len;
+            crc32c = crc32c::crc32c_combine(crc32c, part, len as usize);
+            let put = upload.put(index, PutPayload::from_bytes(bytes));
+            sending.push(async move { put.await.map(|tag| SentPart { index, tag, crc32c: part, len }) });
         }
         while let Some(sent) = sending.next().await {
-            self.progress.add(sent.map_err(Error::store(name))?);
+            self.sent(sent, name, upload)?;
         }
         Ok(crc32c)
     }
+
+    fn sent(&self, sent: object_store::Result<SentPart>, name: &str, upload: &mut Upload) -> Result<()> {
+        let SentPart { index, tag, crc32c, len } = sent.map_err(Error::store(name))?;
+        self.progress.add(len);
+        upload.sent(&self.journal, index, tag, crc32c)
+    }
+}
+
+/// A part that the store has, and what it calls it.
+struct SentPart {
+    index: usize,
+    tag: String,
+    crc32c: u32,
+    len: u64,
 }

@@ -1,12 +1,15 @@
 //! A set in an object store, or in a folder: what it has, and the bytes of it.
 
+use crate::checksums::Expected;
 use crate::error::{Error, Result};
 use crate::memory::Lease;
 use crate::names::{self, SET_MANIFEST};
+use crate::remote::Remote;
 use futures_util::stream::{self, StreamExt};
 use object_store::local::LocalFileSystem;
+use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
-use object_store::{GetOptions, GetRange, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt, ObjectStoreScheme};
+use object_store::{GetOptions, GetRange, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -27,13 +30,12 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// How many objects a web server is asked for at once.
 const HEADS: usize = 16;
 
-/// What variables of the environment the stores' own tools read.
-const ENVIRONMENT: [&str; 3] = ["AWS_", "GOOGLE_", "AZURE_"];
-
 /// A place in a store.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Store {
     store: Arc<dyn ObjectStore>,
+    /// The same, where uploads in parts have names by which they can go on.
+    multipart: Option<Arc<dyn MultipartStore>>,
     prefix: Key,
     /// As the manifest and messages name it.
     url: String,
@@ -77,8 +79,8 @@ pub struct Published {
 
 /// How a part arrived.
 pub enum Fetched {
-    /// Whole.
-    Whole(Lease),
+    /// Whole, and what the store says its object's checksum is, where the part is all of it.
+    Whole(Lease, Option<Expected>),
     /// The object is another one by now, or gone.
     Changed,
 }
@@ -104,7 +106,7 @@ impl Store {
     fn open(text: &str, make: bool) -> Result<Store> {
         let folder = match Url::parse(text) {
             Ok(url) if url.scheme() == "file" => url.to_file_path().map_err(|()| Error::NoUrl(text.into()))?,
-            Ok(url) => return Store::remote(&url),
+            Ok(url) => return Store::remote(&url, !make),
             Err(_) if !text.contains("://") => std::path::absolute(text).map_err(Error::path(text, "find it"))?,
             Err(_) => return Err(Error::NoUrl(text.into())),
         };
@@ -113,21 +115,17 @@ impl Store {
         }
         let local = LocalFileSystem::new().with_fsync(true);
         let prefix = Key::from_absolute_path(&folder).map_err(|_| Error::NoUrl(text.into()))?;
-        Ok(Store { store: Arc::new(local), prefix, url: format!("file://{}", folder.display()), lists: true })
+        let url = format!("file://{}", folder.display());
+        Ok(Store { store: Arc::new(local), multipart: None, prefix, url, lists: true })
     }
 
-    fn remote(url: &Url) -> Result<Store> {
+    fn remote(url: &Url, reads: bool) -> Result<Store> {
         let shown = format!("{}://{}{}", url.scheme(), url.host_str().unwrap_or_default(), url.path());
         if !url.username().is_empty() || url.password().is_some() || url.query().is_some() {
             return Err(Error::Credentials(shown));
         }
-        let environment = std::env::vars().filter(|(name, _)| ENVIRONMENT.iter().any(|ours| name.starts_with(ours)));
-        let (store, prefix) = object_store::parse_url_opts(url, environment).map_err(|source| match source {
-            object_store::Error::Generic { store: "URL", .. } => Error::NoUrl(shown.clone()),
-            source => Error::Store { name: shown.clone(), source },
-        })?;
-        let is_web = ObjectStoreScheme::parse(url).is_ok_and(|(scheme, _)| scheme == ObjectStoreScheme::Http);
-        Ok(Store { store: store.into(), prefix, url: url.as_str().trim_end_matches('/').into(), lists: !is_web })
+        let Remote { store, multipart, prefix, lists } = Remote::open(url, &shown, reads)?;
+        Ok(Store { store, multipart, prefix, url: url.as_str().trim_end_matches('/').into(), lists })
     }
 
     /// As the manifest and messages name it; without credentials.
@@ -146,6 +144,11 @@ impl Store {
     /// [`Error::Store`] for a name that no store can have.
     pub fn object(&self, name: &str) -> Result<(&Arc<dyn ObjectStore>, Key)> {
         Ok((&self.store, below(&self.prefix, name)?))
+    }
+
+    /// The store itself, where uploads in parts have names by which they can go on.
+    pub fn multipart(&self) -> Option<&Arc<dyn MultipartStore>> {
+        self.multipart.as_ref()
     }
 
     /// The manifest of a published set, where this is one.
@@ -299,6 +302,23 @@ impl Store {
         Ok(Object::new(object.name.clone(), found, object.crc32c))
     }
 
+    /// What the store says that the checksum of an object is, where it says so. An object that is
+    /// another one by now has none.
+    ///
+    /// # Errors
+    /// [`Error::Store`].
+    pub async fn checksum(&self, object: &Object) -> Result<Option<Expected>> {
+        if self.folder().is_some() {
+            return Ok(None);
+        }
+        let options = GetOptions { head: true, if_match: object.e_tag.clone(), ..GetOptions::default() };
+        match self.store.get_opts(&object.key, options).await {
+            Ok(found) => Ok(found.extensions.get::<Expected>().filter(|_| !object.differs(&found.meta)).cloned()),
+            Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::store(&object.name)(error)),
+        }
+    }
+
     /// Brings a range of an object, of as many bytes as the buffer's content is long. What comes
     /// cut, late or not at all is asked for again from where it ended.
     ///
@@ -306,9 +326,12 @@ impl Store {
     /// [`Error::Store`] where the store refuses, or nothing more comes; [`Error::Answer`].
     pub async fn fetch(&self, object: &Object, range: Range<u64>, mut lease: Lease) -> Result<Fetched> {
         let (mut at, mut failures) = (range.start, 0);
+        let mut expected = None;
         while at < range.end {
+            // With the whole object comes its checksum.
+            let is_all = (at, range.end) == (0, object.size);
             let options = GetOptions {
-                range: Some(GetRange::Bounded(at..range.end)),
+                range: (!is_all).then_some(GetRange::Bounded(at..range.end)),
                 if_match: object.e_tag.clone(),
                 ..GetOptions::default()
             };
@@ -319,39 +342,42 @@ impl Store {
                     let why = format!("{:?} for {:?}", found.range, at..range.end);
                     return Err(Error::Answer { name: object.name.clone(), why });
                 }
-                Ok(found) => match found.payload {
-                    GetResultPayload::File(file, path) => {
-                        let offset = (at - range.start) as usize;
-                        lease = tokio::task::spawn_blocking(move || {
-                            file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
-                            Ok::<_, Error>(lease)
-                        })
-                        .await??;
-                        at = range.end;
-                        None
-                    }
-                    GetResultPayload::Stream(mut stream) => {
-                        let mut failed = None;
-                        while let Some(chunk) = stream.next().await {
-                            match chunk {
-                                Ok(bytes) => {
-                                    let offset = (at - range.start) as usize;
-                                    let Some(room) = lease.get_mut(offset..offset + bytes.len()) else {
-                                        let why = "more bytes than were asked for".into();
-                                        return Err(Error::Answer { name: object.name.clone(), why });
-                                    };
-                                    room.copy_from_slice(&bytes);
-                                    at += bytes.len() as u64;
-                                }
-                                Err(error) => {
-                                    failed = Some(error);
-                                    break;
+                Ok(found) => {
+                    expected = found.extensions.get().cloned().or(expected);
+                    match found.payload {
+                        GetResultPayload::File(file, path) => {
+                            let offset = (at - range.start) as usize;
+                            lease = tokio::task::spawn_blocking(move || {
+                                file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
+                                Ok::<_, Error>(lease)
+                            })
+                            .await??;
+                            at = range.end;
+                            None
+                        }
+                        GetResultPayload::Stream(mut stream) => {
+                            let mut failed = None;
+                            while let Some(chunk) = stream.next().await {
+                                match chunk {
+                                    Ok(bytes) => {
+                                        let offset = (at - range.start) as usize;
+                                        let Some(room) = lease.get_mut(offset..offset + bytes.len()) else {
+                                            let why = "more bytes than were asked for".into();
+                                            return Err(Error::Answer { name: object.name.clone(), why });
+                                        };
+                                        room.copy_from_slice(&bytes);
+                                        at += bytes.len() as u64;
+                                    }
+                                    Err(error) => {
+                                        failed = Some(error);
+                                        break;
+                                    }
                                 }
                             }
+                            failed
                         }
-                        failed
                     }
-                },
+                }
                 Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
                     return Ok(Fetched::Changed);
                 }
@@ -370,7 +396,7 @@ impl Store {
             }
             tokio::time::sleep(PAUSE * 2_u32.pow(failures)).await;
         }
-        Ok(Fetched::Whole(lease))
+        Ok(Fetched::Whole(lease, expected))
     }
 }
 

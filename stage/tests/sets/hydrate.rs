@@ -2,9 +2,12 @@
 
 use crate::store::{Fault, Store};
 use crate::{ends_well, fails, files, gpunvme, set};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use gpunvme_tests::mounted::{Mounted, peak_memory};
 use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::process::Pid;
+use sha2::Digest;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -109,6 +112,65 @@ fn bytes_that_are_not_the_published_ones_never_appear() {
     store.state().objects.remove("set/good");
     let said = fails(&hydrate(&store, &volume.path("other")).output().unwrap());
     assert!(said.contains("good: ") && !volume.path("other").exists(), "{said}");
+}
+
+/// A checksum as a store says it: of the kind, of bytes.
+type Checksum = fn(&[u8]) -> (&'static str, String);
+
+const CHECKSUMS: [(&str, Option<Checksum>, Checksum); 5] = [
+    ("CRC32C", Some(|bytes| crc32c(bytes)), |_| crc32c(b"other")),
+    ("CRC64-NVME", Some(|bytes| crc64nvme(bytes)), |_| crc64nvme(b"other")),
+    ("CRC32", Some(|bytes| crc32(bytes)), |_| crc32(b"other")),
+    ("SHA-256", Some(|bytes| sha256(bytes)), |_| sha256(b"other")),
+    ("MD5", None, |_| ("content-md5", BASE64_STANDARD.encode([7; 16]))),
+];
+
+fn crc32c(bytes: &[u8]) -> (&'static str, String) {
+    ("x-amz-checksum-crc32c", BASE64_STANDARD.encode(crc32c::crc32c(bytes).to_be_bytes()))
+}
+
+fn crc32(bytes: &[u8]) -> (&'static str, String) {
+    let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32;
+    ("x-amz-checksum-crc32", BASE64_STANDARD.encode(sum.to_be_bytes()))
+}
+
+fn crc64nvme(bytes: &[u8]) -> (&'static str, String) {
+    ("x-amz-checksum-crc64nvme", BASE64_STANDARD.encode(crc_fast::crc64_nvme(bytes).to_be_bytes()))
+}
+
+fn sha256(bytes: &[u8]) -> (&'static str, String) {
+    ("x-amz-checksum-sha256", BASE64_STANDARD.encode(sha2::Sha256::digest(bytes)))
+}
+
+#[test]
+fn bytes_that_are_not_what_the_store_has_are_fetched_again() {
+    needs_mount!();
+    let volume = Mounted::new();
+    for (kind, right, wrong) in CHECKSUMS {
+        let (store, folder) = (Store::new(), volume.path(kind));
+        for (name, size) in [("set/large", 1_000_001), ("set/small", 50_000), ("set/empty", 0)] {
+            store.state().objects.insert(name.into(), tree::pattern(size as u64, size));
+        }
+        store.state().checksum = Some(wrong);
+        let said = fails(&hydrate(&store, &folder).output().unwrap());
+        assert!(said.contains(&format!("its {kind} is ")) && said.contains(", and the store says "), "{said}");
+        assert!(files(&folder).into_keys().all(|name| name == "empty"), "{kind}");
+        assert!(store.state().reads.values().any(|&reads| reads == 2), "{kind}: once more, and then no more");
+        // Where there is no header, the ETag is one.
+        let folder = volume.path(format!("right-{kind}"));
+        (store.state().checksum, store.state().tags) = (right, right.is_none());
+        for name in ["large", "small"] {
+            store.state().faults = vec![Fault::Damaged];
+            ends_well(&hydrate(&store, &folder).args(["--include", name]).output().unwrap());
+            assert!(store.state().faults.is_empty());
+            assert!(files(&folder)[name] == store.state().objects[&format!("set/{name}")], "{kind} of {name}");
+        }
+        // Whoever does not ask takes what comes.
+        store.state().faults = vec![Fault::Damaged];
+        let careless = volume.path(format!("careless-{kind}"));
+        ends_well(&hydrate(&store, &careless).args(["--include", "small", "--verify", "none"]).output().unwrap());
+        assert!(files(&careless)["small"] != store.state().objects["set/small"], "{kind}");
+    }
 }
 
 #[test]
@@ -237,6 +299,7 @@ fn a_name_is_a_whole_file_whenever_the_program_is_killed() {
     let mut time = Duration::from_millis(5);
     for round in 0..kills {
         let folder = volume.path(format!("set{}", round / 6));
+        store.state().checksum = Some(crc64nvme);
         store.state().faults = vec![Fault::Slow(5); 20];
         let mut process = hydrate(&store, &folder).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let end = Instant::now() + time;

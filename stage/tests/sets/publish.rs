@@ -3,10 +3,11 @@
 use crate::store::Store;
 use crate::{ends_well, fails, files, gpunvme, set};
 use gpunvme_tests::mounted::Mounted;
-use gpunvme_tests::needs_mount;
+use gpunvme_tests::{needs_mount, tree};
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 const MANIFEST: &str = "gpunvme-manifest.json";
 
@@ -63,6 +64,67 @@ fn a_torn_upload_is_no_set_and_goes_on_where_it_ended() {
     let fresh = volume.path("fresh");
     ends_well(&store.found_by(gpunvme("hydrate").arg("s3://bucket/run/step").arg(&fresh)).output().unwrap());
     assert_eq!(files(&fresh), files(&volume.path("step")));
+}
+
+/// Publishes a folder whose file `large` has 20 parts, and kills that when the store has eight.
+fn killed_between_parts(store: &Store, folder: &Path) {
+    store.state().part_takes = Duration::from_millis(30);
+    let mut process = publish(store, folder, "run/step").stderr(Stdio::null()).spawn().unwrap();
+    let before = store.state().parts;
+    while store.state().parts < before + 8 {
+        assert!(process.try_wait().unwrap().is_none(), "it ended before");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    process.kill().unwrap();
+    process.wait().unwrap();
+    let mut state = store.state();
+    state.part_takes = Duration::ZERO;
+    assert_eq!((state.uploads.len(), state.objects.contains_key("run/step/large")), (1, false));
+}
+
+#[test]
+fn an_upload_that_was_killed_goes_on_from_the_parts_that_the_store_has() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    let folder = volume.path("step");
+    fs::create_dir(&folder).unwrap();
+    let fill = |seed| fs::write(folder.join("large"), tree::pattern(seed, (20 << 20) - 5)).unwrap();
+    let ends_whole = |most_parts| {
+        let before = store.state().parts;
+        ends_well(&publish(&store, &folder, "run/step").output().unwrap());
+        let state = store.state();
+        assert!(state.objects["run/step/large"] == fs::read(folder.join("large")).unwrap());
+        assert!(state.uploads.is_empty(), "the store keeps no parts");
+        let sent = state.parts - before;
+        assert!(sent <= most_parts, "{sent} parts were sent");
+    };
+    fill(1);
+    killed_between_parts(&store, &folder);
+    // The answer to the last one or two may have come too late.
+    ends_whole(14);
+
+    let again = || {
+        store.state().objects.clear();
+        killed_between_parts(&store, &folder);
+    };
+    // The store gave the parts up.
+    again();
+    store.state().uploads.clear();
+    ends_whole(20);
+    // It lost one of them.
+    again();
+    store.state().uploads.values_mut().for_each(|(_, parts)| drop(parts.remove(&3)));
+    ends_whole(14 + 20);
+    // The file is another one.
+    again();
+    fill(2);
+    ends_whole(20);
+    // It is gone.
+    again();
+    fs::remove_file(folder.join("large")).unwrap();
+    fs::write(folder.join("small"), "1").unwrap();
+    ends_well(&publish(&store, &folder, "run/step").output().unwrap());
+    assert!(store.state().uploads.is_empty());
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! An object store that speaks as much of S3 as `gpunvme hydrate` and `gpunvme publish` ask for,
 //! and answers with faults where a test wants them.
 
-use sha2::{Digest, Sha256};
+use md5::{Digest as _, Md5};
+use sha2::Digest as _;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -20,12 +21,12 @@ pub enum Fault {
     Closed,
     /// It takes so many milliseconds.
     Slow(u64),
-    /// The whole object for a range of it.
-    Whole,
+    /// A byte in the middle is another one.
+    Damaged,
 }
 
 /// What the store is doing.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct State {
     /// The objects of its bucket.
     pub objects: BTreeMap<String, Vec<u8>>,
@@ -35,11 +36,21 @@ pub struct State {
     pub changes: Vec<String>,
     /// The faults of the next reads.
     pub faults: Vec<Fault>,
+    /// Whether ETags are MD5.
+    pub tags: bool,
+    /// The header that says the checksum of a whole object, where it is asked for.
+    pub checksum: Option<fn(&[u8]) -> (&'static str, String)>,
     /// An object that becomes another one after so many reads.
     pub change: Option<(String, u32, Vec<u8>)>,
     /// Changes that are refused, by their number.
     pub refuse_change: Option<usize>,
-    uploads: HashMap<String, BTreeMap<u32, Vec<u8>>>,
+    /// Parts of uploads that came.
+    pub parts: usize,
+    /// How long each takes.
+    pub part_takes: Duration,
+    /// By their names; the object and the parts.
+    pub uploads: BTreeMap<String, (String, BTreeMap<u32, Vec<u8>>)>,
+    begun: u32,
 }
 
 /// The store. It serves until the test ends.
@@ -143,18 +154,30 @@ impl Store {
                 if method != "POST" && state.refuse_change.is_some_and(|at| at <= state.changes.len()) {
                     return plain("403 Forbidden", String::new());
                 }
-                let head = vec![("ETag", etag(&body))];
-                match (method, query.get("uploadId")) {
+                let head = vec![("ETag", state.etag(&body))];
+                let upload = query.get("uploadId").copied();
+                if upload.is_some_and(|id| state.uploads.get(id).is_none_or(|(of, _)| of != key)) {
+                    return plain("404 Not Found", "<Error><Code>NoSuchUpload</Code></Error>".into());
+                }
+                match (method, upload) {
                     ("POST", None) if query.contains_key("uploads") => {
-                        state.uploads.insert(key.into(), BTreeMap::new());
-                        return plain(
-                            "200 OK",
-                            "<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>".into(),
-                        );
+                        state.begun += 1;
+                        let id = format!("upload{}", state.begun);
+                        state.uploads.insert(id.clone(), (key.into(), BTreeMap::new()));
+                        let answer =
+                            format!("<InitiateMultipartUploadResult><UploadId>{id}</UploadId></InitiateMultipartUploadResult>");
+                        return plain("200 OK", answer);
                     }
-                    ("POST", Some(_)) => {
-                        let whole = state.uploads.remove(key).unwrap().into_values().flatten().collect::<Vec<_>>();
-                        let etag = etag(&whole);
+                    ("POST", Some(id)) => {
+                        let parts = state.uploads.remove(id).unwrap().1;
+                        // The parts that are named, by what they were called.
+                        let text = String::from_utf8(body).unwrap().replace("&quot;", "\"");
+                        let named = text.matches("<PartNumber>").count();
+                        if named != parts.len() || !parts.values().all(|part| text.contains(&state.etag(part))) {
+                            return plain("400 Bad Request", "<Error><Code>InvalidPart</Code></Error>".into());
+                        }
+                        let whole = parts.into_values().flatten().collect::<Vec<_>>();
+                        let etag = state.etag(&whole);
                         state.changes.push(format!("PUT {key}"));
                         state.objects.insert(key.into(), whole);
                         let answer =
@@ -173,10 +196,13 @@ impl Store {
                         }
                         return plain("200 OK", format!("<DeleteResult>{answer}</DeleteResult>"));
                     }
-                    ("PUT", Some(_)) => {
+                    ("PUT", Some(id)) => {
                         let part = query["partNumber"].parse().unwrap();
-                        state.uploads.get_mut(key).unwrap().insert(part, body);
+                        state.uploads.get_mut(id).unwrap().1.insert(part, body);
+                        state.parts += 1;
+                        return ("200 OK", head, Vec::new(), Some(Fault::Slow(state.part_takes.as_millis() as u64)));
                     }
+                    ("DELETE", Some(id)) => drop(state.uploads.remove(id)),
                     ("PUT", None) => {
                         state.changes.push(format!("PUT {key}"));
                         state.objects.insert(key.into(), body);
@@ -212,27 +238,39 @@ impl Store {
             }
         }
         let object = &state.objects[key];
-        let etag = etag(object);
+        let etag = state.etag(object);
+        let sum = state.checksum.filter(|_| range.is_none() && headers.contains_key("x-amz-checksum-mode")).map(|of| of(object));
         if headers.get("if-match").is_some_and(|asked| *asked != etag) {
             return plain("412 Precondition Failed", String::new());
         }
         let mut answer = vec![("ETag", etag), ("Last-Modified", "Mon, 23 Nov 2026 08:00:00 GMT".into())];
-        match range.filter(|_| fault != Some(Fault::Whole)) {
-            Some((start, end)) => {
-                let (start, end): (usize, usize) = (start.parse().unwrap(), end.parse::<usize>().unwrap().min(object.len() - 1));
-                answer.push(("Content-Range", format!("bytes {start}-{end}/{}", object.len())));
-                ("206 Partial Content", answer, object[start..=end].to_vec(), fault)
+        let damaged = |mut bytes: Vec<u8>| {
+            if let (Some(Fault::Damaged), middle) = (fault, bytes.len() / 2) {
+                bytes[middle] ^= 1;
             }
-            None if method == "HEAD" => {
-                answer.push(("Content-Length", object.len().to_string()));
-                ("200 OK", answer, Vec::new(), fault)
-            }
-            None => ("200 OK", answer, object.clone(), fault),
+            bytes
+        };
+        if let Some((start, end)) = range {
+            let (start, end): (usize, usize) = (start.parse().unwrap(), end.parse::<usize>().unwrap().min(object.len() - 1));
+            answer.push(("Content-Range", format!("bytes {start}-{end}/{}", object.len())));
+            return ("206 Partial Content", answer, damaged(object[start..=end].to_vec()), fault);
         }
+        answer.extend(sum);
+        if method == "HEAD" {
+            answer.push(("Content-Length", object.len().to_string()));
+            return ("200 OK", answer, Vec::new(), fault);
+        }
+        ("200 OK", answer, damaged(object.clone()), fault)
     }
 }
 
 impl State {
+    fn etag(&self, object: &[u8]) -> String {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let tag = if self.tags { hex(&Md5::digest(object)) } else { hex(&sha2::Sha256::digest(object)) };
+        format!("\"{tag}\"")
+    }
+
     /// A listing, with a delimiter where one is asked for.
     fn listing(&self, query: &HashMap<&str, &str>) -> String {
         let prefix = decoded(query.get("prefix").copied().unwrap_or_default());
@@ -245,7 +283,7 @@ impl State {
             }
             contents += &format!(
                 "<Contents><Key>{key}</Key><LastModified>2026-11-23T08:00:00.000Z</LastModified><ETag>{}</ETag><Size>{}</Size></Contents>",
-                etag(object).replace('"', "&quot;"),
+                self.etag(object).replace('"', "&quot;"),
                 object.len()
             );
         }
@@ -254,10 +292,6 @@ impl State {
         }
         format!("<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>")
     }
-}
-
-fn etag(object: &[u8]) -> String {
-    format!("\"{:x}\"", Sha256::digest(object))
 }
 
 fn decoded(text: &str) -> String {

@@ -1,0 +1,81 @@
+//! Stores that are not of this machine, by their URLs and the settings of the environment.
+
+use crate::checksums::Listening;
+use crate::error::{Error, Result};
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::http::HttpBuilder;
+use object_store::multipart::MultipartStore;
+use object_store::path::Path as Key;
+use object_store::{ClientOptions, ObjectStore, ObjectStoreScheme};
+use std::sync::Arc;
+use url::Url;
+
+/// What variables of the environment the stores' own tools read.
+const ENVIRONMENT: [&str; 3] = ["AWS_", "GOOGLE_", "AZURE_"];
+
+/// How the names of the buckets of S3 Express end, whose ETags are no MD5.
+const EXPRESS: &str = "--x-s3";
+
+/// A place in such a store.
+pub struct Remote {
+    pub store: Arc<dyn ObjectStore>,
+    /// The same, where uploads in parts have names by which they can go on.
+    pub multipart: Option<Arc<dyn MultipartStore>>,
+    pub prefix: Key,
+    /// Whether it tells what it has: a web server does not.
+    pub lists: bool,
+}
+
+/// A builder's store, with the settings of the environment that it knows.
+macro_rules! built {
+    ($builder:ty, $url:expr, $connector:expr, $options:expr) => {{
+        let builder = <$builder>::new().with_url($url).with_client_options($options).with_http_connector($connector);
+        let settings = std::env::vars().filter(|(name, _)| ENVIRONMENT.iter().any(|ours| name.starts_with(ours)));
+        let builder = settings.fold(builder, |builder, (name, value)| match name.to_ascii_lowercase().parse() {
+            Ok(key) => builder.with_config(key, value),
+            Err(_) => builder,
+        });
+        Arc::new(builder.build()?)
+    }};
+}
+
+impl Remote {
+    /// The place that a URL names; `reads` whether objects and their checksums are read from it.
+    ///
+    /// # Errors
+    /// [`Error::NoUrl`], or [`Error::Store`] where the store's settings are incomplete. `shown` is
+    /// the URL for people.
+    pub fn open(url: &Url, shown: &str, reads: bool) -> Result<Remote> {
+        let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|_| Error::NoUrl(shown.into()))?;
+        let prefix = Key::parse(path).map_err(|error| Error::Store { name: shown.into(), source: error.into() })?;
+        Remote::built(url, &scheme, prefix, reads).map_err(Error::store(shown))?.ok_or_else(|| Error::NoUrl(shown.into()))
+    }
+
+    fn built(url: &Url, scheme: &ObjectStoreScheme, prefix: Key, reads: bool) -> object_store::Result<Option<Remote>> {
+        let options = ClientOptions::default();
+        let plain = Listening { tags: false };
+        Ok(Some(match scheme {
+            ObjectStoreScheme::AmazonS3 => {
+                let tagged = Listening { tags: !url.host_str().is_some_and(|bucket| bucket.ends_with(EXPRESS)) };
+                let options = if reads { Listening::asking(options) } else { options };
+                let store = built!(AmazonS3Builder, url.as_str(), tagged, options);
+                Remote { store: store.clone(), multipart: Some(store), prefix, lists: true }
+            }
+            ObjectStoreScheme::GoogleCloudStorage => {
+                let store = built!(GoogleCloudStorageBuilder, url.as_str(), plain, options);
+                Remote { store: store.clone(), multipart: Some(store), prefix, lists: true }
+            }
+            ObjectStoreScheme::MicrosoftAzure => {
+                let store = built!(MicrosoftAzureBuilder, url.as_str(), plain, options);
+                Remote { store: store.clone(), multipart: Some(store), prefix, lists: true }
+            }
+            ObjectStoreScheme::Http => {
+                let store = built!(HttpBuilder, &url[..url::Position::BeforePath], plain, options);
+                Remote { store, multipart: None, prefix, lists: false }
+            }
+            _ => return Ok(None),
+        }))
+    }
+}
