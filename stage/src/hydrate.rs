@@ -300,8 +300,8 @@ impl Run {
         Ok(())
     }
 
-    /// Brings a part into the partial file, with its sum of `kind`. Unless it is the only one, it is
-    /// durable, and in the manifest.
+    /// Brings a part into the partial file, with its sum of `kind`. Unless it is the only one, it
+    /// is durable, and in the manifest.
     async fn bring_part(
         self: Arc<Run>,
         object: &Object,
@@ -335,8 +335,8 @@ impl Run {
         Ok(Some(part))
     }
 
-    /// The sum of what was written, read again: of kinds that are no sums of parts, and where parts
-    /// came in an earlier run.
+    /// The sum of what was written, read again: of kinds that are no sums of parts, and where
+    /// parts came in an earlier run.
     async fn sum(self: &Arc<Run>, kind: Kind, data: &Arc<Data>, object: &Object) -> Result<Vec<u8>> {
         let mut sum = Sum::new(kind);
         let mut offset = 0;
