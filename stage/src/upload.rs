@@ -44,11 +44,12 @@ impl Upload {
             let upload = store.put_multipart(&key).await.map_err(Error::store(name))?;
             return Ok(new(Way::Plain(upload), part, false));
         };
-        if let Some(begun) = locked(journal).begun(name) {
-            if begun.state == *state && begun.part <= part && state.size.div_ceil(begun.part) <= MOST_PARTS {
-                let part = begun.part;
-                return Ok(new(Way::Named { store: named, begun }, part, true));
-            }
+        let goes_on =
+            |begun: &Begun| begun.state == *state && begun.part <= part && state.size.div_ceil(begun.part) <= MOST_PARTS;
+        let known = locked(journal).begun(name);
+        if let Some(begun) = known.filter(goes_on) {
+            let part = begun.part;
+            return Ok(new(Way::Named { store: named, begun }, part, true));
         }
         drop_begun(destination, journal, name).await?;
         let id = named.create_multipart(&key).await.map_err(Error::store(name))?;
@@ -139,10 +140,11 @@ impl Upload {
 /// [`Error::Path`].
 pub async fn drop_begun(destination: &Store, journal: &Mutex<Journal>, name: &str) -> Result<()> {
     let Some(begun) = locked(journal).begun(name) else { return Ok(()) };
-    if let (Some(store), (_, key)) = (destination.multipart(), destination.object(name)?) {
-        if let Err(error) = store.abort_multipart(&key, &begun.id).await {
-            tracing::debug!(name, %error, "an upload was not aborted");
-        }
+    let (_, key) = destination.object(name)?;
+    if let Some(store) = destination.multipart()
+        && let Err(error) = store.abort_multipart(&key, &begun.id).await
+    {
+        tracing::debug!(name, %error, "an upload was not aborted");
     }
     locked(journal).drop_begun(name)
 }
