@@ -1,6 +1,6 @@
 //! Sets of objects become files, whatever the store and the machine do meanwhile.
 
-use crate::store::{Fault, Store};
+use crate::store::{Checksum, Fault, Store};
 use crate::{ends_well, fails, files, gpunvme, set};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -114,14 +114,11 @@ fn bytes_that_are_not_the_published_ones_never_appear() {
     assert!(said.contains("good: ") && !volume.path("other").exists(), "{said}");
 }
 
-/// A checksum as a store says it: of the kind, of bytes.
-type Checksum = fn(&[u8]) -> (&'static str, String);
-
 const CHECKSUMS: [(&str, Option<Checksum>, Checksum); 5] = [
-    ("CRC32C", Some(|bytes| crc32c(bytes)), |_| crc32c(b"other")),
-    ("CRC64-NVME", Some(|bytes| crc64nvme(bytes)), |_| crc64nvme(b"other")),
-    ("CRC32", Some(|bytes| crc32(bytes)), |_| crc32(b"other")),
-    ("SHA-256", Some(|bytes| sha256(bytes)), |_| sha256(b"other")),
+    ("CRC32C", Some(crc32c), |_| crc32c(b"other")),
+    ("CRC64-NVME", Some(crc64nvme), |_| crc64nvme(b"other")),
+    ("CRC32", Some(crc32), |_| crc32(b"other")),
+    ("SHA-256", Some(sha256), |_| sha256(b"other")),
     ("MD5", None, |_| ("content-md5", BASE64_STANDARD.encode([7; 16]))),
 ];
 

@@ -25,6 +25,9 @@ pub enum Fault {
     Damaged,
 }
 
+/// The header that says the checksum of bytes.
+pub type Checksum = fn(&[u8]) -> (&'static str, String);
+
 /// What the store is doing.
 #[derive(Default)]
 pub struct State {
@@ -39,7 +42,7 @@ pub struct State {
     /// Whether ETags are MD5.
     pub tags: bool,
     /// The header that says the checksum of a whole object, where it is asked for.
-    pub checksum: Option<fn(&[u8]) -> (&'static str, String)>,
+    pub checksum: Option<Checksum>,
     /// An object that becomes another one after so many reads.
     pub change: Option<(String, u32, Vec<u8>)>,
     /// Changes that are refused, by their number.
