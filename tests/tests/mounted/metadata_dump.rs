@@ -130,6 +130,23 @@ fn a_damaged_volume_is_dumped_with_its_damage() {
 }
 
 #[test]
+fn progress_is_for_terminals() {
+    let (image, scratch) = (Image::formatted_with(64 * MIB), scratch_dir());
+    let dump = scratch.path().join("dump");
+    let piped = gpunvme(&["metadata-dump", name(&image.path()), name(&dump)]);
+    assert!(piped.status.success() && piped.stderr.is_empty(), "{}", text(&piped));
+    // script(1) gives the command a terminal, and prints what came out of that.
+    let program = programs::command("gpunvme").get_program().to_str().unwrap().to_owned();
+    let line = format!("stty columns 100; {program} metadata-dump --force {} {}", name(&image.path()), name(&dump));
+    let shown = Command::new("script").args(["--quiet", "--return", "--command", &line, "/dev/null"]).output().unwrap();
+    let screen = String::from_utf8(shown.stdout).unwrap();
+    assert!(shown.status.success(), "{screen}");
+    assert!(screen.contains("journal ") && screen.contains("% of 1024, "), "{screen:?}");
+    let end = screen.rsplit("\x1b[2K").next().unwrap();
+    assert!(end.starts_with("dump  ") && !end.contains('%'), "the bar is gone: {screen:?}");
+}
+
+#[test]
 fn what_must_not_be_dumped_or_overwritten_is_not() {
     let (image, scratch) = (Image::formatted_with(64 * MIB), scratch_dir());
     let (path, there) = (image.path(), scratch.path().join("there"));

@@ -2,13 +2,15 @@
 //! it, without what people keep in the volume.
 
 use std::fs::File;
+use std::io::IsTerminal;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use gpunvme_blockdev::{Error, OpenMode};
 use gpunvme_layout::{BLOCK_SIZE, Geometry};
-use gpunvme_programs::dump::{Names, Summary, dump};
+use gpunvme_programs::dump::{Names, Stage, Summary, dump};
 use gpunvme_programs::members;
+use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use crate::report::{Failure, Report, size};
@@ -68,9 +70,30 @@ fn may_be_made(path: &Path, force: bool) -> Result<(), String> {
 fn fill(file: &File, device: &std::sync::Arc<dyn gpunvme_blockdev::BlockDevice>, names: Names) -> Result<Summary, String> {
     let failed = |error: std::io::Error| format!("the dump cannot be written: {error}");
     file.set_len(device.geometry().len / BLOCK_SIZE as u64 * BLOCK_SIZE as u64).map_err(failed)?;
-    let summary = dump(device, names, |address, block| file.write_all_at(block.bytes(), Geometry::byte(address)))?;
+    let bar = bar();
+    let mut show = |stage, done, of| {
+        bar.set_message(match stage {
+            Stage::Journal => "journal",
+            Stage::Groups => "groups",
+            Stage::Nodes => "nodes",
+        });
+        bar.set_length(of);
+        bar.set_position(done);
+    };
+    let dumped = dump(device, names, &mut show, |address, block| file.write_all_at(block.bytes(), Geometry::byte(address)));
+    bar.finish_and_clear();
+    let summary = dumped?;
     file.sync_all().map_err(failed)?;
     Ok(summary)
+}
+
+/// Shows where the command is, on a terminal.
+fn bar() -> ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {percent}% of {len}, {elapsed}, {eta} left");
+    ProgressBar::no_length().with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 fn report(command: &MetadataDump, summary: &Summary, len: u64) -> Report {

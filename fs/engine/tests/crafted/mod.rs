@@ -110,7 +110,7 @@ fn ordeal(image: &Image, random: &mut Random) -> (bool, bool) {
     let mounted = mount_and_use(&(used.clone() as Arc<dyn BlockDevice>), random);
     let mended = check_and_mend(&(device(image) as Arc<dyn BlockDevice>));
     // What it says of the image is not judged here.
-    let _ = dump(&(device(image) as Arc<dyn BlockDevice>), Names::Replaced, |_, _| Ok(()));
+    let _ = dump(&(device(image) as Arc<dyn BlockDevice>), Names::Replaced, &mut |_, _, _| {}, |_, _| Ok(()));
     if mounted {
         check_and_mend(&(device(&used.snapshot()) as Arc<dyn BlockDevice>));
     }

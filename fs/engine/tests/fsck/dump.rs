@@ -24,7 +24,7 @@ use crate::surgeon::Surgeon;
 
 fn dumped(device: &Arc<dyn BlockDevice>, names: Names) -> (Image, Summary) {
     let mut image = Image::new(device.geometry().len);
-    let summary = dump(device, names, |address, block| {
+    let summary = dump(device, names, &mut |_, _, _| {}, |address, block| {
         image.write_at(address * BLOCK_SIZE as u64, block.bytes());
         Ok(())
     });

@@ -62,6 +62,21 @@ pub enum Names {
     Replaced,
 }
 
+/// What a dump is at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Blocks of the journal.
+    Journal,
+    /// Groups: their descriptors and bitmaps.
+    Groups,
+    /// Nodes of the tree.
+    Nodes,
+}
+
+/// Called now and then with the stage, how much of it is done, and how much there is as far as is
+/// known by now.
+pub type Progress<'a> = &'a mut dyn FnMut(Stage, u64, u64);
+
 /// Dumps the metadata of the volume on `device` by handing each block to `write`, with its address.
 /// All other blocks of the dump are zeros, and it is as long as the device, in whole blocks.
 ///
@@ -70,6 +85,7 @@ pub enum Names {
 pub fn dump(
     device: &Arc<dyn BlockDevice>,
     names: Names,
+    progress: Progress,
     write: impl FnMut(u64, &Block) -> io::Result<()>,
 ) -> Result<Summary, String> {
     let mut reader = Reader::new(device)?;
@@ -89,6 +105,7 @@ pub fn dump(
         superblock,
         reader,
         write,
+        progress,
         damaged: 0,
         blocks: 0,
         wanted: BlockSet::default(),
@@ -109,12 +126,13 @@ pub fn dump(
 /// Bitmaps in the journal, by the group that they are of.
 type Bitmaps = BTreeMap<u64, Vec<Block>>;
 
-struct Dump<W> {
+struct Dump<'a, W> {
     superblock: Superblock,
     geometry: Geometry,
     scrub: Scrub,
     reader: Reader,
     write: W,
+    progress: Progress<'a>,
     damaged: u64,
     blocks: u64,
     /// Nodes that are marked or pointed to.
@@ -125,7 +143,7 @@ struct Dump<W> {
     imaged: BlockSet,
 }
 
-impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<W> {
+impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<'_, W> {
     fn put(&mut self, address: u64, block: &Block) -> Result<(), String> {
         self.blocks += 1;
         (self.write)(address, block).map_err(|error| error.to_string())
@@ -199,6 +217,7 @@ impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<W> {
         let mut bitmaps = Bitmaps::new();
         let (start, len) = (self.geometry.journal, self.geometry.journal_blocks);
         for piece in pieces(start..start + len) {
+            (self.progress)(Stage::Journal, piece.start - start, len);
             for (address, block) in self.reader.read(piece)? {
                 let images = [BlockKind::State, BlockKind::Descriptors, BlockKind::Bitmap, BlockKind::Node];
                 let image = images.into_iter().find(|kind| block.expect(*kind).is_ok());
@@ -235,6 +254,7 @@ impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<W> {
         // A device that was truncated may have few of them.
         let there = (0..self.geometry.groups).take_while(|number| self.geometry.bitmap(*number) < self.reader.blocks);
         for number in there.collect::<Vec<_>>() {
+            (self.progress)(Stage::Groups, number, self.geometry.groups);
             let (address, index) = self.geometry.descriptor(number);
             if index == 0 {
                 descriptors = self.fixed(BlockKind::Descriptors, address)?;
@@ -280,12 +300,16 @@ impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<W> {
 
     /// Puts all nodes into the dump that are wanted, and those that they point to.
     fn nodes(&mut self) -> Result<(), String> {
+        let mut done = 0;
         loop {
             let left = self.wanted.without(&self.there);
             if left.is_empty() {
                 return Ok(());
             }
+            let known = done + left.len() as u64;
             for run in left.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(PIECE as usize)) {
+                (self.progress)(Stage::Nodes, done, known);
+                done += run.len() as u64;
                 run.iter().for_each(|address| self.there.insert(*address));
                 for (address, block) in self.reader.read(run[0]..run[run.len() - 1] + 1)? {
                     if let Some(block) = self.home(block, BlockKind::Node, address)? {

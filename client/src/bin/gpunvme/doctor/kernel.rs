@@ -1,6 +1,13 @@
 //! Facts about the kernel and NVIDIA's modules: what ways to GPU memory other than ours depend on.
 
 use super::sysfs::Tree;
+use flate2::read::GzDecoder;
+use std::io::Read;
+
+/// The kernel's own copy of its configuration, where it was built with one (CONFIG_IKCONFIG_PROC).
+const OWN_CONFIG: &str = "proc/config.gz";
+/// More than any configuration has: what is in a tree of another machine may be anything.
+const CONFIG_MAX: u64 = 4 << 20;
 
 pub struct Kernel {
     /// Major and minor number of the release.
@@ -26,9 +33,11 @@ impl Kernel {
         let parameters = tree.text("proc/driver/nvidia/params");
         Kernel {
             version: (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)),
-            config: [format!("boot/config-{release}"), format!("lib/modules/{release}/config")]
-                .iter()
-                .find_map(|path| tree.text(path)),
+            config: own_config(tree).or_else(|| {
+                [format!("boot/config-{release}"), format!("lib/modules/{release}/config")]
+                    .iter()
+                    .find_map(|path| tree.text(path))
+            }),
             io_uring_disabled: tree.number("proc/sys/kernel/io_uring_disabled"),
             multipath: multipath.map(|value| value == "Y"),
             nvidia_fs: tree.has("sys/module/nvidia_fs"),
@@ -49,10 +58,43 @@ impl Kernel {
     }
 }
 
+fn own_config(tree: &Tree) -> Option<String> {
+    let mut config = String::new();
+    GzDecoder::new(&tree.bytes(OWN_CONFIG)?[..]).take(CONFIG_MAX).read_to_string(&mut config).ok()?;
+    Some(config)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::fixture::expand;
     use super::*;
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+    use std::io::Write;
+
+    fn packed(config: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(config).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    #[test]
+    fn the_kernels_own_copy_counts_before_files() {
+        let machine = expand("proc/config.gz = \nboot/config-6.12.1-x = CONFIG_PCI_P2PDMA=y");
+        let p2pdma = |own: &[u8]| {
+            std::fs::write(machine.tree.path(std::path::Path::new("/proc/config.gz")), own).unwrap();
+            Kernel::read(&machine.tree, "6.12.1-x").has("CONFIG_PCI_P2PDMA")
+        };
+        assert_eq!(p2pdma(&packed(b"# CONFIG_PCI_P2PDMA is not set\n")), Some(false));
+        // What cannot be unpacked is as if it were not there.
+        let cut = &packed(b"CONFIG_FUSE_FS=y\n")[..20];
+        for broken in [b"".as_slice(), b"CONFIG_FUSE_FS=y", cut, &packed(&[0xff; 100])] {
+            assert_eq!(p2pdma(broken), Some(true));
+        }
+        // One that would never end does, and says what it had said by then.
+        let endless = [b"CONFIG_FUSE_FS=y\n".to_vec(), vec![b'\n'; 64 << 20]].concat();
+        assert_eq!(p2pdma(&packed(&endless)), Some(false));
+    }
 
     #[test]
     fn the_configuration_is_that_of_the_running_kernel() {

@@ -125,6 +125,7 @@ impl Machine {
             |name: &str| Some(status.lines().find(|line| line.starts_with(name))?.split_whitespace().nth(1)?.to_owned());
         let capabilities = of_status("CapEff:").and_then(|mask| u64::from_str_radix(&mask, 16).ok()).unwrap_or(0);
         const CAP_IPC_LOCK: u64 = 1 << 14;
+        let kernel_facts = Kernel::read(tree, &kernel);
         Machine {
             cpu: Cpu {
                 vendor: of_cpu("vendor_id").unwrap_or_default(),
@@ -133,12 +134,12 @@ impl Machine {
             is_virtual: of_cpu("flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor")),
             root: of_status("Uid:").is_some_and(|uid| uid == "0"),
             iommu: Iommu::read(tree),
-            vfio: Vfio::read(tree, &kernel, container),
+            vfio: Vfio::read(tree, &kernel, &kernel_facts, container),
             memlock: if capabilities & CAP_IPC_LOCK != 0 { None } else { memlock(tree) },
             huge_pages: huge_pages(tree),
             nvidia: Nvidia::read(tree),
             libcuda: libcuda(tree),
-            kernel_facts: Kernel::read(tree, &kernel),
+            kernel_facts,
             kernel,
         }
     }
@@ -158,17 +159,16 @@ impl Iommu {
 }
 
 impl Vfio {
-    fn read(tree: &Tree, kernel: &str, container: Container) -> Vfio {
+    fn read(tree: &Tree, kernel: &str, facts: &Kernel, container: Container) -> Vfio {
         let loaded = tree.has("sys/bus/pci/drivers/vfio-pci");
         let listed =
             |file: &str| tree.text(&format!("lib/modules/{kernel}/{file}")).is_some_and(|list| list.contains("/vfio-pci.ko"));
-        let built = tree.text(&format!("boot/config-{kernel}"));
         Vfio {
             loaded,
             modules_here: tree.has(&format!("lib/modules/{kernel}")),
             available: loaded || listed("modules.dep") || listed("modules.builtin"),
             container,
-            built_compat: built.is_some_and(|config| config.lines().any(|line| line == "CONFIG_IOMMUFD_VFIO_CONTAINER=y")),
+            built_compat: facts.has("CONFIG_IOMMUFD_VFIO_CONTAINER") == Some(true),
         }
     }
 }

@@ -103,7 +103,10 @@ fn option(machine: &Machine, name: &str) -> Option<Lack> {
     match machine.kernel_facts.has(name) {
         Some(true) => None,
         Some(false) => missing(format!("the kernel is built without {name}")),
-        None => unseen(format!("whether the kernel is built with {name} is not shown (/boot/config-{})", machine.kernel)),
+        None => {
+            let places = format!("/proc/config.gz, /boot/config-{}", machine.kernel);
+            unseen(format!("whether the kernel is built with {name} is not shown ({places})"))
+        }
     }
 }
 
