@@ -8,12 +8,13 @@
     print(done.bytes, done.routes, done.reason)
 
 ``gpunvme.safetensors`` loads and saves models, ``gpunvme.torch`` state dicts and distributed
-checkpoints. Neither they nor CUDA are loaded before they are used.
+checkpoints. Neither PyTorch nor CUDA is loaded before it is used.
 """
 
 from gpunvme._doctor import doctor
 from gpunvme._error import Error
 from gpunvme._file import File, open
+from gpunvme._load import load
 from gpunvme._native import Buffer, Extent, Mount, Pending, Transfer
 from gpunvme._stage import stage, stage_async
 
@@ -29,4 +30,5 @@ __all__ = [
     "doctor",
     "stage",
     "stage_async",
+    "load",
 ]

@@ -9,9 +9,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 Progress = Callable[[int, int], None]
+#: What the command says of a file, for :func:`gpunvme.load`; None at the end.
+Event = dict[str, Any] | None
 
 
 def stage(
@@ -41,8 +44,8 @@ def stage(
         ValueError: there is no root.
         RuntimeError: what the command could not do.
     """
-    folder = _folder(url, root)
-    with _running(url, folder, include, published, pin, progress) as process:
+    folder = place(url, root)
+    with running(url, folder, include, published, pin, progress) as process:
         process.wait()
     return folder
 
@@ -58,8 +61,8 @@ async def stage_async(
 ) -> Path:
     """As :func:`stage`, for asyncio. Where the task is cancelled, the command is ended; what has
     arrived stays, and counts the next time."""
-    folder = _folder(url, root)
-    with _running(url, folder, include, published, pin, progress) as process:
+    folder = place(url, root)
+    with running(url, folder, include, published, pin, progress) as process:
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -79,7 +82,7 @@ async def stage_async(
     return folder
 
 
-def _folder(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") -> Path:
+def place(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") -> Path:
     """Where a set lies: sets of different places never lie in the same folder."""
     root = root if root is not None else os.environ.get("GPUNVME_STAGE")
     if root is None:
@@ -95,13 +98,14 @@ def _folder(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None"
 
 
 @contextmanager
-def _running(
+def running(
     url: "str | os.PathLike[str]",
     folder: Path,
     include: Iterable[str],
     published: bool,
     pin: bool,
     progress: Progress | None,
+    follow: Callable[[Event], None] | None = None,
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs the command while the block waits for it, and raises what it complained of."""
     command = shutil.which("gpunvme")
@@ -109,6 +113,7 @@ def _running(
         raise FileNotFoundError("the command gpunvme is not in PATH: install it (scripts/install)")
     arguments = [command, "hydrate", "--progress"]
     arguments += [f"--include={pattern}" for pattern in include]
+    arguments += ["--follow"] * (follow is not None)
     arguments += ["--published"] * published + ["--pin"] * pin + ["--", os.fspath(url), os.fspath(folder)]
     said: list[str] = []
     failed: list[Exception] = []
@@ -117,21 +122,29 @@ def _running(
         for line in lines:
             if not line.startswith("{"):
                 said.append(line)
+                continue
+            event = json.loads(line)
+            if "done" not in event:
+                if follow is not None:
+                    follow(event)
             elif progress is not None and not failed:
-                far = json.loads(line)
                 try:
-                    progress(far["done"], far["of"])
+                    progress(event["done"], event["of"])
                 except Exception as error:
                     failed.append(error)
+        if follow is not None:
+            follow(None)
 
     with subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         listening = threading.Thread(target=listen, args=(process.stderr,), daemon=True)
         listening.start()
-        yield process
-        process.wait()
-        listening.join()
+        try:
+            yield process
+        finally:
+            process.wait()
+            listening.join()
     if failed:
         raise failed[0]
     if process.returncode != 0:

@@ -38,7 +38,7 @@ _ALIGNMENT = 4096
 _Path = str | os.PathLike[str]
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """What a header says of a tensor."""
 
     dtype: str
@@ -48,14 +48,14 @@ class _Entry(NamedTuple):
     length: int
 
 
-class _Header(NamedTuple):
+class Header(NamedTuple):
     """A header that was checked: the tensors lie in the file side by side, in this order."""
 
-    entries: dict[str, _Entry]
+    entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
-def _read_header(file: File) -> _Header:
+def read_header(file: File) -> Header:
     """Reads and checks a header. It may have come from anywhere.
 
     Raises:
@@ -103,11 +103,11 @@ def _read_header(file: File) -> _Header:
             raise wrong(f"{name!r} has a shape or place that is no number")
         if data + first != end or last - first != math.prod(shape) * ITEM_SIZES[dtype]:
             raise wrong(f"{name!r} lies where it cannot")
-        entries[name] = _Entry(dtype, tuple(shape), data + first, last - first)
+        entries[name] = Entry(dtype, tuple(shape), data + first, last - first)
         end = data + last
     if end != size:
         raise wrong(f"its tensors end at {end}, and the file at {size}")
-    return _Header(entries, metadata)
+    return Header(entries, metadata)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Slice:
     """A tensor in a file, of which parts are read by indexing: ``f.get_slice("w")[:, 128:256]``."""
 
-    def __init__(self, of: "safe_open", entry: _Entry) -> None:
+    def __init__(self, of: "safe_open", entry: Entry) -> None:
         self._of, self._entry = of, entry
 
     def get_shape(self) -> list[int]:
@@ -200,7 +200,7 @@ class safe_open:
         self._require = require
         self._file = open_file(filename)
         try:
-            self._header = _read_header(self._file)
+            self._header = read_header(self._file)
         except BaseException:
             self._file.close()
             raise
@@ -224,13 +224,13 @@ class safe_open:
         """A tensor of which parts are to be read."""
         return Slice(self, self._entry(name))
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         entry = self._header.entries.get(name)
         if entry is None:
             raise KeyError(f"{self._file.name} has no tensor {name!r}")
         return entry
 
-    def _read_part(self, entry: _Entry, bounds: list[tuple[int, int]]) -> Any:
+    def _read_part(self, entry: Entry, bounds: list[tuple[int, int]]) -> Any:
         def empty(shape: tuple[int, ...]) -> Any:
             return self._arrays.empty(shape, entry.dtype)
 
@@ -303,12 +303,12 @@ def iter_tensors(
     arrays = _framework(framework, device)
     wanted = None if names is None else set(names)
     with ExitStack() as files:
-        entries: list[tuple[File, str, _Entry]] = []
-        for path, shard_names in _shards(filename):
+        entries: list[tuple[File, str, Entry]] = []
+        for path, shard_names in shards_of(filename):
             if wanted is not None and shard_names is not None and not wanted & shard_names:
                 continue
             file = files.enter_context(open_file(path))
-            found = _read_header(file).entries
+            found = read_header(file).entries
             if shard_names is not None and (absent := shard_names - found.keys()):
                 raise ValueError(f"{filename} says that {path} has {min(absent)!r}, and it has not")
             entries += [
@@ -339,7 +339,7 @@ def iter_tensors(
                 bar.add(length)
 
 
-def _shards(filename: _Path) -> list[tuple[str, set[str] | None]]:
+def shards_of(filename: _Path) -> list[tuple[str, set[str] | None]]:
     """The files of a model, with the tensors that each is to have, where an index says so."""
     path = os.fspath(filename)
     if os.path.isdir(path):

@@ -51,6 +51,8 @@ pub enum Error {
     Quota { bytes: u64, quota: u64, evicted: u64 },
     #[error("{0}: it has no manifest: it was not published, or not to its end")]
     NotPublished(String),
+    #[error("{0}: two ranks have different files of this name: the set is not valid until they agree, and publish again")]
+    Twice(String),
     #[error("files get no names any more")]
     Stopped,
     #[error("a task of this program ended: {0}")]

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::folder::Folder;
 use crate::manifest::{Entry, Manifest, Set};
 use crate::memory::{Data, Pool};
-use crate::progress::Progress;
+use crate::progress::{Event, Progress};
 use crate::share::Share;
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
@@ -34,6 +34,7 @@ pub struct Hydration {
     pub concurrency: usize,
     pub memory: u64,
     pub progress: bool,
+    pub follow: bool,
     pub verify: bool,
     pub pin: bool,
     pub published: bool,
@@ -111,7 +112,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     describe(&mut manifest, &what)?;
 
     lock.used().map_err(Error::path(&what.folder, "note that it is used"))?;
-    objects.retain(|object| !is_there(&manifest, &what.folder, object));
+    let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(|object| is_there(&manifest, &what.folder, object));
     let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
     let taken = folder.clean(|name| partials.contains(name))?;
     let (needed, free) = (sum(&objects), folder.free()?);
@@ -125,10 +126,11 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         folder,
         manifest: Mutex::new(manifest),
         pool,
-        progress: Progress::new(needed, what.progress),
+        progress: Progress::new(needed, what.progress, what.follow),
         concurrency: what.concurrency,
         verify: what.verify,
     });
+    there.iter().for_each(|object| run.progress.tell(&Event::There(&object.name)));
     (done.fetched_objects, done.fetched_bytes) = (objects.len(), needed);
     let (settled, waiting) = mpsc::channel(GROUP);
     let naming = tokio::task::spawn_blocking({
@@ -191,7 +193,10 @@ async fn bring(run: Arc<Run>, mut object: Object, settled: mpsc::Sender<Settled>
         let brought = run.clone().bring_version(&object, &partial, &settled).await;
         match &brought {
             Ok(true) => return Ok(()),
-            Ok(false) | Err(Error::Checksum { .. }) => run.discard(&partial)?,
+            Ok(false) | Err(Error::Checksum { .. }) => {
+                run.progress.tell(&Event::Dropped(&object.name));
+                run.discard(&partial)?;
+            }
             Err(_) => {}
         }
         match brought {
@@ -230,6 +235,7 @@ impl Run {
             let len = match known.get(&at) {
                 Some(&(len, _)) if len > 0 && len <= object.size - at => {
                     self.progress.add(len);
+                    self.progress.tell(&Event::Written { name: &object.name, partial, offset: at, len });
                     len
                 }
                 _ => {
@@ -291,6 +297,7 @@ impl Run {
         while settled.blocking_recv_many(&mut group, GROUP) > 0 {
             self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
             let mut manifest = self.manifest();
+            group.iter().for_each(|file| self.progress.tell(&Event::There(&file.name)));
             let partials: Vec<_> = group.iter().map(|file| file.partial.clone()).collect();
             manifest.add_files(group.drain(..).map(|file| (file.name, file.entry)))?;
             for partial in partials {
@@ -323,6 +330,7 @@ impl Run {
                 told.check(&name, &sum.finish())?;
             }
             data.write(&lease, offset, &path)?;
+            run.progress.tell(&Event::Written { name: &name, partial: &partial, offset, len });
             let part = Part { offset, len, crc32c: crc32c::crc32c(&lease), sum: kind.and_then(|kind| kind.part(&lease)) };
             if !is_single {
                 data.file().sync_data().map_err(Error::path(&path, "make it durable"))?;

@@ -14,6 +14,7 @@ mod memory;
 mod names;
 mod progress;
 mod publish;
+mod ranks;
 mod remote;
 mod sets;
 mod share;
@@ -23,6 +24,7 @@ mod upload;
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
 use gpunvme_programs::completions::{Completions, Printed};
+use ranks::Rank;
 use share::Share;
 use std::io::Write;
 use std::path::PathBuf;
@@ -116,6 +118,9 @@ struct Hydrate {
     /// Tell what would be fetched, and fetch nothing
     #[arg(long)]
     dry_run: bool,
+    /// Also say, in such lines as --progress, which bytes of which files are there
+    #[arg(long)]
+    follow: bool,
     #[command(flatten)]
     limits: Limits,
 }
@@ -134,6 +139,12 @@ struct Publish {
     folder: PathBuf,
     /// s3://BUCKET/PREFIX, gs://, az://, file:///PATH, or a folder
     destination: String,
+    /// The folder is the I-th of N that the set is published from; the last of them makes it valid
+    #[arg(long, value_name = "I/N", requires = "attempt")]
+    rank: Option<Share>,
+    /// What all ranks of one set have in common, and no earlier try to publish it there had
+    #[arg(long, value_name = "NAME", requires = "rank")]
+    attempt: Option<String>,
     /// Of the published sets beside the destination, itself among them, keep the N newest
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     keep: Option<u32>,
@@ -172,6 +183,7 @@ fn run(args: &Args) -> Result<String> {
                 concurrency: hydrate.limits.concurrency.into(),
                 memory: u64::from(hydrate.limits.memory) << 20,
                 progress: hydrate.limits.progress,
+                follow: hydrate.follow,
                 verify: hydrate.verify == Verify::Checksum,
                 pin: hydrate.pin,
                 published: hydrate.published,
@@ -188,6 +200,7 @@ fn run(args: &Args) -> Result<String> {
             let done = runtime.block_on(publish::publish(publish::Publication {
                 folder: publish.folder.clone(),
                 destination: Store::destination(&publish.destination)?,
+                rank: publish.rank.zip(publish.attempt.clone()).map(|(share, attempt)| Rank { share, attempt }),
                 keep: publish.keep.map(|keep| keep as usize),
                 concurrency: publish.limits.concurrency.into(),
                 memory: u64::from(publish.limits.memory) << 20,
@@ -195,6 +208,9 @@ fn run(args: &Args) -> Result<String> {
             }))?;
             let mut text =
                 format!("{} files, {} bytes; sent: {}, {} bytes", done.files, done.bytes, done.sent_files, done.sent_bytes);
+            if done.ranks > 1 {
+                text += &format!("; ranks done: {} of {}", done.ranks_there, done.ranks);
+            }
             if done.removed_sets > 0 {
                 text += &format!("; {} older sets removed", done.removed_sets);
             }

@@ -10,11 +10,13 @@ use crate::journal::{Journal, Sent};
 use crate::memory::{Data, Pool};
 use crate::names::{self, OWN, SET_MANIFEST};
 use crate::progress::Progress;
+use crate::ranks::{self, Part, Rank};
 use crate::store::{Published, SetManifest, Store};
 use crate::upload::{self, MOST_PARTS, Upload};
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use object_store::{ObjectStoreExt, PutPayload};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -27,6 +29,7 @@ const LEAST_PART: u64 = 8 << 20;
 pub struct Publication {
     pub folder: PathBuf,
     pub destination: Store,
+    pub rank: Option<Rank>,
     pub keep: Option<usize>,
     pub concurrency: usize,
     pub memory: u64,
@@ -41,6 +44,9 @@ pub struct Done {
     pub sent_files: usize,
     pub sent_bytes: u64,
     pub removed_sets: usize,
+    /// How many publish the set, and how many of them are done in this attempt.
+    pub ranks: usize,
+    pub ranks_there: usize,
     pub direct: bool,
 }
 
@@ -48,6 +54,8 @@ pub struct Done {
 #[derive(Clone, Debug)]
 struct Found {
     name: String,
+    /// Under which name it is sent: another one if it is held back.
+    stored: String,
     state: Sent,
 }
 
@@ -60,15 +68,15 @@ struct Run {
     concurrency: usize,
 }
 
-/// Sends what the store does not have, and the set's manifest.
+/// Sends what the store does not have, and the set's manifest, or this rank's part of it.
 ///
 /// # Errors
 /// All of [`Error`]. What was sent counts the next time; the set is not valid until then.
 pub async fn publish(what: Publication) -> Result<Done> {
     let mut files = Vec::new();
-    walk(&what.folder, "", &mut files)?;
+    walk(&what.folder, "", what.rank.is_some(), &mut files)?;
     files.sort_by(|a, b| a.name.cmp(&b.name));
-    if files.is_empty() {
+    if files.is_empty() && what.rank.is_none() {
         return Err(Error::Nothing(what.folder.display().to_string()));
     }
     let folder = Folder::create(&what.folder)?;
@@ -82,35 +90,21 @@ pub async fn publish(what: Publication) -> Result<Done> {
 
     // What the store has, and had from here.
     let there = what.destination.versions().await?;
-    let is_sent = |file: &Found| journal.has(&file.name, &file.state, there.get(&file.name));
+    let is_sent = |file: &Found| journal.has(&file.stored, &file.state, there.get(&file.stored));
     let (sent, missing): (Vec<_>, Vec<_>) = files.iter().cloned().partition(is_sent);
-    let mut manifest = SetManifest::default();
-    for file in &sent {
-        manifest.objects.insert(file.name.clone(), Published { size: file.state.size, crc32c: journal.crc32c(&file.name) });
-    }
+    let published = |file: &Found| Published { size: file.state.size, crc32c: journal.crc32c(&file.stored) };
+    let objects: BTreeMap<_, _> = sent.iter().map(|file| (file.name.clone(), published(file))).collect();
     let sum = |files: &[Found]| files.iter().map(|file| file.state.size).sum::<u64>();
     let mut done = Done { files: files.len(), bytes: sum(&files), direct: folder.mount.is_some(), ..Done::default() };
     (done.sent_files, done.sent_bytes) = (missing.len(), sum(&missing));
-    let (store, key) = what.destination.object(SET_MANIFEST)?;
-    let is_valid = missing.is_empty() && what.destination.manifest().await?.as_ref() == Some(&manifest);
-    if !is_valid {
-        match store.delete(&key).await {
-            Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
-            Err(source) => return Err(Error::Store { name: SET_MANIFEST.into(), source }),
-        }
-        // Of files that changed, or are gone.
-        let is_sent_now = |name: &str, state: &Sent| missing.iter().any(|file| file.name == name && file.state == *state);
+    done.ranks = what.rank.as_ref().map_or(1, |rank| rank.share.of);
+    done.ranks_there = done.ranks;
+    let mut end = End { rank: what.rank, objects, held: Vec::new() };
+    end.held.extend(files.iter().filter(|file| file.stored != file.name).map(|file| file.name.clone()));
+    if !missing.is_empty() || !end.is_made(&what.destination).await? {
+        end.unmake(&what.destination).await?;
         let journal = Mutex::new(journal);
-        let over: Vec<_> = journal
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .all_begun()
-            .filter(|(name, state)| !is_sent_now(name, state))
-            .map(|(name, _)| name.to_owned())
-            .collect();
-        for name in over {
-            upload::drop_begun(&what.destination, &journal, &name).await?;
-        }
+        give_up(&what.destination, &journal, &missing).await?;
         let buffers = what.concurrency.min((what.memory / LEAST_PART).max(1) as usize);
         let largest = missing.iter().map(|file| file.state.size).max().unwrap_or(0);
         let pool = Pool::new(folder.mount.clone(), what.memory, buffers, largest);
@@ -119,7 +113,7 @@ pub async fn publish(what: Publication) -> Result<Done> {
             destination: what.destination.clone(),
             journal,
             pool,
-            progress: Progress::new(done.sent_bytes, what.progress),
+            progress: Progress::new(done.sent_bytes, what.progress, false),
             concurrency: what.concurrency,
         });
         let (first, last): (Vec<_>, Vec<_>) = missing.into_iter().partition(|file| !is_begun_with(&file.name));
@@ -129,16 +123,70 @@ pub async fn publish(what: Publication) -> Result<Done> {
                 async move { task.await? }
             });
             let sent: Vec<(String, Published)> = sending.buffer_unordered(run.concurrency).try_collect().await?;
-            manifest.objects.extend(sent);
+            end.objects.extend(sent);
         }
-        let text = serde_json::to_vec(&manifest).expect("names and numbers have a form in JSON");
-        store.put(&key, text.into()).await.map_err(Error::store(SET_MANIFEST))?;
+        done.ranks_there = end.make(&what.destination).await?;
         run.progress.finish();
     }
-    if let Some(keep) = what.keep {
+    if let Some(keep) = what.keep.filter(|_| done.ranks_there == done.ranks) {
         done.removed_sets = what.destination.retain(keep).await?;
     }
     Ok(done)
+}
+
+/// What makes the set valid: its manifest, or this rank's part of it.
+struct End {
+    rank: Option<Rank>,
+    objects: BTreeMap<String, Published>,
+    held: Vec<String>,
+}
+
+impl End {
+    fn part(&self, rank: &Rank) -> Part {
+        rank.part(self.objects.clone(), self.held.clone())
+    }
+
+    /// Whether the store has it, and nothing is to be done.
+    async fn is_made(&self, store: &Store) -> Result<bool> {
+        let Some(manifest) = store.manifest().await? else { return Ok(false) };
+        match &self.rank {
+            None => Ok(manifest.objects == self.objects),
+            Some(rank) => {
+                let all_there = self.objects.iter().all(|(name, published)| manifest.objects.get(name) == Some(published));
+                Ok(all_there && rank.is_sent(store, &self.part(rank)).await?)
+            }
+        }
+    }
+
+    /// Sees to it that the store has it not while objects change.
+    async fn unmake(&self, store: &Store) -> Result<()> {
+        if let Some(rank) = &self.rank {
+            rank.withdraw(store).await?;
+        }
+        store.remove(SET_MANIFEST).await
+    }
+
+    /// Sends it when all objects are there, and says how many ranks' parts the store has then.
+    async fn make(self, store: &Store) -> Result<usize> {
+        match &self.rank {
+            Some(rank) => rank.send(store, &self.part(rank)).await,
+            None => store.put_json(SET_MANIFEST, &SetManifest { objects: self.objects }).await.map(|()| 1),
+        }
+    }
+}
+
+/// Gives up the uploads that were begun, of files that changed or are gone.
+async fn give_up(destination: &Store, journal: &Mutex<Journal>, missing: &[Found]) -> Result<()> {
+    let is_sent_now = |name: &str, state: &Sent| missing.iter().any(|file| file.stored == name && file.state == *state);
+    let over: Vec<_> = {
+        let journal = journal.lock().unwrap_or_else(PoisonError::into_inner);
+        let over = journal.all_begun().filter(|(name, state)| !is_sent_now(name, state));
+        over.map(|(name, _)| name.to_owned()).collect()
+    };
+    for name in over {
+        upload::drop_begun(destination, journal, &name).await?;
+    }
+    Ok(())
 }
 
 /// Whether readers of a set begin with this file: PyTorch's distributed checkpoints, sharded
@@ -148,8 +196,9 @@ fn is_begun_with(name: &str) -> bool {
     matches!(last, ".metadata" | "_SUCCESS" | "latest" | "latest_checkpointed_iteration.txt") || last.ends_with(".index.json")
 }
 
-/// The regular files below a folder, by their names in the set.
-fn walk(folder: &Path, prefix: &str, found: &mut Vec<Found>) -> Result<()> {
+/// The regular files below a folder, by their names in the set; with `holds` those that readers
+/// begin with are held back.
+fn walk(folder: &Path, prefix: &str, holds: bool, found: &mut Vec<Found>) -> Result<()> {
     for entry in std::fs::read_dir(folder).map_err(Error::path(folder, "read it"))? {
         let entry = entry.map_err(Error::path(folder, "read it"))?;
         let path = entry.path();
@@ -163,9 +212,10 @@ fn walk(folder: &Path, prefix: &str, found: &mut Vec<Found>) -> Result<()> {
         names::check(&name)?;
         let meta = entry.metadata().map_err(Error::path(&path, "ask what it is"))?;
         if meta.is_dir() {
-            walk(&path, &format!("{name}/"), found)?;
+            walk(&path, &format!("{name}/"), holds, found)?;
         } else if meta.is_file() {
-            found.push(Found { name, state: Sent::of(&meta) });
+            let stored = if holds && is_begun_with(&name) { ranks::held(&name) } else { name.clone() };
+            found.push(Found { name, stored, state: Sent::of(&meta) });
         } else {
             return Err(Error::Name { name, why: "it is no regular file, and stores have nothing else" });
         }
@@ -181,7 +231,7 @@ async fn send(run: Arc<Run>, found: Found) -> Result<(String, Published)> {
     let data = Arc::new(Data::new(OwnedFd::from(file), &path, run.folder.mount.is_some())?);
     run.unchanged(&data, &found, &path)?;
     let (crc32c, version) = if size <= run.pool.part() {
-        let (store, key) = run.destination.object(&found.name)?;
+        let (store, key) = run.destination.object(&found.stored)?;
         let (bytes, crc32c) = run.part(&data, 0, size, &path).await?;
         let put = store.put(&key, PutPayload::from_bytes(bytes)).await.map_err(Error::store(&found.name))?;
         run.progress.add(size);
@@ -193,7 +243,7 @@ async fn send(run: Arc<Run>, found: Found) -> Result<(String, Published)> {
     };
     run.unchanged(&data, &found, &path)?;
     let mut journal = run.journal.lock().unwrap_or_else(PoisonError::into_inner);
-    journal.add(&found.name, &found.state, crc32c, version)?;
+    journal.add(&found.stored, &found.state, crc32c, version)?;
     Ok((found.name.clone(), Published { size, crc32c }))
 }
 
@@ -220,7 +270,7 @@ impl Run {
     /// goes on; one that the store has no more begins anew.
     async fn upload(&self, data: &Arc<Data>, found: &Found, path: &Path) -> Result<(u32, Option<String>)> {
         loop {
-            let mut upload = Upload::of(&self.destination, &self.journal, &found.name, &found.state, self.pool.part()).await?;
+            let mut upload = Upload::of(&self.destination, &self.journal, &found.stored, &found.state, self.pool.part()).await?;
             let sent = match self.parts(data, found.state.size, path, &found.name, &mut upload).await {
                 Ok(crc32c) => match self.unchanged(data, found, path) {
                     Ok(()) => upload.complete().await.map(|version| (crc32c, version)),

@@ -10,6 +10,7 @@ use object_store::local::LocalFileSystem;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
 use object_store::{GetOptions, GetRange, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -156,19 +157,49 @@ impl Store {
     /// # Errors
     /// [`Error::SetManifest`] where there is something else in its place, [`Error::Store`].
     pub async fn manifest(&self) -> Result<Option<SetManifest>> {
-        let (store, key) = self.object(SET_MANIFEST)?;
+        self.json(SET_MANIFEST).await
+    }
+
+    /// What an object of the set says in JSON, if there is one.
+    ///
+    /// # Errors
+    /// As [`Store::manifest`].
+    pub async fn json<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
+        let (store, key) = self.object(name)?;
         let wrong = || Error::SetManifest(self.url.clone(), MOST_MANIFEST);
         let found = match store.get(&key).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
             // What lies below a single object.
             Err(object_store::Error::Generic { .. }) if self.folder().is_some() => return Ok(None),
-            found => found.map_err(Error::store(SET_MANIFEST))?,
+            found => found.map_err(Error::store(name))?,
         };
         if found.meta.size > MOST_MANIFEST {
             return Err(wrong());
         }
-        let bytes = found.bytes().await.map_err(Error::store(SET_MANIFEST))?;
+        let bytes = found.bytes().await.map_err(Error::store(name))?;
         serde_json::from_slice(&bytes).map(Some).map_err(|_| wrong())
+    }
+
+    /// Makes an object of the set that says something in JSON.
+    ///
+    /// # Errors
+    /// [`Error::Store`].
+    pub async fn put_json(&self, name: &str, what: &impl Serialize) -> Result<()> {
+        let (store, key) = self.object(name)?;
+        let text = serde_json::to_vec(what).expect("names and numbers have a form in JSON");
+        store.put(&key, text.into()).await.map(drop).map_err(Error::store(name))
+    }
+
+    /// Removes an object of the set, if there is one.
+    ///
+    /// # Errors
+    /// [`Error::Store`].
+    pub async fn remove(&self, name: &str) -> Result<()> {
+        let (store, key) = self.object(name)?;
+        match store.delete(&key).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(Error::store(name)(error)),
+        }
     }
 
     /// All objects of the set whose names match one of `include`, if there are any, sorted by name:

@@ -127,6 +127,100 @@ fn an_upload_that_was_killed_goes_on_from_the_parts_that_the_store_has() {
     assert!(store.state().uploads.is_empty());
 }
 
+fn publish_rank(store: &Store, folder: &Path, rank: &str, attempt: &str) -> Command {
+    let mut command = publish(store, folder, "run/step");
+    command.args(["--rank", rank, "--attempt", attempt]);
+    command
+}
+
+#[test]
+fn ranks_publish_one_set_and_the_last_of_them_makes_it_valid() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    let (first, second) = (volume.path("node0"), volume.path("node1"));
+    let manifest = format!("run/step/{MANIFEST}");
+    let is_valid = || store.state().objects.contains_key(&manifest);
+    fill(&first, 5);
+    fs::create_dir(&second).unwrap();
+    fs::write(second.join("__1_0.distcp"), tree::pattern(6, 2_000_000)).unwrap();
+    let said = ends_well(&publish_rank(&store, &first, "0/2", "a").output().unwrap());
+    assert!(said.contains("ranks done: 1 of 2") && !is_valid(), "{said}");
+    assert!(!store.state().objects.contains_key("run/step/.metadata"), "readers begin with it");
+    assert!(!store.state().changes.is_empty());
+    store.state().changes.clear();
+    let said = ends_well(&publish_rank(&store, &second, "1/2", "a").args(["--keep", "3"]).output().unwrap());
+    assert!(said.contains("ranks done: 2 of 2") && is_valid(), "{said}");
+    let changes = std::mem::take(&mut store.state().changes);
+    assert_eq!(changes[changes.len() - 2..], ["PUT run/step/.metadata".to_owned(), format!("PUT {manifest}")]);
+    let hydrated = |name: &str| {
+        let folder = volume.path(name);
+        let mut command = gpunvme("hydrate");
+        ends_well(&store.found_by(command.args(["--published", "s3://bucket/run/step"]).arg(&folder)).output().unwrap());
+        files(&folder)
+    };
+    let both = || files(&first).into_iter().chain(files(&second)).collect::<std::collections::BTreeMap<_, _>>();
+    assert!(hydrated("fresh") == both());
+
+    // Nothing is to be done, and nothing is.
+    for (folder, rank) in [(&first, "0/2"), (&second, "1/2")] {
+        let said = ends_well(&publish_rank(&store, folder, rank, "a").output().unwrap());
+        assert!(said.contains("sent: 0, 0 bytes; ranks done: 2 of 2") && store.state().changes.is_empty(), "{said}");
+    }
+    // Parts of an earlier attempt do not count beside those of a later one.
+    fs::write(second.join("__1_0.distcp"), tree::pattern(7, 1_000_000)).unwrap();
+    ends_well(&publish_rank(&store, &second, "1/2", "b").output().unwrap());
+    assert!(!is_valid());
+    let said = ends_well(&publish_rank(&store, &first, "0/2", "b").output().unwrap());
+    assert!(said.contains("sent: 0, 0 bytes; ranks done: 2 of 2") && hydrated("again") == both(), "{said}");
+    // Two have different files of one name.
+    fs::write(second.join("one"), "of the second").unwrap();
+    let said = fails(&publish_rank(&store, &second, "1/2", "b").output().unwrap());
+    assert!(said.contains("one: two ranks have different files") && !is_valid(), "{said}");
+    // A rank may have no files.
+    fs::remove_file(second.join("one")).unwrap();
+    fs::remove_file(second.join("__1_0.distcp")).unwrap();
+    ends_well(&publish_rank(&store, &second, "1/2", "b").output().unwrap());
+    assert!(is_valid());
+    fails(&publish(&store, &second, "run/step").args(["--rank", "1/2"]).output().unwrap());
+}
+
+#[test]
+fn ranks_that_are_killed_and_go_on_at_once_make_one_whole_set() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    let ranks: Vec<_> = (0..4).map(|rank| (format!("{rank}/4"), volume.path(format!("node{rank}")))).collect();
+    let mut all = std::collections::BTreeMap::new();
+    for (rank, folder) in &ranks {
+        let name = format!("__{}.distcp", rank.replace('/', "_"));
+        fs::create_dir(folder).unwrap();
+        fs::write(folder.join(&name), tree::pattern(name.len() as u64, 5_000_000)).unwrap();
+        all.extend(files(folder));
+    }
+    for round in 0..4 {
+        store.state().part_takes = Duration::from_millis(20);
+        let running: Vec<_> = ranks
+            .iter()
+            .map(|(rank, folder)| publish_rank(&store, folder, rank, "a").stderr(Stdio::null()).spawn().unwrap())
+            .collect();
+        std::thread::sleep(Duration::from_millis(40 * (round + 1)));
+        for mut process in running {
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+    }
+    store.state().part_takes = Duration::ZERO;
+    let running: Vec<_> = ranks
+        .iter()
+        .map(|(rank, folder)| publish_rank(&store, folder, rank, "a").stdout(Stdio::piped()).spawn().unwrap())
+        .collect();
+    for process in running {
+        ends_well(&process.wait_with_output().unwrap());
+    }
+    let fresh = volume.path("fresh");
+    ends_well(&store.found_by(gpunvme("hydrate").args(["--published", "s3://bucket/run/step"]).arg(&fresh)).output().unwrap());
+    assert!(files(&fresh) == all);
+}
+
 #[test]
 fn the_newest_sets_are_kept() {
     needs_mount!();
@@ -151,6 +245,14 @@ fn a_folder_of_another_filesystem_is_a_destination_too() {
     let elsewhere = tempfile::tempdir().unwrap();
     fill(&volume.path("step"), 3);
     ends_well(&gpunvme("publish").arg(volume.path("step")).arg(elsewhere.path().join("a/step")).output().unwrap());
+    let ranks = elsewhere.path().join("a/ranks");
+    for rank in ["0/2", "1/2"] {
+        let mut command = gpunvme("publish");
+        ends_well(&command.args(["--rank", rank, "--attempt", "1"]).arg(volume.path("step")).arg(&ranks).output().unwrap());
+    }
+    let mut published = files(&ranks);
+    assert!(published.remove(MANIFEST).is_some(), "{:?}", published.keys());
+    assert!(published == files(&volume.path("step")), "{:?}", published.keys());
     let mut there = files(&elsewhere.path().join("a/step"));
     assert!(there.remove(MANIFEST).is_some());
     assert!(there == files(&volume.path("step")));

@@ -206,6 +206,14 @@ impl Store {
                         return ("200 OK", head, Vec::new(), Some(Fault::Slow(state.part_takes.as_millis() as u64)));
                     }
                     ("DELETE", Some(id)) => drop(state.uploads.remove(id)),
+                    ("PUT", None) if headers.contains_key("x-amz-copy-source") => {
+                        let from = decoded(headers["x-amz-copy-source"].trim_start_matches('/').strip_prefix("bucket/").unwrap());
+                        let copy = state.objects[&from].clone();
+                        state.changes.push(format!("PUT {key}"));
+                        let answer = format!("<CopyObjectResult><ETag>{}</ETag></CopyObjectResult>", state.etag(&copy));
+                        state.objects.insert(key.into(), copy);
+                        return plain("200 OK", answer);
+                    }
                     ("PUT", None) => {
                         state.changes.push(format!("PUT {key}"));
                         state.objects.insert(key.into(), body);

@@ -1,0 +1,96 @@
+//! A set that several publish, each from a folder of its own: the ranks of one checkpoint.
+//!
+//! Each sends its files, and then its part of the set's manifest. Whoever then finds the parts of
+//! all closes the set: the files that readers begin with, which were held back, get their names,
+//! and then comes the manifest. Nobody waits for another.
+
+use crate::error::{Error, Result};
+use crate::names::{OWN, SET_MANIFEST};
+use crate::share::Share;
+use crate::store::{Published, SetManifest, Store};
+use object_store::ObjectStoreExt;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Which of the publishers of a set.
+#[derive(Clone, Debug)]
+pub struct Rank {
+    pub share: Share,
+    /// What those of one set have in common, and those of an earlier try with its place have not.
+    pub attempt: String,
+}
+
+/// What one of them has sent.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    attempt: String,
+    /// Its objects by their names in the set.
+    pub objects: BTreeMap<String, Published>,
+    /// Those of them that are held back.
+    held: Vec<String>,
+}
+
+/// Where an object lies that is held back.
+pub fn held(name: &str) -> String {
+    format!("{OWN}/held/{name}")
+}
+
+impl Rank {
+    /// The part of this one, with its objects, and the names of those that are held back.
+    pub fn part(&self, objects: BTreeMap<String, Published>, held: Vec<String>) -> Part {
+        Part { attempt: self.attempt.clone(), objects, held }
+    }
+
+    /// Where the part of publisher `index` lies.
+    fn place(&self, index: usize) -> String {
+        format!("{OWN}/part-{index}-of-{}", self.share.of)
+    }
+
+    /// Whether the store has this part already.
+    ///
+    /// # Errors
+    /// [`Error::Store`], [`Error::SetManifest`].
+    pub async fn is_sent(&self, store: &Store, part: &Part) -> Result<bool> {
+        Ok(store.json::<Part>(&self.place(self.share.index)).await?.as_ref() == Some(part))
+    }
+
+    /// The store has nothing of this one: its files are to change.
+    ///
+    /// # Errors
+    /// [`Error::Store`].
+    pub async fn withdraw(&self, store: &Store) -> Result<()> {
+        store.remove(&self.place(self.share.index)).await
+    }
+
+    /// Sends a part, and closes the set if all parts are there then; says how many are.
+    ///
+    /// # Errors
+    /// [`Error::Store`], [`Error::SetManifest`]; [`Error::Twice`] where two have sent different
+    /// files of one name.
+    pub async fn send(&self, store: &Store, part: &Part) -> Result<usize> {
+        store.put_json(&self.place(self.share.index), part).await?;
+        let mut manifest = SetManifest::default();
+        let (mut all_held, mut there) = (Vec::new(), 0);
+        for index in 0..self.share.of {
+            let found = store.json::<Part>(&self.place(index)).await?.filter(|part| part.attempt == self.attempt);
+            let Some(Part { objects, held, .. }) = found else { continue };
+            there += 1;
+            all_held.extend(held);
+            for (name, published) in objects {
+                if manifest.objects.insert(name.clone(), published.clone()).is_some_and(|other| other != published) {
+                    return Err(Error::Twice(name));
+                }
+            }
+        }
+        if there == self.share.of {
+            for name in all_held {
+                // Of an earlier attempt; a folder cannot have a link to the same file replace it.
+                store.remove(&name).await?;
+                let ((inner, from), (_, to)) = (store.object(&held(&name))?, store.object(&name)?);
+                inner.copy(&from, &to).await.map_err(Error::store(&name))?;
+            }
+            store.put_json(SET_MANIFEST, &manifest).await?;
+        }
+        Ok(there)
+    }
+}
