@@ -1,19 +1,20 @@
-//! An attacker: volumes with items of every kind, changes of their metadata with checksums put
-//! right, and a user of the result. The test `hostile` draws the changes from a seed, the fuzz
-//! target `image` takes them from its input.
+//! An attacker: volumes with items of every kind and dumps of such, changes of their metadata with
+//! checksums put right, and a user of the result. The test `hostile` draws the changes from a seed,
+//! the fuzz targets `image` and `dump` take them from their input.
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::Filesystem;
-use gpunvme_engine::check::{CheckOptions, Fsck, check};
+use gpunvme_engine::check::{CheckOptions, Fsck, Kind, check};
 use gpunvme_engine::data::Settling;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode, SetAttributes};
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::{Block, Timestamp};
+use gpunvme_programs::dump::{Names, Summary, dump};
 
 use crate::common::{Pair, ROOT, Random, assert_sound, make, open};
 
@@ -39,6 +40,38 @@ pub struct Change {
     pub seal: bool,
 }
 
+/// Bytes that say what to change.
+pub const CHANGE: usize = 13;
+
+impl Change {
+    /// A change that is written down in bytes. Every content of them is one.
+    #[allow(dead_code, reason = "only the fuzz targets have changes in bytes")]
+    pub fn decode(bytes: &[u8; CHANGE]) -> Change {
+        let word = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+        let how = bytes[4];
+        Change {
+            block: word(0),
+            at: word(2),
+            len: 1 << (how & 3),
+            add: how & 4 != 0,
+            seal: how & 0x18 != 0x18,
+            value: u64::from_le_bytes(bytes[5..].try_into().expect("eight bytes are left")),
+        }
+    }
+}
+
+/// Four volumes that were made for it, a dump of one of them, and the metadata of the image, or of
+/// the dump, whose path `HOSTILE_IMAGE` is.
+pub fn victims() -> Vec<Victim> {
+    let mut victims: Vec<Victim> = (0..4).map(Victim::new).collect();
+    victims.push(Victim::of_dump(&victims[1].changed(&[]), Names::Replaced));
+    if let Ok(path) = std::env::var("HOSTILE_IMAGE") {
+        let device = gpunvme_blockdev::open(&path, OpenMode::ReadOnly).unwrap_or_else(|error| panic!("HOSTILE_IMAGE: {error}"));
+        victims.push(Victim::of_dump(&device, Names::Kept));
+    }
+    victims
+}
+
 /// A volume that is going to be changed.
 pub struct Victim {
     image: Image,
@@ -48,7 +81,7 @@ pub struct Victim {
 
 impl Victim {
     /// A volume with a bit of everything; with some seeds a part of it is only in the journal.
-    pub fn new(seed: u64) -> Victim {
+    fn new(seed: u64) -> Victim {
         let memory = MemoryDevice::new(24 << 20);
         let device: Arc<dyn BlockDevice> = memory.clone();
         make(&device);
@@ -69,6 +102,15 @@ impl Victim {
         let uuid = fs.volume().superblock().uuid;
         let blocks = 0..image.len() / BLOCK_SIZE as u64;
         let metadata = blocks.filter(|address| read(&image, *address).verify_any_kind(*address, &uuid).is_ok()).collect();
+        Victim { image, metadata }
+    }
+
+    /// The metadata of the volume on a device.
+    fn of_dump(device: &Arc<dyn BlockDevice>, names: Names) -> Victim {
+        let (image, summary) = dumped(device, names).expect("there is a volume");
+        assert!(summary.blocks > 0);
+        let is_there = |address: &u64| read(&image, *address).has_magic();
+        let metadata = (0..image.len() / BLOCK_SIZE as u64).filter(is_there).collect();
         Victim { image, metadata }
     }
 
@@ -180,4 +222,35 @@ pub fn repair_it(device: &Arc<dyn BlockDevice>) -> bool {
     fsck.close(true).expect("a mended volume can be closed");
     assert_sound(&open(device).expect("a mended volume can be opened"), "mended");
     true
+}
+
+/// The dump of what is on a device.
+fn dumped(device: &Arc<dyn BlockDevice>, names: Names) -> Result<(Image, Summary), String> {
+    let mut image = Image::new(device.geometry().len);
+    let summary = dump(device, names, &mut |_, _, _| {}, |address, block| {
+        image.write_at(address * BLOCK_SIZE as u64, block.bytes());
+        Ok(())
+    })?;
+    Ok((image, summary))
+}
+
+/// Dumps what is on a device, in both ways. A check finds in the dumps what it finds in the volume,
+/// but for names under another one's hash, which a dump with other names counts. Returns whether
+/// there is a volume.
+pub fn dump_it(device: &Arc<dyn BlockDevice>) -> bool {
+    let right = found(device);
+    for names in [Names::Kept, Names::Replaced] {
+        let Ok((image, _)) = dumped(device, names) else { return false };
+        let is_told = |(kind, _): &(Kind, String)| names == Names::Kept || !matches!(kind, Kind::EntryHash | Kind::XattrHash);
+        let told = |places: Option<Vec<(Kind, String)>>| Some(places?.into_iter().filter(is_told).collect::<Vec<_>>());
+        assert_eq!(told(found(&(MemoryDevice::from_image(image) as _))), told(right.clone()), "{names:?}");
+    }
+    true
+}
+
+/// Kind and place of what a check finds, where it comes to its end.
+fn found(device: &Arc<dyn BlockDevice>) -> Option<Vec<(Kind, String)>> {
+    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW };
+    let findings = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).ok()?.check(&mut |_, _, _| true).ok()?;
+    Some(findings.list.iter().map(|finding| (finding.kind, format!("{:?}", finding.place))).collect())
 }

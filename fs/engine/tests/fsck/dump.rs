@@ -284,6 +284,26 @@ fn nothing_that_people_keep_in_a_volume_is_in_its_dump() {
     assert_eq!(secrets_in(&named), ["name-of-a-file", "user.name-of-it", "label-of-it"].into());
 }
 
+/// Where a copy of the superblock differs from the one that counts in what a dump leaves out, the
+/// copy of the dump differs, too.
+#[test]
+fn a_superblock_that_differs_differs_in_the_dump() {
+    for copy in 0..3 {
+        let mut surgeon = Surgeon::new(subject().image.clone());
+        let address = surgeon.geometry.superblocks()[copy];
+        let mut block = surgeon.block(address);
+        block.bytes_mut()[2000..2004].copy_from_slice(b"slip");
+        block.seal(block.sequence());
+        surgeon.put(address, &block);
+        let volume = device(surgeon.image);
+        let right = told(&found(&volume));
+        assert!(!right.is_empty());
+        for names in [Names::Kept, Names::Replaced] {
+            assert_eq!(told(&found(&device(dumped(&volume, names).0))), right, "copy {copy}, {names:?}");
+        }
+    }
+}
+
 /// The key of the hash would tell whether a name that was guessed is there.
 #[test]
 fn the_key_of_the_hash_is_in_no_dump_without_names() {

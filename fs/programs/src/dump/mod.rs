@@ -89,7 +89,7 @@ pub fn dump(
     write: impl FnMut(u64, &Block) -> io::Result<()>,
 ) -> Result<Summary, String> {
     let mut reader = Reader::new(device)?;
-    let superblock = find_superblock(&mut reader)?;
+    let (superblock, good) = find_superblock(&mut reader)?;
     if superblock.unknown_ro_compat != 0 {
         let names = READ_ONLY_COMPATIBLE.names(superblock.unknown_ro_compat);
         return Err(format!("uses features that this program does not know, and cannot dump: {names}; use a newer one"));
@@ -112,7 +112,7 @@ pub fn dump(
         there: BlockSet::default(),
         imaged: BlockSet::default(),
     };
-    dump.superblocks()?;
+    dump.superblocks(&good)?;
     let anchors = dump.anchors()?;
     let journal = dump.journal(&anchors)?;
     dump.state()?;
@@ -149,12 +149,12 @@ impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<'_, W> {
         (self.write)(address, block).map_err(|error| error.to_string())
     }
 
-    fn superblocks(&mut self) -> Result<(), String> {
+    fn superblocks(&mut self, good: &Block) -> Result<(), String> {
         for address in self.geometry.superblocks() {
             let Some(block) = self.reader.block(address)? else { continue };
             let sound = block.verify(BlockKind::Superblock, address, &self.superblock.uuid).is_ok();
             self.damaged += u64::from(!sound);
-            if let Some(scrubbed) = self.scrub.superblock(&block, address) {
+            if let Some(scrubbed) = self.scrub.superblock(&block, address, good) {
                 self.put(address, &scrubbed)?;
             }
         }
@@ -329,12 +329,12 @@ impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<'_, W> {
 
 /// The superblock that counts for a check: the first, else the one in the last block, else the one
 /// before the journal. How many blocks the device has does not matter: it may have been truncated.
-fn find_superblock(reader: &mut Reader) -> Result<Superblock, String> {
+fn find_superblock(reader: &mut Reader) -> Result<(Superblock, Block), String> {
     let mut first = None;
     for address in [Superblock::ADDRESS, reader.blocks - 1] {
         let Some(block) = reader.block(address)? else { continue };
         match Superblock::decode(&block, address, u64::MAX) {
-            Ok(superblock) => return Ok(superblock),
+            Ok(superblock) => return Ok((superblock, block)),
             Err(error) => {
                 let why = match error {
                     Corrupt::Superblock(why) => why,
@@ -354,7 +354,7 @@ fn find_superblock(reader: &mut Reader) -> Result<Superblock, String> {
     for piece in pieces(4.min(end)..end) {
         for (address, block) in reader.read(piece)? {
             if let Ok(superblock) = Superblock::decode(&block, address, u64::MAX) {
-                return Ok(superblock);
+                return Ok((superblock, block));
             }
         }
     }

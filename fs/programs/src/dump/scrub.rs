@@ -50,8 +50,20 @@ impl Scrub {
         }
     }
 
-    /// What the dump has of a superblock that was read from its home.
-    pub fn superblock(&self, block: &Block, home: u64) -> Option<Block> {
+    /// What the dump has of a superblock that was read from its home, where `good` is the one that
+    /// counts: a copy that differs from it does in the dump, too.
+    pub fn superblock(&self, block: &Block, home: u64, good: &Block) -> Option<Block> {
+        let mut scrubbed = self.copy(block, home)?;
+        let is_same = self.copy(good, good.address()).is_some_and(|good| good.moved_to(home) == scrubbed);
+        if is_same && *block != good.moved_to(home) {
+            scrubbed.bytes_mut()[BLOCK_SIZE - 1] = 1;
+            scrubbed.seal(block.sequence());
+        }
+        Some(scrubbed)
+    }
+
+    /// A superblock without what has no meaning.
+    fn copy(&self, block: &Block, home: u64) -> Option<Block> {
         let signature = if Superblock::recognize(block.bytes()) { &[SIGNATURE][..] } else { &[] };
         match block.verify(BlockKind::Superblock, home, &self.uuid) {
             // Where it is of another version, its fields may mean anything.
