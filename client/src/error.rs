@@ -61,7 +61,7 @@ pub enum Error {
         errno: Errno,
     },
     /// The daemon may not fetch the buffer from this process, and its socket is no way either.
-    #[error("cannot register a buffer: the daemon may not take it from this process ({}), and its socket {socket:?} does not work ({})", message(*ioctl), message(*errno))]
+    #[error("cannot register a buffer: the daemon may not take it from this process ({}), and its socket {socket:?} does not work ({}){}", message(*ioctl), message(*errno), for_containers(socket, *errno))]
     NotReachable {
         /// What the ioctl said.
         ioctl: Errno,
@@ -210,6 +210,15 @@ impl Error {
 fn message(errno: Errno) -> String {
     let text = std::io::Error::from(errno).to_string();
     text.split(" (os error").next().unwrap_or_default().to_lowercase()
+}
+
+/// What the command that starts a container lacks, where a buffer cannot get out of it.
+fn for_containers(socket: &str, errno: Errno) -> &'static str {
+    match errno {
+        Errno::SRCH => "; a daemon in a container has to see the host's processes: `--pid host`",
+        Errno::NOENT if !socket.is_empty() => "; a container needs the socket's folder: `-v /run/gpunvme:/run/gpunvme`",
+        _ => "",
+    }
 }
 
 fn at(segment: Option<u32>, offset: Option<u64>) -> String {

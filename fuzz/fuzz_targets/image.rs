@@ -1,6 +1,7 @@
 //! Images that an attacker wrote: whatever is in their metadata, opening, walking, reading,
-//! changing and checking them ends, without a crash and within bounded memory. `HOSTILE_IMAGE` is the
-//! path of a volume, or of a dump that somebody sent, which is attacked besides those made for it.
+//! changing and checking them ends, without a crash and within bounded memory. `HOSTILE_IMAGE` is
+//! the path of a volume, or of a dump that somebody sent, which is attacked besides those made for
+//! it.
 #![no_main]
 
 #[allow(dead_code, reason = "of what the engine's tests share a target uses a part")]

@@ -1,7 +1,8 @@
 //! Images that an attacker made: metadata is changed at random and its checksums are put right, so
 //! that everything behind them is reached. Whatever is in an image, opening, walking, reading,
-//! changing, checking, repairing and dumping it ends, with an error or without one, and neither ends
-//! the process nor uses up its memory. What was repaired is sound, and a dump has the same faults.
+//! changing, checking, repairing and dumping it ends, with an error or without one, and neither
+//! ends the process nor uses up its memory. What was repaired is sound, and a dump has the same
+//! faults.
 //!
 //! `HOSTILE_SECONDS` sets the time budget (15 by default), `HOSTILE_SEED` replays one seed, and
 //! `HOSTILE_IMAGE` names a volume, or a dump of one, that is attacked besides.
