@@ -9,6 +9,7 @@
 use super::view::PAGE;
 use crate::buffer::Shared;
 use crate::gpu::memory::staging::Staging;
+use crate::spin::Spin;
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -20,6 +21,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 /// More processors than this would take more from others than they give: beside an H200 8 threads
 /// read 20 GB/s, and 12 or 16 no more.
@@ -27,6 +29,10 @@ const MOST: usize = 8;
 /// Bytes of a part that one thread reads, where threads have nothing to do: one thread reads about
 /// 6 GB/s.
 const PART: usize = 128 << 10;
+/// How long a thread without work looks for more before it sleeps: a caller that reads one piece
+/// after the other asks for the next as soon as a GPU has this one. Waking eight threads takes as
+/// long as they read.
+const SPIN_LIMIT: Duration = Duration::from_micros(60);
 
 /// What is to be read.
 pub struct PageRead {
@@ -86,6 +92,8 @@ pub struct PageReaders {
 #[derive(Default)]
 struct Work {
     queue: Mutex<Queue>,
+    /// How many parts wait, for threads that look without the lock.
+    waiting: AtomicUsize,
     more: Condvar,
 }
 
@@ -126,6 +134,7 @@ impl PageReaders {
         let starts = (0..whole.read.len).step_by(len);
         let parts = starts.len();
         queue.waiting.extend(starts.map(|start| Part { whole: whole.clone(), range: start..(start + len).min(whole.read.len) }));
+        self.work.waiting.store(queue.waiting.len(), Ordering::Release);
         // Of those who have it, only threads that read a part may be the last.
         drop(whole);
         drop(queue);
@@ -163,18 +172,31 @@ impl Drop for PageReaders {
 
 impl Work {
     fn run(&self) {
-        loop {
-            let mut queue = self.queue.lock();
-            let part = loop {
-                match queue.waiting.pop_front() {
-                    Some(part) => break part,
-                    None if queue.is_over => return,
-                    None => self.more.wait(&mut queue),
-                }
-            };
-            drop(queue);
+        while let Some(part) = self.next() {
             part.read();
+            self.look_for_more();
         }
+    }
+
+    /// The next part, for which this sleeps. None at the end.
+    fn next(&self) -> Option<Part> {
+        let mut queue = self.queue.lock();
+        loop {
+            match queue.waiting.pop_front() {
+                Some(part) => {
+                    self.waiting.store(queue.waiting.len(), Ordering::Release);
+                    return Some(part);
+                }
+                None if queue.is_over => return None,
+                None => self.more.wait(&mut queue),
+            }
+        }
+    }
+
+    /// Returns when there is a part, or after a while.
+    fn look_for_more(&self) {
+        let mut spin = Spin::new();
+        while self.waiting.load(Ordering::Acquire) == 0 && spin.goes_on(SPIN_LIMIT) {}
     }
 }
 
