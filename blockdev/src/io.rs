@@ -56,7 +56,7 @@ struct Stepped {
 struct QueueWorker {
     queue: Box<dyn Queue>,
     batches: Mutex<Batches>,
-    /// Batches whose `done` was not called yet.
+    /// Batches whose `done` was not called yet, and requests that are no batch's.
     in_flight: AtomicUsize,
     stopping: AtomicBool,
     meter: Arc<Meter>,
@@ -101,7 +101,8 @@ struct Unsubmitted {
 
 /// A queue of one thread's own. What the thread submits to the [`Io`] is held back until it calls
 /// [`OwnQueue::run`], which gives all of it to the device at once and collects what is over,
-/// without any other thread. Dropping it waits for the batches in flight.
+/// without any other thread. Requests whose ends the thread keeps track of by itself are given to
+/// [`OwnQueue::run`]. Dropping it waits for the batches in flight.
 pub struct OwnQueue {
     /// None where the device has a single queue: then the reaper of that one does the work.
     worker: Option<Arc<QueueWorker>>,
@@ -127,15 +128,48 @@ impl Waker {
     }
 }
 
+/// Marks the tags of requests that are no batch's.
+const NO_BATCH: u64 = 1 << 63;
+
 impl OwnQueue {
-    /// Submits what the thread has submitted since the last call, and calls the `done` of batches
-    /// that are over, on this thread. Waits for the first completion as [`Queue::complete`] does.
-    /// Returns how many requests were over.
+    /// Whether [`OwnQueue::run`] takes requests: not where the device has a single queue.
+    pub fn takes_requests(&self) -> bool {
+        self.worker.is_some()
+    }
+
+    /// Counts `count` requests of a kind that are about to be given to [`OwnQueue::run`], as
+    /// [`Io::meter`] does. Their end is told by [`OwnQueue::end`].
     ///
     /// # Panics
-    /// If the queue broke for good.
-    pub fn run(&self, wait: Wait) -> usize {
+    /// Unless it [takes requests](OwnQueue::takes_requests).
+    pub fn begin(&self, op: Op, count: u64) -> Begun {
+        self.meter().begin(op.kind(), count)
+    }
+
+    /// Counts the end of requests that were counted together when they began.
+    ///
+    /// # Panics
+    /// As [`OwnQueue::begin`].
+    pub fn end(&self, begun: Begun, ended: Ended) {
+        self.meter().end(begun, ended);
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.worker.as_ref().expect("it takes requests").meter
+    }
+
+    /// Submits `requests`, which is left empty, and what the thread has submitted to the [`Io`]
+    /// since the last call. Calls the `done` of batches that are over, on this thread, and appends
+    /// the ends of requests that were given to it to `ended`, under the tags that the caller chose,
+    /// below 2^63. Waits for the first completion as [`Queue::complete`] does. Returns how many
+    /// requests were over.
+    ///
+    /// # Panics
+    /// If the queue broke for good, or is given requests and does not
+    /// [take](OwnQueue::takes_requests) them.
+    pub fn run(&self, requests: &mut Vec<Request>, wait: Wait, ended: &mut Vec<Completion>) -> usize {
         let Some(worker) = &self.worker else {
+            assert!(requests.is_empty(), "a single queue takes batches only");
             match wait {
                 Wait::No => {}
                 Wait::Timeout(timeout) => std::thread::park_timeout(timeout),
@@ -143,13 +177,20 @@ impl OwnQueue {
             }
             return 0;
         };
-        let mut requests = OWN.with_borrow_mut(|own| std::mem::take(&mut own.as_mut().expect("set with the queue").requests));
         if !requests.is_empty() {
-            worker.queue.submit(&mut requests);
+            worker.in_flight.fetch_add(requests.len(), Ordering::AcqRel);
+            requests.iter_mut().for_each(|request| request.tag |= NO_BATCH);
+        }
+        let mut of_batches = OWN.with_borrow_mut(|own| std::mem::take(&mut own.as_mut().expect("set with the queue").requests));
+        if !of_batches.is_empty() {
+            requests.append(&mut of_batches);
+        }
+        if !requests.is_empty() {
+            worker.queue.submit(requests);
         }
         // It keeps its memory.
-        OWN.with_borrow_mut(|own| own.as_mut().expect("set with the queue").requests = requests);
-        worker.collect(wait, &mut self.reaped.borrow_mut())
+        OWN.with_borrow_mut(|own| own.as_mut().expect("set with the queue").requests = of_batches);
+        worker.collect(wait, &mut self.reaped.borrow_mut(), ended)
     }
 
     /// A handle for other threads to wake this one.
@@ -162,7 +203,7 @@ impl Drop for OwnQueue {
     fn drop(&mut self) {
         if let Some(worker) = &self.worker {
             while worker.in_flight.load(Ordering::Acquire) > 0 {
-                self.run(Wait::Forever);
+                self.run(&mut Vec::new(), Wait::Forever, &mut Vec::new());
             }
             OWN.take();
             IS_REAPER.set(false);
@@ -428,20 +469,28 @@ impl QueueWorker {
         IS_REAPER.set(true);
         let mut reaped = Reaped::default();
         while !self.stopping.load(Ordering::Acquire) || self.in_flight.load(Ordering::Acquire) > 0 {
-            self.collect(Wait::Forever, &mut reaped);
+            self.collect(Wait::Forever, &mut reaped, &mut Vec::new());
         }
     }
 
-    /// Collects completions, and calls the `done` of batches that are over. Returns how many
-    /// requests were over.
-    fn collect(&self, wait: Wait, reaped: &mut Reaped) -> usize {
+    /// Collects completions, calls the `done` of batches that are over, and appends completions
+    /// that are no batch's to `ended`. Returns how many requests were over.
+    fn collect(&self, wait: Wait, reaped: &mut Reaped, ended: &mut Vec<Completion>) -> usize {
         let Reaped { completions, finished } = reaped;
         take_completions(&*self.queue, wait, completions);
         let count = completions.len();
         {
             let mut batches = self.batches.lock();
             finished.extend(batches.empty.drain(..).map(|done| (done, Ok(()))));
-            finished.extend(completions.drain(..).filter_map(|completion| batches.complete(completion, &self.meter)));
+            let before = ended.len();
+            for completion in completions.drain(..) {
+                if completion.tag & NO_BATCH != 0 {
+                    ended.push(Completion { tag: completion.tag ^ NO_BATCH, ..completion });
+                } else {
+                    finished.extend(batches.complete(completion, &self.meter));
+                }
+            }
+            self.in_flight.fetch_sub(ended.len() - before, Ordering::AcqRel);
         }
         for (done, result) in finished.drain(..) {
             self.in_flight.fetch_sub(1, Ordering::AcqRel);

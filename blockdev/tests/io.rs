@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{Error, Io, Op, OpenMode, Region, Request, Wait, open};
 use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Rule};
+use gpunvme_metrics::Ended;
 
 const LEN: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(20);
@@ -255,7 +256,7 @@ fn a_thread_with_a_queue_of_its_own_ends_its_batches_itself() {
         assert_eq!((ended.try_recv(), faulty.hits()), (Err(mpsc::TryRecvError::Empty), 0), "nothing is submitted yet");
         let mut results = Vec::new();
         while results.len() < 3 {
-            own.run(Wait::Forever);
+            own.run(&mut Vec::new(), Wait::Forever, &mut Vec::new());
             results.extend(ended.try_iter());
         }
         assert!(results.iter().all(|(thread, _)| *thread == std::thread::current().id()));
@@ -263,8 +264,24 @@ fn a_thread_with_a_queue_of_its_own_ends_its_batches_itself() {
 
         let waker = own.waker();
         let waking = std::thread::spawn(move || waker.wake());
-        assert_eq!(own.run(Wait::Forever), 0, "woken");
+        assert_eq!(own.run(&mut Vec::new(), Wait::Forever, &mut Vec::new()), 0, "woken");
         waking.join().expect("it woke");
+
+        // Requests that are no batch's, beside a batch.
+        assert!(own.takes_requests());
+        let (mut requests, mut done, mut batches) = (vec![write(512, 8), write(2048, 9)], Vec::new(), 0);
+        requests.iter_mut().zip([5, 6]).for_each(|(request, tag)| request.tag = tag);
+        let begun = own.begin(requests[0].op, 2);
+        submit(vec![write(3072, 7)]);
+        while done.len() < 2 || batches == 0 {
+            own.run(&mut requests, Wait::Forever, &mut done);
+            assert!(requests.is_empty(), "all of them are taken");
+            batches += ended.try_iter().count();
+        }
+        own.end(begun, Ended { count: 2, bytes: 1024, failed: true });
+        done.sort_by_key(|completion| completion.tag);
+        let ends: Vec<_> = done.iter().map(|completion| (completion.tag, completion.result.is_ok())).collect();
+        assert_eq!((&ends[..], batches), (&[(5, false), (6, true)][..], 1));
 
         submit(vec![Request::flush()]);
         drop(own);

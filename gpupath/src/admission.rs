@@ -12,6 +12,8 @@ use crate::stats::Stats;
 use gpunvme_abi::{Command, Direction, Moved, Reason, TransferRequest};
 use gpunvme_metrics::Begun;
 use gpunvme_metrics::activity::Actor;
+use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// An open file of the filesystem.
@@ -23,7 +25,27 @@ pub trait OpenFile: Send + Sync {
     /// for that. It runs on the thread that took the request, which serves other requests too: it
     /// must not wait for a device.
     fn transfer(&self, admitted: Admitted);
+
+    /// Keeps blocks of the device that files of this mount give up from now on from being reused,
+    /// until it is dropped, on any thread.
+    fn hold(&self) -> Hold {
+        Box::new(())
+    }
+
+    /// Where on the device a range of the file begins, in bytes, if the file is open for reading,
+    /// the range lies before its end, in one piece that was written, and nothing of it is newer
+    /// anywhere else. The caller has a [`OpenFile::hold`] from before, and reads the range before
+    /// it drops that. `is_written_back`: the kernel has nothing newer. It takes no lock that other
+    /// files need, and does not wait. `None` may mean anything: [`OpenFile::transfer`] looks
+    /// closer.
+    fn place(&self, range: Range<u64>, is_written_back: bool) -> Option<u64> {
+        let _ = (range, is_written_back);
+        None
+    }
 }
+
+/// Keeps blocks from being reused.
+pub type Hold = Box<dyn Any + Send>;
 
 /// Who asked for a transfer, and is told how it ended: an ioctl, or a ring.
 pub(crate) trait Requester: Send {
@@ -97,8 +119,8 @@ impl Admitted {
     pub fn finish(self, outcome: &Outcome) {
         let Admitted { asked, buffer, ino, begun } = self;
         let reason = if outcome.moved.edge > 0 { Reason::Unaligned } else { buffer.reason };
-        asked.stats.moved(asked.direction, &outcome.moved, reason);
-        asked.stats.end(begun, &outcome.moved, outcome.status != 0);
+        asked.stats.moved(asked.direction, 1, &outcome.moved, reason);
+        asked.stats.end(begun, 1, &outcome.moved, outcome.status != 0);
         asked.stats.moved_by(asked.direction, &outcome.moved, begun, || Actor {
             user: asked.requester.user(),
             thread: asked.requester.process(),
@@ -114,7 +136,7 @@ impl Admitted {
     /// Answers a transfer of which nothing was done. `segment` is the one to blame, if one is.
     pub fn refuse(self, errno: i32, reason: Reason, segment: Option<u32>) {
         let Admitted { asked, buffer, begun, .. } = self;
-        asked.stats.end(begun, &Moved::default(), true);
+        asked.stats.end(begun, 1, &Moved::default(), true);
         drop(buffer);
         asked.refuse(errno, reason, segment);
     }
@@ -142,7 +164,7 @@ impl Asked {
         if self.request.required_route().is_some_and(|route| route != buffer.route) {
             return self.refuse(libc::EOPNOTSUPP, Reason::RouteNotAvailable, None);
         }
-        let begun = self.stats.begin(self.direction, buffer.route);
+        let begun = self.stats.begin(self.direction, buffer.route, 1);
         file.transfer(Admitted { asked: self, buffer, ino: file.ino(), begun });
     }
 

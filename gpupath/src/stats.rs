@@ -65,16 +65,16 @@ impl Stats {
         gpunvme_metrics::shard(&self.shards)
     }
 
-    /// Counts a transfer by this route that begins.
-    pub(crate) fn begin(&self, direction: Direction, route: Route) -> Begun {
+    /// Counts `count` transfers by this route that begin.
+    pub(crate) fn begin(&self, direction: Direction, route: Route, count: u64) -> Begun {
         let route = ROUTES.iter().position(|other| *other == route).unwrap_or(ROUTES.len() - 1);
         let first = if direction == Direction::Read { 0 } else { ROUTES.len() };
-        self.transfers.begin(first + route, 1)
+        self.transfers.begin(first + route, count)
     }
 
-    /// Counts its end.
-    pub(crate) fn end(&self, begun: Begun, moved: &Moved, failed: bool) {
-        self.transfers.end(begun, Ended { count: 1, bytes: moved.total(), failed });
+    /// Counts the end of `count` transfers that were counted together when they began.
+    pub(crate) fn end(&self, begun: Begun, count: u64, moved: &Moved, failed: bool) {
+        self.transfers.end(begun, Ended { count, bytes: moved.total(), failed });
     }
 
     /// Adds what an actor had moved, while that is watched.
@@ -100,13 +100,17 @@ impl Stats {
 
     /// Counts a call, when it is answered.
     pub fn call(&self, command: Command, failed: bool) {
-        let shard = self.shard();
-        shard.calls[command as usize].fetch_add(1, Relaxed);
-        add(&shard.failed, failed.into());
+        self.calls(command, 1);
+        add(&self.shard().failed, failed.into());
     }
 
-    /// Counts what a transfer moved.
-    pub fn moved(&self, direction: Direction, moved: &Moved, reason: Reason) {
+    /// Counts calls that did not fail.
+    pub(crate) fn calls(&self, command: Command, count: u64) {
+        self.shard().calls[command as usize].fetch_add(count, Relaxed);
+    }
+
+    /// Counts what `count` transfers moved.
+    pub fn moved(&self, direction: Direction, count: u64, moved: &Moved, reason: Reason) {
         let shard = self.shard();
         let counters = match direction {
             Direction::Read => &shard.read,
@@ -117,7 +121,7 @@ impl Stats {
         add(&counters.host, moved.host);
         add(&counters.hole, moved.hole);
         add(&counters.edge, moved.edge);
-        shard.reasons[reason as usize].fetch_add(1, Relaxed);
+        shard.reasons[reason as usize].fetch_add(count, Relaxed);
     }
 
     /// All of them, as `STATS` reports them.

@@ -33,7 +33,12 @@ thread_local! {
 
 /// The shard in which this thread counts, of `shards`.
 pub fn shard<T>(shards: &[T]) -> &T {
-    &shards[SHARD.with(|shard| shard % shards.len())]
+    &shards[shard_number(shards.len())]
+}
+
+/// The number of this thread's shard, of `shards` of them, at least one.
+pub fn shard_number(shards: usize) -> usize {
+    SHARD.with(|shard| shard % shards)
 }
 
 /// One number that many threads count up.

@@ -9,6 +9,7 @@ use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, Region, Request};
 use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::Filesystem;
+use gpunvme_engine::data::Snapshot;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, SetAttributes};
@@ -44,6 +45,27 @@ fn write(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Regi
     fs.submit_direct_write(write, move |result| sender.send(result).expect("the receiver waits"));
     receiver.recv().expect("a write is answered").expect("the device works");
     Ok(())
+}
+
+/// Snapshots of a file, which may be of any age, say where its bytes are, or that they are out of
+/// date. Returns how many ranges were found.
+fn check_snapshots(fs: &Arc<Filesystem>, snapshots: &[Snapshot], model: &[u8], random: &mut Random, when: &str) -> usize {
+    let mut found = 0;
+    let current: Vec<_> = snapshots.iter().filter(|snapshot| fs.is_current(snapshot)).collect();
+    for snapshot in current {
+        for _ in 0..4 {
+            let (offset, len) = (random.below(REACH / 4096) * 4096, (random.below(8) + 1) * 4096);
+            let _guard = fs.guard();
+            let Some(place) = snapshot.find(offset..offset + len) else { continue };
+            let region = Region::allocate(len as usize).expect("there is memory");
+            fs.volume().io().run([Request::read(place, [region.span(0..len as usize)])]).expect("the device works");
+            let mut bytes = vec![0; len as usize];
+            region.read_at(0, &mut bytes).expect("it is ours");
+            assert!(bytes == model[offset as usize..(offset + len) as usize], "{when}: {len} bytes at {offset}");
+            found += 1;
+        }
+    }
+    found
 }
 
 /// The bytes of each segment, as far as the file goes.
@@ -102,7 +124,8 @@ fn an_append_begins_with_what_the_last_block_holds_by_then() {
 }
 
 #[test]
-fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
+fn direct_transfers_ordinary_ones_and_snapshots_see_each_others_bytes() {
+    let mut found_by_snapshots = 0;
     for seed in 0..20 {
         let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
         make(&device);
@@ -113,6 +136,7 @@ fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
         fs.hold_file(ino);
         let mut model: Vec<u8> = Vec::new();
         let region = Region::allocate(1 << 20).expect("there is memory");
+        let mut snapshots = Vec::new();
         for step in 0..300 {
             match random.below(8) {
                 0..3 => {
@@ -168,7 +192,12 @@ fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
             }
             let size = fs.wait(|| fs.attributes(ino)).expect("it is there").inode.size;
             assert_eq!(size, model.len() as u64, "seed {seed} step {step}");
+            if random.below(3) == 0 {
+                snapshots.extend(fs.wait(|| fs.snapshot(ino, 4096)).expect("it is a file"));
+            }
+            found_by_snapshots += check_snapshots(&fs, &snapshots, &model, &mut random, &format!("seed {seed} step {step}"));
         }
+        drop(snapshots);
         assert!(fs.read(ino, 0, model.len() + 1).expect("it can be read") == model, "seed {seed}");
         fs.let_go_of_file(ino);
         fs.close().expect("nothing fails");
@@ -176,6 +205,28 @@ fn direct_transfers_and_ordinary_ones_see_each_others_bytes() {
         assert!(fs.read(ino, 0, model.len() + 1).expect("it can be read") == model, "seed {seed}, opened again");
         assert_sound(&fs, &format!("seed {seed}"));
     }
+    assert!(found_by_snapshots > 500, "only {found_by_snapshots} ranges were found");
+}
+
+#[test]
+fn a_snapshot_of_a_file_that_does_not_change_stays_current_and_has_no_more_extents_than_allowed() {
+    let (fs, ino) = with_an_open_file();
+    fs.wait(|| fs.write(ino, 0, &[7; 100_000], NOW)).expect("there is room");
+    assert!(fs.wait(|| fs.snapshot(ino, 64)).expect("it is a file").is_none(), "the device does not have it yet");
+    fs.sync_file(ino).expect("the device works");
+    let snapshot = fs.wait(|| fs.snapshot(ino, 64)).expect("it is a file").expect("the device has all of it");
+    for number in 0..100 {
+        let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+        fs.wait(|| fs.create(&WHO, ROOT, format!("other{number}").as_bytes(), &new)).expect("there is room");
+    }
+    fs.commit().expect("the device works");
+    fs.read(ino, 0, 50_000).expect("the file can be read");
+    assert!(fs.is_current(&snapshot));
+    assert!(snapshot.find(0..4096).is_some() && snapshot.find(90_112..94_208).is_some());
+    assert_eq!((snapshot.find(98_304..102_400), snapshot.find(1 << 30..(1 << 30) + 4096)), (None, None), "beyond the end");
+    assert!(fs.wait(|| fs.snapshot(ino, 0)).expect("it is a file").is_none());
+    fs.wait(|| fs.set_size(&WHO, ino, 99_999)).expect("it is a file");
+    assert!(!fs.is_current(&snapshot));
 }
 
 /// A new volume, and a file on it that is open.

@@ -137,12 +137,7 @@ fn fill(root: &Path) -> Result<(), Box<dyn Error>> {
 
 /// Keeps `depth` requests in flight. Returns how many were done, and its own processor time in
 /// nanoseconds.
-fn keep_in_flight(
-    root: &Path,
-    (write, depth): (bool, u32),
-    time: Duration,
-    number: u64,
-) -> Result<(u64, u64), Box<dyn Error>> {
+fn keep_in_flight(root: &Path, (write, depth): (bool, u32), time: Duration, number: u64) -> Result<(u64, u64), Box<dyn Error>> {
     let this = Path::new("/proc/thread-self");
     let path = root.join("file");
     let mount = Mount::open(root)?;

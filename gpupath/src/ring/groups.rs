@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// An amount of transfers in flight.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Amount {
     pub transfers: u32,
     pub bytes: u64,
@@ -20,9 +20,9 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Whether it has less in flight than its share.
-    pub fn has_room(&self, share: Amount) -> bool {
-        self.transfers.load(Ordering::Acquire) < share.transfers && self.bytes.load(Ordering::Acquire) < share.bytes
+    /// What is left of its share.
+    pub fn room(&self, share: Amount) -> Amount {
+        share.less(self.transfers.load(Ordering::Acquire), self.bytes.load(Ordering::Acquire))
     }
 
     /// What each of its busy members gets.
@@ -35,18 +35,28 @@ impl Group {
         self.busy.store(members, Ordering::Relaxed);
     }
 
-    fn begin(&self, bytes: u64) {
-        self.bytes.fetch_add(bytes, Ordering::AcqRel);
-        self.transfers.fetch_add(1, Ordering::AcqRel);
+    fn begin(&self, amount: Amount) {
+        self.bytes.fetch_add(amount.bytes, Ordering::AcqRel);
+        self.transfers.fetch_add(amount.transfers, Ordering::AcqRel);
     }
 
-    fn end(&self, bytes: u64) {
-        self.bytes.fetch_sub(bytes, Ordering::AcqRel);
-        self.transfers.fetch_sub(1, Ordering::AcqRel);
+    fn end(&self, amount: Amount) {
+        self.bytes.fetch_sub(amount.bytes, Ordering::AcqRel);
+        self.transfers.fetch_sub(amount.transfers, Ordering::AcqRel);
     }
 }
 
 impl Amount {
+    /// What is left of it beside so much.
+    pub fn less(self, transfers: u32, bytes: u64) -> Amount {
+        Amount { transfers: self.transfers.saturating_sub(transfers), bytes: self.bytes.saturating_sub(bytes) }
+    }
+
+    /// What is in this and in another.
+    pub fn min(self, other: Amount) -> Amount {
+        Amount { transfers: self.transfers.min(other.transfers), bytes: self.bytes.min(other.bytes) }
+    }
+
     /// The share of each of so many, at least of one.
     pub fn divided(self, by: u32) -> Amount {
         let by = by.max(1);
@@ -62,15 +72,15 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// A transfer begins.
-    pub fn begin(&self, bytes: u64) {
-        self.user.begin(bytes);
-        self.process.begin(bytes);
+    /// Transfers begin.
+    pub fn begin(&self, amount: Amount) {
+        self.user.begin(amount);
+        self.process.begin(amount);
     }
 
-    /// A transfer is over.
-    pub fn end(&self, bytes: u64) {
-        self.user.end(bytes);
-        self.process.end(bytes);
+    /// Transfers are over.
+    pub fn end(&self, amount: Amount) {
+        self.user.end(amount);
+        self.process.end(amount);
     }
 }

@@ -9,6 +9,7 @@ mod deferred_drop;
 mod groups;
 mod queue_pair;
 mod readers;
+mod reads;
 mod rings;
 mod service;
 mod shares;

@@ -3,7 +3,7 @@
 //! ends a transfer completes it.
 
 use super::deferred_drop::{DeferredDrop, Held};
-use super::groups::Member;
+use super::groups::{Amount, Member};
 use super::readers::Reader;
 use super::signal::Signal;
 use super::thread::ServingThread;
@@ -149,18 +149,26 @@ impl Ring {
         Ok(self.memory.entries().saturating_sub(in_flight.saturating_add(unread)))
     }
 
-    /// Takes the next submission. Only where [`Ring::ready`] said that there is one.
-    pub fn take(&self) -> Submission {
-        let head = self.head.load(Ordering::Relaxed);
-        let submission = self.memory.submission(head);
-        self.head.store(head.wrapping_add(1), Ordering::Relaxed);
-        self.memory.store(Word::SubmissionHead, head.wrapping_add(1));
-        // One that asks for more is refused, and weighs no more until then.
-        let len = submission.len.min(MAX_RING_TRANSFER);
-        self.bytes.fetch_add(len, Ordering::AcqRel);
-        self.in_flight.fetch_add(1, Ordering::AcqRel);
-        self.member.begin(len);
-        submission
+    /// Takes the next submissions, at most `most` of them and no more than there is `room` for, to
+    /// `into`. Only where [`Ring::ready`] said that there are so many.
+    pub fn take(&self, most: u32, room: Amount, into: &mut Vec<Submission>) {
+        let mut head = self.head.load(Ordering::Relaxed);
+        let mut taken = Amount::default();
+        while taken.transfers < most.min(room.transfers) && taken.bytes < room.bytes {
+            let submission = self.memory.submission(head);
+            head = head.wrapping_add(1);
+            taken.transfers += 1;
+            taken.bytes += weight(submission.len);
+            into.push(submission);
+        }
+        if taken.transfers == 0 {
+            return;
+        }
+        self.head.store(head, Ordering::Relaxed);
+        self.memory.store(Word::SubmissionHead, head);
+        self.bytes.fetch_add(taken.bytes, Ordering::AcqRel);
+        self.in_flight.fetch_add(taken.transfers, Ordering::AcqRel);
+        self.member.begin(taken);
     }
 
     /// Submissions in flight, and the bytes they are about.
@@ -180,18 +188,21 @@ impl Ring {
         }
     }
 
-    /// Ends a submission of `len` bytes that was taken. [`Ring::wake_if_due`] has to follow.
-    pub fn complete(&self, len: u64, completion: &Completion) {
-        let len = len.min(MAX_RING_TRANSFER);
+    /// Ends submissions that were taken, and asked for so many bytes in all as their
+    /// [`weight`]s. [`Ring::wake_if_due`] has to follow.
+    pub fn complete(&self, bytes: u64, completions: &[Completion]) {
+        let ended = Amount { transfers: completions.len() as u32, bytes };
         {
             let mut tail = self.tail.lock();
-            self.memory.put_completion(*tail, completion);
-            *tail = tail.wrapping_add(1);
+            for completion in completions {
+                self.memory.put_completion(*tail, completion);
+                *tail = tail.wrapping_add(1);
+            }
             self.memory.store(Word::CompletionTail, *tail);
-            self.bytes.fetch_sub(len, Ordering::AcqRel);
-            self.in_flight.fetch_sub(1, Ordering::AcqRel);
+            self.bytes.fetch_sub(ended.bytes, Ordering::AcqRel);
+            self.in_flight.fetch_sub(ended.transfers, Ordering::AcqRel);
         }
-        self.member.end(len);
+        self.member.end(ended);
         self.due.store(true, Ordering::Release);
     }
 
@@ -282,6 +293,12 @@ impl Ring {
     }
 }
 
+/// What a submission of `len` bytes counts as. One that asks for more is refused, and weighs no
+/// more until then.
+pub(super) fn weight(len: u64) -> u64 {
+    len.min(MAX_RING_TRANSFER)
+}
+
 /// A submission that was taken from a ring, and has to be answered. Dropped without an answer it
 /// is answered with `EIO`: its ring's end would wait for it for ever.
 pub(super) struct Taken {
@@ -315,7 +332,7 @@ impl Taken {
     fn complete(&mut self, completion: Completion) {
         self.answered = true;
         let Taken { thread, ring, len, .. } = self;
-        ring.complete(*len, &completion);
+        ring.complete(weight(*len), &[completion]);
         if thread.is_this() {
             // The application is woken once for all that ends in this turn.
             return;

@@ -15,6 +15,7 @@ use super::watch::{Heard, Watch};
 use crate::access::Access;
 use crate::admission::OpenFile;
 use crate::foreign::{Foreign, Kind};
+use crate::planner::Alignment;
 use crate::process::Process;
 use crate::quota::quota;
 use crate::registry::{Caller, RegistryError};
@@ -303,7 +304,7 @@ impl Rings {
             };
             let service = Arc::new(Service::new(number, server, watch, shares, queue.waker()));
             let _ = sender.send(Ok(service.clone())); // as above
-            service.serve(&queue);
+            service.serve(&queue, Alignment::for_reads(io.device().geometry()));
         })?;
         let service = receiver.recv().map_err(io::Error::other).and_then(|service| service);
         let service = match service {

@@ -9,11 +9,14 @@
 
 use super::groups::Group;
 use super::queue_pair::{Broken, Ring, Taken};
+use super::reads::{Reads, Turn};
 use super::shares::Shares;
 use super::thread::ServingThread;
 use super::watch::Watch;
 use crate::admission::Asked;
+use crate::planner::Alignment;
 use crate::server::Server;
+use gpunvme_abi::ring::Submission;
 use gpunvme_abi::{Command, Direction, Reason};
 use gpunvme_blockdev::{OwnQueue, Wait, Waker};
 use parking_lot::Mutex;
@@ -36,6 +39,13 @@ const SPIN_LIMIT: Duration = Duration::from_micros(50);
 const SPIN_LIMIT_IN_FLIGHT: Duration = Duration::from_micros(250);
 /// How often the thread looks, at the end, whether the last transfers are over.
 const DRAIN: Duration = Duration::from_millis(1);
+
+/// What the thread works with.
+struct Work<'q> {
+    queue: &'q OwnQueue,
+    reads: Reads,
+    submissions: Vec<Submission>,
+}
 
 /// The result of a look at all rings.
 struct Taking {
@@ -118,15 +128,16 @@ impl Service {
         self.wake();
     }
 
-    /// Runs the thread that serves the rings.
-    pub fn serve(self: &Arc<Self>, queue: &OwnQueue) {
+    /// Runs the thread that serves the rings. `alignment` is that of the device, for reads.
+    pub fn serve(self: &Arc<Self>, queue: &OwnQueue, alignment: Alignment) {
         self.thread.begin();
+        let mut work = Work { queue, reads: Reads::new(self.server.clone(), alignment), submissions: Vec::new() };
         let mut first = 0;
         let mut busy = Instant::now();
         while !self.ending.load(Ordering::Acquire) {
             let rings = self.rings();
             first += 1;
-            if self.turn(&rings, first, queue, Wait::No) {
+            if self.turn(&rings, first, &mut work, Wait::No) {
                 busy = Instant::now();
                 continue;
             }
@@ -144,7 +155,7 @@ impl Service {
             fence(Ordering::SeqCst);
             // A wake for a new ring, or for the end, may have been taken by the turn before.
             if !self.ending.load(Ordering::SeqCst) && Arc::ptr_eq(&self.rings(), &rings) {
-                self.turn(&rings, first, queue, Wait::Forever);
+                self.turn(&rings, first, &mut work, Wait::Forever);
             }
             self.thread.set_asleep(false);
             rings.iter().for_each(|ring| ring.set_asleep(false));
@@ -153,27 +164,34 @@ impl Service {
         // Once a ring says that it is closed its application may use the memory again. Transfers
         // that end on another thread do not wake this one.
         while self.rings().iter().any(|ring| ring.load().0 > 0) {
-            queue.run(Wait::Timeout(DRAIN));
+            self.run(&mut work, Wait::Timeout(DRAIN));
         }
     }
 
     /// Takes from each ring what may be taken now, gives it to the device, and ends what the
     /// device has done, for which it waits where there was nothing to take. Returns whether
     /// anything happened.
-    fn turn(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize, queue: &OwnQueue, wait: Wait) -> bool {
-        let Taking { taken, blocked } = self.take(rings, first);
+    fn turn(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize, work: &mut Work<'_>, wait: Wait) -> bool {
+        let Taking { taken, blocked } = self.take(rings, first, work);
         let wait = match wait {
             _ if taken => Wait::No,
             Wait::Forever if blocked => Wait::Timeout(BLOCKED),
             wait => wait,
         };
-        let done = queue.run(wait);
+        let done = self.run(work, wait);
         rings.iter().for_each(|ring| ring.wake_if_due());
         taken || done > 0
     }
 
+    /// Gives what was taken to the device, and ends what the device has done. Returns how many
+    /// requests of the device are over.
+    fn run(&self, work: &mut Work<'_>, wait: Wait) -> usize {
+        let Work { queue, reads, .. } = work;
+        reads.run(queue, wait, |ring, submission| self.begin(ring, &submission))
+    }
+
     /// Takes from each ring what may be taken now.
-    fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize) -> Taking {
+    fn take(self: &Arc<Self>, rings: &[Arc<Ring>], first: usize, work: &mut Work<'_>) -> Taking {
         let mut ready: SmallVec<[(&Arc<Ring>, u32); 16]> = SmallVec::new();
         let now = self.shares.now();
         let mut in_flight = 0;
@@ -210,17 +228,30 @@ impl Service {
                 turns.push((process, TURN));
                 turns.len() - 1
             });
-            for _ in 0..count.min(turns[turn].1) {
-                if !self.shares.has_room(ring) {
-                    taking.blocked = true;
-                    break;
-                }
-                self.begin(ring);
-                turns[turn].1 -= 1;
-                taking.taken = true;
-            }
+            let most = count.min(turns[turn].1);
+            let taken = self.take_of(ring, most, work);
+            turns[turn].1 -= taken;
+            taking.taken |= taken > 0;
+            taking.blocked |= taken < most;
         }
         taking
+    }
+
+    /// Takes submissions of a ring, `most` of them unless too much is in flight, and begins them.
+    /// Returns how many.
+    fn take_of(&self, ring: &Arc<Ring>, most: u32, work: &mut Work<'_>) -> u32 {
+        let Work { queue, reads, submissions } = work;
+        ring.take(most, self.shares.room(ring), submissions);
+        let taken = submissions.len() as u32;
+        let are_taken = reads.are_taken(queue);
+        let mut turn = Turn::default();
+        for submission in submissions.drain(..) {
+            if !are_taken || !reads.take(&mut turn, ring, &submission) {
+                self.begin(ring, &submission);
+            }
+        }
+        reads.end_turn(&turn, queue);
+        taken
     }
 
     fn give_up(&self, ring: &Arc<Ring>, broken: &Broken) {
@@ -230,10 +261,9 @@ impl Service {
         self.remove(ring);
     }
 
-    /// Takes one submission and begins it.
-    fn begin(self: &Arc<Self>, ring: &Arc<Ring>) {
-        let submission = ring.take();
-        let mut taken = Taken::new(self.thread.clone(), ring.clone(), &submission);
+    /// Begins a submission that was taken, whatever it asks for.
+    fn begin(&self, ring: &Arc<Ring>, submission: &Submission) {
+        let mut taken = Taken::new(self.thread.clone(), ring.clone(), submission);
         let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
         let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
         let direction = if command == Command::Write { Direction::Write } else { Direction::Read };

@@ -145,8 +145,9 @@ impl Shares {
         self.processes.store(processes.len() as u32, Ordering::Relaxed);
     }
 
-    /// Whether a further transfer of a ring may begin.
-    pub fn has_room(&self, ring: &Ring) -> bool {
+    /// How much more of a ring may begin: a transfer may as long as there is room for a transfer
+    /// and a byte.
+    pub fn room(&self, ring: &Ring) -> Amount {
         let Member { user, process } = &ring.member;
         let busy = self.processes.load(Ordering::Relaxed) + self.others.load(Ordering::Relaxed);
         let all = if busy > 1 { TOGETHER } else { ALONE };
@@ -154,7 +155,7 @@ impl Shares {
         let of_process = user.divide(of_user);
         let of_ring = process.divide(of_process);
         let (transfers, bytes) = ring.load();
-        user.has_room(of_user) && process.has_room(of_process) && transfers < of_ring.transfers && bytes < of_ring.bytes
+        user.room(of_user).min(process.room(of_process)).min(of_ring.less(transfers, bytes))
     }
 }
 

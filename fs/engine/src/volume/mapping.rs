@@ -83,6 +83,20 @@ impl Volume {
         extents::each_mapping(&*self.meta.read(), ino, from, to, visit)
     }
 
+    /// The size of a regular file, its mappings, and their version ([`Versions::of`]). None where
+    /// it has more than `limit` mappings.
+    ///
+    /// [`Versions::of`]: super::versions::Versions::of
+    pub(crate) fn all_mappings(&self, ino: u64, limit: usize) -> Attempt<Option<(u64, u64, Vec<Mapping>)>> {
+        let meta = self.meta.read();
+        let inode = inode::load(&*meta, ino)?;
+        if inode.file_type() != FileType::Regular {
+            return Err(FsError::Invalid("not a regular file").into());
+        }
+        let found = extents::mappings(&*meta, ino, 0, blocks_of(inode.size), limit + 1)?;
+        Ok((found.len() <= limit).then(|| (meta.versions.of(ino), inode.size, found)))
+    }
+
     /// Maps data that is on the device: as many blocks of the placed as one operation can take,
     /// from the first on. With the last of them it redeems `promised` blocks and applies the
     /// stamp. Returns how many blocks it mapped.

@@ -10,6 +10,7 @@ use super::busy::Busy;
 use super::cache::Cache;
 use super::place::Place;
 use super::run::Run;
+use super::versions::Versions;
 use crate::error::{Attempt, Fail, Stall};
 
 /// Blocks that a transaction holds at the most: what a commit writes at once stays below 32 MiB.
@@ -52,6 +53,8 @@ pub(crate) struct Meta {
     pub checkpoints: u64,
     /// Operations begun so far.
     pub operations: u64,
+    /// Versions of the mappings of files, also for readers without the lock.
+    pub versions: Arc<Versions>,
 }
 
 /// Where the allocator looks first.
@@ -93,6 +96,7 @@ impl Meta {
             hints: Hints::default(),
             checkpoints: 0,
             operations: 0,
+            versions: Arc::default(),
         }
     }
 

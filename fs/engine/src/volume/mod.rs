@@ -41,6 +41,7 @@ mod reservations;
 mod run;
 pub(crate) mod tree;
 mod undo;
+mod versions;
 pub(crate) mod xattr;
 
 pub use acl::ACCESS as ACL_ACCESS;

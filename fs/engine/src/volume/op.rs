@@ -5,7 +5,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use gpunvme_layout::{Block, BlockKind, Key, State, node};
+use gpunvme_layout::{Block, BlockKind, Key, Kind, State, node};
 use parking_lot::RwLockWriteGuard;
 
 use super::cache::Entry;
@@ -79,6 +79,14 @@ impl<'a> Op<'a> {
             redeemed: 0,
             finished: false,
         })
+    }
+
+    /// Notes that the item of a key changes, before it does.
+    pub fn changes(&self, key: Key) {
+        let ino = key.ino();
+        if key.is(ino, Kind::Extent) || key.is(ino, Kind::Inode) {
+            self.meta.versions.change(ino);
+        }
     }
 
     /// Root and counters, for a change.

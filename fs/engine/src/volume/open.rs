@@ -19,6 +19,7 @@ use super::lock::MetaLock;
 use super::meta::Meta;
 use super::op::Op;
 use super::tree;
+use super::versions::Versions;
 use crate::error::{Attempt, Fail, FsError, Stall};
 
 /// How a volume is opened.
@@ -81,6 +82,8 @@ pub struct Volume {
     /// Sequence of the last durable transaction.
     pub(super) durable: AtomicU64,
     pub(crate) epochs: Arc<Epochs>,
+    /// Of the mappings of files.
+    pub(crate) versions: Arc<Versions>,
     /// Data was written since the device was last flushed.
     pub(crate) data_written: AtomicBool,
     /// The error that stopped all writing.
@@ -148,6 +151,7 @@ impl Volume {
             io,
             superblock,
             read_only,
+            versions: meta.versions.clone(),
             meta: MetaLock::new(meta),
             anchors: Mutex::new(recovered.anchors),
             journal: Mutex::new(recovered.journal),

@@ -195,6 +195,7 @@ fn scan_leaves<'a, B, S: Blocks>(
 
 /// Inserts an item. Returns false, and changes nothing, when the key is taken.
 pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
+    op.changes(key);
     let (block, Place { address, .. }) = leaf(op, key)?;
     let Err(slot) = node::search(block, key) else { return Ok(false) };
     if node::leaf_fits(block, value.len()) {
@@ -222,6 +223,7 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
 /// Changes the value of an item in place; its length stays. Returns what `change` does; none when
 /// there is no such item.
 pub(crate) fn update<T>(op: &mut Op, key: Key, change: impl FnOnce(&mut [u8]) -> Attempt<T>) -> Attempt<Option<T>> {
+    op.changes(key);
     let (block, Place { address, .. }) = leaf(op, key)?;
     let Ok(slot) = node::search(block, key) else { return Ok(None) };
     change(op.leaf_value(address, slot)?).map(Some)
@@ -229,6 +231,7 @@ pub(crate) fn update<T>(op: &mut Op, key: Key, change: impl FnOnce(&mut [u8]) ->
 
 /// Gives an item another value of any length, or inserts it.
 pub(crate) fn put(op: &mut Op, key: Key, value: &[u8]) -> Attempt<()> {
+    op.changes(key);
     let (block, Place { address, .. }) = leaf(op, key)?;
     match node::search(block, key) {
         Ok(slot) if node::value(block, slot).len() == value.len() => {
@@ -243,6 +246,7 @@ pub(crate) fn put(op: &mut Op, key: Key, value: &[u8]) -> Attempt<()> {
 
 /// Removes an item. Returns whether it was there.
 pub(crate) fn remove(op: &mut Op, key: Key) -> Attempt<bool> {
+    op.changes(key);
     let (block, Place { address, .. }) = leaf(op, key)?;
     let Ok(slot) = node::search(block, key) else { return Ok(false) };
     if node::used(op.leaf_remove(address, slot)?) < THIN {

@@ -67,6 +67,7 @@ impl Session {
             device_shares: DeviceShares::new(transfers.clone()),
             transfers,
             plan_budget: Arc::default(),
+            snapshot_budget: Arc::default(),
             direct: Endpoint::new(&fs, &settings.device, serving_threads)?,
             mount_state: MountState::new()?,
             kernel: OnceLock::new(),

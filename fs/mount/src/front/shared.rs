@@ -12,6 +12,7 @@ use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
 use super::resources::plan_budget::PlanBudget;
 use super::resources::request_budget::RequestBudget;
+use super::resources::snapshot_budget::SnapshotBudget;
 use super::resources::syncs::Syncs;
 use super::resources::workers::Workers;
 use super::settings::Log;
@@ -29,6 +30,7 @@ pub(crate) struct Front {
     pub(crate) transfers: Arc<Workers>,
     pub(crate) device_shares: Arc<DeviceShares>,
     pub(crate) plan_budget: Arc<PlanBudget>,
+    pub(crate) snapshot_budget: Arc<SnapshotBudget>,
     pub(crate) direct: Endpoint,
     pub(crate) mount_state: Arc<MountState>,
     /// Set once the mount exists.

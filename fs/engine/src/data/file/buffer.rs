@@ -1,6 +1,8 @@
 //! The part of a file that is in the write buffer.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::data::page_map::{BufferedPages, PageMap};
 use crate::data::pages::Pages;
@@ -12,6 +14,8 @@ pub(crate) struct FileBuffer {
     pub pages: PageMap<BufferedPages>,
     /// Pages of them that are dirty.
     pub dirty: u64,
+    /// Times that pages became dirty, also for readers without the file's lock.
+    pub dirtied: Arc<AtomicU64>,
     /// Pages of them that a block was promised for.
     pub promised: u64,
     /// Blocks that are being read into pages.
@@ -31,6 +35,7 @@ impl FileBuffer {
 
     /// Notes that these blocks, which are in memory, have to be written.
     pub fn mark_dirty(&mut self, blocks: Range<u64>) {
+        self.dirtied.fetch_add(1, Ordering::AcqRel);
         self.dirty += self.pages.change(blocks, |entry| !entry.dirty, |entry| entry.dirty = true);
     }
 

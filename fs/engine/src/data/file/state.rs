@@ -1,6 +1,8 @@
 //! State of one file in memory, and the lock that guards it.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use gpunvme_layout::block::BLOCK_SIZE;
 use parking_lot::{Condvar, Mutex};
@@ -104,6 +106,17 @@ pub(crate) struct File {
     pub ino: u64,
     /// Taken before the journal's and the metadata's locks, and never two files' at a time.
     pub state: Mutex<FileState>,
+    /// As [`FileBuffer::dirtied`].
+    pub dirtied: Arc<AtomicU64>,
     /// Signalled when a batch of writes, or anything else that held others back, has ended.
     pub landed: Condvar,
+}
+
+impl File {
+    /// A file of which nothing is in memory yet.
+    pub fn new(ino: u64) -> File {
+        let state = FileState::default();
+        let dirtied = state.buffer.dirtied.clone();
+        File { ino, state: Mutex::new(state), dirtied, landed: Condvar::new() }
+    }
 }

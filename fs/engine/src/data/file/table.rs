@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
 use rustc_hash::FxHashMap;
 
 use super::state::{File, Truncation};
@@ -29,8 +28,7 @@ impl Files {
     /// The file, taken into memory when it was not there.
     pub fn get(&self, ino: u64) -> Arc<File> {
         let mut shard = self.0.lock(ino);
-        let file = || Arc::new(File { ino, state: Mutex::default(), landed: Condvar::new() });
-        shard.entry(ino).or_insert_with(file).clone()
+        shard.entry(ino).or_insert_with(|| Arc::new(File::new(ino))).clone()
     }
 
     /// Drops a file from memory if it is not in use and has nothing to write. Returns the blocks

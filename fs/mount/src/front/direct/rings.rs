@@ -4,23 +4,41 @@
 //! It guards the life of an attached file. The application may close the file, and another process
 //! may unlink it: until it is detached it counts as known to the kernel, and as open.
 
+use std::iter;
+use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_abi::Direction;
 use gpunvme_abi::ring::Attach;
 use gpunvme_gpupath::access::Access;
-use gpunvme_gpupath::admission::{Admitted, OpenFile};
+use gpunvme_gpupath::admission::{Admitted, Hold, OpenFile};
 use gpunvme_gpupath::server::Reply;
+use parking_lot::Mutex;
 
 use super::transfers::Transfer;
 use crate::front::caller::Caller;
+use crate::front::resources::snapshot_budget::BudgetedSnapshot;
 use crate::front::shared::Front;
+
+/// How many reads look the file up anew between two snapshots of it: a file that changes all the
+/// time is not worth one for each change.
+const PATIENCE: u32 = 16;
 
 /// An open file, as it was when it was attached.
 struct Attached {
     front: Arc<Front>,
     ino: u64,
     access: Access,
+    /// Locked by the threads that serve the ring: one.
+    places: Mutex<Places>,
+}
+
+/// What is remembered of where a file lies.
+#[derive(Default)]
+struct Places {
+    snapshot: Option<BudgetedSnapshot>,
+    /// Reads that are still to be looked up before there is another one.
+    patience: u32,
 }
 
 /// The user and group of writes by rings: none that exists. Any process that has the ring's memory
@@ -52,7 +70,24 @@ impl Attached {
         let known = front.lookups.look_up(ino);
         debug_assert!(known, "an open file is being removed");
         front.fs.hold_file(ino);
-        Attached { front: front.clone(), ino, access }
+        Attached { front: front.clone(), ino, access, places: Mutex::default() }
+    }
+
+    /// Has a snapshot that is current, if there can be one now.
+    fn look(&self, places: &mut Places) {
+        if places.snapshot.as_ref().is_some_and(|snapshot| self.front.fs.is_current(snapshot)) {
+            return;
+        }
+        places.snapshot = None;
+        if places.patience > 0 {
+            places.patience -= 1;
+            return;
+        }
+        places.patience = PATIENCE;
+        // What stalls is looked up by the transfer, on a thread that may wait.
+        let limit = self.front.snapshot_budget.most();
+        let found = self.front.fs.snapshot(self.ino, limit).ok().flatten();
+        places.snapshot = found.and_then(|snapshot| self.front.snapshot_budget.keep(snapshot));
     }
 }
 
@@ -66,10 +101,27 @@ impl OpenFile for Attached {
         let caller = Caller::now(NOBODY, NOBODY, 0);
         self.front.transfer(Transfer { admitted, caller, ino: self.ino, access: self.access, unseen });
     }
+
+    fn hold(&self) -> Hold {
+        Box::new(self.front.fs.guard())
+    }
+
+    fn place(&self, range: Range<u64>, is_written_back: bool) -> Option<u64> {
+        if !self.access.contains(Access::READ)
+            || !is_written_back && self.front.lookups.may_have(self.ino, iter::once(range.clone()))
+        {
+            return None;
+        }
+        let mut places = self.places.lock();
+        self.look(&mut places);
+        places.snapshot.as_ref()?.find(range)
+    }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
+        // It has the file in memory.
+        self.places.get_mut().snapshot = None;
         self.front.fs.let_go_of_file(self.ino);
         if self.front.lookups.forget(self.ino, 1) {
             self.front.remove_waiting(self.ino);

@@ -5,6 +5,7 @@ pub(super) mod device_shares;
 pub(super) mod endpoint;
 pub(super) mod plan_budget;
 pub(super) mod request_budget;
+pub(super) mod snapshot_budget;
 mod sockets;
 pub(super) mod syncs;
 pub(super) mod turns;
