@@ -134,7 +134,9 @@ pub(super) fn a_dying_daemon(site: &Site) {
     let dying = Site::new(site.gpu);
     let (sample, dying_sample) = (site.sample(14, 4 * MIB), dying.sample(15, 64 * MIB));
     let memory = allocated(site.gpu, 64 * MIB as usize);
-    let (transfers, dying_transfers) = (site.transfers(), dying.transfers());
+    // The page cache would answer also without a daemon.
+    let by_bounce = Require { route: Some(Route::Bounce), ..Require::default() };
+    let (transfers, dying_transfers) = (site.transfers(), dying.transfers().requiring(by_bounce));
     let mut queue = dying_transfers.queue().unwrap();
     let whole = [segment(0, memory.address(), 64 * MIB)];
     // The file is known to the ring, and the GPU to the mount: neither has to be asked for again.
