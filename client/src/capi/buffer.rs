@@ -1,6 +1,6 @@
 //! Host memory: the library's own, and the application's.
 
-use super::{fail, free, null, require, store_handle};
+use super::{free, null, require, store_handle};
 use crate::buffer::{Buffer, Shared};
 use crate::copier::Copier;
 use crate::error::{Error, Result};
@@ -189,10 +189,8 @@ pub unsafe extern "C" fn gpunvme_buffer_from_memory(
     if buffer.is_null() || data.is_null() {
         return null("data and buffer");
     }
-    if isize::try_from(len).is_err() {
-        return fail(&Error::Memory { len, errno: Errno::INVAL });
-    }
-    let made = Copier::new(mount).map(|copier| CBuffer::Copied(Copied { copier: Mutex::new(copier), data: data.cast(), len }));
+    let made = if isize::try_from(len).is_ok() { Copier::new(mount) } else { Err(Error::Memory { len, errno: Errno::INVAL }) };
+    let made = made.map(|copier| CBuffer::Copied(Copied { copier: Mutex::new(copier), data: data.cast(), len }));
     // SAFETY: it is not NULL, and the header asks for room for a pointer.
     unsafe { store_handle(buffer, made) }
 }

@@ -86,6 +86,8 @@ int main(int argc, char **argv)
 	CHECK(gpunvme_read(file, copied, &outside, 1, 0, &done) == -EINVAL && done.failed_segment == 0);
 	outside.buffer_offset = UINT64_MAX;
 	CHECK(gpunvme_write(file, copied, &outside, 1, 0, &done) == -EINVAL && done.reason == GPUNVME_REASON_OUTSIDE_BUFFER);
+	/* What fails leaves no pointer of before behind. */
+	none = copied;
 	CHECK(gpunvme_buffer_from_memory(mount, data, SIZE_MAX, &none) == -EINVAL && !none);
 
 	/* A memfd is registered: what arrives is in the application's own mapping. */
