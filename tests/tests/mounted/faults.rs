@@ -5,8 +5,10 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::process::Command;
 
+use gpunvme::{Mount, Operation, Ring};
 use gpunvme_tests::direct::{Buffer, extents, info};
 use gpunvme_tests::mounted::{Image, Mounted, is_mounted};
+use gpunvme_tests::rings::{bytes_of, shared, wait_for};
 use gpunvme_tests::{needs_mount, tree};
 use rustix::process::Signal;
 
@@ -28,6 +30,18 @@ fn a_device_that_cannot_read_gives_eio_and_recovers() {
     let device = OpenOptions::new().write(true).open(&image).unwrap();
     device.set_len(lost).unwrap();
 
+    let mount = Mount::open(volume.root()).unwrap();
+    let (memory, mut ring) = (shared(&mount, 4096), Ring::new(&mount, 8).unwrap());
+    let attached = ring.attach(&gpunvme::File::open(volume.path("file")).unwrap()).unwrap();
+    let mut read_by_ring = || {
+        ring.push(&Operation::read(&attached, 1 << 20, &memory, 0, 4096)).unwrap();
+        wait_for(&mut ring, 1).remove(0).result
+    };
+    // The ring does not yet know where the file lies, and then does.
+    for _ in 0..40 {
+        let error = read_by_ring().unwrap_err();
+        assert_eq!(error.errno().raw_os_error(), libc::EIO, "a read that the device fails is told as any other");
+    }
     let buffer = Buffer::new(&file, 8 << 20);
     let error = fs::read(volume.path("file")).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(libc::EIO));
@@ -44,6 +58,8 @@ fn a_device_that_cannot_read_gives_eio_and_recovers() {
     assert!(fs::read(volume.path("file")).unwrap() == data);
     assert_eq!(buffer.read(&file, 0, 8 << 20).unwrap().bytes, 8 << 20);
     assert!(buffer.get(0, 8 << 20) == data);
+    assert_eq!(read_by_ring().unwrap().bytes(), 4096);
+    assert!(bytes_of(&memory, 0, 4096) == data[1 << 20..(1 << 20) + 4096]);
 }
 
 #[test]

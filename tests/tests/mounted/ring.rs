@@ -3,6 +3,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -98,6 +99,66 @@ fn what_cannot_be_done_is_said_of_the_one_operation() {
     let other = Ring::new(&mount, 8).unwrap();
     let foreign = attach(&other, volume.path("file"));
     assert!(matches!(ring.push(&Operation::read(&foreign, 0, &buffer, 0, 1)), Err(Error::WrongRing { .. })));
+}
+
+/// After each kind of change a ring that has read the file often enough to know where it lies reads
+/// what read(2) reads.
+#[test]
+fn rings_read_what_a_file_has_after_each_change() {
+    needs_mount!();
+    const LEN: u64 = 2 * MIB;
+    let volume = Mounted::new();
+    let path = volume.path("file");
+    fs::write(&path, tree::pattern(1, LEN as usize)).unwrap();
+    fs::write(volume.path("other"), tree::pattern(2, LEN as usize)).unwrap();
+    let open = |flags: i32| OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path).unwrap();
+    let (file, direct, other) = (open(0), open(libc::O_DIRECT), File::open(volume.path("other")).unwrap());
+    file.sync_all().unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let (buffer, mut ring) = (shared(&mount, 2 * LEN), Ring::new(&mount, 64).unwrap());
+    let mut writing = Ring::new(&mount, 8).unwrap();
+    let reader = ring.attach(&gpunvme::File::open(&path).unwrap()).unwrap();
+    let writer = attach(&writing, &path);
+    let allocate = |mode, at, len| {
+        // SAFETY: a call on an open file.
+        assert_eq!(unsafe { libc::fallocate64(file.as_raw_fd(), mode, at, len) }, 0);
+    };
+    let (punch, keep) = (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, libc::FALLOC_FL_KEEP_SIZE);
+    for round in 0..36u64 {
+        let at = (round * 37 % 100) * 4096 * 4;
+        let what = ["write", "O_DIRECT", "shorter", "longer", "punch", "zero", "copy", "ring", "append"][round as usize % 9];
+        match what {
+            "write" => file.write_all_at(&tree::pattern(round, 10_000), at + 100).unwrap(),
+            "O_DIRECT" => direct.write_all_at(&tree::pattern(round, 64 << 10), at).unwrap(),
+            "shorter" => file.set_len(LEN - at).unwrap(),
+            "longer" => file.set_len(LEN + 5000).unwrap(),
+            "punch" => allocate(punch, at as i64, 50_000),
+            "zero" => allocate(libc::FALLOC_FL_ZERO_RANGE | keep, at as i64, 50_000),
+            "copy" => {
+                let mut to = at + 8192;
+                rustix::fs::copy_file_range(&other, Some(&mut 4096), &file, Some(&mut to), 60_000).unwrap();
+            }
+            "ring" => {
+                writing.push(&Operation::write(&writer, at, &buffer, LEN, 64 << 10)).unwrap();
+                wait_for(&mut writing, 1).remove(0).result.unwrap();
+            }
+            _ => file.write_all_at(&tree::pattern(round, 9000), file.metadata().unwrap().len()).unwrap(),
+        }
+        let expected = fs::read(&path).unwrap();
+        // Before and after it knows anew where the file lies.
+        for again in 0..3 {
+            let pieces: Vec<u64> = (0..20).map(|piece| (at + piece * 4096 * (1 + again * 5)) % LEN).collect();
+            for (piece, &from) in pieces.iter().enumerate() {
+                ring.push(&Operation::read(&reader, from, &buffer, piece as u64 * 4096, 4096).tagged(piece as u64)).unwrap();
+            }
+            for completed in wait_for(&mut ring, pieces.len()) {
+                let (piece, from) = (completed.user_data, pieces[completed.user_data as usize] as usize);
+                let bytes = &expected[from.min(expected.len())..(from + 4096).min(expected.len())];
+                assert_eq!(completed.result.unwrap().bytes(), bytes.len() as u64, "{what}, {from}");
+                assert!(bytes_of(&buffer, piece * 4096, bytes.len() as u64) == bytes, "after {what} in round {round}: {from}");
+            }
+        }
+    }
 }
 
 #[test]
