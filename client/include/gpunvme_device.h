@@ -760,12 +760,12 @@ class ring {
 				return own;
 			if (detail::load_acquire_gpu(&slot->state) == detail::done)
 				return {{slot->status, slot->reason, slot->bytes}, true};
-			if (what != nothing)
-				continue;
 			bool late = detail::now() - start > patience;
-			if ((over != 0 || late) && leave(slot))
+			/* What was completed before the ring was over is taken first. */
+			bool ends = late || (over != 0 && what == nothing);
+			if (ends && leave(slot))
 				return {{over != 0 ? int(over) : timed_out, 0, 0}, false};
-			if (!poll())
+			if (what == nothing && !poll())
 				detail::pause();
 		}
 	}

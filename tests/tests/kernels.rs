@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::LazyLock;
 
 use gpunvme::gpu::{GpuRing, GpuRingSettings};
-use gpunvme::{Error, Mount};
+use gpunvme::{Error, File, Mount};
 use gpunvme_cuda::{Cuda, Place, Which};
 use gpunvme_tests::cuda::Pinned;
 use gpunvme_tests::mounted::{Mounted, text};
@@ -204,6 +204,38 @@ fn kernels_that_use_arrays_end_when_the_daemon_dies_ends_or_is_silent() {
     let ended = statuses_while_stopped(running);
     kill_process(site.volume.daemon(), Signal::CONT).unwrap();
     assert_eq!(ended, [libc::ETIMEDOUT; 8]);
+}
+
+/// A controller that fails commands, loses them, and answers in another order.
+#[test]
+fn kernels_on_a_device_with_faults_get_errors_or_the_bytes_and_lose_nothing() {
+    needs_mount!();
+    let site = Site::new();
+    let (volume, bytes) = (site.volume, site.bytes);
+    Mount::open(volume.root()).unwrap().sync().unwrap();
+    // Where the file is, in logical blocks: the volume's own writes are not to fail.
+    let extents: Vec<_> = File::open(volume.path("file")).unwrap().resolve(0, LEN as u64).map(Result::unwrap).collect();
+    let (first, last) = (extents[0].device_offset / 512, (extents[0].device_offset + extents[0].len) / 512 - 1);
+    let image = volume.unmount();
+    let dir = image.mount_point();
+    let faults = format!(
+        "fault=status=0x281:on=read:lba={first}-{last}:one-in=30:times=40,fault=lose:on=read:lba={first}-{last}:one-in=150:times=2,\
+         fault=reorder:on=read:one-in=10,fault=status=0x280:on=write:lba={first}-{last}:one-in=40:times=20"
+    );
+    let device = format!("sim:{},timeout=300ms,{faults}", image.path().display());
+    let mounted = programs::command("mount.gpunvme").arg(&device).arg(&dir).output().unwrap();
+    assert!(mounted.status.success(), "{}", text(&mounted));
+    let mut command = Command::new("timeout");
+    command.args(["--kill-after=5", "100"]).arg(&site.program).arg("array_faults").arg(&dir).arg(dir.join("file"));
+    let output = command.env("LD_LIBRARY_PATH", programs::folder()).output().unwrap();
+    let unmounted = Command::new("umount").arg(&dir).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(unmounted.status.success(), "{}", text(&unmounted));
+    let volume = image.mount();
+    let read = fs::read(volume.path("file")).unwrap();
+    let whole = bytes.len() / 4;
+    let expected: Vec<u8> = (0..whole as u32).flat_map(|n| (3 * n + 1).to_le_bytes()).chain(bytes[whole * 4..].iter().copied()).collect();
+    assert!(read == expected, "other words are in the file");
 }
 
 #[test]

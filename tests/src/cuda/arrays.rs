@@ -27,16 +27,17 @@ pub const ARRAY_CHECKS: &[KernelCheck] = &[
     ("kernels without a compiler read, write, gather, scatter and flush", without_a_compiler),
 ];
 
+/// The kernels that use arrays, as PTX.
 pub const ARRAYS: &str = include_str!("../../kernels/arrays.ptx");
 const SHIPPED: &str = include_str!("../../../client/kernels/gpunvme_kernels.ptx");
 const MIB: usize = 1 << 20;
 
 /// A file of words on a volume, a ring, and the kernels.
-pub struct Site {
-    pub module: Module,
-    pub ring: GpuRing,
-    pub volume: Mounted,
-    pub words: u64,
+struct Site {
+    module: Module,
+    ring: GpuRing,
+    volume: Mounted,
+    words: u64,
 }
 
 /// What `word_at` of the kernels says.
@@ -75,8 +76,11 @@ impl Site {
 /// How one block's work ended.
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
+    /// 0, or the errno of a thread that failed.
     pub status: u64,
+    /// Words that were not the file's.
     pub wrong: u64,
+    /// Accesses.
     pub done: u64,
 }
 
@@ -90,6 +94,7 @@ pub struct Reports {
 impl Reports {
     const LEN: usize = 32;
 
+    /// Of so many blocks.
     pub fn new(gpu: Gpu, blocks: u32) -> Reports {
         Reports { gpu, blocks, memory: holding(gpu, &vec![0; blocks as usize * Self::LEN]) }
     }
@@ -103,6 +108,7 @@ impl Reports {
         module.launch(name, self.blocks, threads, &parameters);
     }
 
+    /// What they say, when the kernel has ended.
     pub fn get(&self) -> Vec<Report> {
         let word = |bytes: &[u8], at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
         let bytes = get(self.gpu, &self.memory, self.blocks as usize * Self::LEN);
@@ -110,7 +116,10 @@ impl Reports {
     }
 }
 
-/// That all went well; how much was done.
+/// How much was done.
+///
+/// # Panics
+/// Unless all went well.
 pub fn good(reports: &[Report]) -> u64 {
     for (block, report) in reports.iter().enumerate() {
         assert_eq!((report.status, report.wrong), (0, 0), "block {block}: {report:?}");

@@ -8,6 +8,7 @@ use std::ptr;
 
 /// A module of a GPU.
 pub struct Module {
+    /// The GPU.
     pub gpu: Gpu,
     module: CUmodule,
 }

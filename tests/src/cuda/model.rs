@@ -23,10 +23,13 @@ const TILE: u32 = 32;
 /// How large a model is.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
+    /// Layers, all alike.
     pub layers: usize,
+    /// Tokens that are computed together.
     pub tokens: u32,
     /// Values of a token, a multiple of the heads.
     pub width: u32,
+    /// Heads of the attention.
     pub heads: u32,
     /// Values between the two products of a layer's second half.
     pub inner: u32,
@@ -111,6 +114,7 @@ pub struct Model {
 }
 
 impl Model {
+    /// For models of a shape.
     pub fn new(gpu: Gpu, shape: Shape) -> Model {
         let (activation, inner) = (shape.activation(), shape.tokens as usize * shape.inner as usize * 4);
         let own = |len| allocated(gpu, len);
@@ -292,12 +296,14 @@ fn a_model_of_more_than_its_memory(gpu: Gpu) {
 
 /// A model on a volume, for a bench.
 pub struct ModelSite {
-    pub volume: Mounted,
-    pub transfers: Transfers,
-    pub shape: Shape,
+    // Before the volume, so that it ends first.
+    transfers: Transfers,
+    volume: Mounted,
+    shape: Shape,
 }
 
 impl ModelSite {
+    /// Writes its weights to a volume.
     pub fn new(volume: Mounted, shape: Shape) -> ModelSite {
         let mut file = std::io::BufWriter::with_capacity(4 << 20, fs::File::create(volume.path("model")).unwrap());
         shape.write(&mut file);
@@ -307,6 +313,7 @@ impl ModelSite {
         ModelSite { transfers: Transfers::new(&mount).unwrap(), volume, shape }
     }
 
+    /// A loader of its layers.
     pub fn loader(&self, gpu: Gpu, settings: LayerSettings) -> LayerLoader {
         let file = File::open(self.volume.path("model")).unwrap();
         LayerLoader::new(&self.transfers, file, gpu.index(), &self.shape.ranges(), settings).unwrap()

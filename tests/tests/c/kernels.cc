@@ -272,7 +272,7 @@ template <class T> struct Array {
 static void array_gets(const char *root, const char *path)
 {
 	Site site(root, path, 32, 8192, 0);
-	for (unsigned page : {512u, 4096u, 8192u}) {
+	for (unsigned page : {1024u, 8192u}) {
 		for (bool fits : {false, true}) {
 			Array<unsigned> array(site, page, 4, fits ? 4 << 20 : 16 * page, false);
 			const unsigned long long count = site.bytes.size() / 4;
@@ -283,9 +283,9 @@ static void array_gets(const char *root, const char *path)
 				CHECK(status == 0 && value == words[index], "element %llu: %d, %x and not %x", index, status,
 				      value, words[index]);
 			};
-			launch(8, 3, [&](unsigned block, const Team &team) {
+			launch(4, 3, [&](unsigned block, const Team &team) {
 				unsigned long long state = 77 * block + team.rank() + 1;
-				for (unsigned n = 0; n < 300; n++) {
+				for (unsigned n = 0; n < 100; n++) {
 					unsigned value = 0;
 					/* Now and then all want the same. */
 					unsigned long long wild = random_number(&state);
@@ -344,6 +344,8 @@ static void array_sets(const char *root, const char *path)
 				CHECK(status == 0 && value == unsigned(3 * index + 1), "%d, %u", status, value);
 			}
 		}
+	});
+	launch(blocks, threads, [&](unsigned block, const Team &team) {
 		int status = array.kernels.flush(block, blocks, team);
 		CHECK(status == 0, "%d", status);
 	});
@@ -448,6 +450,45 @@ static void array_until_over(const char *root, const char *path, unsigned patien
 	for (int status : statuses)
 		printf("%d\n", status);
 	fflush(stdout);
+}
+
+/*
+ * On a device that fails some commands and loses others: what is read is the file's or an error, and
+ * what is set gets to the file when it is tried again. Element n becomes 3 n + 1.
+ */
+static void array_faults(const char *root, const char *path)
+{
+	Site site(root, path, 32, 8192, 0);
+	Array<unsigned> array(site, 4096, 4, 8 * 4096, true);
+	const unsigned long long count = array.kernels.size();
+	unsigned failed = 0;
+	launch(6, 2, [&](unsigned block, const Team &team) {
+		unsigned long long state = block * 2 + team.rank() + 1;
+		for (unsigned n = 0; n < 200; n++) {
+			unsigned value = 0, right;
+			unsigned long long index = random_number(&state) % count;
+			int status = array.kernels.get(index, &value, team);
+			memcpy(&right, site.bytes.data() + index * 4, 4);
+			CHECK(status == EIO || (status == 0 && value == right), "%d, %x at %llu", status, value, index);
+			__atomic_fetch_add(&failed, status != 0, __ATOMIC_RELAXED);
+		}
+	});
+	launch(6, 1, [&](unsigned block, const Team &) {
+		for (unsigned long long index = block; index < count; index += 6) {
+			int status;
+			while ((status = array.kernels.set(index, unsigned(3 * index + 1))) != 0) {
+				CHECK(status == EIO, "%d", status);
+				__atomic_fetch_add(&failed, 1, __ATOMIC_RELAXED);
+			}
+		}
+	});
+	int status;
+	while ((status = array.kernels.flush(0, 1)) != 0) {
+		CHECK(status == EIO, "%d", status);
+		failed++;
+	}
+	CHECK(failed > 0, "the device did not fail");
+	printf("%u failed\n", failed);
 }
 
 static void array_until_closed(const char *root, const char *path) { array_until_over(root, path, 0); }
@@ -585,7 +626,7 @@ int main(int argc, char **argv)
 		{"until_closed", until_closed}, {"until_late", until_late}, {"wild_entries", wild_entries},
 		{"wild_completions", wild_completions}, {"host_ends", host_ends}, {"array_gets", array_gets},
 		{"array_sets", array_sets}, {"array_holds", array_holds}, {"array_until_closed", array_until_closed},
-		{"array_until_late", array_until_late},
+		{"array_until_late", array_until_late}, {"array_faults", array_faults},
 	};
 	if (argc != 4)
 		errx(2, "usage: kernels SCENARIO MOUNT FILE");

@@ -47,7 +47,7 @@ fn random_words(module: &Module, ring: &GpuRing, file: &File, len: u64, quick: b
     reports.launch(module, "get_in_order", threads, &[array.for_kernels().as_bytes()], &[within]);
     module.wait();
     good(&reports.get());
-    let mut show = |name: &str, (done, took, hits, misses): (u64, Duration, u64, u64)| {
+    let show = |name: &str, (done, took, hits, misses): (u64, Duration, u64, u64)| {
         let rate = done as f64 / took.as_secs_f64() / 1e6;
         row(name, &[format!("{rate:.1}"), hits.to_string(), misses.to_string(), thousands(misses, took)]);
     };
