@@ -30,19 +30,6 @@
 
 #include "gpunvme_device.h"
 
-#ifdef __CUDACC__
-#define GPUNVME_FN __host__ __device__ inline
-#else
-#define GPUNVME_FN inline
-#endif
-#ifdef __CUDA_ARCH__
-#define GPUNVME_OUTLINE __noinline__
-#define GPUNVME_ROLLED _Pragma("unroll 1")
-#else
-#define GPUNVME_OUTLINE
-#define GPUNVME_ROLLED
-#endif
-
 /* The version of gpunvme::array, which the host's library has to know. */
 #define GPUNVME_ARRAY_VERSION 1
 
@@ -500,9 +487,5 @@ template <class T> class array {
 static_assert(sizeof(array<u32>) == 128, "as the host's library lays it out");
 
 } // namespace gpunvme
-
-#undef GPUNVME_FN
-#undef GPUNVME_OUTLINE
-#undef GPUNVME_ROLLED
 
 #endif

@@ -137,6 +137,18 @@ impl File {
         Ok(flags & OFlags::RWMODE == OFlags::RDWR)
     }
 
+    /// Fills `bytes` as pread(2) does.
+    pub(crate) fn read_at(&self, mut bytes: &mut [u8], mut offset: u64) -> Result<()> {
+        while !bytes.is_empty() {
+            let read = rustix::io::pread(&self.file, &mut *bytes, offset).map_err(|errno| self.failed("read it", errno))?;
+            if read == 0 {
+                return Err(self.failed("read it: it became shorter", Errno::IO));
+            }
+            (bytes, offset) = (&mut bytes[read..], offset + read as u64);
+        }
+        Ok(())
+    }
+
     /// Writes all bytes as pwrite(2) does.
     pub(crate) fn write_at(&self, mut bytes: &[u8], mut offset: u64) -> Result<()> {
         while !bytes.is_empty() {

@@ -234,7 +234,8 @@ fn kernels_on_a_device_with_faults_get_errors_or_the_bytes_and_lose_nothing() {
     let volume = image.mount();
     let read = fs::read(volume.path("file")).unwrap();
     let whole = bytes.len() / 4;
-    let expected: Vec<u8> = (0..whole as u32).flat_map(|n| (3 * n + 1).to_le_bytes()).chain(bytes[whole * 4..].iter().copied()).collect();
+    let expected: Vec<u8> =
+        (0..whole as u32).flat_map(|n| (3 * n + 1).to_le_bytes()).chain(bytes[whole * 4..].iter().copied()).collect();
     assert!(read == expected, "other words are in the file");
 }
 

@@ -4,7 +4,7 @@
 use std::fs;
 use std::ops::Range;
 
-use gpunvme::gpu::{LayerLoader, LayerSettings, Settings, Tier, Transfers};
+use gpunvme::gpu::{LayerLoader, LayerSettings, Tier, Transfers};
 use gpunvme::{File, Mount};
 use gpunvme_cuda::{Cuda, Gpu, Stream, Which};
 use gpunvme_tests::cuda::{Pinned, own_stream};
@@ -37,7 +37,7 @@ impl Site {
 
     fn loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> LayerLoader {
         let mount = Mount::open(self.volume.root()).unwrap();
-        let transfers = Transfers::with(&mount, Settings { staging: Some(4 << 20), ..Settings::default() }).unwrap();
+        let transfers = Transfers::new(&mount).unwrap();
         let file = File::open(self.volume.path("model")).unwrap();
         LayerLoader::new(&transfers, file, 0, layers, settings).unwrap()
     }
@@ -90,6 +90,64 @@ fn each_layer_s_work_finds_its_tensors_in_any_tier() {
         let mut one = site.loader(&layers[..1], LayerSettings::default());
         site.pass(&mut one, &layers[..1], 5);
     });
+}
+
+/// Names of a header that may have come from anywhere.
+#[test]
+fn layers_are_found_by_the_names_in_a_header_which_may_be_any_bytes() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        let model = |header: &str, len: u64| {
+            let mut bytes = len.to_le_bytes().to_vec();
+            bytes.extend_from_slice(header.as_bytes());
+            bytes.extend_from_slice(&site.bytes[..100_000]);
+            fs::write(site.volume.path("named"), &bytes).unwrap();
+            (File::open(site.volume.path("named")).unwrap(), bytes)
+        };
+        let header = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[10,100],"data_offsets":[40000,44000]},"a":{"dtype":"U8","shape":[40000],"data_offsets":[0,40000]}}"#;
+        let (file, bytes) = model(header, header.len() as u64);
+        let found = file.safetensors().unwrap();
+        assert_eq!(found.iter().map(|tensor| tensor.name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!((found[1].dtype.as_str(), found[1].shape.as_slice()), ("F32", &[10, 100][..]));
+        let data = 8 + header.len() as u64;
+        assert_eq!(found[1].range, data + 40_000..data + 44_000);
+        let transfers = Transfers::new(&Mount::open(site.volume.root()).unwrap()).unwrap();
+        let layers = [vec!["b", "a"], vec!["a"]];
+        let mut loader = LayerLoader::by_names(&transfers, file, 0, &layers, LayerSettings::default()).unwrap();
+        let ranges: Vec<Vec<_>> = vec![vec![found[1].range.clone(), found[0].range.clone()], vec![found[0].range.clone()]];
+        let site = Site { bytes, ..site };
+        site.pass(&mut loader, &ranges, 3);
+        drop((loader, transfers));
+    });
+}
+
+#[test]
+fn headers_that_are_none_are_refused() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let refused = |bytes: &[u8]| {
+        fs::write(volume.path("named"), bytes).unwrap();
+        let error = File::open(volume.path("named")).unwrap().safetensors().unwrap_err().to_string();
+        assert!(error.contains("must be a file of safetensors"), "{error}");
+    };
+    let with_header = |header: &str| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 100]].concat();
+    refused(b"short");
+    refused(&[0xFF; 64]);
+    refused(&with_header("[]"));
+    refused(&with_header("{"));
+    refused(&with_header(&"[".repeat(100_000)));
+    for entry in [
+        r#"{}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,101]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[5,4]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[18446744073709551615,18446744073709551615]}"#,
+        r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}"#,
+        r#"{"dtype":7,"shape":[1],"data_offsets":[0,4]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}"#,
+    ] {
+        refused(&with_header(&format!(r#"{{"a":{entry}}}"#)));
+    }
 }
 
 #[test]

@@ -20,7 +20,7 @@ use crate::file::File;
 use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Event, Gpu, HostRegistration, Stream, Which};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
@@ -231,6 +231,30 @@ impl LayerLoader {
             loader.thread = Some(spawned.map_err(failed)?);
         }
         Ok(loader)
+    }
+
+    /// As [`LayerLoader::new`], for a file of safetensors: each layer as the names of its tensors.
+    ///
+    /// # Errors
+    /// As [`LayerLoader::new`] and [`File::safetensors`]; [`Error::Path`] with `ENOENT` where the
+    /// file has no tensor of a name.
+    pub fn by_names<Name: AsRef<str>>(
+        transfers: &Transfers,
+        file: File,
+        gpu: u32,
+        layers: &[Vec<Name>],
+        settings: LayerSettings,
+    ) -> Result<LayerLoader> {
+        let tensors: HashMap<_, _> = file.safetensors()?.into_iter().map(|tensor| (tensor.name, tensor.range)).collect();
+        let range = |name: &Name| {
+            tensors.get(name.as_ref()).cloned().ok_or_else(|| {
+                tracing::debug!(name = name.as_ref(), "no such tensor");
+                let action = "load a layer from it: it has no tensor of one of the names";
+                Error::Path { path: file.path().to_owned(), action, errno: Errno::NOENT }
+            })
+        };
+        let ranges = layers.iter().map(|names| names.iter().map(range).collect()).collect::<Result<Vec<_>>>()?;
+        LayerLoader::new(transfers, file, gpu, &ranges, settings)
     }
 
     /// How many layers there are.
@@ -505,7 +529,8 @@ mod tests {
 
     #[test]
     fn layers_that_are_none_are_refused() {
-        let refused = |layers: &[Vec<Range<u64>>]| place(Path::new("file"), layers, LayerSettings::default()).unwrap_err().errno();
+        let refused =
+            |layers: &[Vec<Range<u64>>]| place(Path::new("file"), layers, LayerSettings::default()).unwrap_err().errno();
         assert_eq!(refused(&[]), Errno::INVAL);
         assert_eq!(refused(&[vec![]]), Errno::INVAL);
         assert_eq!(refused(&[vec![5..5]]), Errno::INVAL);

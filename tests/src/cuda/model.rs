@@ -245,7 +245,8 @@ fn plain(shape: Shape, weights: &[u8]) -> Vec<f64> {
                 let scores: Vec<_> = (0..=token).map(|other| (dot(other) / (each as f64).sqrt()).exp()).collect();
                 let total: f64 = scores.iter().sum();
                 for n in 0..each {
-                    attended[at(token) + n] = scores.iter().enumerate().map(|(other, s)| s * v[at(other) + n]).sum::<f64>() / total;
+                    attended[at(token) + n] =
+                        scores.iter().enumerate().map(|(other, s)| s * v[at(other) + n]).sum::<f64>() / total;
                 }
             }
         }
@@ -282,8 +283,7 @@ fn a_model_of_more_than_its_memory(gpu: Gpu) {
     assert!(worst < 1e-3 * largest, "off by {worst} of {largest}");
     let layer = shape.layer();
     for (resident_layers, pinned, buffers) in [(0, 0, 2), (2, 0, 2), (1, 4, 3), (0, 12, 2), (12, 0, 2)] {
-        let settings =
-            LayerSettings { resident: resident_layers * (layer + 4096), pinned: pinned * (layer + 4096), buffers };
+        let settings = LayerSettings { resident: resident_layers * (layer + 4096), pinned: pinned * (layer + 4096), buffers };
         let file = File::open(volume.path("model")).unwrap();
         let mut loader = LayerLoader::new(&transfers, file, gpu.index(), &shape.ranges(), settings).unwrap();
         assert!(resident_layers == 12 || loader.gpu_bytes() < weights.len() as u64 / 2, "{} bytes", loader.gpu_bytes());

@@ -29,7 +29,10 @@ pub fn measure(gpu: Gpu, quick: bool) {
 /// Random words of an array: in the cache, and not.
 fn random_words(module: &Module, ring: &GpuRing, file: &File, len: u64, quick: bool) {
     let (blocks, threads) = if quick { (16, 128) } else { (528, 256) };
-    head("array<u32>, each thread random words, each compared", &["of", "million gets a second", "hits", "misses", "thousand misses a second"]);
+    head(
+        "array<u32>, each thread random words, each compared",
+        &["of", "million gets a second", "hits", "misses", "thousand misses a second"],
+    );
     // What fits is read once before.
     let within = len / 4 / 8;
     let array = ring.array(file, GpuArraySettings { cache: (len / 4) as usize, ..GpuArraySettings::default() }).unwrap();
@@ -100,7 +103,8 @@ fn gathers(module: &Module, volume: &Mounted, ring: &GpuRing, file: &File, plain
     );
     let show = |name: &str, before: Duration, took: Duration| row(name, &[ms(before), ms(took), ms(before + took)]);
     let begun = Instant::now();
-    let array = ring.array(file, GpuArraySettings { cache: (len / 4) as usize, page: 512, ..GpuArraySettings::default() }).unwrap();
+    let array =
+        ring.array(file, GpuArraySettings { cache: (len / 4) as usize, page: 512, ..GpuArraySettings::default() }).unwrap();
     show("array, pages of 512 bytes", begun.elapsed(), gather("gather_array", array.for_kernels().as_bytes()));
     show("the same again", Duration::ZERO, gather("gather_array", array.for_kernels().as_bytes()));
     drop(array);

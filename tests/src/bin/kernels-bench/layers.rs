@@ -17,7 +17,13 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
     let weights = shape.layer() * shape.layers as u64;
     let site = ModelSite::new(Image::formatted_with(weights + (512 << 20)).mount(), shape);
     head(
-        &format!("A transformer of {} layers of {:.1} MB, {} tokens; ms, best of {}", shape.layers, shape.layer() as f64 / 1e6, shape.tokens, rounds(quick)),
+        &format!(
+            "A transformer of {} layers of {:.1} MB, {} tokens; ms, best of {}",
+            shape.layers,
+            shape.layer() as f64 / 1e6,
+            shape.tokens,
+            rounds(quick)
+        ),
         &["layers in memory", "pinned", "buffers", "GPU memory, MB", "compute alone", "loading alone", "both", "of the longer"],
     );
     let computing = kernels.then(|| {
@@ -28,7 +34,9 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
         (model, output, alone)
     });
     let stream = computing.as_ref().map_or_else(|| own_stream(gpu), |(model, ..)| model.stream());
-    for (resident, pinned, buffers) in [(0, 0, 2), (0, 0, 3), (shape.layers / 4, 0, 2), (shape.layers / 4, shape.layers / 4, 2), (0, shape.layers, 2)] {
+    for (resident, pinned, buffers) in
+        [(0, 0, 2), (0, 0, 3), (shape.layers / 4, 0, 2), (shape.layers / 4, shape.layers / 4, 2), (0, shape.layers, 2)]
+    {
         let room = |layers: usize| layers as u64 * (shape.layer() + 4096);
         let settings = LayerSettings { resident: room(resident), pinned: room(pinned), buffers };
         let mut loader = site.loader(gpu, settings);

@@ -25,7 +25,17 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
     let blocks = kernels.then(|| KernelReads::new(gpu, &volume.path("file"), GpuRingSettings::default()));
     head(
         &format!("Random reads of 4 KiB, of {} MiB, thousand a second", len >> 20),
-        &["in flight", "blocks of a kernel", "each, us", "library, one thread", "each, us", "device", "each, us", "kernel of library", "of device"],
+        &[
+            "in flight",
+            "blocks of a kernel",
+            "each, us",
+            "library, one thread",
+            "each, us",
+            "device",
+            "each, us",
+            "kernel of library",
+            "of device",
+        ],
     );
     for in_flight in [1, 8, 32, 128, 512] {
         let reads = match (quick, in_flight) {
@@ -37,7 +47,8 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
         let (mut best, rounds) = ([Duration::MAX; 3], if quick { 1 } else { 3 });
         for _ in 0..rounds {
             if let Some(blocks) = &blocks {
-                best[0] = best[0].min(blocks.run(in_flight as u32, len / PAGE, reads / in_flight).mul_f64(share(reads, in_flight)));
+                best[0] =
+                    best[0].min(blocks.run(in_flight as u32, len / PAGE, reads / in_flight).mul_f64(share(reads, in_flight)));
             }
             best[1] = best[1].min(library(&volume.root(), &volume.path("file"), len, in_flight, reads));
             best[2] = best[2].min(device(&bare.path(), len, in_flight, reads));
