@@ -4,7 +4,7 @@
 use std::fs;
 use std::ops::Range;
 
-use gpunvme::gpu::{LayerLoader, LayerSettings, Tier, Transfers};
+use gpunvme::gpu::{Caching, LayerLoader, LayerSettings, Settings, Tier, Transfers};
 use gpunvme::{File, Mount};
 use gpunvme_cuda::{Cuda, Gpu, Stream, Which};
 use gpunvme_tests::cuda::{Pinned, own_stream};
@@ -37,7 +37,10 @@ impl Site {
 
     fn loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> LayerLoader {
         let mount = Mount::open(self.volume.root()).unwrap();
-        let transfers = Transfers::new(&mount).unwrap();
+        // What was just written the page cache has: it is to come from the device.
+        let mut usual = Settings::default();
+        usual.caching = Caching::Never;
+        let transfers = Transfers::with(&mount, usual).unwrap();
         let file = File::open(self.volume.path("model")).unwrap();
         LayerLoader::new(&transfers, file, 0, layers, settings).unwrap()
     }
