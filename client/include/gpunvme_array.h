@@ -2,7 +2,7 @@
  * Arrays over files of a gpunvme mount, for the threads of a kernel: elements are in a cache in the
  * GPU's memory, by pages, and what is not there is read from the file by the ring.
  *
- *     __global__ void sum(gpunvme::array<float> weights, const unsigned long long *rows, float *sum)
+ *     __global__ void sum(gpunvme::array<float> weights, const unsigned long *rows, float *sum)
  *     {
  *             float weight;
  *             if (weights.get(rows[blockIdx.x * blockDim.x + threadIdx.x], &weight) == 0)
@@ -375,7 +375,7 @@ template <class T> class array {
 			*status = timed_out;
 	}
 
-	/* A transfer of another group, whose slot and answer each take the ring's patience at most. */
+	/* For another group's transfer, whose slot and answer each take the ring's patience at most. */
 	GPUNVME_FN u64 longest_wait() const { return by.patience < 1ull << 60 ? 4 * by.patience : by.patience; }
 
 	/* What all threads of the group did with a frame is before this. */
@@ -470,7 +470,7 @@ template <class T> class array {
 		}
 	}
 
-	/* Writes a page to the file; then it stays or the frame is free. What fails stays, changed. */
+	/* Writes a page to the file; then it stays, or the frame is free. What fails stays. */
 	template <class Group>
 	GPUNVME_OUTLINE GPUNVME_FN int write_back(const detail::reservation &made, bool stays, const Group &group) const
 	{

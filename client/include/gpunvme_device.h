@@ -25,8 +25,8 @@
  * Errors are values, and every wait ends: with `closed` when the daemon ends, the volume is
  * unmounted or the host gives the ring up, with `timed_out` when the ring's patience is over.
  *
- * Device code needs compute capability 7.0. A call takes about 130 registers of each thread: kernels
- * with blocks of more than 384 threads say so, by __launch_bounds__.
+ * Device code needs compute capability 7.0. A call takes about 130 registers of each thread:
+ * kernels with blocks of more than 384 threads say so, by __launch_bounds__.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -365,7 +365,7 @@ class ring {
 		}
 	}
 
-	/* The next of the free slots, of which one is this thread's: who puts it there does not wait. */
+	/* The next free slot, of which one is this thread's: who puts it there does not wait. */
 	GPUNVME_FN u32 next_free() const
 	{
 		u32 *place = free_at(detail::add(&shared->took.word, 1)), number;
@@ -455,7 +455,7 @@ class ring {
 	/* What a thread took: no completion, one for another thread, the one that it waits for. */
 	enum found : u32 { nothing, others, ours };
 
-	/* Takes the next completion that is known, if there is one. Any number of threads take at once. */
+	/* Takes the next completion that is known, if there is one; any number of threads do. */
 	GPUNVME_FN found take(u32 number, end *own) const
 	{
 		u32 head = detail::load(&shared->head.word);

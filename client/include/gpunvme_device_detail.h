@@ -1,6 +1,6 @@
 /*
- * What gpunvme_device.h and gpunvme_array.h are made of: words that threads share, loads, stores and
- * atomics on them, and copies. No program includes it by itself.
+ * What gpunvme_device.h and gpunvme_array.h are made of: words that threads share, loads, stores
+ * and atomics on them, and copies. No program includes it by itself.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */

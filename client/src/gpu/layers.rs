@@ -191,7 +191,7 @@ impl LayerLoader {
                 Tier::Pinned => {
                     let mut memory = Buffer::memfd((layer.len as usize).next_multiple_of(4096))?;
                     let (address, len) = (NonNull::from(&mut memory[..]).cast(), memory.len());
-                    // SAFETY: the registration is before the buffer in the pair, and dropped before it.
+                    // SAFETY: it is before the buffer in the pair, and dropped before it.
                     let registration = unsafe { HostRegistration::new(&gpu, address, len) }.map_err(failed)?;
                     layer.address = registration.device_address(&gpu).map_err(failed)?;
                     pinned.push((registration, memory));
@@ -270,8 +270,8 @@ impl LayerLoader {
     }
 
     /// The next layer: what is put into the stream from now on sees it, until the next call. What
-    /// was put into the stream since the last call was the work with the layer before; its memory is
-    /// filled anew when the stream has done that.
+    /// was put into the stream since the last call was the work with the layer before; its memory
+    /// is filled anew when the stream has done that.
     ///
     /// The call waits until the layer's filling is in the loader's stream, not for the filling.
     /// A read that fails is told by a later call, or by [`LayerLoader::finish`]: what was computed
@@ -282,7 +282,8 @@ impl LayerLoader {
     /// outlives this; 0 is the default stream.
     ///
     /// # Errors
-    /// Of a read before, as [`Transfers::read`]; [`Error::Cuda`]. After one there are no more layers.
+    /// Of a read before, as [`Transfers::read`]; [`Error::Cuda`]. After one there are no more
+    /// layers.
     pub unsafe fn next(&mut self, stream: usize) -> Result<Layer> {
         // SAFETY: the caller vouches for the stream.
         unsafe { self.end_use(stream) }?;
@@ -460,7 +461,7 @@ impl Feeder {
         let read = match layer.tier {
             Tier::Ssd => {
                 let segments = layer.segments(address);
-                // SAFETY: the buffer is as long as any layer; until it was used again it is the stream's.
+                // SAFETY: the buffer is as long as any layer; until it is filled it is the stream's.
                 Some(unsafe { self.transfers.read_on_stream(&self.file, &segments, stream.number()) }?)
             }
             _ => {

@@ -22,7 +22,8 @@
 //! flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
 //! A [`LayerLoader`] loads the layers of a model while those before are computed, of more than
-//! there is memory for. Kernels read and write files themselves by a [`GpuRing`], or use them as a [`GpuArray`].
+//! there is memory for. Kernels read and write files themselves by a [`GpuRing`], or use them as a
+//! [`GpuArray`].
 //!
 //! Inside, `transfers` looks up what lies at the addresses. A `pipeline` cuts requests into
 //! pieces, keeps them in flight between a ring of the mount and a pool, and copies between the

@@ -1,5 +1,5 @@
-//! What the host lays out for `include/gpunvme_device.h` and `gpunvme_array.h`, which say what each field
-//! means and assert the sizes.
+//! What the host lays out for `include/gpunvme_device.h` and `gpunvme_array.h`, which say what each
+//! field means and assert the sizes.
 
 use zerocopy::{Immutable, IntoBytes};
 

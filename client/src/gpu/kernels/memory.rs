@@ -70,7 +70,8 @@ impl Own {
         }
     }
 
-    /// A copy of a part of it. Words that kernels change meanwhile are what they were at some moment.
+    /// A copy of a part of it. Words that kernels change meanwhile are what they were at some
+    /// moment.
     ///
     /// # Errors
     /// [`Error::Cuda`].

@@ -1,4 +1,4 @@
-//! Random reads of 4 KiB: by blocks of a kernel, by a thread of the library, and of the bare device.
+//! Random reads of 4 KiB: by blocks of a kernel, by a thread of the library, of the bare device.
 
 use crate::row::{head, row, thousands};
 use gpunvme::gpu::GpuRingSettings;
