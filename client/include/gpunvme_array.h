@@ -375,7 +375,7 @@ template <class T> class array {
 			*status = timed_out;
 	}
 
-	/* For another group's transfer, whose slot and answer each take the ring's patience at most. */
+	/* For another group's transfer: its slot and its answer take the ring's patience each. */
 	GPUNVME_FN u64 longest_wait() const { return by.patience < 1ull << 60 ? 4 * by.patience : by.patience; }
 
 	/* What all threads of the group did with a frame is before this. */

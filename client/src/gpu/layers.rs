@@ -461,7 +461,7 @@ impl Feeder {
         let read = match layer.tier {
             Tier::Ssd => {
                 let segments = layer.segments(address);
-                // SAFETY: the buffer is as long as any layer; until it is filled it is the stream's.
+                // SAFETY: the buffer is as long as any layer, and the stream's until it is filled.
                 Some(unsafe { self.transfers.read_on_stream(&self.file, &segments, stream.number()) }?)
             }
             _ => {
@@ -512,6 +512,7 @@ fn place(path: &Path, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Re
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // a layer of one tensor
 mod tests {
     use super::*;
 

@@ -101,7 +101,7 @@ impl Search<'_> {
 }
 
 pub fn measure(gpu: Gpu, quick: bool) {
-    let graph = if quick { Graph::random(1 << 12, 16) } else { Graph::random(1 << 22, 64) };
+    let graph = if quick { Graph::random(1 << 12, 16) } else { Graph::random(1 << 21, 64) };
     let len = graph.edges.len() as u64 * 4;
     let (volume, plain) = (Image::formatted_with(len + (512 << 20)).mount(), Image::blank(4096));
     for path in [volume.path("edges"), plain.path()] {

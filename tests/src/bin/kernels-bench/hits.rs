@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
 pub fn measure(gpu: Gpu, quick: bool) {
-    let len: u64 = if quick { 16 << 20 } else { 2 << 30 };
+    let len: u64 = if quick { 16 << 20 } else { 1 << 30 };
     let volume = Image::formatted_with(len + (512 << 20)).mount();
     write_words(&volume.path("file"), len);
     let plain = Image::blank(len);
