@@ -421,6 +421,57 @@ int gpunvme_gpu_ring_attach(const gpunvme_gpu_ring *ring, const gpunvme_file *fi
 /* The gpunvme::file by which kernels name it; 0 for NULL. */
 uint64_t gpunvme_attached_name(const gpunvme_attached *attached);
 
+/*
+ * Files that kernels use as arrays, by gpunvme_array.h: elements are read and changed in a cache in
+ * memory of the GPU, by pages.
+ *
+ *     gpunvme_gpu_array *array;
+ *     gpunvme::array<float> parameter;
+ *     if (gpunvme_gpu_array_create(ring, file, NULL, &array) ||
+ *         gpunvme_gpu_array_for_kernels(array, GPUNVME_ARRAY_VERSION, &parameter))
+ *             errx(1, "%s", gpunvme_last_error());
+ *     kernel<<<blocks, threads>>>(parameter, ...);
+ */
+typedef struct gpunvme_gpu_array gpunvme_gpu_array;
+
+/* What the cache is like; 0 stands for what is usual. */
+struct gpunvme_array_settings {
+	uint32_t page;     /* bytes of a page: a power of two from 512 to the ring's slot; 4096 */
+	uint32_t ways;     /* frames of a set: a multiple of 4 up to 64; 8 */
+	uint64_t cache;    /* bytes of the cache, in a power of two of sets; 256 MiB */
+	uint64_t len;      /* bytes of the array; as long as the file */
+	uint32_t writable; /* whether kernels may change it: the file is open for both then */
+	uint32_t reserved[3];
+};
+
+/* What kernels found since the array was made. */
+struct gpunvme_array_stats {
+	uint64_t hits;    /* accesses whose page was in the cache */
+	uint64_t misses;  /* pages read from the file */
+	uint64_t written; /* pages written back by kernels */
+};
+
+/*
+ * Makes an array over a file, whose kernels use the ring. `settings` may be NULL. The file may be
+ * closed afterwards, and the array is destroyed before its ring.
+ */
+int gpunvme_gpu_array_create(const gpunvme_gpu_ring *ring, const gpunvme_file *file,
+                             const struct gpunvme_array_settings *settings, gpunvme_gpu_array **array);
+/* Waits for kernels that use it. What was changed and not flushed is lost. NULL is fine. */
+void gpunvme_gpu_array_destroy(gpunvme_gpu_array *array);
+/*
+ * Fills in a gpunvme::array, the parameter of kernels, which is valid as long as the array and its
+ * ring. `version` is GPUNVME_ARRAY_VERSION; -EINVAL where the library speaks another one.
+ */
+int gpunvme_gpu_array_for_kernels(const gpunvme_gpu_array *array, uint32_t version, void *parameter);
+/*
+ * Writes to the file what kernels changed, and stores how many bytes that were unless `bytes` is
+ * NULL. `file` is the array's, open for writing; no kernel uses the array meanwhile.
+ */
+int gpunvme_gpu_array_flush(gpunvme_gpu_array *array, const gpunvme_file *file, uint64_t *bytes);
+/* Also while kernels run. */
+int gpunvme_gpu_array_stats(const gpunvme_gpu_array *array, struct gpunvme_array_stats *stats);
+
 #ifdef __cplusplus
 }
 #endif

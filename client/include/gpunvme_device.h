@@ -25,41 +25,20 @@
  * Errors are values, and every wait ends: with `closed` when the daemon ends, the volume is
  * unmounted or the host gives the ring up, with `timed_out` when the ring's patience is over.
  *
- * Device code needs compute capability 7.0. A call takes about 96 registers of each thread: kernels
- * with blocks of more than 640 threads say so, by __launch_bounds__.
+ * Device code needs compute capability 7.0. A call takes about 130 registers of each thread:
+ * kernels with blocks of more than 384 threads say so, by __launch_bounds__.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
 #ifndef GPUNVME_DEVICE_H
 #define GPUNVME_DEVICE_H
 
-#ifdef __CUDACC__
-#define GPUNVME_FN __host__ __device__ inline
-#else
-#define GPUNVME_FN inline
-#endif
-
-/* What keeps kernels short: functions that are called, and loops that stay loops. */
-#ifdef __CUDA_ARCH__
-#define GPUNVME_OUTLINE __noinline__
-#define GPUNVME_ROLLED _Pragma("unroll 1")
-#else
-#define GPUNVME_OUTLINE
-#define GPUNVME_ROLLED
-#endif
-
-#ifndef __CUDACC_RTC__
-#include <sched.h>
-#include <time.h>
-#endif
+#include "gpunvme_device_detail.h"
 
 /* The version of gpunvme::ring, which the host's library has to know. */
-#define GPUNVME_DEVICE_VERSION 1
+#define GPUNVME_DEVICE_VERSION 2
 
 namespace gpunvme {
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 /* A file, as the host attached it. */
 typedef u64 file;
@@ -90,232 +69,6 @@ struct request {
 	void *memory; /* the group's */
 };
 
-namespace detail {
-
-enum : u32 { none = 0xffffffffu };
-
-/* docs/reference/ioctl.md: the words, and what is in an entry. */
-enum : u32 {
-	submission_tail = 0,
-	completion_tail = 128,
-	completion_head = 192,
-	over_word = 384,
-	entries_begin = 4096,
-	entry_bytes = 64,
-	command_read = 4,
-	command_write = 5,
-	block_bytes = 4096,
-};
-
-/* What may have become of a slot's request. */
-enum : u32 { idle, pending, abandoned, done };
-
-struct slot {
-	u32 state;
-	u32 next; /* in the list of free slots: its number and 1, or 0 */
-	int status;
-	u32 reason;
-	u64 bytes;
-	u64 unused;
-};
-
-/* A word alone in its cache line. */
-template <class T> struct alignas(128) line {
-	T word;
-};
-
-/* What the submitters share, in their own memory: atomics on the host's need not work. */
-struct state {
-	line<u64> free;       /* number and 1 of the first free slot, and a count against ABA */
-	line<u32> ticket;     /* position of the next submission */
-	line<u32> published;  /* position up to which the daemon was told */
-	line<u32> publishing; /* a lock */
-	line<u32> draining;   /* a lock */
-	line<u32> head;       /* position of the next completion */
-	line<u32> over;       /* 0, or the status of all that begins or waits */
-	line<u32> unused;
-};
-static_assert(sizeof(state) == 1024 && sizeof(slot) == 32, "as the host's library lays them out");
-
-/*
- * Loads, stores and atomics. Words that the host shares are only loaded and stored, in the scope of
- * the system: where it has no atomics on them, the GPU would only seem to have.
- */
-#ifdef __CUDA_ARCH__
-#define GPUNVME_EITHER(gpu, cpu) gpu
-#else
-#define GPUNVME_EITHER(gpu, cpu) cpu
-#endif
-
-GPUNVME_FN u32 load_acquire(const u32 *at)
-{
-	u32 value;
-	GPUNVME_EITHER(asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory"),
-		       value = __atomic_load_n(at, __ATOMIC_ACQUIRE));
-	return value;
-}
-
-GPUNVME_FN u64 load_acquire(const u64 *at)
-{
-	u64 value;
-	GPUNVME_EITHER(asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory"),
-		       value = __atomic_load_n(at, __ATOMIC_ACQUIRE));
-	return value;
-}
-
-GPUNVME_FN u32 load(const u32 *at)
-{
-	u32 value;
-	GPUNVME_EITHER(asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory"),
-		       value = __atomic_load_n(at, __ATOMIC_RELAXED));
-	return value;
-}
-
-GPUNVME_FN u64 load(const u64 *at)
-{
-	u64 value;
-	GPUNVME_EITHER(asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory"),
-		       value = __atomic_load_n(at, __ATOMIC_RELAXED));
-	return value;
-}
-
-GPUNVME_FN void store(u32 *at, u32 value)
-{
-	GPUNVME_EITHER(asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory"),
-		       __atomic_store_n(at, value, __ATOMIC_RELAXED));
-}
-
-GPUNVME_FN void store(u64 *at, u64 value)
-{
-	GPUNVME_EITHER(asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory"),
-		       __atomic_store_n(at, value, __ATOMIC_RELAXED));
-}
-
-GPUNVME_FN void store_release(u32 *at, u32 value)
-{
-	GPUNVME_EITHER(asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory"),
-		       __atomic_store_n(at, value, __ATOMIC_RELEASE));
-}
-
-GPUNVME_FN u32 add(u32 *at, u32 more)
-{
-	u32 before;
-	GPUNVME_EITHER(asm volatile("atom.relaxed.gpu.add.u32 %0, [%1], %2;"
-				    : "=r"(before) : "l"(at), "r"(more) : "memory"),
-		       before = __atomic_fetch_add(at, more, __ATOMIC_RELAXED));
-	return before;
-}
-
-GPUNVME_FN u32 exchange(u32 *at, u32 value)
-{
-	u32 before;
-	GPUNVME_EITHER(asm volatile("atom.acq_rel.gpu.exch.b32 %0, [%1], %2;"
-				    : "=r"(before) : "l"(at), "r"(value) : "memory"),
-		       before = __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL));
-	return before;
-}
-
-/* What was there: `expected` if it was replaced. */
-GPUNVME_FN u32 compare_exchange(u32 *at, u32 expected, u32 value)
-{
-	u32 before = expected;
-	GPUNVME_EITHER(asm volatile("atom.acq_rel.gpu.cas.b32 %0, [%1], %2, %3;"
-				    : "=r"(before) : "l"(at), "r"(expected), "r"(value) : "memory"),
-		       __atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-	return before;
-}
-
-GPUNVME_FN u64 compare_exchange(u64 *at, u64 expected, u64 value)
-{
-	u64 before = expected;
-	GPUNVME_EITHER(asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;"
-				    : "=l"(before) : "l"(at), "l"(expected), "l"(value) : "memory"),
-		       __atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-	return before;
-}
-
-/* What this thread wrote, and saw written, is there for the host before what it writes next. */
-GPUNVME_FN void fence()
-{
-	GPUNVME_EITHER(asm volatile("fence.acq_rel.sys;" ::: "memory"), __atomic_thread_fence(__ATOMIC_ACQ_REL));
-}
-
-GPUNVME_FN void pause()
-{
-	GPUNVME_EITHER(asm volatile("nanosleep.u32 64;"), sched_yield());
-}
-
-/* Nanoseconds since some moment. */
-GPUNVME_FN u64 now()
-{
-	u64 time;
-#ifdef __CUDA_ARCH__
-	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
-#else
-	struct timespec clock;
-	clock_gettime(CLOCK_MONOTONIC, &clock);
-	time = clock.tv_sec * 1000000000ull + clock.tv_nsec;
-#endif
-	return time;
-}
-
-/* Sixteen bytes; of a slot they are never an older copy in a cache of the GPU. */
-struct alignas(16) sixteen {
-	u32 word[4];
-};
-
-GPUNVME_FN sixteen load(const sixteen *at)
-{
-	sixteen value;
-	GPUNVME_EITHER(asm volatile("ld.relaxed.sys.v4.u32 {%0, %1, %2, %3}, [%4];"
-				    : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
-				    : "l"(at) : "memory"),
-		       value = *at);
-	return value;
-}
-
-GPUNVME_FN unsigned char load(const unsigned char *at)
-{
-	GPUNVME_EITHER(u32 value; asm volatile("ld.relaxed.sys.u8 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-		       return (unsigned char)value, return *at);
-}
-
-/* Copies units of T, each thread every so many; loads go ahead of stores, four at a time. */
-template <class T> GPUNVME_FN void copy_units(void *to, const void *from, u64 count, u32 rank, u32 size)
-{
-	T *out = static_cast<T *>(to);
-	const T *in = static_cast<const T *>(from);
-	u64 at = rank;
-	GPUNVME_ROLLED
-	for (; at + 3ull * size < count; at += 4ull * size) {
-		T a = load(in + at), b = load(in + at + size);
-		T c = load(in + at + 2ull * size), d = load(in + at + 3ull * size);
-		out[at] = a;
-		out[at + size] = b;
-		out[at + 2ull * size] = c;
-		out[at + 3ull * size] = d;
-	}
-	GPUNVME_ROLLED
-	for (; at < count; at += size)
-		out[at] = load(in + at);
-}
-
-template <class Group> GPUNVME_FN void copy(void *to, const void *from, u64 len, const Group &group)
-{
-	unsigned char *out = static_cast<unsigned char *>(to);
-	const unsigned char *in = static_cast<const unsigned char *>(from);
-	u32 rank = group.rank(), size = group.size();
-	u64 before = -reinterpret_cast<u64>(out) & 15;
-	if ((reinterpret_cast<u64>(out) ^ reinterpret_cast<u64>(in)) & 15 || before > len)
-		before = len;
-	u64 middle = (len - before) / 16, after = before + middle * 16;
-	copy_units<unsigned char>(out, in, before, rank, size);
-	copy_units<sixteen>(out + before, in + before, middle, rank, size);
-	copy_units<unsigned char>(out + after, in + after, len - after, rank, size);
-}
-
-} // namespace detail
-
 /*
  * Groups: threads that make a call together. On the CPU each is one thread; a type with the same
  * four functions makes any other group.
@@ -328,37 +81,61 @@ struct thread {
 	GPUNVME_FN void sync() const {}
 	/* The value of the thread of rank 0. */
 	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
+	/* One of the threads that say yes, the same for all of them, or ~0. Arrays need it. */
+	GPUNVME_FN u32 first(bool yes) const { return yes ? 0u : u32(detail::none); }
+	/* The value of that thread. */
+	template <class T> GPUNVME_FN T from(const T &value, u32) const { return value; }
 };
 
-/* All 32 threads of a warp. */
-struct warp {
+/* The threads of a warp that come to a call together, any number of the 32. */
+struct lanes {
 #ifdef __CUDA_ARCH__
+	GPUNVME_FN lanes() : mask(__activemask()) {}
+	GPUNVME_FN explicit lanes(u32 those) : mask(those) {}
 	GPUNVME_FN u32 rank() const
 	{
-		u32 lane;
-		asm("mov.u32 %0, %%laneid;" : "=r"(lane));
-		return lane;
+		u32 below;
+		asm("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
+		return __popc(mask & below);
 	}
-	GPUNVME_FN u32 size() const { return 32; }
-	GPUNVME_FN void sync() const { __syncwarp(); }
-	template <class T> GPUNVME_FN T share(const T &value) const
+	GPUNVME_FN u32 size() const { return __popc(mask); }
+	GPUNVME_FN void sync() const { __syncwarp(mask); }
+	template <class T> GPUNVME_FN T share(const T &value) const { return from(value, __ffs(mask) - 1); }
+	GPUNVME_FN u32 first(bool yes) const
+	{
+		u32 those = __ballot_sync(mask, yes);
+		return those != 0 ? u32(__ffs(those) - 1) : u32(detail::none);
+	}
+	template <class T> GPUNVME_FN T from(const T &value, u32 lane) const
 	{
 		static_assert(sizeof(T) % sizeof(u32) == 0, "shared word by word");
-		union {
+		union both {
+			GPUNVME_FN both() {}
 			T whole;
 			u32 words[sizeof(T) / sizeof(u32)];
 		} both;
 		both.whole = value;
-		__syncwarp();
+		__syncwarp(mask);
 		for (u32 at = 0; at < sizeof(T) / sizeof(u32); at++)
-			both.words[at] = __shfl_sync(0xffffffffu, both.words[at], 0);
+			both.words[at] = __shfl_sync(mask, both.words[at], lane);
 		return both.whole;
 	}
+
+	u32 mask;
 #else
 	GPUNVME_FN u32 rank() const { return 0; }
 	GPUNVME_FN u32 size() const { return 1; }
 	GPUNVME_FN void sync() const {}
 	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
+	GPUNVME_FN u32 first(bool yes) const { return yes ? 0u : u32(detail::none); }
+	template <class T> GPUNVME_FN T from(const T &value, u32) const { return value; }
+#endif
+};
+
+/* All 32 threads of a warp. */
+struct warp : lanes {
+#ifdef __CUDA_ARCH__
+	GPUNVME_FN warp() : lanes(0xffffffffu) {}
 #endif
 };
 
@@ -384,6 +161,8 @@ struct block {
 	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
 #endif
 };
+
+template <class T> class array;
 
 /*
  * The ring, as the host hands it to kernels: copied freely, valid until the host destroys it. Its
@@ -456,6 +235,8 @@ class ring {
 	}
 
       private:
+	template <class T> friend class array;
+
 	unsigned char *memory;  /* words and entries, shared with the daemon */
 	unsigned char *staging; /* a place of `slot_bytes` for each slot, shared with the daemon */
 	detail::state *shared;  /* by the submitters; slots and `ready` follow it */
@@ -475,11 +256,17 @@ class ring {
 
 	GPUNVME_FN u32 *word(u32 offset) const { return reinterpret_cast<u32 *>(memory + offset); }
 	GPUNVME_FN detail::slot *slots() const { return reinterpret_cast<detail::slot *>(shared + 1); }
-	/* For each entry, the position behind the submission that was last written to it. */
-	GPUNVME_FN u32 *ready(u32 position) const
+	/* Behind the slots: three arrays of a word for each entry. */
+	GPUNVME_FN u32 *of_entry(u32 which, u32 position) const
 	{
-		return reinterpret_cast<u32 *>(slots() + entries) + (position & (entries - 1));
+		return reinterpret_cast<u32 *>(slots() + entries) + which * entries + (position & (entries - 1));
 	}
+	/* The position behind the submission that was last written to an entry. */
+	GPUNVME_FN u32 *ready(u32 position) const { return of_entry(0, position); }
+	/* The position behind the completion that was last taken from an entry. */
+	GPUNVME_FN u32 *taken(u32 position) const { return of_entry(1, position); }
+	/* The free slots, in the order in which they are taken: a number and 1, or 0. */
+	GPUNVME_FN u32 *free_at(u32 position) const { return of_entry(2, position); }
 	/* Where a request's bytes are: as far past a block's boundary as in the file. */
 	GPUNVME_FN unsigned char *place(const request &at) const
 	{
@@ -557,41 +344,41 @@ class ring {
 	{
 		u64 start = detail::now();
 		for (;;) {
-			u32 over = detail::load_acquire(&shared->over.word);
+			u32 over = detail::load(&shared->over.word);
 			if (over != 0) {
 				*status = over;
 				return detail::none;
 			}
-			u64 head = detail::load_acquire(&shared->free.word);
-			while (u32(head) != 0) {
-				u32 next = detail::load(&slots()[u32(head) - 1].next);
-				u64 seen = detail::compare_exchange(&shared->free.word, head, counted(head, next));
-				if (seen == head)
-					return u32(head) - 1;
-				head = seen;
-			}
+			if (int(detail::add(&shared->free.word, ~0u)) > 0)
+				return next_free();
+			detail::add(&shared->free.word, 1);
 			if (!patient || detail::now() - start > patience) {
 				*status = patient ? timed_out : again;
 				return detail::none;
 			}
-			if (!drain())
-				detail::pause();
+			do {
+				end none;
+				if (take(detail::none, &none) == nothing && !poll())
+					detail::pause();
+			} while (int(detail::load(&shared->free.word)) <= 0 && detail::load(&shared->over.word) == 0 &&
+				 detail::now() - start <= patience);
 		}
+	}
+
+	/* The next free slot, of which one is this thread's: who puts it there does not wait. */
+	GPUNVME_FN u32 next_free() const
+	{
+		u32 *place = free_at(detail::add(&shared->took.word, 1)), number;
+		while ((number = detail::exchange(place, 0)) == 0)
+			detail::pause();
+		return number - 1;
 	}
 
 	GPUNVME_OUTLINE GPUNVME_FN void free_slot(u32 slot) const
 	{
-		u64 head = detail::load(&shared->free.word);
-		for (;;) {
-			detail::store(&slots()[slot].next, u32(head));
-			u64 seen = detail::compare_exchange(&shared->free.word, head, counted(head, slot + 1));
-			if (seen == head)
-				return;
-			head = seen;
-		}
+		detail::store_release_gpu(free_at(detail::add(&shared->put.word, 1)), slot + 1);
+		detail::add(&shared->free.word, 1);
 	}
-
-	GPUNVME_FN static u64 counted(u64 head, u32 first) { return ((head >> 32) + 1) << 32 | first; }
 
 	/*
 	 * Fills the next entry. The daemon has taken what was there: all that it has not hold slots,
@@ -611,7 +398,7 @@ class ring {
 		detail::store(entry + 5, made.len);
 		detail::store(entry + 6, u64(made.slot));
 		detail::store(entry + 7, u64(0));
-		detail::store_release(ready(position), position + 1);
+		detail::store_release_gpu(ready(position), position + 1);
 		publish();
 	}
 
@@ -626,14 +413,14 @@ class ring {
 			if (detail::exchange(&shared->publishing.word, 1) != 0)
 				return;
 			u32 before = tail = detail::load(&shared->published.word);
-			while (detail::load_acquire(ready(tail)) == tail + 1)
+			while (detail::load_acquire_gpu(ready(tail)) == tail + 1)
 				tail++;
 			if (tail != before) {
 				detail::store_release(word(detail::submission_tail), tail);
 				detail::store(&shared->published.word, tail);
 			}
 			detail::exchange(&shared->publishing.word, 0);
-		} while (detail::load_acquire(ready(tail)) == tail + 1);
+		} while (detail::load_acquire_gpu(ready(tail)) == tail + 1);
 	}
 
 	/* Waits for a slot's request, or leaves the slot to whoever takes its completion. */
@@ -642,13 +429,19 @@ class ring {
 		detail::slot *slot = slots() + number;
 		u64 start = detail::now();
 		for (;;) {
-			u32 over = detail::load_acquire(&shared->over.word);
-			if (detail::load_acquire(&slot->state) == detail::done)
+			u32 over = detail::load(&shared->over.word);
+			end own;
+			found what = take(number, &own);
+			if (what == ours)
+				return own;
+			if (detail::load_acquire_gpu(&slot->state) == detail::done)
 				return {{slot->status, slot->reason, slot->bytes}, true};
 			bool late = detail::now() - start > patience;
-			if ((over != 0 || late) && leave(slot))
+			/* What was completed before the ring was over is taken first. */
+			bool ends = late || (over != 0 && what == nothing);
+			if (ends && leave(slot))
 				return {{over != 0 ? int(over) : timed_out, 0, 0}, false};
-			if (!drain())
+			if (what == nothing && !poll())
 				detail::pause();
 		}
 	}
@@ -659,63 +452,104 @@ class ring {
 		return detail::compare_exchange(&slot->state, pending, u32(detail::abandoned)) == pending;
 	}
 
-	/* Takes the completions that are there, if no other thread does; whether there were any. */
-	GPUNVME_OUTLINE GPUNVME_FN bool drain() const
+	/* What a thread took: no completion, one for another thread, the one that it waits for. */
+	enum found : u32 { nothing, others, ours };
+
+	/* Takes the next completion that is known, if there is one; any number of threads do. */
+	GPUNVME_FN found take(u32 number, end *own) const
 	{
-		if (detail::load(&shared->draining.word) != 0 || detail::exchange(&shared->draining.word, 1) != 0)
-			return false;
-		/* In this order: what the daemon completed before the ring was over counts. */
-		u32 over = detail::load_acquire(word(detail::over_word));
-		u32 tail = detail::load_acquire(word(detail::completion_tail));
-		u32 head = detail::load(&shared->head.word), before = head;
-		if (tail - head > entries) {
-			over = broken;
-			tail = head;
+		u32 head = detail::load(&shared->head.word);
+		u32 known = detail::load_acquire_gpu(&shared->known.word);
+		while (int(known - head) > 0) {
+			u32 seen = detail::compare_exchange(&shared->head.word, head, head + 1);
+			if (seen == head)
+				return complete(head, number, own);
+			head = seen;
 		}
-		for (; head != tail; head++)
-			complete(head);
-		if (head != before) {
-			detail::store(&shared->head.word, head);
-			detail::store_release(word(detail::completion_head), head);
-		}
-		if (over != 0)
-			detail::store_release(&shared->over.word, over);
-		detail::exchange(&shared->draining.word, 0);
-		return head != before;
+		return nothing;
 	}
 
-	/* Hands a completion to its slot; one that is for no request is a broken daemon's. */
-	GPUNVME_FN void complete(u32 position) const
+	/* Looks for completions, if no other thread does; whether there are new ones. */
+	GPUNVME_OUTLINE GPUNVME_FN bool poll() const
 	{
-		const u64 *entry = reinterpret_cast<const u64 *>(memory + detail::entries_begin) +
-				   (entries + (position & (entries - 1))) * 8;
-		u64 number = detail::load(entry), ending = detail::load(entry + 1), bytes = 0;
-		for (u32 route = 2; route < 7; route++)
-			bytes += detail::load(entry + route);
-		if (number >= entries)
+		if (detail::load(&shared->polling.word) != 0 || detail::exchange(&shared->polling.word, 1) != 0)
+			return false;
+		u32 before = detail::load(&shared->known.word), retired = detail::load(&shared->retired.word);
+		u32 over = detail::load(word(detail::over_word));
+		u32 tail = detail::load_acquire(word(detail::completion_tail));
+		/* What the daemon completed before the ring was over counts. */
+		if (over != 0)
+			tail = detail::load_acquire(word(detail::completion_tail));
+		if (tail - retired > entries || tail - before > entries) {
+			over = broken;
+			tail = before;
+		}
+		if (tail != before)
+			detail::store_release_gpu(&shared->known.word, tail);
+		if (tail == before || tail - retired > entries / 4)
+			retire(retired);
+		if (over != 0)
+			detail::store_release_gpu(&shared->over.word, over);
+		detail::exchange(&shared->polling.word, 0);
+		return tail != before;
+	}
+
+	/* Tells the daemon which completions were taken: their entries are used again. */
+	GPUNVME_FN void retire(u32 from) const
+	{
+		u32 to = from, count;
+		do {
+			u32 behind[8];
+			for (u32 n = 0; n < 8; n++)
+				behind[n] = detail::load(taken(to + n));
+			for (count = 0; count < 8 && behind[count] == to + count + 1; count++) {}
+			to += count;
+		} while (count == 8);
+		if (to == from)
 			return;
+		detail::fence();
+		detail::store_release(word(detail::completion_head), to);
+		detail::store(&shared->retired.word, to);
+	}
+
+	/*
+	 * Hands a completion to its slot, or, of the slot that the thread waits for, to the thread; one
+	 * that is for no request is a broken daemon's.
+	 */
+	GPUNVME_OUTLINE GPUNVME_FN found complete(u32 position, u32 waits_for, end *own) const
+	{
+		const unsigned char *entry = memory + detail::entries_begin +
+					     (entries + (position & (entries - 1))) * detail::entry_bytes;
+		const detail::sixteen *quarters = reinterpret_cast<const detail::sixteen *>(entry);
+		detail::sixteen first = detail::load(quarters), second = detail::load(quarters + 1);
+		detail::sixteen third = detail::load(quarters + 2), fourth = detail::load(quarters + 3);
+		detail::store_release_gpu(taken(position), position + 1);
+		u64 number = first.pair(0);
+		outcome ended = {int(first.word[2]), first.word[3],
+				 second.pair(0) + second.pair(1) + third.pair(0) + third.pair(1) + fourth.pair(0)};
+		if (number >= entries)
+			return others;
+		if (number == waits_for) {
+			own->result = ended;
+			own->ours = true;
+			return ours;
+		}
 		detail::slot *slot = slots() + number;
-		u32 state = detail::load_acquire(&slot->state);
+		u32 state = detail::load_acquire_gpu(&slot->state);
 		if (state == detail::pending) {
-			slot->status = int(u32(ending));
-			slot->reason = u32(ending >> 32);
-			slot->bytes = bytes;
+			slot->status = ended.status;
+			slot->reason = ended.reason;
+			slot->bytes = ended.bytes;
 			u32 pending = detail::pending;
 			state = detail::compare_exchange(&slot->state, pending, u32(detail::done));
 		}
-		if (state == detail::abandoned) {
-			detail::store(&slot->state, u32(detail::idle));
+		if (state == detail::abandoned && detail::exchange(&slot->state, detail::idle) == detail::abandoned)
 			free_slot(u32(number));
-		}
+		return others;
 	}
 };
 static_assert(sizeof(ring) == 64, "as the host's library lays it out");
 
 } // namespace gpunvme
-
-#undef GPUNVME_EITHER
-#undef GPUNVME_FN
-#undef GPUNVME_OUTLINE
-#undef GPUNVME_ROLLED
 
 #endif

@@ -125,6 +125,39 @@ impl File {
         Ok(stat.st_size as u64)
     }
 
+    /// Device and inode, which no other file has.
+    pub(crate) fn identity(&self) -> Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(&self.file).map_err(|errno| self.failed("ask what it is", errno))?;
+        Ok((stat.st_dev, stat.st_ino))
+    }
+
+    /// Whether it is open for reading and writing.
+    pub(crate) fn is_writable(&self) -> Result<bool> {
+        let flags = rustix::fs::fcntl_getfl(&self.file).map_err(|errno| self.failed("ask how it is open", errno))?;
+        Ok(flags & OFlags::RWMODE == OFlags::RDWR)
+    }
+
+    /// Fills `bytes` as pread(2) does.
+    pub(crate) fn read_at(&self, mut bytes: &mut [u8], mut offset: u64) -> Result<()> {
+        while !bytes.is_empty() {
+            let read = rustix::io::pread(&self.file, &mut *bytes, offset).map_err(|errno| self.failed("read it", errno))?;
+            if read == 0 {
+                return Err(self.failed("read it: it became shorter", Errno::IO));
+            }
+            (bytes, offset) = (&mut bytes[read..], offset + read as u64);
+        }
+        Ok(())
+    }
+
+    /// Writes all bytes as pwrite(2) does.
+    pub(crate) fn write_at(&self, mut bytes: &[u8], mut offset: u64) -> Result<()> {
+        while !bytes.is_empty() {
+            let written = rustix::io::pwrite(&self.file, bytes, offset).map_err(|errno| self.failed("write to it", errno))?;
+            (bytes, offset) = (&bytes[written..], offset + written as u64);
+        }
+        Ok(())
+    }
+
     /// Sets its size in bytes. Bytes that are added read as zeros.
     ///
     /// # Errors

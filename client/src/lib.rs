@@ -34,6 +34,7 @@ mod metrics;
 mod mount;
 mod opening;
 mod ring;
+mod safetensors;
 mod socket;
 mod spin;
 #[allow(unsafe_code)]
@@ -51,4 +52,5 @@ pub use host_memory::HostMemory;
 pub use metrics::{Metrics, OperationKind, Operations};
 pub use mount::{Info, Mount, Stats, Transport};
 pub use ring::{Attached, Completed, Operation, Ring, Wait};
+pub use safetensors::Tensor;
 pub use transfer::{Moved, Require, Transfer};

@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::LazyLock;
 
 use gpunvme::gpu::{GpuRing, GpuRingSettings};
-use gpunvme::{Error, Mount};
+use gpunvme::{Error, File, Mount};
 use gpunvme_cuda::{Cuda, Place, Which};
 use gpunvme_tests::cuda::Pinned;
 use gpunvme_tests::mounted::{Mounted, text};
@@ -120,7 +120,7 @@ fn requests_are_waited_for_in_any_order_and_refused_where_no_slot_is_free() {
 fn submitters_have_no_races() {
     needs_mount!();
     let site = Site::with(compiled("kernels-races", &["-fsanitize=thread", "-Wno-tsan"]));
-    for name in ["reads", "writes", "requests"] {
+    for name in ["reads", "writes", "requests", "array_gets", "array_sets", "array_holds"] {
         // The detector needs addresses where it expects them.
         let mut command = Command::new("setarch");
         command.arg("-R").arg(&site.program).arg(name).arg(site.volume.root()).arg(site.volume.path("file"));
@@ -163,6 +163,80 @@ fn statuses_while_stopped((mut child, said): (Child, BufReader<ChildStdout>)) ->
     let ended = said.lines().take(8).map(|line| line.unwrap().parse().unwrap()).collect();
     child.kill().unwrap();
     ended
+}
+
+#[test]
+fn arrays_are_what_their_file_is_and_each_page_is_read_once_where_all_have_room() {
+    needs_mount!();
+    Site::new().run("array_gets");
+}
+
+#[test]
+fn what_kernels_change_in_an_array_is_in_its_file() {
+    needs_mount!();
+    let site = Site::new();
+    site.run("array_sets");
+    let count = LEN / 4 + 2000;
+    let changed = |n: usize| [0, 5000, count - 1].contains(&n).then(|| 0xABCD_0000 + (n % 1000) as u32);
+    let word = |n: usize| changed(n).unwrap_or(3 * n as u32 + 1);
+    let expected: Vec<u8> = (0..count).flat_map(|n| word(n).to_le_bytes()).collect();
+    assert!(fs::read(site.volume.path("file")).unwrap() == expected);
+}
+
+#[test]
+fn held_pages_of_an_array_stay_and_who_waits_for_them_in_vain_is_told() {
+    needs_mount!();
+    Site::new().run("array_holds");
+}
+
+#[test]
+fn kernels_that_use_arrays_end_when_the_daemon_dies_ends_or_is_silent() {
+    needs_mount!();
+    for signal in [Signal::KILL, Signal::TERM] {
+        let site = Site::new();
+        let running = site.begin("array_until_closed");
+        drop(site.volume.signal(signal));
+        assert_eq!(statuses(running), [libc::ENODEV; 8]);
+    }
+    let site = Site::new();
+    let running = site.begin("array_until_late");
+    kill_process(site.volume.daemon(), Signal::STOP).unwrap();
+    let ended = statuses_while_stopped(running);
+    kill_process(site.volume.daemon(), Signal::CONT).unwrap();
+    assert_eq!(ended, [libc::ETIMEDOUT; 8]);
+}
+
+/// A controller that fails commands, loses them, and answers in another order.
+#[test]
+fn kernels_on_a_device_with_faults_get_errors_or_the_bytes_and_lose_nothing() {
+    needs_mount!();
+    let site = Site::new();
+    let (volume, bytes) = (site.volume, site.bytes);
+    Mount::open(volume.root()).unwrap().sync().unwrap();
+    // Where the file is, in logical blocks: the volume's own writes are not to fail.
+    let extents: Vec<_> = File::open(volume.path("file")).unwrap().resolve(0, LEN as u64).map(Result::unwrap).collect();
+    let (first, last) = (extents[0].device_offset / 512, (extents[0].device_offset + extents[0].len) / 512 - 1);
+    let image = volume.unmount();
+    let dir = image.mount_point();
+    let faults = format!(
+        "fault=status=0x281:on=read:lba={first}-{last}:one-in=30:times=40,fault=lose:on=read:lba={first}-{last}:one-in=150:times=2,\
+         fault=reorder:on=read:one-in=10,fault=status=0x280:on=write:lba={first}-{last}:one-in=40:times=20"
+    );
+    let device = format!("sim:{},timeout=300ms,{faults}", image.path().display());
+    let mounted = programs::command("mount.gpunvme").arg(&device).arg(&dir).output().unwrap();
+    assert!(mounted.status.success(), "{}", text(&mounted));
+    let mut command = Command::new("timeout");
+    command.args(["--kill-after=5", "100"]).arg(&site.program).arg("array_faults").arg(&dir).arg(dir.join("file"));
+    let output = command.env("LD_LIBRARY_PATH", programs::folder()).output().unwrap();
+    let unmounted = Command::new("umount").arg(&dir).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(unmounted.status.success(), "{}", text(&unmounted));
+    let volume = image.mount();
+    let read = fs::read(volume.path("file")).unwrap();
+    let whole = bytes.len() / 4;
+    let expected: Vec<u8> =
+        (0..whole as u32).flat_map(|n| (3 * n + 1).to_le_bytes()).chain(bytes[whole * 4..].iter().copied()).collect();
+    assert!(read == expected, "other words are in the file");
 }
 
 #[test]
@@ -217,11 +291,14 @@ fn a_ring_of_a_gpu_is_laid_out_for_its_kernels() {
         }
         assert_eq!(cuda.memory_at(state).unwrap().unwrap().place, Place::Device(gpu));
         let mut pinned = Pinned::new(gpu, 4096);
-        let bytes = pinned.get(&gpu.stream().unwrap(), state, 1024 + 64 * 32).to_vec();
+        let bytes = pinned.get(&gpu.stream().unwrap(), state, 4096).to_vec();
         let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
-        assert_eq!(word(0), 1, "the first free slot");
-        let next: Vec<_> = (0..64).map(|slot| word(1024 + slot * 32 + 4)).collect();
-        assert_eq!(next, (2..=64).chain([0]).collect::<Vec<_>>(), "what is free behind each");
+        assert_eq!((word(0), word(2 * 128)), (64, 64), "free slots, and the place behind them");
+        assert_eq!(bytes.len(), 2048 + 64 * 32, "behind the slots are three words for each entry");
+        let bytes = pinned.get(&gpu.stream().unwrap(), state + 4096, 64 * 3 * 4).to_vec();
+        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+        let free: Vec<_> = (0..3 * 64).map(|at| word(at * 4)).collect();
+        assert_eq!(free, [0; 128].into_iter().chain(1..=64).collect::<Vec<_>>());
         assert_eq!(mount.stats().unwrap().buffers, 1);
 
         drop(ring);

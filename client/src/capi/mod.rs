@@ -194,6 +194,7 @@ unsafe fn path<'a>(path: *const c_char) -> &'a Path {
 mod buffer;
 mod file;
 mod gpu;
+mod gpu_array;
 mod gpu_ring;
 mod mount;
 mod ring;

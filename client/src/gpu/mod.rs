@@ -21,7 +21,9 @@
 //! calls back; a [`Queue`] collects what is done, for one thread that keeps many requests in
 //! flight; and [`Transfers::read_on_stream`] fits into the order of a CUDA stream.
 //!
-//! Kernels read and write files themselves by a [`GpuRing`].
+//! A [`LayerLoader`] loads the layers of a model while those before are computed, of more than
+//! there is memory for. Kernels read and write files themselves by a [`GpuRing`], or use them as a
+//! [`GpuArray`].
 //!
 //! Inside, `transfers` looks up what lies at the addresses. A `pipeline` cuts requests into
 //! pieces, keeps them in flight between a ring of the mount and a pool, and copies between the
@@ -34,6 +36,8 @@
 mod answer;
 mod attachments;
 mod kernels;
+#[allow(unsafe_code)]
+mod layers;
 mod memory;
 #[allow(unsafe_code)]
 mod on_stream;
@@ -49,7 +53,8 @@ mod stream;
 mod transfers;
 
 pub use answer::{Finished, Pending};
-pub use kernels::{GpuRing, GpuRingSettings, KernelRing};
+pub use kernels::{GpuArray, GpuArraySettings, GpuArrayStats, GpuRing, GpuRingSettings, KernelArray, KernelRing};
+pub use layers::{Layer, LayerLoader, LayerSettings, Tier};
 pub use queue::Queue;
 pub use request::{Cancel, Segment};
 pub use settings::{Caching, Settings};

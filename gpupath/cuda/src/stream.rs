@@ -106,6 +106,11 @@ impl Stream {
         Ok(Stream { context, raw, ours: false })
     }
 
+    /// The handle, as the number that applications know it by.
+    pub fn number(&self) -> usize {
+        self.raw.addr()
+    }
+
     /// Its number. What two handles with one number stand for is in one order.
     ///
     /// # Errors

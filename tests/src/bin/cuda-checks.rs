@@ -6,8 +6,8 @@
 use clap::Parser;
 use gpunvme_cuda::{Cuda, Which};
 use gpunvme_tests::cuda::{
-    CHECKS, CRASH_CHECK, HARDWARE_CHECKS, KERNEL_CHECKS, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, facts, measure,
-    measure_kernels, measure_page_cache, read_endlessly,
+    ARRAY_CHECKS, CHECKS, CRASH_CHECK, HARDWARE_CHECKS, KERNEL_CHECKS, LAYER_CHECK, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS,
+    facts, measure, measure_page_cache, read_endlessly,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -22,8 +22,8 @@ struct Arguments {
     /// the folder that GPUNVME_BIN names.
     #[arg(long)]
     transfers: bool,
-    /// Only check kernels that read and write files themselves, on volumes that are made for it,
-    /// and print how fast they read.
+    /// Only check kernels that read and write files themselves, and layers that are loaded while
+    /// others are computed, on volumes that are made for it. (kernels-bench says how fast.)
     #[arg(long)]
     kernels: bool,
     /// Only what a check of kernels kills.
@@ -88,10 +88,9 @@ fn main() -> ExitCode {
         }
     };
     if arguments.kernels {
-        for (name, check) in KERNEL_CHECKS {
+        for (name, check) in KERNEL_CHECKS.iter().chain(ARRAY_CHECKS).chain([&LAYER_CHECK]) {
             run(name, &|| check(gpu));
         }
-        run("kernels are measured", &|| measure_kernels(gpu));
     } else {
         for (name, check) in CHECKS.iter().chain(HARDWARE_CHECKS) {
             run(name, &|| check(gpu));

@@ -132,7 +132,7 @@ pub fn mapped(gpu: Gpu, lens: &[usize]) -> Memory {
 }
 
 /// `cudaMallocManaged`.
-fn managed(gpu: Gpu, len: usize) -> Memory {
+pub fn managed(gpu: Gpu, len: usize) -> Memory {
     let _entered = gpu.enter().unwrap();
     let mut address = 0;
     // SAFETY: it writes an address.

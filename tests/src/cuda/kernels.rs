@@ -6,7 +6,7 @@ use crate::mounted::Mounted;
 use crate::tree;
 use cudarc::driver::sys::{self, CUfunction, CUmodule};
 use gpunvme::gpu::{GpuRing, GpuRingSettings, KernelRing};
-use gpunvme::{Attached, File, Mount, Operation, Ring, Wait};
+use gpunvme::{Attached, File, Mount};
 use gpunvme_cuda::Gpu;
 use rustix::process::{Signal, kill_process};
 use std::ffi::{CString, c_void};
@@ -310,58 +310,24 @@ fn a_dying_process(gpu: Gpu) {
     site.read_parts("read_by_blocks", (64, 64), 64, 0, 100_000);
 }
 
-/// Prints how many random pages a second kernels read, each word compared, and the same of a thread
-/// of the CPU by the library.
-pub fn measure_kernels(gpu: Gpu) {
-    let site = Site::new(gpu, 512 * MIB, GpuRingSettings::default());
-    println!("4 KiB reads, random, in a file of {} MiB", site.bytes.len() / MIB);
-    println!("| by | in flight | thousand a second | us each |\n| --- | --: | --: | --: |");
-    let row = |by: &str, in_flight: u64, reads: u64, took: Duration| {
-        let (rate, each) =
-            (reads as f64 / took.as_secs_f64() / 1000.0, took.as_secs_f64() * 1e6 * in_flight as f64 / reads as f64);
-        println!("| {by} | {in_flight} | {rate:.1} | {each:.1} |");
-    };
-    for in_flight in [1, 8, 32, 128, 512] {
-        let reads = if in_flight == 1 { 20_000 } else { 200_000 };
-        let took = cpu_reads(&site, in_flight as usize, reads);
-        row("the library, one thread", in_flight, reads, took);
-        let reports = Reports::new(gpu, in_flight as usize);
+/// Blocks of a kernel that read random pages of a file, for a bench.
+pub struct KernelReads(Kernels);
+
+impl KernelReads {
+    /// Of a file of words that are what `word_at` says.
+    pub fn new(gpu: Gpu, path: &Path, settings: GpuRingSettings) -> KernelReads {
+        KernelReads(Kernels::new(gpu, path, settings))
+    }
+
+    /// How long it takes until each of so many blocks has read `count` of the first `pages` pages,
+    /// and compared each word.
+    pub fn run(&self, blocks: u32, pages: u64, count: u64) -> Duration {
+        let reports = Reports::new(self.0.gpu, blocks as usize);
         let begun = Instant::now();
-        let rest = [site.pages(), reads / in_flight, reports.memory.address()];
-        site.kernels.launch("random_reads", in_flight as u32, 128, &rest);
-        site.kernels.wait();
+        self.0.launch("random_reads", blocks, 128, &[pages, count, reports.memory.address()]);
+        self.0.wait();
         let took = begun.elapsed();
         reports.check(0);
-        row("blocks of a kernel", in_flight, reads / in_flight * in_flight, took);
+        took
     }
-    println!("(blocks copy to shared memory and compare each word; the library's thread leaves pages in its buffer)");
-}
-
-/// How long one thread takes for so many reads by a ring of its own.
-fn cpu_reads(site: &Site, in_flight: usize, reads: u64) -> Duration {
-    let mount = Mount::open(site.volume.root()).unwrap();
-    let mut ring = Ring::new(&mount, 1024).unwrap();
-    let file = ring.attach(&File::open(site.volume.path("file")).unwrap()).unwrap();
-    let buffer = crate::rings::shared(&mount, (in_flight * PAGE) as u64);
-    let (mut state, pages) = (1u64, site.pages());
-    let (mut begun, mut ended, mut done) = (0, 0, Vec::new());
-    let mut free: Vec<u64> = (0..in_flight as u64).collect();
-    let start = Instant::now();
-    while ended < reads {
-        while begun < reads
-            && let Some(slot) = free.pop()
-        {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let at = (state >> 33) % pages * PAGE as u64;
-            ring.push(&Operation::read(&file, at, &buffer, slot * PAGE as u64, PAGE as u64).tagged(slot)).unwrap();
-            begun += 1;
-        }
-        ring.complete(Wait::Forever, &mut done).unwrap();
-        for completed in done.drain(..) {
-            assert_eq!(completed.result.unwrap().bytes(), PAGE as u64);
-            free.push(completed.user_data);
-            ended += 1;
-        }
-    }
-    start.elapsed()
 }

@@ -3,13 +3,21 @@
 //! `cuda-checks`.
 
 mod application;
+mod arrays;
 mod checks;
 mod kernels;
+mod launch;
 mod measure;
+mod model;
+mod others;
 mod transfers;
 
-pub use application::{Pinned, mapped, own_stream, take_access};
+pub use application::{Memory, Pinned, mapped, own_stream, take_access};
+pub use arrays::{ARRAY_CHECKS, ARRAYS, Report, Reports, good, word_at};
 pub use checks::{CHECKS, HARDWARE_CHECKS};
-pub use kernels::{KERNEL_CHECKS, measure_kernels, read_endlessly};
+pub use kernels::{KERNEL_CHECKS, KernelReads, read_endlessly};
+pub use launch::{Module, get, holding, put};
 pub use measure::{facts, measure, measure_page_cache};
+pub use model::{LAYER_CHECK, Model, ModelSite, Shape};
+pub use others::{MappedFile, managed_words};
 pub use transfers::{CRASH_CHECK, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, from_the_device};

@@ -1,14 +1,16 @@
-//! What the host lays out for `include/gpunvme_device.h`, which says what each field means and
-//! asserts the sizes.
+//! What the host lays out for `include/gpunvme_device.h` and `gpunvme_array.h`, which say what each
+//! field means and assert the sizes.
 
 use zerocopy::{Immutable, IntoBytes};
 
 /// Bytes of the words that submitters share (`struct state`), each of them alone in a cache line.
-const STATE: usize = 1024;
+const STATE: usize = 2048;
+/// Bytes of each of those lines.
+const LINE: usize = 128;
 /// Bytes of a slot (`struct slot`).
 const SLOT: usize = 32;
-/// Where in a slot the number of the next free one is.
-const NEXT: usize = 4;
+/// Words for each entry, in arrays of their own (`ready`, `taken`, `free_at`).
+const OF_ENTRY: usize = 3;
 
 /// What a kernel gets as its `gpunvme::ring`: a parameter of 64 bytes, passed by value.
 #[repr(C)]
@@ -26,17 +28,91 @@ pub struct KernelRing {
 
 impl KernelRing {
     /// `GPUNVME_DEVICE_VERSION` of the header that it is for.
+    pub(crate) const VERSION: u32 = 2;
+}
+
+/// What submitters share before the first of them begins: the words, the slots, and for each entry
+/// what was last written to it, what was last taken from it, and a free slot. All slots are free.
+pub fn state(entries: u32) -> Vec<u8> {
+    let (count, len) = (entries as usize, size_of::<u32>());
+    let mut state = vec![0; STATE + count * (SLOT + OF_ENTRY * len)];
+    let mut put = |at: usize, number: u32| state[at..at + len].copy_from_slice(&number.to_le_bytes());
+    // How many slots are free, and the position behind the last of them: numbers count from 1.
+    put(0, entries);
+    put(2 * LINE, entries);
+    let free = STATE + count * (SLOT + 2 * len);
+    (0..count).for_each(|slot| put(free + slot * len, slot as u32 + 1));
+    state
+}
+
+/// What a kernel gets as its `gpunvme::array`: a parameter of 128 bytes, passed by value.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, IntoBytes, Immutable)]
+pub struct KernelArray {
+    pub(super) ring: KernelRing,
+    pub(super) file: u64,
+    pub(super) bytes: u64,
+    pub(super) words: u64,
+    pub(super) sets: u64,
+    pub(super) frames: u64,
+    pub(super) counters: u64,
+    pub(super) ways: u32,
+    pub(super) sets_count: u32,
+    pub(super) page_bits: u32,
+    pub(super) writable: u32,
+}
+
+impl KernelArray {
+    /// `GPUNVME_ARRAY_VERSION` of the header that it is for.
     pub(crate) const VERSION: u32 = 1;
 }
 
-/// What submitters share before the first of them begins: the words, the slots, all free and in a
-/// list, and for each entry the position behind what was last written to it.
-pub fn state(entries: u32) -> Vec<u8> {
-    let entries = entries as usize;
-    let mut state = vec![0; STATE + entries * (SLOT + size_of::<u32>())];
-    let mut put = |at: usize, number: usize| state[at..at + 4].copy_from_slice(&(number as u32).to_le_bytes());
-    // Numbers count from 1, and the last slot has 0 behind it. The first word is the list's head.
-    put(0, 1);
-    (1..entries).for_each(|number| put(STATE + (number - 1) * SLOT + NEXT, number + 1));
-    state
+/// Where in an array's state things lie; it begins as zeros. The counters come first.
+#[derive(Clone, Copy, Debug)]
+pub struct ArrayState {
+    /// How many frames there are.
+    pub frames: u32,
+    /// Their words, of 8 bytes each.
+    pub words: usize,
+    /// The sets, of 8 bytes each.
+    pub sets: usize,
+    /// All of it.
+    pub bytes: usize,
+}
+
+impl ArrayState {
+    /// Bytes of one multiprocessor's counters (`struct counters`).
+    pub const COUNTER: usize = 128;
+    /// Bytes of the counters of all.
+    pub const COUNTERS: usize = 128 * Self::COUNTER;
+
+    /// Of an array with so many sets.
+    pub fn new(sets: u32, ways: u32) -> ArrayState {
+        let (frames, words) = (sets * ways, Self::COUNTERS);
+        let behind = words + frames as usize * 8;
+        ArrayState { frames, words, sets: behind, bytes: behind + sets as usize * 8 }
+    }
+}
+
+/// A frame's word, as far as the host looks at it.
+#[derive(Clone, Copy, Debug)]
+pub struct Word(pub u64);
+
+impl Word {
+    const VALID: u64 = 1 << 21;
+    const CHANGED: u64 = 1 << 22;
+
+    /// The page in it.
+    pub fn page(self) -> u64 {
+        self.0 >> 24
+    }
+
+    /// Whether the page was changed; from now on it was not.
+    pub fn take_change(&mut self) -> bool {
+        let was = self.0 & (Self::VALID | Self::CHANGED) == Self::VALID | Self::CHANGED;
+        if was {
+            self.0 &= !Self::CHANGED;
+        }
+        was
+    }
 }

@@ -2,6 +2,7 @@
 //! what is theirs goes, then the daemon lets go of the rest, then CUDA.
 
 use super::layout::{self, KernelRing};
+use super::memory::Own;
 use super::proxy::Proxy;
 use crate::buffer::{Buffer, Registered};
 use crate::error::{Error, Result};
@@ -10,12 +11,13 @@ use crate::gpu::memory::staging::Staging;
 use crate::mount::Mount;
 use crate::ring::{Attached, Ring};
 use gpunvme_abi::ring::ring_bytes;
-use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Gpu, HostRegistration, Which};
+use gpunvme_cuda::{Cuda, Gpu, HostRegistration, Which};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// What slots are a multiple of: blocks of files lie on blocks of slots.
-const BLOCK: usize = 4096;
+pub const BLOCK: usize = 4096;
 /// The fewest entries: the ring is whole pages then, as CUDA needs it.
 const FEWEST: u32 = 32;
 
@@ -58,18 +60,12 @@ impl Default for GpuRingSettings {
 pub struct GpuRing {
     // In the order in which they have to end.
     _proxy: Proxy,
-    _state: State,
+    _state: Own,
     _registration: Option<HostRegistration>,
     ring: Arc<Ring>,
     _staging: Pool,
+    gpu: Option<Gpu>,
     for_kernels: KernelRing,
-}
-
-/// Memory of the submitters alone. That of a GPU is freed after its kernels.
-#[derive(Debug)]
-enum State {
-    Gpu { _memory: DeviceAllocation },
-    Cpu { _memory: Buffer },
 }
 
 /// The slots.
@@ -94,7 +90,7 @@ impl GpuRing {
         // SAFETY: the mapping lives as long as the ring, which is dropped after the registration.
         let registration = unsafe { HostRegistration::new(&gpu, memory.address(), ring_bytes(memory.entries())) };
         let registration = registration.map_err(failed)?;
-        let state = copied(&gpu, &layout::state(memory.entries())).map_err(failed)?;
+        let state = filled(ring.path(), Some(gpu), &layout::state(memory.entries()))?;
         let for_kernels = KernelRing {
             memory: registration.device_address(&gpu).map_err(failed)?,
             staging: staging.memory().device_address,
@@ -103,10 +99,11 @@ impl GpuRing {
         };
         Ok(GpuRing {
             _proxy: Proxy::new(ring.clone())?,
-            _state: State::Gpu { _memory: state },
+            _state: state,
             _registration: Some(registration),
             ring,
             _staging: Pool::Gpu { _memory: staging },
+            gpu: Some(gpu),
             for_kernels,
         })
     }
@@ -121,21 +118,20 @@ impl GpuRing {
     pub fn on_cpu(mount: &Mount, settings: GpuRingSettings) -> Result<GpuRing> {
         let (ring, slot) = begin(mount, settings)?;
         let mut staging = mount.register(Buffer::memfd(slot * ring.entries() as usize)?)?;
-        let initial = layout::state(ring.entries());
-        let mut state = Buffer::memfd(initial.len())?;
-        state.copy_from_slice(&initial);
+        let state = filled(ring.path(), None, &layout::state(ring.entries()))?;
         let for_kernels = KernelRing {
             memory: ring.memory().address().as_ptr() as u64,
             staging: staging.as_mut_ptr() as u64,
-            state: state.as_mut_ptr() as u64,
+            state: state.address(),
             ..of(&settings, &ring, slot, staging.id())
         };
         Ok(GpuRing {
             _proxy: Proxy::new(ring.clone())?,
-            _state: State::Cpu { _memory: state },
+            _state: state,
             _registration: None,
             ring,
             _staging: Pool::Cpu { _memory: staging },
+            gpu: None,
             for_kernels,
         })
     }
@@ -147,6 +143,16 @@ impl GpuRing {
     /// As [`Ring::attach`].
     pub fn attach(&self, file: &File) -> Result<Attached> {
         self.ring.attach(file)
+    }
+
+    /// The GPU whose kernels use it.
+    pub(super) fn gpu(&self) -> Option<Gpu> {
+        self.gpu
+    }
+
+    /// Bytes of a slot.
+    pub(super) fn slot(&self) -> usize {
+        self.for_kernels.slot_bytes as usize
     }
 
     /// What kernels get as their `gpunvme::ring`. It is valid as long as this.
@@ -175,12 +181,9 @@ fn of(settings: &GpuRingSettings, ring: &Ring, slot: usize, buffer: u64) -> Kern
     }
 }
 
-/// Memory of a GPU with these bytes.
-fn copied(gpu: &Gpu, bytes: &[u8]) -> std::result::Result<DeviceAllocation, CudaError> {
-    let memory = gpu.alloc(bytes.len())?;
-    let stream = gpu.stream()?;
-    // SAFETY: the memory was allocated just now, and the stream is waited for while both live.
-    unsafe { stream.copy_in(memory.address(), bytes.as_ptr() as u64, bytes.len()) }?;
-    stream.synchronize()?;
+/// Memory of submitters with these bytes.
+fn filled(path: &Path, gpu: Option<Gpu>, bytes: &[u8]) -> Result<Own> {
+    let mut memory = Own::new(path, gpu, bytes.len())?;
+    memory.put(path, 0, bytes)?;
     Ok(memory)
 }

@@ -1,0 +1,544 @@
+//! The layers of a model that is larger than the memory it is given, loaded in their order while
+//! those before are computed.
+//!
+//! A layer stays in one of three tiers: in memory of the GPU, in pinned host memory, or on the SSD.
+//! Layers of the second and third have buffers in the GPU's memory, in turns. What fills them is
+//! put into a stream of the loader's own, by a thread, because a stream takes a limited number of
+//! operations: the thread waits for room, and the application's does not. Two events order each
+//! buffer: the application's stream waits until it is filled, and the loader's until it was used.
+//!
+//! The application's stream never waits for what is not in the loader's stream yet: a call that
+//! waits for the whole GPU (`cudaFree`) ends, wherever the thread is. The mutex is held for no call
+//! of CUDA.
+
+use super::answer::Pending;
+use super::request::Segment;
+use super::transfers::Transfers;
+use crate::buffer::Buffer;
+use crate::error::{Error, Result};
+use crate::file::File;
+use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Event, Gpu, HostRegistration, Stream, Which};
+use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// What tensors in a layer's memory are aligned to, in bytes.
+const ALIGNMENT: u64 = 256;
+
+/// What a [`LayerLoader`] may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerSettings {
+    /// Bytes of GPU memory for layers that stay there, besides the buffers. None unless told.
+    pub resident: u64,
+    /// Bytes of pinned host memory for layers that stay there. None unless told.
+    pub pinned: u64,
+    /// Buffers of the size of the longest layer that does not stay in the GPU's memory: at least 2,
+    /// of which one is filled while another is used. 2 unless told.
+    pub buffers: usize,
+}
+
+impl Default for LayerSettings {
+    fn default() -> Self {
+        LayerSettings { resident: 0, pinned: 0, buffers: 2 }
+    }
+}
+
+/// Where a layer is when it is not in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// In memory of the GPU.
+    Resident,
+    /// In pinned host memory.
+    Pinned,
+    /// In the file.
+    Ssd,
+}
+
+/// A layer that is in the GPU's memory for what is put into the stream next.
+#[derive(Clone, Debug)]
+pub struct Layer {
+    /// Its number, from 0 on.
+    pub number: usize,
+    /// Where it came from.
+    pub tier: Tier,
+    /// The device addresses of its tensors, in the order of their ranges.
+    pub tensors: Vec<u64>,
+}
+
+/// Loads the layers of a model in a circle: layer 0 to the last, and again.
+///
+/// ```no_run
+/// use gpunvme::gpu::{LayerLoader, LayerSettings, Transfers};
+/// use gpunvme::{File, Mount};
+///
+/// let transfers = Transfers::new(&Mount::open("/data")?)?;
+/// // Of each layer, where its tensors are in the file.
+/// let layers = vec![vec![4096..8192, 8192..20480], vec![20480..24576, 24576..36864]];
+/// let file = File::open("/data/model.safetensors")?;
+/// let mut loader = LayerLoader::new(&transfers, file, 0, &layers, LayerSettings::default())?;
+/// # let stream = 0;
+/// for _ in 0..layers.len() {
+///     // SAFETY: the stream lives.
+///     let layer = unsafe { loader.next(stream) }?;
+///     // Kernels that use layer.tensors are put into the stream here.
+/// }
+/// unsafe { loader.finish(stream) }?;
+/// # Ok::<(), gpunvme::Error>(())
+/// ```
+///
+/// Dropping it waits for what was put into streams.
+#[derive(Debug)]
+pub struct LayerLoader {
+    layers: Vec<Placed>,
+    /// Layers that were handed out.
+    count: u64,
+    /// Uses of buffers that were handed out.
+    uses: u64,
+    /// The buffer of the layer that was handed out last, where it has one.
+    in_use: Option<usize>,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    // Memory goes after the thread.
+    _resident: Vec<DeviceAllocation>,
+}
+
+/// A layer, and where it is.
+#[derive(Clone, Debug)]
+struct Placed {
+    tier: Tier,
+    /// Where its tensors are in the file.
+    ranges: Vec<Range<u64>>,
+    /// Where they are in its memory, and its length.
+    offsets: Vec<u64>,
+    len: u64,
+    /// Its memory, for the first two tiers.
+    address: u64,
+}
+
+/// What the thread uses.
+struct Feeder {
+    transfers: Transfers,
+    file: File,
+    /// Those that need buffers, in their order.
+    layers: Vec<Placed>,
+    shared: Arc<Shared>,
+    _pinned: Vec<(HostRegistration, Buffer)>,
+}
+
+/// Between the thread and the application's.
+#[derive(Debug)]
+struct Shared {
+    path: PathBuf,
+    state: Mutex<State>,
+    changed: Condvar,
+    stream: Stream,
+    buffers: Vec<FilledBuffer>,
+}
+
+#[derive(Debug)]
+struct FilledBuffer {
+    memory: DeviceAllocation,
+    /// Reached by the loader's stream when it is filled.
+    filled: Event,
+    /// Reached by the application's stream when it was used.
+    used: Event,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Fillings that are in the stream.
+    begun: u64,
+    /// Uses that the application's stream has the end of.
+    ended: u64,
+    /// Reads in the stream, oldest first.
+    reads: VecDeque<Pending>,
+    /// Why there will be no more.
+    failed: Option<Error>,
+    stop: bool,
+}
+
+impl LayerLoader {
+    /// For the layers of a file, each as the ranges of its tensors there, and a GPU by its number
+    /// among those that the process may use. Layers for the first two tiers are read now; which
+    /// those are is spread evenly over the model.
+    ///
+    /// # Errors
+    /// [`Error::Path`] with `EINVAL` where there is no layer, or one of no bytes; [`Error::Memory`]
+    /// and [`Error::Cuda`] where there is not as much memory; as [`Transfers::read`].
+    pub fn new(
+        transfers: &Transfers,
+        file: File,
+        gpu: u32,
+        layers: &[Vec<Range<u64>>],
+        settings: LayerSettings,
+    ) -> Result<LayerLoader> {
+        let (path, gpu) = (file.path().to_owned(), Cuda::load()?.gpu(Which::Index(gpu))?);
+        let failed = |error| Error::on_gpu(&path, "load layers into the memory of", &gpu, error);
+        let mut placed = place(&path, layers, settings)?;
+        let (mut resident, mut pinned) = (Vec::new(), Vec::new());
+        for layer in &mut placed {
+            match layer.tier {
+                Tier::Resident => {
+                    let memory = gpu.alloc(layer.len as usize).map_err(failed)?;
+                    layer.address = memory.address();
+                    resident.push(memory);
+                }
+                Tier::Pinned => {
+                    let mut memory = Buffer::memfd((layer.len as usize).next_multiple_of(4096))?;
+                    let (address, len) = (NonNull::from(&mut memory[..]).cast(), memory.len());
+                    // SAFETY: it is before the buffer in the pair, and dropped before it.
+                    let registration = unsafe { HostRegistration::new(&gpu, address, len) }.map_err(failed)?;
+                    layer.address = registration.device_address(&gpu).map_err(failed)?;
+                    pinned.push((registration, memory));
+                }
+                Tier::Ssd => continue,
+            }
+            // SAFETY: the memory was allocated just now, and is as long as the layer.
+            unsafe { transfers.read(&file, &layer.segments(layer.address)) }?;
+        }
+        let streamed: Vec<_> = placed.iter().filter(|layer| layer.tier != Tier::Resident).cloned().collect();
+        let longest = streamed.iter().map(|layer| layer.len).max();
+        let count = if longest.is_some() { settings.buffers.clamp(2, streamed.len().max(2)) } else { 0 };
+        let buffers = (0..count).map(|_| FilledBuffer::new(&gpu, longest.unwrap_or(0) as usize));
+        let shared = Arc::new(Shared {
+            path: path.clone(),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            stream: gpu.stream().map_err(failed)?,
+            buffers: buffers.collect::<std::result::Result<_, _>>().map_err(failed)?,
+        });
+        let mut loader = LayerLoader {
+            layers: placed,
+            count: 0,
+            uses: 0,
+            in_use: None,
+            shared: shared.clone(),
+            thread: None,
+            _resident: resident,
+        };
+        if !streamed.is_empty() {
+            let feeder = Feeder { transfers: transfers.clone(), file, layers: streamed, shared, _pinned: pinned };
+            let spawned = std::thread::Builder::new().name("gpunvme-layers".into()).spawn(move || feeder.run());
+            let failed = |error| {
+                let errno = Errno::from_io_error(&error).unwrap_or(Errno::AGAIN);
+                Error::Path { path, action: "start a thread for layers", errno }
+            };
+            loader.thread = Some(spawned.map_err(failed)?);
+        }
+        Ok(loader)
+    }
+
+    /// As [`LayerLoader::new`], for a file of safetensors: each layer as the names of its tensors.
+    ///
+    /// # Errors
+    /// As [`LayerLoader::new`] and [`File::safetensors`]; [`Error::Path`] with `ENOENT` where the
+    /// file has no tensor of a name.
+    pub fn by_names<Name: AsRef<str>>(
+        transfers: &Transfers,
+        file: File,
+        gpu: u32,
+        layers: &[Vec<Name>],
+        settings: LayerSettings,
+    ) -> Result<LayerLoader> {
+        let tensors: HashMap<_, _> = file.safetensors()?.into_iter().map(|tensor| (tensor.name, tensor.range)).collect();
+        let range = |name: &Name| {
+            tensors.get(name.as_ref()).cloned().ok_or_else(|| {
+                tracing::debug!(name = name.as_ref(), "no such tensor");
+                let action = "load a layer from it: it has no tensor of one of the names";
+                Error::Path { path: file.path().to_owned(), action, errno: Errno::NOENT }
+            })
+        };
+        let ranges = layers.iter().map(|names| names.iter().map(range).collect()).collect::<Result<Vec<_>>>()?;
+        LayerLoader::new(transfers, file, gpu, &ranges, settings)
+    }
+
+    /// How many layers there are.
+    #[allow(clippy::len_without_is_empty)] // there is at least one
+    pub fn len(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Bytes of the GPU's memory that it takes.
+    pub fn gpu_bytes(&self) -> u64 {
+        let resident = self.layers.iter().filter(|layer| layer.tier == Tier::Resident).map(|layer| layer.len);
+        resident.chain(self.shared.buffers.iter().map(|buffer| buffer.memory.len() as u64)).sum()
+    }
+
+    /// The next layer: what is put into the stream from now on sees it, until the next call. What
+    /// was put into the stream since the last call was the work with the layer before; its memory
+    /// is filled anew when the stream has done that.
+    ///
+    /// The call waits until the layer's filling is in the loader's stream, not for the filling.
+    /// A read that fails is told by a later call, or by [`LayerLoader::finish`]: what was computed
+    /// with its layer is void.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` or `cudaStream_t` of the GPU, the same for all calls, which
+    /// outlives this; 0 is the default stream.
+    ///
+    /// # Errors
+    /// Of a read before, as [`Transfers::read`]; [`Error::Cuda`]. After one there are no more
+    /// layers.
+    pub unsafe fn next(&mut self, stream: usize) -> Result<Layer> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { self.end_use(stream) }?;
+        let number = (self.count % self.layers.len() as u64) as usize;
+        let layer = &self.layers[number];
+        let mut address = layer.address;
+        if layer.tier != Tier::Resident {
+            let at = (self.uses % self.shared.buffers.len() as u64) as usize;
+            self.shared.wait_for(self.uses)?;
+            let buffer = &self.shared.buffers[at];
+            // SAFETY: as above.
+            let stream = unsafe { self.stream(stream) }?;
+            stream.wait(&buffer.filled).map_err(|error| self.failed(error))?;
+            address = buffer.memory.address();
+            self.uses += 1;
+            self.in_use = Some(at);
+        }
+        self.count += 1;
+        Ok(Layer { number, tier: layer.tier, tensors: layer.offsets.iter().map(|offset| address + offset).collect() })
+    }
+
+    /// Ends the work with the last layer, and waits until all that was handed out was loaded and
+    /// used. [`LayerLoader::next`] goes on with the next layer after it.
+    ///
+    /// # Safety
+    /// As for [`LayerLoader::next`].
+    ///
+    /// # Errors
+    /// As for [`LayerLoader::next`].
+    pub unsafe fn finish(&mut self, stream: usize) -> Result<()> {
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe {
+            self.end_use(stream)?;
+            self.stream(stream)?
+        };
+        stream.synchronize().map_err(|error| self.failed(error))?;
+        let mut state = self.shared.state.lock();
+        // Those of layers that were handed out are done; of those ahead some may be.
+        self.shared.take_answers(&mut state);
+        state.failed.take().map_or(Ok(()), |error| {
+            state.stop = true;
+            Err(error)
+        })
+    }
+
+    /// Has the stream reach the end of the use of the buffer that was handed out last.
+    unsafe fn end_use(&mut self, stream: usize) -> Result<()> {
+        if let Some(at) = self.in_use.take() {
+            // SAFETY: the caller vouches for the stream.
+            let stream = unsafe { self.stream(stream) }?;
+            stream.record(&self.shared.buffers[at].used).map_err(|error| self.failed(error))?;
+            self.shared.state.lock().ended += 1;
+            self.shared.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    unsafe fn stream(&self, stream: usize) -> Result<Stream> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { Cuda::load()?.application_stream(stream) }.map_err(|error| self.failed(error))
+    }
+
+    fn failed(&self, error: CudaError) -> Error {
+        Error::in_stream(&self.shared.path, "load layers", self.shared.stream.number(), error)
+    }
+}
+
+impl Drop for LayerLoader {
+    fn drop(&mut self) {
+        self.shared.state.lock().stop = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // a panic there was reported there
+        }
+        if let Err(error) = self.shared.stream.synchronize() {
+            tracing::debug!(%error, "a stream for layers failed");
+        }
+    }
+}
+
+impl Placed {
+    fn segments(&self, address: u64) -> Vec<Segment> {
+        let segment = |(range, offset): (&Range<u64>, &u64)| Segment {
+            file_offset: range.start,
+            address: address + offset,
+            len: range.end - range.start,
+        };
+        self.ranges.iter().zip(&self.offsets).filter(|(range, _)| !range.is_empty()).map(segment).collect()
+    }
+}
+
+impl FilledBuffer {
+    fn new(gpu: &Gpu, len: usize) -> std::result::Result<FilledBuffer, CudaError> {
+        Ok(FilledBuffer { memory: gpu.alloc(len)?, filled: gpu.event()?, used: gpu.event()? })
+    }
+}
+
+impl Shared {
+    /// Until so many fillings and one are in the stream.
+    fn wait_for(&self, fillings: u64) -> Result<()> {
+        let mut state = self.state.lock();
+        loop {
+            self.take_answers(&mut state);
+            if let Some(error) = state.failed.take() {
+                state.stop = true;
+                self.changed.notify_all();
+                return Err(error);
+            }
+            if state.stop {
+                let path = self.path.clone();
+                return Err(Error::Path { path, action: "load layers of it after an error", errno: Errno::CANCELED });
+            }
+            if state.begun > fillings {
+                return Ok(());
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// Keeps the first error of reads that are done.
+    fn take_answers(&self, state: &mut State) {
+        while state.reads.front().is_some_and(Pending::is_done)
+            && let Some(read) = state.reads.pop_front()
+        {
+            if let Err(error) = read.wait() {
+                state.failed.get_or_insert(error);
+            }
+        }
+    }
+}
+
+impl Feeder {
+    /// Puts fillings into the stream, ahead of the layers that are handed out by as many as there
+    /// are buffers.
+    fn run(self) {
+        let buffers = self.shared.buffers.len() as u64;
+        for filling in 0.. {
+            {
+                let mut state = self.shared.state.lock();
+                while !state.stop && state.failed.is_none() && state.ended + buffers <= filling {
+                    self.shared.changed.wait(&mut state);
+                }
+                if state.stop || state.failed.is_some() {
+                    break;
+                }
+            }
+            let filled = self.fill(filling);
+            let mut state = self.shared.state.lock();
+            match filled {
+                Ok(read) => {
+                    state.reads.extend(read);
+                    state.begun = filling + 1;
+                }
+                Err(error) => {
+                    state.failed.get_or_insert(error);
+                }
+            }
+            self.shared.changed.notify_all();
+        }
+        // What is in the stream uses memory of this.
+        if let Err(error) = self.shared.stream.synchronize() {
+            tracing::debug!(%error, "a stream for layers failed");
+        }
+    }
+
+    fn fill(&self, filling: u64) -> Result<Option<Pending>> {
+        let layer = &self.layers[(filling % self.layers.len() as u64) as usize];
+        let (stream, buffers) = (&self.shared.stream, &self.shared.buffers);
+        let buffer = &buffers[(filling % buffers.len() as u64) as usize];
+        let failed = |error| Error::in_stream(self.file.path(), "load layers", stream.number(), error);
+        if filling >= buffers.len() as u64 {
+            stream.wait(&buffer.used).map_err(failed)?;
+        }
+        let address = buffer.memory.address();
+        let read = match layer.tier {
+            Tier::Ssd => {
+                let segments = layer.segments(address);
+                // SAFETY: the buffer is as long as any layer, and the stream's until it is filled.
+                Some(unsafe { self.transfers.read_on_stream(&self.file, &segments, stream.number()) }?)
+            }
+            _ => {
+                // SAFETY: both are as long, and live until the stream was waited for.
+                unsafe { stream.copy(address, layer.address, layer.len as usize) }.map_err(failed)?;
+                None
+            }
+        };
+        stream.record(&buffer.filled).map_err(failed)?;
+        Ok(read)
+    }
+}
+
+/// What each layer's memory is like, and its tier: of each tier an even part of the model.
+fn place(path: &Path, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Result<Vec<Placed>> {
+    let wrong = |action| Error::Path { path: path.to_owned(), action, errno: Errno::INVAL };
+    if layers.is_empty() {
+        return Err(wrong("load a model of no layers from it"));
+    }
+    let mut placed = Vec::with_capacity(layers.len());
+    for ranges in layers {
+        let (mut offsets, mut len) = (Vec::with_capacity(ranges.len()), 0u64);
+        for range in ranges {
+            if range.start > range.end || range.end > gpunvme_abi::MAX_OFFSET {
+                return Err(wrong("load a tensor that ends before it begins, or past the end of all files, from it"));
+            }
+            offsets.push(len);
+            len += (range.end - range.start).next_multiple_of(ALIGNMENT);
+        }
+        if len == 0 {
+            return Err(wrong("load a layer of no bytes from it"));
+        }
+        placed.push(Placed { tier: Tier::Ssd, ranges: ranges.clone(), offsets, len, address: 0 });
+    }
+    for (tier, budget) in [(Tier::Resident, settings.resident), (Tier::Pinned, settings.pinned)] {
+        let total: u128 = placed.iter().filter(|layer| layer.tier == Tier::Ssd).map(|layer| u128::from(layer.len)).sum();
+        let (mut seen, mut taken) = (0u128, 0u128);
+        for layer in placed.iter_mut().filter(|layer| layer.tier == Tier::Ssd) {
+            seen += u128::from(layer.len);
+            // As much as is due of the budget up to here.
+            if taken + u128::from(layer.len) <= u128::from(budget) * seen / total.max(1) {
+                taken += u128::from(layer.len);
+                layer.tier = tier;
+            }
+        }
+    }
+    Ok(placed)
+}
+
+#[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // a layer of one tensor
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiers_are_spread_evenly_and_stay_within_their_budgets() {
+        let layers: Vec<_> = (0..12u64).map(|n| vec![n * 1024..(n + 1) * 1024]).collect();
+        let settings = LayerSettings { resident: 4 * 1024 + 100, pinned: 4 * 1024, buffers: 2 };
+        let placed = place(Path::new("file"), &layers, settings).unwrap();
+        let count = |tier| placed.iter().filter(|layer| layer.tier == tier).count();
+        assert_eq!((count(Tier::Resident), count(Tier::Pinned), count(Tier::Ssd)), (4, 4, 4));
+        let on_ssd: Vec<_> = (0..12).filter(|n| placed[*n].tier == Tier::Ssd).collect();
+        assert!(on_ssd.windows(2).all(|pair| pair[1] - pair[0] <= 4), "{on_ssd:?}");
+        let all = LayerSettings { resident: u64::MAX, ..LayerSettings::default() };
+        assert!(place(Path::new("file"), &layers, all).unwrap().iter().all(|layer| layer.tier == Tier::Resident));
+    }
+
+    #[test]
+    fn layers_that_are_none_are_refused() {
+        let refused =
+            |layers: &[Vec<Range<u64>>]| place(Path::new("file"), layers, LayerSettings::default()).unwrap_err().errno();
+        assert_eq!(refused(&[]), Errno::INVAL);
+        assert_eq!(refused(&[vec![]]), Errno::INVAL);
+        assert_eq!(refused(&[vec![5..5]]), Errno::INVAL);
+        #[allow(clippy::reversed_empty_ranges)]
+        let backwards = vec![9..5];
+        assert_eq!(refused(&[backwards]), Errno::INVAL);
+        assert_eq!(refused(&[vec![0..u64::MAX]]), Errno::INVAL);
+    }
+}

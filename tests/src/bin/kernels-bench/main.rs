@@ -1,0 +1,64 @@
+//! Measures what kernels that ask for files themselves reach, beside what a program would use
+//! instead, in one run; every word is compared. Prints tables, and asserts nothing about time.
+//!
+//! Volumes are image files in `$TMPDIR`, and so are the files of the others. The project's programs
+//! are found in the folder that GPUNVME_BIN names.
+
+mod graph;
+mod hits;
+mod layers;
+mod reads;
+mod row;
+
+use clap::Parser;
+use gpunvme_cuda::{Cuda, Which};
+use std::process::ExitCode;
+
+#[derive(Parser)]
+struct Arguments {
+    /// The GPU, by its number or UUID.
+    #[arg(long, default_value = "0")]
+    gpu: Which,
+    /// A look at whether it works, not at how fast.
+    #[arg(long)]
+    quick: bool,
+    /// Leave out what runs kernels: for the software driver, which runs none.
+    #[arg(long)]
+    without_kernels: bool,
+    /// Only these: reads, array, graph, layers.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let gpu = match Cuda::load().map_err(|reason| reason.to_string()) {
+        Ok(cuda) => match cuda.gpu(arguments.gpu) {
+            Ok(gpu) => gpu,
+            Err(reason) => return failed(&reason.to_string()),
+        },
+        Err(reason) => return failed(&reason),
+    };
+    println!("{} ({}), kernels {}", gpu.name(), gpu.pci_address(), if arguments.without_kernels { "left out" } else { "run" });
+    let wants = |name: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == name);
+    let (quick, kernels) = (arguments.quick, !arguments.without_kernels);
+    if wants("reads") {
+        reads::measure(gpu, quick, kernels);
+    }
+    if wants("array") && kernels {
+        hits::measure(gpu, quick);
+    }
+    if wants("graph") && kernels {
+        graph::measure(gpu, quick);
+    }
+    if wants("layers") {
+        layers::measure(gpu, quick, kernels);
+    }
+    println!("\nevery word was compared");
+    ExitCode::SUCCESS
+}
+
+fn failed(reason: &str) -> ExitCode {
+    eprintln!("kernels-bench: {reason}");
+    ExitCode::FAILURE
+}

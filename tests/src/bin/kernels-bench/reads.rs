@@ -1,0 +1,173 @@
+//! Random reads of 4 KiB: by blocks of a kernel, by a thread of the library, of the bare device.
+
+use crate::row::{head, row, thousands};
+use gpunvme::gpu::GpuRingSettings;
+use gpunvme::{File, Mount, Operation, Ring, Wait};
+use gpunvme_blockdev::{OpenMode, Region, Request, Wait as DeviceWait};
+use gpunvme_cuda::Gpu;
+use gpunvme_tests::cuda::{KernelReads, word_at};
+use gpunvme_tests::mounted::Image;
+use gpunvme_tests::rings;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+const PAGE: u64 = 4096;
+
+pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
+    let len: u64 = if quick { 16 << 20 } else { 512 << 20 };
+    let (volume, bare) = (Image::formatted_with(len + (512 << 20)).mount(), Image::blank(len));
+    for path in [volume.path("file"), bare.path()] {
+        write_words(&path, len);
+    }
+    Mount::open(volume.root()).unwrap().sync().unwrap();
+    let blocks = kernels.then(|| KernelReads::new(gpu, &volume.path("file"), GpuRingSettings::default()));
+    head(
+        &format!("Random reads of 4 KiB, of {} MiB, thousand a second", len >> 20),
+        &[
+            "in flight",
+            "blocks of a kernel",
+            "each, us",
+            "library, one thread",
+            "each, us",
+            "device",
+            "each, us",
+            "kernel of library",
+            "of device",
+        ],
+    );
+    for in_flight in [1, 8, 32, 128, 512] {
+        let reads = match (quick, in_flight) {
+            (true, _) => 2_000,
+            (false, 1) => 20_000,
+            (false, _) => 300_000,
+        };
+        // In turns, and the best of three.
+        let (mut best, rounds) = ([Duration::MAX; 3], if quick { 1 } else { 3 });
+        for _ in 0..rounds {
+            if let Some(blocks) = &blocks {
+                best[0] =
+                    best[0].min(blocks.run(in_flight as u32, len / PAGE, reads / in_flight).mul_f64(share(reads, in_flight)));
+            }
+            best[1] = best[1].min(library(&volume.root(), &volume.path("file"), len, in_flight, reads));
+            best[2] = best[2].min(device(&bare.path(), len, in_flight, reads));
+        }
+        let mut values = Vec::new();
+        for took in best {
+            let each = took.as_secs_f64() * 1e6 * in_flight as f64 / reads as f64;
+            let known = took < Duration::MAX;
+            values.push(if known { thousands(reads, took) } else { "-".into() });
+            values.push(if known { format!("{each:.1}") } else { "-".into() });
+        }
+        for other in [best[1], best[2]] {
+            let ratio = other.as_secs_f64() / best[0].as_secs_f64();
+            values.push(if blocks.is_some() { format!("{ratio:.2}") } else { "-".into() });
+        }
+        row(&in_flight.to_string(), &values);
+    }
+}
+
+/// Blocks make the same number of reads each: what is left of `reads` is reckoned in.
+fn share(reads: u64, in_flight: u64) -> f64 {
+    reads as f64 / (reads / in_flight * in_flight) as f64
+}
+
+/// A file of the words that kernels expect.
+pub fn write_words(path: &Path, len: u64) {
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(path).unwrap();
+    let each = 1 << 20;
+    for from in (0..len / 4).step_by(each) {
+        let words = from..(from + each as u64).min(len / 4);
+        file.write_all(&words.flat_map(|n| word_at(n).to_le_bytes()).collect::<Vec<_>>()).unwrap();
+    }
+}
+
+fn next(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+/// That the page at `offset` of the file is what it should be.
+fn check(page: &[u8], offset: u64) {
+    for (n, word) in page.chunks(4).enumerate() {
+        let expected = word_at(offset / 4 + n as u64);
+        assert_eq!(u32::from_le_bytes(word.try_into().unwrap()), expected, "word {n} at {offset}");
+    }
+}
+
+/// By a ring, with so many in flight.
+fn library(root: &Path, path: &Path, len: u64, in_flight: u64, reads: u64) -> Duration {
+    let mount = Mount::open(root).unwrap();
+    let mut ring = Ring::new(&mount, 1024).unwrap();
+    let file = ring.attach(&File::open(path).unwrap()).unwrap();
+    let buffer = rings::shared(&mount, in_flight * PAGE);
+    let (mut state, mut begun, mut ended, mut done) = (0x9e37_79b9u64, 0, 0, Vec::new());
+    let mut offsets = vec![0; in_flight as usize];
+    let mut free: Vec<u64> = (0..in_flight).collect();
+    let start = Instant::now();
+    while ended < reads {
+        while begun < reads
+            && let Some(slot) = free.pop()
+        {
+            let at = next(&mut state) % (len / PAGE) * PAGE;
+            offsets[slot as usize] = at;
+            ring.push(&Operation::read(&file, at, &buffer, slot * PAGE, PAGE).tagged(slot)).unwrap();
+            begun += 1;
+        }
+        ring.complete(Wait::Forever, &mut done).unwrap();
+        for completed in done.drain(..) {
+            assert_eq!(completed.result.unwrap().bytes(), PAGE);
+            free.push(completed.user_data);
+            ended += 1;
+        }
+    }
+    let took = start.elapsed();
+    // What is in the buffer now; to compare every page would take as long as to read it.
+    for (slot, offset) in offsets.iter().enumerate() {
+        check(&rings::bytes_of(&buffer, slot as u64 * PAGE, PAGE), *offset);
+    }
+    took
+}
+
+/// Of an image file as that below the volume, as the daemon reads it.
+fn device(path: &Path, len: u64, in_flight: u64, reads: u64) -> Duration {
+    let device = gpunvme_blockdev::open(path.to_str().unwrap(), OpenMode::ReadOnly).unwrap();
+    let region = Region::allocate((in_flight * PAGE).max(2 << 20) as usize).unwrap();
+    device.map(&region).unwrap();
+    let queue = device.open_queue().unwrap();
+    let (mut state, mut begun, mut ended, mut done) = (0x9e37_79b9u64, 0, 0, Vec::new());
+    let mut offsets = vec![0; in_flight as usize];
+    let mut free: Vec<u64> = (0..in_flight).collect();
+    let start = Instant::now();
+    while ended < reads {
+        let mut requests = Vec::new();
+        while begun < reads
+            && let Some(slot) = free.pop()
+        {
+            let at = next(&mut state) % (len / PAGE) * PAGE;
+            offsets[slot as usize] = at;
+            let place = (slot * PAGE) as usize;
+            let mut request = Request::read(at, vec![region.span(place..place + PAGE as usize)]);
+            request.tag = slot;
+            requests.push(request);
+            begun += 1;
+        }
+        queue.submit(&mut requests);
+        queue.complete(DeviceWait::Forever, &mut done).unwrap();
+        for completed in done.drain(..) {
+            completed.result.unwrap();
+            free.push(completed.tag);
+            ended += 1;
+        }
+    }
+    let took = start.elapsed();
+    for (slot, offset) in offsets.iter().enumerate() {
+        let mut page = vec![0; PAGE as usize];
+        region.read_at(slot * PAGE as usize, &mut page).unwrap();
+        check(&page, *offset);
+    }
+    took
+}

@@ -1,0 +1,196 @@
+//! The layer loader, on a real mount and the software CUDA driver: what each layer's work finds in
+//! memory. `cuda-checks --kernels` has a transformer compute with it on a GPU.
+
+use std::fs;
+use std::ops::Range;
+
+use gpunvme::gpu::{Caching, LayerLoader, LayerSettings, Settings, Tier, Transfers};
+use gpunvme::{File, Mount};
+use gpunvme_cuda::{Cuda, Gpu, Stream, Which};
+use gpunvme_tests::cuda::{Pinned, own_stream};
+use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::software_cuda::with_software_cuda;
+use gpunvme_tests::{needs_mount, tree};
+use rustix::process::Signal;
+
+const LEN: usize = 6 << 20;
+
+struct Site {
+    volume: Mounted,
+    bytes: Vec<u8>,
+    gpu: Gpu,
+    name: usize,
+    stream: Stream,
+}
+
+impl Site {
+    fn new() -> Site {
+        let cuda = Cuda::load().unwrap();
+        let (volume, gpu) = (Mounted::new(), cuda.gpu(Which::Index(0)).unwrap());
+        let bytes = tree::pattern(21, LEN);
+        fs::write(volume.path("model"), &bytes).unwrap();
+        let name = own_stream(gpu);
+        // SAFETY: it is never destroyed.
+        let stream = unsafe { cuda.application_stream(name) }.unwrap();
+        Site { volume, bytes, gpu, name, stream }
+    }
+
+    fn loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> LayerLoader {
+        let mount = Mount::open(self.volume.root()).unwrap();
+        // What was just written the page cache has: it is to come from the device.
+        let mut usual = Settings::default();
+        usual.caching = Caching::Never;
+        let transfers = Transfers::with(&mount, usual).unwrap();
+        let file = File::open(self.volume.path("model")).unwrap();
+        LayerLoader::new(&transfers, file, 0, layers, settings).unwrap()
+    }
+
+    /// Goes through the model so many times, and has the stream copy each layer's tensors away as
+    /// its work; then compares them.
+    fn pass(&self, loader: &mut LayerLoader, layers: &[Vec<Range<u64>>], passes: usize) {
+        let mut copies = Pinned::new(self.gpu, (passes * LEN).next_multiple_of(4096));
+        let (mut at, mut expected) = (0, Vec::new());
+        for (number, layer) in layers.iter().enumerate().cycle().take(passes * layers.len()) {
+            // SAFETY: the stream is never destroyed.
+            let found = unsafe { loader.next(self.name) }.unwrap();
+            assert_eq!((found.number, found.tensors.len()), (number, layer.len()));
+            for (address, range) in found.tensors.iter().zip(layer) {
+                let len = (range.end - range.start) as usize;
+                // SAFETY: both are as long, and nothing else writes there until it is waited for.
+                unsafe { self.stream.copy(copies.address() + at as u64, *address, len) }.unwrap();
+                expected.extend_from_slice(&self.bytes[range.start as usize..range.end as usize]);
+                at += len;
+            }
+        }
+        // SAFETY: as above.
+        unsafe { loader.finish(self.name) }.unwrap();
+        assert!(copies.bytes()[..at] == expected, "layers had other bytes");
+    }
+}
+
+/// Layers of tensors of any length, in any order in the file, some of them twice.
+fn layers() -> Vec<Vec<Range<u64>>> {
+    let layer = |n: u64| {
+        let at = (n * 7 % 10) * 500_001;
+        vec![at..at + 300_000, at + 300_000..at + 300_004 + n, 5..4096 + n * 13]
+    };
+    (0..10).map(layer).collect()
+}
+
+#[test]
+fn each_layer_s_work_finds_its_tensors_in_any_tier() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (site, layers) = (Site::new(), layers());
+        let about = 310_000;
+        for (resident, pinned, buffers) in [(0, 0, 2), (3, 0, 2), (2, 3, 3), (0, 12, 2), (12, 0, 2), (0, 0, 50)] {
+            let settings = LayerSettings { resident: resident * about, pinned: pinned * about, buffers };
+            let mut loader = site.loader(&layers, settings);
+            site.pass(&mut loader, &layers, 1);
+            site.pass(&mut loader, &layers, 2);
+            assert!(loader.gpu_bytes() <= settings.resident + buffers.min(10) as u64 * 350_000, "{} bytes", loader.gpu_bytes());
+        }
+        let mut one = site.loader(&layers[..1], LayerSettings::default());
+        site.pass(&mut one, &layers[..1], 5);
+    });
+}
+
+/// Names of a header that may have come from anywhere.
+#[test]
+fn layers_are_found_by_the_names_in_a_header_which_may_be_any_bytes() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        let model = |header: &str, len: u64| {
+            let mut bytes = len.to_le_bytes().to_vec();
+            bytes.extend_from_slice(header.as_bytes());
+            bytes.extend_from_slice(&site.bytes[..100_000]);
+            fs::write(site.volume.path("named"), &bytes).unwrap();
+            (File::open(site.volume.path("named")).unwrap(), bytes)
+        };
+        let header = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[10,100],"data_offsets":[40000,44000]},"a":{"dtype":"U8","shape":[40000],"data_offsets":[0,40000]}}"#;
+        let (file, bytes) = model(header, header.len() as u64);
+        let found = file.safetensors().unwrap();
+        assert_eq!(found.iter().map(|tensor| tensor.name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!((found[1].dtype.as_str(), found[1].shape.as_slice()), ("F32", &[10, 100][..]));
+        let data = 8 + header.len() as u64;
+        assert_eq!(found[1].range, data + 40_000..data + 44_000);
+        let transfers = Transfers::new(&Mount::open(site.volume.root()).unwrap()).unwrap();
+        let layers = [vec!["b", "a"], vec!["a"]];
+        let mut loader = LayerLoader::by_names(&transfers, file, 0, &layers, LayerSettings::default()).unwrap();
+        let ranges: Vec<Vec<_>> = vec![vec![found[1].range.clone(), found[0].range.clone()], vec![found[0].range.clone()]];
+        let site = Site { bytes, ..site };
+        site.pass(&mut loader, &ranges, 3);
+        drop((loader, transfers));
+    });
+}
+
+#[test]
+fn headers_that_are_none_are_refused() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let refused = |bytes: &[u8]| {
+        fs::write(volume.path("named"), bytes).unwrap();
+        let error = File::open(volume.path("named")).unwrap().safetensors().unwrap_err().to_string();
+        assert!(error.contains("must be a file of safetensors"), "{error}");
+    };
+    let with_header = |header: &str| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 100]].concat();
+    refused(b"short");
+    refused(&[0xFF; 64]);
+    refused(&with_header("[]"));
+    refused(&with_header("{"));
+    refused(&with_header(&"[".repeat(100_000)));
+    for entry in [
+        r#"{}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,101]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[5,4]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[18446744073709551615,18446744073709551615]}"#,
+        r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}"#,
+        r#"{"dtype":7,"shape":[1],"data_offsets":[0,4]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}"#,
+    ] {
+        refused(&with_header(&format!(r#"{{"a":{entry}}}"#)));
+    }
+}
+
+#[test]
+fn a_loader_that_is_dropped_in_the_middle_of_a_model_ends() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (site, layers) = (Site::new(), layers());
+        for count in 0..4 {
+            let mut loader = site.loader(&layers, LayerSettings { pinned: 700_000, ..LayerSettings::default() });
+            for _ in 0..count {
+                // SAFETY: the stream is never destroyed.
+                unsafe { loader.next(site.name) }.unwrap();
+            }
+            drop(loader);
+        }
+        // What it had attached keeps no volume from being unmounted.
+        let Site { volume, .. } = site;
+        volume.unmount();
+    });
+}
+
+#[test]
+fn layers_that_cannot_be_read_are_an_error_and_no_wait_for_ever() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (site, layers) = (Site::new(), layers());
+        let mut loader = site.loader(&layers, LayerSettings::default());
+        site.pass(&mut loader, &layers, 1);
+        let Site { volume, name, .. } = site;
+        drop(volume.signal(Signal::KILL));
+        let failed = (0..layers.len() * 2).find_map(|_| {
+            // SAFETY: the stream is never destroyed.
+            let next = unsafe { loader.next(name).map(|layer| assert_ne!(layer.tier, Tier::Pinned)) };
+            // SAFETY: as above.
+            next.and_then(|()| unsafe { loader.finish(name) }).err()
+        });
+        let error = failed.expect("the daemon is dead");
+        assert!(error.to_string().contains("model"), "{error}");
+        // SAFETY: as above.
+        let again = unsafe { loader.next(name) };
+        assert!(again.is_err(), "after an error there are no more layers");
+    });
+}
