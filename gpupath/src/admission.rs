@@ -26,6 +26,12 @@ pub trait OpenFile: Send + Sync {
     /// must not wait for a device.
     fn transfer(&self, admitted: Admitted);
 
+    /// Permission for the writes of a turn of a ring, all of which were taken from it before this
+    /// is asked. The writes begin before it is dropped.
+    fn permit_writes(&self) -> WritePermit {
+        WritePermit { is_given: true, hold: Box::new(()) }
+    }
+
     /// Keeps blocks of the device that files of this mount give up from now on from being reused,
     /// until it is dropped, on any thread.
     fn hold(&self) -> Hold {
@@ -46,6 +52,14 @@ pub trait OpenFile: Send + Sync {
 
 /// Keeps blocks from being reused.
 pub type Hold = Box<dyn Any + Send>;
+
+/// Whether the mount can be written to, as far as the kernel says.
+pub struct WritePermit {
+    /// Whether writes may begin.
+    pub is_given: bool,
+    /// What takes the permission back waits for writes that began while this was held.
+    pub hold: Box<dyn Any + Send>,
+}
 
 /// Who asked for a transfer, and is told how it ended: an ioctl, or a ring.
 pub(crate) trait Requester: Send {
@@ -92,6 +106,12 @@ impl Admitted {
         first.len = limit.saturating_sub(first.file_offset);
         behind.iter_mut().for_each(|segment| segment.len = 0);
         Some(cut as u32)
+    }
+
+    /// What the kernel says of writes to the mount, where that was asked for the whole turn of a
+    /// ring.
+    pub fn is_writing_permitted(&self) -> Option<bool> {
+        self.asked.is_writing_permitted
     }
 
     /// Whether it came by a ring, whose share of the device is dealt where it is served.
@@ -148,6 +168,8 @@ pub(crate) struct Asked {
     pub direction: Direction,
     pub request: TransferRequest,
     pub requester: Box<dyn Requester>,
+    /// As [`Admitted::is_writing_permitted`].
+    pub is_writing_permitted: Option<bool>,
 }
 
 impl Asked {

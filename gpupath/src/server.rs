@@ -203,7 +203,7 @@ impl Server {
         let shown = self.show(caller.thread, claim, ino, find);
         let grant = shown.as_ref().ok().and_then(Option::as_ref).map_or(0, |(.., grant)| *grant);
         let requester = Box::new(Ioctl { caller, claim: Claim { grant, ..claim }, done });
-        let asked = Asked { stats: self.stats.clone(), direction, request, requester };
+        let asked = Asked { stats: self.stats.clone(), direction, request, requester, is_writing_permitted: None };
         let refusal = match shown {
             Ok(Some((buffer, access, _))) => return asked.admit(&file(access), || Ok(buffer)),
             Ok(None) => Reason::NoSuchBuffer,

@@ -13,7 +13,7 @@ use super::reads::{Reads, Turn};
 use super::shares::Shares;
 use super::thread::ServingThread;
 use super::watch::Watch;
-use crate::admission::Asked;
+use crate::admission::{Asked, WritePermit};
 use crate::planner::Alignment;
 use crate::server::Server;
 use gpunvme_abi::ring::Submission;
@@ -187,7 +187,7 @@ impl Service {
     /// requests of the device are over.
     fn run(&self, work: &mut Work<'_>, wait: Wait) -> usize {
         let Work { queue, reads, .. } = work;
-        reads.run(queue, wait, |ring, submission| self.begin(ring, &submission))
+        reads.run(queue, wait, |ring, submission| self.begin(ring, &submission, &mut None))
     }
 
     /// Takes from each ring what may be taken now.
@@ -245,11 +245,14 @@ impl Service {
         let taken = submissions.len() as u32;
         let are_taken = reads.are_taken(queue);
         let mut turn = Turn::default();
+        // Asked once for all writes of the turn: to ask is a call of the kernel.
+        let mut permit = None;
         for submission in submissions.drain(..) {
             if !are_taken || !reads.take(&mut turn, ring, &submission) {
-                self.begin(ring, &submission);
+                self.begin(ring, &submission, &mut permit);
             }
         }
+        drop(permit);
         reads.end_turn(&turn, queue);
         taken
     }
@@ -261,8 +264,8 @@ impl Service {
         self.remove(ring);
     }
 
-    /// Begins a submission that was taken, whatever it asks for.
-    fn begin(&self, ring: &Arc<Ring>, submission: &Submission) {
+    /// Begins a submission that was taken, whatever it asks for. `permit` is that of the turn.
+    fn begin(&self, ring: &Arc<Ring>, submission: &Submission, permit: &mut Option<WritePermit>) {
         let mut taken = Taken::new(self.thread.clone(), ring.clone(), submission);
         let Some((command, request)) = submission.decode() else { return taken.refuse(libc::EINVAL, Reason::None) };
         let Some(file) = ring.file(submission.file) else { return taken.refuse(libc::EBADF, Reason::None) };
@@ -270,8 +273,10 @@ impl Service {
         if let (Direction::Read, Some(reader)) = (direction, &file.reader) {
             taken.set_common(reader.reads(submission.file_offset, submission.len));
         }
+        let is_writing_permitted =
+            (direction == Direction::Write).then(|| permit.get_or_insert_with(|| file.file.permit_writes()).is_given);
         let (stats, buffer) = (self.server.stats.clone(), request.buffer);
-        let asked = Asked { stats, direction, request, requester: Box::new(taken) };
+        let asked = Asked { stats, direction, request, requester: Box::new(taken), is_writing_permitted };
         asked.admit(&*file.file, || ring.buffer(buffer, || self.server.registry.lookup_of(&ring.owner, buffer)));
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use gpunvme_abi::Direction;
 use gpunvme_abi::ring::Attach;
 use gpunvme_gpupath::access::Access;
-use gpunvme_gpupath::admission::{Admitted, Hold, OpenFile};
+use gpunvme_gpupath::admission::{Admitted, Hold, OpenFile, WritePermit};
 use gpunvme_gpupath::server::Reply;
 use parking_lot::Mutex;
 
@@ -100,6 +100,12 @@ impl OpenFile for Attached {
         let unseen = (admitted.direction() == Direction::Write).then(|| self.front.mount_state.unseen_write());
         let caller = Caller::now(NOBODY, NOBODY, 0);
         self.front.transfer(Transfer { admitted, caller, ino: self.ino, access: self.access, unseen });
+    }
+
+    fn permit_writes(&self) -> WritePermit {
+        // In this order: what makes the mount read-only looks for writes after it has.
+        let hold = Box::new(self.front.mount_state.unseen_write());
+        WritePermit { is_given: !self.front.mount_state.is_read_only(), hold }
     }
 
     fn hold(&self) -> Hold {

@@ -127,7 +127,8 @@ impl Transfer {
 
 impl Front {
     /// Checks that the file is open for a transfer in this direction, and the volume ready for it.
-    fn may_transfer(&self, direction: Direction, access: Access) -> Result<(), FsError> {
+    fn may_transfer(&self, Transfer { admitted, access, .. }: &Transfer) -> Result<(), FsError> {
+        let direction = admitted.direction();
         let (needed, is_write) = match direction {
             Direction::Read => (Access::READ, false),
             Direction::Write => (Access::WRITE, true),
@@ -135,13 +136,14 @@ impl Front {
         if !access.contains(needed) {
             return Err(FsError::BadAccess);
         }
-        let is_read_only = is_write && (self.fs.volume().is_read_only() || self.mount_state.is_read_only());
+        let is_permitted = || admitted.is_writing_permitted().unwrap_or_else(|| !self.mount_state.is_read_only());
+        let is_read_only = is_write && (self.fs.volume().is_read_only() || !is_permitted());
         if is_read_only { Err(FsError::ReadOnly) } else { Ok(()) }
     }
 
     /// Carries out a transfer, or refuses it.
     pub(super) fn transfer(self: &Arc<Self>, mut transfer: Transfer) {
-        if let Err(error) = self.may_transfer(transfer.admitted.direction(), transfer.access) {
+        if let Err(error) = self.may_transfer(&transfer) {
             return transfer.refuse(error.errno());
         }
         let admitted = &mut transfer.admitted;
