@@ -43,6 +43,7 @@ const MEMORY_MIN: u64 = 64;
 #[command(name = "fsck.gpunvme", bin_name = "fsck.gpunvme", version)]
 pub struct Arguments {
     /// A block device (/dev/nvme1n1), an image file, or an NVMe controller (vfio:0000:01:00.0)
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub device: String,
     /// Another device of the same volume, where it is not found by itself; may be given several
     /// times

@@ -47,7 +47,10 @@ pub fn find(tree: &Tree, name: &str) -> Result<Device, String> {
         }
     }
     if kind.is_block_device() || kind.is_char_device() {
-        return Err(format!("{name} is no disk that sysfs knows"));
+        return Err(format!("{name} is no disk that sysfs knows; `lsblk` lists those there are"));
+    }
+    if !kind.is_file() {
+        return Err(format!("{name} is neither a disk nor an image file"));
     }
     Ok(Device::Other("an image file".to_owned()))
 }

@@ -56,7 +56,10 @@ pub fn run(stats: &Stats, json: bool) -> Result<Report, Failure> {
         return listener::serve(address, &stats.mounts);
     }
     if stats.prometheus {
-        let readings: Vec<_> = stats.mounts.iter().map(|mount| Reading::of(mount)).collect::<Result<_, _>>()?;
+        let mut readings = Vec::new();
+        for mount in &stats.mounts {
+            readings.push((mount.as_path(), Ok(Reading::of(mount)?)));
+        }
         let mut report = Report::new(Value::Null);
         report.text = prometheus::text(&readings);
         return Ok(report);
