@@ -42,7 +42,10 @@ mod tests {
     fn errors_of_the_system_are_told_in_words() {
         let missing = io::Error::from_raw_os_error(2);
         assert_eq!(in_words(&format!("x: {missing}")), "x: No such file or directory");
-        assert_eq!(in_words(&format!("x: {missing}, and {missing}; try y")), in_words("x: No such file or directory, and No such file or directory; try y"));
+        assert_eq!(
+            in_words(&format!("x: {missing}, and {missing}; try y")),
+            in_words("x: No such file or directory, and No such file or directory; try y")
+        );
         assert_eq!(in_words("a (os error b) c"), "a (os error b) c");
     }
 }

@@ -201,15 +201,15 @@ fn prometheus_is_answered() {
     // A mount that is gone is no success, and hides no other.
     let other = Mounted::new();
     let both = {
-        let mut command = stats(&["--listen", "127.0.0.1:0", name(&other.root())], &volume.root());
+        let mut command = stats(&["--listen", "127.0.0.1:0", other.root().to_str().unwrap()], &volume.root());
         Listening::of(&mut command)
     };
-    let (gone, up) = (name(&volume.root()).to_owned(), name(&other.root()).to_owned());
+    let (gone, up) = (volume.root(), other.root());
     let (_, dead) = volume.signal(Signal::KILL);
     let answer = both.ask(b"GET /metrics HTTP/1.1\r\n\r\n");
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
     for (mount, value) in [(gone, 0), (up, 1)] {
-        assert!(answer.contains(&format!("gpunvme_up{{mount=\"{mount}\"}} {value}\n")), "{answer}");
+        assert!(answer.contains(&format!("gpunvme_up{{mount=\"{}\"}} {value}\n", mount.display())), "{answer}");
     }
     assert_eq!(answer.matches("\ngpunvme_uptime_seconds{").count(), 1);
     drop((both, other));

@@ -2,7 +2,7 @@
 //! it, without what people keep in the volume.
 
 use std::fs::File;
-use std::io::IsTerminal;
+use std::io::{ErrorKind, IsTerminal};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -53,8 +53,11 @@ pub fn run(command: &MetadataDump) -> Result<Report, Failure> {
     // Until it is whole, it has another name, and none but the caller can read it.
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let new = tempfile::Builder::new().prefix(".gpunvme-").tempfile_in(folder);
-    // Its own text has a name that the caller never gave.
-    let new = new.map_err(|error| failed(format!("cannot be made in {}: {}", folder.display(), error.kind())))?;
+    // The error's own text has a name that the caller never gave.
+    let new = new.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => failed(format!("there is no folder {}", folder.display())),
+        kind => failed(format!("cannot be made in {}: {kind}", folder.display())),
+    })?;
     let summary = fill(new.as_file(), &device, if *names { Names::Kept } else { Names::Replaced }).map_err(of_device)?;
     let kept = if *force { new.persist(path) } else { new.persist_noclobber(path) };
     kept.map_err(|error| failed(error.error.to_string()))?;

@@ -104,9 +104,7 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
 pub fn takes(require: &Require, route: Route) -> Result<(), String> {
     let way = if route == Route::Host { " (gpu:NUMBER names a GPU's memory)" } else { "" };
     match require.route {
-        Some(required) if required != route => {
-            Err(format!("the memory's route is {route}, and {required} is required{way}"))
-        }
+        Some(required) if required != route => Err(format!("the memory's route is {route}, and {required} is required{way}")),
         _ => Ok(()),
     }
 }

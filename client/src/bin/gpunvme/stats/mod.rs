@@ -26,7 +26,7 @@ pub struct Stats {
           value_parser = clap::value_parser!(u32).range(1..=86400), conflicts_with_all = ["prometheus", "listen"])]
     watch: Option<u32>,
     /// With --watch, stop after so many times
-    #[arg(long, value_name = "TIMES", requires = "watch")]
+    #[arg(long, value_name = "TIMES", requires = "watch", conflicts_with_all = ["prometheus", "listen"])]
     count: Option<u64>,
     /// Print in the text format of Prometheus
     #[arg(long, conflicts_with = "json")]
