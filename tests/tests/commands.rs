@@ -98,7 +98,8 @@ fn the_script_for_controllers_has_it_too() {
         assert!(reference.contains(&format!("`{command}`")) && page.contains(&format!(".B {command}\n")), "{command}");
     }
     for (shell, begins) in [("bash", "_gpunvme_vfio()"), ("zsh", "#compdef gpunvme-vfio"), ("fish", "complete -c gpunvme-vfio")] {
-        assert!(text(&run(&["--completions", shell])).starts_with(begins), "{shell}");
+        let script = run(&["--completions", shell]);
+        assert!(String::from_utf8_lossy(&script.stdout).starts_with(begins), "{shell}: {}", text(&script));
     }
     // Any PCI device will do.
     let Some(device) = fs::read_dir("/sys/bus/pci/devices").ok().and_then(|mut all| all.next()) else { return };
