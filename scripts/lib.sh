@@ -24,8 +24,8 @@ need_mounts() {
 # Installs those Debian packages that are missing.
 need_packages() {
     local package missing round
-    # apt-get may remove one that was there, of another version than what it installs; that one comes
-    # back in the second round.
+    # apt-get may remove one that was there, of another version than what it installs; that one
+    # comes back in the second round.
     for round in 1 2; do
         missing=()
         for package; do

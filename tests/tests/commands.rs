@@ -80,6 +80,34 @@ fn every_command_has_the_grammar_of_all() {
     }
 }
 
+/// What bash offers for the last of `words`, the words of a command line.
+fn completed(program: &str, words: &[&str]) -> String {
+    let script = String::from_utf8(run(program, &[], "--completions=bash").stdout).unwrap();
+    let ask = r#"
+        function=$(complete -p "$1" | sed 's/.* -F \([^ ]*\) .*/\1/')
+        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); $function "$1" "${@: -1}" "${@: -2:1}"; echo "${COMPREPLY[@]}""#;
+    let output = Command::new("bash").args(["-c", &format!("{script}{ask}"), "bash", program]).args(words).output().unwrap();
+    assert!(output.status.success(), "{program} {words:?}: {}", text(&output));
+    String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+}
+
+#[test]
+fn bash_completes_options_of_every_program_also_behind_commands() {
+    for (program, words, offered) in [
+        ("mkfs.gpunvme", &["--la"][..], "--label"),
+        ("fsck.gpunvme", &["--no"], "--no-change"),
+        ("mount.gpunvme", &["--fore"], "--foreground"),
+        ("gpunvme", &["metadata-dump", "--na"], "--names"),
+        ("gpunvme", &["nvme", "vfio:x", "form"], "format"),
+        ("gpunvme-stage", &["hyd"], "hydrate"),
+        ("gpunvme-stage", &["hydrate", "--inc"], "--include"),
+        ("gpunvme-stage", &["hydrate", "a", "b", "--verify", ""], "checksum none"),
+        ("gpunvme-stage", &["stage", "status", "--ev"], "--evicted"),
+    ] {
+        assert_eq!(completed(program, words), offered, "{program} {words:?}");
+    }
+}
+
 /// The same of the program that is a script.
 #[test]
 fn the_script_for_controllers_has_it_too() {
