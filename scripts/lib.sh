@@ -23,15 +23,20 @@ need_mounts() {
 
 # Installs those Debian packages that are missing.
 need_packages() {
-    local package missing=()
-    for package; do
-        [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || missing+=("$package")
+    local package missing round
+    # apt-get may remove one that was there, of another version than what it installs; that one
+    # comes back in the second round.
+    for round in 1 2; do
+        missing=()
+        for package; do
+            [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || missing+=("$package")
+        done
+        [ ${#missing[@]} -gt 0 ] || return 0
+        say "installing ${missing[*]}"
+        as_root env DEBIAN_FRONTEND=noninteractive sh -c \
+            'apt-get -qq update && apt-get -qq -y --no-install-recommends install "$@" >/dev/null 2>&1' sh "${missing[@]}" ||
+            die "cannot install ${missing[*]} (round $round): see what apt-get says about them"
     done
-    [ ${#missing[@]} -gt 0 ] || return 0
-    say "installing ${missing[*]}"
-    as_root env DEBIAN_FRONTEND=noninteractive sh -c \
-        'apt-get -qq update && apt-get -qq -y --no-install-recommends install "$@" >/dev/null 2>&1' sh "${missing[@]}" ||
-        die "cannot install ${missing[*]}: see what apt-get says about them"
 }
 
 # Stops unless there is a Rust toolchain.

@@ -13,7 +13,7 @@ use uuid::Uuid;
 pub struct Arguments {
     /// A block device (/dev/nvme1n1), an image file, or an NVMe controller (vfio:0000:01:00.0);
     /// of several, up to 16, one volume is made
-    #[arg(required = true, num_args = 1..=usize::from(MEMBERS_MAX), value_name = "DEVICE")]
+    #[arg(required = true, num_args = 1..=usize::from(MEMBERS_MAX), value_name = "DEVICE", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub devices: Vec<String>,
     /// Name of the volume, at most 64 bytes
     #[arg(short = 'L', long, value_parser = label, default_value = "", hide_default_value = true)]

@@ -43,6 +43,7 @@ const MEMORY_MIN: u64 = 64;
 #[command(name = "fsck.gpunvme", bin_name = "fsck.gpunvme", version)]
 pub struct Arguments {
     /// A block device (/dev/nvme1n1), an image file, or an NVMe controller (vfio:0000:01:00.0)
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub device: String,
     /// Another device of the same volume, where it is not found by itself; may be given several
     /// times
@@ -374,7 +375,10 @@ impl Report {
             n => text += &format!("{device}: {n} inodes had no name any more; they are in /lost+found\n"),
         }
         let used = self.blocks - self.free_blocks;
-        text += &format!("{device}: {verdict}, {} inodes, {used}/{} blocks\n", self.inodes, self.blocks);
+        text += &match self.left > 0 && self.counts.contains_key(Kind::State.name()) {
+            true => format!("{device}: {verdict}; how much is in use is not known before that is mended\n"),
+            false => format!("{device}: {verdict}, {} inodes, {used}/{} blocks\n", self.inodes, self.blocks),
+        };
         if self.left > 0 {
             text += &format!("{device}: {advice}\n");
         }
@@ -420,6 +424,14 @@ mod tests {
             "disk.img: 2 inodes had no name any more; they are in /lost+found\n\
              disk.img: clean, 7 inodes, 1000/14336 blocks\n"
         );
+    }
+
+    #[test]
+    fn what_cannot_be_told_is_not_told_as_zero() {
+        let lost = Report { inodes: 0, counts: BTreeMap::from([("state", 1)]), ..report(1, 1) };
+        let text = lost.text(false, false);
+        assert!(text.contains("1 error, left as it is; how much is in use is not known before that is mended\n"), "{text}");
+        assert!(Report { left: 0, ..lost }.text(false, true).contains(" 0 inodes, 1000/14336 blocks\n"));
     }
 
     #[test]

@@ -26,7 +26,7 @@ use gpunvme_engine::FormatOptions;
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{BLOCK_SIZE, Geometry, Member, Striping, Timestamp};
-use gpunvme_programs::claim::{claim, reason};
+use gpunvme_programs::claim::reason;
 use gpunvme_programs::members;
 use gpunvme_programs::terminal::{complain, print};
 use serde::Serialize;
@@ -169,7 +169,7 @@ fn open(name: &str, dry_run: bool) -> Result<Arc<dyn BlockDevice>, String> {
     {
         return Err(format!("no such file; `truncate -s 10G {name}` makes an image file of 10 GiB"));
     }
-    claim(name, if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite }).map_err(|error| error.to_string())
+    members::claim(name, if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite }).map_err(|error| error.to_string())
 }
 
 /// Where everything will lie on a device of `len` bytes.

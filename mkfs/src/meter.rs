@@ -34,8 +34,11 @@ impl Meter {
     /// The descriptor is not open for writing.
     pub fn new(device: &str, quiet: bool, descriptor: Option<i32>) -> io::Result<Meter> {
         let number = descriptor.filter(|number| *number > 0);
-        let descriptor =
-            number.map(|number| OpenOptions::new().append(true).open(format!("/proc/self/fd/{number}"))).transpose()?;
+        let descriptor = number.map(|number| OpenOptions::new().append(true).open(format!("/proc/self/fd/{number}"))).transpose();
+        let descriptor = descriptor.map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => io::Error::other("no descriptor of that number is open"),
+            _ => error,
+        })?;
         let bar = !quiet && io::stderr().is_terminal();
         Ok(Meter { device: device.to_owned(), bar, descriptor, begun: Instant::now(), stage: None, last: None, shown: false })
     }

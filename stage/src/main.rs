@@ -24,9 +24,9 @@ mod upload;
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
 use gpunvme_programs::completions::{Completions, Printed};
+use gpunvme_programs::terminal::{complain, print};
 use ranks::Rank;
 use share::Share;
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use store::Store;
@@ -157,13 +157,15 @@ fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::from_default_env();
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     match run(&args) {
-        Ok(text) => match writeln!(std::io::stdout(), "{text}") {
-            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => ExitCode::FAILURE,
-            _ => ExitCode::SUCCESS,
+        Ok(text) => match print(format_args!("{text}\n")) {
+            Err(error) => {
+                complain(format_args!("gpunvme: done, but the report could not be written: {error}"));
+                ExitCode::FAILURE
+            }
+            Ok(()) => ExitCode::SUCCESS,
         },
         Err(error) => {
-            // Where there is no stderr, the exit status has to do.
-            let _ = writeln!(std::io::stderr(), "gpunvme: {error}");
+            complain(format_args!("gpunvme: {error}"));
             ExitCode::FAILURE
         }
     }

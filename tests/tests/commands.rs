@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output};
 
 use gpunvme_tests::mounted::text;
 use gpunvme_tests::programs;
@@ -78,6 +78,65 @@ fn every_command_has_the_grammar_of_all() {
             assert!(!reports || help(program, &command).contains("--json"), "{name} reports as JSON, too");
         }
     }
+}
+
+/// What bash offers for the last of `words`, the words of a command line.
+fn completed(program: &str, words: &[&str]) -> String {
+    let script = String::from_utf8(run(program, &[], "--completions=bash").stdout).unwrap();
+    let ask = r#"
+        function=$(complete -p "$1" | sed 's/.* -F \([^ ]*\) .*/\1/')
+        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); $function "$1" "${@: -1}" "${@: -2:1}"; echo "${COMPREPLY[@]}""#;
+    let output = Command::new("bash").args(["-c", &format!("{script}{ask}"), "bash", program]).args(words).output().unwrap();
+    assert!(output.status.success(), "{program} {words:?}: {}", text(&output));
+    String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+}
+
+#[test]
+fn bash_completes_options_of_every_program_also_behind_commands() {
+    for (program, words, offered) in [
+        ("mkfs.gpunvme", &["--la"][..], "--label"),
+        ("fsck.gpunvme", &["--no"], "--no-change"),
+        ("mount.gpunvme", &["--fore"], "--foreground"),
+        ("gpunvme", &["metadata-dump", "--na"], "--names"),
+        ("gpunvme", &["nvme", "vfio:x", "form"], "format"),
+        ("gpunvme-stage", &["hyd"], "hydrate"),
+        ("gpunvme-stage", &["hydrate", "--inc"], "--include"),
+        ("gpunvme-stage", &["hydrate", "a", "b", "--verify", ""], "checksum none"),
+        ("gpunvme-stage", &["stage", "status", "--ev"], "--evicted"),
+    ] {
+        assert_eq!(completed(program, words), offered, "{program} {words:?}");
+    }
+}
+
+/// The same of the program that is a script.
+#[test]
+fn the_script_for_controllers_has_it_too() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/vfio");
+    let run = |arguments: &[&str]| Command::new("sh").arg(&script).args(arguments).output().unwrap();
+    let (reference, page) = (repository("docs/reference/commands.md"), repository("client/man/gpunvme-vfio.8"));
+    let usage = usage_code("gpunvme-vfio");
+    for command in ["bind", "unbind", "status"] {
+        for option in ["--help", "--version"] {
+            let told = run(&[command, option]);
+            assert!(told.status.success() && text(&told).contains("gpunvme-vfio"), "{command} {option}: {}", text(&told));
+        }
+        let wrong = run(&[command, "--no-such-option"]);
+        assert_eq!(wrong.status.code(), Some(usage), "{command}: {}", text(&wrong));
+        assert!(wrong.stdout.is_empty() && text(&wrong).contains("--no-such-option"), "{command}: {}", text(&wrong));
+        assert!(reference.contains(&format!("`{command}`")) && page.contains(&format!(".B {command}\n")), "{command}");
+    }
+    for (shell, begins) in [("bash", "_gpunvme_vfio()"), ("zsh", "#compdef gpunvme-vfio"), ("fish", "complete -c gpunvme-vfio")] {
+        let script = run(&["--completions", shell]);
+        assert!(String::from_utf8_lossy(&script.stdout).starts_with(begins), "{shell}: {}", text(&script));
+    }
+    // Any PCI device will do.
+    let Some(device) = fs::read_dir("/sys/bus/pci/devices").ok().and_then(|mut all| all.next()) else { return };
+    let name = device.unwrap().file_name().into_string().unwrap();
+    let told = run(&["status", "--json", &name]);
+    let status: serde_json::Value =
+        serde_json::from_slice(&told.stdout).unwrap_or_else(|error| panic!("{error}: {}", text(&told)));
+    assert_eq!(status[0]["address"], name, "{status}");
+    assert!(status[0]["driver"].is_string() && status[0]["uses"].is_array(), "{status}");
 }
 
 #[test]

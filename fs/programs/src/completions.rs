@@ -38,6 +38,9 @@ impl TypedValueParser for Completions {
 fn script(mut command: Command, shell: Shell) -> String {
     let mut script = Vec::new();
     let name = command.get_name().to_owned();
-    generate(shell, &mut command, name, &mut script);
-    String::from_utf8(script).expect("names and descriptions of options are UTF-8")
+    // For bash clap_complete writes a name with a hyphen in two ways, and neither finds the other.
+    let plain = if shell == Shell::Bash { name.replace('-', "_") } else { name.clone() };
+    generate(shell, &mut command, &plain, &mut script);
+    let script = String::from_utf8(script).expect("names and descriptions of options are UTF-8");
+    script.replace(&format!(" {plain}\n"), &format!(" {name}\n"))
 }

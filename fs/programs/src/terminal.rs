@@ -17,5 +17,35 @@ pub fn print(text: fmt::Arguments) -> io::Result<()> {
 
 /// Writes a line to standard error. If that fails, the exit code is the only report.
 pub fn complain(line: fmt::Arguments) {
-    let _ = writeln!(io::stderr(), "{line}");
+    let _ = writeln!(io::stderr(), "{}", in_words(&line.to_string()));
+}
+
+/// A message with errors of the system in the kernel's words alone: Rust puts "(os error 2)" behind
+/// them.
+fn in_words(message: &str) -> String {
+    let mut parts = message.split(" (os error ");
+    let mut words = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        match part.split_once(')') {
+            Some((number, rest)) if number.bytes().all(|byte| byte.is_ascii_digit()) => words += rest,
+            _ => words = words + " (os error " + part,
+        }
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_the_system_are_told_in_words() {
+        let missing = io::Error::from_raw_os_error(2);
+        assert_eq!(in_words(&format!("x: {missing}")), "x: No such file or directory");
+        assert_eq!(
+            in_words(&format!("x: {missing}, and {missing}; try y")),
+            in_words("x: No such file or directory, and No such file or directory; try y")
+        );
+        assert_eq!(in_words("a (os error b) c"), "a (os error b) c");
+    }
 }

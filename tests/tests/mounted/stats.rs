@@ -129,7 +129,10 @@ impl Drop for Listening {
 impl Listening {
     /// At an address, as a user without rights.
     fn at(address: &str, mount: &Path) -> Listening {
-        let mut command = stats(&["--listen", address], mount);
+        Listening::of(&mut stats(&["--listen", address], mount))
+    }
+
+    fn of(command: &mut Command) -> Listening {
         let mut child = command.uid(65534).gid(65534).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
@@ -179,13 +182,37 @@ fn prometheus_is_answered() {
             assert!(answer.is_empty() || answer.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
         }
         assert!(listening.ask(b"GET /metrics HTTP/1.0\n\r\n\r\n").contains("200 OK"));
+        // Those that are slow hold up no other: they are being waited for when it is answered.
+        if !listening.1.starts_with("unix:") {
+            let slow: Vec<_> = (0..4).map(|_| TcpStream::connect(&listening.1).unwrap()).collect();
+            slow.iter().for_each(|mut client| client.write_all(b"GET /met").unwrap());
+            assert!(listening.ask(b"GET /metrics HTTP/1.1\r\n\r\n").contains("200 OK"));
+            for mut client in slow {
+                client.set_nonblocking(true).unwrap();
+                let waits = client.read(&mut [0]).map_err(|error| error.kind());
+                assert_eq!(waits, Err(std::io::ErrorKind::WouldBlock));
+            }
+        }
     }
     // The socket is left behind by the one that was killed, and taken by the next.
     let listening = Listening::at(&socket, &volume.root());
     let second = stats(&["--listen", &socket], &volume.root()).output().unwrap();
     assert!(!second.status.success() && text(&second).contains("in use"), "{}", text(&second));
-    // A mount that is gone is no success.
+    // A mount that is gone is no success, and hides no other.
+    let other = Mounted::new();
+    let both = {
+        let mut command = stats(&["--listen", "127.0.0.1:0", other.root().to_str().unwrap()], &volume.root());
+        Listening::of(&mut command)
+    };
+    let (gone, up) = (volume.root(), other.root());
     let (_, dead) = volume.signal(Signal::KILL);
+    let answer = both.ask(b"GET /metrics HTTP/1.1\r\n\r\n");
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    for (mount, value) in [(gone, 0), (up, 1)] {
+        assert!(answer.contains(&format!("gpunvme_up{{mount=\"{}\"}} {value}\n", mount.display())), "{answer}");
+    }
+    assert_eq!(answer.matches("\ngpunvme_uptime_seconds{").count(), 1);
+    drop((both, other));
     let answer = listening.ask(b"GET /metrics HTTP/1.1\r\n\r\n");
     assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
     let volume = dead.mount();

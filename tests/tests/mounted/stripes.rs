@@ -68,13 +68,14 @@ fn a_tree_on_four_images_is_the_same_after_a_remount_by_any_of_them() {
 #[test]
 fn a_mounted_volume_is_refused_by_the_name_of_any_member() {
     needs_mount!();
-    for (options, programs) in [("rw", 3), ("ro", 1)] {
+    for (options, programs) in [("rw", 4), ("ro", 1)] {
         let volume = Image::striped(2, 64 * MIB).mount_with(options);
         let (member, dump) = (&volume.image().members()[1], volume.image().mount_point().with_file_name("dump"));
         let tries = [
             ("gpunvme", &["metadata-dump", name(member), name(&dump)][..]),
             ("fsck.gpunvme", &["-p", name(member)]),
             ("gpunvme", &["tune", "-L", "x", name(member)]),
+            ("mkfs.gpunvme", &["--force", name(member)]),
         ];
         for (program, arguments) in &tries[..programs] {
             refused(&run(program, arguments), &["already mounted on", name(&volume.root())]);

@@ -27,6 +27,7 @@ pub struct Args {
 pub struct Doctor {
     /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file, with the other
     /// members of its volume; otherwise all NVMe controllers. With --gpu a directory of a mount
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub device: Option<String>,
     /// Use this GPU, by its number or UUID, and prove each route between it and a mount
     #[arg(long, value_name = "GPU", conflicts_with = "peer")]

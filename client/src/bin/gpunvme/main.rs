@@ -29,6 +29,7 @@ mod write;
 
 use args::{Args, Command};
 use clap::Parser;
+use gpunvme_programs::terminal::complain;
 use report::{Failure, Report};
 use std::io::Write;
 use std::process::ExitCode;
@@ -62,8 +63,7 @@ fn main() -> ExitCode {
     match result.and_then(|report| print(&report, args.json).map(|()| report.code)) {
         Ok(code) => code.into(),
         Err(Failure(message)) => {
-            // Where there is no stderr, the exit status has to do.
-            let _ = writeln!(std::io::stderr(), "gpunvme: {message}");
+            complain(format_args!("gpunvme: {message}"));
             ExitCode::FAILURE
         }
     }
@@ -83,6 +83,6 @@ fn print(report: &Report, json: bool) -> Result<(), Failure> {
     match written {
         // A reader that closes the pipe early, as head does, has what it wanted: no error.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        written => Ok(written?),
+        written => written.map_err(|error| Failure(format!("the report could not be written: {error}"))),
     }
 }

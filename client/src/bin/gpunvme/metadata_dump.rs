@@ -2,7 +2,7 @@
 //! it, without what people keep in the volume.
 
 use std::fs::File;
-use std::io::IsTerminal;
+use std::io::{ErrorKind, IsTerminal};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +22,7 @@ const SHOWN: usize = 8;
 pub struct MetadataDump {
     /// A block device, an image file or an NVMe controller, not mounted; of a volume on several
     /// any of them
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub device: String,
     /// The image to make: a sparse file, as long as the volume
     pub file: PathBuf,
@@ -51,7 +52,12 @@ pub fn run(command: &MetadataDump) -> Result<Report, Failure> {
     }
     // Until it is whole, it has another name, and none but the caller can read it.
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let new = tempfile::Builder::new().prefix(".gpunvme-").tempfile_in(folder).map_err(|error| failed(error.to_string()))?;
+    let new = tempfile::Builder::new().prefix(".gpunvme-").tempfile_in(folder);
+    // The error's own text has a name that the caller never gave.
+    let new = new.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => failed(format!("there is no folder {}", folder.display())),
+        kind => failed(format!("cannot be made in {}: {kind}", folder.display())),
+    })?;
     let summary = fill(new.as_file(), &device, if *names { Names::Kept } else { Names::Replaced }).map_err(of_device)?;
     let kept = if *force { new.persist(path) } else { new.persist_noclobber(path) };
     kept.map_err(|error| failed(error.error.to_string()))?;

@@ -61,6 +61,7 @@ pub fn run(args: &Read) -> Result<Report, Failure> {
     let (empty, returned) = sync_channel::<Registered>(2);
     for buffer in buffers(&file, len)? {
         by = Some((buffer.route(), buffer.reason()));
+        write::takes(&require, buffer.route()).map_err(|why| Failure(format!("{why}; nothing was read")))?;
         empty.send(buffer).map_err(|_| Failure("internal error: the channel of empty buffers is closed".into()))?;
     }
     std::thread::scope(|scope| {

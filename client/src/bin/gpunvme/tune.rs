@@ -13,7 +13,7 @@ use std::path::Path;
 pub struct Tune {
     /// A block device, an image file or an NVMe controller, not mounted; of a volume on several
     /// any of them, or all
-    #[arg(required = true, value_name = "DEVICE")]
+    #[arg(required = true, value_name = "DEVICE", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub devices: Vec<String>,
     /// Name of the volume, at most 64 bytes; empty for none
     #[arg(short = 'L', long, value_parser = label)]

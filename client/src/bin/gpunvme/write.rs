@@ -8,7 +8,7 @@ use crate::meter::Meter;
 use crate::output::identity;
 use crate::read::{buffers, part, range};
 use crate::report::{self, Failure, Report};
-use gpunvme::{Error, File, Reason, Registered, Route, Segment};
+use gpunvme::{Error, File, Reason, Registered, Require, Route, Segment};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::cell::Cell;
@@ -30,14 +30,10 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
     let require = require(&args.require);
     let mut by = None;
     // Only when everything else is in order.
-    let begin = |route: Route| match require.route {
-        Some(required) if required != route => {
-            Err(Failure(format!("the memory's route is {route}, and {required} is required; nothing was written")))
-        }
-        _ => {
-            fresh.keep();
-            if args.offset.is_none() { Ok(file.set_size(0)?) } else { Ok(()) }
-        }
+    let begin = |route: Route| {
+        takes(&require, route).map_err(|why| Failure(format!("{why}; nothing was written")))?;
+        fresh.keep();
+        if args.offset.is_none() { Ok::<_, Failure>(file.set_size(0)?) } else { Ok(()) }
     };
     if let Memory::Gpu(which) = args.from {
         let mut buffer = GpuBuffer::new(&file, which, input.len)?;
@@ -102,6 +98,15 @@ pub fn run(args: &Write) -> Result<Report, Failure> {
         writer.join().map_err(|_| Failure("the writing thread panicked".into()))?.map_err(Failure::from)
     })?;
     Ok(outcome(&args.file, offset, meter, hash, by))
+}
+
+/// Whether memory that has this route does for the route that is required.
+pub fn takes(require: &Require, route: Route) -> Result<(), String> {
+    let way = if route == Route::Host { " (gpu:NUMBER names a GPU's memory)" } else { "" };
+    match require.route {
+        Some(required) if required != route => Err(format!("the memory's route is {route}, and {required} is required{way}")),
+        _ => Ok(()),
+    }
 }
 
 /// A file that the command creates, and that is removed again if the command fails.

@@ -175,7 +175,10 @@ fn enter_namespace(name: Option<&str>) -> Result<(), MountError> {
 /// The directory to mount on, by its real path.
 fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
     let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("mount point {}: {why}", dir.display()));
-    let real = dir.canonicalize().map_err(|error| failed(&error))?;
+    let real = dir.canonicalize().map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => failed(&format_args!("no such directory; `mkdir -p {}` makes it", dir.display())),
+        _ => failed(&error),
+    })?;
     if real.is_dir() { Ok(real) } else { Err(failed(&"not a directory")) }
 }
 

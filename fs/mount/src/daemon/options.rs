@@ -17,6 +17,7 @@ use super::settings::{Partial, Settings};
 struct Arguments {
     /// A block device, image file or NVMe controller (vfio:0000:01:00.0) that mkfs.gpunvme has
     /// formatted
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     device: String,
     /// The directory to mount it on
     dir: PathBuf,

@@ -110,7 +110,7 @@ enum Claimed {
 fn claim_all(device: &str, others: &[String], mode: OpenMode) -> Result<Claimed, ClaimError> {
     let mut names: Vec<String> = split_names(device).into_iter().map(str::to_owned).collect();
     names.extend(others.iter().cloned());
-    let first = claim_member(&names[0], mode).map_err(|error| member_error(&names, 0, error))?;
+    let first = claim(&names[0], mode).map_err(|error| member_error(&names, 0, error))?;
     let Some(copies) = Copies::read(&first).map_err(|why| member_error(&names, 0, ClaimError::Device(why)))? else {
         return match names.get(1) {
             None => Ok(Claimed::Whole(first)),
@@ -122,13 +122,16 @@ fn claim_all(device: &str, others: &[String], mode: OpenMode) -> Result<Claimed,
     }
     let mut devices = vec![first];
     for number in 1..names.len() {
-        devices.push(claim_member(&names[number], mode).map_err(|error| member_error(&names, number, error))?);
+        devices.push(claim(&names[number], mode).map_err(|error| member_error(&names, number, error))?);
     }
     Ok(Claimed::Members(names.into_iter().zip(devices).collect()))
 }
 
-/// Claims a device. A mount that names another member of its volume has it as well.
-fn claim_member(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
+/// Claims one device. A mount that names another member of its volume has it as well.
+///
+/// # Errors
+/// The device is mounted, in use, or cannot be opened.
+pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, ClaimError> {
     let members = OnceCell::new();
     claim_beside(device, mode, || {
         let others = members.get_or_init(|| look(device).unwrap_or_default()).iter().skip(1);

@@ -47,7 +47,10 @@ pub fn find(tree: &Tree, name: &str) -> Result<Device, String> {
         }
     }
     if kind.is_block_device() || kind.is_char_device() {
-        return Err(format!("{name} is no disk that sysfs knows"));
+        return Err(format!("{name} is no disk that sysfs knows; `lsblk` lists those there are"));
+    }
+    if !kind.is_file() {
+        return Err(format!("{name} is neither a disk nor an image file"));
     }
     Ok(Device::Other("an image file".to_owned()))
 }
@@ -136,7 +139,15 @@ fn namespace(name: &str) -> Option<String> {
     (digits(subsystem) && digits(namespace)).then(|| format!("nvme{subsystem}n{namespace}"))
 }
 
+/// Block devices made of block devices (LVM on LUKS on RAID) that are looked through.
+const LAYERS: u32 = 8;
+
 fn uses(tree: &Tree, name: &str) -> Vec<String> {
+    uses_through(tree, name, LAYERS)
+}
+
+/// What uses a block device, also by what is made of it, through so many layers.
+fn uses_through(tree: &Tree, name: &str, layers: u32) -> Vec<String> {
     let node = format!("/dev/{name}");
     let number = tree.text(&format!("sys/class/block/{name}/dev")).unwrap_or_default();
     let mut uses: Vec<String> = mounts(tree)
@@ -150,7 +161,9 @@ fn uses(tree: &Tree, name: &str) -> Vec<String> {
     }
     for holder in tree.names(&format!("sys/class/block/{name}/holders")) {
         let label = tree.text(&format!("sys/class/block/{holder}/dm/name")).map(|label| format!(" ({label})"));
-        uses.push(format!("part of {holder}{}", label.unwrap_or_default()));
+        let above = if layers > 0 { uses_through(tree, &holder, layers - 1) } else { Vec::new() };
+        let root = if above.iter().any(|usage| usage.contains(ROOT)) { format!(", which {ROOT}") } else { String::new() };
+        uses.push(format!("part of {holder}{}{root}", label.unwrap_or_default()));
     }
     uses.sort();
     uses.dedup();

@@ -239,7 +239,11 @@ fn diagnose(tree: &Tree, container: Container, named: Option<Named>, peer: Optio
             let function = Function::read(tree, &address).ok_or(format!("{address} cannot be read in sysfs"))?;
             Ok(examine(&function))
         }
-        Device::Other(what) => Ok(other(&what, &format!("this is {what}"))),
+        Device::Other(what) => {
+            let text = format!("this is {what}");
+            let is_one_of_several = named.as_ref().is_some_and(|named| named.members.len() > 1);
+            Ok(other(&if is_one_of_several { format!("{what}, {name}") } else { what }, &text))
+        }
     };
     let ssds = match &named {
         None if !functions.iter().any(Function::is_nvme) => vec![other("none", "this machine shows none on PCI")],

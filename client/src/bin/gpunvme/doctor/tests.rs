@@ -152,6 +152,18 @@ fn the_system_disk_is_left_alone() {
     told_of(&by_another_name, Some("/dev/nvme0n1"), None).is(Route::Bounce, Reason::NoVfio, Some("system-disk"));
 }
 
+/// Also through device mapper and RAID.
+#[test]
+fn the_system_may_lie_on_a_volume_of_several_layers() {
+    let told = told(DESKTOP, Some("/dev/nvme1n1"));
+    assert!(told.codes().contains(&"system-disk"), "{}", told.text);
+    assert!(told.text.contains("part of dm-0 (vg-root), which holds the root filesystem"), "{}", told.text);
+    assert!(!told.text.contains("gpunvme-vfio bind"), "{}", told.text);
+    // What is made of itself, as no kernel has it, ends somewhere.
+    let circle = format!("{DESKTOP}\n/sys/devices/virtual/block/dm-0/holders/dm-0/ =\n");
+    assert!(told_of(&circle, Some("/dev/nvme1n1"), None).codes().contains(&"system-disk"));
+}
+
 #[test]
 fn a_disk_in_use_is_to_be_freed_first() {
     let mounted = changed(HGX, "23 22 259:1", "24 22 259:10 / /data rw - xfs /dev/nvme1n1 rw\\n23 22 259:1");

@@ -13,13 +13,14 @@ use gpunvme_blockdev::open_controller;
 use indicatif::ProgressBar;
 use serde_json::json;
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Nvme {
     /// The controller: vfio:ADDRESS, or sim:PATH. It must not be mounted
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     device: String,
     #[command(subcommand)]
     action: Action,
@@ -104,7 +105,8 @@ pub fn run(args: &Nvme) -> Result<Report, Failure> {
 }
 
 fn open(device: &str) -> Result<Controller, Failure> {
-    if device.starts_with('/') {
+    let name = Path::new(device).file_name().unwrap_or_default().as_encoded_bytes();
+    if device.starts_with("/dev/") && (name.starts_with(b"nvme") || name.starts_with(b"ng")) {
         let advice = "nvme(1) of nvme-cli looks after those; `gpunvme-vfio bind` hands a controller over to vfio-pci";
         return Err(Failure(format!("{device}: is driven by the kernel; {advice}, and this takes it as vfio:ADDRESS")));
     }

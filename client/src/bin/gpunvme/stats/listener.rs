@@ -1,8 +1,10 @@
-//! Answers Prometheus over HTTP: `GET /metrics`, one request a connection, one connection at a
-//! time. It listens on this machine only, because it asks nobody who they are.
+//! Answers Prometheus over HTTP: `GET /metrics`, one request a connection. A few threads take
+//! clients, so that one that is slow holds up no other. It listens on this machine only, because it
+//! asks nobody who they are.
 
 use super::{Reading, prometheus};
 use crate::report::{Failure, Report};
+use gpunvme_programs::terminal::complain;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -16,6 +18,8 @@ use std::time::{Duration, Instant};
 const REQUEST: usize = 8192;
 /// How long a client may take to send its request, and to take the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Clients that are served at once; more of them wait for their turn.
+const CLIENTS: usize = 8;
 
 /// Where to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,23 +76,32 @@ pub fn serve(address: &Address, mounts: &[PathBuf]) -> Result<Report, Failure> {
         Address::Tcp(address) => {
             let listener = TcpListener::bind(address).map_err(|error| Failure(format!("{address}: {error}")))?;
             listening(&listener.local_addr()?.to_string());
-            loop {
-                answer_next(listener.accept().map(|(client, _)| client), mounts);
-            }
+            answer_all(|| listener.accept().map(|(client, _)| client), mounts)
         }
         Address::Unix(path) => {
             let listener = bind(path).map_err(|error| Failure(format!("{}: {error}", path.display())))?;
             listening(&format!("unix:{}", path.display()));
-            loop {
-                answer_next(listener.accept().map(|(client, _)| client), mounts);
-            }
+            answer_all(|| listener.accept().map(|(client, _)| client), mounts)
         }
     }
 }
 
 fn listening(address: &str) {
-    // Where there is no stderr, the socket has to do.
-    let _ = writeln!(io::stderr(), "gpunvme: listening at {address}");
+    complain(format_args!("gpunvme: listening at {address}"));
+}
+
+/// Answers what `accept` brings, on several threads, as long as the process lives.
+fn answer_all<C: Client>(accept: impl Fn() -> io::Result<C> + Sync, mounts: &[PathBuf]) -> ! {
+    std::thread::scope(|scope| {
+        let serve = || loop {
+            answer_next(accept(), mounts);
+        };
+        for _ in 1..CLIENTS {
+            // With fewer threads more clients wait.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, serve);
+        }
+        serve()
+    })
 }
 
 /// A socket of this name, in place of one that no process listens at any more.
@@ -121,23 +134,26 @@ fn answer(client: &mut impl Client, mounts: &[PathBuf]) -> io::Result<()> {
     let mut part = [0; 1024];
     // To the end of the header.
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-        let left = PATIENCE.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()).ok_or(io::ErrorKind::TimedOut)?;
-        client.limit(left)?;
+        client.limit(left(begun)?)?;
         let count = client.read(&mut part)?;
         if count == 0 || request.len() + count > REQUEST {
             return reply(client, "400 Bad Request", "text/plain", "the request is not complete, or too long\n");
         }
         request.extend_from_slice(&part[..count]);
     }
-    client.limit(PATIENCE)?;
     let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
     let mut words = line.split(|byte| *byte == b' ');
     match (words.next(), words.next()) {
-        (Some(b"GET"), Some(b"/metrics")) => match mounts.iter().map(|mount| Reading::of(mount)).collect::<Result<Vec<_>, _>>() {
-            Ok(readings) => reply(client, "200 OK", prometheus::CONTENT_TYPE, &prometheus::text(&readings)),
-            // A mount that is gone may come back.
-            Err(error) => reply(client, "503 Service Unavailable", "text/plain", &format!("{error}\n")),
-        },
+        (Some(b"GET"), Some(b"/metrics")) => {
+            // A mount that is gone may come back, and hides no other.
+            let read: Vec<_> = mounts.iter().map(|mount| (mount.as_path(), Reading::of(mount))).collect();
+            match read.iter().find_map(|(_, reading)| reading.as_ref().err()) {
+                Some(error) if read.iter().all(|(_, reading)| reading.is_err()) => {
+                    reply(client, "503 Service Unavailable", "text/plain", &format!("{error}\n"))
+                }
+                _ => reply(client, "200 OK", prometheus::CONTENT_TYPE, &prometheus::text(&read)),
+            }
+        }
         (Some(b"GET"), _) => reply(client, "404 Not Found", "text/plain", "there is only /metrics\n"),
         _ => reply(client, "405 Method Not Allowed", "text/plain", "there is only GET\n"),
     }
@@ -146,8 +162,22 @@ fn answer(client: &mut impl Client, mounts: &[PathBuf]) -> io::Result<()> {
 fn reply(client: &mut impl Client, status: &str, content_type: &str, body: &str) -> io::Result<()> {
     let len = body.len();
     let head = format!("HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len}\r\nConnection: close\r\n\r\n");
-    client.write_all(head.as_bytes())?;
-    client.write_all(body.as_bytes())
+    let (begun, answer) = (Instant::now(), head + body);
+    let mut rest = answer.as_bytes();
+    while !rest.is_empty() {
+        client.limit(left(begun)?)?;
+        match client.write(rest)? {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            written => rest = &rest[written..],
+        }
+    }
+    Ok(())
+}
+
+/// What is left of a client's patience.
+fn left(begun: Instant) -> io::Result<Duration> {
+    let left = PATIENCE.checked_sub(begun.elapsed()).filter(|left| !left.is_zero());
+    left.ok_or_else(|| io::ErrorKind::TimedOut.into())
 }
 
 #[cfg(test)]

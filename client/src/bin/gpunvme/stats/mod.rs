@@ -26,7 +26,7 @@ pub struct Stats {
           value_parser = clap::value_parser!(u32).range(1..=86400), conflicts_with_all = ["prometheus", "listen"])]
     watch: Option<u32>,
     /// With --watch, stop after so many times
-    #[arg(long, value_name = "TIMES", requires = "watch")]
+    #[arg(long, value_name = "TIMES", requires = "watch", conflicts_with_all = ["prometheus", "listen"])]
     count: Option<u64>,
     /// Print in the text format of Prometheus
     #[arg(long, conflicts_with = "json")]
@@ -56,7 +56,10 @@ pub fn run(stats: &Stats, json: bool) -> Result<Report, Failure> {
         return listener::serve(address, &stats.mounts);
     }
     if stats.prometheus {
-        let readings: Vec<_> = stats.mounts.iter().map(|mount| Reading::of(mount)).collect::<Result<_, _>>()?;
+        let mut readings = Vec::new();
+        for mount in &stats.mounts {
+            readings.push((mount.as_path(), Ok(Reading::of(mount)?)));
+        }
         let mut report = Report::new(Value::Null);
         report.text = prometheus::text(&readings);
         return Ok(report);

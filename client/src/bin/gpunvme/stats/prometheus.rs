@@ -6,6 +6,7 @@ use super::Reading;
 use crate::report;
 use gpunvme::{Moved, OperationKind, Operations};
 use std::fmt::{Display, Write};
+use std::path::Path;
 
 /// The type of the text, for HTTP.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -32,11 +33,16 @@ fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// Everything that was counted of some mounts.
-pub fn text(readings: &[Reading]) -> String {
+/// Everything that was counted of some mounts, and of each whether it could be asked.
+pub fn text(read: &[(&Path, gpunvme::Result<Reading>)]) -> String {
     let mut text = Text::default();
+    text.metric("gpunvme_up", "gauge", "Whether the mount answers.");
+    for (mount, reading) in read {
+        text.sample("gpunvme_up", &[("mount", &mount.to_string_lossy())], u8::from(reading.is_ok()));
+    }
+    let readings: Vec<_> = read.iter().filter_map(|(_, reading)| reading.as_ref().ok()).collect();
     let uuids: Vec<_> = readings.iter().map(|reading| report::uuid(&reading.info.uuid)).collect();
-    let mounts: Vec<_> = readings.iter().zip(&uuids).collect();
+    let mounts: Vec<_> = readings.into_iter().zip(&uuids).collect();
     let mut plain = |name: &str, kind: &str, help: &str, value: &dyn Fn(&Reading) -> String| {
         text.metric(name, kind, help);
         for (reading, uuid) in &mounts {
