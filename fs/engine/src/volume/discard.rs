@@ -19,8 +19,8 @@ use super::open::Volume;
 use super::run::Run;
 use crate::error::{Attempt, FsError};
 
-/// Blocks that are told of at once, and busy meanwhile: 1 GiB.
-const BATCH: u64 = 1 << 18;
+/// Blocks that are told of at once, and busy meanwhile: 256 MiB. Writers that need them wait.
+const BATCH: u64 = 1 << 16;
 /// Groups that one call looks at: some milliseconds of reading where their bitmaps are not in
 /// memory.
 const GROUPS: u64 = 64;
