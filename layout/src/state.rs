@@ -116,7 +116,8 @@ mod tests {
     #[test]
     fn it_survives_the_round_trip_and_refuses_the_impossible() {
         let geometry = Geometry::new(1 << 20, 4096).unwrap();
-        let state = State { root: geometry.data, level: 3, next_ino: 100, inodes: 4, free_blocks: 77, free_chunks: 0, regions: 0 };
+        let state =
+            State { root: geometry.data, level: 3, next_ino: 100, inodes: 4, free_blocks: 77, free_chunks: 0, regions: 0 };
         assert_eq!(State::decode(&state.encode(&[1; 16]), &geometry), Ok(state));
         for bad in [
             State { root: 5, ..state },

@@ -236,7 +236,9 @@ impl Superblock {
         let journal_blocks = le::get_u64(bytes, AT_JOURNAL);
         let grown = if features & SEVERAL_REGIONS != 0 { regions(block) } else { Vec::new() };
         let Some(geometry) = layout(total_blocks, journal_blocks, &grown) else {
-            return fail(format!("impossible geometry: {total_blocks} blocks with a journal of {journal_blocks}, grown to {grown:?}"));
+            return fail(format!(
+                "impossible geometry: {total_blocks} blocks with a journal of {journal_blocks}, grown to {grown:?}"
+            ));
         };
         if geometry.total_blocks > device_blocks {
             let (want, have) = (geometry.total_blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);

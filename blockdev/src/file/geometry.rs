@@ -67,7 +67,8 @@ fn file_geometry(name: &Arc<str>, file: &File, mode: OpenMode) -> Result<Geometr
     };
     let writable = mode == OpenMode::ReadWrite;
     let punches = writable && punches_holes(file, len);
-    let geometry_bits = Geometry { volatile_cache: true, discard: punches, write_zeroes: punches, read_only: !writable, ..base() };
+    let geometry_bits =
+        Geometry { volatile_cache: true, discard: punches, write_zeroes: punches, read_only: !writable, ..base() };
     geometry(name, len, block.max(512), memory, geometry_bits)
 }
 

@@ -2,8 +2,8 @@
 //! copy-on-write, so that a snapshot costs a few pointers.
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Length, Op, Queue, Region, Request, Result, Wait};

@@ -392,7 +392,11 @@ fn apply(image: &mut Image, event: &Event, mut survives: impl FnMut(u64) -> bool
                     run = if run.is_empty() { sector..sector + 1 } else { run.start..sector + 1 };
                 } else if !run.is_empty() {
                     let (at, len) = (offset + run.start * SECTOR, (run.end - run.start) * SECTOR);
-                    if let Event::Discard { .. } = event { image.garble(at, len) } else { image.zero(at, len) }
+                    if let Event::Discard { .. } = event {
+                        image.garble(at, len)
+                    } else {
+                        image.zero(at, len)
+                    }
                     run = 0..0;
                 }
             }

@@ -42,7 +42,12 @@ fn trim(fs: &Filesystem, minimum: u64) -> u64 {
 fn count(device: &MemoryDevice, byte: u8) -> usize {
     let image = device.snapshot();
     let mut piece = vec![0; 1 << 20];
-    (0..image.len() / MIB).map(|at| { image.read_at(at * MIB, &mut piece); piece.iter().filter(|b| **b == byte).count() }).sum()
+    (0..image.len() / MIB)
+        .map(|at| {
+            image.read_at(at * MIB, &mut piece);
+            piece.iter().filter(|b| **b == byte).count()
+        })
+        .sum()
 }
 
 #[test]
@@ -74,7 +79,11 @@ fn a_full_volume_is_full_during_a_trim_and_not_before() {
     let fs = open(&device).expect("it opens");
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
-        scope.spawn(|| while !stop.load(std::sync::atomic::Ordering::Relaxed) { trim(&fs, 0); });
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                trim(&fs, 0);
+            }
+        });
         for round in 0..40 {
             let available = fs.volume().usage().available * 4096;
             let ino = write(&fs, b"large", round, (available / 2) as usize);

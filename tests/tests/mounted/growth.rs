@@ -59,7 +59,10 @@ fn a_volume_grows_with_its_image_while_it_is_used() {
     for (round, size) in [256u64, 264, 700].into_iter().enumerate() {
         resize(&path, size * MIB);
         let (before, capacity) = grow(&volume.root());
-        assert!(capacity > before && capacity + 64 * MIB > size * MIB && capacity < size * MIB, "{before} to {capacity} of {size} MiB");
+        assert!(
+            capacity > before && capacity + 64 * MIB > size * MIB && capacity < size * MIB,
+            "{before} to {capacity} of {size} MiB"
+        );
         let stat = rustix::fs::statvfs(volume.root()).unwrap();
         assert_eq!(stat.f_blocks * stat.f_frsize, capacity);
         // More than there was room for.

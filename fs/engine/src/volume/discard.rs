@@ -8,10 +8,10 @@
 //! last before they are used again.
 
 use gpunvme_blockdev::Request;
+use gpunvme_layout::Geometry;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind};
-use gpunvme_layout::Geometry;
 
 use super::alloc::{bitmap, descriptor};
 use super::meta::Meta;

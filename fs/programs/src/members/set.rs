@@ -64,7 +64,9 @@ pub(super) fn judge(devices: Vec<(String, Arc<dyn BlockDevice>, Option<Copies>)>
     // A generation may have changed how much of the members the volume has.
     let of_current = |copies: &Copies| copies.of(current).map(|member| member.striping);
     let striping = found.iter().find_map(|(_, _, copies)| of_current(copies)).expect("it is the generation of one of them");
-    if let Some((name, other)) = found.iter().find_map(|(name, _, copies)| Some((name, of_current(copies)?)).filter(|s| s.1 != striping)) {
+    if let Some((name, other)) =
+        found.iter().find_map(|(name, _, copies)| Some((name, of_current(copies)?)).filter(|s| s.1 != striping))
+    {
         return differs(name, other, striping);
     }
     let members = found.into_iter().map(|(_, device, copies)| (device, copies)).collect();
