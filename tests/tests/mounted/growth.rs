@@ -70,10 +70,14 @@ fn a_volume_grows_with_its_image_while_it_is_used() {
         fs::write(volume.path(format!("large {round}")), &content).unwrap();
         files.push(content);
     }
+    succeeds(run("gpunvme", &["sync", name(&volume.root())]));
     let (_, dead) = volume.signal(Signal::KILL);
     dead.check();
     let volume = dead.mount();
     tree::assert_same(&expected, &tree::read(&volume.path("tree")).unwrap());
+    for (round, content) in files.iter().enumerate() {
+        assert!(fs::read(volume.path(format!("large {round}"))).unwrap() == *content, "{round}");
+    }
     let image = volume.unmount();
     let volume = image.mount_with("ro");
     refused(&run("gpunvme", &["grow", name(&volume.root())]), &["the volume is read-only"]);
@@ -139,6 +143,7 @@ fn a_volume_of_several_devices_grows_with_the_smallest_of_them() {
     assert!(before < 192 * MIB && capacity > 550 * MIB && capacity < 600 * MIB, "{before} to {capacity}");
     let larger = tree::pattern(6, 350 << 20);
     fs::write(volume.path("after"), &larger).unwrap();
+    succeeds(run("gpunvme", &["sync", name(&volume.root())]));
     let (_, dead) = volume.signal(Signal::KILL);
     let volume = dead.mount();
     assert!(fs::read(volume.path("before")).unwrap() == content);

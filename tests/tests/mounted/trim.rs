@@ -121,7 +121,8 @@ fn a_trim_reaches_a_controller_that_the_daemon_drives_itself() {
     }
     sync(&dir);
     fs::remove_file(dir.join("gone")).unwrap();
-    assert!(trimmed(&dir, &[]) > 200 * MIB);
+    // What the files have reserved ahead is theirs for a while.
+    assert!(trimmed(&dir, &[]) > 150 * MIB);
     assert!(unmount_unless_busy(&dir).status.success());
     run("mount.gpunvme", &[&device, dir.to_str().unwrap()]);
     let is_same = fs::read(dir.join("kept")).unwrap() == content;
