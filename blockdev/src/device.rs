@@ -82,12 +82,12 @@ pub trait BlockDevice: Send + Sync {
         (!self.geometry().discard).then(|| self.name())
     }
 
-    /// Looks how long the device is now, and takes requests up to there from now on. One that became
-    /// shorter is taken for as long as it was.
+    /// Looks how long the device is now, and takes requests up to there from now on. One that
+    /// became shorter is taken for as long as it was.
     ///
     /// # Errors
-    /// [`crate::Error::System`], [`crate::Error::Admin`] or [`crate::Error::Gone`] where it does not
-    /// say.
+    /// [`crate::Error::System`], [`crate::Error::Admin`] or [`crate::Error::Gone`] where it does
+    /// not say.
     fn look_again(&self) -> Result<u64> {
         Ok(self.geometry().len.get())
     }

@@ -276,8 +276,8 @@ impl Mount {
         self.connection.call(Command::Sync, abi::Sync::default(), action).map(|_| ())
     }
 
-    /// Tells the devices of the volume which of its bytes from `start` on, `len` at the most, no file
-    /// has, so that they need not keep them: free bytes that lie side by side, `minimum` at least.
+    /// Tells the devices of the volume which of its bytes from `start` on, `len` at the most, no
+    /// file has, so that they need not keep them: free bytes that lie side by side, `minimum` at least.
     /// `progress` is told from time to time where on the volume it is, and says whether to go on.
     /// Returns how many bytes the devices were told of.
     ///
@@ -305,8 +305,8 @@ impl Mount {
     ///
     /// # Errors
     /// [`Error::NotDone`] with `EPERM` for callers that do not administer the mount, `EINVAL` where
-    /// the devices have no room for more, `EROFS` where the mount is read-only, `EIO` where a device
-    /// failed.
+    /// the devices have no room for more, `EROFS` where the mount is read-only, `EIO` where a
+    /// device failed.
     pub fn grow(&self) -> Result<[u64; 2]> {
         let mut argument = abi::Grow::default();
         let answer = sys::ioctl(self.connection.file.as_fd(), Command::Grow.request(0), argument.as_mut_bytes());

@@ -50,8 +50,8 @@ const LEVEL: usize = 104;
 const REGIONS: usize = 106;
 
 impl State {
-    /// Counts what is free in the regions of the volume that it does not count yet, of which nothing
-    /// was used.
+    /// Counts what is free in the regions of the volume that it does not count yet, of which
+    /// nothing was used.
     pub fn count_regions(&mut self, geometry: &Geometry) {
         for region in geometry.regions().skip(1 + usize::from(self.regions)) {
             self.free_blocks += region.chunks * CHUNK_BLOCKS;

@@ -153,7 +153,7 @@ impl MemoryDevice {
         Self::with_geometry(image, geometry)
     }
 
-    /// A device of any geometry, for tests of what depends on it. Panics unless `geometry.len.get()` is
+    /// A device of any geometry, for tests of what depends on it. Panics unless `geometry.len` is
     /// the image's length and a multiple of the logical block.
     pub fn with_geometry(image: Image, geometry: Geometry) -> Arc<Self> {
         assert_eq!(geometry.len.get(), image.len());
