@@ -242,8 +242,8 @@ struct gpunvme_log {
 };
 
 /*
- * TRIM: on any file or directory of the mount, for administrators. Tells the devices which blocks of
- * a part of the volume no file has. A call goes as far as it gets in a moment.
+ * TRIM: on any file or directory of the mount, for administrators. Tells the devices which blocks
+ * of a part of the volume no file has. A call goes as far as it gets in a moment.
  */
 struct gpunvme_trim {
 	uint32_t version;
@@ -251,7 +251,7 @@ struct gpunvme_trim {
 	uint64_t start;                  /* bytes of the volume */
 	uint64_t len;                    /* bytes of the volume */
 	uint64_t minimum;                /* free bytes side by side, at least */
-	uint64_t next;                   /* out: where to go on; the end, or UINT64_MAX: it is done */
+	uint64_t next;                   /* out: where to go on; UINT64_MAX: it is done */
 	uint64_t trimmed;                /* out: bytes */
 	uint64_t reserved[2];
 	uint8_t why[192];                /* out: why it failed */
