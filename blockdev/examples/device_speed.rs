@@ -22,7 +22,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let device = arguments.next().ok_or("which DEVICE?")?;
     let time = Duration::from_secs_f64(arguments.next().map_or(Ok(2.0), |seconds| seconds.parse())?);
     let device = open(&device, OpenMode::ReadOnly)?;
-    println!("{}: {} MiB", device.name(), device.geometry().len >> 20);
+    println!("{}: {} MiB", device.name(), device.geometry().len.get() >> 20);
     println!("{:>10} {:>6} {:>6} {:>12} {:>10} {:>8}", "bytes", "depth", "batch", "ns/request", "k req/s", "GB/s");
     let io = Io::threaded(device, 1)?;
     for row in [
@@ -51,7 +51,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 }
 
 fn measure(io: &Io, row: &Row, time: Duration) -> Result<(usize, Duration)> {
-    let places = (io.device().geometry().len / row.size as u64).max(1);
+    let places = (io.device().geometry().len.get() / row.size as u64).max(1);
     let region = Region::allocate(row.size * row.depth)?;
     let (ended, ends) = mpsc::channel();
     let mut random = 0x9e37_79b9_7f4a_7c15u64;

@@ -47,7 +47,7 @@ fn measure(device: &dyn BlockDevice, queue: &dyn Queue, write: bool, depth: usiz
     while start.elapsed() < time {
         for _ in 0..64usize.div_ceil(depth) {
             for slot in 0..depth {
-                let offset = (done + slot as u64) * BLOCK as u64 % device.geometry().len;
+                let offset = (done + slot as u64) * BLOCK as u64 % device.geometry().len.get();
                 let spans = vec![region.span(slot * BLOCK..(slot + 1) * BLOCK)];
                 requests.push(if write { Request::write(offset, spans, false) } else { Request::read(offset, spans) });
             }

@@ -76,6 +76,36 @@ pub trait BlockDevice: Send + Sync {
         vec![self.name()]
     }
 
+    /// The DEVICE string of what has no discard ([`Geometry::discard`]): the device, or the first
+    /// of its members that has none.
+    fn without_discard(&self) -> Option<&str> {
+        (!self.geometry().discard).then(|| self.name())
+    }
+
+    /// Looks how long the device is now, and takes requests up to there from now on. One that
+    /// became shorter is taken for as long as it was.
+    ///
+    /// # Errors
+    /// [`crate::Error::System`], [`crate::Error::Admin`] or [`crate::Error::Gone`] where it does
+    /// not say.
+    fn look_again(&self) -> Result<u64> {
+        Ok(self.geometry().len.get())
+    }
+
+    /// Of a stripe whose members' data became longer: takes requests up to `len` bytes from now on.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsupported`] for what is no stripe, or a member that is too short.
+    fn lengthen(&self, _len: u64) -> Result<()> {
+        let reason = "is no stripe, and is as long as it says".into();
+        Err(crate::Error::Unsupported { device: self.name().into(), reason })
+    }
+
+    /// The members, where it is a stripe.
+    fn members(&self) -> &[Arc<dyn BlockDevice>] {
+        &[]
+    }
+
     /// How the device lies on its members, where it is a stripe.
     fn stripe(&self) -> Option<StripeMap> {
         None

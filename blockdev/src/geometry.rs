@@ -1,10 +1,53 @@
 //! The geometry of a device: sizes, alignments, limits and optional commands.
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a device can do, fixed while it is open.
+/// A length in bytes that grows where the device does ([`crate::BlockDevice::look_again`]). A copy
+/// is one of its own.
+#[derive(Default)]
+pub struct Length(AtomicU64);
+
+impl Length {
+    /// So many bytes.
+    pub const fn new(bytes: u64) -> Length {
+        Length(AtomicU64::new(bytes))
+    }
+
+    /// The length now.
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+
+    /// Makes it so long, where it is shorter. Returns the length then.
+    pub fn grow(&self, bytes: u64) -> u64 {
+        self.0.fetch_max(bytes, Ordering::AcqRel).max(bytes)
+    }
+}
+
+impl Clone for Length {
+    fn clone(&self) -> Length {
+        Length::new(self.get())
+    }
+}
+
+impl PartialEq for Length {
+    fn eq(&self, other: &Length) -> bool {
+        self.get() == other.get()
+    }
+}
+
+impl Eq for Length {}
+
+impl std::fmt::Debug for Length {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.get().fmt(f)
+    }
+}
+
+/// What a device can do, fixed while it is open but for its length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Geometry {
     /// Bytes on the namespace, a multiple of `logical_block`.
-    pub len: u64,
+    pub len: Length,
     /// Every offset and length on the namespace is a multiple of this. 512 to 4096, a power of
     /// two.
     pub logical_block: u32,

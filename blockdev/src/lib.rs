@@ -38,7 +38,7 @@ pub use buffer::{Buffer, BufferPool};
 pub use device::{BlockDevice, NoPeerToPeer, OpenMode, Queue, Wait};
 pub use device_name::{path_of, split_names, without_options};
 pub use error::{Error, Result};
-pub use geometry::Geometry;
+pub use geometry::{Geometry, Length};
 pub use io::{Io, OwnQueue, Waker};
 pub use op::Op;
 pub use open::{open, open_controller};

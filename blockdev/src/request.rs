@@ -100,8 +100,8 @@ impl Request {
         if offset % block != 0 || len % block != 0 {
             return Err(misaligned("offset and length", geometry.logical_block));
         }
-        if offset.checked_add(len).is_none_or(|end| end > geometry.len) {
-            return Err(Error::OutOfRange { device: device(), op, offset, len, size: geometry.len });
+        if offset.checked_add(len).is_none_or(|end| end > geometry.len.get()) {
+            return Err(Error::OutOfRange { device: device(), op, offset, len, size: geometry.len.get() });
         }
         let mut spanned = 0u64;
         for span in &self.spans {

@@ -66,7 +66,7 @@ fn every_command_works(place: &str, logical_block: u32) {
     let Some(device) = LoopDevice::with_options(place, &options) else { return };
     let device = device.open(OpenMode::ReadWrite);
     let geometry = device.geometry().clone();
-    assert_eq!((geometry.len, geometry.logical_block), (LEN, logical_block));
+    assert_eq!((geometry.len.get(), geometry.logical_block), (LEN, logical_block));
     let io = Io::threaded(device, 2).expect("io");
     let block = logical_block as usize;
     let write = |n: u64| Request::write(n * block as u64, vec![region_with(n as u8, block).span(0..block)], n.is_multiple_of(2));

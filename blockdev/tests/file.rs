@@ -90,7 +90,7 @@ fn geometry_tells_what_the_file_can_do() {
         let device = image.open(OpenMode::ReadWrite);
         let geometry = device.geometry();
         assert_eq!(device.name(), image.name());
-        assert_eq!(geometry.len, MIB as u64 + 700 - 700 % u64::from(geometry.logical_block));
+        assert_eq!(geometry.len.get(), MIB as u64 + 700 - 700 % u64::from(geometry.logical_block));
         assert!(geometry.logical_block >= 512 && geometry.memory_alignment >= geometry.logical_block);
         assert!(geometry.volatile_cache && geometry.discard && geometry.write_zeroes && !geometry.read_only);
     });

@@ -103,7 +103,7 @@ fn the_geometry_is_what_the_controller_says() {
     let sim = controller(",lba=4096,mdts=4,io-queues=3,entries=64,vwc=off");
     let device = sim.attach("queues=8,depth=200").expect("the driver comes up");
     let geometry = device.geometry();
-    assert_eq!((geometry.len, geometry.logical_block), (32 << 20, 4096));
+    assert_eq!((geometry.len.get(), geometry.logical_block), (32 << 20, 4096));
     assert!(geometry.max_transfer <= 64 << 10 && geometry.max_transfer >= 60 << 10, "{}", geometry.max_transfer);
     assert_eq!((geometry.queue_depth, geometry.max_queues, geometry.volatile_cache), (63, 3, false));
     assert!(geometry.discard && geometry.write_zeroes && !geometry.read_only);
@@ -155,7 +155,7 @@ fn a_file_is_the_same_through_the_controller_and_by_its_path_and_has_one_user() 
     let path = path.to_str().expect("text");
     let write = |device: &str, byte: u8| {
         let device = open(device, OpenMode::ReadWrite).expect("it opens");
-        assert_eq!(device.geometry().len, 1 << 20);
+        assert_eq!(device.geometry().len.get(), 1 << 20);
         let region = Region::allocate(8192).expect("memory");
         region.write_at(0, &[byte; 8192]).expect("inside");
         let io = Io::inline(device).expect("a queue");

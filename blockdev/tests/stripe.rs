@@ -96,7 +96,7 @@ fn run(io: &Io, step: &Step) -> Result<Vec<u8>, i32> {
 }
 
 fn contents(io: &Io) -> Vec<u8> {
-    let len = io.device().geometry().len as usize;
+    let len = io.device().geometry().len.get() as usize;
     let region = Region::allocate(len).expect("memory");
     io.run(vec![Request::read(0, [region.span(0..len)])]).expect("read");
     let mut bytes = vec![0; len];
@@ -108,7 +108,7 @@ fn contents(io: &Io) -> Vec<u8> {
 fn compare(members: Vec<Arc<dyn BlockDevice>>, steps: &[Step]) {
     let stripe = Io::threaded(stripe(members), 1).expect("queues");
     let flat = Io::inline(MemoryDevice::new(SECTORS * SECTOR)).expect("a queue");
-    assert_eq!(stripe.device().geometry().len, flat.device().geometry().len);
+    assert_eq!(stripe.device().geometry().len.get(), flat.device().geometry().len.get());
     for step in steps {
         assert_eq!(run(&stripe, step), run(&flat, step), "{step:?}");
     }

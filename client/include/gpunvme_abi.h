@@ -241,6 +241,35 @@ struct gpunvme_log {
 	uint64_t reserved;
 };
 
+/*
+ * TRIM: on any file or directory of the mount, for administrators. Tells the devices which blocks
+ * of a part of the volume no file has. A call goes as far as it gets in a moment.
+ */
+struct gpunvme_trim {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t start;                  /* bytes of the volume */
+	uint64_t len;                    /* bytes of the volume */
+	uint64_t minimum;                /* free bytes side by side, at least */
+	uint64_t next;                   /* out: where to go on; UINT64_MAX: it is done */
+	uint64_t trimmed;                /* out: bytes */
+	uint64_t reserved[2];
+	uint8_t why[192];                /* out: why it failed */
+};
+
+/*
+ * GROW: on any file or directory of the mount, for administrators. Makes the volume as large as its
+ * devices have become.
+ */
+struct gpunvme_grow {
+	uint32_t version;
+	uint32_t flags;
+	uint64_t before;                 /* out: bytes that the volume could hold */
+	uint64_t capacity;               /* out: bytes that it can hold now */
+	uint64_t reserved[5];
+	uint8_t why[192];                /* out: why it failed */
+};
+
 /* GRANT: over the socket only, with a descriptor of a file of the mount. */
 struct gpunvme_grant {
 	uint32_t version;
@@ -262,7 +291,7 @@ struct gpunvme_moved {
 struct gpunvme_stats {
 	uint32_t version;
 	uint32_t flags;
-	uint64_t calls[16];              /* out: by command number */
+	uint64_t calls[16];              /* out: by command number, below 16 */
 	uint64_t failed;                 /* out: calls */
 	struct gpunvme_moved read;       /* out */
 	struct gpunvme_moved write;      /* out */
@@ -270,7 +299,7 @@ struct gpunvme_stats {
 	uint64_t buffer_bytes;           /* out */
 	uint64_t processes;              /* out: that own them */
 	uint64_t reasons[64];            /* out: transfers, by reason */
-	uint64_t reserved[4];
+	uint64_t more_calls[4];          /* out: by command number, from 16 on */
 };
 
 /*
@@ -374,6 +403,8 @@ struct gpunvme_message {
 #define GPUNVME_DETACH GPUNVME_IOC(9, sizeof(struct gpunvme_detach))
 #define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))
 #define GPUNVME_SYNC GPUNVME_IOC(11, sizeof(struct gpunvme_sync))
+#define GPUNVME_TRIM GPUNVME_IOC(15, sizeof(struct gpunvme_trim))
+#define GPUNVME_GROW GPUNVME_IOC(16, sizeof(struct gpunvme_grow))
 #define GPUNVME_LOG GPUNVME_IOC(13, sizeof(struct gpunvme_log))
 #define GPUNVME_TOP(n) GPUNVME_IOC(14, sizeof(struct gpunvme_top_list) + (n) * sizeof(struct gpunvme_top))
 #define GPUNVME_METRICS(n) GPUNVME_IOC(12, sizeof(struct gpunvme_metrics) + (n) * sizeof(struct gpunvme_metric))

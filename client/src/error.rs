@@ -44,6 +44,18 @@ pub enum Error {
         /// The error number.
         errno: Errno,
     },
+    /// The daemon did not do what it was asked for, and says why.
+    #[error("{path}: cannot {action}: {why}")]
+    NotDone {
+        /// The path.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// The error number.
+        errno: Errno,
+        /// Why, with the name of the device that it is about.
+        why: String,
+    },
     /// Memory for a buffer could not be had.
     #[error("cannot get a buffer of {len} bytes: {}", message(*errno))]
     Memory {
@@ -198,6 +210,7 @@ impl Error {
             Error::Cuda { .. } | Error::Copy { .. } => Errno::IO,
             Error::OtherVersion { .. } => Errno::PROTONOSUPPORT,
             Error::Path { errno, .. }
+            | Error::NotDone { errno, .. }
             | Error::Memory { errno, .. }
             | Error::Refused { errno, .. }
             | Error::Transfer { errno, .. }

@@ -224,10 +224,12 @@ impl Mount {
             "metrics",
             "log",
             "top",
+            "trim",
+            "grow",
         ];
         let counted = stats.reasons.iter().enumerate().filter(|(_, count)| **count > 0);
         Ok(Stats {
-            calls: std::array::from_fn(|at| (NAMES[at], stats.calls[at])),
+            calls: std::array::from_fn(|at| (NAMES[at], stats.calls(Command::ALL[at]))),
             failed: stats.failed,
             read: stats.read.into(),
             write: stats.write.into(),
@@ -272,6 +274,52 @@ impl Mount {
         let failed = |errno| Error::Path { path: self.connection.path.clone(), action, errno };
         rustix::fs::syncfs(file).map_err(failed)?;
         self.connection.call(Command::Sync, abi::Sync::default(), action).map(|_| ())
+    }
+
+    /// Tells the devices of the volume which of its bytes from `start` on, `len` at the most, no
+    /// file has, so that they need not keep them: free bytes that lie side by side, `minimum` at
+    /// least. `progress` is told from time to time where on the volume it is, and says whether to go on.
+    /// Returns how many bytes the devices were told of.
+    ///
+    /// # Errors
+    /// [`Error::NotDone`] with `EPERM` for callers that do not administer the mount, `EOPNOTSUPP`
+    /// where a device has no discard, `EROFS` where the mount is read-only, `EIO` where a device
+    /// failed.
+    pub fn trim(&self, start: u64, len: u64, minimum: u64, mut progress: impl FnMut(u64) -> bool) -> Result<u64> {
+        let end = start.saturating_add(len);
+        let (mut at, mut trimmed) = (start, 0);
+        loop {
+            let mut argument = abi::Trim { start: at, len: end - at, minimum, ..abi::Trim::default() };
+            let answer = sys::ioctl(self.connection.file.as_fd(), Command::Trim.request(0), argument.as_mut_bytes());
+            answer.map_err(|errno| self.not_done("tell the devices what is free", errno, &argument.why))?;
+            trimmed += argument.trimmed;
+            at = argument.next;
+            if at >= end || !progress(at) {
+                return Ok(trimmed);
+            }
+        }
+    }
+
+    /// Makes the volume as large as its devices have become. Returns how many bytes it could hold
+    /// before, and can hold now.
+    ///
+    /// # Errors
+    /// [`Error::NotDone`] with `EPERM` for callers that do not administer the mount, `EINVAL` where
+    /// the devices have no room for more, `EROFS` where the mount is read-only, `EIO` where a
+    /// device failed.
+    pub fn grow(&self) -> Result<[u64; 2]> {
+        let mut argument = abi::Grow::default();
+        let answer = sys::ioctl(self.connection.file.as_fd(), Command::Grow.request(0), argument.as_mut_bytes());
+        answer.map_err(|errno| self.not_done("make the volume larger", errno, &argument.why))?;
+        Ok([argument.before, argument.capacity])
+    }
+
+    fn not_done<const N: usize>(&self, action: &'static str, errno: Errno, why: &[u8; N]) -> Error {
+        let path = self.connection.path.clone();
+        match abi::get_text(why) {
+            why if why.is_empty() => Error::Path { path, action, errno },
+            why => Error::NotDone { path, action, errno, why },
+        }
     }
 
     /// Which events the daemon logs: a filter in the syntax of the mount option `log`. Where one is

@@ -55,8 +55,10 @@ fn the_header_is_the_abi() {
         Segment as "gpunvme_segment" { file_offset, buffer_offset, len }
         gpunvme::gpu::Segment as "gpunvme_gpu_segment" { file_offset, address, len }
         abi::Moved as "gpunvme_moved" { p2p, bounce, host, hole, edge }
-        abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, reserved }
+        abi::Stats as "gpunvme_stats" { version, flags, calls, failed, read, write, buffers, buffer_bytes, processes, reasons, more_calls }
         abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
+        abi::Trim as "gpunvme_trim" { version, flags, start, len, minimum, next, trimmed, reserved, why }
+        abi::Grow as "gpunvme_grow" { version, flags, before, capacity, reserved, why }
         abi::Sync as "gpunvme_sync" { version, flags, reserved }
         abi::Log as "gpunvme_log" { version, flags, filter, reserved }
         abi::Metrics as "gpunvme_metrics" { version, flags, capacity, count, uptime, volume_bytes, free, dirty, cache_lookups,
@@ -102,6 +104,8 @@ fn the_header_is_the_abi() {
         ("GPUNVME_ATTACH", Command::Attach.request(0).into()),
         ("GPUNVME_DETACH", Command::Detach.request(0).into()),
         ("GPUNVME_GRANT", Command::Grant.request(0).into()),
+        ("GPUNVME_TRIM", Command::Trim.request(0).into()),
+        ("GPUNVME_GROW", Command::Grow.request(0).into()),
         ("GPUNVME_SYNC", Command::Sync.request(0).into()),
         ("GPUNVME_LOG", Command::Log.request(0).into()),
         ("GPUNVME_METRICS(3)", Command::Metrics.request(3).into()),

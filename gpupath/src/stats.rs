@@ -13,6 +13,9 @@ const SHARDS: usize = 16;
 /// The routes that transfers of the daemon take.
 const ROUTES: [Route; 3] = [Route::P2p, Route::Bounce, Route::Host];
 
+/// Commands that can be counted: as many as [`abi::Stats`] has room for.
+const CALLS: usize = 20;
+
 /// The counters. Each is exact; together they are of no one moment.
 #[derive(Debug)]
 pub struct Stats {
@@ -26,7 +29,7 @@ pub struct Stats {
 #[derive(Debug)]
 #[repr(align(64))]
 struct Shard {
-    calls: [AtomicU64; 16],
+    calls: [AtomicU64; CALLS],
     failed: AtomicU64,
     read: Counters,
     write: Counters,
@@ -135,6 +138,7 @@ impl Stats {
         };
         abi::Stats {
             calls: std::array::from_fn(|at| self.sum(|shard| &shard.calls[at])),
+            more_calls: std::array::from_fn(|at| self.sum(|shard| &shard.calls[16 + at])),
             failed: self.sum(|shard| &shard.failed),
             read: moved(|shard| &shard.read),
             write: moved(|shard| &shard.write),

@@ -16,8 +16,16 @@ pub const COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 pub const READ_ONLY_COMPATIBLE: FeatureSet = FeatureSet { known: 0, names: &[] };
 /// Features for which a program refuses the volume where it does not know them.
 pub const INCOMPATIBLE: FeatureSet = FeatureSet {
-    known: SEVERAL_DEVICES | CHANGED_UUID | REPLACED_NAMES,
-    names: &["data checksums", "shared extents", "inline data", "several devices", "changed UUID", "replaced names"],
+    known: SEVERAL_DEVICES | CHANGED_UUID | REPLACED_NAMES | SEVERAL_REGIONS,
+    names: &[
+        "data checksums",
+        "shared extents",
+        "inline data",
+        "several devices",
+        "changed UUID",
+        "replaced names",
+        "several regions",
+    ],
 };
 
 /// The incompatible feature of member superblocks ([`crate::member`]).
@@ -28,6 +36,10 @@ pub const CHANGED_UUID: u64 = 1 << 4;
 /// The incompatible feature of a dump of metadata with other names than the volume has: they lie
 /// where those did, not under their own hash ([`crate::key::NameHash`]).
 pub const REPLACED_NAMES: u64 = 1 << 5;
+
+/// The incompatible feature of a volume that has grown: it has regions behind the first
+/// ([`crate::geometry`]).
+pub const SEVERAL_REGIONS: u64 = 1 << 6;
 
 impl FeatureSet {
     /// The bits of `bits` that this program does not know.

@@ -12,6 +12,12 @@
 //! ..         data, from the next multiple of 512 blocks (2 MiB) on, in whole chunks of 512 blocks
 //! last       superblock copy
 //! ```
+//!
+//! Each time the volume grows, a *region* comes behind, with groups of its own: their descriptors,
+//! their bitmaps, data from the next multiple of 512 blocks on, and a superblock copy in the last
+//! block. Groups are numbered through all regions.
+
+use std::ops::Range;
 
 use crate::block::BLOCK_SIZE;
 
@@ -41,23 +47,79 @@ pub const ANCHORS: [u64; 2] = [1, 2];
 pub const STATE: u64 = 3;
 const DESCRIPTORS: u64 = 4;
 
+/// Most regions of a volume: the one that mkfs made, and those that it has grown by.
+pub const REGIONS_MAX: usize = 16;
+
 /// Where everything lies. All numbers are blocks unless they say otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Size of the volume.
     pub total_blocks: u64,
-    /// First block of the group bitmaps.
+    /// First block of the group bitmaps of the first region.
     pub bitmaps: u64,
     /// First block of the journal.
     pub journal: u64,
     /// Length of the journal.
     pub journal_blocks: u64,
-    /// First block of the data area.
+    /// First block of the data area of the first region.
     pub data: u64,
-    /// Chunks in the data area.
+    /// Chunks in the data areas of all regions.
     pub chunks: u64,
-    /// Number of groups.
+    /// Number of groups in all regions.
     pub groups: u64,
+    /// Regions.
+    count: usize,
+    /// The end of each region, and the number of its first group.
+    regions: [(u64, u64); REGIONS_MAX],
+}
+
+/// A part of the volume that has groups of its own: what mkfs made, or what the volume has grown
+/// by. Its last block is a copy of the superblock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Region {
+    /// First block behind it.
+    pub end: u64,
+    /// First block of its group descriptors.
+    pub descriptors: u64,
+    /// First block of its group bitmaps.
+    pub bitmaps: u64,
+    /// First block of its data area.
+    pub data: u64,
+    /// Chunks in its data area.
+    pub chunks: u64,
+    /// Number of its first group.
+    pub first_group: u64,
+}
+
+impl Region {
+    /// A region in blocks `start..end` behind others, which have so many groups. None where it is
+    /// too small.
+    fn behind(start: u64, end: u64, first_group: u64) -> Option<Region> {
+        let room = end.checked_sub(start)?.div_ceil(GROUP_BLOCKS);
+        let bitmaps = start + room.div_ceil(DESCRIPTORS_PER_BLOCK);
+        let data = (bitmaps + room).next_multiple_of(CHUNK_BLOCKS);
+        let chunks = end.checked_sub(1)?.checked_sub(data)? / CHUNK_BLOCKS;
+        (chunks >= 2).then_some(Region { end, descriptors: start, bitmaps, data, chunks, first_group })
+    }
+
+    /// Number of its groups.
+    pub fn groups(&self) -> u64 {
+        self.chunks.div_ceil(GROUP_CHUNKS)
+    }
+
+    /// End of its data area.
+    pub fn data_end(&self) -> u64 {
+        self.data + self.chunks * CHUNK_BLOCKS
+    }
+
+    /// Blocks of its group descriptors, with the groups that each describes.
+    pub fn descriptor_blocks(self) -> impl Iterator<Item = (u64, Range<u64>)> {
+        let end = self.first_group + self.groups();
+        (0..self.groups().div_ceil(DESCRIPTORS_PER_BLOCK)).map(move |number| {
+            let first = self.first_group + number * DESCRIPTORS_PER_BLOCK;
+            (self.descriptors + number, first..(first + DESCRIPTORS_PER_BLOCK).min(end))
+        })
+    }
 }
 
 impl Geometry {
@@ -81,58 +143,134 @@ impl Geometry {
         if chunks < 2 {
             return None;
         }
-        Some(Geometry { total_blocks, bitmaps, journal, journal_blocks, data, chunks, groups: chunks.div_ceil(GROUP_CHUNKS) })
+        let groups = chunks.div_ceil(GROUP_CHUNKS);
+        let mut regions = [(0, 0); REGIONS_MAX];
+        regions[0] = (total_blocks, 0);
+        Some(Geometry { total_blocks, bitmaps, journal, journal_blocks, data, chunks, groups, count: 1, regions })
     }
 
-    /// Addresses of the superblock and its copies.
-    pub fn superblocks(&self) -> [u64; 3] {
-        [SUPERBLOCK, self.journal - 1, self.total_blocks - 1]
+    /// The volume when it has grown up to `total_blocks`; `None` when that is too little more, or
+    /// out of range, or it has as many regions as it can have.
+    pub fn grown(&self, total_blocks: u64) -> Option<Geometry> {
+        if self.count == REGIONS_MAX || total_blocks > TOTAL_BLOCKS_MAX {
+            return None;
+        }
+        let region = Region::behind(self.total_blocks, total_blocks, self.groups)?;
+        let mut grown = *self;
+        grown.regions[self.count] = (total_blocks, self.groups);
+        grown.count += 1;
+        grown.total_blocks = total_blocks;
+        grown.chunks += region.chunks;
+        grown.groups += region.groups();
+        Some(grown)
+    }
+
+    /// The regions.
+    pub fn regions(&self) -> impl DoubleEndedIterator<Item = Region> + ExactSizeIterator + '_ {
+        (0..self.count).map(|number| self.region(number))
+    }
+
+    fn region(&self, number: usize) -> Region {
+        let (end, first_group) = self.regions[number];
+        let Some((start, _)) = number.checked_sub(1).map(|before| self.regions[before]) else {
+            let (bitmaps, data) = (self.bitmaps, self.data);
+            return Region { end, descriptors: DESCRIPTORS, bitmaps, data, chunks: (end - 1 - data) / CHUNK_BLOCKS, first_group };
+        };
+        Region::behind(start, end, first_group).expect("checked when it was added")
+    }
+
+    /// The region of a group.
+    fn of_group(&self, group: u64) -> Region {
+        assert!(group < self.groups);
+        let behind = self.regions[1..self.count].iter().take_while(|(_, first)| *first <= group).count();
+        self.region(behind)
+    }
+
+    /// The region of a block of the volume.
+    fn of_block(&self, block: u64) -> Region {
+        let before = self.regions[..self.count - 1].iter().take_while(|(end, _)| *end <= block).count();
+        self.region(before)
+    }
+
+    /// Addresses of the superblock and its copies: the last is that in the volume's last block.
+    pub fn superblocks(&self) -> Vec<u64> {
+        let ends = self.regions[..self.count].iter().map(|(end, _)| end - 1);
+        [SUPERBLOCK, self.journal - 1].into_iter().chain(ends).collect()
     }
 
     /// Block and index in it of the descriptor of a group.
     pub fn descriptor(&self, group: u64) -> (u64, usize) {
-        assert!(group < self.groups);
-        (DESCRIPTORS + group / DESCRIPTORS_PER_BLOCK, (group % DESCRIPTORS_PER_BLOCK) as usize)
+        let region = self.of_group(group);
+        let number = group - region.first_group;
+        (region.descriptors + number / DESCRIPTORS_PER_BLOCK, (number % DESCRIPTORS_PER_BLOCK) as usize)
     }
 
-    /// Addresses of all descriptor blocks.
-    pub fn descriptor_blocks(&self) -> std::ops::Range<u64> {
-        DESCRIPTORS..DESCRIPTORS + self.groups.div_ceil(DESCRIPTORS_PER_BLOCK)
+    /// All descriptor blocks, with the groups that each describes.
+    pub fn descriptor_blocks(&self) -> impl Iterator<Item = (u64, Range<u64>)> + '_ {
+        self.regions().flat_map(Region::descriptor_blocks)
     }
 
     /// Address of the bitmap of a group.
     pub fn bitmap(&self, group: u64) -> u64 {
-        assert!(group < self.groups);
-        self.bitmaps + group
+        let region = self.of_group(group);
+        region.bitmaps + group - region.first_group
     }
 
-    /// Chunks of a group: the last one may have fewer than the others.
+    /// The group whose bitmap lies at an address.
+    pub fn bitmap_group(&self, address: u64) -> Option<u64> {
+        let region = self.of_block(address);
+        let number = address.checked_sub(region.bitmaps).filter(|number| *number < region.groups())?;
+        Some(region.first_group + number)
+    }
+
+    /// Whether a block of metadata that changes after mkfs may lie at an address.
+    pub fn is_home(&self, address: u64) -> bool {
+        let region = self.of_block(address);
+        let descriptors = region.descriptors..region.descriptors + region.groups().div_ceil(DESCRIPTORS_PER_BLOCK);
+        address == STATE
+            || descriptors.contains(&address)
+            || self.bitmap_group(address).is_some()
+            || self.contains_data(address, 1)
+    }
+
+    /// Chunks of a group: the last one of a region may have fewer than the others.
     pub fn group_chunks(&self, group: u64) -> u64 {
-        (self.chunks - group * GROUP_CHUNKS).min(GROUP_CHUNKS)
+        let region = self.of_group(group);
+        (region.chunks - (group - region.first_group) * GROUP_CHUNKS).min(GROUP_CHUNKS)
     }
 
     /// First block of a group's data.
     pub fn group_start(&self, group: u64) -> u64 {
-        self.data + group * GROUP_BLOCKS
+        let region = self.of_group(group);
+        region.data + (group - region.first_group) * GROUP_BLOCKS
+    }
+
+    /// The first group that ends behind a block; the number of groups where none does.
+    pub fn group_behind(&self, block: u64) -> u64 {
+        let region = self.of_block(block);
+        let before = block.saturating_sub(region.data) / GROUP_BLOCKS;
+        if block < region.data_end() { region.first_group + before } else { region.first_group + region.groups() }
     }
 
     /// Group of a data block, and the block's number in that group.
     pub fn locate(&self, block: u64) -> (u64, u64) {
-        let at = block - self.data;
-        (at / GROUP_BLOCKS, at % GROUP_BLOCKS)
+        let region = self.of_block(block);
+        let at = block - region.data;
+        (region.first_group + at / GROUP_BLOCKS, at % GROUP_BLOCKS)
     }
 
-    /// End of the data area.
+    /// End of the last data area.
     pub fn data_end(&self) -> u64 {
-        self.data + self.chunks * CHUNK_BLOCKS
+        self.region(self.count - 1).data_end()
     }
 
-    /// Whether the blocks lie in the data area.
+    /// Whether the blocks lie in one data area.
     pub fn contains_data(&self, block: u64, len: u64) -> bool {
-        block >= self.data && block.checked_add(len).is_some_and(|end| end <= self.data_end())
+        let region = self.of_block(block);
+        block >= region.data && block.checked_add(len).is_some_and(|end| end <= region.data_end())
     }
 
-    /// Blocks in the data area.
+    /// Blocks in the data areas.
     pub fn data_blocks(&self) -> u64 {
         self.chunks * CHUNK_BLOCKS
     }
@@ -153,7 +291,8 @@ mod tests {
         #[test]
         fn areas_do_not_overlap_and_stay_on_the_volume(total in 0u64..1 << 45, journal in 0u64..40_000) {
             let Some(g) = Geometry::new(total, journal) else { return Ok(()) };
-            prop_assert!(g.descriptor_blocks().end <= g.bitmaps);
+            let region = g.regions().next().expect("there is one");
+            prop_assert!(region.descriptor_blocks().all(|(address, _)| address < g.bitmaps));
             prop_assert!(g.bitmaps + g.groups <= g.superblocks()[1]);
             prop_assert!(g.superblocks()[1] < g.journal);
             prop_assert!(g.journal + g.journal_blocks <= g.data);
@@ -161,6 +300,47 @@ mod tests {
             prop_assert!(g.data_end() < g.total_blocks);
             prop_assert_eq!((0..g.groups.min(100)).map(|i| g.group_chunks(i)).min().is_some_and(|n| n > 0), true);
             prop_assert_eq!(g.locate(g.data_end() - 1).0, g.groups - 1);
+        }
+
+        #[test]
+        fn regions_follow_one_another_and_each_group_has_its_place(
+            first in 4096u64..1 << 21, more in proptest::collection::vec(0u64..1 << 20, 0..REGIONS_MAX + 2),
+        ) {
+            let Some(mut g) = Geometry::new(first, 1024) else { return Ok(()) };
+            let chunks = g.chunks;
+            for more in more {
+                let Some(grown) = g.grown(g.total_blocks + more) else { continue };
+                // What lay on the volume lies where it did.
+                for group in 0..g.groups {
+                    prop_assert_eq!(g.descriptor(group), grown.descriptor(group));
+                    prop_assert_eq!((g.bitmap(group), g.group_start(group)), (grown.bitmap(group), grown.group_start(group)));
+                    prop_assert_eq!(g.group_chunks(group), grown.group_chunks(group));
+                }
+                g = grown;
+            }
+            prop_assert!(g.regions().len() <= REGIONS_MAX);
+            let mut end = 0;
+            for region in g.regions() {
+                prop_assert!(region.descriptors >= end && region.bitmaps > region.descriptors && region.data % CHUNK_BLOCKS == 0);
+                prop_assert!(region.bitmaps + region.groups() <= region.data && region.data_end() < region.end);
+                prop_assert!(g.superblocks().contains(&(region.end - 1)) && !g.contains_data(region.end - 1, 1));
+                prop_assert!(g.contains_data(region.data, region.chunks * CHUNK_BLOCKS));
+                prop_assert!(!g.contains_data(region.data, region.chunks * CHUNK_BLOCKS + 1));
+                prop_assert_eq!(g.group_behind(region.descriptors), region.first_group);
+                prop_assert_eq!(g.group_behind(region.end - 1), region.first_group + region.groups());
+                end = region.end;
+            }
+            prop_assert!(end == g.total_blocks && g.chunks >= chunks);
+            prop_assert_eq!((0..g.groups).map(|group| g.group_chunks(group)).sum::<u64>(), g.chunks);
+            let described: Vec<u64> = g.descriptor_blocks().flat_map(|(_, groups)| groups).collect();
+            prop_assert_eq!(described, (0..g.groups).collect::<Vec<_>>());
+            for group in 0..g.groups {
+                let (start, len) = (g.group_start(group), g.group_chunks(group) * CHUNK_BLOCKS);
+                prop_assert_eq!((g.locate(start), g.locate(start + len - 1)), ((group, 0), (group, len - 1)));
+                prop_assert_eq!((g.group_behind(start), g.group_behind(start + len - 1)), (group, group));
+                prop_assert_eq!(g.bitmap_group(g.bitmap(group)), Some(group));
+                prop_assert!(g.is_home(g.bitmap(group)) && g.is_home(g.descriptor(group).0) && g.is_home(start));
+            }
         }
     }
 

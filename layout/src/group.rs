@@ -15,7 +15,7 @@
 use std::ops::Range;
 
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
-use crate::geometry::{CHUNK_BLOCKS, DESCRIPTORS_PER_BLOCK, GROUP_BLOCKS, GROUP_CHUNKS};
+use crate::geometry::{CHUNK_BLOCKS, GROUP_BLOCKS, GROUP_CHUNKS};
 use crate::{Block, Corrupt, Geometry, le};
 
 /// What a chunk is used for.
@@ -92,9 +92,18 @@ impl Descriptor {
 
 /// Bytes of the descriptor block at `address` that mean something, besides the header.
 pub fn descriptor_fields(geometry: &Geometry, address: u64) -> Range<usize> {
-    let before = (address - geometry.descriptor_blocks().start) * DESCRIPTORS_PER_BLOCK;
-    let here = geometry.groups.saturating_sub(before).min(DESCRIPTORS_PER_BLOCK);
-    DESCRIPTORS..DESCRIPTORS + here as usize * DESCRIPTOR_SIZE
+    let here = geometry.descriptor_blocks().find(|(block, _)| *block == address);
+    let groups = here.map_or(0, |(_, groups)| groups.end - groups.start);
+    DESCRIPTORS..DESCRIPTORS + groups as usize * DESCRIPTOR_SIZE
+}
+
+/// A descriptor block of a group, and those beside it, that nothing was allocated in.
+pub fn new_descriptors(geometry: &Geometry, address: u64, groups: Range<u64>, uuid: &Uuid) -> Block {
+    let mut block = Block::new(BlockKind::Descriptors, address, uuid);
+    for (index, group) in groups.enumerate() {
+        Descriptor::empty(geometry, group).store(&mut block, index);
+    }
+    block
 }
 
 /// The bitmap block of a group that nothing was allocated in.

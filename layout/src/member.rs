@@ -83,6 +83,14 @@ impl Striping {
         Striping { members, unit, data: DATA, data_blocks: data_blocks - data_blocks % u64::from(unit.max(1)) }.checked()
     }
 
+    /// The same on members that have become so large, in blocks, and have room for more. None where
+    /// the smallest has not.
+    pub fn grown(&self, blocks: &[u64]) -> Option<Striping> {
+        let room = blocks.iter().copied().min()?.checked_sub(self.data + 1)?.min(TOTAL_BLOCKS_MAX / u64::from(self.members));
+        let data_blocks = room - room % u64::from(self.unit);
+        (data_blocks > self.data_blocks).then_some(Striping { data_blocks, ..*self })
+    }
+
     /// Blocks of the volume.
     pub fn total_blocks(&self) -> u64 {
         self.data_blocks * u64::from(self.members)
@@ -314,6 +322,15 @@ mod tests {
         {
             assert_eq!(Striping::new(blocks, unit), None, "{} members, unit {unit}", blocks.len());
         }
+    }
+
+    #[test]
+    fn members_that_became_larger_have_more_of_the_volume() {
+        let striping = Striping::new(&[10_000, 9_000], 64).unwrap();
+        let grown = striping.grown(&[20_000, 19_000]).unwrap();
+        assert_eq!((grown.data, grown.data_blocks), (striping.data, (19_000 - 513) / 64 * 64));
+        assert_eq!(striping.grown(&[20_000, 9_000]), None, "the smallest counts");
+        assert_eq!(striping.grown(&[20_000, 8_000]), None);
     }
 
     #[test]

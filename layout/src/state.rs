@@ -10,9 +10,10 @@
 //! | 88 | 8 | free blocks, those inside metadata chunks not counted |
 //! | 96 | 8 | wholly free chunks |
 //! | 104 | 1 | level of the root node |
+//! | 106 | 2 | regions behind the first that the counters count |
 
 use crate::block::{BlockKind, Uuid};
-use crate::geometry::STATE;
+use crate::geometry::{CHUNK_BLOCKS, STATE};
 use crate::key::{INO_MAX, INO_ROOT};
 use crate::node::LEVEL_MAX;
 use crate::{Block, Corrupt, Geometry, le};
@@ -32,10 +33,13 @@ pub struct State {
     pub free_blocks: u64,
     /// Wholly free chunks.
     pub free_chunks: u64,
+    /// Regions behind the first that the counters count. The volume may have one more, where its
+    /// growth was cut short.
+    pub regions: u16,
 }
 
 /// Bytes of the block that mean something, besides the header.
-pub const FIELDS: std::ops::Range<usize> = ROOT..LEVEL + 1;
+pub const FIELDS: std::ops::Range<usize> = ROOT..REGIONS + 2;
 
 const ROOT: usize = 64;
 const NEXT_INO: usize = 72;
@@ -43,8 +47,19 @@ const INODES: usize = 80;
 const FREE_BLOCKS: usize = 88;
 const FREE_CHUNKS: usize = 96;
 const LEVEL: usize = 104;
+const REGIONS: usize = 106;
 
 impl State {
+    /// Counts what is free in the regions of the volume that it does not count yet, of which
+    /// nothing was used.
+    pub fn count_regions(&mut self, geometry: &Geometry) {
+        for region in geometry.regions().skip(1 + usize::from(self.regions)) {
+            self.free_blocks += region.chunks * CHUNK_BLOCKS;
+            self.free_chunks += region.chunks;
+            self.regions += 1;
+        }
+    }
+
     /// A new block with this state.
     pub fn encode(&self, uuid: &Uuid) -> Block {
         let mut block = Block::new(BlockKind::State, STATE, uuid);
@@ -61,6 +76,7 @@ impl State {
         le::put_u64(bytes, FREE_BLOCKS, self.free_blocks);
         le::put_u64(bytes, FREE_CHUNKS, self.free_chunks);
         bytes[LEVEL] = self.level;
+        le::put_u16(bytes, REGIONS, self.regions);
     }
 
     /// Reads a verified state block.
@@ -74,6 +90,7 @@ impl State {
             inodes: le::get_u64(bytes, INODES),
             free_blocks: le::get_u64(bytes, FREE_BLOCKS),
             free_chunks: le::get_u64(bytes, FREE_CHUNKS),
+            regions: le::get_u16(bytes, REGIONS),
         };
         let fail = |what| Err(Corrupt::Field { address: STATE, what });
         if !geometry.contains_data(state.root, 1) || state.level > LEVEL_MAX {
@@ -84,6 +101,9 @@ impl State {
         }
         if state.free_blocks > geometry.data_blocks() || state.free_chunks > geometry.chunks || state.inodes >= state.next_ino {
             return fail("counters of the volume are impossible");
+        }
+        if usize::from(state.regions) >= geometry.regions().len() {
+            return fail("it counts more regions than the volume has");
         }
         Ok(state)
     }
@@ -96,7 +116,8 @@ mod tests {
     #[test]
     fn it_survives_the_round_trip_and_refuses_the_impossible() {
         let geometry = Geometry::new(1 << 20, 4096).unwrap();
-        let state = State { root: geometry.data, level: 3, next_ino: 100, inodes: 4, free_blocks: 77, free_chunks: 0 };
+        let state =
+            State { root: geometry.data, level: 3, next_ino: 100, inodes: 4, free_blocks: 77, free_chunks: 0, regions: 0 };
         assert_eq!(State::decode(&state.encode(&[1; 16]), &geometry), Ok(state));
         for bad in [
             State { root: 5, ..state },

@@ -13,21 +13,23 @@
 //! | 88 | 8 | compatible features: a mount may ignore those it does not know |
 //! | 96 | 8 | read-only compatible features: unknown ones allow reading only |
 //! | 104 | 8 | incompatible features: unknown ones refuse the mount |
-//! | 112 | 8 | total blocks |
+//! | 112 | 8 | blocks of the first region |
 //! | 120 | 8 | journal blocks |
 //! | 128 | 16 | key of the name hash |
 //! | 144 | 12 | time of creation: seconds (8), nanoseconds (4) |
 //! | 156 | 4 | reserved, zero |
 //! | 160 | 64 | label, UTF-8, padded with zeros |
 //! | 312 | 16 | changed UUID, where that feature is set |
+//! | 328 | 2 | regions behind the first, where that feature is set |
+//! | 336 | 8 each | the block behind the last one of each, 15 at the most |
 //!
 //! The features themselves are in [`crate::features`].
 
 use std::ops::Range;
 
 use crate::block::{BLOCK_SIZE, BlockKind, Uuid};
-use crate::features::{CHANGED_UUID, INCOMPATIBLE, READ_ONLY_COMPATIBLE, REPLACED_NAMES, SEVERAL_DEVICES};
-use crate::geometry::SUPERBLOCK;
+use crate::features::{CHANGED_UUID, INCOMPATIBLE, READ_ONLY_COMPATIBLE, REPLACED_NAMES, SEVERAL_DEVICES, SEVERAL_REGIONS};
+use crate::geometry::{REGIONS_MAX, SUPERBLOCK};
 use crate::key::NameHash;
 use crate::{Block, Corrupt, Geometry, Timestamp, le};
 
@@ -51,13 +53,17 @@ const AT_HASH_KEY: usize = 128;
 const AT_CREATED: usize = 144;
 const AT_LABEL: usize = 160;
 const AT_CHANGED_UUID: usize = 312;
+const AT_REGIONS: usize = 328;
+const AT_REGION_ENDS: usize = 336;
 
 /// Bytes of the block that mean something, besides the header.
-const FIELDS: [Range<usize>; 4] = [
+const FIELDS: [Range<usize>; 6] = [
     AT_SIGNATURE..AT_VERSION + 4,
     AT_COMPAT..AT_CREATED + 12,
     AT_LABEL..AT_LABEL + LABEL_MAX,
     AT_CHANGED_UUID..AT_CHANGED_UUID + 16,
+    AT_REGIONS..AT_REGIONS + 2,
+    AT_REGION_ENDS..AT_REGION_ENDS + 8 * (REGIONS_MAX - 1),
 ];
 
 /// Makes of bytes a number that says nothing of them but whether they are the same.
@@ -79,8 +85,10 @@ pub struct Superblock {
     pub uuid: Uuid,
     /// What people call it by.
     pub names: Names,
-    /// Size of the volume in blocks.
+    /// Size in blocks that mkfs gave the volume: the first region.
     pub total_blocks: u64,
+    /// The block behind the last one of each region that it has grown by.
+    pub grown: Vec<u64>,
     /// Length of the journal in blocks.
     pub journal_blocks: u64,
     /// Key of the hash that orders names: without it names cannot be made to collide.
@@ -108,7 +116,7 @@ pub struct Identity {
 impl Superblock {
     /// The layout of the volume.
     pub fn geometry(&self) -> Geometry {
-        Geometry::new(self.total_blocks, self.journal_blocks).expect("checked when it was decoded or made")
+        layout(self.total_blocks, self.journal_blocks, &self.grown).expect("checked when it was decoded or made")
     }
 
     /// The stored form of the copy at `address`, sealed.
@@ -118,6 +126,8 @@ impl Superblock {
         le::put_u64(bytes, AT_TOTAL, self.total_blocks);
         le::put_u64(bytes, AT_JOURNAL, self.journal_blocks);
         bytes[AT_HASH_KEY..AT_HASH_KEY + 16].copy_from_slice(&self.hash_key);
+        put_regions(&mut block, &self.grown);
+        let bytes = block.bytes_mut();
         if self.replaced_names {
             let features = le::get_u64(bytes, AT_INCOMPAT) | REPLACED_NAMES;
             le::put_u64(bytes, AT_INCOMPAT, features);
@@ -142,6 +152,15 @@ impl Superblock {
     pub fn renamed(block: &Block, names: &Names) -> Block {
         let mut block = block.clone();
         put_names(&mut block, names);
+        block.seal(block.sequence());
+        block
+    }
+
+    /// A superblock, intact and of a known version, of a volume with these regions, sealed for the
+    /// same address.
+    pub fn grown(block: &Block, grown: &[u64]) -> Block {
+        let mut block = block.clone();
+        put_regions(&mut block, grown);
         block.seal(block.sequence());
         block
     }
@@ -215,11 +234,14 @@ impl Superblock {
         }
         let total_blocks = le::get_u64(bytes, AT_TOTAL);
         let journal_blocks = le::get_u64(bytes, AT_JOURNAL);
-        if Geometry::new(total_blocks, journal_blocks).is_none() {
-            return fail(format!("impossible geometry: {total_blocks} blocks with a journal of {journal_blocks}"));
-        }
-        if total_blocks > device_blocks {
-            let (want, have) = (total_blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);
+        let grown = if features & SEVERAL_REGIONS != 0 { regions(block) } else { Vec::new() };
+        let Some(geometry) = layout(total_blocks, journal_blocks, &grown) else {
+            return fail(format!(
+                "impossible geometry: {total_blocks} blocks with a journal of {journal_blocks}, grown to {grown:?}"
+            ));
+        };
+        if geometry.total_blocks > device_blocks {
+            let (want, have) = (geometry.total_blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);
             return fail(format!(
                 "the volume has {want} bytes, the device only {have}: it was truncated, or copied in part; copy all of it \
                  again, or, of an image, save what is left: `truncate -s {want}` it, then fsck.gpunvme -y"
@@ -229,6 +251,7 @@ impl Superblock {
             uuid: block.uuid(),
             names: names(block),
             total_blocks,
+            grown,
             journal_blocks,
             hash_key: bytes[AT_HASH_KEY..AT_HASH_KEY + 16].try_into().expect("sixteen bytes"),
             created: Timestamp {
@@ -265,6 +288,30 @@ fn put_names(block: &mut Block, names: &Names) {
     bytes[AT_CHANGED_UUID..AT_CHANGED_UUID + 16].copy_from_slice(&changed_uuid.unwrap_or_default());
 }
 
+/// The layout of a volume that mkfs made so large, and that has grown so; `None` where it cannot
+/// be.
+fn layout(total_blocks: u64, journal_blocks: u64, grown: &[u64]) -> Option<Geometry> {
+    let first = Geometry::new(total_blocks, journal_blocks)?;
+    grown.iter().try_fold(first, |geometry, end| geometry.grown(*end))
+}
+
+fn put_regions(block: &mut Block, grown: &[u64]) {
+    assert!(grown.len() < REGIONS_MAX);
+    let bytes = block.bytes_mut();
+    let others = le::get_u64(bytes, AT_INCOMPAT) & !SEVERAL_REGIONS;
+    le::put_u64(bytes, AT_INCOMPAT, others | if grown.is_empty() { 0 } else { SEVERAL_REGIONS });
+    le::put_u16(bytes, AT_REGIONS, grown.len() as u16);
+    for (number, end) in grown.iter().enumerate() {
+        le::put_u64(bytes, AT_REGION_ENDS + 8 * number, *end);
+    }
+}
+
+/// The ends of the regions behind the first. Of more than there can be, too many.
+fn regions(block: &Block) -> Vec<u64> {
+    let count = usize::from(le::get_u16(block.bytes(), AT_REGIONS)).clamp(1, REGIONS_MAX);
+    (0..count).map(|number| le::get_u64(block.bytes(), AT_REGION_ENDS + 8 * number)).collect()
+}
+
 /// Whether the bytes look like a superblock of a volume or a member, intact or not.
 pub(crate) fn recognize(bytes: &[u8; BLOCK_SIZE]) -> bool {
     bytes[SIGNATURE] == *MARK
@@ -292,6 +339,7 @@ mod tests {
             uuid: [9; 16],
             names: Names { label: "data".into(), changed_uuid: None },
             total_blocks: 1 << 20,
+            grown: Vec::new(),
             journal_blocks: 4096,
             hash_key: [4; 16],
             created: Timestamp { seconds: 5, nanoseconds: 6 },
@@ -327,6 +375,7 @@ mod tests {
             uuid: [0x11; 16],
             names: Names { label: "L".repeat(LABEL_MAX), changed_uuid: Some([0x77; 16]) },
             total_blocks: 0x2222_2222,
+            grown: vec![0x4444_4444, 0x5555_5555],
             journal_blocks: 0x33_3333,
             hash_key: [0x44; 16],
             created: Timestamp { seconds: 0x5555_5555_5555_5555, nanoseconds: 0x6666_6666 },
@@ -338,7 +387,7 @@ mod tests {
         expected[..64].copy_from_slice(&block.bytes()[..64]); // the header, which `block` tests
         expected[64..80].copy_from_slice(b"gpunvme volume\x1a\n");
         expected[80] = 1;
-        expected[104] = 0b11_0000;
+        expected[104] = 0b111_0000;
         expected[112..116].fill(0x22);
         expected[120..123].fill(0x33);
         expected[128..144].fill(0x44);
@@ -346,8 +395,29 @@ mod tests {
         expected[152..156].fill(0x66);
         expected[160..224].fill(b'L');
         expected[312..328].fill(0x77);
+        expected[328] = 2;
+        expected[336..340].fill(0x44);
+        expected[344..348].fill(0x55);
         let differs = (0..BLOCK_SIZE).find(|&at| block.bytes()[at] != expected[at]);
         assert_eq!(differs, None, "the byte at this offset");
+    }
+
+    #[test]
+    fn growth_changes_nothing_else_and_what_cannot_be_is_refused() {
+        let old = superblock();
+        let grown = Superblock::grown(&old.encode(0), &[2 << 20, 3 << 20]);
+        let expected = Superblock { grown: vec![2 << 20, 3 << 20], ..old.clone() };
+        assert_eq!(Superblock::decode(&grown, 0, 3 << 20), Ok(expected.clone()));
+        assert_eq!(expected.geometry().total_blocks, 3 << 20);
+        assert!(Superblock::decode(&grown, 0, (3 << 20) - 1).unwrap_err().to_string().contains("truncated"));
+        let refused = |ends: &[u64]| Superblock::decode(&Superblock::grown(&old.encode(0), ends), 0, u64::MAX).unwrap_err();
+        for ends in [&[1 << 20][..], &[(1 << 20) + 5], &[2 << 20, 2 << 20], &[3 << 20, 2 << 20], &[1 << 45]] {
+            assert!(refused(ends).to_string().contains("impossible geometry"), "{ends:?}");
+        }
+        let mut counts_too_many = grown;
+        counts_too_many.bytes_mut()[AT_REGIONS] = 0xff;
+        counts_too_many.seal(0);
+        assert!(Superblock::decode(&counts_too_many, 0, u64::MAX).unwrap_err().to_string().contains("impossible geometry"));
     }
 
     #[test]

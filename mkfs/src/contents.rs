@@ -75,7 +75,7 @@ fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> 
         }));
     }
     let mut bytes = [0; BLOCK_SIZE];
-    if device.geometry().len >= BLOCK_SIZE as u64 {
+    if device.geometry().len.get() >= BLOCK_SIZE as u64 {
         let region = Region::allocate(BLOCK_SIZE)?;
         Io::inline(Arc::clone(device))?.run(vec![Request::read(Geometry::byte(SUPERBLOCK), vec![region.span(0..BLOCK_SIZE)])])?;
         region.read_at(0, &mut bytes)?;
@@ -94,7 +94,7 @@ fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> 
 
 /// A file in memory, as long as the device, that holds what the device does at its ends.
 fn copy_of_ends(device: &Arc<dyn BlockDevice>) -> Result<OwnedFd, String> {
-    let len = device.geometry().len;
+    let len = device.geometry().len.get();
     let piece = ENDS_LEN.min(len);
     let file = rustix::fs::memfd_create("ends", MemfdFlags::CLOEXEC).map_err(|error| error.to_string())?;
     rustix::fs::ftruncate(&file, len).map_err(|error| error.to_string())?;

@@ -96,7 +96,7 @@ pub fn make(arguments: &Arguments) -> Result<Report, Refusal> {
         None => Arc::clone(&devices[0]),
     };
     let failed = |error: &dyn ToString| Refusal::new(volume.name(), error.to_string());
-    let geometry = plan(volume.geometry().len).map_err(|why| failed(&why))?;
+    let geometry = plan(volume.geometry().len.get()).map_err(|why| failed(&why))?;
     for device in devices.iter().filter(|_| !arguments.force) {
         let refused = |why: String| Refusal::new(device.name(), why);
         if let Some(found) = contents::find(device).map_err(refused)? {
@@ -153,10 +153,10 @@ fn claim_all(names: &[&str], dry_run: bool) -> Result<Vec<Arc<dyn BlockDevice>>,
 
 /// How a volume lies on these devices.
 fn striping(devices: &[Arc<dyn BlockDevice>], unit: u32) -> Result<Striping, Refusal> {
-    let blocks: Vec<u64> = devices.iter().map(|device| device.geometry().len / BLOCK_SIZE as u64).collect();
+    let blocks: Vec<u64> = devices.iter().map(|device| device.geometry().len.get() / BLOCK_SIZE as u64).collect();
     Striping::new(&blocks, unit).ok_or_else(|| {
-        let smallest = devices.iter().min_by_key(|device| device.geometry().len).expect("there are several");
-        let len = smallest.geometry().len;
+        let smallest = devices.iter().min_by_key(|device| device.geometry().len.get()).expect("there are several");
+        let len = smallest.geometry().len.get();
         Refusal::new(smallest.name(), format!("too small for a member of a volume: this has {}", Binary(len)))
     })
 }

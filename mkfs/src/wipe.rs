@@ -14,10 +14,10 @@ pub(crate) const ENDS_LEN: u64 = 1 << 20;
 /// If the device fails a command.
 pub fn wipe(device: &Arc<dyn BlockDevice>) -> Result<()> {
     let geometry = device.geometry();
-    let len = ENDS_LEN.min(geometry.len);
+    let len = ENDS_LEN.min(geometry.len.get());
     let io = Io::inline(Arc::clone(device))?;
     let zeros = Region::allocate(len as usize)?;
-    let ends = [0, geometry.len - len].map(|offset| {
+    let ends = [0, geometry.len.get() - len].map(|offset| {
         if geometry.write_zeroes {
             Request::write_zeroes(offset, len)
         } else {

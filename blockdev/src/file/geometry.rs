@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::claim::{IntoErrno, explain, no_direct_io};
 use super::target::Kind;
-use crate::{Error, Geometry, OpenMode, Result};
+use crate::{Error, Geometry, Length, OpenMode, Result};
 
 const MAX_LOGICAL_BLOCK: u32 = 4096;
 const MAX_TRANSFER: u32 = 8 << 20;
@@ -53,7 +53,7 @@ fn block_geometry(name: &Arc<str>, file: &File, mode: OpenMode) -> Result<Geomet
             discard: writable && zeroes,
             write_zeroes: writable && zeroes,
             read_only: !writable,
-            ..BASE
+            ..base()
         },
     )
 }
@@ -67,23 +67,37 @@ fn file_geometry(name: &Arc<str>, file: &File, mode: OpenMode) -> Result<Geometr
     };
     let writable = mode == OpenMode::ReadWrite;
     let punches = writable && punches_holes(file, len);
-    let geometry_bits = Geometry { volatile_cache: true, discard: punches, write_zeroes: punches, read_only: !writable, ..BASE };
+    let geometry_bits =
+        Geometry { volatile_cache: true, discard: punches, write_zeroes: punches, read_only: !writable, ..base() };
     geometry(name, len, block.max(512), memory, geometry_bits)
 }
 
+/// How long an open file or block device is now, in whole logical blocks.
+pub(super) fn length(name: &Arc<str>, file: &File, logical_block: u32) -> Result<u64> {
+    // The end of a block device is its size (the kernel keeps st_size at 0).
+    let len = rustix::fs::seek(file, SeekFrom::End(0)).map_err(|errno| Error::System {
+        device: name.clone(),
+        action: "asking for its size",
+        errno: errno.raw_os_error(),
+    })?;
+    Ok(len - len % u64::from(logical_block))
+}
+
 /// What every file and block device has in common.
-const BASE: Geometry = Geometry {
-    len: 0,
-    logical_block: 0,
-    memory_alignment: 0,
-    max_transfer: MAX_TRANSFER,
-    queue_depth: QUEUE_DEPTH,
-    max_queues: MAX_QUEUES,
-    volatile_cache: true,
-    discard: false,
-    write_zeroes: false,
-    read_only: false,
-};
+fn base() -> Geometry {
+    Geometry {
+        len: Length::new(0),
+        logical_block: 0,
+        memory_alignment: 0,
+        max_transfer: MAX_TRANSFER,
+        queue_depth: QUEUE_DEPTH,
+        max_queues: MAX_QUEUES,
+        volatile_cache: true,
+        discard: false,
+        write_zeroes: false,
+        read_only: false,
+    }
+}
 
 /// Fills in lengths and alignments.
 fn geometry(name: &Arc<str>, len: u64, logical_block: u32, memory: u32, rest: Geometry) -> Result<Geometry> {
@@ -100,7 +114,7 @@ fn geometry(name: &Arc<str>, len: u64, logical_block: u32, memory: u32, rest: Ge
             });
         }
     }
-    Ok(Geometry { len: len - len % u64::from(logical_block), logical_block, memory_alignment, ..rest })
+    Ok(Geometry { len: Length::new(len - len % u64::from(logical_block)), logical_block, memory_alignment, ..rest })
 }
 
 /// The alignment that direct I/O needs of memory and of offsets (statx(2), STATX_DIOALIGN; Linux

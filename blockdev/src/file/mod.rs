@@ -76,4 +76,9 @@ impl BlockDevice for FileDevice {
     }
 
     fn unmap(&self, _region: &Region) {}
+
+    fn look_again(&self) -> Result<u64> {
+        let Target { name, geometry, file, .. } = &*self.target;
+        Ok(geometry.len.grow(geometry::length(name, file, geometry.logical_block)?))
+    }
 }

@@ -437,7 +437,7 @@ mod tests {
         std::fs::write(&path, vec![1; LEN]).expect("an image");
         let device = FileDevice::open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadOnly).expect("it opens");
         let queue = device.queue(submission).expect("a queue");
-        assert_eq!(queue.target.geometry.len, LEN as u64);
+        assert_eq!(queue.target.geometry.len.get(), LEN as u64);
         let region = Region::allocate(LEN).expect("memory");
         // Spans of 4 KiB in reverse order, so that none can be merged.
         let spans: Vec<Span> = (0..LEN / 4096).rev().map(|n| region.span(n * 4096..(n + 1) * 4096)).collect();

@@ -315,7 +315,7 @@ impl Core {
     }
 
     /// Makes a new I/O queue pair.
-    pub(super) fn open_queue(&self, setup: QueueSetup) -> Result<Arc<IoQueue>> {
+    pub(super) fn open_queue(&self, setup: Arc<QueueSetup>) -> Result<Arc<IoQueue>> {
         let mut lifecycle = self.lifecycle.lock();
         if let Some(error) = self.broken() {
             return Err(error.clone());

@@ -19,7 +19,7 @@ const MAX_DISCARD: u64 = 1 << 30;
 
 /// A queue's lists and its bounce buffer.
 pub(super) struct Encoder {
-    setup: QueueSetup,
+    setup: Arc<QueueSetup>,
     dma: Arc<Dma>,
     /// For each command in flight a list of PRPs, of SGL descriptors, or of ranges.
     lists: DmaMemory,
@@ -38,7 +38,7 @@ pub(super) struct Encoded {
 }
 
 impl Encoder {
-    pub(super) fn new(setup: &QueueSetup, dma: &Arc<Dma>) -> Result<Self> {
+    pub(super) fn new(setup: &Arc<QueueSetup>, dma: &Arc<Dma>) -> Result<Self> {
         Ok(Self {
             lists: dma.allocate(setup.geometry.queue_depth as usize * setup.limits.list_len())?,
             bounce: Bounce::new(dma, setup.limits.bounce)?,

@@ -37,7 +37,7 @@ const SPIN: Duration = Duration::from_micros(20);
 const MAX_TRIES: u8 = 3;
 
 pub(super) struct IoQueue {
-    setup: QueueSetup,
+    setup: Arc<QueueSetup>,
     id: u16,
     /// What the controller's interrupts, and [`IoQueue::wake`], signal.
     event: Arc<Event>,
@@ -118,7 +118,7 @@ pub(super) struct Overdue {
 impl IoQueue {
     /// A queue that is paused: the controller does not know it yet. [`IoQueue::resume`] follows.
     pub(super) fn new(
-        setup: QueueSetup,
+        setup: Arc<QueueSetup>,
         transport: Arc<dyn Transport>,
         dma: &Arc<Dma>,
         event: Arc<Event>,

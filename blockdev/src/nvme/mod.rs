@@ -40,7 +40,7 @@ pub use crate::spec::Status;
 use crate::spec::cns;
 use crate::spec::identify::{IdentifyNamespace, oncs};
 use crate::transport::Transport;
-use crate::{BlockDevice, Completion, Error, Geometry, NoPeerToPeer, OpenMode, Queue, Region, Request, Result, Wait};
+use crate::{BlockDevice, Completion, Error, Geometry, Length, NoPeerToPeer, OpenMode, Queue, Region, Request, Result, Wait};
 
 /// Bytes of a chunk of a queue's bounce buffer.
 const BOUNCE: u64 = 128 << 10;
@@ -91,7 +91,7 @@ impl Drop for Running {
 /// A namespace of a controller.
 pub(crate) struct NvmeDevice {
     running: Arc<Running>,
-    setup: QueueSetup,
+    setup: Arc<QueueSetup>,
 }
 
 impl NvmeDevice {
@@ -126,7 +126,7 @@ impl NvmeDevice {
         let limits = Limits::new(logical_block.into(), core.page, core.max_transfer(), sgl, BOUNCE);
         let supports = |bit: u16| controller.oncs.get() & bit != 0;
         let geometry = Geometry {
-            len: identity.nsze.get() << format.lbads,
+            len: Length::new(identity.nsze.get() << format.lbads),
             logical_block,
             memory_alignment: MEMORY_ALIGNMENT,
             max_transfer: limits.max_transfer as u32,
@@ -140,7 +140,7 @@ impl NvmeDevice {
         tracing::debug!(device = %name, ?geometry, ?limits, "opened");
         let setup =
             QueueSetup { name, geometry, namespace, limits, completion: core.completion(), timeout: core.options.timeout };
-        Ok(Self { running, setup })
+        Ok(Self { running, setup: Arc::new(setup) })
     }
 }
 
@@ -176,6 +176,12 @@ impl BlockDevice for NvmeDevice {
 
     fn pins(&self) -> bool {
         true
+    }
+
+    fn look_again(&self) -> Result<u64> {
+        let (core, QueueSetup { namespace, geometry, .. }) = (&self.running.core, &*self.setup);
+        let identity: IdentifyNamespace = core.admin.identify(cns::NAMESPACE, *namespace, core.setup_timeout())?;
+        Ok(geometry.len.grow(identity.nsze.get().saturating_mul(geometry.logical_block.into())))
     }
 }
 

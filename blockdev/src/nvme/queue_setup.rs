@@ -7,7 +7,6 @@ use super::scatter::Limits;
 use crate::Geometry;
 
 /// What a queue is made for.
-#[derive(Clone)]
 pub(super) struct QueueSetup {
     pub(super) name: Arc<str>,
     pub(super) geometry: Geometry,

@@ -14,7 +14,7 @@ pub use map::{Place, StripeMap};
 use queue::StripeQueue;
 
 use crate::mappings::MAX_DEVICES;
-use crate::{BlockDevice, Error, Geometry, NoPeerToPeer, Queue, Region, Result};
+use crate::{BlockDevice, Error, Geometry, Length, NoPeerToPeer, Queue, Region, Result};
 
 /// Several devices as one.
 ///
@@ -56,7 +56,7 @@ impl StripeDevice {
         }
         let end = map.member_end(len);
         for member in &members {
-            let Geometry { len, logical_block, .. } = *member.geometry();
+            let (len, logical_block) = (member.geometry().len.get(), member.geometry().logical_block);
             if len < end {
                 return Err(unsupported(member.name(), format!("has {len} bytes, and {end} are needed of each device")));
             }
@@ -77,7 +77,7 @@ fn geometry(members: &[Arc<dyn BlockDevice>], len: u64) -> Geometry {
     let all = || members.iter().map(|member| member.geometry());
     let expect = "a stripe has members";
     Geometry {
-        len,
+        len: Length::new(len),
         // A request is cut at any of its blocks, and so is its memory.
         logical_block: all().map(|one| one.logical_block.max(one.memory_alignment)).max().expect(expect),
         memory_alignment: all().map(|one| one.memory_alignment).max().expect(expect),
@@ -136,6 +136,24 @@ impl BlockDevice for StripeDevice {
 
     fn member_names(&self) -> Vec<&str> {
         self.shared.members.iter().map(|member| member.name()).collect()
+    }
+
+    fn lengthen(&self, len: u64) -> Result<()> {
+        let end = self.shared.map.member_end(len);
+        if let Some(member) = self.shared.members.iter().find(|member| member.geometry().len.get() < end) {
+            let reason = format!("has {} bytes, and {end} are needed of each device", member.geometry().len.get());
+            return Err(Error::Unsupported { device: member.name().into(), reason });
+        }
+        self.shared.geometry.len.grow(len);
+        Ok(())
+    }
+
+    fn members(&self) -> &[Arc<dyn BlockDevice>] {
+        &self.shared.members
+    }
+
+    fn without_discard(&self) -> Option<&str> {
+        self.shared.members.iter().find_map(|member| member.without_discard())
     }
 
     fn stripe(&self) -> Option<StripeMap> {

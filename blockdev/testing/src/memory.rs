@@ -2,11 +2,11 @@
 //! copy-on-write, so that a snapshot costs a few pointers.
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Op, Queue, Region, Request, Result, Wait};
+use gpunvme_blockdev::{BlockDevice, Completion, Geometry, Length, Op, Queue, Region, Request, Result, Wait};
 use parking_lot::Mutex;
 
 use crate::completions::Completions;
@@ -17,6 +17,10 @@ const PAGES: usize = 128;
 const CHUNK: u64 = (PAGE * PAGES) as u64;
 
 type Page = [u8; PAGE];
+
+/// What discarded bytes become in [`Image::garble`].
+const PATTERN: &[u8; 16] = b"*was discarded!*";
+static GARBAGE: OnceLock<Arc<Page>> = OnceLock::new();
 
 /// The contents of a namespace. Bytes never written are zero. Clones are cheap and independent of
 /// each other.
@@ -84,6 +88,20 @@ impl Image {
         }
     }
 
+    /// Makes bytes what a device may return that was told to discard them: neither zeros nor what
+    /// was there. Panics beyond the end.
+    pub fn garble(&mut self, offset: u64, len: u64) {
+        self.check(offset, len);
+        let garbage = GARBAGE.get_or_init(|| Arc::new(std::array::from_fn(|at| PATTERN[at % PATTERN.len()])));
+        for_each_page(offset, len as usize, |page, within, range| {
+            if range.len() == PAGE {
+                self.chunk_mut(page).0[page as usize % PAGES] = Some(garbage.clone());
+            } else {
+                self.page_mut(page)[within..][..range.len()].copy_from_slice(&garbage[within..][..range.len()]);
+            }
+        });
+    }
+
     fn check(&self, offset: u64, len: u64) {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(inside, "{len} bytes at {offset} of an image of {}", self.len);
@@ -138,14 +156,20 @@ impl MemoryDevice {
     /// A device of any geometry, for tests of what depends on it. Panics unless `geometry.len` is
     /// the image's length and a multiple of the logical block.
     pub fn with_geometry(image: Image, geometry: Geometry) -> Arc<Self> {
-        assert_eq!(geometry.len, image.len());
-        assert_eq!(geometry.len % u64::from(geometry.logical_block), 0);
+        assert_eq!(geometry.len.get(), image.len());
+        assert_eq!(geometry.len.get() % u64::from(geometry.logical_block), 0);
         Arc::new(Self { memory: Memory::new("memory", image, geometry) })
     }
 
     /// The contents now.
     pub fn snapshot(&self) -> Image {
         self.memory.snapshot()
+    }
+
+    /// Makes the device longer, in zeros. It is known once the device was looked at again.
+    pub fn extend(&self, len: u64) {
+        let mut image = self.memory.image.lock();
+        image.len = image.len.max(len);
     }
 
     /// Number of reads so far.
@@ -157,7 +181,7 @@ impl MemoryDevice {
 /// Everything supported, in blocks of 512 bytes.
 pub(crate) fn geometry(len: u64) -> Geometry {
     Geometry {
-        len,
+        len: Length::new(len),
         logical_block: 512,
         memory_alignment: 512,
         max_transfer: u32::MAX,
@@ -188,6 +212,10 @@ impl BlockDevice for MemoryDevice {
     }
 
     fn unmap(&self, _region: &Region) {}
+
+    fn look_again(&self) -> Result<u64> {
+        Ok(self.memory.geometry.len.grow(self.memory.image.lock().len))
+    }
 }
 
 /// What a device in RAM and its queues share.
@@ -196,11 +224,18 @@ pub(crate) struct Memory {
     pub(crate) geometry: Geometry,
     image: Mutex<Image>,
     reads: AtomicU64,
+    /// What is discarded becomes garbage, not zeros.
+    garbles: bool,
 }
 
 impl Memory {
     pub(crate) fn new(name: &str, image: Image, geometry: Geometry) -> Arc<Self> {
-        Arc::new(Self { name: name.into(), geometry, image: Mutex::new(image), reads: AtomicU64::new(0) })
+        Arc::new(Self { name: name.into(), geometry, image: Mutex::new(image), reads: AtomicU64::new(0), garbles: false })
+    }
+
+    /// As [`Memory::new`]; what is discarded becomes garbage.
+    pub(crate) fn garbling(name: &str, image: Image, geometry: Geometry) -> Arc<Self> {
+        Arc::new(Self { name: name.into(), geometry, image: Mutex::new(image), reads: AtomicU64::new(0), garbles: true })
     }
 
     pub(crate) fn snapshot(&self) -> Image {
@@ -222,6 +257,10 @@ impl Memory {
                 Ok(())
             }
             Op::Flush => Ok(()),
+            Op::Discard if self.garbles => {
+                self.image.lock().garble(request.offset, request.len);
+                Ok(())
+            }
             Op::Discard | Op::WriteZeroes => {
                 self.image.lock().zero(request.offset, request.len);
                 Ok(())

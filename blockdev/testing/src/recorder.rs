@@ -2,7 +2,7 @@
 //! as much as NVMe allows (NVM Command Set specification, Flush and Force Unit Access): a write is
 //! durable only after a flush that was *submitted* after the write's completion had been
 //! *collected*, and that is itself completed; anything else may be lost, kept, or torn at 512
-//! bytes, each independently.
+//! bytes, each independently. What was discarded reads as garbage.
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -84,7 +84,7 @@ impl Recorder {
     /// A device that begins with these contents and an empty log. Its geometry is that of
     /// [`crate::MemoryDevice::new`].
     pub fn new(base: Image) -> Arc<Self> {
-        let memory = Memory::new("recorder", base.clone(), geometry(base.len()));
+        let memory = Memory::garbling("recorder", base.clone(), geometry(base.len()));
         Arc::new(Self { recording: Arc::new(Recording { memory, log: Mutex::new(Log { base, events: Vec::new() }) }) })
     }
 
@@ -94,11 +94,20 @@ impl Recorder {
     /// # Panics
     /// Unless the size can be divided so.
     pub fn members(&self, count: u64) -> Vec<Arc<dyn BlockDevice>> {
-        let len = self.recording.memory.geometry.len / count;
-        assert_eq!(len * count, self.recording.memory.geometry.len);
+        self.members_of(count, self.recording.memory.geometry.len.get() / count)
+    }
+
+    /// The same; each shows only its first `shown` bytes until it is looked at again: then it has
+    /// grown.
+    ///
+    /// # Panics
+    /// As [`Recorder::members`].
+    pub fn members_of(&self, count: u64, shown: u64) -> Vec<Arc<dyn BlockDevice>> {
+        let len = self.recording.memory.geometry.len.get() / count;
+        assert_eq!(len * count, self.recording.memory.geometry.len.get());
         let member = |number: u64| -> Arc<dyn BlockDevice> {
             let name = format!("member {}", number + 1).into();
-            Arc::new(Member { name, geometry: geometry(len), start: number * len, recording: self.recording.clone() })
+            Arc::new(Member { name, geometry: geometry(shown), len, start: number * len, recording: self.recording.clone() })
         };
         (0..count).map(member).collect()
     }
@@ -130,7 +139,7 @@ impl BlockDevice for Recorder {
     }
 
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        let bytes = 0..self.recording.memory.geometry.len;
+        let bytes = 0..self.recording.memory.geometry.len.get();
         Ok(Box::new(RecordingQueue { recording: self.recording.clone(), bytes, completions: Completions::default() }))
     }
 
@@ -145,6 +154,8 @@ impl BlockDevice for Recorder {
 struct Member {
     name: Arc<str>,
     geometry: Geometry,
+    /// Its length, which it may not show yet.
+    len: u64,
     /// Where it begins on the recorder.
     start: u64,
     recording: Arc<Recording>,
@@ -160,7 +171,7 @@ impl BlockDevice for Member {
     }
 
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        let bytes = self.start..self.start + self.geometry.len;
+        let bytes = self.start..self.start + self.len;
         Ok(Box::new(RecordingQueue { recording: self.recording.clone(), bytes, completions: Completions::default() }))
     }
 
@@ -169,6 +180,10 @@ impl BlockDevice for Member {
     }
 
     fn unmap(&self, _region: &Region) {}
+
+    fn look_again(&self) -> Result<u64> {
+        Ok(self.geometry.len.grow(self.len))
+    }
 }
 
 struct RecordingQueue {
@@ -376,7 +391,12 @@ fn apply(image: &mut Image, event: &Event, mut survives: impl FnMut(u64) -> bool
                 if sector < len / SECTOR && survives(sector) {
                     run = if run.is_empty() { sector..sector + 1 } else { run.start..sector + 1 };
                 } else if !run.is_empty() {
-                    image.zero(offset + run.start * SECTOR, (run.end - run.start) * SECTOR);
+                    let (at, len) = (offset + run.start * SECTOR, (run.end - run.start) * SECTOR);
+                    if let Event::Discard { .. } = event {
+                        image.garble(at, len)
+                    } else {
+                        image.zero(at, len)
+                    }
                     run = 0..0;
                 }
             }

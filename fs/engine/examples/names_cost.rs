@@ -69,7 +69,7 @@ fn fresh() -> Result<Arc<Filesystem>, Box<dyn std::error::Error>> {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 30);
     let now = Timestamp { seconds: 1, nanoseconds: 0 };
     format(&device, &FormatOptions { label: "cost".into(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) })?;
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 30 }, write_buffer: 16 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 30, discard: false }, write_buffer: 16 << 20 };
     Ok(Filesystem::open(Io::inline(device)?, options, Arc::new(Inline))?)
 }
 

@@ -57,6 +57,20 @@ pub enum FsError {
     /// The file would be larger than the filesystem allows.
     #[error("file too large")]
     FileTooLarge,
+    /// A device has no command to be told of free blocks.
+    #[error("{device} has no discard: it cannot be told which blocks are free")]
+    NoDiscard {
+        /// The device.
+        device: String,
+    },
+    /// The volume cannot become larger.
+    #[error("{device}: {why}")]
+    CannotGrow {
+        /// The device.
+        device: String,
+        /// What stands in the way, and the way out.
+        why: String,
+    },
     /// The filesystem does not do that.
     #[error("operation not supported")]
     NotSupported,
@@ -103,7 +117,7 @@ impl FsError {
             FsError::NotEmpty => libc::ENOTEMPTY,
             FsError::NoSpace => libc::ENOSPC,
             FsError::NameTooLong => libc::ENAMETOOLONG,
-            FsError::Invalid(_) => libc::EINVAL,
+            FsError::Invalid(_) | FsError::CannotGrow { .. } => libc::EINVAL,
             FsError::NotPermitted(_) => libc::EPERM,
             FsError::BadAccess => libc::EBADF,
             FsError::ReadOnly => libc::EROFS,
@@ -113,7 +127,7 @@ impl FsError {
             FsError::Range => libc::ERANGE,
             FsError::TooBig => libc::E2BIG,
             FsError::FileTooLarge => libc::EFBIG,
-            FsError::NotSupported => libc::EOPNOTSUPP,
+            FsError::NotSupported | FsError::NoDiscard { .. } => libc::EOPNOTSUPP,
             FsError::Corrupt(_) => libc::EUCLEAN,
             FsError::Cancelled => libc::EINTR,
             FsError::Device(_) | FsError::Lost { .. } | FsError::TooManyBlocks => libc::EIO,

@@ -226,7 +226,7 @@ pub fn repair_it(device: &Arc<dyn BlockDevice>) -> bool {
 
 /// The dump of what is on a device.
 fn dumped(device: &Arc<dyn BlockDevice>, names: Names) -> Result<(Image, Summary), String> {
-    let mut image = Image::new(device.geometry().len);
+    let mut image = Image::new(device.geometry().len.get());
     let summary = dump(device, names, &mut |_, _, _| {}, |address, block| {
         image.write_at(address * BLOCK_SIZE as u64, block.bytes());
         Ok(())

@@ -53,7 +53,7 @@ pub fn make(device: &Arc<dyn BlockDevice>) {
 /// out often.
 pub fn open(device: &Arc<dyn BlockDevice>) -> Result<Arc<Filesystem>, FsError> {
     let io = Io::inline(device.clone())?;
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20, discard: false }, write_buffer: 4 << 20 };
     Filesystem::open(io, options, Arc::new(Inline))
 }
 
@@ -76,7 +76,7 @@ pub fn stepped_by(device: &Arc<dyn BlockDevice>, next: impl Fn(usize) -> usize +
     let io = Io::stepped(device.clone(), next);
     let spawn = Arc::new(Stepping(OnceLock::new()));
     assert!(spawn.0.set(io.clone()).is_ok());
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 8 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20, discard: false }, write_buffer: 8 << 20 };
     Filesystem::open(io, options, spawn).expect("the volume can be opened")
 }
 

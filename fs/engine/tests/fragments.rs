@@ -28,7 +28,7 @@ fn device(len: u64) -> Arc<dyn BlockDevice> {
 
 /// Opens a volume with as much memory for metadata as a long file needs.
 fn roomy(device: &Arc<dyn BlockDevice>) -> Arc<Filesystem> {
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 32 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 32 << 20, discard: false }, write_buffer: 4 << 20 };
     Filesystem::open(Io::inline(device.clone()).expect("a queue"), options, Arc::new(Inline)).expect("it was just made")
 }
 

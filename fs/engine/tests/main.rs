@@ -7,6 +7,7 @@ mod common;
 mod crafted;
 mod crash;
 mod direct;
+mod discard;
 mod faults;
 mod fragments;
 mod fsck;

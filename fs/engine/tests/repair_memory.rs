@@ -104,7 +104,7 @@ impl Subject {
         State { root: self.geometry().data_end() - 1, level: 2, ..state }.store(&mut block);
         let sequence = block.sequence();
         self.put(&mut block, sequence);
-        for address in self.geometry().descriptor_blocks().chain([self.geometry().bitmap(0)]) {
+        for address in self.geometry().descriptor_blocks().map(|(address, _)| address).chain([self.geometry().bitmap(0)]) {
             self.image.as_file().write_all_at(&[0; BLOCK_SIZE], Geometry::byte(address)).expect("there is room");
         }
     }
@@ -138,7 +138,7 @@ fn device(image: &NamedTempFile) -> Arc<dyn BlockDevice> {
 }
 
 fn mount(device: &Arc<dyn BlockDevice>) -> Arc<Filesystem> {
-    let options = Options { volume: VolumeOptions { read_only: false, cache: MIB }, write_buffer: MIB };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: MIB, discard: false }, write_buffer: MIB };
     Filesystem::open(Io::inline(device.clone()).expect("a queue"), options, Arc::new(Inline)).expect("it can be mounted")
 }
 

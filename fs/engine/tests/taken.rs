@@ -77,6 +77,12 @@ fn repairs(device: &Arc<dyn BlockDevice>) {
 }
 
 #[test]
+fn a_mount_whose_device_was_taken_discards_nothing() {
+    taken(formats, |fs| fs.volume().trim(0, u64::MAX, 0).map(|_| ()));
+    taken(mounts, |fs| fs.volume().trim(0, u64::MAX, 0).map(|_| ()));
+}
+
+#[test]
 fn a_commit_writes_nothing_where_another_has_formatted_mounted_or_repaired() {
     for other in [formats, mounts, repairs] {
         taken(other, |fs| fs.commit());

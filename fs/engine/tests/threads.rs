@@ -28,7 +28,7 @@ fn open(path: &str) -> Result<Arc<Filesystem>, FsError> {
     std::thread::spawn(move || receiver.into_iter().for_each(|task| task()));
     let io = Io::threaded(gpunvme_blockdev::open(path, OpenMode::ReadWrite)?, 2)?;
     // Little memory: blocks are evicted and pages run short all the time.
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20, discard: false }, write_buffer: 4 << 20 };
     Filesystem::open(io, options, Arc::new(Worker(sender)))
 }
 

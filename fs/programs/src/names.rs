@@ -82,7 +82,7 @@ impl Superblocks {
     /// # Errors
     /// A text: there is no volume, or one that this program cannot write, or the device failed.
     pub fn read(device: &Arc<dyn BlockDevice>) -> Result<Superblocks, String> {
-        let device_blocks = device.geometry().len / BLOCK_SIZE as u64;
+        let device_blocks = device.geometry().len.get() / BLOCK_SIZE as u64;
         let io = Io::inline(Arc::clone(device)).map_err(|error| reason(device.name(), &error))?;
         let decode = |address| {
             let block = read(&io, address).map_err(|error| reason(device.name(), &error))?;
@@ -93,7 +93,7 @@ impl Superblocks {
             Ok::<_, String>(superblock.map(|superblock| (superblock, block)))
         };
         if device_blocks == 0 {
-            return Err(format!("{} bytes are too few for a volume", device.geometry().len));
+            return Err(format!("{} bytes are too few for a volume", device.geometry().len.get()));
         }
         let (first, (superblock, block)) = match decode(Superblock::ADDRESS)? {
             Ok(found) => (true, found),

@@ -2,7 +2,8 @@
 
 use crate::ring;
 use crate::structures::{
-    Extent, Grant, Info, Log, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Top, TopList, Transfer, Unregister,
+    Extent, Grant, Grow, Info, Log, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Top, TopList, Transfer, Trim,
+    Unregister,
 };
 use crate::structures::{MAGIC, MAX_SIZE};
 
@@ -50,11 +51,17 @@ pub enum Command {
     Log = 13,
     /// Who does what with which file ([`TopList`]). On any file or directory.
     Top = 14,
+    /// Tells the devices which blocks no file has ([`Trim`]). On any file or directory, for
+    /// administrators.
+    Trim = 15,
+    /// Makes the volume as large as its devices have become ([`Grow`]). On any file or directory,
+    /// for administrators.
+    Grow = 16,
 }
 
 impl Command {
     /// All commands, in order of their number.
-    pub const ALL: [Command; 15] = [
+    pub const ALL: [Command; 17] = [
         Command::Info,
         Command::Register,
         Command::Unregister,
@@ -70,6 +77,8 @@ impl Command {
         Command::Metrics,
         Command::Log,
         Command::Top,
+        Command::Trim,
+        Command::Grow,
     ];
 
     /// Bytes of the structure that begins the argument.
@@ -89,6 +98,8 @@ impl Command {
             Command::Metrics => size_of::<Metrics>(),
             Command::Log => size_of::<Log>(),
             Command::Top => size_of::<TopList>(),
+            Command::Trim => size_of::<Trim>(),
+            Command::Grow => size_of::<Grow>(),
         }
     }
 

@@ -8,8 +8,8 @@ use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
-    Grant, Log, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, Register, RegisterFlags, Resolve, ResolveFlags, Segment,
-    Sync, TopList, Transfer, TransferFlags, Unregister, VERSION,
+    Grant, Grow, Log, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, Register, RegisterFlags, Resolve, ResolveFlags,
+    Segment, Sync, TopList, Transfer, TransferFlags, Trim, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -47,6 +47,10 @@ pub enum Request {
     Log(Log),
     /// `TOP`: the capacity is what the argument has room for.
     Top(TopList),
+    /// `TRIM`.
+    Trim(Trim),
+    /// `GROW`.
+    Grow(Grow),
 }
 
 impl Request {
@@ -68,6 +72,8 @@ impl Request {
             Request::Metrics(_) => Command::Metrics,
             Request::Log(_) => Command::Log,
             Request::Top(_) => Command::Top,
+            Request::Trim(_) => Command::Trim,
+            Request::Grow(_) => Command::Grow,
         }
     }
 }
@@ -222,6 +228,8 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Metrics => metrics(header(bytes), entries),
         Command::Log => log(header(bytes)),
         Command::Top => top(header(bytes), entries),
+        Command::Trim => trim(header(bytes)),
+        Command::Grow => grow(header(bytes)),
     }
 }
 
@@ -321,6 +329,16 @@ fn grant(header: Grant) -> Result<Request, DecodeError> {
 fn sync(header: Sync) -> Result<Request, DecodeError> {
     zero(Command::Sync, "reserved", header.reserved)?;
     Ok(Request::Sync(header))
+}
+
+fn trim(header: Trim) -> Result<Request, DecodeError> {
+    zero(Command::Trim, "reserved", header.reserved[0] | header.reserved[1])?;
+    Ok(Request::Trim(header))
+}
+
+fn grow(header: Grow) -> Result<Request, DecodeError> {
+    zero(Command::Grow, "reserved", header.reserved.iter().fold(0, |all, word| all | word))?;
+    Ok(Request::Grow(header))
 }
 
 fn log(header: Log) -> Result<Request, DecodeError> {

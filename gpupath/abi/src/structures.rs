@@ -404,6 +404,56 @@ wire! {
 }
 
 wire! {
+    /// `TRIM`: tells the devices which blocks no file has, so that they need not keep what is in
+    /// them, for a part of the volume: a call goes so far as it gets in a moment, and the next one
+    /// goes on at `next`. It is for administrators: `EPERM` for all others. `EOPNOTSUPP` where a
+    /// device has no discard, `EROFS` where the mount is read-only.
+    Trim = 256 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// In: where on the volume to begin, in bytes.
+        start: u64,
+        /// In: how many bytes of the volume to look at.
+        len: u64,
+        /// In: free bytes that lie side by side, at least, to be told of.
+        minimum: u64,
+        /// Out: where on the volume to go on; the end of what was asked for when all of it is done,
+        /// or `u64::MAX` when the volume ends.
+        next: u64,
+        /// Out: bytes that the devices were told of.
+        trimmed: u64,
+        /// Zero.
+        reserved: [u64; 2],
+        /// Out, where the call failed: why, with the name of the device. Text, padded with zero
+        /// bytes.
+        why: [u8; 192],
+    }
+}
+
+wire! {
+    /// `GROW`: makes the volume as large as its devices have become. It is for administrators:
+    /// `EPERM` for all others. `EINVAL` where the devices have no room for more, or the volume
+    /// cannot grow; `EROFS` where the mount is read-only.
+    Grow = 256 {
+        /// [`VERSION`].
+        version: u32,
+        /// None defined.
+        flags: u32,
+        /// Out: bytes that the volume could hold before.
+        before: u64,
+        /// Out: bytes that it can hold now.
+        capacity: u64,
+        /// Zero.
+        reserved: [u64; 5],
+        /// Out, where the call failed: why, with the name of the device. Text, padded with zero
+        /// bytes.
+        why: [u8; 192],
+    }
+}
+
+wire! {
     /// `LOG`: which events the daemon logs, until the mount ends or the next call. It is for
     /// administrators: `EPERM` for all others.
     Log = 272 {
@@ -474,7 +524,7 @@ wire! {
         version: u32,
         /// None defined.
         flags: u32,
-        /// Out: calls, by command number.
+        /// Out: calls, by command number, of those below 16.
         calls: [u64; 16],
         /// Out: calls that failed, of all commands.
         failed: u64,
@@ -490,8 +540,8 @@ wire! {
         processes: u64,
         /// Out: transfers, by the [`crate::Reason`] they reported.
         reasons: [u64; REASON_SLOTS],
-        /// Out: zero.
-        reserved: [u64; 4],
+        /// Out: calls, by command number, of those from 16 on.
+        more_calls: [u64; 4],
     }
 }
 
@@ -507,7 +557,15 @@ wire! {
     }
 }
 
-versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync, Metrics, Log, TopList);
+versioned!(Info, Register, Unregister, Resolve, Transfer, Stats, Grant, Sync, Metrics, Log, TopList, Trim, Grow);
+
+impl Stats {
+    /// Calls of a command.
+    pub fn calls(&self, command: crate::Command) -> u64 {
+        let number = command as usize;
+        self.calls.get(number).unwrap_or_else(|| &self.more_calls[number - self.calls.len()]).to_owned()
+    }
+}
 
 impl Extent {
     /// Its flags, as far as this version knows them.

@@ -50,6 +50,9 @@ fn what_is_right_comes_through() {
     argument.resize(argument.len() + 3 * size_of::<Top>(), 0xff);
     assert_eq!(decode(Command::Top.request(3), &argument), Ok(Request::Top(top)));
     assert_eq!(decode(Command::Sync.request(0), Sync::default().as_bytes()), Ok(Request::Sync(Sync::default())));
+    let trim = Trim { start: 1, len: u64::MAX, minimum: 3, ..Trim::default() };
+    assert_eq!(decode(Command::Trim.request(0), trim.as_bytes()), Ok(Request::Trim(trim)));
+    assert_eq!(decode(Command::Grow.request(0), Grow::default().as_bytes()), Ok(Request::Grow(Grow::default())));
     let mut log = Log::default();
     put_text(&mut log.filter, "debug");
     assert_eq!(decode(Command::Log.request(0), log.as_bytes()), Ok(Request::Log(log)));
@@ -143,11 +146,26 @@ fn each_wrong_field_is_named() {
     let detach = ring::Detach { reserved: [2, 0], ..ring::Detach::default() };
     let wrong = DecodeError::Field { command: Command::Detach, field: "reserved", value: 2 };
     assert_eq!(decode(Command::Detach.request(0), detach.as_bytes()), Err(wrong));
+    let trim = Trim { reserved: [0, 1], ..Trim::default() };
+    let wrong = DecodeError::Field { command: Command::Trim, field: "reserved", value: 1 };
+    assert_eq!(decode(Command::Trim.request(0), trim.as_bytes()), Err(wrong));
+    let grow = Grow { reserved: [0, 0, 4, 0, 0], ..Grow::default() };
+    let wrong = DecodeError::Field { command: Command::Grow, field: "reserved", value: 4 };
+    assert_eq!(decode(Command::Grow.request(0), grow.as_bytes()), Err(wrong));
     let sync = Sync { reserved: 3, ..Sync::default() };
     let wrong = DecodeError::Field { command: Command::Sync, field: "reserved", value: 3 };
     assert_eq!(decode(Command::Sync.request(0), sync.as_bytes()), Err(wrong));
-    let plain =
-        [Command::Info, Command::Unregister, Command::Stats, Command::Ring, Command::Attach, Command::Detach, Command::Sync];
+    let plain = [
+        Command::Info,
+        Command::Unregister,
+        Command::Stats,
+        Command::Ring,
+        Command::Attach,
+        Command::Detach,
+        Command::Sync,
+        Command::Trim,
+        Command::Grow,
+    ];
     for command in plain {
         let mut argument = vec![0; command.header_size()];
         argument[0] = VERSION as u8;

@@ -81,6 +81,11 @@ pub enum Command {
     Bench(Bench),
     /// Tell which route this machine can take between SSD and GPU, and what would make it faster
     Doctor(Doctor),
+    /// Make a mounted volume as large as its devices have become
+    Grow {
+        /// The mount, or anything in it
+        mount: PathBuf,
+    },
     /// Bring a set of objects from a store, or a folder, into a folder of a mount
     Hydrate(crate::stage::Stage),
     /// Tell what a mount is and can do
@@ -136,6 +141,8 @@ pub enum Command {
     },
     /// Show which processes, or files, keep a mount busy
     Top(crate::top::Top),
+    /// Tell the devices of a mount which of its blocks no file has, so that they stay fast
+    Trim(Trim),
     /// Change the label or the UUID of a volume that is not mounted
     Tune(crate::tune::Tune),
     /// Have the kernel read files into its page cache
@@ -147,6 +154,21 @@ pub struct Cached {
     /// Files, and folders with all that is in them
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
+}
+
+#[derive(clap::Args)]
+pub struct Trim {
+    /// Where on the volume to begin, in bytes (K, M, G and T count in powers of 1024)
+    #[arg(short, long, value_name = "BYTES", value_parser = size, default_value = "0")]
+    pub offset: u64,
+    /// How many bytes of the volume to look at; otherwise to its end
+    #[arg(short, long, value_name = "BYTES", value_parser = size)]
+    pub length: Option<u64>,
+    /// Free bytes that lie side by side, at least, to be worth telling
+    #[arg(short, long, value_name = "BYTES", value_parser = size, default_value = "0")]
+    pub minimum: u64,
+    /// The mount, or anything in it
+    pub mount: PathBuf,
 }
 
 #[derive(clap::Args)]

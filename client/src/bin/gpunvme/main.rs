@@ -8,6 +8,7 @@ mod device;
 mod doctor;
 #[allow(unsafe_code)]
 mod gpu;
+mod grow;
 mod log;
 mod metadata_dump;
 mod meter;
@@ -24,6 +25,7 @@ mod stage;
 mod stats;
 mod sync;
 mod top;
+mod trim;
 mod tune;
 mod write;
 
@@ -39,6 +41,7 @@ fn main() -> ExitCode {
     let result = match &args.command {
         Command::Bench(bench) => bench::run(bench),
         Command::Doctor(doctor) => doctor::run(doctor),
+        Command::Grow { mount } => grow::run(mount),
         Command::Hydrate(stage) => stage::run("hydrate", stage, args.json),
         Command::Info { mount } => describe::info(mount),
         Command::Cool(cached) => page_cache::cool(&cached.paths),
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
         Command::Read(read) => read::run(read),
         Command::Run(run) => run::run(run),
         Command::Top(top) => top::run(top, args.json),
+        Command::Trim(trim) => trim::run(trim),
         Command::Tune(tune) => tune::run(tune),
         Command::Warm(cached) => page_cache::warm(&cached.paths),
         Command::Write(write) => write::run(write),

@@ -61,7 +61,7 @@ pub fn run(command: &MetadataDump) -> Result<Report, Failure> {
     let summary = fill(new.as_file(), &device, if *names { Names::Kept } else { Names::Replaced }).map_err(of_device)?;
     let kept = if *force { new.persist(path) } else { new.persist_noclobber(path) };
     kept.map_err(|error| failed(error.error.to_string()))?;
-    Ok(report(command, &summary, device.geometry().len))
+    Ok(report(command, &summary, device.geometry().len.get()))
 }
 
 /// Whether the file may be made, or replaced.
@@ -75,7 +75,7 @@ fn may_be_made(path: &Path, force: bool) -> Result<(), String> {
 
 fn fill(file: &File, device: &std::sync::Arc<dyn gpunvme_blockdev::BlockDevice>, names: Names) -> Result<Summary, String> {
     let failed = |error: std::io::Error| format!("the dump cannot be written: {error}");
-    file.set_len(device.geometry().len / BLOCK_SIZE as u64 * BLOCK_SIZE as u64).map_err(failed)?;
+    file.set_len(device.geometry().len.get() / BLOCK_SIZE as u64 * BLOCK_SIZE as u64).map_err(failed)?;
     let bar = bar();
     let mut show = |stage, done, of| {
         bar.set_message(match stage {

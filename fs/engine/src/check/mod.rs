@@ -320,7 +320,7 @@ fn cache(memory: usize) -> usize {
 fn examine(volume: &Volume, memory: usize, findings: &mut Findings, may: Option<May>, progress: Progress) -> Result<(), FsError> {
     let state = volume.meta.read().state;
     let superblock = volume.superblock();
-    let (geometry, reader) = (superblock.geometry(), Reader::new(volume));
+    let (geometry, reader) = (volume.geometry(), Reader::new(volume));
     let mut tell = |done: u64| progress(Stage::Inodes, done, state.inodes);
     let mut items = Items::new(geometry, superblock.name_hash(), memory, findings, &mut tell);
     walk::walk(&reader, state.root, state.level, &mut items)?;

@@ -78,7 +78,9 @@ pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Fi
         recovered.images.remove(&STATE);
         // With a root that cannot be: should it get to the device before the tree is known again,
         // it is still no state.
-        let state = State { root: 0, level: 0, next_ino: INO_ROOT + 1, inodes: 0, free_blocks: 0, free_chunks: 0 };
+        let regions = (geometry.regions().len() - 1) as u16;
+        let (next_ino, inodes) = (INO_ROOT + 1, 0);
+        let state = State { root: 0, level: 0, next_ino, inodes, free_blocks: 0, free_chunks: 0, regions };
         (state.encode(&superblock.uuid), state)
     });
     let volume = Volume::assemble(io, superblock, read_only, recovered, state, cache);
@@ -89,7 +91,7 @@ pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Fi
 /// The first superblock that can be read: the one at the start, else the one at the end, else the
 /// one before the journal.
 fn find_superblock(io: &Io) -> Result<(Superblock, Block), FsError> {
-    let device_blocks = io.device().geometry().len / BLOCK_SIZE as u64;
+    let device_blocks = io.device().geometry().len.get() / BLOCK_SIZE as u64;
     if device_blocks == 0 {
         return Err(Corrupt::Superblock("the device is too small for a gpunvme filesystem".into()).into());
     }
@@ -125,7 +127,7 @@ fn compare_superblocks(io: &Io, superblock: &Superblock, good: &Block, findings:
         let right = good.moved_to(address);
         let why = match read_blocks(io, address, 1).map(|mut blocks| blocks.swap_remove(0)) {
             Ok(block) if block == right => continue,
-            Ok(block) => match Superblock::decode(&block, address, superblock.total_blocks) {
+            Ok(block) => match Superblock::decode(&block, address, superblock.geometry().total_blocks) {
                 Ok(_) => "differs from the superblock that counts".to_owned(),
                 Err(_) if !Superblock::recognize(block.bytes()) => "no copy of the superblock is here".to_owned(),
                 Err(error) => reason(&error),

@@ -2,9 +2,10 @@
 //! group by group; and mends those while it goes, when it may: what is in use is known, so there
 //! is one right answer.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use gpunvme_layout::geometry::{CHUNK_BLOCKS, DESCRIPTORS_PER_BLOCK, GROUP_BLOCKS, GROUP_CHUNKS};
+use gpunvme_layout::geometry::{CHUNK_BLOCKS, GROUP_BLOCKS, GROUP_CHUNKS};
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::key::INO_NONE;
 use gpunvme_layout::{Block, BlockKind, Geometry};
@@ -52,17 +53,16 @@ impl<'a, 'm> Space<'a, 'm> {
         whole: bool,
         may: Option<May<'m>>,
     ) -> Space<'a, 'm> {
-        Space { geometry: volume.superblock().geometry(), volume, reader, findings, whole, may }
+        Space { geometry: volume.geometry(), volume, reader, findings, whole, may }
     }
 
     /// Goes through all groups. `progress` is told how many were done, and says whether to go on.
     pub fn compare(mut self, mut used: Sorted<UseRecord>, progress: &mut dyn FnMut(u64) -> bool) -> Result<(), FsError> {
         let (mut free_blocks, mut free_chunks) = (0, 0);
-        for address in self.geometry.descriptor_blocks() {
-            let first = (address - self.geometry.descriptor_blocks().start) * DESCRIPTORS_PER_BLOCK;
-            let groups = first..(first + DESCRIPTORS_PER_BLOCK).min(self.geometry.groups);
-            let descriptors = self.descriptors(address, first)?;
-            for batch in groups.clone().collect::<Vec<_>>().chunks(BATCH) {
+        let geometry = self.geometry;
+        for (address, groups) in geometry.descriptor_blocks() {
+            let descriptors = self.descriptors(address, groups.clone())?;
+            for batch in groups.collect::<Vec<_>>().chunks(BATCH) {
                 let stored = self.stored(batch, descriptors.as_deref())?;
                 for (number, stored) in batch.iter().zip(stored) {
                     let (blocks, chunks) = self.group(*number, stored, &mut used)?;
@@ -96,7 +96,7 @@ impl<'a, 'm> Space<'a, 'm> {
     }
 
     /// A block of descriptors; made anew when it is damaged and may be mended.
-    fn descriptors(&mut self, address: u64, first: u64) -> Result<Option<Arc<Block>>, FsError> {
+    fn descriptors(&mut self, address: u64, groups: Range<u64>) -> Result<Option<Arc<Block>>, FsError> {
         let read = self.reader.read(&[address])?.swap_remove(0);
         let why = match read.and_then(|block| block.expect(BlockKind::Descriptors).map_err(|e| reason(&e)).map(|()| block)) {
             Ok(block) => return Ok(Some(block)),
@@ -107,8 +107,8 @@ impl<'a, 'm> Space<'a, 'm> {
             // All groups count as used up until their turn comes, a moment later.
             let mut block = Block::new(BlockKind::Descriptors, address, &self.volume.superblock().uuid);
             let none = Descriptor { free_blocks: 0, free_metadata: 0, free_chunks: 0, initialized: true };
-            for group in first..(first + DESCRIPTORS_PER_BLOCK).min(self.geometry.groups) {
-                none.store(&mut block, (group - first) as usize);
+            for index in 0..groups.end - groups.start {
+                none.store(&mut block, index as usize);
             }
             self.volume.wait(|| {
                 let mut op = self.volume.begin()?;
@@ -195,7 +195,8 @@ impl<'a, 'm> Space<'a, 'm> {
 
     /// The bitmap that a group should have.
     fn expected(&mut self, number: u64, used: &mut Sorted<UseRecord>) -> Result<Block, FsError> {
-        let (start, end) = (self.geometry.group_start(number), self.geometry.group_start(number) + GROUP_BLOCKS);
+        let start = self.geometry.group_start(number);
+        let end = start + self.geometry.group_chunks(number) * CHUNK_BLOCKS;
         let mut expected = group::new_bitmap(&self.geometry, number, &self.volume.superblock().uuid);
         let mut data = Vec::new();
         let mut cover: Option<UseRecord> = None;

@@ -165,7 +165,7 @@ pub(crate) fn walk(reader: &Reader, root: u64, level: u8, visitor: &mut impl Vis
 }
 
 fn below(reader: &Reader, children: Vec<Child>, level: u8, visitor: &mut impl Visit, seen: &mut BlockSet) -> Result<(), FsError> {
-    let geometry = reader.volume.superblock().geometry();
+    let geometry = reader.volume.geometry();
     for part in children.chunks(BATCH) {
         let mut wanted: Vec<&Child> = Vec::with_capacity(part.len());
         for child in part {

@@ -101,6 +101,8 @@ impl Drop for Guard {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
 
     #[test]
@@ -126,10 +128,11 @@ mod tests {
         let epochs = Arc::new(Epochs::default());
         // The number of runs that were retired, as a transfer may know it before it takes a guard.
         let (retired, reused) = (AtomicU64::new(0), AtomicU64::new(0));
+        let over = AtomicBool::new(false);
         let (sender, receiver) = std::sync::mpsc::sync_channel::<(Guard, u64)>(64);
         std::thread::scope(|scope| {
             for _ in 0..3 {
-                let (sender, epochs, retired, reused) = (sender.clone(), &epochs, &retired, &reused);
+                let (sender, epochs, retired) = (sender.clone(), &epochs, &retired);
                 scope.spawn(move || {
                     for _ in 0..20_000 {
                         let guard = epochs.enter();
@@ -139,8 +142,7 @@ mod tests {
                 });
             }
             drop(sender);
-            let (epochs, retired, reused) = (&epochs, &retired, &reused);
-            let over = &std::sync::atomic::AtomicBool::new(false);
+            let (epochs, retired, reused, over) = (&epochs, &retired, &reused, &over);
             scope.spawn(move || {
                 for (guard, before) in receiver {
                     let now = reused.load(Ordering::Acquire);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
-use gpunvme_layout::geometry::{CHUNK_BLOCKS, DESCRIPTORS_PER_BLOCK, TOTAL_BLOCKS_MAX, TOTAL_BLOCKS_MIN};
+use gpunvme_layout::geometry::{CHUNK_BLOCKS, TOTAL_BLOCKS_MAX, TOTAL_BLOCKS_MIN};
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::item::FileType;
 use gpunvme_layout::key::INO_ROOT;
@@ -49,9 +49,9 @@ pub struct FormatReport {
 /// The device is too small, or fails; the label is too long.
 pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<FormatReport, FsError> {
     let io = Io::inline(device.clone())?;
-    let total_blocks = (device.geometry().len / BLOCK_SIZE as u64).min(TOTAL_BLOCKS_MAX);
+    let total_blocks = (device.geometry().len.get() / BLOCK_SIZE as u64).min(TOTAL_BLOCKS_MAX);
     if total_blocks < TOTAL_BLOCKS_MIN {
-        let (have, least) = (device.geometry().len, TOTAL_BLOCKS_MIN * BLOCK_SIZE as u64);
+        let (have, least) = (device.geometry().len.get(), TOTAL_BLOCKS_MIN * BLOCK_SIZE as u64);
         let message = format!("the device has {have} bytes; a filesystem needs at least {least}");
         return Err(gpunvme_layout::Corrupt::Superblock(message).into());
     }
@@ -62,6 +62,7 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
         uuid: options.uuid,
         names: Names { label: options.label.clone(), changed_uuid: None },
         total_blocks,
+        grown: Vec::new(),
         journal_blocks: Geometry::default_journal_blocks(total_blocks),
         hash_key: options.hash_key,
         created: options.now,
@@ -80,18 +81,15 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
     writer.written += erase(&io, geometry.journal, geometry.journal_blocks)?;
     let first_node = geometry.data;
     let uuid = &options.uuid;
-    for address in geometry.descriptor_blocks() {
-        let mut block = Block::new(BlockKind::Descriptors, address, uuid);
-        let first = (address - geometry.descriptor_blocks().start) * DESCRIPTORS_PER_BLOCK;
-        for group in first..(first + DESCRIPTORS_PER_BLOCK).min(geometry.groups) {
-            let mut descriptor = Descriptor::empty(&geometry, group);
-            if group == 0 {
-                descriptor.initialized = true;
-                descriptor.free_chunks -= 1;
-                descriptor.free_blocks -= CHUNK_BLOCKS as u16;
-                descriptor.free_metadata = CHUNK_BLOCKS as u16 - 1;
-            }
-            descriptor.store(&mut block, (group - first) as usize);
+    for (address, groups) in geometry.descriptor_blocks() {
+        let mut block = group::new_descriptors(&geometry, address, groups.clone(), uuid);
+        if groups.start == 0 {
+            let mut descriptor = Descriptor::empty(&geometry, 0);
+            descriptor.initialized = true;
+            descriptor.free_chunks -= 1;
+            descriptor.free_blocks -= CHUNK_BLOCKS as u16;
+            descriptor.free_metadata = CHUNK_BLOCKS as u16 - 1;
+            descriptor.store(&mut block, 0);
         }
         block.seal(0);
         writer.write(&[block], address)?;
@@ -115,6 +113,7 @@ pub fn format(device: &Arc<dyn BlockDevice>, options: &FormatOptions) -> Result<
         inodes: 1,
         free_blocks: geometry.data_blocks() - CHUNK_BLOCKS,
         free_chunks: geometry.chunks - 1,
+        regions: 0,
     };
     let mut state = state.encode(uuid);
     state.seal(0);
@@ -215,6 +214,6 @@ pub(super) mod tests {
         let now = Timestamp { seconds: 1, nanoseconds: 0 };
         let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now, owner: (0, 0) };
         format(&device, &options).unwrap();
-        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20 }).unwrap()
+        Volume::open(Io::inline(device).unwrap(), VolumeOptions { read_only: false, cache: 1 << 20, discard: false }).unwrap()
     }
 }

@@ -10,9 +10,9 @@ use crate::error::FsError;
 
 /// Reads the superblock: the first copy, or another when that is damaged.
 pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
-    let device_blocks = io.device().geometry().len / BLOCK_SIZE as u64;
+    let device_blocks = io.device().geometry().len.get() / BLOCK_SIZE as u64;
     let short = || {
-        let message = format!("{} bytes are too few for a gpunvme filesystem", io.device().geometry().len);
+        let message = format!("{} bytes are too few for a gpunvme filesystem", io.device().geometry().len.get());
         FsError::from(Corrupt::Superblock(message))
     };
     if device_blocks == 0 {

@@ -5,7 +5,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use gpunvme_layout::{Block, BlockKind, Key, Kind, State, node};
+use gpunvme_layout::{Block, BlockKind, Geometry, Key, Kind, State, node};
 use parking_lot::RwLockWriteGuard;
 
 use super::cache::Entry;
@@ -104,6 +104,14 @@ impl<'a> Op<'a> {
     pub fn nodes_freed(&mut self, nodes: i64) {
         self.nodes_freed += nodes;
         self.meta.free_nodes = self.meta.free_nodes.map(|free| free.wrapping_add_signed(nodes));
+    }
+
+    /// Gives the volume another region, and counts it.
+    pub fn grow(&mut self, geometry: &Geometry) {
+        self.meta.geometry = *geometry;
+        self.meta.state.count_regions(geometry);
+        // It is wholly free, and behind all others.
+        self.meta.hints.full_behind = 0;
     }
 
     /// Number of blocks that it has changed so far.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
 use gpunvme_layout::geometry::STATE;
-use gpunvme_layout::{Block, Corrupt, Key, State, Superblock, Timestamp};
+use gpunvme_layout::{Block, Corrupt, Geometry, Key, State, Superblock, Timestamp};
 use parking_lot::Mutex;
 
 use super::cache::CacheUse;
@@ -18,6 +18,7 @@ use super::journal::{Anchors, Journal};
 use super::lock::MetaLock;
 use super::meta::Meta;
 use super::op::Op;
+use super::run::Run;
 use super::tree;
 use super::versions::Versions;
 use crate::error::{Attempt, Fail, FsError, Stall};
@@ -29,6 +30,8 @@ pub struct VolumeOptions {
     pub read_only: bool,
     /// Memory for clean metadata, in bytes.
     pub cache: usize,
+    /// The device is told of blocks that files gave up, where it has a command for that.
+    pub discard: bool,
 }
 
 /// Caller and time of an operation.
@@ -77,6 +80,8 @@ pub struct Volume {
     pub(crate) meta: MetaLock,
     pub(super) anchors: Mutex<Anchors>,
     pub(super) journal: Mutex<Journal>,
+    /// Held by what makes the volume larger.
+    pub(super) growth: Mutex<()>,
     /// The next commit checks whether the volume on the device is still this mount's.
     pub(super) look_again: AtomicBool,
     /// Sequence of the last durable transaction.
@@ -88,6 +93,10 @@ pub struct Volume {
     pub(crate) data_written: AtomicBool,
     /// The error that stopped all writing.
     pub(super) failed: OnceLock<FsError>,
+    /// Whether freed blocks go to `discards` before they are used again.
+    pub(super) discard: bool,
+    /// Blocks that are free and still busy: the device is told of them first.
+    pub(super) discards: Mutex<Vec<Run>>,
     /// Inodes that were without a name when the volume was opened.
     pub(super) orphans: Mutex<Vec<u64>>,
 }
@@ -120,10 +129,14 @@ impl Volume {
         for (address, block) in &recovered.images {
             check_block(block, *address, &superblock.uuid)?;
         }
-        let volume = Volume::assemble(io, superblock, read_only, recovered, (state_block, state), options.cache);
+        let mut volume = Volume::assemble(io, superblock, read_only, recovered, (state_block, state), options.cache);
+        volume.discard = options.discard && !read_only && volume.can_discard();
         if !read_only {
             // Also marks the volume as not cleanly unmounted, before the first change.
             volume.checkpoint()?;
+            if volume.meta.read().state != state {
+                volume.meta.write().run_state();
+            }
             volume.finish_truncations()?;
         }
         Ok(volume)
@@ -139,7 +152,10 @@ impl Volume {
         (state_block, state): (Block, State),
         cache: usize,
     ) -> Volume {
-        let mut meta = Meta::new(&superblock, state_block, state, recovered.sequence, cache);
+        // A growth that was cut short before the counters had it.
+        let mut counted = state;
+        counted.count_regions(&superblock.geometry());
+        let mut meta = Meta::new(&superblock, state_block, counted, recovered.sequence, cache);
         for (address, block) in recovered.images {
             // A check may have begun the sequences anew: what is in the journal is before all that
             // comes.
@@ -155,11 +171,14 @@ impl Volume {
             meta: MetaLock::new(meta),
             anchors: Mutex::new(recovered.anchors),
             journal: Mutex::new(recovered.journal),
+            growth: Mutex::default(),
             look_again: AtomicBool::new(true),
             durable: AtomicU64::new(recovered.sequence - 1),
             epochs: Arc::default(),
             data_written: AtomicBool::new(false),
             failed: OnceLock::new(),
+            discard: false,
+            discards: Mutex::default(),
             orphans: Mutex::default(),
         }
     }
@@ -171,10 +190,12 @@ impl Volume {
         }
         self.finish_truncations()?;
         self.reap(usize::MAX)?;
-        self.close_journal()
+        self.close_journal()?;
+        self.discard_freed();
+        Ok(())
     }
 
-    /// The superblock.
+    /// The superblock, as it was when the volume was opened: growth changes it.
     pub fn superblock(&self) -> &Superblock {
         &self.superblock
     }
@@ -214,6 +235,11 @@ impl Volume {
         }
     }
 
+    /// Where everything lies.
+    pub fn geometry(&self) -> Geometry {
+        self.meta.read().geometry
+    }
+
     /// Runs an operation to its end: resolves what it stalls on, and tries again.
     ///
     /// # Errors
@@ -244,6 +270,7 @@ impl Volume {
                 }
                 self.commit()?;
                 self.reuse_freed();
+                self.use_undiscarded();
                 if waiter.reuses > 1 {
                     // A transfer still holds the blocks; it ends when the device answers.
                     self.io.give_time();

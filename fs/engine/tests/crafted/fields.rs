@@ -81,6 +81,8 @@ impl Fields {
                 ("compatible", 88, 8),
                 ("read-only", 96, 8),
                 ("incompatible", 104, 8),
+                ("regions", 328, 2),
+                ("end of a region", 336, 8),
                 ("total", 112, 8),
                 ("journal", 120, 8),
                 ("key", 128, 8),
@@ -96,6 +98,7 @@ impl Fields {
                 ("free.blocks", 88, 8),
                 ("free.chunks", 96, 8),
                 ("level", 104, 1),
+                ("regions counted", 106, 2),
             ],
             k if k == BlockKind::Descriptors as u16 => {
                 &[("blocks", 64, 2), ("metadata", 66, 2), ("chunks", 68, 2), ("flags", 70, 2), ("behind", 72, 8)]

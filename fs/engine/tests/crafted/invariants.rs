@@ -204,6 +204,7 @@ fn count_to(s: &mut Surgeon, generation: Option<u64>, sequence: Option<u64>) {
 
 pub const INVARIANTS: &[Invariant] = &[
     // Superblock.
+    refused("regions without an end", |s| superblocks(s, 104, 1 << 6)),
     refused("a version that is not known", |s| superblocks(s, 80, 2)),
     refused("an incompatible feature", |s| superblocks(s, 104, 1)),
     refused("a feature that allows reading only", |s| superblocks(s, 96, 1)),
@@ -307,6 +308,7 @@ pub const INVARIANTS: &[Invariant] = &[
     mended("more inodes than were given out", |s| s.edit_state(|state| state.inodes = state.next_ino)),
     mended("no inodes", |s| s.edit_state(|state| state.inodes = 0)),
     mended("no free blocks", |s| s.edit_state(|state| (state.free_blocks, state.free_chunks) = (0, 0))),
+    mended("regions counted that are not there", |s| s.edit_state(|state| state.regions = 3)),
     mended("all blocks free", |s| {
         let all = (s.geometry.data_blocks(), s.geometry.chunks);
         s.edit_state(|state| (state.free_blocks, state.free_chunks) = all);

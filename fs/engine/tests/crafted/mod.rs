@@ -250,7 +250,7 @@ fn a_volume_with_an_unknown_read_only_feature_can_be_read_and_is_neither_written
     let io = || Io::inline(device.clone()).expect("a device in memory");
     refusal(Fsck::open(io(), CheckOptions { read_only: true, memory: 64 << 20, now: NOW }).err().expect("it cannot be checked"));
 
-    let options = Options { volume: VolumeOptions { read_only: true, cache: 1 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: true, cache: 1 << 20, discard: false }, write_buffer: 4 << 20 };
     let fs = Filesystem::open(io(), options, Arc::new(Inline)).expect("it can be read");
     let file = fs.wait(|| fs.lookup(ROOT, b"dir")).and_then(|dir| fs.wait(|| fs.lookup(dir.ino, b"one")));
     assert_eq!(file.expect("it is there").inode.size, 30_000);

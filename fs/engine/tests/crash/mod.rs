@@ -21,6 +21,7 @@ use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{BLOCK_SIZE, Member, Striping, Timestamp};
 use gpunvme_programs::members;
 
+mod growth;
 mod history;
 mod names;
 mod view;
@@ -69,7 +70,13 @@ fn verify((image, members): (Image, u64), cut: usize, history: &History, what: &
 const MODES: u64 = 6;
 
 /// One way of losing writes, on a volume of so many members.
-fn survives<'a>(mode: u64, random: &'a mut Random, log: &'a Log, members: u64) -> impl FnMut(usize, u64) -> bool + 'a {
+fn survives<'a>(
+    mode: u64,
+    random: &'a mut Random,
+    log: &'a Log,
+    members: u64,
+    bytes: u64,
+) -> impl FnMut(usize, u64) -> bool + 'a {
     let mut drawn: BTreeMap<(usize, u64), bool> = BTreeMap::new();
     let loses: Vec<bool> = (0..members).map(|_| random.below(2) == 0).collect();
     move |event, sector| match mode {
@@ -77,7 +84,7 @@ fn survives<'a>(mode: u64, random: &'a mut Random, log: &'a Log, members: u64) -
         1 => true,
         5 => match &log.events()[event] {
             Event::Write { offset, .. } | Event::Discard { offset, .. } | Event::WriteZeroes { offset, .. } => {
-                !loses[(offset * members / BYTES) as usize]
+                !loses[(offset * members / bytes) as usize]
             }
             Event::Flush(_) | Event::Done(_) => true,
         },
@@ -144,7 +151,7 @@ fn crash((base, members): (Image, u64), random: &mut Random, lives: u32, seed: u
             if Instant::now() > deadline {
                 return states;
             }
-            let image = power_cuts.image(cut, survives(mode, random, &log, members));
+            let image = power_cuts.image(cut, survives(mode, random, &log, members, BYTES));
             let what = format!("CRASH_SEED={seed}, {members} members, life {lives} cut {cut} mode {mode}");
             if random.below(10) == 0 {
                 // Power fails again while the volume recovers.
@@ -154,7 +161,7 @@ fn crash((base, members): (Image, u64), random: &mut Random, lives: u32, seed: u
                 let log = again.log();
                 let cuts: Vec<usize> = log.cuts().collect();
                 let second = cuts[random.below(cuts.len() as u64) as usize];
-                let image = log.power_cuts().image(second, survives(mode, random, &log, members));
+                let image = log.power_cuts().image(second, survives(mode, random, &log, members, BYTES));
                 verify((image, members), cut, &history, &format!("{what}, then at {second} of recovery"));
                 states += 1;
             }

@@ -77,7 +77,7 @@ fn cut_everywhere(base: Image, members: u64, names: &Names) {
     let mut outcomes = [0; 2];
     for cut in log.cuts() {
         for mode in 0..MODES {
-            let image = power_cuts.image(cut, survives(mode, &mut random, &log, members));
+            let image = power_cuts.image(cut, survives(mode, &mut random, &log, members, BYTES));
             let what = format!("{members} members, cut {cut} mode {mode}");
             let (known, written) = mounted(image.clone(), members, &what);
             assert!([&before, &after].contains(&&known), "{what}: {known:?}");

@@ -79,6 +79,7 @@ impl World {
     /// Opens the volume on a device that a recorder logs, and makes the directory that the whole
     /// workload stays in.
     pub fn begin(recorder: &Arc<Recorder>, device: Arc<dyn BlockDevice>, seed: u64) -> Arc<World> {
+        let discard = seed % 2 == 0;
         let state = Model {
             random: Random(seed),
             history: History::default(),
@@ -98,7 +99,7 @@ impl World {
         });
         let waiting = Arc::downgrade(&world);
         let io = Io::stepped(device, move |count| waiting.upgrade().map_or(0, |world| world.meanwhile(count)));
-        let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: 4 << 20 };
+        let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20, discard }, write_buffer: 4 << 20 };
         let fs = Filesystem::open(io, options, world.clone()).expect("the volume can be opened");
         let context = world.context();
         let new = NewNode { mode: 0o040755, umask: 0, rdev: 0, target: &[] };

@@ -23,7 +23,7 @@ use crate::common::{make, open};
 use crate::surgeon::Surgeon;
 
 fn dumped(device: &Arc<dyn BlockDevice>, names: Names) -> (Image, Summary) {
-    let mut image = Image::new(device.geometry().len);
+    let mut image = Image::new(device.geometry().len.get());
     let summary = dump(device, names, &mut |_, _, _| {}, |address, block| {
         image.write_at(address * BLOCK_SIZE as u64, block.bytes());
         Ok(())
@@ -33,7 +33,7 @@ fn dumped(device: &Arc<dyn BlockDevice>, names: Names) -> (Image, Summary) {
 
 fn open_read_only(image: Image) -> Arc<Filesystem> {
     let io = Io::inline(device(image)).expect("a queue");
-    let options = Options { volume: VolumeOptions { read_only: true, cache: 64 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: true, cache: 64 << 20, discard: false }, write_buffer: 4 << 20 };
     Filesystem::open(io, options, Arc::new(Inline)).expect("the dump can be mounted")
 }
 

@@ -76,7 +76,7 @@ fn lands_after(short: u64, preallocated: bool) {
     make(&device);
     // The youngest first, so that the long one waits until it is the only one.
     let io = Io::stepped(device.clone(), |count| count - 1);
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 32 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 32 << 20, discard: false }, write_buffer: 4 << 20 };
     let fs = Filesystem::open(io, options, Arc::new(Inline)).expect("a new volume can be opened");
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, b"a", &new)).expect("there is room").ino;

@@ -123,7 +123,10 @@ impl World {
         });
         let waiting = Arc::downgrade(&world);
         let io = Io::stepped(device, move |count| waiting.upgrade().map_or(count - 1, |world| world.meanwhile(count)));
-        let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20 }, write_buffer: case.write_buffer };
+        let options = Options {
+            volume: VolumeOptions { read_only: false, cache: 1 << 20, discard: false },
+            write_buffer: case.write_buffer,
+        };
         let fs = Filesystem::open(io, options, world.clone()).expect("the volume can be opened");
         *world.fs.lock() = Some(fs);
         idle(&Arc::downgrade(&world));

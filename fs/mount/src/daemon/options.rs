@@ -253,6 +253,8 @@ impl OptionList {
             "rw" => self.partial.ro = Some(false),
             "allow_other" => self.partial.allow_other = Some(true),
             "noallow_other" => self.partial.allow_other = Some(false),
+            "discard" => self.partial.discard = Some(true),
+            "nodiscard" => self.partial.discard = Some(false),
             "foreground" => self.foreground = true,
             "remount" => self.remount = true,
             "" => {}
@@ -313,7 +315,7 @@ mod tests {
 
     #[test]
     fn own_options_reach_the_settings() {
-        let list = "ro,noallow_other,cache=1G,write_buffer=32M,threads=3,transport=classic,commit=7,log=\"info,gpunvme_fuse=debug\",foreground";
+        let list = "ro,noallow_other,cache=1G,write_buffer=32M,threads=3,transport=classic,commit=7,discard,log=\"info,gpunvme_fuse=debug\",foreground";
         let options = parse(&["dev", "/data", "-o", list]).unwrap();
         assert_eq!(
             options.settings,
@@ -325,6 +327,7 @@ mod tests {
                 threads: 3,
                 transport: Transport::Classic,
                 commit: Duration::from_secs(7),
+                discard: true,
                 log: "info,gpunvme_fuse=debug".to_owned(),
             }
         );

@@ -23,6 +23,21 @@ use gpunvme_programs::members;
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
 
+/// The devices of a mount's volume, as one.
+struct Devices(Arc<dyn BlockDevice>);
+
+impl front::Devices for Devices {
+    fn look_again(&self) -> Result<Option<String>, String> {
+        members::grow(&self.0)
+    }
+}
+
+impl std::fmt::Debug for Devices {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0.name())
+    }
+}
+
 /// Serves one mount from the opening of the device until the volume is written down again.
 ///
 /// # Errors
@@ -37,6 +52,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
 
     let completions = Workers::new("completion", COMPLETION_THREADS)
         .map_err(|error| MountError::System(format!("starting a thread: {error}")))?;
+    let devices = Arc::new(Devices(device.clone()));
     let fs = open_filesystem(device, options, completions).map_err(|error| failed(options, &error))?;
     let mut flags = options.flags;
     flags.set(MountFlags::RDONLY, settings.read_only);
@@ -46,6 +62,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         loops: settings.threads,
         io_uring: settings.transport == Transport::IoUring,
         commit: settings.commit,
+        devices,
         log,
     };
     let session = lifecycle.go_live(|| {
@@ -93,7 +110,7 @@ fn open_filesystem(
     let others = geometry.max_queues as usize - front::serving_threads(settings.threads, geometry);
     let io = Io::threaded(device.clone(), settings.threads.min(others))?;
     let options = data::Options {
-        volume: VolumeOptions { read_only: settings.read_only, cache: settings.cache as usize },
+        volume: VolumeOptions { read_only: settings.read_only, cache: settings.cache as usize, discard: settings.discard },
         write_buffer: settings.write_buffer as usize,
     };
     Filesystem::open(io, options, completions)

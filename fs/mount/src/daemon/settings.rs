@@ -130,6 +130,8 @@ pub struct Partial {
     pub transport: Option<Transport>,
     /// Seconds between two commits of the journal.
     pub commit: Option<u64>,
+    /// Tell the device of blocks that files gave up.
+    pub discard: Option<bool>,
     /// Filter of the log, in the syntax of `RUST_LOG`.
     pub log: Option<String>,
 }
@@ -175,6 +177,7 @@ impl Partial {
             threads: self.threads.or(lower.threads),
             transport: self.transport.or(lower.transport),
             commit: self.commit.or(lower.commit),
+            discard: self.discard.or(lower.discard),
             log: self.log.or(lower.log),
         }
     }
@@ -202,6 +205,7 @@ impl Partial {
             threads: within("threads", self.threads.unwrap_or(cores.clamp(2, 16)), 1, MAX_THREADS)?,
             transport: self.transport.unwrap_or_default(),
             commit: Duration::from_secs(commit),
+            discard: self.discard.unwrap_or(false),
             log: self.log.unwrap_or_else(|| DEFAULT_LOG.to_owned()),
         })
     }
@@ -224,6 +228,8 @@ pub struct Settings {
     pub transport: Transport,
     /// Time between two commits of the journal.
     pub commit: Duration,
+    /// Tell the device of blocks that files gave up.
+    pub discard: bool,
     /// Filter of the log, in the syntax of `RUST_LOG`.
     pub log: String,
 }
@@ -256,7 +262,7 @@ mod tests {
 
     #[test]
     fn the_configuration_file_sets_everything() {
-        let text = "ro = true\nallow_other = false\ncache = \"1G\"\nwrite_buffer = 8388608\nthreads = 3\ntransport = \"io_uring\"\ncommit = 30\nlog = \"debug\"\n";
+        let text = "ro = true\nallow_other = false\ncache = \"1G\"\nwrite_buffer = 8388608\nthreads = 3\ntransport = \"io_uring\"\ncommit = 30\ndiscard = true\nlog = \"debug\"\n";
         let settings = config(text).unwrap().complete(true, 2).unwrap();
         assert_eq!(
             settings,
@@ -268,6 +274,7 @@ mod tests {
                 threads: 3,
                 transport: Transport::IoUring,
                 commit: Duration::from_secs(30),
+                discard: true,
                 log: "debug".to_owned(),
             }
         );

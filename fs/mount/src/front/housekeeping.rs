@@ -3,6 +3,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -49,6 +50,18 @@ impl Drop for Housekeeping {
     }
 }
 
+/// Tells the device of blocks that files gave up, on a thread that may wait: a device may take its
+/// time for that.
+fn discard_freed(front: &Arc<Front>) {
+    if front.fs.volume().has_to_discard() && !front.discarding.swap(true, Ordering::AcqRel) {
+        let front = front.clone();
+        front.clone().general.run(move || {
+            front.fs.volume().discard_freed();
+            front.discarding.store(false, Ordering::Release);
+        });
+    }
+}
+
 fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, Condvar)) {
     let fs = &front.fs;
     let (mut written, mut committed, mut reaped) = (Instant::now(), Instant::now(), false);
@@ -82,6 +95,7 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
         } else if fs.volume().wants_commit() {
             let _ = fs.commit();
         }
+        discard_freed(front);
         if fs.volume().wants_checkpoint() {
             let _ = fs.volume().checkpoint();
         }

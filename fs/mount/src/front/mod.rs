@@ -31,4 +31,4 @@ mod write_request;
 pub use resources::endpoint::serving_threads;
 pub use resources::workers::Workers;
 pub use session::Session;
-pub use settings::{Log, Settings};
+pub use settings::{Devices, Log, Settings};

@@ -72,6 +72,8 @@ impl Session {
             mount_state: MountState::new()?,
             kernel: OnceLock::new(),
             log: settings.log.clone(),
+            devices: settings.devices.clone(),
+            discarding: Arc::default(),
             fs,
         });
         let housekeeping = Housekeeping::start(front.clone(), settings.commit)?;

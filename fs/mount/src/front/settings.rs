@@ -10,6 +10,16 @@ pub trait Log: Send + Sync + std::fmt::Debug {
     fn set(&self, filter: Option<&str>) -> Option<String>;
 }
 
+/// The devices under the volume.
+pub trait Devices: Send + Sync + std::fmt::Debug {
+    /// Looks how large they are now, and lets the volume have what they have become larger by.
+    /// Returns why that is nothing, where it is and there is more to say than that.
+    ///
+    /// # Errors
+    /// A text with the name of the device that failed, or is too small.
+    fn look_again(&self) -> Result<Option<String>, String>;
+}
+
 /// Settings of a served filesystem.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -21,6 +31,8 @@ pub struct Settings {
     pub io_uring: bool,
     /// Time between two commits of the journal.
     pub commit: Duration,
+    /// The devices under the volume.
+    pub devices: Arc<dyn Devices>,
     /// The daemon's log.
     pub log: Arc<dyn Log>,
 }

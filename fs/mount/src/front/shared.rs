@@ -1,6 +1,7 @@
 //! State that the operations of one mount share, and how operations are tried: at once, and after a
 //! stall on a thread that may wait.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use gpunvme_engine::data::Filesystem;
@@ -15,7 +16,7 @@ use super::resources::request_budget::RequestBudget;
 use super::resources::snapshot_budget::SnapshotBudget;
 use super::resources::syncs::Syncs;
 use super::resources::workers::Workers;
-use super::settings::Log;
+use super::settings::{Devices, Log};
 
 /// State that the operations of one mount share.
 pub(crate) struct Front {
@@ -36,6 +37,9 @@ pub(crate) struct Front {
     /// Set once the mount exists.
     pub(crate) kernel: OnceLock<Box<dyn KernelCache>>,
     pub(crate) log: Arc<dyn Log>,
+    pub(crate) devices: Arc<dyn Devices>,
+    /// Freed blocks are being told to the device.
+    pub(crate) discarding: Arc<AtomicBool>,
 }
 
 impl Front {

@@ -234,10 +234,10 @@ impl<W: FnMut(u64, &Block) -> io::Result<()>> Dump<'_, W> {
                 match kind {
                     BlockKind::State => self.note_root(&block),
                     BlockKind::Node => self.note_children(&block),
-                    BlockKind::Bitmap
-                        if (self.geometry.bitmaps..self.geometry.bitmaps + self.geometry.groups).contains(&home) =>
-                    {
-                        bitmaps.entry(home - self.geometry.bitmaps).or_default().push(block.clone());
+                    BlockKind::Bitmap => {
+                        if let Some(number) = self.geometry.bitmap_group(home) {
+                            bitmaps.entry(number).or_default().push(block.clone());
+                        }
                     }
                     _ => {}
                 }
@@ -380,7 +380,7 @@ struct Reader {
 impl Reader {
     fn new(device: &Arc<dyn BlockDevice>) -> Result<Reader, String> {
         let failed = |error| reason(device.name(), &error);
-        let len = device.geometry().len;
+        let len = device.geometry().len.get();
         let blocks = len / BLOCK_SIZE as u64;
         if blocks == 0 {
             return Err(format!("{len} bytes are too few for a volume"));

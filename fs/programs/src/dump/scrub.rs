@@ -82,10 +82,7 @@ impl Scrub {
             BlockKind::Superblock => unreachable!("it has a home, where it is read as what it is"),
             BlockKind::Anchor => block.reduced_to(&[anchor::FIELDS]),
             BlockKind::State => block.reduced_to(&[state::FIELDS]),
-            BlockKind::Descriptors if self.geometry.descriptor_blocks().contains(&block.address()) => {
-                block.reduced_to(&[group::descriptor_fields(&self.geometry, block.address())])
-            }
-            BlockKind::Descriptors => block.reduced_to(&[]),
+            BlockKind::Descriptors => block.reduced_to(&[group::descriptor_fields(&self.geometry, block.address())]),
             BlockKind::Bitmap => block.reduced_to(&group::BITMAP_FIELDS),
             BlockKind::Journal => block.reduced_to(&journal::descriptor_fields(block)),
             BlockKind::Node => self.node(block),
@@ -178,6 +175,7 @@ mod tests {
             uuid: [1; 16],
             names: Names::default(),
             total_blocks: 1 << 14,
+            grown: Vec::new(),
             journal_blocks: 1024,
             hash_key: [2; 16],
             created: Timestamp::default(),

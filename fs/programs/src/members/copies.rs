@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request};
 use gpunvme_layout::geometry::SUPERBLOCK;
+use gpunvme_layout::member::Generation;
 use gpunvme_layout::{BLOCK_SIZE, Block, Corrupt, Geometry, Member, Superblock};
 
 use crate::claim::reason;
@@ -62,7 +63,14 @@ impl Copies {
         let last_of = |at: u64| read(at).ok().map(|block| decode(&block, at)).transpose().map(Option::flatten);
         if let Some(first) = first {
             // One that is damaged is written anew.
-            let last = last_of(first.blocks - 1).unwrap_or(None);
+            let mut last = last_of(first.blocks - 1).unwrap_or(None);
+            // Where the device became larger, a growth may have been cut short between the two.
+            let behind = if blocks > first.blocks { last_of(blocks - 1).unwrap_or(None) } else { None };
+            let number = |member: &Option<Member>| member.as_ref().map(|member| member.generation.number);
+            let is_newer = number(&behind) > number(&last).max(Some(first.generation.number));
+            if is_newer && behind.as_ref().is_some_and(|behind| behind.uuid == first.uuid) {
+                last = behind;
+            }
             return Ok(Some(Copies { first: Some(first), last }));
         }
         // The copy counts where the first was wiped or is damaged, and not where something else
@@ -87,7 +95,13 @@ impl Copies {
         ids(self).into_iter().flatten().any(|id| others.contains(&Some(id)))
     }
 
-    /// One of them: they differ in nothing but the generation, and names that it may have changed.
+    /// The one of that generation, if there is one.
+    pub fn of(&self, generation: Generation) -> Option<&Member> {
+        [&self.first, &self.last].into_iter().flatten().find(|member| member.generation == generation)
+    }
+
+    /// One of them: they differ in nothing but the generation, and what that may have changed: the
+    /// names, the size of the member, and how much of it the volume has.
     pub fn any(&self) -> &Member {
         self.first.as_ref().or(self.last.as_ref()).expect("one of them was found")
     }
@@ -95,7 +109,7 @@ impl Copies {
 
 /// Size of a device in blocks.
 pub(super) fn blocks_of(device: &Arc<dyn BlockDevice>) -> u64 {
-    device.geometry().len / BLOCK_SIZE as u64
+    device.geometry().len.get() / BLOCK_SIZE as u64
 }
 
 /// Writes the superblocks of members, durably: with `copy` 0 those in their first blocks, with 1

@@ -10,6 +10,7 @@
 //! there cannot come back later unnoticed.
 
 mod copies;
+mod growth;
 mod search;
 mod set;
 
@@ -25,6 +26,7 @@ use crate::claim::{ClaimError, claim_beside, listed_mount};
 use crate::names::Superblocks;
 use crate::random::random;
 use copies::Copies;
+pub use growth::grow;
 use set::Set;
 
 /// Claims the volume that `device` names, and opens it. Where it is a member of a volume of several

@@ -16,6 +16,8 @@ pub(super) struct Set {
     members: Vec<(Arc<dyn BlockDevice>, Copies)>,
     /// The generation that all of them know of.
     current: Generation,
+    /// How the volume lies on them in that one.
+    striping: Striping,
     /// The highest number of a generation that any of them has seen.
     highest: u64,
 }
@@ -40,13 +42,17 @@ pub(super) fn judge(devices: Vec<(String, Arc<dyn BlockDevice>, Option<Copies>)>
         found.push((name, device, copies));
     }
     found.sort_by_key(|(_, _, copies)| copies.any().index);
+    let shape = |copies: &Copies| {
+        let Striping { members, unit, data, .. } = copies.any().striping;
+        (members, unit, data)
+    };
+    let differs = |name: &str, one: Striping, other: Striping| {
+        let first = &found[0].0;
+        Err(format!("{name} and {first} say different things of how the volume lies on its members: {one:?}, {other:?}"))
+    };
     let striping = found[0].2.any().striping;
-    if let Some((name, _, copies)) = found.iter().find(|(_, _, copies)| copies.any().striping != striping) {
-        let other = &found[0].0;
-        return Err(format!(
-            "{name} and {other} say different things of how the volume lies on its members: {:?}, {striping:?}",
-            copies.any().striping
-        ));
+    if let Some((name, _, copies)) = found.iter().find(|(_, _, copies)| shape(copies) != shape(&found[0].2)) {
+        return differs(name, copies.any().striping, striping);
     }
     let missing = |index: &u16| !found.iter().any(|(_, _, copies)| copies.any().index == *index);
     let missing: Vec<u16> = (0..striping.members).filter(missing).collect();
@@ -55,7 +61,16 @@ pub(super) fn judge(devices: Vec<(String, Arc<dyn BlockDevice>, Option<Copies>)>
     }
     let all: Vec<(&str, &Copies)> = found.iter().map(|(name, _, copies)| (&name[..], copies)).collect();
     let (current, highest) = same_generation(&all)?;
-    Ok(Set { members: found.into_iter().map(|(_, device, copies)| (device, copies)).collect(), current, highest })
+    // A generation may have changed how much of the members the volume has.
+    let of_current = |copies: &Copies| copies.of(current).map(|member| member.striping);
+    let striping = found.iter().find_map(|(_, _, copies)| of_current(copies)).expect("it is the generation of one of them");
+    if let Some((name, other)) =
+        found.iter().find_map(|(name, _, copies)| Some((name, of_current(copies)?)).filter(|s| s.1 != striping))
+    {
+        return differs(name, other, striping);
+    }
+    let members = found.into_iter().map(|(_, device, copies)| (device, copies)).collect();
+    Ok(Set { members, current, striping, highest })
 }
 
 /// The message where a member is there twice.
@@ -123,7 +138,7 @@ impl Set {
 
     /// How the volume lies on them.
     pub fn striping(&self) -> Striping {
-        self.members[0].1.any().striping
+        self.striping
     }
 
     /// The names of the volume: those of the generation that all members know of. One that was cut
@@ -145,21 +160,44 @@ impl Set {
     /// # Errors
     /// A text with the device's name: it failed.
     pub fn begin_generation(&self, names: &Names) -> Result<(), String> {
-        let of = |generation: Generation, names: &Names| {
-            let member = |copies: &Copies| Member { generation, names: names.clone(), ..copies.any().clone() };
-            self.members.iter().map(|(device, copies)| (device, member(copies))).collect::<Vec<_>>()
+        self.begin(names, self.striping, None)
+    }
+
+    /// Begins a new generation, in which the volume has as much of its members as their devices
+    /// have become, in blocks.
+    ///
+    /// # Errors
+    /// A text with the device's name: it failed.
+    pub fn begin_larger(&self, striping: Striping, blocks: &[u64]) -> Result<(), String> {
+        self.begin(self.names(), striping, Some(blocks))
+    }
+
+    fn begin(&self, names: &Names, striping: Striping, blocks: Option<&[u64]>) -> Result<(), String> {
+        let now = |copies: &Copies| Member {
+            generation: self.current,
+            names: self.names().clone(),
+            striping: self.striping,
+            ..copies.of(self.current).unwrap_or_else(|| copies.any()).clone()
         };
         let write = |members: Vec<(&Arc<dyn BlockDevice>, Member)>, copy| {
             copies::write_all(members.iter().map(|(device, member)| (*device, member)), copy)
         };
-        // The last superblocks are written first, and may be torn: the first ones have to be whole.
-        let is_damaged = |(_, (_, copies)): &(_, &(_, Copies))| copies.first.is_none();
-        let members = of(self.current, self.names()).into_iter().zip(&self.members);
-        let damaged = members.filter(is_damaged).map(|(member, _)| member).collect();
-        write(damaged, 0)?;
+        // The last superblocks are written first, and may be torn: the first ones have to be whole,
+        // and of the generation that counts.
+        let is_behind = |copies: &Copies| copies.first.as_ref().is_none_or(|first| first.generation != self.current);
+        let behind = self.members.iter().filter(|(_, copies)| is_behind(copies));
+        write(behind.map(|(device, copies)| (device, now(copies))).collect(), 0)?;
         let next = generation(self.highest + 1)?;
-        write(of(next, names), 1)?;
-        write(of(next, names), 0)
+        let member = |(number, (device, copies)): (usize, &'_ (Arc<dyn BlockDevice>, Copies))| {
+            let now = now(copies);
+            let blocks = blocks.map_or(now.blocks, |blocks| blocks[number]);
+            (device.clone(), Member { generation: next, names: names.clone(), striping, blocks, ..now })
+        };
+        let all: Vec<(Arc<dyn BlockDevice>, Member)> = self.members.iter().enumerate().map(member).collect();
+        for copy in [1, 0] {
+            write(all.iter().map(|(device, member)| (device, member.clone())).collect(), copy)?;
+        }
+        Ok(())
     }
 }
 

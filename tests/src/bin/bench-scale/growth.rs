@@ -191,7 +191,7 @@ impl Subject {
 /// Files that have a block each, made by the engine: through a mount it would take much longer.
 fn populate(image: &Path, inodes: u64) -> Result<(), Box<dyn Error>> {
     let device = gpunvme_blockdev::open(image.to_str().ok_or("a scratch path that is not UTF-8")?, OpenMode::ReadWrite)?;
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 256 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 256 << 20, discard: false }, write_buffer: 4 << 20 };
     let fs = Filesystem::open(Io::inline(device)?, options, Arc::new(Inline))?;
     for first in (0..inodes).step_by(FOLDER as usize) {
         let folder = create(&fs, ROOT, &folder_name(first / FOLDER), libc::S_IFDIR)?;

@@ -58,7 +58,7 @@ impl Disk {
         if offset.checked_add(len as u64).is_none_or(|end| end > self.file_len) {
             return Err(Errno::EFBIG);
         }
-        let files = self.io.device().geometry().len / self.file_len;
+        let files = self.io.device().geometry().len.get() / self.file_len;
         Ok(inode % files * self.file_len + offset)
     }
 

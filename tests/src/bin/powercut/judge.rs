@@ -91,7 +91,7 @@ fn verify(image: Image, written: u64) -> Result<(), String> {
     let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
     let text = |error: FsError| error.to_string();
     let io = Io::inline(device).map_err(|error| error.to_string())?;
-    let options = Options { volume: VolumeOptions { read_only: false, cache: 4 << 20 }, write_buffer: 4 << 20 };
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 4 << 20, discard: false }, write_buffer: 4 << 20 };
     let fs = Filesystem::open(io, options, Arc::new(Inline)).map_err(text)?;
     let findings = check(fs.volume()).map_err(text)?;
     if let Some(finding) = findings.first() {

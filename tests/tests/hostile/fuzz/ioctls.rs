@@ -229,6 +229,9 @@ impl Ioctls {
         let _ = sys::ioctl(file.as_fd(), Command::Top.request(entries as usize), &mut bytes);
         let reserved = if random.below(4) == 0 { number(random) } else { 0 };
         let _ = call_plain(self.file(random), Command::Sync, &mut abi::Sync { reserved, ..abi::Sync::default() });
+        let mut trim = abi::Trim { start: number(random), len: number(random), minimum: number(random), ..abi::Trim::default() };
+        assert!(call_plain(self.file(random), Command::Trim, &mut trim).is_err(), "discards are for administrators");
+        assert!(call_plain(self.file(random), Command::Grow, &mut abi::Grow::default()).is_err(), "growth is for administrators");
         let mut log = abi::Log { reserved, ..abi::Log::default() };
         let filter = noise(random, log.filter.len());
         log.filter.copy_from_slice(&filter);

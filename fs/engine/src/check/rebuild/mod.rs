@@ -137,7 +137,7 @@ impl Survey {
     /// old tree uses, and the new one will; `lost`: nothing is known of its root.
     pub fn new(volume: &Volume, reader: &Reader, lost: bool, memory: usize, kept: &mut Kept) -> Result<Survey, FsError> {
         let state = volume.meta.read().state;
-        let geometry = volume.superblock().geometry();
+        let geometry = volume.geometry();
         let mut surveyor = Surveyor {
             geometry,
             kept,
@@ -289,7 +289,7 @@ fn sound(address: u64, read: Result<Arc<Block>, String>) -> Result<Arc<Block>, F
 /// Looks at all leaves in chunks of metadata that are marked as in use, and at all in groups whose
 /// bitmap is damaged.
 fn scan(volume: &Volume, reader: &Reader, mut found: impl FnMut(u64, &Block) -> Result<(), FsError>) -> Result<(), FsError> {
-    let geometry = volume.superblock().geometry();
+    let geometry = volume.geometry();
     let mut wanted = Vec::new();
     let look = |wanted: &mut Vec<u64>, found: &mut dyn FnMut(u64, &Block) -> Result<(), FsError>| -> Result<(), FsError> {
         for (address, block) in wanted.iter().zip(reader.nodes(wanted, 0)?) {

@@ -8,7 +8,7 @@ use crate::error::Attempt;
 use crate::volume::meta::Blocks;
 use crate::volume::op::Op;
 
-pub(super) fn descriptor(blocks: &impl Blocks, group: u64) -> Attempt<Descriptor> {
+pub(in crate::volume) fn descriptor(blocks: &impl Blocks, group: u64) -> Attempt<Descriptor> {
     #[cfg(test)]
     tests::LOOKED_AT.set(tests::LOOKED_AT.get() + 1);
     let (address, index) = blocks.meta().geometry.descriptor(group);
@@ -16,7 +16,7 @@ pub(super) fn descriptor(blocks: &impl Blocks, group: u64) -> Attempt<Descriptor
 }
 
 /// The bitmap of a group; none when nothing was allocated in it yet.
-pub(super) fn bitmap(blocks: &impl Blocks, group: u64) -> Attempt<Option<&Block>> {
+pub(in crate::volume) fn bitmap(blocks: &impl Blocks, group: u64) -> Attempt<Option<&Block>> {
     if !descriptor(blocks, group)?.initialized {
         return Ok(None);
     }

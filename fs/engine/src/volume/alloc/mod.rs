@@ -14,4 +14,5 @@ mod claim;
 mod nodes;
 mod reserve;
 
+pub(super) use bitmaps::{bitmap, descriptor};
 pub(crate) use nodes::empty_metadata_chunks;

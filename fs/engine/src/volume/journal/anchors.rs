@@ -24,6 +24,11 @@ impl Anchors {
         Anchors { generation, front: FRONT.map(|address| Some(read_blocks(io, address, 1).ok()?.swap_remove(0))) }
     }
 
+    /// The first superblock is this one from now on; none where that is not known.
+    pub(in crate::volume) fn know_superblock(&mut self, block: Option<Block>) {
+        self.front[0] = block;
+    }
+
     /// Generation of the last one written.
     pub fn generation(&self) -> u64 {
         self.generation

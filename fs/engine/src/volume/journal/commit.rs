@@ -17,7 +17,7 @@ use crate::volume::open::Volume;
 impl Volume {
     /// Takes a lock that is held across I/O. Where batches complete only when a caller waits
     /// (`Io::stepped`), this thread completes batches meanwhile, so that the lock's holder goes on.
-    pub(super) fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
+    pub(in crate::volume) fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
         loop {
             match lock.try_lock() {
                 Some(guard) => return guard,
@@ -129,17 +129,14 @@ impl Volume {
         Ok(())
     }
 
-    /// Lets the allocator have the freed blocks that nothing holds back any more.
+    /// Lets the allocator have the freed blocks that nothing holds back any more, or first the
+    /// device know of them.
     pub(crate) fn reuse_freed(&self) {
         let runs = self.epochs.reusable();
         if runs.is_empty() {
             return;
         }
-        let mut meta = self.meta.write();
-        for run in &runs {
-            meta.busy.remove(*run);
-            meta.pending -= run.len;
-        }
+        if self.discard { self.discards.lock().extend(runs) } else { self.free_busy(&runs) }
     }
 }
 

@@ -64,7 +64,7 @@ impl Volume {
     /// # Errors
     /// The device failed, or the volume is damaged.
     pub fn find_emptied_chunks(&self) -> Result<(), FsError> {
-        for group in 0..self.superblock.geometry().groups {
+        for group in 0..self.geometry().groups {
             let found = self.wait(|| alloc::empty_metadata_chunks(&*self.meta.read(), group))?;
             let mut meta = self.meta.write();
             // One that the running transaction has emptied is listed with its sequence already.

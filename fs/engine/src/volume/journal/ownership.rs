@@ -34,6 +34,15 @@ impl Volume {
         if waits { self.look().map_err(|e| self.fail(e)) } else { Ok(()) }
     }
 
+    /// Checks whether the volume on the device is still this mount's.
+    ///
+    /// # Errors
+    /// [`FsError::Taken`]: it is not, and nothing more is written.
+    pub(in crate::volume) fn is_ours(&self) -> Result<(), FsError> {
+        let anchors = self.lock(&self.anchors);
+        self.is_still_ours(&anchors).map_err(|e| self.fail(e))
+    }
+
     /// Checks whether the volume on the device is still this mount's, if it is time to.
     pub(super) fn look(&self) -> Result<(), FsError> {
         if self.look_again.load(Ordering::Relaxed)
@@ -48,7 +57,7 @@ impl Volume {
 
     /// Fails when the superblock or an anchor on the device is another than this mount read or
     /// wrote there.
-    pub(super) fn is_still_ours(&self, anchors: &Anchors) -> Result<(), FsError> {
+    pub(in crate::volume) fn is_still_ours(&self, anchors: &Anchors) -> Result<(), FsError> {
         // A device that cannot read is no proof of anything.
         let Ok(now) = read_scattered(&self.io, &FRONT) else { return Ok(()) };
         if anchors.front.iter().zip(&now).any(|(known, now)| known.as_ref().is_some_and(|known| known != now)) {

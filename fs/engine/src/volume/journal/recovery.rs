@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use gpunvme_blockdev::Io;
-use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Anchor, Block, Corrupt, Geometry, Superblock, journal};
 
 use super::anchors::{Anchors, read_anchors};
@@ -138,8 +137,7 @@ pub(crate) fn read_transaction(
         if block.sequence() != sequence || block.verify_any_kind(*home, &superblock.uuid).is_err() {
             return Ok(None);
         }
-        let in_fixed_area = *home >= STATE && *home < geometry.bitmaps + geometry.groups;
-        if !in_fixed_area && !geometry.contains_data(*home, 1) {
+        if !geometry.is_home(*home) {
             return Err(Corrupt::Field { address: *home, what: "journal holds an image of a block that has none" }.into());
         }
     }

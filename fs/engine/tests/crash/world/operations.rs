@@ -166,7 +166,13 @@ impl World {
                     Ok((format!("copy {at} {copied}"), Box::new(change)))
                 });
             }
-            84..92 => self.read(),
+            84..90 => self.read(),
+            // Blocks that are free or were: no cut may find a file in them.
+            90..93 => {
+                let minimum = self.below(40);
+                fs.volume().trim(0, u64::MAX, minimum).expect("nothing fails");
+            }
+            93..95 => fs.volume().discard_freed(),
             _ => {
                 let orphan = self.state.lock().orphans.pop();
                 if let Some(ino) = orphan

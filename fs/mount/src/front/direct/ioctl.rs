@@ -1,5 +1,6 @@
 //! The ioctls of the direct path (`docs/reference/ioctl.md`) on open files and directories.
-//! [`super::transfers`] carries out `READ` and `WRITE`.
+//! [`super::transfers`] carries out `READ` and `WRITE`, [`super::administration`] what is for
+//! administrators.
 
 use std::sync::Arc;
 
@@ -107,7 +108,10 @@ impl Front {
                 front.direct.server.stats.call(Command::Sync, synced.is_err());
                 done(Reply::new(synced.map_or_else(|error| error.errno(), |()| 0), &sync));
             }),
+            // Whether the caller administers the mount is looked up in /proc.
             Ok(Request::Log(log)) => self.general.run(move || done(front.log(caller, &log))),
+            Ok(Request::Trim(trim)) => self.general.run(move || done(front.trim(caller, &trim))),
+            Ok(Request::Grow(grow)) => self.general.run(move || done(front.grow(caller, &grow))),
             // An ioctl carries no descriptor.
             Ok(Request::Grant(_)) => done(Reply::error(libc::ENOTTY)),
         }
@@ -128,21 +132,6 @@ impl Front {
         };
         let file = |access| Opened { front: self, caller, ino, access };
         self.direct.server.transfer(caller.of_direct(), transfer, ino, file, done);
-    }
-
-    fn log(&self, caller: Caller, request: &abi::Log) -> Reply {
-        let filter = abi::get_text(&request.filter);
-        let set = || self.log.set(Some(&*filter).filter(|filter| !filter.is_empty())).ok_or(libc::EINVAL);
-        let done = if caller.administers() { set() } else { Err(libc::EPERM) };
-        self.direct.server.stats.call(Command::Log, done.is_err());
-        match done {
-            Ok(before) => {
-                let mut answer = abi::Log::default();
-                abi::put_text(&mut answer.filter, &before);
-                Reply::new(0, &answer)
-            }
-            Err(errno) => Reply::new(errno, request),
-        }
     }
 
     fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {

@@ -1,0 +1,162 @@
+//! Power cuts at every point of a growth, of a device and of members that each lose their own
+//! writes: the volume has the old size or the new one, nothing is lost, and it can grow then.
+
+use std::sync::Arc;
+
+use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
+use gpunvme_blockdev_testing::{Image, Recorder};
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::error::FsError;
+use gpunvme_engine::volume::{Context, NewNode};
+use gpunvme_layout::superblock::Names;
+use gpunvme_layout::{BLOCK_SIZE, Member, Striping, Timestamp};
+use gpunvme_programs::members;
+
+use super::{MODES, UNIT, survives};
+use crate::common::{ROOT, Random, assert_sound, make, open};
+
+/// All devices together when they have become larger.
+const BYTES: u64 = 64 << 20;
+
+/// The devices, showing so many bytes of each until they are looked at again.
+fn devices(recorder: &Arc<Recorder>, members: u64, shown: u64) -> Vec<(String, Arc<dyn BlockDevice>)> {
+    recorder.members_of(members, shown).into_iter().map(|device| (device.name().to_owned(), device)).collect()
+}
+
+/// The volume on devices that show so many bytes of themselves.
+fn volume(recorder: &Arc<Recorder>, members: u64, shown: u64) -> Arc<dyn BlockDevice> {
+    let mut devices = devices(recorder, members, shown);
+    match members {
+        1 => devices.swap_remove(0).1,
+        _ => members::assemble(devices, OpenMode::ReadWrite).expect("the members are there"),
+    }
+}
+
+/// A new volume on the first `shown` bytes of each device.
+fn fresh(recorder: &Arc<Recorder>, members: u64, shown: u64) {
+    let devices: Vec<_> = devices(recorder, members, shown).into_iter().map(|(_, device)| device).collect();
+    if members == 1 {
+        return make(&devices[0]);
+    }
+    let blocks = shown / BLOCK_SIZE as u64;
+    let striping = Striping::new(&vec![blocks; members as usize], UNIT).expect("they are large enough");
+    make(&members::stripe(devices.clone(), &striping).expect("a stripe"));
+    let generation = members::generation(1).expect("random numbers");
+    let names = Names { label: "test".into(), changed_uuid: None };
+    let member = Member { volume: [7; 16], names, uuid: [0; 16], index: 0, striping, blocks, generation };
+    let uuids: Vec<_> = (1..=members as u8).map(|number| [number; 16]).collect();
+    members::format(&devices, &member, &uuids).expect("nothing fails");
+}
+
+fn content(number: u8) -> Vec<u8> {
+    (0..300_000u32).map(|at| (at / 700) as u8 ^ number).collect()
+}
+
+/// Writes a file, durably.
+fn write(fs: &Arc<Filesystem>, number: u8) {
+    let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&context, ROOT, &[b'a' + number], &new)).expect("there is room").ino;
+    fs.wait(|| fs.write(ino, 0, &content(number), context.now)).expect("there is room");
+    fs.sync_file(ino).expect("nothing fails");
+}
+
+fn holds(fs: &Arc<Filesystem>, number: u8) -> bool {
+    let Ok(found) = fs.wait(|| fs.lookup(ROOT, &[b'a' + number])) else { return false };
+    fs.read(found.ino, 0, 1 << 20).expect("it can be read") == content(number)
+}
+
+/// Makes the volume as large as its devices are.
+fn grow(device: &Arc<dyn BlockDevice>, fs: &Filesystem) -> Result<(), FsError> {
+    members::grow(device).expect("the members have room");
+    fs.volume().grow().map(|_| ())
+}
+
+/// Opens what a cut left, holds it to what was promised, and has it grow.
+fn judge(image: Image, members: u64, sizes: [u64; 2], written: u8, is_new: bool, what: &str) {
+    let recorder = Recorder::new(image);
+    let slot = BYTES / members;
+    let device = volume(&recorder, members, slot);
+    let fs = open(&device).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_sound(&fs, what);
+    let size = fs.volume().geometry().total_blocks;
+    assert!(sizes.contains(&size) && (!is_new || size == sizes[1]), "{what}: {size} blocks of {sizes:?}");
+    (0..written).for_each(|number| assert!(holds(&fs, number), "{what}: file {number}"));
+    let grown = members::grow(&device).and_then(|_| fs.volume().grow().map_err(|error| error.to_string()));
+    assert_eq!(grown.is_ok(), size == sizes[0], "{what}: {grown:?}");
+    assert_eq!(fs.volume().geometry().total_blocks, sizes[1], "{what}");
+    write(&fs, 20);
+    assert_sound(&fs, what);
+    fs.close().expect("nothing fails");
+    drop((fs, device));
+    let device = volume(&recorder, members, slot);
+    let options = CheckOptions { read_only: true, memory: 4 << 20, now: Timestamp { seconds: 2, nanoseconds: 0 } };
+    let fsck = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).expect("it can be read");
+    let found = fsck.check(&mut |_, _, _| true).expect("it can be read");
+    assert!(found.list.is_empty(), "{what}: {:#?}", found.list);
+    drop(fsck);
+    let fs = open(&device).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_eq!(fs.volume().geometry().total_blocks, sizes[1], "{what}");
+    (0..written).chain([20]).for_each(|number| assert!(holds(&fs, number), "{what}: file {number}, at last"));
+}
+
+/// Cuts the power at every point of a growth, and again while what is left is opened.
+fn cut(members: u64, shown: u64, seed: u64) {
+    let mut random = Random(seed);
+    let recorder = Recorder::new(Image::new(BYTES));
+    fresh(&recorder, members, shown);
+    let device = volume(&recorder, members, shown);
+    let fs = open(&device).expect("the volume can be opened");
+    write(&fs, 0);
+    let old = fs.volume().geometry().total_blocks;
+    // Each file, and then the growth, counts from the position on at which it was durable.
+    let mut promised = vec![recorder.position()];
+    let start = recorder.position();
+    let mut write_next = |number| {
+        write(&fs, number);
+        promised.push(recorder.position());
+    };
+    write_next(1);
+    grow(&device, &fs).expect("there is room");
+    let grown = recorder.position();
+    (2..6).for_each(&mut write_next);
+    let sizes = [old, fs.volume().geometry().total_blocks];
+    assert!(sizes[1] > sizes[0] + (8 << 20) / BLOCK_SIZE as u64, "{sizes:?}");
+    fs.close().expect("nothing fails");
+    let log = recorder.log();
+    let cuts: Vec<usize> = log.cuts().filter(|cut| *cut >= start).collect();
+    let mut power_cuts = log.power_cuts();
+    // What only writes files is the other tests' matter.
+    let cuts = cuts.iter().enumerate().filter(|(number, cut)| **cut <= grown + 20 || number % 8 == 0).map(|(_, cut)| *cut);
+    for cut in cuts {
+        let written = promised.iter().filter(|position| **position <= cut).count() as u8;
+        let is_new = grown <= cut;
+        for mode in 0..MODES {
+            let image = power_cuts.image(cut, survives(mode, &mut random, &log, members, BYTES));
+            let what = format!("{members} members, cut {cut} mode {mode}");
+            if random.below(4) > 0 {
+                judge(image, members, sizes, written, is_new, &what);
+                continue;
+            }
+            // Power fails again while the volume is opened, and recovers.
+            let again = Recorder::new(image);
+            drop(open(&volume(&again, members, BYTES / members)).unwrap_or_else(|error| panic!("{what}: {error}")));
+            let log = again.log();
+            let all: Vec<usize> = log.cuts().collect();
+            let second = all[random.below(all.len() as u64) as usize];
+            let twice = log.power_cuts().image(second, survives(mode, &mut random, &log, members, BYTES));
+            judge(twice, members, sizes, written, is_new, &format!("{what}, then at {second} of recovery"));
+        }
+    }
+}
+
+#[test]
+fn a_power_cut_while_a_volume_grows_leaves_the_old_size_or_the_new() {
+    cut(1, 20 << 20, 1);
+}
+
+#[test]
+fn so_it_does_where_each_member_of_a_volume_that_grows_loses_its_own_writes() {
+    cut(2, 12 << 20, 2);
+}

@@ -1,0 +1,101 @@
+//! The ioctls for administrators: what the daemon logs (`LOG`), blocks that no file has (`TRIM`),
+//! and a volume that becomes larger (`GROW`).
+
+use std::time::{Duration, Instant};
+
+use gpunvme_abi::{self as abi, Command};
+use gpunvme_engine::BLOCK_SIZE;
+use gpunvme_engine::error::FsError;
+use gpunvme_gpupath::server::Reply;
+
+use crate::front::caller::Caller;
+use crate::front::shared::Front;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// How long a `TRIM` goes on: so long a caller may have to wait that was told to stop.
+const MOMENT: Duration = Duration::from_millis(300);
+
+/// Why it is not done: the errno, and the words.
+type Refusal = (i32, String);
+
+fn refusal(error: &FsError) -> Refusal {
+    (error.errno(), error.to_string())
+}
+
+impl Front {
+    /// `LOG`.
+    pub(super) fn log(&self, caller: Caller, request: &abi::Log) -> Reply {
+        let filter = abi::get_text(&request.filter);
+        let set = || self.log.set(Some(&*filter).filter(|filter| !filter.is_empty())).ok_or(libc::EINVAL);
+        let done = if caller.administers() { set() } else { Err(libc::EPERM) };
+        self.direct.server.stats.call(Command::Log, done.is_err());
+        match done {
+            Ok(before) => {
+                let mut answer = abi::Log::default();
+                abi::put_text(&mut answer.filter, &before);
+                Reply::new(0, &answer)
+            }
+            Err(errno) => Reply::new(errno, request),
+        }
+    }
+
+    /// `TRIM`.
+    pub(super) fn trim(&self, caller: Caller, request: &abi::Trim) -> Reply {
+        let mut answer = abi::Trim { next: request.start, trimmed: 0, why: [0; 192], ..request.clone() };
+        let done = self.may_administer(caller).and_then(|()| self.trim_for_a_moment(request, &mut answer));
+        self.direct.server.stats.call(Command::Trim, done.is_err());
+        let errno = done.err().map_or(0, |(errno, why)| {
+            abi::put_text(&mut answer.why, &why);
+            errno
+        });
+        Reply::new(errno, &answer)
+    }
+
+    fn trim_for_a_moment(&self, request: &abi::Trim, answer: &mut abi::Trim) -> Result<(), Refusal> {
+        // Blocks that lie in the range as a whole, and of a minimum as many as hold it.
+        let end = request.start.saturating_add(request.len) / BLOCK;
+        let (mut at, minimum) = (Some(request.start.div_ceil(BLOCK)), request.minimum.div_ceil(BLOCK));
+        let begun = Instant::now();
+        while let Some(from) = at.filter(|_| begun.elapsed() < MOMENT) {
+            let trimmed = self.fs.volume().trim(from, end, minimum).map_err(|error| refusal(&error))?;
+            answer.trimmed += trimmed.blocks * BLOCK;
+            at = trimmed.next;
+        }
+        answer.next = at.map_or(u64::MAX, |block| block * BLOCK);
+        Ok(())
+    }
+
+    /// `GROW`.
+    pub(super) fn grow(&self, caller: Caller, request: &abi::Grow) -> Reply {
+        let mut answer = abi::Grow { before: 0, capacity: 0, why: [0; 192], ..request.clone() };
+        let grown = self.may_administer(caller).and_then(|()| {
+            let why = self.devices.look_again().map_err(|why| (libc::EIO, why))?;
+            self.fs.volume().grow().map_err(|error| match (&error, why) {
+                (FsError::CannotGrow { .. }, Some(why)) => (error.errno(), why),
+                _ => refusal(&error),
+            })
+        });
+        self.direct.server.stats.call(Command::Grow, grown.is_err());
+        match grown {
+            Ok([before, capacity]) => {
+                (answer.before, answer.capacity) = (before * BLOCK, capacity * BLOCK);
+                Reply::new(0, &answer)
+            }
+            Err((errno, why)) => {
+                abi::put_text(&mut answer.why, &why);
+                Reply::new(errno, &answer)
+            }
+        }
+    }
+
+    fn may_administer(&self, caller: Caller) -> Result<(), Refusal> {
+        if !caller.administers() {
+            let why = "only those who may mount the volume, and the user as whom its daemon runs, do this";
+            return Err((libc::EPERM, why.to_owned()));
+        }
+        if self.mount_state.is_read_only() || self.fs.volume().is_read_only() {
+            return Err((libc::EROFS, "the volume is read-only".to_owned()));
+        }
+        Ok(())
+    }
+}
