@@ -9,13 +9,14 @@ use crate::error::{Error, Result};
 use crate::folder::Folder;
 use crate::manifest::{Entry, Manifest, Set};
 use crate::memory::{Data, Pool};
+use crate::own::Own;
 use crate::progress::{Event, Progress};
 use crate::share::Share;
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
 
@@ -87,15 +88,17 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     if let Some(share) = what.share {
         objects = objects.into_iter().skip(share.index).step_by(share.of).collect();
     }
-    let sum = |objects: &[Object]| objects.iter().map(|object| object.size).sum::<u64>();
+    // A store may say any sizes.
+    let sum = |objects: &[Object]| objects.iter().fold(0, |sum: u64, object| sum.saturating_add(object.size));
     let mut done = Done { objects: objects.len(), bytes: sum(&objects), ..Done::default() };
     if what.dry_run {
-        let known = match what.folder.join(crate::names::OWN).join("manifest") {
-            path if path.exists() => Some(Manifest::read(&path)?),
-            _ => None,
-        };
-        let is_there = |object: &Object| known.as_ref().is_some_and(|known| is_there(known, &what.folder, object));
-        objects.retain(|object| !is_there(object));
+        if let Ok(root) = std::fs::File::open(&what.folder)
+            && let Some(own) = Own::open(&root, &what.folder)?
+            && let Some(known) = Manifest::read(&Arc::new(own))?
+        {
+            let is_there = |object: &Object| known.entry(object).is_some_and(|entry| Folder::has(&root, &object.name, entry));
+            objects.retain(|object| !is_there(object));
+        }
         (done.fetched_objects, done.fetched_bytes) = (objects.len(), sum(&objects));
         return Ok(done);
     }
@@ -108,11 +111,12 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let shown = what.folder.clone();
     let wait = move || eprintln!("gpunvme: another process changes the set in {}; waiting", shown.display());
     let (folder, lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
-    let mut manifest = Manifest::open(&folder.manifest())?;
+    let mut manifest = Manifest::open(folder.own())?;
     describe(&mut manifest, &what)?;
 
     lock.used().map_err(Error::path(&what.folder, "note that it is used"))?;
-    let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(|object| is_there(&manifest, &what.folder, object));
+    let is_there = |object: &Object| manifest.entry(object).is_some_and(|entry| folder.has_file(&object.name, entry));
+    let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(is_there);
     let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
     let taken = folder.clean(|name| partials.contains(name))?;
     let (needed, free) = (sum(&objects), folder.free()?);
@@ -154,11 +158,6 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     run.manifest().compact()?;
     run.progress.finish();
     Ok(done)
-}
-
-/// Whether this version of an object is in the folder, and was not changed there.
-fn is_there(manifest: &Manifest, folder: &Path, object: &Object) -> bool {
-    manifest.entry(object).is_some_and(|entry| Folder::has(folder, &object.name, entry))
 }
 
 /// Sees to it that the manifest is of this set.
