@@ -171,12 +171,12 @@ impl Folder {
         }
     }
 
-    /// Opens a partial file with room for `size` bytes, and makes it where there is none. Says
-    /// whether it was there.
+    /// Opens a partial file for `size` bytes, and makes it where there is none. Says whether it was
+    /// there. A new one has room for them if `in_parts` they come; one write makes its own.
     ///
     /// # Errors
     /// [`Error::Path`], also where the filesystem is full.
-    pub fn partial(&self, partial: &str, size: u64) -> Result<(Data, bool)> {
+    pub fn partial(&self, partial: &str, size: u64, in_parts: bool) -> Result<(Data, bool)> {
         let above = self.own.path("partial");
         let path = above.join(partial);
         let failed = |action| Error::path(&path, action);
@@ -185,8 +185,10 @@ impl Folder {
             Some(file) => (file, true),
             None => (open(OFlags::CREATE)?.ok_or_else(|| Error::Foreign(path.clone()))?, false),
         };
-        rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
-        if size > 0 {
+        if is_old || in_parts {
+            rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
+        }
+        if in_parts {
             match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size) {
                 Ok(()) | Err(Errno::OPNOTSUPP) => {}
                 Err(errno) => return Err(failed("reserve its space")(errno)),
@@ -196,7 +198,7 @@ impl Folder {
     }
 
     /// Gives a file, whose bytes are all there, its time of modification, in nanoseconds since
-    /// 1970, and makes it durable.
+    /// 1970. On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it so.
     ///
     /// # Errors
     /// [`Error::Path`].
@@ -205,7 +207,30 @@ impl Folder {
         let time = Timespec { tv_sec: modified.div_euclid(NANOSECONDS) as i64, tv_nsec: modified.rem_euclid(NANOSECONDS) as i64 };
         let times = Timestamps { last_access: time, last_modification: time };
         rustix::fs::futimens(data.file(), &times).map_err(failed("give it its time"))?;
-        rustix::fs::fsync(data.file()).map_err(failed("make it durable"))
+        match self.mount {
+            Some(_) => Ok(()),
+            None => rustix::fs::fsync(data.file()).map_err(failed("make it durable")),
+        }
+    }
+
+    /// Makes partial files that were settled durable: many by one sync of the mount, which costs as
+    /// much as that of a file.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn sync<'a>(&self, partials: impl ExactSizeIterator<Item = &'a str>) -> Result<()> {
+        let Some(mount) = &self.mount else { return Ok(()) };
+        // Where a sync of all fails, the files tell whose bytes are lost.
+        if partials.len() > 1 && mount.sync().is_ok() {
+            return Ok(());
+        }
+        let above = self.own.path("partial");
+        for partial in partials {
+            let file = own::open_file(self.partial.as_fd(), partial, OFlags::RDONLY, &above)?;
+            let file = file.ok_or_else(|| Error::Foreign(above.join(partial)))?;
+            rustix::fs::fsync(file).map_err(Error::path(above.join(partial), "make it durable"))?;
+        }
+        Ok(())
     }
 
     /// Gives partial files, which are durable, their names: pairs of both. The names are durable

@@ -5,12 +5,11 @@
 
 use crate::error::{Error, Result};
 use crate::names::OWN;
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// How folders are opened whose names others may have given away.
@@ -109,6 +108,8 @@ pub fn open_file(folder: BorrowedFd<'_>, name: &str, flags: OFlags, path: &Path)
         Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Foreign(path)),
         Err(errno) => return Err(Error::path(path, "open it")(errno)),
     };
-    let found = file.metadata().map_err(Error::path(&path, "ask what it is"))?;
-    if found.is_file() && found.nlink() <= 1 { Ok(Some(file)) } else { Err(Error::Foreign(path)) }
+    // Not by the standard library, which asks for more than the kernel has at hand.
+    let found = rustix::fs::fstat(&file).map_err(Error::path(&path, "ask what it is"))?;
+    let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+    if is_file && found.st_nlink <= 1 { Ok(Some(file)) } else { Err(Error::Foreign(path)) }
 }

@@ -88,8 +88,13 @@ pub struct Published {
 
 /// How a part arrived.
 pub enum Fetched {
-    /// Whole, and what the store says its object's checksum is, where the part is all of it.
-    Whole(Lease, Option<Expected>),
+    Whole {
+        lease: Lease,
+        /// Of these bytes, taken while they were in the processor's cache.
+        crc32c: u32,
+        /// What the store says its object's checksum is, where the part is all of it.
+        told: Option<Expected>,
+    },
     /// The object is another one by now, or gone.
     Changed,
 }
@@ -381,7 +386,7 @@ impl Store {
     /// [`Error::Store`] where the store refuses, or nothing more comes; [`Error::Answer`].
     pub async fn fetch(&self, object: &Object, range: Range<u64>, mut lease: Lease) -> Result<Fetched> {
         let (mut at, mut failures) = (range.start, 0);
-        let mut expected = None;
+        let (mut told, mut crc32c) = (None, 0);
         while at < range.end {
             // With the whole object comes its checksum.
             let is_all = (at, range.end) == (0, object.size);
@@ -398,13 +403,14 @@ impl Store {
                     return Err(Error::Answer { name: object.name.clone(), why });
                 }
                 Ok(found) => {
-                    expected = found.extensions.get().cloned().or(expected);
+                    told = found.extensions.get().cloned().or(told);
                     match found.payload {
                         GetResultPayload::File(file, path) => {
                             let offset = (at - range.start) as usize;
-                            lease = tokio::task::spawn_blocking(move || {
+                            (lease, crc32c) = tokio::task::spawn_blocking(move || {
                                 file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
-                                Ok::<_, Error>(lease)
+                                let crc32c = crc32c::crc32c_append(crc32c, &lease[offset..]);
+                                Ok::<_, Error>((lease, crc32c))
                             })
                             .await??;
                             at = range.end;
@@ -420,6 +426,7 @@ impl Store {
                                             let why = "more bytes than were asked for".into();
                                             return Err(Error::Answer { name: object.name.clone(), why });
                                         };
+                                        crc32c = crc32c::crc32c_append(crc32c, &bytes);
                                         room.copy_from_slice(&bytes);
                                         at += bytes.len() as u64;
                                     }
@@ -451,7 +458,7 @@ impl Store {
             }
             tokio::time::sleep(PAUSE * 2_u32.pow(failures)).await;
         }
-        Ok(Fetched::Whole(lease, expected))
+        Ok(Fetched::Whole { lease, crc32c, told })
     }
 }
 
