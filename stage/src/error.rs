@@ -53,8 +53,8 @@ pub enum Error {
     Quota { bytes: u64, quota: u64, evicted: u64 },
     #[error("{0}: it has no manifest: it was not published, or not to its end")]
     NotPublished(String),
-    #[error("{destination}: another process publishes there too, and has sent another {name}: publish again when it is done")]
-    OtherPublisher { name: String, destination: String },
+    #[error("{0}: another process published there meanwhile: the set is not valid until one of them publishes again, alone")]
+    OtherPublisher(String),
     #[error("{0}: two ranks have different files of this name: the set is not valid until they agree, and publish again")]
     Twice(String),
     #[error("files get no names any more")]

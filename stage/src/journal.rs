@@ -144,13 +144,6 @@ impl Journal {
         sent == state && there.is_some_and(|(size, now)| *size == state.size && now == version)
     }
 
-    /// Whether the store has something else by now than what was sent of a file.
-    pub fn differs(&self, name: &str, state: &Sent, there: Option<&(u64, Option<String>)>) -> bool {
-        let Some((_, _, version)) = self.sent.get(name) else { return false };
-        let Some((size, now)) = there else { return true };
-        *size != state.size || version.is_some() && now.is_some() && now != version
-    }
-
     /// The CRC32C of a file that was sent.
     pub fn crc32c(&self, name: &str) -> u32 {
         self.sent.get(name).map_or(0, |(_, crc32c, _)| *crc32c)

@@ -124,13 +124,10 @@ pub async fn publish(what: Publication) -> Result<Done> {
             let sent: Vec<(String, Published)> = sending.buffer_unordered(run.concurrency).try_collect().await?;
             end.objects.extend(sent);
         }
-        // Who publishes another folder there at the same time would make a set of both.
-        let there = what.destination.versions().await?;
-        {
-            let journal = run.journal.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(other) = files.iter().find(|file| journal.differs(&file.stored, &file.state, there.get(&file.stored))) {
-                return Err(Error::OtherPublisher { name: other.name.clone(), destination: what.destination.url().into() });
-            }
+        // Who published another folder there meanwhile has some of its objects replaced.
+        if end.rank.is_none() && what.destination.manifest().await?.is_some() {
+            what.destination.remove(SET_MANIFEST).await?;
+            return Err(Error::OtherPublisher(what.destination.url().into()));
         }
         done.ranks_there = end.make(&what.destination).await?;
         run.progress.finish();

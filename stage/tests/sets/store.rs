@@ -162,6 +162,12 @@ impl Store {
     ) -> (&'static str, Vec<(&'static str, String)>, Vec<u8>, Option<Fault>) {
         let mut state = self.state();
         let plain = |status, body: String| (status, Vec::new(), body.into_bytes(), None);
+        // As S3 has it.
+        let signed = headers.get("authorization").and_then(|text| text.split("SignedHeaders=").nth(1)?.split(',').next());
+        let is_signed = |name: &str| signed.is_some_and(|signed| signed.split(';').any(|one| one == name));
+        if let Some(name) = headers.keys().find(|name| name.starts_with("x-amz-") && !is_signed(name)) {
+            return plain("403 Forbidden", format!("<Error><Code>AccessDenied</Code><Message>{name} is not signed</Message></Error>"));
+        }
         match method {
             "GET" if query.contains_key("list-type") => return plain("200 OK", state.listing(query)),
             "PUT" | "POST" | "DELETE" => {
