@@ -116,14 +116,8 @@ impl Manifest {
     /// The manifest, and how many bytes of the file are whole lines.
     fn parse(file: File, own: &Arc<Own>) -> Result<(Manifest, u64)> {
         let mut lines = BufReader::new(file.try_clone().map_err(Error::path(own.path(NAME), "use it twice"))?).take(LONGEST);
-        let mut manifest = Manifest {
-            file,
-            own: own.clone(),
-            set: None,
-            files: HashMap::new(),
-            evicted: HashMap::new(),
-            parts: HashMap::new(),
-        };
+        let mut manifest =
+            Manifest { file, own: own.clone(), set: None, files: HashMap::new(), evicted: HashMap::new(), parts: HashMap::new() };
         let (mut good, mut line) = (0, Vec::new());
         loop {
             line.clear();

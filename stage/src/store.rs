@@ -373,7 +373,9 @@ impl Store {
         }
         let options = GetOptions { head: true, if_match: object.e_tag.clone(), ..GetOptions::default() };
         match self.store.get_opts(&object.key, options).await {
-            Ok(found) => Ok(found.extensions.get::<Expected>().filter(|_| !object.differs(&self.tagged(found.meta.clone()))).cloned()),
+            Ok(found) => {
+                Ok(found.extensions.get::<Expected>().filter(|_| !object.differs(&self.tagged(found.meta.clone()))).cloned())
+            }
             Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(Error::store(&object.name)(error)),
         }

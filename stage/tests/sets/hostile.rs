@@ -202,7 +202,12 @@ fn secrets_are_in_no_message_and_no_file() {
         }
         let _ = fs::remove_file(folder.join("one"));
     }
-    for url in ["https://host/set?X-Amz-Signature=HUSH", "https://name:HUSH@host/set", "s3://bucket/set?sig=HUSH", "https://host/set#HUSH"] {
+    for url in [
+        "https://host/set?X-Amz-Signature=HUSH",
+        "https://name:HUSH@host/set",
+        "s3://bucket/set?sig=HUSH",
+        "https://host/set#HUSH",
+    ] {
         let said = fails(&gpunvme("hydrate").arg(url).arg(&folder).output().unwrap());
         assert!(!said.contains("HUSH"), "{url}: {said}");
     }

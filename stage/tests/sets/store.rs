@@ -166,7 +166,10 @@ impl Store {
         let signed = headers.get("authorization").and_then(|text| text.split("SignedHeaders=").nth(1)?.split(',').next());
         let is_signed = |name: &str| signed.is_some_and(|signed| signed.split(';').any(|one| one == name));
         if let Some(name) = headers.keys().find(|name| name.starts_with("x-amz-") && !is_signed(name)) {
-            return plain("403 Forbidden", format!("<Error><Code>AccessDenied</Code><Message>{name} is not signed</Message></Error>"));
+            return plain(
+                "403 Forbidden",
+                format!("<Error><Code>AccessDenied</Code><Message>{name} is not signed</Message></Error>"),
+            );
         }
         match method {
             "GET" if query.contains_key("list-type") => return plain("200 OK", state.listing(query)),
