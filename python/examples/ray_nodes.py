@@ -2,9 +2,9 @@
 
     python ray_nodes.py s3://bucket/dataset
 
-On each node $GPUNVME_STAGE names the folder of its mount that sets lie in. Ray Data reads each share in a task
-on the node that has it; of Ray Train's workers, one a node, each trains on what its own node has. The objects
-are records of float32: features, and the value to be found.
+On each node $GPUNVME_STAGE names the folder of its mount that sets lie in. Ray Data reads each share in a
+task on the node that has it; of Ray Train's workers, one a node, each trains on what its own node has. The
+objects are records of float32: features, and the value to be found.
 """
 
 import argparse
@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("url", help="the dataset")
     parser.add_argument("--address", default="auto", help="of the cluster")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--results", default=None, help="a folder that all nodes see, for what Ray Train keeps")
+    parser.add_argument(
+        "--results", default=None, help="a folder that all nodes see, for what Ray Train keeps"
+    )
     args = parser.parse_args()
     ray.init(args.address, logging_level="ERROR")
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU"))

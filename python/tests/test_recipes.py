@@ -65,7 +65,8 @@ if what == "save":
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     dcp.save({"model": state, "step": 10}, storage_writer=Writer(folder))
 else:
-    state = {name: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)]) for name, tensor in whole.items()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in zeros.items()}
     loaded = {"model": state, "step": 0}
     dcp.load(loaded, storage_reader=Reader(folder))
     assert loaded["step"] == 10
@@ -212,7 +213,9 @@ def test_torchrun_on_two_nodes_saves_and_three_ranks_go_on_from_a_fresh_one(fold
 
     with two_nodes(tmp_path) as nodes:
         at = port()
-        saving = [torchrun(number, 2, 1, at, "save", node.path / "step-10") for number, node in enumerate(nodes)]
+        saving = [
+            torchrun(number, 2, 1, at, "save", node.path / "step-10") for number, node in enumerate(nodes)
+        ]
         for process in saving:
             out, err = process.communicate(timeout=240)
             assert process.returncode == 0, out + err
@@ -220,14 +223,25 @@ def test_torchrun_on_two_nodes_saves_and_three_ranks_go_on_from_a_fresh_one(fold
         assert [len(list((node.path / "step-10").glob("*.distcp"))) for node in nodes] == [1, 1]
         assert [(node.path / "step-10" / ".metadata").exists() for node in nodes] == [True, False]
         for rank, node in enumerate(nodes):
-            said = run(gpunvme, "publish", node.path / "step-10", store / "step-10", "--rank", f"{rank}/2", "--attempt", 1)
+            said = run(
+                gpunvme,
+                "publish",
+                node.path / "step-10",
+                store / "step-10",
+                "--rank",
+                f"{rank}/2",
+                "--attempt",
+                1,
+            )
             assert f"ranks done: {rank + 1} of 2" in said
             node.kill()
     run(gpunvme, "hydrate", "--published", store / "step-10", folder / "step-10")
     loading = torchrun(0, 1, 3, port(), "load", folder / "step-10")
     out, err = loading.communicate(timeout=240)
     assert loading.returncode == 0, out + err
-    assert sorted(line for line in out.splitlines() if "done" in line) == [f"load {rank} of 3 done" for rank in range(3)]
+    assert sorted(line for line in out.splitlines() if "done" in line) == [
+        f"load {rank} of 3 done" for rank in range(3)
+    ]
 
 
 def test_ray_reads_and_trains_on_the_nodes_that_have_the_data(tmp_path):
@@ -245,9 +259,18 @@ def test_ray_reads_and_trains_on_the_nodes_that_have_the_data(tmp_path):
             path = f"{Path(program('gpunvme')).parent}:{os.environ['PATH']}"
             for node in nodes:
                 environment = {"GPUNVME_STAGE": str(node.path), "PATH": path}
-                cluster.add_node(num_cpus=2, env_vars=environment, include_dashboard=False, object_store_memory=100 << 20)
+                cluster.add_node(
+                    num_cpus=2, env_vars=environment, include_dashboard=False, object_store_memory=100 << 20
+                )
             cluster.wait_for_nodes()
-            words = [EXAMPLES / "ray_nodes.py", source.as_uri(), "--address", cluster.address, "--results", tmp_path / "ray"]
+            words = [
+                EXAMPLES / "ray_nodes.py",
+                source.as_uri(),
+                "--address",
+                cluster.address,
+                "--results",
+                tmp_path / "ray",
+            ]
             out = run(sys.executable, *words, timeout=400, env=os.environ | {"PATH": path})
         finally:
             cluster.shutdown()
@@ -257,7 +280,9 @@ def test_ray_reads_and_trains_on_the_nodes_that_have_the_data(tmp_path):
         assert 0 < float(re.search(r"^loss ([\d.]+)$", out, re.MULTILINE)[1]) < 0.3
         # Each node has its half, and nothing else.
         there = [sorted(path.name for path in node.path.glob("file/**/part-*")) for node in nodes]
-        assert sorted(there) == [[f"part-{number:02}" for number in range(first, 16, 2)] for first in range(2)]
+        assert sorted(there) == [
+            [f"part-{number:02}" for number in range(first, 16, 2)] for first in range(2)
+        ]
 
 
 def test_the_manifests_are_what_kubernetes_takes():
@@ -284,7 +309,18 @@ def test_juicefs_keeps_its_cache_on_a_mount(folder, tmp_path):
     cache = folder / "cache"
 
     def mounted() -> None:
-        run(juicefs, "mount", "-d", "--no-usage-report", "--cache-dir", cache, "--cache-size", "512", metadata, there)
+        run(
+            juicefs,
+            "mount",
+            "-d",
+            "--no-usage-report",
+            "--cache-dir",
+            cache,
+            "--cache-size",
+            "512",
+            metadata,
+            there,
+        )
 
     mounted()
     try:
