@@ -1,4 +1,4 @@
-"""Ray on nodes that each have a volume: a share of a dataset is brought to each, read there and trained on there.
+"""Ray on nodes that each have a volume: each gets a share of a dataset, reads it and trains on it.
 
     python ray_nodes.py s3://bucket/dataset
 
@@ -106,7 +106,11 @@ def main() -> None:
     for node, folder in folders.items():
         paths = ray.get(names.options(scheduling_strategy=there(node)).remote(folder))
         sums = ray.data.from_items(paths).map_batches(
-            Sums, batch_size=16, concurrency=1, num_cpus=1, scheduling_strategy=there(node)
+            Sums,
+            batch_size=16,
+            compute=ray.data.ActorPoolStrategy(size=1),
+            num_cpus=1,
+            scheduling_strategy=there(node),
         )
         rows = sums.take_all()
         assert all(row["node"] == node for row in rows), "read where it lies"
