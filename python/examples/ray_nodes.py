@@ -8,6 +8,7 @@ objects are records of float32: features, and the value to be found.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,11 @@ def train(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
             total += loss.item()
-        ray.train.report({"loss": total / len(steps), "folder": here})
+        with tempfile.TemporaryDirectory() as place:
+            torch.save(model.state_dict(), f"{place}/model.pt")
+            is_first = ray.train.get_context().get_world_rank() == 0
+            checkpoint = ray.train.Checkpoint.from_directory(place) if is_first else None
+            ray.train.report({"loss": total / len(steps), "folder": here}, checkpoint=checkpoint)
 
 
 def main() -> None:
