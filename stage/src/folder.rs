@@ -198,7 +198,8 @@ impl Folder {
     }
 
     /// Gives a file, whose bytes are all there, its time of modification, in nanoseconds since
-    /// 1970. On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it so.
+    /// 1970. On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it
+    /// so.
     ///
     /// # Errors
     /// [`Error::Path`].

@@ -42,7 +42,7 @@ pub struct Evicted {
 }
 
 /// All sets below `root`, itself among them, the least recently used first. A set has none below
-/// it. What another user made of a folder is told, and passed over: it keeps nobody from the others.
+/// it. What another user made of a folder is told, and passed over: the others count.
 ///
 /// # Errors
 /// [`Error::Path`] where `root` itself cannot be read.
