@@ -22,6 +22,7 @@ def stage(
     root: "str | os.PathLike[str] | None" = None,
     *,
     include: Iterable[str] = (),
+    rank: tuple[int, int] | None = None,
     published: bool = False,
     pin: bool = False,
     progress: Progress | None = None,
@@ -35,6 +36,7 @@ def stage(
         url: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, ``https://``, ``file:///PATH``, or a folder.
         root: the folder that sets lie in, of a gpunvme mount; ``$GPUNVME_STAGE`` without it.
         include: patterns, of which a name in the set has to match one.
+        rank: which share of the objects, from 0, and of how many: ``(node, nodes)``, say.
         published: fail unless the set was published whole.
         pin: never evict the set.
         progress: is called with the bytes that are done and those that are to be, on another thread.
@@ -45,7 +47,7 @@ def stage(
         RuntimeError: what the command could not do.
     """
     folder = place(url, root)
-    with running(url, folder, include, published, pin, progress) as process:
+    with running(url, folder, include, published, pin, progress, rank=rank) as process:
         process.wait()
     return folder
 
@@ -55,6 +57,7 @@ async def stage_async(
     root: "str | os.PathLike[str] | None" = None,
     *,
     include: Iterable[str] = (),
+    rank: tuple[int, int] | None = None,
     published: bool = False,
     pin: bool = False,
     progress: Progress | None = None,
@@ -62,7 +65,7 @@ async def stage_async(
     """As :func:`stage`, for asyncio. Where the task is cancelled, the command is ended; what has
     arrived stays, and counts the next time."""
     folder = place(url, root)
-    with running(url, folder, include, published, pin, progress) as process:
+    with running(url, folder, include, published, pin, progress, rank=rank) as process:
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -106,6 +109,7 @@ def running(
     pin: bool,
     progress: Progress | None,
     follow: Callable[[Event], None] | None = None,
+    rank: tuple[int, int] | None = None,
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs the command while the block waits for it, and raises what it complained of."""
     command = shutil.which("gpunvme")
@@ -113,6 +117,7 @@ def running(
         raise FileNotFoundError("the command gpunvme is not in PATH: install it (scripts/install)")
     arguments = [command, "hydrate", "--progress"]
     arguments += [f"--include={pattern}" for pattern in include]
+    arguments += [f"--rank={share[0]}/{share[1]}" for share in [rank] if share]
     arguments += ["--follow"] * (follow is not None)
     arguments += ["--published"] * published + ["--pin"] * pin + ["--", os.fspath(url), os.fspath(folder)]
     said: list[str] = []

@@ -41,6 +41,8 @@ pub enum Error {
     OtherSet { folder: PathBuf, there: String, asked: String },
     #[error("{} is no manifest of a set; remove it, and the files are fetched anew", .0.display())]
     Manifest(PathBuf),
+    #[error("{} is none of this program's files: see what it is, and remove it", .0.display())]
+    Foreign(PathBuf),
     #[error("{} changed while it was published: publish again", .0.display())]
     ChangedHere(PathBuf),
     #[error("{}: more than {most} parts of {part} bytes: raise --memory", path.display())]
@@ -51,6 +53,8 @@ pub enum Error {
     Quota { bytes: u64, quota: u64, evicted: u64 },
     #[error("{0}: it has no manifest: it was not published, or not to its end")]
     NotPublished(String),
+    #[error("{0}: another process published there meanwhile: the set is not valid until one of them publishes again, alone")]
+    OtherPublisher(String),
     #[error("{0}: two ranks have different files of this name: the set is not valid until they agree, and publish again")]
     Twice(String),
     #[error("files get no names any more")]

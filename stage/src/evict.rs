@@ -7,7 +7,7 @@
 use crate::error::{Error, Result};
 use crate::folder::Folder;
 use crate::manifest::Manifest;
-use crate::{names, sets};
+use crate::sets;
 use std::path::{Path, PathBuf};
 
 /// How many bytes the sets may hold together.
@@ -63,41 +63,59 @@ pub fn evict(what: &Eviction) -> Result<Done> {
         Quota::Percent(percent) => Folder::capacity(&what.root)? / 100 * percent,
     };
     let sets = sets::below(&what.root)?;
-    let mut done = Done { quota, bytes: sets.iter().map(|set| set.bytes).sum(), ..Done::default() };
-    for set in sets.iter().filter(|set| !set.pinned && set.files > 0) {
+    let mut done = Done { quota, bytes: sets.iter().map(|set| set.bytes + set.partial).sum(), ..Done::default() };
+    for set in sets.iter().filter(|set| !set.pinned && set.files + usize::from(set.partial > 0) > 0) {
         if done.bytes <= quota {
             break;
         }
-        let (files, bytes) = if what.dry_run { (set.files, set.bytes) } else { empty(&set.folder)? };
-        done.evicted_sets += usize::from(files > 0);
-        done.evicted_files += files;
-        done.evicted_bytes += bytes;
-        done.bytes -= bytes.min(done.bytes);
+        let gone = match what.dry_run {
+            true => Gone { files: set.files, bytes: set.bytes, partial: set.partial },
+            // Another user's set is no reason to leave the others.
+            false => empty(&what.root, &set.folder).unwrap_or_else(|error| {
+                sets::pass_over(&error);
+                Gone::default()
+            }),
+        };
+        done.evicted_sets += usize::from(gone.files > 0);
+        done.evicted_files += gone.files;
+        done.evicted_bytes += gone.bytes;
+        done.bytes -= (gone.bytes + gone.partial).min(done.bytes);
     }
     if done.bytes > quota { Err(Error::Quota { bytes: done.bytes, quota, evicted: done.evicted_bytes }) } else { Ok(done) }
 }
 
-/// Evicts what may go of a set, and says how many files and bytes that was. A set that another
-/// process changes at the moment stays.
-fn empty(path: &Path) -> Result<(usize, u64)> {
-    let folder = Folder::create(path)?;
-    let Some(_lock) = folder.try_lock()? else { return Ok((0, 0)) };
-    let mut manifest = Manifest::open(&folder.manifest())?;
+/// What went of a set: files, their bytes, and bytes of what was not whole.
+#[derive(Default)]
+struct Gone {
+    files: usize,
+    bytes: u64,
+    partial: u64,
+}
+
+/// Evicts what may go of a set, and says what that was. A set that another process changes at the
+/// moment stays.
+fn empty(root: &Path, path: &Path) -> Result<Gone> {
+    let folder = Folder::of(sets::open(root, path)?, path)?;
+    let Some(_lock) = folder.try_lock()? else { return Ok(Gone::default()) };
+    let mut manifest = Manifest::open(folder.own())?;
     if manifest.set.as_ref().is_some_and(|set| set.pinned) {
-        return Ok((0, 0));
+        return Ok(Gone::default());
     }
-    let mut gone = (0, 0);
+    let mut gone = Gone { partial: folder.clean(|_| true)?, ..Gone::default() };
+    folder.clean(|_| false)?;
     let mut files: Vec<_> = manifest.files.clone().into_iter().collect();
     files.sort_by(|a, b| a.0.cmp(&b.0));
     for (name, entry) in files {
-        // Root evicts for all users, and a user may have written the manifest.
-        names::check(&name)?;
-        if folder.remove_unless_open(&name, &entry)? {
-            manifest.evict(&name)?;
-            gone = (gone.0 + 1, gone.1 + entry.size);
+        match folder.remove_unless_open(&name, &entry) {
+            Ok(false) => {}
+            Ok(true) => {
+                manifest.evict(&name)?;
+                gone.files += 1;
+                gone.bytes += entry.size;
+            }
+            Err(error) => sets::pass_over(&error),
         }
     }
-    folder.clean(|_| false)?;
     manifest.compact()?;
     Ok(gone)
 }

@@ -6,27 +6,26 @@ use crate::error::{Error, Result};
 use crate::exclusive;
 use crate::manifest::Entry;
 use crate::memory::Data;
-use crate::names::OWN;
+use crate::own::{self, FOLDER, Own};
 use gpunvme::Mount;
-use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, Timespec, Timestamps};
+use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry as Slot;
 use std::fs::{File, Metadata};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const NANOSECONDS: i128 = 1_000_000_000;
-
-const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 /// A set's folder.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
     root: OwnedFd,
-    own: PathBuf,
+    own: Arc<Own>,
     partial: OwnedFd,
     /// The mount that it lies on, where that is gpunvme's.
     pub mount: Option<Mount>,
@@ -53,17 +52,30 @@ impl Folder {
     /// # Errors
     /// [`Error::Path`], and [`Error::Direct`] where the mount does not answer.
     pub fn create(path: &Path) -> Result<Folder> {
-        let own = path.join(OWN);
-        let partial = own.join("partial");
-        std::fs::create_dir_all(&partial).map_err(Error::path(&partial, "make it"))?;
-        let open = |path: &Path, flags| rustix::fs::open(path, flags, Mode::empty()).map_err(Error::path(path, "open it"));
-        let root = open(path, OFlags::DIRECTORY | OFlags::CLOEXEC)?;
+        std::fs::create_dir_all(path).map_err(Error::path(path, "make it"))?;
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::path(path, "open it"))?;
         let mount = match Mount::open(path) {
             Ok(mount) => Some(mount),
             Err(gpunvme::Error::NotGpunvme { .. }) => None,
             Err(error) => return Err(error.into()),
         };
-        Ok(Folder { path: path.into(), root, partial: open(&partial, FOLDER)?, own, mount })
+        Ok(Folder { mount, ..Folder::of(root, path)? })
+    }
+
+    /// The folder that is open as `root`, and lies at `path`, without a mount.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn of(root: OwnedFd, path: &Path) -> Result<Folder> {
+        let own = Own::make(&root, path)?;
+        let partial = own.folder("partial")?;
+        Ok(Folder { path: path.into(), root, own: Arc::new(own), partial, mount: None })
+    }
+
+    /// What the program keeps for itself in it.
+    pub fn own(&self) -> &Arc<Own> {
+        &self.own
     }
 
     /// The lock of the set; waits for it where another process has it, after `wait` said so.
@@ -75,9 +87,9 @@ impl Folder {
             return Ok(lock);
         }
         wait();
-        let (path, file) = self.lock_file()?;
+        let file = self.lock_file()?;
         rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockExclusive))
-            .map_err(Error::path(&path, "lock it"))?;
+            .map_err(Error::path(self.own.path("lock"), "lock it"))?;
         Ok(Lock(file))
     }
 
@@ -86,22 +98,16 @@ impl Folder {
     /// # Errors
     /// [`Error::Path`].
     pub fn try_lock(&self) -> Result<Option<Lock>> {
-        let (path, file) = self.lock_file()?;
+        let file = self.lock_file()?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => Ok(None),
-            locked => locked.map(|()| Some(Lock(file))).map_err(Error::path(&path, "lock it")),
+            locked => locked.map(|()| Some(Lock(file))).map_err(Error::path(self.own.path("lock"), "lock it")),
         }
     }
 
-    fn lock_file(&self) -> Result<(PathBuf, File)> {
-        let path = self.own.join("lock");
-        let file = File::options().create(true).append(true).open(&path).map_err(Error::path(&path, "open it"))?;
-        Ok((path, file))
-    }
-
-    /// The path of the manifest.
-    pub fn manifest(&self) -> PathBuf {
-        self.own.join("manifest")
+    fn lock_file(&self) -> Result<File> {
+        let file = self.own.file("lock", OFlags::CREATE | OFlags::APPEND | OFlags::WRONLY)?;
+        file.ok_or_else(|| Error::Foreign(self.own.path("lock")))
     }
 
     /// The path of a name of the set.
@@ -110,8 +116,17 @@ impl Folder {
     }
 
     /// Whether a file of the set in `folder` is as `hydrate` left it, by its length and time.
-    pub fn has(folder: &Path, name: &str, entry: &Entry) -> bool {
-        folder.join(name).symlink_metadata().is_ok_and(|found| is_as_left(&found, entry))
+    pub fn has(folder: impl AsFd, name: &str, entry: &Entry) -> bool {
+        rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|found| {
+            let modified = i128::from(found.st_mtime) * NANOSECONDS + i128::from(found.st_mtime_nsec);
+            let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+            is_file && found.st_size as u64 == entry.size && modified == entry.modified
+        })
+    }
+
+    /// The same of this one.
+    pub fn has_file(&self, name: &str, entry: &Entry) -> bool {
+        Folder::has(&self.root, name, entry)
     }
 
     /// How many bytes the filesystem of a folder can hold.
@@ -138,15 +153,9 @@ impl Folder {
     /// # Errors
     /// [`Error::Path`].
     pub fn clean(&self, keep: impl Fn(&str) -> bool) -> Result<u64> {
-        let path = self.own.join("partial");
         let mut kept = 0;
-        for entry in std::fs::read_dir(&path).map_err(Error::path(&path, "read it"))? {
-            let entry = entry.map_err(Error::path(&path, "read it"))?;
-            if keep(&entry.file_name().to_string_lossy()) {
-                kept += entry.metadata().map_or(0, |found| found.blocks() * 512);
-            } else {
-                self.remove_partial(&entry.file_name().to_string_lossy())?;
-            }
+        for (name, bytes) in partials(&self.partial, &self.own.path("partial"))? {
+            if keep(&name) { kept += bytes } else { self.remove_partial(&name)? }
         }
         Ok(kept)
     }
@@ -158,39 +167,39 @@ impl Folder {
     pub fn remove_partial(&self, partial: &str) -> Result<()> {
         match rustix::fs::unlinkat(&self.partial, partial, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(errno) => Err(Error::Path { path: self.own.join("partial").join(partial), action: "remove it", errno }),
+            Err(errno) => Err(Error::path(self.own.path("partial").join(partial), "remove it")(errno)),
         }
     }
 
-    /// Opens a partial file with room for `size` bytes, and makes it where there is none. Says
-    /// whether it was there.
+    /// Opens a partial file for `size` bytes, and makes it where there is none. Says whether it was
+    /// there. A new one has room for them if `in_parts` they come; one write makes its own.
     ///
     /// # Errors
     /// [`Error::Path`], also where the filesystem is full.
-    pub fn partial(&self, partial: &str, size: u64) -> Result<(Data, bool)> {
-        let path = self.own.join("partial").join(partial);
+    pub fn partial(&self, partial: &str, size: u64, in_parts: bool) -> Result<(Data, bool)> {
+        let above = self.own.path("partial");
+        let path = above.join(partial);
         let failed = |action| Error::path(&path, action);
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let (file, is_old) = match rustix::fs::openat(&self.partial, partial, flags, Mode::empty()) {
-            Ok(file) => (file, true),
-            Err(Errno::NOENT) => {
-                let mode = Mode::from_raw_mode(0o666);
-                (rustix::fs::openat(&self.partial, partial, flags | OFlags::CREATE, mode).map_err(failed("make it"))?, false)
-            }
-            Err(errno) => return Err(failed("open it")(errno)),
+        let open = |flags| own::open_file(self.partial.as_fd(), partial, OFlags::RDWR | flags, &above);
+        let (file, is_old) = match open(OFlags::empty())? {
+            Some(file) => (file, true),
+            None => (open(OFlags::CREATE)?.ok_or_else(|| Error::Foreign(path.clone()))?, false),
         };
-        rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
-        if size > 0 {
+        if is_old || in_parts {
+            rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
+        }
+        if in_parts {
             match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size) {
                 Ok(()) | Err(Errno::OPNOTSUPP) => {}
                 Err(errno) => return Err(failed("reserve its space")(errno)),
             }
         }
-        Ok((Data::new(file, &path, self.mount.is_some())?, is_old))
+        Ok((Data::new(file.into(), &path, self.mount.is_some())?, is_old))
     }
 
     /// Gives a file, whose bytes are all there, its time of modification, in nanoseconds since
-    /// 1970, and makes it durable.
+    /// 1970. On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it
+    /// so.
     ///
     /// # Errors
     /// [`Error::Path`].
@@ -199,7 +208,30 @@ impl Folder {
         let time = Timespec { tv_sec: modified.div_euclid(NANOSECONDS) as i64, tv_nsec: modified.rem_euclid(NANOSECONDS) as i64 };
         let times = Timestamps { last_access: time, last_modification: time };
         rustix::fs::futimens(data.file(), &times).map_err(failed("give it its time"))?;
-        rustix::fs::fsync(data.file()).map_err(failed("make it durable"))
+        match self.mount {
+            Some(_) => Ok(()),
+            None => rustix::fs::fsync(data.file()).map_err(failed("make it durable")),
+        }
+    }
+
+    /// Makes partial files that were settled durable: many by one sync of the mount, which costs as
+    /// much as that of a file.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn sync<'a>(&self, partials: impl ExactSizeIterator<Item = &'a str>) -> Result<()> {
+        let Some(mount) = &self.mount else { return Ok(()) };
+        // Where a sync of all fails, the files tell whose bytes are lost.
+        if partials.len() > 1 && mount.sync().is_ok() {
+            return Ok(());
+        }
+        let above = self.own.path("partial");
+        for partial in partials {
+            let file = own::open_file(self.partial.as_fd(), partial, OFlags::RDONLY, &above)?;
+            let file = file.ok_or_else(|| Error::Foreign(above.join(partial)))?;
+            rustix::fs::fsync(file).map_err(Error::path(above.join(partial), "make it durable"))?;
+        }
+        Ok(())
     }
 
     /// Gives partial files, which are durable, their names: pairs of both. The names are durable
@@ -224,20 +256,30 @@ impl Folder {
         Ok(())
     }
 
+    /// Opens a file of the set to read. No symbolic link leads there.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn open(&self, name: &str) -> Result<File> {
+        let folder = self.folder_of(name, false)?;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let open = rustix::fs::openat(&folder, last_part(name), flags, Mode::empty());
+        open.map(File::from).map_err(Error::path(self.path_of(name), "open it"))
+    }
+
     /// Removes a file of the set that is as `hydrate` left it and that no process has open. Says
     /// whether it did.
     ///
     /// # Errors
     /// [`Error::Path`].
     pub fn remove_unless_open(&self, name: &str, entry: &Entry) -> Result<bool> {
-        if !Folder::has(&self.path, name, entry) {
+        if !self.has_file(name, entry) {
             return Ok(false);
         }
         let path = self.path_of(name);
         let failed = |action| Error::path(&path, action);
         let folder = self.folder_of(name, false)?;
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let file = File::from(rustix::fs::openat(&folder, last_part(name), flags, Mode::empty()).map_err(failed("open it"))?);
+        let file = self.open(name)?;
         let is_same = file.metadata().map_err(Error::path(&path, "ask what it is")).map(|found| is_as_left(&found, entry))?;
         // The name goes while nobody can open it.
         if !is_same || !exclusive::take(&file).map_err(failed("ask who has it open"))? {
@@ -276,4 +318,22 @@ fn last_part(name: &str) -> &str {
 fn is_as_left(found: &Metadata, entry: &Entry) -> bool {
     let modified = i128::from(found.mtime()) * NANOSECONDS + i128::from(found.mtime_nsec());
     found.is_file() && found.len() == entry.size && modified == entry.modified
+}
+
+/// The partial files in an open folder, which lies at `path`, with the bytes that each takes.
+///
+/// # Errors
+/// [`Error::Path`].
+pub fn partials(folder: impl AsFd, path: &Path) -> Result<Vec<(String, u64)>> {
+    let failed = || Error::path(path, "read it");
+    let mut found = Vec::new();
+    for entry in Dir::read_from(&folder).map_err(failed())? {
+        let name = entry.map_err(failed())?.file_name().to_string_lossy().into_owned();
+        if let Ok(stat) = rustix::fs::statat(&folder, &*name, AtFlags::SYMLINK_NOFOLLOW)
+            && !matches!(&*name, "." | "..")
+        {
+            found.push((name, stat.st_blocks as u64 * 512));
+        }
+    }
+    Ok(found)
 }

@@ -9,13 +9,14 @@ use crate::error::{Error, Result};
 use crate::folder::Folder;
 use crate::manifest::{Entry, Manifest, Set};
 use crate::memory::{Data, Pool};
+use crate::own::Own;
 use crate::progress::{Event, Progress};
 use crate::share::Share;
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
 
@@ -51,7 +52,7 @@ pub struct Done {
     pub direct: bool,
 }
 
-/// A partial file that is whole, checked and durable.
+/// A partial file that is whole and checked.
 struct Settled {
     partial: String,
     name: String,
@@ -87,15 +88,17 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     if let Some(share) = what.share {
         objects = objects.into_iter().skip(share.index).step_by(share.of).collect();
     }
-    let sum = |objects: &[Object]| objects.iter().map(|object| object.size).sum::<u64>();
+    // A store may say any sizes.
+    let sum = |objects: &[Object]| objects.iter().fold(0, |sum: u64, object| sum.saturating_add(object.size));
     let mut done = Done { objects: objects.len(), bytes: sum(&objects), ..Done::default() };
     if what.dry_run {
-        let known = match what.folder.join(crate::names::OWN).join("manifest") {
-            path if path.exists() => Some(Manifest::read(&path)?),
-            _ => None,
-        };
-        let is_there = |object: &Object| known.as_ref().is_some_and(|known| is_there(known, &what.folder, object));
-        objects.retain(|object| !is_there(object));
+        if let Ok(root) = std::fs::File::open(&what.folder)
+            && let Some(own) = Own::open(&root, &what.folder)?
+            && let Some(known) = Manifest::read(&Arc::new(own))?
+        {
+            let is_there = |object: &Object| known.entry(object).is_some_and(|entry| Folder::has(&root, &object.name, entry));
+            objects.retain(|object| !is_there(object));
+        }
         (done.fetched_objects, done.fetched_bytes) = (objects.len(), sum(&objects));
         return Ok(done);
     }
@@ -108,11 +111,12 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let shown = what.folder.clone();
     let wait = move || eprintln!("gpunvme: another process changes the set in {}; waiting", shown.display());
     let (folder, lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
-    let mut manifest = Manifest::open(&folder.manifest())?;
+    let mut manifest = Manifest::open(folder.own())?;
     describe(&mut manifest, &what)?;
 
     lock.used().map_err(Error::path(&what.folder, "note that it is used"))?;
-    let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(|object| is_there(&manifest, &what.folder, object));
+    let is_there = |object: &Object| manifest.entry(object).is_some_and(|entry| folder.has_file(&object.name, entry));
+    let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(is_there);
     let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
     let taken = folder.clean(|name| partials.contains(name))?;
     let (needed, free) = (sum(&objects), folder.free()?);
@@ -154,11 +158,6 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     run.manifest().compact()?;
     run.progress.finish();
     Ok(done)
-}
-
-/// Whether this version of an object is in the folder, and was not changed there.
-fn is_there(manifest: &Manifest, folder: &Path, object: &Object) -> bool {
-    manifest.entry(object).is_some_and(|entry| Folder::has(folder, &object.name, entry))
 }
 
 /// Sees to it that the manifest is of this set.
@@ -223,7 +222,7 @@ impl Run {
 
     /// Brings an object, unless it changes meanwhile.
     async fn bring_version(self: Arc<Run>, object: &Object, partial: &str, settled: &mpsc::Sender<Settled>) -> Result<bool> {
-        let (data, is_old) = self.folder.partial(partial, object.size)?;
+        let (data, is_old) = self.folder.partial(partial, object.size, object.size > self.pool.part())?;
         if !is_old {
             self.manifest().drop_parts(partial)?;
         }
@@ -257,20 +256,23 @@ impl Run {
             None => self.source.checksum(object).await?,
         };
         let kind = expected.as_ref().map(|expected| expected.kind);
-        let parts = stream::iter(missing)
-            .map(|(offset, len)| {
+        let parts: Vec<_> = if is_single {
+            vec![self.clone().bring_part(object, data.clone(), partial, 0..object.size, kind).await?]
+        } else {
+            let parts = stream::iter(missing).map(|(offset, len)| {
                 let (run, object, data, partial) = (self.clone(), object.clone(), data.clone(), partial.to_owned());
                 let task = tokio::spawn(async move { run.bring_part(&object, data, &partial, offset..offset + len, kind).await });
                 async move { task.await? }
-            })
-            .buffer_unordered(self.concurrency)
-            .try_collect::<Vec<_>>()
-            .await?;
+            });
+            parts.buffer_unordered(self.concurrency).try_collect().await?
+        };
         let Some(mut parts) = parts.into_iter().collect::<Option<Vec<Part>>>() else { return Ok(false) };
 
         let mut all = known.clone();
         all.extend(parts.iter().map(|part| (part.offset, (part.len, part.crc32c))));
-        let crc32c = all.range(..object.size).fold(0, |sum, (_, &(len, part))| crc32c::crc32c_combine(sum, part, len as usize));
+        let sums = all.range(..object.size).map(|(_, &(len, part))| (len, part));
+        let whole = sums.reduce(|(before, sum), (len, part)| (before + len, crc32c::crc32c_combine(sum, part, len as usize)));
+        let crc32c = whole.map_or(0, |(_, sum)| sum);
         if let Some(expected) = expected {
             parts.sort_by_key(|part| part.offset);
             let sums: Option<Vec<_>> = parts.iter().map(|part| Some((part.sum?, part.len))).collect();
@@ -283,18 +285,22 @@ impl Run {
             };
             expected.check(&object.name, &found)?;
         }
-        let (run, Object { name, size, version, modified, .. }) = (self.clone(), object.clone());
-        let name = tokio::task::spawn_blocking(move || run.folder.settle(&data, &name, modified).map(|()| name)).await??;
+        let Object { name, size, version, modified, .. } = object.clone();
+        if !is_single {
+            let (run, name) = (self.clone(), name.clone());
+            tokio::task::spawn_blocking(move || run.folder.settle(&data, &name, modified)).await??;
+        }
         let file = Settled { partial: partial.into(), name, entry: Entry { size, version, crc32c, modified } };
         settled.send(file).await.map_err(|_| Error::Stopped)?;
         Ok(true)
     }
 
-    /// Gives files their names, in groups: those that were settled while the last group was made
-    /// durable are the next, so that small objects share the syncs of their folders.
+    /// Makes files durable and gives them their names, in groups: those that were settled meanwhile
+    /// are the next, so that small objects share what that costs.
     fn name(&self, mut settled: mpsc::Receiver<Settled>) -> Result<()> {
         let mut group = Vec::new();
         while settled.blocking_recv_many(&mut group, GROUP) > 0 {
+            self.folder.sync(group.iter().map(|file: &Settled| &*file.partial))?;
             self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
             let mut manifest = self.manifest();
             group.iter().for_each(|file| self.progress.tell(&Event::There(&file.name)));
@@ -307,8 +313,8 @@ impl Run {
         Ok(())
     }
 
-    /// Brings a part into the partial file, with its sum of `kind`. Unless it is the only one, it
-    /// is durable, and in the manifest.
+    /// Brings a part into the partial file, with its sum of `kind`. The only one settles the file;
+    /// any other is durable afterwards, and in the manifest.
     async fn bring_part(
         self: Arc<Run>,
         object: &Object,
@@ -319,20 +325,27 @@ impl Run {
     ) -> Result<Option<Part>> {
         let (offset, len) = (range.start, range.end - range.start);
         let lease = self.pool.lease().await?.shortened(len as usize);
-        let Fetched::Whole(lease, told) = self.source.fetch(object, range, lease).await? else { return Ok(None) };
+        let Fetched::Whole { lease, told, crc32c } = self.source.fetch(object, range, lease).await? else { return Ok(None) };
         let (run, path, partial) = (self.clone(), self.folder.path_of(&object.name), partial.to_owned());
-        let (name, is_single) = (object.name.clone(), len == object.size);
+        let (name, modified, is_single) = (object.name.clone(), object.modified, len == object.size);
         let told = told.filter(|_| self.verify && kind.is_none());
         let part = tokio::task::spawn_blocking(move || {
-            if let Some(told) = told {
-                let mut sum = Sum::new(told.kind);
-                sum.add(&lease);
-                told.check(&name, &sum.finish())?;
+            match told {
+                Some(told) if told.kind == Kind::Crc32c => told.check(&name, &crc32c.to_be_bytes())?,
+                Some(told) => {
+                    let mut sum = Sum::new(told.kind);
+                    sum.add(&lease);
+                    told.check(&name, &sum.finish())?;
+                }
+                None => {}
             }
             data.write(&lease, offset, &path)?;
             run.progress.tell(&Event::Written { name: &name, partial: &partial, offset, len });
-            let part = Part { offset, len, crc32c: crc32c::crc32c(&lease), sum: kind.and_then(|kind| kind.part(&lease)) };
-            if !is_single {
+            let sum = kind.filter(|kind| *kind != Kind::Crc32c).and_then(|kind| kind.part(&lease));
+            let part = Part { offset, len, crc32c, sum };
+            if is_single {
+                run.folder.settle(&data, &name, modified)?;
+            } else {
                 data.file().sync_data().map_err(Error::path(&path, "make it durable"))?;
                 run.manifest().add_part(&partial, offset, len, part.crc32c)?;
             }

@@ -2,12 +2,18 @@
 //! `publish` goes on from there.
 
 use crate::error::{Error, Result};
+use crate::own::Own;
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, Metadata};
 use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+/// The file in the folder that the program keeps for itself, and the most bytes of it.
+const NAME: &str = "published";
+const LONGEST: u64 = 4 << 30;
 
 /// The state of a file, which is another one when the file changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,17 +84,18 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// The journal at `path`, which begins anew where it is of another destination.
+    /// The journal of a folder, which begins anew where it is of another destination.
     ///
     /// # Errors
-    /// [`Error::Path`].
-    pub fn open(path: &Path, destination: &str) -> Result<Journal> {
-        let failed = |action| Error::path(path, action);
-        let mut options = File::options();
-        let mut file = options.read(true).append(true).create(true).open(path).map_err(failed("open it"))?;
+    /// [`Error::Foreign`], [`Error::Path`].
+    pub fn open(own: &Own, destination: &str) -> Result<Journal> {
+        let path = own.path(NAME);
+        let failed = |action| Error::path(&path, action);
+        let flags = OFlags::RDWR | OFlags::APPEND | OFlags::CREATE;
+        let mut file = own.file(NAME, flags)?.ok_or_else(|| Error::Foreign(path.clone()))?;
         let mut text = String::new();
         // A journal that cannot be read is as none: everything is sent.
-        let is_text = file.read_to_string(&mut text).is_ok();
+        let is_text = (&file).take(LONGEST).read_to_string(&mut text).is_ok();
         let head = format!("{}\n", serde_json::json!({ "destination": destination }));
         let mut lines = Vec::new();
         if is_text && text.starts_with(&head) {
@@ -98,7 +105,7 @@ impl Journal {
         } else {
             file.set_len(0).and_then(|()| file.write_all(head.as_bytes())).map_err(failed("write it"))?;
         }
-        let mut journal = Journal { file, path: path.into(), sent: HashMap::new(), begun: HashMap::new() };
+        let mut journal = Journal { file, path, sent: HashMap::new(), begun: HashMap::new() };
         lines.into_iter().for_each(|line| journal.apply(line));
         Ok(journal)
     }

@@ -12,6 +12,7 @@ mod journal;
 mod manifest;
 mod memory;
 mod names;
+mod own;
 mod progress;
 mod publish;
 mod ranks;

@@ -3,12 +3,23 @@
 //! nothing.
 
 use crate::error::{Error, Result};
+use crate::names;
+use crate::own::Own;
 use crate::store::Object;
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{Read, Seek, Write};
-use std::path::{Path, PathBuf};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The file in the folder that the program keeps for itself.
+pub const NAME: &str = "manifest";
+
+/// Most bytes of a line, and of all: another user may have written them.
+const LONGEST_LINE: u64 = 64 << 10;
+const LONGEST: u64 = 4 << 30;
 
 /// What a set is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,7 +74,7 @@ pub type Parts = BTreeMap<u64, (u64, u32)>;
 #[derive(Debug)]
 pub struct Manifest {
     file: File,
-    path: PathBuf,
+    own: Arc<Own>,
     /// The set, unless the manifest is new.
     pub set: Option<Set>,
     /// Files by name.
@@ -75,51 +86,56 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    /// Reads the manifest at `path`, and makes it where there is none.
+    /// Reads the manifest of a folder, and makes it where there is none.
     ///
     /// # Errors
-    /// [`Error::Manifest`] where the file is something else, [`Error::Path`].
-    pub fn open(path: &Path) -> Result<Manifest> {
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(false);
-        let file = options.open(path).map_err(Error::path(path, "open it"))?;
-        let (mut manifest, good) = Manifest::parse(file, path)?;
-        manifest.file.set_len(good).map_err(Error::path(path, "shorten it"))?;
-        manifest.file.seek(std::io::SeekFrom::End(0)).map_err(Error::path(path, "read it"))?;
+    /// [`Error::Manifest`] where the file is something else, [`Error::Name`] where it has a name
+    /// that leads out of the folder, [`Error::Foreign`], [`Error::Path`].
+    pub fn open(own: &Arc<Own>) -> Result<Manifest> {
+        let path = own.path(NAME);
+        let file = own.file(NAME, OFlags::RDWR | OFlags::CREATE)?.ok_or_else(|| Error::Foreign(path.clone()))?;
+        let (mut manifest, good) = Manifest::parse(file, own)?;
+        manifest.file.set_len(good).map_err(Error::path(&path, "shorten it"))?;
+        manifest.file.seek(SeekFrom::End(0)).map_err(Error::path(&path, "read it"))?;
         Ok(manifest)
     }
 
-    /// Reads the manifest at `path`, and leaves it as it is.
+    /// Reads the manifest of a folder, if there is one, and leaves it as it is.
     ///
     /// # Errors
     /// As [`Manifest::open`].
-    pub fn read(path: &Path) -> Result<Manifest> {
-        let file = File::open(path).map_err(Error::path(path, "open it"))?;
-        Ok(Manifest::parse(file, path)?.0)
+    pub fn read(own: &Arc<Own>) -> Result<Option<Manifest>> {
+        let Some(file) = own.file(NAME, OFlags::RDONLY)? else { return Ok(None) };
+        Ok(Some(Manifest::parse(file, own)?.0))
+    }
+
+    fn path(&self) -> PathBuf {
+        self.own.path(NAME)
     }
 
     /// The manifest, and how many bytes of the file are whole lines.
-    fn parse(mut file: File, path: &Path) -> Result<(Manifest, u64)> {
-        let mut text = Vec::new();
-        file.read_to_end(&mut text).map_err(Error::path(path, "read it"))?;
-        let mut manifest = Manifest {
-            file,
-            path: path.into(),
-            set: None,
-            files: HashMap::new(),
-            evicted: HashMap::new(),
-            parts: HashMap::new(),
-        };
-        let mut good = 0;
-        for line in text.split_inclusive(|&byte| byte == b'\n') {
+    fn parse(file: File, own: &Arc<Own>) -> Result<(Manifest, u64)> {
+        let mut lines = BufReader::new(file.try_clone().map_err(Error::path(own.path(NAME), "use it twice"))?).take(LONGEST);
+        let mut manifest =
+            Manifest { file, own: own.clone(), set: None, files: HashMap::new(), evicted: HashMap::new(), parts: HashMap::new() };
+        let (mut good, mut line) = (0, Vec::new());
+        loop {
+            line.clear();
+            let read = (&mut lines).take(LONGEST_LINE).read_until(b'\n', &mut line);
+            read.map_err(Error::path(manifest.path(), "read it"))?;
             let Some(parsed) = line.strip_suffix(b"\n").and_then(|line| serde_json::from_slice(line).ok()) else { break };
-            good += line.len();
+            if let Line::File { name, .. } = &parsed {
+                names::check(name)?;
+            }
+            good += line.len() as u64;
             manifest.apply(parsed);
         }
-        if manifest.set.is_none() && good == 0 && text.contains(&b'\n') {
-            return Err(Error::Manifest(path.into()));
+        // What is no line is torn, if it is the last one: nothing was written behind it.
+        let is_torn = !line.ends_with(b"\n") && (line.len() as u64) < LONGEST_LINE && lines.limit() > 0;
+        if manifest.set.is_none() && good == 0 && !is_torn {
+            return Err(Error::Manifest(manifest.path()));
         }
-        Ok((manifest, good as u64))
+        Ok((manifest, good))
     }
 
     fn apply(&mut self, line: Line) {
@@ -149,7 +165,7 @@ impl Manifest {
             serde_json::to_writer(&mut text, line).expect("a line of strings and numbers");
             text.push(b'\n');
         }
-        self.file.write_all(&text).map_err(Error::path(&self.path, "write it"))?;
+        self.file.write_all(&text).map_err(Error::path(self.path(), "write it"))?;
         lines.into_iter().for_each(|line| self.apply(line));
         Ok(())
     }
@@ -183,7 +199,7 @@ impl Manifest {
             return Ok(());
         }
         self.append(vec![Line::Dropped { of: of.into() }])?;
-        self.file.sync_data().map_err(Error::path(&self.path, "make it durable"))
+        self.file.sync_data().map_err(Error::path(self.path(), "make it durable"))
     }
 
     /// Files are durable under their names.
@@ -207,12 +223,7 @@ impl Manifest {
             serde_json::to_writer(&mut text, &line).expect("a line of strings and numbers");
             text.push(b'\n');
         }
-        let new = self.path.with_extension("new");
-        let failed = || Error::path(&new, "write it");
-        let mut file = File::create(&new).map_err(failed())?;
-        file.write_all(&text).and_then(|()| file.sync_all()).map_err(failed())?;
-        std::fs::rename(&new, &self.path).map_err(Error::path(&self.path, "replace it"))?;
-        self.file = file;
+        self.file = self.own.replace(NAME, &text)?;
         self.parts.clear();
         Ok(())
     }
@@ -229,8 +240,9 @@ mod tests {
     #[test]
     fn a_manifest_cut_anywhere_is_what_was_written_before() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("manifest");
-        let mut whole = Manifest::open(&path).unwrap();
+        let own = Arc::new(Own::make(File::open(folder.path()).unwrap(), folder.path()).unwrap());
+        let path = own.path(NAME);
+        let mut whole = Manifest::open(&own).unwrap();
         whole.begin(Set { source: "s3://a".into(), pinned: true }).unwrap();
         for at in 0..20 {
             whole.add_part("p", at * 10, 10, at as u32).unwrap();
@@ -239,22 +251,22 @@ mod tests {
         let text = std::fs::read(&path).unwrap();
         for len in 0..=text.len() {
             std::fs::write(&path, &text[..len]).unwrap();
-            let cut = Manifest::open(&path).unwrap();
+            let cut = Manifest::open(&own).unwrap();
             let lines = text[..len].iter().filter(|&&byte| byte == b'\n').count();
             assert_eq!(usize::from(cut.set.is_some()) + cut.parts("p").len() + cut.files.len(), lines);
             let kept = std::fs::read(&path).unwrap();
             assert!(text.starts_with(&kept) && (kept.is_empty() || kept.ends_with(b"\n")));
         }
-        let mut again = Manifest::open(&path).unwrap();
+        let mut again = Manifest::open(&own).unwrap();
         again.drop_parts("p").unwrap();
         again.evict("n3").unwrap();
         again.compact().unwrap();
-        let last = Manifest::open(&path).unwrap();
+        let last = Manifest::open(&own).unwrap();
         assert!(
             last.set == again.set && last.files == again.files && last.evicted == again.evicted && last.parts("p").is_empty()
         );
         assert!(last.files.len() == 19 && last.evicted["n3"] == entry(3));
         std::fs::write(&path, "something\nelse\n").unwrap();
-        assert!(matches!(Manifest::open(&path), Err(Error::Manifest(_))));
+        assert!(matches!(Manifest::open(&own), Err(Error::Manifest(_))));
     }
 }

@@ -17,7 +17,6 @@ use bytes::Bytes;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use object_store::{ObjectStoreExt, PutPayload};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -86,7 +85,7 @@ pub async fn publish(what: Publication) -> Result<Done> {
     let shown = what.folder.clone();
     let wait = move || eprintln!("gpunvme: another process has the set in {}; waiting", shown.display());
     let (folder, _lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
-    let journal = Journal::open(&what.folder.join(OWN).join("published"), what.destination.url())?;
+    let journal = Journal::open(folder.own(), what.destination.url())?;
 
     // What the store has, and had from here.
     let there = what.destination.versions().await?;
@@ -124,6 +123,11 @@ pub async fn publish(what: Publication) -> Result<Done> {
             });
             let sent: Vec<(String, Published)> = sending.buffer_unordered(run.concurrency).try_collect().await?;
             end.objects.extend(sent);
+        }
+        // Who published another folder there meanwhile has some of its objects replaced.
+        if end.rank.is_none() && what.destination.manifest().await?.is_some() {
+            what.destination.remove(SET_MANIFEST).await?;
+            return Err(Error::OtherPublisher(what.destination.url().into()));
         }
         done.ranks_there = end.make(&what.destination).await?;
         run.progress.finish();
@@ -227,7 +231,7 @@ fn walk(folder: &Path, prefix: &str, holds: bool, found: &mut Vec<Found>) -> Res
 async fn send(run: Arc<Run>, found: Found) -> Result<(String, Published)> {
     let path = run.folder.path_of(&found.name);
     let size = found.state.size;
-    let file = File::open(&path).map_err(Error::path(&path, "open it"))?;
+    let file = run.folder.open(&found.name)?;
     let data = Arc::new(Data::new(OwnedFd::from(file), &path, run.folder.mount.is_some())?);
     run.unchanged(&data, &found, &path)?;
     let (crc32c, version) = if size <= run.pool.part() {
@@ -243,7 +247,7 @@ async fn send(run: Arc<Run>, found: Found) -> Result<(String, Published)> {
     };
     run.unchanged(&data, &found, &path)?;
     let mut journal = run.journal.lock().unwrap_or_else(PoisonError::into_inner);
-    journal.add(&found.stored, &found.state, crc32c, version)?;
+    journal.add(&found.stored, &found.state, crc32c, run.destination.tag(version))?;
     Ok((found.name.clone(), Published { size, crc32c }))
 }
 

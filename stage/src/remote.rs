@@ -8,12 +8,17 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
-use object_store::{ClientOptions, ObjectStore, ObjectStoreScheme};
+use object_store::{ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig};
 use std::sync::Arc;
+use std::time::Duration;
 use url::Url;
 
 /// What variables of the environment the stores' own tools read.
 const ENVIRONMENT: [&str; 3] = ["AWS_", "GOOGLE_", "AZURE_"];
+
+/// How long a request may take that brings a part out, and how long it is tried again: all parts
+/// in flight share a line that may be slow, and one that is not done counts for nothing.
+const SENDING: Duration = Duration::from_secs(600);
 
 /// How the names of the buckets of S3 Express end, whose ETags are no MD5.
 const EXPRESS: &str = "--x-s3";
@@ -30,8 +35,9 @@ pub struct Remote {
 
 /// A builder's store, with the settings of the environment that it knows.
 macro_rules! built {
-    ($builder:ty, $url:expr, $connector:expr, $options:expr) => {{
-        let builder = <$builder>::new().with_url($url).with_client_options($options).with_http_connector($connector);
+    ($builder:ty, $url:expr, $connector:expr, $options:expr, $retry:expr) => {{
+        let builder = <$builder>::new().with_url($url).with_client_options($options).with_retry($retry);
+        let builder = builder.with_http_connector($connector);
         let settings = std::env::vars().filter(|(name, _)| ENVIRONMENT.iter().any(|ours| name.starts_with(ours)));
         let builder = settings.fold(builder, |builder, (name, value)| match name.to_ascii_lowercase().parse() {
             Ok(key) => builder.with_config(key, value),
@@ -54,25 +60,30 @@ impl Remote {
     }
 
     fn built(url: &Url, scheme: &ObjectStoreScheme, prefix: Key, reads: bool) -> object_store::Result<Option<Remote>> {
-        let options = ClientOptions::default();
+        // What is read goes on from where it ended, so that half a minute will do.
+        let options = match reads {
+            true => ClientOptions::default(),
+            false => ClientOptions::default().with_timeout(SENDING),
+        };
+        let retry = if reads { RetryConfig::default() } else { RetryConfig { retry_timeout: SENDING, ..RetryConfig::default() } };
         let plain = Listening { tags: false };
         Ok(Some(match scheme {
             ObjectStoreScheme::AmazonS3 => {
                 let tagged = Listening { tags: !url.host_str().is_some_and(|bucket| bucket.ends_with(EXPRESS)) };
                 let options = if reads { Listening::asking(options) } else { options };
-                let store = built!(AmazonS3Builder, url.as_str(), tagged, options);
+                let store = built!(AmazonS3Builder, url.as_str(), tagged, options, retry);
                 Remote { store: store.clone(), multipart: Some(store), prefix, lists: true }
             }
             ObjectStoreScheme::GoogleCloudStorage => {
-                let store = built!(GoogleCloudStorageBuilder, url.as_str(), plain, options);
+                let store = built!(GoogleCloudStorageBuilder, url.as_str(), plain, options, retry);
                 Remote { store: store.clone(), multipart: Some(store), prefix, lists: true }
             }
             ObjectStoreScheme::MicrosoftAzure => {
-                let store = built!(MicrosoftAzureBuilder, url.as_str(), plain, options);
+                let store = built!(MicrosoftAzureBuilder, url.as_str(), plain, options, retry);
                 Remote { store: store.clone(), multipart: Some(store), prefix, lists: true }
             }
             ObjectStoreScheme::Http => {
-                let store = built!(HttpBuilder, &url[..url::Position::BeforePath], plain, options);
+                let store = built!(HttpBuilder, &url[..url::Position::BeforePath], plain, options, retry);
                 Remote { store, multipart: None, prefix, lists: false }
             }
             _ => return Ok(None),

@@ -1,11 +1,19 @@
 //! The sets below a folder: what they are, how much they hold, when they were last used.
 
 use crate::error::{Error, Result};
-use crate::folder::Folder;
+use crate::folder::{self, Folder};
 use crate::manifest::Manifest;
-use crate::names::OWN;
+use crate::own::{FOLDER, Own};
+use rustix::fs::{Dir, FileType, Mode, OFlags};
+use rustix::io::Errno;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
+
+/// How deep sets are looked for below a folder.
+const DEEPEST: usize = 100;
 
 /// A set that was hydrated, as it lies in its folder.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -18,6 +26,8 @@ pub struct Status {
     /// Files that are there, and their bytes.
     pub files: usize,
     pub bytes: u64,
+    /// Bytes of what is not whole yet.
+    pub partial: u64,
     /// When `hydrate` last ran for it, in seconds since 1970.
     pub used: f64,
     /// What was evicted.
@@ -32,50 +42,84 @@ pub struct Evicted {
 }
 
 /// All sets below `root`, itself among them, the least recently used first. A set has none below
-/// it.
+/// it. What another user made of a folder is told, and passed over: the others count.
 ///
 /// # Errors
-/// [`Error::Path`]; [`Error::Manifest`] for a folder whose manifest is none.
+/// [`Error::Path`] where `root` itself cannot be read.
 pub fn below(root: &Path) -> Result<Vec<Status>> {
     let mut sets = Vec::new();
-    // The root's own absence is an error; what goes while this looks is none.
-    std::fs::metadata(root).map_err(Error::path(root, "read it"))?;
-    collect(root, &mut sets)?;
+    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let open = rustix::fs::open(root, flags, Mode::empty()).map_err(Error::path(root, "read it"))?;
+    collect(open, root, 0, &mut sets);
     sets.sort_by(|a: &Status, b| a.used.total_cmp(&b.used));
     Ok(sets)
 }
 
-fn collect(folder: &Path, sets: &mut Vec<Status>) -> Result<()> {
-    if folder.join(OWN).join("manifest").exists() {
-        sets.extend(status(folder)?);
-        return Ok(());
+/// Opens the folder of a set that [`below`] found. No symbolic link leads there.
+///
+/// # Errors
+/// [`Error::Path`].
+pub fn open(root: &Path, set: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let mut folder = rustix::fs::open(root, flags, Mode::empty()).map_err(Error::path(root, "open it"))?;
+    for part in set.strip_prefix(root).into_iter().flatten() {
+        folder = rustix::fs::openat(&folder, part, FOLDER, Mode::empty()).map_err(Error::path(set, "open it"))?;
     }
-    let entries = match std::fs::read_dir(folder) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        entries => entries.map_err(Error::path(folder, "read it"))?,
-    };
-    for entry in entries {
-        let entry = entry.map_err(Error::path(folder, "read it"))?;
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            collect(&entry.path(), sets)?;
-        }
-    }
-    Ok(())
+    Ok(folder)
 }
 
-/// The set in `folder`; none where `hydrate` has not begun it yet.
-fn status(folder: &Path) -> Result<Option<Status>> {
-    let own = folder.join(OWN);
-    let manifest = Manifest::read(&own.join("manifest"))?;
-    let Some(set) = manifest.set else { return Ok(None) };
+/// Tells that there is something below a folder that does not count.
+pub fn pass_over(error: &Error) {
+    eprintln!("gpunvme: passed over: {error}");
+}
+
+fn collect(folder: OwnedFd, path: &Path, depth: usize, sets: &mut Vec<Status>) {
+    match status(&folder, path) {
+        Ok(Some(found)) => return sets.extend(found),
+        Ok(None) if depth < DEEPEST => {}
+        Ok(None) => return,
+        Err(error) => return pass_over(&error),
+    }
+    let entries = match Dir::read_from(&folder).and_then(Iterator::collect::<std::result::Result<Vec<_>, _>>) {
+        Ok(entries) => entries,
+        Err(errno) => return pass_over(&Error::path(path, "read it")(errno)),
+    };
+    for entry in entries.iter().filter(|entry| entry.file_type() == FileType::Directory) {
+        let name = std::ffi::OsStr::from_bytes(entry.file_name().to_bytes());
+        if name == "." || name == ".." {
+            continue;
+        }
+        let path = path.join(name);
+        match rustix::fs::openat(&folder, name, FOLDER, Mode::empty()) {
+            Ok(below) => collect(below, &path, depth + 1, sets),
+            // It went meanwhile.
+            Err(Errno::NOENT) => {}
+            Err(errno) => pass_over(&Error::path(path, "read it")(errno)),
+        }
+    }
+}
+
+/// The set in a folder, where there is one: none inside where `hydrate` has not begun it yet.
+fn status(folder: &OwnedFd, path: &Path) -> Result<Option<Option<Status>>> {
+    let Some(own) = Own::open(folder, path)?.map(Arc::new) else { return Ok(None) };
+    let Some(manifest) = Manifest::read(&own)? else { return Ok(None) };
+    let Some(set) = manifest.set else { return Ok(Some(None)) };
     let there = manifest.files.iter().filter(|(name, entry)| Folder::has(folder, name, entry));
     let (files, bytes) = there.fold((0, 0), |(files, bytes), (_, entry)| (files + 1, bytes + entry.size));
-    let lock = own.join("lock");
-    let used = std::fs::metadata(&lock).and_then(|found| found.modified()).map_err(Error::path(&lock, "ask its time"))?;
+    let partial = match own.folder_there("partial")? {
+        Some(partial) => folder::partials(partial, &own.path("partial"))?.iter().map(|(_, bytes)| bytes).sum(),
+        None => 0,
+    };
+    let asked = || Error::path(own.path("lock"), "ask its time");
+    let used = match own.file("lock", OFlags::RDONLY)? {
+        Some(lock) => lock.metadata().and_then(|found| found.modified()).map_err(asked())?,
+        None => UNIX_EPOCH,
+    };
     let mut evicted: Vec<_> = manifest.evicted.into_iter().map(|(name, entry)| Evicted { name, bytes: entry.size }).collect();
     evicted.sort_by(|a, b| a.name.cmp(&b.name));
     let used = used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-    Ok(Some(Status { folder: folder.into(), source: set.source, pinned: set.pinned, files, bytes, used, evicted }))
+    let set = Status { folder: path.into(), source: set.source, pinned: set.pinned, files, bytes, partial, used, evicted };
+    Ok(Some(Some(set)))
 }
 
 /// Sets as a table for people, with the names of what was evicted where they are wanted.
@@ -87,7 +131,7 @@ pub fn table(sets: &[Status], with_names: bool) -> String {
         let ago = format!("{:.0} s", now - set.used);
         text += &format!(
             "\n{:>14} {:>9} {:>9} {ago:>10}  {pinned:<6} {}  ({})",
-            set.bytes,
+            set.bytes + set.partial,
             set.files,
             set.evicted.len(),
             set.folder.display(),

@@ -12,7 +12,7 @@ use object_store::path::Path as Key;
 use object_store::{GetOptions, GetRange, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -27,6 +27,14 @@ const MOST_MANIFEST: u64 = 1 << 30;
 /// How often a part is asked for again while nothing of it comes, and the first pause between.
 const TRIES: u32 = 8;
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// What an answer has to bring, or else it counts as one of these tries: a store that sends a byte
+/// now and then would never come to an end.
+const LEAST: u64 = 64 << 10;
+/// How long a listing may go on without a name.
+const SILENCE: Duration = Duration::from_secs(600);
+/// Most bytes of an ETag, which manifests keep.
+const LONGEST_TAG: usize = 1024;
 
 /// How many objects a web server is asked for at once.
 const HEADS: usize = 16;
@@ -80,8 +88,13 @@ pub struct Published {
 
 /// How a part arrived.
 pub enum Fetched {
-    /// Whole, and what the store says its object's checksum is, where the part is all of it.
-    Whole(Lease, Option<Expected>),
+    Whole {
+        lease: Lease,
+        /// Of these bytes, taken while they were in the processor's cache.
+        crc32c: u32,
+        /// What the store says its object's checksum is, where the part is all of it.
+        told: Option<Expected>,
+    },
     /// The object is another one by now, or gone.
     Changed,
 }
@@ -227,9 +240,13 @@ impl Store {
                 stream::iter(keys).map(head).buffered(HEADS).boxed()
             }
         };
-        while let Some(found) = listing.next().await {
+        let silent = || Error::Answer { name: self.url.clone(), why: "its listing goes on, and nothing new comes".into() };
+        while let Some(found) = tokio::time::timeout(SILENCE, listing.next()).await.map_err(|_| silent())? {
             let found = found.map_err(Error::store(&self.url))?;
             let name = self.name_of(&found.location);
+            if found.e_tag.as_ref().is_some_and(|tag| tag.len() > LONGEST_TAG) {
+                return Err(Error::Answer { name, why: format!("its ETag is longer than {LONGEST_TAG} bytes") });
+            }
             // An object of no bytes whose name ends in a slash, which consoles make for a folder.
             if name.is_empty() || name == SET_MANIFEST || name.split('/').next() == Some(names::OWN) {
                 continue;
@@ -242,7 +259,7 @@ impl Store {
                 },
                 None => None,
             };
-            objects.push(Object::new(name, found, crc32c));
+            objects.push(Object::new(name, self.tagged(found), crc32c));
             if objects.len() > MOST_OBJECTS {
                 return Err(Error::TooMany(MOST_OBJECTS));
             }
@@ -253,6 +270,7 @@ impl Store {
         if objects.is_empty() {
             objects.push(self.single().await?);
         }
+        drop_markers(&mut objects);
         objects.retain(|object| include.is_empty() || include.iter().any(|pattern| names::matches(pattern, &object.name)));
         objects.sort_by(|a, b| a.name.cmp(&b.name));
         for object in &objects {
@@ -271,6 +289,7 @@ impl Store {
         let mut listing = self.store.list(Some(&self.prefix));
         while let Some(found) = listing.next().await {
             let found = found.map_err(Error::store(&self.url))?;
+            let found = self.tagged(found);
             versions.insert(self.name_of(&found.location), (found.size, found.e_tag));
         }
         Ok(versions)
@@ -309,6 +328,16 @@ impl Store {
         Ok(old.len())
     }
 
+    /// An ETag as answers have it: some stores leave the quotation marks away when they list.
+    pub fn tag(&self, tag: Option<String>) -> Option<String> {
+        let is_bare = self.folder().is_none() && tag.as_ref().is_some_and(|tag| !tag.ends_with('"'));
+        if is_bare { tag.map(|tag| format!("\"{tag}\"")) } else { tag }
+    }
+
+    fn tagged(&self, found: ObjectMeta) -> ObjectMeta {
+        ObjectMeta { e_tag: self.tag(found.e_tag), ..found }
+    }
+
     /// The name in the set of an object of the store; empty for the place itself.
     fn name_of(&self, key: &Key) -> String {
         let parts: Vec<_> = key.prefix_match(&self.prefix).into_iter().flatten().collect();
@@ -318,7 +347,7 @@ impl Store {
     /// The object that the URL itself names.
     async fn single(&self) -> Result<Object> {
         match (self.prefix.filename(), self.store.head(&self.prefix).await) {
-            (Some(name), Ok(found)) => Ok(Object::new(name.into(), found, None)),
+            (Some(name), Ok(found)) => Ok(Object::new(name.into(), self.tagged(found), None)),
             (None, _) | (_, Err(object_store::Error::NotFound { .. })) => Err(Error::Nothing(self.url.clone())),
             (_, Err(source)) => Err(Error::Store { name: self.url.clone(), source }),
         }
@@ -330,7 +359,7 @@ impl Store {
     /// [`Error::Store`], also where it is gone.
     pub async fn again(&self, object: &Object) -> Result<Object> {
         let found = self.store.head(&object.key).await.map_err(Error::store(&object.name))?;
-        Ok(Object::new(object.name.clone(), found, object.crc32c))
+        Ok(Object::new(object.name.clone(), self.tagged(found), object.crc32c))
     }
 
     /// What the store says that the checksum of an object is, where it says so. An object that is
@@ -344,7 +373,9 @@ impl Store {
         }
         let options = GetOptions { head: true, if_match: object.e_tag.clone(), ..GetOptions::default() };
         match self.store.get_opts(&object.key, options).await {
-            Ok(found) => Ok(found.extensions.get::<Expected>().filter(|_| !object.differs(&found.meta)).cloned()),
+            Ok(found) => {
+                Ok(found.extensions.get::<Expected>().filter(|_| !object.differs(&self.tagged(found.meta.clone()))).cloned())
+            }
             Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(Error::store(&object.name)(error)),
         }
@@ -357,7 +388,7 @@ impl Store {
     /// [`Error::Store`] where the store refuses, or nothing more comes; [`Error::Answer`].
     pub async fn fetch(&self, object: &Object, range: Range<u64>, mut lease: Lease) -> Result<Fetched> {
         let (mut at, mut failures) = (range.start, 0);
-        let mut expected = None;
+        let (mut told, mut crc32c) = (None, 0);
         while at < range.end {
             // With the whole object comes its checksum.
             let is_all = (at, range.end) == (0, object.size);
@@ -368,19 +399,20 @@ impl Store {
             };
             let before = at;
             let failed = match self.store.get_opts(&object.key, options).await {
-                Ok(found) if object.differs(&found.meta) => return Ok(Fetched::Changed),
+                Ok(found) if object.differs(&self.tagged(found.meta.clone())) => return Ok(Fetched::Changed),
                 Ok(found) if found.range != (at..range.end) => {
                     let why = format!("{:?} for {:?}", found.range, at..range.end);
                     return Err(Error::Answer { name: object.name.clone(), why });
                 }
                 Ok(found) => {
-                    expected = found.extensions.get().cloned().or(expected);
+                    told = found.extensions.get().cloned().or(told);
                     match found.payload {
                         GetResultPayload::File(file, path) => {
                             let offset = (at - range.start) as usize;
-                            lease = tokio::task::spawn_blocking(move || {
+                            (lease, crc32c) = tokio::task::spawn_blocking(move || {
                                 file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
-                                Ok::<_, Error>(lease)
+                                let crc32c = crc32c::crc32c_append(crc32c, &lease[offset..]);
+                                Ok::<_, Error>((lease, crc32c))
                             })
                             .await??;
                             at = range.end;
@@ -396,6 +428,7 @@ impl Store {
                                             let why = "more bytes than were asked for".into();
                                             return Err(Error::Answer { name: object.name.clone(), why });
                                         };
+                                        crc32c = crc32c::crc32c_append(crc32c, &bytes);
                                         room.copy_from_slice(&bytes);
                                         at += bytes.len() as u64;
                                     }
@@ -414,7 +447,7 @@ impl Store {
                 }
                 Err(error) => Some(error),
             };
-            failures = if at > before { 0 } else { failures + 1 };
+            failures = if at - before >= LEAST { 0 } else { failures + 1 };
             match failed {
                 _ if at == range.end => break,
                 Some(source) if failures > TRIES || !may_pass(&source) => {
@@ -427,8 +460,17 @@ impl Store {
             }
             tokio::time::sleep(PAUSE * 2_u32.pow(failures)).await;
         }
-        Ok(Fetched::Whole(lease, expected))
+        Ok(Fetched::Whole { lease, crc32c, told })
     }
+}
+
+/// Drops the objects without bytes that stand for folders: consoles make them, with a slash at the
+/// end, which is not part of a name here.
+fn drop_markers(objects: &mut Vec<Object>) {
+    let empty: HashSet<_> = objects.iter().filter(|object| object.size == 0).map(|object| object.name.as_str()).collect();
+    let folders = objects.iter().flat_map(|object| object.name.match_indices('/').map(|(at, _)| &object.name[..at]));
+    let markers: HashSet<_> = folders.filter(|folder| empty.contains(folder)).map(str::to_owned).collect();
+    objects.retain(|object| object.size > 0 || !markers.contains(&object.name));
 }
 
 /// The name in the store of what lies below `prefix`, which is taken as it is: nothing is encoded.

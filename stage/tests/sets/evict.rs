@@ -79,9 +79,13 @@ fn no_manifest_leads_eviction_out_of_its_folder() {
     let (volume, store) = (Mounted::new(), stored(10));
     let folder = volume.path("set");
     ends_well(&hydrate(&store, &folder).output().unwrap());
+    ends_well(&hydrate(&store, &volume.path("other")).output().unwrap());
     fs::rename(folder.join("one"), volume.path("one")).unwrap();
     let manifest = folder.join(".gpunvme-stage/manifest");
     fs::write(&manifest, fs::read_to_string(&manifest).unwrap().replace("\"one\"", "\"../one\"")).unwrap();
-    let said = fails(&evict(&folder, 0));
+    let output = evict(&volume.path("."), 0);
+    ends_well(&output);
+    let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("it would leave the folder") && volume.path("one").exists(), "{said}");
+    assert_eq!(files(&volume.path("other")).len(), 0, "others' sets keep nobody from the quota");
 }

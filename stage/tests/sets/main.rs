@@ -2,6 +2,7 @@
 //! test's own, which has faults.
 
 mod evict;
+mod hostile;
 mod hydrate;
 mod publish;
 mod store;

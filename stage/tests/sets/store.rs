@@ -43,6 +43,12 @@ pub struct State {
     pub tags: bool,
     /// The header that says the checksum of a whole object, where it is asked for.
     pub checksum: Option<Checksum>,
+    /// After so many reads, all are refused.
+    pub refuse_reads_after: Option<u32>,
+    /// The sizes of objects that the listing lies about.
+    pub lies: HashMap<String, u64>,
+    /// Where reads are sent to instead.
+    pub redirect: Option<String>,
     /// An object that becomes another one after so many reads.
     pub change: Option<(String, u32, Vec<u8>)>,
     /// Changes that are refused, by their number.
@@ -81,6 +87,11 @@ impl Store {
 
     pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
+    }
+
+    /// The address of what lies there.
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
     }
 
     /// What a command needs to find it.
@@ -151,6 +162,15 @@ impl Store {
     ) -> (&'static str, Vec<(&'static str, String)>, Vec<u8>, Option<Fault>) {
         let mut state = self.state();
         let plain = |status, body: String| (status, Vec::new(), body.into_bytes(), None);
+        // As S3 has it.
+        let signed = headers.get("authorization").and_then(|text| text.split("SignedHeaders=").nth(1)?.split(',').next());
+        let is_signed = |name: &str| signed.is_some_and(|signed| signed.split(';').any(|one| one == name));
+        if let Some(name) = headers.keys().find(|name| name.starts_with("x-amz-") && !is_signed(name)) {
+            return plain(
+                "403 Forbidden",
+                format!("<Error><Code>AccessDenied</Code><Message>{name} is not signed</Message></Error>"),
+            );
+        }
         match method {
             "GET" if query.contains_key("list-type") => return plain("200 OK", state.listing(query)),
             "PUT" | "POST" | "DELETE" => {
@@ -236,6 +256,14 @@ impl Store {
             if range.is_none_or(|(start, _)| start == "0") {
                 *state.reads.entry(key.into()).or_default() += 1;
             }
+            if let Some(place) = &state.redirect {
+                return ("307 Temporary Redirect", vec![("Location", place.clone())], Vec::new(), None);
+            }
+            match &mut state.refuse_reads_after {
+                Some(0) => return plain("403 Forbidden", String::new()),
+                Some(more) => *more -= 1,
+                None => {}
+            }
             fault = state.faults.pop();
             if fault == Some(Fault::Busy) {
                 return plain("503 Service Unavailable", String::new());
@@ -293,9 +321,10 @@ impl State {
                 continue;
             }
             contents += &format!(
-                "<Contents><Key>{key}</Key><LastModified>2026-11-23T08:00:00.000Z</LastModified><ETag>{}</ETag><Size>{}</Size></Contents>",
+                "<Contents><Key>{}</Key><LastModified>2026-11-23T08:00:00.000Z</LastModified><ETag>{}</ETag><Size>{}</Size></Contents>",
+                key.replace('&', "&amp;").replace('<', "&lt;"),
                 self.etag(object).replace('"', "&quot;"),
-                object.len()
+                self.lies.get(key).copied().unwrap_or(object.len() as u64)
             );
         }
         for folder in folders {
