@@ -1,7 +1,7 @@
 //! Plans against a model that looks at every byte, and plans carried out on a device in memory.
 
 use gpunvme_abi::{Direction, Register, Segment};
-use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Geometry, Io, Region};
+use gpunvme_blockdev::{BlockDevice, BufferPool, Error, Geometry, Io, Length, Region};
 use gpunvme_blockdev_testing::{Faulty, Image, MemoryDevice, On, Rule};
 use gpunvme_gpupath::outcome::Outcome;
 use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
@@ -108,7 +108,7 @@ fn segments() -> impl Strategy<Value = Vec<Segment>> {
 fn geometry() -> impl Strategy<Value = Geometry> {
     let sizes = prop_oneof![Just((512, 4)), Just((512, 512)), Just((4096, 4)), Just((4096, 4096)), Just((512, 4096))];
     sizes.prop_map(|(logical_block, memory_alignment)| Geometry {
-        len: DEVICE,
+        len: Length::new(DEVICE),
         logical_block,
         memory_alignment,
         max_transfer: 64 << 10,

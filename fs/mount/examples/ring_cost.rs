@@ -23,7 +23,7 @@ use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::data::{self, Filesystem, system_time};
 use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_engine::{FormatOptions, format};
-use gpunvme_fs::front::{Log, Session, Settings, Workers};
+use gpunvme_fs::front::{Devices, Log, Session, Settings, Workers};
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
@@ -47,7 +47,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let device: Arc<dyn BlockDevice> = Arc::new(Blank(MemoryDevice::new(16 << 30)));
     let options = FormatOptions { label: "cost".into(), uuid: [7; 16], hash_key: [9; 16], now: system_time(), owner: (0, 0) };
     format(&device, &options)?;
-    let options = data::Options { volume: VolumeOptions { read_only: false, cache: 256 << 20 }, write_buffer: 64 << 20 };
+    let options =
+        data::Options { volume: VolumeOptions { read_only: false, cache: 256 << 20, discard: false }, write_buffer: 64 << 20 };
     let fs = Filesystem::open(Io::threaded(device, 1)?, options, Workers::new("completion", 2)?)?;
     let session = mount(&fs, dir.path())?;
     let measured = measure(dir.path(), seconds);
@@ -65,8 +66,14 @@ fn mount(volume: &Arc<Filesystem>, dir: &Path) -> Result<Session, Box<dyn Error>
     let options = std::ffi::CString::new(options)?;
     rustix::mount::mount("ring_cost", dir, "fuse", MountFlags::empty(), options.as_c_str())?;
     let loops = std::thread::available_parallelism()?.get();
-    let settings =
-        Settings { device: "memory".into(), loops, io_uring: false, commit: Duration::from_secs(5), log: Arc::new(NoLog) };
+    let settings = Settings {
+        device: "memory".into(),
+        devices: Arc::new(NoDevices),
+        loops,
+        io_uring: false,
+        commit: Duration::from_secs(5),
+        log: Arc::new(NoLog),
+    };
     let session = Session::start(volume.clone(), connection, &settings)?;
     session.is_device(fs::metadata(dir)?.dev());
     Ok(session)
@@ -192,6 +199,15 @@ struct NoLog;
 impl Log for NoLog {
     fn set(&self, _: Option<&str>) -> Option<String> {
         None
+    }
+}
+
+#[derive(Debug)]
+struct NoDevices;
+
+impl Devices for NoDevices {
+    fn look_again(&self) -> Result<Option<String>, String> {
+        Ok(None)
     }
 }
 

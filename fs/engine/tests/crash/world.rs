@@ -79,7 +79,7 @@ impl World {
     /// Opens the volume on a device that a recorder logs, and makes the directory that the whole
     /// workload stays in.
     pub fn begin(recorder: &Arc<Recorder>, device: Arc<dyn BlockDevice>, seed: u64) -> Arc<World> {
-        let discard = seed % 2 == 0;
+        let discard = seed.is_multiple_of(2);
         let state = Model {
             random: Random(seed),
             history: History::default(),
