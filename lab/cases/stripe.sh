@@ -1,6 +1,6 @@
 # One volume on four controllers of our own driver: peer to peer into one BAR and out of it, and
 # one of the four is unplugged under the mount.
-# shellcheck shell=dash disable=SC2154,SC2086,SC2034
+# shellcheck shell=dash disable=SC2154,SC2086,SC2034,SC2046
 
 machine() {
     seconds=300
