@@ -278,7 +278,8 @@ impl Mount {
 
     /// Tells the devices of the volume which of its bytes from `start` on, `len` at the most, no
     /// file has, so that they need not keep them: free bytes that lie side by side, `minimum` at
-    /// least. `progress` is told from time to time where on the volume it is, and says whether to go on.
+    /// least. `progress` is told from time to time where on the volume it is, and says whether to
+    /// go on.
     /// Returns how many bytes the devices were told of.
     ///
     /// # Errors

@@ -257,11 +257,7 @@ fn lost_and_found(op: &mut Op, now: Timestamp) -> Attempt<u64> {
             Some(found) if dir::load(op, found.ino).is_ok_and(|d| d.nlink > 0 && d.parent == INO_ROOT) => return Ok(found.ino),
             Some(_) => {}
             None => {
-                let ino = op.meta().state.next_ino;
-                if ino >= INO_MAX {
-                    break;
-                }
-                op.state_mut().next_ino += 1;
+                let ino = unused_number(op)?;
                 op.state_mut().inodes += 1;
                 let inode = Inode {
                     mode: FileType::Directory.mode() | 0o700,
@@ -287,6 +283,22 @@ fn lost_and_found(op: &mut Op, now: Timestamp) -> Attempt<u64> {
         }
     }
     Err(FsError::NoSpace.into())
+}
+
+/// A number for a new inode: the next one, or, where damage has given the last number to an inode,
+/// the highest that no item has.
+fn unused_number(op: &mut Op) -> Attempt<u64> {
+    let next = op.meta().state.next_ino;
+    if next < INO_MAX {
+        op.state_mut().next_ino += 1;
+        return Ok(next);
+    }
+    let last_item_up_to = |ino: u64| tree::floor(op, Key::from_words(ino << 8 | 0xff, u64::MAX));
+    let mut ino = INO_MAX - 1;
+    while last_item_up_to(ino)?.is_some_and(|(key, _)| key.ino() == ino) {
+        ino -= 1;
+    }
+    if ino > INO_ROOT { Ok(ino) } else { Err(FsError::NoSpace.into()) }
 }
 
 /// Notes in a directory that entries came or went. A directory that is not there is another

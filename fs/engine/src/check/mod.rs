@@ -26,6 +26,7 @@ mod walk;
 use std::sync::Arc;
 
 use gpunvme_blockdev::Io;
+use gpunvme_layout::key::INO_MAX;
 use gpunvme_layout::{Block, Timestamp};
 use rustc_hash::FxHashSet;
 
@@ -334,7 +335,8 @@ fn examine(volume: &Volume, memory: usize, findings: &mut Findings, may: Option<
             let what = || format!("counts {} inodes, there are {}", state.inodes, totals.inodes);
             findings.add(Kind::Counter, Place::State, Fix::Inodes(totals.inodes), what);
         }
-        if totals.highest >= state.next_ino {
+        // Of the last number none is given out next.
+        if totals.highest >= state.next_ino && state.next_ino < INO_MAX {
             let what = || format!("would give out inode {} next, and {} is there", state.next_ino, totals.highest);
             findings.add(Kind::Counter, Place::State, Fix::NextInode(totals.highest + 1), what);
         }

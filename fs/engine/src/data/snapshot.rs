@@ -1,5 +1,5 @@
-//! Snapshots of where files lie: a reader that comes back to a file often remembers its extents, and
-//! learns without a lock whether they still hold.
+//! Snapshots of where files lie: a reader that comes back to a file often remembers its extents,
+//! and learns without a lock whether they still hold.
 //!
 //! It guards what the look-up under the locks guards: a read by a snapshot that is current brings
 //! what a read that looked the file up at that moment would have brought.
