@@ -151,11 +151,24 @@ impl Lookups {
         self.shards.lock_each().map(of).sum()
     }
 
-    /// As [`PageCache::note`].
-    pub fn caches(&self, ino: u64, range: Range<u64>) {
+    /// As [`PageCache::read`].
+    pub fn reads(&self, ino: u64, range: Range<u64>) {
+        if let Some(node) = self.shards.lock(ino).known(ino) {
+            node.page_cache.read(range);
+        }
+    }
+
+    /// As [`PageCache::note`], of bytes that the kernel sends.
+    pub fn writes(&self, ino: u64, range: Range<u64>) {
         if let Some(node) = self.shards.lock(ino).known(ino) {
             node.page_cache.note(range);
         }
+    }
+
+    /// As [`PageCache::is_overtaken`].
+    #[must_use]
+    pub fn is_overtaken(&self, ino: u64, range: Range<u64>) -> bool {
+        self.shards.lock(ino).inodes.get_mut(&ino).is_some_and(|node| node.page_cache.is_overtaken(range))
     }
 
     /// As [`PageCache::may_have`].
@@ -164,10 +177,16 @@ impl Lookups {
     }
 
     /// As [`PageCache::begin`]. Returns the number of the invalidation, too.
-    pub fn begin_invalidation(&self, ino: u64, ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> (u64, Vec<Range<u64>>) {
+    pub fn begin_invalidation(
+        &self,
+        ino: u64,
+        ranges: Vec<Range<u64>>,
+        stored: Option<Range<u64>>,
+        beside_writes: bool,
+    ) -> (u64, Vec<Range<u64>>) {
         let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
         let mut shard = self.shards.lock(ino);
-        (number, shard.known(ino).map_or_else(Vec::new, |node| node.page_cache.begin(number, ranges, stored)))
+        (number, shard.known(ino).map_or_else(Vec::new, |node| node.page_cache.begin(number, ranges, stored, beside_writes)))
     }
 
     /// As [`PageCache::end`].

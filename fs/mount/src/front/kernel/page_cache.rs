@@ -12,6 +12,14 @@
 //! before it began are not there any more; pages noted after that may be. (A page that a device
 //! writes to in that very moment, through memory that a process has pinned, can stay, and the
 //! kernel does not report it.)
+//!
+//! An invalidation can also come between a write(2) and its request. The kernel puts the bytes into
+//! the page, unlocks it, and only then sends them (`fuse_fill_write_pages`, fs/fuse/file.c). If the
+//! page is removed in between, and read anew before the request is carried out, the cache has the
+//! bytes from before the write, and would keep them. So pages that were read after an invalidation
+//! of them, and are then written, are *overtaken*: the mount invalidates them once more when it has
+//! the bytes. (Memory that the kernel reclaims is no such case: the request holds its pages. Nor
+//! are the kernel's own invalidations, which exclude write(2) by the inode's lock.)
 
 use std::ops::Range;
 
@@ -25,6 +33,17 @@ pub(crate) struct PageCache {
     pages: PageRuns,
     /// Invalidations in flight.
     invalidations: Vec<Invalidation>,
+    /// None where nothing was invalidated yet.
+    overtaking: Option<Box<Overtaking>>,
+}
+
+/// Reads that may have overtaken a write of the same pages.
+#[derive(Debug, Default)]
+struct Overtaking {
+    /// Pages that were invalidated since they were last written.
+    invalidated: PageRuns,
+    /// Those of them that were read after that.
+    read: PageRuns,
 }
 
 #[derive(Debug)]
@@ -32,11 +51,40 @@ struct Invalidation {
     number: u64,
     /// Pages that will not be in the cache when it ends.
     gone: PageRuns,
+    /// Pages that it removes.
+    ranges: Vec<Range<u64>>,
     /// Bytes that the kernel is given before, unasked. It may use them until the invalidation ends.
     stored: Option<Range<u64>>,
+    /// Whether the kernel may send a write meanwhile.
+    beside_writes: bool,
 }
 
 impl PageCache {
+    /// Notes that the kernel asks for bytes. To be called before it is looked up what the file
+    /// holds.
+    pub fn read(&mut self, range: Range<u64>) {
+        if let Some(overtaking) = &mut self.overtaking {
+            let pages = whole_pages(range.clone());
+            let is_removed = |i: &Invalidation| i.beside_writes && i.ranges.iter().any(|gone| overlap(gone, &pages));
+            if overtaking.invalidated.touches(&pages) || self.invalidations.iter().any(is_removed) {
+                overtaking.read.insert(pages);
+            }
+        }
+        self.note(range);
+    }
+
+    /// Whether the kernel may have read some of these bytes as they were before a write of them
+    /// that is carried out now. It tells so once: the caller invalidates them.
+    pub fn is_overtaken(&mut self, range: Range<u64>) -> bool {
+        let Some(overtaking) = &mut self.overtaking else { return false };
+        let pages = whole_pages(range);
+        let overtaken = overtaking.read.touches(&pages);
+        // Without room to tell them apart they stay: an invalidation too many.
+        let _ = overtaking.invalidated.remove(pages.clone());
+        let _ = overtaking.read.remove(pages);
+        overtaken
+    }
+
     /// Notes that the kernel asks for bytes, or sends some. To be called before it is looked up
     /// what the file holds.
     pub fn note(&mut self, range: Range<u64>) {
@@ -59,14 +107,26 @@ impl PageCache {
     /// An invalidation of these ranges is about to begin, and before it the bytes of `stored`,
     /// inside one of them, are given to the kernel. Returns what there is to invalidate: less than
     /// was asked for where the kernel has nothing, and more where there are too many runs to tell
-    /// apart what would be left.
-    pub fn begin(&mut self, number: u64, mut ranges: Vec<Range<u64>>, stored: Option<Range<u64>>) -> Vec<Range<u64>> {
-        self.invalidations.push(Invalidation { number, gone: PageRuns::default(), stored: stored.map(whole_pages) });
+    /// apart what would be left. `beside_writes`: no write(2) of these pages waits for an answer
+    /// until it has ended, which keeps the kernel from sending another.
+    pub fn begin(
+        &mut self,
+        number: u64,
+        mut ranges: Vec<Range<u64>>,
+        stored: Option<Range<u64>>,
+        beside_writes: bool,
+    ) -> Vec<Range<u64>> {
+        let (gone, stored) = (PageRuns::default(), stored.map(whole_pages));
+        self.invalidations.push(Invalidation { number, gone, ranges: Vec::new(), stored, beside_writes });
         ranges.retain(|range| self.may_have(std::iter::once(range.clone())));
         let ranges: Vec<Range<u64>> = ranges.into_iter().map(|range| self.pages.widened(whole_pages(range))).collect();
         let invalidation = self.invalidations.last_mut().expect("pushed above");
         for range in &ranges {
             invalidation.gone.join(range.clone());
+        }
+        if beside_writes && !ranges.is_empty() {
+            invalidation.ranges.clone_from(&ranges);
+            self.overtaking.get_or_insert_default();
         }
         ranges
     }
@@ -74,7 +134,10 @@ impl PageCache {
     /// An invalidation has ended; `done`: the kernel has done all of it.
     pub fn end(&mut self, number: u64, done: bool) {
         let Some(at) = self.invalidations.iter().position(|i| i.number == number) else { return };
-        let Invalidation { gone, stored, .. } = self.invalidations.swap_remove(at);
+        let Invalidation { gone, ranges, stored, .. } = self.invalidations.swap_remove(at);
+        if let Some(overtaking) = &mut self.overtaking {
+            ranges.into_iter().for_each(|range| overtaking.invalidated.insert(range));
+        }
         if done {
             for run in gone.runs {
                 // Without room to tell it apart it stays noted.
@@ -183,7 +246,7 @@ mod tests {
     }
 
     fn invalidate(cache: &mut PageCache, pages: Range<u64>) -> Vec<Range<u64>> {
-        let ranges = cache.begin(0, vec![bytes(pages)], None);
+        let ranges = cache.begin(0, vec![bytes(pages)], None, true);
         cache.end(0, true);
         ranges
     }
@@ -204,12 +267,12 @@ mod tests {
     fn what_is_asked_for_during_an_invalidation_stays_noted_and_so_does_what_one_that_failed_was_about() {
         let mut cache = PageCache::default();
         cache.note(bytes(0..10));
-        cache.begin(1, vec![bytes(0..10)], None);
+        cache.begin(1, vec![bytes(0..10)], None, true);
         cache.note(bytes(4..6));
         assert!(has(&cache, 0), "it is there until the end");
         cache.end(1, true);
         assert_eq!([3, 4, 5, 6].map(|page| has(&cache, page)), [false, true, true, false]);
-        cache.begin(2, vec![bytes(0..10)], None);
+        cache.begin(2, vec![bytes(0..10)], None, true);
         cache.end(2, false);
         assert!(has(&cache, 4));
     }
@@ -217,7 +280,7 @@ mod tests {
     #[test]
     fn what_is_stored_is_there_until_its_own_invalidation_ends() {
         let mut cache = PageCache::default();
-        assert_eq!(cache.begin(1, vec![bytes(5..9)], Some(9 * PAGE - 1..9 * PAGE)), [bytes(5..9)]);
+        assert_eq!(cache.begin(1, vec![bytes(5..9)], Some(9 * PAGE - 1..9 * PAGE), true), [bytes(5..9)]);
         assert_eq!(invalidate(&mut cache, 8..9), [bytes(8..9)]);
         assert!(has(&cache, 8) && !has(&cache, 7), "the other may have ended before it was stored");
         cache.end(1, true);
@@ -240,6 +303,100 @@ mod tests {
             assert!(cache.pages.runs.len() <= RUNS);
         }
         assert_eq!(cache.pages.runs, [bytes(0..pages)]);
+    }
+
+    #[test]
+    fn a_write_is_overtaken_by_a_read_after_an_invalidation_of_the_same_pages() {
+        let mut cache = PageCache::default();
+        cache.read(bytes(0..10));
+        assert!(!cache.is_overtaken(bytes(0..10)), "nothing was invalidated");
+        invalidate(&mut cache, 2..5);
+        assert!(!cache.is_overtaken(bytes(2..3)), "nobody has read it since");
+        cache.read(bytes(2..6));
+        assert!(!cache.is_overtaken(bytes(6..9)) && cache.is_overtaken(bytes(4..5)));
+        assert!(!cache.is_overtaken(bytes(4..5)), "it is told once");
+        cache.read(bytes(4..5));
+        assert!(!cache.is_overtaken(bytes(4..5)), "it was written since it was invalidated");
+        // One that the write's own answer waits for is none, and one in flight is one to its end.
+        cache.begin(7, vec![bytes(4..5)], None, false);
+        cache.read(bytes(4..5));
+        cache.end(7, true);
+        cache.read(bytes(4..5));
+        assert!(!cache.is_overtaken(bytes(4..5)));
+        cache.begin(8, vec![bytes(4..5)], None, true);
+        for _ in 0..2 {
+            cache.read(bytes(4..5));
+            assert!(cache.is_overtaken(bytes(4..5)));
+        }
+        cache.end(8, true);
+        cache.read(bytes(4..5));
+        assert!(cache.is_overtaken(bytes(4..5)));
+    }
+
+    /// A kernel whose write(2) fills a page, and sends its bytes later: whatever comes in between,
+    /// no page stays as it was before the write.
+    #[test]
+    fn no_page_stays_as_it_was_before_a_write_of_it() {
+        let mut random = 7_u64;
+        let mut below = |limit: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % limit
+        };
+        let (mut stale_but_for_it, mut cache) = (0, PageCache::default());
+        // One page. What the file has, what the kernel has of it, and the write on its way.
+        let (mut file, mut page, mut filled) = (0, None, None);
+        // Reads that the mount has looked up, and what they found.
+        let mut looked_up = None;
+        let mut in_flight = None;
+        for number in 1..200_000 {
+            match below(7) {
+                0 if page.is_none() && looked_up.is_none() => {
+                    cache.read(bytes(0..1));
+                    looked_up = Some(file);
+                }
+                1 if looked_up.is_some() => page = looked_up.take(),
+                // The page is locked while it is read.
+                2 if filled.is_none() && looked_up.is_none() => {
+                    page = Some(number);
+                    filled = Some(number);
+                }
+                3 if let Some(new) = filled => {
+                    cache.note(bytes(0..1));
+                    file = new;
+                    if cache.is_overtaken(bytes(0..1)) {
+                        if looked_up.is_some() {
+                            page = looked_up.take();
+                        }
+                        stale_but_for_it += u64::from(page.is_some_and(|page| page != file));
+                        if !cache.begin(number, vec![bytes(0..1)], None, false).is_empty() {
+                            page = None;
+                        }
+                        cache.end(number, true);
+                    }
+                    filled = None;
+                    assert!(page.is_none_or(|page| page == file) && looked_up.is_none_or(|page| page == file), "step {number}");
+                }
+                4 if in_flight.is_none() => {
+                    let removes = !cache.begin(number, vec![bytes(0..1)], None, true).is_empty();
+                    in_flight = Some((number, removes));
+                }
+                5 if let Some((_, true)) = in_flight => {
+                    if looked_up.is_none() {
+                        page = None;
+                    }
+                }
+                6 if looked_up.is_none() => {
+                    if let Some((number, removes)) = in_flight.take() {
+                        if removes {
+                            page = None;
+                        }
+                        cache.end(number, true);
+                    }
+                }
+                _ => {}
+            }
+        }
+        assert!(stale_but_for_it > 0);
     }
 
     /// A kernel that reads, and is told to forget, in all orders.
@@ -270,7 +427,7 @@ mod tests {
                 }
                 3 if in_flight.len() < 5 => {
                     let start = below(PAGES);
-                    let ranges = cache.begin(number, vec![bytes(start..(start + 1 + below(9)).min(PAGES))], None);
+                    let ranges = cache.begin(number, vec![bytes(start..(start + 1 + below(9)).min(PAGES))], None, true);
                     in_flight.push((number, ranges, false));
                 }
                 4 if !in_flight.is_empty() => {

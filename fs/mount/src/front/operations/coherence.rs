@@ -6,6 +6,9 @@ use std::sync::Arc;
 
 use crate::front::shared::Front;
 
+/// Bytes of a page of the kernel's cache.
+const PAGE: u64 = 4096;
+
 impl Front {
     /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have.
     /// `is_written_back`: the caller has seen to it. If the kernel has to be asked, it runs on a
@@ -32,10 +35,45 @@ impl Front {
     /// is given it first, and learns the length of the file by it; then the byte is forgotten, and
     /// only the length stays.
     pub(crate) fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: impl FnOnce() -> Option<(u64, u8)>) {
+        self.invalidate_beside(true, ino, ranges, last);
+    }
+
+    /// Answers a write of pages that the kernel may have read as they were before it
+    /// ([`Lookups::is_overtaken`]), when the kernel has forgotten them. It keeps locked until the
+    /// answer at most those that are not written as a whole; these it forgets after that.
+    ///
+    /// [`Lookups::is_overtaken`]: crate::front::kernel::lookups::Lookups::is_overtaken
+    pub(crate) fn answer_overtaken(self: &Arc<Self>, ino: u64, range: Range<u64>, answer: impl FnOnce() + Send + 'static) {
+        let whole = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
+        let front = self.clone();
+        self.invalidations.run(move || {
+            if whole.is_empty() {
+                answer();
+                return front.invalidate(ino, vec![range], || None);
+            }
+            front.invalidate_beside(false, ino, vec![whole.clone()], || None);
+            answer();
+            let edges = [range.start..whole.start, whole.end..range.end];
+            let edges: Vec<Range<u64>> = edges.into_iter().filter(|edge| !edge.is_empty()).collect();
+            if !edges.is_empty() {
+                front.invalidate(ino, edges, || None);
+            }
+        });
+    }
+
+    /// As [`Front::invalidate`]. `beside_writes` as for `PageCache::begin`.
+    fn invalidate_beside(
+        &self,
+        beside_writes: bool,
+        ino: u64,
+        ranges: Vec<Range<u64>>,
+        last: impl FnOnce() -> Option<(u64, u8)>,
+    ) {
         let Some(kernel) = self.kernel.get() else { return };
         let telling = self.lengths.tell(ino);
         let last = last();
-        let (number, ranges) = self.lookups.begin_invalidation(ino, ranges, last.map(|(offset, _)| offset..offset + 1));
+        let stored = last.map(|(offset, _)| offset..offset + 1);
+        let (number, ranges) = self.lookups.begin_invalidation(ino, ranges, stored, beside_writes);
         if let Some((offset, byte)) = last {
             kernel.store(ino, offset, &[byte]);
         }

@@ -31,7 +31,7 @@ impl Front {
         done: impl FnOnce(Result<Read, FsError>) + Send + 'static,
     ) {
         if cached {
-            self.lookups.caches(ino, offset..offset.saturating_add(len as u64));
+            self.lookups.reads(ino, offset..offset.saturating_add(len as u64));
         }
         let permit = self.request_budget.take(len);
         self.attempt(
@@ -56,7 +56,7 @@ impl Front {
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         if how.cached {
-            self.lookups.caches(ino, how.offset..how.offset.saturating_add(data.len() as u64));
+            self.lookups.writes(ino, how.offset..how.offset.saturating_add(data.len() as u64));
         }
         // An append may go elsewhere, where it is not aligned.
         if how.direct && !how.append && is_aligned(how.offset) && is_aligned(data.len() as u64) {
@@ -74,7 +74,7 @@ impl Front {
         };
         let (len, last) = (data.len() as u64, data.last().copied());
         let front = self.clone();
-        let done = move |written: Result<u64, FsError>| {
+        let end = move |front: &Arc<Front>, written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
             let is_refused = written.is_err() && how.cached && !how.mapped;
             if how.direct && written.is_ok() {
@@ -91,6 +91,14 @@ impl Front {
                 // forget.
                 front.moved(ino, how.offset..how.offset + len, place..place + len, last);
             }
+        };
+        let done = move |written: Result<u64, FsError>| {
+            let range = how.offset..how.offset.saturating_add(len);
+            if how.cached && !how.mapped && written.is_ok() && front.lookups.is_overtaken(ino, range.clone()) {
+                let after = front.clone();
+                return front.answer_overtaken(ino, range, move || end(&after, written));
+            }
+            end(&front, written);
         };
         if how.append && how.direct {
             return self.append_fragment(caller, ino, data, how, done);
