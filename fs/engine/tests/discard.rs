@@ -91,7 +91,7 @@ fn a_full_volume_is_full_during_a_trim_and_not_before() {
                 trim(&fs, 0);
             }
         });
-        for round in 0..3 {
+        for round in 0..20 {
             let available = fs.volume().usage().available * 4096;
             let ino = write(&fs, b"large", round, (available / 2) as usize);
             remove(&fs, b"large", ino);
