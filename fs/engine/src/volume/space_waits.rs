@@ -98,24 +98,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_operation_waits_for_one_discard_and_the_next_one_for_it() {
+    fn an_operation_waits_for_discards_and_they_for_it_but_not_for_ever() {
         let waits = Arc::new(SpaceWaits::default());
         let waiting = waits.wait();
         assert!(!waiting.wait_for_discard(), "there is none");
         // It stands aside, and begins although the operation is not over.
-        let first = waits.discard();
+        let discard = waits.discard();
         let (sender, receiver) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| {
                 assert!(waiting.wait_for_discard());
-                let _ = sender.send(()); // the receiver waits below
+                assert!(receiver.try_recv().is_ok(), "it ended while the discard was in flight");
                 drop(waiting);
             });
-            assert!(receiver.try_recv().is_err());
-            drop(first);
-            let _second = waits.discard();
-            receiver.recv().expect("it went on");
+            // Until the operation is seen to wait.
+            while !waits.changed.notify_one() {
+                thread::yield_now();
+            }
+            let _ = sender.send(()); // the operation looks for it
+            drop(discard);
         });
         assert!(!waits.has_waiting());
+        drop(waits.discard());
     }
 }
