@@ -187,7 +187,8 @@ impl Subject {
                 bytes = hands.buffer.get(0, (moved.host + moved.hole + moved.edge + moved.bounce) as usize);
             }
             _ => {
-                let pieces: Vec<_> = (0..READS).map(|_| random.piece()).map(|(from, len)| (from, len, self.least(from, len))).collect();
+                let pieces: Vec<_> =
+                    (0..READS).map(|_| random.piece()).map(|(from, len)| (from, len, self.least(from, len))).collect();
                 for (number, (from, len, _)) in (0..).zip(&pieces) {
                     let to = number * PIECE * BLOCK;
                     let read = Operation::read(&hands.attached, from * BLOCK, &hands.memory, to, len * BLOCK);
