@@ -2,6 +2,7 @@
 //! on any device.
 
 use std::collections::BTreeMap;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, OnceLock};
 
 use gpunvme_blockdev::{BlockDevice, Io};
@@ -55,6 +56,24 @@ pub fn open(device: &Arc<dyn BlockDevice>) -> Result<Arc<Filesystem>, FsError> {
     let io = Io::inline(device.clone())?;
     let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20, discard: false }, write_buffer: 4 << 20 };
     Filesystem::open(io, options, Arc::new(Inline))
+}
+
+/// One thread for what completions cannot do themselves.
+pub struct Worker(Sender<Box<dyn FnOnce() + Send>>);
+
+impl Worker {
+    /// Starts it; it ends with the filesystem.
+    pub fn start() -> Arc<Worker> {
+        let (sender, receiver) = channel::<Box<dyn FnOnce() + Send>>();
+        std::thread::spawn(move || receiver.into_iter().for_each(|task| task()));
+        Arc::new(Worker(sender))
+    }
+}
+
+impl Spawn for Worker {
+    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
+        self.0.send(task).expect("the worker runs as long as the filesystem");
+    }
 }
 
 /// Completes requests on the thread that waits for them.

@@ -79,6 +79,18 @@ fn a_trim_tells_of_all_that_no_file_has_and_of_nothing_else() {
     assert_sound(&fs, "after a trim");
 }
 
+/// A batch has a quarter of what is free: of a run that is longer, the rest counts as long too.
+#[test]
+fn a_run_that_is_long_enough_is_told_of_to_its_end() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 * MIB);
+    make(&device);
+    let fs = open(&device).expect("it opens");
+    let free = fs.volume().usage().free;
+    let trimmed = trim(&fs, 40 * MIB / 4096);
+    assert!(trimmed > free - 2048, "{trimmed} of {free}");
+    assert_eq!(trim(&fs, free + 1), 0);
+}
+
 #[test]
 fn a_full_volume_is_full_during_a_trim_and_not_before() {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 * MIB);
@@ -91,7 +103,7 @@ fn a_full_volume_is_full_during_a_trim_and_not_before() {
                 trim(&fs, 0);
             }
         });
-        for round in 0..3 {
+        for round in 0..20 {
             let available = fs.volume().usage().available * 4096;
             let ino = write(&fs, b"large", round, (available / 2) as usize);
             remove(&fs, b"large", ino);

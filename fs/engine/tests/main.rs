@@ -18,6 +18,7 @@ mod orders;
 mod overlap;
 mod reuse;
 mod sim;
+mod snapshots;
 mod spacious;
 mod surgeon;
 mod taken;

@@ -3,33 +3,21 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
-use crate::common::{Pair, ROOT, Random, assert_sound, make};
+use crate::common::{Pair, ROOT, Random, Worker, assert_sound, make};
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_blockdev_testing::MemoryDevice;
-use gpunvme_engine::data::{Filesystem, Options, Spawn};
+use gpunvme_engine::data::{Filesystem, Options};
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_engine::{VolumeOptions, error::FsError};
 use gpunvme_layout::Timestamp;
 
-/// One thread for what completions cannot do themselves.
-struct Worker(Sender<Box<dyn FnOnce() + Send>>);
-
-impl Spawn for Worker {
-    fn spawn(&self, task: Box<dyn FnOnce() + Send>) {
-        self.0.send(task).expect("the worker runs as long as the filesystem");
-    }
-}
-
 fn open(path: &str) -> Result<Arc<Filesystem>, FsError> {
-    let (sender, receiver) = channel::<Box<dyn FnOnce() + Send>>();
-    std::thread::spawn(move || receiver.into_iter().for_each(|task| task()));
     let io = Io::threaded(gpunvme_blockdev::open(path, OpenMode::ReadWrite)?, 2)?;
     // Little memory: blocks are evicted and pages run short all the time.
     let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20, discard: false }, write_buffer: 4 << 20 };
-    Filesystem::open(io, options, Arc::new(Worker(sender)))
+    Filesystem::open(io, options, Worker::start())
 }
 
 fn run(seed: u64, bytes: u64) {

@@ -11,6 +11,7 @@ use crate::admission::{OpenFile, Requester};
 use crate::calling_thread;
 use crate::outcome::Answer;
 use crate::process::Process;
+use crate::quota::Portion;
 use crate::registry::Buffer;
 use gpunvme_abi::Reason;
 use gpunvme_abi::RingMemory;
@@ -73,6 +74,8 @@ pub(super) struct AttachedFile {
     pub file: Held<dyn OpenFile>,
     /// Of one that is attached for reading alone.
     pub reader: Option<Reader>,
+    /// Of the files that all rings may have.
+    _portion: Portion,
 }
 
 /// The application broke the rules of its ring.
@@ -244,7 +247,7 @@ impl Ring {
     }
 
     /// Gives a file a name. None where there are too many, or the ring is closed.
-    pub fn attach(&self, file: Arc<dyn OpenFile>, reader: Option<Reader>) -> Option<u64> {
+    pub fn attach(&self, file: Arc<dyn OpenFile>, reader: Option<Reader>, portion: Portion) -> Option<u64> {
         let mut files = self.files.write();
         if files.by_name.len() >= FILES_MAX || self.is_closed() {
             drop(files);
@@ -252,7 +255,8 @@ impl Ring {
         }
         files.last += 1;
         let name = files.last;
-        files.by_name.insert(name, Arc::new(AttachedFile { file: Held::new(file, &self.deferred_drop), reader }));
+        let file = Held::new(file, &self.deferred_drop);
+        files.by_name.insert(name, Arc::new(AttachedFile { file, reader, _portion: portion }));
         Some(name)
     }
 

@@ -17,7 +17,7 @@ use crate::admission::OpenFile;
 use crate::foreign::{Foreign, Kind};
 use crate::planner::Alignment;
 use crate::process::Process;
-use crate::quota::quota;
+use crate::quota::{Limited, quota};
 use crate::registry::{Caller, RegistryError};
 use crate::server::{Reply, Server};
 use gpunvme_abi::Command;
@@ -42,6 +42,8 @@ const RINGS_PER_PROCESS: usize = 64;
 const LIVING_PER_PROCESS: usize = 128;
 /// Rings of all.
 const RINGS: usize = 1024;
+/// Files of all rings: some hundred bytes of the daemon each.
+const FILES: u64 = 1 << 20;
 /// Descriptors of the daemon that a ring takes: what each side signals the other by, and the owner
 /// by two names.
 const DESCRIPTORS: usize = 4;
@@ -92,6 +94,7 @@ pub struct Rings {
     opening: Mutex<Opening>,
     /// Who reads which file.
     readers: Readers,
+    files: Arc<Limited>,
 }
 
 /// What making a ring changes. It is locked before a service's rings are.
@@ -129,6 +132,7 @@ impl Rings {
             shares: Arc::new(Shares::new()),
             deferred_drop,
             readers: Readers::default(),
+            files: Limited::new(FILES),
             dropping: Mutex::new(Some(dropping)),
             services: (0..services).map(|_| OnceLock::new()).collect(),
             opening: Mutex::new(Opening {
@@ -170,7 +174,9 @@ impl Rings {
             Ok(Some((ring, access, grant))) => {
                 let only_reads = access.contains(Access::READ) && !access.contains(Access::WRITE);
                 let reader = only_reads.then(|| self.readers.add(ino, ring.owner.id));
-                ring.attach(file(access), reader).map(|file| (file, grant)).ok_or(libc::ENOSPC)
+                let portion = self.files.take(ring.user, 1);
+                let name = portion.and_then(|portion| ring.attach(file(access), reader, portion));
+                name.map(|file| (file, grant)).ok_or(libc::ENOSPC)
             }
             Ok(None) => Err(libc::ENOENT),
             Err(reason) => Err(RegistryError::Refused(reason).errno()),

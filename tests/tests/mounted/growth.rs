@@ -6,8 +6,11 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Output;
 
+use gpunvme::{Mount, Operation, Ring};
 use gpunvme_tests::mounted::{Image, text};
+use gpunvme_tests::rings::{attach, bytes_of, shared, wait_for};
 use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::fs::FallocateFlags;
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -158,4 +161,79 @@ fn a_volume_of_several_devices_grows_with_the_smallest_of_them() {
     let image = volume.unmount();
     assert!(succeeds(run("fsck.gpunvme", &["-n", name(&members[2])])).contains("clean"));
     drop(image);
+}
+
+/// Makes a file so long, if it is shorter.
+fn lengthen(path: &Path, len: u64) {
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    // Unlike set_len, beside another that makes it longer, this never makes it shorter.
+    rustix::fs::fallocate(file, FallocateFlags::empty(), len - 4096, 4096).unwrap();
+}
+
+/// Each call finds larger members than the one before, which may still be writing down what it found.
+#[test]
+fn calls_to_grow_that_come_at_once_take_turns() {
+    needs_mount!();
+    let volume = Image::striped(3, 64 * MIB).mount();
+    let members = volume.image().members();
+    let content = tree::pattern(5, 50 << 20);
+    fs::write(volume.path("before"), &content).unwrap();
+    // A volume grows 15 times.
+    for size in [96, 128, 160] {
+        std::thread::scope(|scope| {
+            for caller in 0..4 {
+                let (volume, members) = (&volume, &members);
+                scope.spawn(move || {
+                    members.iter().for_each(|member| lengthen(member, (size + 8 * caller) * MIB));
+                    // One that finds nothing more is refused.
+                    let _ = run("gpunvme", &["grow", name(&volume.root())]);
+                });
+            }
+        });
+    }
+    let stat = rustix::fs::statvfs(volume.root()).unwrap();
+    assert!(stat.f_blocks * stat.f_frsize > 500 * MIB, "{} blocks", stat.f_blocks);
+    succeeds(run("gpunvme", &["sync", name(&volume.root())]));
+    let (_, dead) = volume.signal(Signal::KILL);
+    dead.check();
+    assert!(fs::read(dead.mount().path("before")).unwrap() == content);
+}
+
+/// A device that becomes shorter while it is used fails what lies behind its end, and gives no
+/// other bytes for it; it has them again when it is as long as before.
+#[test]
+fn a_device_that_shrinks_fails_and_brings_no_other_bytes() {
+    needs_mount!();
+    let volume = Image::formatted_with(256 * MIB).mount();
+    let content = tree::pattern(5, 128 << 20);
+    fs::write(volume.path("file"), &content).unwrap();
+    succeeds(run("gpunvme", &["sync", name(&volume.root())]));
+    let mount = Mount::open(volume.root()).unwrap();
+    let (buffer, mut ring) = (shared(&mount, MIB), Ring::new(&mount, 32).unwrap());
+    let file = attach(&ring, volume.path("file"));
+    let path = volume.image().path();
+    let mut read_all = || {
+        let mut failed = 0;
+        for at in 0..128 {
+            buffer.copy_in(0, &[0xee; 1 << 20]);
+            ring.push(&Operation::read(&file, at * MIB, &buffer, 0, MIB)).unwrap();
+            let expected = &content[(at * MIB) as usize..((at + 1) * MIB) as usize];
+            match wait_for(&mut ring, 1).remove(0).result {
+                Ok(done) => assert!(bytes_of(&buffer, 0, done.bytes()) == expected[..done.bytes() as usize], "{at}"),
+                Err(error) => {
+                    assert_eq!(error.errno().raw_os_error(), libc::EIO, "{error}");
+                    failed += 1;
+                }
+            }
+        }
+        failed
+    };
+    assert_eq!(read_all(), 0);
+    let whole = fs::read(&path).unwrap();
+    let device = OpenOptions::new().write(true).open(&path).unwrap();
+    device.set_len(64 * MIB).unwrap();
+    assert!(read_all() > 32);
+    refused(&run("gpunvme", &["grow", name(&volume.root())]), &["never shrinks"]);
+    device.write_all_at(&whole, 0).unwrap();
+    assert_eq!(read_all(), 0);
 }

@@ -37,3 +37,4 @@ mod trim;
 mod tune;
 mod unseen_writes;
 mod users;
+mod versions;

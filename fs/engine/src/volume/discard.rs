@@ -21,6 +21,9 @@ use crate::error::{Attempt, FsError};
 
 /// Blocks that are told of at once, and busy meanwhile: 256 MiB. Writers that need them wait.
 const BATCH: u64 = 1 << 16;
+/// The same where little is free, 2 MiB; in between it is a quarter of what is, so that writers find
+/// other blocks.
+const BATCH_MIN: u64 = CHUNK_BLOCKS;
 /// Groups that one call looks at: some milliseconds of reading where their bitmaps are not in
 /// memory.
 const GROUPS: u64 = 64;
@@ -60,38 +63,63 @@ impl Volume {
         }
         let first = geometry.group_behind(from);
         let last = (first + GROUPS).min(geometry.groups);
-        let mut blocks = 0;
-        let mut runs: Vec<Run> = Vec::new();
-        for group in first..last {
-            let begin = geometry.group_start(group);
-            let mut at = begin.max(from);
-            let until = (begin + geometry.group_chunks(group) * CHUNK_BLOCKS).min(end);
-            while at < until {
-                let room = BATCH - runs.iter().map(|run| run.len).sum::<u64>();
-                if room == 0 {
-                    blocks += self.discard_busy(&mut runs)?;
-                    continue;
-                }
-                let taken = self.wait(|| self.take_free(group, at, until, minimum.max(1), room, &mut runs));
-                at = taken.inspect_err(|_| self.free_busy(&runs))?;
-            }
+        let behind = geometry.group_start(last - 1) + geometry.group_chunks(last - 1) * CHUNK_BLOCKS;
+        let end = end.min(behind);
+        let (mut at, mut blocks) = (from.max(geometry.group_start(first)), 0);
+        let mut cut = None;
+        while at < end {
+            let _turn = self.space_waits.discard();
+            let runs = self.take_free(&mut at, end, minimum.max(1), &mut cut)?;
+            let told = self.tell(&runs);
+            self.free_busy(&runs);
+            told?;
+            blocks += runs.iter().map(|run| run.len).sum::<u64>();
         }
-        blocks += self.discard_busy(&mut runs)?;
-        let next = geometry.group_start(last - 1) + geometry.group_chunks(last - 1) * CHUNK_BLOCKS;
-        Ok(Trimmed { blocks, next: (next < end).then_some(next) })
+        Ok(Trimmed { blocks, next: (behind < to.min(geometry.data_end())).then_some(behind) })
     }
 
-    /// Makes free runs within `from..to` of a group busy, `room` blocks at the most, and adds them
-    /// to `runs`. Returns the block to go on from.
-    fn take_free(&self, group: u64, from: u64, to: u64, minimum: u64, room: u64, runs: &mut Vec<Run>) -> Attempt<u64> {
+    /// Makes free runs within `at..end` busy, as many as one batch has, and moves `at` behind them.
+    /// `cut` is where a run goes on that was too long for the batch before.
+    fn take_free(&self, at: &mut u64, end: u64, minimum: u64, cut: &mut Option<u64>) -> Result<Vec<Run>, FsError> {
+        let most = (self.usage().available / 4).clamp(BATCH_MIN, BATCH);
+        let mut runs: Vec<Run> = Vec::new();
+        while *at < end {
+            let left = most - runs.iter().map(|run| run.len).sum::<u64>();
+            if left == 0 {
+                break;
+            }
+            let taken = self.wait(|| self.take_free_of_group(*at, end, minimum, left, *cut, &mut runs));
+            (*at, *cut) = taken.inspect_err(|_| self.free_busy(&runs))?;
+        }
+        Ok(runs)
+    }
+
+    /// As [`Volume::take_free`], in the group of a block, `room` blocks at the most, which it adds
+    /// to `runs`. Returns the block to go on from, and where a run goes on that was cut.
+    fn take_free_of_group(
+        &self,
+        from: u64,
+        end: u64,
+        minimum: u64,
+        room: u64,
+        cut: Option<u64>,
+        runs: &mut Vec<Run>,
+    ) -> Attempt<(u64, Option<u64>)> {
         let mut meta = self.meta.write();
-        let (mut at, mut left) = (from, room);
+        let group = meta.geometry.group_behind(from);
+        let begin = meta.geometry.group_start(group);
+        let to = (begin + meta.geometry.group_chunks(group) * CHUNK_BLOCKS).min(end);
+        let (mut at, mut left) = (from.max(begin), room);
+        // Between two regions there is no group.
+        if at >= to {
+            return Ok((to, None));
+        }
         if descriptor(&*meta, group)?.free_blocks == 0 {
-            return Ok(to);
+            return Ok((to, None));
         }
         while let Some(free) = next_free(&meta, group, at, to)? {
             at = free.end();
-            if free.len < minimum {
+            if free.len < minimum && Some(free.start) != cut {
                 continue;
             }
             let run = Run { start: free.start, len: free.len.min(left) };
@@ -104,17 +132,10 @@ impl Volume {
             }
             left -= run.len;
             if left == 0 {
-                return Ok(run.end());
+                return Ok((run.end(), (run.len < free.len).then(|| run.end())));
             }
         }
-        Ok(to)
-    }
-
-    /// Tells the device of busy blocks, which can be used again then. Returns how many.
-    fn discard_busy(&self, runs: &mut Vec<Run>) -> Result<u64, FsError> {
-        let told = self.tell(runs);
-        self.free_busy(runs);
-        told.map(|()| runs.drain(..).map(|run| run.len).sum())
+        Ok((to, None))
     }
 
     fn tell(&self, runs: &[Run]) -> Result<(), FsError> {
@@ -170,10 +191,16 @@ impl Volume {
                 }
             }
             let worth: Vec<Run> = runs.iter().copied().filter(|run| run.len >= FREED_MIN).collect();
-            if let Err(error) = self.tell(&worth) {
-                tracing::warn!(device = self.device().name(), %error, "the device was not told of freed blocks");
+            if self.space_waits.has_waiting() {
+                // They are needed now.
+                self.free_busy(&runs);
+            } else {
+                let _turn = self.space_waits.discard();
+                if let Err(error) = self.tell(&worth) {
+                    tracing::warn!(device = self.device().name(), %error, "the device was not told of freed blocks");
+                }
+                self.free_busy(&runs);
             }
-            self.free_busy(&runs);
             left = &left[taken..];
         }
     }

@@ -41,6 +41,7 @@ mod permissions;
 mod place;
 mod reservations;
 mod run;
+pub(crate) mod space_waits;
 pub(crate) mod tree;
 mod undo;
 mod versions;

@@ -19,6 +19,7 @@ use super::lock::MetaLock;
 use super::meta::Meta;
 use super::op::Op;
 use super::run::Run;
+use super::space_waits::{SpaceWaits, Waiting};
 use super::tree;
 use super::versions::Versions;
 use crate::error::{Attempt, Fail, FsError, Stall};
@@ -68,6 +69,8 @@ const CHECKPOINTS_MAX: u32 = 3;
 pub(crate) struct Waiter {
     /// Blocks loaded for it: they stay in memory until it is done, however small the cache.
     held: Vec<Arc<Block>>,
+    /// Where it found no free block.
+    waiting: Option<Waiting>,
     reuses: u32,
     checkpoints: u32,
 }
@@ -97,6 +100,7 @@ pub struct Volume {
     pub(super) discard: bool,
     /// Blocks that are free and still busy: the device is told of them first.
     pub(super) discards: Mutex<Vec<Run>>,
+    pub(super) space_waits: Arc<SpaceWaits>,
     /// Inodes that were without a name when the volume was opened.
     pub(super) orphans: Mutex<Vec<u64>>,
 }
@@ -179,6 +183,7 @@ impl Volume {
             failed: OnceLock::new(),
             discard: false,
             discards: Mutex::default(),
+            space_waits: Arc::default(),
             orphans: Mutex::default(),
         }
     }
@@ -264,13 +269,17 @@ impl Volume {
             Stall::Load { address } => waiter.held.push(self.load(address)?),
             Stall::Commit => self.commit()?,
             Stall::Reuse => {
+                let waiting = waiter.waiting.get_or_insert_with(|| self.space_waits.wait());
+                self.commit()?;
+                self.reuse_freed();
+                self.use_undiscarded();
+                if waiting.wait_for_discard() {
+                    return Ok(());
+                }
                 waiter.reuses += 1;
                 if waiter.reuses > REUSES_MAX {
                     return Err(FsError::NoSpace);
                 }
-                self.commit()?;
-                self.reuse_freed();
-                self.use_undiscarded();
                 if waiter.reuses > 1 {
                     // A transfer still holds the blocks; it ends when the device answers.
                     self.io.give_time();

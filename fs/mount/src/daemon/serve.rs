@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_engine::Corrupt;
+use parking_lot::Mutex;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::attachment::{self, attach};
@@ -23,18 +24,19 @@ use gpunvme_programs::members;
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
 
-/// The devices of a mount's volume, as one.
-struct Devices(Arc<dyn BlockDevice>);
+/// The devices of a mount's volume, as one. Who looks at them takes turns with others: members are
+/// told in writing how large they are.
+struct Devices(Mutex<Arc<dyn BlockDevice>>);
 
 impl front::Devices for Devices {
     fn look_again(&self) -> Result<Option<String>, String> {
-        members::grow(&self.0)
+        members::grow(&self.0.lock())
     }
 }
 
 impl std::fmt::Debug for Devices {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0.name())
+        f.write_str(self.0.lock().name())
     }
 }
 
@@ -52,7 +54,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
 
     let completions = Workers::new("completion", COMPLETION_THREADS)
         .map_err(|error| MountError::System(format!("starting a thread: {error}")))?;
-    let devices = Arc::new(Devices(device.clone()));
+    let devices = Arc::new(Devices(Mutex::new(device.clone())));
     let fs = open_filesystem(device, options, completions).map_err(|error| failed(options, &error))?;
     let mut flags = options.flags;
     flags.set(MountFlags::RDONLY, settings.read_only);

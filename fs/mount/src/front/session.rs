@@ -15,6 +15,7 @@ use super::operations::appends::LateFragments;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::{Endpoint, serving_threads};
 use super::resources::request_budget::RequestBudget;
+use super::resources::snapshot_budget::SnapshotBudget;
 use super::resources::syncs::Syncs;
 use super::resources::workers::Workers;
 use super::settings::Settings;
@@ -67,7 +68,7 @@ impl Session {
             device_shares: DeviceShares::new(transfers.clone()),
             transfers,
             plan_budget: Arc::default(),
-            snapshot_budget: Arc::default(),
+            snapshot_budget: SnapshotBudget::default(),
             direct: Endpoint::new(&fs, &settings.device, serving_threads)?,
             mount_state: MountState::new()?,
             kernel: OnceLock::new(),

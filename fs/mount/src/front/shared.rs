@@ -31,7 +31,7 @@ pub(crate) struct Front {
     pub(crate) transfers: Arc<Workers>,
     pub(crate) device_shares: Arc<DeviceShares>,
     pub(crate) plan_budget: Arc<PlanBudget>,
-    pub(crate) snapshot_budget: Arc<SnapshotBudget>,
+    pub(crate) snapshot_budget: SnapshotBudget,
     pub(crate) direct: Endpoint,
     pub(crate) mount_state: Arc<MountState>,
     /// Set once the mount exists.

@@ -29,6 +29,8 @@ struct Attached {
     front: Arc<Front>,
     ino: u64,
     access: Access,
+    /// The user that attached it.
+    user: u32,
     /// Locked by the threads that serve the ring: one.
     places: Mutex<Places>,
 }
@@ -56,7 +58,7 @@ impl Front {
                 if let Err(error) = regular {
                     return done(Reply::new(error.errno(), &request));
                 }
-                let file = |access| Arc::new(Attached::new(front, ino, access)) as Arc<dyn OpenFile>;
+                let file = |access| Arc::new(Attached::new(front, ino, access, caller.context.uid)) as Arc<dyn OpenFile>;
                 done(front.direct.rings.attach(caller.thread, &request, ino, file));
             },
         );
@@ -66,11 +68,11 @@ impl Front {
 impl Attached {
     /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being
     /// removed.
-    fn new(front: &Arc<Front>, ino: u64, access: Access) -> Attached {
+    fn new(front: &Arc<Front>, ino: u64, access: Access, user: u32) -> Attached {
         let known = front.lookups.look_up(ino);
         debug_assert!(known, "an open file is being removed");
         front.fs.hold_file(ino);
-        Attached { front: front.clone(), ino, access, places: Mutex::default() }
+        Attached { front: front.clone(), ino, access, user, places: Mutex::default() }
     }
 
     /// Has a snapshot that is current, if there can be one now.
@@ -85,9 +87,9 @@ impl Attached {
         }
         places.patience = PATIENCE;
         // What stalls is looked up by the transfer, on a thread that may wait.
-        let limit = self.front.snapshot_budget.most();
+        let limit = self.front.snapshot_budget.most(self.user);
         let found = self.front.fs.snapshot(self.ino, limit).ok().flatten();
-        places.snapshot = found.and_then(|snapshot| self.front.snapshot_budget.keep(snapshot));
+        places.snapshot = found.and_then(|snapshot| self.front.snapshot_budget.keep(self.user, snapshot));
     }
 }
 
