@@ -51,6 +51,12 @@ pub enum Error {
         "the sets hold {bytes} bytes, over the quota of {quota}: what is left is pinned, open, or changed here; {evicted} bytes were evicted"
     )]
     Quota { bytes: u64, quota: u64, evicted: u64 },
+    #[error(
+        "the set comes to {bytes} bytes, and the quota is {quota}: {held} bytes of other sets stay, which are pinned, open or being hydrated ({evicted} bytes were evicted): raise --quota, bring in less (--include, --rank), or remove a pinned set"
+    )]
+    OverQuota { bytes: u64, quota: u64, held: u64, evicted: u64 },
+    #[error("{} is not below {}: say which folder the sets of the quota are below (--sets)", folder.display(), root.display())]
+    NotBelow { folder: PathBuf, root: PathBuf },
     #[error("{0}: it has no manifest: it was not published, or not to its end")]
     NotPublished(String),
     #[error("{0}: another process published there meanwhile: the set is not valid until one of them publishes again, alone")]

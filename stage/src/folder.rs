@@ -4,7 +4,7 @@
 
 use crate::error::{Error, Result};
 use crate::exclusive;
-use crate::manifest::Entry;
+use crate::manifest::{Entry, Manifest};
 use crate::memory::Data;
 use crate::own::{self, FOLDER, Own};
 use gpunvme::Mount;
@@ -76,6 +76,21 @@ impl Folder {
     /// What the program keeps for itself in it.
     pub fn own(&self) -> &Arc<Own> {
         &self.own
+    }
+
+    /// The manifest of the set, whose lock is held. It knows which files have their names, whenever
+    /// an earlier process was killed.
+    ///
+    /// # Errors
+    /// As [`Manifest::open`].
+    pub fn manifest(&self) -> Result<Manifest> {
+        let mut manifest = Manifest::open(&self.own)?;
+        let has_name = |partial: &str, name: &str, entry: &Entry| {
+            let found = rustix::fs::statat(&self.partial, partial, AtFlags::SYMLINK_NOFOLLOW);
+            found.is_err_and(|errno| errno == Errno::NOENT) && self.has_file(name, entry)
+        };
+        manifest.recover(has_name)?;
+        Ok(manifest)
     }
 
     /// The lock of the set; waits for it where another process has it, after `wait` said so.
@@ -320,7 +335,8 @@ fn is_as_left(found: &Metadata, entry: &Entry) -> bool {
     found.is_file() && found.len() == entry.size && modified == entry.modified
 }
 
-/// The partial files in an open folder, which lies at `path`, with the bytes that each takes.
+/// The partial files in an open folder, which lies at `path`, with the bytes of its object that
+/// each has room for.
 ///
 /// # Errors
 /// [`Error::Path`].
@@ -332,7 +348,7 @@ pub fn partials(folder: impl AsFd, path: &Path) -> Result<Vec<(String, u64)>> {
         if let Ok(stat) = rustix::fs::statat(&folder, &*name, AtFlags::SYMLINK_NOFOLLOW)
             && !matches!(&*name, "." | "..")
         {
-            found.push((name, stat.st_blocks as u64 * 512));
+            found.push((name, (stat.st_blocks as u64 * 512).min(stat.st_size as u64)));
         }
     }
     Ok(found)

@@ -15,8 +15,10 @@ mod names;
 mod own;
 mod progress;
 mod publish;
+mod quota;
 mod ranks;
 mod remote;
+mod reservation;
 mod sets;
 mod share;
 mod store;
@@ -26,7 +28,9 @@ use clap::{Parser, Subcommand};
 use error::{Error, Result};
 use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::terminal::{complain, print};
+use quota::Quota;
 use ranks::Rank;
+use reservation::Limit;
 use share::Share;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -76,7 +80,7 @@ struct Evict {
     folder: PathBuf,
     /// What they may hold together: bytes, with K, M, G or T, or a percentage of the filesystem
     #[arg(long, value_name = "QUOTA")]
-    quota: evict::Quota,
+    quota: Quota,
     /// Tell what would go if nothing is open, and remove nothing
     #[arg(long)]
     dry_run: bool,
@@ -113,6 +117,13 @@ struct Hydrate {
     /// Never evict the set
     #[arg(long)]
     pin: bool,
+    /// What the sets below the folder of --sets may hold together, this one among them: bytes, with
+    /// K, M, G or T, or a percentage of the filesystem. Others go before anything is fetched
+    #[arg(long, value_name = "QUOTA")]
+    quota: Option<Quota>,
+    /// The folder that the sets of the quota are below; the one above FOLDER unless told
+    #[arg(long, value_name = "DIR", requires = "quota")]
+    sets: Option<PathBuf>,
     /// Fail unless the set was published whole
     #[arg(long)]
     published: bool,
@@ -189,14 +200,19 @@ fn run(args: &Args) -> Result<String> {
                 follow: hydrate.follow,
                 verify: hydrate.verify == Verify::Checksum,
                 pin: hydrate.pin,
+                limit: hydrate.quota.map(|quota| Limit { root: hydrate.sets.clone(), quota }),
                 published: hydrate.published,
                 dry_run: hydrate.dry_run,
             }))?;
             let what = if hydrate.dry_run { "to be fetched" } else { "fetched" };
-            let text = format!(
+            let mut text = format!(
                 "{} objects, {} bytes; {what}: {}, {} bytes",
                 done.objects, done.bytes, done.fetched_objects, done.fetched_bytes
             );
+            if done.evicted.evicted_bytes > 0 {
+                let what = if hydrate.dry_run { "to be evicted" } else { "evicted" };
+                text += &format!("; {what}: {}", done.evicted);
+            }
             Ok(shown(args.json, &done, text))
         }
         Command::Publish(publish) => {
@@ -222,10 +238,7 @@ fn run(args: &Args) -> Result<String> {
         Command::Evict(Evict { folder, quota, dry_run }) => {
             let done = evict::evict(&evict::Eviction { root: folder.clone(), quota: *quota, dry_run: *dry_run })?;
             let what = if *dry_run { "to be evicted" } else { "evicted" };
-            let text = format!(
-                "{what}: {} files of {} sets, {} bytes; {} bytes stay, {} may",
-                done.evicted_files, done.evicted_sets, done.evicted_bytes, done.bytes, done.quota
-            );
+            let text = format!("{what}: {}; {} bytes stay, {} may", done.evicted, done.bytes, done.quota);
             Ok(shown(args.json, &done, text))
         }
         Command::Stage(Stage::Status { folder, evicted }) => {

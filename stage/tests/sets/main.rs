@@ -5,6 +5,7 @@ mod evict;
 mod hostile;
 mod hydrate;
 mod publish;
+mod quota;
 mod store;
 
 use gpunvme_tests::{programs, tree};
