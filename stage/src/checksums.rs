@@ -11,7 +11,9 @@ use base64::prelude::BASE64_STANDARD;
 use crc_fast::CrcAlgorithm;
 use md5::Md5;
 use object_store::HeaderMap;
-use object_store::client::{HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector};
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService, ReqwestConnector,
+};
 use object_store::{ClientOptions, HeaderValue};
 use sha2::Sha256;
 
@@ -222,7 +224,11 @@ struct Service {
 #[async_trait]
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
-        let mut answer = self.client.execute(request).await?;
+        let mut answer = self.client.execute(request).await.map_err(|error| match untrusted(&error) {
+            // Asking again does not help.
+            Some(why) => HttpError::new(HttpErrorKind::Unknown, Untrusted(why)),
+            None => error,
+        })?;
         // An answer of 206 has the sum of a part, or none.
         if answer.status() == 200
             && let Some(expected) = Expected::of(answer.headers(), self.tags)
@@ -231,6 +237,26 @@ impl HttpService for Service {
         }
         Ok(answer)
     }
+}
+
+/// A store whose certificate no authority of this machine vouches for.
+#[derive(Debug, thiserror::Error)]
+#[error("its certificate is not trusted ({0}): SSL_CERT_FILE names a file of authorities that are")]
+struct Untrusted(rustls::Error);
+
+/// What is wrong with the store's certificate, if that is the error.
+fn untrusted(error: &HttpError) -> Option<rustls::Error> {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        let inner = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        let found = inner.and_then(|inner| inner.downcast_ref()).or_else(|| error.downcast_ref());
+        if let Some(found @ rustls::Error::InvalidCertificate(_)) = found {
+            return Some(found.clone());
+        }
+        // That of the system skips what it is made of.
+        next = inner.map(|inner| inner as &(dyn std::error::Error + 'static)).or_else(|| error.source());
+    }
+    None
 }
 
 #[cfg(test)]

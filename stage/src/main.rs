@@ -13,6 +13,7 @@ mod manifest;
 mod memory;
 mod names;
 mod own;
+mod profiles;
 mod progress;
 mod publish;
 mod quota;

@@ -123,7 +123,9 @@ fn sets_that_come_at_once_keep_the_quota_together() {
         let processes: Vec<_> = all.iter().map(Pid::from_child).collect();
         let running: Vec<_> = processes.into_iter().filter(|&pid| kill_process(pid, Signal::STOP).is_ok()).collect();
         let held = held(&sets);
-        running.iter().for_each(|&pid| drop(kill_process(pid, Signal::CONT)));
+        for pid in running {
+            let _ = kill_process(pid, Signal::CONT);
+        }
         assert!(held <= quota, "{held} bytes of {quota}");
         std::thread::sleep(Duration::from_millis(5));
     }
