@@ -116,6 +116,37 @@ impl Sum {
     }
 }
 
+/// How many bytes are copied and summed at a time, so that they are read from memory once.
+const BLOCK: usize = 16 << 10;
+
+/// The CRC32C of bytes that come in their order.
+pub struct Crc32c(crc_fast::Digest);
+
+impl Crc32c {
+    /// Of no bytes.
+    pub fn new() -> Crc32c {
+        Crc32c(crc_fast::Digest::new(CrcAlgorithm::Crc32Iscsi))
+    }
+
+    /// These come next.
+    pub fn add(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// These come next, and are copied, to where there is as much room.
+    pub fn copy(&mut self, room: &mut [u8], bytes: &[u8]) {
+        for (room, bytes) in room.chunks_mut(BLOCK).zip(bytes.chunks(BLOCK)) {
+            room.copy_from_slice(bytes);
+            self.0.update(bytes);
+        }
+    }
+
+    /// All have come.
+    pub fn finish(self) -> u32 {
+        self.0.finalize() as u32
+    }
+}
+
 /// What an object's checksum has to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Expected {
