@@ -6,7 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::folder::Folder;
-use crate::quota::Quota;
+use gpunvme_programs::sets::Quota;
 use crate::sets::{self, Status};
 use std::path::{Path, PathBuf};
 
@@ -57,7 +57,7 @@ impl std::fmt::Display for Evicted {
 /// [`Error::Quota`] where what is pinned, open or changed takes more; all that could go has gone
 /// then. [`Error::Path`], [`Error::Manifest`].
 pub fn evict(what: &Eviction) -> Result<Done> {
-    let quota = what.quota.of(&what.root)?;
+    let quota = Folder::bytes_of(what.quota, &what.root)?;
     let sets = sets::below(&what.root)?;
     let mut done = Done { quota, bytes: sets.iter().map(Status::held).sum(), ..Done::default() };
     for set in sets.iter().filter(|set| !set.pinned && set.files + usize::from(set.partial > 0) > 0) {

@@ -8,6 +8,7 @@ use crate::manifest::{Entry, Manifest};
 use crate::memory::Data;
 use crate::own::{self, FOLDER, Own};
 use gpunvme::Mount;
+use gpunvme_programs::sets::Quota;
 use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
@@ -144,13 +145,18 @@ impl Folder {
         Folder::has(&self.root, name, entry)
     }
 
-    /// How many bytes the filesystem of a folder can hold.
+    /// The bytes of a quota for the sets below a folder.
     ///
     /// # Errors
     /// [`Error::Path`].
-    pub fn capacity(folder: &Path) -> Result<u64> {
-        let found = rustix::fs::statvfs(folder).map_err(Error::path(folder, "ask how large its filesystem is"))?;
-        Ok(found.f_blocks.saturating_mul(found.f_frsize))
+    pub fn bytes_of(quota: Quota, folder: &Path) -> Result<u64> {
+        match quota {
+            Quota::Bytes(bytes) => Ok(bytes),
+            Quota::Percent(percent) => {
+                let found = rustix::fs::statvfs(folder).map_err(Error::path(folder, "ask how large its filesystem is"))?;
+                Ok(found.f_blocks.saturating_mul(found.f_frsize) / 100 * percent)
+            }
+        }
     }
 
     /// Bytes that are free.

@@ -13,7 +13,7 @@ use crate::memory::{Data, Pool};
 use crate::own::Own;
 use crate::progress::{Event, Progress};
 use crate::reservation::{Limit, Reservation};
-use crate::share::Share;
+use gpunvme_programs::sets::Share;
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest, Sha256};

@@ -6,7 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::names::{OWN, SET_MANIFEST};
-use crate::share::Share;
+use gpunvme_programs::sets::Share;
 use crate::store::{Published, SetManifest, Store};
 use object_store::ObjectStoreExt;
 use serde::{Deserialize, Serialize};

@@ -8,8 +8,9 @@
 
 use crate::error::{Error, Result};
 use crate::evict::{self, Evicted, Gone};
+use crate::folder::Folder;
 use crate::own::Own;
-use crate::quota::Quota;
+use gpunvme_programs::sets::Quota;
 use crate::sets::{self, Status};
 use crate::names::OWN;
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -78,7 +79,7 @@ impl Limit {
         let (root, folder) = self.places(folder)?;
         let there = root.ancestors().find(|above| above.exists()).unwrap_or(&root);
         let sets = if there == root { sets::below(&root)? } else { Vec::new() };
-        let plan = Plan::of(&root, &folder, self.quota.of(there)?, &sets, bytes)?;
+        let plan = Plan::of(&root, &folder, Folder::bytes_of(self.quota, there)?, &sets, bytes)?;
         let mut evicted = Evicted::default();
         plan.evict(&mut evicted, |set| Ok(Gone { files: set.files, bytes: set.bytes, partial: set.partial }))?;
         Ok(evicted)
@@ -110,7 +111,7 @@ impl Reservation {
         let path = self.folder.join(OWN).join(RESERVED);
         lock(&self.file).map_err(Error::path(&path, "lock it"))?;
         let sets = sets::below(&self.root)?;
-        let plan = Plan::of(&self.root, &self.folder, self.quota.of(&self.root)?, &sets, bytes)?;
+        let plan = Plan::of(&self.root, &self.folder, Folder::bytes_of(self.quota, &self.root)?, &sets, bytes)?;
         let mut evicted = Evicted::default();
         // What another user made of a set is no reason to leave the others.
         plan.evict(&mut evicted, |set| {
