@@ -117,7 +117,7 @@ impl Sum {
 }
 
 /// How many bytes are copied and summed at a time, so that they are read from memory once.
-const BLOCK: usize = 16 << 10;
+const BLOCK: usize = 64 << 10;
 
 /// The CRC32C of bytes that come in their order.
 pub struct Crc32c(crc_fast::Digest);

@@ -202,10 +202,12 @@ impl Folder {
         let path = above.join(partial);
         let failed = |action| Error::path(&path, action);
         let open = |flags| own::open_file(self.partial.as_fd(), partial, OFlags::RDWR | flags, &above);
-        let (file, is_old) = match open(OFlags::empty())? {
-            Some(file) => (file, true),
-            None => (open(OFlags::CREATE)?.ok_or_else(|| Error::Foreign(path.clone()))?, false),
+        // Most are new, and cost one look-up so.
+        let (file, is_old) = match open(OFlags::CREATE | OFlags::EXCL) {
+            Err(Error::Path { errno: Errno::EXIST, .. }) => (open(OFlags::empty())?, true),
+            made => (made?, false),
         };
+        let file = file.ok_or_else(|| Error::Foreign(path.clone()))?;
         if is_old || in_parts {
             rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
         }
