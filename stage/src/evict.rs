@@ -6,8 +6,8 @@
 
 use crate::error::{Error, Result};
 use crate::folder::Folder;
-use gpunvme_programs::sets::Quota;
 use crate::sets::{self, Status};
+use gpunvme_programs::sets::Quota;
 use std::path::{Path, PathBuf};
 
 /// What is to be done.
@@ -75,7 +75,11 @@ pub fn evict(what: &Eviction) -> Result<Done> {
         done.evicted.add(&gone);
         done.bytes -= (gone.bytes + gone.partial).min(done.bytes);
     }
-    if done.bytes > quota { Err(Error::Quota { bytes: done.bytes, quota, evicted: done.evicted.evicted_bytes }) } else { Ok(done) }
+    if done.bytes > quota {
+        Err(Error::Quota { bytes: done.bytes, quota, evicted: done.evicted.evicted_bytes })
+    } else {
+        Ok(done)
+    }
 }
 
 /// What went of a set: files, their bytes, and bytes of what was not whole.

@@ -6,16 +6,16 @@
 
 use crate::checksums::{Expected, Kind, Sum};
 use crate::error::{Error, Result};
-use crate::folder::Folder;
 use crate::evict::Evicted;
+use crate::folder::Folder;
 use crate::manifest::{Entry, Manifest, Set};
 use crate::memory::{Data, Pool};
 use crate::own::Own;
 use crate::progress::{Event, Progress};
 use crate::reservation::{Limit, Reservation};
-use gpunvme_programs::sets::Share;
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
+use gpunvme_programs::sets::Share;
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::path::PathBuf;

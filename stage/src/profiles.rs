@@ -56,7 +56,10 @@ impl Profile {
         let in_config = config.get(&section).or_else(|| config.get("profile default").filter(|_| name == "default"));
         let in_credentials = credentials.get(name);
         if let (None, None, Some(_)) = (in_config, in_credentials, &named) {
-            return Err(Error::NoProfile { name: name.into(), paths: [config_path, credentials_path].into_iter().flatten().collect() });
+            return Err(Error::NoProfile {
+                name: name.into(),
+                paths: [config_path, credentials_path].into_iter().flatten().collect(),
+            });
         }
         let setting = |key: &str| in_config.and_then(|found| found.get(key)).filter(|value| !value.is_empty()).cloned();
         let is_said = |names: &[&str]| names.iter().any(|name| variable(name).is_some());
@@ -246,7 +249,11 @@ aws_session_token = E
     fn what_is_not_taken_is_said_by_name_and_no_secret_is() {
         for (config, credentials, what) in [
             ("[profile p]\nsso_session = s\naws_access_key_id = SECRET\naws_secret_access_key = SECRET", "", "single sign-on"),
-            ("[profile p]\nsso_start_url = SECRET", "[p]\naws_access_key_id = SECRET\naws_secret_access_key = SECRET", "single sign-on"),
+            (
+                "[profile p]\nsso_start_url = SECRET",
+                "[p]\naws_access_key_id = SECRET\naws_secret_access_key = SECRET",
+                "single sign-on",
+            ),
             ("[profile p]\nrole_arn = a\nsource_profile = SECRET", "", "a role that another profile takes"),
             ("", "[p]\nrole_arn = a\ncredential_source = Ec2InstanceMetadata", "a role that the machine takes"),
             ("[profile p]\ncredential_process = SECRET", "", "another program"),

@@ -9,10 +9,10 @@
 use crate::error::{Error, Result};
 use crate::evict::{self, Evicted, Gone};
 use crate::folder::Folder;
-use crate::own::Own;
-use gpunvme_programs::sets::Quota;
-use crate::sets::{self, Status};
 use crate::names::OWN;
+use crate::own::Own;
+use crate::sets::{self, Status};
+use gpunvme_programs::sets::Quota;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
@@ -107,7 +107,10 @@ impl Reservation {
         let own = Own::make(at_root.map_err(Error::path(&self.root, "open it"))?, &self.root)?;
         // Another user may have made it.
         let counting = own.file(QUOTA, OFlags::CREATE | OFlags::RDONLY)?.ok_or_else(|| Error::Foreign(own.path(QUOTA)))?;
-        lock(&counting).map_err(Error::path(own.path(QUOTA), "lock it"))?;
+        if rustix::fs::flock(&counting, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+            eprintln!("gpunvme: another process counts the sets in {}; waiting", self.root.display());
+            lock(&counting).map_err(Error::path(own.path(QUOTA), "lock it"))?;
+        }
         let path = self.folder.join(OWN).join(RESERVED);
         lock(&self.file).map_err(Error::path(&path, "lock it"))?;
         let sets = sets::below(&self.root)?;

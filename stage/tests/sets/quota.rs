@@ -7,7 +7,7 @@ use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::{needs_mount, tree};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -66,7 +66,8 @@ fn a_quota_makes_room_before_anything_is_fetched() {
     // Elsewhere, the sets do not count unless they are said to.
     let deep = volume.path("sets/more/deep");
     assert!(!ends_well(&keeping(&store, &deep, size()).output().unwrap()).contains("evicted"));
-    let said = ends_well(&keeping(&store, &volume.path("sets/e"), 4 * size()).arg("--sets").arg(volume.path("sets")).output().unwrap());
+    let said =
+        ends_well(&keeping(&store, &volume.path("sets/e"), 4 * size()).arg("--sets").arg(volume.path("sets")).output().unwrap());
     assert!(said.contains("evicted: 6 files of 1 sets"), "{said}");
     let said = fails(&keeping(&store, &volume.path("f"), size()).arg("--sets").arg(volume.path("sets")).output().unwrap());
     assert!(said.contains("is not below") && said.contains("--sets"), "{said}");
@@ -113,6 +114,29 @@ fn what_the_quota_cannot_hold_is_refused_and_nothing_goes_or_comes() {
 }
 
 #[test]
+fn what_others_planted_leads_no_reservation_elsewhere() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(34));
+    let (sets, victim) = (volume.path("sets"), volume.path("victim"));
+    fs::write(&victim, "of another user").unwrap();
+    for name in ["a", "b"] {
+        ends_well(&hydrate(&store, &sets.join(name)).output().unwrap());
+        symlink(&victim, sets.join(name).join(".gpunvme-stage/reserved")).unwrap();
+    }
+    fs::remove_file(sets.join("b/one")).unwrap();
+    let said = fails(&keeping(&store, &sets.join("b"), 9 * size()).output().unwrap());
+    assert!(said.contains("reserved is none of this program's files"), "{said}");
+    // In another's set it keeps nobody from the quota.
+    let said = keeping(&store, &sets.join("c"), 2 * size()).output().unwrap();
+    assert!(ends_well(&said).contains("evicted: 6 files of 1 sets"), "{said:?}");
+    fs::remove_file(sets.join(".gpunvme-stage/quota")).unwrap();
+    symlink(&victim, sets.join(".gpunvme-stage/quota")).unwrap();
+    let said = fails(&keeping(&store, &sets.join("d"), 9 * size()).output().unwrap());
+    assert!(said.contains("quota is none of this program's files"), "{said}");
+    assert_eq!(fs::read(&victim).unwrap(), b"of another user");
+}
+
+#[test]
 fn sets_that_come_at_once_keep_the_quota_together() {
     needs_mount!();
     let (volume, store) = (Mounted::new(), stored(32));
@@ -131,7 +155,8 @@ fn sets_that_come_at_once_keep_the_quota_together() {
     }
     // At the same time there is room for two of them; one that comes later may have another go.
     let whole = ["a", "b", "c"].iter().filter(|name| files(&sets.join(name)) == set(32)).count();
-    let done = all.into_iter().filter_map(|process| Some(process.wait_with_output().unwrap()).filter(|done| done.status.success()));
+    let done =
+        all.into_iter().filter_map(|process| Some(process.wait_with_output().unwrap()).filter(|done| done.status.success()));
     assert!(whole == 2 && done.count() >= 2);
 }
 
