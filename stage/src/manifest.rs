@@ -232,7 +232,7 @@ impl Manifest {
         there.fold(0, |sum, (_, entry)| sum.saturating_add(entry.size))
     }
 
-    /// Files that are whole and durable get their names next: those of partial files, and their own.
+    /// Files that are whole and durable get their names next: those of partial files, and theirs.
     pub fn name_files(&mut self, files: impl Iterator<Item = (String, String, Entry)>) -> Result<()> {
         self.append(files.map(|(partial, name, entry)| Line::Named { partial, name, entry }).collect())
     }
