@@ -31,7 +31,11 @@ pub struct Profile {
     pub authorities: Option<PathBuf>,
 }
 
-type Sections = BTreeMap<String, BTreeMap<String, String>>;
+type Section = BTreeMap<String, String>;
+type Sections = BTreeMap<String, Section>;
+
+/// The profile's section of a file, and where that is.
+type Found<'a> = (Option<&'a Section>, Option<PathBuf>);
 
 /// A variable of the environment, unless it is empty.
 type Variable<'a> = &'a dyn Fn(&str) -> Option<String>;
@@ -85,9 +89,9 @@ impl Profile {
 }
 
 /// The credentials of a profile, in the order in which the AWS tools look for them.
-fn keys(name: &str, files: [(Option<&BTreeMap<String, String>>, Option<PathBuf>); 2]) -> Result<Settings> {
+fn keys(name: &str, files: [Found<'_>; 2]) -> Result<Settings> {
     let [(in_config, config), (in_credentials, credentials)] = files;
-    let of = |section: Option<&BTreeMap<String, String>>, key: &str| section?.get(key).cloned().filter(|value| !value.is_empty());
+    let of = |section: Option<&Section>, key: &str| section?.get(key).cloned().filter(|value| !value.is_empty());
     let wrong = |path: &Option<PathBuf>, what| Error::Profile { name: name.into(), path: path.clone().unwrap_or_default(), what };
     for (section, path) in [(in_config, &config), (in_credentials, &credentials)] {
         if let (Some(role), Some(token)) = (of(section, "role_arn"), of(section, "web_identity_token_file")) {
