@@ -14,7 +14,7 @@ from gpunvme._batches import DEPTH, batches
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._native import Pending
-from gpunvme._stage import Event, Progress, running, stage
+from gpunvme._stage import Event, Progress, Quota, limits, running, stage
 from gpunvme._types import Require
 from gpunvme.safetensors import Entry, read_header, shards_of
 
@@ -30,6 +30,7 @@ def load(
     framework: str = "pt",
     published: bool = False,
     pin: bool = False,
+    quota: Quota | None = None,
     progress: Progress | None = None,
     require: Require | None = None,
 ) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def load(
         framework: ``"pt"`` for tensors of PyTorch, ``"np"`` for arrays of NumPy.
         published: fail unless the set was published whole.
         pin: never evict the set.
+        quota: what the sets below ``root`` may hold together, as for :func:`stage`.
         progress: is called with the bytes that have arrived and those that are to, on another thread.
         require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
 
@@ -61,7 +63,7 @@ def load(
     """
     arrays = _arrays.framework(framework, device)
     # Which files the model has is to be known before they come.
-    folder = stage(url, root, include=[f"*{_INDEX}"], published=published, pin=pin)
+    folder = stage(url, root, include=[f"*{_INDEX}"], published=published, pin=pin, quota=quota)
     indices = sorted(folder.glob(f"*{_INDEX}"))
     shards = None
     if len(indices) == 1:
@@ -69,7 +71,7 @@ def load(
     with ExitStack() as files:
         model = _Model(folder, shards, arrays, files)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        with running(url, folder, (), published, pin, progress, events.put) as process:
+        with running(url, folder, (), published, pin, progress, events.put, limits(quota, root)) as process:
             try:
                 model.read(events, require)
             except BaseException:

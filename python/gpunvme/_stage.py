@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Progress = Callable[[int, int], None]
+#: Bytes, or a text such as ``"500G"`` or ``"80%"``.
+Quota = int | str
 #: What the command says of a file, for :func:`gpunvme.load`; None at the end.
 Event = dict[str, Any] | None
 
@@ -25,6 +27,7 @@ def stage(
     rank: tuple[int, int] | None = None,
     published: bool = False,
     pin: bool = False,
+    quota: Quota | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Brings a set of objects into a folder below ``root``, and returns that folder.
@@ -39,6 +42,8 @@ def stage(
         rank: which share of the objects, from 0, and of how many: ``(node, nodes)``, say.
         published: fail unless the set was published whole.
         pin: never evict the set.
+        quota: what the sets below ``root`` may hold together, in bytes, or as ``"500G"`` or ``"80%"`` of the
+            filesystem: those that were not used for the longest time go before anything is fetched.
         progress: is called with the bytes that are done and those that are to be, on another thread.
 
     Raises:
@@ -47,7 +52,8 @@ def stage(
         RuntimeError: what the command could not do.
     """
     folder = place(url, root)
-    with running(url, folder, include, published, pin, progress, rank=rank) as process:
+    options = limits(quota, root) + shares(rank)
+    with running(url, folder, include, published, pin, progress, options=options) as process:
         process.wait()
     return folder
 
@@ -60,12 +66,14 @@ async def stage_async(
     rank: tuple[int, int] | None = None,
     published: bool = False,
     pin: bool = False,
+    quota: Quota | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """As :func:`stage`, for asyncio. Where the task is cancelled, the command is ended; what has
     arrived stays, and counts the next time."""
     folder = place(url, root)
-    with running(url, folder, include, published, pin, progress, rank=rank) as process:
+    options = limits(quota, root) + shares(rank)
+    with running(url, folder, include, published, pin, progress, options=options) as process:
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -87,9 +95,7 @@ async def stage_async(
 
 def place(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") -> Path:
     """Where a set lies: sets of different places never lie in the same folder."""
-    root = root if root is not None else os.environ.get("GPUNVME_STAGE")
-    if root is None:
-        raise ValueError("where to? give the folder for sets, or set GPUNVME_STAGE")
+    root = _root(root)
     place = os.fspath(url)
     if "://" not in place:
         place = Path(place).resolve().as_uri()
@@ -98,6 +104,23 @@ def place(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") 
     if any(part in (".", "..") for part in names):
         raise ValueError(f"{url}: . and .. are no names of objects")
     return Path(root, parts.scheme, *([parts.netloc] if parts.netloc else []), *names)
+
+
+def limits(quota: Quota | None, root: "str | os.PathLike[str] | None") -> list[str]:
+    """The options of the command for a quota of the sets below ``root``."""
+    return [] if quota is None else [f"--quota={quota}", f"--sets={_root(root)}"]
+
+
+def shares(rank: tuple[int, int] | None) -> list[str]:
+    """Those for a share of the objects."""
+    return [] if rank is None else [f"--rank={rank[0]}/{rank[1]}"]
+
+
+def _root(root: "str | os.PathLike[str] | None") -> str:
+    root = root if root is not None else os.environ.get("GPUNVME_STAGE")
+    if root is None:
+        raise ValueError("where to? give the folder for sets, or set GPUNVME_STAGE")
+    return os.fspath(root)
 
 
 @contextmanager
@@ -109,7 +132,7 @@ def running(
     pin: bool,
     progress: Progress | None,
     follow: Callable[[Event], None] | None = None,
-    rank: tuple[int, int] | None = None,
+    options: Iterable[str] = (),
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs the command while the block waits for it, and raises what it complained of."""
     command = shutil.which("gpunvme")
@@ -117,7 +140,7 @@ def running(
         raise FileNotFoundError("the command gpunvme is not in PATH: install it (scripts/install)")
     arguments = [command, "hydrate", "--progress"]
     arguments += [f"--include={pattern}" for pattern in include]
-    arguments += [f"--rank={share[0]}/{share[1]}" for share in [rank] if share]
+    arguments += options
     arguments += ["--follow"] * (follow is not None)
     arguments += ["--published"] * published + ["--pin"] * pin + ["--", os.fspath(url), os.fspath(folder)]
     said: list[str] = []

@@ -45,6 +45,20 @@ def test_what_the_command_says_is_raised(folder, source):
         gpunvme.stage("s3://bucket/../other", folder)
 
 
+def test_a_quota_has_older_sets_go(folder, source, tmp_path):
+    root = folder / "limited"
+    first = gpunvme.stage(source, root)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "three").write_bytes(b"3" * 2_000_000)
+    with pytest.raises(RuntimeError, match="comes to 2000000 bytes, and the quota is 1048576"):
+        gpunvme.stage(other, root, quota="1M")
+    assert (first / "one").exists()
+    second = gpunvme.stage(other, root, quota=5_000_000)
+    assert (second / "three").stat().st_size == 2_000_000 and not (first / "one").exists()
+    assert asyncio.run(gpunvme.stage_async(other, root, quota="4M")) == second
+
+
 def test_asyncio_goes_on_meanwhile(folder, source):
     async def both():
         first, second = await asyncio.gather(

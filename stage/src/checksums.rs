@@ -11,7 +11,9 @@ use base64::prelude::BASE64_STANDARD;
 use crc_fast::CrcAlgorithm;
 use md5::Md5;
 use object_store::HeaderMap;
-use object_store::client::{HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector};
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService, ReqwestConnector,
+};
 use object_store::{ClientOptions, HeaderValue};
 use sha2::Sha256;
 
@@ -111,6 +113,37 @@ impl Sum {
             Sum::Sha256(digest) => sha2::Digest::finalize(digest).to_vec(),
             Sum::Md5(digest) => md5::Digest::finalize(digest).to_vec(),
         }
+    }
+}
+
+/// How many bytes are copied and summed at a time, so that they are read from memory once.
+const BLOCK: usize = 64 << 10;
+
+/// The CRC32C of bytes that come in their order.
+pub struct Crc32c(crc_fast::Digest);
+
+impl Crc32c {
+    /// Of no bytes.
+    pub fn new() -> Crc32c {
+        Crc32c(crc_fast::Digest::new(CrcAlgorithm::Crc32Iscsi))
+    }
+
+    /// These come next.
+    pub fn add(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// These come next, and are copied, to where there is as much room.
+    pub fn copy(&mut self, room: &mut [u8], bytes: &[u8]) {
+        for (room, bytes) in room.chunks_mut(BLOCK).zip(bytes.chunks(BLOCK)) {
+            room.copy_from_slice(bytes);
+            self.0.update(bytes);
+        }
+    }
+
+    /// All have come.
+    pub fn finish(self) -> u32 {
+        self.0.finalize() as u32
     }
 }
 
@@ -222,7 +255,11 @@ struct Service {
 #[async_trait]
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
-        let mut answer = self.client.execute(request).await?;
+        let mut answer = self.client.execute(request).await.map_err(|error| match untrusted(&error) {
+            // Asking again does not help.
+            Some(why) => HttpError::new(HttpErrorKind::Unknown, Untrusted(why)),
+            None => error,
+        })?;
         // An answer of 206 has the sum of a part, or none.
         if answer.status() == 200
             && let Some(expected) = Expected::of(answer.headers(), self.tags)
@@ -231,6 +268,26 @@ impl HttpService for Service {
         }
         Ok(answer)
     }
+}
+
+/// A store whose certificate no authority of this machine vouches for.
+#[derive(Debug, thiserror::Error)]
+#[error("its certificate is not trusted ({0}): SSL_CERT_FILE names a file of authorities that are")]
+struct Untrusted(rustls::Error);
+
+/// What is wrong with the store's certificate, if that is the error.
+fn untrusted(error: &HttpError) -> Option<rustls::Error> {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        let inner = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        let found = inner.and_then(|inner| inner.downcast_ref()).or_else(|| error.downcast_ref());
+        if let Some(found @ rustls::Error::InvalidCertificate(_)) = found {
+            return Some(found.clone());
+        }
+        // That of the system skips what it is made of.
+        next = inner.map(|inner| inner as &(dyn std::error::Error + 'static)).or_else(|| error.source());
+    }
+    None
 }
 
 #[cfg(test)]

@@ -29,6 +29,17 @@ pub enum Error {
     Checksum { name: String, kind: &'static str, found: String, by: &'static str, expected: String },
     #[error("{name}: the store sent something else than the bytes that were asked for: {why}")]
     Answer { name: String, why: String },
+    #[error("there is no profile {name} in {}: see AWS_PROFILE", shown(paths))]
+    NoProfile { name: String, paths: Vec<PathBuf> },
+    #[error(
+        "the profile {name} in {} has its credentials from {what}, which gpunvme does not ask: put them into the environment (eval \"$(aws configure export-credentials --profile {name} --format env)\")",
+        path.display()
+    )]
+    Profile { name: String, path: PathBuf, what: &'static str },
+    #[error("{}, line {line}: this is no file of the AWS tools, which has sections and settings", path.display())]
+    ProfileLine { path: PathBuf, line: usize },
+    #[error("{} has no certificates that can be read (AWS_CA_BUNDLE, or ca_bundle of the profile)", .0.display())]
+    Authorities(PathBuf),
     #[error("{name}: {source}")]
     Store { name: String, source: object_store::Error },
     #[error("{0}")]
@@ -51,6 +62,12 @@ pub enum Error {
         "the sets hold {bytes} bytes, over the quota of {quota}: what is left is pinned, open, or changed here; {evicted} bytes were evicted"
     )]
     Quota { bytes: u64, quota: u64, evicted: u64 },
+    #[error(
+        "the set comes to {bytes} bytes, and the quota is {quota}: {held} bytes of other sets stay, which are pinned, open or being hydrated ({evicted} bytes were evicted): raise --quota, bring in less (--include, --rank), or remove a pinned set"
+    )]
+    OverQuota { bytes: u64, quota: u64, held: u64, evicted: u64 },
+    #[error("{} is not below {}: say which folder the sets of the quota are below (--sets)", folder.display(), root.display())]
+    NotBelow { folder: PathBuf, root: PathBuf },
     #[error("{0}: it has no manifest: it was not published, or not to its end")]
     NotPublished(String),
     #[error("{0}: another process published there meanwhile: the set is not valid until one of them publishes again, alone")]
@@ -63,6 +80,10 @@ pub enum Error {
     Task(#[from] tokio::task::JoinError),
     #[error("{0}")]
     Runtime(std::io::Error),
+}
+
+fn shown(paths: &[PathBuf]) -> String {
+    paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" and ")
 }
 
 impl Error {

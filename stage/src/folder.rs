@@ -4,10 +4,11 @@
 
 use crate::error::{Error, Result};
 use crate::exclusive;
-use crate::manifest::Entry;
+use crate::manifest::{Entry, Manifest};
 use crate::memory::Data;
 use crate::own::{self, FOLDER, Own};
 use gpunvme::Mount;
+use gpunvme_programs::sets::Quota;
 use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
@@ -78,6 +79,21 @@ impl Folder {
         &self.own
     }
 
+    /// The manifest of the set, whose lock is held. It knows which files have their names, whenever
+    /// an earlier process was killed.
+    ///
+    /// # Errors
+    /// As [`Manifest::open`].
+    pub fn manifest(&self) -> Result<Manifest> {
+        let mut manifest = Manifest::open(&self.own)?;
+        let has_name = |partial: &str, name: &str, entry: &Entry| {
+            let found = rustix::fs::statat(&self.partial, partial, AtFlags::SYMLINK_NOFOLLOW);
+            found.is_err_and(|errno| errno == Errno::NOENT) && self.has_file(name, entry)
+        };
+        manifest.recover(has_name)?;
+        Ok(manifest)
+    }
+
     /// The lock of the set; waits for it where another process has it, after `wait` said so.
     ///
     /// # Errors
@@ -129,13 +145,18 @@ impl Folder {
         Folder::has(&self.root, name, entry)
     }
 
-    /// How many bytes the filesystem of a folder can hold.
+    /// The bytes of a quota for the sets below a folder.
     ///
     /// # Errors
     /// [`Error::Path`].
-    pub fn capacity(folder: &Path) -> Result<u64> {
-        let found = rustix::fs::statvfs(folder).map_err(Error::path(folder, "ask how large its filesystem is"))?;
-        Ok(found.f_blocks.saturating_mul(found.f_frsize))
+    pub fn bytes_of(quota: Quota, folder: &Path) -> Result<u64> {
+        match quota {
+            Quota::Bytes(bytes) => Ok(bytes),
+            Quota::Percent(percent) => {
+                let found = rustix::fs::statvfs(folder).map_err(Error::path(folder, "ask how large its filesystem is"))?;
+                Ok(found.f_blocks.saturating_mul(found.f_frsize) / 100 * percent)
+            }
+        }
     }
 
     /// Bytes that are free.
@@ -181,10 +202,12 @@ impl Folder {
         let path = above.join(partial);
         let failed = |action| Error::path(&path, action);
         let open = |flags| own::open_file(self.partial.as_fd(), partial, OFlags::RDWR | flags, &above);
-        let (file, is_old) = match open(OFlags::empty())? {
-            Some(file) => (file, true),
-            None => (open(OFlags::CREATE)?.ok_or_else(|| Error::Foreign(path.clone()))?, false),
+        // Most are new, and cost one look-up so.
+        let (file, is_old) = match open(OFlags::CREATE | OFlags::EXCL) {
+            Err(Error::Path { errno: Errno::EXIST, .. }) => (open(OFlags::empty())?, true),
+            made => (made?, false),
         };
+        let file = file.ok_or_else(|| Error::Foreign(path.clone()))?;
         if is_old || in_parts {
             rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
         }
@@ -320,7 +343,8 @@ fn is_as_left(found: &Metadata, entry: &Entry) -> bool {
     found.is_file() && found.len() == entry.size && modified == entry.modified
 }
 
-/// The partial files in an open folder, which lies at `path`, with the bytes that each takes.
+/// The partial files in an open folder, which lies at `path`, with the bytes of its object that
+/// each has room for.
 ///
 /// # Errors
 /// [`Error::Path`].
@@ -332,7 +356,7 @@ pub fn partials(folder: impl AsFd, path: &Path) -> Result<Vec<(String, u64)>> {
         if let Ok(stat) = rustix::fs::statat(&folder, &*name, AtFlags::SYMLINK_NOFOLLOW)
             && !matches!(&*name, "." | "..")
         {
-            found.push((name, stat.st_blocks as u64 * 512));
+            found.push((name, (stat.st_blocks as u64 * 512).min(stat.st_size as u64)));
         }
     }
     Ok(found)

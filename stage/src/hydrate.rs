@@ -6,14 +6,16 @@
 
 use crate::checksums::{Expected, Kind, Sum};
 use crate::error::{Error, Result};
+use crate::evict::Evicted;
 use crate::folder::Folder;
 use crate::manifest::{Entry, Manifest, Set};
 use crate::memory::{Data, Pool};
 use crate::own::Own;
 use crate::progress::{Event, Progress};
-use crate::share::Share;
+use crate::reservation::{Limit, Reservation};
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
+use gpunvme_programs::sets::Share;
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -38,6 +40,7 @@ pub struct Hydration {
     pub follow: bool,
     pub verify: bool,
     pub pin: bool,
+    pub limit: Option<Limit>,
     pub published: bool,
     pub dry_run: bool,
 }
@@ -50,6 +53,8 @@ pub struct Done {
     pub fetched_objects: usize,
     pub fetched_bytes: u64,
     pub direct: bool,
+    #[serde(flatten)]
+    pub evicted: Evicted,
 }
 
 /// A partial file that is whole and checked.
@@ -77,6 +82,7 @@ struct Run {
     progress: Progress,
     concurrency: usize,
     verify: bool,
+    reservation: Option<Arc<Mutex<Reservation>>>,
 }
 
 /// Brings in what of the set is not there.
@@ -92,14 +98,19 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let sum = |objects: &[Object]| objects.iter().fold(0, |sum: u64, object| sum.saturating_add(object.size));
     let mut done = Done { objects: objects.len(), bytes: sum(&objects), ..Done::default() };
     if what.dry_run {
+        let mut stays = 0;
         if let Ok(root) = std::fs::File::open(&what.folder)
             && let Some(own) = Own::open(&root, &what.folder)?
             && let Some(known) = Manifest::read(&Arc::new(own))?
         {
             let is_there = |object: &Object| known.entry(object).is_some_and(|entry| Folder::has(&root, &object.name, entry));
             objects.retain(|object| !is_there(object));
+            stays = known.bytes(|name, entry| Folder::has(&root, name, entry));
         }
         (done.fetched_objects, done.fetched_bytes) = (objects.len(), sum(&objects));
+        if let Some(limit) = what.limit.filter(|_| done.fetched_bytes > 0) {
+            done.evicted = limit.dry_run(&what.folder, stays.saturating_add(done.fetched_bytes))?;
+        }
         return Ok(done);
     }
 
@@ -111,7 +122,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let shown = what.folder.clone();
     let wait = move || eprintln!("gpunvme: another process changes the set in {}; waiting", shown.display());
     let (folder, lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
-    let mut manifest = Manifest::open(folder.own())?;
+    let mut manifest = folder.manifest()?;
     describe(&mut manifest, &what)?;
 
     lock.used().map_err(Error::path(&what.folder, "note that it is used"))?;
@@ -119,7 +130,16 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(is_there);
     let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
     let taken = folder.clean(|name| partials.contains(name))?;
-    let (needed, free) = (sum(&objects), folder.free()?);
+    let needed = sum(&objects);
+    let mut reservation = None;
+    if let Some(limit) = what.limit.filter(|_| needed > 0) {
+        // What is replaced stays until then.
+        let bytes = manifest.bytes(|name, entry| folder.has_file(name, entry)).saturating_add(needed);
+        let (place, own) = (what.folder.clone(), folder.own().clone());
+        let (reserved, evicted) = tokio::task::spawn_blocking(move || limit.reserve(&place, &own, bytes)).await??;
+        (reservation, done.evicted) = (Some(Arc::new(Mutex::new(reserved))), evicted);
+    }
+    let free = folder.free()?;
     if needed > free.saturating_add(taken) {
         return Err(Error::Space { needed, free });
     }
@@ -133,6 +153,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         progress: Progress::new(needed, what.progress, what.follow),
         concurrency: what.concurrency,
         verify: what.verify,
+        reservation,
     });
     there.iter().for_each(|object| run.progress.tell(&Event::There(&object.name)));
     (done.fetched_objects, done.fetched_bytes) = (objects.len(), needed);
@@ -204,7 +225,11 @@ async fn bring(run: Arc<Run>, mut object: Object, settled: mpsc::Sender<Settled>
                 is_wrong = true;
             }
             Err(error) => return Err(error),
-            Ok(_) => object = run.source.again(&object).await?,
+            Ok(_) => {
+                let new = run.source.again(&object).await?;
+                run.reserve(new.size.saturating_sub(object.size)).await?;
+                object = new;
+            }
         }
     }
     Err(Error::Changing { name: object.name })
@@ -213,6 +238,17 @@ async fn bring(run: Arc<Run>, mut object: Object, settled: mpsc::Sender<Settled>
 impl Run {
     fn manifest(&self) -> MutexGuard<'_, Manifest> {
         self.manifest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sees to it that so many bytes more keep the quota.
+    async fn reserve(&self, more: u64) -> Result<()> {
+        match self.reservation.clone().filter(|_| more > 0) {
+            Some(reservation) => {
+                let raise = move || reservation.lock().unwrap_or_else(PoisonError::into_inner).raise(more).map(drop);
+                tokio::task::spawn_blocking(raise).await?
+            }
+            None => Ok(()),
+        }
     }
 
     fn discard(&self, partial: &str) -> Result<()> {
@@ -301,6 +337,8 @@ impl Run {
         let mut group = Vec::new();
         while settled.blocking_recv_many(&mut group, GROUP) > 0 {
             self.folder.sync(group.iter().map(|file: &Settled| &*file.partial))?;
+            let named = group.iter().map(|file| (file.partial.clone(), file.name.clone(), file.entry.clone()));
+            self.manifest().name_files(named)?;
             self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
             let mut manifest = self.manifest();
             group.iter().for_each(|file| self.progress.tell(&Event::There(&file.name)));

@@ -13,22 +13,23 @@ mod manifest;
 mod memory;
 mod names;
 mod own;
+mod profiles;
 mod progress;
 mod publish;
 mod ranks;
 mod remote;
+mod reservation;
 mod sets;
-mod share;
 mod store;
 mod upload;
 
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
 use gpunvme_programs::completions::{Completions, Printed};
+use gpunvme_programs::sets::{Evict, Hydrate, Publish, Stage, Verify};
 use gpunvme_programs::terminal::{complain, print};
 use ranks::Rank;
-use share::Share;
-use std::path::PathBuf;
+use reservation::Limit;
 use std::process::ExitCode;
 use store::Store;
 
@@ -57,100 +58,6 @@ enum Command {
     /// What sets there are
     #[command(subcommand)]
     Stage(Stage),
-}
-
-#[derive(Subcommand)]
-enum Stage {
-    /// What the sets below a folder hold, and when they were used
-    Status {
-        folder: PathBuf,
-        /// Also name the files that were evicted
-        #[arg(long)]
-        evicted: bool,
-    },
-}
-
-#[derive(clap::Args)]
-struct Evict {
-    /// The folder that the sets are below
-    folder: PathBuf,
-    /// What they may hold together: bytes, with K, M, G or T, or a percentage of the filesystem
-    #[arg(long, value_name = "QUOTA")]
-    quota: evict::Quota,
-    /// Tell what would go if nothing is open, and remove nothing
-    #[arg(long)]
-    dry_run: bool,
-}
-
-#[derive(clap::Args)]
-struct Limits {
-    /// How many parts are in flight
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    concurrency: u16,
-    /// Memory for parts, in MiB
-    #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    memory: u32,
-    /// Say on standard error how far it is, in lines of JSON
-    #[arg(long)]
-    progress: bool,
-}
-
-#[derive(clap::Args)]
-struct Hydrate {
-    /// s3://BUCKET/PREFIX, gs://, az://, https://, file:///PATH, or a folder
-    source: String,
-    /// The folder; made where there is none
-    folder: PathBuf,
-    /// Only objects whose names in the set match: `*` stands for any characters, `?` for one
-    #[arg(long, value_name = "PATTERN")]
-    include: Vec<String>,
-    /// Only each N-th object, beginning with the I-th
-    #[arg(long, value_name = "I/N")]
-    rank: Option<Share>,
-    /// What of an object is compared before its file appears
-    #[arg(long, value_enum, default_value_t = Verify::Checksum)]
-    verify: Verify,
-    /// Never evict the set
-    #[arg(long)]
-    pin: bool,
-    /// Fail unless the set was published whole
-    #[arg(long)]
-    published: bool,
-    /// Tell what would be fetched, and fetch nothing
-    #[arg(long)]
-    dry_run: bool,
-    /// Also say, in such lines as --progress, which bytes of which files are there
-    #[arg(long)]
-    follow: bool,
-    #[command(flatten)]
-    limits: Limits,
-}
-
-#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
-enum Verify {
-    /// Its length, and the checksum that the set's manifest has, or else the store
-    Checksum,
-    /// Its length
-    None,
-}
-
-#[derive(clap::Args)]
-struct Publish {
-    /// The folder
-    folder: PathBuf,
-    /// s3://BUCKET/PREFIX, gs://, az://, file:///PATH, or a folder
-    destination: String,
-    /// The folder is the I-th of N that the set is published from; the last of them makes it valid
-    #[arg(long, value_name = "I/N", requires = "attempt")]
-    rank: Option<Share>,
-    /// What all ranks of one set have in common, and no earlier try to publish it there had
-    #[arg(long, value_name = "NAME", requires = "rank")]
-    attempt: Option<String>,
-    /// Of the published sets beside the destination, itself among them, keep the N newest
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    keep: Option<u32>,
-    #[command(flatten)]
-    limits: Limits,
 }
 
 fn main() -> ExitCode {
@@ -189,14 +96,19 @@ fn run(args: &Args) -> Result<String> {
                 follow: hydrate.follow,
                 verify: hydrate.verify == Verify::Checksum,
                 pin: hydrate.pin,
+                limit: hydrate.quota.map(|quota| Limit { root: hydrate.sets.clone(), quota }),
                 published: hydrate.published,
                 dry_run: hydrate.dry_run,
             }))?;
             let what = if hydrate.dry_run { "to be fetched" } else { "fetched" };
-            let text = format!(
+            let mut text = format!(
                 "{} objects, {} bytes; {what}: {}, {} bytes",
                 done.objects, done.bytes, done.fetched_objects, done.fetched_bytes
             );
+            if done.evicted.evicted_bytes > 0 {
+                let what = if hydrate.dry_run { "to be evicted" } else { "evicted" };
+                text += &format!("; {what}: {}", done.evicted);
+            }
             Ok(shown(args.json, &done, text))
         }
         Command::Publish(publish) => {
@@ -222,10 +134,7 @@ fn run(args: &Args) -> Result<String> {
         Command::Evict(Evict { folder, quota, dry_run }) => {
             let done = evict::evict(&evict::Eviction { root: folder.clone(), quota: *quota, dry_run: *dry_run })?;
             let what = if *dry_run { "to be evicted" } else { "evicted" };
-            let text = format!(
-                "{what}: {} files of {} sets, {} bytes; {} bytes stay, {} may",
-                done.evicted_files, done.evicted_sets, done.evicted_bytes, done.bytes, done.quota
-            );
+            let text = format!("{what}: {}; {} bytes stay, {} may", done.evicted, done.bytes, done.quota);
             Ok(shown(args.json, &done, text))
         }
         Command::Stage(Stage::Status { folder, evicted }) => {

@@ -51,6 +51,12 @@ enum Line {
         name: String,
         entry: Entry,
     },
+    /// A file that is whole and durable gets its name next.
+    Named {
+        partial: String,
+        name: String,
+        entry: Entry,
+    },
     /// A file is gone, and its entry stays as a listing.
     Evicted {
         name: String,
@@ -81,6 +87,8 @@ pub struct Manifest {
     pub files: HashMap<String, Entry>,
     /// What files were that were evicted.
     pub evicted: HashMap<String, Entry>,
+    /// Files that were to get their names, with those of their partial files.
+    named: HashMap<String, (String, Entry)>,
     /// Parts by the partial file that they are in.
     parts: HashMap<String, Parts>,
 }
@@ -116,15 +124,22 @@ impl Manifest {
     /// The manifest, and how many bytes of the file are whole lines.
     fn parse(file: File, own: &Arc<Own>) -> Result<(Manifest, u64)> {
         let mut lines = BufReader::new(file.try_clone().map_err(Error::path(own.path(NAME), "use it twice"))?).take(LONGEST);
-        let mut manifest =
-            Manifest { file, own: own.clone(), set: None, files: HashMap::new(), evicted: HashMap::new(), parts: HashMap::new() };
+        let mut manifest = Manifest {
+            file,
+            own: own.clone(),
+            set: None,
+            files: HashMap::new(),
+            evicted: HashMap::new(),
+            named: HashMap::new(),
+            parts: HashMap::new(),
+        };
         let (mut good, mut line) = (0, Vec::new());
         loop {
             line.clear();
             let read = (&mut lines).take(LONGEST_LINE).read_until(b'\n', &mut line);
             read.map_err(Error::path(manifest.path(), "read it"))?;
             let Some(parsed) = line.strip_suffix(b"\n").and_then(|line| serde_json::from_slice(line).ok()) else { break };
-            if let Line::File { name, .. } = &parsed {
+            if let Line::File { name, .. } | Line::Named { name, .. } = &parsed {
                 names::check(name)?;
             }
             good += line.len() as u64;
@@ -143,7 +158,11 @@ impl Manifest {
             Line::Set(set) => self.set = Some(set),
             Line::File { name, entry } => {
                 self.evicted.remove(&name);
+                self.named.remove(&name);
                 self.files.insert(name, entry);
+            }
+            Line::Named { partial, name, entry } => {
+                self.named.insert(name, (partial, entry));
             }
             Line::Evicted { name } => {
                 if let Some((name, entry)) = self.files.remove_entry(&name) {
@@ -200,6 +219,30 @@ impl Manifest {
         }
         self.append(vec![Line::Dropped { of: of.into() }])?;
         self.file.sync_data().map_err(Error::path(self.path(), "make it durable"))
+    }
+
+    /// All files that there may be, with those that may have got their names.
+    pub fn there(&self) -> impl Iterator<Item = (&String, &Entry)> {
+        self.files.iter().chain(self.named.iter().map(|(name, (_, entry))| (name, entry)))
+    }
+
+    /// Bytes of the files that `is_there` says are there, by their names and what they are.
+    pub fn bytes(&self, is_there: impl Fn(&str, &Entry) -> bool) -> u64 {
+        let there = self.files.iter().filter(|(name, entry)| is_there(name, entry));
+        there.fold(0, |sum, (_, entry)| sum.saturating_add(entry.size))
+    }
+
+    /// Files that are whole and durable get their names next: those of partial files, and theirs.
+    pub fn name_files(&mut self, files: impl Iterator<Item = (String, String, Entry)>) -> Result<()> {
+        self.append(files.map(|(partial, name, entry)| Line::Named { partial, name, entry }).collect())
+    }
+
+    /// Whoever gave files their names was killed: `has_name` says which of them have them, by the
+    /// names of their partial files, their own, and what they are.
+    pub fn recover(&mut self, has_name: impl Fn(&str, &str, &Entry) -> bool) -> Result<()> {
+        let named = std::mem::take(&mut self.named).into_iter();
+        let files: Vec<_> = named.filter(|(name, (partial, entry))| has_name(partial, name, entry)).collect();
+        self.add_files(files.into_iter().map(|(name, (_, entry))| (name, entry)))
     }
 
     /// Files are durable under their names.

@@ -258,7 +258,7 @@ impl Run {
         let (data, path) = (data.clone(), path.to_owned());
         tokio::task::spawn_blocking(move || {
             data.read(&mut lease, offset, &path)?;
-            let crc32c = crc32c::crc32c(&lease);
+            let crc32c = crc_fast::crc32_iscsi(&lease);
             Ok((Bytes::from_owner(lease), crc32c))
         })
         .await?

@@ -6,8 +6,8 @@
 
 use crate::error::{Error, Result};
 use crate::names::{OWN, SET_MANIFEST};
-use crate::share::Share;
 use crate::store::{Published, SetManifest, Store};
+use gpunvme_programs::sets::Share;
 use object_store::ObjectStoreExt;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -34,6 +34,13 @@ pub struct Status {
     pub evicted: Vec<Evicted>,
 }
 
+impl Status {
+    /// All bytes of it.
+    pub fn held(&self) -> u64 {
+        self.bytes.saturating_add(self.partial)
+    }
+}
+
 /// A file that was evicted.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Evicted {
@@ -103,9 +110,9 @@ fn collect(folder: OwnedFd, path: &Path, depth: usize, sets: &mut Vec<Status>) {
 fn status(folder: &OwnedFd, path: &Path) -> Result<Option<Option<Status>>> {
     let Some(own) = Own::open(folder, path)?.map(Arc::new) else { return Ok(None) };
     let Some(manifest) = Manifest::read(&own)? else { return Ok(None) };
-    let Some(set) = manifest.set else { return Ok(Some(None)) };
-    let there = manifest.files.iter().filter(|(name, entry)| Folder::has(folder, name, entry));
-    let (files, bytes) = there.fold((0, 0), |(files, bytes), (_, entry)| (files + 1, bytes + entry.size));
+    let Some(set) = manifest.set.clone() else { return Ok(Some(None)) };
+    let there = manifest.there().filter(|(name, entry)| Folder::has(folder, name, entry));
+    let (files, bytes) = there.fold((0, 0_u64), |(files, bytes), (_, entry)| (files + 1, bytes.saturating_add(entry.size)));
     let partial = match own.folder_there("partial")? {
         Some(partial) => folder::partials(partial, &own.path("partial"))?.iter().map(|(_, bytes)| bytes).sum(),
         None => 0,
@@ -131,7 +138,7 @@ pub fn table(sets: &[Status], with_names: bool) -> String {
         let ago = format!("{:.0} s", now - set.used);
         text += &format!(
             "\n{:>14} {:>9} {:>9} {ago:>10}  {pinned:<6} {}  ({})",
-            set.bytes + set.partial,
+            set.held(),
             set.files,
             set.evicted.len(),
             set.folder.display(),

@@ -1,6 +1,6 @@
 //! A set in an object store, or in a folder: what it has, and the bytes of it.
 
-use crate::checksums::Expected;
+use crate::checksums::{Crc32c, Expected};
 use crate::error::{Error, Result};
 use crate::memory::Lease;
 use crate::names::{self, SET_MANIFEST};
@@ -388,7 +388,7 @@ impl Store {
     /// [`Error::Store`] where the store refuses, or nothing more comes; [`Error::Answer`].
     pub async fn fetch(&self, object: &Object, range: Range<u64>, mut lease: Lease) -> Result<Fetched> {
         let (mut at, mut failures) = (range.start, 0);
-        let (mut told, mut crc32c) = (None, 0);
+        let (mut told, mut sum) = (None, Crc32c::new());
         while at < range.end {
             // With the whole object comes its checksum.
             let is_all = (at, range.end) == (0, object.size);
@@ -409,10 +409,10 @@ impl Store {
                     match found.payload {
                         GetResultPayload::File(file, path) => {
                             let offset = (at - range.start) as usize;
-                            (lease, crc32c) = tokio::task::spawn_blocking(move || {
+                            (lease, sum) = tokio::task::spawn_blocking(move || {
                                 file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
-                                let crc32c = crc32c::crc32c_append(crc32c, &lease[offset..]);
-                                Ok::<_, Error>((lease, crc32c))
+                                sum.add(&lease[offset..]);
+                                Ok::<_, Error>((lease, sum))
                             })
                             .await??;
                             at = range.end;
@@ -428,8 +428,7 @@ impl Store {
                                             let why = "more bytes than were asked for".into();
                                             return Err(Error::Answer { name: object.name.clone(), why });
                                         };
-                                        crc32c = crc32c::crc32c_append(crc32c, &bytes);
-                                        room.copy_from_slice(&bytes);
+                                        sum.copy(room, &bytes);
                                         at += bytes.len() as u64;
                                     }
                                     Err(error) => {
@@ -460,7 +459,7 @@ impl Store {
             }
             tokio::time::sleep(PAUSE * 2_u32.pow(failures)).await;
         }
-        Ok(Fetched::Whole { lease, crc32c, told })
+        Ok(Fetched::Whole { lease, crc32c: sum.finish(), told })
     }
 }
 

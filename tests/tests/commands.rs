@@ -99,6 +99,8 @@ fn bash_completes_options_of_every_program_also_behind_commands() {
         ("mount.gpunvme", &["--fore"], "--foreground"),
         ("gpunvme", &["metadata-dump", "--na"], "--names"),
         ("gpunvme", &["nvme", "vfio:x", "form"], "format"),
+        ("gpunvme", &["hydrate", "--quo"], "--quota"),
+        ("gpunvme", &["stage", "status", "--ev"], "--evicted"),
         ("gpunvme-stage", &["hyd"], "hydrate"),
         ("gpunvme-stage", &["hydrate", "--inc"], "--include"),
         ("gpunvme-stage", &["hydrate", "a", "b", "--verify", ""], "checksum none"),

@@ -1,6 +1,7 @@
 //! Shared parts of the programs of gpunvme: claiming a device ([`claim`]), volumes of several
 //! devices ([`members`]), label and UUID ([`names`]), dumps of metadata ([`dump`]), the mount table
-//! ([`mounts`]), the terminal ([`terminal`]), and what shells complete ([`completions`]).
+//! ([`mounts`]), the terminal ([`terminal`]), what shells complete ([`completions`]), and the
+//! command line for sets of files ([`sets`]).
 #![deny(unsafe_code)]
 
 mod below;
@@ -11,4 +12,5 @@ pub mod members;
 pub mod mounts;
 pub mod names;
 mod random;
+pub mod sets;
 pub mod terminal;

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-const URL: &str = "s3://bucket/set";
+pub const URL: &str = "s3://bucket/set";
 
 pub fn stored(seed: u64) -> Store {
     let store = Store::new();

@@ -1,10 +1,12 @@
 //! `gpunvme hydrate` and `gpunvme publish` on real mounts, with folders and with a store of the
 //! test's own, which has faults.
 
+mod access;
 mod evict;
 mod hostile;
 mod hydrate;
 mod publish;
+mod quota;
 mod store;
 
 use gpunvme_tests::{programs, tree};

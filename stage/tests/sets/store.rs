@@ -2,6 +2,7 @@
 //! and answers with faults where a test wants them.
 
 use md5::{Digest as _, Md5};
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use sha2::Digest as _;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -60,6 +61,8 @@ pub struct State {
     /// By their names; the object and the parts.
     pub uploads: BTreeMap<String, (String, BTreeMap<u32, Vec<u8>>)>,
     begun: u32,
+    /// How the last request was signed.
+    pub signed: Option<String>,
 }
 
 /// The store. It serves until the test ends.
@@ -67,19 +70,32 @@ pub struct State {
 pub struct Store {
     state: Arc<Mutex<State>>,
     address: SocketAddr,
+    scheme: &'static str,
 }
 
 impl Store {
     /// An empty one.
     pub fn new() -> Store {
+        Store::listening("http", |stream| stream)
+    }
+
+    /// An empty one by HTTPS, which shows the certificates of this setting.
+    pub fn secure(setting: Arc<ServerConfig>) -> Store {
+        Store::listening("https", move |stream| StreamOwned::new(ServerConnection::new(setting.clone()).unwrap(), stream))
+    }
+
+    fn listening<S: Read + Write + Send + 'static>(
+        scheme: &'static str,
+        wrap: impl Fn(TcpStream) -> S + Send + 'static,
+    ) -> Store {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let store = Store { state: Arc::default(), address: listener.local_addr().unwrap() };
+        let store = Store { state: Arc::default(), address: listener.local_addr().unwrap(), scheme };
         let serving = store.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
-                let store = serving.clone();
+                let (store, mut stream) = (serving.clone(), BufReader::new(wrap(stream)));
                 // A client that is killed leaves in the middle.
-                std::thread::spawn(move || while store.serve(&stream).is_some() {});
+                std::thread::spawn(move || while store.serve(&mut stream).is_some() {});
             }
         });
         store
@@ -91,21 +107,22 @@ impl Store {
 
     /// The address of what lies there.
     pub fn url(&self, path: &str) -> String {
-        format!("http://{}{path}", self.address)
+        format!("{}://{}{path}", self.scheme, self.address)
     }
 
     /// What a command needs to find it.
     pub fn found_by<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command
-            .env("AWS_ENDPOINT", format!("http://{}", self.address))
-            .env("AWS_ALLOW_HTTP", "true")
+            .env("AWS_ENDPOINT", self.url(""))
+            .env("AWS_CONFIG_FILE", "/dev/null")
+            .env("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+            .env_remove("AWS_PROFILE")
             .env("AWS_REGION", "here")
             .env("AWS_ACCESS_KEY_ID", "KEYOFTHETEST")
             .env("AWS_SECRET_ACCESS_KEY", "SECRETOFTHETEST")
     }
 
-    fn serve(&self, mut stream: &TcpStream) -> Option<()> {
-        let mut reader = BufReader::new(stream);
+    fn serve(&self, reader: &mut BufReader<impl Read + Write>) -> Option<()> {
         let mut line = String::new();
         reader.read_line(&mut line).ok()?;
         let mut words = line.split_whitespace();
@@ -136,6 +153,7 @@ impl Store {
         if method != "HEAD" {
             head += &format!("content-length: {}\r\n", body.len());
         }
+        let stream = reader.get_mut();
         stream.write_all((head + "\r\n").as_bytes()).ok()?;
         let sent = match fault {
             Some(Fault::Cut(len)) => &body[..len.min(body.len())],
@@ -144,11 +162,8 @@ impl Store {
         if method != "HEAD" {
             stream.write_all(sent).ok()?;
         }
-        if sent.len() < body.len() {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-            return None;
-        }
-        Some(())
+        stream.flush().ok()?;
+        (sent.len() == body.len()).then_some(())
     }
 
     #[allow(clippy::type_complexity)] // status, headers, body, fault: an answer
@@ -164,6 +179,7 @@ impl Store {
         let plain = |status, body: String| (status, Vec::new(), body.into_bytes(), None);
         // As S3 has it.
         let signed = headers.get("authorization").and_then(|text| text.split("SignedHeaders=").nth(1)?.split(',').next());
+        state.signed = headers.get("authorization").cloned();
         let is_signed = |name: &str| signed.is_some_and(|signed| signed.split(';').any(|one| one == name));
         if let Some(name) = headers.keys().find(|name| name.starts_with("x-amz-") && !is_signed(name)) {
             return plain(

@@ -5,6 +5,7 @@ use gpunvme::{Require, Route};
 use gpunvme_cuda::NoGpuName;
 pub use gpunvme_cuda::Which;
 use gpunvme_programs::completions::{Completions, Printed};
+use gpunvme_programs::sets;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -87,7 +88,7 @@ pub enum Command {
         mount: PathBuf,
     },
     /// Bring a set of objects from a store, or a folder, into a folder of a mount
-    Hydrate(crate::stage::Stage),
+    Hydrate(sets::Hydrate),
     /// Tell what a mount is and can do
     Info {
         /// The mount, or anything in it
@@ -120,11 +121,12 @@ pub enum Command {
         device: PathBuf,
     },
     /// Bring a folder of a mount into a store, or a folder
-    Publish(crate::stage::Stage),
+    Publish(sets::Publish),
     /// Remove sets that were hydrated until the others keep a quota
-    Evict(crate::stage::Stage),
-    /// What sets there are: `stage status FOLDER`
-    Stage(crate::stage::Stage),
+    Evict(sets::Evict),
+    /// What sets there are
+    #[command(subcommand)]
+    Stage(sets::Stage),
     /// Read a file into registered memory, and tell how it moved
     Read(Read),
     /// Run a program that speaks cuFile, with our libcufile before NVIDIA's
