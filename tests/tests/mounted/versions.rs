@@ -175,7 +175,10 @@ impl Subject {
         let (from, len) = random.piece();
         let (at, least, mut bytes) = (from * BLOCK, self.least(from, len), vec![0; (len * BLOCK) as usize]);
         match if only_by_ring { 9 } else { random.below(8) } {
-            0 => drop(hands.file.read_at(&mut bytes, at).map(|count| bytes.truncate(count)).unwrap()),
+            0 => {
+                let count = hands.file.read_at(&mut bytes, at).unwrap();
+                bytes.truncate(count);
+            }
             1 => {
                 let mut aligned = Aligned::new(&bytes);
                 let count = hands.direct.read_at(aligned.bytes(), at).unwrap();

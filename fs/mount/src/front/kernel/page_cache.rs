@@ -380,11 +380,7 @@ mod tests {
                     let removes = !cache.begin(number, vec![bytes(0..1)], None, true).is_empty();
                     in_flight = Some((number, removes));
                 }
-                5 if let Some((_, true)) = in_flight => {
-                    if looked_up.is_none() {
-                        page = None;
-                    }
-                }
+                5 if looked_up.is_none() && matches!(in_flight, Some((_, true))) => page = None,
                 6 if looked_up.is_none() => {
                     if let Some((number, removes)) = in_flight.take() {
                         if removes {
