@@ -69,6 +69,7 @@ pub fn with_libcuda<F: FnOnce()>(folder: &Path, environment: &[(&str, &str)], bo
         .envs(environment.iter().copied())
         .output()
         .expect("`timeout` of coreutils runs");
-    let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    // What went wrong comes first: reports of a run show the beginning.
+    let said = format!("{}{}", String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
     assert!(output.status.success() && said.contains("1 passed"), "{name}, in a process of its own: {}\n{said}", output.status);
 }
