@@ -3,9 +3,9 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
+use std::os::fd::OwnedFd;
 
-use rustix::fs::{Mode, OFlags, openat};
+use rustix::fs::{AtFlags, Mode, OFlags, openat, statat};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 
 /// The control files of one connection, and no later one: the kernel has taken the connection out of
@@ -13,7 +13,7 @@ use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, 
 #[derive(Debug)]
 pub struct Control {
     abort: File,
-    waiting: File,
+    folder: OwnedFd,
 }
 
 impl Control {
@@ -28,8 +28,9 @@ impl Control {
         let root = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
         // The kernel names it by its own form of the number (`dev_t`), which has 20 bits of minor.
         let name = u64::from(rustix::fs::major(dev)) << 20 | u64::from(rustix::fs::minor(dev));
-        let open = |file, flags| openat(&root, format!("{name}/{file}"), flags | OFlags::CLOEXEC, Mode::empty());
-        Ok(Control { abort: open("abort", OFlags::WRONLY)?.into(), waiting: open("waiting", OFlags::RDONLY)?.into() })
+        let folder = openat(&root, name.to_string(), OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        let abort = openat(&folder, "abort", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?.into();
+        Ok(Control { abort, folder })
     }
 
     /// Ends the connection: its requests and all that is open on it fail from now on, wherever it
@@ -43,6 +44,6 @@ impl Control {
 
     /// Whether the superblock of the connection is there still, perhaps without a daemon.
     pub fn has_superblock(&self) -> bool {
-        self.waiting.read_at(&mut [0], 0).is_ok_and(|len| len > 0)
+        statat(&self.folder, "waiting", AtFlags::SYMLINK_NOFOLLOW).is_ok()
     }
 }
