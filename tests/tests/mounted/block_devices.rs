@@ -18,7 +18,7 @@ use rustix::process::{Signal, kill_process};
 
 use super::transport::Parameter;
 
-const LEN: u64 = 256 << 20;
+const LEN: u64 = 128 << 20;
 /// What must not hang ends within this.
 const LIMIT: Duration = Duration::from_secs(30);
 /// Nothing becomes durable by itself within a test.
@@ -72,14 +72,17 @@ fn a_mounted_block_device_is_claimed() {
     let device = volume.image().device();
     let line = listed(&volume.root());
     let source = device.to_str().unwrap();
-    assert!(line.starts_with(&format!("{source} ")) && line.contains(" fuseblk.gpunvme ") && line.contains("blksize=4096"), "{line}");
+    assert!(
+        line.starts_with(&format!("{source} ")) && line.contains(" fuseblk.gpunvme ") && line.contains("blksize=4096"),
+        "{line}"
+    );
     assert_eq!(claim(&device).unwrap_err().raw_os_error(), Some(libc::EBUSY));
     let elsewhere = volume.image().path().with_file_name("elsewhere");
     fs::create_dir(&elsewhere).unwrap();
     let mount = programs::command("mount.gpunvme").arg(&device).arg(&elsewhere).output().unwrap();
     let others = [
         mount,
-        run("mkfs.gpunvme", &["-F"], &device),
+        run("mkfs.gpunvme", &["--force"], &device),
         run("fsck.gpunvme", &["-n"], &device),
         run("gpunvme", &["tune", "-L", "other"], &device),
     ];
@@ -103,13 +106,10 @@ fn images_and_volumes_of_several_devices_stay_fuse() {
     assert!(made.status.success(), "{}", text(&made));
     let dir = files.mount_point();
     fs::create_dir(&dir).unwrap();
-    let names = devices.iter().map(|device| device.path().to_str().unwrap()).collect::<Vec<_>>().join("+");
-    let mount = || {
-        let mut mount = programs::command("mount.gpunvme");
-        mount.arg(devices[0].path()).args(["-o", &format!("device={}", devices[1].path().display())]);
-        mount.arg(&dir).stdin(Stdio::null()).output().unwrap()
-    };
-    assert!(mount().status.success(), "{names}");
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(devices[0].path()).args(["-o", &format!("device={}", devices[1].path().display())]);
+    let mounted = mount.arg(&dir).stdin(Stdio::null()).output().unwrap();
+    assert!(mounted.status.success(), "{}", text(&mounted));
     assert!(listed(&dir).contains(" fuse.gpunvme "));
     assert_eq!(claim(devices[1].path()).unwrap_err().raw_os_error(), Some(libc::EBUSY));
     assert!(Command::new("umount").arg(&dir).status().unwrap().success());
@@ -161,10 +161,10 @@ fn umount_returns_when_it_is_clean(image: Image, options: &str) {
         // No umount(8), whose helper could wait.
         rustix::mount::unmount(&dir, UnmountFlags::empty()).unwrap();
         drop(claim(&device).expect("free at once"));
-        let superblock = fs::read(image.path()).unwrap();
+        let left = fs::read(image.path()).unwrap();
         let checked = run("fsck.gpunvme", &["-n"], &device);
         assert!(checked.status.success() && text(&checked).contains("clean"), "round {round}: {}", text(&checked));
-        assert!(fs::read(image.path()).unwrap() == superblock, "nothing was written after umount(2)");
+        assert!(fs::read(image.path()).unwrap() == left, "nothing was written after umount(2)");
     }
 }
 
@@ -234,10 +234,8 @@ fn a_block_device_that_a_killed_daemon_left_mounted_can_be_mounted_again() {
 #[test]
 fn of_two_mounts_of_a_block_device_at_once_one_comes_about() {
     let image = on_block_device!("of_two_mounts_of_a_block_device_at_once_one_comes_about");
-    let dirs = [1, 2].map(|number| image.path().with_file_name(format!("at {number}")));
+    let dirs = [1, 2].map(|number| image.path().with_file_name(format!("at-{number}")));
     dirs.iter().for_each(|dir| fs::create_dir(dir).unwrap());
-    let mut mount = programs::command("mount.gpunvme");
-    mount.arg(image.device()).stdin(Stdio::null()).stderr(Stdio::piped());
     let both = dirs.each_ref().map(|dir| {
         let mut mount = programs::command("mount.gpunvme");
         mount.arg(image.device()).arg(dir).stdin(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
@@ -300,14 +298,14 @@ fn a_block_device_whose_mount_is_cut_off_loses_nothing() {
     let volume = on_block_device!("a_block_device_whose_mount_is_cut_off_loses_nothing").mount_with(LATE);
     let content = tree::pattern(1, 3 << 20);
     fs::write(volume.path("file"), &content).unwrap();
-    let _held = File::open(volume.path("file")).unwrap();
+    let held = File::open(volume.path("file")).unwrap();
     let device = volume.image().device();
     // umount -f: the connection ends, and the mount, which is in use, stays.
     let _ = rustix::mount::unmount(volume.root(), UnmountFlags::FORCE);
     let (status, image) = volume.signal(Signal::TERM);
     assert_eq!(status.exit_status(), Some(0));
     assert!(claim(&device).is_err(), "the kernel holds the device for the file");
-    drop(_held);
+    drop(held);
     let volume = image.mount();
     assert!(fs::read(volume.path("file")).unwrap() == content);
 }
