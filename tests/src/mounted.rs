@@ -71,8 +71,8 @@ impl Image {
         image
     }
 
-    /// A freshly formatted volume on a loop device over an image of `len` bytes. None, said aloud for
-    /// `test`, where there is no loop device.
+    /// A freshly formatted volume on a loop device over an image of `len` bytes. None, said aloud
+    /// for `test`, where there is no loop device.
     pub fn on_block_device(test: &str, len: u64) -> Option<Self> {
         let image = Self::blank(len);
         let device = LoopDevice::over(test, &image.path())?;

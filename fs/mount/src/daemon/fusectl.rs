@@ -8,8 +8,8 @@ use std::os::fd::OwnedFd;
 use rustix::fs::{AtFlags, Mode, OFlags, openat, statat};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 
-/// The control files of one connection, and no later one: the kernel has taken the connection out of
-/// them when the number is another's.
+/// The control files of one connection, and no later one: the kernel has taken the connection out
+/// of them when the number is another's.
 #[derive(Debug)]
 pub struct Control {
     abort: File,

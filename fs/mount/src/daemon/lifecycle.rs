@@ -80,8 +80,8 @@ impl Lifecycle {
             && let Err(error) = report.live()
         {
             tracing::warn!("{}: the caller is gone ({error}): unmounting", mount.dir().display());
-            // By another thread: of a block device this waits until the session has ended, which the
-            // caller of this sees to.
+            // By another thread: of a block device this waits until the session has ended, which
+            // the caller of this sees to.
             let release = move || match mount.release(UnmountFlags::DETACH) {
                 Ok(()) => {}
                 Err(error) => tracing::error!("{}: unmounting: {error}", mount.dir().display()),
@@ -93,8 +93,8 @@ impl Lifecycle {
     }
 
     /// To be called when the kernel's last request has come, with whether umount(2) waits for its
-    /// answer. Otherwise a mount that is still there leads nowhere, and is taken away; a device that
-    /// it claimed is claimed again, for as long as what is returned.
+    /// answer. Otherwise a mount that is still there leads nowhere, and is taken away; a device
+    /// that it claimed is claimed again, for as long as what is returned.
     ///
     /// # Errors
     /// Another program has the device already, and nothing may be written any more.

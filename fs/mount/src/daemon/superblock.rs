@@ -1,10 +1,10 @@
 //! The superblock of a mount of one block device, of the type `fuseblk` (`fs/fuse/inode.c`).
 //!
-//! The kernel then has the device claimed for as long as the superblock is there, waits in umount(2)
-//! until the daemon has answered DESTROY, and tells it of sync(2) and syncfs(2) (Linux 6.18). The
-//! superblock is made before the volume is opened, and attached to the directory tree after that: so
-//! the device is claimed from the first look at it. There can be no other superblock of the same
-//! device, and no second daemon at this one (`FSCONFIG_CMD_CREATE_EXCL`, Linux 6.6).
+//! The kernel then has the device claimed for as long as the superblock is there, waits in
+//! umount(2) until the daemon has answered DESTROY, and tells it of sync(2) and syncfs(2) (Linux
+//! 6.18). The superblock is made before the volume is opened, and attached to the directory tree
+//! after that: so the device is claimed from the first look at it. There can be no other superblock
+//! of the same device, and no second daemon at this one (`FSCONFIG_CMD_CREATE_EXCL`, Linux 6.6).
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, OwnedFd};
