@@ -10,11 +10,10 @@ use std::cell::Cell;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Error, OpenMode, path_of, split_names};
+use gpunvme_blockdev::{Error, OpenMode, path_of, split_names};
 use gpunvme_programs::claim::{ClaimError, has_users};
-use gpunvme_programs::members;
+use gpunvme_programs::members::{self, ClaimedBy};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{
@@ -40,7 +39,7 @@ pub struct Superblock {
 }
 
 /// A volume on a block device that a superblock claims.
-type Claimed = (Arc<dyn BlockDevice>, Superblock);
+type Claimed = ClaimedBy<Superblock>;
 
 /// Claims and opens the volume that these options name, where that can be done by a superblock:
 /// the daemon is root, and the volume lies on one block device, named by its path. None otherwise.

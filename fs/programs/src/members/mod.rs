@@ -42,16 +42,19 @@ pub fn open(device: &str, others: &[String], mode: OpenMode) -> Result<Arc<dyn B
     }
 }
 
+/// An open device, and what claims it.
+pub type ClaimedBy<T> = (Arc<dyn BlockDevice>, T);
+
 /// As [`open`], for a `device` that is a path, and is not a member of a volume of several devices:
-/// `claim` claims and opens it, and what it returns besides comes back. None: it is such a member.
+/// `claim` claims and opens it. None: it is such a member.
 ///
 /// # Errors
 /// As [`open`].
 pub fn open_alone<T>(
     device: &str,
     mode: OpenMode,
-    claim: impl Fn() -> gpunvme_blockdev::Result<(Arc<dyn BlockDevice>, T)>,
-) -> Result<Option<(Arc<dyn BlockDevice>, T)>, ClaimError> {
+    claim: impl Fn() -> gpunvme_blockdev::Result<ClaimedBy<T>>,
+) -> Result<Option<ClaimedBy<T>>, ClaimError> {
     if path_of(device).and_then(search::glance).is_some() {
         return Ok(None);
     }
