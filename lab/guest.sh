@@ -16,7 +16,7 @@ mounted() {
     eventually 60 is_mounted_or_gone "$2"
     is_mounted "$2"
 }
-is_mounted() { grep -q " $1 fuse.gpunvme " /proc/mounts; }
+is_mounted() { grep -Eq " $1 fuse(blk)?.gpunvme " /proc/mounts; }
 is_mounted_or_gone() { is_mounted "$1" || gone "$(daemon "$1")"; }
 
 # The daemon behind a mount.

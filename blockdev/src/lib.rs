@@ -41,7 +41,7 @@ pub use error::{Error, Result};
 pub use geometry::{Geometry, Length};
 pub use io::{Io, OwnQueue, Waker};
 pub use op::Op;
-pub use open::{open, open_controller};
+pub use open::{open, open_claimed, open_controller};
 pub use region::{Region, Span};
 pub use request::{Completion, Request, Spans};
 pub use stripe::{Place, StripeDevice, StripeMap};

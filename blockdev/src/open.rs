@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::device_name::{Backend, DeviceName};
-use crate::file::FileDevice;
+use crate::file::{Claim, FileDevice};
 use crate::nvme::{Controller, NvmeDevice, Options};
 use crate::sim::SimController;
 use crate::transport::Transport;
@@ -16,7 +16,7 @@ use crate::{BlockDevice, Error, OpenMode, Result};
 /// The device is locked against other users for as long as it or one of its queues lives: a
 /// controller and a block device (`O_EXCL`) exclusively whatever the mode; an image file
 /// (fcntl(2), `F_OFD_SETLK`) exclusively for [`OpenMode::ReadWrite`] and shared for
-/// [`OpenMode::ReadOnly`].
+/// [`OpenMode::ReadOnly`]. A block device has this lock as well: see [`open_claimed`].
 ///
 /// # Errors
 /// - [`Error::Busy`] when the device is locked by another user, after 300 ms of attempts.
@@ -28,11 +28,21 @@ use crate::{BlockDevice, Error, OpenMode, Result};
 ///   device, or the kernel, failed while it was set up.
 pub fn open(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
     let Some(mut name) = DeviceName::parse(device) else {
-        return Ok(Arc::new(FileDevice::open(device, mode)?));
+        return Ok(Arc::new(FileDevice::open(device, mode, Claim::Ours)?));
     };
     let options = Options::take(&mut name)?;
     let transport = connect(&mut name, mode)?;
     Ok(Arc::new(NvmeDevice::open(name.device(), transport, options, mode)?))
+}
+
+/// Opens the block device DEVICE (a path) for a caller that has claimed it by other means than
+/// `O_EXCL`: the superblock of its mount. The lock (fcntl(2), `F_OFD_SETLK`) keeps [`open`] and
+/// this away from the same file of a device, and shows others that this process lives.
+///
+/// # Errors
+/// As [`open`]; [`Error::Busy`] speaks of the lock only.
+pub fn open_claimed(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>> {
+    Ok(Arc::new(FileDevice::open(device, mode, Claim::Callers)?))
 }
 
 /// Claims the NVMe controller of DEVICE (`vfio:0000:01:00.0`) for maintenance, without touching

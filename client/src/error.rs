@@ -14,7 +14,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// The path does not lie on a gpunvme mount.
-    #[error("{path}: not on a gpunvme mount (`mount -t fuse.gpunvme` lists those there are)")]
+    #[error("{path}: not on a gpunvme mount (`findmnt -t fuse.gpunvme,fuseblk.gpunvme` lists those there are)")]
     NotGpunvme {
         /// The path.
         path: PathBuf,

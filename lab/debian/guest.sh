@@ -11,7 +11,7 @@ sudo() { "$@"; }
 # The commands of docs/guide/install.md. A person is slower than udev, a script is not.
 command_line() { eval "$1" && udevadm settle; }
 
-is_mounted() { grep -q " $1 fuse.gpunvme " /proc/mounts; }
+is_mounted() { grep -Eq " $1 fuse(blk)?.gpunvme " /proc/mounts; }
 mounted_in_time() { eventually 600 is_mounted "$1"; }
 # The process that serves a mount.
 daemon() {

@@ -13,6 +13,7 @@ pub mod control_group;
 pub mod cuda;
 pub mod differential;
 pub mod direct;
+pub mod loop_device;
 pub mod machine;
 pub mod mounted;
 pub mod observe;

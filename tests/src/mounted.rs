@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus};
 use tempfile::TempDir;
 
+use crate::loop_device::LoopDevice;
 use crate::{programs, scratch_dir_in, scratch_root};
 
 /// Bytes in a test image that did not ask for a size. The file is sparse.
@@ -24,6 +25,8 @@ pub struct Image {
     scratch: TempDir,
     /// Further members, where it is the first of several.
     others: usize,
+    /// The block device that the programs get instead of the file.
+    device: Option<LoopDevice>,
 }
 
 impl Image {
@@ -52,7 +55,7 @@ impl Image {
 
     /// Files that one volume is to be made of, with `len` bytes each, which hold nothing.
     pub fn blank_members_in(folder: &Path, members: usize, len: u64) -> Self {
-        let image = Self { scratch: scratch_dir_in(folder), others: members - 1 };
+        let image = Self { scratch: scratch_dir_in(folder), others: members - 1, device: None };
         for path in image.members() {
             let file = File::create(path).expect("an image file");
             file.set_len(len).expect("a sparse image file");
@@ -68,13 +71,29 @@ impl Image {
         image
     }
 
+    /// A freshly formatted volume on a loop device over an image of `len` bytes. None, said aloud
+    /// for `test`, where there is no loop device.
+    pub fn on_block_device(test: &str, len: u64) -> Option<Self> {
+        let image = Self::blank(len);
+        let device = LoopDevice::over(test, &image.path())?;
+        let image = Self { device: Some(device), ..image };
+        let output = image.mkfs(&[]);
+        assert!(output.status.success(), "mkfs.gpunvme: {}", text(&output));
+        Some(image)
+    }
+
+    /// What the programs get: the block device where there is one, else the image file.
+    pub fn device(&self) -> PathBuf {
+        self.device.as_ref().map_or_else(|| self.path(), |device| device.path().to_owned())
+    }
+
     /// The image files that the volume lies on: [`Image::path`] first.
     pub fn members(&self) -> Vec<PathBuf> {
         let others = (1..=self.others).map(|number| self.scratch.path().join(format!("image.{number}")));
         std::iter::once(self.path()).chain(others).collect()
     }
 
-    /// The image file.
+    /// The image file, also where it is below a block device.
     pub fn path(&self) -> PathBuf {
         self.scratch.path().join("image")
     }
@@ -87,12 +106,13 @@ impl Image {
 
     /// Runs `mkfs.gpunvme` on the image.
     pub fn mkfs(&self, options: &[&str]) -> Output {
-        programs::command("mkfs.gpunvme").args(options).args(self.members()).output().expect("mkfs.gpunvme runs")
+        let devices = if self.device.is_some() { vec![self.device()] } else { self.members() };
+        programs::command("mkfs.gpunvme").args(options).args(devices).output().expect("mkfs.gpunvme runs")
     }
 
     /// Insists that `fsck.gpunvme` finds nothing.
     pub fn check(&self) {
-        let output = programs::command("fsck.gpunvme").arg("-n").arg(self.path()).output().expect("fsck.gpunvme runs");
+        let output = programs::command("fsck.gpunvme").arg("-n").arg(self.device()).output().expect("fsck.gpunvme runs");
         assert!(output.status.success(), "fsck.gpunvme: {}", text(&output));
     }
 
@@ -119,7 +139,7 @@ impl Image {
             }
             None => mount,
         };
-        command.arg(self.path()).arg(self.mount_point()).stdin(Stdio::null());
+        command.arg(self.device()).arg(self.mount_point()).stdin(Stdio::null());
         if !options.is_empty() {
             command.args(["-o", options]);
         }
@@ -148,7 +168,7 @@ impl Image {
     fn mounted(self, output: &Output) -> Mounted {
         assert!(output.status.success(), "mount.gpunvme: {}", text(output));
         assert!(is_mounted(&self.mount_point()), "mount.gpunvme returned before the mount was live");
-        let Some(daemon) = find_daemon(&self.path()) else {
+        let Some(daemon) = find_daemon(&self.device()) else {
             release(&self.mount_point());
             panic!("no daemon behind the mount");
         };

@@ -17,8 +17,23 @@ use crate::{Error, OpenMode, Result};
 /// would otherwise fail now and then.
 const PATIENCE: Duration = Duration::from_millis(300);
 
+/// Who claims a block device from other programs (`O_EXCL`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// The open file.
+    Ours,
+    /// Something of the caller's that the kernel takes for its user: the superblock of a mount.
+    Callers,
+}
+
 /// Opens an image file or a block device, with further flags, and locks it.
-pub(crate) fn open_exclusively(name: &Arc<str>, path: &Path, mode: OpenMode, flags: OFlags) -> Result<(File, Kind)> {
+pub(crate) fn open_exclusively(
+    name: &Arc<str>,
+    path: &Path,
+    mode: OpenMode,
+    claim: Claim,
+    flags: OFlags,
+) -> Result<(File, Kind)> {
     // Before opening: opening a fifo would wait for its other end.
     let file_type = std::fs::metadata(path).map_err(|error| explain(name, mode, error.into_errno()))?.file_type();
     let kind = match file_type {
@@ -30,17 +45,17 @@ pub(crate) fn open_exclusively(name: &Arc<str>, path: &Path, mode: OpenMode, fla
         OpenMode::ReadOnly => OFlags::RDONLY,
         OpenMode::ReadWrite => OFlags::RDWR,
     };
-    let exclusive = match kind {
-        Kind::Block => OFlags::EXCL,
-        Kind::File => OFlags::empty(),
+    let exclusive = match (kind, claim) {
+        (Kind::Block, Claim::Ours) => OFlags::EXCL,
+        _ => OFlags::empty(),
     };
     let flags = access | exclusive | flags | OFlags::CLOEXEC;
     let deadline = Instant::now() + PATIENCE;
     loop {
         let attempt = rustix::fs::open(path, flags, Mode::empty()).map(File::from).and_then(|file| {
-            if kind == Kind::File {
-                lock_file(&file, mode)?;
-            }
+            // Of a block device as well: a claim that is a superblock's ends with that, and its
+            // daemon may be writing still.
+            lock_file(&file, mode)?;
             Ok(file)
         });
         match attempt {
@@ -52,7 +67,7 @@ pub(crate) fn open_exclusively(name: &Arc<str>, path: &Path, mode: OpenMode, fla
                 }
                 return Ok((file, kind));
             }
-            // The lock of a file answers AGAIN, the claim of a block device BUSY.
+            // The lock answers AGAIN, the claim of a block device BUSY.
             Err(Errno::BUSY | Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(PATIENCE / 30),
             Err(errno) => return Err(explain(name, mode, errno)),
         }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use rustix::fs::OFlags;
 
-pub(crate) use claim::open_exclusively;
+pub(crate) use claim::{Claim, open_exclusively};
 
 use target::Target;
 use uring::{Submission, UringQueue};
@@ -35,9 +35,9 @@ pub(crate) struct FileDevice {
 }
 
 impl FileDevice {
-    pub(crate) fn open(device: &str, mode: OpenMode) -> Result<Self> {
+    pub(crate) fn open(device: &str, mode: OpenMode, claim: Claim) -> Result<Self> {
         let name: Arc<str> = device.into();
-        let (file, kind) = open_exclusively(&name, Path::new(device), mode, OFlags::DIRECT)?;
+        let (file, kind) = open_exclusively(&name, Path::new(device), mode, claim, OFlags::DIRECT)?;
         let geometry = geometry::probe(&name, &file, kind, mode)?;
         tracing::debug!(device, ?kind, ?geometry, "opened");
         Ok(Self { target: Arc::new(Target { name, geometry, file, kind }) })

@@ -414,7 +414,7 @@ mod tests {
     //! What the kernel does too rarely to wait for it: short and refused commands. Their
     //! completions are made up here; what follows from them runs on a real ring.
     use super::*;
-    use crate::file::FileDevice;
+    use crate::file::{Claim, FileDevice};
     use crate::{OpenMode, Region, Span};
 
     const LEN: usize = 64 << 10;
@@ -435,7 +435,7 @@ mod tests {
         let directory = tempfile::tempdir_in("/dev/shm").expect("a temporary directory");
         let path = directory.path().join("image");
         std::fs::write(&path, vec![1; LEN]).expect("an image");
-        let device = FileDevice::open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadOnly).expect("it opens");
+        let device = FileDevice::open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadOnly, Claim::Ours).expect("it opens");
         let queue = device.queue(submission).expect("a queue");
         assert_eq!(queue.target.geometry.len.get(), LEN as u64);
         let region = Region::allocate(LEN).expect("memory");
@@ -469,7 +469,7 @@ mod tests {
             .map(|number| {
                 let path = directory.path().join(number.to_string());
                 std::fs::write(&path, vec![number; LEN]).expect("an image");
-                FileDevice::open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadOnly).expect("it opens")
+                FileDevice::open(path.to_str().expect("an UTF-8 path"), OpenMode::ReadOnly, Claim::Ours).expect("it opens")
             })
             .collect();
         let mut queues: Vec<UringQueue> = Vec::new();

@@ -273,7 +273,7 @@ fn backing(name: &Arc<str>, target: &str, nsid: u32, kept: Kept, mode: OpenMode)
         }
         Kept::OnFiles => {
             let path = if nsid == 1 { PathBuf::from(target) } else { PathBuf::from(format!("{target}.{nsid}")) };
-            let (file, _) = crate::file::open_exclusively(name, &path, mode, OFlags::empty())?;
+            let (file, _) = crate::file::open_exclusively(name, &path, mode, crate::file::Claim::Ours, OFlags::empty())?;
             let len = rustix::fs::seek(&file, SeekFrom::End(0)).map_err(|errno| failed("asking for its size", errno))?;
             Ok((Backing::File(file), len))
         }

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::thread::{self, JoinHandle};
 
 use gpunvme_metrics::activity::Activity;
@@ -10,6 +11,7 @@ use gpunvme_metrics::{Ended, Meter, Reading};
 use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
+use crate::destroy::{self, Destroyed};
 use crate::device::{Buffer, Device};
 use crate::handler::Handler;
 use crate::idle_loops::IdleLoops;
@@ -80,6 +82,15 @@ impl Requests {
 #[derive(Debug)]
 pub struct Served {
     transport: Transport,
+    threads: Vec<JoinHandle<io::Result<()>>>,
+    destroyed: Receiver<Reply>,
+}
+
+/// A connection whose last request has come. Of a mount of a block device (`fuseblk`) that is
+/// DESTROY: nothing comes after it, and umount(2) waits for its answer.
+#[derive(Debug)]
+pub struct LastRequest {
+    destroy: Option<Reply>,
     threads: Vec<JoinHandle<io::Result<()>>>,
 }
 
@@ -161,9 +172,10 @@ impl Connection {
     pub fn serve(self, handler: &Arc<impl Handler>, loops: usize) -> io::Result<Served> {
         let Connection { device, negotiated, queues } = self;
         let decoder = Decoder { setxattr_ext: negotiated.capabilities.contains(InitFlags::SETXATTR_EXT) };
+        let (destroy, destroyed) = destroy::channel();
         let (mut threads, transport) = match queues {
             Agreed::Queues(queues) => {
-                let (threads, all) = queues.serve(&device, decoder, handler)?;
+                let (threads, all) = queues.serve(&device, decoder, handler, &destroy)?;
                 if !all {
                     tracing::warn!("{CLASSIC}: the kernel refused a queue");
                 }
@@ -179,12 +191,12 @@ impl Connection {
         devices.push(device);
         let idle_loops = IdleLoops::new(loops);
         let start = |(number, device)| {
-            let (handler, idle_loops) = (handler.clone(), idle_loops.clone());
-            let serve = move || serve(&device, negotiated.max_write, decoder, idle_loops.as_ref(), &*handler);
+            let (handler, idle_loops, destroy) = (handler.clone(), idle_loops.clone(), destroy.clone());
+            let serve = move || serve(&device, negotiated.max_write, decoder, idle_loops.as_ref(), &*handler, &destroy);
             thread::Builder::new().name(format!("fuse-{number}")).spawn(serve)
         };
         threads.extend(devices.into_iter().enumerate().map(start).collect::<io::Result<Vec<_>>>()?);
-        Ok(Served { transport, threads })
+        Ok(Served { transport, threads, destroyed })
     }
 }
 
@@ -194,11 +206,25 @@ impl Served {
         self.transport
     }
 
-    /// Waits until the connection has ended.
+    /// Waits until the last request has come: DESTROY, or else the connection has ended.
+    pub fn join(self) -> LastRequest {
+        // Each thread has a sender for as long as it takes requests.
+        LastRequest { destroy: self.destroyed.recv().ok(), threads: self.threads }
+    }
+}
+
+impl LastRequest {
+    /// Whether umount(2) waits for [`LastRequest::finish`].
+    pub fn is_awaited(&self) -> bool {
+        self.destroy.is_some()
+    }
+
+    /// Lets umount(2) return, if it waits, and ends the threads.
     ///
     /// # Errors
-    /// Why requests could not be taken any more, if that ended it.
-    pub fn join(self) -> io::Result<()> {
+    /// Why requests could not be taken any more, if that ended the connection.
+    pub fn finish(self) -> io::Result<()> {
+        self.destroy.into_iter().for_each(Reply::ok);
         let ends = self.threads.into_iter().map(|thread| match thread.join() {
             Ok(end) => end,
             Err(_) => Err(io::Error::other("a thread that takes requests panicked")),
@@ -215,6 +241,7 @@ fn serve(
     decoder: Decoder,
     idle_loops: Option<&Arc<IdleLoops>>,
     handler: &impl Handler,
+    destroy: &Destroyed,
 ) -> io::Result<()> {
     let mut buffer = Buffer::new(max_write);
     let channel: Arc<dyn Channel> = Arc::new(device.clone());
@@ -232,7 +259,7 @@ fn serve(
             // The kernel asks no more.
             Ok(Message::Interrupt) => reply().error(Errno::NOSYS.raw_os_error()),
             Ok(Message::Destroy) => {
-                reply().ok();
+                destroy.has_come(reply());
                 return Ok(());
             }
             Err(_) => {

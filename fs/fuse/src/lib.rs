@@ -10,6 +10,7 @@
 #![deny(unsafe_code)]
 
 mod connection;
+mod destroy;
 mod device;
 mod handler;
 mod idle_loops;
@@ -21,7 +22,7 @@ mod request;
 mod uring;
 pub mod wire;
 
-pub use connection::{Connection, Fallback, Requests, Served, Transport};
+pub use connection::{Connection, Fallback, LastRequest, Requests, Served, Transport};
 pub use handler::Handler;
 pub use listing::Listing;
 pub use negotiation::{Negotiated, Wishes};

@@ -53,7 +53,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let session = mount(&fs, dir.path())?;
     let measured = measure(dir.path(), seconds);
     rustix::mount::unmount(dir.path(), UnmountFlags::empty())?;
-    session.join()?;
+    session.join().finish()?;
     session.end()?;
     fs.close()?;
     measured

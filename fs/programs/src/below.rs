@@ -96,11 +96,11 @@ pub fn backing_file(path: &Path) -> Option<PathBuf> {
     backing_path(&sysfs(status.rdev()))
 }
 
-/// Whether a file is locked by a reader or a writer. Block devices are not: there is one user of
-/// each, reader or writer.
+/// Whether a file or block device is locked by a reader or a writer.
 pub fn has_users(path: &Path) -> bool {
-    let is_file = fs::metadata(path).is_ok_and(|status| status.is_file());
-    is_file && File::open(path).is_ok_and(|file| is_locked(&file, OpenMode::ReadWrite, &(0..u64::MAX)))
+    let can_be = |status: fs::Metadata| status.is_file() || status.file_type().is_block_device();
+    let open = || File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    fs::metadata(path).is_ok_and(can_be) && open().is_ok_and(|file| is_locked(&file, OpenMode::ReadWrite, &(0..u64::MAX)))
 }
 
 impl Stack {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Error, OpenMode, open_controller, path_of, split_names};
 
+pub use crate::below::has_users;
 use crate::below::{self, Rival};
 use crate::mounts::Mount;
 
@@ -27,8 +28,15 @@ pub enum ClaimError {
     /// It is mounted.
     #[error("already mounted on {} (type {})", .0.dir.display(), .0.fs_type)]
     Mounted(Mount),
+    /// It is mounted by a daemon that has gone without unmounting.
+    #[error("still mounted on {}, by a daemon that was killed; `umount {}` ends that", .0.dir.display(), .0.dir.display())]
+    LeftBehind(Mount),
     /// Another process has it, and it is not mounted.
-    #[error("in use by another program, or mounted in another mount namespace ({} seconds were waited for its release)", RELEASE_LIMIT.as_secs())]
+    #[error(
+        "in use by another program, mounted in another mount namespace, or held by open files of a mount that was cut off \
+             ({} seconds were waited for its release)",
+        RELEASE_LIMIT.as_secs()
+    )]
     Held,
     /// It is an image file that a loop device has.
     #[error("attached to {}; `losetup -d {}` detaches it", .0.display(), .0.display())]
@@ -71,6 +79,15 @@ pub(crate) fn claim_beside(
     beside: impl Fn() -> Result<Option<Mount>, ClaimError>,
 ) -> Result<Arc<dyn BlockDevice>, ClaimError> {
     patiently(device, mode, || gpunvme_blockdev::open(device, mode), beside)
+}
+
+/// As [`claim`], where `open` does something else than [`gpunvme_blockdev::open`] to claim it; what
+/// it returns is handed on.
+///
+/// # Errors
+/// As [`claim`].
+pub(crate) fn claim_by<T>(device: &str, mode: OpenMode, open: impl Fn() -> gpunvme_blockdev::Result<T>) -> Result<T, ClaimError> {
+    patiently(device, mode, open, || Ok(None))
 }
 
 /// Waits until a daemon that is about to let go of `device`, or of several with `+` between their
@@ -122,7 +139,12 @@ fn patiently<T>(
         };
         let limit = if matches!(refusal, ClaimError::Mounted(_)) { DYING_LIMIT } else { RELEASE_LIMIT };
         if start.elapsed() > limit {
-            return Err(refusal);
+            return Err(match refusal {
+                ClaimError::Mounted(mount) if path_of(device).is_some_and(|path| mount.is_left_behind(path)) => {
+                    ClaimError::LeftBehind(mount)
+                }
+                refusal => refusal,
+            });
         }
         std::thread::sleep(RELEASE_POLL);
     }

@@ -8,9 +8,14 @@ use std::path::{Path, PathBuf};
 
 use gpunvme_blockdev::{path_of, without_options};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use rustix::io::Errno;
 
-/// The type under which the kernel lists our mounts.
+use crate::below::has_users;
+
+/// The type under which the kernel lists our mounts, but for those of block devices.
 pub const FS_TYPE: &str = "fuse.gpunvme";
+/// The type of a mount whose superblock claims its block device (`fuseblk`).
+pub const BLOCK_FS_TYPE: &str = "fuseblk.gpunvme";
 
 /// One mount of this process's mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +52,24 @@ impl Mount {
         Self::all()?.into_iter().rfind(|mount| mount.dir == dir).ok_or_else(missing)
     }
 
+    /// Whether it is a mount of a gpunvme volume.
+    pub fn is_ours(&self) -> bool {
+        self.fs_type == FS_TYPE || self.claims_its_device()
+    }
+
+    /// Whether it is one of ours whose superblock claims the block device.
+    pub fn claims_its_device(&self) -> bool {
+        self.fs_type == BLOCK_FS_TYPE
+    }
+
+    /// Whether it is one of ours that claims `device`, a path, and whose daemon has gone without
+    /// unmounting it. A daemon that lives has a lock, or else answers.
+    pub fn is_left_behind(&self, device: &Path) -> bool {
+        self.claims_its_device()
+            && !has_users(device)
+            && matches!(rustix::fs::statfs(&self.dir), Err(Errno::NOTCONN | Errno::CONNABORTED))
+    }
+
     /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that
     /// name it as their source.
     ///
@@ -55,7 +78,7 @@ impl Mount {
     pub fn all_of(device: &str) -> io::Result<Vec<Self>> {
         let status = path_of(device).and_then(|path| std::fs::metadata(path).ok());
         let rdev = status.filter(|status| status.file_type().is_block_device()).map(|status| status.rdev());
-        let uses = |mount: &Self| Some(mount.dev) == rdev || (mount.fs_type == FS_TYPE && is_same(&mount.source, device));
+        let uses = |mount: &Self| Some(mount.dev) == rdev || (mount.is_ours() && is_same(&mount.source, device));
         Ok(Self::all()?.into_iter().filter(uses).collect())
     }
 
@@ -119,9 +142,13 @@ mod tests {
         assert_eq!((mount.id, mount.dev), (36, rustix::fs::makedev(98, 5)));
         assert_eq!(mount.dir, PathBuf::from("/mnt/my data"));
         assert_eq!(mount.fs_type, "fuse.gpunvme");
+        assert!(mount.is_ours() && !mount.claims_its_device());
         assert_eq!(mount.source, OsString::from(r"/img/a\b"));
         let plain = Mount::parse(b"22 1 0:20 / /sys rw - sysfs sysfs rw").unwrap();
         assert_eq!(plain.fs_type, "sysfs");
+        assert!(!plain.is_ours());
+        let of_a_device = br"37 35 7:0 / /mnt rw - fuseblk.gpunvme /dev/loop0 rw,blksize=4096";
+        assert!(Mount::parse(of_a_device).is_some_and(|mount| mount.is_ours() && mount.claims_its_device()));
         assert_eq!(Mount::parse(b""), None);
     }
 

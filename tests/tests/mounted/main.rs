@@ -2,6 +2,7 @@
 //! processors to the others.
 
 mod bench;
+mod block_devices;
 mod coherence;
 mod controllers;
 mod direct;

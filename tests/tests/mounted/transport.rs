@@ -29,14 +29,14 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// The parameter has a value, until this is dropped.
-struct Parameter {
+pub struct Parameter {
     before: String,
     _one: MutexGuard<'static, ()>,
 }
 
 impl Parameter {
     /// None, said aloud, where the kernel has none.
-    fn set(test: &str, value: &str) -> Option<Parameter> {
+    pub fn set(test: &str, value: &str) -> Option<Parameter> {
         let one = ONE_AT_A_TIME.lock();
         let Ok(before) = fs::read_to_string(PARAMETER) else {
             report_skipped(test, "the kernel has no FUSE over io_uring (Linux 6.14)");

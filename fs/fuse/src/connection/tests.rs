@@ -81,5 +81,5 @@ fn where_the_kernel_refuses_a_queue_requests_come_by_the_device() {
     assert_eq!(fs::metadata(mount.path()).unwrap().len(), 0);
     assert!(fs::metadata(mount.path().join("name")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound));
     drop(mount);
-    served.join().unwrap();
+    served.join().finish().unwrap();
 }

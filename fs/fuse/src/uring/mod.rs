@@ -31,6 +31,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use self::entry::{Answered, Entry};
 use self::server::{Ring, Server, Shared};
 pub(crate) use self::size::Size;
+use crate::destroy::Destroyed;
 use crate::device::Device;
 use crate::handler::Handler;
 use crate::request::Decoder;
@@ -95,6 +96,7 @@ impl Queues {
         device: &Device,
         decoder: Decoder,
         handler: &Arc<impl Handler>,
+        destroy: &Destroyed,
     ) -> io::Result<(Vec<JoinHandle<io::Result<()>>>, bool)> {
         let Queues { size: Size { depth, payload }, threads } = self;
         let lists: Vec<_> = threads.iter().map(|waiting| waiting.answered.clone()).collect();
@@ -108,9 +110,10 @@ impl Queues {
         let (report, registered) = mpsc::channel();
         let begin = |(qid, waiting): (usize, Waiting)| {
             let (shared, handler, report) = (shared.clone(), handler.clone(), report.clone());
+            let destroy = destroy.clone();
             let job = move |ring, answered| {
                 let entries = shared.clone();
-                let mut server = Server::new(ring, answered, shared);
+                let mut server = Server::new(ring, answered, shared, destroy);
                 let result = server.register(&entries.entries[qid * depth..][..depth], qid * depth);
                 let _ = report.send(result.is_ok());
                 // The receiver waits until all queues have reported.

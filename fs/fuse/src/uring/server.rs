@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
 use super::entry::{Answered, Entry};
+use crate::destroy::Destroyed;
 use crate::handler::Handler;
 use crate::reply::Reply;
 use crate::request::{Decoder, Message};
@@ -62,6 +63,8 @@ pub(super) struct Server {
     ring: Ring,
     answered: Arc<Answered>,
     shared: Arc<Shared>,
+    /// Takes the answer to DESTROY, which is given when the volume is written down.
+    destroy: Destroyed,
     /// Where the memory of the entries that it registers lies.
     vectors: Vec<[Vector; 2]>,
     /// Completions that are not looked at yet.
@@ -69,8 +72,8 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub fn new(ring: Ring, answered: Arc<Answered>, shared: Arc<Shared>) -> Server {
-        Server { ring, answered, shared, vectors: Vec::new(), completions: Vec::new() }
+    pub fn new(ring: Ring, answered: Arc<Answered>, shared: Arc<Shared>, destroy: Destroyed) -> Server {
+        Server { ring, answered, shared, destroy, vectors: Vec::new(), completions: Vec::new() }
     }
 
     /// Gives entries to the kernel.
@@ -152,7 +155,7 @@ impl Server {
                     tracing::error!(opcode = header.opcode, "a request made this program panic");
                 }
             }
-            Ok(Message::Destroy) => reply.ok(),
+            Ok(Message::Destroy) => self.destroy.has_come(reply),
             // These come by `/dev/fuse` only.
             Ok(Message::Forgets(_) | Message::Interrupt) | Err(_) => {
                 tracing::error!(opcode = header.opcode, "a request could not be decoded");

@@ -12,6 +12,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, statx};
 use rustix::io::Errno;
@@ -21,14 +23,16 @@ use rustix::net::{
 };
 use rustix::process::{getegid, geteuid};
 
-use super::fusectl;
+use super::fusectl::Control;
 use super::unmount;
-use gpunvme_programs::mounts::{FS_TYPE, Mount};
+use gpunvme_programs::mounts::Mount;
 
 /// The device that connects FUSE servers with the kernel.
 const DEV_FUSE: &str = "/dev/fuse";
 /// Its number (linux/major.h: `MISC_MAJOR`; linux/miscdevice.h: `FUSE_MINOR`).
 const FUSE_NUMBER: (u32, u32) = (10, 229);
+/// How long it may take until a superblock that has gone has let go of its device.
+const RECLAIM_LIMIT: Duration = Duration::from_millis(200);
 /// `STATX_MNT_ID_UNIQUE` (linux/stat.h, since 6.8): an identity that no later mount gets again.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
@@ -53,7 +57,9 @@ pub struct Attachment {
     identity: Option<Identity>,
     /// Ends the connection. Opened in time: the kernel binds it to this connection and no later
     /// one.
-    control: Option<File>,
+    control: Option<Control>,
+    /// The block device that the mount itself claims.
+    claims: Option<PathBuf>,
 }
 
 /// A mount in this process's mount namespace: the kernel's number for it, and that of its
@@ -108,17 +114,21 @@ impl From<Errno> for AttachError {
 /// # Errors
 /// Those of mount(2), and what fusermount3 says.
 pub fn attach(request: &Request) -> Result<(OwnedFd, Attachment), AttachError> {
-    let connection = open_device()?;
+    let connection = open_connection()?;
     let connection = match mount(request, &connection) {
         Ok(()) => connection,
         Err(Errno::PERM) => mount_by_helper(request)?,
         Err(Errno::ACCESS) => return Err(AttachError::SecurityModule),
         Err(errno) => return Err(errno.into()),
     };
-    Ok((connection, Attachment::find(request)?))
+    Ok((connection, Attachment::find(request.dir, request.source, None)?))
 }
 
-fn open_device() -> Result<OwnedFd, AttachError> {
+/// Opens `/dev/fuse`.
+///
+/// # Errors
+/// Why it cannot be opened.
+pub fn open_connection() -> Result<OwnedFd, AttachError> {
     let opened = rustix::fs::open(DEV_FUSE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
     let connection = opened.map_err(|errno| match errno {
         Errno::NOENT | Errno::NODEV | Errno::NXIO => AttachError::NoDevice,
@@ -202,19 +212,20 @@ fn receive_descriptor(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
 
 impl Attachment {
     /// The mount that was just made. Its device is held, so there is no other with the same
-    /// source.
-    fn find(request: &Request) -> io::Result<Attachment> {
-        let ours = |mount: &Mount| {
-            mount.dir == request.dir && mount.fs_type == FS_TYPE && mount.source.as_bytes() == request.source.as_bytes()
-        };
+    /// source. `claims`: the block device that the mount claims.
+    ///
+    /// # Errors
+    /// It has gone again.
+    pub fn find(dir: &Path, source: &str, claims: Option<PathBuf>) -> io::Result<Attachment> {
+        let ours = |mount: &Mount| mount.dir == dir && mount.is_ours() && mount.source.as_bytes() == source.as_bytes();
         let missing = || io::Error::new(io::ErrorKind::NotFound, "the mount has gone again");
         let listed = Mount::all()?.into_iter().rfind(ours).ok_or_else(missing)?;
-        let identity = Identity::of(request.dir, MNT_ID_UNIQUE).filter(|identity| {
+        let identity = Identity::of(dir, MNT_ID_UNIQUE).filter(|identity| {
             // Twice, so that the look between them was at the same mount.
-            is_at_its_place(&listed) && Identity::of(request.dir, MNT_ID_UNIQUE) == Some(*identity)
+            is_at_its_place(&listed) && Identity::of(dir, MNT_ID_UNIQUE) == Some(*identity)
         });
-        let control = fusectl::control(listed.dev).inspect_err(|error| tracing::debug!("fusectl: {error}")).ok();
-        Ok(Attachment { dir: listed.dir, dev: listed.dev, identity, control })
+        let control = Control::of(listed.dev).inspect_err(|error| tracing::debug!("fusectl: {error}")).ok();
+        Ok(Attachment { dir: listed.dir, dev: listed.dev, identity, control, claims })
     }
 
     /// The mount point.
@@ -262,8 +273,29 @@ impl Attachment {
     /// If the daemon is not root's.
     pub fn abort(&self) -> io::Result<()> {
         match &self.control {
-            Some(control) => fusectl::abort(control),
+            Some(control) => control.abort(),
             None => Err(io::ErrorKind::PermissionDenied.into()),
+        }
+    }
+
+    /// Claims the block device again, if the mount had it claimed and its superblock has gone: what
+    /// the daemon has still to write may be written only while no other program has the device. To
+    /// be called when the connection was cut off; the claim lasts as long as the file.
+    ///
+    /// # Errors
+    /// Another program has it.
+    pub fn claim_again(&self) -> io::Result<Option<File>> {
+        let (Some(device), Some(control)) = (&self.claims, &self.control) else { return Ok(None) };
+        let until = Instant::now() + RECLAIM_LIMIT;
+        loop {
+            let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+            match rustix::fs::open(device, flags, Mode::empty()) {
+                Ok(file) => return Ok(Some(file.into())),
+                Err(Errno::BUSY) if control.has_superblock() => return Ok(None),
+                // It may have gone between these two.
+                Err(Errno::BUSY) if Instant::now() < until => thread::sleep(RECLAIM_LIMIT / 20),
+                Err(errno) => return Err(errno.into()),
+            }
         }
     }
 }

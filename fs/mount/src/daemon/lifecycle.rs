@@ -9,6 +9,7 @@
 //! The signals are blocked in every thread and taken by one of their own, so that they interrupt
 //! nothing.
 
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::thread;
@@ -79,21 +80,40 @@ impl Lifecycle {
             && let Err(error) = report.live()
         {
             tracing::warn!("{}: the caller is gone ({error}): unmounting", mount.dir().display());
-            mount.release(UnmountFlags::DETACH).map_err(|error| MountError::Failed(format!("unmounting: {error}")))?;
+            // By another thread: of a block device this waits until the session has ended, which
+            // the caller of this sees to.
+            let release = move || match mount.release(UnmountFlags::DETACH) {
+                Ok(()) => {}
+                Err(error) => tracing::error!("{}: unmounting: {error}", mount.dir().display()),
+            };
+            let name = thread::Builder::new().name("release".to_owned());
+            name.spawn(release).map_err(|error| MountError::System(format!("starting a thread: {error}")))?;
         }
         Ok(session)
     }
 
-    /// To be called when the connection to the kernel has ended. A mount that is still there leads
-    /// nowhere, and is taken away.
-    pub fn ended(&self) {
+    /// To be called when the kernel's last request has come, with whether umount(2) waits for its
+    /// answer. Otherwise a mount that is still there leads nowhere, and is taken away; a device
+    /// that it claimed is claimed again, for as long as what is returned.
+    ///
+    /// # Errors
+    /// Another program has the device already, and nothing may be written any more.
+    pub fn ended(&self, is_awaited: bool) -> Result<Option<File>, MountError> {
         let stage = std::mem::replace(&mut *self.stage.lock(), Stage::Ended);
-        if let Stage::Live(mount) = stage
-            && mount.is_in_place()
-            && let Err(error) = mount.release(UnmountFlags::DETACH)
-        {
-            tracing::warn!("{}: the mount has ended, but cannot be released: {error}", mount.dir().display());
+        let Stage::Live(mount) = stage else { return Ok(None) };
+        if is_awaited {
+            return Ok(None);
         }
+        if mount.is_in_place() {
+            // Nobody is left who would answer what unmounting asks.
+            let _ = mount.abort();
+            if let Err(error) = mount.release(UnmountFlags::DETACH) {
+                tracing::warn!("{}: the mount has ended, but cannot be released: {error}", mount.dir().display());
+            }
+        }
+        mount.claim_again().map_err(|error| {
+            MountError::Failed(format!("was cut off, and is another program's now ({error}): what was not synced is lost"))
+        })
     }
 
     /// Reports why it went wrong: to the caller while there is one, later to the log.

@@ -5,7 +5,7 @@
 //! 2. [`background`] splits the process: the caller waits for a verdict, the daemon works towards
 //!    one.
 //! 3. [`gpunvme_programs::claim`] claims the device, waiting for a daemon that is just releasing
-//!    it.
+//!    it; `superblock` claims a single block device, by the mount itself.
 //! 4. `serve` starts the engine and the FUSE session, and closes the volume when the mount has
 //!    ended.
 //! 5. [`lifecycle`] knows which stage the mount is in and what a signal means there.
@@ -24,6 +24,7 @@ mod readahead;
 mod remount;
 mod serve;
 pub mod settings;
+mod superblock;
 mod unmount;
 
 use std::ffi::OsString;
@@ -36,7 +37,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use background::{Report, Side};
 use error::MountError;
-use gpunvme_programs::mounts::{self, Mount};
+use gpunvme_programs::mounts::Mount;
 use gpunvme_programs::terminal::{self, complain};
 use lifecycle::Lifecycle;
 use options::{Command, Options};
@@ -182,13 +183,11 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
     if real.is_dir() { Ok(real) } else { Err(failed(&"not a directory")) }
 }
 
-/// Releases mounts of `device` that are still listed: they answer every access with an error, and
-/// no daemon will come back to them. The caller holds the device, so none of them is alive.
-fn release_dead_mounts(device: &str) {
-    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(|mount| mount.fs_type == mounts::FS_TYPE) {
-        if !attachment::is_at_its_place(&mount) {
-            continue;
-        }
+/// Releases those mounts of `device` of which `is_dead` says that no daemon will come back to them:
+/// they answer every access with an error.
+fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
+    let is_dead = |mount: &Mount| mount.is_ours() && attachment::is_at_its_place(mount) && is_dead(mount);
+    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {
         match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),
             Err(Errno::PERM) => {}

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use gpunvme_blockdev::path_of;
 use gpunvme_programs::completions::{Completions, Printed};
+use gpunvme_programs::mounts::{BLOCK_FS_TYPE, FS_TYPE};
 use rustix::mount::MountFlags;
 
 use super::error::MountError;
@@ -42,7 +43,7 @@ struct Arguments {
     /// The mount namespace to work in: a process id or the path of a namespace
     #[arg(short = 'N', value_name = "NAMESPACE")]
     namespace: Option<String>,
-    /// The filesystem type: gpunvme, or fuse.gpunvme
+    /// The filesystem type: gpunvme, or what Linux lists: fuse.gpunvme, fuseblk.gpunvme
     #[arg(short = 't', value_name = "TYPE")]
     fs_type: Option<String>,
     /// Print what a shell needs to complete this command line
@@ -120,7 +121,7 @@ impl Command {
 impl Options {
     fn from_arguments(arguments: Arguments) -> Result<Self, MountError> {
         if let Some(fs_type) = &arguments.fs_type
-            && !["gpunvme", "fuse.gpunvme"].contains(&fs_type.as_str())
+            && !["gpunvme", FS_TYPE, BLOCK_FS_TYPE].contains(&fs_type.as_str())
         {
             return Err(MountError::Usage(format!("this mounts type gpunvme, not {fs_type}")));
         }
@@ -244,7 +245,7 @@ impl OptionList {
             "commit" => self.partial.commit = Some(number(needed()?)?),
             "log" => self.partial.log = Some(needed()?.to_owned()),
             // The mount table has these, and mount(8) hands them on when it remounts.
-            "user_id" | "group_id" if value.is_some() => {}
+            "user_id" | "group_id" | "blksize" if value.is_some() => {}
             "device" => self.others.push(needed()?.to_owned()),
             "config" => self.config = Some(PathBuf::from(needed()?)),
             _ if name.starts_with("x-") || name.starts_with("X-") || name == "comment" || name == "uhelper" => {}
@@ -336,7 +337,7 @@ mod tests {
 
     #[test]
     fn a_remount_takes_what_the_mount_table_says() {
-        let list = "rw,nosuid,nodev,relatime,user_id=0,group_id=0,default_permissions,allow_other,remount,ro";
+        let list = "rw,nosuid,nodev,relatime,user_id=0,group_id=0,default_permissions,allow_other,blksize=4096,remount,ro";
         let options = parse(&["dev", "/data", "-o", list]).unwrap();
         assert!(options.remount && options.settings.read_only);
         assert!(options.flags.contains(MountFlags::NOSUID | MountFlags::NODEV));

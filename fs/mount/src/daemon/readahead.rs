@@ -10,7 +10,10 @@ const READ_AHEAD_KIB: u32 = 4096;
 /// stays as it is, and reading works.
 pub fn raise(dev: u64) {
     let (major, minor) = (rustix::fs::major(dev), rustix::fs::minor(dev));
-    let setting = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
+    // The number of a mount of a block device is the device's, which has a setting of its own.
+    // Those without have no major number.
+    let kind = if major == 0 { "" } else { "-fuseblk" };
+    let setting = format!("/sys/class/bdi/{major}:{minor}{kind}/read_ahead_kb");
     if let Err(error) = fs::write(&setting, READ_AHEAD_KIB.to_string()) {
         tracing::debug!("{setting}: {error}");
     }

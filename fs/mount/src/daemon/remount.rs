@@ -10,7 +10,7 @@ use rustix::mount::{MountFlags, mount_remount};
 use super::error::MountError;
 use super::mount_point;
 use super::options::Options;
-use gpunvme_programs::mounts::{FS_TYPE, Mount};
+use gpunvme_programs::mounts::Mount;
 
 /// An attribute that no file has.
 const NONE: &str = "user.gpunvme.none";
@@ -23,7 +23,7 @@ const NONE: &str = "user.gpunvme.none";
 pub(super) fn remount(options: &Options) -> Result<(), MountError> {
     let dir = mount_point(&options.dir)?;
     let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", dir.display()));
-    if Mount::on(&dir).map_err(|error| failed(&error))?.fs_type != FS_TYPE {
+    if !Mount::on(&dir).map_err(|error| failed(&error))?.is_ours() {
         return Err(failed(&"not the mount of a gpunvme volume"));
     }
     let read_only = options.settings.read_only;

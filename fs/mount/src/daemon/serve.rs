@@ -8,11 +8,12 @@ use gpunvme_engine::Corrupt;
 use parking_lot::Mutex;
 use rustix::mount::{MountFlags, UnmountFlags};
 
-use super::attachment::{self, attach};
+use super::attachment::{self, AttachError, Attachment, attach};
 use super::error::MountError;
 use super::lifecycle::Lifecycle;
 use super::options::Options;
 use super::settings::Transport;
+use super::superblock::{self, Superblock};
 use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
 use crate::front::{self, Session, Workers};
 use gpunvme_engine::data::{self, Filesystem};
@@ -46,8 +47,8 @@ impl std::fmt::Debug for Devices {
 /// Why there is no mount; or, after the mount was live, why the volume could not be written down.
 pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>) -> Result<(), MountError> {
     let settings = &options.settings;
-    let device = open(options, if settings.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite })?;
-    device.member_names().into_iter().for_each(release_dead_mounts);
+    let (device, superblock) = claim(options)?;
+    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, |_| true));
     // What applications are told: the members, by their numbers, are those of this name.
     let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
     let dir = mount_point(&options.dir)?;
@@ -59,6 +60,13 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     let mut flags = options.flags;
     flags.set(MountFlags::RDONLY, settings.read_only);
     let request = attachment::Request { dir: &dir, source: &options.device, flags, allow_other: settings.allow_other };
+    let attach = move || match superblock {
+        Some(superblock) => {
+            let (connection, device) = superblock.attach(request.dir)?;
+            Ok((connection, Attachment::find(request.dir, request.source, Some(device))?))
+        }
+        None => attach(&request),
+    };
     let front = front::Settings {
         device: name,
         loops: settings.threads,
@@ -68,7 +76,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         log,
     };
     let session = lifecycle.go_live(|| {
-        let (connection, mount) = attach(&request).map_err(|error| cannot_mount(&dir, &error))?;
+        let (connection, mount) = attach().map_err(|error: AttachError| cannot_mount(&dir, &error))?;
         let session = Session::start(Arc::clone(&fs), connection, &front).map_err(|error| {
             // The connection is closed, so a mount that stays behind would only answer with
             // errors.
@@ -91,11 +99,19 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     })?;
     tracing::info!("{} mounted on {}", options.device, dir.display());
 
-    let served = session.join();
-    lifecycle.ended();
-    let ended = session.end();
+    let ended = session.join();
+    let claim = lifecycle.ended(ended.is_awaited());
+    if let Err(error) = &claim {
+        // At once: threads of the engine could still write.
+        tracing::error!("{}: {error}", options.device);
+        std::process::exit(error.exit_code().into());
+    }
+    let closed = session.end();
     // Closed in any case: there may be data that only memory has.
-    ended.and(fs.close()).map_err(|error| failed(options, &error))?;
+    let closed = closed.and(fs.close());
+    // Now umount(2) may return.
+    let served = ended.finish();
+    closed.map_err(|error| failed(options, &error))?;
     served.map_err(|error| MountError::System(format!("the kernel's requests could not be had any more: {error}")))?;
     tracing::info!("{} unmounted", options.device);
     Ok(())
@@ -129,6 +145,15 @@ pub fn check(options: &Options) -> Result<(), MountError> {
         Ok(Some(_)) => Ok(()),
         Ok(None) => Err(MountError::Failed("no gpunvme filesystem is here: mkfs.gpunvme makes one".to_owned())),
         Err(error) => Err(failed(options, &error)),
+    }
+}
+
+/// Claims and opens the volume: by the superblock of its mount, where that can be.
+fn claim(options: &Options) -> Result<(Arc<dyn BlockDevice>, Option<Superblock>), MountError> {
+    let mode = if options.settings.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
+    match superblock::claim(options).map_err(|error| MountError::Failed(error.to_string()))? {
+        Some((device, superblock)) => Ok((device, Some(superblock))),
+        None => Ok((open(options, mode)?, None)),
     }
 }
 

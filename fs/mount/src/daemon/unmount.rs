@@ -13,7 +13,7 @@ use rustix::mount::{UnmountFlags, unmount};
 
 use super::error::MountError;
 use gpunvme_programs::claim::{ClaimError, await_release};
-use gpunvme_programs::mounts::{FS_TYPE, Mount};
+use gpunvme_programs::mounts::Mount;
 use gpunvme_programs::terminal::complain;
 
 /// Unmounts a gpunvme volume. Usually called by umount(8)
@@ -46,7 +46,7 @@ impl Arguments {
         let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", self.dir.display()));
         let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
         let mount = Mount::on(&dir).map_err(|error| failed(&error))?;
-        if mount.fs_type != FS_TYPE {
+        if !mount.is_ours() {
             return Err(failed(&"not the mount of a gpunvme volume"));
         }
 

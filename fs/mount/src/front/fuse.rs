@@ -301,15 +301,15 @@ impl Handler for Adapter {
                     }
                 });
             }
+            // sync(2) and syncfs(2), of a mount of a block device (`fuseblk`, Linux 6.18).
+            Operation::SyncFs => front.sync_all(move |done| empty("syncfs", ino, done, reply)),
             // The kernel does not ask again: it opens files and directories by itself, makes files
-            // with MKNOD, and close(2) has nothing to report. SYNCFS comes to mounts of block
-            // devices (`fuseblk`) only.
+            // with MKNOD, and close(2) has nothing to report.
             Operation::Open { .. }
             | Operation::Create { .. }
             | Operation::Flush { .. }
             | Operation::OpenDir
             | Operation::ReleaseDir
-            | Operation::SyncFs
             | Operation::Unknown { .. } => reply.error(libc::ENOSYS),
         }
     }

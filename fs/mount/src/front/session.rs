@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 
-use gpunvme_fuse::Served;
+use gpunvme_fuse::{LastRequest, Served};
 use parking_lot::Mutex;
 
 use super::append_order::AppendOrder;
@@ -90,13 +90,9 @@ impl Session {
         self.front.direct.server.mounted(dev);
     }
 
-    /// Waits until the kernel has released the connection.
-    ///
-    /// # Errors
-    /// The error that kept requests from being taken, if that ended the connection.
-    pub fn join(&self) -> io::Result<()> {
-        let served = self.served.lock().take();
-        served.map_or(Ok(()), Served::join)
+    /// Waits until the kernel's last request has come. To be called once.
+    pub fn join(&self) -> LastRequest {
+        self.served.lock().take().expect("a session is joined once").join()
     }
 
     /// Ends what goes on besides requests, after [`Session::join`], and removes the inodes that

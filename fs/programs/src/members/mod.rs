@@ -22,7 +22,7 @@ use gpunvme_layout::member::Generation;
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Geometry, Member, Striping, Superblock};
 
-use crate::claim::{ClaimError, claim_beside, listed_mount};
+use crate::claim::{ClaimError, claim_beside, claim_by, listed_mount};
 use crate::names::Superblocks;
 use crate::random::random;
 use copies::Copies;
@@ -40,6 +40,28 @@ pub fn open(device: &str, others: &[String], mode: OpenMode) -> Result<Arc<dyn B
         Claimed::Whole(device) => Ok(device),
         Claimed::Members(members) => assemble(members, mode).map_err(ClaimError::Device),
     }
+}
+
+/// An open device, and what claims it.
+pub type ClaimedBy<T> = (Arc<dyn BlockDevice>, T);
+
+/// As [`open`], for a `device` that is a path, and is not a member of a volume of several devices:
+/// `claim` claims and opens it. None: it is such a member.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_alone<T>(
+    device: &str,
+    mode: OpenMode,
+    claim: impl Fn() -> gpunvme_blockdev::Result<ClaimedBy<T>>,
+) -> Result<Option<ClaimedBy<T>>, ClaimError> {
+    if path_of(device).and_then(search::glance).is_some() {
+        return Ok(None);
+    }
+    let (opened, with) = claim_by(device, mode, claim)?;
+    // It was not claimed when it was looked at.
+    let is_member = Copies::read(&opened).map_err(ClaimError::Device)?.is_some();
+    Ok((!is_member).then_some((opened, with)))
 }
 
 /// The names of all devices of the volume that `device` is a member of, itself first; of what is no
