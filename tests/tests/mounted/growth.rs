@@ -170,7 +170,8 @@ fn lengthen(path: &Path, len: u64) {
     rustix::fs::fallocate(file, FallocateFlags::empty(), len - 4096, 4096).unwrap();
 }
 
-/// Each call finds larger members than the one before, which may still be writing down what it found.
+/// Each call finds larger members than the one before, which may still be writing down what it
+/// found.
 #[test]
 fn calls_to_grow_that_come_at_once_take_turns() {
     needs_mount!();

@@ -1,6 +1,6 @@
-//! Rings, and every other way to read, beside all that changes files, on many threads: every word of
-//! a file says whose it is and how old, so that a read that brings another user's bytes, or bytes
-//! that were overwritten before it began, is seen.
+//! Rings, and every other way to read, beside all that changes files, on many threads: every word
+//! of a file says whose it is and how old, so that a read that brings another user's bytes, or
+//! bytes that were overwritten before it began, is seen.
 //!
 //! `VERSIONS_SECONDS` has it go on for longer.
 

@@ -21,8 +21,8 @@ use crate::error::{Attempt, FsError};
 
 /// Blocks that are told of at once, and busy meanwhile: 256 MiB. Writers that need them wait.
 const BATCH: u64 = 1 << 16;
-/// The same where little is free, 2 MiB; in between it is a quarter of what is, so that writers find
-/// other blocks.
+/// The same where little is free, 2 MiB; in between it is a quarter of what is, so that writers
+/// find other blocks.
 const BATCH_MIN: u64 = CHUNK_BLOCKS;
 /// Groups that one call looks at: some milliseconds of reading where their bitmaps are not in
 /// memory.
