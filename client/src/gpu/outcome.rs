@@ -1,5 +1,9 @@
 //! The outcome of a request, collected from its pieces: what they moved, and the error of the first
 //! that failed.
+//!
+//! It guards what a number of bytes means: of each segment, so many from its beginning on. Pieces
+//! are read side by side, and a file may become shorter and longer meanwhile: then one is short, and
+//! what those behind it brought does not count.
 
 use super::memory::pieces::PieceRange;
 use super::request::{Request, SegmentPart};
@@ -7,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::transfer::{Moved, Transfer};
 use gpunvme_abi::{Direction, Reason};
 use rustix::io::Errno;
+use std::ops::Range;
 use std::path::Path;
 
 /// What is known so far.
@@ -14,6 +19,9 @@ use std::path::Path;
 pub(super) struct Outcome {
     done: Transfer,
     failed: Option<Error>,
+    /// Segments of a read that ended early, and how: a number of a segment, and an offset in the
+    /// file.
+    ends: Vec<(u32, u64)>,
 }
 
 impl Outcome {
@@ -28,15 +36,32 @@ impl Outcome {
         self.failed.get_or_insert(error);
     }
 
+    /// A piece of a read ended early: in this segment, the file ended at this offset.
+    pub fn ended(&mut self, segment: u32, offset: u64) {
+        self.ends.push((segment, offset));
+    }
+
     pub fn is_failed(&self) -> bool {
         self.failed.is_some()
     }
 
-    /// The answer, once nothing is in flight.
-    pub fn result(self) -> Result<Transfer> {
-        let done = self.done;
+    /// The answer, once nothing is in flight, to a request for `parts`: of a segment, by its
+    /// number, a range of the file.
+    pub fn result(self, parts: impl Iterator<Item = (u32, Range<u64>)>) -> Result<Transfer> {
+        let mut done = self.done;
         match self.failed {
-            None => Ok(done),
+            None if self.ends.is_empty() => Ok(done),
+            None => {
+                let end = |of: u32| self.ends.iter().filter(|(segment, _)| *segment == of).map(|(_, end)| *end).min();
+                let counts = |(segment, range): (u32, Range<u64>)| {
+                    let end = end(segment).map_or(range.end, |end| end.min(range.end));
+                    end.saturating_sub(range.start)
+                };
+                let counted: u64 = parts.map(counts).sum();
+                let excess = done.moved.total().saturating_sub(counted);
+                take_off(&mut done.moved, excess);
+                Ok(done)
+            }
             Some(Error::Transfer { path, action, errno, reason, segment, offset, .. }) => {
                 Err(Error::Transfer { path, action, errno, reason, segment, offset, done })
             }
@@ -91,16 +116,21 @@ pub(super) fn of_piece(
 /// not faster.
 fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> Transfer {
     let Transfer { mut moved, reason } = transfer;
-    let mut excess = moved.total() - wanted.min(moved.total());
-    let Moved { bounce, host, hole, edge, .. } = &mut moved;
-    for bytes in [bounce, host, hole, edge] {
+    let excess = moved.total() - wanted.min(moved.total());
+    take_off(&mut moved, excess);
+    // To the daemon the pool is host memory; the application asked for a GPU's.
+    let reason = if reason == Some(Reason::Unaligned) { reason } else { Some(peer_to_peer) };
+    Transfer { moved, reason }
+}
+
+/// Takes off so many bytes, of whichever route.
+fn take_off(moved: &mut Moved, mut excess: u64) {
+    let Moved { p2p, bounce, host, hole, edge, cache } = moved;
+    for bytes in [p2p, bounce, host, hole, edge, cache] {
         let less = excess.min(*bytes);
         *bytes -= less;
         excess -= less;
     }
-    // To the daemon the pool is host memory; the application asked for a GPU's.
-    let reason = if reason == Some(Reason::Unaligned) { reason } else { Some(peer_to_peer) };
-    Transfer { moved, reason }
 }
 
 /// What a request is answered with that may be read from the page cache only.
@@ -126,5 +156,42 @@ pub(super) fn cancelled(request: &Request) -> Error {
         segment: None,
         offset: None,
         done: Transfer::default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hole(bytes: u64) -> Transfer {
+        Transfer { moved: Moved { hole: bytes, ..Moved::default() }, reason: Some(Reason::None) }
+    }
+
+    #[test]
+    fn what_comes_behind_the_end_of_a_segment_does_not_count() {
+        // Two segments, the first in two parts.
+        let parts = || [(0, 0..100), (0, 100..200), (1, 1000..1050)].into_iter();
+        let bytes = |outcome: Outcome| outcome.result(parts()).unwrap().bytes();
+        let all = || {
+            let mut outcome = Outcome::default();
+            outcome.add(&hole(250));
+            outcome
+        };
+        assert_eq!(bytes(all()), 250);
+        // Pieces of 20 bytes: the second brings 5, and those behind it all of theirs.
+        let mut outcome = Outcome::default();
+        outcome.add(&hole(20 + 5 + 160 + 50));
+        outcome.ended(0, 25);
+        assert_eq!(bytes(outcome), 25 + 50);
+        // The file ends in both, twice in the first.
+        let mut outcome = Outcome::default();
+        outcome.add(&hole(100 + 10 + 20 + 7));
+        [(0, 160), (0, 110), (1, 1007)].map(|(segment, offset)| outcome.ended(segment, offset));
+        assert_eq!(bytes(outcome), 110 + 7);
+        // Where it stays as short as it is there is nothing to take off.
+        let mut outcome = Outcome::default();
+        outcome.add(&hole(130));
+        [(0, 130), (0, 140), (1, 130)].map(|(segment, offset)| outcome.ended(segment, offset));
+        assert_eq!(bytes(outcome), 130);
     }
 }

@@ -12,6 +12,7 @@ use crate::transfer::Require;
 use gpunvme_abi::{Direction, Reason};
 use gpunvme_cuda::Gpu;
 use smallvec::SmallVec;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -118,6 +119,11 @@ impl Cancel {
 }
 
 impl SegmentPart {
+    /// The number of its segment, and its range of the file.
+    pub fn range(&self) -> (u32, Range<u64>) {
+        (self.segment, self.file_offset..self.file_offset + self.len)
+    }
+
     /// Whether a GPU copies what is read to it: from a staging pool, or the page cache.
     pub fn is_copied_to(&self) -> bool {
         self.registered.is_err() && self.allocation.host.is_none()

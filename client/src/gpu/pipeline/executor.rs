@@ -20,7 +20,7 @@ use crate::gpu::page_cache::cached_file::Cached;
 use crate::gpu::page_cache::cached_range::Missing;
 use crate::gpu::page_cache::gpu_reads::BY_KERNEL;
 use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, To};
-use crate::gpu::request::{Cancel, Request, Source, operation};
+use crate::gpu::request::{Cancel, Request, SegmentPart, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
 use crate::transfer::{Moved, Transfer};
 use gpunvme_abi::{Command, Direction, Reason, Route, Segment};
@@ -271,9 +271,13 @@ impl Executor {
         let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
         let active = &mut self.requests[*request];
         let allocation = active.request.parts[*part].allocation;
-        if arrived < piece.wanted && active.part == *part {
+        if arrived < piece.wanted {
             // The file ends here: the rest of the part is not even asked for.
-            active.within = active.request.parts[*part].len;
+            let of = &active.request.parts[*part];
+            active.outcome.ended(of.segment, of.file_offset + (*address - of.address) + arrived);
+            if active.part == *part {
+                active.within = of.len;
+            }
         }
         let is_there = from_pages && allocation.host.is_some();
         let Some(slot) = slot.filter(|_| arrived > 0 && !is_there) else { return self.finish(index) };
@@ -521,7 +525,8 @@ impl Executor {
         if let Err(error) = settle(&request) {
             outcome.failed(error);
         }
-        request.end.answer(outcome.result(), &mut self.deliveries);
+        let result = outcome.result(request.parts.iter().map(SegmentPart::range));
+        request.end.answer(result, &mut self.deliveries);
     }
 }
 

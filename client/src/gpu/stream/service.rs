@@ -216,7 +216,7 @@ impl Service {
                 continue;
             }
             let ActiveJob { job, answer, outcome, told, .. } = self.requests.remove(id);
-            let result = told.unwrap_or_else(|| outcome.result());
+            let result = told.unwrap_or_else(|| outcome.result(job.parts.iter().map(SegmentPart::range)));
             job.watch.ends(&result);
             answer.set(result);
             any = true;
@@ -330,6 +330,12 @@ impl Service {
         let arrived = match result {
             Ok((arrived, moved)) => {
                 outcome.add(&moved);
+                if arrived < planned.piece.wanted {
+                    // In the ranges that the plan is for: where the stream puts them changes no
+                    // length.
+                    let part = &job.parts[planned.part];
+                    outcome.ended(part.segment, part.file_offset + (planned.address - part.address) + arrived);
+                }
                 arrived
             }
             Err(error) => {
@@ -413,7 +419,7 @@ impl ActiveJob {
     /// given back after that.
     fn tell(&mut self) {
         if self.begun == self.left.len() && self.left.iter().all(|&left| left == 0) {
-            let result = std::mem::take(&mut self.outcome).result();
+            let result = std::mem::take(&mut self.outcome).result(self.job.parts.iter().map(SegmentPart::range));
             self.job.watch.ends(&result);
             self.told = Some(result);
         }

@@ -7,17 +7,18 @@ mod streams;
 
 pub use page_cache::CHECKS as PAGE_CACHE_CHECKS;
 
-use super::application::{Memory, Pinned, allocated, every_kind};
+use super::application::{Memory, Pinned, allocated, every_kind, own_stream};
 use crate::mounted::Mounted;
 use crate::tree;
 use gpunvme::gpu::{Caching, Cancel, Queue, Segment, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Require, Route, Wait};
 use gpunvme_cuda::{Cuda, Gpu};
-use std::fs;
+use std::fs::{self, OpenOptions};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A check, by its name. It panics where something is not as it should be.
 pub type TransferCheck = (&'static str, fn(&Site));
@@ -30,6 +31,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("a pool that is smaller than a request is enough", a_small_pool),
     ("a thread keeps many requests in flight", many_in_flight),
     ("a thread waits for several requests, and calls off those in flight", waiting_for_several),
+    ("a read ends where the file does, also where that becomes shorter and longer meanwhile", short_and_long),
     ("requests call back", callbacks),
     ("threads do not disturb each other", many_threads),
     ("a file that is read once is asked for once", read_once),
@@ -313,6 +315,52 @@ fn waiting_for_several(site: &Site) {
     done.clear();
     queue.complete(Wait::Forever, &mut done).unwrap();
     assert!(done[0].result.as_ref().is_err_and(is_cancelled), "{done:?}");
+}
+
+/// What a read says to have brought is there, up to that many bytes from the beginning on: a file of
+/// zeros, read into memory that has none.
+fn short_and_long(site: &Site) {
+    let (file, path) = site.empty("short-and-long");
+    let len = MIB;
+    let plain = OpenOptions::new().write(true).open(&path).unwrap();
+    plain.set_len(len).unwrap();
+    drop(file);
+    let (file, transfers) = (File::open(&path).unwrap(), site.transfers());
+    let memory = allocated(site.gpu, len as usize);
+    let stream = own_stream(site.gpu);
+    let ones = vec![0xff; len as usize];
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 0.. {
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+                plain.set_len(random(number, len)).unwrap();
+                plain.set_len(len).unwrap();
+            }
+        });
+        let mut short = 0;
+        let until = Instant::now() + Duration::from_secs(1);
+        while Instant::now() < until {
+            site.put(memory.address(), &ones);
+            let segments = [segment(0, memory.address(), len)];
+            // SAFETY: the memory is this check's, and the stream is never destroyed.
+            let in_stream = unsafe { transfers.read_on_stream(&file, &segments, stream).unwrap().wait() };
+            let by_call = |_| {
+                site.put(memory.address(), &ones);
+                read(&transfers, &file, &segments).unwrap()
+            };
+            for done in [in_stream.unwrap()].into_iter().chain((0..3).map(by_call)) {
+                let found = site.look(memory.address(), len);
+                let there = found.iter().take_while(|byte| **byte == 0).count() as u64;
+                assert!(done.bytes() <= there, "{done:?}, and {there} bytes are there");
+                short += u32::from(done.bytes() < len);
+            }
+        }
+        is_over.store(true, Ordering::Relaxed);
+        assert!(short > 0, "no read was short");
+    });
 }
 
 fn callbacks(site: &Site) {
