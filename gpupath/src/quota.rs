@@ -37,7 +37,7 @@ pub struct Portion {
 }
 
 impl Limited {
-    /// A resource of which there is `total`, and nobody has any.
+    /// A resource of which there is `total`, all of it free.
     pub fn new(total: u64) -> Arc<Limited> {
         Arc::new(Limited { total, held: Mutex::default() })
     }

@@ -237,8 +237,8 @@ impl Manifest {
         self.append(files.map(|(partial, name, entry)| Line::Named { partial, name, entry }).collect())
     }
 
-    /// Whoever gave files their names was killed: `has_name` says which of them have them, by the
-    /// names of their partial files, their own, and what they are.
+    /// A process was killed while it gave files their names: `has_name` says which of them have
+    /// theirs, by the names of their partial files, their own, and what they are.
     pub fn recover(&mut self, has_name: impl Fn(&str, &str, &Entry) -> bool) -> Result<()> {
         let named = std::mem::take(&mut self.named).into_iter();
         let files: Vec<_> = named.filter(|(name, (partial, entry))| has_name(partial, name, entry)).collect();

@@ -186,12 +186,12 @@ mod tests {
         // The file ends in both, twice in the first.
         let mut outcome = Outcome::default();
         outcome.add(&hole(100 + 10 + 20 + 7));
-        [(0, 160), (0, 110), (1, 1007)].map(|(segment, offset)| outcome.ended(segment, offset));
+        [(0, 160), (0, 110), (1, 1007)].into_iter().for_each(|(segment, offset)| outcome.ended(segment, offset));
         assert_eq!(bytes(outcome), 110 + 7);
         // Where it stays as short as it is there is nothing to take off.
         let mut outcome = Outcome::default();
         outcome.add(&hole(130));
-        [(0, 130), (0, 140), (1, 130)].map(|(segment, offset)| outcome.ended(segment, offset));
+        [(0, 130), (0, 140), (1, 130)].into_iter().for_each(|(segment, offset)| outcome.ended(segment, offset));
         assert_eq!(bytes(outcome), 130);
     }
 }

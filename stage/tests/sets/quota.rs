@@ -126,7 +126,7 @@ fn what_others_planted_leads_no_reservation_elsewhere() {
     fs::remove_file(sets.join("b/one")).unwrap();
     let said = fails(&keeping(&store, &sets.join("b"), 9 * size()).output().unwrap());
     assert!(said.contains("reserved is none of this program's files"), "{said}");
-    // In another's set it keeps nobody from the quota.
+    // In another's set it does not stand in the quota's way.
     let said = keeping(&store, &sets.join("c"), 2 * size()).output().unwrap();
     assert!(ends_well(&said).contains("evicted: 6 files of 1 sets"), "{said:?}");
     fs::remove_file(sets.join(".gpunvme-stage/quota")).unwrap();

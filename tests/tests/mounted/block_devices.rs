@@ -145,11 +145,13 @@ fn what_was_written_before_sync_and_syncfs_survives_a_power_cut() {
     // This test would not fail if all came to the device by itself. Another program may call
     // sync(2) at any moment, which is for all filesystems.
     let is_lost = (0..20).any(|attempt| {
-        fs::write(volume.path(&format!("lost-{attempt}")), &small).unwrap();
-        !after_power_cut(&volume, scratch.path()).iter().any(|(name, _)| *name == Path::new(&format!("lost-{attempt}")))
+        let name = format!("lost-{attempt}");
+        fs::write(volume.path(&name), &small).unwrap();
+        let survives = after_power_cut(&volume, scratch.path()).iter().any(|(found, _)| *found == Path::new(&name));
+        fs::remove_file(volume.path(&name)).unwrap();
+        !survives
     });
     assert!(is_lost, "what was not synced survives, too");
-    (0..20).for_each(|attempt| drop(fs::remove_file(volume.path(&format!("lost-{attempt}")))));
 
     rustix::fs::sync();
     let mut page = vec![0; 1 << 16];

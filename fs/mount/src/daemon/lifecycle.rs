@@ -105,7 +105,7 @@ impl Lifecycle {
             return Ok(None);
         }
         if mount.is_in_place() {
-            // Nobody is left who would answer what unmounting asks.
+            // The daemon no longer answers what unmounting asks.
             let _ = mount.abort();
             if let Err(error) = mount.release(UnmountFlags::DETACH) {
                 tracing::warn!("{}: the mount has ended, but cannot be released: {error}", mount.dir().display());

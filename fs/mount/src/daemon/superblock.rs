@@ -32,7 +32,7 @@ const BLOCK: &str = "4096";
 /// A superblock that is attached to no directory yet. Dropped, it ends, and its claim with it.
 #[derive(Debug)]
 pub struct Superblock {
-    /// Dropped first: nobody waits for an answer then.
+    /// Dropped first: unmounting waits for no answer then.
     connection: OwnedFd,
     mount: OwnedFd,
     device: PathBuf,
@@ -101,7 +101,7 @@ fn take(path: &Path, options: &Options, mode: OpenMode) -> Result<Claimed, Refus
         Err(Error::Busy { .. }) if !has_users(path) => match open() {
             // `bdev_allow_write_mounted=0`, of the kernel's command line.
             Err(Error::Busy { .. }) if !has_users(path) => {
-                return Err(Refusal::Superblock("the kernel lets nobody write to a mounted device".to_owned()));
+                return Err(Refusal::Superblock("the kernel lets no program write to a mounted device".to_owned()));
             }
             opened => opened?,
         },

@@ -11,6 +11,7 @@ use std::ops::Range;
 pub(crate) use lengths::Lengths;
 pub(crate) use lookups::Lookups;
 pub(crate) use mount_state::{MountState, UnseenWrite};
+pub(crate) use page_cache::PAGE;
 
 /// The kernel's caches of files, which it can be told to drop.
 pub(crate) trait KernelCache: Send + Sync {

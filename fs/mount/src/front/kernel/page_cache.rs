@@ -25,7 +25,8 @@ use std::ops::Range;
 
 /// Runs of pages that are told apart. 16 KiB of memory at the most.
 const RUNS: usize = 1024;
-const PAGE: u64 = 4096;
+/// Bytes of a page of the kernel's cache.
+pub(crate) const PAGE: u64 = 4096;
 
 /// The pages of a file that the kernel may have.
 #[derive(Debug, Default)]
@@ -107,8 +108,8 @@ impl PageCache {
     /// An invalidation of these ranges is about to begin, and before it the bytes of `stored`,
     /// inside one of them, are given to the kernel. Returns what there is to invalidate: less than
     /// was asked for where the kernel has nothing, and more where there are too many runs to tell
-    /// apart what would be left. `beside_writes`: no write(2) of these pages waits for an answer
-    /// until it has ended, which keeps the kernel from sending another.
+    /// apart what would be left. `beside_writes`: false where a write(2) of these pages is answered
+    /// only after the invalidation, since the kernel sends no other one of the file until then.
     pub fn begin(
         &mut self,
         number: u64,
@@ -311,7 +312,7 @@ mod tests {
         cache.read(bytes(0..10));
         assert!(!cache.is_overtaken(bytes(0..10)), "nothing was invalidated");
         invalidate(&mut cache, 2..5);
-        assert!(!cache.is_overtaken(bytes(2..3)), "nobody has read it since");
+        assert!(!cache.is_overtaken(bytes(2..3)), "it was not read since");
         cache.read(bytes(2..6));
         assert!(!cache.is_overtaken(bytes(6..9)) && cache.is_overtaken(bytes(4..5)));
         assert!(!cache.is_overtaken(bytes(4..5)), "it is told once");

@@ -4,10 +4,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::front::kernel::PAGE;
 use crate::front::shared::Front;
-
-/// Bytes of a page of the kernel's cache.
-const PAGE: u64 = 4096;
 
 impl Front {
     /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have.
