@@ -40,7 +40,7 @@ impl Front {
     /// ([`Lookups::is_overtaken`]), when the kernel has forgotten them. It keeps locked until the
     /// answer at most those that are not written as a whole; these it forgets after that.
     ///
-    /// [`Lookups::is_overtaken`]: crate::front::kernel::lookups::Lookups::is_overtaken
+    /// [`Lookups::is_overtaken`]: crate::front::kernel::Lookups::is_overtaken
     pub(crate) fn answer_overtaken(self: &Arc<Self>, ino: u64, range: Range<u64>, answer: impl FnOnce() + Send + 'static) {
         let whole = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
         let front = self.clone();
