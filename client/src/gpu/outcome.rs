@@ -2,8 +2,8 @@
 //! that failed.
 //!
 //! It guards what a number of bytes means: of each segment, so many from its beginning on. Pieces
-//! are read side by side, and a file may become shorter and longer meanwhile: then one is short, and
-//! what those behind it brought does not count.
+//! are read side by side, and a file may become shorter and longer meanwhile: then one is short,
+//! and what those behind it brought does not count.
 
 use super::memory::pieces::PieceRange;
 use super::request::{Request, SegmentPart};

@@ -13,14 +13,14 @@ use super::error::MountError;
 use super::lifecycle::Lifecycle;
 use super::options::Options;
 use super::settings::Transport;
-use super::superblock::{self, Superblock};
+use super::superblock::{self, Superblock, Unclaimed};
 use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
 use crate::front::{self, Session, Workers};
 use gpunvme_engine::data::{self, Filesystem};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_programs::claim::reason;
-use gpunvme_programs::members;
+use gpunvme_programs::members::{self, ClaimedBy};
 
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
@@ -61,11 +61,18 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     flags.set(MountFlags::RDONLY, settings.read_only);
     let request = attachment::Request { dir: &dir, source: &options.device, flags, allow_other: settings.allow_other };
     let attach = move || match superblock {
-        Some(superblock) => {
+        Ok(superblock) => {
             let (connection, device) = superblock.attach(request.dir)?;
             Ok((connection, Attachment::find(request.dir, request.source, Some(device))?))
         }
-        None => attach(&request),
+        Err(unclaimed) => {
+            let attached = attach(&request)?;
+            if let Unclaimed::Refused(why) = unclaimed {
+                let device = &options.device;
+                tracing::warn!("{device}: mounted as fuse, not fuseblk, so that sync(2) does not reach it: {why}");
+            }
+            Ok(attached)
+        }
     };
     let front = front::Settings {
         device: name,
@@ -149,11 +156,11 @@ pub fn check(options: &Options) -> Result<(), MountError> {
 }
 
 /// Claims and opens the volume: by the superblock of its mount, where that can be.
-fn claim(options: &Options) -> Result<(Arc<dyn BlockDevice>, Option<Superblock>), MountError> {
+fn claim(options: &Options) -> Result<ClaimedBy<Result<Superblock, Unclaimed>>, MountError> {
     let mode = if options.settings.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
     match superblock::claim(options).map_err(|error| MountError::Failed(error.to_string()))? {
-        Some((device, superblock)) => Ok((device, Some(superblock))),
-        None => Ok((open(options, mode)?, None)),
+        Ok((device, superblock)) => Ok((device, Ok(superblock))),
+        Err(unclaimed) => Ok((open(options, mode)?, Err(unclaimed))),
     }
 }
 

@@ -41,16 +41,25 @@ pub struct Superblock {
 /// A volume on a block device that a superblock claims.
 type Claimed = ClaimedBy<Superblock>;
 
+/// Why no superblock claims a volume.
+#[derive(Debug)]
+pub enum Unclaimed {
+    /// It is none of those that one can claim.
+    Other,
+    /// The kernel refused, for this reason.
+    Refused(String),
+}
+
 /// Claims and opens the volume that these options name, where that can be done by a superblock:
-/// the daemon is root, and the volume lies on one block device, named by its path. None otherwise.
+/// the daemon is root, and the volume lies on one block device, named by its path.
 ///
 /// # Errors
 /// The device is mounted, in use, or cannot be opened.
-pub fn claim(options: &Options) -> Result<Option<Claimed>, ClaimError> {
+pub fn claim(options: &Options) -> Result<Result<Claimed, Unclaimed>, ClaimError> {
     let device = &options.device;
     let is_one = options.others.is_empty() && split_names(device).len() == 1;
     let path = path_of(device).filter(|path| path.to_str() == Some(device) && is_block_device(path));
-    let Some(path) = path.filter(|_| is_one && !privileges::is_unprivileged()) else { return Ok(None) };
+    let Some(path) = path.filter(|_| is_one && !privileges::is_unprivileged()) else { return Ok(Err(Unclaimed::Other)) };
     let mode = if options.settings.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
     let refusal = Cell::new(None);
     let claimed = members::open_alone(device, mode, || {
@@ -63,11 +72,8 @@ pub fn claim(options: &Options) -> Result<Option<Claimed>, ClaimError> {
         })
     });
     match refusal.take() {
-        Some(why) => {
-            tracing::warn!("{device}: mounted as fuse, not fuseblk, so that sync(2) does not reach it: {why}");
-            Ok(None)
-        }
-        None => claimed,
+        Some(why) => Ok(Err(Unclaimed::Refused(why))),
+        None => Ok(claimed?.ok_or(Unclaimed::Other)),
     }
 }
 

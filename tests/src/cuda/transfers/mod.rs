@@ -317,7 +317,7 @@ fn waiting_for_several(site: &Site) {
     assert!(done[0].result.as_ref().is_err_and(is_cancelled), "{done:?}");
 }
 
-/// What a read says to have brought is there, up to that many bytes from the beginning on: a file of
+/// What a read says to have brought is there, so many bytes from the beginning on: a file of
 /// zeros, read into memory that has none.
 fn short_and_long(site: &Site) {
     let (file, path) = site.empty("short-and-long");
