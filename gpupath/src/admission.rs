@@ -48,6 +48,38 @@ pub trait OpenFile: Send + Sync {
         let _ = (range, is_written_back);
         None
     }
+
+    /// Begins a write to a range of the file, if the file is open for writing, the range is of whole
+    /// blocks, before its end, in one piece that was written, and the write changes nothing but
+    /// content and time. The caller has a [`OpenFile::hold`] and a [`OpenFile::permit_writes`] from
+    /// before, until [`OpenFile::end_write`]. `is_written_back`: as for [`OpenFile::place`]. It
+    /// takes no lock that other files need, and does not wait. `None` may mean anything:
+    /// [`OpenFile::transfer`] looks closer.
+    fn begin_write(&self, range: Range<u64>, is_written_back: bool) -> Option<BegunWrite> {
+        let _ = (range, is_written_back);
+        None
+    }
+
+    /// Ends a write that [`OpenFile::begin_write`] began. False where the kernel may have pages of
+    /// the range as they were before: then [`OpenFile::forget_pages`] comes before the answer.
+    fn end_write(&self, write: usize, range: Range<u64>, is_written: bool) -> bool {
+        let _ = (write, range, is_written);
+        true
+    }
+
+    /// Has the kernel forget its pages of a range, and calls `then`, on a thread that may wait.
+    fn forget_pages(&self, range: Range<u64>, then: Box<dyn FnOnce() + Send>) {
+        let _ = range;
+        then();
+    }
+}
+
+/// A write that may go to the device.
+pub struct BegunWrite {
+    /// Where on the device it begins, in bytes.
+    pub device_offset: u64,
+    /// What [`OpenFile::end_write`] knows it by.
+    pub write: usize,
 }
 
 /// Keeps blocks from being reused.

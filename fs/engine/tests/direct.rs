@@ -2,6 +2,7 @@
 //! a model.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -68,6 +69,24 @@ fn check_snapshots(fs: &Arc<Filesystem>, snapshots: &[Snapshot], model: &[u8], r
     found
 }
 
+/// Writes a few blocks in place by a snapshot, which may be of any age, if it can be used. Returns
+/// whether it was.
+fn write_by_snapshot(fs: &Arc<Filesystem>, snapshot: &Snapshot, model: &mut [u8], random: &mut Random) -> bool {
+    let (offset, len) = (random.below(REACH / 4096) * 4096, (random.below(8) + 1) * 4096);
+    let _guard = fs.guard();
+    let was_current = fs.is_current(snapshot);
+    let Some(write) = fs.begin_in_place(snapshot, offset..offset + len, NOW) else { return false };
+    assert!(was_current, "an old snapshot was used");
+    let bytes = random.bytes(len as usize);
+    let region = Region::allocate(bytes.len()).expect("there is memory");
+    region.write_at(0, &bytes).expect("it is ours");
+    let request = Request::write(write.device_offset, [region.span(0..bytes.len())], false);
+    fs.volume().io().run([request]).expect("the device works");
+    fs.end_in_place(write);
+    model[offset as usize..(offset + len) as usize].copy_from_slice(&bytes);
+    true
+}
+
 /// The bytes of each segment, as far as the file goes.
 fn read(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Region>) {
     region.zero_at(0, region.len()).expect("it is ours");
@@ -125,7 +144,7 @@ fn an_append_begins_with_what_the_last_block_holds_by_then() {
 
 #[test]
 fn direct_transfers_ordinary_ones_and_snapshots_see_each_others_bytes() {
-    let mut found_by_snapshots = 0;
+    let (mut found_by_snapshots, mut written_by_snapshots) = (0, 0);
     for seed in 0..20 {
         let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
         make(&device);
@@ -190,6 +209,9 @@ fn direct_transfers_ordinary_ones_and_snapshots_see_each_others_bytes() {
                     }
                 }
             }
+            for snapshot in snapshots.iter().flat_map(|snapshot| [snapshot; 4]) {
+                written_by_snapshots += usize::from(write_by_snapshot(&fs, snapshot, &mut model, &mut random));
+            }
             let size = fs.wait(|| fs.attributes(ino)).expect("it is there").inode.size;
             assert_eq!(size, model.len() as u64, "seed {seed} step {step}");
             if random.below(3) == 0 {
@@ -206,6 +228,7 @@ fn direct_transfers_ordinary_ones_and_snapshots_see_each_others_bytes() {
         assert_sound(&fs, &format!("seed {seed}"));
     }
     assert!(found_by_snapshots > 500, "only {found_by_snapshots} ranges were found");
+    assert!(written_by_snapshots > 100, "only {written_by_snapshots} ranges were written");
 }
 
 #[test]
@@ -227,6 +250,61 @@ fn a_snapshot_of_a_file_that_does_not_change_stays_current_and_has_no_more_exten
     assert!(fs.wait(|| fs.snapshot(ino, 0)).expect("it is a file").is_none());
     fs.wait(|| fs.set_size(&WHO, ino, 99_999)).expect("it is a file");
     assert!(!fs.is_current(&snapshot));
+}
+
+/// It waits for a write that a snapshot began as for any other: what would free its blocks, and
+/// what makes its bytes durable. One that began while the file is quiesced, or while pages of its
+/// blocks are in memory, would not be seen, so none begins.
+#[test]
+fn what_waits_for_writes_in_flight_waits_for_those_in_place() {
+    let (fs, ino) = with_an_open_file();
+    let snapshot = || fs.wait(|| fs.snapshot(ino, 64)).expect("it is a file").expect("the device has all of it");
+    type Waiting = fn(&Arc<Filesystem>, u64);
+    let waiting: [Waiting; 4] = [
+        |fs, ino| fs.sync_file(ino).expect("the device works"),
+        |fs, ino| fs.allocate(&WHO, ino, 4096, 8192, Allocate::Punch).expect("it makes room"),
+        |fs, ino| _ = fs.wait(|| fs.set_size(&WHO, ino, 4096)).expect("it is a file"),
+        |fs, ino| while fs.wait(|| fs.reap_step(ino)).expect("it is a file") {},
+    ];
+    for (number, waits) in waiting.into_iter().enumerate() {
+        fs.wait(|| fs.write(ino, 0, &[7; 65_536], NOW)).expect("there is room");
+        fs.sync_file(ino).expect("the device works");
+        let of = snapshot();
+        let guard = fs.guard();
+        let write = fs.begin_in_place(&of, 4096..8192, NOW).expect("nothing is in its way");
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                waits(&fs, ino);
+                is_over.store(true, Ordering::SeqCst);
+            });
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!is_over.load(Ordering::SeqCst), "{number} did not wait");
+            if number == 2 {
+                assert!(fs.begin_in_place(&of, 0..4096, NOW).is_none(), "the wait would not end");
+            }
+            drop((write, guard));
+        });
+        assert!(is_over.load(Ordering::SeqCst));
+        if number == 1 {
+            assert!(fs.begin_in_place(&of, 4096..8192, NOW).is_none(), "its blocks are another's now");
+            fs.wait(|| fs.write(ino, 4096, &[8; 4096], NOW)).expect("there is room");
+            assert!(fs.begin_in_place(&of, 0..4096, NOW).is_none(), "an old snapshot");
+        }
+    }
+}
+
+#[test]
+fn nothing_is_written_in_place_over_a_page_in_memory_or_an_end() {
+    let (fs, ino) = with_an_open_file();
+    fs.wait(|| fs.write(ino, 0, &[7; 10_000], NOW)).expect("there is room");
+    fs.sync_file(ino).expect("the device works");
+    let snapshot = fs.wait(|| fs.snapshot(ino, 64)).expect("it is a file").expect("the device has all of it");
+    let _guard = fs.guard();
+    assert!(fs.begin_in_place(&snapshot, 8192..12_288, NOW).is_none(), "it would make the file longer");
+    assert!(fs.begin_in_place(&snapshot, 0..4096, NOW).is_some());
+    fs.wait(|| fs.write(ino, 100, &[8; 100], NOW)).expect("there is room");
+    assert!(fs.begin_in_place(&snapshot, 4096..8192, NOW).is_none(), "something is newer in memory");
 }
 
 /// A new volume, and a file on it that is open.

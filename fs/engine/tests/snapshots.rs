@@ -29,6 +29,8 @@ const BLOCKS: u64 = 64;
 const FILES: u64 = 3;
 /// What other users' files have in their blocks, as the number of the file.
 const FOREIGN: u64 = 999;
+/// The file that several threads change at the same time.
+const UNRULY: u64 = 888;
 
 /// A file that is read while it changes.
 struct Subject {
@@ -144,6 +146,31 @@ impl Subject {
     }
 }
 
+/// Writes in place by the snapshot, if it can be used, while other threads change the file. Returns
+/// whether it was.
+fn write_in_place(fs: &Arc<Filesystem>, ino: u64, kept: &mut Option<Snapshot>, version: u64, random: &mut Random) -> bool {
+    let from = random.below(BLOCKS);
+    let len = random.below(8.min(BLOCKS - from)) + 1;
+    let _guard = fs.guard();
+    if !kept.as_ref().is_some_and(|snapshot| fs.is_current(snapshot)) {
+        *kept = fs.wait(|| fs.snapshot(ino, 4096)).expect("it is a file");
+    }
+    let Some(snapshot) = kept else { return false };
+    if random.below(4) == 0 {
+        std::thread::sleep(Duration::from_micros(random.below(500)));
+    }
+    let Some(write) = fs.begin_in_place(snapshot, from * BLOCK..(from + len) * BLOCK, NOW) else { return false };
+    if random.below(4) == 0 {
+        std::thread::sleep(Duration::from_micros(random.below(3000)));
+    }
+    let region = Region::allocate((len * BLOCK) as usize).expect("there is memory");
+    region.write_at(0, &content(UNRULY, from, len, version)).expect("it is ours");
+    let whole = region.span(0..region.len());
+    fs.volume().io().run([Request::write(write.device_offset, [whole], false)]).expect("the device works");
+    fs.end_in_place(write);
+    true
+}
+
 fn create(fs: &Arc<Filesystem>, name: &str) -> Result<u64, FsError> {
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, name.as_bytes(), &new))?.ino;
@@ -155,7 +182,13 @@ fn create(fs: &Arc<Filesystem>, name: &str) -> Result<u64, FsError> {
 fn churn(fs: &Arc<Filesystem>, name: &str, random: &mut Random) -> Result<(), FsError> {
     let ino = create(fs, name)?;
     let blocks = random.below(200) + 1;
-    let written = write(fs, ino, 0, &content(FOREIGN, 0, blocks, 1), random);
+    let bytes = content(FOREIGN, 0, blocks, 1);
+    let written = write(fs, ino, 0, &bytes, random);
+    if written.is_ok() {
+        let found = fs.read(ino, 0, bytes.len()).expect("it can be read");
+        let differs = found.iter().zip(&bytes).position(|(a, b)| a != b);
+        assert!(found.len() == bytes.len() && differs.is_none(), "another's bytes are in {name}, from {differs:?} on");
+    }
     fs.let_go_of_file(ino);
     fs.wait(|| fs.unlink(&WHO, ROOT, name.as_bytes()))?;
     while fs.wait(|| fs.reap_step(ino))? {}
@@ -183,6 +216,7 @@ fn run(seed: u64, discard: bool, seconds: u64) {
         Subject { ino, number, blocks: (0..BLOCKS).map(|_| Versions::default()).collect() }
     };
     let subjects: Vec<Subject> = (1..=FILES).map(subject).collect();
+    let unruly = subject(UNRULY);
     // Most of the rest is in use, so that blocks are used again soon.
     let filler = create(&fs, "filler").expect("there is room");
     while fs.volume().usage().available > 900 {
@@ -191,6 +225,7 @@ fn run(seed: u64, discard: bool, seconds: u64) {
         fs.sync_file(filler).expect("nothing fails");
     }
     fs.let_go_of_file(filler);
+    let in_place = AtomicU64::new(0);
     let (end, over, by_snapshot) = (Instant::now() + Duration::from_secs(seconds), AtomicBool::new(false), AtomicU64::new(0));
     let full = |result: Result<(), FsError>| assert!(matches!(result, Ok(()) | Err(FsError::NoSpace)), "{result:?}");
     let until = |act: &mut dyn FnMut(u64, &mut Random), number: u64| {
@@ -201,9 +236,9 @@ fn run(seed: u64, discard: bool, seconds: u64) {
             act(rounds.next().expect("it counts on"), &mut random);
         }
     };
-    let (fs, by_snapshot, full, until) = (&fs, &by_snapshot, &full, &until);
+    let (fs, by_snapshot, in_place, full, until) = (&fs, &by_snapshot, &in_place, &full, &until);
     std::thread::scope(|scope| {
-        for subject in &subjects {
+        for subject in subjects.iter().chain([&unruly]) {
             scope.spawn(|| until(&mut |round, random| full(subject.change(fs, round, random)), subject.number));
         }
         for number in 10..12 {
@@ -220,6 +255,16 @@ fn run(seed: u64, discard: bool, seconds: u64) {
                 until(&mut read, number);
             });
         }
+        for number in 24..26 {
+            let ino = unruly.ino;
+            scope.spawn(move || {
+                let mut kept = None;
+                let mut write = |round, random: &mut Random| {
+                    in_place.fetch_add(write_in_place(fs, ino, &mut kept, round, random).into(), Ordering::Relaxed);
+                };
+                until(&mut write, number);
+            });
+        }
         let keep = move |round, _: &mut Random| {
             fs.commit().expect("nothing fails");
             fs.volume().discard_freed();
@@ -233,8 +278,15 @@ fn run(seed: u64, discard: bool, seconds: u64) {
         scope.spawn(move || until(&mut { keep }, 30));
     });
     let found = by_snapshot.load(Ordering::Relaxed);
-    println!("seed {seed}, discard {discard}: {found} reads by snapshot");
-    assert!(found > 100, "{found} reads by snapshot");
+    let in_place = in_place.load(Ordering::Relaxed);
+    println!("seed {seed}, discard {discard}: {found} reads and {in_place} writes by snapshot");
+    assert!(found > 100 && in_place > 30, "{found} reads and {in_place} writes by snapshot");
+    let bytes = fs.read(unruly.ino, 0, (BLOCKS * BLOCK) as usize).expect("it can be read");
+    for (block, found) in bytes.chunks(BLOCK_SIZE).enumerate() {
+        let first = u64::from_le_bytes(found[..8].try_into().expect("8 bytes"));
+        assert!(first == 0 || first >> 32 == word(UNRULY, block as u64, 0) >> 32, "block {block} is another's: {first:#x}");
+    }
+    fs.let_go_of_file(unruly.ino);
     subjects.iter().for_each(|subject| fs.let_go_of_file(subject.ino));
     fs.write_back().expect("nothing fails");
     assert_sound(fs, &format!("seed {seed}"));

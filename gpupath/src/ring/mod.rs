@@ -7,9 +7,9 @@
 
 mod deferred_drop;
 mod groups;
+mod plain;
 mod queue_pair;
 mod readers;
-mod reads;
 mod rings;
 mod service;
 mod shares;

@@ -333,6 +333,11 @@ impl Taken {
         self.complete(Completion { user_data: self.user_data, status: errno, reason: reason.code(), ..Completion::default() });
     }
 
+    /// Answers it.
+    pub(super) fn end(mut self, completion: Completion) {
+        self.complete(completion);
+    }
+
     fn complete(&mut self, completion: Completion) {
         self.answered = true;
         let Taken { thread, ring, len, .. } = self;

@@ -8,8 +8,8 @@
 //! each ring, so that the next submission wakes it.
 
 use super::groups::Group;
+use super::plain::{Plain, Turn};
 use super::queue_pair::{Broken, Ring, Taken};
-use super::reads::{Reads, Turn};
 use super::shares::Shares;
 use super::thread::ServingThread;
 use super::watch::Watch;
@@ -43,7 +43,7 @@ const DRAIN: Duration = Duration::from_millis(1);
 /// What the thread works with.
 struct Work<'q> {
     queue: &'q OwnQueue,
-    reads: Reads,
+    plain: Plain,
     submissions: Vec<Submission>,
 }
 
@@ -131,7 +131,7 @@ impl Service {
     /// Runs the thread that serves the rings. `alignment` is that of the device, for reads.
     pub fn serve(self: &Arc<Self>, queue: &OwnQueue, alignment: Alignment) {
         self.thread.begin();
-        let mut work = Work { queue, reads: Reads::new(self.server.clone(), alignment), submissions: Vec::new() };
+        let mut work = Work { queue, plain: Plain::new(self.server.clone(), alignment), submissions: Vec::new() };
         let mut first = 0;
         let mut busy = Instant::now();
         while !self.ending.load(Ordering::Acquire) {
@@ -186,8 +186,8 @@ impl Service {
     /// Gives what was taken to the device, and ends what the device has done. Returns how many
     /// requests of the device are over.
     fn run(&self, work: &mut Work<'_>, wait: Wait) -> usize {
-        let Work { queue, reads, .. } = work;
-        reads.run(queue, wait, |ring, submission| self.begin(ring, &submission, &mut None))
+        let Work { queue, plain, .. } = work;
+        plain.run((queue, &self.thread), wait, |ring, submission| self.begin(ring, &submission, &mut None))
     }
 
     /// Takes from each ring what may be taken now.
@@ -240,20 +240,20 @@ impl Service {
     /// Takes submissions of a ring, `most` of them unless too much is in flight, and begins them.
     /// Returns how many.
     fn take_of(&self, ring: &Arc<Ring>, most: u32, work: &mut Work<'_>) -> u32 {
-        let Work { queue, reads, submissions } = work;
+        let Work { queue, plain, submissions } = work;
         ring.take(most, self.shares.room(ring), submissions);
         let taken = submissions.len() as u32;
-        let are_taken = reads.are_taken(queue);
+        let are_taken = plain.are_taken(queue);
         let mut turn = Turn::default();
         // Asked once for all writes of the turn: to ask is a call of the kernel.
         let mut permit = None;
         for submission in submissions.drain(..) {
-            if !are_taken || !reads.take(&mut turn, ring, &submission) {
+            if !are_taken || !plain.take(&mut turn, ring, &submission) {
                 self.begin(ring, &submission, &mut permit);
             }
         }
         drop(permit);
-        reads.end_turn(&turn, queue);
+        plain.end_turn(&turn, queue);
         taken
     }
 

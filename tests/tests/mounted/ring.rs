@@ -161,6 +161,53 @@ fn rings_read_what_a_file_has_after_each_change() {
     }
 }
 
+/// Once a write by a ring is answered, read(2), a mapping and fstat(2) show it: also where other
+/// threads have the kernel read the same pages all the time, and the ring has written the file so
+/// often that it knows where it lies.
+#[test]
+fn what_a_ring_has_written_is_seen_by_those_who_read_all_the_time() {
+    needs_mount!();
+    const BLOCKS: u64 = 16;
+    let volume = Mounted::new();
+    let path = volume.path("file");
+    fs::write(&path, vec![0; BLOCKS as usize * 4096]).unwrap();
+    let file = File::open(&path).unwrap();
+    file.sync_all().unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let (memory, mut ring) = (shared(&mount, MIB), Ring::new(&mount, 64).unwrap());
+    let attached = attach(&ring, &path);
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut block = [0; 4096];
+                while !is_over.load(Ordering::Relaxed) {
+                    (0..BLOCKS).for_each(|number| file.read_exact_at(&mut block, number * 4096).unwrap());
+                }
+            });
+        }
+        let mut before = file.metadata().unwrap().modified().unwrap();
+        for round in 1..=2000u64 {
+            let at = random(round, BLOCKS) * 4096;
+            memory.copy_in(0, &round.to_le_bytes());
+            // With reads of the same ring on their way. Nobody has dirty pages.
+            let is_written_back = round % 2 == 0;
+            ring.push(&Operation::read(&attached, at, &memory, 8192, 4096).written_back(is_written_back)).unwrap();
+            ring.push(&Operation::write(&attached, at, &memory, 0, 4096).written_back(is_written_back)).unwrap();
+            wait_for(&mut ring, 2).into_iter().for_each(|completed| assert_eq!(completed.result.unwrap().bytes(), 4096));
+            let mut found = [0; 8];
+            file.read_exact_at(&mut found, at).unwrap();
+            assert_eq!(u64::from_le_bytes(found), round, "at {at}");
+            if round % 100 == 0 {
+                let now = file.metadata().unwrap().modified().unwrap();
+                assert!(now > before, "round {round}: its time of change has not changed");
+                before = now;
+            }
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
+
 #[test]
 fn an_attached_file_lives_until_it_is_detached() {
     needs_mount!();

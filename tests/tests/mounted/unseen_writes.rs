@@ -70,6 +70,19 @@ fn they_take_capabilities_and_set_user_id_bits() {
         assert!(!has_capability(&path), "after a ring's write at {offset}");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o777, "after a ring's write at {offset}");
     }
+    // Of a file that the ring has written so often that it knows where it lies.
+    let set_user_id: fn(&Path) = |path| fs::set_permissions(path, Permissions::from_mode(0o4777)).unwrap();
+    for change in [privilege, set_user_id] {
+        let mut write = || {
+            ring.push(&Operation::write(&attached, 4096, &memory, 0, 4096)).unwrap();
+            wait_for(&mut ring, 1).remove(0).result.unwrap();
+        };
+        (0..100).for_each(|_| write());
+        change(&path);
+        write();
+        assert!(!has_capability(&path));
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o777);
+    }
     // What is refused takes nothing.
     privilege(&path);
     let read_only = ring.attach(&gpunvme::File::open(&path).unwrap()).unwrap();

@@ -191,10 +191,8 @@ impl Filesystem {
         let guard = self.volume.epochs.enter();
         self.volume.promise(new)?;
         let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
-        let number = state.in_flight.writes.begin();
         let direct: SmallVec<[Range<u64>; 1]> = runs().collect();
-        state.in_flight.direct.extend(direct.iter().cloned());
-        direct.iter().for_each(|run| state.buffer.content_changes(run.clone()));
+        let number = state.begin_direct(&direct);
         let mut places = placement.runs().map(|p| Extent {
             file_offset: p.offset * BLOCK,
             device_offset: Geometry::byte(p.run.start),
@@ -334,12 +332,7 @@ impl Drop for Flight {
         self.fs.unplace(&mut self.placement);
         self.fs.volume.forget_promise(self.promised);
         let mut state = self.file.state.lock();
-        state.in_flight.writes.end(self.number);
-        for run in &self.direct {
-            state.buffer.content_changes(run.clone());
-            let at = state.in_flight.direct.iter().position(|r| r == run).expect("noted when it was planned");
-            state.in_flight.direct.swap_remove(at);
-        }
+        state.end_direct(self.number, &self.direct);
         let is_in_use = state.is_in_use();
         drop(state);
         self.file.landed.notify_all();

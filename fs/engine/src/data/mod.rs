@@ -15,6 +15,7 @@ pub mod direct;
 mod errors;
 mod file;
 mod filesystem;
+mod in_place;
 mod page_map;
 mod pages;
 mod place;
@@ -28,5 +29,6 @@ mod write_back;
 
 pub use errors::Asker;
 pub use filesystem::{Filesystem, Inline, Options, Preloaded, Settling, Spawn, system_time};
+pub use in_place::InPlaceWrite;
 pub use read::Read;
 pub use snapshot::Snapshot;

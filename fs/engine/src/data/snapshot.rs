@@ -51,6 +51,11 @@ impl Snapshot {
         self.extents.len()
     }
 
+    /// The file.
+    pub(super) fn file(&self) -> &Arc<File> {
+        &self.file
+    }
+
     /// Where a range of the file begins on the device, in bytes, if all of it lies before the end
     /// of the file, and in one piece that was written.
     pub fn find(&self, range: Range<u64>) -> Option<u64> {

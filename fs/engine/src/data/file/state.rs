@@ -93,6 +93,23 @@ impl FileState {
         self.in_flight.pages.overlaps(from..to) || self.buffer.has_dirty(from..to)
     }
 
+    /// A direct write of these blocks begins. Returns its number among the writes in flight.
+    pub fn begin_direct(&mut self, blocks: &[Range<u64>]) -> u64 {
+        self.in_flight.direct.extend_from_slice(blocks);
+        blocks.iter().for_each(|run| self.buffer.content_changes(run.clone()));
+        self.in_flight.writes.begin()
+    }
+
+    /// A direct write of these blocks is over, however it went.
+    pub fn end_direct(&mut self, number: u64, blocks: &[Range<u64>]) {
+        self.in_flight.writes.end(number);
+        for run in blocks {
+            self.buffer.content_changes(run.clone());
+            let at = self.in_flight.direct.iter().position(|r| r == run).expect("noted when it began");
+            self.in_flight.direct.swap_remove(at);
+        }
+    }
+
     /// Passes when no direct write to blocks `from..to` is in flight.
     pub fn has_no_direct(&self, ino: u64, from: u64, to: u64) -> Attempt<()> {
         let overlaps = |run: &Range<u64>| run.start < to && from < run.end;

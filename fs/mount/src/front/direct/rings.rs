@@ -10,17 +10,19 @@ use std::sync::Arc;
 
 use gpunvme_abi::Direction;
 use gpunvme_abi::ring::Attach;
+use gpunvme_engine::data::{InPlaceWrite, system_time};
 use gpunvme_gpupath::access::Access;
-use gpunvme_gpupath::admission::{Admitted, Hold, OpenFile, WritePermit};
+use gpunvme_gpupath::admission::{Admitted, BegunWrite, Hold, OpenFile, WritePermit};
 use gpunvme_gpupath::server::Reply;
 use parking_lot::Mutex;
+use slab::Slab;
 
-use super::transfers::Transfer;
+use super::transfers::{Transfer, has_no_privileges};
 use crate::front::caller::Caller;
 use crate::front::resources::snapshot_budget::BudgetedSnapshot;
 use crate::front::shared::Front;
 
-/// How many reads look the file up anew between two snapshots of it: a file that changes all the
+/// How many transfers look the file up anew between two snapshots of it: a file that changes all the
 /// time is not worth one for each change.
 const PATIENCE: u32 = 16;
 
@@ -35,12 +37,16 @@ struct Attached {
     places: Mutex<Places>,
 }
 
-/// What is remembered of where a file lies.
+/// What is remembered of where a file lies, and its writes that went there.
 #[derive(Default)]
 struct Places {
     snapshot: Option<BudgetedSnapshot>,
-    /// Reads that are still to be looked up before there is another one.
+    /// Whether a write takes privileges from the file, as the snapshot has it.
+    has_privileges: bool,
+    /// Transfers that are still to be looked up before there is another snapshot.
     patience: u32,
+    /// Writes in place on their way to the device.
+    writes: Slab<InPlaceWrite>,
 }
 
 /// The user and group of writes by rings: none that exists. Any process that has the ring's memory
@@ -89,6 +95,8 @@ impl Attached {
         // What stalls is looked up by the transfer, on a thread that may wait.
         let limit = self.front.snapshot_budget.most(self.user);
         let found = self.front.fs.snapshot(self.ino, limit).ok().flatten();
+        // Asked after the snapshot was made: it is no longer current when this changes.
+        places.has_privileges = !has_no_privileges(&self.front.fs, self.ino).is_ok_and(|has_none| has_none);
         places.snapshot = found.and_then(|snapshot| self.front.snapshot_budget.keep(self.user, snapshot));
     }
 }
@@ -124,12 +132,57 @@ impl OpenFile for Attached {
         self.look(&mut places);
         places.snapshot.as_ref()?.find(range)
     }
+
+    fn begin_write(&self, range: Range<u64>, is_written_back: bool) -> Option<BegunWrite> {
+        let (front, block) = (&self.front, self.front.fs.write_alignment().block);
+        // A file that is written through is synced by the one that answers.
+        let is_plain = self.access.contains(Access::WRITE)
+            && !self.access.contains(Access::SYNC)
+            && range.start.is_multiple_of(block)
+            && range.end.is_multiple_of(block)
+            && (is_written_back || !front.lookups.may_have(self.ino, iter::once(range.clone())));
+        if !is_plain {
+            return None;
+        }
+        let mut places = self.places.lock();
+        self.look(&mut places);
+        let Places { snapshot, has_privileges, writes, .. } = &mut *places;
+        if *has_privileges {
+            return None;
+        }
+        let write = front.fs.begin_in_place(snapshot.as_ref()?, range, system_time())?;
+        Some(BegunWrite { device_offset: write.device_offset, write: writes.insert(write) })
+    }
+
+    fn end_write(&self, write: usize, range: Range<u64>, is_written: bool) -> bool {
+        let write = self.places.lock().writes.remove(write);
+        if !is_written {
+            return true;
+        }
+        let shown = self.front.fs.end_in_place(write);
+        // Looked up when the device has the data: pages that the kernel reads from here on are new.
+        if self.front.lookups.may_have(self.ino, iter::once(range)) {
+            return false;
+        }
+        if shown {
+            self.front.attributes_change(self.ino);
+        }
+        true
+    }
+
+    fn forget_pages(&self, range: Range<u64>, then: Box<dyn FnOnce() + Send>) {
+        let (front, ino) = (self.front.clone(), self.ino);
+        self.front.invalidations.run(move || {
+            front.invalidate(ino, vec![range], || None);
+            then();
+        });
+    }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        // It has the file in memory.
-        self.places.get_mut().snapshot = None;
+        // They have the file in memory.
+        *self.places.get_mut() = Places::default();
         self.front.fs.let_go_of_file(self.ino);
         if self.front.lookups.forget(self.ino, 1) {
             self.front.remove_waiting(self.ino);

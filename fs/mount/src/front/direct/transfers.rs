@@ -383,12 +383,9 @@ impl Front {
         };
         // Looked up when the device has the data: pages that the kernel reads from here on are new.
         let only_attributes = (written.in_place || ends_inside()) && !self.lookups.may_have(transfer.ino, transfer.ranges());
-        if only_attributes && let Some(kernel) = self.kernel.get() {
+        if only_attributes && self.kernel.get().is_some() {
             if written.shown {
-                let since = Instant::now();
-                if kernel.invalidate_attributes(transfer.ino) {
-                    self.fs.take_attributes_back(transfer.ino, since);
-                }
+                self.attributes_change(transfer.ino);
             }
             return self.answer_write(transfer, outcome);
         }
@@ -398,6 +395,14 @@ impl Front {
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
             front.answer_write(transfer, outcome);
         });
+    }
+
+    /// Tells the kernel that the attributes that it may keep of a file are out of date.
+    pub(super) fn attributes_change(&self, ino: u64) {
+        let since = Instant::now();
+        if self.kernel.get().is_some_and(|kernel| kernel.invalidate_attributes(ino)) {
+            self.fs.take_attributes_back(ino, since);
+        }
     }
 
     /// Answers a write. For a file that was opened with `O_DSYNC` or `O_SYNC` it first makes the
@@ -424,6 +429,17 @@ impl Front {
         let read = transfer.region().read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
         (reaches_end && read.is_ok()).then_some((end - 1, byte[0]))
     }
+}
+
+/// Whether a file has nothing that a write could strip from it ([`strip_unseen`]).
+pub(super) fn has_no_privileges(fs: &Filesystem, ino: u64) -> Attempt<bool> {
+    let has_capabilities = match fs.get_xattr(ino, CAPABILITY) {
+        Ok(_) => true,
+        Err(Fail::Error(FsError::NoData)) => false,
+        Err(fail) => return Err(fail),
+    };
+    let mode = fs.volume().stored_attributes(ino)?.inode.mode;
+    Ok(!has_capabilities && mode & (libc::S_ISUID | libc::S_ISGID) == 0)
 }
 
 /// Strips from a file what a write strips and the kernel does not see: its capabilities, which the
