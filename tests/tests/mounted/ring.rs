@@ -186,11 +186,12 @@ fn what_a_ring_has_written_is_seen_by_those_who_read_all_the_time() {
                 }
             });
         }
+        let _ends_them = Raised(&is_over);
         let mut before = file.metadata().unwrap().modified().unwrap();
         for round in 1..=2000u64 {
             let at = random(round, BLOCKS) * 4096;
             memory.copy_in(0, &round.to_le_bytes());
-            // With reads of the same ring on their way. Nobody has dirty pages.
+            // With reads of the same ring on their way. No page is dirty.
             let is_written_back = round % 2 == 0;
             ring.push(&Operation::read(&attached, at, &memory, 8192, 4096).written_back(is_written_back)).unwrap();
             ring.push(&Operation::write(&attached, at, &memory, 0, 4096).written_back(is_written_back)).unwrap();
@@ -204,8 +205,16 @@ fn what_a_ring_has_written_is_seen_by_those_who_read_all_the_time() {
                 before = now;
             }
         }
-        is_over.store(true, Ordering::Relaxed);
     });
+}
+
+/// A flag that is set when this goes, also by a failed assertion.
+struct Raised<'a>(&'a AtomicBool);
+
+impl Drop for Raised<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 #[test]

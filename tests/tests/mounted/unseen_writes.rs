@@ -42,6 +42,26 @@ fn has_capability(path: &Path) -> bool {
     }
 }
 
+/// Also the writes of a ring that know where the file lies, of which the kernel keeps attributes.
+#[test]
+fn they_show_in_the_time_of_the_last_change() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let path = volume.path("file");
+    fs::write(&path, tree::pattern(1, 65536)).unwrap();
+    File::open(&path).unwrap().sync_all().unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let (memory, mut ring) = (shared(&mount, MIB), Ring::new(&mount, 8).unwrap());
+    let attached = attach(&ring, &path);
+    for round in 0..100 {
+        let before = fs::metadata(&path).unwrap().modified().unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+        ring.push(&Operation::write(&attached, 4096, &memory, 0, 4096)).unwrap();
+        wait_for(&mut ring, 1).remove(0).result.unwrap();
+        assert!(fs::metadata(&path).unwrap().modified().unwrap() > before, "round {round}");
+    }
+}
+
 /// By ioctl root's write keeps the bits, as its write(2) does. Who writes by a ring is not known,
 /// so nothing is kept.
 #[test]
