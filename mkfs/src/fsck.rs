@@ -16,6 +16,7 @@ use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind, Refound
 use gpunvme_programs::claim::reason;
 use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::members;
+use gpunvme_programs::tag;
 use gpunvme_programs::terminal::{complain, print};
 use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
@@ -42,7 +43,8 @@ const MEMORY_MIN: u64 = 64;
 #[derive(Debug, Parser)]
 #[command(name = "fsck.gpunvme", bin_name = "fsck.gpunvme", version)]
 pub struct Arguments {
-    /// A block device (/dev/nvme1n1), an image file, or an NVMe controller (vfio:0000:01:00.0)
+    /// A block device (/dev/nvme1n1), an image file, an NVMe controller (vfio:0000:01:00.0), or
+    /// LABEL=... or UUID=... of a volume on block devices
     #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub device: String,
     /// Another device of the same volume, where it is not found by itself; may be given several
@@ -208,7 +210,7 @@ fn cancelled() -> impl Fn() -> bool {
 
 /// Checks, and repairs, the volume that the command line names.
 fn examine(arguments: &Arguments) -> Result<Report, Failure> {
-    let name = &arguments.device;
+    let name = &*tag::device_of(&arguments.device).map_err(Failure::Other)?;
     let mut meter = Meter::new(name, arguments.quiet, arguments.progress)
         .map_err(|error| Failure::Usage(format!("-C {}: {error}", arguments.progress.unwrap_or_default())))?;
     let cancelled = cancelled();

@@ -1,5 +1,6 @@
 //! Shared parts of the programs of gpunvme: claiming a device ([`claim`]), volumes of several
-//! devices ([`members`]), label and UUID ([`names`]), dumps of metadata ([`dump`]), the mount table
+//! devices ([`members`]), label and UUID ([`names`]) and volumes by them
+//! ([`tag`]), dumps of metadata ([`dump`]), the mount table
 //! ([`mounts`]), the terminal ([`terminal`]), what shells complete ([`completions`]), and the
 //! command line for sets of files ([`sets`]).
 #![deny(unsafe_code)]
@@ -13,4 +14,5 @@ pub mod mounts;
 pub mod names;
 mod random;
 pub mod sets;
+pub mod tag;
 pub mod terminal;

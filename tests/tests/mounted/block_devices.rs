@@ -325,3 +325,60 @@ fn a_block_device_whose_mount_is_cut_off_loses_nothing() {
     let volume = image.mount();
     assert!(fs::read(volume.path("file")).unwrap() == content);
 }
+
+/// Mounts and checks what `name` means, and returns the device that it was.
+fn device_of(name: &str, dir: &Path) -> Result<String, String> {
+    let mounted = programs::command("mount.gpunvme").arg(name).arg(dir).stdin(Stdio::null()).output().unwrap();
+    if !mounted.status.success() {
+        assert_eq!(mounted.status.code(), Some(32), "{}", text(&mounted));
+        return Err(text(&mounted));
+    }
+    let line = listed(dir);
+    assert!(Command::new("umount").arg(dir).status().unwrap().success());
+    let checked = programs::command("fsck.gpunvme").arg("-n").arg(name).output().unwrap();
+    assert!(checked.status.success(), "{}", text(&checked));
+    Ok(line.split(' ').next().unwrap().to_owned())
+}
+
+#[test]
+fn a_label_or_uuid_names_a_volume_on_block_devices() {
+    let test = "a_label_or_uuid_names_a_volume_on_block_devices";
+    let (one, other) = (on_block_device!("a_label_or_uuid_names_a_volume_on_block_devices"), Image::on_block_device(test, LEN));
+    let Some(other) = other else { return };
+    let scratch = scratch_dir();
+    let dir = scratch.path().join("mnt");
+    fs::create_dir(&dir).unwrap();
+    // No other volume of the machine has it.
+    let label = format!("a label={}", std::process::id());
+    let tune = |image: &Image, arguments: &[&str]| {
+        let tuned = run("gpunvme", &[&["tune"], arguments].concat(), &image.device());
+        assert!(tuned.status.success(), "{}", text(&tuned));
+    };
+    let by_label = format!("LABEL={label}");
+    let why = device_of(&by_label, &dir).unwrap_err();
+    assert!(why.contains(&by_label) && why.contains("no block device"), "{why}");
+    tune(&one, &["-L", &label]);
+    let device = one.device().to_str().unwrap().to_owned();
+    assert_eq!(device_of(&by_label, &dir), Ok(device.clone()));
+    // Its label is there while it is mounted, and says which device is in use.
+    let volume = one.mount();
+    let why = device_of(&by_label, &dir).unwrap_err();
+    assert!(why.contains(&device), "{why}");
+    let one = volume.unmount();
+    tune(&other, &["-L", &label]);
+    let why = device_of(&by_label, &dir).unwrap_err();
+    assert!([&one, &other].iter().all(|image| why.contains(image.device().to_str().unwrap())), "{why}");
+    let uuid = "0e7aa39c-91d5-4c38-a4f1-6b5f8a6f0c5d";
+    tune(&other, &["-U", uuid]);
+    let device = other.device().to_str().unwrap().to_owned();
+    assert_eq!(device_of(&format!("UUID={}", uuid.to_uppercase()), &dir), Ok(device));
+    assert!(device_of("UUID=data", &dir).unwrap_err().contains("UUID=data"));
+    // A volume on several devices has one label.
+    let others: Vec<Image> = [LEN, LEN].into_iter().filter_map(|len| Image::on_block_device(test, len)).collect();
+    let devices: Vec<PathBuf> = others.iter().map(Image::device).collect();
+    let striped = format!("{label} striped");
+    let made = programs::command("mkfs.gpunvme").args(["-f", "-L", &striped]).args(&devices).output().unwrap();
+    assert!(made.status.success(), "{}", text(&made));
+    let source = device_of(&format!("LABEL={striped}"), &dir).unwrap();
+    assert!(devices.iter().any(|device| source.starts_with(device.to_str().unwrap())), "{source}");
+}

@@ -3,20 +3,17 @@
 //!
 //! It only reads, claims nothing, and knows a volume that is mounted, or newer than this program.
 
-use std::fs::{File, OpenOptions};
-use std::io::{Seek, SeekFrom};
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 use gpunvme_layout::superblock::Identity;
-use gpunvme_layout::{BLOCK_SIZE, Block, Member, Superblock, Uuid};
+use gpunvme_programs::tag;
 use serde_json::json;
 
 use crate::report::{self, Failure, Report};
 
 pub fn run(device: &Path) -> Result<Report, Failure> {
     let failed = |why: String| Failure(format!("{}: {why}", device.display()));
-    let found = find(device).map_err(|error| failed(error.to_string()))?;
+    let found = tag::identify(device).map_err(|error| failed(error.to_string()))?;
     let (found, member) = found.ok_or_else(|| failed("no gpunvme volume is here".to_owned()))?;
     let Identity { uuid, label, version } = found;
     let (uuid, member) = (report::uuid(&uuid), member.map(|uuid| report::uuid(&uuid)));
@@ -38,37 +35,6 @@ pub fn run(device: &Path) -> Result<Report, Failure> {
         property("LABEL_ENC", &encoded(&label));
     }
     Ok(report)
-}
-
-/// The volume of a device, and where it is one of several, the UUID of that one. The superblock is
-/// the first block. Its copy in the last one counts where the first was wiped or
-/// is damaged, and not where something else has taken its place.
-fn find(device: &Path) -> std::io::Result<Option<(Identity, Option<Uuid>)>> {
-    // A FIFO must not make it wait.
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(device)?;
-    let kind = file.metadata()?.file_type();
-    if !kind.is_file() && !kind.is_block_device() {
-        return Err(std::io::Error::other("must be a block device or an image file"));
-    }
-    let blocks = (&file).seek(SeekFrom::End(0))? / BLOCK_SIZE as u64;
-    if blocks < 2 {
-        return Ok(None);
-    }
-    let first = read(&file, Superblock::ADDRESS)?;
-    let identify = |block: &Block, address| Some((Superblock::identify(block, address)?, Member::uuid_of(block, address)));
-    if let Some(found) = identify(&first, Superblock::ADDRESS) {
-        return Ok(Some(found));
-    }
-    if !first.has_magic() && first.bytes().iter().any(|byte| *byte != 0) {
-        return Ok(None);
-    }
-    Ok(identify(&read(&file, blocks - 1)?, blocks - 1))
-}
-
-fn read(file: &File, address: u64) -> std::io::Result<Block> {
-    let mut bytes = [0; BLOCK_SIZE];
-    file.read_exact_at(&mut bytes, address * BLOCK_SIZE as u64)?;
-    Ok(Block::from_bytes(&bytes))
 }
 
 /// Characters that udev puts into names of links as they are (libblkid/src/encode.c).

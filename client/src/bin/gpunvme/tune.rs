@@ -5,14 +5,15 @@ use gpunvme_layout::Superblock;
 use gpunvme_layout::superblock::Names;
 use gpunvme_programs::members;
 use gpunvme_programs::names::{NewUuid, label};
+use gpunvme_programs::tag;
 use serde_json::{Value, json};
 use std::path::Path;
 
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("change").required(true).multiple(true).args(["label", "uuid"])))]
 pub struct Tune {
-    /// A block device, an image file or an NVMe controller, not mounted; of a volume on several
-    /// any of them, or all
+    /// A block device, an image file, an NVMe controller, or LABEL=... or UUID=... of a volume on
+    /// block devices, not mounted; of a volume on several devices any of them, or all
     #[arg(required = true, value_name = "DEVICE", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub devices: Vec<String>,
     /// Name of the volume, at most 64 bytes; empty for none
@@ -29,6 +30,7 @@ pub fn run(tune: &Tune) -> Result<Report, Failure> {
         let why = "is a directory: a volume is changed while it is not mounted, by the name of its device";
         return Err(Failure(format!("{device}: {why} (gpunvme info {device})")));
     }
+    let device = &*tag::device_of(device).map_err(Failure)?;
     let change = |superblock: &Superblock| Names {
         label: tune.label.clone().unwrap_or_else(|| superblock.names.label.clone()),
         changed_uuid: match tune.uuid {

@@ -7,6 +7,7 @@ use clap::Parser;
 use gpunvme_blockdev::path_of;
 use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::mounts::{BLOCK_FS_TYPE, FS_TYPE};
+use gpunvme_programs::tag;
 use rustix::mount::MountFlags;
 
 use super::error::MountError;
@@ -17,7 +18,7 @@ use super::settings::{Partial, Settings};
 #[command(name = "mount.gpunvme", bin_name = "mount.gpunvme", version)]
 struct Arguments {
     /// A block device, image file or NVMe controller (vfio:0000:01:00.0) that mkfs.gpunvme has
-    /// formatted
+    /// formatted; or LABEL=... or UUID=... of a volume on block devices
     #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     device: String,
     /// The directory to mount it on
@@ -132,8 +133,13 @@ impl Options {
         let config = Partial::from_config(list.config.as_deref())?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let settings = list.partial.over(config).complete(rustix::process::geteuid().is_root(), cores)?;
+        // A remount is one of what is on the directory, whatever its device is called.
+        let device = match list.remount {
+            true => arguments.device,
+            false => tag::device_of(&arguments.device).map_err(MountError::Failed)?.into_owned(),
+        };
         Ok(Self {
-            device: source_name(arguments.device),
+            device: source_name(device),
             others: list.others,
             dir: arguments.dir,
             settings,

@@ -27,6 +27,7 @@ use crate::names::Superblocks;
 use crate::random::random;
 use copies::Copies;
 pub use growth::grow;
+pub(crate) use search::block_devices;
 use set::Set;
 
 /// Claims the volume that `device` names, and opens it. Where it is a member of a volume of several

@@ -51,7 +51,7 @@ fn candidates(path: &Path) -> Vec<PathBuf> {
     let Ok(own) = fs::metadata(path) else { return Vec::new() };
     let names = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = if own.file_type().is_block_device() {
-        names(Path::new(DEVICES)).filter_map(|entry| block_device(&entry.path())).collect()
+        block_devices()
     } else {
         names(path.parent().unwrap_or(Path::new("."))).map(|entry| entry.path()).collect()
     };
@@ -69,6 +69,12 @@ fn candidates(path: &Path) -> Vec<PathBuf> {
     });
     found.sort();
     found
+}
+
+/// All block devices that hold something and that no other block device is made of.
+pub(crate) fn block_devices() -> Vec<PathBuf> {
+    let folders = fs::read_dir(DEVICES).into_iter().flatten().flatten();
+    folders.filter_map(|entry| block_device(&entry.path())).collect()
 }
 
 /// The file of the block device that a folder of sysfs is about, where it holds something and no
