@@ -210,28 +210,46 @@ impl Clients {
     }
 }
 
-#[test]
-fn clients_of_io_uring_survive_the_daemon() {
-    needs_mount!();
-    let Some(_offered) = Parameter::set("clients_of_io_uring_survive_the_daemon", "Y") else { return };
-    let mut image = Image::formatted();
-    for round in 0..3 {
-        let volume = by_io_uring(image);
-        let clients = Clients::new(64, &volume.root());
-        thread::sleep(Duration::from_millis(400 + 200 * round));
-        let (status, dead) = volume.signal(Signal::KILL);
-        assert_eq!(status.terminating_signal(), Some(libc::SIGKILL));
-        clients.end();
-        dead.check();
-        image = dead;
+/// Runs a test of an image file and of a block device (`fuseblk`), by each transport that can be
+/// had. `mount` mounts by that one.
+fn by_each_transport(test: &str, run: impl Fn(Image, &dyn Fn(Image) -> Mounted)) {
+    let image = |is_block_device| match is_block_device {
+        true => Image::on_block_device(test, 256 << 20),
+        false => Some(Image::formatted()),
+    };
+    for is_block_device in [false, true] {
+        let Some(classic) = image(is_block_device) else { return };
+        run(classic, &|image| image.mount_with("transport=classic"));
+        let Some(_offered) = Parameter::set(test, "Y") else { continue };
+        run(image(is_block_device).expect("it was there before"), &by_io_uring);
     }
+}
+
+#[test]
+fn clients_survive_the_daemon() {
+    needs_mount!();
+    by_each_transport("clients_survive_the_daemon", |mut image, mount| {
+        for round in 0..2 {
+            let volume = mount(image);
+            let clients = Clients::new(64, &volume.root());
+            thread::sleep(Duration::from_millis(400 + 200 * round));
+            assert!(clients.are_working());
+            let (status, dead) = volume.signal(Signal::KILL);
+            assert_eq!(status.terminating_signal(), Some(libc::SIGKILL));
+            clients.end();
+            dead.check();
+            image = dead;
+        }
+    });
 }
 
 /// The file that aborts a mount's connection, in the kernel's filesystem of connections.
 fn abort_of(root: &Path) -> Option<PathBuf> {
     let connections = Path::new("/sys/fs/fuse/connections");
     let device = fs::metadata(root).unwrap().dev();
-    let abort = connections.join(rustix::fs::minor(device).to_string()).join("abort");
+    // As the kernel writes the number of a device (linux/kdev_t.h): 20 bits are the minor number's.
+    let number = rustix::fs::major(device) << 20 | rustix::fs::minor(device);
+    let abort = connections.join(number.to_string()).join("abort");
     if !abort.exists() {
         let _ = Command::new("mount").args(["-t", "fusectl", "fusectl"]).arg(connections).status();
     }
@@ -241,46 +259,48 @@ fn abort_of(root: &Path) -> Option<PathBuf> {
 #[test]
 fn clients_and_daemon_survive_an_abort_of_the_connection() {
     needs_mount!();
-    let Some(_offered) = Parameter::set("clients_and_daemon_survive_an_abort_of_the_connection", "Y") else { return };
-    let mut image = Image::formatted();
-    for round in 0..3 {
-        let volume = by_io_uring(image);
-        let Some(abort) = abort_of(&volume.root()) else {
-            return report_skipped("clients_and_daemon_survive_an_abort_of_the_connection", "fusectl cannot be mounted");
-        };
-        let clients = Clients::new(64, &volume.root());
-        thread::sleep(Duration::from_millis(300 + 200 * round));
-        assert!(clients.are_working());
-        fs::write(abort, "1").unwrap();
-        clients.end();
-        // The daemon commits what it has, removes the mount, and ends as after umount(8).
-        let start = Instant::now();
-        while is_mounted(&volume.root()) {
-            assert!(start.elapsed() < LIMIT, "a mount without a connection stays");
-            thread::sleep(Duration::from_millis(10));
+    let test = "clients_and_daemon_survive_an_abort_of_the_connection";
+    by_each_transport(test, |mut image, mount| {
+        for round in 0..2 {
+            let volume = mount(image);
+            let Some(abort) = abort_of(&volume.root()) else {
+                return report_skipped(test, "fusectl cannot be mounted");
+            };
+            let clients = Clients::new(64, &volume.root());
+            thread::sleep(Duration::from_millis(300 + 200 * round));
+            assert!(clients.are_working());
+            fs::write(abort, "1").unwrap();
+            clients.end();
+            // The daemon commits what it has, removes the mount, and ends as after umount(8).
+            let start = Instant::now();
+            while is_mounted(&volume.root()) {
+                assert!(start.elapsed() < LIMIT, "a mount without a connection stays");
+                thread::sleep(Duration::from_millis(10));
+            }
+            image = volume.unmount();
         }
-        image = volume.unmount();
-    }
+    });
 }
 
 #[test]
-fn a_mount_with_io_uring_is_unmounted_under_load() {
+fn a_mount_is_unmounted_under_load() {
     needs_mount!();
-    let Some(_offered) = Parameter::set("a_mount_with_io_uring_is_unmounted_under_load", "Y") else { return };
-    let volume = by_io_uring(Image::formatted());
-    let clients = Clients::new(64, &volume.root());
-    thread::sleep(Duration::from_millis(300));
-    for _ in 0..10 {
-        let refused = Command::new("umount").arg(volume.root()).output().unwrap();
-        assert!(String::from_utf8_lossy(&refused.stderr).contains("busy") && clients.are_working());
-    }
-    // They go on until they end by themselves, and with them the mount.
-    assert!(Command::new("umount").arg("-l").arg(volume.root()).status().unwrap().success());
-    thread::sleep(Duration::from_millis(300));
-    assert!(clients.are_working());
-    clients.end.store(true, Ordering::Relaxed);
-    clients.end();
-    volume.unmount();
+    by_each_transport("a_mount_is_unmounted_under_load", |image, mount| {
+        let volume = mount(image);
+        let clients = Clients::new(64, &volume.root());
+        thread::sleep(Duration::from_millis(300));
+        for _ in 0..10 {
+            let refused = Command::new("umount").arg(volume.root()).output().unwrap();
+            assert!(String::from_utf8_lossy(&refused.stderr).contains("busy") && clients.are_working());
+        }
+        // They go on until they end by themselves, and with them the mount.
+        assert!(Command::new("umount").arg("-l").arg(volume.root()).status().unwrap().success());
+        thread::sleep(Duration::from_millis(300));
+        assert!(clients.are_working());
+        clients.end.store(true, Ordering::Relaxed);
+        clients.end();
+        volume.unmount();
+    });
 }
 
 /// dd(1), which is told to say how far it is all the time, and copies all the same; and others that
