@@ -23,11 +23,17 @@ const ROOT: u32 = 0;
 
 /// Does something as a user who is in no group but the one of the same number.
 fn as_user<T: Send>(user: u32, what: impl FnOnce() -> T + Send) -> T {
+    as_member(user, &[], what)
+}
+
+/// As [`as_user`], with these groups beside its own.
+fn as_member<T: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> T + Send) -> T {
     let become_user = || {
         if user != ROOT {
             // Of this thread only.
             let (uid, gid) = (Uid::from_raw(user), Gid::from_raw(user));
-            rustix::thread::set_thread_groups(&[]).unwrap();
+            let groups: Vec<Gid> = groups.iter().map(|group| Gid::from_raw(*group)).collect();
+            rustix::thread::set_thread_groups(&groups).unwrap();
             rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
             rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
         }
@@ -268,4 +274,24 @@ fn attributes_of_a_file_can_always_be_listed() {
     assert_eq!(set(300), Ok(()));
     let error = io::Error::from(set(301).unwrap_err());
     assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+}
+
+/// The kernel sees to it since Linux 6.0, the daemon before that.
+#[test]
+fn a_file_made_in_a_shared_folder_has_its_groups_privileges_only_from_a_member() {
+    needs_mount!();
+    let volume = mounted();
+    let folder = volume.path("shared");
+    fs::create_dir(&folder).unwrap();
+    chown(&folder, Some(ROOT), Some(OTHER)).unwrap();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o2777)).unwrap();
+    let make = |name: &str, groups: &[u32]| {
+        let path = folder.join(name);
+        as_member(OWNER, groups, || OpenOptions::new().write(true).create_new(true).mode(0o2755).open(&path).unwrap());
+        let made = fs::metadata(&path).unwrap();
+        assert_eq!((made.uid(), made.gid()), (OWNER, OTHER));
+        mode(&path)
+    };
+    assert_eq!(make("member", &[1, OTHER]), 0o2755);
+    assert_eq!(make("stranger", &[1]), 0o755);
 }

@@ -41,7 +41,8 @@ const INODES_PER_BLOCK: u64 = 8;
 /// - `WRITEBACK_CACHE` hides dirty pages from the direct path, and slows large writes down;
 /// - `ATOMIC_O_TRUNC` would have open(2) cut a file before the kernel has looked whether it is a
 ///   program that runs (ETXTBSY), and the program die;
-/// - `CREATE_SUPP_GROUP`: the kernel itself drops the set-group-id bit that the group is for;
+/// - `CREATE_SUPP_GROUP`: only the set-group-id bit of a new file asks for the caller's groups.
+///   Linux 6.0 drops that bit itself, and older ones do not say;
 /// - `SECURITY_CTX`: labels of files are set like other extended attributes, after the create.
 const CAPABILITIES: InitFlags = InitFlags::DO_READDIRPLUS
     .union(InitFlags::READDIRPLUS_AUTO)
@@ -189,16 +190,16 @@ impl Handler for Adapter {
             ),
             Operation::Symlink { name, target } => {
                 let new = NewNode { mode: libc::S_IFLNK | 0o777, umask: 0, rdev: 0, target };
-                front.create(caller.context, ino, name, new, move |new| entry("symlink", ino, new, reply));
+                front.create(caller, ino, name, new, move |new| entry("symlink", ino, new, reply));
             }
             // open(2) with O_CREAT, too.
             Operation::MkNod { new, rdev } => {
                 let node = NewNode { mode: new.mode, umask: new.umask, rdev, target: &[] };
-                front.create(caller.context, ino, new.name, node, move |new| entry("mknod", ino, new, reply));
+                front.create(caller, ino, new.name, node, move |new| entry("mknod", ino, new, reply));
             }
             Operation::MkDir { new } => {
                 let node = new_node(&new, libc::S_IFDIR);
-                front.create(caller.context, ino, new.name, node, move |new| entry("mkdir", ino, new, reply));
+                front.create(caller, ino, new.name, node, move |new| entry("mkdir", ino, new, reply));
             }
             Operation::Unlink { name } => {
                 front.unlink(caller.context, ino, name, move |done| empty("unlink", ino, done, reply));
@@ -221,7 +222,7 @@ impl Handler for Adapter {
             }
             Operation::TmpFile { new, .. } => {
                 let mode = new.mode & !libc::S_IFMT | libc::S_IFREG;
-                front.create_unnamed(caller.context, ino, (mode, new.umask), move |new| {
+                front.create_unnamed(caller, ino, (mode, new.umask), move |new| {
                     answer("tmpfile", ino, new, reply, |new, reply| {
                         reply.created(&attr::to_fuse(&new), LIFETIME, 0, OpenFlags::KEEP_CACHE);
                     });

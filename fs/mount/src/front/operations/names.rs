@@ -13,6 +13,9 @@ use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode,
 /// Entries of a directory that are fetched at once.
 const BATCH: usize = 64;
 
+/// Permissions of a program that runs with the privileges of its group.
+const SET_GROUP_ID_PROGRAM: u32 = libc::S_ISGID | libc::S_IXGRP;
+
 /// A listing that takes the entries of a directory.
 pub(crate) trait Listing: Send + 'static {
     /// Whether entries need their attributes.
@@ -64,7 +67,7 @@ impl Front {
     /// Creates a node; it is given to the kernel.
     pub fn create(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         parent: u64,
         name: &[u8],
         new: NewNode<'_>,
@@ -73,7 +76,10 @@ impl Front {
         let (name, target) = (name.to_vec(), new.target.to_vec());
         let (mode, umask, rdev) = (new.mode, new.umask, new.rdev);
         self.attempt(
-            move |fs| fs.create(&context, parent, &name, &NewNode { mode, umask, rdev, target: &target }),
+            move |fs| {
+                let mode = new_mode(fs, &caller, parent, mode)?;
+                fs.create(&caller.context, parent, &name, &NewNode { mode, umask, rdev, target: &target })
+            },
             move |front, created| done(front.given(created)),
         );
     }
@@ -82,14 +88,16 @@ impl Front {
     /// it.
     pub fn create_unnamed(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         parent: u64,
         (mode, umask): (u32, u32),
         done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
-        let new = NewNode { mode, umask, rdev: 0, target: &[] };
         self.attempt(
-            move |fs| fs.create_unnamed(&context, parent, &new),
+            move |fs| {
+                let mode = new_mode(fs, &caller, parent, mode)?;
+                fs.create_unnamed(&caller.context, parent, &NewNode { mode, umask, rdev: 0, target: &[] })
+            },
             move |front, created| {
                 let given = front.given(created);
                 // It is counted, so it is not to be removed yet.
@@ -274,6 +282,19 @@ pub(crate) fn set_id_bits(inode: &Inode, caller: &Caller) -> u32 {
     bits.fold(0, |all, bit| all | bit)
 }
 
+/// The mode of a node that the caller makes in a directory: a file that gets the directory's group
+/// is not a program with the privileges of that group unless the caller has them (`mode_strip_sgid`
+/// of `fs/inode.c`). Since Linux 6.0 the kernel has seen to it before it asks.
+fn new_mode(fs: &Filesystem, caller: &Caller, directory: u64, mode: u32) -> Attempt<u32> {
+    let is_privileged = mode & libc::S_IFMT != libc::S_IFDIR && mode & SET_GROUP_ID_PROGRAM == SET_GROUP_ID_PROGRAM;
+    if !is_privileged {
+        return Ok(mode);
+    }
+    let directory = fs.attributes(directory)?.inode;
+    let gets_its_group = directory.mode & libc::S_ISGID != 0;
+    Ok(if gets_its_group && !caller.is_in_group(directory.gid) { mode & !libc::S_ISGID } else { mode })
+}
+
 /// State of reading a directory.
 struct Reading<L> {
     front: Arc<Front>,
@@ -360,5 +381,47 @@ impl<L: Listing> Reading<L> {
             }
         }
         !full
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gpunvme_blockdev::{BlockDevice, Io};
+    use gpunvme_blockdev_testing::MemoryDevice;
+    use gpunvme_engine::data::{Inline, Options, system_time};
+    use gpunvme_engine::volume::VolumeOptions;
+    use gpunvme_engine::{FormatOptions, format};
+
+    const ROOT: u64 = 1;
+
+    /// Not through a mount: the kernel of the machine may have looked at it before.
+    #[test]
+    fn a_new_file_has_the_privileges_of_its_folders_group_only_from_a_member() {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(24 << 20);
+        let options = FormatOptions { label: String::new(), uuid: [7; 16], hash_key: [9; 16], now: system_time(), owner: (0, 0) };
+        format(&device, &options).unwrap();
+        let volume = VolumeOptions { read_only: false, cache: 16 << 20, discard: false };
+        let io = Io::inline(device).unwrap();
+        let fs = Filesystem::open(io, Options { volume, write_buffer: 4 << 20 }, Arc::new(Inline)).unwrap();
+        let (root, member, stranger) = (Caller::now(0, 0, 0), Caller::now(7, 99, 0), Caller::now(7, 7, 0));
+        let folder = |name: &[u8], mode: u32| {
+            let new = NewNode { mode: libc::S_IFDIR | mode, umask: 0, rdev: 0, target: &[] };
+            fs.create(&Context { gid: 99, ..root.context }, ROOT, name, &new).unwrap().ino
+        };
+        let (shared, plain) = (folder(b"shared", 0o2777), folder(b"plain", 0o777));
+        let (file, dir) = (libc::S_IFREG, libc::S_IFDIR);
+        for (caller, directory, mode, made) in [
+            (&stranger, shared, file | 0o6755, file | 0o4755),
+            (&member, shared, file | 0o6755, file | 0o6755),
+            (&root, shared, file | 0o2755, file | 0o2755),
+            // Its own group's, no program, and a folder.
+            (&stranger, plain, file | 0o2755, file | 0o2755),
+            (&stranger, shared, file | 0o2745, file | 0o2745),
+            (&stranger, shared, dir | 0o2755, dir | 0o2755),
+        ] {
+            assert_eq!(new_mode(&fs, caller, directory, mode).unwrap(), made, "{mode:o} in {directory}");
+        }
+        fs.close().unwrap();
     }
 }
