@@ -120,6 +120,7 @@ impl Sum {
 const BLOCK: usize = 64 << 10;
 
 /// The CRC32C of bytes that come in their order.
+#[derive(Clone)]
 pub struct Crc32c(crc_fast::Digest);
 
 impl Crc32c {

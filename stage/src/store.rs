@@ -273,6 +273,14 @@ impl Store {
         drop_markers(&mut objects);
         objects.retain(|object| include.is_empty() || include.iter().any(|pattern| names::matches(pattern, &object.name)));
         objects.sort_by(|a, b| a.name.cmp(&b.name));
+        // One that is listed twice is as it was listed last.
+        objects.dedup_by(|last, first| {
+            let is_same = last.key == first.key;
+            if is_same {
+                std::mem::swap(last, first);
+            }
+            is_same
+        });
         for object in &objects {
             names::check(&object.name)?;
         }
@@ -382,7 +390,8 @@ impl Store {
     }
 
     /// Brings a range of an object, of as many bytes as the buffer's content is long. What comes
-    /// cut, late or not at all is asked for again from where it ended.
+    /// cut, late or not at all is asked for again from where it ended. Where more comes than was asked
+    /// for, nothing of it counts.
     ///
     /// # Errors
     /// [`Error::Store`] where the store refuses, or nothing more comes; [`Error::Answer`].
@@ -397,7 +406,7 @@ impl Store {
                 if_match: object.e_tag.clone(),
                 ..GetOptions::default()
             };
-            let before = at;
+            let (before, sum_before, mut came) = (at, sum.clone(), "nothing");
             let failed = match self.store.get_opts(&object.key, options).await {
                 Ok(found) if object.differs(&self.tagged(found.meta.clone())) => return Ok(Fetched::Changed),
                 Ok(found) if found.range != (at..range.end) => {
@@ -425,8 +434,8 @@ impl Store {
                                     Ok(bytes) => {
                                         let offset = (at - range.start) as usize;
                                         let Some(room) = lease.get_mut(offset..offset + bytes.len()) else {
-                                            let why = "more bytes than were asked for".into();
-                                            return Err(Error::Answer { name: object.name.clone(), why });
+                                            (at, sum, came) = (before, sum_before, "more bytes than were asked for");
+                                            break;
                                         };
                                         sum.copy(room, &bytes);
                                         at += bytes.len() as u64;
@@ -453,7 +462,7 @@ impl Store {
                     return Err(Error::Store { name: object.name.clone(), source });
                 }
                 None if failures > TRIES => {
-                    return Err(Error::Answer { name: object.name.clone(), why: "nothing".into() });
+                    return Err(Error::Answer { name: object.name.clone(), why: came.into() });
                 }
                 _ => tracing::debug!(name = object.name, at, "asked for again"),
             }

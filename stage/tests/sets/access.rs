@@ -9,9 +9,11 @@ use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// `hydrate` in an environment that says nothing of a store, with a home of its own.
@@ -57,6 +59,67 @@ fn profiles_of_the_aws_tools_say_where_and_by_which_key() {
         let said = fails(&hydrate(home.path(), &volume.path(profile)).env("AWS_PROFILE", profile).output().unwrap());
         assert!(said.contains(what) && !volume.path(profile).exists(), "{said}");
     }
+}
+
+/// The metadata of a machine in a cloud, version 2: a token first, then the role and its key.
+/// Returns where it serves, and the requests that came.
+fn machine_metadata() -> (String, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let requests = Arc::new(Mutex::new(Vec::new()));
+    let seen = requests.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            let mut stream = BufReader::new(stream);
+            let mut lines = Vec::new();
+            loop {
+                let mut line = String::new();
+                stream.read_line(&mut line).unwrap();
+                match line.trim_end() {
+                    "" => break,
+                    line => lines.push(line.to_owned()),
+                }
+            }
+            let Some(request) = lines.first().cloned() else { continue };
+            let has_token = lines.iter().any(|line| line.eq_ignore_ascii_case("x-aws-ec2-metadata-token: TOKENOFTHEMACHINE"));
+            let (status, body) = match request.trim_end_matches(" HTTP/1.1") {
+                "PUT /latest/api/token" => ("200 OK", "TOKENOFTHEMACHINE".to_owned()),
+                _ if !has_token => ("401 Unauthorized", String::new()),
+                "GET /latest/meta-data/iam/security-credentials/" => ("200 OK", "trainer".to_owned()),
+                "GET /latest/meta-data/iam/security-credentials/trainer" => (
+                    "200 OK",
+                    r#"{"Code":"Success","Type":"AWS-HMAC","AccessKeyId":"KEYOFTHEROLE","SecretAccessKey":"SECRETOFTHEROLE",
+                        "Token":"SESSIONOFTHEROLE","LastUpdated":"2026-11-25T08:00:00Z","Expiration":"2126-11-25T08:00:00Z"}"#
+                        .to_owned(),
+                ),
+                _ => ("404 Not Found", String::new()),
+            };
+            seen.lock().unwrap().push(request);
+            let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}", body.len());
+            stream.get_mut().write_all(answer.as_bytes()).unwrap();
+        }
+    });
+    (address, requests)
+}
+
+#[test]
+fn a_machine_that_has_a_role_needs_no_key() {
+    needs_mount!();
+    let (volume, store, home) = (Mounted::new(), Store::new(), tempfile::tempdir().unwrap());
+    fill(&store);
+    let (metadata, requests) = machine_metadata();
+    let mut command = hydrate(home.path(), &volume.path("set"));
+    command.env("AWS_ENDPOINT_URL", store.url("")).env("AWS_REGION", "here").env("AWS_METADATA_ENDPOINT", metadata);
+    let output = command.env("RUST_LOG", "trace").output().unwrap();
+    ends_well(&output);
+    assert_eq!(files(&volume.path("set")), set(1));
+    let signed = store.state().signed.clone().unwrap();
+    let session = store.state().session.clone();
+    assert!(signed.contains("Credential=KEYOFTHEROLE/") && session.as_deref() == Some("SESSIONOFTHEROLE"), "{signed}");
+    // Once for all requests to the store, and told to no log.
+    assert_eq!(requests.lock().unwrap().len(), 3, "{requests:?}");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(["SECRETOFTHEROLE", "SESSIONOFTHEROLE", "TOKENOFTHEMACHINE"].iter().all(|secret| !said.contains(secret)), "{said}");
 }
 
 /// An authority and a certificate of this machine's that it made, in a folder.

@@ -76,11 +76,21 @@ fn a_dry_run_a_share_and_patterns_choose() {
 fn what_a_bad_network_sends_is_asked_for_again() {
     needs_mount!();
     let (volume, store) = (Mounted::new(), stored(3));
-    let kinds = [Fault::Cut(1000), Fault::Closed, Fault::Slow(20), Fault::Cut(0), Fault::Busy, Fault::Cut(65_000)];
-    store.state().faults = kinds.into_iter().cycle().take(48).collect();
+    let kinds = [Fault::Cut(1000), Fault::Closed, Fault::Slow(20), Fault::Cut(0), Fault::Busy, Fault::Cut(65_000), Fault::Twice];
+    store.state().faults = kinds.into_iter().cycle().take(49).collect();
     ends_well(&hydrate(&store, &volume.path("set")).output().unwrap());
     assert_eq!(files(&volume.path("set")), set(3));
     assert!(store.state().faults.is_empty(), "all faults were met");
+}
+
+#[test]
+fn an_object_that_is_listed_twice_is_one() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(3));
+    store.state().lists_twice = true;
+    ends_well(&hydrate(&store, &volume.path("set")).output().unwrap());
+    assert_eq!(files(&volume.path("set")), set(3));
+    assert!(store.state().reads.values().all(|reads| *reads == 1), "{:?}", store.state().reads);
 }
 
 #[test]

@@ -24,6 +24,8 @@ pub enum Fault {
     Slow(u64),
     /// A byte in the middle is another one.
     Damaged,
+    /// The bytes come twice, and their number says so.
+    Twice,
 }
 
 /// The header that says the checksum of bytes.
@@ -48,6 +50,8 @@ pub struct State {
     pub refuse_reads_after: Option<u32>,
     /// The sizes of objects that the listing lies about.
     pub lies: HashMap<String, u64>,
+    /// Whether a listing names each object twice.
+    pub lists_twice: bool,
     /// Where reads are sent to instead.
     pub redirect: Option<String>,
     /// An object that becomes another one after so many reads.
@@ -63,6 +67,8 @@ pub struct State {
     begun: u32,
     /// How the last request was signed.
     pub signed: Option<String>,
+    /// The session that its key belongs to.
+    pub session: Option<String>,
 }
 
 /// The store. It serves until the test ends.
@@ -140,8 +146,9 @@ impl Store {
         let (path, query) = target.split_once('?').unwrap_or((&target, ""));
         let query: HashMap<_, _> = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, ""))).collect();
         let key = decoded(path.strip_prefix("/bucket")?.trim_start_matches('/'));
-        let (status, headers, body, fault) = self.answer(&method, &key, &query, &headers, body);
+        let (status, headers, mut body, fault) = self.answer(&method, &key, &query, &headers, body);
         match fault {
+            Some(Fault::Twice) => body.extend_from_within(..),
             Some(Fault::Closed) => return None,
             Some(Fault::Slow(time)) => std::thread::sleep(Duration::from_millis(time)),
             _ => {}
@@ -180,6 +187,7 @@ impl Store {
         // As S3 has it.
         let signed = headers.get("authorization").and_then(|text| text.split("SignedHeaders=").nth(1)?.split(',').next());
         state.signed = headers.get("authorization").cloned();
+        state.session = headers.get("x-amz-security-token").cloned();
         let is_signed = |name: &str| signed.is_some_and(|signed| signed.split(';').any(|one| one == name));
         if let Some(name) = headers.keys().find(|name| name.starts_with("x-amz-") && !is_signed(name)) {
             return plain(
@@ -331,7 +339,9 @@ impl State {
         let prefix = decoded(query.get("prefix").copied().unwrap_or_default());
         let is_shallow = query.contains_key("delimiter");
         let (mut contents, mut folders) = (String::new(), std::collections::BTreeSet::new());
-        for (key, object) in self.objects.iter().filter(|(key, _)| key.starts_with(&prefix)) {
+        let times = if self.lists_twice { 2 } else { 1 };
+        let objects = self.objects.iter().flat_map(|object| std::iter::repeat_n(object, times));
+        for (key, object) in objects.filter(|(key, _)| key.starts_with(&prefix)) {
             if let (true, Some((folder, _))) = (is_shallow, key[prefix.len()..].split_once('/')) {
                 folders.insert(format!("{prefix}{folder}/"));
                 continue;
