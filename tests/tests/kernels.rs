@@ -13,7 +13,7 @@ use gpunvme_cuda::{Cuda, Place, Which};
 use gpunvme_tests::cuda::Pinned;
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::rings::Bystander;
-use gpunvme_tests::software_cuda::with_software_cuda;
+use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::process::{Signal, kill_process};
 use zerocopy::IntoBytes;
@@ -269,6 +269,18 @@ fn a_kernel_that_submits_garbage_spoils_its_own_ring_alone() {
 fn kernels_end_when_their_host_gives_the_ring_up() {
     needs_mount!();
     Site::new().run("host_ends");
+}
+
+/// What a machine without a GPU can run of it.
+#[test]
+fn the_bench_of_kernels_compares_what_it_reads() {
+    needs_mount!();
+    let mut bench = programs::command("kernels-bench");
+    bench.args(["--quick", "--without-kernels"]).env("GPUNVME_BIN", programs::folder());
+    let output = bench.env("LD_LIBRARY_PATH", software_cuda::folder()).output().unwrap();
+    let said = text(&output);
+    assert!(output.status.success() && said.contains("every word was compared, but those of layers"), "{said}");
+    assert!(said.contains("Random reads of 4 KiB") && said.contains("A transformer of 6 layers"), "{said}");
 }
 
 /// The software driver runs no kernels; what they would find is where the header says.
