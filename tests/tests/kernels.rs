@@ -114,13 +114,19 @@ fn requests_are_waited_for_in_any_order_and_refused_where_no_slot_is_free() {
     assert_eq!(&fs::read(site.volume.path("file")).unwrap()[..16], [&site.bytes[..5], b"written", &site.bytes[12..16]].concat());
 }
 
+#[test]
+fn what_is_read_can_be_used_where_it_lies_until_it_is_given_back() {
+    needs_mount!();
+    Site::new().run("lends");
+}
+
 /// What a kernel reads was written before, by what its header orders and not by luck: as far as the
 /// compiler's detector of races sees it, in one process.
 #[test]
 fn submitters_have_no_races() {
     needs_mount!();
     let site = Site::with(compiled("kernels-races", &["-fsanitize=thread", "-Wno-tsan"]));
-    for name in ["reads", "writes", "requests", "array_gets", "array_sets", "array_holds"] {
+    for name in ["reads", "writes", "requests", "lends", "array_gets", "array_sets", "array_holds"] {
         // The detector needs addresses where it expects them.
         let mut command = Command::new("setarch");
         command.arg("-R").arg(&site.program).arg(name).arg(site.volume.root()).arg(site.volume.path("file"));

@@ -244,6 +244,71 @@ static void requests(const char *root, const char *path)
 	CHECK(done.status == 0 && done.bytes == 7, "%d, %llu bytes", done.status, done.bytes);
 }
 
+/* Blocks use what they read where it lies; no other request gets its slot before it is given back. */
+static void lends(const char *root, const char *path)
+{
+	Site site(root, path, 32, 8192, 200);
+	launch(6, 3, [&](unsigned block, const Team &team) {
+		unsigned long long state = block + 1;
+		for (unsigned round = 0; round < 200; round++) {
+			unsigned long long offset = random_number(&state) % (site.bytes.size() + 3000);
+			unsigned long long len = 1 + random_number(&state) % site.ring.longest(offset);
+			gpunvme::request begun = site.ring.read_async(site.file, offset, nullptr, len, team);
+			CHECK(begun.status == 0, "%d", begun.status);
+			gpunvme::lent used = site.ring.lend(begun, team);
+			unsigned long long left = offset < site.bytes.size() ? site.bytes.size() - offset : 0;
+			unsigned long long expected = len < left ? len : left;
+			CHECK(used.result.status == 0 && used.result.bytes == expected, "%d, %llu bytes of %llu",
+			      used.result.status, used.result.bytes, expected);
+			CHECK((used.data == nullptr) == (expected == 0), "%llu bytes", expected);
+			/* Each thread its part; others read by the ring meanwhile. */
+			for (unsigned turn = 0; turn < 2; turn++) {
+				for (unsigned long long at = team.rank(); at < expected; at += team.size())
+					CHECK(static_cast<const unsigned char *>(used.data)[at] == site.bytes[offset + at],
+					      "byte %llu of %llu at %llu", at, expected, offset);
+				sched_yield();
+			}
+			site.ring.give_back(used, team);
+		}
+	});
+	/* All slots lent: none is left, until one is given back. */
+	std::vector<gpunvme::lent> all;
+	for (unsigned n = 0; n < 32; n++) {
+		all.push_back(site.ring.lend(site.ring.read_async(site.file, n * 8192, nullptr, 8192)));
+		CHECK(all[n].result.status == 0 && all[n].data != nullptr, "%d", all[n].result.status);
+	}
+	unsigned char page[4096];
+	CHECK(site.ring.read_async(site.file, 0, page, 4096).status == gpunvme::again, "a slot that was lent");
+	CHECK(site.ring.read(site.file, 0, page, 4096).status == gpunvme::timed_out, "patience");
+	for (unsigned n = 0; n < 32; n++)
+		CHECK(memcmp(all[n].data, site.bytes.data() + n * 8192, 8192) == 0, "slot %u", n);
+	site.ring.give_back(all[7]);
+	CHECK(site.ring.read(site.file, 4096, page, 4096).status == 0, "a slot that was given back");
+	CHECK(memcmp(page, site.bytes.data() + 4096, 4096) == 0, "other bytes");
+	for (unsigned n = 0; n < 32; n++)
+		if (n != 7)
+			site.ring.give_back(all[n]);
+	/* What did not begin, what failed, and a write. */
+	gpunvme::lent none = site.ring.lend(site.ring.read_async(site.file, 1, nullptr, 8192));
+	CHECK(none.result.status == gpunvme::invalid && none.data == nullptr, "%d", none.result.status);
+	site.ring.give_back(none);
+	none = site.ring.lend(site.ring.read_async(site.file + 77, 0, nullptr, 4096));
+	CHECK(none.result.status == EBADF && none.data == nullptr, "%d", none.result.status);
+	site.ring.give_back(none);
+	none = site.ring.lend(site.ring.write_async(site.file, 0, site.bytes.data(), 100));
+	CHECK(none.result.status == 0 && none.result.bytes == 100 && none.data == nullptr, "%d", none.result.status);
+	site.ring.give_back(none);
+	/* Nothing was lost by it. */
+	std::vector<gpunvme::request> begun;
+	for (unsigned n = 0; n < 32; n++) {
+		begun.push_back(site.ring.read_async(site.file, 0, page, 4096));
+		CHECK(begun[n].status == 0, "slot %u: %d", n, begun[n].status);
+	}
+	CHECK(site.ring.read_async(site.file, 0, page, 4096).status == gpunvme::again, "a slot too many");
+	for (const auto &request : begun)
+		CHECK(site.ring.wait(request).status == 0, "a read");
+}
+
 /* An array over the file of a site. */
 template <class T> struct Array {
 	gpunvme_gpu_array *host;
@@ -626,7 +691,7 @@ int main(int argc, char **argv)
 		{"until_closed", until_closed}, {"until_late", until_late}, {"wild_entries", wild_entries},
 		{"wild_completions", wild_completions}, {"host_ends", host_ends}, {"array_gets", array_gets},
 		{"array_sets", array_sets}, {"array_holds", array_holds}, {"array_until_closed", array_until_closed},
-		{"array_until_late", array_until_late}, {"array_faults", array_faults},
+		{"array_until_late", array_until_late}, {"array_faults", array_faults}, {"lends", lends},
 	};
 	if (argc != 4)
 		errx(2, "usage: kernels SCENARIO MOUNT FILE");
