@@ -120,6 +120,45 @@ fn what_is_read_can_be_used_where_it_lies_until_it_is_given_back() {
     Site::new().run("lends");
 }
 
+/// The kernels of the guide as they stand there, on the processor.
+#[test]
+fn the_kernels_of_the_guide_do_what_it_says() {
+    needs_mount!();
+    let guide = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/kernels.md")).unwrap();
+    let volume = Mounted::new();
+    let folder = volume.image().path().parent().unwrap().join("guide");
+    fs::create_dir(&folder).unwrap();
+    for (name, part) in
+        [("sum", "gpunvme::ring ring, gpunvme::file"), ("array", "gpunvme::array<float> weights, "), ("lent", "ring.lend")]
+    {
+        let mut blocks = guide.split("```cpp\n").skip(1).map(|block| block.split("```").next().unwrap());
+        let block = blocks.find(|block| block.contains(part)).unwrap();
+        let lines = block.lines().filter(|line| !line.is_empty()).count();
+        assert!(lines <= 15, "{name} has {lines} lines");
+        fs::write(folder.join(format!("guide-{name}.h")), block).unwrap();
+    }
+    let program = folder.join("guide");
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++14", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]);
+    compiler.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/c/guide.cc")).arg("-I").arg(&folder);
+    compiler.args(["-I", concat!(env!("CARGO_MANIFEST_DIR"), "/../client/include"), "-L"]).arg(programs::folder());
+    let built = compiler.args(["-lgpunvme", "-o"]).arg(&program).output().expect("a C++ compiler is needed for this test");
+    assert!(built.status.success(), "{}", text(&built));
+    // 2 MiB of floats, of which a block adds up those of its threads; 4 of its 1024 are played.
+    let float = |n: usize| (n % 61) as f32;
+    fs::write(volume.path("floats"), (0..1 << 19).flat_map(|n| float(n).to_le_bytes()).collect::<Vec<_>>()).unwrap();
+    let mut run = Command::new(program);
+    run.arg(volume.root()).arg(volume.path("floats")).env("LD_LIBRARY_PATH", programs::folder());
+    let output = run.output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let of_block = |block: usize| -> f32 {
+        let pages = block * 256..(block + 1) * 256;
+        pages.flat_map(|page| (0..1024).step_by(341).map(move |thread| float(page * 1024 + thread))).sum()
+    };
+    let expected = format!("{} {} {}\n", of_block(0), of_block(1), float(1024 + 5));
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+}
+
 /// What a kernel reads was written before, by what its header orders and not by luck: as far as the
 /// compiler's detector of races sees it, in one process.
 #[test]
