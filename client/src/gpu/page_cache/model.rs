@@ -6,7 +6,7 @@
 //! mappings, then out of the page cache, and no fault comes between these. The process does what
 //! [`super::cached_range`] does, in its order: the sentinel, the registration, copies unit by unit,
 //! the check. What is delivered has to be what the file held at some time since the read began:
-//! before or after each change that was under way.
+//! before or after each change that was in flight.
 
 use std::collections::HashSet;
 
@@ -71,11 +71,11 @@ struct State {
     pages: [Page; 2],
     device: [Value; UNITS],
     size: u8,
-    /// What the file holds as far as changes have ended, and will hold when that which is under way
+    /// What the file holds as far as changes have ended, and will hold when that which is in flight
     /// has.
     before: [Value; UNITS],
     after: [Value; UNITS],
-    /// The change that is under way, how many steps of it are done, and whether the page of a
+    /// The change that is in flight, how many steps of it are done, and whether the page of a
     /// write(2) left the page cache meanwhile.
     change: Option<(Change, u8)>,
     has_left: bool,
@@ -177,7 +177,7 @@ impl State {
         Some(page.locked)
     }
 
-    /// The same by the change that is under way. False while it waits.
+    /// The same by the change that is in flight. False while it waits.
     fn unmap_for_change(&mut self, page: usize) -> bool {
         self.unmap(page).inspect(|locked| self.holds_lock = *locked).is_some()
     }
@@ -219,7 +219,7 @@ impl State {
         self.allow();
     }
 
-    /// A read that is under way, or begins, may deliver what the file holds before and after the
+    /// A read that is in flight, or begins, may deliver what the file holds before and after the
     /// change. In between read(2) finds zeros in what is cut off: the device has it no more, and
     /// the kernel not yet the new size.
     fn allow(&mut self) {
@@ -234,7 +234,7 @@ impl State {
         }
     }
 
-    /// The next step of the change that is under way. False while it waits.
+    /// The next step of the change that is in flight. False while it waits.
     fn go_on(&mut self, change: Change, step: u8) -> bool {
         let number = self.changes;
         let is_over = match (change, step) {

@@ -1,7 +1,8 @@
 //! Random reads of 4 KiB: by blocks of a kernel, by a thread of the library, of the bare device.
 //!
 //! Kernels compare what they read while they are measured. The other two would take as long for
-//! that as for reading: they make the same reads once more after the measured time, and compare all.
+//! that as for reading: they make the same reads once more after the measured time, and compare
+//! all.
 
 use crate::row::{head, row, thousands};
 use gpunvme::gpu::GpuRingSettings;
