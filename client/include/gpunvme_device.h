@@ -261,7 +261,7 @@ class ring {
 			return {ended.result, nullptr, detail::none};
 		if (ended.result.bytes > begun.len)
 			ended.result.bytes = begun.len; /* a broken daemon's */
-		/* Later loads of any kind find what the daemon wrote, not what was cached before. */
+		/* Later loads of any kind find what the daemon wrote, and no older copy. */
 		detail::fence();
 		return {ended.result, ended.result.bytes > 0 ? place(begun) : nullptr, begun.slot};
 	}

@@ -93,7 +93,7 @@ static void requests(const char *root, const char *path)
 /* Blocks use what they read where it lies; no other request gets its slot before it is given back. */
 static void lends(const char *root, const char *path)
 {
-	Site site(root, path, 32, 8192, 200);
+	Site site(root, path, 32, 8192, 1000);
 	launch(6, 3, [&](unsigned block, const Team &team) {
 		unsigned long long state = block + 1;
 		for (unsigned round = 0; round < 200; round++) {

@@ -124,7 +124,8 @@ static void array_sets(const char *root, const char *path)
 /* Pages that groups hold stay, and what waits for them in vain is told. */
 static void array_holds(const char *root, const char *path)
 {
-	Site site(root, path, 32, 8192, 100);
+	/* Longer than a daemon takes to answer on a machine that has much to do. */
+	Site site(root, path, 32, 8192, 500);
 	Array<unsigned> array(site, 4096, 4, 4 * 4096, true);
 	gpunvme::held<unsigned> all[4];
 	for (unsigned n = 0; n < 4; n++) {
