@@ -69,6 +69,13 @@ struct request {
 	void *memory; /* the group's */
 };
 
+/* What a request read, where it lies; every thread of its group has a copy. */
+struct lent {
+	outcome result;
+	const void *data; /* result.bytes of the slot, or null */
+	u32 slot;         /* to be given back, or ~0 */
+};
+
 /*
  * Groups: threads that make a call together. On the CPU each is one thread; a type with the same
  * four functions makes any other group.
@@ -232,6 +239,45 @@ class ring {
 		if (group.rank() == 0)
 			free_slot(begun.slot);
 		return ended.result;
+	}
+
+	/*
+	 * Waits for a read, once, as `wait` does, and copies nothing: its bytes are used where they lie,
+	 * in pinned host memory, as far past a multiple of 4096 as in the file. What uses them once
+	 * saves a copy; each load crosses the bus. `to` of the read may be null. The slot is the
+	 * group's until `give_back`: groups that keep slots must not wait for more than the ring has.
+	 * A write is waited for as by `wait`, and lends nothing.
+	 */
+	template <class Group = thread>
+	GPUNVME_OUTLINE GPUNVME_FN lent lend(const request &begun, const Group &group = Group()) const
+	{
+		if (begun.status != 0 || !begun.reads)
+			return {wait(begun, group), nullptr, detail::none};
+		end ended = {{0, 0, 0}, false};
+		if (group.rank() == 0)
+			ended = finish(begun.slot);
+		ended = group.share(ended);
+		if (!ended.ours)
+			return {ended.result, nullptr, detail::none};
+		if (ended.result.bytes > begun.len)
+			ended.result.bytes = begun.len; /* a broken daemon's */
+		/* Later loads of any kind find what the daemon wrote, and no older copy. */
+		detail::fence();
+		return {ended.result, ended.result.bytes > 0 ? place(begun) : nullptr, begun.slot};
+	}
+
+	/*
+	 * Gives a slot back, once, by the group that `lend` lent it to, also after an error: its bytes
+	 * are another request's from then on.
+	 */
+	template <class Group = thread>
+	GPUNVME_OUTLINE GPUNVME_FN void give_back(const lent &used, const Group &group = Group()) const
+	{
+		if (used.slot == detail::none)
+			return;
+		group.sync();
+		if (group.rank() == 0)
+			free_slot(used.slot);
 	}
 
       private:

@@ -1,22 +1,30 @@
 //! Kernels that read and write files themselves: `gpunvme_device.h`, compiled for the CPU, on a
 //! real mount. `cuda-checks --kernels` does the same on a GPU.
 
+use std::collections::HashMap;
+use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use gpunvme::gpu::{GpuRing, GpuRingSettings};
 use gpunvme::{Error, File, Mount};
+use gpunvme_abi::ring::{Submission, Word};
 use gpunvme_cuda::{Cuda, Place, Which};
 use gpunvme_tests::cuda::Pinned;
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::rings::Bystander;
-use gpunvme_tests::software_cuda::with_software_cuda;
+use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::{Signal, kill_process};
-use zerocopy::IntoBytes;
+use zerocopy::{FromZeros, IntoBytes};
 
 const LEN: usize = (1 << 20) + 1234;
 
@@ -114,13 +122,58 @@ fn requests_are_waited_for_in_any_order_and_refused_where_no_slot_is_free() {
     assert_eq!(&fs::read(site.volume.path("file")).unwrap()[..16], [&site.bytes[..5], b"written", &site.bytes[12..16]].concat());
 }
 
+#[test]
+fn what_is_read_can_be_used_where_it_lies_until_it_is_given_back() {
+    needs_mount!();
+    Site::new().run("lends");
+}
+
+/// The kernels of the guide as they stand there, on the processor.
+#[test]
+fn the_kernels_of_the_guide_do_what_it_says() {
+    needs_mount!();
+    let guide = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/kernels.md")).unwrap();
+    let volume = Mounted::new();
+    let folder = volume.image().path().parent().unwrap().join("guide");
+    fs::create_dir(&folder).unwrap();
+    for (name, part) in
+        [("sum", "gpunvme::ring ring, gpunvme::file"), ("array", "gpunvme::array<float> weights, "), ("lent", "ring.lend")]
+    {
+        let mut blocks = guide.split("```cpp\n").skip(1).map(|block| block.split("```").next().unwrap());
+        let block = blocks.find(|block| block.contains(part)).unwrap();
+        let lines = block.lines().filter(|line| !line.is_empty()).count();
+        assert!(lines <= 15, "{name} has {lines} lines");
+        fs::write(folder.join(format!("guide-{name}.h")), block).unwrap();
+    }
+    let program = folder.join("guide");
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++14", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]);
+    compiler.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/c/guide.cc")).arg("-I").arg(&folder);
+    compiler.args(["-I", concat!(env!("CARGO_MANIFEST_DIR"), "/../client/include"), "-L"]).arg(programs::folder());
+    let built = compiler.args(["-lgpunvme", "-o"]).arg(&program).output().expect("a C++ compiler is needed for this test");
+    assert!(built.status.success(), "{}", text(&built));
+    // 2 MiB of floats, of which a block adds up those of its threads; 4 of its 1024 are played.
+    let float = |n: usize| (n % 61) as f32;
+    fs::write(volume.path("floats"), (0..1 << 19).flat_map(|n| float(n).to_le_bytes()).collect::<Vec<_>>()).unwrap();
+    let mut run = Command::new(program);
+    run.arg(volume.root()).arg(volume.path("floats")).env("LD_LIBRARY_PATH", programs::folder());
+    let output = run.output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let of_block = |block: usize| -> f32 {
+        let pages = block * 256..(block + 1) * 256;
+        pages.flat_map(|page| (0..1024).step_by(341).map(move |thread| float(page * 1024 + thread))).sum()
+    };
+    let expected = format!("{} {} {}\n", of_block(0), of_block(1), float(1024 + 5));
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+}
+
 /// What a kernel reads was written before, by what its header orders and not by luck: as far as the
 /// compiler's detector of races sees it, in one process.
 #[test]
 fn submitters_have_no_races() {
     needs_mount!();
     let site = Site::with(compiled("kernels-races", &["-fsanitize=thread", "-Wno-tsan"]));
-    for name in ["reads", "writes", "requests", "array_gets", "array_sets", "array_holds"] {
+    for name in ["reads", "writes", "requests", "lends", "array_gets", "array_sets", "array_holds"] {
         // The detector needs addresses where it expects them.
         let mut command = Command::new("setarch");
         command.arg("-R").arg(&site.program).arg(name).arg(site.volume.root()).arg(site.volume.path("file"));
@@ -145,6 +198,24 @@ fn kernels_end_when_the_daemon_ends() {
     let running = site.begin("until_closed");
     drop(site.volume.signal(Signal::TERM));
     assert_eq!(statuses(running), [libc::ENODEV; 8]);
+}
+
+/// A GPU ring keeps its volume busy, as an open file does; who forces it ends the kernels.
+#[test]
+fn a_volume_that_kernels_use_is_busy_and_kernels_end_when_it_is_unmounted_by_force() {
+    needs_mount!();
+    for scenario in ["until_closed", "array_until_closed"] {
+        let site = Site::new();
+        let (mut child, said) = site.begin(scenario);
+        let root = site.volume.root();
+        assert_eq!(unmount(&root, UnmountFlags::empty()), Err(Errno::BUSY));
+        thread::sleep(Duration::from_millis(100));
+        assert!(child.try_wait().unwrap().is_none(), "{scenario}: kernels ended with a volume that is still there");
+        // It ends the connection, though descriptors keep the mount.
+        let _ = unmount(&root, UnmountFlags::FORCE);
+        assert_eq!(statuses((child, said)), [libc::ENODEV; 8], "{scenario}");
+        site.volume.abandon();
+    }
 }
 
 #[test]
@@ -206,37 +277,94 @@ fn kernels_that_use_arrays_end_when_the_daemon_dies_ends_or_is_silent() {
     assert_eq!(ended, [libc::ETIMEDOUT; 8]);
 }
 
-/// A controller that fails commands, loses them, and answers in another order.
-#[test]
-fn kernels_on_a_device_with_faults_get_errors_or_the_bytes_and_lose_nothing() {
-    needs_mount!();
+/// Runs a scenario on a controller with faults, in which RANGE stands for the logical blocks of its
+/// file: the volume's own writes are not to fail. Returns what it said, and the volume, mounted
+/// from the image itself.
+fn on_a_device_with(faults: &str, scenario: &str) -> (String, Mounted, Vec<u8>) {
     let site = Site::new();
     let (volume, bytes) = (site.volume, site.bytes);
     Mount::open(volume.root()).unwrap().sync().unwrap();
-    // Where the file is, in logical blocks: the volume's own writes are not to fail.
     let extents: Vec<_> = File::open(volume.path("file")).unwrap().resolve(0, LEN as u64).map(Result::unwrap).collect();
     let (first, last) = (extents[0].device_offset / 512, (extents[0].device_offset + extents[0].len) / 512 - 1);
     let image = volume.unmount();
     let dir = image.mount_point();
-    let faults = format!(
-        "fault=status=0x281:on=read:lba={first}-{last}:one-in=30:times=40,fault=lose:on=read:lba={first}-{last}:one-in=150:times=2,\
-         fault=reorder:on=read:one-in=10,fault=status=0x280:on=write:lba={first}-{last}:one-in=40:times=20"
-    );
+    let faults = faults.replace("RANGE", &format!("lba={first}-{last}"));
     let device = format!("sim:{},timeout=300ms,{faults}", image.path().display());
     let mounted = programs::command("mount.gpunvme").arg(&device).arg(&dir).output().unwrap();
     assert!(mounted.status.success(), "{}", text(&mounted));
     let mut command = Command::new("timeout");
-    command.args(["--kill-after=5", "100"]).arg(&site.program).arg("array_faults").arg(&dir).arg(dir.join("file"));
+    command.args(["--kill-after=5", "100"]).arg(&site.program).arg(scenario).arg(&dir).arg(dir.join("file"));
     let output = command.env("LD_LIBRARY_PATH", programs::folder()).output().unwrap();
     let unmounted = Command::new("umount").arg(&dir).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
     assert!(unmounted.status.success(), "{}", text(&unmounted));
-    let volume = image.mount();
+    (String::from_utf8(output.stdout).unwrap(), image.mount(), bytes)
+}
+
+/// Commands that fail or are lost, and answers in another order.
+const FAULTS: &str = "fault=status=0x281:on=read:RANGE:one-in=30:times=40,fault=lose:on=read:RANGE:one-in=150:times=2,\
+    fault=reorder:on=read:one-in=10,fault=status=0x280:on=write:RANGE:one-in=40:times=20";
+
+#[test]
+fn kernels_on_a_device_with_faults_get_errors_or_the_bytes_and_lose_nothing() {
+    needs_mount!();
+    let (_, volume, bytes) = on_a_device_with(FAULTS, "array_faults");
     let read = fs::read(volume.path("file")).unwrap();
     let whole = bytes.len() / 4;
     let expected: Vec<u8> =
         (0..whole as u32).flat_map(|n| (3 * n + 1).to_le_bytes()).chain(bytes[whole * 4..].iter().copied()).collect();
     assert!(read == expected, "other words are in the file");
+}
+
+/// What the scenario `faults` leaves in the file, which it changes in whole blocks.
+fn check_written_in_parts(volume: &Mounted, bytes: &[u8]) {
+    let part = bytes.len() / 6 / 4096 * 4096;
+    let parts = (0..6).flat_map(|block| (0..part).map(move |at| (at * 7 + block) as u8));
+    let expected: Vec<u8> = parts.chain(bytes[6 * part..].iter().copied()).collect();
+    assert!(fs::read(volume.path("file")).unwrap() == expected, "other bytes are in the file");
+}
+
+#[test]
+fn reads_and_writes_of_kernels_on_a_device_with_faults_are_errors_or_done() {
+    needs_mount!();
+    let (said, volume, bytes) = on_a_device_with(FAULTS, "faults");
+    assert_ne!(said, "0 failed\n", "the device did not fail");
+    check_written_in_parts(&volume, &bytes);
+}
+
+/// The driver sends what was in flight again, so that kernels see nothing of it but the time.
+#[test]
+fn kernels_go_on_when_the_controller_is_reset_under_them() {
+    needs_mount!();
+    let at = |read: &str, write: &str| {
+        let faults = format!("fault={read}:on=read:RANGE:skip=30:times=1,fault={write}:on=write:RANGE:skip=20:times=1");
+        let (said, volume, bytes) = on_a_device_with(&faults, "faults");
+        check_written_in_parts(&volume, &bytes);
+        said
+    };
+    assert_ne!(at("status=0x281", "status=0x280"), "0 failed\n", "kernels would see a command there fail");
+    assert_eq!(at("reset", "fatal"), "0 failed\n");
+}
+
+/// A device that loses what it had not flushed, with kernels that write: they get errors, and what
+/// their host made durable is there afterwards.
+#[test]
+fn a_power_cut_under_kernels_ends_their_writes_and_loses_nothing_durable() {
+    needs_mount!();
+    let (said, volume, bytes) = on_a_device_with("fault=power-cut:on=write:RANGE:skip=300:times=1", "power_cut");
+    let read = fs::read(volume.path("file")).unwrap();
+    assert_eq!(read.len(), bytes.len());
+    let part = bytes.len() / 6 / 4096 * 4096;
+    for (block, line) in said.lines().enumerate() {
+        let (durable, begun) = line.split_once(' ').unwrap();
+        let numbers = durable.parse::<u8>().unwrap()..=begun.parse::<u8>().unwrap();
+        assert!(*numbers.start() > 0, "{said}");
+        for (sector, found) in read[block * part..(block + 1) * part].chunks(512).enumerate() {
+            let whole = found.iter().all(|byte| byte == &found[0]);
+            assert!(whole && numbers.contains(&found[0]), "sector {sector} of {block} has {}, not {numbers:?}", found[0]);
+        }
+    }
+    assert!(read[6 * part..] == bytes[6 * part..]);
 }
 
 #[test]
@@ -269,6 +397,102 @@ fn a_kernel_that_submits_garbage_spoils_its_own_ring_alone() {
 fn kernels_end_when_their_host_gives_the_ring_up() {
     needs_mount!();
     Site::new().run("host_ends");
+}
+
+/// What a machine without a GPU can run of it.
+#[test]
+fn the_bench_of_kernels_compares_what_it_reads() {
+    needs_mount!();
+    let mut bench = programs::command("kernels-bench");
+    bench.args(["--quick", "--without-kernels"]).env("GPUNVME_BIN", programs::folder());
+    let output = bench.env("LD_LIBRARY_PATH", software_cuda::folder()).output().unwrap();
+    let said = text(&output);
+    assert!(output.status.success() && said.contains("every word was compared, but those of layers"), "{said}");
+    assert!(said.contains("Random reads of 4 KiB") && said.contains("A transformer of 6 layers"), "{said}");
+}
+
+/// A ring as kernels use it: this thread submits and completes as a kernel would, and then does
+/// nothing, as kernels do that have ended.
+#[test]
+fn an_idle_gpu_ring_costs_the_daemon_nothing_after_a_millisecond() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        fs::write(volume.path("file"), tree::pattern(1, 65536)).unwrap();
+        let mount = Mount::open(volume.root()).unwrap();
+        mount.sync().unwrap();
+        let ring = GpuRing::on_gpu(&mount, 0, GpuRingSettings::default()).unwrap();
+        let file = ring.attach(&File::open(volume.path("file")).unwrap()).unwrap();
+        let mut kernel = Kernel::new(&ring);
+        let mut spent = Vec::new();
+        for round in 0..20 {
+            for _ in 0..1 + round % 3 * 10 {
+                kernel.read(file.name(), 4096);
+            }
+            let idle = Instant::now();
+            while idle.elapsed() < Duration::from_millis(1) {
+                std::hint::spin_loop();
+            }
+            let before = processor_times(&volume);
+            thread::sleep(Duration::from_millis(100));
+            let after = processor_times(&volume);
+            spent.push(after.iter().map(|(thread, time)| time - before.get(thread).unwrap_or(&0)).sum::<u64>());
+        }
+        // Where the machine has other work, a thread that looks for more sleeps later.
+        spent.sort();
+        assert!(spent[0] == 0 && spent[spent.len() - 1] < 1_000_000, "{spent:?}");
+    });
+}
+
+/// What each thread of the daemon has used of a processor, in nanoseconds.
+fn processor_times(volume: &Mounted) -> HashMap<OsString, u64> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", volume.daemon().as_raw_nonzero())).unwrap();
+    let time = |task: std::io::Result<fs::DirEntry>| {
+        let task = task.ok()?;
+        let scheduled = fs::read_to_string(task.path().join("schedstat")).ok()?;
+        // The first of the numbers is what the scheduler gave it.
+        Some((task.file_name(), scheduled.split(' ').next()?.parse().ok()?))
+    };
+    tasks.filter_map(time).collect()
+}
+
+/// A kernel's side of a GPU ring, as gpunvme_device.h has it: one request at a time.
+struct Kernel {
+    memory: u64,
+    buffer: u64,
+    entries: u32,
+    position: u32,
+}
+
+impl Kernel {
+    fn new(ring: &GpuRing) -> Kernel {
+        let handed = ring.for_kernels();
+        let field = |at: usize| u64::from_le_bytes(handed.as_bytes()[at..at + 8].try_into().unwrap());
+        Kernel { memory: field(0), buffer: field(24), entries: field(40) as u32, position: 0 }
+    }
+
+    fn word(&self, word: Word) -> &AtomicU32 {
+        // SAFETY: the ring outlives this, and its memory begins with these words, which all change
+        // by atomics alone.
+        unsafe { AtomicU32::from_ptr((self.memory as usize + word as usize) as *mut u32) }
+    }
+
+    fn read(&mut self, file: u64, len: u64) {
+        let mut submission = Submission::new_zeroed();
+        (submission.command, submission.file, submission.buffer, submission.len) =
+            (gpunvme_abi::Command::Read as u32, file, self.buffer, len);
+        let at = self.memory as usize + 4096 + (self.position % self.entries) as usize * size_of::<Submission>();
+        // SAFETY: the entry is this side's until the tail moves over it: all before it completed.
+        unsafe { (at as *mut Submission).write_volatile(submission) };
+        self.position += 1;
+        self.word(Word::SubmissionTail).store(self.position, Ordering::SeqCst);
+        let begun = Instant::now();
+        while self.word(Word::CompletionTail).load(Ordering::Acquire) != self.position {
+            assert!(begun.elapsed() < Duration::from_secs(20), "no completion came");
+            thread::yield_now();
+        }
+        self.word(Word::CompletionHead).store(self.position, Ordering::SeqCst);
+    }
 }
 
 /// The software driver runs no kernels; what they would find is where the header says.

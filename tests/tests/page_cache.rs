@@ -1,6 +1,9 @@
 //! The route `cache` with the software CUDA driver: when it is taken, and what it may take.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -14,7 +17,7 @@ use gpunvme_tests::cuda::{PAGE_CACHE_CHECKS, Pinned, Site};
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, report_skipped, tree};
-use rustix::fs::{Advice, fadvise};
+use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 const MIB: u64 = 1 << 20;
 /// Bytes of a cached range (client/src/gpu/page_cache/cached_range.rs).
@@ -156,14 +159,9 @@ fn what_two_processes_read_at_once_comes_from_the_device_once() {
     fs::write(&path, &bytes).unwrap();
     fs::File::open(&path).unwrap().sync_all().unwrap();
     let read_by_two = |caching: &str| {
-        fadvise(fs::File::open(&path).unwrap(), 0, None, Advice::DontNeed).unwrap();
         let before = read_by_the_device(&volume);
-        let process = || {
-            let mut command = Command::new(programs::path("gpu-mover"));
-            command.args([Path::new("--file"), &path]).args(["--size", "1048576", "--depth", "8", "--passes", "1"]);
-            command.args(["--caching", caching]).env("LD_LIBRARY_PATH", software_cuda::folder());
-            command.stdout(Stdio::null()).spawn().unwrap()
-        };
+        let process = || mover(&path, caching).stdout(Stdio::null()).spawn().unwrap();
+        fadvise(fs::File::open(&path).unwrap(), 0, None, Advice::DontNeed).unwrap();
         let processes = [process(), process()];
         assert!(processes.into_iter().all(|mut process| process.wait().unwrap().success()));
         (read_by_the_device(&volume) - before) as f64 / bytes.len() as f64
@@ -172,6 +170,55 @@ fn what_two_processes_read_at_once_comes_from_the_device_once() {
     // They do not begin at the same moment, and what the first reads alone is read twice.
     let mut times = (0..5).map(|_| read_by_two("resident"));
     assert!(times.any(|times| times < 1.3));
+}
+
+/// A process that reads a whole file into the GPU's memory, 8 MiB at once.
+fn mover(path: &Path, caching: &str) -> Command {
+    let mut command = Command::new(programs::path("gpu-mover"));
+    command.args([Path::new("--file"), path]).args(["--size", "1048576", "--depth", "8", "--passes", "1"]);
+    command.args(["--caching", caching]).env("LD_LIBRARY_PATH", software_cuda::folder());
+    command
+}
+
+/// As eight processes load a model, each on its GPU.
+#[test]
+fn what_eight_processes_read_comes_from_the_device_once() {
+    needs_mount!();
+    const LEN: u64 = 64 * MIB;
+    let volume = Mounted::new();
+    let path = volume.path("file");
+    fs::write(&path, tree::pattern(9, LEN as usize)).unwrap();
+    fs::File::open(&path).unwrap().sync_all().unwrap();
+    let read_by_eight = |caching: &str| {
+        fadvise(fs::File::open(&path).unwrap(), 0, None, Advice::DontNeed).unwrap();
+        let mut processes: Vec<_> = (0..8)
+            .map(|_| {
+                let mut command = mover(&path, caching);
+                let mut process = command.arg("--together").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+                let mut said = BufReader::new(process.stdout.take().unwrap());
+                let mut line = String::new();
+                said.read_line(&mut line).unwrap();
+                assert_eq!(line, "prepared\n");
+                (process, said)
+            })
+            .collect();
+        // What each read to be prepared does not count, nor what it brought into the page cache.
+        fadvise(fs::File::open(&path).unwrap(), 0, None, Advice::DontNeed).unwrap();
+        let before = read_by_the_device(&volume);
+        processes.iter_mut().for_each(|(process, _)| drop(process.stdin.take()));
+        for (mut process, said) in processes {
+            let line = said.lines().next().unwrap().unwrap();
+            let reached: serde_json::Value = serde_json::from_str(&line).unwrap();
+            assert_eq!(reached["bytes"], LEN);
+            assert!(process.wait().unwrap().success());
+        }
+        (read_by_the_device(&volume) - before) as f64 / LEN as f64
+    };
+    assert!(read_by_eight("never") > 7.95, "each has it read");
+    // The first of them learns by an answer that others read the same, when it has 8 MiB in flight.
+    // Another test may just have had the kernel drop what it has.
+    let times: Vec<_> = (0..3).map(|_| read_by_eight("resident")).collect();
+    assert!(times.iter().any(|times| (0.99..1.2).contains(times)), "{times:?}");
 }
 
 #[test]
@@ -228,6 +275,114 @@ fn no_more_is_registered_than_may_be_and_nothing_after_a_file_is_closed() {
         assert_eq!(maps(), 4, "two a window");
         drop(file);
         assert_eq!(maps(), 0);
+    });
+}
+
+/// Where a file is mapped in this process.
+fn mappings_of(path: &Path) -> Vec<(usize, usize)> {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let of_file = maps.lines().filter(|line| line.ends_with(path.to_str().unwrap()));
+    let range = |line: &str| {
+        let (start, rest) = line.split_once('-').unwrap();
+        let number = |text| usize::from_str_radix(text, 16).unwrap();
+        (number(start), number(rest.split_once(' ').unwrap().0))
+    };
+    of_file.map(range).collect()
+}
+
+/// What is registered stays the parent's: a child has none of it mapped, and the parent's reads are
+/// of the file while the child lives and when it has ended, also of what was changed meanwhile.
+#[test]
+fn a_process_that_forks_keeps_what_is_registered_and_its_child_has_none_of_it() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, mut bytes) = resident(&volume, 2 * RANGE);
+        let transfers = transfers(&volume, Caching::Never, None);
+        assert_eq!(transfers.prepare(&file, 0, 2 * RANGE).unwrap(), 2 * RANGE);
+        let mut reader = Reader::new(2 * RANGE);
+        let mut check = |bytes: &[u8], cached: u64, when: &str| {
+            let (done, read) = reader.read(&transfers, &file, 0, 2 * RANGE).unwrap();
+            assert!(read == bytes, "{when}");
+            assert_eq!(done.moved.cache, cached, "{when}");
+        };
+        let mapped = mappings_of(file.path());
+        assert_eq!(mapped.len(), 4, "two for each cached range");
+        let (told, tell) = rustix::pipe::pipe().unwrap();
+        let (goes_on, end) = rustix::pipe::pipe().unwrap();
+        let say = |what: &[u8]| rustix::io::write(&tell, what).is_ok_and(|len| len == what.len());
+        // SAFETY: the child calls nothing but the kernel, and ends without what this process has
+        // for its end.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            // SAFETY: write(2) refuses addresses that are not mapped; _exit(2) takes a number.
+            unsafe {
+                for &(start, end) in &mapped {
+                    for at in (start..end).step_by(1 << 20) {
+                        let seen = libc::write(tell.as_raw_fd(), at as *const libc::c_void, 1);
+                        if seen >= 0 || *libc::__errno_location() != libc::EFAULT {
+                            libc::_exit(1);
+                        }
+                    }
+                }
+                say(b"none");
+                drop(end);
+                libc::_exit(i32::from(rustix::io::read(&goes_on, &mut [0; 1]) != Ok(0)));
+            }
+        }
+        drop(tell);
+        let mut said = [0; 5];
+        assert_eq!(rustix::io::read(&told, &mut said), Ok(4), "a child saw what is mapped, or had no errors");
+        check(&bytes, 2 * RANGE, "beside the child");
+        // The pages stay where they are, and what is in them is another matter.
+        let written = tree::pattern(77, MIB as usize);
+        let plain = fs::OpenOptions::new().write(true).open(file.path()).unwrap();
+        plain.write_all_at(&written, 3 * MIB).unwrap();
+        bytes[3 * MIB as usize..4 * MIB as usize].copy_from_slice(&written);
+        check(&bytes, 2 * RANGE, "written beside the child");
+        drop(end);
+        let mut status = 0;
+        // SAFETY: it writes a number.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0, "of the child");
+        assert_eq!(mappings_of(file.path()), mapped);
+        check(&bytes, 2 * RANGE, "after the child");
+        // And pages that leave are noticed as before.
+        fallocate(&plain, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 5 * MIB, MIB).unwrap();
+        bytes[5 * MIB as usize..6 * MIB as usize].fill(0);
+        let (done, read) = reader.read(&transfers, &file, 0, 2 * RANGE).unwrap();
+        assert!(read == bytes && done.moved.cache < 2 * RANGE, "{:?}", done.moved);
+    });
+}
+
+#[test]
+fn a_program_that_a_process_executes_has_nothing_of_what_is_registered() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes) = resident(&volume, RANGE);
+        let transfers = transfers(&volume, Caching::Never, None);
+        assert_eq!(transfers.prepare(&file, 0, RANGE).unwrap(), RANGE);
+        let open = |folder: &str| {
+            let descriptors = fs::read_dir(folder).unwrap().filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
+            descriptors.filter(|path| path.starts_with(volume.root())).count()
+        };
+        assert!(open("/proc/self/fd") >= 2, "the file's, and that by which it was mapped");
+        let mut program = Command::new("sleep").arg("100").spawn().unwrap();
+        // Between fork and exec it is still this program.
+        let name = format!("/proc/{}/comm", program.id());
+        while fs::read_to_string(&name).unwrap() != "sleep\n" {
+            thread::yield_now();
+        }
+        assert_eq!(open(&format!("/proc/{}/fd", program.id())), 0);
+        let maps = fs::read_to_string(format!("/proc/{}/maps", program.id())).unwrap();
+        assert!(!maps.contains(volume.root().to_str().unwrap()), "{maps}");
+        let (done, read) =
+            Reader::new(RANGE).read(&transfers, &file, 0, RANGE).map(|(done, read)| (done, read.to_vec())).unwrap();
+        assert!(read == bytes && done.moved.cache == RANGE, "{:?}", done.moved);
+        program.kill().unwrap();
+        program.wait().unwrap();
     });
 }
 

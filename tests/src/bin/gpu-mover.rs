@@ -57,6 +57,9 @@ struct Args {
     /// Reads the whole file so often, in place of some seconds, with a line for each time.
     #[arg(long, conflicts_with_all = ["seconds", "write"])]
     passes: Option<u64>,
+    /// Says `prepared`, and begins when its standard input ends: as others do at that moment.
+    #[arg(long)]
+    together: bool,
 }
 
 /// [`Caching`], and whether the file is prepared before anything is measured.
@@ -328,6 +331,10 @@ fn run(args: &Args, gpu: &Gpu, transfers: &Transfers, file: &File, requests: Opt
                 })
             })
             .collect();
+        if args.together {
+            println!("prepared");
+            std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).expect("standard input");
+        }
         prepared.wait();
         let begun = Instant::now();
         let reached =

@@ -7,7 +7,7 @@ use super::{MIB, Site, TransferCheck, segment};
 use crate::random::Random;
 use crate::tree;
 use gpunvme::gpu::{Caching, Settings, Transfers};
-use gpunvme::{Buffer, File, Transfer};
+use gpunvme::{Buffer, File, Require, Route, Transfer};
 use parking_lot::RwLock;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 use std::fs::{self, OpenOptions};
@@ -28,10 +28,34 @@ pub const CHECKS: &[TransferCheck] = &[
 /// How a file is read.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum How {
-    Call,
+    /// What is read again is registered.
+    ReadAgain,
+    /// What the page cache has anyway comes from there.
+    Resident,
+    /// The page cache is left alone.
+    Never,
+    /// No route but the daemon's staging memory will do.
+    Bounce,
     InStream,
     /// Into host memory that CUDA knows.
     ToHost,
+}
+
+impl How {
+    const COUNT: usize = 6;
+
+    fn caching(self) -> Caching {
+        match self {
+            How::ReadAgain => Caching::ReadAgain,
+            How::Never => Caching::Never,
+            How::Resident | How::Bounce | How::InStream | How::ToHost => Caching::Resident,
+        }
+    }
+
+    /// Whether it may take bytes out of the page cache.
+    fn is_cached(self) -> bool {
+        !matches!(self, How::Never | How::Bounce)
+    }
 }
 
 /// Memory of a GPU, and what reads of a file bring into it.
@@ -54,7 +78,7 @@ impl<'a> Reader<'a> {
 
     fn read_by(&mut self, how: How, file: &File, offset: u64, len: u64) -> (Transfer, Vec<u8>) {
         let done = match how {
-            How::Call => return self.read(file, offset, len),
+            How::ReadAgain | How::Resident | How::Never | How::Bounce => return self.read(file, offset, len),
             // SAFETY: the memory is this reader's, and the stream is never destroyed.
             How::InStream => unsafe {
                 self.transfers.read_on_stream(file, &[segment(offset, self.memory.address(), len)], self.stream).unwrap().wait()
@@ -69,6 +93,11 @@ impl<'a> Reader<'a> {
         let done = done.unwrap();
         let bytes = if done.bytes() > 0 { self.site.look(self.memory.address(), done.bytes()) } else { Vec::new() };
         (done, bytes)
+    }
+
+    /// From now on it takes this route, or fails.
+    fn require(&mut self, route: Route) {
+        self.transfers = self.transfers.requiring(Require { route: Some(route), direct: false });
     }
 
     fn read(&self, file: &File, offset: u64, len: u64) -> (Transfer, Vec<u8>) {
@@ -232,8 +261,8 @@ impl Versions {
     }
 }
 
-/// Readers by all routes beside writers, truncates, punched holes, direct writes and reclaim:
-/// nobody reads what was replaced before the read began. `CACHE_SECONDS` makes it longer.
+/// Readers by all routes beside writers, truncates, punched holes, direct writes and reclaim: what
+/// was replaced before a read began is not read. `CACHE_SECONDS` makes it longer.
 fn readers_by_all_routes_see_what_is_there(site: &Site) {
     let seconds = std::env::var("CACHE_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
     const BLOCKS: usize = 512;
@@ -245,7 +274,9 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
     // Held by writers shared, and alone by the one that truncates.
     let whole = RwLock::new(());
     let over = AtomicBool::new(false);
-    let (cached, reads) = ([const { AtomicU64::new(0) }; 3], AtomicU64::new(0));
+    let other_ways = [How::Resident, How::Never, How::Bounce, How::InStream, How::ToHost];
+    let drops = AtomicU64::new(0);
+    let (cached, moved) = ([const { AtomicU64::new(0) }; How::COUNT], [const { AtomicU64::new(0) }; How::COUNT]);
     let until = Instant::now() + Duration::from_secs(seconds);
     let goes_on = || Instant::now() < until && !over.load(Ordering::Relaxed);
     // A panic in one ends all.
@@ -299,20 +330,32 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
         }
     };
     let reclaim = || {
-        while goes_on() {
+        for round in 0.. {
+            if !goes_on() {
+                break;
+            }
             thread::sleep(Duration::from_millis(15));
-            fadvise(opened(&path), 0, None, Advice::DontNeed).unwrap();
+            if round % 64 == 32 {
+                // All that the machine has, so not often; a container may not do it.
+                let dropped = fs::write("/proc/sys/vm/drop_caches", "3");
+                drops.fetch_add(u64::from(dropped.is_ok()), Ordering::Relaxed);
+            } else {
+                fadvise(opened(&path), 0, None, Advice::DontNeed).unwrap();
+            }
         }
     };
     let read_by_gpu = |seed: u64, how: How| {
         let file = File::open(&path).unwrap();
-        let mut reader = Reader::new(site, if how == How::Call { Caching::ReadAgain } else { Caching::Resident }, len);
+        let mut reader = Reader::new(site, how.caching(), len);
+        if how == How::Bounce {
+            reader.require(Route::Bounce);
+        }
         let mut random = Random(seed);
         while goes_on() {
-            match random.below(3) {
-                0 if how == How::Call => drop(reader.transfers.prepare(&file, 0, len).unwrap()),
-                // Something has to be in the page cache for those that read it in for nobody.
-                1 if how != How::Call => drop(fs::read(&path).unwrap()),
+            match (random.below(3), how) {
+                (0, How::ReadAgain) => drop(reader.transfers.prepare(&file, 0, len).unwrap()),
+                // Only a part reads in what it finds missing: the others need it there.
+                (1, _) if how != How::ReadAgain => drop(fs::read(&path).unwrap()),
                 _ => {}
             }
             let first = random.below(BLOCKS as u64) as usize;
@@ -322,8 +365,10 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
             for (number, bytes) in bytes.chunks_exact(BLOCK).enumerate() {
                 versions.check(first + number, low[number], bytes, &format!("{how:?}: {:?}", done.moved));
             }
+            assert!(how.is_cached() || done.moved.cache == 0, "{how:?}: {:?}", done.moved);
+            assert!(how != How::Bounce || done.moved.bounce + done.moved.hole == done.bytes(), "{:?}", done.moved);
             cached[how as usize].fetch_add(done.moved.cache, Ordering::Relaxed);
-            reads.fetch_add(1, Ordering::Relaxed);
+            moved[how as usize].fetch_add(done.bytes(), Ordering::Relaxed);
         }
     };
     let read_plainly = || {
@@ -348,12 +393,18 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
         scope.spawn(|| guarded(&truncate));
         scope.spawn(|| guarded(&reclaim));
         scope.spawn(|| guarded(&read_plainly));
-        scope.spawn(|| guarded(&|| read_by_gpu(3, How::Call)));
-        scope.spawn(|| guarded(&|| read_by_gpu(5, How::InStream)));
-        scope.spawn(|| guarded(&|| read_by_gpu(6, How::ToHost)));
-        guarded(&|| read_by_gpu(4, How::Call));
+        scope.spawn(|| guarded(&|| read_by_gpu(3, How::ReadAgain)));
+        for (seed, how) in (5..).zip(other_ways) {
+            let (read_by_gpu, guarded) = (&read_by_gpu, &guarded);
+            scope.spawn(move || guarded(&|| read_by_gpu(seed, how)));
+        }
+        guarded(&|| read_by_gpu(4, How::ReadAgain));
     });
-    let (cached, reads) = (cached.map(AtomicU64::into_inner), reads.into_inner());
-    println!("{reads} reads by GPUs, {cached:?} bytes of them out of the page cache");
-    assert!(cached.iter().all(|bytes| *bytes > 0) && reads > 0, "{cached:?} of {reads} reads");
+    let of = |how: How, bytes: &[AtomicU64]| bytes[how as usize].load(Ordering::Relaxed);
+    for how in other_ways.into_iter().chain([How::ReadAgain]) {
+        let (moved, cached) = (of(how, &moved), of(how, &cached));
+        println!("{how:?}: {moved} bytes, {cached} of them out of the page cache");
+        assert!(moved > 0 && (cached > 0) == how.is_cached(), "{how:?}: {cached} of {moved}");
+    }
+    println!("all that the machine had cached was dropped {} times", drops.into_inner());
 }
