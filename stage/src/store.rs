@@ -390,8 +390,8 @@ impl Store {
     }
 
     /// Brings a range of an object, of as many bytes as the buffer's content is long. What comes
-    /// cut, late or not at all is asked for again from where it ended. Where more comes than was asked
-    /// for, nothing of it counts.
+    /// cut, late or not at all is asked for again from where it ended. Where more comes than was
+    /// asked for, nothing of it counts.
     ///
     /// # Errors
     /// [`Error::Store`] where the store refuses, or nothing more comes; [`Error::Answer`].

@@ -212,9 +212,9 @@ impl Plain {
         }
     }
 
-    /// Gives what was taken to the device, and answers what the device has done, for which it waits
-    /// as [`OwnQueue::run`] does. `again` takes transfers that failed. `thread` is this one. Returns
-    /// how many requests of the device are over.
+    /// Gives what was taken to the device, and answers what the device has done, for which it
+    /// waits as [`OwnQueue::run`] does. `again` takes transfers that failed. `thread` is this one.
+    /// Returns how many requests of the device are over.
     pub fn run(
         &mut self,
         (queue, thread): (&OwnQueue, &Arc<ServingThread>),

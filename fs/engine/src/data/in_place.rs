@@ -30,9 +30,9 @@ pub struct InPlaceWrite {
 }
 
 impl Filesystem {
-    /// Begins a write to a range of a file, of whole blocks, in bytes, that lies in one piece on the
-    /// device. The caller holds a [`Filesystem::guard`] from before until the device is done. `None`
-    /// may mean anything: [`Filesystem::plan_direct_write`] looks closer.
+    /// Begins a write to a range of a file, of whole blocks, in bytes, that lies in one piece on
+    /// the device. The caller holds a [`Filesystem::guard`] from before until the device is done.
+    /// `None` may mean anything: [`Filesystem::plan_direct_write`] looks closer.
     pub fn begin_in_place(&self, snapshot: &Snapshot, range: Range<u64>, now: Timestamp) -> Option<InPlaceWrite> {
         debug_assert!(range.start.is_multiple_of(BLOCK) && range.end.is_multiple_of(BLOCK));
         let device_offset = snapshot.find(range.clone())?;

@@ -22,8 +22,8 @@ use crate::front::caller::Caller;
 use crate::front::resources::snapshot_budget::BudgetedSnapshot;
 use crate::front::shared::Front;
 
-/// How many transfers look the file up anew between two snapshots of it: a file that changes all the
-/// time is not worth one for each change.
+/// How many transfers look the file up anew between two snapshots of it: a file that changes all
+/// the time is not worth one for each change.
 const PATIENCE: u32 = 16;
 
 /// An open file, as it was when it was attached.
