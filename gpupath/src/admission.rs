@@ -52,9 +52,9 @@ pub trait OpenFile: Send + Sync {
     /// Begins a write to a range of the file, if the file is open for writing, the range is of
     /// whole blocks, before its end, in one piece that was written, and the write changes nothing
     /// but content and time. The caller has a [`OpenFile::hold`] and a
-    /// [`OpenFile::permit_writes`] from before, until [`OpenFile::end_write`]. `is_written_back`: as for [`OpenFile::place`]. It
-    /// takes no lock that other files need, and does not wait. `None` may mean anything:
-    /// [`OpenFile::transfer`] looks closer.
+    /// [`OpenFile::permit_writes`] from before, until [`OpenFile::end_write`]. `is_written_back`:
+    /// as for [`OpenFile::place`]. It takes no lock that other files need, and does not wait.
+    /// `None` may mean anything: [`OpenFile::transfer`] looks closer.
     fn begin_write(&self, range: Range<u64>, is_written_back: bool) -> Option<BegunWrite> {
         let _ = (range, is_written_back);
         None
