@@ -15,26 +15,26 @@ use crate::library::{Device, OK, gpu, in_use, library, refused};
 const LEN: usize = (2 << 20) + 4321;
 
 /// What a request points to, for as long as the stream needs it.
-struct Numbers {
+pub struct Numbers {
     size: usize,
     file_offset: i64,
     memory_offset: i64,
-    done: isize,
+    pub done: isize,
 }
 
 impl Numbers {
-    fn new(size: usize, file_offset: i64, memory_offset: i64) -> Box<Numbers> {
+    pub fn new(size: usize, file_offset: i64, memory_offset: i64) -> Box<Numbers> {
         Box::new(Numbers { size, file_offset, memory_offset, done: -77 })
     }
 }
 
-fn read(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
+pub fn read(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
     let Numbers { size, file_offset, memory_offset, done } = numbers;
     // SAFETY: the tests keep all of it until the stream has passed.
     unsafe { (library().cuFileReadAsync)(handle, memory, size, file_offset, memory_offset, done, stream) }
 }
 
-fn write(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
+pub fn write(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
     let Numbers { size, file_offset, memory_offset, done } = numbers;
     // SAFETY: as above.
     unsafe { (library().cuFileWriteAsync)(handle, memory, size, file_offset, memory_offset, done, stream) }
