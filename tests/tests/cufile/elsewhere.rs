@@ -35,8 +35,8 @@ pub fn stand_in(folder: &Path) -> PathBuf {
     path
 }
 
-/// The folder of the stand-in, and of the file that it writes its calls to: made by the process that
-/// is not the test's own yet.
+/// The folder of the stand-in, and of the file that it writes its calls to: made by the process
+/// that is not the test's own yet.
 fn with_stand_in() -> (TempDir, [(&'static str, String); 2]) {
     let folder = scratch_dir();
     if std::env::var_os("FAKE_LOG").is_none() {

@@ -7,4 +7,6 @@ mod files;
 mod interface;
 mod library;
 mod programs;
+mod statistics;
 mod streams;
+mod vectors;

@@ -64,12 +64,12 @@ for call, handle in (cufile.cuFileRead, handles[0]), (cufile.cuFileWrite, handle
 print("cuFile 1150, closed with 0")
 "#;
 
-/// The bytes of a report's reads, or writes, by way.
+/// The bytes of a report's reads, or writes, by way. It has one request of each.
 fn ways(report: &str, direction: &str) -> BTreeMap<String, usize> {
     let part = report.split("; ").find(|part| part.starts_with(direction)).unwrap_or_else(|| panic!("{direction}: {report}"));
     let (counts, ways) = part.split_once("bytes ").unwrap();
     assert_eq!(counts, format!("{direction}: 1 requests, 0 failed, "), "{report}");
-    let words: Vec<_> = ways.split(',').next().unwrap().split_whitespace().collect();
+    let words: Vec<_> = ways.split(", reason").next().unwrap().split_whitespace().collect();
     words.chunks(2).map(|pair| (pair[0].to_owned(), pair[1].parse().unwrap())).collect()
 }
 
@@ -82,8 +82,8 @@ fn programs_are_served_however_they_find_the_library() {
     let theirs = stand_in(scratch.path()).to_str().unwrap().to_owned();
     let (folder, at) = (scratch.path().to_str().unwrap(), |name: &str| scratch.path().join(name));
     let name = |name: &str| at(name).to_str().unwrap().to_owned();
-    // Linked with NVIDIA's library, whose folder is in the program: as wheels have it (DT_RPATH), and
-    // in a plug-in, as NIXL has it (DT_RUNPATH).
+    // Linked with NVIDIA's library, whose folder is in the program: as wheels have it (DT_RPATH),
+    // and in a plug-in, as NIXL has it (DT_RUNPATH).
     let rpath = format!("-Wl,--disable-new-dtags,-rpath,{folder}");
     compile("cufile_user.c", &at("linked"), &[&theirs, &rpath, "-ldl"]);
     compile("cufile_user.c", &at("loading"), &["-DLOADED", "-ldl"]);
@@ -113,6 +113,7 @@ fn programs_are_served_however_they_find_the_library() {
             program.args(&command).arg(volume.path("from")).arg(&copy).arg(memory);
             // NVIDIA's library would say what it is asked for there.
             program.env("LD_LIBRARY_PATH", software_cuda::folder()).env("FAKE_LOG", at("log"));
+            program.env("GPUNVME_CUFILE_CACHING", "never");
             let output = program.output().unwrap();
             assert!(output.status.success(), "{name}, {memory}: {}", text(&output));
             assert_eq!(String::from_utf8_lossy(&output.stdout), "cuFile 1150, closed with 0\n", "{name}, {memory}");
@@ -121,8 +122,11 @@ fn programs_are_served_however_they_find_the_library() {
             for direction in ["read", "write"] {
                 let ways = ways(&told, direction);
                 assert_eq!(ways.values().sum::<usize>(), LEN, "{name}, {memory}: {told}");
-                // Ordinary memory on our mount is told as what it is; a GPU's goes by routes.
-                let called = if memory == "host" { LEN } else { 0 };
+                // Ordinary memory on our mount is told as what it is; a GPU's goes by routes, here
+                // with an end that no block has. Each says why not by the fastest.
+                let (called, reason) = if memory == "host" { (LEN, "not-gpu-memory") } else { (0, "unaligned") };
+                assert_eq!(told.matches(&format!(", reason {reason} 1")).count(), 2, "{name}, {memory}: {told}");
+                assert_eq!(told.matches(", reason").count(), 2, "{name}, {memory}: {told}");
                 assert_eq!((ways["call"], ways["real"], ways["plain"]), (called, 0, 0), "{name}, {memory}: {told}");
             }
         }
@@ -146,6 +150,7 @@ fn files_elsewhere_go_to_nvidias_library_from_a_program_that_is_preloaded() {
     assert!(fs::read(at("to")).unwrap() == data);
     let told = fs::read_to_string(at("report")).unwrap();
     assert_eq!((ways(&told, "read")["real"], ways(&told, "write")["real"]), (LEN, LEN), "{told}");
+    assert!(!told.contains("reason"), "another library has its own: {told}");
     let calls = fs::read_to_string(at("log")).unwrap();
     let expected = "register open register open read write deregister deregister close";
     assert_eq!(calls.lines().collect::<Vec<_>>().join(" "), expected);
