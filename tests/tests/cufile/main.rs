@@ -6,6 +6,8 @@ mod elsewhere;
 mod files;
 mod interface;
 mod library;
+mod memory;
+mod parameters;
 mod programs;
 mod statistics;
 mod streams;
