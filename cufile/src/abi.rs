@@ -159,7 +159,22 @@ pub struct Level1 {
 }
 
 /// What versions from 1.19 on have behind [`Level1`]: of readv and writev.
-pub const LEVEL1_ADDED: usize = 112;
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Vectored {
+    pub read: Counter,
+    pub write: Counter,
+    pub read_bytes: u64,
+    pub write_bytes: u64,
+    pub read_bytes_per_second: u64,
+    pub write_bytes_per_second: u64,
+    pub read_average_us: u64,
+    pub write_average_us: u64,
+    pub reads_per_second: u64,
+    pub writes_per_second: u64,
+    pub read_sum_us: u64,
+    pub write_sum_us: u64,
+}
 
 /// What `CUfileStatsLevel2_t` has behind level 1: how many requests had up to 2^n KiB.
 #[repr(C)]
@@ -228,7 +243,7 @@ const _: () = {
     assert!(size_of::<BatchRequest>() == 64 && offset_of!(BatchRequest, memory) == 8 && offset_of!(BatchRequest, size) == 32);
     assert!(offset_of!(BatchRequest, file) == 40 && offset_of!(BatchRequest, cookie) == 56);
     assert!(size_of::<BatchEvent>() == 24 && offset_of!(BatchEvent, result) == 16);
-    assert!(size_of::<Level1>() == 512 && size_of::<Sizes>() == 512);
+    assert!(size_of::<Level1>() == 512 && size_of::<Vectored>() == 112 && size_of::<Sizes>() == 512);
     assert!(size_of::<GpuStatistics>() == 248 && offset_of!(PerGpu, gpu) == 8);
     assert!(size_of::<Level1>() + size_of::<Sizes>() + size_of::<PerGpu>() == 5000);
     assert!(size_of::<c_long>() == 8 && size_of::<libc::off_t>() == 8);

@@ -9,7 +9,7 @@ use crate::abi::{self, BatchEvent, BatchRequest};
 use crate::driver::Open;
 use crate::failure::{Code, Failure, Result};
 use crate::files::{Direction, Registered, Server};
-use crate::statistics::{self, Batched, Done};
+use crate::statistics::{self, Done, Ways};
 use crate::transfer::{self, Outcome, Range};
 use gpunvme::gpu::Cancel;
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -157,7 +157,6 @@ impl Batch {
     /// As cuFile asks of the memory: it is the application's, and nothing else uses it until the
     /// request has ended.
     pub unsafe fn submit(&self, open: &Arc<Open>, requests: &[BatchRequest]) -> Result<()> {
-        let started = Instant::now();
         let checked = requests.iter().map(|request| check(open, request)).collect::<Result<Vec<_>>>()?;
         let run = self.run.lock();
         {
@@ -167,20 +166,22 @@ impl Batch {
             }
             list.in_flight += checked.len();
         }
+        statistics::batch_begins();
+        let together = Arc::new(Together::new(checked.len()));
         for request in checked {
             // SAFETY: as the caller says.
-            unsafe { self.begin(open, request, &run) };
+            unsafe { self.begin(open, request, &run, &together) };
         }
-        statistics::batch(Batched::Submitted, started, requests.len());
         Ok(())
     }
 
     /// # Safety
     /// As [`Batch::submit`].
-    unsafe fn begin(&self, open: &Arc<Open>, request: Checked, run: &Cancel) {
+    unsafe fn begin(&self, open: &Arc<Open>, request: Checked, run: &Cancel, together: &Arc<Together>) {
         let started = Instant::now();
         let Checked { file, direction, range, cookie } = request;
-        let end = Ending { ends: self.ends.clone(), direction, range, cookie, started, _open: open.clone() };
+        let (ends, together, by_calls) = (self.ends.clone(), together.clone(), false);
+        let end = Ending { ends, together, direction, range, cookie, started, by_calls, _open: open.clone() };
         if let (Server::Mount(on), true) = (&file.server, file.allows(direction)) {
             let registered = open.buffers.cover(range.address, range.len as u64);
             let transfers = match on.mount.transfers(registered) {
@@ -231,13 +232,14 @@ impl Batch {
         self.wait(least.min(events.len()), limit);
         let mut list = self.ends.list.lock();
         let count = list.ended.len().min(events.len());
+        let failed = list.ended.iter().take(count).filter(|end| end.status == abi::EVENT_FAILED).count();
         for (event, End { cookie, status, result }) in events.iter_mut().zip(list.ended.drain(..count)) {
             event.write(BatchEvent { cookie: cookie as *mut _, status, result: result as usize });
         }
         self.ends.ended.store(list.ended.len(), Ordering::Release);
         drop(list);
         if count > 0 {
-            statistics::batch(Batched::Completed, started, count);
+            statistics::batch_completed(started, count, failed);
         }
         count
     }
@@ -268,19 +270,45 @@ fn check(open: &Open, request: &BatchRequest) -> Result<Checked> {
     Ok(Checked { file: open.files.get(file as usize)?, direction, range, cookie: cookie as usize })
 }
 
+/// Requests that were submitted together, for the statistics.
+struct Together {
+    /// How many are not done.
+    left: AtomicUsize,
+    ways: Ways,
+}
+
+impl Together {
+    fn new(requests: usize) -> Together {
+        Together { left: requests.into(), ways: Ways::default() }
+    }
+
+    /// One is done.
+    fn ends(&self, done: &Result<Done>) {
+        if let Ok(done) = done {
+            self.ways.add(done.way);
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            statistics::batch_went(&self.ways);
+        }
+    }
+}
+
 /// A request in flight, which keeps the driver open.
 struct Ending {
     ends: Arc<Ends>,
+    together: Arc<Together>,
     direction: Direction,
     range: Range,
     cookie: usize,
     started: Instant,
+    /// Whether system calls do it.
+    by_calls: bool,
     _open: Arc<Open>,
 }
 
 impl Ending {
     fn with(self, done: Result<Done>) {
-        let Ending { ends, direction, range, cookie, started, _open } = self;
+        let Ending { ends, together, direction, range, cookie, started, by_calls, _open } = self;
         let cancelled = Err(Failure::System(Errno::CANCELED));
         let (status, result) = match &done {
             Ok(done) => (abi::EVENT_COMPLETE, done.bytes as isize),
@@ -288,14 +316,17 @@ impl Ending {
             Err(failure) => (abi::EVENT_FAILED, failure.result()),
         };
         statistics::record(direction, range, started, &done);
-        statistics::batch_bytes(direction, &done);
+        statistics::batch_done(direction, by_calls, &done);
+        together.ends(&done);
         ends.add(End { cookie, status, result });
     }
 }
 
-/// Has another thread do it and wait.
+/// Has another thread do it, by system calls or NVIDIA's library, and wait.
 fn wait_elsewhere(open: &Arc<Open>, file: Arc<Registered>, end: Ending, run: &Cancel) {
     let (of_task, run) = (open.clone(), run.clone());
+    let end = Ending { by_calls: true, ..end };
+    statistics::batch_by_calls();
     open.workers.run(move || {
         if run.is_cancelled() {
             return end.with(Err(Errno::CANCELED.into()));

@@ -39,5 +39,6 @@ mod statistics;
 mod streams;
 mod topology;
 mod transfer;
+mod vectors;
 mod version;
 mod workers;

@@ -20,19 +20,22 @@ pub fn at(address: u64) -> Result<Option<Allocation>> {
     }
 }
 
-/// Checks that all of a range is memory of the application: of CUDA, or mapped.
+/// Checks that all of a range is memory of the application: of CUDA, or mapped. Memory of a GPU
+/// goes on as such: behind it the driver has mappings of its own that are nothing to the
+/// application.
 ///
 /// # Errors
 /// [`Code::PointerInvalid`] where its beginning is none, [`Code::PointerRange`] where it reaches
 /// beyond.
 pub fn check(address: u64, len: u64) -> Result<()> {
     let end = address.checked_add(len).ok_or(Code::PointerRange)?;
-    let mut at = address;
+    let (mut at, mut in_ordinary) = (address, true);
     while at < end {
         let Some(found) = self::at(at)? else {
             let outside = if at == address { Code::PointerInvalid } else { Code::PointerRange };
-            return if is_mapped(at, end - at) { Ok(()) } else { Err(outside.into()) };
+            return if in_ordinary && is_mapped(at, end - at) { Ok(()) } else { Err(outside.into()) };
         };
+        in_ordinary = found.place == Place::Host;
         at = (found.base + found.len).max(at + 1);
     }
     Ok(())

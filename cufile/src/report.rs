@@ -3,6 +3,7 @@
 
 use crate::environment;
 use crate::statistics::{TOTALS, Totals};
+use gpunvme::Reason;
 use std::fmt::Write as _;
 use std::io::{IsTerminal, Write as _};
 use std::sync::OnceLock;
@@ -44,11 +45,11 @@ fn write() {
 
 /// One line: requests and bytes, by direction and way. What gpunvme moved is by its routes; `call`
 /// is ordinary memory and a gpunvme mount, `real` NVIDIA's library, `plain` pread and pwrite
-/// elsewhere.
+/// elsewhere. Then how many requests on a gpunvme mount had a reason not to go a faster way.
 fn line() -> String {
     let mut line = format!("gpunvme cufile: process {}", std::process::id());
     for (name, totals) in ["read", "write"].into_iter().zip(&TOTALS) {
-        let Totals { p2p, bounce, cache, host, hole, edge, call, real, plain, requests, failed } = totals;
+        let Totals { p2p, bounce, cache, host, hole, edge, call, real, plain, requests, failed, reasons } = totals;
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         // Writing to a String cannot fail.
         let _ = write!(line, "; {name}: {} requests, {} failed, bytes", get(requests), get(failed));
@@ -65,6 +66,10 @@ fn line() -> String {
         ];
         for (way, bytes) in ways {
             let _ = write!(line, " {way} {}", get(bytes));
+        }
+        for (code, requests) in (0..).zip(reasons).filter(|(_, requests)| get(requests) > 0) {
+            let reason = Reason::from_code(code).unwrap_or(Reason::Unknown);
+            let _ = write!(line, ", reason {reason} {}", get(requests));
         }
     }
     line.push('\n');

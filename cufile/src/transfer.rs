@@ -108,9 +108,16 @@ pub enum Outcome {
 
 /// Tells ordinary memory from an error.
 pub fn outcome(range: Range, result: gpunvme::Result<Transfer>) -> Outcome {
+    outcome_of_all(&[range], result)
+}
+
+/// The same, of a request of many ranges: some of them may be ordinary memory.
+pub fn outcome_of_all(ranges: &[Range], result: gpunvme::Result<Transfer>) -> Outcome {
     Outcome::Done(match result {
         Ok(done) => Ok(Done::on_mount(&done)),
-        Err(Error::UnknownMemory { address, .. }) if address == range.address => return Outcome::Ordinary,
+        Err(Error::UnknownMemory { address, .. }) if ranges.iter().any(|range| range.address == address) => {
+            return Outcome::Ordinary;
+        }
         Err(Error::UnknownMemory { .. }) => Err(Code::PointerRange.into()),
         Err(error) => {
             tracing::debug!(%error, "a transfer failed");

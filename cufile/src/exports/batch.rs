@@ -8,7 +8,7 @@ use crate::failure::{Code, Result};
 use crate::statistics::{self, Event};
 use std::ffi::{c_uint, c_void};
 use std::mem::MaybeUninit;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Makes a batch of at most so many requests. Opens the driver.
 ///
@@ -36,6 +36,7 @@ pub unsafe extern "C" fn cuFileBatchIOSubmit(
     requests: *const BatchRequest,
     flags: c_uint,
 ) -> Status {
+    let started = Instant::now();
     let submit = || -> Result<()> {
         if flags != 0 || len == 0 {
             return Err(Code::InvalidValue.into());
@@ -44,7 +45,9 @@ pub unsafe extern "C" fn cuFileBatchIOSubmit(
         // SAFETY: as the caller says.
         unsafe { open.batches.get(batch as usize)?.submit(&open, list(requests, len as usize)?) }
     };
-    status(submit())
+    let submitted = submit();
+    statistics::batch_submitted(started, len as usize, &submitted);
+    status(submitted)
 }
 
 /// Takes requests that have ended: at most `count`, which is how many there were afterwards. Waits

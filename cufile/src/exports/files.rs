@@ -7,7 +7,7 @@ use crate::files::Direction;
 use crate::real::Library;
 use crate::statistics::{self, Event};
 use crate::transfer::{self, Range};
-use crate::{driver, memory};
+use crate::{driver, memory, vectors};
 use std::ffi::{c_int, c_uint, c_void};
 
 /// Registers a file, which decides who serves it. Opens the driver.
@@ -58,7 +58,7 @@ pub extern "C" fn cuFileBufRegister(base: *const c_void, len: usize, _flags: c_i
         Ok(())
     };
     let registered = register();
-    statistics::buffer(address, len, &registered);
+    statistics::buffer_added(address, len, &registered);
     status(registered)
 }
 
@@ -78,7 +78,7 @@ pub extern "C" fn cuFileBufDeregister(base: *const c_void) -> Status {
         Ok(())
     };
     let removed = deregister();
-    statistics::event(Event::BufferDeregister, &removed);
+    statistics::buffer_removed(base as u64, &removed);
     status(removed)
 }
 
@@ -124,7 +124,7 @@ pub unsafe extern "C" fn cuFileWrite(
     count(unsafe { perform(Direction::Write, handle, base as usize, len, file_offset, memory_offset) })
 }
 
-/// One range of a file, and many of memory, one after the other.
+/// One range of a file, and many of memory, one after the other, which are all in flight at once.
 ///
 /// # Safety
 /// `vectors` is NULL or of `len` values; their memory as for [`cuFileRead`].
@@ -139,24 +139,18 @@ unsafe fn perform_all(
     if flags != 0 {
         return Err(Code::InvalidValue.into());
     }
-    let mut done = 0;
+    let open = driver::opened()?;
+    let found = open.files.get(handle as usize)?;
     // SAFETY: as the caller says.
-    for vector in unsafe { list(vectors, len) }? {
-        let offset = file_offset.checked_add_unsigned(done as u64).ok_or(Code::InvalidValue)?;
-        // SAFETY: as the caller says.
-        match unsafe { perform(direction, handle, vector.memory as usize, vector.len, offset, 0) } {
-            Ok(moved) => {
-                done += moved;
-                if moved < vector.len {
-                    break;
-                }
-            }
-            // As readv(2): what was moved before is told first.
-            Err(_) if done > 0 => break,
-            Err(failure) => return Err(failure),
-        }
+    let vectors = unsafe { list(vectors, len) }?;
+    let mut at = file_offset;
+    let mut ranges = Vec::with_capacity(vectors.len());
+    for &Vector { memory, len } in vectors.iter().filter(|vector| vector.len > 0) {
+        ranges.push(Range::new(memory as usize, len, at, 0)?);
+        at = at.checked_add_unsigned(len as u64).ok_or(Code::InvalidValue)?;
     }
-    Ok(done)
+    // SAFETY: as the caller says.
+    unsafe { vectors::perform(&open, &found, direction, &ranges) }
 }
 
 /// Reads one range of a file into many of memory.

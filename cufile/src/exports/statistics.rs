@@ -2,21 +2,22 @@
 //! them that this library reports.
 
 use super::{status, store};
-use crate::abi::{LEVEL1_ADDED, Level1, PerGpu, Sizes, Status};
+use crate::abi::{Level1, PerGpu, Sizes, Status, Vectored};
 use crate::failure::{Code, Result};
+use crate::statistics::Told;
 use crate::{driver, statistics, version};
 use std::ffi::{c_int, c_void};
 
-/// Begins to count.
+/// Counts again, after [`cuFileStatsStop`]. Before that a level is enough.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsStart() -> Status {
-    status(driver::opened().map(|_| statistics::reset()))
+    status(driver::opened().map(|_| statistics::start()))
 }
 
 /// Ends counting. What was counted can still be asked for.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsStop() -> Status {
-    status(driver::opened().map(|_| ()))
+    status(driver::opened().map(|_| statistics::stop()))
 }
 
 /// Sets what was counted to zero.
@@ -41,6 +42,9 @@ pub unsafe extern "C" fn cuFileGetStatsLevel(level: *mut c_int) -> Status {
 
 /// Writes what there is up to a level.
 ///
+/// # Errors
+/// [`Code::InvalidValue`] where less is counted.
+///
 /// # Safety
 /// `to` is NULL or has room for that level's structure, of the version that is reported.
 unsafe fn tell(to: *mut c_void, level: i32) -> Result<()> {
@@ -48,7 +52,10 @@ unsafe fn tell(to: *mut c_void, level: i32) -> Result<()> {
         return Err(Code::InvalidValue.into());
     }
     driver::opened()?;
-    let (basic, sizes, gpus) = statistics::told();
+    if statistics::level() < level {
+        return Err(Code::InvalidValue.into());
+    }
+    let Told { basic, vectored, sizes, gpus } = statistics::told();
     // SAFETY: each structure follows the one before it, and their lengths are multiples of 8; the
     // caller vouches for the room.
     unsafe {
@@ -56,8 +63,8 @@ unsafe fn tell(to: *mut c_void, level: i32) -> Result<()> {
         at.cast::<Level1>().write_unaligned(basic);
         at = at.add(size_of::<Level1>());
         if version::counts_vectors() {
-            at.write_bytes(0, LEVEL1_ADDED);
-            at = at.add(LEVEL1_ADDED);
+            at.cast::<Vectored>().write_unaligned(vectored);
+            at = at.add(size_of::<Vectored>());
         }
         if level >= 2 {
             at.cast::<Sizes>().write_unaligned(sizes);

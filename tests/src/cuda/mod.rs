@@ -12,7 +12,7 @@ mod model;
 mod others;
 mod transfers;
 
-pub use application::{Memory, Pinned, mapped, own_stream, take_access};
+pub use application::{Memory, Pinned, every_kind, mapped, own_stream, take_access};
 pub use arrays::{ARRAY_CHECKS, ARRAYS, Report, Reports, good, word_at};
 pub use checks::{CHECKS, HARDWARE_CHECKS};
 pub use kernels::{KERNEL_CHECKS, KernelReads, read_endlessly};

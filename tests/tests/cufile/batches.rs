@@ -12,25 +12,25 @@ use gpunvme_tests::{needs_mount, scratch_dir, tree};
 use crate::files::open;
 use crate::library::{BatchEvent, BatchRequest, CANCELED, COMPLETE, Device, OK, in_use, library, refused};
 
-const LEN: usize = 5000;
+pub const LEN: usize = 5000;
 
-struct Batch(usize);
+pub struct Batch(usize);
 
 impl Batch {
-    fn new(capacity: u32) -> Batch {
+    pub fn new(capacity: u32) -> Batch {
         let mut number = 0;
         // SAFETY: there is room for the number.
         assert_eq!(unsafe { (library().cuFileBatchIOSetUp)(&mut number, capacity) }, OK);
         Batch(number)
     }
 
-    fn submit(&self, requests: &[BatchRequest]) -> crate::library::Status {
+    pub fn submit(&self, requests: &[BatchRequest]) -> crate::library::Status {
         // SAFETY: the tests keep the memory.
         unsafe { (library().cuFileBatchIOSubmit)(self.0, requests.len() as u32, requests.as_ptr(), 0) }
     }
 
     /// Takes at most `most` that ended.
-    fn take(&self, least: u32, most: u32, limit: Option<Duration>) -> Vec<BatchEvent> {
+    pub fn take(&self, least: u32, most: u32, limit: Option<Duration>) -> Vec<BatchEvent> {
         let (mut events, mut count) = (vec![BatchEvent::default(); most as usize], most);
         let limit = limit.map(|limit| libc::timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
         let limit = limit.as_ref().map_or(ptr::null(), ptr::from_ref);
@@ -49,7 +49,7 @@ impl Drop for Batch {
     }
 }
 
-fn read(file: usize, memory: u64, file_offset: i64, memory_offset: i64, cookie: usize) -> BatchRequest {
+pub fn read(file: usize, memory: u64, file_offset: i64, memory_offset: i64, cookie: usize) -> BatchRequest {
     BatchRequest { mode: 1, memory, file_offset, memory_offset, size: LEN, file, opcode: 0, cookie }
 }
 

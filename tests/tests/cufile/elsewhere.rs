@@ -1,15 +1,20 @@
 //! Files that lie elsewhere: NVIDIA's library, for which another stands in, or pread and pwrite.
 
+use std::ffi::CString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use gpunvme_tests::cuda::own_stream;
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_libcuda, with_software_cuda};
 use gpunvme_tests::{needs_mount, scratch_dir, tree};
+use tempfile::TempDir;
 
+use crate::batches::{self, Batch, LEN};
 use crate::files::open;
-use crate::library::{Device, in_use};
+use crate::library::{BatchEvent, BatchRequest, COMPLETE, Device, OK, gpu, in_use, path};
+use crate::streams::{self, Numbers};
 
 /// Compiles a C file of the tests.
 pub fn compile(source: &str, output: &Path, options: &[&str]) {
@@ -30,18 +35,44 @@ pub fn stand_in(folder: &Path) -> PathBuf {
     path
 }
 
-#[test]
-fn nvidias_library_is_given_what_is_not_ours_and_nothing_else() {
-    needs_mount!();
+/// The folder of the stand-in, and of the file that it writes its calls to: made by the process
+/// that is not the test's own yet.
+fn with_stand_in() -> (TempDir, [(&'static str, String); 2]) {
     let folder = scratch_dir();
-    let (log, fake) = (folder.path().join("log"), folder.path().join("libcufile.so.0"));
     if std::env::var_os("FAKE_LOG").is_none() {
         stand_in(folder.path());
     }
-    let environment = [("GPUNVME_CUFILE_REAL", fake.to_str().unwrap()), ("FAKE_LOG", log.to_str().unwrap())];
-    with_libcuda(software_cuda::folder(), &environment, || {
-        let log = PathBuf::from(std::env::var_os("FAKE_LOG").unwrap());
+    let path = |name| folder.path().join(name).to_str().unwrap().to_owned();
+    let environment = [("GPUNVME_CUFILE_REAL", path("libcufile.so.0")), ("FAKE_LOG", path("log"))];
+    (folder, environment)
+}
+
+/// What the stand-in was asked for since this was asked last.
+fn calls() -> Vec<String> {
+    let log = PathBuf::from(std::env::var_os("FAKE_LOG").unwrap());
+    let calls = fs::read_to_string(&log).unwrap_or_default();
+    let _ = fs::remove_file(log); // nothing was asked for
+    calls.lines().map(str::to_owned).collect()
+}
+
+/// Has the library's symbols come before those of what is loaded afterwards, as `LD_PRELOAD` does:
+/// a call by name from within NVIDIA's library would reach this one instead of its own.
+fn before_all() {
+    let ours = CString::new(path().to_str().unwrap()).unwrap();
+    // SAFETY: the library is loaded already; its symbols become global.
+    let handle = unsafe { libc::dlopen(ours.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    // SAFETY: the name ends in a zero byte.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"cuFileDriverOpen".as_ptr()) };
+    assert_eq!(found as usize, in_use().cuFileDriverOpen as usize, "the first of its name, of {handle:?}");
+}
+
+#[test]
+fn nvidias_library_is_given_what_is_not_ours_and_nothing_else() {
+    needs_mount!();
+    let (_folder, environment) = with_stand_in();
+    with_libcuda(software_cuda::folder(), &environment.each_ref().map(|(name, value)| (*name, value.as_str())), || {
         let (volume, elsewhere, cufile) = (Mounted::new(), scratch_dir(), in_use());
+        before_all();
         let data = tree::pattern(1, 50_000);
         let (ours, theirs) = (volume.path("file"), elsewhere.path().join("file"));
         fs::write(&ours, &data).unwrap();
@@ -49,22 +80,84 @@ fn nvidias_library_is_given_what_is_not_ours_and_nothing_else() {
         let memory = vec![0u8; 50_000];
         let at = memory.as_ptr() as u64;
         // SAFETY: the memory is the test's.
-        unsafe { assert_eq!((cufile.cuFileBufRegister)(at, 50_000, 0), crate::library::OK) };
+        unsafe { assert_eq!((cufile.cuFileBufRegister)(at, 50_000, 0), OK) };
 
         let ours_open = open(&ours);
         let handle = cufile.register(&ours_open).unwrap();
         assert_eq!(cufile.read(handle, at, 50_000, 0, 0), 50_000);
-        assert!(!log.exists(), "it was not even loaded for a file of ours");
+        assert_eq!(calls(), [""; 0], "it was not even loaded for a file of ours");
 
-        let theirs_open = fs::File::open(&theirs).unwrap();
+        let theirs_open = open(&theirs);
         let other = cufile.register(&theirs_open).unwrap();
         assert_eq!(cufile.read(other, at, 100, 7, 3), 100);
         assert!(memory[3..103] == data[7..107]);
+        assert_eq!(cufile.write(other, at, 200, 40_000, 20_000), 200);
+        assert!(fs::read(&theirs).unwrap()[40_000..40_200] == data[20_000..20_200]);
+        // Memory that is registered from now on it is told of at once.
+        let more = [0u8; 64];
+        // SAFETY: the memory is the test's.
+        unsafe {
+            assert_eq!((cufile.cuFileBufRegister)(more.as_ptr() as u64, 64, 0), OK);
+            assert_eq!((cufile.cuFileBufDeregister)(more.as_ptr() as u64), OK);
+        }
         cufile.deregister(other);
-        assert_eq!(cufile.close(), crate::library::OK);
+        assert_eq!(cufile.close(), OK);
         // It called its own cuFileDriverOpen, and was told of the memory that there was.
-        let calls = fs::read_to_string(&log).unwrap();
-        assert_eq!(calls.lines().collect::<Vec<_>>(), ["buffer", "register", "open", "read", "deregister", "close"]);
+        let expected = ["buffer", "register", "open", "read", "write", "buffer", "no buffer", "deregister", "close"];
+        assert_eq!(calls(), expected);
+    });
+}
+
+#[test]
+fn nvidias_library_does_its_part_of_batches_and_streams() {
+    needs_mount!();
+    let (_folder, environment) = with_stand_in();
+    with_libcuda(software_cuda::folder(), &environment.each_ref().map(|(name, value)| (*name, value.as_str())), || {
+        let (volume, elsewhere, cufile) = (Mounted::new(), scratch_dir(), in_use());
+        before_all();
+        let data = tree::pattern(3, 4 * LEN);
+        let places = [volume.path("file"), elsewhere.path().join("file")];
+        let files = places.each_ref().map(|path| {
+            fs::write(path, &data).unwrap();
+            open(path)
+        });
+        let [ours, theirs] = files.each_ref().map(|file| cufile.register(file).unwrap());
+        assert_eq!(calls(), ["register", "open"]);
+
+        // One batch of both files: reads of each, and a write.
+        let memory = vec![0u8; 4 * LEN];
+        let at = memory.as_ptr() as u64;
+        let requests = [
+            batches::read(ours, at, 0, 0, 1),
+            batches::read(theirs, at, LEN as i64, LEN as i64, 2),
+            BatchRequest { opcode: 1, ..batches::read(theirs, data.as_ptr() as u64, 3 * LEN as i64, 0, 3) },
+        ];
+        let batch = Batch::new(8);
+        assert_eq!(batch.submit(&requests), OK);
+        let mut ended = batch.take(3, 8, None);
+        ended.sort_by_key(|event| event.cookie);
+        let event = |cookie| BatchEvent { cookie, status: COMPLETE, result: LEN as isize };
+        assert_eq!(ended, [event(1), event(2), event(3)]);
+        assert!(memory[..2 * LEN] == data[..2 * LEN] && fs::read(&places[1]).unwrap()[3 * LEN..] == data[..LEN]);
+        let mut asked = calls();
+        asked.sort();
+        assert_eq!(asked, ["read", "write"]);
+
+        // Its own asynchronous requests call its reads and writes by name.
+        let stream = own_stream(gpu());
+        // SAFETY: it is a stream of the test's.
+        unsafe { assert_eq!((cufile.cuFileStreamRegister)(stream, 7), OK) };
+        let (mut reads, mut writes) = (Numbers::new(100, 10, 5), Numbers::new(200, 20, 7));
+        assert_eq!(streams::read(theirs, at, &mut reads, stream), OK);
+        assert_eq!(streams::write(theirs, at, &mut writes, stream), OK);
+        assert_eq!((reads.done, writes.done), (100, 200));
+        assert!(memory[5..105] == data[10..110] && fs::read(&places[1]).unwrap()[20..220] == memory[7..207]);
+        // SAFETY: as above.
+        unsafe { assert_eq!((cufile.cuFileStreamDeregister)(stream), OK) };
+        assert_eq!(calls(), ["stream 7", "read async", "read", "write async", "write", "no stream"]);
+        drop(batch);
+        assert_eq!(cufile.close(), OK);
+        assert_eq!(calls(), ["deregister", "close"]);
     });
 }
 

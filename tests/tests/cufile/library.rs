@@ -1,7 +1,7 @@
 //! cuFile's functions, looked up in the library as a program does that loads it, and memory of the
 //! software GPU.
 
-use std::ffi::{CString, c_int, c_long, c_uint, c_void};
+use std::ffi::{CString, c_char, c_int, c_long, c_uint, c_void};
 use std::fs::File;
 use std::ops::Deref;
 use std::os::fd::AsRawFd;
@@ -98,6 +98,7 @@ functions! {
     cuFileRead: fn(usize, u64, usize, i64, i64) -> isize;
     cuFileWrite: fn(usize, u64, usize, i64, i64) -> isize;
     cuFileReadv: fn(usize, *const (u64, usize), usize, i64, c_uint) -> isize;
+    cuFileWritev: fn(usize, *const (u64, usize), usize, i64, c_uint) -> isize;
     cuFileReadAsync: fn(usize, u64, *mut usize, *mut i64, *mut i64, *mut isize, usize) -> Status;
     cuFileWriteAsync: fn(usize, u64, *mut usize, *mut i64, *mut i64, *mut isize, usize) -> Status;
     cuFileStreamRegister: fn(usize, c_uint) -> Status;
@@ -110,11 +111,30 @@ functions! {
     cuFileDriverGetProperties: fn(*mut [u32; 14]) -> Status;
     cuFileDriverSetPollMode: fn(bool, usize) -> Status;
     cuFileDriverSetMaxDirectIOSize: fn(usize) -> Status;
+    cuFileDriverSetMaxCacheSize: fn(usize) -> Status;
+    cuFileDriverSetMaxPinnedMemSize: fn(usize) -> Status;
+    cuFileDriverGetP2PFlags: fn(c_uint, *mut c_uint) -> Status;
+    cuFileDriverSetP2PFlags: fn(c_uint, c_uint) -> Status;
+    cuFileGetBARSizeInKB: fn(c_int, *mut usize) -> Status;
+    cuFileExportPCIeTopology: fn(*const c_char) -> Status;
     cuFileSetParameterSizeT: fn(c_uint, usize) -> Status;
     cuFileGetParameterSizeT: fn(c_uint, *mut usize) -> Status;
+    cuFileGetParameterMinMaxValue: fn(c_uint, *mut usize, *mut usize) -> Status;
     cuFileSetParameterBool: fn(c_uint, bool) -> Status;
+    cuFileGetParameterBool: fn(c_uint, *mut bool) -> Status;
+    cuFileSetParameterString: fn(c_uint, *const c_char) -> Status;
+    cuFileGetParameterString: fn(c_uint, *mut c_char, c_int) -> Status;
+    cuFileSetParameterPosixPoolSlabArray: fn(*const usize, *const usize, c_int) -> Status;
+    cuFileGetParameterPosixPoolSlabArray: fn(*mut usize, *mut usize, c_int) -> Status;
+    cuFileSetParameterGpuBounceBufferSlabArray: fn(*const usize, *const usize, c_int) -> Status;
+    cuFileGetParameterGpuBounceBufferSlabArray: fn(*mut usize, *mut usize, c_int) -> Status;
+    cuFileStatsStart: fn() -> Status;
+    cuFileStatsStop: fn() -> Status;
+    cuFileStatsReset: fn() -> Status;
     cuFileSetStatsLevel: fn(c_int) -> Status;
+    cuFileGetStatsLevel: fn(*mut c_int) -> Status;
     cuFileGetStatsL1: fn(*mut u64) -> Status;
+    cuFileGetStatsL2: fn(*mut u64) -> Status;
     cuFileGetStatsL3: fn(*mut u64) -> Status;
 }
 
@@ -183,6 +203,28 @@ impl Library {
     pub fn write(&self, handle: usize, memory: u64, len: usize, file_offset: i64, memory_offset: i64) -> isize {
         // SAFETY: as for `read`.
         unsafe { (self.cuFileWrite)(handle, memory, len, file_offset, memory_offset) }
+    }
+
+    /// Reads one range of a file into many of memory, by address and length.
+    pub fn readv(&self, handle: usize, vectors: &[(u64, usize)], file_offset: i64) -> isize {
+        // SAFETY: as for `read`.
+        unsafe { (self.cuFileReadv)(handle, vectors.as_ptr(), vectors.len(), file_offset, 0) }
+    }
+
+    pub fn writev(&self, handle: usize, vectors: &[(u64, usize)], file_offset: i64) -> isize {
+        // SAFETY: as for `read`.
+        unsafe { (self.cuFileWritev)(handle, vectors.as_ptr(), vectors.len(), file_offset, 0) }
+    }
+
+    /// Registers memory. What is none is to be refused.
+    pub fn add_buffer(&self, address: u64, len: usize) -> Status {
+        // SAFETY: it is a range to be looked up.
+        unsafe { (self.cuFileBufRegister)(address, len, 0) }
+    }
+
+    pub fn remove_buffer(&self, address: u64) -> Status {
+        // SAFETY: it is a number to be looked up.
+        unsafe { (self.cuFileBufDeregister)(address) }
     }
 
     pub fn close(&self) -> Status {

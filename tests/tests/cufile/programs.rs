@@ -1,13 +1,14 @@
 //! Programs that use cuFile and know nothing of gpunvme: linked, loading by name, in Python; by
 //! `gpunvme run`.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use gpunvme_tests::mounted::{Mounted, text};
-use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
+use gpunvme_tests::{needs_mount, programs, scratch_dir, software_cuda, tree};
 
 use crate::elsewhere::{compile, stand_in};
 use crate::library::path;
@@ -21,52 +22,138 @@ fn run(report: &Path) -> Command {
     command
 }
 
+/// Python that finds the library as cuda-pathfinder does: the one that is loaded under its name, or
+/// else that of the wheel, `sys.argv[1]`, and that by its absolute path.
+const PATHFINDER: &str = r#"
+import ctypes, os, sys
+wheel, from_path, to_path, memory_kind = sys.argv[1:5]
+class Address(ctypes.Structure): _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("at", ctypes.c_void_p)]
+try:
+    found = ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOLOAD)
+    about = Address()
+    assert ctypes.CDLL(None).dladdr(ctypes.cast(found.cuFileRead, ctypes.c_void_p), ctypes.byref(about))
+    path = os.fsdecode(about.file)
+except OSError:
+    path = wheel
+assert os.path.isabs(path), path
+cufile = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+assert wheel not in open("/proc/self/maps").read(), "NVIDIA's library is loaded"
+"#;
+
+/// What follows: a file is copied by the functions of `cufile`.
+const COPY: &str = r#"
+class Status(ctypes.Structure): _fields_ = [("code", ctypes.c_int), ("cuda", ctypes.c_int)]
+class Descriptor(ctypes.Structure): _fields_ = [("kind", ctypes.c_int), ("fd", ctypes.c_long), ("operations", ctypes.c_void_p)]
+cufile.cuFileHandleRegister.restype = Status
+handles = []
+for path, flags in (from_path, os.O_RDONLY), (to_path, os.O_RDWR | os.O_CREAT):
+    handle = ctypes.c_void_p()
+    assert cufile.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(Descriptor(1, os.open(path, flags), None))).code == 0
+    handles.append(handle)
+size = os.path.getsize(from_path)
+if memory_kind == "device":
+    cuda, context, memory = ctypes.CDLL("libcuda.so"), ctypes.c_void_p(), ctypes.c_void_p()
+    assert cuda.cuInit(0) == 0 and cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert cuda.cuCtxPushCurrent_v2(context) == 0 and cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(size)) == 0
+else:
+    memory = ctypes.create_string_buffer(size)
+offset = ctypes.c_long(0)
+for call, handle in (cufile.cuFileRead, handles[0]), (cufile.cuFileWrite, handles[1]):
+    call.restype = ctypes.c_ssize_t
+    assert call(handle, memory, ctypes.c_size_t(size), offset, offset) == size
+print("cuFile 1150, closed with 0")
+"#;
+
+/// The bytes of a report's reads, or writes, by way. It has one request of each.
+fn ways(report: &str, direction: &str) -> BTreeMap<String, usize> {
+    let part = report.split("; ").find(|part| part.starts_with(direction)).unwrap_or_else(|| panic!("{direction}: {report}"));
+    let (counts, ways) = part.split_once("bytes ").unwrap();
+    assert_eq!(counts, format!("{direction}: 1 requests, 0 failed, "), "{report}");
+    let words: Vec<_> = ways.split(", reason").next().unwrap().split_whitespace().collect();
+    words.chunks(2).map(|pair| (pair[0].to_owned(), pair[1].parse().unwrap())).collect()
+}
+
 #[test]
 fn programs_are_served_however_they_find_the_library() {
     needs_mount!();
     let (volume, scratch) = (Mounted::new(), scratch_dir());
     let data = tree::pattern(1, LEN);
     fs::write(volume.path("from"), &data).unwrap();
-    let theirs = stand_in(scratch.path());
+    let theirs = stand_in(scratch.path()).to_str().unwrap().to_owned();
     let (folder, at) = (scratch.path().to_str().unwrap(), |name: &str| scratch.path().join(name));
-    // Linked with NVIDIA's library, whose folder is in the program, as wheels have it (DT_RPATH).
+    let name = |name: &str| at(name).to_str().unwrap().to_owned();
+    // Linked with NVIDIA's library, whose folder is in the program: as wheels have it (DT_RPATH),
+    // and in a plug-in, as NIXL has it (DT_RUNPATH).
     let rpath = format!("-Wl,--disable-new-dtags,-rpath,{folder}");
-    compile("cufile_user.c", &at("linked"), &[theirs.to_str().unwrap(), &rpath]);
+    compile("cufile_user.c", &at("linked"), &[&theirs, &rpath, "-ldl"]);
     compile("cufile_user.c", &at("loading"), &["-DLOADED", "-ldl"]);
-    let python = r#"
-import ctypes, os, sys
-class Status(ctypes.Structure): _fields_ = [("code", ctypes.c_int), ("cuda", ctypes.c_int)]
-class Descriptor(ctypes.Structure): _fields_ = [("kind", ctypes.c_int), ("fd", ctypes.c_long), ("operations", ctypes.c_void_p)]
-cufile = ctypes.CDLL("libcufile.so")
-cufile.cuFileHandleRegister.restype = Status
-handles = []
-for path, flags in (sys.argv[1], os.O_RDONLY), (sys.argv[2], os.O_RDWR | os.O_CREAT):
-    handle = ctypes.c_void_p()
-    assert cufile.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(Descriptor(1, os.open(path, flags), None))).code == 0
-    handles.append(handle)
-memory = ctypes.create_string_buffer(os.path.getsize(sys.argv[1]))
-offset = ctypes.c_long(0)
-for call, handle in (cufile.cuFileRead, handles[0]), (cufile.cuFileWrite, handles[1]):
-    call.restype = ctypes.c_ssize_t
-    assert call(handle, memory, ctypes.c_size_t(len(memory)), offset, offset) == len(memory)
-print("cuFile 1150, closed with 0")
-"#;
-    let users: [(&str, Vec<String>); 3] = [
-        ("linked", vec![at("linked").display().to_string()]),
-        ("loading", vec![at("loading").display().to_string()]),
-        ("python", vec!["python3".into(), "-c".into(), python.into()]),
+    compile("cufile_host.c", &at("host"), &["-ldl"]);
+    fs::create_dir(at("plugins")).unwrap();
+    let runpath = "-Wl,--enable-new-dtags,-rpath,$ORIGIN/..";
+    let plugin = at("plugins/libplugin.so");
+    compile("cufile_user.c", &plugin, &["-shared", "-fPIC", "-Dmain=copy_file", &theirs, runpath, "-ldl"]);
+    for (built, tag) in [(at("linked"), "(RPATH)"), (plugin.clone(), "(RUNPATH)")] {
+        let dynamic = Command::new("readelf").arg("-dW").arg(&built).output().unwrap();
+        assert!(text(&dynamic).contains(tag), "{}", text(&dynamic));
+    }
+    let python = |find: &str| vec!["python3".to_owned(), "-c".into(), format!("{find}{COPY}")];
+    let by_name =
+        "import ctypes, sys, os\ncufile = ctypes.CDLL('libcufile.so')\nfrom_path, to_path, memory_kind = sys.argv[1:4]\n";
+    let users: [(&str, Vec<String>); 5] = [
+        ("linked", vec![name("linked")]),
+        ("loading", vec![name("loading")]),
+        ("plugin", vec![name("host"), plugin.to_str().unwrap().to_owned()]),
+        ("python", python(by_name)),
+        ("pathfinder", [python(PATHFINDER), vec![theirs.clone()]].concat()),
     ];
     for (name, command) in users {
-        let (report, copy) = (at(&format!("{name}.report")), volume.path(name));
-        let output = run(&report).args(&command).arg(volume.path("from")).arg(&copy).output().unwrap();
-        assert!(output.status.success(), "{name}: {}", text(&output));
-        assert_eq!(String::from_utf8_lossy(&output.stdout), "cuFile 1150, closed with 0\n", "{name}");
-        assert!(fs::read(&copy).unwrap() == data, "{name}");
-        // Ordinary memory on our mount: told as what it is.
-        let told = fs::read_to_string(&report).unwrap();
-        let ways = format!("0 failed, bytes p2p 0 bounce 0 cache 0 host 0 hole 0 edge 0 call {LEN} real 0 plain 0");
-        assert_eq!(told.matches(&ways).count(), 2, "{name}: {told}");
+        for memory in ["host", "device"] {
+            let (report, copy) = (at(&format!("{name}.{memory}")), volume.path(format!("{name}.{memory}")));
+            let mut program = run(&report);
+            program.args(&command).arg(volume.path("from")).arg(&copy).arg(memory);
+            // NVIDIA's library would say what it is asked for there.
+            program.env("LD_LIBRARY_PATH", software_cuda::folder()).env("FAKE_LOG", at("log"));
+            program.env("GPUNVME_CUFILE_CACHING", "never");
+            let output = program.output().unwrap();
+            assert!(output.status.success(), "{name}, {memory}: {}", text(&output));
+            assert_eq!(String::from_utf8_lossy(&output.stdout), "cuFile 1150, closed with 0\n", "{name}, {memory}");
+            assert!(fs::read(&copy).unwrap() == data, "{name}, {memory}");
+            let told = fs::read_to_string(&report).unwrap();
+            for direction in ["read", "write"] {
+                let ways = ways(&told, direction);
+                assert_eq!(ways.values().sum::<usize>(), LEN, "{name}, {memory}: {told}");
+                // Ordinary memory on our mount is told as what it is; a GPU's goes by routes, here
+                // with an end that no block has. Each says why not by the fastest.
+                let (called, reason) = if memory == "host" { (LEN, "not-gpu-memory") } else { (0, "unaligned") };
+                assert_eq!(told.matches(&format!(", reason {reason} 1")).count(), 2, "{name}, {memory}: {told}");
+                assert_eq!(told.matches(", reason").count(), 2, "{name}, {memory}: {told}");
+                assert_eq!((ways["call"], ways["real"], ways["plain"]), (called, 0, 0), "{name}, {memory}: {told}");
+            }
+        }
     }
+    assert!(!at("log").exists(), "NVIDIA's library was asked for something");
+}
+
+/// Before the program, and so before NVIDIA's library, whose own calls by name are not caught.
+#[test]
+fn files_elsewhere_go_to_nvidias_library_from_a_program_that_is_preloaded() {
+    let scratch = scratch_dir();
+    let data = tree::pattern(2, LEN);
+    let at = |name: &str| scratch.path().join(name);
+    fs::write(at("from"), &data).unwrap();
+    let theirs = stand_in(scratch.path());
+    compile("cufile_user.c", &at("loading"), &["-DLOADED", "-ldl"]);
+    let mut program = run(&at("report"));
+    program.arg(at("loading")).arg(at("from")).arg(at("to")).env("GPUNVME_CUFILE_REAL", &theirs).env("FAKE_LOG", at("log"));
+    let output = program.output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(fs::read(at("to")).unwrap() == data);
+    let told = fs::read_to_string(at("report")).unwrap();
+    assert_eq!((ways(&told, "read")["real"], ways(&told, "write")["real"]), (LEN, LEN), "{told}");
+    assert!(!told.contains("reason"), "another library has its own: {told}");
+    let calls = fs::read_to_string(at("log")).unwrap();
+    let expected = "register open register open read write deregister deregister close";
+    assert_eq!(calls.lines().collect::<Vec<_>>().join(" "), expected);
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! Requests in the order of a stream.
 
 use std::fs::{self, OpenOptions};
-use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use std::{ptr, thread};
 
 use cudarc::driver::sys;
 use gpunvme_tests::cuda::{Pinned, own_stream};
@@ -15,26 +17,26 @@ use crate::library::{Device, OK, gpu, in_use, library, refused};
 const LEN: usize = (2 << 20) + 4321;
 
 /// What a request points to, for as long as the stream needs it.
-struct Numbers {
+pub struct Numbers {
     size: usize,
     file_offset: i64,
     memory_offset: i64,
-    done: isize,
+    pub done: isize,
 }
 
 impl Numbers {
-    fn new(size: usize, file_offset: i64, memory_offset: i64) -> Box<Numbers> {
+    pub fn new(size: usize, file_offset: i64, memory_offset: i64) -> Box<Numbers> {
         Box::new(Numbers { size, file_offset, memory_offset, done: -77 })
     }
 }
 
-fn read(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
+pub fn read(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
     let Numbers { size, file_offset, memory_offset, done } = numbers;
     // SAFETY: the tests keep all of it until the stream has passed.
     unsafe { (library().cuFileReadAsync)(handle, memory, size, file_offset, memory_offset, done, stream) }
 }
 
-fn write(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
+pub fn write(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -> crate::library::Status {
     let Numbers { size, file_offset, memory_offset, done } = numbers;
     // SAFETY: as above.
     unsafe { (library().cuFileWriteAsync)(handle, memory, size, file_offset, memory_offset, done, stream) }
@@ -178,4 +180,61 @@ fn what_cannot_be_done_is_refused_and_no_stream_hangs() {
         assert!(host == tree::pattern(3, LEN)[..4096]);
         wait(stream);
     });
+}
+
+/// As with other requests: none is begun and forgotten, and no memory is written to afterwards.
+#[test]
+fn closing_waits_for_requests_that_streams_have_not_come_to() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (volume, cufile) = (Mounted::new(), in_use());
+        let data = tree::pattern(4, LEN);
+        fs::write(volume.path("from"), &data).unwrap();
+        let (from_file, to_file) = (open(&volume.path("from")), open(&volume.path("to")));
+        let device = Device::zeroed(LEN);
+        for round in 0..3 {
+            let (from, to) = (cufile.register(&from_file).unwrap(), cufile.register(&to_file).unwrap());
+            let stream = own_stream(gpu());
+            // SAFETY: it is a stream of the test's.
+            assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, 7 * (round % 2)) }, OK);
+            let gate = Gate::before(stream);
+            let (mut reads, mut writes) = (Numbers::new(LEN, 0, 0), Numbers::new(LEN, 0, 0));
+            assert_eq!(read(from, device.address(), &mut reads, stream), OK);
+            assert_eq!(write(to, device.address(), &mut writes, stream), OK);
+            // A handle that is given up serves what was begun with it.
+            cufile.deregister(from);
+            let closed = AtomicBool::new(false);
+            thread::scope(|scope| {
+                let closer = scope.spawn(|| {
+                    let status = cufile.close();
+                    closed.store(true, Ordering::SeqCst);
+                    status
+                });
+                // No request is begun any more while it closes.
+                let late = || read(to, device.address(), &mut Numbers::new(1, 0, 0), stream);
+                while late() != refused(5001) {
+                    thread::yield_now();
+                }
+                thread::sleep(Duration::from_millis(50));
+                assert!(
+                    !closed.load(Ordering::SeqCst) && result_of(&reads) == -77,
+                    "round {round}: it closed before the stream came"
+                );
+                gate.open();
+                assert_eq!(closer.join().unwrap(), OK);
+            });
+            // All has its result when the driver is closed, though no thread waited for the stream.
+            assert_eq!((result_of(&reads), result_of(&writes)), (LEN as isize, LEN as isize), "round {round}");
+            wait(stream);
+            assert!(device.get(0, LEN) == data && fs::read(volume.path("to")).unwrap() == data, "round {round}");
+            device.put(&vec![0; LEN]);
+            to_file.set_len(0).unwrap();
+        }
+    });
+}
+
+/// A result that another thread stores.
+fn result_of(numbers: &Numbers) -> isize {
+    // SAFETY: it is a number of the test's.
+    unsafe { (&raw const numbers.done).read_volatile() }
 }
