@@ -1,10 +1,12 @@
 //! Requests in the order of a CUDA stream.
 //!
-//! What is asked for is looked at when the call is made, because copies are put into the stream
-//! then, and again when the stream comes to it. A file offset that has changed by whole blocks is
-//! followed; a size or a place in memory that has changed is refused with
-//! [`Code::AsyncNotSupported`], in the result. A stream that was registered with the flag that says
-//! so is not asked again.
+//! What is asked for is looked at when the call is made, and again when the stream comes to it. In
+//! a stream that was registered, all of it may change meanwhile but for what the flags say is
+//! fixed: a kernel copies then, which finds what it is to do when the stream comes to it. In one
+//! that was not registered copies are put into the stream when the call is made, so that a file
+//! offset may change by whole blocks, and what else has changed is refused with
+//! [`Code::AsyncNotSupported`], in the result. The same goes for managed memory, and memory that
+//! the SSD itself reaches.
 //!
 //! Memory that CUDA does not know, and files that are read by the processor, have the call wait for
 //! the stream.
@@ -19,13 +21,16 @@ use crate::statistics;
 use crate::transfer::{self, Outcome, Range};
 use crate::{memory, plain};
 use gpunvme::Transfer;
-use gpunvme::gpu::Observer;
+use gpunvme::gpu::{Observer, Segment};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Instant;
+
+/// Nothing changes after the call.
+const ALL_FIXED: u32 = STREAM_FIXED_MEMORY_OFFSET | STREAM_FIXED_FILE_OFFSET | STREAM_FIXED_SIZE;
 
 /// The streams that the application registered, with their flags.
 #[derive(Default)]
@@ -54,8 +59,9 @@ impl Registrations {
         }
     }
 
-    fn of(&self, stream: usize) -> u32 {
-        self.flags.lock().get(&stream).copied().unwrap_or(0)
+    /// None for a stream that was not registered.
+    fn of(&self, stream: usize) -> Option<u32> {
+        self.flags.lock().get(&stream).copied()
     }
 }
 
@@ -139,13 +145,17 @@ unsafe fn on_mount(open: &Arc<Open>, on: &MountFile, direction: Direction, reque
     };
     let flags = open.streams.of(request.stream as usize);
     let (block, started) = (on.mount.block, Instant::now());
+    let is_late = flags.is_some_and(|flags| flags & ALL_FIXED != ALL_FIXED);
+    let flags = flags.unwrap_or(0);
     let watch = Watch { request, direction, range, flags, block, refused: None, started, _open: open.clone() };
     let (segments, stream) = ([range.segment()], request.stream as usize);
     // SAFETY: the application vouches for memory and stream, as cuFile asks.
     let begun = unsafe {
-        match direction {
-            Direction::Read => transfers.read_on_stream_with(&on.file, &segments, stream, watch),
-            Direction::Write => transfers.write_on_stream_with(&on.file, &segments, stream, watch),
+        match (direction, is_late) {
+            (Direction::Read, false) => transfers.read_on_stream_with(&on.file, &segments, stream, watch),
+            (Direction::Write, false) => transfers.write_on_stream_with(&on.file, &segments, stream, watch),
+            (Direction::Read, true) => transfers.read_on_stream_late(&on.file, segments[0], stream, watch),
+            (Direction::Write, true) => transfers.write_on_stream_late(&on.file, segments[0], stream, watch),
         }
     };
     match begun {
@@ -166,7 +176,7 @@ unsafe fn on_mount(open: &Arc<Open>, on: &MountFile, direction: Direction, reque
 struct Watch {
     request: Request,
     direction: Direction,
-    /// As it was when the call was made.
+    /// As it was when the call was made, or is since the stream came to it.
     range: Range,
     flags: u32,
     block: u64,
@@ -176,48 +186,73 @@ struct Watch {
 }
 
 impl Watch {
-    /// By how many bytes the file offset has changed.
-    fn shift(&self) -> Result<i64> {
+    /// What is asked for now, but for what the flags say is as it was.
+    fn now(&self) -> Result<Range> {
         // SAFETY: the stream has not passed the request, so that the application keeps them.
         let (size, file, memory) = unsafe {
             let Request { size, file_offset, memory_offset, .. } = self.request;
             (size.read_volatile(), file_offset.read_volatile(), memory_offset.read_volatile())
         };
         let is_fixed = |flag| self.flags & flag != 0;
-        let address = (self.request.memory as u64).wrapping_add_signed(memory);
-        let same_size = is_fixed(STREAM_FIXED_SIZE) || size == self.range.len;
-        let same_place = is_fixed(STREAM_FIXED_MEMORY_OFFSET) || address == self.range.address;
-        if !same_size || !same_place {
-            return Err(Code::AsyncNotSupported.into());
-        }
-        if is_fixed(STREAM_FIXED_FILE_OFFSET) {
-            return Ok(0);
-        }
-        let shift = file.wrapping_sub(self.range.file_offset as i64);
-        if file < 0 {
-            Err(Code::InvalidValue.into())
-        } else if shift.unsigned_abs().is_multiple_of(self.block) {
-            Ok(shift)
+        let size = if is_fixed(STREAM_FIXED_SIZE) { self.range.len } else { size };
+        let file = if is_fixed(STREAM_FIXED_FILE_OFFSET) { self.range.file_offset as i64 } else { file };
+        let (base, memory) = if is_fixed(STREAM_FIXED_MEMORY_OFFSET) {
+            (self.range.address as usize, 0)
         } else {
-            Err(Code::AsyncNotSupported.into())
+            (self.request.memory as usize, memory)
+        };
+        Range::new(base, size, file, memory)
+    }
+
+    /// By how many bytes the file offset has changed, and nothing else.
+    fn shift(&self) -> Result<i64> {
+        let now = self.now()?;
+        let shift = now.file_offset.wrapping_sub(self.range.file_offset) as i64;
+        let is_same = (now.address, now.len) == (self.range.address, self.range.len);
+        if is_same && shift.unsigned_abs().is_multiple_of(self.block) { Ok(shift) } else { Err(Code::AsyncNotSupported.into()) }
+    }
+
+    /// What is asked for now, of a size that is not larger than it was.
+    fn late(&mut self) -> Result<Segment> {
+        let now = self.now()?;
+        if now.len > self.range.len {
+            return Err(Code::InvalidValue.into());
         }
+        self.range = now;
+        Ok(now.segment())
+    }
+
+    fn refuse(&mut self, failure: Failure) -> Errno {
+        self.refused = Some(failure);
+        Errno::INVAL
+    }
+}
+
+/// Why a request that is asked again when the stream comes to it could not be done as it is then.
+fn of_change(error: &gpunvme::Error) -> Failure {
+    match error {
+        gpunvme::Error::Transfer { errno: Errno::FAULT, .. } => Code::PointerRange.into(),
+        gpunvme::Error::Transfer { errno: Errno::OPNOTSUPP, .. } => Code::AsyncNotSupported.into(),
+        other => other.into(),
     }
 }
 
 impl Observer for Watch {
     fn begins(&mut self) -> std::result::Result<i64, Errno> {
         self.started = Instant::now();
-        self.shift().map_err(|failure| {
-            self.refused = Some(failure);
-            Errno::INVAL
-        })
+        self.shift().map_err(|failure| self.refuse(failure))
+    }
+
+    fn segment(&mut self, _most: Segment) -> std::result::Result<Segment, Errno> {
+        self.started = Instant::now();
+        self.late().map_err(|failure| self.refuse(failure))
     }
 
     fn ends(&mut self, outcome: &gpunvme::Result<Transfer>) {
         let done = match (self.refused.take(), outcome) {
             (Some(failure), _) => Err(failure),
             (None, Ok(done)) => Ok(statistics::Done::on_mount(done)),
-            (None, Err(error)) => Err(error.into()),
+            (None, Err(error)) => Err(of_change(error)),
         };
         statistics::record(self.direction, self.range, self.started, &done);
         let result = match &done {

@@ -44,7 +44,7 @@ impl Transfers {
     /// [`Cuda`]: crate::Error::Cuda
     /// [`StreamCaptured`]: crate::Error::StreamCaptured
     pub unsafe fn read_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.begin_on_stream(Direction::Read, file, segments, stream, None)
+        self.begin_on_stream(Direction::Read, file, segments, stream, None, false)
     }
 
     /// [`Transfers::read_on_stream`], with an observer: it may move the file offsets when the
@@ -64,7 +64,7 @@ impl Transfers {
         stream: usize,
         observer: impl Observer + 'static,
     ) -> Result<Pending> {
-        self.begin_on_stream(Direction::Read, file, segments, stream, Some(Box::new(observer)))
+        self.begin_on_stream(Direction::Read, file, segments, stream, Some(Box::new(observer)), false)
     }
 
     /// Puts a write into the order of a CUDA stream, as [`Transfers::read_on_stream`] does: it
@@ -77,7 +77,7 @@ impl Transfers {
     /// # Errors
     /// As [`Transfers::read_on_stream`].
     pub unsafe fn write_on_stream(&self, file: &File, segments: &[Segment], stream: usize) -> Result<Pending> {
-        self.begin_on_stream(Direction::Write, file, segments, stream, None)
+        self.begin_on_stream(Direction::Write, file, segments, stream, None, false)
     }
 
     /// [`Transfers::write_on_stream`], with an observer, as [`Transfers::read_on_stream_with`].
@@ -94,6 +94,51 @@ impl Transfers {
         stream: usize,
         observer: impl Observer + 'static,
     ) -> Result<Pending> {
-        self.begin_on_stream(Direction::Write, file, segments, stream, Some(Box::new(observer)))
+        self.begin_on_stream(Direction::Write, file, segments, stream, Some(Box::new(observer)), false)
+    }
+
+    /// Puts a read into the order of a CUDA stream of which it is known only when the stream comes
+    /// to it what it is to read: the observer says then ([`Observer::segment`]), from anywhere in
+    /// the file, into the allocations that `most` lies in, and no more than `most` is long.
+    ///
+    /// A kernel copies what [`Transfers::read_on_stream`] has copy engines for. Where no kernel of
+    /// the stream reaches the memory (in another context than the GPU's primary one, on another
+    /// GPU), and where the device itself does (the route is `p2p`), only the file offset may
+    /// change, by a multiple of [`crate::Info::block_size`].
+    ///
+    /// # Safety
+    /// As for [`Transfers::read_on_stream`]; of what the observer says.
+    ///
+    /// # Errors
+    /// As [`Transfers::read_on_stream_with`]. The answer is [`Error::Transfer`] with `EINVAL` where
+    /// the observer says more than `most`, `EFAULT` where it names other allocations, and
+    /// `EOPNOTSUPP` where that may not change.
+    ///
+    /// [`Error::Transfer`]: crate::Error::Transfer
+    pub unsafe fn read_on_stream_late(
+        &self,
+        file: &File,
+        most: Segment,
+        stream: usize,
+        observer: impl Observer + 'static,
+    ) -> Result<Pending> {
+        self.begin_on_stream(Direction::Read, file, &[most], stream, Some(Box::new(observer)), true)
+    }
+
+    /// A write, as [`Transfers::read_on_stream_late`].
+    ///
+    /// # Safety
+    /// As for [`Transfers::read_on_stream_late`].
+    ///
+    /// # Errors
+    /// As [`Transfers::read_on_stream_late`].
+    pub unsafe fn write_on_stream_late(
+        &self,
+        file: &File,
+        most: Segment,
+        stream: usize,
+        observer: impl Observer + 'static,
+    ) -> Result<Pending> {
+        self.begin_on_stream(Direction::Write, file, &[most], stream, Some(Box::new(observer)), true)
     }
 }

@@ -77,6 +77,7 @@ pub(super) struct Allocation {
     /// it: CUDA does that in its caller, and lets the caller wait for the stream.
     pub host: Option<u64>,
     pub base: u64,
+    pub len: u64,
     pub buffer_id: u64,
 }
 

@@ -364,6 +364,7 @@ impl Transfers {
         segments: &[Segment],
         stream: usize,
         observer: Option<Box<dyn Observer>>,
+        late: bool,
     ) -> Result<Pending> {
         let (inner, require) = (&*self.inner, self.require);
         let _alone = inner.cuda.leave_captures_alone();
@@ -400,8 +401,9 @@ impl Transfers {
         let watch = Watch::new(observer);
         let cached = (direction == Direction::Read).then(|| cached(file).clone());
         let resident = cached.and_then(|cached| self.resident(file, &cached).map(|resident| (cached, resident.file)));
-        let submission =
-            Submission { direction, file, resident, parts, require, bytes, name: stream, stream: handle, of, scatter, watch };
+        let (name, most) = (stream, segments.first().copied().filter(|_| late));
+        let stream = handle;
+        let submission = Submission { direction, file, resident, parts, require, bytes, name, stream, of, scatter, watch, most };
         inner.streams()?.submit(submission).map(Pending)
     }
 
@@ -502,7 +504,7 @@ impl Inner {
             }
         };
         let host = found.host.filter(|_| matches!(found.place, Place::Host));
-        Ok(Allocation { gpu, by_kernel: found.by_kernel, host, base: found.base, buffer_id: found.buffer_id })
+        Ok(Allocation { gpu, by_kernel: found.by_kernel, host, base: found.base, len: found.len, buffer_id: found.buffer_id })
     }
 
     /// A free executor for a request, if it is short enough and there is one.

@@ -6,8 +6,9 @@ use std::time::Duration;
 use std::{ptr, thread};
 
 use cudarc::driver::sys;
-use gpunvme_tests::cuda::{Pinned, own_stream};
+use gpunvme_tests::cuda::{Pinned, every_kind, mapped, own_stream};
 use gpunvme_tests::mounted::Mounted;
+use gpunvme_tests::random::Random;
 use gpunvme_tests::software_cuda::with_software_cuda;
 use gpunvme_tests::{needs_mount, tree};
 
@@ -237,4 +238,126 @@ fn closing_waits_for_requests_that_streams_have_not_come_to() {
 fn result_of(numbers: &Numbers) -> isize {
     // SAFETY: it is a number of the test's.
     unsafe { (&raw const numbers.done).read_volatile() }
+}
+
+/// The numbers of a request, by value: size, place in the file, place in memory.
+type Values = (usize, i64, i64);
+
+/// Whatever changes between the call and the stream, and whatever the stream's flags say is fixed:
+/// what is done is what the numbers say then, and nothing else is touched.
+#[test]
+fn a_stream_that_was_registered_reads_all_numbers_when_it_comes_to_them() {
+    needs_mount!();
+    with_software_cuda("", || {
+        const ROOM: usize = 4 << 20;
+        const FILE: usize = 3 << 20;
+        let (volume, cufile) = (Mounted::new(), in_use());
+        let path = volume.path("file");
+        let mut model = tree::pattern(5, FILE);
+        fs::write(&path, &model).unwrap();
+        let file = open(&path);
+        let handle = cufile.register(&file).unwrap();
+        let (mut random, copies) = (Random(16), gpu().stream().unwrap());
+        let mut pinned = Pinned::new(gpu(), ROOM);
+        let mut refused = 0;
+        for memory in every_kind(gpu(), ROOM) {
+            for (round, flags) in [0, 1, 2, 4, 3, 5, 6, 8].into_iter().cycle().take(16).enumerate() {
+                let stream = own_stream(gpu());
+                // SAFETY: it is a stream of the test's.
+                assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, flags) }, OK);
+                let values = |random: &mut Random, most: usize| -> Values {
+                    // Often few bytes, and often whole blocks.
+                    let unit = [1, 512, 4096][random.below(3) as usize];
+                    let size = random.below((most / unit) as u64 + 1) as usize * unit;
+                    let inside = random.below(((ROOM - size) / unit) as u64 + 1) as usize * unit;
+                    (size, (random.below((FILE / unit) as u64) as usize * unit) as i64, inside as i64)
+                };
+                let most = values(&mut random, [5000, 700_000, 3 << 20][round % 3]);
+                let (size, offset, inside) = values(&mut random, most.0);
+                let fixed = |flag| flags & flag != 0;
+                let inside = if fixed(1) { most.2 } else { inside.min((ROOM - most.0) as i64) };
+                let now = (if fixed(4) { most.0 } else { size }, if fixed(2) { most.1 } else { offset }, inside);
+                let what = format!("{}, flags {flags}, of {most:?} {now:?}", memory.kind);
+
+                let before = tree::pattern(round as u64, ROOM);
+                pinned.put(&copies, memory.address(), &before);
+                let gate = Gate::before(stream);
+                let mut numbers = Numbers::new(most.0, most.1, most.2);
+                let writes = round % 2 == 1;
+                let begin = if writes { write } else { read };
+                assert_eq!(begin(handle, memory.address(), &mut numbers, stream), OK, "{what}");
+                // What is fixed is not looked at again.
+                (numbers.size, numbers.file_offset, numbers.memory_offset) =
+                    (if fixed(4) { 1 } else { now.0 }, if fixed(2) { -1 } else { now.1 }, if fixed(1) { -1 } else { now.2 });
+                gate.open();
+                wait(stream);
+                let done = result_of(&numbers);
+
+                // Only allocations that the most of it lay in.
+                let pieces = |(len, _, at): Values| {
+                    let range = memory.address() + at as u64..memory.address() + at as u64 + len as u64;
+                    let overlaps = move |(base, len): &(u64, u64)| *base < range.end && base + len > range.start;
+                    memory.pieces.iter().copied().filter(overlaps).collect::<Vec<_>>()
+                };
+                let (len, at, inside) = (now.0, now.1 as usize, now.2 as usize);
+                let is_outside = most.0 > 0 && pieces(now).iter().any(|piece| !pieces(most).contains(piece));
+                let mut expected = before;
+                // Kernels do not copy it: pages would follow them.
+                let is_shift = (now.0, now.2) == (most.0, most.2) && (now.1 - most.1) % 4096 == 0;
+                if memory.kind == "cuMemAllocManaged" && most.0 > 0 && !is_shift {
+                    assert_eq!(done, -5038, "{what}");
+                    assert!(fs::read(&path).unwrap() == model, "file: {what}");
+                    continue;
+                }
+                if is_outside {
+                    refused += 1;
+                    assert_eq!(done, -5014, "{what}");
+                } else if most.0 == 0 {
+                    assert_eq!(done, 0, "{what}");
+                } else if writes {
+                    assert_eq!(done, len as isize, "{what}");
+                    model.resize(model.len().max(at + len), 0);
+                    model[at..at + len].copy_from_slice(&expected[inside..inside + len]);
+                } else {
+                    let there = len.min(model.len() - at.min(model.len()));
+                    assert_eq!(done, there as isize, "{what}");
+                    expected[inside..inside + there].copy_from_slice(&model[at..at + there]);
+                }
+                assert!(pinned.get(&copies, memory.address(), ROOM) == expected, "memory: {what}");
+                assert!(fs::read(&path).unwrap() == model, "file: {what}");
+                // SAFETY: as above.
+                assert_eq!(unsafe { (cufile.cuFileStreamDeregister)(stream) }, OK);
+            }
+        }
+        assert!(refused < 16, "{refused} were refused");
+
+        // More than was said at the call, and what is no place.
+        let (device, stream) = (Device::zeroed(ROOM), own_stream(gpu()));
+        // SAFETY: it is a stream of the test's.
+        assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, 0) }, OK);
+        for (now, expected) in [((8193, 0, 0), -5022), ((1, -1, 0), -5022), ((1, 0, -1), -5022), ((1, 0, ROOM as i64), -5014)] {
+            let gate = Gate::before(stream);
+            let mut numbers = Numbers::new(8192, 0, 0);
+            assert_eq!(read(handle, device.address(), &mut numbers, stream), OK);
+            (numbers.size, numbers.file_offset, numbers.memory_offset) = now;
+            gate.open();
+            wait(stream);
+            assert_eq!(result_of(&numbers), expected, "{now:?}");
+        }
+        assert!(device.get(0, ROOM) == vec![0; ROOM]);
+
+        // Two allocations, each with ends within blocks: cut into as many frames as there can be.
+        let several = mapped(gpu(), &[2 << 20, 2 << 20]);
+        let bytes = tree::pattern(6, ROOM);
+        pinned.put(&copies, several.address(), &bytes);
+        let gate = Gate::before(stream);
+        const SIZE: usize = (1 << 20) - 4096;
+        let mut numbers = Numbers::new(SIZE, 0, (2 << 20) - 1000);
+        assert_eq!(write(handle, several.address(), &mut numbers, stream), OK);
+        (numbers.file_offset, numbers.memory_offset) = (4095, (2 << 20) - 520_194);
+        gate.open();
+        wait(stream);
+        assert_eq!(result_of(&numbers), SIZE as isize);
+        assert!(fs::read(&path).unwrap()[4095..4095 + SIZE] == bytes[(2 << 20) - 520_194..][..SIZE]);
+    });
 }

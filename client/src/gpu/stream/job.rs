@@ -4,11 +4,12 @@
 //! It guards that the application's memory is known to be untouched after a request was cancelled.
 
 use super::health::Health;
+use super::late::Late;
 use super::observer::Watch;
-use super::plan::{Plan, Planned};
+use super::plan::Cut;
 use super::window::{NAP, StreamWindow};
 use crate::gpu::page_cache::cached_file::CachedFile;
-use crate::gpu::request::Parts;
+use crate::gpu::request::Segment;
 use crate::ring::Attached;
 use crate::transfer::Require;
 use gpunvme_abi::Direction;
@@ -22,9 +23,10 @@ pub struct Job {
     pub file: Attached,
     /// If what the page cache has is read from there.
     pub resident: Option<(Arc<CachedFile>, Arc<OwnedFd>)>,
-    pub parts: Parts,
     pub require: Require,
-    pub plan: Plan,
+    /// As it was cut when it was put into the stream.
+    pub cut: Arc<Cut>,
+    pub asks: Asks,
     pub window: Arc<StreamWindow>,
     /// The stream, as the application names it.
     pub stream: usize,
@@ -38,6 +40,16 @@ pub struct Job {
     pub block: u64,
     pub watch: Watch,
     pub progress: Progress,
+}
+
+/// What the observer is asked when the stream comes to a request.
+pub enum Asks {
+    /// By how many bytes file offsets are moved.
+    Shift,
+    /// What is to be done, instead of this. It is followed where that is a shift.
+    Segment(Segment),
+    /// What is to be done, up to what was said.
+    Late(Late),
 }
 
 /// How far a request has come, and how far it may go.
@@ -65,11 +77,6 @@ impl Job {
     /// The window's number for a step.
     pub fn number(&self, step: usize) -> u32 {
         self.first.wrapping_add(step as u32)
-    }
-
-    /// The pieces of a step.
-    pub fn pieces(&self, step: usize) -> impl Iterator<Item = &Planned> {
-        self.plan.pieces[self.plan.steps[step].pieces.clone()].iter()
     }
 
     /// How many steps there are.

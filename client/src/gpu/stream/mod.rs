@@ -4,6 +4,7 @@
 
 mod health;
 mod job;
+mod late;
 pub mod observer;
 mod plan;
 mod service;

@@ -6,6 +6,7 @@
 //! Locks: [`Watch`]'s own is held while the observer is called.
 
 use crate::error::Result;
+use crate::gpu::request::Segment;
 use crate::transfer::Transfer;
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -26,6 +27,16 @@ pub trait Observer: Send {
         Ok(0)
     }
 
+    /// The stream has come to a request that was made with the most that it may be
+    /// ([`super::super::Transfers::read_on_stream_late`]): what is to be read or written.
+    ///
+    /// # Errors
+    /// As for [`Observer::begins`].
+    fn segment(&mut self, most: Segment) -> std::result::Result<Segment, Errno> {
+        let file_offset = most.file_offset.checked_add_signed(self.begins()?).ok_or(Errno::INVAL)?;
+        Ok(Segment { file_offset, ..most })
+    }
+
     /// The outcome is known. The stream has not passed the request: what is put into it afterwards
     /// comes after this call.
     fn ends(&mut self, outcome: &Result<Transfer>);
@@ -42,12 +53,25 @@ impl Watch {
 
     /// Asks by how many bytes file offsets are to be moved.
     pub fn begins(&self) -> std::result::Result<i64, Errno> {
+        self.ask(|observer| observer.begins()).unwrap_or(Ok(0))
+    }
+
+    /// Asks what is to be done.
+    pub fn segment(&self, most: Segment) -> std::result::Result<Segment, Errno> {
+        self.ask(|observer| observer.segment(most)).unwrap_or(Ok(most))
+    }
+
+    /// None where there is no observer.
+    fn ask<T>(
+        &self,
+        ask: impl FnOnce(&mut dyn Observer) -> std::result::Result<T, Errno>,
+    ) -> Option<std::result::Result<T, Errno>> {
         let mut observer = self.0.lock();
-        let Some(observer) = &mut *observer else { return Ok(0) };
-        catch_unwind(AssertUnwindSafe(|| observer.begins())).unwrap_or_else(|_| {
+        let observer = observer.as_mut()?;
+        Some(catch_unwind(AssertUnwindSafe(|| ask(observer.as_mut()))).unwrap_or_else(|_| {
             tracing::error!("the observer of a request in a stream panicked");
             Err(Errno::IO)
-        })
+        }))
     }
 
     /// Tells the outcome, once.

@@ -7,7 +7,7 @@
 
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::pipeline::copy_stream::{MANY, SMALL};
-use crate::gpu::request::SegmentPart;
+use crate::gpu::request::{Parts, SegmentPart};
 use gpunvme_abi::Direction;
 use gpunvme_cuda::Gpu;
 use std::ops::Range;
@@ -55,6 +55,19 @@ pub struct Step {
 pub struct Plan {
     pub pieces: Vec<Planned>,
     pub steps: Vec<Step>,
+}
+
+/// A request and how it is cut.
+pub struct Cut {
+    pub plan: Plan,
+    pub parts: Parts,
+}
+
+impl Cut {
+    /// The pieces of a step.
+    pub fn pieces(&self, step: usize) -> impl Iterator<Item = &Planned> {
+        self.plan.pieces[self.plan.steps[step].pieces.clone()].iter()
+    }
 }
 
 /// The parameters by which a request is cut.
@@ -118,6 +131,11 @@ impl Plan {
             plan.steps.splice(0..0, none);
         }
         plan
+    }
+
+    /// How many pieces each step has.
+    pub fn pieces_of_steps(&self) -> Vec<usize> {
+        self.steps.iter().map(|step| step.pieces.len()).collect()
     }
 
     /// Makes a step of the pieces from `begun` on, if there are any.

@@ -6,8 +6,8 @@
 //! that streams wait for, and uses a ring of its own. A step that failed gives its frame back like
 //! any other: a stream must not wait for what will never come.
 
-use super::job::Job;
-use super::plan::DEPTH;
+use super::job::{Asks, Job};
+use super::plan::{Cut, DEPTH};
 use super::window::Windows;
 use crate::error::{Error, Result};
 use crate::gpu::answer::Answer;
@@ -17,7 +17,7 @@ use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, To};
 use crate::gpu::pipeline::executor::STALLED;
 use crate::gpu::pipeline::mailbox::Mailbox;
 use crate::gpu::pipeline::piece_ring::PieceRing;
-use crate::gpu::request::{SegmentPart, operation};
+use crate::gpu::request::{Segment, SegmentPart, operation};
 use crate::ring::{Completed, Ring};
 use crate::spin::Spin;
 use crate::transfer::{Moved, Transfer};
@@ -52,6 +52,10 @@ pub struct Mail {
 struct ActiveJob {
     job: Arc<Job>,
     answer: Arc<Answer>,
+    /// As it was cut for the stream, or when the stream came to it.
+    cut: Arc<Cut>,
+    /// Of each piece of a request whose steps have tables, how many bytes arrived.
+    arrived: Vec<u64>,
     /// Steps that were begun.
     begun: usize,
     /// Pieces of each step that are not back.
@@ -149,10 +153,10 @@ impl Service {
             return false;
         }
         for (job, answer) in self.mail.jobs.drain(..) {
-            let left = job.plan.steps.iter().map(|step| step.pieces.len()).collect();
-            let since = Instant::now();
-            let outcome = Outcome::default();
-            self.requests.insert(ActiveJob { job, answer, begun: 0, left, since, moved_by: 0, outcome, told: None });
+            let (cut, left) = (job.cut.clone(), job.cut.plan.pieces_of_steps());
+            let (since, arrived, outcome) = (Instant::now(), Vec::new(), Outcome::default());
+            let (begun, moved_by, told) = (0, 0, None);
+            self.requests.insert(ActiveJob { job, answer, cut, arrived, begun, left, since, moved_by, outcome, told });
         }
         self.ending |= std::mem::take(&mut self.mail.end);
         true
@@ -215,8 +219,8 @@ impl Service {
                 self.look_after(id, now);
                 continue;
             }
-            let ActiveJob { job, answer, outcome, told, .. } = self.requests.remove(id);
-            let result = told.unwrap_or_else(|| outcome.result(job.parts.iter().map(SegmentPart::range)));
+            let ActiveJob { job, answer, cut, outcome, told, .. } = self.requests.remove(id);
+            let result = told.unwrap_or_else(|| outcome.result(cut.parts.iter().map(SegmentPart::range)));
             job.watch.ends(&result);
             answer.set(result);
             any = true;
@@ -241,12 +245,12 @@ impl Service {
             active.come_to();
         }
         active.begun += 1;
-        let job = active.job.clone();
+        let (job, cut) = (active.job.clone(), active.cut.clone());
         job.open_step();
         if active.left[step] == 0 {
             return self.end(id, step);
         }
-        for piece in job.plan.steps[step].pieces.clone() {
+        for piece in cut.plan.steps[step].pieces.clone() {
             let active = &mut self.requests[id];
             if self.ring.has_ended() {
                 active.outcome.failed(Error::RingClosed { path: job.file.path().to_owned() });
@@ -255,7 +259,7 @@ impl Service {
                 self.arrived(id, step, piece, 0);
                 continue;
             }
-            let planned = &job.plan.pieces[piece];
+            let planned = &cut.plan.pieces[piece];
             if job.direction == Direction::Write {
                 job.window.copy_on_host(job.number(step), Direction::Write, planned, planned.piece.wanted);
             }
@@ -279,8 +283,8 @@ impl Service {
     /// range is nothing for a stream: it ends by calls of CUDA.
     fn read_pages(&mut self, index: usize) -> bool {
         let InFlight { request, step, piece, .. } = &self.pieces[index];
-        let ActiveJob { job, moved_by, .. } = &self.requests[*request];
-        let planned = &job.plan.pieces[*piece];
+        let ActiveJob { job, cut, moved_by, .. } = &self.requests[*request];
+        let planned = &cut.plan.pieces[*piece];
         let slot = job.window.slot(job.number(*step), planned);
         let (Some((cached, file)), Some(slot)) = (&job.resident, slot) else { return false };
         let range = planned.piece.moved_by(*moved_by);
@@ -300,10 +304,10 @@ impl Service {
     /// Gives a piece to the ring.
     fn transfer(&mut self, index: usize) {
         let InFlight { request, step, piece, .. } = &self.pieces[index];
-        let ActiveJob { job, moved_by, .. } = &self.requests[*request];
-        let job = job.clone();
-        let planned = &job.plan.pieces[*piece];
-        let part = &job.parts[planned.part];
+        let ActiveJob { job, cut, moved_by, .. } = &self.requests[*request];
+        let (job, cut) = (job.clone(), cut.clone());
+        let planned = &cut.plan.pieces[*piece];
+        let part = &cut.parts[planned.part];
         let slot = job.window.slot(job.number(*step), planned).map(|slot| (&job.window.staging, slot));
         let piece = planned.piece.moved_by(*moved_by);
         let operation = operation(job.direction, &job.file, part, &piece, planned.address, slot);
@@ -315,9 +319,9 @@ impl Service {
     /// The ring is done with a piece.
     fn transferred(&mut self, index: usize, result: Result<Transfer>) {
         let InFlight { request, piece, .. } = &self.pieces[index];
-        let job = &self.requests[*request].job;
-        let planned = &job.plan.pieces[*piece];
-        let part = &job.parts[planned.part];
+        let ActiveJob { job, cut, .. } = &self.requests[*request];
+        let planned = &cut.plan.pieces[*piece];
+        let part = &cut.parts[planned.part];
         let brought = of_piece(job.direction, job.file.path(), part, &planned.piece, result);
         self.brought(index, brought);
     }
@@ -325,15 +329,15 @@ impl Service {
     /// Of a piece so many bytes are where they belong, or in its slot; or it failed.
     fn brought(&mut self, index: usize, result: Result<(u64, Transfer)>) {
         let InFlight { request: id, step, piece, kept } = self.pieces.remove(index);
-        let ActiveJob { job, outcome, .. } = &mut self.requests[id];
-        let planned = &job.plan.pieces[piece];
+        let ActiveJob { job, cut, outcome, .. } = &mut self.requests[id];
+        let planned = &cut.plan.pieces[piece];
         let arrived = match result {
             Ok((arrived, moved)) => {
                 outcome.add(&moved);
                 if arrived < planned.piece.wanted {
                     // In the ranges that the plan is for: where the stream puts them changes no
                     // length.
-                    let part = &job.parts[planned.part];
+                    let part = &cut.parts[planned.part];
                     outcome.ended(part.segment, part.file_offset + (planned.address - part.address) + arrived);
                 }
                 arrived
@@ -354,8 +358,11 @@ impl Service {
 
     /// A piece is back, with as many bytes.
     fn arrived(&mut self, id: usize, step: usize, piece: usize, arrived: u64) {
-        let ActiveJob { job, left, .. } = &mut self.requests[id];
-        let planned = &job.plan.pieces[piece];
+        let ActiveJob { job, cut, left, arrived: all, .. } = &mut self.requests[id];
+        let planned = &cut.plan.pieces[piece];
+        if let Some(known) = all.get_mut(piece) {
+            *known = arrived;
+        }
         if let (Direction::Read, Some(entry)) = (job.direction, planned.entry) {
             job.window.set_move(job.number(step), entry, job.direction, planned, arrived);
         }
@@ -368,12 +375,20 @@ impl Service {
     /// All pieces of a step are back.
     fn end(&mut self, id: usize, step: usize) {
         self.requests[id].tell();
-        let job = &self.requests[id].job;
+        let ActiveJob { job, cut, arrived, .. } = &self.requests[id];
         job.close_step();
         // What the frame's table is needed for next.
         let next = step + DEPTH;
-        if job.direction == Direction::Write && next < job.plan.steps.len() {
-            for planned in job.pieces(next) {
+        let has_tables = matches!(&job.asks, Asks::Late(late) if late.has_tables());
+        if has_tables && job.direction == Direction::Read {
+            let first = cut.plan.steps[step].pieces.start;
+            let pieces = cut.pieces(step).zip(arrived.iter().skip(first).copied());
+            job.window.set_table(job.number(step), job.direction, pieces);
+        } else if has_tables && next < cut.plan.steps.len() {
+            let pieces = cut.pieces(next).map(|planned| (planned, planned.piece.wanted));
+            job.window.set_table(job.number(next), job.direction, pieces);
+        } else if job.direction == Direction::Write && next < cut.plan.steps.len() {
+            for planned in cut.pieces(next) {
                 if let Some(entry) = planned.entry {
                     job.window.set_move(job.number(next), entry, job.direction, planned, planned.piece.wanted);
                 }
@@ -394,16 +409,36 @@ impl Service {
 }
 
 impl ActiveJob {
-    /// The stream has come to the request: it learns where in the file it is to be done.
+    /// The stream has come to the request: it learns where in the file it is to be done, or what.
     fn come_to(&mut self) {
-        let Job { file, direction, parts, block, watch, .. } = &*self.job;
-        let fits = |by: i64| {
+        let Job { file, direction, asks, block, watch, .. } = &*self.job;
+        let shift = |by: i64, otherwise: Errno| {
             let end = |part: &SegmentPart| part.file_offset.checked_add_signed(by)?.checked_add(part.len);
-            by.unsigned_abs().is_multiple_of(*block) && parts.iter().all(|part| end(part).is_some_and(|end| end <= MAX_OFFSET))
+            let fits = || self.job.cut.parts.iter().all(|part| end(part).is_some_and(|end| end <= MAX_OFFSET));
+            if !by.unsigned_abs().is_multiple_of(*block) {
+                Err(otherwise)
+            } else if fits() {
+                Ok(by)
+            } else {
+                Err(Errno::INVAL)
+            }
         };
-        match watch.begins().and_then(|by| if fits(by) { Ok(by) } else { Err(Errno::INVAL) }) {
-            Ok(by) => self.moved_by = by,
-            Err(errno) => self.outcome.failed(Error::Transfer {
+        let learned = match asks {
+            Asks::Shift => watch.begins().and_then(|by| shift(by, Errno::INVAL)).map(|by| self.moved_by = by),
+            Asks::Segment(most) => watch.segment(*most).and_then(|Segment { file_offset, address, len }| {
+                let is_shift = (address, len) == (most.address, most.len);
+                let by = file_offset.wrapping_sub(most.file_offset) as i64;
+                self.moved_by = if is_shift { shift(by, Errno::OPNOTSUPP)? } else { return Err(Errno::OPNOTSUPP) };
+                Ok(())
+            }),
+            Asks::Late(late) => watch.segment(late.most()).and_then(|segment| late.cut(segment)).map(|cut| {
+                self.left = cut.plan.pieces_of_steps();
+                self.arrived = vec![0; cut.plan.pieces.len()];
+                self.cut = Arc::new(cut);
+            }),
+        };
+        if let Err(errno) = learned {
+            self.outcome.failed(Error::Transfer {
                 path: file.path().to_owned(),
                 action: action(*direction),
                 errno,
@@ -411,7 +446,7 @@ impl ActiveJob {
                 segment: None,
                 offset: None,
                 done: Transfer::default(),
-            }),
+            });
         }
     }
 
@@ -419,7 +454,7 @@ impl ActiveJob {
     /// given back after that.
     fn tell(&mut self) {
         if self.begun == self.left.len() && self.left.iter().all(|&left| left == 0) {
-            let result = std::mem::take(&mut self.outcome).result(self.job.parts.iter().map(SegmentPart::range));
+            let result = std::mem::take(&mut self.outcome).result(self.cut.parts.iter().map(SegmentPart::range));
             self.job.watch.ends(&result);
             self.told = Some(result);
         }

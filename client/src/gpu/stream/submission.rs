@@ -2,9 +2,10 @@
 //!
 //! It guards that the stream goes on whatever becomes of the request.
 
-use super::job::{Job, Progress};
+use super::job::{Asks, Job, Progress};
+use super::late::Late;
 use super::observer::Watch;
-use super::plan::{DEPTH, Plan, Planned, Terms};
+use super::plan::{Cut, DEPTH, Plan, Planned, Terms};
 use super::service::{ENTRIES, Mail, Service};
 use super::window::{Owner, StreamWindow, Windows};
 use crate::error::{Error, Result};
@@ -17,7 +18,7 @@ use crate::gpu::outcome::action;
 use crate::gpu::page_cache::PageCache;
 use crate::gpu::page_cache::cached_file::CachedFile;
 use crate::gpu::pipeline::mailbox::Mailbox;
-use crate::gpu::request::Parts;
+use crate::gpu::request::{Parts, Segment};
 use crate::mount::Mount;
 use crate::ring::{Ring, RingName};
 use crate::transfer::{Require, Transfer};
@@ -45,6 +46,8 @@ pub struct Submission<'a> {
     /// The kernel of the first part's GPU, if anything is staged for it.
     pub scatter: Option<Arc<Scatter>>,
     pub watch: Watch,
+    /// The most that it may be, where that is known only when the stream comes to it.
+    pub most: Option<Segment>,
 }
 
 /// The thread that serves requests in streams, its ring, and the windows of the streams.
@@ -75,7 +78,7 @@ impl Streams {
 
     /// Puts a request into its stream.
     pub fn submit(&self, submission: Submission<'_>) -> Result<Arc<Answer>> {
-        let Submission { direction, file, resident, parts, require, bytes, name, stream, of, scatter, watch } = submission;
+        let Submission { direction, file, resident, parts, require, bytes, name, stream, of, scatter, watch, most } = submission;
         let failed = |error| Error::in_stream(file.path(), action(direction), name, error);
         let answer = Arc::new(Answer::default());
         let Some(gpu) = parts.first().map(|part| part.allocation.gpu) else {
@@ -95,20 +98,24 @@ impl Streams {
             file_size: file.size()?,
             kernels_of: scatter.as_ref().map(|_| gpu),
         };
-        let plan = Plan::new(&terms, &parts);
         let flushes =
             direction == Direction::Read && parts.iter().any(|part| part.registered.as_ref().is_ok_and(|l| l.flushes()));
         let attached = in_ring(file, &self.ring)?;
         let owner = Owner { stream: stream.id().map_err(failed)?, context: context.clone() };
+        let (cut, asks) = match most.map(|most| Late::new(&terms, most, &parts).ok_or(most)) {
+            None => (Cut { plan: Plan::new(&terms, &parts), parts }, Asks::Shift),
+            Some(Err(most)) => (Cut { plan: Plan::new(&terms, &parts), parts }, Asks::Segment(most)),
+            Some(Ok(late)) => (late.empty(), Asks::Late(late)),
+        };
         let begin = |window, first| {
-            let progress = Progress::new(plan.steps.len());
+            let progress = Progress::new(cut.plan.steps.len());
             let job = Arc::new(Job {
                 direction,
                 file: attached,
                 resident,
-                parts,
                 require,
-                plan,
+                cut: Arc::new(cut),
+                asks,
                 window,
                 stream: name,
                 context,
@@ -165,7 +172,7 @@ fn put(
             window.keep_kernel(scatter);
         }
         let job = begin(window.clone(), *next);
-        *next = job.number(job.plan.steps.len());
+        *next = job.number(job.cut.plan.steps.len());
         let putting = Putting { window: &window, stream, scatter: scatter.map(Arc::as_ref), job: &job };
         return putting.all().map_err(|Refused { error, lost }| {
             if lost {
@@ -200,7 +207,7 @@ impl Putting<'_> {
     /// the same way. Where it takes no words either, the window is lost.
     fn all(&self) -> std::result::Result<(), Refused> {
         let mut refused = Ok(());
-        for at in 0..self.job.plan.steps.len() + DEPTH {
+        for at in 0..self.job.cut.plan.steps.len() + DEPTH {
             self.step(at, &mut refused).map_err(|error| {
                 self.job.cut(at);
                 Refused { error, lost: true }
@@ -215,12 +222,12 @@ impl Putting<'_> {
         // The copies of a step in one direction, and the kernel's moves.
         let mut copy = |step: usize, direction: Direction, which: fn(&Planned) -> bool| {
             let number = job.number(step);
-            let mut copied = job.pieces(step).filter(|planned| which(planned));
+            let mut copied = job.cut.pieces(step).filter(|planned| which(planned));
             if refused.is_ok() {
                 *refused = copied.try_for_each(|planned| self.copy(number, planned, direction));
             }
             if refused.is_ok() && direction == job.direction {
-                *refused = self.moves(number, job.plan.steps[step].moves);
+                *refused = self.moves(number, job.cut.plan.steps[step].moves);
             }
             if refused.is_err() {
                 job.cancel();
@@ -241,7 +248,7 @@ impl Putting<'_> {
                 copy(before, Direction::Read, Planned::is_copied);
             }
         }
-        if at < job.plan.steps.len() {
+        if at < job.cut.plan.steps.len() {
             match job.direction {
                 Direction::Read => copy(at, Direction::Write, |planned| planned.keeps),
                 Direction::Write => copy(at, Direction::Write, Planned::is_copied),

@@ -17,6 +17,7 @@
 //! for moments. `Windows::contexts` stands alone. The thread that serves requests takes none.
 
 use super::health::Health;
+use super::late::moves;
 use super::plan::{DEPTH, FRAME, MOVES, Planned};
 use crate::buffer::Shared;
 use crate::error::Result;
@@ -111,6 +112,15 @@ impl StreamWindow {
         let (to, from) = ends(direction, planned.address, slot);
         let entry = Move { to, from, len };
         self.staging.memory().mapping.copy_in(entry_at, entry.as_bytes()).expect("a table holds all pieces of a step");
+    }
+
+    /// Writes what the kernel is to do for the pieces of a step, of each of which so many bytes are
+    /// there, and nothing else.
+    pub fn set_table<'a>(&self, number: u32, direction: Direction, pieces: impl Iterator<Item = (&'a Planned, u64)>) {
+        let base = self.staging.memory().device_address;
+        let slot = |planned| self.slot(number, planned).expect("what a kernel moves is staged") as u64;
+        let moves = moves(direction, pieces.map(|(planned, len)| (planned, base + slot(planned) + planned.piece.skip, len)));
+        self.staging.memory().mapping.copy_in(table(number), moves.as_bytes()).expect("a frame has a table");
     }
 
     /// Copies the first `len` bytes of a piece between its slot and the application's memory, if

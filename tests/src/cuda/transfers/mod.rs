@@ -39,6 +39,7 @@ pub const TRANSFER_CHECKS: &[TransferCheck] = &[
     ("what a stream does before and after a read or write is in order with it", streams::streams_are_ordered),
     ("streams move files into and out of every kind of memory, to their ends", streams::every_kind_of_memory),
     ("a stream's small segments are those of their request, however few", streams::few_small_segments),
+    ("what a request is may be said when its stream comes to it", streams::late_requests),
     ("more streams than windows take turns", streams::many_streams),
     ("requests in streams do not wait for each other", streams::many_in_streams),
     ("a stream goes on when its request fails", streams::streams_go_on),

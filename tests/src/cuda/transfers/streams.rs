@@ -5,9 +5,10 @@ use super::super::application::{
 };
 use super::{MIB, Sample, Site, read, segment};
 use crate::tree;
-use gpunvme::Error;
-use gpunvme::gpu::{Pending, Segment, Transfers};
+use gpunvme::gpu::{Observer, Pending, Segment, Transfers};
+use gpunvme::{Error, Transfer};
 use gpunvme_cuda::{Cuda, Gpu, Move, Stream};
+use rustix::io::Errno;
 use rustix::process::{Signal, kill_process};
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -139,6 +140,82 @@ pub(super) fn few_small_segments(site: &Site) {
             assert!(written[range.clone()] == bytes[range], "segment {n} of {count} that were written");
         }
         assert!(site.look(here, 4 * MIB) == bytes, "what {count} segments were written from changed");
+    }
+}
+
+/// Says what a request is when its stream comes to it.
+struct Says {
+    segment: Segment,
+    is_asked: mpsc::Sender<()>,
+}
+
+impl Observer for Says {
+    fn segment(&mut self, _most: Segment) -> std::result::Result<Segment, Errno> {
+        let _ = self.is_asked.send(()); // the check may have failed already
+        Ok(self.segment)
+    }
+
+    fn ends(&mut self, _outcome: &gpunvme::Result<Transfer>) {}
+}
+
+pub(super) fn late_requests(site: &Site) {
+    let transfers = site.transfers();
+    let len = 5 * MIB + 1234;
+    let sample = site.sample(25, len);
+    let seen = allocated(site.gpu, 8 * MIB as usize);
+    for Memory { kind, pieces, .. } in &every_kind(site.gpu, 8 * MIB as usize) {
+        let start = pieces[0].0;
+        // Of both pieces of memory that is mapped in several.
+        let most = segment(513, start + 100, 6 * MIB);
+        let requests = [
+            segment(8192 + 513, start + 100, 6 * MIB - 8192),
+            segment(77, start + 2 * MIB + 1, 3 * MIB + 17),
+            segment(2 * MIB, start, MIB),
+            segment(len - 100, start + 7, 5000),
+            segment(4096, start + 16, 0),
+        ];
+        // A kernel does not reach managed memory without its pages following it.
+        let requests: &[Segment] = if *kind == "cuMemAllocManaged" { &[most] } else { &requests };
+        for &request in requests {
+            let (at, from, length) = ((request.address - start) as usize, request.file_offset as usize, request.len as usize);
+            site.put(start, &vec![0xee; 8 * MIB as usize]);
+            let mut expected = vec![0xee; 8 * MIB as usize];
+            let there = length.min((len as usize).saturating_sub(from));
+            expected[at..at + there].copy_from_slice(&sample.bytes[from..from + there]);
+            let (file, path) = site.empty("out");
+            let blocked = Blocked::new(site.gpu);
+            let (tell, asked) = mpsc::channel();
+            let says = || Says { segment: request, is_asked: tell.clone() };
+            // SAFETY: no other code uses the memory until the stream was waited for.
+            let (read, written) = unsafe {
+                let read = transfers.read_on_stream_late(&sample.file, most, blocked.stream, says()).unwrap();
+                blocked.handle.copy(seen.address(), start, 8 * MIB as usize).unwrap();
+                (read, transfers.write_on_stream_late(&file, most, blocked.stream, says()).unwrap())
+            };
+            assert!(asked.recv_timeout(Duration::from_millis(20)).is_err(), "{kind}: asked before the stream came to it");
+            blocked.let_go();
+            blocked.handle.synchronize().unwrap();
+            assert_eq!((read.wait().unwrap().bytes(), written.wait().unwrap().bytes()), (there as u64, length as u64), "{kind}");
+            assert!(site.look(seen.address(), 8 * MIB) == expected, "{request:?} read into {kind}, as the stream saw it");
+            let written = fs::read(path).unwrap();
+            assert!(length == 0 || written[from..] == expected[at..at + length], "{request:?} written from {kind}");
+        }
+    }
+    // More than was said, and other memory.
+    let (memory, other) = (allocated(site.gpu, MIB as usize), allocated(site.gpu, MIB as usize));
+    let (start, stream) = (memory.address(), own_stream(site.gpu));
+    let wrong = [
+        (segment(0, start, 4097), Errno::INVAL),
+        (segment(u64::MAX / 2, start, 1), Errno::INVAL),
+        (segment(0, start + MIB - 1, 2), Errno::FAULT),
+        (segment(0, other.address(), 1), Errno::FAULT),
+    ];
+    for (request, expected) in wrong {
+        let says = Says { segment: request, is_asked: mpsc::channel().0 };
+        // SAFETY: no other code uses the memory until the request was waited for.
+        let read = unsafe { transfers.read_on_stream_late(&sample.file, segment(0, start, 4096), stream, says) }.unwrap();
+        let answer = read.wait();
+        assert!(matches!(&answer, Err(Error::Transfer { errno, .. }) if *errno == expected), "{request:?}: {answer:?}");
     }
 }
 
