@@ -163,6 +163,8 @@ pub(super) fn late_requests(site: &Site) {
     let len = 5 * MIB + 1234;
     let sample = site.sample(25, len);
     let seen = allocated(site.gpu, 8 * MIB as usize);
+    // What is set up at the first use of a GPU may wait for all that it is doing.
+    read(&transfers, &sample.file, &[segment(0, seen.address(), MIB)]).unwrap();
     for Memory { kind, pieces, .. } in &every_kind(site.gpu, 8 * MIB as usize) {
         let start = pieces[0].0;
         // Of both pieces of memory that is mapped in several.
