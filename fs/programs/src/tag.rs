@@ -1,5 +1,5 @@
 //! Volumes by what they say of themselves: the identity that a device carries, and the device that
-//! `LABEL=` or `UUID=` names. Nothing is claimed: whoever opens the device reads again.
+//! `LABEL=` or `UUID=` names. Nothing is claimed: an open of the device reads again.
 
 use std::borrow::Cow;
 use std::fs::{File, OpenOptions};

@@ -3,7 +3,7 @@
 //!
 //! It guards what [`Filesystem::plan_direct_write`] guards. Under the file's lock the snapshot is
 //! current, so the blocks are the file's, written before, and before its end; no page of them is in
-//! memory, and nobody quiesces the file. From then on the write is among those in flight, for which
+//! memory, and the file is not quiesced. From then on the write is among those in flight, for which
 //! waits whatever would free its blocks or change their content.
 
 use std::ops::Range;
