@@ -1,6 +1,7 @@
 //! Memory of every kind that CUDA's users have, registered and not, in every way of cuFile.
 
-use std::fs;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
 
 use cudarc::driver::sys;
 use gpunvme_tests::cuda::{Pinned, every_kind, own_stream};
@@ -26,7 +27,8 @@ fn memory_of_every_kind_is_registered_and_used() {
             fs::write(&path, &data).unwrap();
             let file = open(&path);
             let handle = cufile.register(&file).unwrap();
-            (path, file, handle)
+            let by_calls = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+            (path, by_calls, file, handle)
         });
         let copies = gpu().stream().unwrap();
         let mut pinned = Pinned::new(gpu(), len);
@@ -38,7 +40,7 @@ fn memory_of_every_kind_is_registered_and_used() {
                     assert_eq!(cufile.add_buffer(base, len), OK, "{kind}");
                     assert_eq!(cufile.add_buffer(base + 4096, 4096), refused(5023), "{kind}");
                 }
-                for (path, _, handle) in &files {
+                for (path, by_calls, _, handle) in &files {
                     // Across the pieces of what is mapped in several.
                     let (at, part) = (MIB as i64 + 13, 2 * MIB);
                     pinned.put(&copies, base, &vec![turn; len]);
@@ -46,8 +48,10 @@ fn memory_of_every_kind_is_registered_and_used() {
                     let found = pinned.get(&copies, base + at as u64, part);
                     assert!(found == &data[77..77 + part], "{kind}, {}", path.display());
                     assert_eq!(cufile.write(*handle, base, 5000, 3, at), 5000, "{kind}");
-                    assert!(fs::read(path).unwrap()[3..5003] == data[77..5077], "{kind}");
-                    fs::write(path, &data).unwrap();
+                    let mut written = [0; 5000];
+                    by_calls.read_exact_at(&mut written, 3).unwrap();
+                    assert!(written[..] == data[77..5077], "{kind}");
+                    by_calls.write_all_at(&data[3..5003], 3).unwrap();
 
                     // By a batch, and in the order of a stream.
                     let batch = Batch::new(2);
