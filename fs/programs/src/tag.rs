@@ -55,21 +55,30 @@ fn read(file: &File, address: u64) -> io::Result<Block> {
 pub fn device_of(name: &str) -> Result<Cow<'_, str>, String> {
     let Some(wanted) = Tag::parse(name)? else { return Ok(name.into()) };
     let volumes = block_devices().into_iter().filter_map(|path| {
-        let (identity, _) = identify(&path).ok().flatten()?;
-        wanted.is_of(&identity).then_some((identity.uuid, path))
+        let (identity, member) = identify(&path).ok().flatten()?;
+        wanted.is_of(&identity).then_some(Found { path, uuid: identity.uuid, member })
     });
     one_of(name, volumes.collect()).map(|path| path.to_string_lossy().into_owned().into())
 }
 
-/// The first device of the only volume among these.
-fn one_of(name: &str, mut found: Vec<(Uuid, PathBuf)>) -> Result<PathBuf, String> {
-    found.sort_by(|(_, one), (_, other)| one.cmp(other));
-    let Some((uuid, path)) = found.first() else {
+/// A device that carries a volume which a name may mean.
+struct Found {
+    path: PathBuf,
+    uuid: Uuid,
+    /// Of one of several devices of a volume, its own.
+    member: Option<Uuid>,
+}
+
+/// The first device of the only volume among these. A copy of a volume, which has its UUID too, is
+/// another one: which of them is meant cannot be known.
+fn one_of(name: &str, mut found: Vec<Found>) -> Result<PathBuf, String> {
+    found.sort_by(|one, other| one.path.cmp(&other.path));
+    let Some(Found { path, uuid, member }) = found.first() else {
         return Err(format!("no block device that can be read here has a gpunvme volume of {name} (gpunvme probe DEVICE)"));
     };
-    match found.iter().find(|(other, _)| other != uuid) {
-        Some((_, other)) => {
-            Err(format!("{name} is of two volumes, on {} and on {}: name the device", path.display(), other.display()))
+    match found[1..].iter().find(|other| other.uuid != *uuid || member.is_none() || other.member == *member) {
+        Some(other) => {
+            Err(format!("{name} is of two volumes, on {} and on {}: name the device", path.display(), other.path.display()))
         }
         None => Ok(path.clone()),
     }
@@ -123,10 +132,21 @@ mod tests {
 
     #[test]
     fn one_volume_has_several_devices_and_two_volumes_are_not_guessed_between() {
-        let of = |uuid: u8, path: &str| ([uuid; 16], PathBuf::from(path));
-        assert_eq!(one_of("LABEL=a", vec![of(1, "/dev/b"), of(1, "/dev/a")]), Ok("/dev/a".into()));
-        let two = one_of("LABEL=a", vec![of(1, "/dev/b"), of(2, "/dev/a")]).unwrap_err();
-        assert!(two.contains("/dev/a and on /dev/b"), "{two}");
+        let of = |uuid: u8, member: Option<u8>, path: &str| Found {
+            path: path.into(),
+            uuid: [uuid; 16],
+            member: member.map(|member| [member; 16]),
+        };
+        assert_eq!(one_of("LABEL=a", vec![of(1, Some(2), "/dev/b"), of(1, Some(3), "/dev/a")]), Ok("/dev/a".into()));
+        assert_eq!(one_of("LABEL=a", vec![of(1, None, "/dev/a")]), Ok("/dev/a".into()));
+        // Others of the same label, and copies of a volume and of a member.
+        for (one, other) in
+            [((1, None), (2, None)), ((1, None), (1, None)), ((1, Some(3)), (1, Some(3))), ((1, None), (1, Some(3)))]
+        {
+            let found = vec![of(other.0, other.1, "/dev/b"), of(one.0, one.1, "/dev/a")];
+            let two = one_of("LABEL=a", found).unwrap_err();
+            assert!(two.contains("/dev/a and on /dev/b"), "{two}");
+        }
         assert!(one_of("LABEL=a", vec![]).unwrap_err().contains("LABEL=a"));
     }
 }

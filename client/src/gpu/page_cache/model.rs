@@ -445,7 +445,7 @@ impl State {
 
 /// A unit was delivered that the file did not hold while it was read.
 #[derive(Debug)]
-#[allow(dead_code)] // shown where a search fails
+#[allow(dead_code, reason = "shown where a search fails")]
 struct Broken {
     unit: usize,
     state: State,
