@@ -13,6 +13,7 @@ use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
 use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 use rustix::process::{Signal, kill_process};
 
@@ -44,6 +45,18 @@ fn listed(dir: &Path) -> String {
 /// Claims a device, as programs do that format it.
 fn claim(device: &Path) -> io::Result<File> {
     File::options().read(true).write(true).custom_flags(libc::O_EXCL).open(device)
+}
+
+/// umount(2) by itself: umount(8) has a helper, which could wait. A child that another test has just
+/// forked holds the open files of this program until it runs its own.
+fn unmount(dir: &Path) -> rustix::io::Result<()> {
+    let until = Instant::now() + LIMIT;
+    loop {
+        match rustix::mount::unmount(dir, UnmountFlags::empty()) {
+            Err(Errno::BUSY) if Instant::now() < until => thread::sleep(Duration::from_millis(1)),
+            done => return done,
+        }
+    }
 }
 
 fn run(program: &str, arguments: &[&str], device: &Path) -> Output {
@@ -174,8 +187,7 @@ fn umount_returns_when_it_is_clean(image: Image, options: &str) {
         let mounted = image.try_mount(options);
         assert!(mounted.status.success(), "round {round}: {}", text(&mounted));
         fs::write(dir.join(format!("file {round}")), tree::pattern(round, 3 << 20)).unwrap();
-        // No umount(8), whose helper could wait.
-        rustix::mount::unmount(&dir, UnmountFlags::empty()).unwrap();
+        unmount(&dir).unwrap();
         drop(claim(&device).expect("free at once"));
         let left = fs::read(image.path()).unwrap();
         let checked = run("fsck.gpunvme", &["-n"], &device);
@@ -207,7 +219,7 @@ fn umount_goes_on_when_the_daemon_dies_under_it() {
     kill_process(daemon, Signal::STOP).unwrap();
     let umount = thread::spawn({
         let dir = dir.clone();
-        move || rustix::mount::unmount(&dir, UnmountFlags::empty())
+        move || unmount(&dir)
     });
     thread::sleep(Duration::from_millis(300));
     assert!(!umount.is_finished(), "it waits for the daemon");
@@ -243,7 +255,7 @@ fn a_block_device_that_a_killed_daemon_left_mounted_can_be_mounted_again() {
     assert!(again.status.success(), "{}", text(&again));
     let lines = fs::read_to_string("/proc/self/mounts").unwrap();
     assert_eq!(lines.lines().filter(|line| line.split(' ').nth(1) == dir.to_str()).count(), 1);
-    rustix::mount::unmount(&dir, UnmountFlags::empty()).unwrap();
+    unmount(&dir).unwrap();
     volume.abandon();
 }
 
@@ -261,7 +273,7 @@ fn of_two_mounts_of_a_block_device_at_once_one_comes_about() {
     assert_eq!(won.len(), 1, "{:?}", ends.each_ref().map(text));
     assert_eq!(ends.iter().filter(|end| end.status.success()).count(), 1);
     fs::write(won[0].join("file"), "served").unwrap();
-    rustix::mount::unmount(won[0].as_path(), UnmountFlags::empty()).unwrap();
+    unmount(won[0]).unwrap();
     image.check();
 }
 
@@ -272,11 +284,11 @@ fn a_block_device_is_in_use_until_the_last_of_its_mounts_and_files() {
     let bound = volume.image().path().with_file_name("bound");
     fs::create_dir(&bound).unwrap();
     rustix::mount::mount_bind(&dir, &bound).unwrap();
-    rustix::mount::unmount(&dir, UnmountFlags::empty()).unwrap();
+    unmount(&dir).unwrap();
     fs::write(bound.join("file"), "by the other").unwrap();
     assert!(claim(&device).is_err());
     let open = File::open(bound.join("file")).unwrap();
-    assert_eq!(rustix::mount::unmount(&bound, UnmountFlags::empty()), Err(rustix::io::Errno::BUSY));
+    assert_eq!(rustix::mount::unmount(&bound, UnmountFlags::empty()), Err(Errno::BUSY));
     rustix::mount::unmount(&bound, UnmountFlags::DETACH).unwrap();
     assert!(claim(&device).is_err(), "a file is open");
     drop(open);
