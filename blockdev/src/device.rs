@@ -101,13 +101,32 @@ pub trait BlockDevice: Send + Sync {
         Err(crate::Error::Unsupported { device: self.name().into(), reason })
     }
 
+    /// Of a stripe in use: gives it the members of a further set, so that it lies as `map` says and
+    /// has `len` bytes. It does when all is ready and `begin` has returned; with an error, nothing
+    /// has changed.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsupported`] for what is no stripe, and for members that do less than the
+    /// others, are too small or too many; those of the members' queues and mappings, and of
+    /// `begin`.
+    fn add_set(
+        &self,
+        _members: &[Arc<dyn BlockDevice>],
+        _map: StripeMap,
+        _len: u64,
+        _begin: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let reason = "is no stripe, and has no members".into();
+        Err(crate::Error::Unsupported { device: self.name().into(), reason })
+    }
+
     /// The members, where it is a stripe.
-    fn members(&self) -> &[Arc<dyn BlockDevice>] {
-        &[]
+    fn members(&self) -> Vec<Arc<dyn BlockDevice>> {
+        Vec::new()
     }
 
     /// How the device lies on its members, where it is a stripe.
-    fn stripe(&self) -> Option<StripeMap> {
+    fn stripe(&self) -> Option<&StripeMap> {
         None
     }
 }

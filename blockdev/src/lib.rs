@@ -44,4 +44,4 @@ pub use op::Op;
 pub use open::{open, open_claimed, open_controller};
 pub use region::{Region, Span};
 pub use request::{Completion, Request, Spans};
-pub use stripe::{Place, StripeDevice, StripeMap};
+pub use stripe::{Place, StripeDevice, StripeMap, StripeSet};

@@ -306,6 +306,11 @@ impl Region {
         matches!(self.backing, Backing::Device { .. })
     }
 
+    /// Whether it is this process's own: neither another one's nor a device's.
+    pub(crate) fn is_private(&self) -> bool {
+        matches!(self.backing, Backing::Anonymous { .. })
+    }
+
     /// For which devices' DMA it is mapped, and where.
     pub(crate) fn mappings(&self) -> &Mappings {
         &self.mappings

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::sim::SimController;
-use gpunvme_blockdev::{BlockDevice, Error, Io, Op, OpenMode, Region, Request, Span, StripeDevice, StripeMap, Wait, open};
+use gpunvme_blockdev::{
+    BlockDevice, Error, Io, Op, OpenMode, Region, Request, Span, StripeDevice, StripeMap, StripeSet, Wait, open,
+};
 use gpunvme_blockdev_testing::{Event, Faulty, Image, MemoryDevice, On, Recorder, Rule};
 use proptest::prelude::*;
 
@@ -17,8 +19,14 @@ const ROWS: u64 = 8;
 const MEMBER: u64 = DATA + ROWS * UNIT;
 
 fn stripe(members: Vec<Arc<dyn BlockDevice>>) -> Arc<StripeDevice> {
-    let (map, len) = (StripeMap::new(members.len(), UNIT, DATA), ROWS * UNIT * members.len() as u64);
-    StripeDevice::new(members, map, len).expect("a stripe")
+    let len = ROWS * UNIT * members.len() as u64;
+    StripeDevice::new(members.clone(), map(&[members.len()]), len).expect("a stripe")
+}
+
+/// Sets of so many members.
+fn map(sets: &[usize]) -> StripeMap {
+    let set = |&members: &usize| StripeSet { members, unit: UNIT, data: DATA, data_len: ROWS * UNIT };
+    StripeMap::new(&sets.iter().map(set).collect::<Vec<_>>())
 }
 
 fn memory() -> Arc<dyn BlockDevice> {
@@ -273,10 +281,11 @@ fn what_a_stripe_cannot_be_made_of_is_refused() {
         StripeDevice::new(members, map, len).err().expect("refused").to_string()
     };
     let short: Arc<dyn BlockDevice> = MemoryDevice::new(MEMBER - 512);
-    let text = refused(vec![memory(), short], StripeMap::new(2, UNIT, DATA), 2 * ROWS * UNIT);
+    let text = refused(vec![memory(), short], map(&[2]), 2 * ROWS * UNIT);
     assert!(text.contains(&format!("has {} bytes, and {MEMBER} are needed", MEMBER - 512)), "{text}");
-    let text = refused((0..17).map(|_| memory()).collect(), StripeMap::new(17, UNIT, DATA), UNIT);
+    let text = refused((0..17).map(|_| memory()).collect(), map(&[17]), UNIT);
     assert!(text.contains("17 devices cannot be one"), "{text}");
-    let text = refused(vec![memory(), memory()], StripeMap::new(2, 256, 0), 4096);
+    let text =
+        refused(vec![memory(), memory()], StripeMap::new(&[StripeSet { members: 2, unit: 256, data: 0, data_len: 4096 }]), 4096);
     assert!(text.contains("has blocks of 512 bytes in a unit of 256"), "{text}");
 }

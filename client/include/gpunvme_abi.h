@@ -20,6 +20,7 @@ extern "C" {
 #define GPUNVME_VERSION 2u
 #define GPUNVME_MAX_SIZE 16383u          /* bytes of one ioctl's argument */
 #define GPUNVME_MAX_SEGMENTS 678u        /* of one READ or WRITE */
+#define GPUNVME_MAX_NEW_DEVICES 15u      /* of one GROW */
 #define GPUNVME_MAX_EXTENTS 510u         /* of one RESOLVE */
 #define GPUNVME_MAX_TRANSFER (1ull << 30) /* bytes of one READ or WRITE */
 
@@ -79,7 +80,9 @@ struct gpunvme_info {
 	uint32_t route;                  /* out: the fastest that GPU memory can take here */
 	uint32_t reason;                 /* out: why that is not p2p */
 	uint64_t stripe_unit;            /* out: 0 where there is one device */
-	uint64_t reserved[7];
+	uint32_t sets;                   /* out: of devices, one behind the other */
+	uint32_t reserved2;
+	uint64_t reserved[6];
 	char label[64];                  /* out */
 	char socket[112];                /* out: path of the registration socket, or empty */
 	char device[256];                /* out */
@@ -257,17 +260,25 @@ struct gpunvme_trim {
 	uint8_t why[192];                /* out: why it failed */
 };
 
+/* A flag of GROW: nothing is done; it fails as it would before a device is looked at. */
+#define GPUNVME_GROW_CHECK (1u << 0)
+
 /*
  * GROW: on any file or directory of the mount, for administrators. Makes the volume as large as its
- * devices have become.
+ * devices have become, or gives it the devices that follow.
  */
 struct gpunvme_grow {
 	uint32_t version;
-	uint32_t flags;
+	uint32_t flags;                  /* GPUNVME_GROW_CHECK */
 	uint64_t before;                 /* out: bytes that the volume could hold */
 	uint64_t capacity;               /* out: bytes that it can hold now */
 	uint64_t reserved[5];
 	uint8_t why[192];                /* out: why it failed */
+};
+
+/* A device for GROW. Its first and last MiB are zero. */
+struct gpunvme_new_device {
+	uint8_t name[256];               /* as the daemon is to open it */
 };
 
 /* GRANT: over the socket only, with a descriptor of a file of the mount. */
@@ -404,7 +415,7 @@ struct gpunvme_message {
 #define GPUNVME_GRANT GPUNVME_IOC(10, sizeof(struct gpunvme_grant))
 #define GPUNVME_SYNC GPUNVME_IOC(11, sizeof(struct gpunvme_sync))
 #define GPUNVME_TRIM GPUNVME_IOC(15, sizeof(struct gpunvme_trim))
-#define GPUNVME_GROW GPUNVME_IOC(16, sizeof(struct gpunvme_grow))
+#define GPUNVME_GROW(n) GPUNVME_IOC(16, sizeof(struct gpunvme_grow) + (n) * sizeof(struct gpunvme_new_device))
 #define GPUNVME_LOG GPUNVME_IOC(13, sizeof(struct gpunvme_log))
 #define GPUNVME_TOP(n) GPUNVME_IOC(14, sizeof(struct gpunvme_top_list) + (n) * sizeof(struct gpunvme_top))
 #define GPUNVME_METRICS(n) GPUNVME_IOC(12, sizeof(struct gpunvme_metrics) + (n) * sizeof(struct gpunvme_metric))

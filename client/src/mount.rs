@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// A mounted volume.
 #[derive(Clone, Debug)]
@@ -51,6 +51,8 @@ pub struct Info {
     pub memory_alignment: u32,
     /// Number of devices under the volume.
     pub devices: u32,
+    /// Sets of devices, one behind the other: all but the first were added while the volume was used.
+    pub sets: u32,
     /// Bytes that lie on one device before those of the next begin; 0 where there is one device.
     pub stripe_unit: u64,
     /// Most bytes that one ioctl moves. The library cuts what is longer.
@@ -151,6 +153,7 @@ impl Info {
             logical_block: info.logical_block,
             memory_alignment: info.memory_alignment,
             devices: info.devices,
+            sets: info.sets,
             stripe_unit: info.stripe_unit,
             max_transfer: info.max_transfer,
             max_segments: info.max_segments,
@@ -301,18 +304,47 @@ impl Mount {
         }
     }
 
-    /// Makes the volume as large as its devices have become. Returns how many bytes it could hold
-    /// before, and can hold now.
+    /// Gives a volume of several devices further ones, named as its daemon is to open them, whose
+    /// first and last MiB are zero; without any, makes it as large as its devices have become.
+    /// Returns how many bytes it could hold before, and can hold now.
     ///
     /// # Errors
     /// [`Error::NotDone`] with `EPERM` for callers that do not administer the mount, `EINVAL` where
-    /// the devices have no room for more, `EROFS` where the mount is read-only, `EIO` where a
-    /// device failed.
-    pub fn grow(&self) -> Result<[u64; 2]> {
-        let mut argument = abi::Grow::default();
-        let answer = sys::ioctl(self.connection.file.as_fd(), Command::Grow.request(0), argument.as_mut_bytes());
-        answer.map_err(|errno| self.not_done("make the volume larger", errno, &argument.why))?;
-        Ok([argument.before, argument.capacity])
+    /// the devices have no room for more or cannot be the volume's, `EROFS` where the mount is
+    /// read-only, `EIO` where a device failed.
+    pub fn grow(&self, devices: &[&str]) -> Result<[u64; 2]> {
+        self.grow_with(abi::GrowFlags::empty(), devices)
+    }
+
+    /// Whether [`Mount::grow`] could give the volume so many devices, as far as that can be said
+    /// before one is looked at.
+    ///
+    /// # Errors
+    /// As [`Mount::grow`].
+    pub fn may_grow(&self, devices: &[&str]) -> Result<()> {
+        self.grow_with(abi::GrowFlags::CHECK, devices).map(|_| ())
+    }
+
+    fn grow_with(&self, flags: abi::GrowFlags, devices: &[&str]) -> Result<[u64; 2]> {
+        let action = "make the volume larger";
+        let mut argument = abi::Grow { flags: flags.bits(), ..abi::Grow::default() }.as_bytes().to_vec();
+        if devices.len() > abi::MAX_NEW_DEVICES {
+            let why = format!("{} devices are too many at once: {} are the most", devices.len(), abi::MAX_NEW_DEVICES);
+            return Err(Error::NotDone { path: self.connection.path.clone(), action, errno: Errno::INVAL, why });
+        }
+        for name in devices {
+            let mut device = abi::NewDevice { name: [0; 256] };
+            abi::put_text(&mut device.name, name);
+            if abi::get_text(&device.name) != **name {
+                let why = format!("{name}: the name is too long, or none");
+                return Err(Error::NotDone { path: self.connection.path.clone(), action, errno: Errno::INVAL, why });
+            }
+            argument.extend_from_slice(device.as_bytes());
+        }
+        let answer = sys::ioctl(self.connection.file.as_fd(), Command::Grow.request(devices.len()), &mut argument);
+        let (grown, _) = abi::Grow::read_from_prefix(&argument).expect("it begins with one");
+        answer.map_err(|errno| self.not_done(action, errno, &grown.why))?;
+        Ok([grown.before, grown.capacity])
     }
 
     fn not_done<const N: usize>(&self, action: &'static str, errno: Errno, why: &[u8; N]) -> Error {

@@ -45,7 +45,7 @@ fn the_header_is_the_abi() {
     let program = &mut source;
     layout! { program,
         abi::Info as "gpunvme_info" { version, flags, magic, features, uuid, capacity, free, max_transfer, max_buffer_bytes, max_buffers,
-            max_segments, block_size, logical_block, memory_alignment, devices, route, reason, stripe_unit, reserved, label, socket, device, daemon }
+            max_segments, block_size, logical_block, memory_alignment, devices, route, reason, stripe_unit, sets, reserved2, reserved, label, socket, device, daemon }
         abi::Register as "gpunvme_register" { version, flags, fd, reserved, len, buffer, route, reason, reserved2 }
         abi::Unregister as "gpunvme_unregister" { version, flags, buffer }
         abi::Resolve as "gpunvme_resolve" { version, flags, offset, len, next, file_size, capacity, count }
@@ -59,6 +59,7 @@ fn the_header_is_the_abi() {
         abi::Grant as "gpunvme_grant" { version, flags, grant, reserved }
         abi::Trim as "gpunvme_trim" { version, flags, start, len, minimum, next, trimmed, reserved, why }
         abi::Grow as "gpunvme_grow" { version, flags, before, capacity, reserved, why }
+        abi::NewDevice as "gpunvme_new_device" { name }
         abi::Sync as "gpunvme_sync" { version, flags, reserved }
         abi::Log as "gpunvme_log" { version, flags, filter, reserved }
         abi::Metrics as "gpunvme_metrics" { version, flags, capacity, count, uptime, volume_bytes, free, dirty, cache_lookups,
@@ -105,7 +106,9 @@ fn the_header_is_the_abi() {
         ("GPUNVME_DETACH", Command::Detach.request(0).into()),
         ("GPUNVME_GRANT", Command::Grant.request(0).into()),
         ("GPUNVME_TRIM", Command::Trim.request(0).into()),
-        ("GPUNVME_GROW", Command::Grow.request(0).into()),
+        ("GPUNVME_GROW(3)", Command::Grow.request(3).into()),
+        ("GPUNVME_GROW_CHECK", abi::GrowFlags::CHECK.bits().into()),
+        ("GPUNVME_MAX_NEW_DEVICES", abi::MAX_NEW_DEVICES as u64),
         ("GPUNVME_SYNC", Command::Sync.request(0).into()),
         ("GPUNVME_LOG", Command::Log.request(0).into()),
         ("GPUNVME_METRICS(3)", Command::Metrics.request(3).into()),

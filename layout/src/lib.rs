@@ -25,7 +25,7 @@ pub use block::{BLOCK_SIZE, Block, BlockKind, Uuid};
 pub use geometry::Geometry;
 pub use item::{Dirent, Extent, FileType, Inode, Timestamp, XattrHead};
 pub use key::{Key, Kind};
-pub use member::{Member, Striping};
+pub use member::{Member, SetPlace, Striping};
 pub use state::State;
 pub use superblock::Superblock;
 

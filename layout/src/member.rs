@@ -2,8 +2,10 @@
 //! stands where a volume of one device has its superblock, and looks like one whose feature
 //! "several devices" is set, so that programs which do not know members refuse it by name.
 //!
-//! The volume's own blocks, its superblock among them, lie in *units*: unit `u` of a set of `n`
-//! members is unit `u / n` of the data area of member `u % n`.
+//! The members are of one *set* or of several, which were added one after the other: the volume's
+//! own blocks, its superblock among them, go on in the next set where those of a set end. In a set
+//! they lie in *units*: unit `u` of a set of `n` members is unit `u / n` of the data area of member
+//! `u % n`.
 //!
 //! | offset | size | field |
 //! | --- | --- | --- |
@@ -16,14 +18,15 @@
 //! | 224 | 16 | UUID of the member |
 //! | 240 | 2 | index of the member in its set |
 //! | 242 | 2 | members of the set |
-//! | 244 | 2 | number of the set: 0 |
-//! | 246 | 2 | sets of the volume: 1 |
+//! | 244 | 2 | number of the set, from 0 |
+//! | 246 | 2 | sets of the volume |
 //! | 248 | 4 | unit, in blocks |
-//! | 252 | 4 | reserved, zero |
+//! | 252 | 2 | members of the sets before it |
+//! | 254 | 2 | members of all sets; 0 where there is one set |
 //! | 256 | 8 | blocks of the member |
 //! | 264 | 8 | first block of its data area |
 //! | 272 | 8 | blocks of its data area |
-//! | 280 | 8 | first block of the volume that the set holds: 0 |
+//! | 280 | 8 | first block of the volume that the set holds |
 //! | 288 | 8 | generation |
 //! | 296 | 16 | stamp |
 //! | 312 | 16 | changed UUID, as in a superblock |
@@ -53,6 +56,8 @@ const AT_MEMBERS: usize = 242;
 const AT_SET: usize = 244;
 const AT_SETS: usize = 246;
 const AT_UNIT: usize = 248;
+const AT_MEMBERS_BEFORE: usize = 252;
+const AT_ALL_MEMBERS: usize = 254;
 const AT_BLOCKS: usize = 256;
 const AT_DATA: usize = 264;
 const AT_DATA_BLOCKS: usize = 272;
@@ -60,7 +65,7 @@ const AT_FIRST: usize = 280;
 const AT_GENERATION: usize = 288;
 const AT_STAMP: usize = 296;
 
-/// How the blocks of a volume lie on its members.
+/// How the blocks of a set lie on its members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Striping {
     /// Members.
@@ -74,33 +79,89 @@ pub struct Striping {
 }
 
 impl Striping {
-    /// The largest volume on members of these sizes, in blocks. None where the smallest is too
-    /// small, or the numbers are out of range.
+    /// The largest volume on one set of members of these sizes, in blocks. None where the smallest
+    /// is too small, or the numbers are out of range.
     pub fn new(blocks: &[u64], unit: u32) -> Option<Striping> {
-        let members = u16::try_from(blocks.len()).ok()?;
-        let smallest = blocks.iter().copied().min()?.checked_sub(DATA + 1)?;
-        let data_blocks = (smallest - smallest % u64::from(unit.max(1))).min(TOTAL_BLOCKS_MAX / u64::from(members));
-        Striping { members, unit, data: DATA, data_blocks: data_blocks - data_blocks % u64::from(unit.max(1)) }.checked()
+        Striping::behind(0, blocks, unit).filter(|striping| striping.members > 1)
     }
 
-    /// The same on members that have become so large, in blocks, and have room for more. None where
-    /// the smallest has not.
-    pub fn grown(&self, blocks: &[u64]) -> Option<Striping> {
-        let room = blocks.iter().copied().min()?.checked_sub(self.data + 1)?.min(TOTAL_BLOCKS_MAX / u64::from(self.members));
-        let data_blocks = room - room % u64::from(self.unit);
-        (data_blocks > self.data_blocks).then_some(Striping { data_blocks, ..*self })
+    /// The largest set on members of these sizes, one at the least, behind so many blocks of a
+    /// volume. None as with [`Striping::new`].
+    pub fn behind(before: u64, blocks: &[u64], unit: u32) -> Option<Striping> {
+        Striping { members: u16::try_from(blocks.len()).ok()?, unit, data: DATA, data_blocks: 0 }.filling(before, blocks)
     }
 
-    /// Blocks of the volume.
+    /// The same, behind so many blocks of the volume, on members that have become so large, in
+    /// blocks, and have room for more. None where the smallest has not.
+    pub fn grown(&self, before: u64, blocks: &[u64]) -> Option<Striping> {
+        self.filling(before, blocks).filter(|grown| grown.data_blocks > self.data_blocks)
+    }
+
+    /// With as much data as there is room for.
+    fn filling(self, before: u64, blocks: &[u64]) -> Option<Striping> {
+        let smallest = blocks.iter().copied().min()?.checked_sub(self.data + 1)?;
+        let room = smallest.min(TOTAL_BLOCKS_MAX.checked_sub(before)? / u64::from(self.members));
+        Striping { data_blocks: room - room % u64::from(self.unit.max(1)), ..self }.checked()
+    }
+
+    /// Blocks of the set.
     pub fn total_blocks(&self) -> u64 {
         self.data_blocks * u64::from(self.members)
     }
 
     fn checked(self) -> Option<Striping> {
         let unit = self.unit.is_power_of_two() && (UNIT_RANGE[0]..=UNIT_RANGE[1]).contains(&self.unit);
-        let members = (2..=MEMBERS_MAX).contains(&self.members);
+        let members = (1..=MEMBERS_MAX).contains(&self.members);
         let data = self.data_blocks > 0 && self.data_blocks.checked_mul(self.members.into())? <= TOTAL_BLOCKS_MAX;
         (unit && members && data && self.data >= 1 && self.data_blocks.is_multiple_of(self.unit.into())).then_some(self)
+    }
+}
+
+/// Where a set is among those of its volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SetPlace {
+    /// Its number, from 0.
+    pub number: u16,
+    /// Sets of the volume.
+    pub sets: u16,
+    /// Members of the sets before it.
+    pub members_before: u16,
+    /// Members of all sets.
+    pub members: u16,
+    /// First block of the volume that it holds.
+    pub first: u64,
+    /// Blocks of the volume.
+    pub total: u64,
+}
+
+impl SetPlace {
+    /// Those of all sets of a volume, in their order.
+    pub fn all(sets: &[Striping]) -> Vec<SetPlace> {
+        let members = sets.iter().map(|set| set.members).sum();
+        let total = sets.iter().map(Striping::total_blocks).sum();
+        let (mut members_before, mut first) = (0, 0);
+        let place = |(set, number): (&Striping, u16)| {
+            let place = SetPlace { number, sets: sets.len() as u16, members_before, members, first, total };
+            members_before += set.members;
+            first += set.total_blocks();
+            place
+        };
+        sets.iter().zip(0..).map(place).collect()
+    }
+
+    /// Whether a set that lies so can be there.
+    fn holds(&self, set: &Striping) -> bool {
+        let SetPlace { number, sets, members_before, members, first, total } = *self;
+        let is_first = number == 0;
+        let is_last = number + 1 == sets;
+        let end = first.checked_add(set.total_blocks());
+        number < sets
+            && members <= MEMBERS_MAX
+            && members > 1
+            && total <= TOTAL_BLOCKS_MAX
+            && (is_first == (first == 0) && is_first == (members_before == 0))
+            && end.is_some_and(|end| if is_last { end == total } else { end < total })
+            && members_before.checked_add(set.members).is_some_and(|end| if is_last { end == members } else { end < members })
     }
 }
 
@@ -123,9 +184,11 @@ pub struct Member {
     pub names: Names,
     /// UUID of the member.
     pub uuid: Uuid,
-    /// Its index, from 0.
+    /// Its index in its set, from 0.
     pub index: u16,
-    /// How the volume lies on its members.
+    /// Where its set is among those of the volume.
+    pub place: SetPlace,
+    /// How the set lies on its members.
     pub striping: Striping,
     /// Blocks of the member: the last one is the other superblock.
     pub blocks: u64,
@@ -137,6 +200,11 @@ impl Member {
     /// UUID of the volume, as people know it.
     pub fn volume_uuid(&self) -> Uuid {
         self.names.changed_uuid.unwrap_or(self.volume)
+    }
+
+    /// Its number among the members of all sets, from 0.
+    pub fn number(&self) -> u16 {
+        self.place.members_before + self.index
     }
 
     /// Addresses of the two superblocks of a member: first and last block.
@@ -151,11 +219,17 @@ impl Member {
         let bytes = block.bytes_mut();
         let features = le::get_u64(bytes, AT_INCOMPAT);
         le::put_u64(bytes, AT_INCOMPAT, features | SEVERAL_DEVICES);
-        le::put_u64(bytes, AT_TOTAL, self.striping.total_blocks());
+        le::put_u64(bytes, AT_TOTAL, self.place.total);
         bytes[AT_MEMBER_UUID..AT_MEMBER_UUID + 16].copy_from_slice(&self.uuid);
         le::put_u16(bytes, AT_INDEX, self.index);
         le::put_u16(bytes, AT_MEMBERS, members);
-        le::put_u16(bytes, AT_SETS, 1);
+        le::put_u16(bytes, AT_SET, self.place.number);
+        le::put_u16(bytes, AT_SETS, self.place.sets);
+        if self.place.sets > 1 {
+            le::put_u16(bytes, AT_MEMBERS_BEFORE, self.place.members_before);
+            le::put_u16(bytes, AT_ALL_MEMBERS, self.place.members);
+        }
+        le::put_u64(bytes, AT_FIRST, self.place.first);
         le::put_u32(bytes, AT_UNIT, unit);
         le::put_u64(bytes, AT_BLOCKS, self.blocks);
         le::put_u64(bytes, AT_DATA, data);
@@ -200,26 +274,31 @@ impl Member {
             let names = INCOMPATIBLE.names(unknown);
             return fail(format!("uses features that this program does not know: {names}; use a newer one"));
         }
-        let (set, sets) = (le::get_u16(bytes, AT_SET), le::get_u16(bytes, AT_SETS));
-        if (set, sets, le::get_u64(bytes, AT_FIRST)) != (0, 1, 0) {
-            return fail(format!("the volume has {sets} sets of members; this program knows volumes of one: use a newer one"));
-        }
         let striping = Striping {
             members: le::get_u16(bytes, AT_MEMBERS),
             unit: le::get_u32(bytes, AT_UNIT),
             data: le::get_u64(bytes, AT_DATA),
             data_blocks: le::get_u64(bytes, AT_DATA_BLOCKS),
         };
+        let sets = le::get_u16(bytes, AT_SETS);
+        let place = SetPlace {
+            number: le::get_u16(bytes, AT_SET),
+            sets,
+            members_before: le::get_u16(bytes, AT_MEMBERS_BEFORE),
+            members: if sets == 1 { striping.members } else { le::get_u16(bytes, AT_ALL_MEMBERS) },
+            first: le::get_u64(bytes, AT_FIRST),
+            total: le::get_u64(bytes, AT_TOTAL),
+        };
         let (index, blocks) = (le::get_u16(bytes, AT_INDEX), le::get_u64(bytes, AT_BLOCKS));
         let checked = striping.checked().filter(|striping| {
             let end = striping.data.checked_add(striping.data_blocks);
             index < striping.members
-                && le::get_u64(bytes, AT_TOTAL) == striping.total_blocks()
+                && place.holds(striping)
                 && end.is_some_and(|end| end < blocks)
                 && (address == SUPERBLOCK || address == blocks - 1)
         });
         let Some(striping) = checked else {
-            return fail(format!("impossible geometry: member {index} of {blocks} blocks, {striping:?}"));
+            return fail(format!("impossible geometry: member {index} of {blocks} blocks, {striping:?}, {place:?}"));
         };
         if blocks > device_blocks {
             let (want, have) = (blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);
@@ -230,6 +309,7 @@ impl Member {
             names: names(block),
             uuid: bytes[AT_MEMBER_UUID..AT_MEMBER_UUID + 16].try_into().expect("sixteen bytes"),
             index,
+            place,
             striping,
             blocks,
             generation: Generation {
@@ -250,12 +330,14 @@ mod tests {
     const BLOCKS: u64 = 8192;
 
     fn member() -> Member {
+        let striping = Striping::new(&[BLOCKS, BLOCKS + 100, BLOCKS + 1], 64).unwrap();
         Member {
             volume: [9; 16],
             names: Names { label: "data".into(), changed_uuid: None },
             uuid: [7; 16],
             index: 2,
-            striping: Striping::new(&[BLOCKS, BLOCKS + 100, BLOCKS + 1], 64).unwrap(),
+            place: SetPlace::all(&[striping])[0],
+            striping,
             blocks: BLOCKS,
             generation: Generation { number: 5, stamp: [6; 16] },
         }
@@ -279,10 +361,12 @@ mod tests {
 
     #[test]
     fn every_field_is_at_its_offset() {
+        let striping = Striping { members: 0x000b, unit: 0x0400, data: 0x0203, data_blocks: 0x1000_0000 };
         let member = Member {
             names: Names { label: "L".repeat(LABEL_MAX), changed_uuid: Some([0x33; 16]) },
             index: 0x0001,
-            striping: Striping { members: 0x0010, unit: 0x0400, data: 0x0203, data_blocks: 0x1000_0000 },
+            place: SetPlace { number: 2, sets: 3, members_before: 5, members: 16, first: 0x88, total: 0xb000_0088 },
+            striping,
             blocks: 0x5555_5555_5555,
             generation: Generation { number: 0x6666_6666_6666_6666, stamp: [0x77; 16] },
             ..member()
@@ -293,16 +377,21 @@ mod tests {
         expected[64..80].copy_from_slice(b"gpunvme volume\x1a\n");
         expected[80] = 1;
         expected[104] = 0b1_1000;
-        expected[116] = 1;
+        expected[112] = 0x88;
+        expected[115] = 0xb0;
         expected[160..224].fill(b'L');
         expected[224..240].fill(7);
         expected[240] = 1;
-        expected[242] = 0x10;
-        expected[246] = 1;
+        expected[242] = 0x0b;
+        expected[244] = 2;
+        expected[246] = 3;
         expected[249] = 4;
+        expected[252] = 5;
+        expected[254] = 16;
         expected[256..262].fill(0x55);
         expected[264..266].copy_from_slice(&[3, 2]);
         expected[275] = 0x10;
+        expected[280] = 0x88;
         expected[288..296].fill(0x66);
         expected[296..312].fill(0x77);
         expected[312..328].fill(0x33);
@@ -327,10 +416,34 @@ mod tests {
     #[test]
     fn members_that_became_larger_have_more_of_the_volume() {
         let striping = Striping::new(&[10_000, 9_000], 64).unwrap();
-        let grown = striping.grown(&[20_000, 19_000]).unwrap();
+        let grown = striping.grown(0, &[20_000, 19_000]).unwrap();
         assert_eq!((grown.data, grown.data_blocks), (striping.data, (19_000 - 513) / 64 * 64));
-        assert_eq!(striping.grown(&[20_000, 9_000]), None, "the smallest counts");
-        assert_eq!(striping.grown(&[20_000, 8_000]), None);
+        assert_eq!(striping.grown(0, &[20_000, 9_000]), None, "the smallest counts");
+        assert_eq!(striping.grown(0, &[20_000, 8_000]), None);
+        let behind = TOTAL_BLOCKS_MAX - 2 * striping.data_blocks;
+        assert_eq!(striping.grown(behind, &[20_000, 20_000]), None, "the volume is as large as one can be");
+    }
+
+    #[test]
+    fn sets_lie_one_behind_the_other() {
+        let first = Striping::new(&[9_000; 3], 64).unwrap();
+        let second = Striping::behind(first.total_blocks(), &[7_000], 64).unwrap();
+        let third = Striping::behind(0, &[5_000; 2], 64).unwrap();
+        let places = SetPlace::all(&[first, second, third]);
+        let ends = [first.total_blocks(), first.total_blocks() + second.total_blocks()];
+        assert_eq!(places.iter().map(|place| place.first).collect::<Vec<_>>(), [0, ends[0], ends[1]]);
+        assert_eq!(places.iter().map(|place| place.members_before).collect::<Vec<_>>(), [0, 3, 4]);
+        assert!(places.iter().all(|place| (place.sets, place.members) == (3, 6)));
+        assert!(places.iter().all(|place| place.total == ends[1] + third.total_blocks()));
+        for (place, striping) in places.into_iter().zip([first, second, third]) {
+            let member = Member { index: 0, place, striping, blocks: 9_000, ..member() };
+            assert_eq!(Member::decode(&member.encode(0), 0, 9_000), Ok(Some(member.clone())));
+            assert_eq!(member.number(), place.members_before);
+        }
+        let full = Striping::behind(TOTAL_BLOCKS_MAX - 640, &[9_000; 2], 64).unwrap();
+        assert_eq!(full.total_blocks(), 640);
+        assert_eq!(Striping::behind(TOTAL_BLOCKS_MAX, &[9_000; 2], 64), None);
+        assert_eq!(Striping::behind(0, &[], 64), None);
     }
 
     #[test]
@@ -339,8 +452,7 @@ mod tests {
         assert!(Member::decode(&member().encode(0), 0, 1000).unwrap_err().to_string().contains("truncated"));
         assert!(message(&changed(|b| b[80] = 2)).contains("format version 2"));
         assert!(message(&changed(|b| b[AT_INCOMPAT] |= 1)).contains("data checksums"));
-        assert!(message(&changed(|b| b[AT_SETS] = 2)).contains("2 sets"));
-        for at in [AT_INDEX, AT_MEMBERS, AT_UNIT, AT_DATA_BLOCKS, AT_TOTAL] {
+        for at in [AT_INDEX, AT_MEMBERS, AT_UNIT, AT_DATA_BLOCKS, AT_TOTAL, AT_SET, AT_SETS, AT_MEMBERS_BEFORE, AT_FIRST] {
             assert!(message(&changed(|b| b[at] += 5)).contains("impossible geometry"), "the field at {at}");
         }
         assert!(message(&changed(|b| b[AT_DATA + 7] = 0xff)).contains("impossible geometry"));

@@ -2,17 +2,15 @@
 //! ([`fsck`]).
 //!
 //! The format itself is written by `gpunvme_engine::format`. This crate is what stands around it:
-//! it looks before it leaps ([`contents`]), clears what the device was recognised by before
-//! ([`wipe`]), and says what it made ([`report`]).
+//! it looks before it leaps ([`gpunvme_programs::contents`]), clears what the device was recognised
+//! by before ([`gpunvme_programs::wipe`]), and says what it made ([`report`]).
 
 #![forbid(unsafe_code)]
 
 pub mod arguments;
-pub mod contents;
 pub mod fsck;
 mod meter;
 pub mod report;
-pub mod wipe;
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -25,10 +23,10 @@ use gpunvme_blockdev::{BlockDevice, OpenMode, path_of, split_names};
 use gpunvme_engine::FormatOptions;
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
 use gpunvme_layout::superblock::Names;
-use gpunvme_layout::{BLOCK_SIZE, Geometry, Member, Striping, Timestamp};
+use gpunvme_layout::{BLOCK_SIZE, Geometry, Member, SetPlace, Striping, Timestamp};
 use gpunvme_programs::claim::reason;
-use gpunvme_programs::members;
 use gpunvme_programs::terminal::{complain, print};
+use gpunvme_programs::{contents, members, wipe};
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -92,7 +90,9 @@ pub fn make(arguments: &Arguments) -> Result<Report, Refusal> {
     // Of one device the volume is all.
     let striping = if names.len() > 1 { Some(striping(&devices, arguments.unit)?) } else { None };
     let volume = match &striping {
-        Some(striping) => members::stripe(devices.clone(), striping).map_err(|why| Refusal::new(&names.join("+"), why))?,
+        Some(striping) => {
+            members::stripe(devices.clone(), std::slice::from_ref(striping)).map_err(|why| Refusal::new(&names.join("+"), why))?
+        }
         None => Arc::clone(&devices[0]),
     };
     let failed = |error: &dyn ToString| Refusal::new(volume.name(), error.to_string());
@@ -132,6 +132,7 @@ fn make_members(devices: &[Arc<dyn BlockDevice>], striping: Striping, options: &
         names: Names { label: options.label.clone(), changed_uuid: None },
         uuid: [0; 16],
         index: 0,
+        place: SetPlace::all(&[striping])[0],
         striping,
         blocks: 0,
         generation: members::generation(1)?,

@@ -61,6 +61,7 @@ class Info(TypedDict):
     logical_block: int
     memory_alignment: int
     devices: int
+    sets: int
     stripe_unit: int
     route: str
     reason: str | None

@@ -81,6 +81,7 @@ impl Mount {
         of.set_item("logical_block", info.logical_block)?;
         of.set_item("memory_alignment", info.memory_alignment)?;
         of.set_item("devices", info.devices)?;
+        of.set_item("sets", info.sets)?;
         of.set_item("stripe_unit", info.stripe_unit)?;
         of.set_item("route", info.route.name())?;
         of.set_item("reason", (info.reason != Reason::None).then(|| info.reason.name()))?;

@@ -3,13 +3,34 @@ use smallvec::SmallVec;
 
 use crate::{Request, Span, Spans};
 
-/// How a stripe lies on its members: unit `u` is unit `u / members` of the data of member
-/// `u % members`.
+/// One set of members of a stripe: unit `u` of what the set holds is unit `u / members` of the data
+/// of its member `u % members`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StripeSet {
+    /// Number of members.
+    pub members: usize,
+    /// Bytes that lie on one member before those of the next begin.
+    pub unit: u64,
+    /// Where the data begins on each member, in bytes.
+    pub data: u64,
+    /// Bytes of data on each member, a multiple of the unit. Of the last set, more may follow.
+    pub data_len: u64,
+}
+
+/// How a stripe lies on its members: what its first set holds, then what the next one does. The
+/// members are numbered through all sets.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StripeMap {
-    members: usize,
-    unit: u64,
-    data: u64,
+    sets: SmallVec<[Set; 1]>,
+}
+
+/// A set, and what lies before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Set {
+    lies: StripeSet,
+    first_member: usize,
+    /// The first byte of the stripe that it holds.
+    start: u64,
 }
 
 /// Where a byte of a stripe lies.
@@ -27,52 +48,64 @@ pub struct Place {
 pub(super) type Part = (usize, Request);
 
 impl StripeMap {
-    /// A stripe of so many members, with units of `unit` bytes, whose data begins at byte `data`
-    /// of each.
+    /// A stripe of these sets, in their order.
     ///
     /// # Panics
-    /// Unless there are members and bytes in a unit.
-    pub fn new(members: usize, unit: u64, data: u64) -> StripeMap {
-        assert!(members > 0 && unit > 0, "{members} members with units of {unit} bytes");
-        StripeMap { members, unit, data }
+    /// Unless there are sets, members, and bytes in a unit.
+    pub fn new(sets: &[StripeSet]) -> StripeMap {
+        assert!(!sets.is_empty(), "a stripe has a set");
+        let (mut first_member, mut start) = (0, 0u64);
+        let set = |lies: &StripeSet| {
+            let StripeSet { members, unit, data_len, .. } = *lies;
+            assert!(members > 0 && unit > 0, "{members} members with units of {unit} bytes");
+            let set = Set { lies: *lies, first_member, start };
+            first_member += members;
+            start = start.saturating_add(data_len.saturating_mul(members as u64));
+            set
+        };
+        StripeMap { sets: sets.iter().map(set).collect() }
     }
 
     /// Number of members.
     pub fn members(&self) -> usize {
-        self.members
+        let last = self.last();
+        last.first_member + last.lies.members
     }
 
-    /// Bytes that lie on one member before those of the next begin.
+    /// Number of sets.
+    pub fn sets(&self) -> usize {
+        self.sets.len()
+    }
+
+    /// Bytes that lie on one member of the first set before those of the next begin.
     pub fn unit(&self) -> u64 {
-        self.unit
-    }
-
-    /// Where the data begins on each member, in bytes.
-    pub fn data(&self) -> u64 {
-        self.data
+        self.sets[0].lies.unit
     }
 
     /// Where a byte of the stripe lies.
     pub fn place(&self, offset: u64) -> Place {
-        let (unit, within) = (offset / self.unit, offset % self.unit);
-        let row = unit / self.members as u64;
-        Place {
-            member: (unit % self.members as u64) as usize,
-            offset: self.data + row * self.unit + within,
-            left: self.unit - within,
-        }
+        let set = self.set_at(offset);
+        set.place(offset)
     }
 
     /// The byte of the stripe at an offset of a member; none where the member has no data there.
     pub fn volume_offset(&self, member: usize, offset: u64) -> Option<u64> {
-        let at = offset.checked_sub(self.data)?;
-        Some((at / self.unit * self.members as u64 + member as u64) * self.unit + at % self.unit)
+        let set = self.sets.iter().rfind(|set| set.first_member <= member)?;
+        let StripeSet { members, unit, data, .. } = set.lies;
+        let (at, index) = (offset.checked_sub(data)?, member - set.first_member);
+        Some(set.start + (at / unit * members as u64 + index as u64) * unit + at % unit)
     }
 
-    /// Where the data of a stripe of `len` bytes ends on each member.
-    pub(super) fn member_end(&self, len: u64) -> u64 {
-        let row = self.unit.saturating_mul(self.members as u64);
-        len.div_ceil(row).saturating_mul(self.unit).saturating_add(self.data)
+    /// Where the data of a stripe of `len` bytes ends on each member, and what has to divide where
+    /// its parts begin.
+    pub(super) fn needs(&self, len: u64) -> impl Iterator<Item = (u64, StripeSet)> {
+        self.sets.iter().zip(self.ends()).flat_map(move |(set, end)| {
+            let StripeSet { members, unit, data, .. } = set.lies;
+            let held = len.min(end).saturating_sub(set.start);
+            let row = unit.saturating_mul(members as u64);
+            let end = held.div_ceil(row).saturating_mul(unit).saturating_add(data);
+            std::iter::repeat_n((end, set.lies), members)
+        })
     }
 
     /// Cuts a request into its parts, all with that tag. Offset and length lie on the stripe.
@@ -84,22 +117,52 @@ impl StripeMap {
         }
         let mut parts: SmallVec<[Part; 1]> = SmallVec::new();
         let mut memory = Memory { spans: &mut spans, index: 0 };
-        let (mut at, end, mut number) = (offset, offset + len, 0);
-        while at < end {
-            let place = self.place(at);
-            let taken = place.left.min(end - at);
-            if number < self.members {
-                let part = Request { op, offset: place.offset, len: 0, spans: Spans::new(), tag };
-                parts.push((place.member, part));
+        let (mut at, end) = (offset, offset + len);
+        for (set, set_end) in self.sets.iter().zip(self.ends()) {
+            let (parts_before, mut number) = (parts.len(), 0);
+            while at >= set.start && at < end.min(set_end) {
+                let place = set.place(at);
+                let taken = place.left.min(end - at);
+                if number < set.lies.members {
+                    let part = Request { op, offset: place.offset, len: 0, spans: Spans::new(), tag };
+                    parts.push((place.member, part));
+                }
+                // A member's units follow one another there, as they do here.
+                let (_, part) = &mut parts[parts_before + number % set.lies.members];
+                part.len += taken;
+                memory.take(taken as usize, &mut part.spans);
+                at += taken;
+                number += 1;
             }
-            // A member's units follow one another there, as they do here.
-            let (_, part) = &mut parts[number % self.members];
-            part.len += taken;
-            memory.take(taken as usize, &mut part.spans);
-            at += taken;
-            number += 1;
         }
         parts
+    }
+
+    /// Where each set ends on the stripe; the last one never does.
+    fn ends(&self) -> impl Iterator<Item = u64> {
+        self.sets[1..].iter().map(|set| set.start).chain([u64::MAX])
+    }
+
+    fn set_at(&self, offset: u64) -> &Set {
+        self.sets[1..].iter().rfind(|set| set.start <= offset).unwrap_or(&self.sets[0])
+    }
+
+    fn last(&self) -> &Set {
+        self.sets.last().expect("a stripe has a set")
+    }
+}
+
+impl Set {
+    fn place(&self, offset: u64) -> Place {
+        let StripeSet { members, unit, data, .. } = self.lies;
+        let at = offset - self.start;
+        let (number, within) = (at / unit, at % unit);
+        let row = number / members as u64;
+        Place {
+            member: self.first_member + (number % members as u64) as usize,
+            offset: data + row * unit + within,
+            left: unit - within,
+        }
     }
 }
 
@@ -132,25 +195,50 @@ mod tests {
     use super::*;
     use crate::{Op, Region};
 
+    /// Sets whose data lies from byte 3 on.
+    fn map(sets: &[(usize, u64, u64)]) -> StripeMap {
+        let set = |&(members, unit, rows): &(usize, u64, u64)| StripeSet { members, unit, data: 3, data_len: rows * unit };
+        StripeMap::new(&sets.iter().map(set).collect::<Vec<_>>())
+    }
+
+    fn sets() -> impl Strategy<Value = Vec<(usize, u64, u64)>> {
+        proptest::collection::vec((1usize..5, 1u64..9, 1u64..6), 1..4)
+    }
+
     proptest! {
         #[test]
-        fn each_byte_has_one_place_and_the_way_back(
-            members in 1usize..9, unit in 1u64..9, data in 0u64..9, offset in 0u64..1000,
-        ) {
-            let map = StripeMap::new(members, unit, data);
+        fn each_byte_has_one_place_and_the_way_back(sets in sets(), offset in 0u64..1000) {
+            let map = map(&sets);
             let place = map.place(offset);
             prop_assert_eq!(map.volume_offset(place.member, place.offset), Some(offset));
             let next = map.place(offset + 1);
             let same_unit = (next.member, next.offset) == (place.member, place.offset + 1);
-            prop_assert_eq!(same_unit, place.left > 1 || members == 1);
-            prop_assert!(map.member_end(offset + 1) > place.offset && map.member_end(offset) <= place.offset + unit);
+            prop_assert!(same_unit || place.left == 1 || sets.len() > 1, "{place:?} {next:?}");
+            let ends = |len| map.needs(len).map(|(end, _)| end).collect::<Vec<_>>();
+            prop_assert_eq!(ends(offset).len(), map.members());
+            prop_assert!(ends(offset + 1)[place.member] > place.offset);
+            prop_assert!(ends(offset)[place.member] <= place.offset + 8);
+        }
+
+        #[test]
+        fn a_set_takes_no_byte_of_the_one_behind_it(sets in sets()) {
+            let map = map(&sets);
+            let held: u64 = sets[..sets.len() - 1].iter().map(|(members, unit, rows)| *members as u64 * unit * rows).sum();
+            let mut seen = std::collections::HashSet::new();
+            for offset in 0..held + 40 {
+                let place = map.place(offset);
+                prop_assert!(seen.insert((place.member, place.offset)), "byte {} lies where another does", offset);
+                let behind = map.members() - sets[sets.len() - 1].0;
+                prop_assert_eq!(place.member >= behind, offset >= held);
+                prop_assert!(place.offset >= 3);
+            }
         }
 
         #[test]
         fn the_parts_of_a_request_cover_it_once_each_on_its_member(
-            members in 1usize..6, unit in 1u64..5, offset in 0u64..40, lens in proptest::collection::vec(1usize..9, 1..9),
+            sets in sets(), offset in 0u64..40, lens in proptest::collection::vec(1usize..9, 1..9),
         ) {
-            let map = StripeMap::new(members, unit, 3);
+            let map = map(&sets);
             let len: usize = lens.iter().sum();
             let region = Region::allocate(len).expect("memory");
             let mut at = 0;
@@ -175,7 +263,8 @@ mod tests {
 
     #[test]
     fn a_request_without_memory_is_cut_by_its_length() {
-        let parts = StripeMap::new(2, 4, 0).cut(Request::discard(2, 8), 1);
+        let map = StripeMap::new(&[StripeSet { members: 2, unit: 4, data: 0, data_len: 100 }]);
+        let parts = map.cut(Request::discard(2, 8), 1);
         let parts: Vec<_> = parts.iter().map(|(member, part)| (*member, part.offset, part.len)).collect();
         assert_eq!(parts, [(0, 2, 4), (1, 0, 4)]);
     }

@@ -1,17 +1,22 @@
 //! A stripe: several devices, its *members*, that are used as one. Unit after unit lies on member
-//! after member, so that a long request is in flight on all of them at once.
+//! after member, so that a long request is in flight on all of them at once. It can be given
+//! further *sets* of members while it is in use, which hold what comes behind.
 //!
 //! `map` knows where what lies, and cuts requests; `queue` runs them on a queue of each member;
 //! here are the device, and what its queues share: which members a flush has to go to.
+mod growing;
 mod map;
 mod queue;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
-pub use map::{Place, StripeMap};
+use parking_lot::Mutex;
 
-use queue::StripeQueue;
+pub use map::{Place, StripeMap, StripeSet};
+
+use growing::Growing;
+use queue::{Members, StripeQueue};
 
 use crate::mappings::MAX_DEVICES;
 use crate::{BlockDevice, Error, Geometry, Length, NoPeerToPeer, Queue, Region, Result};
@@ -22,54 +27,124 @@ use crate::{BlockDevice, Error, Geometry, Length, NoPeerToPeer, Queue, Region, R
 /// is over when all of them are. An error names the member, and has the offset there.
 pub struct StripeDevice {
     shared: Arc<Shared>,
+    users: Mutex<Users>,
 }
 
-/// What the device and its queues share.
+/// What the device and its queues share. What grows gets the members first, and the map of them
+/// last.
 struct Shared {
-    name: Arc<str>,
+    names: Growing<Arc<str>>,
     geometry: Geometry,
-    map: StripeMap,
-    members: Vec<Arc<dyn BlockDevice>>,
-    written: Vec<Written>,
+    maps: Growing<StripeMap>,
+    members: Growing<Arc<dyn BlockDevice>>,
+    written: [Written; MAX_DEVICES],
+}
+
+/// Who has to know of members that are added.
+#[derive(Default)]
+struct Users {
+    queues: Vec<Weak<Members>>,
+    /// Memory of other processes and of devices. What is this process's own goes through a bounce
+    /// buffer to and from members that it is not mapped for.
+    mapped: Vec<Weak<Region>>,
 }
 
 /// How far a member's writes are durable, in writes counted at their completion. A flush covers
 /// those that were counted when it was submitted.
+#[derive(Debug)]
 struct Written {
     completed: AtomicU64,
     durable: AtomicU64,
 }
 
+impl Default for Written {
+    /// What earlier users wrote may not be durable: the first flush goes to all.
+    fn default() -> Written {
+        Written { completed: AtomicU64::new(1), durable: AtomicU64::new(0) }
+    }
+}
+
 impl StripeDevice {
-    /// Makes a device of members, in this order. Each has the same length of data, of which the
-    /// volume that `map` describes takes `len` bytes in all.
+    /// Makes a device of members, in this order, of which the volume that lies on them as `map`
+    /// says takes `len` bytes in all.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for more than 16 members, a member that is too short, or one whose
     /// logical block is larger than the unit.
     pub fn new(members: Vec<Arc<dyn BlockDevice>>, map: StripeMap, len: u64) -> Result<Arc<StripeDevice>> {
-        let names: Vec<&str> = members.iter().map(|member| member.name()).collect();
-        let name: Arc<str> = names.join("+").into();
-        let unsupported = |device: &str, reason: String| Error::Unsupported { device: device.into(), reason };
+        let name = name(&members);
         if members.len() != map.members() || members.len() > MAX_DEVICES {
             return Err(unsupported(&name, format!("{} devices cannot be one: 2 to {MAX_DEVICES} can", members.len())));
         }
-        let end = map.member_end(len);
-        for member in &members {
-            let (len, logical_block) = (member.geometry().len.get(), member.geometry().logical_block);
-            if len < end {
-                return Err(unsupported(member.name(), format!("has {len} bytes, and {end} are needed of each device")));
-            }
-            if !map.unit().is_multiple_of(logical_block.into()) || !map.data().is_multiple_of(logical_block.into()) {
-                let unit = map.unit();
-                return Err(unsupported(member.name(), format!("has blocks of {logical_block} bytes in a unit of {unit}")));
-            }
-        }
+        fits(&members, &map, len)?;
         let geometry = geometry(&members, len);
-        // What earlier users wrote may not be durable: the first flush goes to all.
-        let written = members.iter().map(|_| Written { completed: AtomicU64::new(1), durable: AtomicU64::new(0) }).collect();
-        Ok(Arc::new(StripeDevice { shared: Arc::new(Shared { name, geometry, map, members, written }) }))
+        let shared = Shared {
+            names: Growing::of(name),
+            geometry,
+            maps: Growing::of(map),
+            members: members.into_iter().collect(),
+            written: Default::default(),
+        };
+        Ok(Arc::new(StripeDevice { shared: Arc::new(shared), users: Mutex::default() }))
     }
+
+    fn queue(&self, is_busy: bool) -> Result<Box<dyn Queue>> {
+        let mut users = self.users.lock();
+        let queue = StripeQueue::open(self.shared.clone(), is_busy)?;
+        users.queues.retain(|queue| queue.strong_count() > 0);
+        users.queues.push(Arc::downgrade(queue.members()));
+        Ok(Box::new(queue))
+    }
+}
+
+fn unsupported(device: &str, reason: String) -> Error {
+    Error::Unsupported { device: device.into(), reason }
+}
+
+fn name(members: &[Arc<dyn BlockDevice>]) -> Arc<str> {
+    let names: Vec<&str> = members.iter().map(|member| member.name()).collect();
+    names.join("+").into()
+}
+
+/// Whether a stripe of that length can lie so on these members.
+fn fits(members: &[Arc<dyn BlockDevice>], map: &StripeMap, len: u64) -> Result<()> {
+    for (member, (end, StripeSet { unit, data, .. })) in members.iter().zip(map.needs(len)) {
+        let Geometry { len, logical_block, .. } = member.geometry();
+        if len.get() < end {
+            let reason = format!("has {} bytes, and {end} are needed of each device", len.get());
+            return Err(unsupported(member.name(), reason));
+        }
+        if !unit.is_multiple_of((*logical_block).into()) || !data.is_multiple_of((*logical_block).into()) {
+            return Err(unsupported(member.name(), format!("has blocks of {logical_block} bytes in a unit of {unit}")));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a member can be added to those of a stripe in use, which go on as they do: all that they
+/// promise, it has to do.
+fn can_join(member: &dyn BlockDevice, first: &dyn BlockDevice, stripe: &Geometry) -> Result<()> {
+    let own = member.geometry();
+    let why = if member.pins() != first.pins() || member.peer_to_peer().is_ok() != first.peer_to_peer().is_ok() {
+        "is run by another driver than those before it".into()
+    } else if own.read_only {
+        "is read-only".into()
+    } else if own.logical_block.max(own.memory_alignment) > stripe.logical_block || own.memory_alignment > stripe.memory_alignment
+    {
+        let (block, most) = (own.logical_block.max(own.memory_alignment), stripe.logical_block);
+        format!("has blocks of {block} bytes, and the volume is used in blocks of {most}")
+    } else if own.max_transfer < stripe.max_transfer {
+        format!("takes requests of {} bytes at the most, and those before it of {}", own.max_transfer, stripe.max_transfer)
+    } else if own.volatile_cache && !stripe.volatile_cache {
+        "has a cache that loses what it holds when the power fails, and those before it have none".into()
+    } else if stripe.discard && !own.discard {
+        "cannot discard, and those before it can".into()
+    } else if stripe.write_zeroes && !own.write_zeroes {
+        "cannot write zeroes by itself, and those before it can".into()
+    } else {
+        return Ok(());
+    };
+    Err(unsupported(member.name(), why))
 }
 
 /// What all members can do.
@@ -94,7 +169,7 @@ fn geometry(members: &[Arc<dyn BlockDevice>], len: u64) -> Geometry {
 impl BlockDevice for StripeDevice {
     /// The names of the members, with `+` between them.
     fn name(&self) -> &str {
-        &self.shared.name
+        self.shared.names.last()
     }
 
     fn geometry(&self) -> &Geometry {
@@ -103,25 +178,26 @@ impl BlockDevice for StripeDevice {
 
     /// A queue of each member.
     fn open_queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(StripeQueue::open(self.shared.clone(), false)?))
+        self.queue(false)
     }
 
     fn open_busy_queue(&self, _beside: Option<&dyn Queue>) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(StripeQueue::open(self.shared.clone(), true)?))
+        self.queue(true)
     }
 
     fn map(&self, region: &Arc<Region>) -> Result<()> {
-        let members = &self.shared.members;
-        for (number, member) in members.iter().enumerate() {
-            if let Err(error) = member.map(region) {
-                members[..number].iter().for_each(|member| member.unmap(region));
-                return Err(error);
-            }
+        let mut users = self.users.lock();
+        map_for(&self.members(), region)?;
+        users.mapped.retain(|mapped| mapped.strong_count() > 0);
+        if !region.is_private() {
+            users.mapped.push(Arc::downgrade(region));
         }
         Ok(())
     }
 
     fn unmap(&self, region: &Region) {
+        let mut users = self.users.lock();
+        users.mapped.retain(|mapped| mapped.strong_count() > 0 && !std::ptr::eq(mapped.as_ptr(), region));
         self.shared.members.iter().for_each(|member| member.unmap(region));
     }
 
@@ -139,29 +215,89 @@ impl BlockDevice for StripeDevice {
     }
 
     fn lengthen(&self, len: u64) -> Result<()> {
-        let end = self.shared.map.member_end(len);
-        if let Some(member) = self.shared.members.iter().find(|member| member.geometry().len.get() < end) {
-            let reason = format!("has {} bytes, and {end} are needed of each device", member.geometry().len.get());
-            return Err(Error::Unsupported { device: member.name().into(), reason });
-        }
+        fits(&self.members(), self.shared.maps.last(), len)?;
         self.shared.geometry.len.grow(len);
         Ok(())
     }
 
-    fn members(&self) -> &[Arc<dyn BlockDevice>] {
-        &self.shared.members
+    fn add_set(
+        &self,
+        members: &[Arc<dyn BlockDevice>],
+        map: StripeMap,
+        len: u64,
+        begin: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let shared = &self.shared;
+        let all: Vec<_> = self.members().into_iter().chain(members.iter().cloned()).collect();
+        if all.len() != map.members() || all.len() > MAX_DEVICES || map.sets() != shared.maps.last().sets() + 1 {
+            return Err(unsupported(&name(members), format!("{} devices cannot be one: {MAX_DEVICES} can", all.len())));
+        }
+        fits(&all, &map, len)?;
+        members.iter().try_for_each(|member| can_join(&**member, &*all[0], &shared.geometry))?;
+        // No queue is opened meanwhile, and no memory mapped.
+        let mut users = self.users.lock();
+        users.queues.retain(|queue| queue.strong_count() > 0);
+        users.mapped.retain(|mapped| mapped.strong_count() > 0);
+        let queues: Vec<Arc<Members>> = users.queues.iter().filter_map(Weak::upgrade).collect();
+        let further = queues.iter().map(|queue| queue.open(members)).collect::<Result<Vec<_>>>()?;
+        let regions: Vec<Arc<Region>> = users.mapped.iter().filter_map(Weak::upgrade).collect();
+        let unmap = |count: usize| {
+            let mapped = regions[..count].iter();
+            mapped.for_each(|region| members.iter().for_each(|member| member.unmap(region)));
+        };
+        for (number, region) in regions.iter().enumerate() {
+            map_for(members, region).inspect_err(|_| unmap(number))?;
+        }
+        begin().inspect_err(|_| unmap(regions.len()))?;
+        for (queue, further) in queues.iter().zip(further) {
+            queue.add(further);
+        }
+        members.iter().for_each(|member| shared.members.push(member.clone()));
+        shared.names.push(name(&all));
+        shared.maps.push(map);
+        // At last: a thread that sees the length finds all the rest.
+        shared.geometry.len.grow(len);
+        Ok(())
+    }
+
+    fn members(&self) -> Vec<Arc<dyn BlockDevice>> {
+        self.shared.members.iter().cloned().collect()
     }
 
     fn without_discard(&self) -> Option<&str> {
         self.shared.members.iter().find_map(|member| member.without_discard())
     }
 
-    fn stripe(&self) -> Option<StripeMap> {
-        Some(self.shared.map)
+    fn stripe(&self) -> Option<&StripeMap> {
+        Some(self.shared.maps.last())
     }
 }
 
+/// Maps a region for all of these, or for none.
+fn map_for(members: &[Arc<dyn BlockDevice>], region: &Arc<Region>) -> Result<()> {
+    for (number, member) in members.iter().enumerate() {
+        if let Err(error) = member.map(region) {
+            members[..number].iter().for_each(|member| member.unmap(region));
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
 impl Shared {
+    /// How the stripe lies on its members now.
+    fn map(&self) -> &StripeMap {
+        self.maps.last()
+    }
+
+    fn name(&self) -> &Arc<str> {
+        self.names.last()
+    }
+
+    fn member(&self, number: usize) -> &Arc<dyn BlockDevice> {
+        self.members.get(number).expect("the map names members that are there")
+    }
+
     /// Accounts for a write of a member that is over.
     fn wrote(&self, member: usize) {
         self.written[member].completed.fetch_add(1, Ordering::AcqRel);
@@ -172,7 +308,8 @@ impl Shared {
     fn to_flush(&self, member: usize) -> Option<u64> {
         let Written { completed, durable } = &self.written[member];
         let completed = completed.load(Ordering::Acquire);
-        (self.members[member].geometry().volatile_cache && durable.load(Ordering::Acquire) < completed).then_some(completed)
+        let has_cache = self.member(member).geometry().volatile_cache;
+        (has_cache && durable.load(Ordering::Acquire) < completed).then_some(completed)
     }
 
     /// Accounts for a flush of a member that covered so many writes.

@@ -14,20 +14,56 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use super::Shared;
+use super::growing::Growing;
 use crate::transport::event::{Event, wait_any};
-use crate::{Completion, Error, Op, Queue, Request, Result, Wait};
+use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
 
 pub(super) struct StripeQueue {
     shared: Arc<Shared>,
-    members: Vec<Box<dyn Queue>>,
-    /// Signalled by [`Queue::wake`], and for requests that are over without any member.
-    event: Event,
+    members: Arc<Members>,
     woken: AtomicBool,
     state: Mutex<State>,
     /// Completions of a member, in a vector that keeps its memory.
     reaper: Mutex<Vec<Completion>>,
     /// Parts by member, in vectors that keep their memory: taken by the thread that submits.
     parts: Mutex<Vec<Vec<Request>>>,
+}
+
+/// A queue of each member, by their numbers.
+pub(super) struct Members {
+    queues: Growing<Box<dyn Queue>>,
+    is_busy: bool,
+    /// Signalled by [`Queue::wake`], for requests that are over without any member, and when there
+    /// are more members.
+    event: Event,
+}
+
+impl Members {
+    /// Opens queues of further members, as this one has of the others.
+    pub fn open(&self, members: &[Arc<dyn BlockDevice>]) -> Result<Vec<Box<dyn Queue>>> {
+        open_all(members.iter(), self.is_busy, self.queues.get(0).map(|queue| &**queue))
+    }
+
+    /// Has the queues of further members, from now on. Who waits looks at them, too.
+    pub fn add(&self, queues: Vec<Box<dyn Queue>>) {
+        queues.into_iter().for_each(|queue| self.queues.push(queue));
+        self.event.signal();
+    }
+}
+
+/// Opens a queue of each of these; busy ones share a thread of the kernel, with `beside` too.
+fn open_all<'a>(
+    members: impl Iterator<Item = &'a Arc<dyn BlockDevice>>,
+    is_busy: bool,
+    beside: Option<&dyn Queue>,
+) -> Result<Vec<Box<dyn Queue>>> {
+    let mut queues: Vec<Box<dyn Queue>> = Vec::new();
+    for member in members {
+        let beside = beside.or(queues.first().map(|queue| &**queue));
+        let queue = if is_busy { member.open_busy_queue(beside)? } else { member.open_queue()? };
+        queues.push(queue);
+    }
+    Ok(queues)
 }
 
 #[derive(Default)]
@@ -55,21 +91,15 @@ type Covers = SmallVec<[(usize, u64); 1]>;
 impl StripeQueue {
     /// With queues of all members; busy ones, if it is to be, which share a thread of the kernel.
     pub(super) fn open(shared: Arc<Shared>, is_busy: bool) -> Result<StripeQueue> {
-        let mut members: Vec<Box<dyn Queue>> = Vec::with_capacity(shared.members.len());
-        for member in &shared.members {
-            let beside = members.first().map(|queue| &**queue);
-            let queue = if is_busy { member.open_busy_queue(beside)? } else { member.open_queue()? };
-            members.push(queue);
-        }
+        let queues = open_all(shared.members.iter(), is_busy, None)?;
         let event = Event::new().map_err(|errno| Error::System {
-            device: shared.name.clone(),
+            device: shared.name().clone(),
             action: "making an eventfd",
             errno: errno.raw_os_error(),
         })?;
         Ok(StripeQueue {
             shared,
-            members,
-            event,
+            members: Arc::new(Members { queues: queues.into_iter().collect(), is_busy, event }),
             woken: AtomicBool::new(false),
             state: Mutex::default(),
             reaper: Mutex::default(),
@@ -77,12 +107,22 @@ impl StripeQueue {
         })
     }
 
+    /// Its queues of the members.
+    pub(super) fn members(&self) -> &Arc<Members> {
+        &self.members
+    }
+
     /// Takes a request in: adds its parts to those of their members, or ends it.
-    fn accept(&self, state: &mut State, request: Request, parts: &mut [Vec<Request>]) {
+    fn accept(&self, state: &mut State, request: Request, parts: &mut Vec<Vec<Request>>) {
         let Request { tag, op, len, .. } = request;
-        if let Err(error) = request.check(&self.shared.name, &self.shared.geometry) {
+        if let Err(error) = request.check(self.shared.name(), &self.shared.geometry) {
             drop(request);
             return state.finished.push(Completion { tag, result: Err(error) });
+        }
+        // Looked at after the length: who grows tells of the length last.
+        let map = self.shared.map();
+        if parts.len() < map.members() {
+            parts.resize_with(map.members(), Vec::new);
         }
         let key = state.pending.vacant_key();
         let (mut count, mut covers) = (0, Covers::new());
@@ -93,7 +133,7 @@ impl StripeQueue {
             }
             count = covers.len();
         } else if len > 0 {
-            for (member, part) in self.shared.map.cut(request, key as u64) {
+            for (member, part) in map.cut(request, key as u64) {
                 parts[member].push(part);
                 count += 1;
             }
@@ -107,7 +147,7 @@ impl StripeQueue {
 
     /// Takes what is over from all members.
     fn collect(&self, completions: &mut Vec<Completion>, out: &mut Vec<Completion>) -> Result<()> {
-        for (number, member) in self.members.iter().enumerate() {
+        for (number, member) in self.members.queues.iter().enumerate() {
             member.complete(Wait::No, completions)?;
             if completions.is_empty() {
                 continue;
@@ -147,7 +187,7 @@ impl StripeQueue {
 
     /// A member's error, with the place on the stripe.
     fn located(&self, member: usize, error: Error) -> Error {
-        match error.offset().and_then(|offset| self.shared.map.volume_offset(member, offset)) {
+        match error.offset().and_then(|offset| self.shared.map().volume_offset(member, offset)) {
             Some(offset) => Error::Member { offset, error: Arc::new(error) },
             None => error,
         }
@@ -156,8 +196,8 @@ impl StripeQueue {
     /// Sleeps until there may be something to collect; returns for no reason where a member has to
     /// be looked at again.
     fn sleep(&self, since: Instant, deadline: Option<Instant>) -> Result<()> {
-        let mut fds = SmallVec::<[_; 9]>::from_iter([self.event.as_fd()]);
-        for member in &self.members {
+        let mut fds = SmallVec::<[_; 9]>::from_iter([self.members.event.as_fd()]);
+        for member in self.members.queues.iter() {
             match member.sleep_on(since)? {
                 Some(fd) => fds.push(fd),
                 None => {
@@ -167,7 +207,7 @@ impl StripeQueue {
             }
         }
         wait_any(&fds, deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())));
-        self.event.drain();
+        self.members.event.drain();
         Ok(())
     }
 }
@@ -175,7 +215,6 @@ impl StripeQueue {
 impl Queue for StripeQueue {
     fn submit(&self, requests: &mut Vec<Request>) {
         let mut parts = std::mem::take(&mut *self.parts.lock());
-        parts.resize_with(self.members.len(), Vec::new);
         let finished = {
             let mut state = self.state.lock();
             for request in requests.drain(..) {
@@ -183,14 +222,14 @@ impl Queue for StripeQueue {
             }
             !state.finished.is_empty()
         };
-        for (member, parts) in self.members.iter().zip(&mut parts) {
+        for (member, parts) in self.members.queues.iter().zip(&mut parts) {
             if !parts.is_empty() {
                 member.submit(parts);
             }
         }
         *self.parts.lock() = parts;
         if finished {
-            self.event.signal();
+            self.members.event.signal();
         }
     }
 
@@ -216,6 +255,6 @@ impl Queue for StripeQueue {
 
     fn wake(&self) {
         self.woken.store(true, Ordering::Release);
-        self.event.signal();
+        self.members.event.signal();
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, StripeDevice, StripeMap};
+use gpunvme_blockdev::{BlockDevice, StripeDevice, StripeMap, StripeSet};
 use gpunvme_blockdev_testing::{Image, MemoryDevice, Recorder};
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::error::FsError;
@@ -123,7 +123,12 @@ fn a_device_without_discard_is_named() {
     };
     let alone: Arc<dyn BlockDevice> = lacking();
     let members: Vec<Arc<dyn BlockDevice>> = vec![Recorder::new(Image::new(64 * MIB)), lacking()];
-    let striped: Arc<dyn BlockDevice> = StripeDevice::new(members, StripeMap::new(2, 65536, 0), 128 * MIB).expect("a stripe");
+    let striped: Arc<dyn BlockDevice> = StripeDevice::new(
+        members,
+        StripeMap::new(&[StripeSet { members: 2, unit: 65536, data: 0, data_len: 64 * MIB }]),
+        128 * MIB,
+    )
+    .expect("a stripe");
     for device in [alone, striped] {
         make(&device);
         let fs = open(&device).expect("it opens");

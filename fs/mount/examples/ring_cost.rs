@@ -209,6 +209,14 @@ impl Devices for NoDevices {
     fn look_again(&self) -> Result<Option<String>, String> {
         Ok(None)
     }
+
+    fn may_add(&self, _: usize) -> Result<(), String> {
+        Err("there are no others".into())
+    }
+
+    fn add(&self, _: &[String]) -> Result<(), String> {
+        self.may_add(1)
+    }
 }
 
 /// A device in memory whose queues for rings do nothing: reads bring no bytes, writes keep none.

@@ -1,6 +1,6 @@
 //! Shared parts of the programs of gpunvme: claiming a device ([`claim`]), volumes of several
 //! devices ([`members`]), label and UUID ([`names`]) and volumes by them
-//! ([`tag`]), dumps of metadata ([`dump`]), the mount table
+//! ([`tag`]), what a device carries ([`contents`]) and what clears it ([`wipe`]), dumps of metadata ([`dump`]), the mount table
 //! ([`mounts`]), the terminal ([`terminal`]), what shells complete ([`completions`]), and the
 //! command line for sets of files ([`sets`]).
 #![deny(unsafe_code)]
@@ -8,6 +8,7 @@
 mod below;
 pub mod claim;
 pub mod completions;
+pub mod contents;
 pub mod dump;
 pub mod members;
 pub mod mounts;
@@ -16,3 +17,4 @@ mod random;
 pub mod sets;
 pub mod tag;
 pub mod terminal;
+pub mod wipe;

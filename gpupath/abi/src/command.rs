@@ -2,8 +2,8 @@
 
 use crate::ring;
 use crate::structures::{
-    Extent, Grant, Grow, Info, Log, Metric, Metrics, Register, Resolve, Segment, Stats, Sync, Top, TopList, Transfer, Trim,
-    Unregister,
+    Extent, Grant, Grow, Info, Log, Metric, Metrics, NewDevice, Register, Resolve, Segment, Stats, Sync, Top, TopList, Transfer,
+    Trim, Unregister,
 };
 use crate::structures::{MAGIC, MAX_SIZE};
 
@@ -54,7 +54,7 @@ pub enum Command {
     /// Tells the devices which blocks no file has ([`Trim`]). On any file or directory, for
     /// administrators.
     Trim = 15,
-    /// Makes the volume as large as its devices have become ([`Grow`]). On any file or directory,
+    /// Makes the volume as large as its devices have become, or gives it further ones ([`Grow`]). On any file or directory,
     /// for administrators.
     Grow = 16,
 }
@@ -110,6 +110,7 @@ impl Command {
             Command::Read | Command::Write => size_of::<Segment>(),
             Command::Metrics => size_of::<Metric>(),
             Command::Top => size_of::<Top>(),
+            Command::Grow => size_of::<NewDevice>(),
             _ => 0,
         }
     }

@@ -8,8 +8,8 @@ use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
-    Grant, Grow, Log, MAGIC, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, Register, RegisterFlags, Resolve, ResolveFlags,
-    Segment, Sync, TopList, Transfer, TransferFlags, Trim, Unregister, VERSION,
+    Grant, Grow, GrowFlags, Log, MAGIC, MAX_NEW_DEVICES, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, NewDevice, Register,
+    RegisterFlags, Resolve, ResolveFlags, Segment, Sync, TopList, Transfer, TransferFlags, Trim, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -49,8 +49,8 @@ pub enum Request {
     Top(TopList),
     /// `TRIM`.
     Trim(Trim),
-    /// `GROW`.
-    Grow(Grow),
+    /// `GROW`, and the names of new devices.
+    Grow(Grow, Vec<String>),
 }
 
 impl Request {
@@ -73,7 +73,7 @@ impl Request {
             Request::Log(_) => Command::Log,
             Request::Top(_) => Command::Top,
             Request::Trim(_) => Command::Trim,
-            Request::Grow(_) => Command::Grow,
+            Request::Grow(..) => Command::Grow,
         }
     }
 }
@@ -229,7 +229,7 @@ pub fn decode(request: u32, bytes: &[u8]) -> Result<Request, DecodeError> {
         Command::Log => log(header(bytes)),
         Command::Top => top(header(bytes), entries),
         Command::Trim => trim(header(bytes)),
-        Command::Grow => grow(header(bytes)),
+        Command::Grow => grow(header(bytes), entries, bytes),
     }
 }
 
@@ -261,6 +261,7 @@ fn flags_are_known(command: Command, flags: u32) -> bool {
         Command::Register => RegisterFlags::from_bits(flags).is_some(),
         Command::Read | Command::Write => TransferFlags::from_bits(flags).is_some_and(is_one_route),
         Command::Resolve => ResolveFlags::from_bits(flags).is_some(),
+        Command::Grow => GrowFlags::from_bits(flags).is_some(),
         _ => flags == 0,
     }
 }
@@ -336,9 +337,19 @@ fn trim(header: Trim) -> Result<Request, DecodeError> {
     Ok(Request::Trim(header))
 }
 
-fn grow(header: Grow) -> Result<Request, DecodeError> {
-    zero(Command::Grow, "reserved", header.reserved.iter().fold(0, |all, word| all | word))?;
-    Ok(Request::Grow(header))
+fn grow(header: Grow, entries: usize, bytes: &[u8]) -> Result<Request, DecodeError> {
+    let command = Command::Grow;
+    zero(command, "reserved", header.reserved.iter().fold(0, |all, word| all | word))?;
+    if entries > MAX_NEW_DEVICES {
+        return Err(DecodeError::Field { command, field: "devices", value: entries as u64 });
+    }
+    let devices = bytes[size_of::<Grow>()..].chunks_exact(size_of::<NewDevice>()).zip(0..);
+    let names = devices.map(|(bytes, number)| {
+        let end = bytes.iter().position(|&byte| byte == 0).filter(|end| *end > 0);
+        let name = end.and_then(|end| str::from_utf8(&bytes[..end]).ok());
+        name.map(str::to_owned).ok_or(DecodeError::Field { command, field: "name", value: number })
+    });
+    Ok(Request::Grow(header, names.collect::<Result<_, _>>()?))
 }
 
 fn log(header: Log) -> Result<Request, DecodeError> {

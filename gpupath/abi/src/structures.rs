@@ -27,6 +27,8 @@ pub const REASON_SLOTS: usize = 64;
 pub const MAX_METRICS: usize = (MAX_SIZE - size_of::<Metrics>()) / size_of::<Metric>();
 /// The most entries in one [`TopList`].
 pub const MAX_TOP: usize = (MAX_SIZE - size_of::<TopList>()) / size_of::<Top>();
+/// The most devices that one [`Grow`] names.
+pub const MAX_NEW_DEVICES: usize = 15;
 /// Buckets of a [`Metric`]. Bucket `n` counts operations that took at most 1024 << `n` nanoseconds
 /// and more than the one before; the last counts all that took longer.
 pub const METRIC_BUCKETS: usize = 24;
@@ -72,6 +74,13 @@ bitflags! {
         const UNWRITTEN = 1 << 0;
         /// The last extent of the file.
         const LAST = 1 << 1;
+    }
+
+    /// Flags of [`Grow`].
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct GrowFlags: u32 {
+        /// Nothing is done; the call fails as it would before a device is looked at.
+        const CHECK = 1 << 0;
     }
 
     /// Flags of [`Info::features`].
@@ -132,8 +141,13 @@ wire! {
         /// Out: bytes that lie on one device before those of the next begin; 0 where there is one
         /// device.
         stripe_unit: u64,
+        /// Out: sets of devices, one behind the other: the volume was given all but the first while
+        /// it was in use.
+        sets: u32,
         /// Out: zero.
-        reserved: [u64; 7],
+        reserved2: u32,
+        /// Out: zero.
+        reserved: [u64; 6],
         /// Out: label of the volume.
         label: [u8; 64],
         /// Out: path of the registration socket, in the daemon's mount namespace; empty where
@@ -433,13 +447,14 @@ wire! {
 }
 
 wire! {
-    /// `GROW`: makes the volume as large as its devices have become. It is for administrators:
-    /// `EPERM` for all others. `EINVAL` where the devices have no room for more, or the volume
-    /// cannot grow; `EROFS` where the mount is read-only.
+    /// `GROW`, followed by the [`NewDevice`]s (in), at most [`MAX_NEW_DEVICES`], that the volume is
+    /// to have as well; without any, makes it as large as its devices have become. It is for
+    /// administrators: `EPERM` for all others. `EINVAL` where the devices have no room for more,
+    /// cannot be the volume's, or the volume cannot grow; `EROFS` where the mount is read-only.
     Grow = 256 {
         /// [`VERSION`].
         version: u32,
-        /// None defined.
+        /// [`GrowFlags`].
         flags: u32,
         /// Out: bytes that the volume could hold before.
         before: u64,
@@ -450,6 +465,16 @@ wire! {
         /// Out, where the call failed: why, with the name of the device. Text, padded with zero
         /// bytes.
         why: [u8; 192],
+    }
+}
+
+wire! {
+    /// A device for a [`Grow`].
+    NewDevice = 256 {
+        /// Its name as `mount.gpunvme` takes it, a path from the root, in the daemon's mount
+        /// namespace: UTF-8, padded with zero bytes, always with at least one. Its first and its
+        /// last MiB are zero.
+        name: [u8; 256],
     }
 }
 

@@ -52,7 +52,15 @@ fn what_is_right_comes_through() {
     assert_eq!(decode(Command::Sync.request(0), Sync::default().as_bytes()), Ok(Request::Sync(Sync::default())));
     let trim = Trim { start: 1, len: u64::MAX, minimum: 3, ..Trim::default() };
     assert_eq!(decode(Command::Trim.request(0), trim.as_bytes()), Ok(Request::Trim(trim)));
-    assert_eq!(decode(Command::Grow.request(0), Grow::default().as_bytes()), Ok(Request::Grow(Grow::default())));
+    assert_eq!(decode(Command::Grow.request(0), Grow::default().as_bytes()), Ok(Request::Grow(Grow::default(), vec![])));
+    let mut argument = Grow { flags: GrowFlags::CHECK.bits(), ..Grow::default() }.as_bytes().to_vec();
+    for name in ["/dev/nvme1n1", "vfio:0000:03:00.0"] {
+        let mut device = NewDevice { name: [0; 256] };
+        put_text(&mut device.name, name);
+        argument.extend_from_slice(device.as_bytes());
+    }
+    let Ok(Request::Grow(_, names)) = decode(Command::Grow.request(2), &argument) else { panic!("it is one") };
+    assert_eq!(names, ["/dev/nvme1n1", "vfio:0000:03:00.0"]);
     let mut log = Log::default();
     put_text(&mut log.filter, "debug");
     assert_eq!(decode(Command::Log.request(0), log.as_bytes()), Ok(Request::Log(log)));
@@ -164,7 +172,6 @@ fn each_wrong_field_is_named() {
         Command::Detach,
         Command::Sync,
         Command::Trim,
-        Command::Grow,
     ];
     for command in plain {
         let mut argument = vec![0; command.header_size()];

@@ -11,6 +11,7 @@ mod faults;
 mod files;
 mod front;
 mod fsck;
+mod further_devices;
 mod growth;
 mod kill;
 mod log;

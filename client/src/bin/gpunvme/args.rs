@@ -82,11 +82,8 @@ pub enum Command {
     Bench(Bench),
     /// Tell which route this machine can take between SSD and GPU, and what would make it faster
     Doctor(Doctor),
-    /// Make a mounted volume as large as its devices have become
-    Grow {
-        /// The mount, or anything in it
-        mount: PathBuf,
-    },
+    /// Make a mounted volume as large as its devices have become, or give it further devices
+    Grow(crate::grow::Grow),
     /// Bring a set of objects from a store, or a folder, into a folder of a mount
     Hydrate(sets::Hydrate),
     /// Tell what a mount is and can do

@@ -28,6 +28,7 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
         "logical_block": info.logical_block,
         "memory_alignment": info.memory_alignment,
         "devices": info.devices,
+        "sets": info.sets,
         "stripe_unit": info.stripe_unit,
         "max_transfer": info.max_transfer,
         "max_segments": info.max_segments,
@@ -41,7 +42,8 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
     }));
     report.line("device", &info.device);
     if info.devices > 1 {
-        report.line("striped", format!("over {} devices, in units of {}", info.devices, report::size(info.stripe_unit)));
+        let sets = if info.sets > 1 { format!(" in {} sets", info.sets) } else { String::new() };
+        report.line("striped", format!("over {} devices{sets}, in units of {}", info.devices, report::size(info.stripe_unit)));
     }
     report.line("label", if info.label.is_empty() { "none" } else { &info.label });
     report.line("uuid", report::uuid(&info.uuid));

@@ -1,14 +1,65 @@
-//! The command `grow`: makes a mounted volume as large as its devices have become.
+//! The command `grow`: makes a mounted volume as large as its devices have become, or gives it
+//! further ones.
+//!
+//! A new device is looked at and cleared here, where the caller's rights are; the daemon takes only
+//! what carries nothing.
 
 use crate::report::{self, Failure, Report};
 use gpunvme::Mount;
+use gpunvme_blockdev::{OpenMode, path_of, split_names};
+use gpunvme_programs::{contents, members, wipe};
 use serde_json::json;
-use std::path::Path;
+use std::path::PathBuf;
 
-pub fn run(path: &Path) -> Result<Report, Failure> {
-    let [before, capacity] = Mount::open(path)?.grow()?;
-    let mut report = Report::new(json!({ "before": before, "capacity": capacity }));
+#[derive(clap::Args)]
+pub struct Grow {
+    /// The mount, or anything in it
+    pub mount: PathBuf,
+    /// Devices that a volume of several is to have, too: what they hold is lost. They become one
+    /// more set: a file that lies there is striped over all of them
+    #[arg(value_name = "DEVICE", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub devices: Vec<String>,
+    /// Take devices even if they carry a filesystem or a partition table
+    #[arg(short, long, requires = "devices")]
+    pub force: bool,
+}
+
+pub fn run(grow: &Grow) -> Result<Report, Failure> {
+    let mount = Mount::open(&grow.mount)?;
+    let names = grow.devices.iter().flat_map(|device| split_names(device)).map(absolute).collect::<Result<Vec<_>, _>>()?;
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    // Before anything of theirs is lost.
+    mount.may_grow(&names)?;
+    for (number, name) in names.iter().enumerate() {
+        if names[..number].contains(name) {
+            return Err(Failure(format!("{name}: is named twice")));
+        }
+    }
+    prepare(&names, grow.force)?;
+    let [before, capacity] = mount.grow(&names)?;
+    let mut report = Report::new(json!({ "before": before, "capacity": capacity, "added": names }));
     report.line("before", report::size(before));
     report.line("capacity", report::size(capacity));
     Ok(report)
+}
+
+/// The name by which the daemon, which has another working directory, finds the same device.
+fn absolute(name: &str) -> Result<String, Failure> {
+    let Some(path) = path_of(name) else { return Ok(name.to_owned()) };
+    let found = path.canonicalize().map_err(|error| Failure(format!("{name}: {error}")))?;
+    found.into_os_string().into_string().map_err(|_| Failure(format!("{name}: the name is not UTF-8")))
+}
+
+/// Clears devices by which they are recognised, all of which may be taken.
+fn prepare(names: &[&str], force: bool) -> Result<(), Failure> {
+    let fail = |name: &str, why: String| Failure(format!("{name}: {why}"));
+    let claim = |name: &&str| members::claim(name, OpenMode::ReadWrite).map_err(|error| fail(name, error.to_string()));
+    let devices = names.iter().map(claim).collect::<Result<Vec<_>, _>>()?;
+    for device in devices.iter().filter(|_| !force) {
+        if let Some(found) = contents::find(device).map_err(|why| fail(device.name(), why))? {
+            let why = format!("carries {found}; --force takes it all the same, and that is lost");
+            return Err(fail(device.name(), why));
+        }
+    }
+    devices.iter().try_for_each(|device| wipe::wipe(device).map_err(|error| Failure(error.to_string())))
 }

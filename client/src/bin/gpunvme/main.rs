@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     let result = match &args.command {
         Command::Bench(bench) => bench::run(bench),
         Command::Doctor(doctor) => doctor::run(doctor),
-        Command::Grow { mount } => grow::run(mount),
+        Command::Grow(grow) => grow::run(grow),
         Command::Hydrate(_) | Command::Publish(_) | Command::Evict(_) | Command::Stage(_) => stage::run(),
         Command::Info { mount } => describe::info(mount),
         Command::Cool(cached) => page_cache::cool(&cached.paths),

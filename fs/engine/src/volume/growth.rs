@@ -43,15 +43,32 @@ impl Volume {
         Ok([old.data_blocks(), new.data_blocks()])
     }
 
+    /// Whether the volume has grown less often than it can.
+    ///
+    /// # Errors
+    /// [`FsError::CannotGrow`], [`FsError::ReadOnly`] and [`FsError::Taken`].
+    pub fn may_grow(&self) -> Result<(), FsError> {
+        self.writable()?;
+        self.has_regions_left(&self.geometry())
+    }
+
+    fn has_regions_left(&self, old: &Geometry) -> Result<(), FsError> {
+        let times = REGIONS_MAX - 1;
+        match old.regions().len() == REGIONS_MAX {
+            true => Err(FsError::CannotGrow {
+                device: self.device().name().to_owned(),
+                why: format!("the volume has grown {times} times, and cannot once more: copy it to a new one"),
+            }),
+            false => Ok(()),
+        }
+    }
+
     /// The volume with all of the device.
     fn larger(&self, old: &Geometry) -> Result<Geometry, FsError> {
+        self.has_regions_left(old)?;
         let device = self.device().geometry().len.get();
         let total = (device / BLOCK_SIZE as u64).min(TOTAL_BLOCKS_MAX);
         let cannot = |why: String| FsError::CannotGrow { device: self.device().name().to_owned(), why };
-        if old.regions().len() == REGIONS_MAX {
-            let times = REGIONS_MAX - 1;
-            return Err(cannot(format!("the volume has grown {times} times, and cannot once more: copy it to a new one")));
-        }
         old.grown(total).ok_or_else(|| {
             let (has, least) = (old.total_blocks * BLOCK_SIZE as u64, 8 << 20);
             cannot(format!("has {device} bytes, and the volume {has}: it grows by {least} at the least, and never shrinks"))

@@ -7,11 +7,10 @@ use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_blockdev_testing::{Image, Recorder};
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::check::{CheckOptions, Fsck};
-use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::superblock::Names;
-use gpunvme_layout::{BLOCK_SIZE, Member, Striping, Timestamp};
-use gpunvme_programs::members;
+use gpunvme_layout::{BLOCK_SIZE, Member, SetPlace, Striping, Timestamp};
+use gpunvme_programs::{members, wipe};
 
 use super::{MODES, UNIT, survives};
 use crate::common::{ROOT, Random, assert_sound, make, open};
@@ -24,27 +23,45 @@ fn devices(recorder: &Arc<Recorder>, members: u64, shown: u64) -> Vec<(String, A
     recorder.members_of(members, shown).into_iter().map(|device| (device.name().to_owned(), device)).collect()
 }
 
-/// The volume on devices that show so many bytes of themselves.
+/// The volume on devices that show so many bytes of themselves. The last of them may be no member:
+/// it is not yet.
 fn volume(recorder: &Arc<Recorder>, members: u64, shown: u64) -> Arc<dyn BlockDevice> {
     let mut devices = devices(recorder, members, shown);
-    match members {
-        1 => devices.swap_remove(0).1,
-        _ => members::assemble(devices, OpenMode::ReadWrite).expect("the members are there"),
+    if members == 1 {
+        return devices.swap_remove(0).1;
+    }
+    let assembled = members::assemble(devices.clone(), OpenMode::ReadWrite);
+    match assembled {
+        Err(why) if why == format!("member {members} is not a member of a volume of several devices") => {
+            devices.pop();
+            members::assemble(devices, OpenMode::ReadWrite).expect("the members are there")
+        }
+        assembled => assembled.expect("the members are there"),
     }
 }
 
-/// A new volume on the first `shown` bytes of each device.
-fn fresh(recorder: &Arc<Recorder>, members: u64, shown: u64) {
-    let devices: Vec<_> = devices(recorder, members, shown).into_iter().map(|(_, device)| device).collect();
+/// A new volume on the first `shown` bytes of each of the first `members` of so many devices.
+fn fresh(recorder: &Arc<Recorder>, count: u64, members: u64, shown: u64) {
+    let mut devices: Vec<_> = devices(recorder, count, shown).into_iter().map(|(_, device)| device).collect();
+    devices.truncate(members as usize);
     if members == 1 {
         return make(&devices[0]);
     }
     let blocks = shown / BLOCK_SIZE as u64;
     let striping = Striping::new(&vec![blocks; members as usize], UNIT).expect("they are large enough");
-    make(&members::stripe(devices.clone(), &striping).expect("a stripe"));
+    make(&members::stripe(devices.clone(), &[striping]).expect("a stripe"));
     let generation = members::generation(1).expect("random numbers");
     let names = Names { label: "test".into(), changed_uuid: None };
-    let member = Member { volume: [7; 16], names, uuid: [0; 16], index: 0, striping, blocks, generation };
+    let member = Member {
+        volume: [7; 16],
+        names,
+        uuid: [0; 16],
+        index: 0,
+        place: SetPlace::all(&[striping])[0],
+        striping,
+        blocks,
+        generation,
+    };
     let uuids: Vec<_> = (1..=members as u8).map(|number| [number; 16]).collect();
     members::format(&devices, &member, &uuids).expect("nothing fails");
 }
@@ -67,14 +84,31 @@ fn holds(fs: &Arc<Filesystem>, number: u8) -> bool {
     fs.read(found.ino, 0, 1 << 20).expect("it can be read") == content(number)
 }
 
-/// Makes the volume as large as its devices are.
-fn grow(device: &Arc<dyn BlockDevice>, fs: &Filesystem) -> Result<(), FsError> {
-    members::grow(device).expect("the members have room");
-    fs.volume().grow().map(|_| ())
+/// How a volume becomes larger.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// Its devices are larger when they are looked at again.
+    Room,
+    /// The last of the devices is none of its own yet.
+    Device,
+}
+
+/// Makes the volume as large as its devices are, all of them.
+fn grow(recorder: &Arc<Recorder>, device: &Arc<dyn BlockDevice>, fs: &Filesystem, members: u64, by: By) -> Result<(), String> {
+    let has = device.members().len() as u64;
+    if by == By::Device && has < members {
+        let last = devices(recorder, members, BYTES / members).pop().expect("there are some").1;
+        // It may have begun to be a member when the power failed.
+        wipe::wipe(&last).map_err(|error| error.to_string())?;
+        members::add(device, &[last])?;
+    } else {
+        members::grow(device)?;
+    }
+    fs.volume().grow().map(|_| ()).map_err(|error| error.to_string())
 }
 
 /// Opens what a cut left, holds it to what was promised, and has it grow.
-fn judge(image: Image, members: u64, sizes: [u64; 2], written: u8, is_new: bool, what: &str) {
+fn judge(image: Image, (members, by): (u64, By), sizes: [u64; 2], written: u8, is_new: bool, what: &str) {
     let recorder = Recorder::new(image);
     let slot = BYTES / members;
     let device = volume(&recorder, members, slot);
@@ -83,7 +117,7 @@ fn judge(image: Image, members: u64, sizes: [u64; 2], written: u8, is_new: bool,
     let size = fs.volume().geometry().total_blocks;
     assert!(sizes.contains(&size) && (!is_new || size == sizes[1]), "{what}: {size} blocks of {sizes:?}");
     (0..written).for_each(|number| assert!(holds(&fs, number), "{what}: file {number}"));
-    let grown = members::grow(&device).and_then(|_| fs.volume().grow().map_err(|error| error.to_string()));
+    let grown = grow(&recorder, &device, &fs, members, by);
     assert_eq!(grown.is_ok(), size == sizes[0], "{what}: {grown:?}");
     assert_eq!(fs.volume().geometry().total_blocks, sizes[1], "{what}");
     write(&fs, 20);
@@ -102,10 +136,10 @@ fn judge(image: Image, members: u64, sizes: [u64; 2], written: u8, is_new: bool,
 }
 
 /// Cuts the power at every point of a growth, and again while what is left is opened.
-fn cut(members: u64, shown: u64, seed: u64) {
+fn cut(members: u64, by: By, shown: u64, seed: u64) {
     let mut random = Random(seed);
     let recorder = Recorder::new(Image::new(BYTES));
-    fresh(&recorder, members, shown);
+    fresh(&recorder, members, members - u64::from(by == By::Device), shown);
     let device = volume(&recorder, members, shown);
     let fs = open(&device).expect("the volume can be opened");
     write(&fs, 0);
@@ -118,7 +152,7 @@ fn cut(members: u64, shown: u64, seed: u64) {
         promised.push(recorder.position());
     };
     write_next(1);
-    grow(&device, &fs).expect("there is room");
+    grow(&recorder, &device, &fs, members, by).expect("there is room");
     let grown = recorder.position();
     (2..6).for_each(&mut write_next);
     let sizes = [old, fs.volume().geometry().total_blocks];
@@ -136,7 +170,7 @@ fn cut(members: u64, shown: u64, seed: u64) {
             let image = power_cuts.image(cut, survives(mode, &mut random, &log, members, BYTES));
             let what = format!("{members} members, cut {cut} mode {mode}");
             if random.below(4) > 0 {
-                judge(image, members, sizes, written, is_new, &what);
+                judge(image, (members, by), sizes, written, is_new, &what);
                 continue;
             }
             // Power fails again while the volume is opened, and recovers.
@@ -146,17 +180,22 @@ fn cut(members: u64, shown: u64, seed: u64) {
             let all: Vec<usize> = log.cuts().collect();
             let second = all[random.below(all.len() as u64) as usize];
             let twice = log.power_cuts().image(second, survives(mode, &mut random, &log, members, BYTES));
-            judge(twice, members, sizes, written, is_new, &format!("{what}, then at {second} of recovery"));
+            judge(twice, (members, by), sizes, written, is_new, &format!("{what}, then at {second} of recovery"));
         }
     }
 }
 
 #[test]
 fn a_power_cut_while_a_volume_grows_leaves_the_old_size_or_the_new() {
-    cut(1, 20 << 20, 1);
+    cut(1, By::Room, 20 << 20, 1);
 }
 
 #[test]
 fn so_it_does_where_each_member_of_a_volume_that_grows_loses_its_own_writes() {
-    cut(2, 12 << 20, 2);
+    cut(2, By::Room, 12 << 20, 2);
+}
+
+#[test]
+fn so_it_does_where_a_volume_is_given_another_member() {
+    cut(4, By::Device, BYTES / 4, 3);
 }

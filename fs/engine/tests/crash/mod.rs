@@ -18,7 +18,7 @@ use gpunvme_blockdev::{BlockDevice, OpenMode};
 use gpunvme_blockdev_testing::{Event, Image, Log, MemoryDevice, Recorder};
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::superblock::Names;
-use gpunvme_layout::{BLOCK_SIZE, Member, Striping, Timestamp};
+use gpunvme_layout::{BLOCK_SIZE, Member, SetPlace, Striping, Timestamp};
 use gpunvme_programs::members;
 
 mod growth;
@@ -105,10 +105,19 @@ fn fresh(members: u64) -> Image {
     let devices = recorder.members(members);
     let blocks = BYTES / members / BLOCK_SIZE as u64;
     let striping = Striping::new(&vec![blocks; members as usize], UNIT).expect("they are large enough");
-    make(&members::stripe(devices.clone(), &striping).expect("a stripe"));
+    make(&members::stripe(devices.clone(), &[striping]).expect("a stripe"));
     let generation = members::generation(1).expect("random numbers");
     let names = Names { label: "test".into(), changed_uuid: None }; // as on the volume itself
-    let member = Member { volume: [7; 16], names, uuid: [0; 16], index: 0, striping, blocks, generation };
+    let member = Member {
+        volume: [7; 16],
+        names,
+        uuid: [0; 16],
+        index: 0,
+        place: SetPlace::all(&[striping])[0],
+        striping,
+        blocks,
+        generation,
+    };
     members::format(&devices, &member, &vec![[1; 16]; members as usize]).expect("nothing fails");
     recorder.snapshot()
 }

@@ -181,6 +181,9 @@ const OLDER_CALLS: &[libc::c_long] = &[];
 const FUSE_DEV_IOC_CLONE: u64 = 0x8004_e500;
 /// The ioctls of VFIO and of its container: `_IO(';', 100)` to `_IO(';', 159)` (linux/vfio.h).
 const VFIO: (u64, u64) = (0x3b64, 0x3b9f);
+/// `BLKSSZGET` (linux/fs.h) and `LOOP_GET_STATUS64` (linux/loop.h), which only tell: of block devices
+/// that a volume is given while it is mounted.
+const BLOCK_DEVICE_IOCTLS: [u64; 2] = [0x1268, 0x4c05];
 /// Ioctls that the standard library uses on descriptors.
 const DESCRIPTOR_IOCTLS: [u64; 3] = [libc::FIONBIO, libc::FIOCLEX, libc::FIONREAD];
 
@@ -232,7 +235,7 @@ fn rules() -> Result<BTreeMap<libc::c_long, Vec<SeccompRule>>, seccompiler::Back
     let old = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
     rules.insert(libc::SYS_prlimit64, vec![rule(old)?]);
 
-    let single = DESCRIPTOR_IOCTLS.into_iter().chain([FUSE_DEV_IOC_CLONE]);
+    let single = DESCRIPTOR_IOCTLS.into_iter().chain(BLOCK_DEVICE_IOCTLS).chain([FUSE_DEV_IOC_CLONE]);
     let mut ioctls = single.map(|request| word(1, SeccompCmpOp::Eq, request).and_then(rule)).collect::<Result<Vec<_>, _>>()?;
     ioctls.push(SeccompRule::new(vec![word(1, SeccompCmpOp::Ge, VFIO.0)?, word(1, SeccompCmpOp::Le, VFIO.1)?])?);
     rules.insert(libc::SYS_ioctl, ioctls);

@@ -33,6 +33,19 @@ impl front::Devices for Devices {
     fn look_again(&self) -> Result<Option<String>, String> {
         members::grow(&self.0.lock())
     }
+
+    fn may_add(&self, count: usize) -> Result<(), String> {
+        members::may_add(&self.0.lock(), count)
+    }
+
+    fn add(&self, names: &[String]) -> Result<(), String> {
+        let device = self.0.lock();
+        let claim = |name: &String| members::claim(name, OpenMode::ReadWrite).map_err(|error| format!("{name}: {error}"));
+        let claimed = names.iter().map(claim).collect::<Result<Vec<_>, _>>()?;
+        members::add(&device, &claimed)?;
+        tracing::info!("{} is part of the volume now", names.join(", "));
+        Ok(())
+    }
 }
 
 impl std::fmt::Debug for Devices {

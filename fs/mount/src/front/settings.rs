@@ -18,6 +18,19 @@ pub trait Devices: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// A text with the name of the device that failed, or is too small.
     fn look_again(&self) -> Result<Option<String>, String>;
+
+    /// Whether the volume can have so many more.
+    ///
+    /// # Errors
+    /// A text: why not.
+    fn may_add(&self, count: usize) -> Result<(), String>;
+
+    /// Claims these devices, which carry nothing, and lets the volume have them, too. With an error
+    /// it goes on as it was.
+    ///
+    /// # Errors
+    /// A text with the name of the device that failed, or cannot be the volume's.
+    fn add(&self, names: &[String]) -> Result<(), String>;
 }
 
 /// Settings of a served filesystem.

@@ -1,21 +1,28 @@
 //! Growth: the volume gets more of its members, whose devices have become larger while it is in
-//! use.
+//! use, or a further set of members behind those that it has.
 //!
-//! How much of them it has belongs to a generation: the members begin one that says so, and then
-//! the volume's own blocks may lie there. A crash leaves the old generation, or the new one.
+//! What the members hold of it belongs to a generation: they begin one that says so, and then the
+//! volume's own blocks may lie there. A crash leaves the old generation, or the new one.
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::BlockDevice;
-use gpunvme_layout::{Geometry, Striping};
+use gpunvme_blockdev::{BlockDevice, Error};
+use gpunvme_layout::Striping;
+use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::member::MEMBERS_MAX;
 
 use super::copies::blocks_of;
-use super::judged;
+use super::set::Set;
+use super::{judged, map};
 use crate::claim::reason;
+use crate::wipe;
 
-/// Looks how large a device is, or all members of one; of members, the volume has all of them from
-/// now on, as far as the smallest reaches. `device` is open for writing. Returns what keeps the
-/// members from giving more than they did, if that is so.
+/// The smallest device that a volume takes, in bytes.
+const LEAST: u64 = 16 << 20;
+
+/// Looks how large a device is, or all members of one; of those of the last set, the volume has all
+/// from now on, as far as the smallest reaches. `device` is open for writing. Returns what keeps
+/// the members from giving more than they did, if that is so.
 ///
 /// # Errors
 /// A text with the name of the device that failed, or is too small.
@@ -25,25 +32,89 @@ pub fn grow(device: &Arc<dyn BlockDevice>) -> Result<Option<String>, String> {
     if members.is_empty() {
         return look(device).map(|_| None);
     }
-    for member in members {
-        look(member)?;
-    }
-    let set = judged(members.iter().map(|member| (member.name().to_owned(), member.clone())).collect())?;
-    let blocks: Vec<u64> = members.iter().map(blocks_of).collect();
-    let old = set.striping();
-    let Some(grown) = old.grown(&blocks) else {
-        let smallest = members.iter().min_by_key(|member| member.geometry().len.get()).expect("a stripe has members");
+    members.iter().try_for_each(|member| look(member).map(|_| ()))?;
+    let set = own(&members)?;
+    let (last, before) = set.sets().split_last().expect("a volume has a set");
+    let of_last = &members[members.len() - usize::from(last.members)..];
+    let blocks: Vec<u64> = of_last.iter().map(blocks_of).collect();
+    let Some(grown) = last.grown(before.iter().map(Striping::total_blocks).sum(), &blocks) else {
+        let smallest = of_last.iter().min_by_key(|member| member.geometry().len.get()).expect("a set has members");
         let (has, name) = (smallest.geometry().len.get(), smallest.name());
-        let why = "the volume takes as much of each member as the smallest has: make it larger, too";
+        let why = match before {
+            [] => "the volume takes as much of each member as the smallest has: make it larger, too",
+            _ => "of the members that were added last, the volume takes as much as the smallest has: make it larger",
+        };
         // After a failure the members may have begun to be larger than the volume knows.
-        lengthen(device, &old)?;
+        lengthen(device, set.sets())?;
         return Ok(Some(format!("{name} has {has} bytes, and {why}")));
     };
-    set.begin_larger(grown, &blocks)?;
-    lengthen(device, &grown)?;
+    set.begin_larger(grown)?;
+    lengthen(device, &[before, &[grown]].concat())?;
     Ok(None)
 }
 
-fn lengthen(device: &Arc<dyn BlockDevice>, striping: &Striping) -> Result<(), String> {
-    device.lengthen(Geometry::byte(striping.total_blocks())).map_err(|error| reason(device.name(), &error))
+/// Whether a volume can have so many members more.
+///
+/// # Errors
+/// A text: why not.
+pub fn may_add(device: &Arc<dyn BlockDevice>, count: usize) -> Result<(), String> {
+    let (has, most) = (device.members().len(), usize::from(MEMBERS_MAX));
+    if has == 0 {
+        let name = device.name();
+        return Err(format!("{name} is all of the volume: only one that mkfs made of several devices takes further ones"));
+    }
+    match has + count > most {
+        true => Err(format!("the volume has {has} devices, and {most} are the most: {count} more are too many")),
+        false => Ok(()),
+    }
+}
+
+/// Gives a volume of several devices, which is open for writing, a further set of members: these
+/// devices, open for the caller alone, whose ends are zero. With an error, the volume goes on as it
+/// was.
+///
+/// # Errors
+/// A text with the name of the device that failed, or cannot be a member.
+pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> Result<(), String> {
+    may_add(device, devices.len())?;
+    for device in devices {
+        let (name, has) = (device.name(), device.geometry().len.get());
+        if has < LEAST {
+            return Err(format!("{name} has {has} bytes, and {LEAST} are the least of a further member"));
+        }
+        if !wipe::is_wiped(device).map_err(|error| format!("{name}: {}", reason(name, &error)))? {
+            return Err(format!("{name} carries data: its first and last MiB have to be zero"));
+        }
+    }
+    let set = own(&device.members())?;
+    let blocks: Vec<u64> = devices.iter().map(blocks_of).collect();
+    let before = set.sets().iter().map(Striping::total_blocks).sum();
+    let added = Striping::behind(before, &blocks, set.sets()[0].unit)
+        .ok_or_else(|| format!("{} cannot be {} more members of the volume", names(devices), devices.len()))?;
+    let sets = [set.sets(), &[added]].concat();
+    let mut begun = Ok(());
+    let begin = &mut || {
+        begun = set.begin_set(added, devices);
+        begun.clone().map_err(|reason| Error::Unsupported { device: names(devices).into(), reason })
+    };
+    let done = device.add_set(devices, map(&sets), len_of(&sets), begin);
+    begun.map_err(|why| format!("{why}; unmount the volume and mount it again before another try"))?;
+    done.map_err(|error| error.to_string())
+}
+
+fn own(members: &[Arc<dyn BlockDevice>]) -> Result<Set, String> {
+    judged(members.iter().map(|member| (member.name().to_owned(), member.clone())).collect())
+}
+
+fn names(devices: &[Arc<dyn BlockDevice>]) -> String {
+    devices.iter().map(|device| device.name()).collect::<Vec<_>>().join("+")
+}
+
+fn lengthen(device: &Arc<dyn BlockDevice>, sets: &[Striping]) -> Result<(), String> {
+    device.lengthen(len_of(sets)).map_err(|error| reason(device.name(), &error))
+}
+
+/// Bytes of all sets.
+fn len_of(sets: &[Striping]) -> u64 {
+    sets.iter().map(Striping::total_blocks).sum::<u64>() * BLOCK_SIZE as u64
 }

@@ -17,7 +17,7 @@ mod set;
 use std::cell::OnceCell;
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, OpenMode, StripeDevice, StripeMap, path_of, split_names};
+use gpunvme_blockdev::{BlockDevice, OpenMode, StripeDevice, StripeMap, StripeSet, path_of, split_names};
 use gpunvme_layout::member::Generation;
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Geometry, Member, Striping, Superblock};
@@ -26,7 +26,7 @@ use crate::claim::{ClaimError, claim_beside, claim_by, listed_mount};
 use crate::names::Superblocks;
 use crate::random::random;
 use copies::Copies;
-pub use growth::grow;
+pub use growth::{add, grow, may_add};
 pub(crate) use search::block_devices;
 use set::Set;
 
@@ -115,7 +115,7 @@ pub fn rename_members(
     change: impl FnOnce(&Superblock) -> Names,
 ) -> Result<[Superblock; 2], String> {
     let set = judged(devices)?;
-    let volume = stripe(set.devices(), &set.striping())?;
+    let volume = stripe(set.devices(), set.sets())?;
     let mut superblocks = Superblocks::read(&volume)?;
     let before = Superblock { names: set.names().clone(), ..superblocks.superblock().clone() };
     let names = change(&before);
@@ -171,7 +171,7 @@ pub fn claim(device: &str, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, Claim
 /// A text: a device cannot be read, or is missing, foreign, stale or there twice.
 pub fn assemble(devices: Vec<(String, Arc<dyn BlockDevice>)>, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, String> {
     let set = judged(devices)?;
-    let volume = stripe(set.devices(), &set.striping())?;
+    let volume = stripe(set.devices(), set.sets())?;
     if mode == OpenMode::ReadWrite {
         set.begin_generation(set.names())?;
         finish_rename(&volume, &set)?;
@@ -206,14 +206,25 @@ fn member_error(names: &[String], number: usize, error: ClaimError) -> ClaimErro
     if names.len() == 1 { error } else { ClaimError::Member { device: names[number].clone(), error: Box::new(error) } }
 }
 
-/// The members as one device.
+/// The members of all sets, in their order, as one device.
 ///
 /// # Errors
 /// A text: a member is too small, or has blocks that are too large.
-pub fn stripe(devices: Vec<Arc<dyn BlockDevice>>, striping: &Striping) -> Result<Arc<dyn BlockDevice>, String> {
-    let map = StripeMap::new(devices.len(), Geometry::byte(striping.unit.into()), Geometry::byte(striping.data));
-    let device = StripeDevice::new(devices, map, Geometry::byte(striping.total_blocks()));
+pub fn stripe(devices: Vec<Arc<dyn BlockDevice>>, sets: &[Striping]) -> Result<Arc<dyn BlockDevice>, String> {
+    let total = sets.iter().map(Striping::total_blocks).sum();
+    let device = StripeDevice::new(devices, map(sets), Geometry::byte(total));
     device.map(|device| device as Arc<dyn BlockDevice>).map_err(|error| error.to_string())
+}
+
+/// Where the bytes of the sets lie.
+fn map(sets: &[Striping]) -> StripeMap {
+    let set = |striping: &Striping| StripeSet {
+        members: striping.members.into(),
+        unit: Geometry::byte(striping.unit.into()),
+        data: Geometry::byte(striping.data),
+        data_len: Geometry::byte(striping.data_blocks),
+    };
+    StripeMap::new(&sets.iter().map(set).collect::<Vec<_>>())
 }
 
 /// Makes devices the members of a volume, in this order. Until it is done, they are none; the

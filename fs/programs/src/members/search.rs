@@ -24,26 +24,32 @@ pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, Strin
     let own = copies.any();
     let path = path_of(device).filter(|_| without_options(device) == device && !device.contains(':'));
     let Some(path) = path.and_then(|path| path.canonicalize().ok()) else {
-        let count = own.striping.members;
-        return Err(format!("member {} of the {count} of a volume; name all of them, with + between their names", own.index + 1));
+        let (number, count) = (own.number() + 1, own.place.members);
+        return Err(format!("member {number} of the {count} of a volume; name all of them, with + between their names"));
     };
-    let mut found: Vec<Option<String>> = vec![None; own.striping.members.into()];
-    found[usize::from(own.index)] = Some(device.to_owned());
+    let mut found = vec![(device.to_owned(), copies.clone())];
     for candidate in candidates(&path) {
         let Some(other) = glance(&candidate).filter(|other| other.is_of_volume_of(copies)) else { continue };
-        let member = other.any();
-        let name = candidate.to_string_lossy().into_owned();
-        match found.get_mut(usize::from(member.index)) {
-            Some(place @ None) => *place = Some(name),
-            Some(Some(other)) => return Err(set::twice(member, other, &name)),
-            None => {}
+        found.push((candidate.to_string_lossy().into_owned(), other));
+    }
+    let count = set::current(found.iter().map(|(_, copies)| copies)).place.members;
+    let mut members: Vec<Option<&(String, Copies)>> = vec![None; count.into()];
+    for one in &found {
+        let member = one.1.any();
+        let Some(place) = members.get_mut(usize::from(member.number())) else { continue };
+        // What was being added when the power failed has no first superblock, and gives way.
+        let is_whole = |copies: &Copies| copies.first.is_some();
+        match place {
+            Some(other) if is_whole(&other.1) == is_whole(&one.1) => return Err(set::twice(member, &other.0, &one.0)),
+            Some(other) if is_whole(&other.1) => {}
+            _ => *place = Some(one),
         }
     }
-    let missing: Vec<u16> = (0..own.striping.members).filter(|index| found[usize::from(*index)].is_none()).collect();
+    let missing: Vec<u16> = (0..count).filter(|number| members[usize::from(*number)].is_none()).collect();
     if !missing.is_empty() {
-        return Err(set::lacks(own, &missing));
+        return Err(set::lacks(own, count, &missing));
     }
-    Ok(found.into_iter().flatten().filter(|name| name != device).collect())
+    Ok(members.into_iter().flatten().map(|(name, _)| name.clone()).filter(|name| name != device).collect())
 }
 
 /// What may be a member beside the device at `path`, which is left out.

@@ -5,19 +5,19 @@ use std::sync::Arc;
 use gpunvme_blockdev::BlockDevice;
 use gpunvme_layout::member::Generation;
 use gpunvme_layout::superblock::Names;
-use gpunvme_layout::{Member, Striping};
+use gpunvme_layout::{Member, SetPlace, Striping};
 use uuid::Uuid;
 
 use super::copies::{self, Copies};
 use super::generation;
 
-/// All members of a volume, by their index.
+/// All members of a volume, by their number.
 pub(super) struct Set {
     members: Vec<(Arc<dyn BlockDevice>, Copies)>,
     /// The generation that all of them know of.
     current: Generation,
-    /// How the volume lies on them in that one.
-    striping: Striping,
+    /// How the sets of the volume lie on their members in that one.
+    sets: Vec<Striping>,
     /// The highest number of a generation that any of them has seen.
     highest: u64,
 }
@@ -36,56 +36,87 @@ pub(super) fn judge(devices: Vec<(String, Arc<dyn BlockDevice>, Option<Copies>)>
         {
             return Err(format!("{name} belongs to another volume, {}; leave it out", volume_name(member)));
         }
-        if let Some((other, ..)) = found.iter().find(|(_, _, other)| other.any().index == member.index) {
-            return Err(twice(member, other, &name));
-        }
         found.push((name, device, copies));
     }
-    found.sort_by_key(|(_, _, copies)| copies.any().index);
-    let shape = |copies: &Copies| {
-        let Striping { members, unit, data, .. } = copies.any().striping;
-        (members, unit, data)
-    };
-    let differs = |name: &str, one: Striping, other: Striping| {
-        let first = &found[0].0;
-        Err(format!("{name} and {first} say different things of how the volume lies on its members: {one:?}, {other:?}"))
-    };
-    let striping = found[0].2.any().striping;
-    if let Some((name, _, copies)) = found.iter().find(|(_, _, copies)| shape(copies) != shape(&found[0].2)) {
-        return differs(name, copies.any().striping, striping);
+    let Member { place, .. } = current(found.iter().map(|(_, _, copies)| copies)).clone();
+    found.retain(|(_, _, copies)| copies.any().place.number < place.sets);
+    for (number, (name, _, copies)) in found.iter().enumerate() {
+        let member = copies.any();
+        if let Some((other, ..)) = found[..number].iter().find(|(_, _, other)| other.any().number() == member.number()) {
+            return Err(twice(member, other, name));
+        }
     }
-    let missing = |index: &u16| !found.iter().any(|(_, _, copies)| copies.any().index == *index);
-    let missing: Vec<u16> = (0..striping.members).filter(missing).collect();
+    found.sort_by_key(|(_, _, copies)| copies.any().number());
+    let has = |number: &u16| found.iter().any(|(_, _, copies)| copies.any().number() == *number);
+    let missing: Vec<u16> = (0..place.members).filter(|number| !has(number)).collect();
     if !missing.is_empty() {
-        return Err(lacks(found[0].2.any(), &missing));
+        return Err(lacks(found[0].2.any(), place.members, &missing));
     }
     let all: Vec<(&str, &Copies)> = found.iter().map(|(name, _, copies)| (&name[..], copies)).collect();
     let (current, highest) = same_generation(&all)?;
-    // A generation may have changed how much of the members the volume has.
-    let of_current = |copies: &Copies| copies.of(current).map(|member| member.striping);
-    let striping = found.iter().find_map(|(_, _, copies)| of_current(copies)).expect("it is the generation of one of them");
-    if let Some((name, other)) =
-        found.iter().find_map(|(name, _, copies)| Some((name, of_current(copies)?)).filter(|s| s.1 != striping))
-    {
-        return differs(name, other, striping);
-    }
+    let sets = same_sets(&all, current)?;
     let members = found.into_iter().map(|(_, device, copies)| (device, copies)).collect();
-    Ok(Set { members, current, striping, highest })
+    Ok(Set { members, current, sets, highest })
+}
+
+/// What a member of the generation that counts says of itself, where these are members of one
+/// volume: of the newest that one of them has in its first superblock. A set that it does not know
+/// of was being added when the power failed, and is none.
+pub(super) fn current<'a>(members: impl Iterator<Item = &'a Copies> + Clone) -> &'a Member {
+    let firsts = members.clone().filter_map(|copies| copies.first.as_ref());
+    let newest = firsts.max_by_key(|member| member.generation.number);
+    newest.or_else(|| members.map(Copies::any).max_by_key(|member| member.generation.number)).expect("there is a member")
+}
+
+/// How the sets of a volume lie on their members, which are all there, in their order.
+fn same_sets(members: &[(&str, &Copies)], current: Generation) -> Result<Vec<Striping>, String> {
+    let mut sets: Vec<Striping> = Vec::new();
+    let mut numbers = 0..;
+    while let Some((first, rest)) = members.get(numbers.start as usize..).and_then(<[_]>::split_first) {
+        let own = first.1.any();
+        let of_set = rest.iter().take(usize::from(own.striping.members) - 1);
+        let all = std::iter::once(first).chain(of_set);
+        // A generation may have changed how much of the members the volume has; what all of them
+        // know of is that of the members that have it.
+        let of_current = |copies: &Copies| copies.of(current).map(|member| member.striping);
+        let striping = all.clone().find_map(|(_, copies)| of_current(copies)).unwrap_or(own.striping);
+        for (name, copies) in all {
+            let Striping { members, unit, data, .. } = copies.any().striping;
+            let is_same = (members, unit, data) == (striping.members, striping.unit, striping.data)
+                && copies.any().place.number == own.place.number
+                && of_current(copies).is_none_or(|other| other == striping);
+            if !is_same {
+                let (other, first) = (copies.any().striping, first.0);
+                return Err(format!(
+                    "{name} and {first} say different things of how the volume lies on its members: {other:?}, {striping:?}"
+                ));
+            }
+        }
+        sets.push(striping);
+        numbers = numbers.start + usize::from(striping.members)..;
+    }
+    let places = SetPlace::all(&sets);
+    let wrong = members.iter().find(|(_, copies)| {
+        copies.of(current).is_some_and(|member| places.get(usize::from(member.place.number)) != Some(&member.place))
+    });
+    match wrong {
+        Some((name, _)) => Err(format!("{name} and the others say different things of the sets of the volume: {sets:?}")),
+        None => Ok(sets),
+    }
 }
 
 /// The message where a member is there twice.
 pub(super) fn twice(member: &Member, one: &str, other: &str) -> String {
-    let number = member.index + 1;
+    let number = member.number() + 1;
     format!(
         "member {number} of volume {} is there twice: {one} and {other}; detach one of them, or name the members that count with -o device=NAME (fsck.gpunvme: --with NAME)",
         volume_name(member)
     )
 }
 
-/// The message where members are missing.
-pub(super) fn lacks(member: &Member, missing: &[u16]) -> String {
-    let count = member.striping.members;
-    let numbers: Vec<String> = missing.iter().map(|index| (index + 1).to_string()).collect();
+/// The message where some of `count` members are missing.
+pub(super) fn lacks(member: &Member, count: u16, missing: &[u16]) -> String {
+    let numbers: Vec<String> = missing.iter().map(|number| (number + 1).to_string()).collect();
     let (noun, verb) = if missing.len() == 1 { ("member", "is") } else { ("members", "are") };
     format!(
         "{noun} {} of the {count} of volume {} {verb} missing; attach what is missing, or name it with -o device=NAME (fsck.gpunvme: --with NAME)",
@@ -136,9 +167,9 @@ impl Set {
         self.members.iter().map(|(device, _)| Arc::clone(device)).collect()
     }
 
-    /// How the volume lies on them.
-    pub fn striping(&self) -> Striping {
-        self.striping
+    /// How the sets of the volume lie on their members.
+    pub fn sets(&self) -> &[Striping] {
+        &self.sets
     }
 
     /// The names of the volume: those of the generation that all members know of. One that was cut
@@ -160,24 +191,49 @@ impl Set {
     /// # Errors
     /// A text with the device's name: it failed.
     pub fn begin_generation(&self, names: &Names) -> Result<(), String> {
-        self.begin(names, self.striping, None)
+        self.begin(names, &self.sets, None, &[])
     }
 
-    /// Begins a new generation, in which the volume has as much of its members as their devices
-    /// have become, in blocks.
+    /// Begins a new generation, in which the volume has as much of the members of its last set as
+    /// their devices have become.
     ///
     /// # Errors
     /// A text with the device's name: it failed.
-    pub fn begin_larger(&self, striping: Striping, blocks: &[u64]) -> Result<(), String> {
-        self.begin(self.names(), striping, Some(blocks))
+    pub fn begin_larger(&self, last: Striping) -> Result<(), String> {
+        let blocks: Vec<u64> = self.members.iter().map(|(device, _)| copies::blocks_of(device)).collect();
+        let before = &self.sets[..self.sets.len() - 1];
+        self.begin(self.names(), &[before, &[last]].concat(), Some(&blocks), &[])
     }
 
-    fn begin(&self, names: &Names, striping: Striping, blocks: Option<&[u64]>) -> Result<(), String> {
-        let now = |copies: &Copies| Member {
-            generation: self.current,
-            names: self.names().clone(),
-            striping: self.striping,
-            ..copies.of(self.current).unwrap_or_else(|| copies.any()).clone()
+    /// Begins a new generation, in which the volume has one set more, of these devices.
+    ///
+    /// # Errors
+    /// A text with the device's name: it failed.
+    pub fn begin_set(&self, set: Striping, devices: &[Arc<dyn BlockDevice>]) -> Result<(), String> {
+        self.begin(self.names(), &[&self.sets[..], &[set]].concat(), None, devices)
+    }
+
+    /// `blocks`: how large the members are now, where that has changed. `added`: the devices of the
+    /// last set, where it is new. They become members with the others: until one of the first
+    /// superblocks is of the new generation, the volume has the old sets.
+    fn begin(
+        &self,
+        names: &Names,
+        sets: &[Striping],
+        blocks: Option<&[u64]>,
+        added: &[Arc<dyn BlockDevice>],
+    ) -> Result<(), String> {
+        let (old, new) = (SetPlace::all(&self.sets), SetPlace::all(sets));
+        let now = |copies: &Copies| {
+            let member = copies.of(self.current).unwrap_or_else(|| copies.any()).clone();
+            let number = usize::from(member.place.number);
+            Member {
+                generation: self.current,
+                names: self.names().clone(),
+                place: old[number],
+                striping: self.sets[number],
+                ..member
+            }
         };
         let write = |members: Vec<(&Arc<dyn BlockDevice>, Member)>, copy| {
             copies::write_all(members.iter().map(|(device, member)| (*device, member)), copy)
@@ -188,14 +244,30 @@ impl Set {
         let behind = self.members.iter().filter(|(_, copies)| is_behind(copies));
         write(behind.map(|(device, copies)| (device, now(copies))).collect(), 0)?;
         let next = generation(self.highest + 1)?;
-        let member = |(number, (device, copies)): (usize, &'_ (Arc<dyn BlockDevice>, Copies))| {
+        let mut all: Vec<(&Arc<dyn BlockDevice>, Member)> = Vec::new();
+        for (number, (device, copies)) in self.members.iter().enumerate() {
             let now = now(copies);
+            let set = usize::from(now.place.number);
             let blocks = blocks.map_or(now.blocks, |blocks| blocks[number]);
-            (device.clone(), Member { generation: next, names: names.clone(), striping, blocks, ..now })
-        };
-        let all: Vec<(Arc<dyn BlockDevice>, Member)> = self.members.iter().enumerate().map(member).collect();
+            let member = Member { generation: next, names: names.clone(), place: new[set], striping: sets[set], blocks, ..now };
+            all.push((device, member));
+        }
+        for (device, index) in added.iter().zip(0..) {
+            let set = sets.len() - 1;
+            let member = Member {
+                volume: self.volume(),
+                names: names.clone(),
+                uuid: Uuid::new_v4().into_bytes(),
+                index,
+                place: new[set],
+                striping: sets[set],
+                blocks: copies::blocks_of(device),
+                generation: next,
+            };
+            all.push((device, member));
+        }
         for copy in [1, 0] {
-            write(all.iter().map(|(device, member)| (device, member.clone())).collect(), copy)?;
+            write(all.clone(), copy)?;
         }
         Ok(())
     }
@@ -210,12 +282,14 @@ mod tests {
     const NEXT: Generation = Generation { number: 6, stamp: [6; 16] };
 
     fn copies(first: impl Into<Option<Generation>>, last: impl Into<Option<Generation>>) -> Copies {
+        let striping = Striping::new(&[8192, 8192], 64).unwrap();
         let member = |generation| Member {
             volume: [1; 16],
             names: Names::default(),
             uuid: [2; 16],
             index: 0,
-            striping: Striping::new(&[8192, 8192], 64).unwrap(),
+            place: SetPlace::all(&[striping])[0],
+            striping,
             blocks: 8192,
             generation,
         };
@@ -264,5 +338,58 @@ mod tests {
         let other = Generation { stamp: [9; 16], ..NOW };
         let why = judged(&[done.clone(), copies(other, other), done]).unwrap_err();
         assert!(why.starts_with("b is of another copy"), "{why}");
+    }
+
+    /// Two members of a first set and, in the last of these generations, one of a second.
+    fn growing(generations: [(Option<Generation>, Option<Generation>); 3]) -> Vec<Copies> {
+        let first = Striping::new(&[8192, 8192], 64).unwrap();
+        let second = Striping::behind(first.total_blocks(), &[8192], 64).unwrap();
+        let sets = |generation| if generation == NEXT { vec![first, second] } else { vec![first] };
+        let member = |number: usize, generation: Generation| {
+            let (sets, set) = (sets(generation), number / 2);
+            let (index, striping) = ((number % 2) as u16, sets[set]);
+            let place = SetPlace::all(&sets)[set];
+            let (volume, uuid, names) = ([1; 16], [number as u8; 16], Names::default());
+            Member { volume, names, uuid, index, place, striping, blocks: 8192, generation }
+        };
+        let copies = |(number, (first, last)): (usize, (Option<Generation>, Option<Generation>))| Copies {
+            first: first.map(|generation| member(number, generation)),
+            last: last.map(|generation| member(number, generation)),
+        };
+        generations.into_iter().enumerate().map(copies).collect()
+    }
+
+    #[test]
+    fn a_set_counts_from_the_first_superblock_that_knows_of_it() {
+        let (old, begun, new) = ((Some(NOW), Some(NOW)), (Some(NOW), Some(NEXT)), (Some(NEXT), Some(NEXT)));
+        for (states, sets) in [
+            ([begun, old, (None, None)], 1),
+            ([begun, begun, (None, Some(NEXT))], 1),
+            ([(None, Some(NEXT)), begun, (None, Some(NEXT))], 1),
+            ([new, begun, (None, Some(NEXT))], 2),
+            ([new, new, (None, Some(NEXT))], 2),
+            ([new, new, new], 2),
+        ] {
+            let members: Vec<Copies> =
+                growing(states).into_iter().filter(|copies| copies.first.is_some() || copies.last.is_some()).collect();
+            let place = current(members.iter()).place;
+            assert_eq!(place.sets, sets, "{states:?}");
+            let known: Vec<(&str, &Copies)> =
+                members.iter().filter(|copies| copies.any().place.number < sets).map(|copies| ("x", copies)).collect();
+            assert_eq!(known.len(), usize::from(place.members), "{states:?}");
+            let (generation, _) = same_generation(&known).unwrap();
+            assert_eq!(same_sets(&known, generation).unwrap().len(), usize::from(sets), "{states:?}");
+        }
+    }
+
+    #[test]
+    fn members_that_do_not_know_of_the_same_sets_are_refused() {
+        let new = (Some(NEXT), Some(NEXT));
+        let mut members = growing([new, new, new]);
+        let wrong = members[1].first.as_mut().unwrap();
+        wrong.place.total += 64;
+        let known: Vec<(&str, &Copies)> = ["a", "b", "c"].into_iter().zip(&members).collect();
+        let why = same_sets(&known, NEXT).unwrap_err();
+        assert!(why.starts_with("b and the others say different things of the sets"), "{why}");
     }
 }

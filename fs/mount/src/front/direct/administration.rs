@@ -66,14 +66,13 @@ impl Front {
     }
 
     /// `GROW`.
-    pub(super) fn grow(&self, caller: Caller, request: &abi::Grow) -> Reply {
+    pub(super) fn grow(&self, caller: Caller, request: &abi::Grow, devices: &[String]) -> Reply {
         let mut answer = abi::Grow { before: 0, capacity: 0, why: [0; 192], ..request.clone() };
-        let grown = self.may_administer(caller).and_then(|()| {
-            let why = self.devices.look_again().map_err(|why| (libc::EIO, why))?;
-            self.fs.volume().grow().map_err(|error| match (&error, why) {
-                (FsError::CannotGrow { .. }, Some(why)) => (error.errno(), why),
-                _ => refusal(&error),
-            })
+        let is_check = request.flags & abi::GrowFlags::CHECK.bits() != 0;
+        let grown = self.may_administer(caller).and_then(|()| match devices {
+            _ if is_check => self.may_grow(devices).map(|()| [self.fs.volume().geometry().data_blocks(); 2]),
+            [] => self.grow_with_devices(),
+            devices => self.may_grow(devices).and_then(|()| self.grow_by(devices)),
         });
         self.direct.server.stats.call(Command::Grow, grown.is_err());
         match grown {
@@ -86,6 +85,28 @@ impl Front {
                 Reply::new(errno, &answer)
             }
         }
+    }
+
+    /// Has all that the devices have become larger by.
+    fn grow_with_devices(&self) -> Result<[u64; 2], Refusal> {
+        let why = self.devices.look_again().map_err(|why| (libc::EIO, why))?;
+        self.fs.volume().grow().map_err(|error| match (&error, why) {
+            (FsError::CannotGrow { .. }, Some(why)) => (error.errno(), why),
+            _ => refusal(&error),
+        })
+    }
+
+    /// Has further devices.
+    fn grow_by(&self, devices: &[String]) -> Result<[u64; 2], Refusal> {
+        self.devices.add(devices).map_err(|why| (libc::EINVAL, why))?;
+        self.fs.volume().grow().map_err(|error| refusal(&error))
+    }
+
+    fn may_grow(&self, devices: &[String]) -> Result<(), Refusal> {
+        if !devices.is_empty() {
+            self.devices.may_add(devices.len()).map_err(|why| (libc::EINVAL, why))?;
+        }
+        self.fs.volume().may_grow().map_err(|error| refusal(&error))
     }
 
     fn may_administer(&self, caller: Caller) -> Result<(), Refusal> {

@@ -111,7 +111,7 @@ impl Front {
             // Whether the caller administers the mount is looked up in /proc.
             Ok(Request::Log(log)) => self.general.run(move || done(front.log(caller, &log))),
             Ok(Request::Trim(trim)) => self.general.run(move || done(front.trim(caller, &trim))),
-            Ok(Request::Grow(grow)) => self.general.run(move || done(front.grow(caller, &grow))),
+            Ok(Request::Grow(grow, devices)) => self.general.run(move || done(front.grow(caller, &grow, &devices))),
             // An ioctl carries no descriptor.
             Ok(Request::Grant(_)) => done(Reply::error(libc::ENOTTY)),
         }
@@ -159,7 +159,7 @@ impl Front {
 
 /// The answer to `RESOLVE`: the mappings of a file from the offset on that lie before `end` and
 /// fit; on a stripe, each in as many extents as there are units.
-fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: u64, stripe: Option<StripeMap>) -> Reply {
+fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: u64, stripe: Option<&StripeMap>) -> Reply {
     let capacity = request.capacity as usize;
     let mut all = mappings.iter().flat_map(|mapping| pieces(extent(mapping), stripe));
     let mut extents: Vec<abi::Extent> = all.by_ref().take(capacity).collect();
@@ -177,7 +177,7 @@ fn resolved_reply(request: &Resolve, end: u64, mappings: &[Mapping], file_size: 
 }
 
 /// An extent of the volume, cut where the device changes, with the places on the devices.
-fn pieces(extent: abi::Extent, stripe: Option<StripeMap>) -> impl Iterator<Item = abi::Extent> {
+fn pieces(extent: abi::Extent, stripe: Option<&StripeMap>) -> impl Iterator<Item = abi::Extent> {
     let mut done = 0;
     std::iter::from_fn(move || {
         let (at, left) = (extent.device_offset + done, extent.len - done);

@@ -164,6 +164,7 @@ impl Endpoint {
             memory_alignment: geometry.memory_alignment,
             devices: stripe.map_or(1, |stripe| stripe.members() as u32),
             stripe_unit: stripe.map_or(0, |stripe| stripe.unit()),
+            sets: stripe.map_or(1, |stripe| stripe.sets() as u32),
             route: route.code(),
             reason: reason.code(),
             ..Info::default()
@@ -171,7 +172,9 @@ impl Endpoint {
         let path = self.socket.as_ref().map_or(Path::new(""), Listener::path);
         abi::put_text(&mut info.label, &superblock.names.label);
         abi::put_text(&mut info.socket, &path.to_string_lossy());
-        abi::put_text(&mut info.device, &self.device);
+        // What it was named as at the mount, unless it has become more devices since.
+        let device = if stripe.is_some() { fs.volume().device().name() } else { &self.device };
+        abi::put_text(&mut info.device, device);
         abi::put_text(&mut info.daemon, concat!("mount.gpunvme ", env!("CARGO_PKG_VERSION")));
         info
     }

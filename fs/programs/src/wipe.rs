@@ -28,6 +28,24 @@ pub fn wipe(device: &Arc<dyn BlockDevice>) -> Result<()> {
     io.run(vec![Request::flush()])
 }
 
+/// Whether the first and last MiB of a device, which has as much, are zero.
+///
+/// # Errors
+/// If the device fails a command.
+pub fn is_wiped(device: &Arc<dyn BlockDevice>) -> Result<bool> {
+    let io = Io::inline(Arc::clone(device))?;
+    let region = Region::allocate(ENDS_LEN as usize)?;
+    let mut bytes = vec![0; ENDS_LEN as usize];
+    for offset in [0, device.geometry().len.get() - ENDS_LEN] {
+        io.run([Request::read(offset, [region.span(0..ENDS_LEN as usize)])])?;
+        region.read_at(0, &mut bytes)?;
+        if bytes.iter().any(|byte| *byte != 0) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 #[cfg(test)]
 mod tests {
     use gpunvme_blockdev_testing::{Image, MemoryDevice};
@@ -41,7 +59,10 @@ mod tests {
         image.write_at(0, &vec![0xa5; 4 * MIB]);
         let memory = MemoryDevice::from_image(image);
 
-        wipe(&(memory.clone() as Arc<dyn BlockDevice>)).unwrap();
+        let device = memory.clone() as Arc<dyn BlockDevice>;
+        assert!(!is_wiped(&device).unwrap());
+        wipe(&device).unwrap();
+        assert!(is_wiped(&device).unwrap());
 
         let mut bytes = vec![0; 4 * MIB];
         memory.snapshot().read_at(0, &mut bytes);

@@ -11,13 +11,12 @@ use std::process::Command;
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, Region, Request};
-use gpunvme_engine::FsError;
 use gpunvme_layout::geometry::SUPERBLOCK;
 use gpunvme_layout::{BLOCK_SIZE, Block, Geometry, Member, Superblock};
-use gpunvme_programs::claim::reason;
 use rustix::fs::MemfdFlags;
 use uuid::Uuid;
 
+use crate::claim::reason;
 use crate::wipe::ENDS_LEN;
 
 /// blkid's exit code when it recognises nothing.
@@ -66,30 +65,33 @@ pub fn find(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, String> {
 }
 
 /// A volume of ours, even one that is damaged or newer than this program.
-fn find_own(device: &Arc<dyn BlockDevice>) -> Result<Option<Contents>, FsError> {
-    if let Some(superblock) = gpunvme_engine::probe(device)? {
-        return Ok(Some(Contents {
-            what: "a gpunvme volume".to_owned(),
-            uuid: Some(Uuid::from_bytes(superblock.volume_uuid()).to_string()),
-            label: Some(superblock.names.label).filter(|label| !label.is_empty()),
-        }));
+fn find_own(device: &Arc<dyn BlockDevice>) -> gpunvme_blockdev::Result<Option<Contents>> {
+    let blocks = device.geometry().len.get() / BLOCK_SIZE as u64;
+    if blocks == 0 {
+        return Ok(None);
     }
-    let mut bytes = [0; BLOCK_SIZE];
-    if device.geometry().len.get() >= BLOCK_SIZE as u64 {
-        let region = Region::allocate(BLOCK_SIZE)?;
-        Io::inline(Arc::clone(device))?.run(vec![Request::read(Geometry::byte(SUPERBLOCK), vec![region.span(0..BLOCK_SIZE)])])?;
+    let io = Io::inline(Arc::clone(device))?;
+    let region = Region::allocate(BLOCK_SIZE)?;
+    let read = |address| {
+        let mut bytes = [0; BLOCK_SIZE];
+        io.run([Request::read(Geometry::byte(address), [region.span(0..BLOCK_SIZE)])])?;
         region.read_at(0, &mut bytes)?;
-    }
-    let block = Block::from_bytes(&bytes);
-    if let Some(identity) = Superblock::identify(&block, SUPERBLOCK).filter(|_| Member::is_one(&block, SUPERBLOCK)) {
-        return Ok(Some(Contents {
-            what: "one of the devices of a gpunvme volume".to_owned(),
-            label: Some(identity.label).filter(|label| !label.is_empty()),
-            uuid: Some(Uuid::from_bytes(identity.uuid).to_string()),
-        }));
+        gpunvme_blockdev::Result::Ok(Block::from_bytes(&bytes))
+    };
+    let first = read(SUPERBLOCK)?;
+    for (block, address) in [(&first, SUPERBLOCK), (&read(blocks - 1)?, blocks - 1)] {
+        if let Some(identity) = Superblock::identify(block, address) {
+            let is_member = Member::is_one(block, address);
+            return Ok(Some(Contents {
+                what: if is_member { "one of the devices of a gpunvme volume" } else { "a gpunvme volume" }.to_owned(),
+                label: Some(identity.label).filter(|label| !label.is_empty()),
+                uuid: Some(Uuid::from_bytes(identity.uuid).to_string()),
+            }));
+        }
     }
     let unreadable = "a gpunvme volume that is damaged or newer than this program";
-    Ok(Superblock::recognize(&bytes).then(|| Contents { what: unreadable.to_owned(), label: None, uuid: None }))
+    let contents = || Contents { what: unreadable.to_owned(), label: None, uuid: None };
+    Ok(Superblock::recognize(first.bytes()).then(contents))
 }
 
 /// A file in memory, as long as the device, that holds what the device does at its ends.
@@ -115,7 +117,7 @@ fn find_foreign(blkid: &mut Command) -> Result<Option<Contents>, String> {
     let output = blkid
         .env("PATH", path)
         .output()
-        .map_err(|error| format!("blkid, of util-linux, cannot be run: {error}; --force formats without looking"))?;
+        .map_err(|error| format!("blkid, of util-linux, cannot be run: {error}; --force does not look"))?;
     match output.status.code() {
         Some(0) => Ok(parse(&String::from_utf8_lossy(&output.stdout))),
         Some(BLKID_NOTHING) if output.stderr.is_empty() => Ok(None),
@@ -124,7 +126,7 @@ fn find_foreign(blkid: &mut Command) -> Result<Option<Contents>, String> {
         }
         _ => {
             let why = String::from_utf8_lossy(&output.stderr);
-            Err(format!("blkid failed ({}): {}; --force formats without looking", output.status, why.trim()))
+            Err(format!("blkid failed ({}): {}; --force does not look", output.status, why.trim()))
         }
     }
 }
