@@ -82,11 +82,11 @@ impl Striping {
     /// The largest volume on one set of members of these sizes, in blocks. None where the smallest
     /// is too small, or the numbers are out of range.
     pub fn new(blocks: &[u64], unit: u32) -> Option<Striping> {
-        Striping::behind(0, blocks, unit).filter(|striping| striping.members > 1)
+        Striping::behind(0, blocks, unit)
     }
 
-    /// The largest set on members of these sizes, one at the least, behind so many blocks of a
-    /// volume. None as with [`Striping::new`].
+    /// The largest set on members of these sizes, behind so many blocks of a volume. None as with
+    /// [`Striping::new`].
     pub fn behind(before: u64, blocks: &[u64], unit: u32) -> Option<Striping> {
         Striping { members: u16::try_from(blocks.len()).ok()?, unit, data: DATA, data_blocks: 0 }.filling(before, blocks)
     }
@@ -100,7 +100,8 @@ impl Striping {
     /// With as much data as there is room for.
     fn filling(self, before: u64, blocks: &[u64]) -> Option<Striping> {
         let smallest = blocks.iter().copied().min()?.checked_sub(self.data + 1)?;
-        let room = smallest.min(TOTAL_BLOCKS_MAX.checked_sub(before)? / u64::from(self.members));
+        let most = TOTAL_BLOCKS_MAX.checked_sub(before)?.checked_div(self.members.into())?;
+        let room = smallest.min(most);
         Striping { data_blocks: room - room % u64::from(self.unit.max(1)), ..self }.checked()
     }
 
@@ -157,7 +158,6 @@ impl SetPlace {
         let end = first.checked_add(set.total_blocks());
         number < sets
             && members <= MEMBERS_MAX
-            && members > 1
             && total <= TOTAL_BLOCKS_MAX
             && (is_first == (first == 0) && is_first == (members_before == 0))
             && end.is_some_and(|end| if is_last { end == total } else { end < total })
@@ -407,7 +407,7 @@ mod tests {
         assert_eq!(striping.total_blocks(), 4 * striping.data_blocks);
         assert_eq!(Striping::new(&[1 << 44; 8], 64).unwrap().total_blocks(), TOTAL_BLOCKS_MAX);
         for (blocks, unit) in
-            [(&[9000; 1][..], 64), (&[9000; 17], 64), (&[9000, 500], 64), (&[9000; 2], 48), (&[9000; 2], 8), (&[9000; 2], 0)]
+            [(&[][..], 64), (&[9000; 17], 64), (&[9000, 500], 64), (&[9000; 2], 48), (&[9000; 2], 8), (&[9000; 2], 0)]
         {
             assert_eq!(Striping::new(blocks, unit), None, "{} members, unit {unit}", blocks.len());
         }

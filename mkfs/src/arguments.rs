@@ -24,6 +24,10 @@ pub struct Arguments {
     /// What lies on one of several devices before the next: 64K to 16M, a power of two
     #[arg(long, value_parser = unit, default_value = "256K", value_name = "SIZE")]
     pub unit: u32,
+    /// Make a volume that can be given further devices while it is mounted, as one of several can,
+    /// of one device
+    #[arg(long)]
+    pub growable: bool,
     /// Format even if a device carries a filesystem or a partition table
     #[arg(short, long)]
     pub force: bool,

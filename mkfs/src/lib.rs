@@ -87,8 +87,8 @@ impl Refusal {
 pub fn make(arguments: &Arguments) -> Result<Report, Refusal> {
     let names: Vec<&str> = arguments.devices.iter().flat_map(|device| split_names(device)).collect();
     let devices = claim_all(&names, arguments.dry_run)?;
-    // Of one device the volume is all.
-    let striping = if names.len() > 1 { Some(striping(&devices, arguments.unit)?) } else { None };
+    // Of one device the volume is all, unless others may come.
+    let striping = if names.len() > 1 || arguments.growable { Some(striping(&devices, arguments.unit)?) } else { None };
     let volume = match &striping {
         Some(striping) => {
             members::stripe(devices.clone(), std::slice::from_ref(striping)).map_err(|why| Refusal::new(&names.join("+"), why))?

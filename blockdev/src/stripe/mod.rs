@@ -74,7 +74,7 @@ impl StripeDevice {
     pub fn new(members: Vec<Arc<dyn BlockDevice>>, map: StripeMap, len: u64) -> Result<Arc<StripeDevice>> {
         let name = name(&members);
         if members.len() != map.members() || members.len() > MAX_DEVICES {
-            return Err(unsupported(&name, format!("{} devices cannot be one: 2 to {MAX_DEVICES} can", members.len())));
+            return Err(unsupported(&name, format!("{} devices cannot be one: up to {MAX_DEVICES} can", members.len())));
         }
         fits(&members, &map, len)?;
         let geometry = geometry(&members, len);

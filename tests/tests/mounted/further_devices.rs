@@ -116,7 +116,7 @@ fn a_volume_takes_further_devices_while_it_is_used() {
     let mut used = [false; 5];
     for (path, content) in [("larger", &larger), ("largest", &largest)] {
         let mut assembled = vec![0; content.len().next_multiple_of(4096)];
-        for extent in extents(&File::open(volume.path(path)).unwrap()) {
+        for extent in extents(File::open(volume.path(path)).unwrap()) {
             let place = extent.file_offset as usize..(extent.file_offset + extent.len) as usize;
             used[extent.device as usize] = true;
             members[extent.device as usize].read_exact_at(&mut assembled[place], extent.device_offset).unwrap();
@@ -186,7 +186,7 @@ fn devices_that_cannot_be_taken_are_refused_and_lose_nothing() {
     let volume = volume.unmount().mount_with("ro");
     let [late] = further_named(volume.image(), "late");
     refused(&grow(&root, &[name(&late)]), &["the volume is read-only"]);
-    refused(&grow(&alone.root(), &[name(&late)]), &["only one that mkfs made of several devices"]);
+    refused(&grow(&alone.root(), &[name(&late)]), &["is all of the volume", "--growable"]);
     assert_eq!(fs::metadata(&late).unwrap().len(), 100 * MIB);
 }
 
@@ -221,6 +221,28 @@ fn what_was_there_before_the_volume_had_more_devices_is_stale() {
     fs::write(&members[0], &now).unwrap();
     let volume = image.mount();
     assert_eq!(fs::read_to_string(volume.path("file")).unwrap(), "kept");
+}
+
+/// One SSD to begin with, as most people have, and another one later.
+#[test]
+fn a_volume_of_one_device_that_is_growable_takes_another() {
+    needs_mount!();
+    let image = Image::blank(96 * MIB);
+    let made = succeeds(run("mkfs.gpunvme", &["--growable", name(&image.path())]));
+    assert!(made.contains("devices     1, in units of 256 KiB"), "{made}");
+    let volume = image.mount();
+    let content = tree::pattern(1, 60 << 20);
+    fs::write(volume.path("before"), &content).unwrap();
+    let [second] = further(volume.image(), [200]);
+    assert!(grow_by(&volume.root(), &[&second]) > 270 * MIB);
+    fs::write(volume.path("behind"), &content).unwrap();
+    fs::write(volume.path("more"), &content).unwrap();
+    let image = volume.unmount();
+    assert!(succeeds(run("fsck.gpunvme", &["-n", name(&second)])).contains("clean"));
+    let volume = image.mount();
+    for file in ["before", "behind", "more"] {
+        assert!(fs::read(volume.path(file)).unwrap() == content, "{file}");
+    }
 }
 
 /// The daemon opens them while its system calls are filtered.

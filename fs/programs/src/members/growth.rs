@@ -61,7 +61,9 @@ pub fn may_add(device: &Arc<dyn BlockDevice>, count: usize) -> Result<(), String
     let (has, most) = (device.members().len(), usize::from(MEMBERS_MAX));
     if has == 0 {
         let name = device.name();
-        return Err(format!("{name} is all of the volume: only one that mkfs made of several devices takes further ones"));
+        return Err(format!(
+            "{name} is all of the volume: it takes further ones only where mkfs made it of several, or --growable"
+        ));
     }
     match has + count > most {
         true => Err(format!("the volume has {has} devices, and {most} are the most: {count} more are too many")),

@@ -71,8 +71,8 @@ pub(super) fn current<'a>(members: impl Iterator<Item = &'a Copies> + Clone) -> 
 /// How the sets of a volume lie on their members, which are all there, in their order.
 fn same_sets(members: &[(&str, &Copies)], current: Generation) -> Result<Vec<Striping>, String> {
     let mut sets: Vec<Striping> = Vec::new();
-    let mut numbers = 0..;
-    while let Some((first, rest)) = members.get(numbers.start as usize..).and_then(<[_]>::split_first) {
+    let mut start = 0;
+    while let Some((first, rest)) = members.get(start..).and_then(<[_]>::split_first) {
         let own = first.1.any();
         let of_set = rest.iter().take(usize::from(own.striping.members) - 1);
         let all = std::iter::once(first).chain(of_set);
@@ -93,7 +93,7 @@ fn same_sets(members: &[(&str, &Copies)], current: Generation) -> Result<Vec<Str
             }
         }
         sets.push(striping);
-        numbers = numbers.start + usize::from(striping.members)..;
+        start += usize::from(striping.members);
     }
     let places = SetPlace::all(&sets);
     let wrong = members.iter().find(|(_, copies)| {

@@ -232,6 +232,20 @@ impl Ioctls {
         let mut trim = abi::Trim { start: number(random), len: number(random), minimum: number(random), ..abi::Trim::default() };
         assert!(call_plain(self.file(random), Command::Trim, &mut trim).is_err(), "discards are for administrators");
         assert!(call_plain(self.file(random), Command::Grow, &mut abi::Grow::default()).is_err(), "growth is for administrators");
+        let devices = random.below(20) as usize;
+        let mut grow = abi::Grow { flags: number(random) as u32 & 3, ..abi::Grow::default() }.as_bytes().to_vec();
+        for _ in 0..devices {
+            let mut device = abi::NewDevice { name: [0; 256] };
+            match random.below(3) {
+                0 => device.name.copy_from_slice(&noise(random, 256)),
+                1 => abi::put_text(&mut device.name, "/dev/null"),
+                _ => abi::put_text(&mut device.name, "/etc/passwd"),
+            }
+            grow.extend_from_slice(device.as_bytes());
+        }
+        let file = self.file(random).try_clone().unwrap();
+        let grown = sys::ioctl(file.as_fd(), Command::Grow.request(devices), &mut grow);
+        assert!(grown.is_err(), "growth is for administrators");
         let mut log = abi::Log { reserved, ..abi::Log::default() };
         let filter = noise(random, log.filter.len());
         log.filter.copy_from_slice(&filter);
