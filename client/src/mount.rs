@@ -51,7 +51,7 @@ pub struct Info {
     pub memory_alignment: u32,
     /// Number of devices under the volume.
     pub devices: u32,
-    /// Sets of devices, one behind the other: all but the first were added while the volume was used.
+    /// Sets of devices, one behind the other: all but the first were added while it was used.
     pub sets: u32,
     /// Bytes that lie on one device before those of the next begin; 0 where there is one device.
     pub stripe_unit: u64,

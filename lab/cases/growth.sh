@@ -17,7 +17,7 @@ machine() {
 }
 
 guest() {
-    # The addresses of the controllers, in the order of their buses: ours are the four of this class.
+    # The addresses of the controllers of this class, in the order of their buses.
     members=$(grep -l '^0x010802' /sys/bus/pci/devices/*/class | cut -d / -f 6 | sort)
     check "there are four controllers" [ "$(echo $members | wc -w)" = 4 ]
     for member in $members; do check "binding $member" vfio bind $member; done

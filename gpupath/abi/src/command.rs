@@ -54,8 +54,8 @@ pub enum Command {
     /// Tells the devices which blocks no file has ([`Trim`]). On any file or directory, for
     /// administrators.
     Trim = 15,
-    /// Makes the volume as large as its devices have become, or gives it further ones ([`Grow`]). On any file or directory,
-    /// for administrators.
+    /// Makes the volume as large as its devices have become, or gives it further ones ([`Grow`]).
+    /// On any file or directory, for administrators.
     Grow = 16,
 }
 

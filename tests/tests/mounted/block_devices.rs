@@ -47,8 +47,8 @@ fn claim(device: &Path) -> io::Result<File> {
     File::options().read(true).write(true).custom_flags(libc::O_EXCL).open(device)
 }
 
-/// umount(2) by itself: umount(8) has a helper, which could wait. A child that another test has just
-/// forked holds the open files of this program until it runs its own.
+/// umount(2) by itself: umount(8) has a helper, which could wait. A child that another test has
+/// just forked holds the open files of this program until it runs its own.
 fn unmount(dir: &Path) -> rustix::io::Result<()> {
     let until = Instant::now() + LIMIT;
     loop {

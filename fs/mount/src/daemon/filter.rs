@@ -181,8 +181,8 @@ const OLDER_CALLS: &[libc::c_long] = &[];
 const FUSE_DEV_IOC_CLONE: u64 = 0x8004_e500;
 /// The ioctls of VFIO and of its container: `_IO(';', 100)` to `_IO(';', 159)` (linux/vfio.h).
 const VFIO: (u64, u64) = (0x3b64, 0x3b9f);
-/// `BLKSSZGET` (linux/fs.h) and `LOOP_GET_STATUS64` (linux/loop.h), which only tell: of block devices
-/// that a volume is given while it is mounted.
+/// `BLKSSZGET` (linux/fs.h) and `LOOP_GET_STATUS64` (linux/loop.h), which only tell: of block
+/// devices that a volume is given while it is mounted.
 const BLOCK_DEVICE_IOCTLS: [u64; 2] = [0x1268, 0x4c05];
 /// Ioctls that the standard library uses on descriptors.
 const DESCRIPTOR_IOCTLS: [u64; 3] = [libc::FIONBIO, libc::FIOCLEX, libc::FIONREAD];
