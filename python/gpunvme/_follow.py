@@ -7,6 +7,7 @@ import queue
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from gpunvme._native import LentMemory
@@ -27,7 +28,8 @@ class Lent:
 
     def read(self, length: int, offset: int) -> bytes:
         """Bytes of the file."""
-        return self._mapping[offset - self._offset :][:length]
+        start = offset - self._offset
+        return self._mapping[start : start + length]
 
     def copy_into(self, pairs: list[tuple[Any, int]]) -> None:
         """Copies bytes of the file: pairs of memory and where its bytes begin in the file."""
@@ -50,8 +52,8 @@ class Follower:
     def listen(self) -> None:
         """Takes events as they come, until the command has closed its end."""
         try:
-            while message := socket.recv_fds(self._socket, _LONGEST, 1):
-                text, descriptors, _, _ = message
+            while True:
+                text, descriptors, _, _ = socket.recv_fds(self._socket, _LONGEST, 1)
                 if not text:
                     break
                 event = json.loads(text)
@@ -88,12 +90,11 @@ class Follower:
 
     def give_back(self, buffer: int) -> None:
         """The command may use a buffer again."""
-        try:
+        # Where it has ended it has all back.
+        with suppress(OSError):
             self._socket.send(struct.pack("=Q", buffer))
-        except OSError:
-            # It has ended.
-            pass
 
     def close(self) -> None:
         """The command takes back what it lent."""
         self._socket.close()
+        self.other_end.close()

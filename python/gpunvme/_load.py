@@ -100,7 +100,8 @@ class _Model:
         self._arriving: dict[str, _Arriving] = {}
 
     def read(self, follower: Follower, require: Require | None) -> bool:
-        """Brings into memory what there is, when it is; until the command says no more. Whether all is there."""
+        """Brings into memory what there is, when it is; until the command says no more. Whether that was
+        all."""
         in_flight: deque[tuple[Pending, File, int]] = deque()
         is_told = False
 
@@ -280,6 +281,8 @@ class _Arriving:
             at = offset + len(found)
             if first <= at < last and len(found) < length:
                 wanted = min(length - len(found), last - at)
-                is_lent = isinstance(source, Lent)
-                found += source.read(wanted, at) if is_lent else os.pread(source.fileno(), wanted, at)
+                if isinstance(source, Lent):
+                    found += source.read(wanted, at)
+                else:
+                    found += os.pread(source.fileno(), wanted, at)
         return found

@@ -157,7 +157,7 @@ def running(
                 except Exception as error:
                     failed.append(error)
 
-    stdin = subprocess.DEVNULL if follower is None else follower.other_end
+    stdin = subprocess.DEVNULL if follower is None else follower.other_end.fileno()
     with subprocess.Popen(
         arguments, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -65,7 +65,7 @@ def read_header(file: File) -> Header:
 
 
 def header_of(path: str, size: int, read: Callable[[int, int], bytes]) -> Header:
-    """As :func:`read_header`, of a file of so many bytes. ``read`` gives a number of them from an offset on."""
+    """As :func:`read_header`, of a file of so many bytes; ``read`` gives some, from an offset on."""
 
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path}: not a file of safetensors: {what}")

@@ -257,7 +257,9 @@ def test_what_had_arrived_before_is_read_from_the_volume(folder, store):
 def shards(place: Path, count: int) -> dict[str, numpy.ndarray]:
     """Makes a model of so many files."""
     place.mkdir()
-    tensors = {f"t{at:03}": numpy.random.default_rng(at).integers(0, 256, 20_000, "u1") for at in range(count)}
+    tensors = {
+        f"t{at:03}": numpy.random.default_rng(at).integers(0, 256, 20_000, "u1") for at in range(count)
+    }
     index = {name: f"{name}.safetensors" for name in tensors}
     for name, tensor in tensors.items():
         stock.save_file({name: tensor}, place / index[name])

@@ -131,12 +131,14 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let is_there = |object: &Object| manifest.entry(object).is_some_and(|entry| folder.has_file(&object.name, entry));
     let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(is_there);
     let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
-    let taken = folder.clean(|name| partials.contains(name))?;
+    // What is not asked for this time may be the next time, and goes on then.
+    let is_selection = !what.include.is_empty() || what.share.is_some();
+    let (taken, others) = folder.clean(|name| partials.contains(name), is_selection)?;
     let needed = sum(&objects);
     let mut reservation = None;
     if let Some(limit) = what.limit.filter(|_| needed > 0) {
         // What is replaced stays until then.
-        let bytes = manifest.bytes(|name, entry| folder.has_file(name, entry)).saturating_add(needed);
+        let bytes = manifest.bytes(|name, entry| folder.has_file(name, entry)).saturating_add(needed).saturating_add(others);
         let (place, own) = (what.folder.clone(), folder.own().clone());
         let (reserved, evicted) = tokio::task::spawn_blocking(move || limit.reserve(&place, &own, bytes)).await??;
         (reservation, done.evicted) = (Some(Arc::new(Mutex::new(reserved))), evicted);
@@ -180,7 +182,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         Ok(()) | Err(Error::Stopped) => naming.await??,
         Err(error) => return Err(error),
     }
-    run.manifest().compact()?;
+    run.manifest().compact(is_selection)?;
     run.tell(&Event::Ended {});
     run.progress.finish();
     Ok(done)
