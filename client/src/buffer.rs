@@ -74,6 +74,13 @@ impl Buffer {
     }
 }
 
+/// The memfd, for another process that is to map the same memory.
+impl AsFd for Buffer {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+}
+
 impl Memory for Buffer {}
 
 impl sealed::Memory for Buffer {

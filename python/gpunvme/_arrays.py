@@ -75,6 +75,9 @@ class Framework(Protocol):
     def contiguous(self, array: Any) -> Any:
         """The array, or a contiguous copy."""
 
+    def bytes_of(self, array: Any) -> Any:
+        """A view of a contiguous array: its bytes, in one dimension."""
+
 
 class Torch:
     """PyTorch, on one device."""
@@ -94,6 +97,9 @@ class Torch:
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
 
+    def bytes_of(self, array: Any) -> Any:
+        return array.reshape(-1).view(self.torch.uint8)
+
 
 class NumPy:
     """NumPy, in host memory."""
@@ -109,6 +115,9 @@ class NumPy:
         import numpy
 
         return numpy.ascontiguousarray(array)
+
+    def bytes_of(self, array: Any) -> Any:
+        return array.reshape(-1).view("u1")
 
 
 def framework(name: str, device: Any) -> Framework:

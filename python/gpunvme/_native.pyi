@@ -9,7 +9,7 @@ from typing_extensions import disjoint_base
 from gpunvme._error import Error
 from gpunvme._types import Array, Caching, Info, Memory, Require, Stats
 
-__all__ = ["Buffer", "Completions", "Extent", "File", "Mount", "Pending", "Transfer"]
+__all__ = ["Buffer", "Completions", "Extent", "File", "LentMemory", "Mount", "Pending", "Transfer"]
 
 @final
 class Transfer:
@@ -47,6 +47,11 @@ class Buffer:
     def nbytes(self) -> int: ...
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class LentMemory:
+    def __new__(cls, mapping: object) -> Self: ...
+    def copy_into(self, memory: Memory) -> None: ...
 
 @final
 class Mount:

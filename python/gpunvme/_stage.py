@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
+
+from gpunvme._follow import Follower
 
 Progress = Callable[[int, int], None]
 #: Bytes, or a text such as ``"500G"`` or ``"80%"``.
 Quota = int | str
-#: What the command says of a file, for :func:`gpunvme.load`; None at the end.
-Event = dict[str, Any] | None
 
 
 def stage(
@@ -131,7 +130,7 @@ def running(
     published: bool,
     pin: bool,
     progress: Progress | None,
-    follow: Callable[[Event], None] | None = None,
+    follower: Follower | None = None,
     options: Iterable[str] = (),
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs the command while the block waits for it, and raises what it complained of."""
@@ -141,7 +140,7 @@ def running(
     arguments = [command, "hydrate", "--progress"]
     arguments += [f"--include={pattern}" for pattern in include]
     arguments += options
-    arguments += ["--follow"] * (follow is not None)
+    arguments += ["--follow"] * (follower is not None)
     arguments += ["--published"] * published + ["--pin"] * pin + ["--", os.fspath(url), os.fspath(folder)]
     said: list[str] = []
     failed: list[Exception] = []
@@ -151,28 +150,29 @@ def running(
             if not line.startswith("{"):
                 said.append(line)
                 continue
-            event = json.loads(line)
-            if "done" not in event:
-                if follow is not None:
-                    follow(event)
-            elif progress is not None and not failed:
+            far = json.loads(line)
+            if progress is not None and not failed:
                 try:
-                    progress(event["done"], event["of"])
+                    progress(far["done"], far["of"])
                 except Exception as error:
                     failed.append(error)
-        if follow is not None:
-            follow(None)
 
+    stdin = subprocess.DEVNULL if follower is None else follower.other_end.fileno()
     with subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        arguments, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
-        listening = threading.Thread(target=listen, args=(process.stderr,), daemon=True)
-        listening.start()
+        listening = [threading.Thread(target=listen, args=(process.stderr,), daemon=True)]
+        if follower is not None:
+            follower.other_end.close()
+            listening.append(threading.Thread(target=follower.listen, daemon=True))
+        for thread in listening:
+            thread.start()
         try:
             yield process
         finally:
             process.wait()
-            listening.join()
+            for thread in listening:
+                thread.join()
     if failed:
         raise failed[0]
     if process.returncode != 0:

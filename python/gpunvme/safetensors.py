@@ -13,7 +13,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from types import EllipsisType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -56,23 +56,27 @@ class Header(NamedTuple):
 
 
 def read_header(file: File) -> Header:
-    """Reads and checks a header. It may have come from anywhere.
+    """Reads and checks the header of a file. It may have come from anywhere.
 
     Raises:
         ValueError: it is none, or does not describe the file that it is in.
     """
+    return header_of(file.name, file.size, lambda length, offset: os.pread(file.fileno(), length, offset))
+
+
+def header_of(path: str, size: int, read: Callable[[int, int], bytes]) -> Header:
+    """As :func:`read_header`, of a file of so many bytes; ``read`` gives some, from an offset on."""
 
     def wrong(what: str) -> ValueError:
-        return ValueError(f"{file.name}: not a file of safetensors: {what}")
+        return ValueError(f"{path}: not a file of safetensors: {what}")
 
-    size = file.size
-    start = os.pread(file.fileno(), 8, 0)
+    start = read(8, 0)
     if len(start) < 8:
         raise wrong("it has no header")
     (length,) = struct.unpack("<Q", start)
     if length > min(_LONGEST_HEADER, size - 8):
         raise wrong(f"a header of {length} bytes cannot be in it")
-    text = os.pread(file.fileno(), length, 8)
+    text = read(length, 8)
     if len(text) < length or not text.startswith(b"{"):
         raise wrong("the header is no JSON object")
     try:

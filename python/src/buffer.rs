@@ -1,12 +1,20 @@
-//! Host memory that is registered with a mount, and so needs no staging.
+//! Host memory that is registered with a mount, and so needs no staging; and such memory that
+//! another process lends.
 
+use crate::error::raised;
 use crate::interpreter::release;
-use gpunvme::{Buffer as Memfd, Mount, Registered, Result};
+use crate::memory::{self, Ask};
+use crate::request::{Direction, Place, Request};
+use crate::stream::wait_for;
+use gpunvme::{Buffer as Memfd, Error, Mount, Registered, Result};
+use gpunvme_cuda::{Cuda, CudaError, Gpu, HostRegistration, Place as At, Stream};
 use parking_lot::{Mutex, MutexGuard};
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use std::ffi::c_int;
+use std::path::Path;
+use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 /// Registered memory, and where it lies.
@@ -94,5 +102,101 @@ impl Buffer {
         // the caller's business, as with every buffer of Python's.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, len, 0, flags) };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// Host memory of another process that is mapped here, from where bytes are copied into any memory.
+///
+/// Args:
+///     mapping: an object with the buffer protocol, of whole pages.
+#[pyclass(frozen, module = "gpunvme._native")]
+pub struct LentMemory {
+    address: u64,
+    len: u64,
+    /// How it reaches the GPU that it was copied to. Before the mapping, so that it ends first.
+    on_gpu: Mutex<Option<OnGpu>>,
+    /// What keeps it mapped.
+    _mapping: Py<PyAny>,
+}
+
+struct OnGpu {
+    gpu: Gpu,
+    stream: Stream,
+    /// None where CUDA refused it: it copies by memory of its own then.
+    _registration: Option<HostRegistration>,
+}
+
+impl LentMemory {
+    /// # Safety
+    /// The memory of the request is the caller's to write until this returns, and its segments lie
+    /// in this memory.
+    unsafe fn copy(&self, request: &Request) -> Result<()> {
+        let path = Path::new("lent memory");
+        wait_for(path, &request.busy)?;
+        if !request.on_gpu {
+            for segment in &request.segments {
+                let from: *const u8 = ptr::with_exposed_provenance((self.address + segment.file_offset) as usize);
+                let to: *mut u8 = ptr::with_exposed_provenance_mut(segment.address as usize);
+                // SAFETY: the caller vouches for both ranges; a mapping of another process's memory
+                // is no part of what is written.
+                unsafe { ptr::copy_nonoverlapping(from, to, segment.len as usize) };
+            }
+            return Ok(());
+        }
+        let cuda = Cuda::load()?;
+        let failed = |error| Error::Cuda { path: path.into(), action: "copy to", on: "a GPU".into(), error };
+        // SAFETY: as above.
+        unsafe { self.copy_to_gpu(cuda, request) }.map_err(failed)
+    }
+
+    /// # Safety
+    /// As for [`LentMemory::copy`].
+    unsafe fn copy_to_gpu(&self, cuda: &'static Cuda, request: &Request) -> std::result::Result<(), CudaError> {
+        let Some(first) = request.segments.first() else { return Ok(()) };
+        let found = cuda.memory_at(first.address)?.map(|found| found.place);
+        let gpu = match found {
+            Some(At::Device(gpu)) => gpu,
+            _ => cuda.gpus().next().expect("CUDA is not loaded without a GPU"),
+        };
+        let mut on_gpu = self.on_gpu.lock();
+        let OnGpu { stream, .. } = match &mut *on_gpu {
+            Some(known) if known.gpu == gpu => known,
+            other => other.insert(self.on_gpu(gpu)?),
+        };
+        let copied = request.segments.iter().try_for_each(|segment| {
+            // SAFETY: the caller vouches for both ranges, and the stream is waited for below.
+            unsafe { stream.copy_in(segment.address, self.address + segment.file_offset, segment.len as usize) }
+        });
+        stream.synchronize()?;
+        copied
+    }
+
+    fn on_gpu(&self, gpu: Gpu) -> std::result::Result<OnGpu, CudaError> {
+        let address = NonNull::new(ptr::with_exposed_provenance_mut(self.address as usize));
+        // SAFETY: it stays mapped for as long as this object lives, which has the registration.
+        let register = |address| unsafe { HostRegistration::new(&gpu, address, self.len as usize) }.ok();
+        Ok(OnGpu { stream: gpu.stream()?, _registration: address.and_then(register), gpu })
+    }
+}
+
+#[pymethods]
+impl LentMemory {
+    #[new]
+    fn new(mapping: &Bound<'_, PyAny>) -> PyResult<LentMemory> {
+        let found = memory::of(mapping, Ask { writable: true, stream: None })?;
+        Ok(LentMemory { address: found.address, len: found.len, on_gpu: Mutex::default(), _mapping: found.keep })
+    }
+
+    /// Copies from there into memory of GPUs or of the host: pairs of memory and where its bytes
+    /// begin in this one.
+    fn copy_into(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> PyResult<()> {
+        let request = Request::new(memory, Place::At(0), Direction::Read, None)?;
+        let lies_in = |offset: u64, len| offset.checked_add(len).is_some_and(|end| end <= self.len);
+        if !request.segments.iter().all(|segment| lies_in(segment.file_offset, segment.len)) {
+            return Err(PyValueError::new_err(format!("the memory that is lent has {} bytes", self.len)));
+        }
+        // SAFETY: the memory is kept by the request, and the caller's to write; the segments were
+        // just looked at.
+        py.detach(|| unsafe { self.copy(&request) }).map_err(|error| raised(py, &error))
     }
 }

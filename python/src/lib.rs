@@ -38,7 +38,7 @@ mod workers;
 #[pyo3::pymodule(gil_used = false)]
 mod _native {
     #[pymodule_export]
-    use super::buffer::Buffer;
+    use super::buffer::{Buffer, LentMemory};
     #[pymodule_export]
     use super::completions::Completions;
     #[pymodule_export]

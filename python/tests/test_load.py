@@ -2,20 +2,27 @@
 
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import numpy
 import pytest
-from conftest import needs_cuda
-from raw_cuda import Array
+from conftest import needs_cuda, program
+from raw_cuda import Array, View
 from safetensors import numpy as stock
 from test_safetensors import model, same
 
 import gpunvme
 from gpunvme import _arrays as arrays
+from gpunvme._follow import Follower, Lent
 
 #: Bytes of a part of an object, where the command has its usual memory.
 PART = 16 << 20
@@ -30,6 +37,8 @@ class Store:
         self.gate.set()
         #: Reads that get a byte that is another one.
         self.damaged = 0
+        #: What ETags end in: an MD5 has the command read a file of several parts once more.
+        self.tag_end = ""
         store = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,7 +60,7 @@ class Store:
             do_HEAD = do_GET
 
             def give(self, whole: bytes) -> None:
-                tag = hashlib.md5(whole).hexdigest()
+                tag = hashlib.md5(whole).hexdigest() + store.tag_end
                 headers = {"ETag": f'"{tag}"', "Last-Modified": "Tue, 24 Nov 2026 08:00:00 GMT"}
                 if "Range" not in self.headers:
                     self.answer(200, whole, headers)
@@ -82,7 +91,7 @@ class Store:
     def listing(self, prefix: str) -> bytes:
         found = "".join(
             f"<Contents><Key>{name}</Key><LastModified>2026-11-24T08:00:00.000Z</LastModified>"
-            f"<ETag>&quot;{hashlib.md5(body).hexdigest()}&quot;</ETag><Size>{len(body)}</Size></Contents>"
+            f"<ETag>&quot;{hashlib.md5(body).hexdigest()}{self.tag_end}&quot;</ETag><Size>{len(body)}</Size></Contents>"
             for name, body in sorted(self.objects.items())
             if name.startswith(prefix)
         )
@@ -117,34 +126,22 @@ def test_tensors_are_read_before_the_last_bytes_have_come(folder, store, monkeyp
     store.objects["set/model.safetensors"] = stock.save(tensors)
     store.objects["set/about.txt"] = b"what it is"
     store.gate.clear()
-    read = []
-    submit = gpunvme.File.submit_read_into
+    whole = store.objects["set/model.safetensors"]
+    copied = []
+    copy = Lent.copy_into
 
-    class Watched:
-        def __init__(self, pending, pairs):
-            self.pending, self.pairs = pending, pairs
+    def watched(self, pairs):
+        copy(self, pairs)
+        assert all(bytes(memory) == whole[offset : offset + len(memory)] for memory, offset in pairs)
+        copied.extend(len(memory) for memory, _ in pairs)
+        if sum(copied) > 2 * PART:
+            store.gate.set()
 
-        def result(self):
-            return self.pending.result()
-
-    def submitted(self, pairs, **others):
-        pending = submit(self, pairs, **others)
-        if not store.gate.is_set():
-            pending.result()
-            read.extend(tensor.copy() for tensor, _ in pairs)
-            if len(read) >= 6:
-                store.gate.set()
-        return pending
-
-    monkeypatch.setattr(gpunvme.File, "submit_read_into", submitted)
+    monkeypatch.setattr(Lent, "copy_into", watched)
     seen = []
     loaded = gpunvme.load("s3://bucket/set", folder, framework="np", progress=lambda *far: seen.append(far))
-    assert len(read) >= 6, "the store waits for that before it gives the last part"
+    assert sum(copied) > 2 * PART, "the store waits for that before it gives the last part"
     assert same(loaded, tensors)
-    assert all(
-        any((value == known).all() for known in tensors.values() if value.shape == known.shape)
-        for value in read
-    )
     there = folder / "s3" / "bucket" / "set"
     assert (there / "model.safetensors").read_bytes() == store.objects["set/model.safetensors"]
     assert (there / "about.txt").exists() and seen[-1][0] == seen[-1][1] > 2 * PART
@@ -219,6 +216,134 @@ def test_what_is_no_model_is_refused(folder, tmp_path):
         gpunvme.load(source, tmp_path / "elsewhere", framework="np")
 
 
+def read_from_device(volume: Path) -> int:
+    """Bytes that the daemon has read from its device."""
+    with gpunvme.Mount(volume) as mount:
+        return mount.stats()["device_requests"]["read"]["bytes"]
+
+
+def test_a_first_load_reads_nothing_back_from_the_volume(folder, tmp_path):
+    tensors = large(4, 5)
+    source = tmp_path / "source"
+    source.mkdir()
+    stock.save_file(tensors, source / "m.safetensors")
+    before = read_from_device(folder)
+    assert same(gpunvme.load(source, folder, framework="np"), tensors)
+    assert read_from_device(folder) - before < 1 << 20, "of 80 MiB"
+    assert same(gpunvme.load(source, folder, framework="np"), tensors), "and the second reads the volume"
+    assert read_from_device(folder) - before > 5 * PART
+
+
+def test_what_had_arrived_before_is_read_from_the_volume(folder, store):
+    tensors = large(5)
+    store.objects["set/model.safetensors"] = stock.save(tensors)
+    store.tag_end = "-4"
+    store.gate.clear()
+    there = folder / "s3" / "bucket" / "set"
+    arguments = [program("gpunvme"), "hydrate", "s3://bucket/set", there]
+    with subprocess.Popen(arguments) as hydrate:
+        manifest = there / ".gpunvme-stage" / "manifest"
+        while not manifest.exists() or manifest.read_text().count('"part"') < 2:
+            time.sleep(0.01)
+        hydrate.kill()
+    store.gate.set()
+    before = read_from_device(folder)
+    assert same(gpunvme.load("s3://bucket/set", folder, framework="np"), tensors)
+    read = read_from_device(folder) - before
+    assert 2 * PART - (1 << 20) < read < 3 * PART + (1 << 20), "the parts that were there"
+    assert (there / "model.safetensors").read_bytes() == store.objects["set/model.safetensors"]
+
+
+def shards(place: Path, count: int) -> dict[str, numpy.ndarray]:
+    """Makes a model of so many files."""
+    place.mkdir()
+    tensors = {
+        f"t{at:03}": numpy.random.default_rng(at).integers(0, 256, 20_000, "u1") for at in range(count)
+    }
+    index = {name: f"{name}.safetensors" for name in tensors}
+    for name, tensor in tensors.items():
+        stock.save_file({name: tensor}, place / index[name])
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return tensors
+
+
+def test_a_slow_program_holds_half_of_the_memory_and_reads_the_rest(folder, tmp_path, monkeypatch):
+    tensors = shards(tmp_path / "source", 60)
+    most, held, count = 0, set(), 0
+    listen, give_back, copy = Follower._maps, Follower.give_back, Lent.copy_into
+
+    def maps(self, part, descriptors):
+        nonlocal most, count
+        held.add(part["buffer"])
+        most, count = max(most, len(held)), count + 1
+        return listen(self, part, descriptors)
+
+    def gives_back(self, buffer):
+        held.discard(buffer)
+        give_back(self, buffer)
+
+    def slow(self, pairs):
+        if count < 60:
+            monkeypatch.setattr(Lent, "copy_into", copy)
+            time.sleep(3)
+        copy(self, pairs)
+
+    monkeypatch.setattr(Follower, "_maps", maps)
+    monkeypatch.setattr(Follower, "give_back", gives_back)
+    monkeypatch.setattr(Lent, "copy_into", slow)
+    assert same(gpunvme.load(tmp_path / "source", folder, framework="np"), tensors)
+    assert most == 8 and 8 <= count < 60 and not held
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_becomes_of_the_program_never_stops_the_files(folder, tmp_path, sent):
+    count = 400  # more than the socket has room to tell of
+    tensors = shards(tmp_path / "source", count)
+    script = f"""
+import os, sys, gpunvme
+from gpunvme._follow import Lent
+copy = Lent.copy_into
+def ends(self, pairs):
+    Lent.copy_into = copy
+    os.kill(os.getpid(), {int(sent)})
+    copy(self, pairs)
+Lent.copy_into = ends
+loaded = gpunvme.load(sys.argv[1], sys.argv[2], framework="np")
+sys.stdout.buffer.write(b"".join(loaded[name].tobytes() for name in sorted(loaded)))
+"""
+    arguments = [sys.executable, "-c", script, tmp_path / "source", folder]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+        there = folder.joinpath("file", *(tmp_path / "source").parts[1:])
+        deadline = time.monotonic() + 60
+        while len(list(there.glob("*.safetensors"))) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if sent == signal.SIGSTOP:
+            assert os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT) is not None
+            process.send_signal(signal.SIGCONT)
+            assert process.communicate()[0] == b"".join(tensors[name].tobytes() for name in sorted(tensors))
+        assert process.wait() == (0 if sent == signal.SIGSTOP else -sent)
+    assert all(
+        file.read_bytes() == (tmp_path / "source" / file.name).read_bytes()
+        for file in there.glob("*.safetensors")
+    )
+
+
+class Part(View):
+    """Bytes of an array, of which there are parts."""
+
+    def __init__(self, of, first=0, last=None):
+        last = of.nbytes if last is None else last
+        super().__init__(of, shape=(last - first,), typestr="|u1", data=(of.address.value + first, False))
+        self.first, self.last = first, last
+
+    def __len__(self):
+        return self.last - self.first
+
+    def __getitem__(self, at):
+        return Part(self.of, self.first + at.start, self.first + at.stop)
+
+
 @needs_cuda
 def test_it_arrives_in_gpu_memory(folder, tmp_path, monkeypatch):
     tensors = large(3, 2)
@@ -233,6 +358,11 @@ def test_it_arrives_in_gpu_memory(folder, tmp_path, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(arrays.NumPy, "empty", empty)
-    loaded = gpunvme.load(source, folder, framework="np", require="bounce")
-    assert len(made) == len(tensors)
-    assert same({name: tensor.get() for name, tensor in loaded.items()}, tensors)
+    monkeypatch.setattr(arrays.NumPy, "bytes_of", lambda self, array: Part(array))
+    before = read_from_device(folder)
+    for _ in range(2):
+        loaded = gpunvme.load(source, folder, framework="np", require="bounce")
+        if made[len(tensors) :] == []:
+            assert read_from_device(folder) - before < 1 << 20, "it came from where it arrived"
+        assert same({name: tensor.get() for name, tensor in loaded.items()}, tensors)
+    assert len(made) == 2 * len(tensors)

@@ -74,6 +74,8 @@ pub enum Error {
     OtherPublisher(String),
     #[error("{0}: two ranks have different files of this name: the set is not valid until they agree, and publish again")]
     Twice(String),
+    #[error("--follow is for programs: standard input has to be their socket, of the type SOCK_SEQPACKET")]
+    NoFollower,
     #[error("files get no names any more")]
     Stopped,
     #[error("a task of this program ended: {0}")]

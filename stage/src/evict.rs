@@ -102,8 +102,8 @@ pub fn empty(root: &Path, path: &Path) -> Result<Gone> {
     if manifest.set.as_ref().is_some_and(|set| set.pinned) {
         return Ok(Gone::default());
     }
-    let mut gone = Gone { partial: folder.clean(|_| true)?, ..Gone::default() };
-    folder.clean(|_| false)?;
+    let mut gone = Gone { partial: folder.clean(|_| true, false)?.0, ..Gone::default() };
+    folder.clean(|_| false, false)?;
     let mut files: Vec<_> = manifest.files.clone().into_iter().collect();
     files.sort_by(|a, b| a.0.cmp(&b.0));
     for (name, entry) in files {
@@ -117,6 +117,6 @@ pub fn empty(root: &Path, path: &Path) -> Result<Gone> {
             Err(error) => sets::pass_over(&error),
         }
     }
-    manifest.compact()?;
+    manifest.compact(false)?;
     Ok(gone)
 }

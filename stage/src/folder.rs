@@ -168,17 +168,21 @@ impl Folder {
         Ok(found.f_bavail.saturating_mul(found.f_frsize))
     }
 
-    /// Removes the partial files whose names are not in `keep`, and returns the bytes that the
-    /// others take.
+    /// Removes the partial files whose names are not in `wanted`, unless `others_stay`. Returns the
+    /// bytes that those in `wanted` take, and those of others that stay.
     ///
     /// # Errors
     /// [`Error::Path`].
-    pub fn clean(&self, keep: impl Fn(&str) -> bool) -> Result<u64> {
-        let mut kept = 0;
+    pub fn clean(&self, wanted: impl Fn(&str) -> bool, others_stay: bool) -> Result<(u64, u64)> {
+        let (mut taken, mut others) = (0, 0);
         for (name, bytes) in partials(&self.partial, &self.own.path("partial"))? {
-            if keep(&name) { kept += bytes } else { self.remove_partial(&name)? }
+            match wanted(&name) {
+                true => taken += bytes,
+                false if others_stay => others += bytes,
+                false => self.remove_partial(&name)?,
+            }
         }
-        Ok(kept)
+        Ok((taken, others))
     }
 
     /// Removes a partial file.

@@ -8,10 +8,11 @@ use crate::checksums::{Expected, Kind, Sum};
 use crate::error::{Error, Result};
 use crate::evict::Evicted;
 use crate::folder::Folder;
+use crate::follower::{Event, Follower, Part as Told};
 use crate::manifest::{Entry, Manifest, Set};
 use crate::memory::{Data, Pool};
 use crate::own::Own;
-use crate::progress::{Event, Progress};
+use crate::progress::Progress;
 use crate::reservation::{Limit, Reservation};
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
@@ -80,6 +81,7 @@ struct Run {
     manifest: Mutex<Manifest>,
     pool: Arc<Pool>,
     progress: Progress,
+    follower: Option<Arc<Follower>>,
     concurrency: usize,
     verify: bool,
     reservation: Option<Arc<Mutex<Reservation>>>,
@@ -129,12 +131,14 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let is_there = |object: &Object| manifest.entry(object).is_some_and(|entry| folder.has_file(&object.name, entry));
     let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(is_there);
     let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
-    let taken = folder.clean(|name| partials.contains(name))?;
+    // What is not asked for this time may be the next time, and goes on then.
+    let is_selection = !what.include.is_empty() || what.share.is_some();
+    let (taken, others) = folder.clean(|name| partials.contains(name), is_selection)?;
     let needed = sum(&objects);
     let mut reservation = None;
     if let Some(limit) = what.limit.filter(|_| needed > 0) {
         // What is replaced stays until then.
-        let bytes = manifest.bytes(|name, entry| folder.has_file(name, entry)).saturating_add(needed);
+        let bytes = manifest.bytes(|name, entry| folder.has_file(name, entry)).saturating_add(needed).saturating_add(others);
         let (place, own) = (what.folder.clone(), folder.own().clone());
         let (reserved, evicted) = tokio::task::spawn_blocking(move || limit.reserve(&place, &own, bytes)).await??;
         (reservation, done.evicted) = (Some(Arc::new(Mutex::new(reserved))), evicted);
@@ -145,17 +149,19 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     }
     let largest = objects.iter().map(|object| object.size).max().unwrap_or(0);
     let pool = Pool::new(folder.mount.clone(), what.memory, what.concurrency, largest);
+    let follower = if what.follow { Some(Follower::of_standard_input(pool.count())?) } else { None };
     let run = Arc::new(Run {
         source: what.source,
         folder,
         manifest: Mutex::new(manifest),
         pool,
-        progress: Progress::new(needed, what.progress, what.follow),
+        progress: Progress::new(needed, what.progress),
+        follower,
         concurrency: what.concurrency,
         verify: what.verify,
         reservation,
     });
-    there.iter().for_each(|object| run.progress.tell(&Event::There(&object.name)));
+    there.iter().for_each(|object| run.tell(&Event::There { name: &object.name, size: object.size }));
     (done.fetched_objects, done.fetched_bytes) = (objects.len(), needed);
     let (settled, waiting) = mpsc::channel(GROUP);
     let naming = tokio::task::spawn_blocking({
@@ -176,7 +182,8 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         Ok(()) | Err(Error::Stopped) => naming.await??,
         Err(error) => return Err(error),
     }
-    run.manifest().compact()?;
+    run.manifest().compact(is_selection)?;
+    run.tell(&Event::Ended {});
     run.progress.finish();
     Ok(done)
 }
@@ -214,7 +221,7 @@ async fn bring(run: Arc<Run>, mut object: Object, settled: mpsc::Sender<Settled>
         match &brought {
             Ok(true) => return Ok(()),
             Ok(false) | Err(Error::Checksum { .. }) => {
-                run.progress.tell(&Event::Dropped(&object.name));
+                run.tell(&Event::Dropped { name: &object.name });
                 run.discard(&partial)?;
             }
             Err(_) => {}
@@ -238,6 +245,13 @@ async fn bring(run: Arc<Run>, mut object: Object, settled: mpsc::Sender<Settled>
 impl Run {
     fn manifest(&self) -> MutexGuard<'_, Manifest> {
         self.manifest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the program that reads along, if there is one.
+    fn tell(&self, event: &Event<'_>) {
+        if let Some(follower) = &self.follower {
+            follower.tell(event);
+        }
     }
 
     /// Sees to it that so many bytes more keep the quota.
@@ -270,7 +284,7 @@ impl Run {
             let len = match known.get(&at) {
                 Some(&(len, _)) if len > 0 && len <= object.size - at => {
                     self.progress.add(len);
-                    self.progress.tell(&Event::Written { name: &object.name, partial, offset: at, len });
+                    self.tell(&Event::Written(Told { name: &object.name, partial, offset: at, len, size: object.size }));
                     len
                 }
                 _ => {
@@ -341,7 +355,7 @@ impl Run {
             self.manifest().name_files(named)?;
             self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
             let mut manifest = self.manifest();
-            group.iter().for_each(|file| self.progress.tell(&Event::There(&file.name)));
+            group.iter().for_each(|file| self.tell(&Event::There { name: &file.name, size: file.entry.size }));
             let partials: Vec<_> = group.iter().map(|file| file.partial.clone()).collect();
             manifest.add_files(group.drain(..).map(|file| (file.name, file.entry)))?;
             for partial in partials {
@@ -365,7 +379,7 @@ impl Run {
         let lease = self.pool.lease().await?.shortened(len as usize);
         let Fetched::Whole { lease, told, crc32c } = self.source.fetch(object, range, lease).await? else { return Ok(None) };
         let (run, path, partial) = (self.clone(), self.folder.path_of(&object.name), partial.to_owned());
-        let (name, modified, is_single) = (object.name.clone(), object.modified, len == object.size);
+        let (name, modified, size) = (object.name.clone(), object.modified, object.size);
         let told = told.filter(|_| self.verify && kind.is_none());
         let part = tokio::task::spawn_blocking(move || {
             match told {
@@ -377,11 +391,16 @@ impl Run {
                 }
                 None => {}
             }
+            let told = Told { name: &name, partial: &partial, offset, len, size };
+            let lease = Arc::new(lease);
+            let is_lent = run.follower.as_ref().is_some_and(|follower| follower.lend(told, &lease));
             data.write(&lease, offset, &path)?;
-            run.progress.tell(&Event::Written { name: &name, partial: &partial, offset, len });
+            if !is_lent {
+                run.tell(&Event::Written(told));
+            }
             let sum = kind.filter(|kind| *kind != Kind::Crc32c).and_then(|kind| kind.part(&lease));
             let part = Part { offset, len, crc32c, sum };
-            if is_single {
+            if len == size {
                 run.folder.settle(&data, &name, modified)?;
             } else {
                 data.file().sync_data().map_err(Error::path(&path, "make it durable"))?;

@@ -7,6 +7,7 @@ mod error;
 mod evict;
 mod exclusive;
 mod folder;
+mod follower;
 mod hydrate;
 mod journal;
 mod manifest;

@@ -255,19 +255,25 @@ impl Manifest {
         self.append(vec![Line::Evicted { name: name.into() }])
     }
 
-    /// Nothing is in flight. The manifest becomes as short as it can be, and durable.
-    pub fn compact(&mut self) -> Result<()> {
+    /// Nothing is in flight. The manifest becomes as short as it can be, and durable. Parts of files
+    /// that are not whole count no more, unless `parts_stay`.
+    pub fn compact(&mut self, parts_stay: bool) -> Result<()> {
+        if !parts_stay {
+            self.parts.clear();
+        }
         let set = self.set.iter().cloned().map(Line::Set);
         let sorted: BTreeMap<_, _> = self.files.iter().chain(&self.evicted).collect();
         let files = sorted.into_iter().map(|(name, entry)| Line::File { name: name.clone(), entry: entry.clone() });
         let evicted = self.evicted.keys().map(|name| Line::Evicted { name: name.clone() });
         let mut text = Vec::new();
-        for line in set.chain(files).chain(evicted) {
+        let parts = self.parts.iter().flat_map(|(of, parts)| {
+            parts.iter().map(|(&offset, &(len, crc32c))| Line::Part { of: of.clone(), offset, len, crc32c })
+        });
+        for line in set.chain(files).chain(evicted).chain(parts) {
             serde_json::to_writer(&mut text, &line).expect("a line of strings and numbers");
             text.push(b'\n');
         }
         self.file = self.own.replace(NAME, &text)?;
-        self.parts.clear();
         Ok(())
     }
 }
@@ -301,9 +307,11 @@ mod tests {
             assert!(text.starts_with(&kept) && (kept.is_empty() || kept.ends_with(b"\n")));
         }
         let mut again = Manifest::open(&own).unwrap();
+        again.compact(true).unwrap();
+        assert_eq!(Manifest::open(&own).unwrap().parts("p"), whole.parts("p"));
         again.drop_parts("p").unwrap();
         again.evict("n3").unwrap();
-        again.compact().unwrap();
+        again.compact(false).unwrap();
         let last = Manifest::open(&own).unwrap();
         assert!(
             last.set == again.set && last.files == again.files && last.evicted == again.evicted && last.parts("p").is_empty()

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use gpunvme::{Buffer, Mount, Registered, Segment};
 use std::fs::File;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +21,7 @@ pub struct Pool {
     free: Mutex<Vec<Memory>>,
     permits: Arc<Semaphore>,
     part: u64,
+    count: usize,
 }
 
 #[derive(Debug)]
@@ -52,12 +53,17 @@ impl Pool {
     pub fn new(mount: Option<Mount>, memory: u64, count: usize, largest: u64) -> Arc<Pool> {
         let part = part(memory, count, largest);
         let count = count.min((memory / part).max(1) as usize);
-        Arc::new(Pool { mount, free: Mutex::default(), permits: Arc::new(Semaphore::new(count)), part })
+        Arc::new(Pool { mount, free: Mutex::default(), permits: Arc::new(Semaphore::new(count)), part, count })
     }
 
     /// Bytes of a buffer.
     pub fn part(&self) -> u64 {
         self.part
+    }
+
+    /// Buffers that there are at most.
+    pub fn count(&self) -> usize {
+        self.count
     }
 
     /// A buffer; waits until one is free.
@@ -81,6 +87,14 @@ impl Lease {
     pub fn shortened(mut self, len: usize) -> Lease {
         self.len = len.min(self.len);
         self
+    }
+
+    /// The name and the descriptor of the buffer, where another process can map it.
+    pub fn shared(&self) -> Option<(u64, BorrowedFd<'_>)> {
+        match self.memory() {
+            Memory::Registered(memory) => Some((memory.id(), memory.memory().as_fd())),
+            Memory::Plain(_) => None,
+        }
     }
 
     fn memory(&self) -> &Memory {

@@ -1,7 +1,7 @@
-//! How far a command is: a bar where standard error is a terminal, or lines of JSON for programs,
-//! which may also follow what of which files is there.
+//! How far a command is: a bar where standard error is a terminal, or lines of JSON for programs.
 
 use indicatif::{ProgressBar, ProgressStyle};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,32 +15,18 @@ pub struct Progress {
     bar: ProgressBar,
     /// When the last line was said, where lines are wanted.
     said: Option<Mutex<Instant>>,
-    follow: bool,
-}
-
-/// What happens to a file, for a program that reads along.
-#[derive(serde::Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Event<'a> {
-    /// It is whole and has its name.
-    There(&'a str),
-    /// These bytes of it are in its partial file, not checked.
-    Written { name: &'a str, partial: &'a str, offset: u64, len: u64 },
-    /// What was written of it counts no more.
-    Dropped(&'a str),
 }
 
 impl Progress {
-    /// Of `bytes`; with `lines` a line of JSON now and then, `{"done":BYTES,"of":BYTES}`, and with
-    /// `follow` one for each [`Event`].
-    pub fn new(bytes: u64, lines: bool, follow: bool) -> Progress {
+    /// Of `bytes`; with `lines` a line of JSON now and then, `{"done":BYTES,"of":BYTES}`.
+    pub fn new(bytes: u64, lines: bool) -> Progress {
         let bar = ProgressBar::new(bytes);
-        if lines || follow || !std::io::stderr().is_terminal() {
+        if lines || !std::io::stderr().is_terminal() {
             bar.set_draw_target(indicatif::ProgressDrawTarget::hidden());
         }
         let style = ProgressStyle::with_template("{wide_bar} {bytes}/{total_bytes}  {bytes_per_sec}  {eta}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Progress { bar, said: lines.then(|| Mutex::new(Instant::now())), follow }
+        Progress { bar, said: lines.then(|| Mutex::new(Instant::now())) }
     }
 
     /// So many more are done.
@@ -63,20 +49,12 @@ impl Progress {
         self.bar.finish_and_clear();
     }
 
-    /// Tells of an event, where that is wanted.
-    pub fn tell(&self, event: &Event<'_>) {
-        if self.follow {
-            line(event);
+    /// Where the program that reads them is gone, or takes none, the work goes on without.
+    fn say(&self) {
+        let stderr = std::io::stderr();
+        let mut polled = [PollFd::new(&stderr, PollFlags::OUT)];
+        if rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
+            let _ = writeln!(stderr.lock(), "{}", serde_json::json!({ "done": self.bar.position(), "of": self.bar.length() }));
         }
     }
-
-    fn say(&self) {
-        line(&serde_json::json!({ "done": self.bar.position(), "of": self.bar.length() }));
-    }
-}
-
-/// Where nobody listens, the work goes on.
-fn line(what: &impl serde::Serialize) {
-    let text = serde_json::to_string(what).expect("names and numbers have a form in JSON");
-    let _ = writeln!(std::io::stderr().lock(), "{text}");
 }

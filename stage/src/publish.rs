@@ -112,7 +112,7 @@ pub async fn publish(what: Publication) -> Result<Done> {
             destination: what.destination.clone(),
             journal,
             pool,
-            progress: Progress::new(done.sent_bytes, what.progress, false),
+            progress: Progress::new(done.sent_bytes, what.progress),
             concurrency: what.concurrency,
         });
         let (first, last): (Vec<_>, Vec<_>) = missing.into_iter().partition(|file| !is_begun_with(&file.name));
