@@ -27,7 +27,7 @@ guest() {
     head -c 150000007 /dev/urandom >/lab/random.bin
     cp /lab/random.bin /mnt/random.bin
     # Memory that is mapped for the two is mapped for all then.
-    device-memory /mnt/storm storm --rounds 4000 $GPU >/tmp/storm 2>&1 &
+    device-memory /mnt/storm storm --rounds 500 $GPU >/tmp/storm 2>&1 &
     storm=$!
     check "two more" says '"capacity"' gpunvme --json grow /mnt vfio:$3 vfio:$4
     check "it has four devices" says '"devices": 4' gpunvme --json info /mnt
@@ -37,7 +37,7 @@ guest() {
     sync
     check "it lies on the new ones" on_new
     check "a file of theirs to the BAR" to_bar
-    check "a file from the BAR" gpunvme write /mnt/back --from pci:$GPU/2:1M --length 20000007 --require p2p
+    check "a file from the BAR" gpunvme write /mnt/back --from pci:$GPU/2:32M --length 20000007 --require p2p
     check "it is right" cmp -n 20000007 /mnt/back /lab/random.bin
     check "transfers that began before go on" finished $storm
     check "what was written is right" intact
@@ -59,7 +59,7 @@ field() { sed -n "s/^ *\"$1\": \"\?\([^\",]*\)\"\?,\?$/\1/p" "$2" | head -n 1; }
 to_bar() {
     head -c 20000007 /lab/random.bin >/mnt/part
     sync /mnt/part
-    gpunvme --json read /mnt/part --to pci:$GPU/2:1M --require p2p --checksum | tee /tmp/report
+    gpunvme --json read /mnt/part --to pci:$GPU/2:32M --require p2p --checksum | tee /tmp/report
     [ "$(field route /tmp/report)" = p2p ]
     [ "$(field sha256 /tmp/report)" = "$(sha256sum /mnt/part | cut -d ' ' -f 1)" ]
 }
