@@ -5,6 +5,8 @@
 KERNEL_SERIES=linux-image-6.12-amd64
 # In the order in which they need each other.
 MODULES=(irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci nvme-auth nvme-keyring nvme-core nvme netfs 9pnet 9pnet_virtio 9p)
+# Those of NVMe over Fabrics, both ends, which a case loads if it needs them.
+FABRICS=(nvme-fabrics nvme-tcp configfs nvmet nvmet-tcp)
 
 # Sets $kernel to a folder with the newest kernel of the series that apt offers: vmlinuz, initrd.
 # One that was fetched before serves where apt offers none.
@@ -16,13 +18,13 @@ get_kernel() {
         package=$(apt-cache depends --important "$KERNEL_SERIES" 2>/dev/null | awk '$1 == "Depends:" { print $2; exit }')
     fi
     kernel=$cache/${package:-none}
-    if [ ! -e "$kernel/vmlinuz" ] && [ -n "$package" ]; then
+    if ! is_whole "$kernel" && [ -n "$package" ]; then
         say "fetching $package"
         mkdir -p "$fetched"
         if (cd "$fetched" && apt-get -qq download "$package" >/dev/null 2>&1); then
             dpkg-deb --extract "$fetched"/*.deb "$fetched"
             mkdir -p "$kernel/modules"
-            for module in "${MODULES[@]}"; do
+            for module in "${MODULES[@]}" "${FABRICS[@]}"; do
                 find "$fetched/lib/modules" -name "$module.ko.xz" -exec xz -dc {} + >"$kernel/modules/$module.ko"
                 [ -s "$kernel/modules/$module.ko" ] || die "$package has no module $module"
             done
@@ -30,10 +32,17 @@ get_kernel() {
         fi
         rm -rf "$fetched"
     fi
-    if [ ! -e "$kernel/vmlinuz" ]; then
+    if ! is_whole "$kernel"; then
         kernel=$(find "$cache" -maxdepth 2 -name vmlinuz -printf '%T@ %h\n' 2>/dev/null | sort -n | tail -n 1 | cut -d ' ' -f 2-)
-        [ -n "$kernel" ] || { why_not="apt offers no $KERNEL_SERIES"; return 1; }
+        is_whole "${kernel:-none}" || { why_not="apt offers no $KERNEL_SERIES"; return 1; }
     fi
+}
+
+# Whether a kernel is there, with all that guests load.
+is_whole() {
+    local module
+    for module in "${MODULES[@]}" "${FABRICS[@]}"; do [ -s "$1/modules/$module.ko" ] || return 1; done
+    [ -e "$1/vmlinuz" ]
 }
 
 # Makes $1, the guest's first root: busybox, the modules, and init, which finds the rest in the
@@ -45,6 +54,7 @@ make_initrd() {
     cp lab/init "$root/init"
     cp "$kernel"/modules/*.ko "$root/modules/"
     printf '%s\n' "${MODULES[@]}" >"$root/modules/order"
+    printf '%s\n' "${FABRICS[@]}" >"$root/modules/fabrics"
     (cd "$root" && find . | cpio --quiet -o -H newc --owner=0:0 | gzip -1) >"$1"
 }
 
