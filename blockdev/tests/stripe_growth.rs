@@ -191,10 +191,10 @@ fn memory_is_mapped_for_further_members() {
     let simulated = SimController::new("sim:test,memory=2M,vwc=on", OpenMode::ReadWrite).expect("a controller");
     let third: Arc<dyn BlockDevice> = simulated.clone().attach("").expect("the driver runs");
     let own = simulated.mapped();
-    let failed = device.add_set(&[third.clone()], map(&[2, 1]), len(&[2, 1]), &mut || Err(Error::RegionReadOnly));
+    let failed = device.add_set(std::slice::from_ref(&third), map(&[2, 1]), len(&[2, 1]), &mut || Err(Error::RegionReadOnly));
     assert!(failed.is_err());
     assert_eq!(simulated.mapped(), own);
-    add(&device, &[2], &[third.clone()]).expect("one more");
+    add(&device, &[2], std::slice::from_ref(&third)).expect("one more");
     assert_eq!(simulated.mapped(), own + 1);
     device.unmap(&region);
     assert_eq!(simulated.mapped(), own);

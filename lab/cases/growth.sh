@@ -4,12 +4,12 @@
 
 machine() {
     seconds=200
-    disk ssd 128M
+    disk ssd 48M
     controller
     namespace 1 ssd
     bar 64M
     for number in 2 3 4; do
-        disk "ssd$number" 128M
+        disk "ssd$number" 48M
         add -device "pcie-root-port,id=member$number,chassis=$((number + 8)),slot=$((number + 8))" \
             -device "nvme,id=nvme$number,serial=lab$number,bus=member$number" \
             -device "nvme-ns,drive=ssd$number,bus=nvme$number,nsid=1"
@@ -24,11 +24,10 @@ guest() {
     set -- $members
     check "formatting two" mkfs.gpunvme --quiet vfio:$1 vfio:$2
     check "mounting" mounted vfio:$1+vfio:$2 /mnt
-    head -c 150000007 /dev/urandom >/lab/random.bin
+    head -c 55000007 /dev/urandom >/lab/random.bin
     cp /lab/random.bin /mnt/random.bin
     # Memory that is mapped for the two is mapped for all then.
-    device-memory /mnt/storm storm --rounds 500 $GPU >/tmp/storm 2>&1 &
-    storm=$!
+    { device-memory /mnt/storm storm --rounds 300 $GPU && touch /tmp/well; } >/tmp/storm 2>&1 &
     check "two more" says '"capacity"' gpunvme --json grow /mnt vfio:$3 vfio:$4
     check "it has four devices" says '"devices": 4' gpunvme --json info /mnt
     check "in two sets" says '"sets": 2' gpunvme --json info /mnt
@@ -37,9 +36,9 @@ guest() {
     sync
     check "it lies on the new ones" on_new
     check "a file of theirs to the BAR" to_bar
-    check "a file from the BAR" gpunvme write /mnt/back --from pci:$GPU/2:32M --length 20000007 --require p2p
-    check "it is right" cmp -n 20000007 /mnt/back /lab/random.bin
-    check "transfers that began before go on" finished $storm
+    check "a file from the BAR" gpunvme write /mnt/back --from pci:$GPU/2:32M --length 8000007 --require p2p
+    check "it is right" cmp -n 8000007 /mnt/back /lab/random.bin
+    check "transfers that began before go on" eventually 60 test -e /tmp/well
     check "what was written is right" intact
     check "unmounting" unmounted /mnt
     volume=vfio:$1+vfio:$2+vfio:$3+vfio:$4
@@ -57,15 +56,11 @@ on_new() {
 field() { sed -n "s/^ *\"$1\": \"\?\([^\",]*\)\"\?,\?$/\1/p" "$2" | head -n 1; }
 
 to_bar() {
-    head -c 20000007 /lab/random.bin >/mnt/part
+    head -c 8000007 /lab/random.bin >/mnt/part
     sync /mnt/part
     gpunvme --json read /mnt/part --to pci:$GPU/2:32M --require p2p --checksum | tee /tmp/report
     [ "$(field route /tmp/report)" = p2p ]
     [ "$(field sha256 /tmp/report)" = "$(sha256sum /mnt/part | cut -d ' ' -f 1)" ]
-}
-
-finished() {
-    wait $1 || { cat /tmp/storm; return 1; }
 }
 
 intact() {

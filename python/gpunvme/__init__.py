@@ -14,8 +14,9 @@ checkpoints. Neither PyTorch nor CUDA is loaded before it is used.
 from gpunvme._doctor import doctor
 from gpunvme._error import Error
 from gpunvme._file import File, open
+from gpunvme._include import get_include
 from gpunvme._load import load
-from gpunvme._native import Buffer, Extent, Mount, Pending, Transfer
+from gpunvme._native import Attached, Buffer, Extent, GpuArray, GpuRing, Mount, Pending, Transfer
 from gpunvme._stage import stage, stage_async
 
 __all__ = [
@@ -26,6 +27,10 @@ __all__ = [
     "Transfer",
     "Pending",
     "Extent",
+    "GpuRing",
+    "GpuArray",
+    "Attached",
+    "get_include",
     "Error",
     "doctor",
     "stage",

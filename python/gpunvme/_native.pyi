@@ -7,9 +7,21 @@ from typing import Any, Literal, Self, final, overload
 from typing_extensions import disjoint_base
 
 from gpunvme._error import Error
-from gpunvme._types import Array, Caching, Info, Memory, Require, Stats
+from gpunvme._types import Array, ArrayStats, Caching, Info, Memory, Require, Stats
 
-__all__ = ["Buffer", "Completions", "Extent", "File", "LentMemory", "Mount", "Pending", "Transfer"]
+__all__ = [
+    "Attached",
+    "Buffer",
+    "Completions",
+    "Extent",
+    "File",
+    "GpuArray",
+    "GpuRing",
+    "LentMemory",
+    "Mount",
+    "Pending",
+    "Transfer",
+]
 
 @final
 class Transfer:
@@ -155,3 +167,76 @@ class Completions:
     def __new__(cls) -> Self: ...
     def fileno(self) -> int: ...
     def take(self) -> list[tuple[int, Transfer | Error]]: ...
+
+@final
+class GpuRing:
+    @staticmethod
+    def on_gpu(
+        mount: Mount,
+        gpu: int = 0,
+        *,
+        entries: int | None = None,
+        slot: int | None = None,
+        patience: float | None = None,
+    ) -> GpuRing: ...
+    @staticmethod
+    def on_cpu(
+        mount: Mount,
+        *,
+        entries: int | None = None,
+        slot: int | None = None,
+        patience: float | None = None,
+    ) -> GpuRing: ...
+    def attach(self, file: File) -> Attached: ...
+    def array(
+        self,
+        file: File,
+        *,
+        page: int | None = None,
+        cache: int | None = None,
+        ways: int | None = None,
+        length: int | None = None,
+        writable: bool = False,
+    ) -> GpuArray: ...
+    def for_kernels(self) -> bytes: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+@final
+class Attached:
+    @property
+    def name(self) -> int: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+@final
+class GpuArray:
+    def for_kernels(self) -> bytes: ...
+    @property
+    def cache(self) -> int: ...
+    def stats(self) -> ArrayStats: ...
+    def flush(self, file: File) -> int: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

@@ -93,3 +93,11 @@ class Stats(TypedDict):
     requests: dict[str, Operations]
     transfers: dict[str, Operations]
     device_requests: dict[str, Operations]
+
+
+class ArrayStats(TypedDict):
+    """What kernels found in an array since it was made."""
+
+    hits: int
+    misses: int
+    written: int

@@ -24,7 +24,7 @@ from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._native import Pending
 
-__all__ = ["Copier"]
+__all__ = ["Copier", "stand_in"]
 
 
 def _current_stream() -> int:
@@ -92,3 +92,12 @@ def _constructor(
     device: Device, **_: Any
 ) -> Callable[[SafeTensorsMetadata, Device, FrameworkOpBase], CopierInterface]:
     return Copier
+
+
+def stand_in(*names: str) -> None:
+    """Registers the copier under names of fastsafetensors' own too, for programs that choose one of those.
+
+    All files that this process loads by them must lie on a mount of gpunvme from then on.
+    """
+    for name in names:
+        register_copier_constructor(name, Copier)(_constructor)

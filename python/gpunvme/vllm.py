@@ -7,6 +7,7 @@ which weights those are, vLLM's own loader decides. They must lie on a mount of 
 """
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,22 +41,22 @@ class Loader(default_loader.DefaultModelLoader):  # type: ignore[misc]
 
 
 def weights(
-    files: list[str],
+    hf_weights_files: list[str],
     use_tqdm_on_load: bool,
-    strategy: str | None = None,
+    safetensors_load_strategy: str | None = None,
     local_expert_ids: set[int] | None = None,
     **_: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights in files, in the place of vLLM's ``safetensors_weights_iterator``.
 
     Args:
-        files: files of safetensors.
+        hf_weights_files: files of safetensors.
         use_tqdm_on_load: whether bars show how far it is.
-        strategy: how vLLM would bring files into the page cache, which is not used.
+        safetensors_load_strategy: how vLLM would bring files into the page cache, which is not used.
         local_expert_ids: the experts of this rank, others being left out; or all.
     """
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    for file in sorted(files):
+    for file in sorted(hf_weights_files):
         names = None
         if local_expert_ids is not None:
             with safe_open(file) as opened:
@@ -65,5 +66,11 @@ def weights(
 
 
 def register() -> None:
-    """Makes ``gpunvme`` a load format. vLLM calls it in each of its processes."""
+    """Makes ``gpunvme`` a load format; with ``GPUNVME_FASTSAFETENSORS=1`` in the environment the load format
+    ``fastsafetensors`` reads by gpunvme too. vLLM calls it in each of its processes."""
     register_model_loader("gpunvme")(Loader)
+    if os.environ.get("GPUNVME_FASTSAFETENSORS") == "1":
+        from gpunvme.fastsafetensors import stand_in
+
+        # Those that vLLM has fastsafetensors choose from.
+        stand_in("gds", "nogds", "unified")

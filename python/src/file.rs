@@ -184,6 +184,14 @@ impl File {
         opened.ok_or_else(|| PyValueError::new_err(format!("{}: the file is closed", self.path.display())))
     }
 
+    /// The library's file, which stays open while it is used.
+    ///
+    /// # Errors
+    /// `ValueError` where it was closed.
+    pub fn library(&self) -> PyResult<Arc<gpunvme::File>> {
+        Ok(Arc::clone(&self.opened()?.file))
+    }
+
     fn transfer(
         &self,
         direction: Direction,

@@ -3,7 +3,8 @@
 //!
 //! `memory` finds the address behind an object, `file` makes requests of it, and `pending` holds
 //! what is in flight. Memory of a GPU goes to [`gpunvme::gpu`]; host memory to `host`. A `session`
-//! is what all files of a mount share in this process.
+//! is what all files of a mount share in this process. `kernels` is for those that ask for files
+//! themselves.
 //!
 //! It guards three rules. A thread that waits has let go of the interpreter. No thread of the
 //! library ever asks for the interpreter. And the objects behind memory that is in flight are
@@ -21,6 +22,7 @@ mod file;
 #[allow(unsafe_code)]
 mod host;
 mod interpreter;
+mod kernels;
 mod memory;
 mod mount;
 mod pending;
@@ -43,6 +45,8 @@ mod _native {
     use super::completions::Completions;
     #[pymodule_export]
     use super::file::{Extent, File};
+    #[pymodule_export]
+    use super::kernels::{Attached, GpuArray, GpuRing};
     #[pymodule_export]
     use super::mount::Mount;
     #[pymodule_export]

@@ -29,7 +29,11 @@ pub struct Mount {
 }
 
 impl Mount {
-    fn session(&self) -> PyResult<Arc<Session>> {
+    /// What its files share.
+    ///
+    /// # Errors
+    /// `ValueError` where it was closed.
+    pub fn session(&self) -> PyResult<Arc<Session>> {
         let session = self.session.lock().clone();
         session.ok_or_else(|| PyValueError::new_err(format!("{}: the mount was closed", self.path.display())))
     }
