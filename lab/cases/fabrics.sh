@@ -44,7 +44,7 @@ guest() {
     check "for good: the device goes" eventually 20 has_none
     check "the writers end with an error" failed
     check "a direct read is an error" refused 1 "" timeout 20 gpunvme read /mnt/random
-    check "a plain read is one too" refused 1 "input/output error" timeout 20 dd if=/mnt/random of=/tmp/read bs=1M iflag=direct
+    check "so is a read past the caches" refused 1 "input/output error" timeout 20 dd if=/mnt/random of=/tmp/read bs=1M iflag=direct
     check "and a write that is to be durable" refused 1 "" timeout 20 dd if=/tmp/random of=/mnt/late bs=1M conv=fsync
     check "the mount says that it is read-only" says '"read_only": true' gpunvme --json info /mnt
     check "the log says why" grep -i "nvme.*input/output error" /lab/log

@@ -3,13 +3,13 @@
 # shellcheck shell=dash disable=SC2154,SC2086,SC2034,SC2046
 
 machine() {
-    seconds=200
-    disk ssd 48M
+    seconds=300
+    disk ssd 32M
     controller
     namespace 1 ssd
     bar 64M
     for number in 2 3 4; do
-        disk "ssd$number" 48M
+        disk "ssd$number" 32M
         add -device "pcie-root-port,id=member$number,chassis=$((number + 8)),slot=$((number + 8))" \
             -device "nvme,id=nvme$number,serial=lab$number,bus=member$number" \
             -device "nvme-ns,drive=ssd$number,bus=nvme$number,nsid=1"
@@ -24,10 +24,10 @@ guest() {
     set -- $members
     check "formatting two" mkfs.gpunvme --quiet vfio:$1 vfio:$2
     check "mounting" mounted vfio:$1+vfio:$2 /mnt
-    head -c 55000007 /dev/urandom >/lab/random.bin
+    head -c 36000007 /dev/urandom >/lab/random.bin
     cp /lab/random.bin /mnt/random.bin
     # Memory that is mapped for the two is mapped for all then.
-    { device-memory /mnt/storm storm --rounds 300 $GPU && touch /tmp/well; } >/tmp/storm 2>&1 &
+    { device-memory /mnt/storm storm --rounds 100 $GPU && touch /tmp/well; } >/tmp/storm 2>&1 &
     check "two more" says '"capacity"' gpunvme --json grow /mnt vfio:$3 vfio:$4
     check "it has four devices" says '"devices": 4' gpunvme --json info /mnt
     check "in two sets" says '"sets": 2' gpunvme --json info /mnt
