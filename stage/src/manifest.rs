@@ -255,8 +255,8 @@ impl Manifest {
         self.append(vec![Line::Evicted { name: name.into() }])
     }
 
-    /// Nothing is in flight. The manifest becomes as short as it can be, and durable. Parts of files
-    /// that are not whole count no more, unless `parts_stay`.
+    /// Nothing is in flight. The manifest becomes as short as it can be, and durable. Parts of
+    /// files that are not whole count no more, unless `parts_stay`.
     pub fn compact(&mut self, parts_stay: bool) -> Result<()> {
         if !parts_stay {
             self.parts.clear();

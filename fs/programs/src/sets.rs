@@ -79,8 +79,8 @@ pub struct Hydrate {
     /// Tell what would be fetched, and fetch nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Tell a program, by a socket that is standard input, which bytes of which files are there, and
-    /// lend it the memory that they arrived in
+    /// Tell a program, by a socket that is standard input, which bytes of which files are there,
+    /// and lend it the memory that they arrived in
     #[arg(long)]
     pub follow: bool,
     #[command(flatten)]
