@@ -199,3 +199,63 @@ fn memory_is_mapped_for_further_members() {
     device.unmap(&region);
     assert_eq!(simulated.mapped(), own);
 }
+
+/// A device that maps large regions slowly, as one does that pins gigabytes.
+struct Slow(Arc<dyn BlockDevice>);
+
+const LARGE: usize = 1 << 20;
+const LONG: Duration = Duration::from_millis(600);
+
+impl BlockDevice for Slow {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn geometry(&self) -> &gpunvme_blockdev::Geometry {
+        self.0.geometry()
+    }
+
+    fn open_queue(&self) -> gpunvme_blockdev::Result<Box<dyn gpunvme_blockdev::Queue>> {
+        self.0.open_queue()
+    }
+
+    fn map(&self, region: &Arc<Region>) -> gpunvme_blockdev::Result<()> {
+        if region.len() >= LARGE {
+            std::thread::sleep(LONG);
+        }
+        self.0.map(region)
+    }
+
+    fn unmap(&self, region: &Region) {
+        self.0.unmap(region);
+    }
+}
+
+/// What one client registers holds up neither other mappings nor new queues, and a member that
+/// joins maps it before it takes its turn.
+#[test]
+fn a_large_mapping_holds_up_no_other() {
+    let device = stripe(vec![Arc::new(Slow(memory())), memory()]);
+    let small = Region::allocate(4096).expect("memory");
+    let quick = |what: &str| {
+        let begun = Instant::now();
+        device.map(&small).expect("mapped");
+        device.unmap(&small);
+        drop(device.open_queue().expect("a queue"));
+        assert!(begun.elapsed() < LONG / 2, "{what}: {:?}", begun.elapsed());
+    };
+    let shared = rustix::fs::memfd_create("shared", rustix::fs::MemfdFlags::CLOEXEC).expect("memory");
+    rustix::fs::ftruncate(&shared, LARGE as u64).expect("its length");
+    let large = Region::from_fd(shared, LARGE, true).expect("mapped");
+    std::thread::scope(|scope| {
+        scope.spawn(|| device.map(&large).expect("mapped"));
+        std::thread::sleep(LONG / 4);
+        quick("beside a mapping");
+    });
+    std::thread::scope(|scope| {
+        scope.spawn(|| add(&device, &[2], &[Arc::new(Slow(memory()))]).expect("one more"));
+        std::thread::sleep(LONG / 4);
+        quick("beside a member that joins");
+    });
+    assert_eq!(device.members().len(), 3);
+}

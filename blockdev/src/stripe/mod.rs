@@ -11,7 +11,7 @@ mod queue;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 pub use map::{Place, StripeMap, StripeSet};
 
@@ -25,8 +25,13 @@ use crate::{BlockDevice, Error, Geometry, Length, NoPeerToPeer, Queue, Region, R
 ///
 /// A request is cut where units end; what of it lies on one member goes there as one request. It
 /// is over when all of them are. An error names the member, and has the offset there.
+///
+/// Locks: `joining` before `users`. The first is shared by those who open queues and map memory,
+/// also while they wait for a member: none of them waits for another. Members that join have it for
+/// themselves, and wait for those. The second is held for moments only.
 pub struct StripeDevice {
     shared: Arc<Shared>,
+    joining: RwLock<()>,
     users: Mutex<Users>,
 }
 
@@ -85,12 +90,13 @@ impl StripeDevice {
             members: members.into_iter().collect(),
             written: Default::default(),
         };
-        Ok(Arc::new(StripeDevice { shared: Arc::new(shared), users: Mutex::default() }))
+        Ok(Arc::new(StripeDevice { shared: Arc::new(shared), joining: RwLock::default(), users: Mutex::default() }))
     }
 
     fn queue(&self, is_busy: bool) -> Result<Box<dyn Queue>> {
-        let mut users = self.users.lock();
+        let _joining = self.joining.read_recursive();
         let queue = StripeQueue::open(self.shared.clone(), is_busy)?;
+        let mut users = self.users.lock();
         users.queues.retain(|queue| queue.strong_count() > 0);
         users.queues.push(Arc::downgrade(queue.members()));
         Ok(Box::new(queue))
@@ -186,8 +192,9 @@ impl BlockDevice for StripeDevice {
     }
 
     fn map(&self, region: &Arc<Region>) -> Result<()> {
-        let mut users = self.users.lock();
+        let _joining = self.joining.read_recursive();
         map_for(&self.members(), region)?;
+        let mut users = self.users.lock();
         users.mapped.retain(|mapped| mapped.strong_count() > 0);
         if !region.is_private() {
             users.mapped.push(Arc::downgrade(region));
@@ -196,8 +203,8 @@ impl BlockDevice for StripeDevice {
     }
 
     fn unmap(&self, region: &Region) {
-        let mut users = self.users.lock();
-        users.mapped.retain(|mapped| mapped.strong_count() > 0 && !std::ptr::eq(mapped.as_ptr(), region));
+        let _joining = self.joining.read_recursive();
+        self.users.lock().mapped.retain(|mapped| mapped.strong_count() > 0 && !std::ptr::eq(mapped.as_ptr(), region));
         self.shared.members.iter().for_each(|member| member.unmap(region));
     }
 
@@ -234,21 +241,19 @@ impl BlockDevice for StripeDevice {
         }
         fits(&all, &map, len)?;
         members.iter().try_for_each(|member| can_join(&**member, &*all[0], &shared.geometry))?;
-        // No queue is opened meanwhile, and no memory mapped.
-        let mut users = self.users.lock();
-        users.queues.retain(|queue| queue.strong_count() > 0);
-        users.mapped.retain(|mapped| mapped.strong_count() > 0);
-        let queues: Vec<Arc<Members>> = users.queues.iter().filter_map(Weak::upgrade).collect();
+        // Large regions take long, and others map theirs meanwhile.
+        let mut mapped = Mapped { members, regions: Vec::new() };
+        let regions = self.users.lock().mapped();
+        regions.into_iter().try_for_each(|region| mapped.add(region))?;
+        // From now on no queue is opened, and no memory mapped or unmapped.
+        let _joining = self.joining.write();
+        let regions = self.users.lock().mapped();
+        mapped.keep(&regions);
+        regions.into_iter().try_for_each(|region| mapped.add(region))?;
+        let queues = self.users.lock().queues();
         let further = queues.iter().map(|queue| queue.open(members)).collect::<Result<Vec<_>>>()?;
-        let regions: Vec<Arc<Region>> = users.mapped.iter().filter_map(Weak::upgrade).collect();
-        let unmap = |count: usize| {
-            let mapped = regions[..count].iter();
-            mapped.for_each(|region| members.iter().for_each(|member| member.unmap(region)));
-        };
-        for (number, region) in regions.iter().enumerate() {
-            map_for(members, region).inspect_err(|_| unmap(number))?;
-        }
-        begin().inspect_err(|_| unmap(regions.len()))?;
+        begin()?;
+        mapped.regions.clear();
         for (queue, further) in queues.iter().zip(further) {
             queue.add(further);
         }
@@ -270,6 +275,48 @@ impl BlockDevice for StripeDevice {
 
     fn stripe(&self) -> Option<&StripeMap> {
         Some(self.shared.maps.last())
+    }
+}
+
+impl Users {
+    fn queues(&self) -> Vec<Arc<Members>> {
+        self.queues.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn mapped(&self) -> Vec<Arc<Region>> {
+        self.mapped.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// Regions that are mapped for members which are about to join; those that are still in here when
+/// it is dropped are unmapped.
+struct Mapped<'a> {
+    members: &'a [Arc<dyn BlockDevice>],
+    regions: Vec<Arc<Region>>,
+}
+
+impl Mapped<'_> {
+    /// Maps one that is not there yet.
+    fn add(&mut self, region: Arc<Region>) -> Result<()> {
+        if !self.regions.iter().any(|other| Arc::ptr_eq(&region, other)) {
+            map_for(self.members, &region)?;
+            self.regions.push(region);
+        }
+        Ok(())
+    }
+
+    /// Unmaps what is none of these.
+    fn keep(&mut self, regions: &[Arc<Region>]) {
+        let is_gone = |region: &mut Arc<Region>| !regions.iter().any(|other| Arc::ptr_eq(region, other));
+        let gone = self.regions.extract_if(.., is_gone).collect();
+        drop(Mapped { members: self.members, regions: gone });
+    }
+}
+
+impl Drop for Mapped<'_> {
+    fn drop(&mut self) {
+        let Mapped { members, regions } = self;
+        regions.iter().for_each(|region| members.iter().for_each(|member| member.unmap(region)));
     }
 }
 
