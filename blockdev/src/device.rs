@@ -101,6 +101,15 @@ pub trait BlockDevice: Send + Sync {
         Err(crate::Error::Unsupported { device: self.name().into(), reason })
     }
 
+    /// Whether [`BlockDevice::add_set`] can be done with these.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsupported`], as there.
+    fn may_add_set(&self, _members: &[Arc<dyn BlockDevice>], _map: &StripeMap, _len: u64) -> Result<()> {
+        let reason = "is no stripe, and has no members".into();
+        Err(crate::Error::Unsupported { device: self.name().into(), reason })
+    }
+
     /// Of a stripe in use: gives it the members of a further set, so that it lies as `map` says and
     /// has `len` bytes. It does when all is ready and `begin` has returned; with an error, nothing
     /// has changed.
@@ -111,13 +120,12 @@ pub trait BlockDevice: Send + Sync {
     /// `begin`.
     fn add_set(
         &self,
-        _members: &[Arc<dyn BlockDevice>],
-        _map: StripeMap,
-        _len: u64,
+        members: &[Arc<dyn BlockDevice>],
+        map: StripeMap,
+        len: u64,
         _begin: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        let reason = "is no stripe, and has no members".into();
-        Err(crate::Error::Unsupported { device: self.name().into(), reason })
+        self.may_add_set(members, &map, len)
     }
 
     /// The members, where it is a stripe.

@@ -260,7 +260,7 @@ struct gpunvme_trim {
 	uint8_t why[192];                /* out: why it failed */
 };
 
-/* A flag of GROW: nothing is done; it fails as it would before a device is looked at. */
+/* A flag of GROW: nothing is done; it fails where the volume could not have the devices. */
 #define GPUNVME_GROW_CHECK (1u << 0)
 
 /*

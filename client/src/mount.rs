@@ -316,8 +316,7 @@ impl Mount {
         self.grow_with(abi::GrowFlags::empty(), devices)
     }
 
-    /// Whether [`Mount::grow`] could give the volume so many devices, as far as that can be said
-    /// before one is looked at.
+    /// Whether [`Mount::grow`] could give the volume these devices, whatever they hold.
     ///
     /// # Errors
     /// As [`Mount::grow`].

@@ -154,7 +154,7 @@ impl SetPlace {
     fn holds(&self, set: &Striping) -> bool {
         let SetPlace { number, sets, members_before, members, first, total } = *self;
         let is_first = number == 0;
-        let is_last = number + 1 == sets;
+        let is_last = number.checked_add(1) == Some(sets);
         let end = first.checked_add(set.total_blocks());
         number < sets
             && members <= MEMBERS_MAX
@@ -301,7 +301,7 @@ impl Member {
             return fail(format!("impossible geometry: member {index} of {blocks} blocks, {striping:?}, {place:?}"));
         };
         if blocks > device_blocks {
-            let (want, have) = (blocks * BLOCK_SIZE as u64, device_blocks * BLOCK_SIZE as u64);
+            let [want, have] = [blocks, device_blocks].map(|blocks| blocks.saturating_mul(BLOCK_SIZE as u64));
             return fail(format!("the member has {want} bytes, the device only {have}: it was truncated, or copied in part"));
         }
         Ok(Some(Member {
@@ -456,6 +456,12 @@ mod tests {
             assert!(message(&changed(|b| b[at] += 5)).contains("impossible geometry"), "the field at {at}");
         }
         assert!(message(&changed(|b| b[AT_DATA + 7] = 0xff)).contains("impossible geometry"));
+        // Whatever numbers: they are never added up before they were looked at.
+        for at in AT_INDEX..AT_STAMP {
+            for (width, device) in [(2, BLOCKS), (4, BLOCKS), (8, BLOCKS), (2, u64::MAX), (4, u64::MAX), (8, u64::MAX)] {
+                let _ = Member::decode(&changed(|b| b[at..at + width].fill(0xff)), 0, device);
+            }
+        }
     }
 
     #[test]

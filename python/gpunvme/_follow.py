@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import struct
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -45,6 +46,9 @@ class Follower:
 
     def __init__(self) -> None:
         self._socket, self.other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Whatever the program has set as the default for its sockets.
+        self._socket.setblocking(True)
+        self.other_end.setblocking(True)
         #: Memory of the command's, by the names that it gave.
         self.buffers: dict[int, tuple[mmap.mmap, LentMemory]] = {}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -53,17 +57,27 @@ class Follower:
         """Takes events as they come, until the command has closed its end."""
         try:
             while True:
-                text, descriptors, _, _ = socket.recv_fds(self._socket, _LONGEST, 1)
+                text, descriptors = self._receive()
                 if not text:
                     break
                 event = json.loads(text)
                 if "lent" not in event or self._maps(event["lent"], descriptors):
                     self._events.put(event)
-        except OSError:
+        except (OSError, ValueError):
             # It ended in the middle of something.
             pass
         finally:
             self._events.put(None)
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """A message, and the descriptors that came with it, which no other program inherits."""
+        descriptors = array("i")
+        space = socket.CMSG_LEN(descriptors.itemsize)
+        text, ancillary, _, _ = self._socket.recvmsg(_LONGEST, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        return text, list(descriptors)
 
     def _maps(self, part: dict[str, Any], descriptors: list[int]) -> bool:
         """Maps the buffer of a part, if it is a new one. What cannot be mapped is given back."""
@@ -72,7 +86,7 @@ class Follower:
             if descriptors:
                 mapping = mmap.mmap(descriptors[0], 0)
                 self.buffers[buffer] = mapping, LentMemory(mapping)
-        except OSError:
+        except (OSError, ValueError):
             pass
         finally:
             for descriptor in descriptors:
@@ -92,7 +106,13 @@ class Follower:
         """The command may use a buffer again."""
         # Where it has ended it has all back.
         with suppress(OSError):
-            self._socket.send(struct.pack("=Q", buffer))
+            self._socket.send(struct.pack("=Q", buffer), socket.MSG_NOSIGNAL)
+
+    def has_ended(self) -> None:
+        """The command has. What it said can still be taken; then comes the end, even if a child that was
+        forked has its socket."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         """The command takes back what it lent."""

@@ -21,6 +21,8 @@ from gpunvme.safetensors import header_of, shards_of
 
 _MODEL = ".safetensors"
 _INDEX = ".safetensors.index.json"
+#: How often the command is run until it has told to the end.
+_TRIES = 5
 
 
 def load(
@@ -70,9 +72,7 @@ def load(
     shards = None
     if len(indices) == 1:
         shards = {os.path.basename(path): names for path, names in shards_of(indices[0])}
-    is_told = False
-    while not is_told:
-        # A program that was stopped for a while is told no more. All is there then.
+    for _ in range(_TRIES):
         follower = Follower()
         with ExitStack() as open_files, closing(follower):
             model = _Model(folder, shards, arrays, open_files)
@@ -83,7 +83,10 @@ def load(
                 except BaseException:
                     process.terminate()
                     raise
-    return model.tensors()
+        # A program that was stopped for a while is told no more. All is there then.
+        if is_told:
+            return model.tensors()
+    raise RuntimeError(f"{folder}: gpunvme hydrate did not say to the end what is there; is it of another version?")
 
 
 class _Model:
@@ -150,8 +153,13 @@ class _Model:
             try:
                 arriving.file = arriving.file or self._open_files.enter_context(open_file(path))
             except FileNotFoundError:
+                if kind == "there":
+                    raise
                 # It has its own name by now, and that is said next.
                 return
+            status = os.fstat(arriving.file.fileno())
+            if kind == "there" and (status.st_size, status.st_mtime_ns) != (what["size"], what["modified"]):
+                raise RuntimeError(f"{path}: it became another file while it was loaded")
         yield from arriving.add(first, first + length, lent or arriving.file, kind == "there")
 
     def _is_wanted(self, name: str) -> bool:
@@ -170,7 +178,9 @@ class _Model:
         if not self._arriving:
             raise ValueError(f"{self._folder}: there is no model in the format of safetensors")
         found: dict[str, Any] = {}
-        for arriving in self._arriving.values():
+        for name, arriving in self._arriving.items():
+            if not arriving.is_whole():
+                raise RuntimeError(f"{self._folder / name}: it did not arrive as a whole")
             found |= arriving.tensors
         return found
 
@@ -218,12 +228,17 @@ class _Arriving:
         """Bytes are there. What is lent is copied; yields what is to be read from the volume: the file, the
         memory, the place in the file and the length."""
         assert source is not None
-        self._waiting += [(*gap, source) for gap in self._there.gaps(first, last)]
+        gaps = self._there.gaps(first, last)
+        if isinstance(source, Lent) and gaps != [(first, last)]:
+            # Copied in pieces it would be given back more than once. The volume has the rest.
+            source.give_back()
+            return
+        self._waiting += [(*gap, source) for gap in gaps]
         self._there.add(first, last)
         if self._places is None:
             try:
                 self._places = self._tensors()
-            except ValueError:
+            except (ValueError, RuntimeError, struct.error):
                 # What was not checked may be damaged, and then begins anew.
                 if is_checked:
                     raise
@@ -237,6 +252,10 @@ class _Arriving:
                 source.give_back()
             else:
                 yield from ((source, memory, offset, len(memory)) for memory, offset in parts)
+
+    def is_whole(self) -> bool:
+        """Whether all of it was there, and is in memory."""
+        return self._places is not None and not self._waiting and not self._there.gaps(0, self._size)
 
     def give_back(self) -> None:
         """Gives back what waits."""

@@ -171,6 +171,8 @@ def running(
             yield process
         finally:
             process.wait()
+            if follower is not None:
+                follower.has_ended()
             for thread in listening:
                 thread.join()
     if failed:

@@ -137,9 +137,8 @@ impl LentMemory {
             for segment in &request.segments {
                 let from: *const u8 = ptr::with_exposed_provenance((self.address + segment.file_offset) as usize);
                 let to: *mut u8 = ptr::with_exposed_provenance_mut(segment.address as usize);
-                // SAFETY: the caller vouches for both ranges; a mapping of another process's memory
-                // is no part of what is written.
-                unsafe { ptr::copy_nonoverlapping(from, to, segment.len as usize) };
+                // SAFETY: the caller vouches for both ranges, which may overlap.
+                unsafe { ptr::copy(from, to, segment.len as usize) };
             }
             return Ok(());
         }

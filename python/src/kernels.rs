@@ -58,7 +58,11 @@ impl<T: Send> Handle<T> {
     }
 
     fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.open.lock().take()));
+        py.detach(|| {
+            let own = self.open.lock().take();
+            // It waits for kernels, and others may ask meanwhile whether it is closed.
+            drop(own);
+        });
     }
 
     fn is_closed(&self, py: Python<'_>) -> bool {

@@ -39,8 +39,8 @@ pub struct Part<'a> {
 #[derive(serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Event<'a> {
-    /// It is whole and has its name.
-    There { name: &'a str, size: u64 },
+    /// It is whole and has its name. `modified` is its time of modification, in nanoseconds.
+    There { name: &'a str, size: u64, modified: i64 },
     /// These bytes of it are in its partial file, not checked.
     Written(Part<'a>),
     /// These bytes of it are in a buffer that is lent, not checked.
@@ -113,12 +113,16 @@ impl Follower {
                 Ok((8, _)) => {
                     let mut state = self.state();
                     let lease = state.lent.remove(&u64::from_ne_bytes(buffer));
-                    state.is_behind = false;
+                    state.is_behind &= lease.is_none();
                     drop(state);
                     drop(lease);
                     self.changed.notify_all();
                 }
                 Err(Errno::INTR) => {}
+                // The other program may have made its end such, and with it this one.
+                Err(Errno::AGAIN) => {
+                    let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::IN)], None);
+                }
                 _ => break,
             }
         }

@@ -65,6 +65,11 @@ struct Settled {
     entry: Entry,
 }
 
+/// A time of modification as a program is told of it. One beyond the year 2262 is none.
+fn modified(nanoseconds: i128) -> i64 {
+    nanoseconds.try_into().unwrap_or_default()
+}
+
 /// A part that is in the partial file.
 struct Part {
     offset: u64,
@@ -161,7 +166,9 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         verify: what.verify,
         reservation,
     });
-    there.iter().for_each(|object| run.tell(&Event::There { name: &object.name, size: object.size }));
+    there.iter().for_each(|object| {
+        run.tell(&Event::There { name: &object.name, size: object.size, modified: modified(object.modified) })
+    });
     (done.fetched_objects, done.fetched_bytes) = (objects.len(), needed);
     let (settled, waiting) = mpsc::channel(GROUP);
     let naming = tokio::task::spawn_blocking({
@@ -355,7 +362,9 @@ impl Run {
             self.manifest().name_files(named)?;
             self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
             let mut manifest = self.manifest();
-            group.iter().for_each(|file| self.tell(&Event::There { name: &file.name, size: file.entry.size }));
+            group.iter().for_each(|file| {
+                self.tell(&Event::There { name: &file.name, size: file.entry.size, modified: modified(file.entry.modified) })
+            });
             let partials: Vec<_> = group.iter().map(|file| file.partial.clone()).collect();
             manifest.add_files(group.drain(..).map(|file| (file.name, file.entry)))?;
             for partial in partials {

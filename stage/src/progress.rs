@@ -54,7 +54,9 @@ impl Progress {
         let stderr = std::io::stderr();
         let mut polled = [PollFd::new(&stderr, PollFlags::OUT)];
         if rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
-            let _ = writeln!(stderr.lock(), "{}", serde_json::json!({ "done": self.bar.position(), "of": self.bar.length() }));
+            // In one write, so that no reader sees half of a line.
+            let line = format!("{}\n", serde_json::json!({ "done": self.bar.position(), "of": self.bar.length() }));
+            let _ = stderr.lock().write_all(line.as_bytes());
         }
     }
 }

@@ -141,6 +141,8 @@ fn can_join(member: &dyn BlockDevice, first: &dyn BlockDevice, stripe: &Geometry
         format!("has blocks of {block} bytes, and the volume is used in blocks of {most}")
     } else if own.max_transfer < stripe.max_transfer {
         format!("takes requests of {} bytes at the most, and those before it of {}", own.max_transfer, stripe.max_transfer)
+    } else if own.max_queues < stripe.max_queues {
+        format!("has {} queues, and those before it have {}", own.max_queues, stripe.max_queues)
     } else if own.volatile_cache && !stripe.volatile_cache {
         "has a cache that loses what it holds when the power fails, and those before it have none".into()
     } else if stripe.discard && !own.discard {
@@ -227,6 +229,16 @@ impl BlockDevice for StripeDevice {
         Ok(())
     }
 
+    fn may_add_set(&self, members: &[Arc<dyn BlockDevice>], map: &StripeMap, len: u64) -> Result<()> {
+        let shared = &self.shared;
+        let all: Vec<_> = self.members().into_iter().chain(members.iter().cloned()).collect();
+        if all.len() != map.members() || all.len() > MAX_DEVICES || map.sets() != shared.maps.last().sets() + 1 {
+            return Err(unsupported(&name(members), format!("{} devices cannot be one: {MAX_DEVICES} can", all.len())));
+        }
+        fits(&all, map, len)?;
+        members.iter().try_for_each(|member| can_join(&**member, &*all[0], &shared.geometry))
+    }
+
     fn add_set(
         &self,
         members: &[Arc<dyn BlockDevice>],
@@ -234,13 +246,7 @@ impl BlockDevice for StripeDevice {
         len: u64,
         begin: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        let shared = &self.shared;
-        let all: Vec<_> = self.members().into_iter().chain(members.iter().cloned()).collect();
-        if all.len() != map.members() || all.len() > MAX_DEVICES || map.sets() != shared.maps.last().sets() + 1 {
-            return Err(unsupported(&name(members), format!("{} devices cannot be one: {MAX_DEVICES} can", all.len())));
-        }
-        fits(&all, &map, len)?;
-        members.iter().try_for_each(|member| can_join(&**member, &*all[0], &shared.geometry))?;
+        self.may_add_set(members, &map, len)?;
         // Large regions take long, and others map theirs meanwhile.
         let mut mapped = Mapped { members, regions: Vec::new() };
         let regions = self.users.lock().mapped();
@@ -257,8 +263,9 @@ impl BlockDevice for StripeDevice {
         for (queue, further) in queues.iter().zip(further) {
             queue.add(further);
         }
+        let shared = &self.shared;
         members.iter().for_each(|member| shared.members.push(member.clone()));
-        shared.names.push(name(&all));
+        shared.names.push(name(&self.members()));
         shared.maps.push(map);
         // At last: a thread that sees the length finds all the rest.
         shared.geometry.len.grow(len);

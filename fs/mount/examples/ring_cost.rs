@@ -210,12 +210,12 @@ impl Devices for NoDevices {
         Ok(None)
     }
 
-    fn may_add(&self, _: usize) -> Result<(), String> {
+    fn may_add(&self, _: &[String]) -> Result<(), String> {
         Err("there are no others".into())
     }
 
-    fn add(&self, _: &[String]) -> Result<(), String> {
-        self.may_add(1)
+    fn add(&self, names: &[String]) -> Result<(), String> {
+        self.may_add(names)
     }
 }
 

@@ -79,7 +79,8 @@ bitflags! {
     /// Flags of [`Grow`].
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct GrowFlags: u32 {
-        /// Nothing is done; the call fails as it would before a device is looked at.
+        /// Nothing is done; the call fails where the volume could not have the devices, whatever
+        /// they hold.
         const CHECK = 1 << 0;
     }
 

@@ -28,14 +28,16 @@ pub fn run(grow: &Grow) -> Result<Report, Failure> {
     let mount = Mount::open(&grow.mount)?;
     let names = grow.devices.iter().flat_map(|device| split_names(device)).map(absolute).collect::<Result<Vec<_>, _>>()?;
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    // Before anything of theirs is lost.
-    mount.may_grow(&names)?;
     for (number, name) in names.iter().enumerate() {
         if names[..number].contains(name) {
             return Err(Failure(format!("{name}: is named twice")));
         }
     }
-    prepare(&names, grow.force)?;
+    if !names.is_empty() {
+        // Before anything of theirs is lost.
+        mount.may_grow(&names)?;
+        prepare(&names, grow.force)?;
+    }
     let [before, capacity] = mount.grow(&names)?;
     let mut report = Report::new(json!({ "before": before, "capacity": capacity, "added": names }));
     report.line("before", report::size(before));
@@ -45,7 +47,8 @@ pub fn run(grow: &Grow) -> Result<Report, Failure> {
 
 /// The name by which the daemon, which has another working directory, finds the same device.
 fn absolute(name: &str) -> Result<String, Failure> {
-    let Some(path) = path_of(name) else { return Ok(name.to_owned()) };
+    // What says by which driver is a name of its own.
+    let Some(path) = path_of(name).filter(|_| !name.contains(':')) else { return Ok(name.to_owned()) };
     let found = path.canonicalize().map_err(|error| Failure(format!("{name}: {error}")))?;
     found.into_os_string().into_string().map_err(|_| Failure(format!("{name}: the name is not UTF-8")))
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
-use gpunvme_blockdev_testing::{Image, Recorder};
+use gpunvme_blockdev_testing::{Faulty, Image, On, Recorder, Rule};
 use gpunvme_engine::Filesystem;
 use gpunvme_engine::check::{CheckOptions, Fsck};
 use gpunvme_engine::volume::{Context, NewNode};
@@ -198,4 +198,57 @@ fn so_it_does_where_each_member_of_a_volume_that_grows_loses_its_own_writes() {
 #[test]
 fn so_it_does_where_a_volume_is_given_another_member() {
     cut(4, By::Device, BYTES / 4, 3);
+}
+
+/// A volume on two of three devices, whose devices `broken` can make fail.
+fn two_of_three(broken: impl Fn(usize) -> Option<Rule>) -> (Arc<Recorder>, Arc<dyn BlockDevice>, Arc<dyn BlockDevice>) {
+    let recorder = Recorder::new(Image::new(48 << 20));
+    let slot = (48 << 20) / 3;
+    fresh(&recorder, 3, 2, slot);
+    let all: Vec<(String, Arc<dyn BlockDevice>)> = devices(&recorder, 3, slot);
+    let faulty: Vec<Arc<Faulty>> = all.iter().map(|(_, device)| Faulty::new(device.clone())).collect();
+    let named = |number: usize| (all[number].0.clone(), faulty[number].clone() as Arc<dyn BlockDevice>);
+    let volume = members::assemble(vec![named(0), named(1)], OpenMode::ReadWrite).expect("the members are there");
+    for (number, device) in faulty.iter().enumerate() {
+        broken(number).into_iter().for_each(|rule| device.add(rule));
+    }
+    (recorder, volume, named(2).1)
+}
+
+/// The first superblock of a member fails.
+fn first_superblock() -> Rule {
+    Rule::fail(On::Write, 5).within(0..BLOCK_SIZE as u64)
+}
+
+#[test]
+fn a_device_that_fails_while_it_is_added_is_none_of_the_volume() {
+    let (recorder, volume, added) = two_of_three(|number| (number == 2).then(first_superblock));
+    let why = members::add(&volume, &[added]).unwrap_err();
+    assert!(why.contains("member 3") && !why.contains("at the next mount"), "{why}");
+    assert_eq!(volume.members().len(), 2);
+    drop(volume);
+    let slot = (48 << 20) / 3;
+    let mut left = devices(&recorder, 3, slot);
+    let third = left.pop().expect("three").1;
+    let volume = members::assemble(left.clone(), OpenMode::ReadWrite).expect("the others are the volume");
+    drop(volume);
+    // Beside them it is stale, or no member; another try takes it.
+    let all = devices(&recorder, 3, slot);
+    let volume = members::assemble(all, OpenMode::ReadWrite).or_else(|_| members::assemble(left, OpenMode::ReadWrite));
+    let volume = volume.expect("the others are the volume");
+    wipe::wipe(&third).expect("it works");
+    members::add(&volume, &[third]).expect("it is one now");
+    drop(volume);
+    assert_eq!(members::assemble(devices(&recorder, 3, slot), OpenMode::ReadOnly).expect("all").members().len(), 3);
+}
+
+#[test]
+fn a_device_that_may_have_become_a_member_is_said_to_be_kept() {
+    let (recorder, volume, added) = two_of_three(|number| (number == 1).then(first_superblock));
+    let why = members::add(&volume, &[added]).unwrap_err();
+    assert!(why.contains("member 2") && why.contains("member 3 may be the volume's at the next mount"), "{why}");
+    drop(volume);
+    let slot = (48 << 20) / 3;
+    let volume = members::assemble(devices(&recorder, 3, slot), OpenMode::ReadWrite).expect("it is");
+    assert_eq!(volume.members().len(), 3);
 }

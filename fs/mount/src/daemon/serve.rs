@@ -34,18 +34,22 @@ impl front::Devices for Devices {
         members::grow(&self.0.lock())
     }
 
-    fn may_add(&self, count: usize) -> Result<(), String> {
-        members::may_add(&self.0.lock(), count)
+    fn may_add(&self, names: &[String]) -> Result<(), String> {
+        let device = self.0.lock();
+        members::may_add(&device, &claim_all(names)?)
     }
 
     fn add(&self, names: &[String]) -> Result<(), String> {
         let device = self.0.lock();
-        let claim = |name: &String| members::claim(name, OpenMode::ReadWrite).map_err(|error| format!("{name}: {error}"));
-        let claimed = names.iter().map(claim).collect::<Result<Vec<_>, _>>()?;
-        members::add(&device, &claimed)?;
+        members::add(&device, &claim_all(names)?)?;
         tracing::info!("{} is part of the volume now", names.join(", "));
         Ok(())
     }
+}
+
+fn claim_all(names: &[String]) -> Result<Vec<Arc<dyn BlockDevice>>, String> {
+    let claim = |name: &String| members::claim(name, OpenMode::ReadWrite).map_err(|error| format!("{name}: {error}"));
+    names.iter().map(claim).collect()
 }
 
 impl std::fmt::Debug for Devices {

@@ -74,6 +74,7 @@ impl Session {
             kernel: OnceLock::new(),
             log: settings.log.clone(),
             devices: settings.devices.clone(),
+            growth: Mutex::default(),
             discarding: Arc::default(),
             fs,
         });

@@ -19,14 +19,14 @@ pub trait Devices: Send + Sync + std::fmt::Debug {
     /// A text with the name of the device that failed, or is too small.
     fn look_again(&self) -> Result<Option<String>, String>;
 
-    /// Whether the volume can have so many more.
+    /// Whether the volume can have these as well, which are claimed and let go of.
     ///
     /// # Errors
-    /// A text: why not.
-    fn may_add(&self, count: usize) -> Result<(), String>;
+    /// A text with the name of the device that is in use, or cannot be the volume's.
+    fn may_add(&self, names: &[String]) -> Result<(), String>;
 
     /// Claims these devices, which carry nothing, and lets the volume have them, too. With an error
-    /// it goes on as it was.
+    /// it goes on without them.
     ///
     /// # Errors
     /// A text with the name of the device that failed, or cannot be the volume's.

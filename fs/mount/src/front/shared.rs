@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::error::{Attempt, Fail, FsError};
+use parking_lot::Mutex;
 
 use super::append_order::AppendOrder;
 use super::kernel::{KernelCache, Lengths, Lookups, MountState};
@@ -38,6 +39,8 @@ pub(crate) struct Front {
     pub(crate) kernel: OnceLock<Box<dyn KernelCache>>,
     pub(crate) log: Arc<dyn Log>,
     pub(crate) devices: Arc<dyn Devices>,
+    /// Held by a call that makes the volume larger.
+    pub(crate) growth: Mutex<()>,
     /// Freed blocks are being told to the device.
     pub(crate) discarding: Arc<AtomicBool>,
 }

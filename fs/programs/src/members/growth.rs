@@ -53,54 +53,77 @@ pub fn grow(device: &Arc<dyn BlockDevice>) -> Result<Option<String>, String> {
     Ok(None)
 }
 
-/// Whether a volume can have so many members more.
+/// Whether a volume of several devices can have these as well, as far as can be said without
+/// looking at what they hold.
 ///
 /// # Errors
-/// A text: why not.
-pub fn may_add(device: &Arc<dyn BlockDevice>, count: usize) -> Result<(), String> {
-    let (has, most) = (device.members().len(), usize::from(MEMBERS_MAX));
-    if has == 0 {
-        let name = device.name();
+/// A text with the name of the device that cannot be a member.
+pub fn may_add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> Result<(), String> {
+    let sets = with_set(device, devices)?;
+    device.may_add_set(devices, &map(&sets), len_of(&sets)).map_err(|error| error.to_string())
+}
+
+/// How the volume lies on its members and these.
+fn with_set(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> Result<Vec<Striping>, String> {
+    let members = device.members();
+    let (name, has, most) = (device.name(), members.len(), usize::from(MEMBERS_MAX));
+    if members.is_empty() {
         return Err(format!(
             "{name} is all of the volume: it takes further ones only where mkfs made it of several, or --growable"
         ));
     }
-    match has + count > most {
-        true => Err(format!("the volume has {has} devices, and {most} are the most: {count} more are too many")),
-        false => Ok(()),
+    if has + devices.len() > most {
+        return Err(format!("the volume has {has} devices, and {most} are the most: {} more are too many", devices.len()));
     }
-}
-
-/// Gives a volume of several devices, which is open for writing, a further set of members: these
-/// devices, open for the caller alone, whose ends are zero. With an error, the volume goes on as it
-/// was.
-///
-/// # Errors
-/// A text with the name of the device that failed, or cannot be a member.
-pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> Result<(), String> {
-    may_add(device, devices.len())?;
     for device in devices {
         let (name, has) = (device.name(), device.geometry().len.get());
         if has < LEAST {
             return Err(format!("{name} has {has} bytes, and {LEAST} are the least of a further member"));
         }
+    }
+    let set = own(&members)?;
+    let blocks: Vec<u64> = devices.iter().map(blocks_of).collect();
+    let before = set.sets().iter().map(Striping::total_blocks).sum();
+    let added = Striping::behind(before, &blocks, set.sets()[0].unit)
+        .ok_or_else(|| format!("{} cannot be {} more members of the volume", names(devices), devices.len()))?;
+    Ok([set.sets(), &[added]].concat())
+}
+
+/// Gives a volume of several devices, which is open for writing, a further set of members: these
+/// devices, open for the caller alone, whose ends are zero. With an error, the volume goes on as it
+/// was. If it may have them at the next mount all the same, they stay claimed until this process
+/// ends.
+///
+/// # Errors
+/// A text with the name of the device that failed, or cannot be a member.
+pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> Result<(), String> {
+    let sets = with_set(device, devices)?;
+    for device in devices {
+        let name = device.name();
         if !wipe::is_wiped(device).map_err(|error| format!("{name}: {}", reason(name, &error)))? {
             return Err(format!("{name} carries data: its first and last MiB have to be zero"));
         }
     }
     let set = own(&device.members())?;
-    let blocks: Vec<u64> = devices.iter().map(blocks_of).collect();
-    let before = set.sets().iter().map(Striping::total_blocks).sum();
-    let added = Striping::behind(before, &blocks, set.sets()[0].unit)
-        .ok_or_else(|| format!("{} cannot be {} more members of the volume", names(devices), devices.len()))?;
-    let sets = [set.sets(), &[added]].concat();
+    let added = *sets.last().expect("it was just added");
     let mut begun = Ok(());
     let begin = &mut || {
         begun = set.begin_set(added, devices);
         begun.clone().map_err(|reason| Error::Unsupported { device: names(devices).into(), reason })
     };
     let done = device.add_set(devices, map(&sets), len_of(&sets), begin);
-    begun.map_err(|why| format!("{why}; unmount the volume and mount it again before another try"))?;
+    if let Err(why) = begun {
+        // With one more generation of the old shape, what the devices say of themselves is stale.
+        let undone = own(&device.members()).and_then(|set| set.begin_generation(set.names()));
+        return Err(match undone {
+            Ok(()) => why,
+            Err(_) => {
+                std::mem::forget(devices.to_vec());
+                let names = names(devices);
+                format!("{why}; {names} may be the volume's at the next mount: keep what is there, and mount it again")
+            }
+        });
+    }
     done.map_err(|error| error.to_string())
 }
 

@@ -32,16 +32,17 @@ pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, Strin
         let Some(other) = glance(&candidate).filter(|other| other.is_of_volume_of(copies)) else { continue };
         found.push((candidate.to_string_lossy().into_owned(), other));
     }
-    let count = set::current(found.iter().map(|(_, copies)| copies)).place.members;
+    let current = set::current(found.iter().map(|(_, copies)| copies));
+    let (count, generation) = (current.place.members, current.generation);
     let mut members: Vec<Option<&(String, Copies)>> = vec![None; count.into()];
     for one in &found {
         let member = one.1.any();
         let Some(place) = members.get_mut(usize::from(member.number())) else { continue };
-        // What was being added when the power failed has no first superblock, and gives way.
-        let is_whole = |copies: &Copies| copies.first.is_some();
+        // What was being added when the power failed, and was not, gives way.
+        let counts = |copies: &Copies| (copies.of(generation).is_some(), copies.first.is_some());
         match place {
-            Some(other) if is_whole(&other.1) == is_whole(&one.1) => return Err(set::twice(member, &other.0, &one.0)),
-            Some(other) if is_whole(&other.1) => {}
+            Some(other) if counts(&other.1) == counts(&one.1) => return Err(set::twice(member, &other.0, &one.0)),
+            Some(other) if counts(&other.1) > counts(&one.1) => {}
             _ => *place = Some(one),
         }
     }

@@ -83,7 +83,7 @@ fn same_sets(members: &[(&str, &Copies)], current: Generation) -> Result<Vec<Str
         for (name, copies) in all {
             let Striping { members, unit, data, .. } = copies.any().striping;
             let is_same = (members, unit, data) == (striping.members, striping.unit, striping.data)
-                && copies.any().place.number == own.place.number
+                && usize::from(copies.any().place.number) == sets.len()
                 && of_current(copies).is_none_or(|other| other == striping);
             if !is_same {
                 let (other, first) = (copies.any().striping, first.0);
@@ -214,8 +214,8 @@ impl Set {
     }
 
     /// `blocks`: how large the members are now, where that has changed. `added`: the devices of the
-    /// last set, where it is new. They become members with the others: until one of the first
-    /// superblocks is of the new generation, the volume has the old sets.
+    /// last set, where it is new. They become members with the others: until a first superblock
+    /// of the others is of the new generation, the volume is as good without them.
     fn begin(
         &self,
         names: &Names,
@@ -243,7 +243,7 @@ impl Set {
         let is_behind = |copies: &Copies| copies.first.as_ref().is_none_or(|first| first.generation != self.current);
         let behind = self.members.iter().filter(|(_, copies)| is_behind(copies));
         write(behind.map(|(device, copies)| (device, now(copies))).collect(), 0)?;
-        let next = generation(self.highest + 1)?;
+        let next = generation(self.highest.checked_add(1).ok_or("there is no generation behind the members' last one")?)?;
         let mut all: Vec<(&Arc<dyn BlockDevice>, Member)> = Vec::new();
         for (number, (device, copies)) in self.members.iter().enumerate() {
             let now = now(copies);
@@ -266,10 +266,10 @@ impl Set {
             };
             all.push((device, member));
         }
-        for copy in [1, 0] {
-            write(all.clone(), copy)?;
-        }
-        Ok(())
+        write(all.clone(), 1)?;
+        // Those that come go first: where one of them fails, the others know nothing of it.
+        all.rotate_left(self.members.len());
+        write(all, 0)
     }
 }
 
@@ -340,11 +340,11 @@ mod tests {
         assert!(why.starts_with("b is of another copy"), "{why}");
     }
 
-    /// Two members of a first set and, in the last of these generations, one of a second.
+    /// Two members of a first set and, in generations from the last of these on, one of a second.
     fn growing(generations: [(Option<Generation>, Option<Generation>); 3]) -> Vec<Copies> {
         let first = Striping::new(&[8192, 8192], 64).unwrap();
         let second = Striping::behind(first.total_blocks(), &[8192], 64).unwrap();
-        let sets = |generation| if generation == NEXT { vec![first, second] } else { vec![first] };
+        let sets = |generation: Generation| if generation.number >= NEXT.number { vec![first, second] } else { vec![first] };
         let member = |number: usize, generation: Generation| {
             let (sets, set) = (sets(generation), number / 2);
             let (index, striping) = ((number % 2) as u16, sets[set]);
@@ -391,5 +391,16 @@ mod tests {
         let known: Vec<(&str, &Copies)> = ["a", "b", "c"].into_iter().zip(&members).collect();
         let why = same_sets(&known, NEXT).unwrap_err();
         assert!(why.starts_with("b and the others say different things of the sets"), "{why}");
+    }
+
+    #[test]
+    fn members_that_claim_other_sets_than_their_own_are_refused() {
+        let new = (Some(NEXT), Some(NEXT));
+        let ahead = (None, Some(Generation { number: 9, stamp: [9; 16] }));
+        let mut members = growing([new, new, ahead]);
+        members[2].last.as_mut().unwrap().place.number = 0;
+        let known: Vec<(&str, &Copies)> = ["a", "b", "c"].into_iter().zip(&members).collect();
+        let why = same_sets(&known, NEXT).unwrap_err();
+        assert!(why.starts_with("c and c say different things"), "{why}");
     }
 }

@@ -69,10 +69,14 @@ impl Front {
     pub(super) fn grow(&self, caller: Caller, request: &abi::Grow, devices: &[String]) -> Reply {
         let mut answer = abi::Grow { before: 0, capacity: 0, why: [0; 192], ..request.clone() };
         let is_check = request.flags & abi::GrowFlags::CHECK.bits() != 0;
-        let grown = self.may_administer(caller).and_then(|()| match devices {
-            _ if is_check => self.may_grow(devices).map(|()| [self.fs.volume().geometry().data_blocks(); 2]),
-            [] => self.grow_with_devices(),
-            devices => self.may_grow(devices).and_then(|()| self.grow_by(devices)),
+        let grown = self.may_administer(caller).and_then(|()| {
+            // What devices have come is the growth of the call that brought them.
+            let _one_at_a_time = self.growth.lock();
+            match devices {
+                _ if is_check => self.may_grow(devices).map(|()| [self.fs.volume().geometry().data_blocks(); 2]),
+                [] => self.grow_with_devices(),
+                devices => self.grow_by(devices),
+            }
         });
         self.direct.server.stats.call(Command::Grow, grown.is_err());
         match grown {
@@ -98,15 +102,14 @@ impl Front {
 
     /// Has further devices.
     fn grow_by(&self, devices: &[String]) -> Result<[u64; 2], Refusal> {
+        self.fs.volume().may_grow().map_err(|error| refusal(&error))?;
         self.devices.add(devices).map_err(|why| (libc::EINVAL, why))?;
         self.fs.volume().grow().map_err(|error| refusal(&error))
     }
 
     fn may_grow(&self, devices: &[String]) -> Result<(), Refusal> {
-        if !devices.is_empty() {
-            self.devices.may_add(devices.len()).map_err(|why| (libc::EINVAL, why))?;
-        }
-        self.fs.volume().may_grow().map_err(|error| refusal(&error))
+        self.fs.volume().may_grow().map_err(|error| refusal(&error))?;
+        if devices.is_empty() { Ok(()) } else { self.devices.may_add(devices).map_err(|why| (libc::EINVAL, why)) }
     }
 
     fn may_administer(&self, caller: Caller) -> Result<(), Refusal> {
