@@ -170,8 +170,15 @@ fn devices_that_cannot_be_taken_are_refused_and_lose_nothing() {
     refused(&grow(&root, &["--force"]), &["DEVICE"]);
     let user = programs::command("gpunvme").arg("grow").args([&root, &good]).uid(65534).gid(65534).output().unwrap();
     refused(&user, &["only those who may mount the volume"]);
-    let many: Vec<&str> = std::iter::repeat_n(name(&good), 15).collect();
+    let many: Vec<PathBuf> = (0..15).map(|number| good.with_file_name(format!("many.{number}"))).collect();
+    many.iter().for_each(|path| File::create_new(path).unwrap().set_len(20 * MIB).unwrap());
+    let many: Vec<&str> = many.iter().map(|path| name(path)).collect();
     refused(&grow(&root, &many), &["the volume has 2 devices, and 16 are the most"]);
+    // Even with the word that they may be lost, devices are looked at before they are cleared.
+    fs::write(image.path().with_file_name("keeps"), vec![7; 100 << 20]).unwrap();
+    let keeps = image.path().with_file_name("keeps");
+    refused(&grow(&root, &["--force", name(&keeps), name(&small)]), &[name(&small), "are the least"]);
+    assert!(fs::read(&keeps).unwrap().iter().all(|byte| *byte == 7));
     // Its claim is the daemon's, not what a caller says.
     let carries = Mount::open(&root).unwrap().grow(&[name(&other)]).unwrap_err().to_string();
     assert!(carries.contains("carries data: its first and last MiB have to be zero"), "{carries}");
