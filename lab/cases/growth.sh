@@ -29,7 +29,7 @@ guest() {
     # Memory that is mapped for the two is mapped for all then.
     # Some 30 s of them, while there are two and when there are four.
     { device-memory /mnt/storm storm --rounds 100 $GPU && touch /tmp/well; } >/tmp/storm 2>&1 &
-    check "transfers are under way" eventually 30 test -s /mnt/storm
+    check "transfers are in flight" eventually 30 test -s /mnt/storm
     check "two more" says '"capacity"' gpunvme --json grow /mnt vfio:$3 vfio:$4
     check "it has four devices" says '"devices": 4' gpunvme --json info /mnt
     check "in two sets" says '"sets": 2' gpunvme --json info /mnt

@@ -86,7 +86,7 @@ def load(
         # A program that was stopped for a while is told no more. All is there then.
         if is_told:
             return model.tensors()
-    raise RuntimeError(f"{folder}: gpunvme hydrate did not say to the end what is there; is it of another version?")
+    raise RuntimeError(f"{folder}: gpunvme hydrate never said all that is there: is it another version?")
 
 
 class _Model:
