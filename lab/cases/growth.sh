@@ -27,7 +27,7 @@ guest() {
     head -c 36000007 /dev/urandom >/lab/random.bin
     cp /lab/random.bin /mnt/random.bin
     # Memory that is mapped for the two is mapped for all then.
-    # Some 30 s of them, while there are two and when there are four.
+    # They begin while there are two.
     { device-memory /mnt/storm storm --rounds 100 $GPU && touch /tmp/well; } >/tmp/storm 2>&1 &
     check "transfers are in flight" eventually 30 test -s /mnt/storm
     check "two more" says '"capacity"' gpunvme --json grow /mnt vfio:$3 vfio:$4

@@ -6,10 +6,11 @@
 
 use crate::codes::Route;
 use crate::command::{Command, IOC_READ_WRITE};
+use crate::flags::{GrowFlags, RegisterFlags, ResolveFlags, TransferFlags};
 use crate::ring::{Attach, Detach, MAX_RING_TRANSFER, RING_ENTRIES, Ring, Submission};
 use crate::structures::{
-    Grant, Grow, GrowFlags, Log, MAGIC, MAX_NEW_DEVICES, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, NewDevice, Register,
-    RegisterFlags, Resolve, ResolveFlags, Segment, Sync, TopList, Transfer, TransferFlags, Trim, Unregister, VERSION,
+    Grant, Grow, Log, MAGIC, MAX_NEW_DEVICES, MAX_OFFSET, MAX_SIZE, MAX_TRANSFER, Metrics, NewDevice, Register, Resolve, Segment,
+    Sync, TopList, Transfer, Trim, Unregister, VERSION,
 };
 use smallvec::{SmallVec, smallvec};
 use zerocopy::{FromBytes, Immutable, KnownLayout};

@@ -23,6 +23,7 @@
 mod codes;
 mod command;
 mod decode;
+mod flags;
 pub mod ring;
 #[allow(unsafe_code)]
 mod ring_memory;
@@ -32,6 +33,7 @@ mod wire;
 pub use codes::{Reason, Route};
 pub use command::{Command, Direction};
 pub use decode::{Claim, DecodeError, Request, TransferRequest, decode};
+pub use flags::*;
 pub use ring_memory::RingMemory;
 pub use structures::*;
 

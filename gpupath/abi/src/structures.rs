@@ -1,7 +1,8 @@
-//! The structures of the ioctls and of the registration socket, their flags, and their bounds.
+//! The structures of the ioctls and of the registration socket, and their bounds. Their flags are
+//! in `flags`.
 
+use crate::flags::ExtentFlags;
 use crate::wire::{versioned, wire};
-use bitflags::bitflags;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// The version that every structure carries.
@@ -33,73 +34,6 @@ pub const MAX_NEW_DEVICES: usize = 15;
 /// and more than the one before; the last counts all that took longer.
 pub const METRIC_BUCKETS: usize = 24;
 
-bitflags! {
-    /// Flags of [`Register`].
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct RegisterFlags: u32 {
-        /// The memory is the staging pool of the bounce route: its owner copies onwards to a GPU.
-        /// Transfers to and from it count as `bounce`.
-        const STAGING = 1 << 0;
-    }
-
-    /// Flags of [`Transfer`]. At most one route can be required.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct TransferFlags: u32 {
-        /// Fail with `EOPNOTSUPP`, before anything moves, unless the route is `p2p`.
-        const REQUIRE_P2P = 1 << 0;
-        /// The same for `bounce`.
-        const REQUIRE_BOUNCE = 1 << 1;
-        /// The same for `host`.
-        const REQUIRE_HOST = 1 << 2;
-        /// Fail with `EOPNOTSUPP` and [`Reason::Unaligned`], before anything moves, if the CPU
-        /// would have to copy a byte.
-        const REQUIRE_DIRECT = 1 << 3;
-        /// The caller had the kernel write back its dirty pages of the range, with
-        /// `sync_file_range(2)`. Without it the daemon makes the kernel write back, and drop, what
-        /// it may have cached of the range.
-        const WRITTEN_BACK = 1 << 4;
-    }
-
-    /// Flags of [`Resolve`].
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct ResolveFlags: u32 {
-        /// As [`TransferFlags::WRITTEN_BACK`].
-        const WRITTEN_BACK = 1 << 4;
-    }
-
-    /// Flags of [`Extent`].
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct ExtentFlags: u32 {
-        /// Allocated and never written: reads as zeros.
-        const UNWRITTEN = 1 << 0;
-        /// The last extent of the file.
-        const LAST = 1 << 1;
-    }
-
-    /// Flags of [`Grow`].
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct GrowFlags: u32 {
-        /// Nothing is done; the call fails where the volume could not have the devices, whatever
-        /// they hold.
-        const CHECK = 1 << 0;
-    }
-
-    /// Flags of [`Info::features`].
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Features: u64 {
-        /// The volume is mounted read-only.
-        const READ_ONLY = 1 << 0;
-        /// The kernel's requests come through io_uring, not `/dev/fuse`.
-        const IO_URING = 1 << 1;
-        /// They were to, and the system refuses io_uring to the daemon.
-        const IO_URING_REFUSED = 1 << 2;
-        /// They were to, and the kernel does not offer it.
-        const IO_URING_NOT_OFFERED = 1 << 3;
-        /// They were to, and the kernel refused a queue.
-        const IO_URING_NOT_REGISTERED = 1 << 4;
-    }
-}
-
 wire! {
     /// `INFO`. Texts are UTF-8, padded with zero bytes, always with at least one.
     Info = 640 {
@@ -109,7 +43,7 @@ wire! {
         flags: u32,
         /// Out: [`INFO_MAGIC`].
         magic: [u8; 8],
-        /// Out: [`Features`].
+        /// Out: [`crate::Features`].
         features: u64,
         /// Out: UUID of the volume.
         uuid: [u8; 16],
@@ -167,7 +101,7 @@ wire! {
     Register = 56 {
         /// [`VERSION`].
         version: u32,
-        /// [`RegisterFlags`].
+        /// [`crate::RegisterFlags`].
         flags: u32,
         /// Number of the buffer's fd in the calling process; over the socket -1, and the fd
         /// travels as `SCM_RIGHTS`.
@@ -205,7 +139,7 @@ wire! {
     Resolve = 48 {
         /// [`VERSION`].
         version: u32,
-        /// [`ResolveFlags`].
+        /// [`crate::ResolveFlags`].
         flags: u32,
         /// Where in the file to begin, in bytes.
         offset: u64,
@@ -251,7 +185,7 @@ wire! {
     Transfer = 96 {
         /// [`VERSION`].
         version: u32,
-        /// [`TransferFlags`].
+        /// [`crate::TransferFlags`].
         flags: u32,
         /// The buffer, as `REGISTER` named it.
         buffer: u64,
@@ -455,7 +389,7 @@ wire! {
     Grow = 256 {
         /// [`VERSION`].
         version: u32,
-        /// [`GrowFlags`].
+        /// [`crate::GrowFlags`].
         flags: u32,
         /// Out: bytes that the volume could hold before.
         before: u64,
