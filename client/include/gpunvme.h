@@ -438,7 +438,7 @@ typedef struct gpunvme_gpu_array gpunvme_gpu_array;
 struct gpunvme_array_settings {
 	uint32_t page;     /* bytes of a page: a power of two from 512 to the ring's slot; 4096 */
 	uint32_t ways;     /* frames of a set: a multiple of 4 up to 64; 8 */
-	uint64_t cache;    /* bytes of the cache, in a power of two of sets; 256 MiB */
+	uint64_t cache;    /* bytes of the cache, as far as whole sets fit; 256 MiB */
 	uint64_t len;      /* bytes of the array; as long as the file */
 	uint32_t writable; /* whether kernels may change it: the file is open for both then */
 	uint32_t reserved[3];

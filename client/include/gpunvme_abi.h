@@ -374,6 +374,8 @@ struct gpunvme_completion {
 };
 /* Another process has read the same bytes by a ring. */
 #define GPUNVME_COMPLETION_COMMON (1ull << 0)
+/* Every byte that was asked for was moved. */
+#define GPUNVME_COMPLETION_ALL (1ull << 1)
 #define GPUNVME_MAX_RING_TRANSFER (16ull << 20)
 #define GPUNVME_RING_SUBMISSION_TAIL 0u   /* offsets of the words; the application's */
 #define GPUNVME_RING_SUBMISSION_HEAD 64u  /* the daemon's */

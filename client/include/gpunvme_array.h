@@ -31,7 +31,7 @@
 #include "gpunvme_device.h"
 
 /* The version of gpunvme::array, which the host's library has to know. */
-#define GPUNVME_ARRAY_VERSION 1
+#define GPUNVME_ARRAY_VERSION 2
 
 namespace gpunvme {
 
@@ -213,7 +213,7 @@ template <class T> class array {
 	unsigned char *frames;      /* of a page each */
 	detail::counters *counted;  /* 128 of them */
 	u32 ways;                   /* a multiple of 4 */
-	u32 sets_count;             /* a power of two */
+	u32 sets_count;
 	u32 page_bits;
 	u32 writable;
 
@@ -222,7 +222,7 @@ template <class T> class array {
 	enum : int { wanted = -1 };
 
 	GPUNVME_FN static u64 page_of(u64 word) { return word / detail::one_page; }
-	GPUNVME_FN u32 set_of(u64 page) const { return u32(page) & (sets_count - 1); }
+	GPUNVME_FN u32 set_of(u64 page) const { return u32(page ^ page >> 32) % sets_count; }
 	GPUNVME_FN unsigned char *frame_at(u32 frame) const { return frames + (u64(frame) << page_bits); }
 	GPUNVME_FN u64 page_len(u64 page) const
 	{
@@ -244,7 +244,7 @@ template <class T> class array {
 		u64 page = index * sizeof(T) >> page_bits, since = 0;
 		GPUNVME_ROLLED
 		for (;;) {
-			if (status == wanted && use(page, index, access)) {
+			if (use(status == wanted, page, index, access, group)) {
 				detail::count(&here()->hits, 1);
 				status = 0;
 			}
@@ -254,8 +254,39 @@ template <class T> class array {
 		}
 	}
 
-	/* Does the access if the page is there: counted in, so that it stays meanwhile. */
-	template <class Access> GPUNVME_FN bool use(u64 page, u64 index, Access &access) const
+	/*
+	 * Does the access if it is wanted and the page is there: counted in, so that the page stays
+	 * meanwhile. Threads whose pages are in the first one's frame are counted in and out together,
+	 * since additions to one word are slow.
+	 */
+	template <class Access, class Group>
+	GPUNVME_FN bool use(bool wants, u64 page, u64 index, Access &access, const Group &group) const
+	{
+		u32 frame = wants ? find(page) : u32(detail::none), leader = group.first(frame != detail::none);
+		if (leader == detail::none)
+			return false;
+		bool together = frame == group.from(frame, leader);
+		u64 count = group.how_many(together), users = together ? count : 1, before = 0;
+		bool counts = together ? group.member() == leader : frame != detail::none;
+		u64 *word = words + frame;
+		if (counts)
+			before = detail::add_acquire(word, users * detail::one_user);
+		u64 of_leader = group.from(before, leader);
+		before = together ? of_leader : before;
+		bool there = frame != detail::none && holds(before, page);
+		if (there)
+			access.use(element(frame, index), word);
+		group.sync();
+		if (counts) {
+			if (there && (before & detail::used_lately) == 0)
+				detail::set_bits(word, detail::used_lately);
+			detail::add_release(word, -(users * detail::one_user));
+		}
+		return there;
+	}
+
+	/* The frame that a page seems to be in. */
+	GPUNVME_FN u32 find(u64 page) const
 	{
 		u32 first = set_of(page) * ways;
 		GPUNVME_ROLLED
@@ -263,22 +294,11 @@ template <class T> class array {
 			const detail::two *at = reinterpret_cast<const detail::two *>(words + frame);
 			detail::two low = detail::load_gpu(at), high = detail::load_gpu(at + 1);
 			u64 four[4] = {low.word[0], low.word[1], high.word[0], high.word[1]};
-			for (u32 n = 0; n < 4; n++) {
-				if (!holds(four[n], page))
-					continue;
-				u64 *word = words + frame + n, before = detail::add_acquire(word, detail::one_user);
-				bool there = holds(before, page);
-				if (there) {
-					access.use(element(frame + n, index), word);
-					if ((before & detail::used_lately) == 0)
-						detail::set_bits(word, detail::used_lately);
-				}
-				detail::add_release(word, -detail::one_user);
-				if (there)
-					return true;
-			}
+			for (u32 n = 0; n < 4; n++)
+				if (holds(four[n], page))
+					return frame + n;
 		}
-		return false;
+		return detail::none;
 	}
 
 	GPUNVME_FN static bool holds(u64 word, u64 page)

@@ -33,10 +33,10 @@
 #ifndef GPUNVME_DEVICE_H
 #define GPUNVME_DEVICE_H
 
-#include "gpunvme_device_detail.h"
+#include "gpunvme_device_groups.h"
 
 /* The version of gpunvme::ring, which the host's library has to know. */
-#define GPUNVME_DEVICE_VERSION 2
+#define GPUNVME_DEVICE_VERSION 3
 
 namespace gpunvme {
 
@@ -74,99 +74,6 @@ struct lent {
 	outcome result;
 	const void *data; /* result.bytes of the slot, or null */
 	u32 slot;         /* to be given back, or ~0 */
-};
-
-/*
- * Groups: threads that make a call together. On the CPU each is one thread; a type with the same
- * four functions makes any other group.
- */
-
-struct thread {
-	GPUNVME_FN u32 rank() const { return 0; }
-	GPUNVME_FN u32 size() const { return 1; }
-	/* Every thread waits for the others, and sees what they did before. */
-	GPUNVME_FN void sync() const {}
-	/* The value of the thread of rank 0. */
-	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
-	/* One of the threads that say yes, the same for all of them, or ~0. Arrays need it. */
-	GPUNVME_FN u32 first(bool yes) const { return yes ? 0u : u32(detail::none); }
-	/* The value of that thread. */
-	template <class T> GPUNVME_FN T from(const T &value, u32) const { return value; }
-};
-
-/* The threads of a warp that come to a call together, any number of the 32. */
-struct lanes {
-#ifdef __CUDA_ARCH__
-	GPUNVME_FN lanes() : mask(__activemask()) {}
-	GPUNVME_FN explicit lanes(u32 those) : mask(those) {}
-	GPUNVME_FN u32 rank() const
-	{
-		u32 below;
-		asm("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
-		return __popc(mask & below);
-	}
-	GPUNVME_FN u32 size() const { return __popc(mask); }
-	GPUNVME_FN void sync() const { __syncwarp(mask); }
-	template <class T> GPUNVME_FN T share(const T &value) const { return from(value, __ffs(mask) - 1); }
-	GPUNVME_FN u32 first(bool yes) const
-	{
-		u32 those = __ballot_sync(mask, yes);
-		return those != 0 ? u32(__ffs(those) - 1) : u32(detail::none);
-	}
-	template <class T> GPUNVME_FN T from(const T &value, u32 lane) const
-	{
-		static_assert(sizeof(T) % sizeof(u32) == 0, "shared word by word");
-		union both {
-			GPUNVME_FN both() {}
-			T whole;
-			u32 words[sizeof(T) / sizeof(u32)];
-		} both;
-		both.whole = value;
-		__syncwarp(mask);
-		for (u32 at = 0; at < sizeof(T) / sizeof(u32); at++)
-			both.words[at] = __shfl_sync(mask, both.words[at], lane);
-		return both.whole;
-	}
-
-	u32 mask;
-#else
-	GPUNVME_FN u32 rank() const { return 0; }
-	GPUNVME_FN u32 size() const { return 1; }
-	GPUNVME_FN void sync() const {}
-	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
-	GPUNVME_FN u32 first(bool yes) const { return yes ? 0u : u32(detail::none); }
-	template <class T> GPUNVME_FN T from(const T &value, u32) const { return value; }
-#endif
-};
-
-/* All 32 threads of a warp. */
-struct warp : lanes {
-#ifdef __CUDA_ARCH__
-	GPUNVME_FN warp() : lanes(0xffffffffu) {}
-#endif
-};
-
-/* All threads of a block. */
-struct block {
-#ifdef __CUDA_ARCH__
-	GPUNVME_FN u32 rank() const { return (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x; }
-	GPUNVME_FN u32 size() const { return blockDim.x * blockDim.y * blockDim.z; }
-	GPUNVME_FN void sync() const { __syncthreads(); }
-	template <class T> GPUNVME_FN T share(const T &value) const
-	{
-		__shared__ T shared;
-		__syncthreads(); /* all have read what was shared last */
-		if (rank() == 0)
-			shared = value;
-		__syncthreads();
-		return shared;
-	}
-#else
-	GPUNVME_FN u32 rank() const { return 0; }
-	GPUNVME_FN u32 size() const { return 1; }
-	GPUNVME_FN void sync() const {}
-	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
-#endif
 };
 
 template <class T> class array;
@@ -232,7 +139,7 @@ class ring {
 		if (!ended.ours)
 			return ended.result;
 		if (ended.result.bytes > begun.len)
-			ended.result.bytes = begun.len; /* a broken daemon's */
+			ended.result.bytes = begun.len; /* `as_asked`, or a broken daemon's */
 		if (begun.reads)
 			detail::copy(begun.memory, place(begun), ended.result.bytes, group);
 		group.sync();
@@ -260,7 +167,7 @@ class ring {
 		if (!ended.ours)
 			return {ended.result, nullptr, detail::none};
 		if (ended.result.bytes > begun.len)
-			ended.result.bytes = begun.len; /* a broken daemon's */
+			ended.result.bytes = begun.len; /* `as_asked`, or a broken daemon's */
 		/* Later loads of any kind find what the daemon wrote, and no older copy. */
 		detail::fence();
 		return {ended.result, ended.result.bytes > 0 ? place(begun) : nullptr, begun.slot};
@@ -302,17 +209,16 @@ class ring {
 
 	GPUNVME_FN u32 *word(u32 offset) const { return reinterpret_cast<u32 *>(memory + offset); }
 	GPUNVME_FN detail::slot *slots() const { return reinterpret_cast<detail::slot *>(shared + 1); }
-	/* Behind the slots: three arrays of a word for each entry. */
-	GPUNVME_FN u32 *of_entry(u32 which, u32 position) const
+	/* Behind the slots: for each entry the position behind the submission that was last written. */
+	GPUNVME_FN u32 *ready(u32 position) const
 	{
-		return reinterpret_cast<u32 *>(slots() + entries) + which * entries + (position & (entries - 1));
+		return reinterpret_cast<u32 *>(slots() + entries) + (position & (entries - 1));
 	}
-	/* The position behind the submission that was last written to an entry. */
-	GPUNVME_FN u32 *ready(u32 position) const { return of_entry(0, position); }
-	/* The position behind the completion that was last taken from an entry. */
-	GPUNVME_FN u32 *taken(u32 position) const { return of_entry(1, position); }
-	/* The free slots, in the order in which they are taken: a number and 1, or 0. */
-	GPUNVME_FN u32 *free_at(u32 position) const { return of_entry(2, position); }
+	/* Behind those: a bit for each slot, set while it is free; words in pairs. */
+	GPUNVME_FN u64 *free_words() const
+	{
+		return reinterpret_cast<u64 *>(reinterpret_cast<u32 *>(slots() + entries) + entries);
+	}
 	/* Where a request's bytes are: as far past a block's boundary as in the file. */
 	GPUNVME_FN unsigned char *place(const request &at) const
 	{
@@ -390,40 +296,51 @@ class ring {
 	{
 		u64 start = detail::now();
 		for (;;) {
-			u32 over = detail::load(&shared->over.word);
-			if (over != 0) {
-				*status = over;
+			u32 over = detail::load(&shared->over.word), slot = find_slot();
+			if (over == 0 && slot != detail::none)
+				return slot;
+			bool late = detail::now() - start > patience;
+			if (over != 0 || !patient || late) {
+				if (slot != detail::none)
+					free_slot(slot);
+				*status = over != 0 ? int(over) : patient ? timed_out : again;
 				return detail::none;
 			}
-			if (int(detail::add(&shared->free.word, ~0u)) > 0)
-				return next_free();
-			detail::add(&shared->free.word, 1);
-			if (!patient || detail::now() - start > patience) {
-				*status = patient ? timed_out : again;
-				return detail::none;
-			}
-			do {
-				end none;
-				if (take(detail::none, &none) == nothing && !poll())
-					detail::pause();
-			} while (int(detail::load(&shared->free.word)) <= 0 && detail::load(&shared->over.word) == 0 &&
-				 detail::now() - start <= patience);
+			if (!poll())
+				detail::pause();
 		}
 	}
 
-	/* The next free slot, of which one is this thread's: who puts it there does not wait. */
-	GPUNVME_FN u32 next_free() const
+	/*
+	 * Takes a slot that is free, if one is. The first are preferred: what few requests use of the
+	 * staging memory stays in the processor's caches. Multiprocessors begin at different bits, so
+	 * that their threads seldom want the same.
+	 */
+	GPUNVME_FN u32 find_slot() const
 	{
-		u32 *place = free_at(detail::add(&shared->took.word, 1)), number;
-		while ((number = detail::exchange(place, 0)) == 0)
-			detail::pause();
-		return number - 1;
+		u32 shift = detail::processor() * 5 % 64;
+		GPUNVME_ROLLED
+		for (u32 first = 0; first < entries; first += 128) {
+			u64 *words = free_words() + first / 64;
+			detail::two seen = detail::load_gpu(reinterpret_cast<const detail::two *>(words));
+			GPUNVME_ROLLED
+			for (u32 n = 0; n < 2; n++) {
+				u64 free = seen.word[n];
+				while (free != 0) {
+					u64 above = free >> shift << shift;
+					u32 bit = detail::lowest(above != 0 ? above : free);
+					free = detail::clear_bits(words + n, 1ull << bit);
+					if ((free >> bit & 1) != 0)
+						return first + n * 64 + bit;
+				}
+			}
+		}
+		return detail::none;
 	}
 
-	GPUNVME_OUTLINE GPUNVME_FN void free_slot(u32 slot) const
+	GPUNVME_FN void free_slot(u32 slot) const
 	{
-		detail::store_release_gpu(free_at(detail::add(&shared->put.word, 1)), slot + 1);
-		detail::add(&shared->free.word, 1);
+		detail::give_bits(free_words() + slot / 64, 1ull << slot % 64);
 	}
 
 	/*
@@ -432,8 +349,8 @@ class ring {
 	 */
 	GPUNVME_OUTLINE GPUNVME_FN void submit(u32 command, file name, u64 offset, const request &made) const
 	{
-		/* An exchange: the slot's last owner has looked at it before this. */
-		detail::exchange(&slots()[made.slot].state, detail::pending);
+		/* The slot's last owner has looked at it before it gave it back. */
+		detail::store_before_daemon(&slots()[made.slot].state, detail::pending);
 		u32 position = detail::add(&shared->ticket.word, 1);
 		u64 *entry = reinterpret_cast<u64 *>(memory + detail::entries_begin) + (position & (entries - 1)) * 8;
 		detail::store(entry + 0, u64(command));
@@ -458,36 +375,43 @@ class ring {
 		do {
 			if (detail::exchange(&shared->publishing.word, 1) != 0)
 				return;
-			u32 before = tail = detail::load(&shared->published.word);
-			while (detail::load_acquire_gpu(ready(tail)) == tail + 1)
-				tail++;
+			u32 before = detail::load(&shared->published.word), count;
+			tail = before;
+			do {
+				u32 behind[4];
+				for (u32 n = 0; n < 4; n++)
+					behind[n] = detail::load_before_fence(ready(tail + n));
+				for (count = 0; count < 4 && behind[count] == tail + count + 1; count++) {}
+				tail += count;
+			} while (count == 4);
 			if (tail != before) {
-				detail::store_release(word(detail::submission_tail), tail);
+				detail::fence();
+				detail::store(word(detail::submission_tail), tail);
 				detail::store(&shared->published.word, tail);
 			}
 			detail::exchange(&shared->publishing.word, 0);
 		} while (detail::load_acquire_gpu(ready(tail)) == tail + 1);
 	}
 
-	/* Waits for a slot's request, or leaves the slot to whoever takes its completion. */
+	/* Waits for a slot's request, or leaves the slot to whichever thread takes its completion. */
 	GPUNVME_OUTLINE GPUNVME_FN end finish(u32 number) const
 	{
 		detail::slot *slot = slots() + number;
 		u64 start = detail::now();
 		for (;;) {
 			u32 over = detail::load(&shared->over.word);
+			if (detail::load_acquire_gpu(&slot->state) == detail::done)
+				return {{slot->status, slot->reason, slot->bytes}, true};
+			bool late = detail::now() - start > patience;
 			end own;
 			found what = take(number, &own);
 			if (what == ours)
 				return own;
-			if (detail::load_acquire_gpu(&slot->state) == detail::done)
-				return {{slot->status, slot->reason, slot->bytes}, true};
-			bool late = detail::now() - start > patience;
-			/* What was completed before the ring was over is taken first. */
+			/* What was completed before the ring was over has been handed to its slot. */
 			bool ends = late || (over != 0 && what == nothing);
 			if (ends && leave(slot))
 				return {{over != 0 ? int(over) : timed_out, 0, 0}, false};
-			if (what == nothing && !poll())
+			if (what == nothing)
 				detail::pause();
 		}
 	}
@@ -498,100 +422,124 @@ class ring {
 		return detail::compare_exchange(&slot->state, pending, u32(detail::abandoned)) == pending;
 	}
 
-	/* What a thread took: no completion, one for another thread, the one that it waits for. */
+	/* What a thread took: no completion, those of other threads, the one that it waits for too. */
 	enum found : u32 { nothing, others, ours };
 
-	/* Takes the next completion that is known, if there is one; any number of threads do. */
-	GPUNVME_FN found take(u32 number, end *own) const
-	{
-		u32 head = detail::load(&shared->head.word);
-		u32 known = detail::load_acquire_gpu(&shared->known.word);
-		while (int(known - head) > 0) {
-			u32 seen = detail::compare_exchange(&shared->head.word, head, head + 1);
-			if (seen == head)
-				return complete(head, number, own);
-			head = seen;
-		}
-		return nothing;
-	}
+	/* How many completions cross the bus at the same time, and how many a thread takes in its turn. */
+	enum : u32 { width = 8, turn = 64 };
 
-	/* Looks for completions, if no other thread does; whether there are new ones. */
-	GPUNVME_OUTLINE GPUNVME_FN bool poll() const
+	/* Whether there were completions, of which this thread waits for none. */
+	GPUNVME_FN bool poll() const
 	{
-		if (detail::load(&shared->polling.word) != 0 || detail::exchange(&shared->polling.word, 1) != 0)
-			return false;
-		u32 before = detail::load(&shared->known.word), retired = detail::load(&shared->retired.word);
-		u32 over = detail::load(word(detail::over_word));
-		u32 tail = detail::load_acquire(word(detail::completion_tail));
-		/* What the daemon completed before the ring was over counts. */
-		if (over != 0)
-			tail = detail::load_acquire(word(detail::completion_tail));
-		if (tail - retired > entries || tail - before > entries) {
-			over = broken;
-			tail = before;
-		}
-		if (tail != before)
-			detail::store_release_gpu(&shared->known.word, tail);
-		if (tail == before || tail - retired > entries / 4)
-			retire(retired);
-		if (over != 0)
-			detail::store_release_gpu(&shared->over.word, over);
-		detail::exchange(&shared->polling.word, 0);
-		return tail != before;
-	}
-
-	/* Tells the daemon which completions were taken: their entries are used again. */
-	GPUNVME_FN void retire(u32 from) const
-	{
-		u32 to = from, count;
-		do {
-			u32 behind[8];
-			for (u32 n = 0; n < 8; n++)
-				behind[n] = detail::load(taken(to + n));
-			for (count = 0; count < 8 && behind[count] == to + count + 1; count++) {}
-			to += count;
-		} while (count == 8);
-		if (to == from)
-			return;
-		detail::fence();
-		detail::store_release(word(detail::completion_head), to);
-		detail::store(&shared->retired.word, to);
+		end none;
+		return take(detail::none, &none) != nothing;
 	}
 
 	/*
-	 * Hands a completion to its slot, or, of the slot that the thread waits for, to the thread; one
-	 * that is for no request is a broken daemon's.
+	 * Takes completions, if no other thread is at it, and hands them to their slots; that of the slot
+	 * that the thread waits for, to the thread. One thread at a time is fast enough: it takes many at
+	 * once, and those that wait do not contend for them.
 	 */
-	GPUNVME_OUTLINE GPUNVME_FN found complete(u32 position, u32 waits_for, end *own) const
+	GPUNVME_OUTLINE GPUNVME_FN found take(u32 waits_for, end *own) const
 	{
-		const unsigned char *entry = memory + detail::entries_begin +
-					     (entries + (position & (entries - 1))) * detail::entry_bytes;
-		const detail::sixteen *quarters = reinterpret_cast<const detail::sixteen *>(entry);
-		detail::sixteen first = detail::load(quarters), second = detail::load(quarters + 1);
-		detail::sixteen third = detail::load(quarters + 2), fourth = detail::load(quarters + 3);
-		detail::store_release_gpu(taken(position), position + 1);
-		u64 number = first.pair(0);
-		outcome ended = {int(first.word[2]), first.word[3],
-				 second.pair(0) + second.pair(1) + third.pair(0) + third.pair(1) + fourth.pair(0)};
-		if (number >= entries)
-			return others;
-		if (number == waits_for) {
-			own->result = ended;
-			own->ours = true;
-			return ours;
+		if (detail::load(&shared->taking.word) != 0 || detail::exchange(&shared->taking.word, 1) != 0)
+			return nothing;
+		u32 head = detail::load(&shared->head.word), told = detail::load(&shared->told.word), begin = head;
+		u32 over, tail, looks = 4;
+		do {
+			over = detail::load(word(detail::over_word));
+			tail = detail::load_acquire(word(detail::completion_tail));
+		} while (over == 0 && tail == head && --looks > 0);
+		/* What the daemon completed before the ring was over counts. */
+		if (over != 0)
+			tail = detail::load_acquire(word(detail::completion_tail));
+		if (tail - told > entries || tail - head > entries) {
+			over = broken;
+			tail = head;
 		}
-		detail::slot *slot = slots() + number;
-		u32 state = detail::load_acquire_gpu(&slot->state);
-		if (state == detail::pending) {
-			slot->status = ended.status;
-			slot->reason = ended.reason;
-			slot->bytes = ended.bytes;
-			u32 pending = detail::pending;
-			state = detail::compare_exchange(&slot->state, pending, u32(detail::done));
+		found what = nothing;
+		GPUNVME_ROLLED
+		while (head != tail && head - begin < turn) {
+			u32 left = tail - head, count = left < width ? left : u32(width);
+			found these = hand_out(head, count, waits_for, own);
+			what = these == ours ? ours : what == ours ? ours : others;
+			head += count;
 		}
-		if (state == detail::abandoned && detail::exchange(&slot->state, detail::idle) == detail::abandoned)
-			free_slot(u32(number));
-		return others;
+		/* Entries are used again when the daemon knows that they were taken: that costs a fence. */
+		if (head != told && (head == begin || head - told > entries / 4)) {
+			detail::fence();
+			detail::store(word(detail::completion_head), head);
+			detail::store(&shared->told.word, head);
+		}
+		detail::store(&shared->head.word, head);
+		if (over != 0 && head == tail)
+			detail::store_release_gpu(&shared->over.word, over);
+		detail::store_release_gpu(&shared->taking.word, 0);
+		return what;
+	}
+
+	/*
+	 * Hands the completions from a position on to their slots; one that is for no request is a broken
+	 * daemon's. Loads of one sector of 32 bytes cross the bus one after the other, those of several
+	 * sectors at once: of each completion only a part of either sector is loaded, where that says
+	 * enough.
+	 */
+	GPUNVME_FN found hand_out(u32 position, u32 count, u32 waits_for, end *own) const
+	{
+		detail::sixteen first[width];
+		u32 flags[width], states[width];
+		GPUNVME_UNROLLED
+		for (u32 n = 0; n < width; n++) {
+			if (n < count) {
+				first[n] = detail::load(reinterpret_cast<const detail::sixteen *>(completion(position + n)));
+				flags[n] = detail::load(reinterpret_cast<const u32 *>(completion(position + n) + detail::flags_at));
+			}
+		}
+		found what = others;
+		GPUNVME_UNROLLED
+		for (u32 n = 0; n < width; n++) {
+			states[n] = detail::idle;
+			if (n < count && first[n].pair(0) < entries) {
+				u64 bytes = (flags[n] & detail::moved_all) != 0 ? detail::as_asked : moved(position + n);
+				outcome ended = {int(first[n].word[2]), first[n].word[3], bytes};
+				if (first[n].word[0] == waits_for) {
+					*own = {ended, true};
+					what = ours;
+				} else {
+					detail::slot *slot = slots() + first[n].word[0];
+					detail::load_behind_daemon(&slot->state);
+					slot->status = ended.status;
+					slot->reason = ended.reason;
+					slot->bytes = ended.bytes;
+					states[n] = detail::pending;
+				}
+			}
+		}
+		detail::fence_gpu();
+		GPUNVME_UNROLLED
+		for (u32 n = 0; n < width; n++)
+			if (states[n] == detail::pending)
+				states[n] = detail::compare_exchange_after_fence(&slots()[first[n].word[0]].state,
+										 u32(detail::pending), u32(detail::done));
+		GPUNVME_UNROLLED
+		for (u32 n = 0; n < width; n++)
+			if (states[n] == detail::abandoned &&
+			    detail::exchange(&slots()[first[n].word[0]].state, detail::idle) == detail::abandoned)
+				free_slot(first[n].word[0]);
+		return what;
+	}
+
+	GPUNVME_FN const unsigned char *completion(u32 position) const
+	{
+		return memory + detail::entries_begin + (entries + (position & (entries - 1))) * detail::entry_bytes;
+	}
+
+	/* How many bytes a completion says were moved, by all routes. */
+	GPUNVME_OUTLINE GPUNVME_FN u64 moved(u32 position) const
+	{
+		const detail::sixteen *quarters = reinterpret_cast<const detail::sixteen *>(completion(position));
+		detail::sixteen second = detail::load(quarters + 1), third = detail::load(quarters + 2);
+		return second.pair(0) + second.pair(1) + third.pair(0) + third.pair(1) + detail::load(quarters + 3).pair(0);
 	}
 };
 static_assert(sizeof(ring) == 64, "as the host's library lays it out");

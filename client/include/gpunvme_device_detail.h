@@ -13,13 +13,18 @@
 #define GPUNVME_FN inline
 #endif
 
-/* What keeps kernels short: functions that are called, and loops that stay loops. */
+/*
+ * What keeps kernels short: functions that are called, and loops that stay loops. Loops over arrays
+ * that are to be in registers become none.
+ */
 #ifdef __CUDA_ARCH__
 #define GPUNVME_OUTLINE __noinline__
 #define GPUNVME_ROLLED _Pragma("unroll 1")
+#define GPUNVME_UNROLLED _Pragma("unroll")
 #else
 #define GPUNVME_OUTLINE
 #define GPUNVME_ROLLED
+#define GPUNVME_UNROLLED
 #endif
 
 #ifndef __CUDACC_RTC__
@@ -47,7 +52,12 @@ enum : u32 {
 	command_read = 4,
 	command_write = 5,
 	block_bytes = 4096,
+	flags_at = 56, /* in a completion */
+	moved_all = 2, /* of its flags */
 };
+
+/* More than any request has: of one whose bytes were all moved. */
+enum : u64 { as_asked = ~0ull };
 
 /* What may have become of a slot's request. */
 enum : u32 { idle, pending, abandoned, done };
@@ -68,18 +78,14 @@ template <class T> struct alignas(128) line {
 
 /* What the submitters share, in their own memory: atomics on the host's need not work. */
 struct state {
-	line<u32> free;       /* slots that are free */
-	line<u32> took;       /* position of the next one to take, among the free */
-	line<u32> put;        /* position of the next one to put there */
 	line<u32> ticket;     /* position of the next submission */
 	line<u32> published;  /* position up to which the daemon was told */
 	line<u32> publishing; /* a lock */
-	line<u32> polling;    /* a lock */
-	line<u32> known;      /* position behind the last completion that was seen */
+	line<u32> taking;     /* a lock, of what takes completions */
 	line<u32> head;       /* position of the next completion to take */
-	line<u32> retired;    /* position up to which the daemon was told that they are taken */
+	line<u32> told;       /* position up to which the daemon was told that they are taken */
 	line<u32> over;       /* 0, or the status of all that begins or waits */
-	line<u32> unused[5];
+	line<u32> unused[9];
 };
 static_assert(sizeof(state) == 2048 && sizeof(slot) == 32, "as the host's library lays them out");
 
@@ -153,6 +159,27 @@ GPUNVME_FN u32 load_acquire_gpu(const u32 *at)
 	return value;
 }
 
+/* The same before a fence, which does the rest on a GPU; of the CPU's, detectors of races know none. */
+GPUNVME_FN u32 load_before_fence(const u32 *at)
+{
+	return GPUNVME_EITHER(load(at), load_acquire_gpu(at));
+}
+
+/*
+ * The two ends of what is ordered by the way of a request through the daemon. The CPU's detectors of
+ * races do not see that way: there each orders by itself.
+ */
+GPUNVME_FN void store_before_daemon(u32 *at, u32 value)
+{
+	GPUNVME_EITHER(store(at, value), __atomic_store_n(at, value, __ATOMIC_RELEASE));
+}
+
+GPUNVME_FN void load_behind_daemon(const u32 *at)
+{
+	(void)at;
+	GPUNVME_EITHER(, (void)__atomic_load_n(at, __ATOMIC_ACQUIRE));
+}
+
 GPUNVME_FN u64 load_acquire_gpu(const u64 *at)
 {
 	u64 value;
@@ -195,6 +222,19 @@ GPUNVME_FN u32 compare_exchange(u32 *at, u32 expected, u32 value)
 	return before;
 }
 
+/*
+ * The same after fence_gpu(), by which what was done before is seen with the new value; of the CPU's
+ * fences, detectors of races know none.
+ */
+GPUNVME_FN u32 compare_exchange_after_fence(u32 *at, u32 expected, u32 value)
+{
+	u32 before = expected;
+	GPUNVME_EITHER(asm volatile("atom.relaxed.gpu.cas.b32 %0, [%1], %2, %3;"
+				    : "=r"(before) : "l"(at), "r"(expected), "r"(value) : "memory"),
+		       __atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+	return before;
+}
+
 GPUNVME_FN u64 compare_exchange(u64 *at, u64 expected, u64 value)
 {
 	u64 before = expected;
@@ -232,6 +272,29 @@ GPUNVME_FN void set_bits(u64 *at, u64 bits)
 		       __atomic_fetch_or(at, bits, __ATOMIC_RELAXED));
 }
 
+/* Clears bits and says what was there; what their last owner did is before it. */
+GPUNVME_FN u64 clear_bits(u64 *at, u64 bits)
+{
+	u64 before;
+	GPUNVME_EITHER(asm volatile("atom.acquire.gpu.and.b64 %0, [%1], %2;"
+				    : "=l"(before) : "l"(at), "l"(~bits) : "memory"),
+		       before = __atomic_fetch_and(at, ~bits, __ATOMIC_ACQUIRE));
+	return before;
+}
+
+/* Sets bits for their next owner. */
+GPUNVME_FN void give_bits(u64 *at, u64 bits)
+{
+	GPUNVME_EITHER(asm volatile("red.release.gpu.or.b64 [%0], %1;" ::"l"(at), "l"(bits) : "memory"),
+		       __atomic_fetch_or(at, bits, __ATOMIC_RELEASE));
+}
+
+/* The number of the lowest bit; there is one. */
+GPUNVME_FN u32 lowest(u64 bits)
+{
+	return GPUNVME_EITHER(__ffsll(bits) - 1, __builtin_ctzll(bits));
+}
+
 struct alignas(16) two {
 	u64 word[2];
 };
@@ -258,6 +321,12 @@ GPUNVME_FN u32 processor()
 GPUNVME_FN void fence()
 {
 	GPUNVME_EITHER(asm volatile("fence.acq_rel.sys;" ::: "memory"), __atomic_thread_fence(__ATOMIC_ACQ_REL));
+}
+
+/* The same for the threads of the GPU. */
+GPUNVME_FN void fence_gpu()
+{
+	GPUNVME_EITHER(asm volatile("fence.acq_rel.gpu;" ::: "memory"), __atomic_thread_fence(__ATOMIC_ACQ_REL));
 }
 
 GPUNVME_FN void pause()

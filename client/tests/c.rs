@@ -117,6 +117,7 @@ fn the_header_is_the_abi() {
         ("GPUNVME_METRIC_DEVICE", abi::MetricKind::Device as u64),
         ("GPUNVME_MAX_RING_TRANSFER", ring::MAX_RING_TRANSFER),
         ("GPUNVME_COMPLETION_COMMON", ring::CompletionFlags::COMMON.bits()),
+        ("GPUNVME_COMPLETION_ALL", ring::CompletionFlags::ALL.bits()),
         ("GPUNVME_RING_SUBMISSION_TAIL", Word::SubmissionTail.offset() as u64),
         ("GPUNVME_RING_SUBMISSION_HEAD", Word::SubmissionHead.offset() as u64),
         ("GPUNVME_RING_COMPLETION_TAIL", Word::CompletionTail.offset() as u64),

@@ -160,7 +160,7 @@ impl GpuRing {
     /// Args:
     ///     file: the file; open for reading and writing, where the array is to be writable.
     ///     page: bytes of a page, a power of two from 512 to the ring's slot; 4096 unless told.
-    ///     cache: bytes of the cache, in a power of two of sets; 256 MiB unless told.
+    ///     cache: bytes of the cache, as far as whole sets fit; 256 MiB unless told.
     ///     ways: frames of a set, a multiple of 4 up to 64; 8 unless told.
     ///     length: bytes of the array; those behind the file's end are zeros, and become part of it when
     ///         they are written. As long as the file is now unless told.

@@ -107,3 +107,39 @@ extern "C" __global__ void random_reads(gpunvme::ring ring, gpunvme::file file, 
 		reports[blockIdx.x].done = n;
 	}
 }
+
+/* The same with each word checked where it lies, in a slot that the ring lends. */
+extern "C" __global__ void lent_reads(gpunvme::ring ring, gpunvme::file file, u64 pages, u64 count, report *reports)
+{
+	u64 state = (blockIdx.x + 1) * 0x9E3779B97F4A7C15ull;
+	u64 wrong = 0, n = 0;
+	gpunvme::block group;
+	gpunvme::outcome done = {0, 0, 0};
+	for (; n < count && done.status == 0; n++) {
+		u64 at = next(&state) % pages;
+		gpunvme::lent page = ring.lend(ring.read_async(file, at * 4096, nullptr, 4096, group), group);
+		const u32 *words = static_cast<const u32 *>(page.data);
+		done = page.result;
+		for (u32 word = threadIdx.x; done.status == 0 && word < 1024; word += blockDim.x)
+			wrong += words[word] != word_at(at * 1024 + word);
+		ring.give_back(page, group);
+	}
+	if (wrong != 0)
+		atomicAdd(&reports[blockIdx.x].wrong, wrong);
+	if (threadIdx.x == 0) {
+		reports[blockIdx.x].last = done;
+		reports[blockIdx.x].done = n;
+	}
+}
+
+/* Blocks read pages until one of them crashes, which ends all. */
+extern "C" __global__ void crashing_reads(gpunvme::ring ring, gpunvme::file file, u64 pages, u64 count)
+{
+	__shared__ __align__(16) u32 page[1024];
+	u64 state = (blockIdx.x + 1) * 0x9E3779B97F4A7C15ull;
+	for (u64 n = 0; n < count; n++) {
+		ring.read(file, next(&state) % pages * 4096, page, 4096, gpunvme::block());
+		if (blockIdx.x == 3 && n == 100)
+			asm volatile("trap;");
+	}
+}

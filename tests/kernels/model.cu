@@ -54,7 +54,7 @@ __device__ static float sum_of_block(float value)
 }
 
 /* out = x / rms(x) * weight, each row by one block. */
-extern "C" __global__ void __launch_bounds__(256) norm(float *out, const float *x, const float *weight, u32 n)
+extern "C" __global__ void __launch_bounds__(256) normalize(float *out, const float *x, const float *weight, u32 n)
 {
 	const float *row = x + (size_t)blockIdx.x * n;
 	float squares = 0;

@@ -123,6 +123,12 @@ fn requests_are_waited_for_in_any_order_and_refused_where_no_slot_is_free() {
 }
 
 #[test]
+fn no_slot_is_lost_where_many_threads_take_and_free_them() {
+    needs_mount!();
+    Site::new().run("slots");
+}
+
+#[test]
 fn what_is_read_can_be_used_where_it_lies_until_it_is_given_back() {
     needs_mount!();
     Site::new().run("lends");
@@ -508,21 +514,18 @@ fn a_ring_of_a_gpu_is_laid_out_for_its_kernels() {
         let handed = ring.for_kernels();
         let field = |at: usize| u64::from_le_bytes(handed.as_bytes()[at..at + 8].try_into().unwrap());
         let (memory, staging, state) = (field(0), field(8), field(16));
-        assert_eq!((field(32), field(40)), (30_000_000_000, 8192 << 32 | 64), "patience, entries, bytes of a slot");
-        for (address, len) in [(memory, 4096 + 64 * 128), (staging, 64 * 8192)] {
+        assert_eq!((field(32), field(40)), (30_000_000_000, 12288 << 32 | 64), "patience, entries, bytes of a slot");
+        for (address, len) in [(memory, 4096 + 64 * 128), (staging, 64 * 12288)] {
             let found = cuda.memory_at(address).unwrap().expect("registered with CUDA");
             assert!(found.place == Place::Host && found.base + found.len >= address + len, "{found:?}");
         }
         assert_eq!(cuda.memory_at(state).unwrap().unwrap().place, Place::Device(gpu));
-        let mut pinned = Pinned::new(gpu, 4096);
-        let bytes = pinned.get(&gpu.stream().unwrap(), state, 4096).to_vec();
-        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
-        assert_eq!((word(0), word(2 * 128)), (64, 64), "free slots, and the place behind them");
-        assert_eq!(bytes.len(), 2048 + 64 * 32, "behind the slots are three words for each entry");
-        let bytes = pinned.get(&gpu.stream().unwrap(), state + 4096, 64 * 3 * 4).to_vec();
-        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
-        let free: Vec<_> = (0..3 * 64).map(|at| word(at * 4)).collect();
-        assert_eq!(free, [0; 128].into_iter().chain(1..=64).collect::<Vec<_>>());
+        let mut pinned = Pinned::new(gpu, 8192);
+        // Words and slots, a word for each entry, and a bit for each slot, set where it is free.
+        let bytes = pinned.get(&gpu.stream().unwrap(), state, 2048 + 64 * (32 + 4) + 16).to_vec();
+        let (before, free) = bytes.split_at(2048 + 64 * (32 + 4));
+        assert!(before.iter().all(|byte| *byte == 0));
+        assert_eq!(free, [[0xFF; 8], [0; 8]].concat());
         assert_eq!(mount.stats().unwrap().buffers, 1);
 
         drop(ring);

@@ -200,6 +200,8 @@ bitflags! {
         /// attached, for reading alone: through the kernel's page cache they would come from the
         /// device once.
         const COMMON = 1 << 0;
+        /// Every byte that was asked for was moved, without an error.
+        const ALL = 1 << 1;
     }
 }
 

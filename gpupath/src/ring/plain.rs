@@ -7,13 +7,13 @@
 //! All that is not as plain as that goes the way of [`crate::admission`], which looks closer: also
 //! a transfer that the device failed, so that there is one place that judges errors.
 
-use super::queue_pair::{AttachedFile, Ring, Taken, weight};
+use super::queue_pair::{AttachedFile, Ring, Taken, flags, weight};
 use super::thread::ServingThread;
 use crate::admission::{BegunWrite, Hold, WritePermit};
 use crate::planner::Alignment;
 use crate::registry::Buffer;
 use crate::server::Server;
-use gpunvme_abi::ring::{Completion, CompletionFlags, Submission};
+use gpunvme_abi::ring::{Completion, Submission};
 use gpunvme_abi::{Command, Direction, Moved, Route, TransferFlags};
 use gpunvme_blockdev::{self as blockdev, Op, OwnQueue, Request, Wait};
 use gpunvme_metrics::{Begun, Ended};
@@ -105,9 +105,7 @@ impl Batch {
             // No buffer has the last ones.
             Route::Host | Route::None | Route::Cache => answer.host = submission.len,
         }
-        if common {
-            answer.flags = CompletionFlags::COMMON.bits();
-        }
+        answer.flags = flags(true, common);
         answer
     }
 }

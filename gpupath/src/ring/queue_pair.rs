@@ -297,6 +297,15 @@ impl Ring {
     }
 }
 
+/// What else a completion tells: whether all that was asked for was moved, and whether another
+/// process reads the same.
+pub(super) fn flags(all: bool, common: bool) -> u64 {
+    let mut flags = CompletionFlags::empty();
+    flags.set(CompletionFlags::ALL, all);
+    flags.set(CompletionFlags::COMMON, common);
+    flags.bits()
+}
+
 /// What a submission of `len` bytes counts as. One that asks for more is refused, and weighs no
 /// more until then.
 pub(super) fn weight(len: u64) -> u64 {
@@ -379,6 +388,7 @@ impl Requester for Taken {
 
     fn answer(mut self: Box<Self>, answer: Answer) {
         let Answer { errno, transfer } = answer;
+        let moved = transfer.p2p + transfer.bounce + transfer.host + transfer.hole + transfer.edge;
         self.complete(Completion {
             user_data: self.user_data,
             status: if errno == 0 { transfer.status } else { errno },
@@ -388,7 +398,7 @@ impl Requester for Taken {
             host: transfer.host,
             hole: transfer.hole,
             edge: transfer.edge,
-            flags: if self.common { CompletionFlags::COMMON } else { CompletionFlags::empty() }.bits(),
+            flags: flags(errno == 0 && transfer.status == 0 && moved == self.len, self.common),
         });
     }
 }

@@ -62,6 +62,27 @@ static void writes(const char *root, const char *path)
 	});
 }
 
+/* Far more threads than there are slots, and than processors: none of the slots is lost. */
+static void slots(const char *root, const char *path)
+{
+	Site site(root, path, 32, 4096, 0);
+	launch(64, 1, [&](unsigned, const Team &) {
+		for (unsigned round = 0; round < 4000; round++) {
+			unsigned word;
+			gpunvme::outcome done = site.ring.read(site.file, 4 * round, &word, sizeof(word));
+			CHECK(done.status == 0 && memcmp(&word, &site.bytes[4 * round], 4) == 0, "%d", done.status);
+		}
+	});
+	std::vector<gpunvme::request> begun;
+	unsigned char bytes[32];
+	for (unsigned n = 0; n < 32; n++) {
+		begun.push_back(site.ring.read_async(site.file, n, bytes + n, 1));
+		CHECK(begun[n].status == 0, "slot %u of 32: %d", n, begun[n].status);
+	}
+	for (const gpunvme::request &request : begun)
+		CHECK(site.ring.wait(request).status == 0, "a request after many");
+}
+
 /* Requests are begun until no slot is free, and waited for in another order. */
 static void requests(const char *root, const char *path)
 {
@@ -135,7 +156,7 @@ static void lends(const char *root, const char *path)
 		if (n != 7)
 			site.ring.give_back(all[n]);
 	/* What did not begin, what failed, and a write. */
-	gpunvme::lent none = site.ring.lend(site.ring.read_async(site.file, 1, nullptr, 8192));
+	gpunvme::lent none = site.ring.lend(site.ring.read_async(site.file, 1, nullptr, site.ring.longest(1) + 1));
 	CHECK(none.result.status == gpunvme::invalid && none.data == nullptr, "%d", none.result.status);
 	site.ring.give_back(none);
 	none = site.ring.lend(site.ring.read_async(site.file + 77, 0, nullptr, 4096));
@@ -389,7 +410,7 @@ int main(int argc, char **argv)
 		{"wild_completions", wild_completions}, {"host_ends", host_ends}, {"array_gets", array_gets},
 		{"array_sets", array_sets}, {"array_holds", array_holds}, {"array_until_closed", array_until_closed},
 		{"array_until_late", array_until_late}, {"array_faults", array_faults}, {"lends", lends},
-		{"faults", faults}, {"power_cut", power_cut},
+		{"faults", faults}, {"power_cut", power_cut}, {"slots", slots},
 	};
 	if (argc != 4)
 		errx(2, "usage: kernels SCENARIO MOUNT FILE");

@@ -81,6 +81,18 @@ struct Team {
 		sync();
 		return *lowest;
 	}
+	unsigned member() const { return number; }
+	unsigned how_many(bool yes) const
+	{
+		unsigned *all = static_cast<unsigned *>(shared);
+		sync();
+		if (number == 0)
+			*all = 0;
+		sync();
+		__atomic_fetch_add(all, yes, __ATOMIC_RELAXED);
+		sync();
+		return *all;
+	}
 	template <class T> T from(const T &value, unsigned member) const
 	{
 		sync();

@@ -21,9 +21,8 @@ pub struct GpuArraySettings {
     /// Bytes of a page, which is read and written back as a whole: a power of two from 512 to the
     /// ring's slot. 4096 unless told.
     pub page: usize,
-    /// Bytes of the cache, in memory of the GPU. There are a power of two of sets in it, so that it
-    /// may come out smaller, and no more than the array has pages, but at least one set. 256 MiB
-    /// unless told.
+    /// Bytes of the cache, in memory of the GPU: whole sets, as far as they fit, and no more than the
+    /// array has pages, but at least one. 256 MiB unless told.
     pub cache: usize,
     /// Frames of a set, in which a page may lie: a multiple of 4 up to 64. 8 unless told.
     pub ways: u32,
@@ -105,9 +104,8 @@ impl GpuRing {
         if pages > 1 << 40 {
             return Err(failed("make an array of more than 2^40 pages over it", Errno::FBIG));
         }
-        let most = (cache / page / ways as usize).max(1);
-        let enough = pages.div_ceil(ways.into()).next_power_of_two();
-        let sets = (1u64 << most.ilog2()).min(enough).min(1 << 28) as u32;
+        let enough = pages.div_ceil(ways.into());
+        let sets = ((cache / page / ways as usize) as u64).clamp(1, enough.min(1 << 25)) as u32;
         let place = ArrayState::new(sets, ways);
         let (path, gpu) = (file.path(), self.gpu());
         let mut state = Own::new(path, gpu, place.bytes)?;

@@ -5,12 +5,12 @@ use zerocopy::{Immutable, IntoBytes};
 
 /// Bytes of the words that submitters share (`struct state`), each of them alone in a cache line.
 const STATE: usize = 2048;
-/// Bytes of each of those lines.
-const LINE: usize = 128;
 /// Bytes of a slot (`struct slot`).
 const SLOT: usize = 32;
-/// Words for each entry, in arrays of their own (`ready`, `taken`, `free_at`).
-const OF_ENTRY: usize = 3;
+/// Bytes for each entry behind the slots (`ready`).
+const OF_ENTRY: usize = 4;
+/// Slots for whose bits there is room at least: those of a pair of words, which are looked at together.
+const PAIR: usize = 128;
 
 /// What a kernel gets as its `gpunvme::ring`: a parameter of 64 bytes, passed by value.
 #[repr(C)]
@@ -28,20 +28,16 @@ pub struct KernelRing {
 
 impl KernelRing {
     /// `GPUNVME_DEVICE_VERSION` of the header that it is for.
-    pub(crate) const VERSION: u32 = 2;
+    pub(crate) const VERSION: u32 = 3;
 }
 
-/// What submitters share before the first of them begins: the words, the slots, and for each entry
-/// what was last written to it, what was last taken from it, and a free slot. All slots are free.
+/// What submitters share before the first of them begins: the words, the slots, for each entry what
+/// was last written to it, and a bit for each slot. All slots are free.
 pub fn state(entries: u32) -> Vec<u8> {
-    let (count, len) = (entries as usize, size_of::<u32>());
-    let mut state = vec![0; STATE + count * (SLOT + OF_ENTRY * len)];
-    let mut put = |at: usize, number: u32| state[at..at + len].copy_from_slice(&number.to_le_bytes());
-    // How many slots are free, and the position behind the last of them: numbers count from 1.
-    put(0, entries);
-    put(2 * LINE, entries);
-    let free = STATE + count * (SLOT + 2 * len);
-    (0..count).for_each(|slot| put(free + slot * len, slot as u32 + 1));
+    let count = entries as usize;
+    let free = STATE + count * (SLOT + OF_ENTRY);
+    let mut state = vec![0; free + count.next_multiple_of(PAIR) / 8];
+    state[free..free + count / 8].fill(0xFF);
     state
 }
 
@@ -64,7 +60,7 @@ pub struct KernelArray {
 
 impl KernelArray {
     /// `GPUNVME_ARRAY_VERSION` of the header that it is for.
-    pub(crate) const VERSION: u32 = 1;
+    pub(crate) const VERSION: u32 = 2;
 }
 
 /// Where in an array's state things lie; it begins as zeros. The counters come first.

@@ -26,8 +26,9 @@ const FEWEST: u32 = 32;
 pub struct GpuRingSettings {
     /// Requests in flight at the most: a power of two from 32 to 4096. 1024 unless told.
     pub entries: u32,
-    /// Bytes of one request at the most, a multiple of 4096; longer reads and writes are several
-    /// requests. 64 KiB unless told. Each entry has as much pinned host memory.
+    /// Bytes that one request has room for at least, a multiple of 4096; longer reads and writes are
+    /// several requests. 64 KiB unless told. Each entry has as much pinned host memory, or a page
+    /// more.
     pub slot: usize,
     /// How long a kernel waits for one answer, or for a slot. 30 s unless told.
     pub patience: Duration,
@@ -161,10 +162,12 @@ impl GpuRing {
     }
 }
 
-/// The queues, and the bytes of a slot.
+/// The queues, and the bytes of a slot: an odd number of blocks, since the processor's caches keep
+/// few pages whose addresses differ by a large power of two.
 fn begin(mount: &Mount, settings: GpuRingSettings) -> Result<(Arc<Ring>, usize)> {
-    let slot = settings.slot.clamp(BLOCK, Ring::MAX_TRANSFER as usize).next_multiple_of(BLOCK);
-    Ok((Arc::new(Ring::new(mount, settings.entries.max(FEWEST))?), slot))
+    const MOST: usize = Ring::MAX_TRANSFER as usize / BLOCK - 1;
+    let blocks = settings.slot.div_ceil(BLOCK).clamp(1, MOST) | 1;
+    Ok((Arc::new(Ring::new(mount, settings.entries.max(FEWEST))?), blocks * BLOCK))
 }
 
 /// What kernels have to know, without addresses.
