@@ -7,7 +7,7 @@ use clap::Parser;
 use gpunvme_cuda::{Cuda, Which};
 use gpunvme_tests::cuda::{
     ARRAY_CHECKS, CHECKS, CRASH_CHECK, HARDWARE_CHECKS, KERNEL_CHECKS, LAYER_CHECK, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS,
-    facts, measure, measure_page_cache, read_endlessly,
+    facts, measure, measure_page_cache, read_and_crash, read_endlessly,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -29,9 +29,15 @@ struct Arguments {
     /// Only what a check of kernels kills.
     #[arg(long, hide = true)]
     read_endlessly: Option<PathBuf>,
+    /// Only the kernel of a check that crashes.
+    #[arg(long, hide = true)]
+    read_and_crash: Option<PathBuf>,
     /// Only the check of transfers that leaves this process without its GPU.
     #[arg(long, hide = true)]
     crash: bool,
+    /// Only checks whose names have this in them.
+    #[arg(long)]
+    only: Option<String>,
     /// Print what the driver says of memory of each kind.
     #[arg(long)]
     facts: bool,
@@ -76,8 +82,15 @@ fn main() -> ExitCode {
         read_endlessly(gpu, path);
         return ExitCode::SUCCESS;
     }
+    if let Some(path) = &arguments.read_and_crash {
+        read_and_crash(gpu, path);
+        return ExitCode::SUCCESS;
+    }
     let (mut passed, mut failed) = (0, 0);
     let mut run = |name: &str, check: &dyn Fn()| {
+        if arguments.only.as_ref().is_some_and(|only| !name.contains(only)) {
+            return;
+        }
         // What went wrong the panic says itself.
         if catch_unwind(AssertUnwindSafe(check)).is_ok() {
             passed += 1;

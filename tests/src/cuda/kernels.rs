@@ -26,11 +26,13 @@ pub const KERNEL_CHECKS: &[KernelCheck] = &[
     ("blocks write a file that becomes longer", blocks_write),
     ("requests are waited for in any order", requests),
     ("random pages are the file's, word by word", random_pages),
+    ("pages are the file's where they lie, in slots that are lent", lent_pages),
     ("kernels end when the daemon dies, and the GPU goes on", a_dying_daemon),
     ("kernels end when the daemon ends", an_ending_daemon),
     ("kernels end when the daemon is silent", a_silent_daemon),
     ("kernels end when their host gives the ring up", a_ring_given_up),
     ("a process that dies under its kernels leaves nothing behind", a_dying_process),
+    ("a kernel that crashes leaves its process a ring to drop, and others theirs", a_crashing_kernel),
 ];
 
 const PTX: &str = concat!(include_str!("../../kernels/kernels.ptx"), "\0");
@@ -108,8 +110,9 @@ impl Kernels {
 impl Drop for Kernels {
     fn drop(&mut self) {
         let _entered = self.gpu.enter().unwrap();
-        // SAFETY: it was loaded in this context, and its kernels have ended.
-        unsafe { ok(sys::cuModuleUnload(self.module)) };
+        // SAFETY: it was loaded in this context, and its kernels have ended. Where one crashed, the
+        // module went with the context.
+        let _ = unsafe { sys::cuModuleUnload(self.module) };
     }
 }
 
@@ -233,11 +236,20 @@ fn requests(gpu: Gpu) {
 }
 
 fn random_pages(gpu: Gpu) {
+    check_pages(gpu, "random_reads");
+}
+
+fn lent_pages(gpu: Gpu) {
+    check_pages(gpu, "lent_reads");
+}
+
+/// Has blocks of a kernel compare random pages.
+fn check_pages(gpu: Gpu, kernel: &str) {
     let site = Site::new(gpu, 64 * MIB, GpuRingSettings::default());
     for (blocks, threads) in [(1, 32), (64, 128), (512, 64)] {
         let reports = Reports::new(gpu, blocks);
         let rest = [site.pages(), 20_000 / blocks as u64, reports.memory.address()];
-        site.kernels.launch("random_reads", blocks as u32, threads, &rest);
+        site.kernels.launch(kernel, blocks as u32, threads, &rest);
         site.kernels.wait();
         reports.check(0);
     }
@@ -307,6 +319,33 @@ fn a_dying_process(gpu: Gpu) {
         assert!(begun.elapsed() < Duration::from_secs(40), "its buffer stays");
         thread::sleep(Duration::from_millis(5));
     }
+    site.read_parts("read_by_blocks", (64, 64), 64, 0, 100_000);
+}
+
+/// Has kernels read a file of whole pages until one crashes, and drops their ring: the other half
+/// of a check.
+pub fn read_and_crash(gpu: Gpu, path: &Path) {
+    let kernels = Kernels::new(gpu, path, GpuRingSettings::default());
+    kernels.launch("crashing_reads", 64, 128, &[fs::metadata(path).unwrap().len() / PAGE as u64, ENDLESS]);
+    {
+        let _entered = gpu.enter().unwrap();
+        // SAFETY: it is the default stream.
+        let ended = unsafe { sys::cuStreamSynchronize(ptr::null_mut()) };
+        assert_ne!(ended, sys::CUresult::CUDA_SUCCESS, "a kernel that crashed ended well");
+    }
+    drop(kernels);
+}
+
+fn a_crashing_kernel(gpu: Gpu) {
+    let site = Site::new(gpu, 16 * MIB, GpuRingSettings::default());
+    let mount = Mount::open(site.volume.root()).unwrap();
+    let buffers = mount.stats().unwrap().buffers;
+    let begun = Instant::now();
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    other.args(["--gpu", &gpu.index().to_string(), "--read-and-crash"]).arg(site.volume.path("file"));
+    assert!(other.status().unwrap().success(), "the process of a kernel that crashed");
+    assert!(begun.elapsed() < Duration::from_secs(20), "its ring was dropped after {:?}", begun.elapsed());
+    assert_eq!(mount.stats().unwrap().buffers, buffers);
     site.read_parts("read_by_blocks", (64, 64), 64, 0, 100_000);
 }
 

@@ -15,7 +15,7 @@ mod transfers;
 pub use application::{Memory, Pinned, every_kind, mapped, own_stream, take_access};
 pub use arrays::{ARRAY_CHECKS, ARRAYS, Report, Reports, good, word_at};
 pub use checks::{CHECKS, HARDWARE_CHECKS};
-pub use kernels::{KERNEL_CHECKS, KernelReads, read_endlessly};
+pub use kernels::{KERNEL_CHECKS, KernelReads, read_and_crash, read_endlessly};
 pub use launch::{Module, get, holding, put};
 pub use measure::{facts, measure, measure_page_cache};
 pub use model::{LAYER_CHECK, Model, ModelSite, Shape};

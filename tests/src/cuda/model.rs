@@ -150,7 +150,7 @@ impl Model {
     fn norm(&self, weights: u64) {
         let (out, x) = (self.normed.address(), self.values.address());
         let parameters = [out.as_bytes(), x.as_bytes(), weights.as_bytes(), self.shape.width.as_bytes()];
-        self.module.launch_in(self.stream, "norm", self.shape.tokens, THREADS, &parameters);
+        self.module.launch_in(self.stream, "normalize", self.shape.tokens, THREADS, &parameters);
     }
 
     /// Puts a layer into the stream, whose weights are there.

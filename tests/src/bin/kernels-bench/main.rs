@@ -5,11 +5,13 @@
 //! Volumes are image files in `$TMPDIR`, and so are the files of the others. The project's programs
 //! are found in the folder that GPUNVME_BIN names.
 
+mod cold;
 mod graph;
 mod hits;
 mod layers;
 mod reads;
 mod row;
+mod transfers;
 
 use clap::Parser;
 use gpunvme_cuda::{Cuda, Which};
@@ -26,7 +28,7 @@ struct Arguments {
     /// Leave out what runs kernels: for the software driver, which runs none.
     #[arg(long)]
     without_kernels: bool,
-    /// Only these: reads, array, graph, layers.
+    /// Only these: reads, array, cold, graph, layers.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 }
@@ -48,6 +50,9 @@ fn main() -> ExitCode {
     }
     if wants("array") && kernels {
         hits::measure(gpu, quick);
+    }
+    if wants("cold") && kernels {
+        cold::measure(gpu, quick);
     }
     if wants("graph") && kernels {
         graph::measure(gpu, quick);

@@ -1,10 +1,12 @@
-//! Random reads of 4 KiB: by blocks of a kernel, by a thread of the library, of the bare device.
+//! Random reads of 4 KiB: by blocks of a kernel, by a thread of the library into memory of the GPU
+//! and of the host, of the bare device.
 //!
-//! Kernels compare what they read while they are measured. The other two would take as long for
+//! Kernels compare what they read while they are measured. The others would take as long for
 //! that as for reading: they make the same reads once more after the measured time, and compare
 //! all.
 
 use crate::row::{head, row, thousands};
+use crate::transfers;
 use gpunvme::gpu::GpuRingSettings;
 use gpunvme::{File, Mount, Operation, Ring, Wait};
 use gpunvme_blockdev::{OpenMode, Region, Request, Wait as DeviceWait};
@@ -17,7 +19,7 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-const PAGE: u64 = 4096;
+pub const PAGE: u64 = 4096;
 
 pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
     let len: u64 = if quick { 16 << 20 } else { 512 << 20 };
@@ -33,11 +35,14 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
             "in flight",
             "blocks of a kernel",
             "each, us",
-            "library, one thread",
+            "library, one thread, into GPU memory",
+            "each, us",
+            "into host memory",
             "each, us",
             "device",
             "each, us",
             "kernel of library",
+            "of host memory",
             "of device",
         ],
     );
@@ -47,15 +52,17 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
             (false, 1) => 20_000,
             (false, _) => 300_000,
         };
-        // In turns, and the best of three.
-        let (mut best, rounds) = ([Duration::MAX; 3], if quick { 1 } else { 3 });
-        for _ in 0..rounds {
+        // In turns, and the best of six: what serves the device is now on one core, now on another.
+        let (mut best, rounds) = ([Duration::MAX; 4], if quick { 1 } else { 6 });
+        for round in 0..rounds {
             if let Some(blocks) = &blocks {
                 best[0] =
                     best[0].min(blocks.run(in_flight as u32, len / PAGE, reads / in_flight).mul_f64(share(reads, in_flight)));
             }
-            best[1] = best[1].min(library(&volume.root(), &volume.path("file"), len, in_flight, reads));
-            best[2] = best[2].min(device(&bare.path(), len, in_flight, reads));
+            let (root, file, compare) = (volume.root(), volume.path("file"), round == 0);
+            best[1] = best[1].min(transfers::measure(gpu, (&root, &file), len, in_flight, reads, compare));
+            best[2] = best[2].min(library(&root, &file, len, in_flight, reads, compare));
+            best[3] = best[3].min(device(&bare.path(), len, in_flight, reads, compare));
         }
         let mut values = Vec::new();
         for took in best {
@@ -64,7 +71,7 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
             values.push(if known { thousands(reads, took) } else { "-".into() });
             values.push(if known { format!("{each:.1}") } else { "-".into() });
         }
-        for other in [best[1], best[2]] {
+        for other in &best[1..] {
             let ratio = other.as_secs_f64() / best[0].as_secs_f64();
             values.push(if blocks.is_some() { format!("{ratio:.2}") } else { "-".into() });
         }
@@ -87,7 +94,8 @@ pub fn write_words(path: &Path, len: u64) {
     }
 }
 
-fn next(state: &mut u64) -> u64 {
+/// The next of a row of random numbers.
+pub fn next(state: &mut u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
     *state ^= *state << 17;
@@ -95,7 +103,7 @@ fn next(state: &mut u64) -> u64 {
 }
 
 /// That the page at `offset` of the file is what it should be.
-fn check(page: &[u8], offset: u64) {
+pub fn check(page: &[u8], offset: u64) {
     for (n, word) in page.chunks(4).enumerate() {
         let expected = word_at(offset / 4 + n as u64);
         assert_eq!(u32::from_le_bytes(word.try_into().unwrap()), expected, "word {n} at {offset}");
@@ -103,8 +111,11 @@ fn check(page: &[u8], offset: u64) {
 }
 
 /// By a ring, with so many in flight.
-fn library(root: &Path, path: &Path, len: u64, in_flight: u64, reads: u64) -> Duration {
+fn library(root: &Path, path: &Path, len: u64, in_flight: u64, reads: u64, compare: bool) -> Duration {
     let took = by_ring(root, path, len, in_flight, reads, |_, _| {});
+    if !compare {
+        return took;
+    }
     let mut compared = 0;
     by_ring(root, path, len, in_flight, reads, |page, offset| {
         check(&page(), offset);
@@ -115,8 +126,11 @@ fn library(root: &Path, path: &Path, len: u64, in_flight: u64, reads: u64) -> Du
 }
 
 /// Of an image file as that below the volume, as the daemon reads it.
-fn device(path: &Path, len: u64, in_flight: u64, reads: u64) -> Duration {
+fn device(path: &Path, len: u64, in_flight: u64, reads: u64, compare: bool) -> Duration {
     let took = by_device(path, len, in_flight, reads, |_, _| {});
+    if !compare {
+        return took;
+    }
     let mut compared = 0;
     by_device(path, len, in_flight, reads, |page, offset| {
         check(&page(), offset);
