@@ -14,7 +14,7 @@ get_kernel() {
     local cache=$1 package module fetched=$work/kernel
     package=$(apt-cache depends --important "$KERNEL_SERIES" 2>/dev/null | awk '$1 == "Depends:" { print $2; exit }')
     if [ -z "$package" ]; then
-        as_root apt-get -qq update >&2 || true
+        apt_get update >&2 || true
         package=$(apt-cache depends --important "$KERNEL_SERIES" 2>/dev/null | awk '$1 == "Depends:" { print $2; exit }')
     fi
     kernel=$cache/${package:-none}
