@@ -3,6 +3,9 @@
 # shellcheck shell=bash disable=SC2154,SC2034
 
 KERNEL_SERIES=linux-image-6.12-amd64
+# Its parameters on every machine. It does not look whether its timer ticks, which a busy host may let
+# it find too late, and does without what costs an emulated processor most.
+PARAMETERS="console=ttyS0 panic=-1 quiet no_timer_check mitigations=off"
 # In the order in which they need each other.
 MODULES=(irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci nvme-auth nvme-keyring nvme-core nvme netfs 9pnet 9pnet_virtio 9p)
 # Those of NVMe over Fabrics, both ends, which a case loads if it needs them.
@@ -117,14 +120,13 @@ bar() {
 
 # --- The machine's life. ---
 
-# Starts it. Sets $machine, its process. The kernel does not look whether its timer ticks, which on
-# a busy host it may do too late, and does without what costs an emulated processor most.
+# Starts it. Sets $machine, its process.
 start_machine() {
     nodes=0
     mkfifo "$run/qmp.in" "$run/qmp.out"
     timeout --kill-after=2 "$seconds" qemu-system-x86_64 -nodefaults -no-user-config -machine q35 -accel tcg,thread=multi \
         -cpu max,-monitor -m 1G -smp 2 -display none -no-reboot -kernel "$kernel/vmlinuz" -initrd "$work/initrd" \
-        -pidfile "$run/pid" -append "console=ttyS0 panic=-1 quiet intel_iommu=on no_timer_check mitigations=off $boot" -serial "file:$run/console" \
+        -pidfile "$run/pid" -append "$PARAMETERS intel_iommu=on $boot" -serial "file:$run/console" \
         -chardev "pipe,id=qmp,path=$run/qmp" -mon chardev=qmp,mode=control \
         -device intel-iommu,intremap=on,caching-mode=on,aw-bits=48 \
         -trace vtd_dmar_fault -trace 'pci_nvme_err*' -trace 'pci_nvme_ub*' -D "$run/trace" \
