@@ -3,8 +3,8 @@
 # shellcheck shell=bash disable=SC2154,SC2034
 
 KERNEL_SERIES=linux-image-6.12-amd64
-# Its parameters on every machine. It does not look whether its timer ticks, which a busy host may let
-# it find too late, and does without what costs an emulated processor most.
+# Its parameters on every machine. It does not look whether its timer ticks, which a busy host may
+# let it find too late, and does without what costs an emulated processor most.
 PARAMETERS="console=ttyS0 panic=-1 quiet no_timer_check mitigations=off"
 # In the order in which they need each other.
 MODULES=(irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci nvme-auth nvme-keyring nvme-core nvme netfs 9pnet 9pnet_virtio 9p)
@@ -49,7 +49,7 @@ is_whole() {
 }
 
 # Makes $1, the guest's root: busybox, the modules, what guests run, and init, which finds the rest
-# in the shared folder. It is not compressed: to unpack it is what takes an emulated processor long.
+# in the shared folder. It is not compressed: an emulated processor takes long to unpack it.
 make_initrd() {
     local root=$work/root
     mkdir -p "$root"/{bin,proc,sys,dev,tmp,lab,mnt,modules}
