@@ -38,8 +38,8 @@ impl Random {
     }
 }
 
-/// The first byte in which two contents differ, also by one that is there in one of them only. They
-/// are compared as a whole first, which is much faster than byte by byte.
+/// The first byte in which two contents differ, also by one that is in one of them only. They are
+/// compared as a whole first, which is much faster than byte by byte.
 pub fn difference(found: &[u8], expected: &[u8]) -> Option<usize> {
     let shorter = || found.len().min(expected.len());
     (found != expected).then(|| found.iter().zip(expected).position(|(a, b)| a != b).unwrap_or_else(shorter))
