@@ -3,6 +3,9 @@
 # shellcheck shell=bash disable=SC2154,SC2034
 
 KERNEL_SERIES=linux-image-6.12-amd64
+# Its parameters on every machine. It does not look whether its timer ticks, which a busy host may
+# let it find too late, and does without what costs an emulated processor most.
+PARAMETERS="console=ttyS0 panic=-1 quiet no_timer_check mitigations=off"
 # In the order in which they need each other.
 MODULES=(irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci nvme-auth nvme-keyring nvme-core nvme netfs 9pnet 9pnet_virtio 9p)
 # Those of NVMe over Fabrics, both ends, which a case loads if it needs them.
@@ -14,7 +17,7 @@ get_kernel() {
     local cache=$1 package module fetched=$work/kernel
     package=$(apt-cache depends --important "$KERNEL_SERIES" 2>/dev/null | awk '$1 == "Depends:" { print $2; exit }')
     if [ -z "$package" ]; then
-        as_root apt-get -qq update >&2 || true
+        apt_get update >&2 || true
         package=$(apt-cache depends --important "$KERNEL_SERIES" 2>/dev/null | awk '$1 == "Depends:" { print $2; exit }')
     fi
     kernel=$cache/${package:-none}
@@ -45,8 +48,8 @@ is_whole() {
     [ -e "$1/vmlinuz" ]
 }
 
-# Makes $1, the guest's first root: busybox, the modules, and init, which finds the rest in the
-# shared folder.
+# Makes $1, the guest's root: busybox, the modules, what guests run, and init, which finds the rest
+# in the shared folder. It is not compressed: an emulated processor takes long to unpack it.
 make_initrd() {
     local root=$work/root
     mkdir -p "$root"/{bin,proc,sys,dev,tmp,lab,mnt,modules}
@@ -55,26 +58,32 @@ make_initrd() {
     cp "$kernel"/modules/*.ko "$root/modules/"
     printf '%s\n' "${MODULES[@]}" >"$root/modules/order"
     printf '%s\n' "${FABRICS[@]}" >"$root/modules/fabrics"
-    (cd "$root" && find . | cpio --quiet -o -H newc --owner=0:0 | gzip -1) >"$1"
+    put_programs "$root"
+    (cd "$root" && find . | cpio --quiet -o -H newc --owner=0:0) >"$1"
+    rm -r "$root"
 }
 
-# Fills the folder $1 with what guests run: our programs without their debugging information, and
-# blkid, which mkfs.gpunvme asks; the libraries that these load; the scripts.
-make_share() {
+# Puts into the root $1 what guests run: our programs without their debugging information, and
+# blkid, which mkfs.gpunvme asks; the libraries that these load.
+put_programs() {
     local program library
-    mkdir -p "$1"/{programs,libraries,scripts}
+    mkdir "$1"/{programs,software-cuda}
     for program in mkfs.gpunvme fsck.gpunvme mount.gpunvme gpunvme device-memory gpu-memory powercut; do
         strip -o "$1/programs/$program" "$bin/$program"
     done
     cp "$(PATH=$PATH:/sbin:/usr/sbin command -v blkid)" "$1/programs/"
-    mkdir "$1/libraries/software-cuda"
-    strip -o "$1/libraries/software-cuda/libcuda.so" "$bin/libsoftware_cuda.so"
+    strip -o "$1/software-cuda/libcuda.so" "$bin/libsoftware_cuda.so"
     ldd "$1"/programs/* | grep -o '/lib[^ ]*' | sort -u | while read -r library; do
-        mkdir -p "$1/libraries${library%/*}"
-        cp -L "$library" "$1/libraries$library"
+        mkdir -p "$1${library%/*}"
+        cp -L "$library" "$1$library"
     done
-    cp lab/*.sh "$1/scripts/"
     cp scripts/vfio "$1/programs/"
+}
+
+# Fills the folder $1, which each machine shares with the host, with the scripts.
+make_share() {
+    mkdir -p "$1/scripts"
+    cp lab/*.sh "$1/scripts/"
 }
 
 # --- What a case says about its machine. Each adds to QEMU's command line. ---
@@ -117,7 +126,7 @@ start_machine() {
     mkfifo "$run/qmp.in" "$run/qmp.out"
     timeout --kill-after=2 "$seconds" qemu-system-x86_64 -nodefaults -no-user-config -machine q35 -accel tcg,thread=multi \
         -cpu max,-monitor -m 1G -smp 2 -display none -no-reboot -kernel "$kernel/vmlinuz" -initrd "$work/initrd" \
-        -pidfile "$run/pid" -append "console=ttyS0 panic=-1 quiet intel_iommu=on $boot" -serial "file:$run/console" \
+        -pidfile "$run/pid" -append "$PARAMETERS intel_iommu=on $boot" -serial "file:$run/console" \
         -chardev "pipe,id=qmp,path=$run/qmp" -mon chardev=qmp,mode=control \
         -device intel-iommu,intremap=on,caching-mode=on,aw-bits=48 \
         -trace vtd_dmar_fault -trace 'pci_nvme_err*' -trace 'pci_nvme_ub*' -D "$run/trace" \

@@ -21,6 +21,9 @@ need_mounts() {
     [ -c /dev/fuse ] || die "this machine has no /dev/fuse: load the kernel's fuse module, or give the container the device"
 }
 
+# apt-get, one at a time: scripts run beside each other.
+apt_get() { as_root env DEBIAN_FRONTEND=noninteractive flock /var/lib/dpkg apt-get -qq "$@"; }
+
 # Installs those Debian packages that are missing.
 need_packages() {
     local package missing round
@@ -33,8 +36,7 @@ need_packages() {
         done
         [ ${#missing[@]} -gt 0 ] || return 0
         say "installing ${missing[*]}"
-        as_root env DEBIAN_FRONTEND=noninteractive sh -c \
-            'apt-get -qq update && apt-get -qq -y --no-install-recommends install "$@" >/dev/null 2>&1' sh "${missing[@]}" ||
+        { apt_get update && apt_get -y --no-install-recommends install "${missing[@]}" >/dev/null 2>&1; } ||
             die "cannot install ${missing[*]} (round $round): see what apt-get says about them"
     done
 }
@@ -61,12 +63,12 @@ python_environment() {
 }
 
 # A program of a crate that is no dependency, at a fixed version, built once and kept as
-# $tools/NAME-VERSION.
+# $tools/NAME-VERSION. Little optimized: it waits for what it tests.
 tool() {
     local name=$1 version=$2
     [ ! -x "${tools:?}/$name-$version" ] || return 0
     say "building $name $version"
-    cargo install --quiet --locked --root "${work:?}/$name" --version "$version" "$name"
+    CARGO_PROFILE_RELEASE_OPT_LEVEL=1 cargo install --quiet --locked --root "${work:?}/$name" --version "$version" "$name"
     mkdir -p "$tools"
     mv "$work/$name/bin/$name" "$tools/$name-$version"
 }

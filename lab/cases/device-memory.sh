@@ -2,7 +2,6 @@
 # shellcheck shell=dash disable=SC2154,SC2086,SC2034
 
 machine() {
-    seconds=240
     disk ssd 512M
     controller
     namespace 1 ssd

@@ -7,7 +7,7 @@ machine() {
     controller
     namespace 1 ssd
     bar 1M
-    add -append "console=ttyS0 panic=-1 quiet intel_iommu=off"
+    add -append "$PARAMETERS intel_iommu=off"
 }
 
 guest() {

@@ -5,7 +5,6 @@
 TARGET=/sys/kernel/config/nvmet
 
 machine() {
-    seconds=120
     disk ssd 512M
     controller
     namespace 1 ssd

@@ -2,7 +2,6 @@
 # shellcheck shell=dash disable=SC2154,SC2086,SC2034
 
 machine() {
-    seconds=120
     disk ssd 128M
     disk other 64M
     controller

@@ -3,7 +3,6 @@
 # shellcheck shell=dash disable=SC2154,SC2086,SC2034,SC2046
 
 machine() {
-    seconds=300
     disk ssd 128M
     controller
     namespace 1 ssd

@@ -44,7 +44,8 @@ pub fn example(name: &str) -> PathBuf {
     let folder = FOLDER.get_or_init(|| {
         let profile = profile();
         let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        build.args(["build", "--quiet", "--locked", "--package", "gpunvme", "--examples"]);
+        // Of all packages: alone, this one has other features, and what it uses is built again.
+        build.args(["build", "--quiet", "--locked", "--workspace", "--examples"]);
         forget_this_package(&mut build);
         build.current_dir(env!("CARGO_MANIFEST_DIR"));
         build.arg("--target-dir").arg(profile.parent().expect("a target folder"));

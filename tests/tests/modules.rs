@@ -4,10 +4,13 @@
 //! The module trees of all libraries and programs of the repository are read with `syn`; tests are
 //! left out. A path counts as an import of the module that defines what the path names: re-exports
 //! are followed, and are themselves no imports.
+//!
+//! What is not built for unit tests (`test = false` in a Cargo.toml) has none.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use syn::visit::{self, Visit};
 
@@ -303,4 +306,26 @@ fn no_modules_of_different_folders_import_each_other() {
     assert!(roots.len() > 20, "only {roots:?} were found");
     let circles: Vec<_> = roots.iter().flat_map(|root| circles(root)).collect();
     assert!(circles.is_empty(), "circles between folders: {circles:#?}");
+}
+
+#[test]
+fn what_is_not_built_for_unit_tests_has_none() {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--offline", "--locked", "--no-deps", "--format-version", "1"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let packages = metadata["packages"].as_array().unwrap();
+    let targets = packages.iter().flat_map(|package| package["targets"].as_array().unwrap());
+    let untested: Vec<_> = targets.filter(|target| target["test"] == false).collect();
+    assert!(!untested.is_empty());
+    for target in untested {
+        for module in Modules::of(Path::new(target["src_path"].as_str().unwrap())).0.values() {
+            let text = fs::read_to_string(&module.file).unwrap();
+            let found = ["#[test]", "#[cfg(test)]"].into_iter().find(|attribute| text.contains(attribute));
+            assert_eq!(found, None, "{} is part of {}, whose `test` is false", module.file.display(), target["name"]);
+        }
+    }
 }

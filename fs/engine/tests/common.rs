@@ -38,6 +38,13 @@ impl Random {
     }
 }
 
+/// The first byte in which two contents differ, also by one that is in one of them only. They are
+/// compared as a whole first, which is much faster than byte by byte.
+pub fn difference(found: &[u8], expected: &[u8]) -> Option<usize> {
+    let shorter = || found.len().min(expected.len());
+    (found != expected).then(|| found.iter().zip(expected).position(|(a, b)| a != b).unwrap_or_else(shorter))
+}
+
 /// Formats a device.
 pub fn make(device: &Arc<dyn BlockDevice>) {
     let options = FormatOptions {
@@ -469,10 +476,9 @@ impl Pair {
         let attributes = self.fs.wait(|| self.fs.attributes(ino)).expect("the file is there");
         assert_eq!(attributes.inode.size, content.len() as u64, "size of inode {ino}");
         let found = self.fs.read(ino, 0, content.len() + 1).expect("the file can be read");
-        if let Some(at) = found.iter().zip(content).position(|(a, b)| a != b) {
-            panic!("inode {ino} differs at byte {at}: {} instead of {}", found[at], content[at]);
+        if let Some(at) = difference(&found, content) {
+            panic!("inode {ino} differs at byte {at}: {:?} instead of {:?}", found.get(at), content.get(at));
         }
-        assert_eq!(found.len(), content.len());
     }
 
     /// Compares everything.

@@ -17,7 +17,7 @@ use gpunvme_engine::volume::{Context, NewNode, SetAttributes};
 use gpunvme_gpupath::planner::{Bounds, Position};
 use gpunvme_layout::Timestamp;
 
-use crate::common::{ROOT, Random, assert_sound, make, open};
+use crate::common::{ROOT, Random, assert_sound, difference, make, open};
 
 const NOW: Timestamp = Timestamp { seconds: 9, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
@@ -201,8 +201,12 @@ fn direct_transfers_ordinary_ones_and_snapshots_see_each_others_bytes() {
                         let end = ((s.file_offset + s.len) as usize).min(model.len());
                         let expected = &model[(s.file_offset as usize).min(end)..end];
                         let got = &found[s.buffer_offset as usize..][..expected.len()];
-                        let differs = got.iter().zip(expected).position(|(a, b)| a != b);
-                        assert_eq!(differs, None, "seed {seed} step {step}: {s:?} of a file of {} bytes", model.len());
+                        assert_eq!(
+                            difference(got, expected),
+                            None,
+                            "seed {seed} step {step}: {s:?} of a file of {} bytes",
+                            model.len()
+                        );
                         if expected.len() < s.len as usize {
                             break;
                         }

@@ -19,7 +19,7 @@ use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_engine::{BLOCK_SIZE, VolumeOptions};
 use gpunvme_layout::Timestamp;
 
-use crate::common::{ROOT, Random, Worker, assert_sound, make};
+use crate::common::{ROOT, Random, Worker, assert_sound, difference, make};
 
 const NOW: Timestamp = Timestamp { seconds: 9, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
@@ -186,8 +186,8 @@ fn churn(fs: &Arc<Filesystem>, name: &str, random: &mut Random) -> Result<(), Fs
     let written = write(fs, ino, 0, &bytes, random);
     if written.is_ok() {
         let found = fs.read(ino, 0, bytes.len()).expect("it can be read");
-        let differs = found.iter().zip(&bytes).position(|(a, b)| a != b);
-        assert!(found.len() == bytes.len() && differs.is_none(), "another's bytes are in {name}, from {differs:?} on");
+        let differs = difference(&found, &bytes);
+        assert!(differs.is_none(), "another's bytes are in {name}, from {differs:?} on");
     }
     fs.let_go_of_file(ino);
     fs.wait(|| fs.unlink(&WHO, ROOT, name.as_bytes()))?;
