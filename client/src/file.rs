@@ -191,9 +191,9 @@ impl File {
     /// Offsets and lengths are bytes, and need no alignment: what is a multiple of
     /// [`crate::Info::logical_block`] in the file, and of [`crate::Info::memory_alignment`] in the
     /// buffer, moves without a copy. One segment of which the kernel's page cache has all is copied
-    /// from there ([`Route::Cache`]), up to 4 MiB, unless [`File::set_caching`] forbids it. Ends early, and successfully, where the file does; the
-    /// segments behind that are then not read. Any number of threads may call it at once, each
-    /// with a buffer of its own.
+    /// from there ([`Route::Cache`]), up to 4 MiB, unless [`File::set_caching`] forbids it. Ends
+    /// early, and successfully, where the file does; the segments behind that are then not read.
+    /// Any number of threads may call it at once, each with a buffer of its own.
     ///
     /// # Errors
     /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved

@@ -200,8 +200,8 @@ impl Mapping {
         Some(())
     }
 
-    /// Reads a range of a file into memory that is not ours alone, as pread(2) does, and returns how
-    /// many bytes the file had.
+    /// Reads a range of a file into memory that is not ours alone, as pread(2) does, and returns
+    /// how many bytes the file had.
     ///
     /// # Errors
     /// Those of pread(2); `EFAULT` where the bytes would not lie in it.

@@ -42,8 +42,9 @@ pub struct Transfer {
     /// Why not every byte went the fastest way; [`Reason::None`] where each did.
     pub reason: Option<Reason>,
     /// Why not every byte of a read came from the kernel's page cache; [`Reason::None`] where each
-    /// did. None of transfers that never do: writes, those of rings, reads into memory that the device
-    /// writes to itself, and reads of several segments, or more than 4 MiB, into host memory.
+    /// did. None of transfers that never do: writes, those of rings, reads into memory that the
+    /// device writes to itself, and reads of several segments, or more than 4 MiB, into host
+    /// memory.
     pub cache_reason: Option<Reason>,
 }
 

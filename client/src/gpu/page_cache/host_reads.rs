@@ -23,8 +23,8 @@ impl File {
     /// caller sees to it that no other code uses that part of the buffer meanwhile.
     ///
     /// # Errors
-    /// Why not; none for calls that never are: of several segments, which devices read side by side,
-    /// of many bytes, and into memory that is not mapped here.
+    /// Why not; none for calls that never are: of several segments, which devices read side by
+    /// side, of many bytes, and into memory that is not mapped here.
     pub(crate) fn read_resident<M: Memory>(
         &self,
         buffer: &Registered<M>,
