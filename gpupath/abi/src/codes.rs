@@ -46,8 +46,8 @@ codes! {
         Bounce = 2, "bounce";
         /// The registered buffer is host memory.
         Host = 3, "host";
-        /// From the kernel's page cache, which the GPU's copy engine reads. The library's: the
-        /// daemon never gives it.
+        /// From the kernel's page cache, which the GPU's copy engine or a processor reads. The
+        /// library's: the daemon never gives it.
         Cache = 4, "cache";
     }
 }
