@@ -48,7 +48,7 @@ typedef struct gpunvme_attached gpunvme_attached;
 struct gpunvme_result {
 	uint64_t bytes;                  /* the sum of `moved` and `cache` */
 	struct gpunvme_moved moved;
-	uint64_t cache;                  /* from the kernel's page cache, by the GPU */
+	uint64_t cache;                  /* from the kernel's page cache */
 	uint32_t reason;                 /* GPUNVME_REASON_*: why it was slower, or failed */
 	uint32_t failed_segment;         /* index of the segment that failed, or UINT32_MAX */
 };
@@ -61,6 +61,16 @@ const char *gpunvme_version(void);
  * NULL.
  */
 const char *gpunvme_last_error(void);
+
+/*
+ * Why not every byte of the read that this thread was last told of came from the kernel's page
+ * cache: GPUNVME_REASON_NOT_RESIDENT, _CACHING_OFF, _RESIDENCY_HIDDEN, _OLD_KERNEL or _NOT_CACHED.
+ * GPUNVME_REASON_NONE where each did, and after what never takes it: writes, transfers of rings,
+ * reads into memory that the device writes to itself, and those that gpunvme_read() never takes
+ * from there. Of several that one call takes, it is the
+ * last one's; in a function that is called back it is that of its `result`.
+ */
+uint32_t gpunvme_last_cache_reason(void);
 
 /* Names and explanations of routes and reasons; never NULL, valid for ever. */
 const char *gpunvme_route_name(uint32_t route);
@@ -117,8 +127,10 @@ void gpunvme_file_close(gpunvme_file *file);
 
 /*
  * Moves `count` segments, of any offset and length. `flags` are GPUNVME_REQUIRE_*. A read ends
- * early, and successfully, where the file does; a write extends it. `result` may be NULL; after an
- * error it says what was moved before.
+ * early, and successfully, where the file does; a write extends it. One segment of at most 4 MiB
+ * that is read to memory of gpunvme_buffer_create(), and of which the kernel's page cache has all,
+ * is copied from there, unless a flag is set or gpunvme_gpu_set_caching() forbids it. `result` may
+ * be NULL; after an error it says what was moved before.
  */
 int gpunvme_read(const gpunvme_file *file, gpunvme_buffer *buffer, const struct gpunvme_segment *segments, size_t count,
                  uint32_t flags, struct gpunvme_result *result);
@@ -259,8 +271,9 @@ int gpunvme_gpu_route(const gpunvme_transfers *transfers, const void *address, u
 void gpunvme_gpu_forget(const gpunvme_transfers *transfers, const void *address, uint64_t len);
 
 /*
- * Sets what reads of an open file into memory that CUDA knows take of the page cache, whatever the
- * settings say: GPUNVME_CACHING_*. It counts for reads that begin from now on.
+ * Sets what reads of an open file take of the page cache, whatever the settings say:
+ * GPUNVME_CACHING_*. gpunvme_read() takes what it has unless this is GPUNVME_CACHING_NEVER. It
+ * counts for reads that begin from now on.
  */
 int gpunvme_gpu_set_caching(const gpunvme_file *file, uint32_t caching);
 /*

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::sys::Mapping;
 use gpunvme_abi::{Reason, RegisterFlags, Route};
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
 use std::any::Any;
 use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
@@ -18,14 +19,22 @@ use std::sync::Arc;
 pub trait Memory: sealed::Memory + Debug + Send + Sync + 'static {}
 
 pub(crate) mod sealed {
-    use super::{Any, Arc, BorrowedFd, RegisterFlags};
+    use super::{Any, Arc, BorrowedFd, Errno, RegisterFlags};
 
     /// What the daemon is told of memory.
     pub trait Memory {
+        /// Whether it is host memory that is mapped here.
+        const IS_MAPPED: bool = false;
         /// The descriptor that stands for it.
         fn descriptor(&self) -> BorrowedFd<'_>;
         /// Its length in bytes.
         fn length(&self) -> usize;
+        /// If it is mapped: reads a range of a file to an offset in it, as pread(2) does, and
+        /// returns how many bytes the file had. The caller sees to it that no other code uses that
+        /// part of it meanwhile.
+        fn read_file(&self, _: BorrowedFd<'_>, _file_offset: u64, _offset: usize, _len: usize) -> Result<usize, Errno> {
+            Err(Errno::FAULT)
+        }
         /// What it is for.
         fn flags(&self) -> RegisterFlags {
             RegisterFlags::empty()
@@ -84,12 +93,18 @@ impl AsFd for Buffer {
 impl Memory for Buffer {}
 
 impl sealed::Memory for Buffer {
+    const IS_MAPPED: bool = true;
+
     fn descriptor(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }
 
     fn length(&self) -> usize {
         self.mapping.len()
+    }
+
+    fn read_file(&self, file: BorrowedFd<'_>, file_offset: u64, offset: usize, len: usize) -> std::result::Result<usize, Errno> {
+        self.mapping.read_file(file, file_offset, offset, len)
     }
 }
 

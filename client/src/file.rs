@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::mount::Mount;
 use crate::transfer::{Moved, Require, Transfer};
 use crate::{opening, socket, sys};
-use gpunvme_abi::{self as abi, Command, Extent, Reason, ResolveFlags, Segment, TransferFlags};
-use rustix::fs::{FileType, Mode, OFlags};
+use gpunvme_abi::{self as abi, Command, Extent, Reason, ResolveFlags, Route, Segment, TransferFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 use std::any::Any;
 use std::collections::VecDeque;
@@ -125,6 +125,13 @@ impl File {
         Ok(stat.st_size as u64)
     }
 
+    /// Its size as the kernel knows it: the daemon is not asked.
+    pub(crate) fn known_size(&self) -> Result<u64> {
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let found = rustix::fs::statx(&self.file, c"", flags, StatxFlags::SIZE);
+        found.map(|found| found.stx_size).map_err(|errno| self.failed("ask its size", errno))
+    }
+
     /// Device and inode, which no other file has.
     pub(crate) fn identity(&self) -> Result<(u64, u64)> {
         let stat = rustix::fs::fstat(&self.file).map_err(|errno| self.failed("ask what it is", errno))?;
@@ -183,9 +190,10 @@ impl File {
     ///
     /// Offsets and lengths are bytes, and need no alignment: what is a multiple of
     /// [`crate::Info::logical_block`] in the file, and of [`crate::Info::memory_alignment`] in the
-    /// buffer, moves without a copy. Ends early, and successfully, where the file does; the
-    /// segments behind that are then not read. Any number of threads may call it at once, each
-    /// with a buffer of its own.
+    /// buffer, moves without a copy. One segment of which the kernel's page cache has all is copied
+    /// from there ([`Route::Cache`]), up to 4 MiB, unless [`File::set_caching`] forbids it. Ends
+    /// early, and successfully, where the file does; the segments behind that are then not read.
+    /// Any number of threads may call it at once, each with a buffer of its own.
     ///
     /// # Errors
     /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved
@@ -204,7 +212,30 @@ impl File {
         segments: &[Segment],
         require: Require,
     ) -> Result<Transfer> {
-        self.transfer(Command::Read, buffer, segments, require.flags())
+        if require.route != Some(Route::Cache) {
+            return self.read_to(buffer, segments, require.flags());
+        }
+        let refused = |why: Option<Reason>| {
+            let reason = why.unwrap_or(Reason::RouteNotAvailable);
+            self.transfer_failed(Command::Read, Errno::OPNOTSUPP, reason, None, Transfer::default())
+        };
+        self.read_resident(buffer, segments, require.flags()).map_err(refused)
+    }
+
+    /// Reads segments into registered memory: out of the page cache, where that has them, or by the
+    /// daemon. What [`File::transfer`] asks of a caller holds here too.
+    pub(crate) fn read_to<M: Memory>(
+        &self,
+        buffer: &Registered<M>,
+        segments: &[Segment],
+        flags: TransferFlags,
+    ) -> Result<Transfer> {
+        let cache_reason = match self.read_resident(buffer, segments, flags) {
+            Ok(done) => return Ok(done),
+            Err(why) => why,
+        };
+        let done = self.transfer(Command::Read, buffer, segments, flags)?;
+        Ok(Transfer { cache_reason, ..done })
     }
 
     /// Writes each segment from the buffer, and waits for it. The file becomes longer where it
@@ -335,7 +366,7 @@ impl File {
             let moved = Moved { p2p, bounce, cache: 0, host, hole, edge };
             let why = (answer.reason != 0).then(|| reason(answer.reason));
             if result.is_ok() {
-                done.add(&Transfer { moved, reason: why });
+                done.add(&Transfer { moved, reason: why, cache_reason: None });
             }
             if let Some(errno) = failed {
                 let segment =

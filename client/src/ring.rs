@@ -506,7 +506,8 @@ impl InFlight {
     fn completed(&self, completion: &Completion) -> Completed {
         let Completion { p2p, bounce, host, hole, edge, .. } = *completion;
         let reason = reason(completion.reason);
-        let done = Transfer { moved: Moved { p2p, bounce, cache: 0, host, hole, edge }, reason: Some(reason) };
+        let done =
+            Transfer { moved: Moved { p2p, bounce, cache: 0, host, hole, edge }, reason: Some(reason), cache_reason: None };
         let result = match status(completion.status) {
             None => Ok(done),
             Some(errno) => Err(Error::Transfer {

@@ -200,6 +200,30 @@ impl Mapping {
         Some(())
     }
 
+    /// Reads a range of a file into memory that is not ours alone, as pread(2) does, and returns
+    /// how many bytes the file had.
+    ///
+    /// # Errors
+    /// Those of pread(2); `EFAULT` where the bytes would not lie in it.
+    pub fn read_file(&self, file: BorrowedFd<'_>, file_offset: u64, offset: usize, len: usize) -> Result<usize, Errno> {
+        let to = self.at(offset, len).ok_or(Errno::FAULT)?;
+        let mut done = 0;
+        while done < len {
+            let at = (file_offset + done as u64) as libc::off_t;
+            // SAFETY: the kernel alone writes, to what lies in the mapping. The caller sees to
+            // it that no other code uses that part of it meanwhile, as with the daemon's transfers.
+            match unsafe { libc::pread(file.as_raw_fd(), to.add(done).cast(), len - done, at) } {
+                0 => break,
+                more @ 1.. => done += more as usize,
+                _ => match Errno::from_io_error(&std::io::Error::last_os_error()) {
+                    Some(Errno::INTR) => {}
+                    error => return Err(error.unwrap_or(Errno::IO)),
+                },
+            }
+        }
+        Ok(done)
+    }
+
     /// A word that the daemon or a GPU may change too, in memory that no code borrows as bytes.
     ///
     /// # Panics

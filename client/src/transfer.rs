@@ -9,7 +9,7 @@ pub struct Moved {
     pub p2p: u64,
     /// Between device and a staging pool.
     pub bounce: u64,
-    /// From the kernel's page cache to GPU memory, by the GPU. The daemon has no part in it, and
+    /// From the kernel's page cache, by the GPU or a processor. The daemon has no part in it, and
     /// does not count it ([`crate::Stats`]).
     pub cache: u64,
     /// Between device and host memory.
@@ -41,6 +41,11 @@ pub struct Transfer {
     pub moved: Moved,
     /// Why not every byte went the fastest way; [`Reason::None`] where each did.
     pub reason: Option<Reason>,
+    /// Why not every byte of a read came from the kernel's page cache; [`Reason::None`] where each
+    /// did. None of transfers that never do: writes, those of rings, reads into memory that the
+    /// device writes to itself, and reads of several segments, or more than 4 MiB, into host
+    /// memory.
+    pub cache_reason: Option<Reason>,
 }
 
 impl Transfer {
@@ -65,6 +70,9 @@ impl Transfer {
         match (self.reason, other.reason) {
             (Some(Reason::Unaligned), _) | (_, None) | (Some(_), Some(Reason::None)) => {}
             (_, reason) => self.reason = reason,
+        }
+        if let (None | Some(Reason::None), Some(reason)) = (self.cache_reason, other.cache_reason) {
+            self.cache_reason = Some(reason);
         }
     }
 }
@@ -98,7 +106,11 @@ mod tests {
 
     #[test]
     fn sums_keep_the_reason_that_says_most() {
-        let transfer = |host, edge, reason| Transfer { moved: Moved { host, edge, ..Moved::default() }, reason: Some(reason) };
+        let transfer = |host, edge, reason| Transfer {
+            moved: Moved { host, edge, ..Moved::default() },
+            reason: Some(reason),
+            ..Transfer::default()
+        };
         let mut sum = transfer(5, 1, Reason::Unaligned);
         sum.add(&transfer(7, 0, Reason::NotGpuMemory));
         assert_eq!((sum.bytes(), sum.reason), (13, Some(Reason::Unaligned)));
@@ -107,5 +119,15 @@ mod tests {
         assert_eq!(sum.reason, Some(Reason::NotGpuMemory));
         sum.add(&transfer(3, 0, Reason::None));
         assert_eq!((sum.bytes(), sum.reason), (10, Some(Reason::NotGpuMemory)));
+        for (cache_reason, expected) in [
+            (None, None),
+            (Some(Reason::None), Some(Reason::None)),
+            (Some(Reason::NotResident), Some(Reason::NotResident)),
+            (Some(Reason::None), Some(Reason::NotResident)),
+            (None, Some(Reason::NotResident)),
+        ] {
+            sum.add(&Transfer { cache_reason, ..Transfer::default() });
+            assert_eq!((sum.cache_reason, sum.reason), (expected, Some(Reason::NotGpuMemory)));
+        }
     }
 }

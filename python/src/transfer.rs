@@ -51,6 +51,14 @@ impl Transfer {
         self.reason_code().map(|reason| reason.name())
     }
 
+    /// The code that says why not every byte of a read came from the kernel's page cache, such as
+    /// ``not-resident``; ``None`` where each did, and of transfers that never take it: writes, and
+    /// reads into memory that the device writes to itself.
+    #[getter]
+    fn cache_reason(&self) -> Option<&'static str> {
+        self.0.cache_reason.filter(|reason| *reason != Reason::None).map(|reason| reason.name())
+    }
+
     /// One sentence about the reason, and what would change it; empty where there is none.
     #[getter]
     fn explanation(&self) -> &'static str {

@@ -26,8 +26,26 @@ def test_an_array_holds_what_the_file_has(stored, length, offset):
     with gpunvme.open(path) as f:
         done = f.read_into(array, offset)
     assert done.bytes == length
-    assert set(done.routes) <= {"host", "edge"}
+    assert set(done.routes) <= {"cache", "host", "edge"}
     assert numpy.array_equal(array, values[offset : offset + length])
+
+
+def test_a_read_says_why_it_did_not_come_from_the_page_cache(stored):
+    path, values = stored(98_304)
+    with gpunvme.Mount(path.parent) as mount:
+        buffer = mount.buffer(98_304)
+        assert path.read_bytes() == values.tobytes()
+        with gpunvme.open(path, caching="never") as f:
+            done = f.read_into(buffer)
+            assert "cache" not in done.routes and done.cache_reason == "caching-off"
+        with gpunvme.open(path) as f:
+            done = f.read_into(buffer)
+            assert done.routes == {"cache": 98_304} and done.cache_reason is None and done.reason is None
+            with open(path, "rb") as plain:
+                os.posix_fadvise(plain.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            done = f.read_into(buffer)
+            assert "cache" not in done.routes and done.cache_reason == "not-resident"
+            assert done.reason == "not-gpu-memory"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

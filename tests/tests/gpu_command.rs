@@ -129,6 +129,12 @@ fn doctor_proves_what_it_says() {
         cache["proved"] == true && cache["read_gb_per_s"].as_f64() > Some(0.0) && cache["write_gb_per_s"].is_null(),
         "{cache}"
     );
+    // Where its pages lie, of a kernel with NUMA.
+    let nodes = cache["nodes"].as_array().unwrap();
+    assert_eq!(nodes.is_empty(), !Path::new("/proc/self/numa_maps").exists(), "{cache}");
+    let bytes: u64 = nodes.iter().map(|on| on["bytes"].as_u64().unwrap()).sum();
+    assert!(nodes.is_empty() || (1..=cache["bytes"].as_u64().unwrap()).contains(&bytes), "{cache}");
+    assert!(nodes.is_empty() || nodes.iter().any(|on| on["read_gb_per_s"].as_f64() > Some(0.0)), "{cache}");
     assert_eq!((&proved["dma_buf"]["exported"], &proved["dma_buf"]["mapped"]), (&Value::Bool(true), &Value::Bool(true)));
     assert_eq!(fs::read_dir(volume.root()).unwrap().count(), 0, "its file is gone");
 

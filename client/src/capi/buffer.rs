@@ -37,6 +37,7 @@ impl CBuffer {
     /// Moves segments between a file and it.
     pub fn transfer(&self, command: Command, file: &File, segments: &[Segment], flags: TransferFlags) -> Result<Transfer> {
         match self {
+            CBuffer::Own(memory) if command == Command::Read => file.read_to(memory.registered(), segments, flags),
             CBuffer::Own(memory) => file.transfer(command, memory.registered(), segments, flags),
             CBuffer::Foreign(memory) => file.transfer(command, memory.registered(), segments, flags),
             CBuffer::Copied(memory) => memory.transfer(command, file, segments, flags),

@@ -9,7 +9,7 @@ use crate::ring::Wait;
 use crate::transfer::{Moved, Require, Transfer};
 use gpunvme_abi::{self as abi, Reason, Route, TransferFlags};
 use rustix::io::Errno;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, OsStr, c_char, c_int};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -18,6 +18,7 @@ use std::time::Duration;
 
 thread_local! {
     static LAST_ERROR: RefCell<Option<CString>> = const { RefCell::new(None) };
+    static LAST_CACHE_REASON: Cell<Reason> = const { Cell::new(Reason::None) };
 }
 
 /// What a transfer moved: `struct gpunvme_result`.
@@ -31,7 +32,9 @@ pub struct CResult {
 }
 
 impl CResult {
+    /// What this thread is told of, which [`gpunvme_last_cache_reason`] adds to.
     fn new(done: &Transfer, reason: Option<Reason>, segment: Option<u32>) -> CResult {
+        LAST_CACHE_REASON.set(done.cache_reason.unwrap_or(Reason::None));
         let Moved { p2p, bounce, cache, host, hole, edge } = done.moved;
         CResult {
             bytes: done.bytes(),
@@ -209,6 +212,12 @@ pub extern "C" fn gpunvme_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn gpunvme_last_error() -> *const c_char {
     LAST_ERROR.with(|last| last.borrow().as_ref().map_or(c"".as_ptr(), |sentence| sentence.as_ptr()))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn gpunvme_last_cache_reason() -> u32 {
+    LAST_CACHE_REASON.get().code()
 }
 
 /// Texts with a zero byte at their end, by number.

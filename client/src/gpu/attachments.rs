@@ -40,9 +40,9 @@ pub(super) fn cached(file: &File) -> &Arc<CachedFile> {
 }
 
 impl File {
-    /// Sets what reads of this open file into memory that CUDA knows take of the kernel's page
-    /// cache, whatever [`super::Settings`] say; `None` for what they say. It counts for reads that
-    /// begin from now on.
+    /// Sets what reads of this open file take of the kernel's page cache, whatever
+    /// [`super::Settings`] say; `None` for what they say. [`File::read`], into host memory, takes
+    /// what it has unless this is [`Caching::Never`]. It counts for reads that begin from now on.
     pub fn set_caching(&self, caching: Option<Caching>) {
         cached(self).set_caching(caching);
     }

@@ -30,6 +30,11 @@ impl Outcome {
         self.done.add(done);
     }
 
+    /// A piece of a read does not come from the page cache, for this reason.
+    pub fn passes_cache(&mut self, cache_reason: Reason) {
+        self.add(&Transfer { cache_reason: Some(cache_reason), ..Transfer::default() });
+    }
+
     /// A piece failed, or all do from now on. The first failure is what the request is answered
     /// with.
     pub fn failed(&mut self, error: Error) {
@@ -115,12 +120,12 @@ pub(super) fn of_piece(
 /// What a transfer that was rounded outwards moved for the application, `wanted` bytes, and why
 /// not faster.
 fn of_the_application(transfer: Transfer, wanted: u64, peer_to_peer: Reason) -> Transfer {
-    let Transfer { mut moved, reason } = transfer;
+    let Transfer { mut moved, reason, .. } = transfer;
     let excess = moved.total() - wanted.min(moved.total());
     take_off(&mut moved, excess);
     // To the daemon the pool is host memory; the application asked for a GPU's.
     let reason = if reason == Some(Reason::Unaligned) { reason } else { Some(peer_to_peer) };
-    Transfer { moved, reason }
+    Transfer { moved, reason, ..Transfer::default() }
 }
 
 /// Takes off so many bytes, of whichever route.
@@ -131,6 +136,12 @@ fn take_off(moved: &mut Moved, mut excess: u64) {
         *bytes -= less;
         excess -= less;
     }
+}
+
+/// What came from the page cache.
+pub(super) fn from_cache(bytes: u64) -> Transfer {
+    let moved = Moved { cache: bytes, ..Moved::default() };
+    Transfer { moved, reason: Some(Reason::None), cache_reason: Some(Reason::None) }
 }
 
 /// What a request is answered with that may be read from the page cache only.
@@ -164,7 +175,7 @@ mod tests {
     use super::*;
 
     fn hole(bytes: u64) -> Transfer {
-        Transfer { moved: Moved { hole: bytes, ..Moved::default() }, reason: Some(Reason::None) }
+        Transfer { moved: Moved { hole: bytes, ..Moved::default() }, reason: Some(Reason::None), ..Transfer::default() }
     }
 
     #[test]

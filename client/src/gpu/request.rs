@@ -143,8 +143,9 @@ pub(super) struct Request {
     pub piece_len: u64,
     /// The cached ranges of the file that it may read, and the time by which they are used.
     pub cached: Option<(Arc<CachedFile>, u64)>,
-    /// If what the page cache has is read from there although it is in no cached range.
-    pub resident: Option<Resident>,
+    /// If what the page cache has is read from there although it is in no cached range, and else
+    /// why not.
+    pub resident: std::result::Result<Resident, Reason>,
     /// What calls it off.
     pub cancel: Option<Cancel>,
     pub end: End,

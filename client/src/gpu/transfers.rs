@@ -326,8 +326,8 @@ impl Transfers {
         let is_written_back = file.write_back_all(parts.iter().map(|part| (part.file_offset, part.len)))?;
         let (require, cancel) = (self.require, self.cancel.clone());
         let cached = (direction == Direction::Read && self.takes_cached()).then(|| cached(file).clone());
-        let resident = cached.as_ref().and_then(|cached| self.resident(file, cached));
-        if let (Some(cached), Some(Resident { file, missing: missing @ Missing::ReadIn })) = (&cached, &resident) {
+        let resident = cached.as_ref().map_or(Err(Reason::CachingOff), |cached| self.resident(file, cached));
+        if let (Some(cached), Ok(Resident { file, missing: missing @ Missing::ReadIn })) = (&cached, &resident) {
             for part in parts.iter().filter(|part| part.is_copied_to()) {
                 self.inner.page_cache.is_read(cached, part.allocation.gpu, file, (part.file_offset, part.len), *missing);
             }
@@ -342,18 +342,18 @@ impl Transfers {
         matches!(self.require.route, None | Some(Route::Cache))
     }
 
-    /// The file of a read, if the read takes what the page cache has.
-    fn resident(&self, file: &File, cached: &CachedFile) -> Option<Resident> {
+    /// The file of a read, if the read takes what the page cache has, and else why not.
+    fn resident(&self, file: &File, cached: &CachedFile) -> std::result::Result<Resident, Reason> {
         if self.require != Require::default() {
-            return None;
+            return Err(Reason::CachingOff);
         }
         let missing = match cached.caching().unwrap_or(self.inner.caching) {
-            Caching::Never => return None,
+            Caching::Never => return Err(Reason::CachingOff),
             Caching::Resident => Missing::Refuse,
             Caching::ReadAgain => Missing::ReadIn,
         };
-        let file = cached.descriptor(|| for_pages(file)).ok()?;
-        Some(Resident { file, missing })
+        let file = cached.descriptor(|| for_pages(file)).map_err(|_| Reason::NotCached)?;
+        Ok(Resident { file, missing })
     }
 
     /// Looks up the memory of a request, and puts it into a stream.
@@ -399,8 +399,10 @@ impl Transfers {
         let staged = parts.first().filter(|part| part.registered.is_err()).map(|part| part.allocation.gpu);
         let scatter = staged.map(|gpu| inner.kernel(gpu)).transpose()?;
         let watch = Watch::new(observer);
-        let cached = (direction == Direction::Read).then(|| cached(file).clone());
-        let resident = cached.and_then(|cached| self.resident(file, &cached).map(|resident| (cached, resident.file)));
+        let resident = match direction {
+            Direction::Read => self.resident(file, cached(file)).map(|resident| (cached(file).clone(), resident.file)),
+            Direction::Write => Err(Reason::CachingOff),
+        };
         let (name, most) = (stream, segments.first().copied().filter(|_| late));
         let stream = handle;
         let submission = Submission { direction, file, resident, parts, require, bytes, name, stream, of, scatter, watch, most };

@@ -46,8 +46,8 @@ codes! {
         Bounce = 2, "bounce";
         /// The registered buffer is host memory.
         Host = 3, "host";
-        /// From the kernel's page cache, which the GPU's copy engine reads. The library's: the
-        /// daemon never gives it.
+        /// From the kernel's page cache, which the GPU's copy engine or a processor reads. The
+        /// library's: the daemon never gives it.
         Cache = 4, "cache";
     }
 }
@@ -78,6 +78,16 @@ codes! {
         NotCached = 9, "not-cached";
         /// The memory is not registered. The library's, as above.
         NotRegistered = 10, "not-registered";
+        /// Not from the page cache: that has not got all of it. The library's, as above.
+        NotResident = 11, "not-resident";
+        /// Not from the page cache: it is not to be looked at. The library's, as above.
+        CachingOff = 12, "caching-off";
+        /// Not from the page cache: the kernel does not tell this user what that has. The
+        /// library's, as above.
+        ResidencyHidden = 13, "residency-hidden";
+        /// Not from the page cache: the kernel tells no program what that has. The library's, as
+        /// above.
+        OldKernel = 14, "old-kernel";
         /// Refused: the fd is no memory.
         NotABuffer = 32, "not-a-buffer";
         /// Refused: the memory could vanish under a transfer.
@@ -144,6 +154,16 @@ impl Reason {
                 "Not all of the range is in the kernel's page cache and registered with CUDA: it has to be read first, and more than once, or to be prepared."
             }
             Reason::NotRegistered => "The memory is not registered: the CPU copied between it and a buffer of the library's.",
+            Reason::NotResident => {
+                "The kernel's page cache has not got all of it, or lost it meanwhile: ordinary reads bring a file in, and gpunvme warm does."
+            }
+            Reason::CachingOff => {
+                "The page cache was left alone: the file or the settings say so, or the request demands another route."
+            }
+            Reason::ResidencyHidden => {
+                "The kernel tells only a file's owner, and users who may write to it, what of it is in the page cache."
+            }
+            Reason::OldKernel => "The kernel does not tell what of a file is in the page cache: Linux does from 6.5 on.",
             Reason::NotABuffer => {
                 "The fd is neither a memfd of ordinary pages nor a dma-buf (nor, for root, a PCI device's resource file)."
             }

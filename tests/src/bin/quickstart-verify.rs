@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, Subcommand};
+use gpunvme::gpu::Caching;
 use gpunvme::{Buffer, File, Mount, Registered, Segment, Transfer};
 use gpunvme_tests::tree;
 use serde::{Deserialize, Serialize};
@@ -175,6 +176,7 @@ fn through_read(path: &Path) -> Result<([u8; 32], Duration), Box<dyn Error>> {
 
 fn through_ioctl(path: &Path, buffer: &mut Registered) -> Result<([u8; 32], Transfer, Duration), Box<dyn Error>> {
     let file = File::open(path)?;
+    file.set_caching(Some(Caching::Never)); // read(2) has just filled the page cache
     let size = file.size()?;
     let mut hash = Sha256::new();
     let mut sum = Transfer::default();

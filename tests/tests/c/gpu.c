@@ -131,6 +131,8 @@ int main(int argc, char **argv)
 	check(gpunvme_gpu_read(transfers, from, parts, PARTS, 0, &result));
 	if (result.bytes != len || result.moved.bounce != len || result.reason != GPUNVME_REASON_NO_VFIO)
 		errx(1, "%llu bytes", (unsigned long long)result.bytes);
+	if (gpunvme_last_cache_reason() != GPUNVME_REASON_CACHING_OFF)
+		errx(1, "%s", gpunvme_reason_name(gpunvme_last_cache_reason()));
 	expect(gpunvme_gpu_read(transfers, from, parts, PARTS, GPUNVME_REQUIRE_P2P, NULL), -EOPNOTSUPP, "vfio-pci");
 	expect(gpunvme_gpu_read(transfers, from, parts, PARTS, GPUNVME_REQUIRE_P2P | GPUNVME_REQUIRE_HOST, NULL), -EINVAL, "one route");
 	expect(gpunvme_gpu_read(transfers, from, NULL, PARTS, 0, NULL), -EINVAL, "segments");
@@ -147,7 +149,7 @@ int main(int argc, char **argv)
 	expect(gpunvme_gpu_read(transfers, from, parts, 1, GPUNVME_REQUIRE_CACHE | GPUNVME_REQUIRE_P2P, NULL), -EINVAL, "one route");
 	check(gpunvme_gpu_prepare(transfers, from, 0, len, &prepared));
 	check(gpunvme_gpu_read(transfers, from, parts, PARTS, GPUNVME_REQUIRE_CACHE, &result));
-	if (prepared != len || result.bytes != len || result.cache != len)
+	if (prepared != len || result.bytes != len || result.cache != len || gpunvme_last_cache_reason() != GPUNVME_REASON_NONE)
 		errx(1, "%llu bytes prepared, %llu read", (unsigned long long)prepared, (unsigned long long)result.cache);
 	expect(gpunvme_gpu_set_caching(from, 4), -EINVAL, "GPUNVME_CACHING_");
 	check(gpunvme_gpu_set_caching(from, GPUNVME_CACHING_RESIDENT));

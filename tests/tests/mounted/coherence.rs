@@ -66,6 +66,7 @@ fn a_read_by_the_library_sees_dirty_pages_and_leaves_the_kernel_all_of_them() {
     let reader = gpunvme::File::open(volume.path("file")).unwrap();
     let mapping = Mapping::shared(&file, LEN).unwrap();
     let whole = [gpunvme_abi::Segment { file_offset: 0, buffer_offset: 0, len: LEN as u64 }];
+    let by_the_daemon = gpunvme::Require { route: Some(gpunvme::Route::Host), direct: false };
     assert_eq!(fs::read(volume.path("file")).unwrap(), data);
     let requests = Requests::to(&volume.root());
     for round in 0..20 {
@@ -73,7 +74,7 @@ fn a_read_by_the_library_sees_dirty_pages_and_leaves_the_kernel_all_of_them() {
         let offset = round as usize * 50_001;
         mapping.write(offset, &piece);
         data[offset..offset + 5000].copy_from_slice(&piece);
-        assert_eq!(reader.read(&mut buffer, &whole).unwrap().bytes(), LEN as u64);
+        assert_eq!(reader.read_requiring(&mut buffer, &whole, by_the_daemon).unwrap().bytes(), LEN as u64);
         assert!(buffer[..] == data, "round {round}");
     }
     if let Some(requests) = requests {

@@ -103,9 +103,10 @@ fn a_descriptor_that_the_daemon_may_not_look_at_is_sent_to_it() {
     let mut buffer = Mount::open(volume.root()).unwrap().register(gpunvme::Buffer::memfd(LEN as usize).unwrap()).unwrap();
     assert_eq!(buffer.registered_by(), RegisteredBy::Socket);
     let all = [Segment { file_offset: 0, buffer_offset: 0, len: LEN }];
+    let by_the_daemon = gpunvme::Require { route: Some(gpunvme::Route::Host), direct: false };
     // The first time it is sent; then the grant is enough.
     for _ in 0..2 {
-        assert_eq!(file.read(&mut buffer, &all).unwrap().bytes(), LEN);
+        assert_eq!(file.read_requiring(&mut buffer, &all, by_the_daemon).unwrap().bytes(), LEN);
     }
     assert!(buffer[..] == content);
     assert!(file.write(&buffer, &all).is_err(), "it is open for reading");

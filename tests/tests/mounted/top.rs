@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gpunvme::{ActivityEntry, Buffer, File, Mount, Segment};
+use gpunvme::{ActivityEntry, Buffer, File, Mount, Require, Route, Segment};
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::{needs_mount, programs};
 use serde_json::Value;
@@ -42,7 +42,8 @@ fn requests_and_transfers_are_counted_for_their_process_and_file() {
     let file = File::open(&path).unwrap();
     let mut buffer = mount.register(Buffer::memfd(MIB).unwrap()).unwrap();
     let segment = Segment { file_offset: 0, buffer_offset: 0, len: MIB as u64 };
-    file.read(&mut buffer, &[segment]).unwrap();
+    let by_the_daemon = Require { route: Some(Route::Host), direct: false };
+    file.read_requiring(&mut buffer, &[segment], by_the_daemon).unwrap();
     let both = of_file(&mount, ino);
     assert_eq!((both.transfers, both.read, both.written), (1, MIB as u64, MIB as u64));
     let entries = mount.activity().unwrap().entries;

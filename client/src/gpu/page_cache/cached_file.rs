@@ -4,8 +4,10 @@
 //! has no cached range, and the kernel is asked less and less often what it has.
 
 use super::cached_range::{CachedRange, RANGE_LEN};
-use super::view::is_resident;
+use super::view::residency;
+use crate::codes;
 use crate::gpu::settings::Caching;
+use gpunvme_abi::Reason;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -31,6 +33,8 @@ pub struct CachedFile {
     /// the kernel is not asked.
     absent: AtomicU32,
     silent: AtomicU32,
+    /// Why they were not there: the code of the last answer.
+    why: AtomicU32,
     /// Whether another process reads the same of it.
     common: AtomicBool,
     /// The file, once something of it was looked for in the page cache.
@@ -165,26 +169,36 @@ impl CachedFile {
         self.common.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a range is worth reading through the page cache: it has all of it, or another
-    /// process reads the same, so that the device reads for both at once.
-    pub fn is_worth_reading(&self, file: BorrowedFd<'_>, offset: u64, len: u64) -> bool {
-        self.is_resident(file, offset, len) || (len > SHORT && self.common.load(Ordering::Relaxed))
+    /// Finds out whether a range is worth reading through the page cache: it has all of it, or
+    /// another process reads the same, so that the device reads for both at once.
+    ///
+    /// # Errors
+    /// Why it is not.
+    pub fn is_worth_reading(&self, file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Reason> {
+        let is_common = || len > SHORT && self.common.load(Ordering::Relaxed);
+        self.residency(file, offset, len).or_else(|why| if is_common() { Ok(()) } else { Err(why) })
     }
 
-    /// Whether the page cache has all of a range, as far as the kernel tells, and as far as it is
-    /// asked: where it had nothing for many short reads, it is asked for few of them.
-    fn is_resident(&self, file: BorrowedFd<'_>, offset: u64, len: u64) -> bool {
+    /// Finds out whether the page cache has all of a range, as far as the kernel tells, and as far
+    /// as it is asked: where it had nothing for many short reads, it is asked for few of them.
+    ///
+    /// # Errors
+    /// Why it is not to be read from there.
+    pub fn residency(&self, file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Reason> {
         if len > SHORT {
-            return is_resident(file, offset, len);
+            return residency(file, offset, len);
         }
         // Threads that count at once ask once more, or once less.
         let silent = self.silent.load(Ordering::Relaxed);
         if silent > 0 {
             self.silent.store(silent - 1, Ordering::Relaxed);
-            return false;
+            return Err(codes::reason(self.why.load(Ordering::Relaxed)));
         }
-        let found = is_resident(file, offset, len);
-        let absent = if found { 0 } else { (self.absent.load(Ordering::Relaxed) + 1).min(SILENCE) };
+        let found = residency(file, offset, len);
+        if let Err(why) = found {
+            self.why.store(why.code(), Ordering::Relaxed);
+        }
+        let absent = if found.is_ok() { 0 } else { (self.absent.load(Ordering::Relaxed) + 1).min(SILENCE) };
         self.absent.store(absent, Ordering::Relaxed);
         self.silent.store((1 << absent) - 1, Ordering::Relaxed);
         found

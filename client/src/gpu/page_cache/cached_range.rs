@@ -160,10 +160,15 @@ impl CachedRange {
     /// Whether a copy of this range of the file, which has ended, is of the file's bytes: its pages
     /// never left the page cache, and the file did not end before it.
     pub fn is_true(&self, offset: u64, len: u64) -> bool {
-        // A page in which the file ends stays where it is when the file becomes shorter within it.
-        self.sentinel.has_all((offset - self.offset) as usize, len as usize)
-            && size(&self.file).is_ok_and(|size| size >= offset + len)
+        let has_all = || self.sentinel.has_all((offset - self.offset) as usize, len as usize);
+        counts(has_all, || size(&self.file).ok(), offset + len)
     }
+}
+
+/// Whether a copy of bytes up to `end`, which has ended, counts. The model judges by it too.
+pub(super) fn counts(sentinel_has_all: impl FnOnce() -> bool, size: impl FnOnce() -> Option<u64>, end: u64) -> bool {
+    // A page in which the file ends stays where it is when the file becomes shorter within it.
+    sentinel_has_all() && size().is_some_and(|size| size >= end)
 }
 
 /// A file's size, as the kernel knows it: the daemon is not asked.

@@ -20,6 +20,7 @@ pub mod cached_file;
 pub mod cached_range;
 #[allow(unsafe_code)]
 pub mod gpu_reads;
+mod host_reads;
 #[cfg(test)]
 mod model;
 #[allow(unsafe_code)]

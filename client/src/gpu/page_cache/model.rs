@@ -8,6 +8,7 @@
 //! the check. What is delivered has to be what the file held at some time since the read began:
 //! before or after each change that was in flight.
 
+use super::cached_range::counts;
 use std::collections::HashSet;
 
 /// What a unit holds: 0 for zeros, or the number of the change that wrote it.
@@ -361,8 +362,9 @@ impl State {
 
     /// As [`super::cached_range::CachedRange::is_true`].
     fn is_true(&self, protocol: Protocol) -> bool {
-        let has_all = self.pages[..self.pages_of_range()].iter().all(|page| page.in_sentinel);
-        has_all && (!protocol.looks_at_size || self.size >= self.len)
+        let has_all = || self.pages[..self.pages_of_range()].iter().all(|page| page.in_sentinel);
+        let size = if protocol.looks_at_size { self.size } else { u8::MAX };
+        counts(has_all, || Some(size.into()), self.len.into())
     }
 
     /// There is no cached range any more; perhaps another one is made.

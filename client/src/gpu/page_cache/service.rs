@@ -7,6 +7,7 @@ use super::cached_file::{CachedFile, RangePlace};
 use super::cached_range::{CachedRange, Missing, NoRange, RANGE_LEN, Registered};
 use super::readers::{PageRead, PageReaders};
 use super::room::Room;
+use gpunvme_abi::Reason;
 use gpunvme_cuda::{Cuda, Gpu};
 use parking_lot::Mutex;
 use std::os::fd::{AsFd, OwnedFd};
@@ -81,16 +82,17 @@ impl PageCache {
     }
 
     /// Has a piece read through the page cache, if that is worth it: by this thread, or by
-    /// others if it is long. False if it is not.
-    pub fn read(&self, cached: &CachedFile, read: PageRead, is_alone: bool) -> bool {
-        if !cached.is_worth_reading(read.file.as_fd(), read.offset, read.len as u64) {
-            return false;
-        }
+    /// others if it is long.
+    ///
+    /// # Errors
+    /// Why it is not.
+    pub fn read(&self, cached: &CachedFile, read: PageRead, is_alone: bool) -> Result<(), Reason> {
+        cached.is_worth_reading(read.file.as_fd(), read.offset, read.len as u64)?;
         if read.len <= if is_alone { LONGEST_ALONE } else { LONGEST_HERE } {
             read.read_here();
-            return true;
+            return Ok(());
         }
-        self.readers.read(read)
+        if self.readers.read(read) { Ok(()) } else { Err(Reason::NotCached) }
     }
 
     /// A range of a file is read, to memory of a GPU: cached ranges that are missing are made

@@ -4,6 +4,7 @@
 //! it: the kernel maps pages around one that is asked for, within a table of 2 MiB of addresses, so
 //! views share no such table with each other or with anything else.
 
+use gpunvme_abi::Reason;
 use rustix::fs::{Access, AtFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -129,9 +130,12 @@ pub fn shows_residency(file: BorrowedFd<'_>) -> bool {
     user.is_root() || is_owner() || rustix::fs::accessat(file, c"", Access::WRITE_OK, flags).is_ok()
 }
 
-/// Whether the page cache has all of a range of a file, as far as the kernel tells: from Linux 6.5
-/// on, and as [`shows_residency`].
-pub fn is_resident(file: BorrowedFd<'_>, offset: u64, len: u64) -> bool {
+/// Finds out whether the page cache has all of a range of a file, as far as the kernel tells: from
+/// Linux 6.5 on, and as [`shows_residency`].
+///
+/// # Errors
+/// Why it is not to be read from there.
+pub fn residency(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Reason> {
     /// `struct cachestat_range` and `struct cachestat` (linux/mman.h).
     #[repr(C)]
     struct Range {
@@ -154,7 +158,15 @@ pub fn is_resident(file: BorrowedFd<'_>, offset: u64, len: u64) -> bool {
     let mut found = Found::default();
     // SAFETY: the kernel reads the one structure, and writes the other.
     let result = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut found, 0) };
-    result == 0 && found.cached >= pages
+    match result {
+        0 if found.cached >= pages => Ok(()),
+        0 => Err(Reason::NotResident),
+        _ => Err(match last_error() {
+            Errno::NOSYS => Reason::OldKernel,
+            Errno::PERM | Errno::ACCESS => Reason::ResidencyHidden,
+            _ => Reason::NotResident,
+        }),
+    }
 }
 
 /// What the kernel tells a process of its own page tables (`/proc/self/pagemap`).

@@ -14,7 +14,7 @@ use crate::file::File;
 use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
-use crate::gpu::outcome::{Outcome, action, cancelled, not_cached, of_piece};
+use crate::gpu::outcome::{Outcome, action, cancelled, from_cache, not_cached, of_piece};
 use crate::gpu::page_cache::PageCache;
 use crate::gpu::page_cache::cached_file::Cached;
 use crate::gpu::page_cache::cached_range::Missing;
@@ -22,7 +22,7 @@ use crate::gpu::page_cache::gpu_reads::BY_KERNEL;
 use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, To};
 use crate::gpu::request::{Cancel, Request, SegmentPart, Source, operation};
 use crate::ring::{Completed, Ring, RingName};
-use crate::transfer::{Moved, Transfer};
+use crate::transfer::Transfer;
 use gpunvme_abi::{Command, Direction, Reason, Route, Segment};
 use gpunvme_cuda::{Entered, Gpu};
 use rustix::io::Errno;
@@ -160,7 +160,7 @@ impl Executor {
         let request = self.requests.insert(active);
         let in_flight = InFlight { request, part: 0, address, slot, cached: None, piece, done: Transfer::default() };
         let index = self.pieces.insert(in_flight);
-        if self.read_pages(index) {
+        if self.read_pages(index, true) {
             return;
         }
         let InFlight { piece, .. } = &self.pieces[index];
@@ -228,13 +228,16 @@ impl Executor {
             self.reading -= 1;
             match result {
                 Ok(arrived) => {
-                    let moved = Moved { cache: arrived, ..Moved::default() };
-                    self.pieces[index].done = Transfer { moved, reason: Some(Reason::None) };
+                    self.pieces[index].done = from_cache(arrived);
                     self.arrived(index, arrived, true);
                 }
                 Err(errno) => match &self.requests[self.pieces[index].request].request.source {
                     // The daemon says what is wrong, if it still is.
-                    Source::Ring(_) => self.push(index),
+                    Source::Ring(_) => {
+                        let request = self.pieces[index].request;
+                        self.requests[request].outcome.passes_cache(Reason::NotCached);
+                        self.push(index);
+                    }
                     Source::Call(path) => {
                         let error = Error::Path { path: path.clone(), action: action(Direction::Read), errno };
                         self.fail(index, error);
@@ -428,7 +431,7 @@ impl Executor {
                     let copy = Copy { direction, address, other, len: piece.wanted, allocation, piece: index };
                     copy_stream(&mut self.copy_streams, allocation.gpu).copy(copy);
                 }
-                None if range.cached && self.read_pages(index) => {}
+                None if self.read_pages(index, range.cached) => {}
                 None => self.push(index),
             }
             any = true;
@@ -443,7 +446,7 @@ impl Executor {
         let Some(Cached { cached_range, place }) = &in_flight.cached else { unreachable!("a piece of a cached range") };
         let PieceRange { file_offset, wanted, .. } = in_flight.piece;
         if cached_range.is_true(file_offset, wanted) {
-            in_flight.done = Transfer { moved: Moved { cache: wanted, ..Moved::default() }, reason: Some(Reason::None) };
+            in_flight.done = from_cache(wanted);
             return self.finish(index);
         }
         place.take_stale(cached_range);
@@ -458,27 +461,43 @@ impl Executor {
         }
     }
 
-    /// Has a piece read out of the page cache, if that has all of it. False if it has not.
-    fn read_pages(&mut self, index: usize) -> bool {
+    /// Has a piece read out of the page cache, if that has all of it and `tries` says so. False
+    /// where it is not.
+    fn read_pages(&mut self, index: usize, tries: bool) -> bool {
         let InFlight { request, part, address, slot, piece, .. } = &self.pieces[index];
-        let request = &self.requests[*request].request;
-        let (Some((cached, _)), Some(resident), Some(slot)) = (&request.cached, &request.resident, slot) else { return false };
+        let active = &mut self.requests[*request];
+        let (request, outcome) = (&active.request, &mut active.outcome);
+        // What the device moves itself, and what is written, has no part in the page cache.
+        let (Some(slot), Direction::Read) = (slot, request.direction) else { return false };
         let allocation = &request.parts[*part].allocation;
         let (offset, len) = (piece.file_offset + piece.skip, piece.wanted);
-        let to = allocation.on_host(*address).map_or_else(
-            || To::Slot(copy_stream(&mut self.copy_streams, allocation.gpu).staging.clone(), slot + piece.skip as usize),
-            To::Host,
-        );
-        let (file, answers) = (resident.file.clone(), self.answers.clone());
-        let read = PageRead { file, offset, len: len as usize, to, piece: index, answers };
-        if !self.page_cache.read(cached, read, self.pieces.len() == 1) {
-            return false;
+        let resident = match (&request.resident, &request.cached) {
+            (Ok(resident), Some((cached, _))) if tries => {
+                let to = allocation.on_host(*address).map_or_else(
+                    || To::Slot(copy_stream(&mut self.copy_streams, allocation.gpu).staging.clone(), slot + piece.skip as usize),
+                    To::Host,
+                );
+                let (file, answers) = (resident.file.clone(), self.answers.clone());
+                let read = PageRead { file, offset, len: len as usize, to, piece: index, answers };
+                self.page_cache.read(cached, read, self.pieces.len() == 1).map(|()| (resident, cached))
+            }
+            (Err(why), _) => Err(*why),
+            // It has left the page cache meanwhile.
+            (Ok(_), _) => Err(Reason::NotResident),
+        };
+        match resident {
+            Ok((resident, cached)) => {
+                self.reading += 1;
+                if resident.missing == Missing::Refuse && allocation.host.is_none() {
+                    self.page_cache.is_read(cached, allocation.gpu, &resident.file, (offset, len), resident.missing);
+                }
+                true
+            }
+            Err(why) => {
+                outcome.passes_cache(why);
+                false
+            }
         }
-        self.reading += 1;
-        if resident.missing == Missing::Refuse && allocation.host.is_none() {
-            self.page_cache.is_read(cached, allocation.gpu, &resident.file, (offset, len), resident.missing);
-        }
-        true
     }
 
     /// Gives a piece to the ring.

@@ -12,7 +12,7 @@ use crate::gpu::page_cache::cached_file::CachedFile;
 use crate::gpu::request::Segment;
 use crate::ring::Attached;
 use crate::transfer::Require;
-use gpunvme_abi::Direction;
+use gpunvme_abi::{Direction, Reason};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 pub struct Job {
     pub direction: Direction,
     pub file: Attached,
-    /// If what the page cache has is read from there.
-    pub resident: Option<(Arc<CachedFile>, Arc<OwnedFd>)>,
+    /// If what the page cache has is read from there, and else why not.
+    pub resident: std::result::Result<(Arc<CachedFile>, Arc<OwnedFd>), Reason>,
     pub require: Require,
     /// As it was cut when it was put into the stream.
     pub cut: Arc<Cut>,

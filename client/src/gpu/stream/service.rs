@@ -11,7 +11,7 @@ use super::plan::{Cut, DEPTH};
 use super::window::Windows;
 use crate::error::{Error, Result};
 use crate::gpu::answer::Answer;
-use crate::gpu::outcome::{Outcome, action, of_piece};
+use crate::gpu::outcome::{Outcome, action, from_cache, of_piece};
 use crate::gpu::page_cache::PageCache;
 use crate::gpu::page_cache::readers::{PageAnswer, PageAnswers, PageRead, To};
 use crate::gpu::pipeline::executor::STALLED;
@@ -20,7 +20,7 @@ use crate::gpu::pipeline::piece_ring::PieceRing;
 use crate::gpu::request::{Segment, SegmentPart, operation};
 use crate::ring::{Completed, Ring};
 use crate::spin::Spin;
-use crate::transfer::{Moved, Transfer};
+use crate::transfer::Transfer;
 use gpunvme_abi::{Direction, MAX_OFFSET, Reason};
 use gpunvme_cuda::Cuda;
 use rustix::io::Errno;
@@ -167,7 +167,7 @@ impl Service {
         let mut any = self.ring.look(now);
         while let Some(Completed { user_data, result, is_common }) = self.ring.pop() {
             let index = user_data as usize;
-            if is_common && let Some((cached, _)) = &self.requests[self.pieces[index].request].job.resident {
+            if is_common && let Ok((cached, _)) = &self.requests[self.pieces[index].request].job.resident {
                 cached.set_common();
             }
             self.transferred(index, result);
@@ -180,11 +180,14 @@ impl Service {
                 self.reading -= 1;
                 match result {
                     Ok(arrived) => {
-                        let moved = Moved { cache: arrived, ..Moved::default() };
-                        self.brought(index, Ok((arrived, Transfer { moved, reason: Some(Reason::None) })));
+                        self.brought(index, Ok((arrived, from_cache(arrived))));
                     }
                     // The daemon says what is wrong, if it still is.
-                    Err(_) => self.transfer(index),
+                    Err(_) => {
+                        let request = self.pieces[index].request;
+                        self.requests[request].outcome.passes_cache(Reason::NotCached);
+                        self.transfer(index);
+                    }
                 }
             }
             self.read = read;
@@ -283,10 +286,18 @@ impl Service {
     /// range is nothing for a stream: it ends by calls of CUDA.
     fn read_pages(&mut self, index: usize) -> bool {
         let InFlight { request, step, piece, .. } = &self.pieces[index];
-        let ActiveJob { job, cut, moved_by, .. } = &self.requests[*request];
+        let ActiveJob { job, cut, moved_by, outcome, .. } = &mut self.requests[*request];
         let planned = &cut.plan.pieces[*piece];
         let slot = job.window.slot(job.number(*step), planned);
-        let (Some((cached, file)), Some(slot)) = (&job.resident, slot) else { return false };
+        // What the device moves itself, and what is written, has no part in the page cache.
+        let (Some(slot), Direction::Read) = (slot, job.direction) else { return false };
+        let (cached, file) = match &job.resident {
+            Ok((cached, file)) => (cached, file),
+            Err(why) => {
+                outcome.passes_cache(*why);
+                return false;
+            }
+        };
         let range = planned.piece.moved_by(*moved_by);
         let read = PageRead {
             file: file.clone(),
@@ -297,8 +308,11 @@ impl Service {
             answers: self.answers.clone(),
         };
         let begun = self.page_cache.read(cached, read, false);
-        self.reading += usize::from(begun);
-        begun
+        match begun {
+            Ok(()) => self.reading += 1,
+            Err(why) => outcome.passes_cache(why),
+        }
+        begun.is_ok()
     }
 
     /// Gives a piece to the ring.

@@ -22,7 +22,7 @@ use crate::gpu::request::{Parts, Segment};
 use crate::mount::Mount;
 use crate::ring::{Ring, RingName};
 use crate::transfer::{Require, Transfer};
-use gpunvme_abi::Direction;
+use gpunvme_abi::{Direction, Reason};
 use gpunvme_cuda::{CudaError, Gpu, Scatter, Stream};
 use rustix::io::Errno;
 use std::os::fd::OwnedFd;
@@ -33,7 +33,7 @@ use std::thread::JoinHandle;
 pub struct Submission<'a> {
     pub direction: Direction,
     pub file: &'a File,
-    pub resident: Option<(Arc<CachedFile>, Arc<OwnedFd>)>,
+    pub resident: std::result::Result<(Arc<CachedFile>, Arc<OwnedFd>), Reason>,
     pub parts: Parts,
     pub require: Require,
     /// Of all parts.

@@ -55,6 +55,7 @@ pub fn of_device(device: &Arc<dyn BlockDevice>, base: u64, data: &Data) -> Resul
 /// Moves through the ioctl, one segment a block.
 pub fn of_ioctl(path: &Path, data: &Data) -> Result<Box<dyn Mover>, Box<dyn Error>> {
     let file = if data.write { gpunvme::File::create(path)? } else { gpunvme::File::open(path)? };
+    file.set_caching(Some(gpunvme::gpu::Caching::Never)); // the device is measured
     let mut memory = gpunvme::Buffer::memfd(data.block as usize * data.depth)?;
     memory.fill(1);
     let buffer = file.mount()?.register(memory)?;

@@ -7,12 +7,13 @@ use super::{MIB, Site, TransferCheck, segment};
 use crate::random::Random;
 use crate::tree;
 use gpunvme::gpu::{Caching, Settings, Transfers};
-use gpunvme::{Buffer, File, Require, Route, Transfer};
+use gpunvme::{Buffer, File, Operation, Registered, Require, Ring, Route, Shared, Transfer, Wait};
 use parking_lot::RwLock;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -39,22 +40,26 @@ enum How {
     InStream,
     /// Into host memory that CUDA knows.
     ToHost,
+    /// By a call, into a registered buffer.
+    ToBuffer,
+    /// By a ring, into a registered buffer.
+    Ring,
 }
 
 impl How {
-    const COUNT: usize = 6;
+    const COUNT: usize = 8;
 
     fn caching(self) -> Caching {
         match self {
             How::ReadAgain => Caching::ReadAgain,
             How::Never => Caching::Never,
-            How::Resident | How::Bounce | How::InStream | How::ToHost => Caching::Resident,
+            _ => Caching::Resident,
         }
     }
 
     /// Whether it may take bytes out of the page cache.
     fn is_cached(self) -> bool {
-        !matches!(self, How::Never | How::Bounce)
+        !matches!(self, How::Never | How::Bounce | How::Ring)
     }
 }
 
@@ -65,6 +70,9 @@ struct Reader<'a> {
     memory: Memory,
     stream: usize,
     host: Pinned,
+    buffer: Registered,
+    ring: Ring,
+    shared: Arc<Shared>,
 }
 
 impl<'a> Reader<'a> {
@@ -73,7 +81,9 @@ impl<'a> Reader<'a> {
         settings.caching = caching;
         let transfers = Transfers::with(&site.mount(), settings).unwrap();
         let (memory, host) = (allocated(site.gpu, len as usize), Pinned::new(site.gpu, len as usize));
-        Reader { site, transfers, memory, stream: own_stream(site.gpu), host }
+        let registered = || site.mount().register(Buffer::memfd(len as usize).unwrap()).unwrap();
+        let (ring, shared) = (Ring::new(&site.mount(), 8).unwrap(), registered().share());
+        Reader { site, transfers, memory, stream: own_stream(site.gpu), host, buffer: registered(), ring, shared }
     }
 
     fn read_by(&mut self, how: How, file: &File, offset: u64, len: u64) -> (Transfer, Vec<u8>) {
@@ -88,6 +98,21 @@ impl<'a> Reader<'a> {
                 // SAFETY: the memory is this reader's.
                 let done = unsafe { self.transfers.read(file, &[to]) }.unwrap();
                 return (done, self.host.bytes()[..done.bytes() as usize].to_vec());
+            }
+            How::ToBuffer => {
+                let to = gpunvme::Segment { file_offset: offset, buffer_offset: 0, len };
+                let done = file.read(&mut self.buffer, &[to]).unwrap();
+                return (done, self.buffer[..done.bytes() as usize].to_vec());
+            }
+            How::Ring => {
+                let attached = self.ring.attach(file).unwrap();
+                self.ring.push(&Operation::read(&attached, offset, &self.shared, 0, len)).unwrap();
+                let mut completed = Vec::new();
+                self.ring.complete(Wait::Forever, &mut completed).unwrap();
+                let done = completed.pop().unwrap().result.unwrap();
+                let mut bytes = vec![0; done.bytes() as usize];
+                self.shared.copy_out(0, &mut bytes);
+                return (done, bytes);
             }
         };
         let done = done.unwrap();
@@ -274,7 +299,7 @@ fn readers_by_all_routes_see_what_is_there(site: &Site) {
     // Held by writers shared, and alone by the one that truncates.
     let whole = RwLock::new(());
     let over = AtomicBool::new(false);
-    let other_ways = [How::Resident, How::Never, How::Bounce, How::InStream, How::ToHost];
+    let other_ways = [How::Resident, How::Never, How::Bounce, How::InStream, How::ToHost, How::ToBuffer, How::Ring];
     let drops = AtomicU64::new(0);
     let (cached, moved) = ([const { AtomicU64::new(0) }; How::COUNT], [const { AtomicU64::new(0) }; How::COUNT]);
     let until = Instant::now() + Duration::from_secs(seconds);

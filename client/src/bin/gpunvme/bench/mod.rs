@@ -10,6 +10,7 @@ use crate::output::Output;
 use crate::report::{self, Failure, Report};
 use crate::scratch;
 use figures::{Figures, Row, Run};
+use gpunvme::gpu::Caching;
 use gpunvme::{File, Mount};
 use indicatif::{ProgressBar, ProgressStyle};
 use load::{Load, Operation};
@@ -32,6 +33,7 @@ pub fn run(args: &Bench) -> Result<Report, Failure> {
         )));
     }
     let file = File::of(scratch::file(&args.dir)?, &args.dir)?;
+    file.set_caching(Some(Caching::Never)); // the device is measured
     // What cannot be written is known before anything was measured.
     let mut save = args.save.as_deref().map(|path| Output::open(path, &file)).transpose()?;
     let mut plot = args.plot.as_deref().map(|path| Output::open(path, &file)).transpose()?;

@@ -4,7 +4,7 @@
 use super::container::Container;
 use super::machine::Nvidia;
 use super::pci::Function;
-use super::proof::{Ground, Outcome, Proof};
+use super::proof::{Ground, OnNode, Outcome, Proof};
 use super::route::{Change, Verdict};
 use super::sysfs::Tree;
 use crate::gpu::{Memory, find};
@@ -50,6 +50,10 @@ pub fn run(which: Which, directory: Option<&Path>) -> Result<Report, Failure> {
     if let Outcome::Proved(proof) = &cache {
         let rate = gigabytes(proof, proof.first_use);
         report.line("", format!("what is read again; its pages were registered at {rate:.2} GB/s"));
+        for on in &proof.nodes {
+            let rate = speed(on).map(|rate| format!(", read at {rate:.2} GB/s")).unwrap_or_default();
+            report.line("", format!("{} of its pages lie on NUMA node {}{rate}", report::size(on.bytes), on.node));
+        }
     }
     let (route, reason) = match (&p2p, &bounce, &cache) {
         (Outcome::Wrong(_), ..) | (_, Outcome::Wrong(_), _) | (.., Outcome::Wrong(_)) => (Route::None, Reason::None),
@@ -205,8 +209,18 @@ fn outcome_json(outcome: &Outcome) -> Value {
             "write_gb_per_s": proof.write.map(|took| gigabytes(proof, took)),
             "read_gb_per_s": gigabytes(proof, proof.read),
             "sha256": proof.sha256,
+            "nodes": proof.nodes.iter().map(node_json).collect::<Vec<_>>(),
         }),
     }
+}
+
+fn node_json(on: &OnNode) -> Value {
+    json!({"node": on.node, "bytes": on.bytes, "read_gb_per_s": speed(on)})
+}
+
+/// At what speed pages of a node are read, if ranges lie mostly there.
+fn speed(on: &OnNode) -> Option<f64> {
+    (on.read_bytes > 0).then(|| on.read_bytes as f64 / on.read.as_secs_f64() / 1e9)
 }
 
 fn gigabytes(proof: &Proof, took: Duration) -> f64 {

@@ -12,8 +12,9 @@ mod fixture;
 mod gpu;
 mod kernel;
 mod machine;
-mod pci;
 #[allow(unsafe_code)]
+mod numa;
+mod pci;
 mod proof;
 mod render;
 mod route;

@@ -1,6 +1,7 @@
 //! Routes between a mount and GPU memory, proved: a pattern goes to a file and back each way, and
 //! what came is compared with what CUDA's copies and ordinary reads see.
 
+use super::numa;
 use crate::gpu::{self, Memory};
 use crate::report::Failure;
 use crate::scratch;
@@ -9,6 +10,7 @@ use gpunvme::{Error, File, Moved, Reason, Require, Route};
 use gpunvme_cuda::{CudaError, Gpu};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -43,6 +45,17 @@ pub struct Proof {
     pub read: Duration,
     /// Of the pattern, and so of what came back.
     pub sha256: String,
+    /// Of `cache`, where the pages lie, if the kernel tells.
+    pub nodes: Vec<OnNode>,
+}
+
+/// Cached pages on a NUMA node.
+pub struct OnNode {
+    pub node: u32,
+    pub bytes: u64,
+    /// How many bytes were read for this: of ranges most of which lies there.
+    pub read_bytes: u64,
+    pub read: Duration,
 }
 
 /// A file without a name on a mount, and GPU memory of its length.
@@ -108,7 +121,32 @@ impl Ground {
             Err(error) => return Err(error.into()),
         }
         let transfers = self.transfers.requiring(Require { route: Some(Route::Cache), direct: false });
-        self.read(&transfers, Route::Cache, start.elapsed(), None)
+        let mut outcome = self.read(&transfers, Route::Cache, start.elapsed(), None)?;
+        if let Outcome::Proved(proof) = &mut outcome {
+            proof.nodes = self.by_node(&transfers)?;
+        }
+        Ok(outcome)
+    }
+
+    /// Where the file's pages lie, and at what speed they are read from there.
+    fn by_node(&self, transfers: &Transfers) -> Result<Vec<OnNode>, Failure> {
+        let mapped = numa::mapped(&self.ordinary);
+        let mut found: BTreeMap<u32, (u64, Vec<Segment>)> = BTreeMap::new();
+        for (offset, nodes) in &mapped {
+            nodes.iter().for_each(|(node, bytes)| found.entry(*node).or_default().0 += bytes);
+            if let Some(node) = numa::most(nodes) {
+                let address = self.memory.address() + offset;
+                let len = nodes.values().sum();
+                found.entry(node).or_default().1.push(Segment { file_offset: *offset, address, len });
+            }
+        }
+        let read = |(node, (bytes, segments)): (u32, (u64, Vec<Segment>))| {
+            let start = Instant::now();
+            // SAFETY: the memory is this ground's, and as long as the file.
+            let done = unsafe { transfers.read(&self.file, &segments) }?;
+            Ok(OnNode { node, bytes, read_bytes: done.bytes(), read: start.elapsed() })
+        };
+        found.into_iter().map(read).collect()
     }
 
     fn segment(&self) -> Segment {
@@ -147,7 +185,7 @@ impl Ground {
         if by(&arrived.moved, route) != segment.len {
             return Ok(Outcome::Wrong("bytes went another way"));
         }
-        Ok(Outcome::Proved(Proof { bytes: segment.len, first_use, write, read, sha256 }))
+        Ok(Outcome::Proved(Proof { bytes: segment.len, first_use, write, read, sha256, nodes: Vec::new() }))
     }
 
     /// Where the steps through the memory begin, and how long they are.

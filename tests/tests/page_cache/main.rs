@@ -1,5 +1,7 @@
 //! The route `cache` with the software CUDA driver: when it is taken, and what it may take.
 
+mod reads;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
