@@ -24,7 +24,7 @@ get_kernel() {
     if ! is_whole "$kernel" && [ -n "$package" ]; then
         say "fetching $package"
         mkdir -p "$fetched"
-        if (cd "$fetched" && apt-get -qq download "$package" >/dev/null 2>&1); then
+        if (cd "$fetched" && flock /var/lib/dpkg apt-get -qq download "$package" >/dev/null 2>&1); then
             dpkg-deb --extract "$fetched"/*.deb "$fetched"
             mkdir -p "$kernel/modules"
             for module in "${MODULES[@]}" "${FABRICS[@]}"; do

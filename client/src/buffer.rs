@@ -6,7 +6,7 @@
 use crate::connection::Connection;
 use crate::error::{Error, Result};
 use crate::sys::Mapping;
-use gpunvme_abi::{Reason, RegisterFlags, Route};
+use gpunvme_abi::{Reason, RegisterFlags, Route, Segment};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use std::any::Any;
@@ -173,6 +173,21 @@ impl<M> Registered<M> {
     /// and to, and no longer borrowed.
     pub fn share(self) -> Arc<Shared<M>> {
         Arc::new(Shared(self))
+    }
+}
+
+impl<M: Memory> Registered<M> {
+    /// Whether segments lie within it. It is asked of the mapping, because a slice of bytes that
+    /// the device may be changing must not even exist.
+    pub(crate) fn holds(&self, segments: &[Segment]) -> Result<()> {
+        let len = self.memory.length();
+        for (index, segment) in segments.iter().enumerate() {
+            let end = segment.buffer_offset.saturating_add(segment.len);
+            if end > len as u64 {
+                return Err(Error::OutsideBuffer { segment: index as u32, end, len });
+            }
+        }
+        Ok(())
     }
 }
 

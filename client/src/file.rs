@@ -215,11 +215,12 @@ impl File {
         if require.route != Some(Route::Cache) {
             return self.read_to(buffer, segments, require.flags());
         }
+        buffer.holds(segments)?;
         let refused = |why: Option<Reason>| {
             let reason = why.unwrap_or(Reason::RouteNotAvailable);
             self.transfer_failed(Command::Read, Errno::OPNOTSUPP, reason, None, Transfer::default())
         };
-        self.read_resident(buffer, segments, require.flags()).map_err(refused)
+        self.read_resident(buffer, segments, require.flags(), true).map_err(refused)
     }
 
     /// Reads segments into registered memory: out of the page cache, where that has them, or by the
@@ -230,7 +231,7 @@ impl File {
         segments: &[Segment],
         flags: TransferFlags,
     ) -> Result<Transfer> {
-        let cache_reason = match self.read_resident(buffer, segments, flags) {
+        let cache_reason = match self.read_resident(buffer, segments, flags, false) {
             Ok(done) => return Ok(done),
             Err(why) => why,
         };
@@ -333,15 +334,7 @@ impl File {
         segments: &[Segment],
         flags: TransferFlags,
     ) -> Result<Transfer> {
-        // Asked of the mapping, because a slice of bytes that the device may be changing must not
-        // even exist.
-        let len = buffer.memory.length();
-        for (index, segment) in segments.iter().enumerate() {
-            let end = segment.buffer_offset.saturating_add(segment.len);
-            if end > len as u64 {
-                return Err(Error::OutsideBuffer { segment: index as u32, end, len });
-            }
-        }
+        buffer.holds(segments)?;
         let is_written_back = self.write_back_all(segments.iter().map(|segment| (segment.file_offset, segment.len)))?;
         let flags = if is_written_back { flags | TransferFlags::WRITTEN_BACK } else { flags };
         let mut done = Transfer::default();

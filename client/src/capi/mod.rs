@@ -52,9 +52,10 @@ impl CResult {
 /// # Safety
 /// `result` is NULL, or may be written to.
 unsafe fn clear(result: *mut CResult) {
+    let nothing = CResult::new(&Transfer::default(), None, None);
     if !result.is_null() {
         // SAFETY: the caller of this function says so.
-        unsafe { result.write(CResult::new(&Transfer::default(), None, None)) };
+        unsafe { result.write(nothing) };
     }
 }
 

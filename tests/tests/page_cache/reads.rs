@@ -34,8 +34,7 @@ fn a_read_says_why_it_did_not_come_from_the_page_cache() {
             assert_eq!((done.reason == Some(Reason::NoVfio), done.cache_reason), (route.is_none(), Some(Reason::CachingOff)));
         }
         for (offset, len) in [(0, 4 * MIB), (MIB, 4096), (MIB, 100)] {
-            let part = Some(std::num::NonZero::new(MIB).unwrap());
-            fadvise(fs::File::open(file.path()).unwrap(), MIB, part, Advice::DontNeed).unwrap();
+            fadvise(fs::File::open(file.path()).unwrap(), 0, None, Advice::DontNeed).unwrap();
             let (done, _) = reader.read(&all, &file, offset, len).unwrap();
             assert_eq!(done.cache_reason, Some(Reason::NotResident), "{:?}", done.moved);
         }
@@ -108,7 +107,45 @@ fn reads_into_host_memory_take_what_the_page_cache_has() {
     File::create(file.path()).unwrap().write(&other, &[segment]).unwrap();
     read(&file, &changed, (0, len), any).unwrap();
     // A file that is open for writing only is the daemon's to refuse.
-    let written = fs::OpenOptions::new().write(true).open(file.path()).unwrap();
-    let refused = read(&File::of(written, file.path()).unwrap(), &changed, (0, 10), any);
-    assert_eq!(refused.unwrap_err().errno(), rustix::io::Errno::BADF);
+    for flags in [0, libc::O_DIRECT] {
+        assert!(fs::read(file.path()).unwrap() == changed);
+        let written = fs::OpenOptions::new().write(true).custom_flags(flags).open(file.path()).unwrap();
+        let refused = read(&File::of(written, file.path()).unwrap(), &changed, (0, 10), any);
+        assert_eq!(refused.unwrap_err().errno(), rustix::io::Errno::BADF);
+    }
+    // Where it is demanded, the end of the file is no error, and what does not fit is what it always is.
+    let done = read(&file, &changed, (len, 5), only(Route::Cache)).unwrap();
+    assert_eq!(done.bytes(), 0);
+    let outside = gpunvme::Segment { file_offset: 0, buffer_offset: 8 << 20, len: 1 };
+    let refused = file.read_requiring(&mut other, &[outside], only(Route::Cache));
+    assert!(matches!(refused, Err(Error::OutsideBuffer { .. })), "{refused:?}");
+    // A buffer of another mount is none, whatever the page cache has.
+    let elsewhere = Mounted::new();
+    let mut foreign = Mount::open(elsewhere.root()).unwrap().register(Buffer::memfd(4096).unwrap()).unwrap();
+    let segment = gpunvme::Segment { file_offset: 0, buffer_offset: 0, len: 4096 };
+    for route in [None, Some(Route::Cache)] {
+        assert!(fs::read(file.path()).unwrap() == changed);
+        file.read_requiring(&mut foreign, &[segment], Require { route, direct: false }).unwrap_err();
+    }
+}
+
+/// After many short reads that the page cache had nothing of, what it has is still found where it
+/// is demanded.
+#[test]
+fn what_the_page_cache_has_is_read_where_it_is_demanded_after_many_reads_that_it_had_not() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let (file, bytes) = resident(&volume, 4 * MIB);
+    let mut buffer = Mount::open(volume.root()).unwrap().register(Buffer::memfd(4096).unwrap()).unwrap();
+    fadvise(fs::File::open(file.path()).unwrap(), 0, None, Advice::DontNeed).unwrap();
+    for n in 0..600 {
+        let segment = gpunvme::Segment { file_offset: n * 4096, buffer_offset: 0, len: 4096 };
+        file.read(&mut buffer, &[segment]).unwrap();
+    }
+    let found = (0..20).any(|_| {
+        assert!(fs::read(file.path()).unwrap() == bytes);
+        let segment = gpunvme::Segment { file_offset: 0, buffer_offset: 0, len: 4096 };
+        file.read_requiring(&mut buffer, &[segment], only(Route::Cache)).is_ok()
+    });
+    assert!(found);
 }

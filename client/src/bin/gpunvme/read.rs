@@ -8,6 +8,7 @@ use crate::meter::Meter;
 use crate::output::Output;
 use crate::report::{Failure, Report};
 use crate::write;
+use gpunvme::gpu::Caching;
 use gpunvme::{Buffer, Error, File, Registered, Segment};
 use sha2::{Digest, Sha256};
 use std::io::Write;
@@ -33,6 +34,8 @@ pub fn range(part: &Segment) -> Range<usize> {
 
 pub fn run(args: &Read) -> Result<Report, Failure> {
     let file = File::open(&args.file)?;
+    // Whatever the page cache has: the command shows what the device does.
+    file.set_caching(Some(Caching::Never));
     let rest = file.size()?.saturating_sub(args.offset);
     let len = args.length.map_or(rest, |length| length.min(rest));
     let mut output = args.output.as_deref().map(|path| Output::open(path, &file)).transpose()?;

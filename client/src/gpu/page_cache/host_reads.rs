@@ -4,6 +4,7 @@
 //! It guards that nothing else is read so: the kernel is asked first whether it has all of it. If
 //! that leaves the page cache meanwhile, read(2) still reads the file's bytes.
 
+use super::view::residency;
 use crate::buffer::{Memory, Registered};
 use crate::file::File;
 use crate::gpu::attachments::{cached, for_pages};
@@ -20,34 +21,47 @@ const LONGEST: u64 = 4 << 20;
 
 impl File {
     /// Reads a segment out of the page cache, if that has all of it, as far as the file goes. The
-    /// caller sees to it that no other code uses that part of the buffer meanwhile.
+    /// caller sees to it that no other code uses that part of the buffer meanwhile. Where it is
+    /// `demanded`, the kernel is asked whatever it said of reads before.
     ///
     /// # Errors
     /// Why not; none for calls that never are: of several segments, which devices read side by
-    /// side, of many bytes, and into memory that is not mapped here.
+    /// side, of many bytes, into memory that is not mapped here, and what the daemon is to judge.
     pub(crate) fn read_resident<M: Memory>(
         &self,
         buffer: &Registered<M>,
         segments: &[Segment],
         flags: TransferFlags,
+        demanded: bool,
     ) -> std::result::Result<Transfer, Option<Reason>> {
         let ([segment], true) = (segments, M::IS_MAPPED) else { return Err(None) };
         let memory = &buffer.memory;
+        let fits = segment.buffer_offset.saturating_add(segment.len) <= memory.length() as u64;
+        if !fits || self.filesystem() != buffer.connection.filesystem {
+            return Err(None);
+        }
+        let mut size = self.known_size().map_err(|_| None)?;
+        if segment.file_offset.saturating_add(segment.len) > size {
+            // Direct writes may have made it longer than the kernel knows.
+            size = self.size().map_err(|_| None)?;
+        }
+        let len = segment.len.min(size.saturating_sub(segment.file_offset));
+        let open_for = rustix::fs::fcntl_getfl(self).map_err(|_| None)?;
+        if len > LONGEST || open_for & OFlags::RWMODE == OFlags::WRONLY {
+            return Err(None);
+        }
+        if len == 0 {
+            return if demanded { Ok(Transfer::default()) } else { Err(None) };
+        }
         let cached = cached(self);
         if !flags.is_empty() || cached.caching() == Some(Caching::Never) {
             return Err(Some(Reason::CachingOff));
         }
-        let size = self.known_size().map_err(|_| None)?;
-        let len = segment.len.min(size.saturating_sub(segment.file_offset));
-        // What does not fit, and what lies behind the end, is for the daemon to judge.
-        if len == 0 || len > LONGEST || segment.buffer_offset.saturating_add(segment.len) > memory.length() as u64 {
-            return Err(None);
-        }
-        cached.residency(self.as_fd(), segment.file_offset, len).map_err(Some)?;
-        let is_direct = rustix::fs::fcntl_getfl(self).is_ok_and(|flags| flags.contains(OFlags::DIRECT));
+        let has_all = |file, offset| if demanded { residency(file, offset, len) } else { cached.residency(file, offset, len) };
+        has_all(self.as_fd(), segment.file_offset).map_err(Some)?;
         let read =
             |file: BorrowedFd<'_>| memory.read_file(file, segment.file_offset, segment.buffer_offset as usize, len as usize);
-        let read = if is_direct {
+        let read = if open_for.contains(OFlags::DIRECT) {
             cached.descriptor(|| for_pages(self)).and_then(|file| read(file.as_fd()))
         } else {
             read(self.as_fd())

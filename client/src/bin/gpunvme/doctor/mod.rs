@@ -12,9 +12,9 @@ mod fixture;
 mod gpu;
 mod kernel;
 mod machine;
-#[allow(unsafe_code)]
 mod numa;
 mod pci;
+#[allow(unsafe_code)]
 mod proof;
 mod render;
 mod route;
