@@ -291,16 +291,19 @@ class ring {
 		return made;
 	}
 
-	/* A free slot, waited for or not. */
+	/*
+	 * A free slot, waited for or not. Also where it is not, completions are looked for once: they may
+	 * be of requests that were given up, whose slots nobody else waits for.
+	 */
 	GPUNVME_OUTLINE GPUNVME_FN u32 take_slot(bool patient, int *status) const
 	{
 		u64 start = detail::now();
-		for (;;) {
+		for (bool looked = false;; looked = true) {
 			u32 over = detail::load(&shared->over.word), slot = find_slot();
 			if (over == 0 && slot != detail::none)
 				return slot;
-			bool late = detail::now() - start > patience;
-			if (over != 0 || !patient || late) {
+			bool late = patient ? detail::now() - start > patience : looked;
+			if (over != 0 || late) {
 				if (slot != detail::none)
 					free_slot(slot);
 				*status = over != 0 ? int(over) : patient ? timed_out : again;
@@ -407,7 +410,7 @@ class ring {
 			found what = take(number, &own);
 			if (what == ours)
 				return own;
-			/* What was completed before the ring was over has been handed to its slot. */
+			/* A slot that has its completion cannot be left, and the next look finds that. */
 			bool ends = late || (over != 0 && what == nothing);
 			if (ends && leave(slot))
 				return {{over != 0 ? int(over) : timed_out, 0, 0}, false};
@@ -436,9 +439,10 @@ class ring {
 	}
 
 	/*
-	 * Takes completions, if no other thread is at it, and hands them to their slots; that of the slot
-	 * that the thread waits for, to the thread. One thread at a time is fast enough: it takes many at
-	 * once, and those that wait do not contend for them.
+	 * Takes completions, if no other thread is at it, and hands each to its slot. A completion of
+	 * slot `waits_for` goes to `own` instead. One thread at a time is fast enough: it takes many at
+	 * once, and those that wait do not contend for them. Where the ring is over, all that came before
+	 * are handed out first.
 	 */
 	GPUNVME_OUTLINE GPUNVME_FN found take(u32 waits_for, end *own) const
 	{
@@ -447,25 +451,30 @@ class ring {
 		u32 head = detail::load(&shared->head.word), told = detail::load(&shared->told.word), begin = head;
 		u32 over, tail, looks = 4;
 		do {
-			over = detail::load(word(detail::over_word));
+			over = detail::load(word(detail::over_word)) & detail::errnos;
 			tail = detail::load_acquire(word(detail::completion_tail));
 		} while (over == 0 && tail == head && --looks > 0);
 		/* What the daemon completed before the ring was over counts. */
-		if (over != 0)
+		if (over != 0) {
+			over = detail::load_acquire(word(detail::over_word)) & detail::errnos;
 			tail = detail::load_acquire(word(detail::completion_tail));
+		}
 		if (tail - told > entries || tail - head > entries) {
 			over = broken;
 			tail = head;
 		}
 		found what = nothing;
 		GPUNVME_ROLLED
-		while (head != tail && head - begin < turn) {
+		while (head != tail && (over != 0 || head - begin < turn)) {
 			u32 left = tail - head, count = left < width ? left : u32(width);
 			found these = hand_out(head, count, waits_for, own);
 			what = these == ours ? ours : what == ours ? ours : others;
 			head += count;
 		}
-		/* Entries are used again when the daemon knows that they were taken: that costs a fence. */
+		/*
+		 * Entries are used again when the daemon knows that they were taken. That costs a fence: it is
+		 * told when nothing came, so that there is time, and before it has no room.
+		 */
 		if (head != told && (head == begin || head - told > entries / 4)) {
 			detail::fence();
 			detail::store(word(detail::completion_head), head);
@@ -501,7 +510,7 @@ class ring {
 			states[n] = detail::idle;
 			if (n < count && first[n].pair(0) < entries) {
 				u64 bytes = (flags[n] & detail::moved_all) != 0 ? detail::as_asked : moved(position + n);
-				outcome ended = {int(first[n].word[2]), first[n].word[3], bytes};
+				outcome ended = {int(first[n].word[2] & detail::errnos), first[n].word[3], bytes};
 				if (first[n].word[0] == waits_for) {
 					*own = {ended, true};
 					what = ours;
@@ -524,7 +533,8 @@ class ring {
 		GPUNVME_UNROLLED
 		for (u32 n = 0; n < width; n++)
 			if (states[n] == detail::abandoned &&
-			    detail::exchange(&slots()[first[n].word[0]].state, detail::idle) == detail::abandoned)
+			    detail::compare_exchange(&slots()[first[n].word[0]].state, u32(detail::abandoned),
+						     u32(detail::idle)) == detail::abandoned)
 				free_slot(first[n].word[0]);
 		return what;
 	}

@@ -56,6 +56,9 @@ enum : u32 {
 	moved_all = 2, /* of its flags */
 };
 
+/* What of a status from the daemon counts: its sign is for values of these headers' own. */
+enum : u32 { errnos = 0x7fffffff };
+
 /* More than any request has: of one whose bytes were all moved. */
 enum : u64 { as_asked = ~0ull };
 
@@ -361,7 +364,9 @@ GPUNVME_FN sixteen load(const sixteen *at)
 	GPUNVME_EITHER(asm volatile("ld.relaxed.sys.v4.u32 {%0, %1, %2, %3}, [%4];"
 				    : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
 				    : "l"(at) : "memory"),
-		       value = *at);
+		       u64 *words = reinterpret_cast<u64 *>(&value);
+		       words[0] = load(reinterpret_cast<const u64 *>(at));
+		       words[1] = load(reinterpret_cast<const u64 *>(at) + 1));
 	return value;
 }
 

@@ -115,8 +115,8 @@ impl GpuRing {
     ///     mount: the mount whose files they use.
     ///     gpu: its number among those that the process may use.
     ///     entries: requests in flight at the most, a power of two from 32 to 4096; 1024 unless told.
-    ///     slot: bytes of one request at the most, a multiple of 4096; 64 KiB unless told. Each entry has
-    ///         as much pinned host memory.
+    ///     slot: bytes that one request has room for at least, a multiple of 4096; 64 KiB unless told.
+    ///         Each entry has as much pinned host memory, or a page more.
     ///     patience: how many seconds a kernel waits for one answer, or for a slot; 30 unless told.
     ///
     /// Raises:

@@ -61,7 +61,8 @@ def parameter(of):
 
 def test_the_headers_come_with_the_package():
     folder = Path(gpunvme.get_include())
-    assert {"gpunvme_device.h", "gpunvme_device_detail.h", "gpunvme_array.h"} <= set(os.listdir(folder))
+    needed = {"gpunvme_device.h", "gpunvme_device_detail.h", "gpunvme_device_groups.h", "gpunvme_array.h"}
+    assert needed <= set(os.listdir(folder))
 
 
 @pytest.mark.skipif(

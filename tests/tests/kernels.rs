@@ -74,11 +74,16 @@ impl Site {
 
 /// The program, compiled with further options.
 fn compiled(name: &str, options: &[&str]) -> PathBuf {
+    compiled_of("kernels.cc", name, options)
+}
+
+/// One of a source in `tests/c`.
+fn compiled_of(source: &str, name: &str, options: &[&str]) -> PathBuf {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let built = Command::new("c++")
         .args(["-std=c++14", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"])
         .args(options)
-        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/c/kernels.cc"))
+        .arg(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/c")).join(source))
         .args(["-I", concat!(env!("CARGO_MANIFEST_DIR"), "/../client/include"), "-L"])
         .arg(programs::folder())
         .args(["-lgpunvme", "-o"])
@@ -397,6 +402,15 @@ fn a_kernel_that_submits_garbage_spoils_its_own_ring_alone() {
     bystander.check();
     site.run("wild_completions");
     bystander.check();
+}
+
+#[test]
+fn kernels_end_whatever_a_daemon_answers() {
+    let program = compiled_of("kernels_hostile.cc", "kernels-hostile", &[]);
+    for scenario in ["status", "status_of_ring", "late", "ahead"] {
+        let output = Command::new("timeout").args(["--kill-after=5", "30"]).arg(&program).arg(scenario).output().unwrap();
+        assert!(output.status.success(), "{scenario}: {}", text(&output));
+    }
 }
 
 #[test]

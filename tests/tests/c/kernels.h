@@ -29,6 +29,8 @@ static_assert(gpunvme::detail::submission_tail == GPUNVME_RING_SUBMISSION_TAIL &
                       gpunvme::detail::entries_begin == GPUNVME_RING_ENTRIES &&
                       gpunvme::detail::entry_bytes == sizeof(struct gpunvme_submission) &&
                       gpunvme::detail::entry_bytes == sizeof(struct gpunvme_completion) &&
+                      gpunvme::detail::flags_at == offsetof(struct gpunvme_completion, flags) &&
+                      gpunvme::detail::moved_all == GPUNVME_COMPLETION_ALL &&
                       gpunvme::detail::command_read == _IOC_NR(GPUNVME_READ(1)) &&
                       gpunvme::detail::command_write == _IOC_NR(GPUNVME_WRITE(1)),
               "the device header is another ABI");
@@ -106,7 +108,7 @@ struct Team {
 };
 
 /* Runs a kernel: `blocks` teams of `threads` threads. */
-static void launch(unsigned blocks, unsigned threads, const std::function<void(unsigned, const Team &)> &kernel)
+static inline void launch(unsigned blocks, unsigned threads, const std::function<void(unsigned, const Team &)> &kernel)
 {
 	struct Block {
 		pthread_barrier_t barrier;
@@ -166,7 +168,7 @@ struct Site {
 	}
 };
 
-static unsigned long long random_number(unsigned long long *state)
+static inline unsigned long long random_number(unsigned long long *state)
 {
 	*state ^= *state << 13;
 	*state ^= *state >> 7;

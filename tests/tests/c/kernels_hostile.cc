@@ -1,0 +1,180 @@
+/*
+ * Kernels on the CPU with a daemon that answers anything: a ring in the memory of this process, and
+ * no mount (tests/tests/kernels.rs).
+ *
+ *     kernels_hostile SCENARIO
+ *
+ * Exits with 0 when every call ended as it should.
+ */
+#include "kernels.h"
+
+#include <atomic>
+
+static const unsigned N = 256, SLOT = 4096;
+
+/* What the host's library lays out (client/src/gpu/kernels/layout.rs). */
+struct Handed {
+	unsigned char *memory, *staging, *state;
+	unsigned long long buffer, patience;
+	unsigned entries, slot_bytes;
+	unsigned long long unused[2];
+};
+
+struct HandedArray {
+	Handed ring;
+	unsigned long long file, bytes;
+	unsigned long long *words;
+	gpunvme::detail::set *sets;
+	unsigned char *frames;
+	gpunvme::detail::counters *counters;
+	unsigned ways, sets_count, page_bits, writable;
+};
+
+/* A ring, and the daemon's end of it. */
+struct Ring {
+	alignas(4096) unsigned char memory[4096 + N * 128] = {};
+	alignas(4096) unsigned char staging[N * SLOT] = {};
+	alignas(128) unsigned char state[2048 + N * 36 + N / 8] = {};
+	unsigned taken = 0, tail = 0;
+
+	Ring() { memset(state + 2048 + N * 36, 0xff, N / 8); }
+
+	Handed handed(unsigned patience_ms)
+	{
+		return {memory, staging, state, 1, patience_ms * 1000000ull, N, SLOT, {0, 0}};
+	}
+
+	gpunvme::ring for_kernels(unsigned patience_ms)
+	{
+		Handed handed = this->handed(patience_ms);
+		gpunvme::ring ring;
+		static_assert(sizeof(handed) == sizeof(ring), "the same fields");
+		memcpy(static_cast<void *>(&ring), &handed, sizeof(ring));
+		return ring;
+	}
+
+	unsigned *word(unsigned offset) { return reinterpret_cast<unsigned *>(memory + offset); }
+
+	void complete(unsigned long long number, unsigned status)
+	{
+		struct gpunvme_completion answer = {};
+		answer.user_data = number;
+		answer.status = int(status);
+		answer.flags = GPUNVME_COMPLETION_ALL;
+		memcpy(memory + GPUNVME_RING_ENTRIES + 64 * (N + tail % N), &answer, sizeof(answer));
+		__atomic_store_n(word(GPUNVME_RING_COMPLETION_TAIL), ++tail, __ATOMIC_RELEASE);
+	}
+
+	/* Answers what was submitted, so many at most. */
+	void answer(unsigned status, unsigned most = N)
+	{
+		while (most-- > 0 && taken != __atomic_load_n(word(GPUNVME_RING_SUBMISSION_TAIL), __ATOMIC_ACQUIRE)) {
+			struct gpunvme_submission asked;
+			memcpy(&asked, memory + GPUNVME_RING_ENTRIES + 64 * (taken++ % N), sizeof(asked));
+			complete(asked.user_data, status);
+		}
+	}
+};
+
+/* Gets an element of an array, while the daemon answers with a status or says one for the ring. */
+static int get(unsigned status, bool of_ring)
+{
+	static Ring ring;
+	static unsigned long long words[4];
+	static gpunvme::detail::set sets[1];
+	static gpunvme::detail::counters counters[128];
+	static unsigned char frames[4 * 4096];
+	HandedArray handed = {ring.handed(500), 1, 1 << 20, words, sets, frames, counters, 4, 1, 12, 0};
+	gpunvme::array<unsigned> array;
+	static_assert(sizeof(handed) == sizeof(array), "the same fields");
+	memcpy(static_cast<void *>(&array), &handed, sizeof(array));
+	if (of_ring)
+		*ring.word(GPUNVME_RING_OVER) = status;
+	std::atomic<bool> over{false};
+	std::thread daemon([&] {
+		while (!over)
+			ring.answer(status);
+	});
+	unsigned value;
+	int ended = array.get(5, &value);
+	over = true;
+	daemon.join();
+	return ended;
+}
+
+/* A status that is no errno is an error, and no value of the header's own. */
+static void status()
+{
+	int ended = get(0xffffffff, false);
+	CHECK(ended > 0, "%d", ended);
+}
+
+static void status_of_ring()
+{
+	int ended = get(0xffffffff, true);
+	CHECK(ended > 0, "%d", ended);
+}
+
+/* Requests that were given up and are answered later, one twice and one never: so many slots are free. */
+static void late()
+{
+	Ring ring;
+	gpunvme::ring kernels = ring.for_kernels(20);
+	std::vector<gpunvme::request> begun;
+	char byte;
+	for (unsigned n = 0; n < N; n++)
+		begun.push_back(kernels.read_async(1, 0, &byte, 1));
+	for (const gpunvme::request &request : begun)
+		CHECK(kernels.wait(request).status == gpunvme::timed_out, "nothing was answered");
+	CHECK(kernels.read_async(1, 0, &byte, 1).status == gpunvme::again, "no slot is free");
+	ring.answer(0, N - 1);
+	ring.complete(begun[0].slot, 0);
+	begun.clear();
+	for (unsigned n = 0; n < N - 1; n++) {
+		begun.push_back(kernels.read_async(1, 0, &byte, 1));
+		CHECK(begun[n].status == 0, "slot %u: %d", n, begun[n].status);
+	}
+	CHECK(kernels.read_async(1, 0, &byte, 1).status == gpunvme::again, "a slot was free twice");
+	/* What only begins requests is told that the ring is over. */
+	*ring.word(GPUNVME_RING_OVER) = gpunvme::closed;
+	unsigned tries = 0;
+	while (kernels.read_async(1, 0, &byte, 1).status == gpunvme::again && tries < 10)
+		tries++;
+	CHECK(kernels.read_async(1, 0, &byte, 1).status == gpunvme::closed, "after %u tries", tries);
+}
+
+/* A ring that is over says so also where completions never end. */
+static void ahead()
+{
+	Ring ring;
+	gpunvme::ring kernels = ring.for_kernels(60000);
+	char byte;
+	for (unsigned n = 0; n < N; n++)
+		kernels.read_async(1, 0, &byte, 1);
+	for (unsigned n = 0; n < N; n++)
+		ring.complete(1ull << 40, 0);
+	*ring.word(GPUNVME_RING_OVER) = gpunvme::closed;
+	int ended = gpunvme::again;
+	for (unsigned tries = 0; tries < 1000 && ended == gpunvme::again; tries++) {
+		*ring.word(GPUNVME_RING_COMPLETION_TAIL) = *ring.word(GPUNVME_RING_COMPLETION_HEAD) + N;
+		ended = kernels.read_async(1, 0, &byte, 1).status;
+	}
+	CHECK(ended == gpunvme::closed, "%d", ended);
+}
+
+int main(int argc, char **argv)
+{
+	static const struct {
+		const char *name;
+		void (*run)();
+	} scenarios[] = {{"status", status}, {"status_of_ring", status_of_ring}, {"late", late}, {"ahead", ahead}};
+	if (argc != 2)
+		errx(2, "usage: kernels_hostile SCENARIO");
+	for (const auto &scenario : scenarios) {
+		if (strcmp(scenario.name, argv[1]) == 0) {
+			scenario.run();
+			return 0;
+		}
+	}
+	errx(2, "no scenario %s", argv[1]);
+}
