@@ -413,9 +413,9 @@ typedef struct gpunvme_gpu_ring gpunvme_gpu_ring;
 /*
  * For GPU number `gpu` of those that the process may use; a negative one for kernels that were
  * compiled for the CPU. `entries` is how many requests are in flight at most, a power of two from
- * 32 to 4096, and `slot` the bytes that one has room for at least, a multiple of 4096: as much pinned
- * host memory, or a page more, is taken for each entry. A kernel waits `patience_ms` for an answer. 0 stands for 1024 entries, 64
- * KiB, and 30 s. -ENODEV where there is no such GPU.
+ * 32 to 4096, and `slot` the bytes that one has room for at least, a multiple of 4096: as much
+ * pinned host memory, or a page more, is taken for each entry. A kernel waits `patience_ms` for an
+ * answer. 0 stands for 1024 entries, 64 KiB, and 30 s. -ENODEV where there is no such GPU.
  */
 int gpunvme_gpu_ring_create(const gpunvme_mount *mount, int gpu, uint32_t entries, size_t slot, uint32_t patience_ms,
                             gpunvme_gpu_ring **ring);

@@ -209,7 +209,7 @@ class ring {
 
 	GPUNVME_FN u32 *word(u32 offset) const { return reinterpret_cast<u32 *>(memory + offset); }
 	GPUNVME_FN detail::slot *slots() const { return reinterpret_cast<detail::slot *>(shared + 1); }
-	/* Behind the slots: for each entry the position behind the submission that was last written. */
+	/* Behind the slots: of each entry the position behind its last submission. */
 	GPUNVME_FN u32 *ready(u32 position) const
 	{
 		return reinterpret_cast<u32 *>(slots() + entries) + (position & (entries - 1));
@@ -396,7 +396,7 @@ class ring {
 		} while (detail::load_acquire_gpu(ready(tail)) == tail + 1);
 	}
 
-	/* Waits for a slot's request, or leaves the slot to whichever thread takes its completion. */
+	/* Waits for a slot's request, or leaves the slot to the thread that takes its completion. */
 	GPUNVME_OUTLINE GPUNVME_FN end finish(u32 number) const
 	{
 		detail::slot *slot = slots() + number;
@@ -410,7 +410,7 @@ class ring {
 			found what = take(number, &own);
 			if (what == ours)
 				return own;
-			/* A slot that has its completion cannot be left, and the next look finds that. */
+			/* A slot that has its completion cannot be left: the next look finds it. */
 			bool ends = late || (over != 0 && what == nothing);
 			if (ends && leave(slot))
 				return {{over != 0 ? int(over) : timed_out, 0, 0}, false};
@@ -425,10 +425,10 @@ class ring {
 		return detail::compare_exchange(&slot->state, pending, u32(detail::abandoned)) == pending;
 	}
 
-	/* What a thread took: no completion, those of other threads, the one that it waits for too. */
+	/* What a thread took: no completion, those of others, the one that it waits for too. */
 	enum found : u32 { nothing, others, ours };
 
-	/* How many completions cross the bus at the same time, and how many a thread takes in its turn. */
+	/* How many completions cross the bus at once, and how many a thread takes in its turn. */
 	enum : u32 { width = 8, turn = 64 };
 
 	/* Whether there were completions, of which this thread waits for none. */

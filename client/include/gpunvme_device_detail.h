@@ -162,15 +162,15 @@ GPUNVME_FN u32 load_acquire_gpu(const u32 *at)
 	return value;
 }
 
-/* The same before a fence, which does the rest on a GPU; of the CPU's, detectors of races know none. */
+/* The same before a fence, which does the rest on a GPU; detectors of races know no fences. */
 GPUNVME_FN u32 load_before_fence(const u32 *at)
 {
 	return GPUNVME_EITHER(load(at), load_acquire_gpu(at));
 }
 
 /*
- * The two ends of what is ordered by the way of a request through the daemon. The CPU's detectors of
- * races do not see that way: there each orders by itself.
+ * The two ends of what is ordered by the way of a request through the daemon. The CPU's detectors
+ * of races do not see that way: there each orders by itself.
  */
 GPUNVME_FN void store_before_daemon(u32 *at, u32 value)
 {
@@ -226,8 +226,8 @@ GPUNVME_FN u32 compare_exchange(u32 *at, u32 expected, u32 value)
 }
 
 /*
- * The same after fence_gpu(), by which what was done before is seen with the new value; of the CPU's
- * fences, detectors of races know none.
+ * The same after fence_gpu(), by which what was done before is seen with the new value; of the
+ * CPU's fences, detectors of races know none.
  */
 GPUNVME_FN u32 compare_exchange_after_fence(u32 *at, u32 expected, u32 value)
 {

@@ -1,6 +1,6 @@
 /*
- * The groups of threads that make a call of gpunvme_device.h or gpunvme_array.h together. No program
- * includes it by itself.
+ * The groups of threads that make a call of gpunvme_device.h or gpunvme_array.h together. No
+ * program includes it by itself.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -23,7 +23,7 @@ struct thread {
 	GPUNVME_FN void sync() const {}
 	/* The value of the thread of rank 0. */
 	template <class T> GPUNVME_FN T share(const T &value) const { return value; }
-	/* Arrays need the rest: one of the threads that say yes, the same for all of them, or ~0. */
+	/* Arrays need the rest: one of the threads that say yes, the same for all, or ~0. */
 	GPUNVME_FN u32 first(bool yes) const { return yes ? 0u : u32(detail::none); }
 	/* Which this thread is there. */
 	GPUNVME_FN u32 member() const { return 0; }

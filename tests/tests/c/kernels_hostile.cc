@@ -115,7 +115,7 @@ static void status_of_ring()
 	CHECK(ended > 0, "%d", ended);
 }
 
-/* Requests that were given up and are answered later, one twice and one never: so many slots are free. */
+/* Requests that were given up, all answered later but one, and one twice: so many slots are free. */
 static void late()
 {
 	Ring ring;

@@ -113,7 +113,7 @@ fn reads_into_host_memory_take_what_the_page_cache_has() {
         let refused = read(&File::of(written, file.path()).unwrap(), &changed, (0, 10), any);
         assert_eq!(refused.unwrap_err().errno(), rustix::io::Errno::BADF);
     }
-    // Where it is demanded, the end of the file is no error, and what does not fit is what it always is.
+    // Where it is demanded, the end of the file is no error, and what does not fit is one.
     let done = read(&file, &changed, (len, 5), only(Route::Cache)).unwrap();
     assert_eq!(done.bytes(), 0);
     let outside = gpunvme::Segment { file_offset: 0, buffer_offset: 8 << 20, len: 1 };

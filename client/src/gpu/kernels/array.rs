@@ -21,8 +21,8 @@ pub struct GpuArraySettings {
     /// Bytes of a page, which is read and written back as a whole: a power of two from 512 to the
     /// ring's slot. 4096 unless told.
     pub page: usize,
-    /// Bytes of the cache, in memory of the GPU: whole sets, as far as they fit, and no more than the
-    /// array has pages, but at least one. 256 MiB unless told.
+    /// Bytes of the cache, in memory of the GPU: whole sets, as far as they fit, and no more than
+    /// the array has pages, but at least one. 256 MiB unless told.
     pub cache: usize,
     /// Frames of a set, in which a page may lie: a multiple of 4 up to 64. 8 unless told.
     pub ways: u32,

@@ -9,7 +9,7 @@ const STATE: usize = 2048;
 const SLOT: usize = 32;
 /// Bytes for each entry behind the slots (`ready`).
 const OF_ENTRY: usize = 4;
-/// Slots for whose bits there is room at least: those of a pair of words, which are looked at together.
+/// Slots for whose bits there is room at least: those of two words, which are looked at together.
 const PAIR: usize = 128;
 
 /// What a kernel gets as its `gpunvme::ring`: a parameter of 64 bytes, passed by value.

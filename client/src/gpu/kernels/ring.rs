@@ -26,9 +26,9 @@ const FEWEST: u32 = 32;
 pub struct GpuRingSettings {
     /// Requests in flight at the most: a power of two from 32 to 4096. 1024 unless told.
     pub entries: u32,
-    /// Bytes that one request has room for at least, a multiple of 4096; longer reads and writes are
-    /// several requests. 64 KiB unless told. Each entry has as much pinned host memory, or a page
-    /// more.
+    /// Bytes that one request has room for at least, a multiple of 4096; longer reads and writes
+    /// are several requests. 64 KiB unless told. Each entry has as much pinned host memory, or a
+    /// page more.
     pub slot: usize,
     /// How long a kernel waits for one answer, or for a slot. 30 s unless told.
     pub patience: Duration,

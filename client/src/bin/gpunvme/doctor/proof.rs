@@ -144,7 +144,7 @@ impl Ground {
             let start = Instant::now();
             // SAFETY: the memory is this ground's, and as long as the file.
             let done = match unsafe { transfers.read(&self.file, &segments) } {
-                // The kernel moved a page meanwhile: there is no figure, and what was proved stays so.
+                // The kernel moved a page meanwhile: there is no figure, and the proof stays one.
                 Err(Error::Transfer { errno: Errno::OPNOTSUPP, .. }) => Transfer::default(),
                 done => done?,
             };
