@@ -396,7 +396,7 @@ class ring {
 		} while (detail::load_acquire_gpu(ready(tail)) == tail + 1);
 	}
 
-	/* Waits for a slot's request, or leaves the slot to the thread that takes its completion. */
+	/* Waits for a slot's request, or leaves it to the thread that takes its completion. */
 	GPUNVME_OUTLINE GPUNVME_FN end finish(u32 number) const
 	{
 		detail::slot *slot = slots() + number;
