@@ -2,12 +2,13 @@
 //! into, and a mapping of the file that is registered. Both files lie on loop devices, the array's
 //! on a gpunvme volume and the others' on ext4.
 
+use crate::gather::Gather;
 use crate::reads::write_words;
 use crate::row::{head, ms, row};
 use gpunvme::gpu::{GpuArraySettings, GpuRing, GpuRingSettings};
 use gpunvme::{File, Mount};
 use gpunvme_cuda::Gpu;
-use gpunvme_tests::cuda::{ARRAYS, MappedFile, Memory, Module, Reports, get, good, holding, managed_words, word_at};
+use gpunvme_tests::cuda::{ARRAYS, MappedFile, Module, managed_words};
 use gpunvme_tests::mounted::Image;
 use gpunvme_tests::peers::{Kind, LoopMounted, write_whole};
 use std::fs;
@@ -19,51 +20,6 @@ use zerocopy::IntoBytes;
 const ROW: u32 = 1024;
 /// For what a filesystem keeps for itself.
 const SPARE: u64 = 512 << 20;
-
-/// Rows, their sums, and what kernels put them to.
-struct Gather<'a> {
-    module: &'a Module,
-    rows: Memory,
-    out: Memory,
-    expected: Vec<u32>,
-    blocks: u32,
-}
-
-impl<'a> Gather<'a> {
-    /// Random rows of a file of so many bytes.
-    fn new(module: &'a Module, len: u64, count: u64, blocks: u32) -> Gather<'a> {
-        let mut state = 88_172_645_463_325_252u64;
-        let rows: Vec<u32> = (0..count)
-            .map(|_| {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                (state % (len / 4 / u64::from(ROW))) as u32
-            })
-            .collect();
-        let sum = |row: &u32| {
-            let from = u64::from(*row) * u64::from(ROW);
-            (from..from + u64::from(ROW)).fold(0u32, |sum, n| sum.wrapping_add(word_at(n)))
-        };
-        let expected: Vec<u32> = rows.iter().map(sum).collect();
-        let out = holding(module.gpu, &vec![0; rows.len() * 4]);
-        Gather { module, rows: holding(module.gpu, rows.as_bytes()), out, expected, blocks }
-    }
-
-    /// How long the kernel of that name takes, whose first parameter is where words are.
-    fn run(&self, name: &str, words: &[u8]) -> Duration {
-        let reports = Reports::new(self.module.gpu, self.blocks);
-        let (addresses, count) = ([self.rows.address(), self.out.address()], self.expected.len() as u64);
-        let parameters = [words, addresses[0].as_bytes(), count.as_bytes(), ROW.as_bytes(), addresses[1].as_bytes()];
-        let begun = Instant::now();
-        reports.launch(self.module, name, 256, &parameters, &[]);
-        self.module.wait();
-        let took = begun.elapsed();
-        good(&reports.get());
-        assert!(get(self.module.gpu, &self.out, self.expected.len() * 4) == self.expected.as_bytes(), "{name}: other sums");
-        took
-    }
-}
 
 pub fn measure(gpu: Gpu, quick: bool) {
     let (len, count, blocks) = if quick { (16 << 20, 500, 16) } else { (8u64 << 30, 100_000, 264) };
@@ -82,7 +38,7 @@ pub fn measure(gpu: Gpu, quick: bool) {
         fs::File::open(path).unwrap().sync_all().unwrap();
     }
     let module = Module::new(gpu, ARRAYS);
-    let gather = Gather::new(&module, len, count, blocks);
+    let gather = Gather::new(&module, len, (count, ROW), blocks);
     let bytes = u64::from(ROW) * 4;
     head(
         &format!("{count} random rows of {bytes} bytes of {} MiB that no memory has, gathered once; ms", len >> 20),

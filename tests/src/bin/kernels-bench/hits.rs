@@ -1,12 +1,13 @@
 //! Arrays over files: hits a second, misses a second, and random gathers beside memory that the
 //! driver moves by itself and a file that is mapped.
 
+use crate::gather::Gather;
 use crate::reads::write_words;
 use crate::row::{head, ms, row, thousands};
 use gpunvme::gpu::{GpuArraySettings, GpuRing, GpuRingSettings};
 use gpunvme::{File, Mount};
 use gpunvme_cuda::Gpu;
-use gpunvme_tests::cuda::{ARRAYS, MappedFile, Module, Reports, get, good, holding, managed_words, word_at};
+use gpunvme_tests::cuda::{ARRAYS, MappedFile, Module, Reports, good, managed_words};
 use gpunvme_tests::mounted::{Image, Mounted};
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
@@ -63,40 +64,8 @@ fn random_words(module: &Module, ring: &GpuRing, file: &File, len: u64, quick: b
 /// Rows of a table that is in a file, as of embeddings.
 fn gathers(module: &Module, volume: &Mounted, ring: &GpuRing, file: &File, plain: &Image, len: u64, quick: bool) {
     let gpu = module.gpu;
-    let row_words = 128u32;
-    let rows_there = len / 4 / u64::from(row_words);
-    let count: u64 = if quick { 2_000 } else { 200_000 };
-    let mut state = 88_172_645_463_325_252u64;
-    let rows: Vec<u32> = (0..count)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state % rows_there) as u32
-        })
-        .collect();
-    let on_gpu = holding(gpu, rows.as_bytes());
-    let out = holding(gpu, &vec![0; count as usize * 4]);
-    let expected: Vec<u32> = rows
-        .iter()
-        .map(|row| {
-            let from = u64::from(*row) * u64::from(row_words);
-            (from..from + u64::from(row_words)).fold(0u32, |sum, n| sum.wrapping_add(word_at(n)))
-        })
-        .collect();
-    let gather = |name: &str, first: &[u8]| {
-        let reports = Reports::new(gpu, if quick { 16 } else { 528 });
-        let addresses = [on_gpu.address(), out.address()];
-        let mut parameters = vec![first, addresses[0].as_bytes(), count.as_bytes(), row_words.as_bytes()];
-        parameters.push(addresses[1].as_bytes());
-        let begun = Instant::now();
-        reports.launch(module, name, 256, &parameters, &[]);
-        module.wait();
-        let took = begun.elapsed();
-        good(&reports.get());
-        assert!(get(gpu, &out, count as usize * 4) == expected.as_bytes(), "{name}: other sums");
-        took
-    };
+    let (row_words, count) = (128u32, if quick { 2_000 } else { 200_000 });
+    let gather = Gather::new(module, len, (count, row_words), if quick { 16 } else { 528 });
     head(
         &format!("{count} random rows of {} bytes of {} MiB, gathered once; ms", row_words * 4, len >> 20),
         &["by", "until it can begin", "the kernel", "together"],
@@ -105,24 +74,28 @@ fn gathers(module: &Module, volume: &Mounted, ring: &GpuRing, file: &File, plain
     let begun = Instant::now();
     let array =
         ring.array(file, GpuArraySettings { cache: (len / 4) as usize, page: 512, ..GpuArraySettings::default() }).unwrap();
-    show("array, pages of 512 bytes", begun.elapsed(), gather("gather_array", array.for_kernels().as_bytes()));
-    show("the same again", Duration::ZERO, gather("gather_array", array.for_kernels().as_bytes()));
+    show("array, pages of 512 bytes", begun.elapsed(), gather.run("gather_array", array.for_kernels().as_bytes()));
+    show("the same again", Duration::ZERO, gather.run("gather_array", array.for_kernels().as_bytes()));
     drop(array);
     let begun = Instant::now();
     let array = ring.array(file, GpuArraySettings { cache: (len / 4) as usize, ..GpuArraySettings::default() }).unwrap();
-    show("array, pages of 4096 bytes", begun.elapsed(), gather("gather_array", array.for_kernels().as_bytes()));
+    show("array, pages of 4096 bytes", begun.elapsed(), gather.run("gather_array", array.for_kernels().as_bytes()));
     drop(array);
     for (name, path) in [("a file of tmpfs", plain.path()), ("the file of the mount", volume.path("file"))] {
         let begun = Instant::now();
         let managed = managed_words(gpu, &path);
         let before = begun.elapsed();
-        show(&format!("managed memory, read from {name}"), before, gather("gather_pointer", managed.address().as_bytes()));
+        show(&format!("managed memory, read from {name}"), before, gather.run("gather_pointer", managed.address().as_bytes()));
         drop(managed);
         let begun = Instant::now();
         match MappedFile::new(gpu, &path) {
             Ok(mapped) => {
                 let before = begun.elapsed();
-                show(&format!("{name}, mapped and registered"), before, gather("gather_pointer", mapped.address().as_bytes()));
+                show(
+                    &format!("{name}, mapped and registered"),
+                    before,
+                    gather.run("gather_pointer", mapped.address().as_bytes()),
+                );
             }
             Err(error) => println!("| {name}, mapped and registered | {error} | - | - |"),
         }

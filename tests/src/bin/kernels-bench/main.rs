@@ -6,6 +6,7 @@
 //! are found in the folder that GPUNVME_BIN names.
 
 mod cold;
+mod gather;
 mod graph;
 mod hits;
 mod layers;
