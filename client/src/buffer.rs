@@ -7,12 +7,12 @@ use crate::connection::Connection;
 use crate::error::{Error, Result};
 use crate::sys::Mapping;
 use gpunvme_abi::{Reason, RegisterFlags, Route, Segment};
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::io::Errno;
 use std::any::Any;
 use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// What can be registered with a mount: [`Buffer`] or [`crate::DeviceMemory`].
@@ -81,12 +81,23 @@ impl Buffer {
         };
         make().map_err(|errno| Error::Memory { len, errno })
     }
-}
 
-/// The memfd, for another process that is to map the same memory.
-impl AsFd for Buffer {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.memory.as_fd()
+    /// A descriptor by which another process maps the same memory, to read it. What it reads changes
+    /// under it when this process, or the daemon, writes to the buffer.
+    ///
+    /// No write is possible by it, and only root can open the memory for writing through it: a
+    /// process that got it cannot change bytes that are borrowed here.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] where there is no more descriptor, or no `/proc` to open the memory again.
+    pub fn to_read(&self) -> Result<OwnedFd> {
+        let open = || {
+            // A memfd is everybody's to open again (memfd_create(2)) until it is made not so.
+            rustix::fs::fchmod(&self.memory, Mode::RUSR)?;
+            let path = format!("/proc/self/fd/{}", self.memory.as_raw_fd());
+            rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+        };
+        open().map_err(|errno| Error::Memory { len: self.mapping.len(), errno })
     }
 }
 

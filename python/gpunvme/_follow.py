@@ -84,7 +84,7 @@ class Follower:
         buffer = part["buffer"]
         try:
             if descriptors:
-                mapping = mmap.mmap(descriptors[0], 0)
+                mapping = mmap.mmap(descriptors[0], 0, access=mmap.ACCESS_READ)
                 self.buffers[buffer] = mapping, LentMemory(mapping)
         except (OSError, ValueError):
             pass

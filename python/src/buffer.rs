@@ -105,7 +105,8 @@ impl Buffer {
     }
 }
 
-/// Host memory of another process that is mapped here, from where bytes are copied into any memory.
+/// Host memory of another process that is mapped here, to be read: bytes are copied from there into
+/// any memory.
 ///
 /// Args:
 ///     mapping: an object with the buffer protocol, of whole pages.
@@ -173,7 +174,7 @@ impl LentMemory {
     fn on_gpu(&self, gpu: Gpu) -> std::result::Result<OnGpu, CudaError> {
         let address = NonNull::new(ptr::with_exposed_provenance_mut(self.address as usize));
         // SAFETY: it stays mapped for as long as this object lives, which has the registration.
-        let register = |address| unsafe { HostRegistration::new(&gpu, address, self.len as usize) }.ok();
+        let register = |address| unsafe { HostRegistration::read_only(&gpu, address, self.len as usize) }.ok();
         Ok(OnGpu { stream: gpu.stream()?, _registration: address.and_then(register), gpu })
     }
 }
@@ -182,7 +183,7 @@ impl LentMemory {
 impl LentMemory {
     #[new]
     fn new(mapping: &Bound<'_, PyAny>) -> PyResult<LentMemory> {
-        let found = memory::of(mapping, Ask { writable: true, stream: None })?;
+        let found = memory::of(mapping, Ask { writable: false, stream: None })?;
         Ok(LentMemory { address: found.address, len: found.len, on_gpu: Mutex::default(), _mapping: found.keep })
     }
 

@@ -19,7 +19,7 @@ pub enum Error {
     Nothing(String),
     #[error("the store's object {name:?} cannot become a file here: {why}")]
     Name { name: String, why: &'static str },
-    #[error("the set has more than {0} objects: take it in parts (--include)")]
+    #[error("the set has more than {0} objects: bring in what lies below some of its folders, each into one here")]
     TooMany(usize),
     #[error("the manifest of {0} is none of ours, or larger than {1} bytes")]
     SetManifest(String, u64),

@@ -102,8 +102,11 @@ pub fn empty(root: &Path, path: &Path) -> Result<Gone> {
     if manifest.set.as_ref().is_some_and(|set| set.pinned) {
         return Ok(Gone::default());
     }
-    let mut gone = Gone { partial: folder.clean(|_| true, false)?.0, ..Gone::default() };
-    folder.clean(|_| false, false)?;
+    let mut gone = Gone::default();
+    for (name, bytes) in folder.partials()? {
+        folder.remove_partial(&name)?;
+        gone.partial += bytes;
+    }
     let mut files: Vec<_> = manifest.files.clone().into_iter().collect();
     files.sort_by(|a, b| a.0.cmp(&b.0));
     for (name, entry) in files {
@@ -117,6 +120,6 @@ pub fn empty(root: &Path, path: &Path) -> Result<Gone> {
             Err(error) => sets::pass_over(&error),
         }
     }
-    manifest.compact(false)?;
+    manifest.compact(|_| false)?;
     Ok(gone)
 }

@@ -34,16 +34,24 @@ pub struct Folder {
 
 /// While it lives, no other process changes the set.
 #[derive(Debug)]
-pub struct Lock(File);
+pub struct Lock {
+    file: File,
+    was_waited_for: bool,
+}
 
 impl Lock {
+    /// Whether another process had it before.
+    pub fn was_waited_for(&self) -> bool {
+        self.was_waited_for
+    }
+
     /// The set is used now, which its eviction goes by.
     ///
     /// # Errors
     /// What the filesystem says.
     pub fn used(&self) -> std::result::Result<(), Errno> {
         let now = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
-        rustix::fs::futimens(&self.0, &Timestamps { last_access: now, last_modification: now })
+        rustix::fs::futimens(&self.file, &Timestamps { last_access: now, last_modification: now })
     }
 }
 
@@ -106,7 +114,7 @@ impl Folder {
         let file = self.lock_file()?;
         rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockExclusive))
             .map_err(Error::path(self.own.path("lock"), "lock it"))?;
-        Ok(Lock(file))
+        Ok(Lock { file, was_waited_for: true })
     }
 
     /// The lock of the set, unless another process has it.
@@ -117,7 +125,9 @@ impl Folder {
         let file = self.lock_file()?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => Ok(None),
-            locked => locked.map(|()| Some(Lock(file))).map_err(Error::path(self.own.path("lock"), "lock it")),
+            locked => {
+                locked.map(|()| Some(Lock { file, was_waited_for: false })).map_err(Error::path(self.own.path("lock"), "lock it"))
+            }
         }
     }
 
@@ -168,21 +178,12 @@ impl Folder {
         Ok(found.f_bavail.saturating_mul(found.f_frsize))
     }
 
-    /// Removes the partial files whose names are not in `wanted`, unless `others_stay`. Returns the
-    /// bytes that those in `wanted` take, and those of others that stay.
+    /// The partial files, with the bytes that each takes.
     ///
     /// # Errors
     /// [`Error::Path`].
-    pub fn clean(&self, wanted: impl Fn(&str) -> bool, others_stay: bool) -> Result<(u64, u64)> {
-        let (mut taken, mut others) = (0, 0);
-        for (name, bytes) in partials(&self.partial, &self.own.path("partial"))? {
-            match wanted(&name) {
-                true => taken += bytes,
-                false if others_stay => others += bytes,
-                false => self.remove_partial(&name)?,
-            }
-        }
-        Ok((taken, others))
+    pub fn partials(&self) -> Result<Vec<(String, u64)>> {
+        partials(&self.partial, &self.own.path("partial"))
     }
 
     /// Removes a partial file.

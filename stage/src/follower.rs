@@ -136,7 +136,8 @@ impl Follower {
 
     /// Lends the buffer that a part is in, and says whether it did.
     pub fn lend(&self, part: Part<'_>, lease: &Arc<Lease>) -> bool {
-        let Some((buffer, memory)) = lease.shared() else { return false };
+        let Some(memory) = lease.shared() else { return false };
+        let buffer = memory.id();
         let mut state = self.state();
         if !state.lends(self.most) && !state.is_behind {
             let waits = |state: &mut State| !state.lends(self.most) && !state.is_lost;
@@ -147,10 +148,18 @@ impl Follower {
         if !state.lends(self.most) {
             return false;
         }
+        let descriptor = match state.known.contains(&buffer) {
+            true => None,
+            // Without a descriptor to spare the part is told when it is in the volume.
+            false => match memory.memory().to_read() {
+                Ok(descriptor) => Some(descriptor),
+                Err(_) => return false,
+            },
+        };
         state.lent.insert(buffer, lease.clone());
-        let is_new = state.known.insert(buffer);
+        state.known.insert(buffer);
         drop(state);
-        let is_told = self.send(&Event::Lent { part, buffer }, is_new.then_some(memory));
+        let is_told = self.send(&Event::Lent { part, buffer }, descriptor.as_ref().map(AsFd::as_fd));
         if !is_told {
             self.state().lent.remove(&buffer);
         }

@@ -14,10 +14,11 @@ use crate::memory::{Data, Pool};
 use crate::own::Own;
 use crate::progress::Progress;
 use crate::reservation::{Limit, Reservation};
+use crate::selection::{Selected, Selection, bytes};
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
-use gpunvme_programs::sets::Share;
 use sha2::{Digest, Sha256};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,8 +34,7 @@ const GROUP: usize = 1024;
 pub struct Hydration {
     pub source: Store,
     pub folder: PathBuf,
-    pub include: Vec<String>,
-    pub share: Option<Share>,
+    pub selection: Selection,
     pub concurrency: usize,
     pub memory: u64,
     pub progress: bool,
@@ -70,6 +70,15 @@ fn modified(nanoseconds: i128) -> i64 {
     nanoseconds.try_into().unwrap_or_default()
 }
 
+/// What earlier runs left of files that are not whole.
+struct Sorted {
+    /// Bytes of those that this run goes on with, and of others.
+    taken: u64,
+    others: u64,
+    /// The names of the others.
+    stays: HashSet<String>,
+}
+
 /// A part that is in the partial file.
 struct Part {
     offset: u64,
@@ -97,14 +106,12 @@ struct Run {
 /// # Errors
 /// All of [`Error`]. What has arrived stays, and counts the next time.
 pub async fn hydrate(what: Hydration) -> Result<Done> {
-    let mut objects = what.source.list(&what.include, what.published).await?;
-    if let Some(share) = what.share {
-        objects = objects.into_iter().skip(share.index).step_by(share.of).collect();
-    }
-    // A store may say any sizes.
-    let sum = |objects: &[Object]| objects.iter().fold(0, |sum: u64, object| sum.saturating_add(object.size));
-    let mut done = Done { objects: objects.len(), bytes: sum(&objects), ..Done::default() };
+    let list = async || what.selection.of(what.source.list(what.published).await?);
+    let mut selected = list().await?;
+    let count = |Selected { objects, .. }: &Selected| Done { objects: objects.len(), bytes: bytes(objects), ..Done::default() };
+    let mut done = count(&selected);
     if what.dry_run {
+        let Selected { mut objects, .. } = selected;
         let mut stays = 0;
         if let Ok(root) = std::fs::File::open(&what.folder)
             && let Some(own) = Own::open(&root, &what.folder)?
@@ -114,7 +121,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
             objects.retain(|object| !is_there(object));
             stays = known.bytes(|name, entry| Folder::has(&root, name, entry));
         }
-        (done.fetched_objects, done.fetched_bytes) = (objects.len(), sum(&objects));
+        (done.fetched_objects, done.fetched_bytes) = (objects.len(), bytes(&objects));
         if let Some(limit) = what.limit.filter(|_| done.fetched_bytes > 0) {
             done.evicted = limit.dry_run(&what.folder, stays.saturating_add(done.fetched_bytes))?;
         }
@@ -122,30 +129,33 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     }
 
     let folder = Folder::create(&what.folder)?;
-    done.direct = folder.mount.is_some();
-    if !done.direct {
+    if folder.mount.is_none() {
         eprintln!("gpunvme: {} is on no gpunvme mount: the plain path", what.folder.display());
     }
     let shown = what.folder.clone();
     let wait = move || eprintln!("gpunvme: another process changes the set in {}; waiting", shown.display());
     let (folder, lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
+    let leftovers = folder.partials()?;
+    if lock.was_waited_for() || !leftovers.is_empty() {
+        // The process that had the lock may have begun versions that this list was too early for.
+        selected = list().await?;
+        done = count(&selected);
+    }
+    done.direct = folder.mount.is_some();
     let mut manifest = folder.manifest()?;
     describe(&mut manifest, &what)?;
 
     lock.used().map_err(Error::path(&what.folder, "note that it is used"))?;
     let is_there = |object: &Object| manifest.entry(object).is_some_and(|entry| folder.has_file(&object.name, entry));
-    let (there, objects): (Vec<_>, Vec<_>) = objects.into_iter().partition(is_there);
-    let partials: std::collections::HashSet<_> = objects.iter().map(partial_name).collect();
-    // What is not asked for this time may be the next time, and goes on then.
-    let is_selection = !what.include.is_empty() || what.share.is_some();
-    let (taken, others) = folder.clean(|name| partials.contains(name), is_selection)?;
-    let needed = sum(&objects);
+    let (there, objects): (Vec<_>, Vec<_>) = selected.objects.into_iter().partition(is_there);
+    let Sorted { taken, others, stays } = sort(leftovers, &objects, &selected.others, &folder)?;
+    let needed = bytes(&objects);
     let mut reservation = None;
     if let Some(limit) = what.limit.filter(|_| needed > 0) {
         // What is replaced stays until then.
-        let bytes = manifest.bytes(|name, entry| folder.has_file(name, entry)).saturating_add(needed).saturating_add(others);
+        let most = manifest.bytes(|name, entry| folder.has_file(name, entry)).saturating_add(needed).saturating_add(others);
         let (place, own) = (what.folder.clone(), folder.own().clone());
-        let (reserved, evicted) = tokio::task::spawn_blocking(move || limit.reserve(&place, &own, bytes)).await??;
+        let (reserved, evicted) = tokio::task::spawn_blocking(move || limit.reserve(&place, &own, most)).await??;
         (reservation, done.evicted) = (Some(Arc::new(Mutex::new(reserved))), evicted);
     }
     let free = folder.free()?;
@@ -189,10 +199,32 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         Ok(()) | Err(Error::Stopped) => naming.await??,
         Err(error) => return Err(error),
     }
-    run.manifest().compact(is_selection)?;
+    run.manifest().compact(|partial| stays.contains(partial))?;
     run.tell(&Event::Ended {});
     run.progress.finish();
     Ok(done)
+}
+
+/// Removes partial files that no run will go on with: those of objects that are another version by
+/// now, or gone. What is not asked for this time may be the next time, and goes on then.
+fn sort(leftovers: Vec<(String, u64)>, wanted: &[Object], others: &[Object], folder: &Folder) -> Result<Sorted> {
+    let mut sorted = Sorted { taken: 0, others: 0, stays: HashSet::new() };
+    if leftovers.is_empty() {
+        return Ok(sorted);
+    }
+    let names = |objects: &[Object]| objects.iter().map(partial_name).collect::<HashSet<_>>();
+    let (wanted, others) = (names(wanted), names(others));
+    for (name, bytes) in leftovers {
+        if wanted.contains(&name) {
+            sorted.taken += bytes;
+        } else if others.contains(&name) {
+            sorted.others += bytes;
+            sorted.stays.insert(name);
+        } else {
+            folder.remove_partial(&name)?;
+        }
+    }
+    Ok(sorted)
 }
 
 /// Sees to it that the manifest is of this set.

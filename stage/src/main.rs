@@ -20,6 +20,7 @@ mod publish;
 mod ranks;
 mod remote;
 mod reservation;
+mod selection;
 mod sets;
 mod store;
 mod upload;
@@ -31,6 +32,7 @@ use gpunvme_programs::sets::{Evict, Hydrate, Publish, Stage, Verify};
 use gpunvme_programs::terminal::{complain, print};
 use ranks::Rank;
 use reservation::Limit;
+use selection::Selection;
 use std::process::ExitCode;
 use store::Store;
 
@@ -89,8 +91,7 @@ fn run(args: &Args) -> Result<String> {
             let done = runtime.block_on(hydrate::hydrate(hydrate::Hydration {
                 source: Store::source(&hydrate.source)?,
                 folder: hydrate.folder.clone(),
-                include: hydrate.include.clone(),
-                share: hydrate.rank,
+                selection: Selection { include: hydrate.include.clone(), share: hydrate.rank },
                 concurrency: hydrate.limits.concurrency.into(),
                 memory: u64::from(hydrate.limits.memory) << 20,
                 progress: hydrate.limits.progress,

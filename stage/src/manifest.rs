@@ -256,11 +256,10 @@ impl Manifest {
     }
 
     /// Nothing is in flight. The manifest becomes as short as it can be, and durable. Parts of
-    /// files that are not whole count no more, unless `parts_stay`.
-    pub fn compact(&mut self, parts_stay: bool) -> Result<()> {
-        if !parts_stay {
-            self.parts.clear();
-        }
+    /// files that are not whole count no more, unless their partial files are among those that
+    /// `stays` says do.
+    pub fn compact(&mut self, stays: impl Fn(&str) -> bool) -> Result<()> {
+        self.parts.retain(|partial, _| stays(partial));
         let set = self.set.iter().cloned().map(Line::Set);
         let sorted: BTreeMap<_, _> = self.files.iter().chain(&self.evicted).collect();
         let files = sorted.into_iter().map(|(name, entry)| Line::File { name: name.clone(), entry: entry.clone() });
@@ -307,11 +306,11 @@ mod tests {
             assert!(text.starts_with(&kept) && (kept.is_empty() || kept.ends_with(b"\n")));
         }
         let mut again = Manifest::open(&own).unwrap();
-        again.compact(true).unwrap();
+        again.compact(|partial| partial == "p").unwrap();
         assert_eq!(Manifest::open(&own).unwrap().parts("p"), whole.parts("p"));
         again.drop_parts("p").unwrap();
         again.evict("n3").unwrap();
-        again.compact(false).unwrap();
+        again.compact(|_| false).unwrap();
         let last = Manifest::open(&own).unwrap();
         assert!(
             last.set == again.set && last.files == again.files && last.evicted == again.evicted && last.parts("p").is_empty()

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use gpunvme::{Buffer, Mount, Registered, Segment};
 use std::fs::File;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -89,10 +89,10 @@ impl Lease {
         self
     }
 
-    /// The name and the descriptor of the buffer, where another process can map it.
-    pub fn shared(&self) -> Option<(u64, BorrowedFd<'_>)> {
+    /// The buffer, where another process can map it.
+    pub fn shared(&self) -> Option<&Registered> {
         match self.memory() {
-            Memory::Registered(memory) => Some((memory.id(), memory.memory().as_fd())),
+            Memory::Registered(memory) => Some(memory),
             Memory::Plain(_) => None,
         }
     }

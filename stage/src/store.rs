@@ -215,13 +215,13 @@ impl Store {
         }
     }
 
-    /// All objects of the set whose names match one of `include`, if there are any, sorted by name:
-    /// those of its manifest where it has one, otherwise those that the store lists.
+    /// All objects of the set, sorted by name: those of its manifest where it has one, otherwise
+    /// those that the store lists. Their names were not looked at ([`names::check`]).
     ///
     /// # Errors
-    /// [`Error::Name`] for one that may be no file here, [`Error::TooMany`], [`Error::Nothing`];
-    /// [`Error::NotPublished`] where the set must have a manifest and has none.
-    pub async fn list(&self, include: &[String], must_be_published: bool) -> Result<Vec<Object>> {
+    /// [`Error::TooMany`], [`Error::Nothing`]; [`Error::NotPublished`] where the set must have a
+    /// manifest and has none.
+    pub async fn list(&self, must_be_published: bool) -> Result<Vec<Object>> {
         let mut published = self.manifest().await?;
         if must_be_published && published.is_none() {
             return Err(Error::NotPublished(self.url.clone()));
@@ -271,7 +271,6 @@ impl Store {
             objects.push(self.single().await?);
         }
         drop_markers(&mut objects);
-        objects.retain(|object| include.is_empty() || include.iter().any(|pattern| names::matches(pattern, &object.name)));
         objects.sort_by(|a, b| a.name.cmp(&b.name));
         // One that is listed twice is as it was listed last.
         objects.dedup_by(|last, first| {
@@ -281,10 +280,6 @@ impl Store {
             }
             is_same
         });
-        for object in &objects {
-            names::check(&object.name)?;
-        }
-        names::check_together(objects.iter().map(|object| object.name.as_str()))?;
         Ok(objects)
     }
 

@@ -94,6 +94,15 @@ fn an_object_that_is_listed_twice_is_one() {
 }
 
 #[test]
+fn a_listing_of_many_answers_is_taken_whole() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(4));
+    store.state().page = Some(2);
+    assert!(ends_well(&hydrate(&store, &volume.path("set")).output().unwrap()).starts_with("6 objects"));
+    assert_eq!(files(&volume.path("set")), set(4));
+}
+
+#[test]
 fn an_object_that_changes_between_its_parts_is_never_a_mixture() {
     needs_mount!();
     let (volume, store) = (Mounted::new(), stored(4));

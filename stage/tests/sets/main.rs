@@ -5,6 +5,7 @@ mod access;
 mod evict;
 mod hostile;
 mod hydrate;
+mod leftovers;
 mod publish;
 mod quota;
 mod store;

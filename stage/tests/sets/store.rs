@@ -52,6 +52,8 @@ pub struct State {
     pub lies: HashMap<String, u64>,
     /// Whether a listing names each object twice.
     pub lists_twice: bool,
+    /// Most objects of one answer to a listing, which names where the next goes on.
+    pub page: Option<usize>,
     /// Where reads are sent to instead.
     pub redirect: Option<String>,
     /// An object that becomes another one after so many reads.
@@ -334,14 +336,17 @@ impl State {
         format!("\"{tag}\"")
     }
 
-    /// A listing, with a delimiter where one is asked for.
+    /// A listing, with a delimiter where one is asked for, and from where the last answer ended.
     fn listing(&self, query: &HashMap<&str, &str>) -> String {
         let prefix = decoded(query.get("prefix").copied().unwrap_or_default());
         let is_shallow = query.contains_key("delimiter");
         let (mut contents, mut folders) = (String::new(), std::collections::BTreeSet::new());
         let times = if self.lists_twice { 2 } else { 1 };
-        let objects = self.objects.iter().flat_map(|object| std::iter::repeat_n(object, times));
-        for (key, object) in objects.filter(|(key, _)| key.starts_with(&prefix)) {
+        let token = query.get("continuation-token").map(|token| decoded(token)).unwrap_or_default();
+        let rest = self.objects.range(token..).filter(|(key, _)| key.starts_with(&prefix));
+        let next = self.page.and_then(|page| rest.clone().nth(page)).map(|(key, _)| key);
+        let objects = rest.take_while(|(key, _)| next.is_none_or(|next| *key < next));
+        for (key, object) in objects.flat_map(|object| std::iter::repeat_n(object, times)) {
             if let (true, Some((folder, _))) = (is_shallow, key[prefix.len()..].split_once('/')) {
                 folders.insert(format!("{prefix}{folder}/"));
                 continue;
@@ -356,7 +361,9 @@ impl State {
         for folder in folders {
             contents += &format!("<CommonPrefixes><Prefix>{folder}</Prefix></CommonPrefixes>");
         }
-        format!("<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>")
+        let is_cut = next.is_some();
+        let next = next.map(|key| format!("<NextContinuationToken>{key}</NextContinuationToken>")).unwrap_or_default();
+        format!("<ListBucketResult><IsTruncated>{is_cut}</IsTruncated>{next}{contents}</ListBucketResult>")
     }
 }
 

@@ -21,6 +21,9 @@ const BLOCK: usize = 4096;
 const THREADS: usize = 300;
 /// What a user may have wait of 64 parts, having no other users beside.
 const SHARE: usize = 28;
+/// Where a busy machine begins some writes after the first have waited to their end, as many again
+/// wait then. Without a share all 64 would at once.
+const MOST: usize = 2 * SHARE;
 /// A part that may wait does so for two seconds.
 const LONG: Duration = Duration::from_millis(1500);
 
@@ -78,7 +81,7 @@ fn appends_without_a_beginning_leave_requests_to_others() {
     let fares: Latencies = victim.hear().parse().unwrap();
     let read = reader.end();
     eprintln!("{waited} of {THREADS} waited; a victim's {fares}, its direct reads {read:.1?}");
-    assert!((1..=SHARE).contains(&waited), "{waited} of {THREADS} waited");
+    assert!((1..=MOST).contains(&waited), "{waited} of {THREADS} waited");
     assert!(fares.longest().max(read) < LONG, "a victim's {fares}, its direct reads {read:?}");
     attack.end();
     victim.say("end");
