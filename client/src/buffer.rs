@@ -85,14 +85,14 @@ impl Buffer {
     /// A descriptor by which another process maps the same memory, to read it. What it reads changes
     /// under it when this process, or the daemon, writes to the buffer.
     ///
-    /// No write is possible by it, and only root can open the memory for writing through it: a
-    /// process that got it cannot change bytes that are borrowed here.
+    /// No write is possible by it, and a process of another user than root and this one's cannot
+    /// open the memory for writing through it: bytes that are borrowed here do not change.
     ///
     /// # Errors
     /// [`Error::Memory`] where there is no more descriptor, or no `/proc` to open the memory again.
     pub fn to_read(&self) -> Result<OwnedFd> {
         let open = || {
-            // A memfd is everybody's to open again (memfd_create(2)) until it is made not so.
+            // A memfd is open to all users until its mode says otherwise.
             rustix::fs::fchmod(&self.memory, Mode::RUSR)?;
             let path = format!("/proc/self/fd/{}", self.memory.as_raw_fd());
             rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())

@@ -6,6 +6,12 @@ use std::path::PathBuf;
 /// The result of this program's own operations.
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// A message for a terminal. Stores and names may have put anything into it.
+pub fn printable(error: &Error) -> String {
+    let printable = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    error.to_string().chars().map(printable).collect()
+}
+
 /// Why a set was not brought in or out.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

@@ -6,7 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::folder::Folder;
-use crate::sets::{self, Status};
+use crate::sets::{self, Inner, Status};
 use gpunvme_programs::sets::Quota;
 use std::path::{Path, PathBuf};
 
@@ -103,11 +103,13 @@ pub fn empty(root: &Path, path: &Path) -> Result<Gone> {
         return Ok(Gone::default());
     }
     let mut gone = Gone::default();
+    manifest.drop_parts_unless(|_| false)?;
     for (name, bytes) in folder.partials()? {
         folder.remove_partial(&name)?;
         gone.partial += bytes;
     }
-    let mut files: Vec<_> = manifest.files.clone().into_iter().collect();
+    let mut inner = Inner::of(sets::open(root, path)?);
+    let mut files: Vec<_> = manifest.files.clone().into_iter().filter(|(name, _)| !inner.has(name)).collect();
     files.sort_by(|a, b| a.0.cmp(&b.0));
     for (name, entry) in files {
         match folder.remove_unless_open(&name, &entry) {

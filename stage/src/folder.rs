@@ -9,7 +9,7 @@ use crate::memory::Data;
 use crate::own::{self, FOLDER, Own};
 use gpunvme::Mount;
 use gpunvme_programs::sets::Quota;
-use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, Timespec, Timestamps};
+use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat, Timespec, Timestamps};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry as Slot;
@@ -20,6 +20,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const NANOSECONDS: i128 = 1_000_000_000;
+
+/// What a file is named among the partial files that is about to be removed.
+const LEAVES: &str = "leaves";
 
 /// A set's folder.
 #[derive(Debug)]
@@ -34,24 +37,16 @@ pub struct Folder {
 
 /// While it lives, no other process changes the set.
 #[derive(Debug)]
-pub struct Lock {
-    file: File,
-    was_waited_for: bool,
-}
+pub struct Lock(File);
 
 impl Lock {
-    /// Whether another process had it before.
-    pub fn was_waited_for(&self) -> bool {
-        self.was_waited_for
-    }
-
     /// The set is used now, which its eviction goes by.
     ///
     /// # Errors
     /// What the filesystem says.
     pub fn used(&self) -> std::result::Result<(), Errno> {
         let now = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
-        rustix::fs::futimens(&self.file, &Timestamps { last_access: now, last_modification: now })
+        rustix::fs::futimens(&self.0, &Timestamps { last_access: now, last_modification: now })
     }
 }
 
@@ -99,6 +94,9 @@ impl Folder {
             found.is_err_and(|errno| errno == Errno::NOENT) && self.has_file(name, entry)
         };
         manifest.recover(has_name)?;
+        // Before a new partial file has the name of one that is gone.
+        let is_there = |partial: &str| rustix::fs::statat(&self.partial, partial, AtFlags::SYMLINK_NOFOLLOW).is_ok();
+        manifest.drop_parts_unless(is_there)?;
         Ok(manifest)
     }
 
@@ -114,7 +112,7 @@ impl Folder {
         let file = self.lock_file()?;
         rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockExclusive))
             .map_err(Error::path(self.own.path("lock"), "lock it"))?;
-        Ok(Lock { file, was_waited_for: true })
+        Ok(Lock(file))
     }
 
     /// The lock of the set, unless another process has it.
@@ -125,15 +123,14 @@ impl Folder {
         let file = self.lock_file()?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => Ok(None),
-            locked => {
-                locked.map(|()| Some(Lock { file, was_waited_for: false })).map_err(Error::path(self.own.path("lock"), "lock it"))
-            }
+            locked => locked.map(|()| Some(Lock(file))).map_err(Error::path(self.own.path("lock"), "lock it")),
         }
     }
 
     fn lock_file(&self) -> Result<File> {
-        let file = self.own.file("lock", OFlags::CREATE | OFlags::APPEND | OFlags::WRONLY)?;
-        file.ok_or_else(|| Error::Foreign(self.own.path("lock")))
+        // A user who may only read in the folder gets no descriptor by which to hold it.
+        let flags = OFlags::CREATE | OFlags::APPEND | OFlags::WRONLY;
+        self.own.file_for(own::WRITERS, "lock", flags)?.ok_or_else(|| Error::Foreign(self.own.path("lock")))
     }
 
     /// The path of a name of the set.
@@ -144,9 +141,8 @@ impl Folder {
     /// Whether a file of the set in `folder` is as `hydrate` left it, by its length and time.
     pub fn has(folder: impl AsFd, name: &str, entry: &Entry) -> bool {
         rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|found| {
-            let modified = i128::from(found.st_mtime) * NANOSECONDS + i128::from(found.st_mtime_nsec);
             let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
-            is_file && found.st_size as u64 == entry.size && modified == entry.modified
+            is_file && found.st_size as u64 == entry.size && time_of(&found) == entry.modified
         })
     }
 
@@ -206,40 +202,48 @@ impl Folder {
         let above = self.own.path("partial");
         let path = above.join(partial);
         let failed = |action| Error::path(&path, action);
-        let open = |flags| own::open_file(self.partial.as_fd(), partial, OFlags::RDWR | flags, &above);
+        let open = |flags| own::open_file(self.partial.as_fd(), partial, OFlags::RDWR | flags, own::ALL, &above);
         // Most are new, and cost one look-up so.
         let (file, is_old) = match open(OFlags::CREATE | OFlags::EXCL) {
             Err(Error::Path { errno: Errno::EXIST, .. }) => (open(OFlags::empty())?, true),
             made => (made?, false),
         };
         let file = file.ok_or_else(|| Error::Foreign(path.clone()))?;
-        if is_old || in_parts {
-            rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
-        }
-        if in_parts {
-            match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size) {
-                Ok(()) | Err(Errno::OPNOTSUPP) => {}
-                Err(errno) => return Err(failed("reserve its space")(errno)),
+        let lengthen = || {
+            if is_old || in_parts {
+                rustix::fs::ftruncate(&file, size).map_err(failed("make it as long as the object"))?;
             }
+            let reserved = if in_parts { rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size) } else { Ok(()) };
+            match reserved {
+                Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
+                Err(errno) => Err(failed("reserve its space")(errno)),
+            }
+        };
+        if let Err(error) = lengthen() {
+            // What has no room is as if it had not begun.
+            if !is_old {
+                self.remove_partial(partial)?;
+            }
+            return Err(error);
         }
         Ok((Data::new(file.into(), &path, self.mount.is_some())?, is_old))
     }
 
     /// Gives a file, whose bytes are all there, its time of modification, in nanoseconds since
-    /// 1970. On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it
-    /// so.
+    /// 1970, and returns the one that it has then: a filesystem may not know the second or the year.
+    /// On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it so.
     ///
     /// # Errors
     /// [`Error::Path`].
-    pub fn settle(&self, data: &Data, name: &str, modified: i128) -> Result<()> {
+    pub fn settle(&self, data: &Data, name: &str, modified: i128) -> Result<i128> {
         let failed = |action| Error::path(self.path_of(name), action);
         let time = Timespec { tv_sec: modified.div_euclid(NANOSECONDS) as i64, tv_nsec: modified.rem_euclid(NANOSECONDS) as i64 };
         let times = Timestamps { last_access: time, last_modification: time };
         rustix::fs::futimens(data.file(), &times).map_err(failed("give it its time"))?;
-        match self.mount {
-            Some(_) => Ok(()),
-            None => rustix::fs::fsync(data.file()).map_err(failed("make it durable")),
+        if self.mount.is_none() {
+            rustix::fs::fsync(data.file()).map_err(failed("make it durable"))?;
         }
+        rustix::fs::fstat(data.file()).map(|found| time_of(&found)).map_err(failed("ask its time"))
     }
 
     /// Makes partial files that were settled durable: many by one sync of the mount, which costs as
@@ -255,7 +259,7 @@ impl Folder {
         }
         let above = self.own.path("partial");
         for partial in partials {
-            let file = own::open_file(self.partial.as_fd(), partial, OFlags::RDONLY, &above)?;
+            let file = own::open_file(self.partial.as_fd(), partial, OFlags::RDONLY, own::ALL, &above)?;
             let file = file.ok_or_else(|| Error::Foreign(above.join(partial)))?;
             rustix::fs::fsync(file).map_err(Error::path(above.join(partial), "make it durable"))?;
         }
@@ -296,7 +300,7 @@ impl Folder {
     }
 
     /// Removes a file of the set that is as `hydrate` left it and that no process has open. Says
-    /// whether it did.
+    /// whether it did. A file that takes its name meanwhile stays.
     ///
     /// # Errors
     /// [`Error::Path`].
@@ -309,12 +313,38 @@ impl Folder {
         let folder = self.folder_of(name, false)?;
         let file = self.open(name)?;
         let is_same = file.metadata().map_err(Error::path(&path, "ask what it is")).map(|found| is_as_left(&found, entry))?;
-        // The name goes while nobody can open it.
+        // The name goes while no process can open it.
         if !is_same || !exclusive::take(&file).map_err(failed("ask who has it open"))? {
             return Ok(false);
         }
-        rustix::fs::unlinkat(&folder, last_part(name), AtFlags::empty()).map_err(failed("remove it"))?;
-        Ok(true)
+        rustix::fs::renameat(&folder, last_part(name), &self.partial, LEAVES).map_err(failed("remove it"))?;
+        let took = rustix::fs::statat(&self.partial, LEAVES, AtFlags::SYMLINK_NOFOLLOW).map_err(failed("ask what it is"))?;
+        let left = rustix::fs::fstat(&file).map_err(failed("ask what it is"))?;
+        if (took.st_dev, took.st_ino) == (left.st_dev, left.st_ino) {
+            self.remove_partial(LEAVES)?;
+            return Ok(true);
+        }
+        // Another one, which a process has just given that name. One that came after it is newer.
+        let back = RenameFlags::NOREPLACE;
+        match rustix::fs::renameat_with(&self.partial, LEAVES, &folder, last_part(name), back) {
+            Ok(()) => Ok(false),
+            Err(Errno::EXIST) => self.remove_partial(LEAVES).map(|()| false),
+            Err(errno) => Err(failed("leave it")(errno)),
+        }
+    }
+
+    /// Removes a file of the set that is as `hydrate` left it, whatever process has it open, if
+    /// there is one.
+    ///
+    /// # Errors
+    /// [`Error::Path`].
+    pub fn remove(&self, name: &str, entry: &Entry) -> Result<()> {
+        if self.has_file(name, entry) {
+            let folder = self.folder_of(name, false)?;
+            let failed = Error::path(self.path_of(name), "remove it");
+            rustix::fs::unlinkat(folder, last_part(name), AtFlags::empty()).map_err(failed)?;
+        }
+        Ok(())
     }
 
     /// The folder that a name of the set is in; no symbolic link leads there. With `make` the
@@ -341,6 +371,11 @@ impl Folder {
 /// A name without the folders it is in.
 fn last_part(name: &str) -> &str {
     name.rsplit_once('/').map_or(name, |(_, last)| last)
+}
+
+/// The time of modification in nanoseconds since 1970.
+fn time_of(found: &Stat) -> i128 {
+    i128::from(found.st_mtime) * NANOSECONDS + i128::from(found.st_mtime_nsec)
 }
 
 fn is_as_left(found: &Metadata, entry: &Entry) -> bool {

@@ -7,7 +7,7 @@
 use crate::checksums::{Expected, Kind, Sum};
 use crate::error::{Error, Result};
 use crate::evict::Evicted;
-use crate::folder::Folder;
+use crate::folder::{Folder, Lock};
 use crate::follower::{Event, Follower, Part as Told};
 use crate::manifest::{Entry, Manifest, Set};
 use crate::memory::{Data, Pool};
@@ -17,8 +17,9 @@ use crate::reservation::{Limit, Reservation};
 use crate::selection::{Selected, Selection, bytes};
 use crate::store::{Fetched, Object, Store};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
+use gpunvme_programs::terminal::complain;
 use sha2::{Digest, Sha256};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -86,12 +87,16 @@ struct Part {
     crc32c: u32,
     /// Of the kind that the object's checksum is of.
     sum: Option<u64>,
+    /// The time that the file has, where the part is all of it.
+    settled: Option<i128>,
 }
 
 /// What the tasks of a run share.
 struct Run {
     source: Store,
     folder: Folder,
+    /// Until the last task is over, also where another one has failed.
+    _lock: Lock,
     manifest: Mutex<Manifest>,
     pool: Arc<Pool>,
     progress: Progress,
@@ -107,6 +112,7 @@ struct Run {
 /// All of [`Error`]. What has arrived stays, and counts the next time.
 pub async fn hydrate(what: Hydration) -> Result<Done> {
     let list = async || what.selection.of(what.source.list(what.published).await?);
+    let before = Manifest::state(&what.folder);
     let mut selected = list().await?;
     let count = |Selected { objects, .. }: &Selected| Done { objects: objects.len(), bytes: bytes(objects), ..Done::default() };
     let mut done = count(&selected);
@@ -117,6 +123,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
             && let Some(own) = Own::open(&root, &what.folder)?
             && let Some(known) = Manifest::read(&Arc::new(own))?
         {
+            is_same_set(&known, &what)?;
             let is_there = |object: &Object| known.entry(object).is_some_and(|entry| Folder::has(&root, &object.name, entry));
             objects.retain(|object| !is_there(object));
             stays = known.bytes(|name, entry| Folder::has(&root, name, entry));
@@ -130,14 +137,14 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
 
     let folder = Folder::create(&what.folder)?;
     if folder.mount.is_none() {
-        eprintln!("gpunvme: {} is on no gpunvme mount: the plain path", what.folder.display());
+        complain(format_args!("gpunvme: {} is on no gpunvme mount: the plain path", what.folder.display()));
     }
     let shown = what.folder.clone();
-    let wait = move || eprintln!("gpunvme: another process changes the set in {}; waiting", shown.display());
+    let wait = move || complain(format_args!("gpunvme: another process changes the set in {}; waiting", shown.display()));
     let (folder, lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
     let leftovers = folder.partials()?;
-    if lock.was_waited_for() || !leftovers.is_empty() {
-        // The process that had the lock may have begun versions that this list was too early for.
+    if Manifest::state(&what.folder) != before || !leftovers.is_empty() {
+        // Another process may have brought, or begun, versions for which this list was too early.
         selected = list().await?;
         done = count(&selected);
     }
@@ -148,7 +155,8 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     lock.used().map_err(Error::path(&what.folder, "note that it is used"))?;
     let is_there = |object: &Object| manifest.entry(object).is_some_and(|entry| folder.has_file(&object.name, entry));
     let (there, objects): (Vec<_>, Vec<_>) = selected.objects.into_iter().partition(is_there);
-    let Sorted { taken, others, stays } = sort(leftovers, &objects, &selected.others, &folder)?;
+    let Sorted { taken, others, stays } = sort(leftovers, &objects, &selected.others, &folder, &mut manifest)?;
+    make_way(&objects, &folder, &mut manifest)?;
     let needed = bytes(&objects);
     let mut reservation = None;
     if let Some(limit) = what.limit.filter(|_| needed > 0) {
@@ -168,6 +176,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
     let run = Arc::new(Run {
         source: what.source,
         folder,
+        _lock: lock,
         manifest: Mutex::new(manifest),
         pool,
         progress: Progress::new(needed, what.progress),
@@ -207,7 +216,13 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
 
 /// Removes partial files that no run will go on with: those of objects that are another version by
 /// now, or gone. What is not asked for this time may be the next time, and goes on then.
-fn sort(leftovers: Vec<(String, u64)>, wanted: &[Object], others: &[Object], folder: &Folder) -> Result<Sorted> {
+fn sort(
+    leftovers: Vec<(String, u64)>,
+    wanted: &[Object],
+    others: &[Object],
+    folder: &Folder,
+    manifest: &mut Manifest,
+) -> Result<Sorted> {
     let mut sorted = Sorted { taken: 0, others: 0, stays: HashSet::new() };
     if leftovers.is_empty() {
         return Ok(sorted);
@@ -221,6 +236,7 @@ fn sort(leftovers: Vec<(String, u64)>, wanted: &[Object], others: &[Object], fol
             sorted.others += bytes;
             sorted.stays.insert(name);
         } else {
+            manifest.drop_parts(&name)?;
             folder.remove_partial(&name)?;
         }
     }
@@ -231,13 +247,34 @@ fn sort(leftovers: Vec<(String, u64)>, wanted: &[Object], others: &[Object], fol
 fn describe(manifest: &mut Manifest, what: &Hydration) -> Result<()> {
     let source = what.source.url().to_owned();
     let pinned = what.pin || manifest.set.as_ref().is_some_and(|set| set.pinned);
+    is_same_set(manifest, what)?;
     match &manifest.set {
-        Some(set) if set.source != source => {
-            Err(Error::OtherSet { folder: what.folder.clone(), there: set.source.clone(), asked: source })
-        }
         Some(set) if set.pinned == pinned => Ok(()),
         _ => manifest.begin(Set { source, pinned }),
     }
+}
+
+fn is_same_set(manifest: &Manifest, what: &Hydration) -> Result<()> {
+    match &manifest.set {
+        Some(set) if set.source != what.source.url() => {
+            let asked = what.source.url().to_owned();
+            Err(Error::OtherSet { folder: what.folder.clone(), there: set.source.clone(), asked })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Removes files that were objects of the set and whose names are folders by now, as a marker that
+/// a console made for a folder.
+fn make_way(objects: &[Object], folder: &Folder, manifest: &mut Manifest) -> Result<()> {
+    let folders = objects.iter().flat_map(|object| object.name.match_indices('/').map(|(at, _)| &object.name[..at]));
+    let in_the_way: BTreeMap<_, _> = folders.filter_map(|name| manifest.files.get_key_value(name)).collect();
+    let in_the_way: Vec<_> = in_the_way.into_iter().map(|(name, entry)| (name.clone(), entry.clone())).collect();
+    for (name, entry) in in_the_way {
+        folder.remove(&name, &entry)?;
+        manifest.evict(&name)?;
+    }
+    Ok(())
 }
 
 /// The name of the partial file of one version of an object.
@@ -305,8 +342,8 @@ impl Run {
     }
 
     fn discard(&self, partial: &str) -> Result<()> {
-        self.folder.remove_partial(partial)?;
-        self.manifest().drop_parts(partial)
+        self.manifest().drop_parts(partial)?;
+        self.folder.remove_partial(partial)
     }
 
     /// Brings an object, unless it changes meanwhile.
@@ -375,10 +412,13 @@ impl Run {
             expected.check(&object.name, &found)?;
         }
         let Object { name, size, version, modified, .. } = object.clone();
-        if !is_single {
-            let (run, name) = (self.clone(), name.clone());
-            tokio::task::spawn_blocking(move || run.folder.settle(&data, &name, modified)).await??;
-        }
+        let modified = match parts.first().and_then(|part| part.settled) {
+            Some(settled) => settled,
+            None => {
+                let (run, name) = (self.clone(), name.clone());
+                tokio::task::spawn_blocking(move || run.folder.settle(&data, &name, modified)).await??
+            }
+        };
         let file = Settled { partial: partial.into(), name, entry: Entry { size, version, crc32c, modified } };
         settled.send(file).await.map_err(|_| Error::Stopped)?;
         Ok(true)
@@ -440,9 +480,9 @@ impl Run {
                 run.tell(&Event::Written(told));
             }
             let sum = kind.filter(|kind| *kind != Kind::Crc32c).and_then(|kind| kind.part(&lease));
-            let part = Part { offset, len, crc32c, sum };
+            let mut part = Part { offset, len, crc32c, sum, settled: None };
             if len == size {
-                run.folder.settle(&data, &name, modified)?;
+                part.settled = Some(run.folder.settle(&data, &name, modified)?);
             } else {
                 data.file().sync_data().map_err(Error::path(&path, "make it durable"))?;
                 run.manifest().add_part(&partial, offset, len, part.crc32c)?;

@@ -26,7 +26,7 @@ mod store;
 mod upload;
 
 use clap::{Parser, Subcommand};
-use error::{Error, Result};
+use error::{Error, Result, printable};
 use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::sets::{Evict, Hydrate, Publish, Stage, Verify};
 use gpunvme_programs::terminal::{complain, print};
@@ -76,7 +76,7 @@ fn main() -> ExitCode {
             Ok(()) => ExitCode::SUCCESS,
         },
         Err(error) => {
-            complain(format_args!("gpunvme: {error}"));
+            complain(format_args!("gpunvme: {}", printable(&error)));
             ExitCode::FAILURE
         }
     }

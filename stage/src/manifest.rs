@@ -11,8 +11,10 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 /// The file in the folder that the program keeps for itself.
 pub const NAME: &str = "manifest";
@@ -91,6 +93,8 @@ pub struct Manifest {
     named: HashMap<String, (String, Entry)>,
     /// Parts by the partial file that they are in.
     parts: HashMap<String, Parts>,
+    /// It ends with half a line, which could not be cut off.
+    is_torn: bool,
 }
 
 impl Manifest {
@@ -117,6 +121,12 @@ impl Manifest {
         Ok(Some(Manifest::parse(file, own)?.0))
     }
 
+    /// What tells whether the manifest of the set in a folder was changed, if there is one.
+    pub fn state(folder: &Path) -> Option<(u64, u64, SystemTime)> {
+        let found = std::fs::symlink_metadata(folder.join(names::OWN).join(NAME)).ok()?;
+        Some((found.ino(), found.len(), found.modified().ok()?))
+    }
+
     fn path(&self) -> PathBuf {
         self.own.path(NAME)
     }
@@ -132,6 +142,7 @@ impl Manifest {
             evicted: HashMap::new(),
             named: HashMap::new(),
             parts: HashMap::new(),
+            is_torn: false,
         };
         let (mut good, mut line) = (0, Vec::new());
         loop {
@@ -184,7 +195,18 @@ impl Manifest {
             serde_json::to_writer(&mut text, line).expect("a line of strings and numbers");
             text.push(b'\n');
         }
-        self.file.write_all(&text).map_err(Error::path(self.path(), "write it"))?;
+        let path = self.path();
+        let failed = || Error::path(&path, "write it");
+        if self.is_torn {
+            return Err(failed()(std::io::Error::from_raw_os_error(libc::EIO)));
+        }
+        let before = self.file.stream_position().map_err(failed())?;
+        if let Err(error) = self.file.write_all(&text) {
+            // Nothing behind half a line would be read again.
+            let cut = self.file.set_len(before).and_then(|()| (&self.file).seek(SeekFrom::Start(before)));
+            self.is_torn = cut.is_err();
+            return Err(failed()(error));
+        }
         lines.into_iter().for_each(|line| self.apply(line));
         Ok(())
     }
@@ -218,6 +240,16 @@ impl Manifest {
             return Ok(());
         }
         self.append(vec![Line::Dropped { of: of.into() }])?;
+        self.sync()
+    }
+
+    /// The same of all partial files but those that `is_there` says are there.
+    pub fn drop_parts_unless(&mut self, is_there: impl Fn(&str) -> bool) -> Result<()> {
+        let gone: Vec<_> = self.parts.keys().filter(|of| !is_there(of)).cloned().collect();
+        gone.iter().try_for_each(|of| self.drop_parts(of))
+    }
+
+    fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(Error::path(self.path(), "make it durable"))
     }
 
@@ -233,8 +265,10 @@ impl Manifest {
     }
 
     /// Files that are whole and durable get their names next: those of partial files, and theirs.
+    /// That is durable afterwards: a file with a name that no manifest knows would never be evicted.
     pub fn name_files(&mut self, files: impl Iterator<Item = (String, String, Entry)>) -> Result<()> {
-        self.append(files.map(|(partial, name, entry)| Line::Named { partial, name, entry }).collect())
+        self.append(files.map(|(partial, name, entry)| Line::Named { partial, name, entry }).collect())?;
+        self.sync()
     }
 
     /// A process was killed while it gave files their names: `has_name` says which of them have

@@ -4,7 +4,7 @@
 use crate::error::{Error, Result};
 use std::collections::BTreeSet;
 
-/// The folder in a set's folder that the program keeps for itself.
+/// The folder in a set's folder that the program keeps for itself. One below it is another set's.
 pub const OWN: &str = ".gpunvme-stage";
 
 /// The object that lists a published set, in the set's own folder of the store.
@@ -22,11 +22,11 @@ pub fn check(name: &str) -> Result<()> {
     if name.len() > LONGEST {
         return wrong("it is longer than 3000 bytes");
     }
-    for (place, part) in name.split('/').enumerate() {
+    for part in name.split('/') {
         match part {
             "" => return wrong("a part of it is empty"),
             "." | ".." => return wrong("it would leave the folder"),
-            OWN if place == 0 => return wrong("gpunvme keeps its own files there"),
+            OWN => return wrong("gpunvme keeps its own files there"),
             part if part.len() > 255 => return wrong("a part of it is longer than 255 bytes"),
             part if part.chars().any(char::is_control) => return wrong("it has a control character"),
             _ => {}
@@ -89,14 +89,27 @@ mod tests {
 
     #[test]
     fn no_name_leaves_the_folder() {
-        for good in ["a", "a/b.c", "..a", ".hidden", "ä/ö", "a b", "sub/.gpunvme-stage"] {
+        for good in ["a", "a/b.c", "..a", ".hidden", "ä/ö", "a b", "sub/.gpunvme-stage2"] {
             assert!(check(good).is_ok(), "{good}");
         }
         let long = "a".repeat(256);
         let deep = "a/".repeat(1600) + "a";
-        for bad in
-            ["", "/etc/passwd", "../a", "a/../b", "a/..", ".", "a//b", "a/", "a\nb", "a\0", ".gpunvme-stage/lock", &long, &deep]
-        {
+        for bad in [
+            "",
+            "/etc/passwd",
+            "../a",
+            "a/../b",
+            "a/..",
+            ".",
+            "a//b",
+            "a/",
+            "a\nb",
+            "a\0",
+            ".gpunvme-stage/lock",
+            "a/.gpunvme-stage/lock",
+            &long,
+            &deep,
+        ] {
             assert!(matches!(check(bad), Err(Error::Name { .. })), "{bad}");
         }
     }

@@ -5,15 +5,20 @@
 
 use crate::error::{Error, Result};
 use crate::names::OWN;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// How folders are opened whose names others may have given away.
 pub const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// The users of a file: all that umask(2) lets, and those of them that may write.
+pub const ALL: Mode = Mode::from_raw_mode(0o666);
+pub const WRITERS: Mode = Mode::from_raw_mode(0o622);
 
 /// That folder, open.
 #[derive(Debug)]
@@ -63,7 +68,26 @@ impl Own {
 
     /// A file in it, open as `flags` say; none where there is none and `flags` do not make it.
     pub fn file(&self, name: &str, flags: OFlags) -> Result<Option<File>> {
-        open_file(self.folder.as_fd(), name, flags, &self.path)
+        self.file_for(ALL, name, flags)
+    }
+
+    /// The same, for the users that `mode` names if it is made.
+    pub fn file_for(&self, mode: Mode, name: &str, flags: OFlags) -> Result<Option<File>> {
+        open_file(self.folder.as_fd(), name, flags, mode, &self.path)
+    }
+
+    /// When a file in it was last changed, if there is one. It need not be one that this user may
+    /// read.
+    pub fn changed(&self, name: &str) -> Result<Option<SystemTime>> {
+        match rustix::fs::statat(&self.folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(found) if !is_own(&found) => Err(Error::Foreign(self.path(name))),
+            Ok(found) => {
+                let since = Duration::new(found.st_mtime.try_into().unwrap_or(0), found.st_mtime_nsec as u32);
+                Ok(Some(UNIX_EPOCH + since))
+            }
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(Error::path(self.path(name), "ask its time")(errno)),
+        }
     }
 
     /// Gives a file other content, durably and at once, and returns it.
@@ -75,11 +99,11 @@ impl Own {
             Err(errno) => return Err(Error::path(path, "remove it")(errno)),
         }
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let mode = Mode::from_raw_mode(0o666);
-        let made = rustix::fs::openat(&self.folder, &new, flags, mode).map_err(Error::path(&path, "make it"))?;
+        let made = rustix::fs::openat(&self.folder, &new, flags, ALL).map_err(Error::path(&path, "make it"))?;
         let mut file = File::from(made);
         file.write_all(content).and_then(|()| file.sync_all()).map_err(Error::path(&path, "write it"))?;
         rustix::fs::renameat(&self.folder, &new, &self.folder, name).map_err(Error::path(self.path(name), "replace it"))?;
+        rustix::fs::fsync(&self.folder).map_err(Error::path(self.path(name), "make it durable"))?;
         Ok(file)
     }
 }
@@ -94,15 +118,16 @@ fn make_folder(above: impl AsFd, name: &str, path: &Path) -> Result<OwnedFd> {
 }
 
 /// Opens a file of this program's in `folder`, which lies at `path`, as `flags` say; none where
-/// there is none and `flags` do not make it. It is a regular file with no other name.
+/// there is none and `flags` do not make it. One that is made has `mode`, less what umask(2) takes.
+/// It is a regular file with no other name.
 ///
 /// # Errors
 /// [`Error::Foreign`], [`Error::Path`].
-pub fn open_file(folder: BorrowedFd<'_>, name: &str, flags: OFlags, path: &Path) -> Result<Option<File>> {
+pub fn open_file(folder: BorrowedFd<'_>, name: &str, flags: OFlags, mode: Mode, path: &Path) -> Result<Option<File>> {
     // What is no file does not make the program wait.
     let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let path = path.join(name);
-    let file = match rustix::fs::openat(folder, name, flags, Mode::from_raw_mode(0o666)) {
+    let file = match rustix::fs::openat(folder, name, flags, mode) {
         Ok(file) => File::from(file),
         Err(Errno::NOENT) => return Ok(None),
         Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Foreign(path)),
@@ -110,6 +135,10 @@ pub fn open_file(folder: BorrowedFd<'_>, name: &str, flags: OFlags, path: &Path)
     };
     // Not by the standard library, which asks for more than the kernel has at hand.
     let found = rustix::fs::fstat(&file).map_err(Error::path(&path, "ask what it is"))?;
-    let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
-    if is_file && found.st_nlink <= 1 { Ok(Some(file)) } else { Err(Error::Foreign(path)) }
+    if is_own(&found) { Ok(Some(file)) } else { Err(Error::Foreign(path)) }
+}
+
+/// Whether it is a regular file with no other name.
+fn is_own(found: &Stat) -> bool {
+    FileType::from_raw_mode(found.st_mode) == FileType::RegularFile && found.st_nlink <= 1
 }

@@ -5,7 +5,7 @@
 //! its own.
 
 use crate::error::{Error, Result};
-use crate::folder::Folder;
+use crate::folder::{Folder, Lock};
 use crate::journal::{Journal, Sent};
 use crate::memory::{Data, Pool};
 use crate::names::{self, OWN, SET_MANIFEST};
@@ -15,6 +15,7 @@ use crate::store::{Published, SetManifest, Store};
 use crate::upload::{self, MOST_PARTS, Upload};
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
+use gpunvme_programs::terminal::complain;
 use object_store::{ObjectStoreExt, PutPayload};
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -60,6 +61,8 @@ struct Found {
 
 struct Run {
     folder: Folder,
+    /// Until the last task is over, also where another one has failed.
+    _lock: Arc<Lock>,
     destination: Store,
     journal: Mutex<Journal>,
     pool: Arc<Pool>,
@@ -80,11 +83,11 @@ pub async fn publish(what: Publication) -> Result<Done> {
     }
     let folder = Folder::create(&what.folder)?;
     if folder.mount.is_none() {
-        eprintln!("gpunvme: {} is on no gpunvme mount: the plain path", what.folder.display());
+        complain(format_args!("gpunvme: {} is on no gpunvme mount: the plain path", what.folder.display()));
     }
     let shown = what.folder.clone();
-    let wait = move || eprintln!("gpunvme: another process has the set in {}; waiting", shown.display());
-    let (folder, _lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, lock))).await??;
+    let wait = move || complain(format_args!("gpunvme: another process has the set in {}; waiting", shown.display()));
+    let (folder, lock) = tokio::task::spawn_blocking(move || folder.lock(wait).map(|lock| (folder, Arc::new(lock)))).await??;
     let journal = Journal::open(folder.own(), what.destination.url())?;
 
     // What the store has, and had from here.
@@ -109,6 +112,7 @@ pub async fn publish(what: Publication) -> Result<Done> {
         let pool = Pool::new(folder.mount.clone(), what.memory, buffers, largest);
         let run = Arc::new(Run {
             folder,
+            _lock: lock.clone(),
             destination: what.destination.clone(),
             journal,
             pool,
@@ -210,7 +214,8 @@ fn walk(folder: &Path, prefix: &str, holds: bool, found: &mut Vec<Found>) -> Res
             return Err(Error::Name { name: path.display().to_string(), why: "it is not UTF-8" });
         };
         let name = format!("{prefix}{own_name}");
-        if name == OWN || name == SET_MANIFEST {
+        // Also what `hydrate` keeps for a set below this folder.
+        if own_name == OWN || name == SET_MANIFEST {
             continue;
         }
         names::check(&name)?;

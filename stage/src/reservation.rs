@@ -13,6 +13,7 @@ use crate::names::OWN;
 use crate::own::Own;
 use crate::sets::{self, Status};
 use gpunvme_programs::sets::Quota;
+use gpunvme_programs::terminal::complain;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
@@ -108,7 +109,7 @@ impl Reservation {
         // Another user may have made it.
         let counting = own.file(QUOTA, OFlags::CREATE | OFlags::RDONLY)?.ok_or_else(|| Error::Foreign(own.path(QUOTA)))?;
         if rustix::fs::flock(&counting, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
-            eprintln!("gpunvme: another process counts the sets in {}; waiting", self.root.display());
+            complain(format_args!("gpunvme: another process counts the sets in {}; waiting", self.root.display()));
             lock(&counting).map_err(Error::path(own.path(QUOTA), "lock it"))?;
         }
         let path = self.folder.join(OWN).join(RESERVED);

@@ -1,11 +1,14 @@
 //! The sets below a folder: what they are, how much they hold, when they were last used.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, printable};
 use crate::folder::{self, Folder};
 use crate::manifest::Manifest;
+use crate::names::OWN;
 use crate::own::{FOLDER, Own};
-use rustix::fs::{Dir, FileType, Mode, OFlags};
+use gpunvme_programs::terminal::complain;
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
+use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -48,8 +51,38 @@ pub struct Evicted {
     pub bytes: u64,
 }
 
-/// All sets below `root`, itself among them, the least recently used first. A set has none below
-/// it. What another user made of a folder is told, and passed over: the others count.
+/// The sets that lie in the folder of a set, which are sets of their own: `m` and `m/part` were both
+/// brought in.
+#[derive(Debug)]
+pub struct Inner {
+    folder: OwnedFd,
+    /// Folders of names, and whether each is a set's.
+    known: HashMap<String, bool>,
+}
+
+impl Inner {
+    /// Those in the open folder of a set.
+    pub fn of(folder: OwnedFd) -> Inner {
+        Inner { folder, known: HashMap::new() }
+    }
+
+    /// Whether a file of the outer set lies in one of them, by its name.
+    pub fn has(&mut self, name: &str) -> bool {
+        name.match_indices('/').any(|(at, _)| self.is_set(&name[..at]))
+    }
+
+    fn is_set(&mut self, folder: &str) -> bool {
+        if let Some(known) = self.known.get(folder) {
+            return *known;
+        }
+        let is_set = rustix::fs::statat(&self.folder, format!("{folder}/{OWN}"), AtFlags::SYMLINK_NOFOLLOW).is_ok();
+        self.known.insert(folder.into(), is_set);
+        is_set
+    }
+}
+
+/// All sets below `root`, itself among them, the least recently used first. What another user made
+/// of a folder is told, and passed over: the others count.
 ///
 /// # Errors
 /// [`Error::Path`] where `root` itself cannot be read.
@@ -77,15 +110,16 @@ pub fn open(root: &Path, set: &Path) -> Result<OwnedFd> {
 
 /// Tells that there is something below a folder that does not count.
 pub fn pass_over(error: &Error) {
-    eprintln!("gpunvme: passed over: {error}");
+    complain(format_args!("gpunvme: passed over: {}", printable(error)));
 }
 
 fn collect(folder: OwnedFd, path: &Path, depth: usize, sets: &mut Vec<Status>) {
     match status(&folder, path) {
-        Ok(Some(found)) => return sets.extend(found),
-        Ok(None) if depth < DEEPEST => {}
-        Ok(None) => return,
+        Ok(found) => sets.extend(found),
         Err(error) => return pass_over(&error),
+    }
+    if depth == DEEPEST {
+        return;
     }
     let entries = match Dir::read_from(&folder).and_then(Iterator::collect::<std::result::Result<Vec<_>, _>>) {
         Ok(entries) => entries,
@@ -93,7 +127,7 @@ fn collect(folder: OwnedFd, path: &Path, depth: usize, sets: &mut Vec<Status>) {
     };
     for entry in entries.iter().filter(|entry| entry.file_type() == FileType::Directory) {
         let name = std::ffi::OsStr::from_bytes(entry.file_name().to_bytes());
-        if name == "." || name == ".." {
+        if name == "." || name == ".." || name == OWN {
             continue;
         }
         let path = path.join(name);
@@ -106,27 +140,24 @@ fn collect(folder: OwnedFd, path: &Path, depth: usize, sets: &mut Vec<Status>) {
     }
 }
 
-/// The set in a folder, where there is one: none inside where `hydrate` has not begun it yet.
-fn status(folder: &OwnedFd, path: &Path) -> Result<Option<Option<Status>>> {
+/// The set in a folder, where there is one that `hydrate` has begun.
+fn status(folder: &OwnedFd, path: &Path) -> Result<Option<Status>> {
     let Some(own) = Own::open(folder, path)?.map(Arc::new) else { return Ok(None) };
     let Some(manifest) = Manifest::read(&own)? else { return Ok(None) };
-    let Some(set) = manifest.set.clone() else { return Ok(Some(None)) };
-    let there = manifest.there().filter(|(name, entry)| Folder::has(folder, name, entry));
+    let Some(set) = manifest.set.clone() else { return Ok(None) };
+    let mut inner = Inner::of(rustix::io::fcntl_dupfd_cloexec(folder, 0).map_err(Error::path(path, "read it"))?);
+    let there = manifest.there().filter(|(name, entry)| !inner.has(name) && Folder::has(folder, name, entry));
     let (files, bytes) = there.fold((0, 0_u64), |(files, bytes), (_, entry)| (files + 1, bytes.saturating_add(entry.size)));
     let partial = match own.folder_there("partial")? {
         Some(partial) => folder::partials(partial, &own.path("partial"))?.iter().map(|(_, bytes)| bytes).sum(),
         None => 0,
     };
-    let asked = || Error::path(own.path("lock"), "ask its time");
-    let used = match own.file("lock", OFlags::RDONLY)? {
-        Some(lock) => lock.metadata().and_then(|found| found.modified()).map_err(asked())?,
-        None => UNIX_EPOCH,
-    };
+    let used = own.changed("lock")?.unwrap_or(UNIX_EPOCH);
     let mut evicted: Vec<_> = manifest.evicted.into_iter().map(|(name, entry)| Evicted { name, bytes: entry.size }).collect();
     evicted.sort_by(|a, b| a.name.cmp(&b.name));
     let used = used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
     let set = Status { folder: path.into(), source: set.source, pinned: set.pinned, files, bytes, partial, used, evicted };
-    Ok(Some(Some(set)))
+    Ok(Some(set))
 }
 
 /// Sets as a table for people, with the names of what was evicted where they are wanted.

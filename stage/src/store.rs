@@ -248,7 +248,7 @@ impl Store {
                 return Err(Error::Answer { name, why: format!("its ETag is longer than {LONGEST_TAG} bytes") });
             }
             // An object of no bytes whose name ends in a slash, which consoles make for a folder.
-            if name.is_empty() || name == SET_MANIFEST || name.split('/').next() == Some(names::OWN) {
+            if name.is_empty() || name == SET_MANIFEST || name.split('/').any(|part| part == names::OWN) {
                 continue;
             }
             let crc32c = match &mut published {

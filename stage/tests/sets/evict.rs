@@ -89,3 +89,35 @@ fn no_manifest_leads_eviction_out_of_its_folder() {
     assert!(said.contains("it would leave the folder") && volume.path("one").exists(), "{said}");
     assert_eq!(files(&volume.path("other")).len(), 0, "others' sets keep nobody from the quota");
 }
+
+/// Someone brought in a part of a set first, and pinned it.
+#[test]
+fn a_set_in_the_folder_of_another_is_its_own() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(25));
+    let (outer, inner) = (volume.path("sets/m"), volume.path("sets/m/sub"));
+    let mut part = crate::gpunvme("hydrate");
+    ends_well(&store.found_by(part.arg("s3://bucket/set/sub").arg(&inner).arg("--pin")).output().unwrap());
+    ends_well(&hydrate(&store, &outer).output().unwrap());
+    assert_eq!(files(&outer).len(), 6);
+    let json = ends_well(&gpunvme(&["--json", "stage", "status"], &volume.path("sets")));
+    let sets: Vec<serde_json::Value> = serde_json::from_str(&json).unwrap();
+    let bytes: u64 = sets.iter().map(|set| set["bytes"].as_u64().unwrap()).sum();
+    assert_eq!((sets.len(), bytes), (2, size() as u64), "each file counts once");
+    let said = fails(&evict(&volume.path("sets"), 0));
+    assert!(said.contains("over the quota of 0"), "{said}");
+    assert!(files(&outer).into_keys().eq(["sub/block", "sub/deep/odd"]));
+}
+
+/// ext4 knows no year after 2446, others no nanoseconds.
+#[test]
+fn a_time_that_the_filesystem_does_not_know_makes_no_file_another_one() {
+    needs_mount!();
+    let store = stored(26);
+    store.state().modified = Some("9999-12-31T23:59:59.000Z");
+    let elsewhere = tempfile::tempdir_in("/var/tmp").unwrap();
+    let folder = elsewhere.path().join("set");
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    assert!(ends_well(&hydrate(&store, &folder).output().unwrap()).contains("fetched: 0"), "it is there");
+    assert!(ends_well(&evict(elsewhere.path(), 0)).contains("evicted: 6 files"));
+}

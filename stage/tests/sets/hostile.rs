@@ -6,7 +6,7 @@ use crate::{ends_well, fails, files, gpunvme, set};
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::{needs_mount, programs};
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, symlink};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -176,6 +176,52 @@ fn a_store_that_lies_about_sizes_or_sends_elsewhere_is_an_error() {
     store.state().redirect = Some(place);
     let said = fails(&hydrate(&store, &volume.path("circle")).args(["--include", "one"]).output().unwrap());
     assert!(said.contains("one: ") && !files(&volume.path("circle")).contains_key("one"), "{said}");
+}
+
+/// Error pages of stores are shown, and files have any names.
+#[test]
+fn no_message_commands_the_terminal() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(27));
+    store.state().objects.insert("set/\u{1b}]0;title\u{7}".into(), b"1".to_vec());
+    let said = fails(&hydrate(&store, &volume.path("set")).output().unwrap());
+    assert!(said.contains("]0;title") && !said.trim_end().contains(char::is_control), "{said:?}");
+}
+
+/// A reader that has gone is no reason to stop in the middle.
+#[test]
+fn the_files_arrive_though_nothing_that_is_said_does() {
+    needs_mount!();
+    let store = stored(28);
+    let elsewhere = tempfile::tempdir_in("/var/tmp").unwrap();
+    let folder = elsewhere.path().join("set");
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    // It says that this is no mount of ours.
+    let status = hydrate(&store, &folder).stderr(writer).status().unwrap();
+    assert!(status.success(), "{status}");
+    assert_eq!(files(&folder), set(28));
+}
+
+/// flock(2) takes a descriptor that only reads.
+#[test]
+fn a_user_who_may_only_read_holds_no_lock() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(29));
+    let folder = volume.path("set");
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    let mode = fs::metadata(folder.join(".gpunvme-stage/lock")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o077, 0, "{mode:o}");
+}
+
+/// It would be a set in the set, with files and a pin that the store says.
+#[test]
+fn a_store_makes_no_sets_below_a_set() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(30));
+    store.state().objects.insert("set/sub/.gpunvme-stage/manifest".into(), b"{}".to_vec());
+    ends_well(&hydrate(&store, &volume.path("set")).output().unwrap());
+    assert!(!volume.path("set/sub/.gpunvme-stage").exists());
 }
 
 #[test]

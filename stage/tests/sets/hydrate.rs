@@ -93,6 +93,26 @@ fn an_object_that_is_listed_twice_is_one() {
     assert!(store.state().reads.values().all(|reads| *reads == 1), "{:?}", store.state().reads);
 }
 
+/// Consoles make an object of no bytes for a folder, and put others below it later.
+#[test]
+fn a_file_that_became_a_folder_in_the_store_makes_way() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(5));
+    store.state().objects.insert("set/logs".into(), Vec::new());
+    let folder = volume.path("set");
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    assert!(folder.join("logs").is_file());
+    store.state().objects.insert("set/logs/a".into(), b"a line".to_vec());
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    assert_eq!(fs::read(folder.join("logs/a")).unwrap(), b"a line");
+    // What is no longer the store's stays, and is in the way.
+    fs::remove_dir_all(folder.join("logs")).unwrap();
+    fs::write(folder.join("logs"), "of my own").unwrap();
+    let said = fails(&hydrate(&store, &folder).output().unwrap());
+    assert!(said.contains("logs/a: cannot open its folder: Not a directory"), "{said}");
+    assert_eq!(fs::read(folder.join("logs")).unwrap(), b"of my own");
+}
+
 #[test]
 fn a_listing_of_many_answers_is_taken_whole() {
     needs_mount!();
@@ -276,8 +296,10 @@ fn credentials_are_kept_nowhere_and_another_set_is_refused() {
     assert!(said.contains("credentials") && !said.contains("password@"), "{said}");
     let other = tempfile::tempdir().unwrap();
     fs::write(other.path().join("one"), "other").unwrap();
-    let said = fails(&gpunvme("hydrate").arg(other.path()).arg(&folder).output().unwrap());
-    assert!(said.contains("take another folder"), "{said}");
+    for option in ["--dry-run", "--progress"] {
+        let said = fails(&gpunvme("hydrate").arg(option).arg(other.path()).arg(&folder).output().unwrap());
+        assert!(said.contains("take another folder"), "{option}: {said}");
+    }
     assert_eq!(files(&folder), set(5));
 }
 

@@ -8,7 +8,7 @@ use gpunvme_tests::needs_mount;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 /// The partial files of a set, and how many of their parts its manifest has.
 fn partials(folder: &Path) -> (usize, usize) {
@@ -35,10 +35,16 @@ fn what_was_not_asked_for_this_time_goes_on_the_next_time() {
     let kept = partials(&folder);
     ends_well(&hydrate(&store, &folder).args(["--include", "one"]).output().unwrap());
     assert_eq!(partials(&folder), kept);
-    store.state().reads.clear();
-    ends_well(&hydrate(&store, &folder).output().unwrap());
+    let reads = |folder: &Path| {
+        store.state().refuse_reads_after = Some(1000);
+        ends_well(&hydrate(&store, folder).output().unwrap());
+        1000 - store.state().refuse_reads_after.unwrap()
+    };
+    let rest = reads(&folder);
     assert_eq!((partials(&folder), files(&folder)), ((0, 0), set(31)));
-    assert_eq!(store.state().reads.get("set/large"), None, "its first part was there");
+    let other = volume.path("other");
+    ends_well(&hydrate(&store, &other).args(["--include", "one"]).output().unwrap());
+    assert_eq!(rest, reads(&other) - kept.1 as u32, "the parts that were there were not asked for");
 }
 
 #[test]
@@ -59,9 +65,30 @@ fn what_became_another_version_goes_whatever_is_asked_for() {
     assert_eq!(partials(&folder), (0, 0));
 }
 
+/// What is known of a partial file counts for that file alone, not for a new one of its name.
+#[test]
+fn parts_of_a_partial_file_that_is_gone_are_fetched_again() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(34));
+    let folder = volume.path("set");
+    torn(&store, &folder);
+    let partial = fs::read_dir(folder.join(".gpunvme-stage/partial")).unwrap().next().unwrap().unwrap().path();
+    fs::remove_file(&partial).unwrap();
+    // Killed when it makes the new file as long as the object (SIGXFSZ).
+    let mut short = Command::new("sh");
+    short.args(["-c", "ulimit -f 1024; exec \"$@\"", "sh"]);
+    let whole = hydrate(&store, &folder);
+    short.arg(whole.get_program()).args(whole.get_args());
+    store.found_by(&mut short);
+    fails(&short.output().unwrap());
+    assert_eq!(fs::metadata(&partial).unwrap().len(), 0, "it was killed where the test wants it");
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    assert!(files(&folder) == set(34), "other bytes than the store's");
+}
+
 /// A process that waits for another one may wait for long.
 #[test]
-fn what_the_store_got_while_a_process_waited_is_brought_too() {
+fn what_the_store_got_while_another_process_worked_is_brought_too() {
     needs_mount!();
     let (volume, store) = (Mounted::new(), stored(33));
     let folder = volume.path("set");
@@ -75,6 +102,8 @@ fn what_the_store_got_while_a_process_waited_is_brought_too() {
         assert!(stderr.read_line(&mut said).unwrap() > 0, "{said}");
     }
     store.state().objects.insert("set/new".into(), b"came later".to_vec());
+    let manifest = File::options().append(true).open(folder.join(".gpunvme-stage/manifest")).unwrap();
+    manifest.set_modified(std::time::SystemTime::now()).unwrap();
     lock.unlock().unwrap();
     assert!(ends_well(&process.wait_with_output().unwrap()).starts_with("7 objects"));
     assert_eq!(fs::read(folder.join("new")).unwrap(), b"came later");

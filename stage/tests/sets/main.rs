@@ -20,7 +20,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     fn collect(folder: &Path, prefix: &str, found: &mut BTreeMap<String, Vec<u8>>) {
         for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
             let name = format!("{prefix}{}", entry.file_name().to_str().unwrap());
-            if name == ".gpunvme-stage" {
+            if entry.file_name() == ".gpunvme-stage" {
                 continue;
             }
             if entry.file_type().unwrap().is_dir() {

@@ -52,6 +52,8 @@ pub struct State {
     pub lies: HashMap<String, u64>,
     /// Whether a listing names each object twice.
     pub lists_twice: bool,
+    /// When listings say that objects were changed.
+    pub modified: Option<&'static str>,
     /// Most objects of one answer to a listing, which names where the next goes on.
     pub page: Option<usize>,
     /// Where reads are sent to instead.
@@ -352,8 +354,9 @@ impl State {
                 continue;
             }
             contents += &format!(
-                "<Contents><Key>{}</Key><LastModified>2026-11-23T08:00:00.000Z</LastModified><ETag>{}</ETag><Size>{}</Size></Contents>",
+                "<Contents><Key>{}</Key><LastModified>{}</LastModified><ETag>{}</ETag><Size>{}</Size></Contents>",
                 key.replace('&', "&amp;").replace('<', "&lt;"),
+                self.modified.unwrap_or("2026-11-23T08:00:00.000Z"),
                 self.etag(object).replace('"', "&quot;"),
                 self.lies.get(key).copied().unwrap_or(object.len() as u64)
             );
