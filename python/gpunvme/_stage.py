@@ -122,6 +122,15 @@ def _root(root: "str | os.PathLike[str] | None") -> str:
     return os.fspath(root)
 
 
+def _progress(line: str) -> tuple[int, int] | None:
+    """Bytes that are done, and of how many, where a line says that and nothing else."""
+    try:
+        far = json.loads(line)
+        return far["done"], far["of"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 @contextmanager
 def running(
     url: "str | os.PathLike[str]",
@@ -147,19 +156,18 @@ def running(
 
     def listen(lines: Iterable[str]) -> None:
         for line in lines:
-            if not line.startswith("{"):
+            far = _progress(line)
+            if far is None:
                 said.append(line)
-                continue
-            far = json.loads(line)
-            if progress is not None and not failed:
+            elif progress is not None and not failed:
                 try:
-                    progress(far["done"], far["of"])
+                    progress(*far)
                 except Exception as error:
                     failed.append(error)
 
     stdin = subprocess.DEVNULL if follower is None else follower.other_end.fileno()
     with subprocess.Popen(
-        arguments, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        arguments, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
         listening = [threading.Thread(target=listen, args=(process.stderr,), daemon=True)]
         if follower is not None:

@@ -1,6 +1,7 @@
 """Sets that a program stages, from a folder and over a real mount."""
 
 import asyncio
+import os
 import subprocess
 import threading
 
@@ -43,6 +44,22 @@ def test_what_the_command_says_is_raised(folder, source):
         gpunvme.stage(source, folder, published=True)
     with pytest.raises(ValueError, match="no names of objects"):
         gpunvme.stage("s3://bucket/../other", folder)
+
+
+def test_lines_that_are_no_progress_are_what_the_command_says(folder, source, tmp_path, monkeypatch):
+    """What a store answers can be in them."""
+    command = tmp_path / "bin" / "gpunvme"
+    command.parent.mkdir()
+    command.write_text("""#!/bin/sh
+printf '{ not JSON\\n{"done": 1}\\n{"done": 1, "of": 2}\\n\\377 no text\\n' >&2
+exit 1
+""")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    seen = []
+    with pytest.raises(RuntimeError, match=r'(?s)^{ not JSON\n{"done": 1}\n. no text$'):
+        gpunvme.stage(source, folder, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(1, 2)]
 
 
 def test_a_quota_has_older_sets_go(folder, source, tmp_path):

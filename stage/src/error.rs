@@ -54,6 +54,8 @@ pub enum Error {
     Path { path: PathBuf, action: &'static str, errno: Errno },
     #[error("{} bytes are missing and {free} are free: evict something, or bring in less (--include)", needed)]
     Space { needed: u64, free: u64 },
+    #[error("{}: a file has that name, or that of a folder above, perhaps one of another set: take another folder, or that set with --include", .0.display())]
+    FileThere(PathBuf),
     #[error("{} holds the set of {there}: take another folder for {asked}", folder.display())]
     OtherSet { folder: PathBuf, there: String, asked: String },
     #[error("{} is no manifest of a set; remove it, and the files are fetched anew", .0.display())]

@@ -54,9 +54,12 @@ impl Folder {
     /// The folder at `path`, made where there is none.
     ///
     /// # Errors
-    /// [`Error::Path`], and [`Error::Direct`] where the mount does not answer.
+    /// [`Error::FileThere`], [`Error::Path`], and [`Error::Direct`] where the mount does not answer.
     pub fn create(path: &Path) -> Result<Folder> {
-        std::fs::create_dir_all(path).map_err(Error::path(path, "make it"))?;
+        std::fs::create_dir_all(path).map_err(|error| match error.raw_os_error() {
+            Some(libc::EEXIST | libc::ENOTDIR) => Error::FileThere(path.into()),
+            _ => Error::path(path, "make it")(error),
+        })?;
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::path(path, "open it"))?;
         let mount = match Mount::open(path) {

@@ -104,6 +104,11 @@ fn a_set_in_the_folder_of_another_is_its_own() {
     let sets: Vec<serde_json::Value> = serde_json::from_str(&json).unwrap();
     let bytes: u64 = sets.iter().map(|set| set["bytes"].as_u64().unwrap()).sum();
     assert_eq!((sets.len(), bytes), (2, size() as u64), "each file counts once");
+    for name in ["one", "one/deep"] {
+        let mut single = crate::gpunvme("hydrate");
+        let said = fails(&store.found_by(single.arg("s3://bucket/set/one").arg(outer.join(name))).output().unwrap());
+        assert!(said.contains("take another folder, or that set with --include"), "{said}");
+    }
     let said = fails(&evict(&volume.path("sets"), 0));
     assert!(said.contains("over the quota of 0"), "{said}");
     assert!(files(&outer).into_keys().eq(["sub/block", "sub/deep/odd"]));
