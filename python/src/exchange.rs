@@ -75,7 +75,8 @@ impl Api {
     /// What an object of the class says of its memory, without keeping it; none where it has
     /// something else to say.
     pub fn view<'a>(self, object: &'a Bound<'_, PyAny>) -> Option<Tensor<'a>> {
-        let mut tensor = MaybeUninit::uninit();
+        // A library that leaves a field as it is means a zero.
+        let mut tensor = MaybeUninit::zeroed();
         // SAFETY: the object is of the table's class, and the interpreter is held.
         let code = unsafe { self.0.view?(object.as_ptr(), tensor.as_mut_ptr()) };
         // SAFETY: it is filled where there was no error. Shape and strides are the object's, which
