@@ -109,11 +109,14 @@ fn of_torch(tensor: &Bound<'_, PyAny>, api: Option<Api>, ask: Ask) -> PyResult<M
         ));
     }
     let storage = call(intern!(py, "untyped_storage"))?;
-    let of_storage = |name| -> PyResult<u64> { storage.call_method0(name)?.extract() };
-    // None on the device `meta`, of a fake tensor, and where the storage was given up.
-    let end = address.saturating_add(len);
-    if len > 0 && (address == 0 || end > of_storage(intern!(py, "data_ptr"))? + of_storage(intern!(py, "nbytes"))?) {
-        return Err(unreachable(tensor)?);
+    if len > 0 {
+        let of_storage = |name| -> PyResult<u64> { storage.call_method0(name)?.extract() };
+        let (begin, size) = (of_storage(intern!(py, "data_ptr"))?, of_storage(intern!(py, "nbytes"))?);
+        // None on the device `meta`, of a fake tensor, and where the storage was given up. A view
+        // of nothing has an address: how far it lies behind the beginning.
+        if begin == 0 || address.saturating_add(len) > begin.saturating_add(size) {
+            return Err(unreachable(tensor)?);
+        }
     }
     let busy = match gpu {
         Some(gpu) if ask.stream.is_none() => Some(Busy { stream: torch_stream(py, api, gpu)?, gpu: Some(gpu), address }),
