@@ -114,7 +114,7 @@ fn of_torch(tensor: &Bound<'_, PyAny>, api: Option<Api>, ask: Ask) -> PyResult<M
         let (begin, size) = (of_storage(intern!(py, "data_ptr"))?, of_storage(intern!(py, "nbytes"))?);
         // None on the device `meta`, of a fake tensor, and where the storage was given up. A view
         // of nothing has an address: how far it lies behind the beginning.
-        if begin == 0 || address.saturating_add(len) > begin.saturating_add(size) {
+        if begin == 0 || address < begin || address.saturating_add(len) > begin.saturating_add(size) {
             return Err(unreachable(tensor)?);
         }
     }
