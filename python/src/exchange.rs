@@ -1,5 +1,5 @@
 //! DLPack's C exchange API: a class names a table of functions, which tell of its objects' memory
-//! in one call of C. The dozen attributes and methods that Python has for it take ten times as long.
+//! in one call of C. The attributes and methods that Python has for it take five times as long.
 //!
 //! The table is the library's, and stays for as long as the process. It says less than Python does
 //! (of borrowed memory not whether it is read-only, of PyTorch's tensors not whether they are

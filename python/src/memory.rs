@@ -1,6 +1,7 @@
 //! Finds the memory behind a Python object: of PyTorch, by `__cuda_array_interface__` (CuPy,
 //! Numba), by the buffer protocol (NumPy, `bytearray`, `mmap`), by `__array_interface__` (NumPy's
-//! dtypes that the buffer protocol has not) or by DLPack (JAX and others), in this order.
+//! dtypes that the buffer protocol has not) or by DLPack (JAX and others), in this order. Of
+//! DLPack the exchange API is asked first, of PyTorch too.
 
 use crate::dlpack;
 use crate::exchange::Api;

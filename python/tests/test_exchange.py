@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import exchange
@@ -12,7 +11,7 @@ import pytest
 import raw_cuda
 from conftest import needs_cuda
 from exchange import PADDED, READ_ONLY, Tensor, has_api, of, table
-from test_gpu import Gate, pinned
+from test_gpu import waits_for
 
 import gpunvme
 
@@ -119,20 +118,10 @@ def test_memory_in_flight_is_kept(stored):
 
 @needs_cuda
 def test_a_call_waits_for_the_stream_of_the_library(folder, monkeypatch):
-    stream, gate, ones = raw_cuda.Stream(), Gate(), pinned(1000, 1)
-    array = raw_cuda.Array(1000).set(numpy.zeros(1000))
-    tensor = Fast(array.address.value, (1000,), array, device_type=exchange.CUDA)
+    stream, array = raw_cuda.Stream(), raw_cuda.Array(100_000)
     monkeypatch.setattr(Tensor, "current", stream.handle.value)
-    with gpunvme.open(folder / "file", "w") as f:
-        f.write_from(tensor)
-        gate.close(stream)
-        fill = raw_cuda.enter().cuMemcpyHtoDAsync_v2
-        raw_cuda.check(fill(array.address, ones, 1000, stream.handle))
-        opener = threading.Timer(0.2, gate.open)
-        opener.start()
-        f.write_from(tensor)
-        opener.join()
-    assert (folder / "file").read_bytes() == b"\1" * 1000
+    tensor = Fast(array.address.value, (100_000,), array, device_type=exchange.CUDA)
+    waits_for(stream, array, tensor, folder / "file")
 
 
 PYTORCH = """
