@@ -231,16 +231,36 @@ def test_tensors_are_taken_whatever_they_are_besides_memory(folder):
         (whole[100:200], content[400:800]),
         (whole[7], content[28:32]),
         (torch.empty((5, 0), device=DEVICE).T, b""),
-        (torch.quantize_per_tensor(torch.zeros(100), 1.0, 0, torch.qint8), bytes(100)),
         (torch.zeros(100, dtype=torch.uint8, device=DEVICE).view(torch.float4_e2m1fn_x2), bytes(100)),
         (torch.zeros(8, dtype=torch.complex64, device=DEVICE), bytes(64)),
     ]
     if CUDA:
         tensors.append((whole.cpu().pin_memory(), content))
+    if hasattr(torch, "quantize_per_tensor"):  # PyTorch has said that it will go
+        tensors.append((torch.quantize_per_tensor(torch.zeros(100), 1.0, 0, torch.qint8), bytes(100)))
     for tensor, expected in tensors:
         with gpunvme.open(folder / "file", "w") as f:
             assert f.write_from(tensor).bytes == f.read_into(tensor).bytes == len(expected)
         assert (folder / "file").read_bytes() == expected
+
+
+def test_plain_tensors_are_asked_in_c(stored, monkeypatch):
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this PyTorch has no exchange API")
+
+    def asked(self):
+        raise AssertionError("a tensor was asked in Python")
+
+    path, values = stored(1000)
+    tensors = [torch.zeros(1000, dtype=torch.uint8, device=DEVICE)]
+    tensors.append(torch.nn.Parameter(torch.zeros_like(tensors[0]), requires_grad=False))
+    with gpunvme.open(path) as f, monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "is_contiguous", asked)
+        for tensor in tensors:
+            f.read_into(tensor)
+        with pytest.raises(AssertionError, match="in Python"):
+            f.read_into(tensors[0].as_subclass(Subclass))
+    assert all(numpy.array_equal(tensor.cpu().numpy(), values) for tensor in tensors)
 
 
 def test_tensors_that_are_no_memory_are_refused_by_name(stored):
