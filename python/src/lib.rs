@@ -18,6 +18,8 @@ mod completions;
 mod dlpack;
 mod error;
 #[allow(unsafe_code)]
+mod exchange;
+#[allow(unsafe_code)]
 mod file;
 #[allow(unsafe_code)]
 mod host;
@@ -26,6 +28,8 @@ mod kernels;
 mod memory;
 mod mount;
 mod pending;
+#[allow(unsafe_code)]
+mod process;
 mod request;
 #[allow(unsafe_code)]
 mod session;
@@ -53,4 +57,9 @@ mod _native {
     use super::pending::Pending;
     #[pymodule_export]
     use super::transfer::Transfer;
+
+    #[pymodule_init]
+    fn init(_module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
+        super::process::count_forks()
+    }
 }

@@ -1,8 +1,10 @@
 //! Finds the memory behind a Python object: of PyTorch, by `__cuda_array_interface__` (CuPy,
 //! Numba), by the buffer protocol (NumPy, `bytearray`, `mmap`), by `__array_interface__` (NumPy's
-//! dtypes that the buffer protocol has not) or by DLPack (JAX and others), in this order.
+//! dtypes that the buffer protocol has not) or by DLPack (JAX and others), in this order. Of
+//! DLPack the exchange API is asked first, of PyTorch too.
 
 use crate::dlpack;
+use crate::exchange::Api;
 use crate::stream::Busy;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -43,7 +45,7 @@ pub fn of(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
     if let Some(tensor) = torch_tensor(py)?
         && object.is_instance(tensor)?
     {
-        return of_torch(object, ask);
+        return of_torch(object, Api::of(&object.get_type()), ask);
     }
     if let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? {
         return of_interface(object, interface.cast::<PyDict>()?, true, ask);
@@ -53,6 +55,13 @@ pub fn of(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
     }
     if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
         return of_interface(object, interface.cast::<PyDict>()?, false, ask);
+    }
+    if ask.stream.is_none()
+        && let Some(api) = Api::of(&object.get_type())
+        && let Some(capsule) = api.export(object)
+        && let Some(memory) = of_export(object, api, capsule, ask)?
+    {
+        return Ok(memory);
     }
     if object.hasattr(intern!(py, "__dlpack_device__"))? {
         return of_dlpack(object, ask);
@@ -66,55 +75,108 @@ pub fn of(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
 /// The class of PyTorch's tensors, if the program has loaded it.
 fn torch_tensor(py: Python<'_>) -> PyResult<Option<&Bound<'_, PyType>>> {
     static TENSOR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
     if let Some(tensor) = TENSOR.get(py) {
         return Ok(Some(tensor.bind(py)));
     }
-    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-    let Ok(torch) = modules.get_item(intern!(py, "torch")) else { return Ok(None) };
+    let modules = MODULES.import(py, "sys", "modules")?;
+    let Some(torch) = modules.get_item(intern!(py, "torch"))? else { return Ok(None) };
     // While it is being imported it has none yet.
     let Some(tensor) = torch.getattr_opt(intern!(py, "Tensor"))? else { return Ok(None) };
     let tensor = tensor.cast_into::<PyType>()?.unbind();
     Ok(Some(TENSOR.get_or_init(py, || tensor).bind(py)))
 }
 
-fn of_torch(tensor: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
+/// Where a contiguous tensor of PyTorch is said to lie.
+struct Place {
+    address: u64,
+    len: u64,
+    /// The number of its GPU; none in host memory.
+    gpu: Option<i32>,
+    may_be_conjugated: bool,
+}
+
+fn of_torch(tensor: &Bound<'_, PyAny>, api: Option<Api>, ask: Ask) -> PyResult<Memory> {
     let py = tensor.py();
     let call = |name| tensor.call_method0(name);
-    if !call(intern!(py, "is_contiguous"))?.extract::<bool>()? {
-        let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
-        return Err(strided(tensor, shape, call(intern!(py, "stride"))?.extract()?));
-    }
-    if call(intern!(py, "is_conj"))?.extract()? || call(intern!(py, "is_neg"))?.extract()? {
+    let Place { address, len, gpu, may_be_conjugated } = match api.and_then(|api| seen(tensor, api)) {
+        Some(place) => place,
+        None => asked(tensor)?,
+    };
+    let holds_others = |name| call(name)?.extract::<bool>();
+    if may_be_conjugated && holds_others(intern!(py, "is_conj"))? || holds_others(intern!(py, "is_neg"))? {
         return Err(PyValueError::new_err(
             "this tensor is a view whose memory holds other numbers (conjugated or negated): use resolve_conj() or resolve_neg()",
         ));
     }
-    let on_gpu: bool = tensor.getattr(intern!(py, "is_cuda"))?.extract()?;
-    let address: u64 = call(intern!(py, "data_ptr"))?.extract()?;
-    let len: u64 = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
     let storage = call(intern!(py, "untyped_storage"))?;
-    let of_storage = |name| -> PyResult<u64> { storage.call_method0(name)?.extract() };
-    // None on the device `meta`, of a fake tensor, and where the storage was given up.
-    let there = address != 0 && address + len <= of_storage(intern!(py, "data_ptr"))? + of_storage(intern!(py, "nbytes"))?;
-    if len > 0 && !there || !on_gpu && call(intern!(py, "get_device"))?.extract::<i32>()? >= 0 {
-        let device = tensor.getattr(intern!(py, "device"))?;
-        return Err(PyTypeError::new_err(format!("{} on {device} has no memory that can be reached", name(tensor))));
+    if len > 0 {
+        let of_storage = |name| -> PyResult<u64> { storage.call_method0(name)?.extract() };
+        let (begin, size) = (of_storage(intern!(py, "data_ptr"))?, of_storage(intern!(py, "nbytes"))?);
+        // None on the device `meta`, of a fake tensor, and where the storage was given up. A view
+        // of nothing has an address: how far it lies behind the beginning.
+        if begin == 0 || address < begin || address.saturating_add(len) > begin.saturating_add(size) {
+            return Err(unreachable(tensor)?);
+        }
     }
-    let busy = if on_gpu { Some(torch_stream(tensor, address)?) } else { None };
+    let busy = match gpu {
+        Some(gpu) if ask.stream.is_none() => Some(Busy { stream: torch_stream(py, api, gpu)?, gpu: Some(gpu), address }),
+        _ => None,
+    };
     // The tensor itself may be given another storage meanwhile. What goes into a stream is recorded
     // there, which takes a tensor.
     let keep = if ask.stream.is_some() { call(intern!(py, "detach"))? } else { storage };
-    Ok(Memory { address, len, on_gpu, busy, keep: keep.unbind() })
+    Ok(Memory { address, len, on_gpu: gpu.is_some(), busy, keep: keep.unbind() })
 }
 
-/// The stream that PyTorch puts its work on a tensor's GPU into, in this thread.
-fn torch_stream(tensor: &Bound<'_, PyAny>, address: u64) -> PyResult<Busy> {
-    static CURRENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+/// Where a tensor lies by the exchange API. None for all that is to be refused, and for what the
+/// API does not know (quantized dtypes): Python says which.
+fn seen(tensor: &Bound<'_, PyAny>, api: Api) -> Option<Place> {
+    let view = api.view(tensor)?;
+    let gpu = match view.device_type {
+        dlpack::CPU | dlpack::CUDA_HOST => None,
+        dlpack::CUDA => Some(view.device),
+        _ => return None,
+    };
+    if view.strides.is_some_and(|strides| !is_contiguous(view.shape, strides, 1)) {
+        return None;
+    }
+    let len = byte_len(view.shape, view.item_size? as i64)?;
+    Some(Place { address: view.address, len, gpu, may_be_conjugated: view.code == dlpack::COMPLEX })
+}
+
+/// Where a tensor lies by its attributes and methods.
+fn asked(tensor: &Bound<'_, PyAny>) -> PyResult<Place> {
     let py = tensor.py();
-    let gpu: i32 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;
+    let call = |name| tensor.call_method0(name);
+    if !call(intern!(py, "is_contiguous"))?.extract::<bool>()? {
+        let (shape, strides): (Vec<i64>, Vec<i64>) =
+            (tensor.getattr(intern!(py, "shape"))?.extract()?, call(intern!(py, "stride"))?.extract()?);
+        return Err(strided(tensor, &shape, &strides));
+    }
+    let on_gpu: bool = tensor.getattr(intern!(py, "is_cuda"))?.extract()?;
+    let device: i32 = call(intern!(py, "get_device"))?.extract()?;
+    if !on_gpu && device >= 0 {
+        return Err(unreachable(tensor)?);
+    }
+    let address = call(intern!(py, "data_ptr"))?.extract()?;
+    let len = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    Ok(Place { address, len, gpu: on_gpu.then_some(device), may_be_conjugated: true })
+}
+
+fn unreachable(tensor: &Bound<'_, PyAny>) -> PyResult<PyErr> {
+    let device = tensor.getattr(intern!(tensor.py(), "device"))?;
+    Ok(PyTypeError::new_err(format!("{} on {device} has no memory that can be reached", name(tensor))))
+}
+
+/// The stream that PyTorch puts its work on a GPU into, in this thread.
+fn torch_stream(py: Python<'_>, api: Option<Api>, gpu: i32) -> PyResult<usize> {
+    static CURRENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    if let Some(stream) = api.and_then(|api| api.stream(py, dlpack::CUDA, gpu)) {
+        return Ok(stream);
+    }
     // What torch.cuda.current_stream(gpu).cuda_stream is, without an object being made.
-    let current = CURRENT.import(py, "torch._C", "_cuda_getCurrentRawStream")?;
-    Ok(Busy { stream: current.call1((gpu,))?.extract()?, gpu: Some(gpu), address })
+    CURRENT.import(py, "torch._C", "_cuda_getCurrentRawStream")?.call1((gpu,))?.extract()
 }
 
 /// By `__cuda_array_interface__`, or by NumPy's interface for host memory, which has the same form.
@@ -133,17 +195,17 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, on_gpu
         kind.split('[').next().and_then(|kind| kind.get(2..)).and_then(|size| size.parse().ok()).filter(|size: &i64| *size > 0);
     let item_size = item_size.ok_or_else(|| missing("typestr"))?;
     let strides: Option<Vec<i64>> = item("strides").transpose()?.map(|strides| strides.extract()).transpose()?.flatten();
-    if let Some(strides) = strides
-        && !is_contiguous(&shape, &strides, item_size)
+    if let Some(strides) = &strides
+        && !is_contiguous(&shape, strides, item_size)
     {
-        return Err(strided(object, shape, strides));
+        return Err(strided(object, &shape, strides));
     }
     if ask.writable && read_only {
         return Err(not_writable(object));
     }
     let stream: Option<usize> = item("stream").transpose()?.map(|stream| stream.extract()).transpose()?.flatten();
     let busy = stream.map(|stream| Busy { stream, gpu: None, address });
-    let len = byte_len(object, &shape, item_size)?;
+    let len = byte_len(&shape, item_size).ok_or_else(|| endless(object, &shape))?;
     Ok(Memory { address, len, on_gpu, busy, keep: object.clone().unbind() })
 }
 
@@ -168,9 +230,9 @@ fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask
         return Err(objects(object));
     }
     if !buffer.is_c_contiguous() {
-        let shape = buffer.shape().iter().map(|&size| size as i64).collect();
-        let strides = buffer.strides().iter().map(|&stride| stride as i64).collect();
-        return Err(strided(object, shape, strides));
+        let shape: Vec<i64> = buffer.shape().iter().map(|&size| size as i64).collect();
+        let strides: Vec<i64> = buffer.strides().iter().map(|&stride| stride as i64).collect();
+        return Err(strided(object, &shape, &strides));
     }
     if ask.writable && buffer.readonly() {
         return Err(not_writable(object));
@@ -185,23 +247,27 @@ fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask
     })
 }
 
+/// By a capsule of the exchange API; none where its library does not say what it works on the
+/// memory in, and is to be asked to have done with it.
+fn of_export(object: &Bound<'_, PyAny>, api: Api, capsule: Bound<'_, PyCapsule>, ask: Ask) -> PyResult<Option<Memory>> {
+    let tensor = dlpack::read(&capsule)?;
+    let device = (tensor.device_type, tensor.device);
+    let stream = if is_cuda(object, device.0)? {
+        let Some(stream) = api.stream(object.py(), device.0, device.1) else { return Ok(None) };
+        Some(stream)
+    } else {
+        None
+    };
+    of_capsule(object, capsule, stream, ask).map(Some)
+}
+
 fn of_dlpack(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
     let py = object.py();
     let device = object.call_method0(intern!(py, "__dlpack_device__"))?.cast_into::<PyTuple>()?;
-    let (device, gpu): (i32, i32) = (device.get_item(0)?.extract()?, device.get_item(1)?.extract()?);
-    let on_gpu = match device {
-        dlpack::CPU | dlpack::CUDA_HOST => false,
-        dlpack::CUDA | dlpack::CUDA_MANAGED => true,
-        other => {
-            let name = name(object);
-            return Err(PyTypeError::new_err(format!(
-                "{name} lies on a device that CUDA does not reach (DLPack's number {other})"
-            )));
-        }
-    };
     // The legacy default stream, unless the request goes into one: its library has it wait for
     // what is still being done to the memory.
     const LEGACY: usize = 1;
+    let on_gpu = is_cuda(object, device.get_item(0)?.extract()?)?;
     let stream = on_gpu.then(|| ask.stream.filter(|stream| *stream != 0).unwrap_or(LEGACY));
     let arguments = PyDict::new(py);
     arguments.set_item(intern!(py, "stream"), stream)?;
@@ -214,25 +280,45 @@ fn of_dlpack(object: &Bound<'_, PyAny>, ask: Ask) -> PyResult<Memory> {
         }
         capsule => capsule?,
     };
-    let capsule = capsule.cast_into::<PyCapsule>()?;
+    of_capsule(object, capsule.cast_into()?, stream, ask)
+}
+
+/// Whether memory of a kind of device of DLPack's is CUDA's to copy.
+fn is_cuda(object: &Bound<'_, PyAny>, device_type: i32) -> PyResult<bool> {
+    match device_type {
+        dlpack::CPU | dlpack::CUDA_HOST => Ok(false),
+        dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(true),
+        other => Err(PyTypeError::new_err(format!(
+            "{} lies on a device that CUDA does not reach (DLPack's number {other})",
+            name(object)
+        ))),
+    }
+}
+
+/// By a capsule of DLPack's, of memory that its library works on in a stream, if on a GPU.
+fn of_capsule(object: &Bound<'_, PyAny>, capsule: Bound<'_, PyCapsule>, stream: Option<usize>, ask: Ask) -> PyResult<Memory> {
     let tensor = dlpack::read(&capsule)?;
     if let Some(strides) = tensor.strides
-        && !is_contiguous(&tensor.shape, &strides, 1)
+        && !is_contiguous(tensor.shape, strides, 1)
     {
         return Err(strided(object, tensor.shape, strides));
     }
     if ask.writable && tensor.read_only {
         return Err(not_writable(object));
     }
-    let len = byte_len(object, &tensor.shape, tensor.item_size as i64)?;
-    let busy = stream.map(|stream| Busy { stream, gpu: Some(gpu), address: tensor.address });
-    Ok(Memory { address: tensor.address, len, on_gpu, busy, keep: capsule.into_any().unbind() })
+    let Some(item_size) = tensor.item_size else {
+        return Err(PyTypeError::new_err(format!("{} has items that share bytes: give it another dtype", name(object))));
+    };
+    let len = byte_len(tensor.shape, item_size as i64).ok_or_else(|| endless(object, tensor.shape))?;
+    let (address, gpu) = (tensor.address, Some(tensor.device));
+    let busy = stream.map(|stream| Busy { stream, gpu, address });
+    Ok(Memory { address, len, on_gpu: stream.is_some(), busy, keep: capsule.into_any().unbind() })
 }
 
 /// How many bytes items of a shape are.
-fn byte_len(object: &Bound<'_, PyAny>, shape: &[i64], item: i64) -> PyResult<u64> {
-    let len = shape.iter().try_fold(item, |len, &size| len.checked_mul(size)).and_then(|len| u64::try_from(len).ok());
-    len.ok_or_else(|| PyValueError::new_err(format!("{} has a shape that no memory has ({shape:?})", name(object))))
+fn byte_len(shape: &[i64], item: i64) -> Option<u64> {
+    let len = shape.iter().try_fold(item, |len, &size| len.checked_mul(size));
+    len.and_then(|len| u64::try_from(len).ok())
 }
 
 /// Whether items lie side by side, the last index first. `item` is what a stride of one counts.
@@ -246,11 +332,15 @@ fn is_contiguous(shape: &[i64], strides: &[i64], item: i64) -> bool {
         })
 }
 
-fn strided(object: &Bound<'_, PyAny>, shape: Vec<i64>, strides: Vec<i64>) -> PyErr {
+fn strided(object: &Bound<'_, PyAny>, shape: &[i64], strides: &[i64]) -> PyErr {
     PyValueError::new_err(format!(
         "{} is a strided view (shape {shape:?}, strides {strides:?}): name its contiguous parts as (part, offset) pairs, or make it contiguous",
         name(object)
     ))
+}
+
+fn endless(object: &Bound<'_, PyAny>, shape: &[i64]) -> PyErr {
+    PyValueError::new_err(format!("{} has a shape that no memory has ({shape:?})", name(object)))
 }
 
 fn objects(object: &Bound<'_, PyAny>) -> PyErr {

@@ -1,6 +1,7 @@
 //! Requests that were begun and are waited for later, if at all.
 
 use crate::error::raised;
+use crate::process;
 use crate::stream::{Busy, wait_for};
 use crate::transfer::Transfer;
 use gpunvme::Result;
@@ -141,13 +142,13 @@ pub struct Pending {
 
 impl Pending {
     fn new(state: State) -> Pending {
-        Pending { state: Mutex::new(state), process: std::process::id() }
+        Pending { state: Mutex::new(state), process: process::id() }
     }
 
     /// # Errors
     /// This is a child of the process that waits for it: no thread here would ever answer.
     fn is_of_this_process(&self) -> PyResult<()> {
-        if self.process == std::process::id() {
+        if self.process == process::id() {
             return Ok(());
         }
         let told = "the request is its parent's, and not of this child process";

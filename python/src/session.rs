@@ -5,6 +5,7 @@
 //! by name, and left as they are when the child drops them.
 
 use crate::buffer::HostMemory;
+use crate::process;
 use crate::staging::Staging;
 use crate::workers::Workers;
 use gpunvme::gpu::Transfers;
@@ -45,7 +46,7 @@ impl Session {
             Some(file) => rustix::fs::fstat(file),
             None => rustix::fs::stat(path),
         };
-        let (filesystem, process) = (stat.map_err(lost)?.st_dev, std::process::id());
+        let (filesystem, process) = (stat.map_err(lost)?.st_dev, process::id());
         let is_it = |session: &Arc<Session>| session.filesystem == filesystem && session.process == process;
         if let Some(known) = KNOWN.try_lock_for(MOMENT)
             && let Some(session) = known.iter().filter_map(Weak::upgrade).find(is_it)
@@ -75,7 +76,7 @@ impl Session {
 
     /// What is shared, for the process that made it.
     fn shared(&self) -> Result<&Shared> {
-        if self.process == std::process::id() {
+        if self.process == process::id() {
             return Ok(&self.shared);
         }
         let action = "use in a child process what its parent opened; open it again in the child";
@@ -134,7 +135,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if self.process == std::process::id() {
+        if self.process == process::id() {
             // SAFETY: it is dropped here and nowhere else, and not used afterwards.
             unsafe {
                 ManuallyDrop::drop(&mut self.shared);

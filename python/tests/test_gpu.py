@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy
 import pytest
@@ -192,20 +193,26 @@ class Gate:
         self.timer.cancel()
 
 
-def test_a_call_waits_for_the_stream_that_the_memory_names(folder):
-    """A write must not begin before the stream that fills the memory is through."""
-    stream, gate, ones = Stream(), Gate(), pinned(100_000, 1)
-    array = Array(100_000, stream=stream.handle.value).set(numpy.zeros(100_000))
-    with gpunvme.open(folder / "file", "w") as f:
-        f.write_from(array)
+def waits_for(stream: Stream, array: Array, memory: object, path: Path) -> None:
+    """A write must not begin before the stream that fills the memory, which is the array's, is through."""
+    gate, ones = Gate(), pinned(100_000, 1)
+    array.set(numpy.zeros(100_000))
+    with gpunvme.open(path, "w") as f:
+        f.write_from(memory)
         gate.close(stream)
         fill = raw_cuda.enter().cuMemcpyHtoDAsync_v2
         raw_cuda.check(fill(array.address, ones, ctypes.c_size_t(100_000), stream.handle))
         opener = threading.Timer(0.2, gate.open)
         opener.start()
-        f.write_from(array)
+        f.write_from(memory)
         opener.join()
-    assert (folder / "file").read_bytes() == b"\1" * 100_000
+    assert path.read_bytes() == b"\1" * 100_000
+
+
+def test_a_call_waits_for_the_stream_that_the_memory_names(folder):
+    stream = Stream()
+    array = Array(100_000, stream=stream.handle.value)
+    waits_for(stream, array, array, folder / "file")
 
 
 @pytest.mark.parametrize("in_stream", [False, True])

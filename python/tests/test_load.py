@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -112,6 +113,16 @@ def store(monkeypatch) -> Iterator[Store]:
     yield store
     store.gate.set()
     store.server.shutdown()
+
+
+@contextmanager
+def killed_at_the_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """A test that fails while its process is stopped, or waits, would wait for it for ever."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def large(seed: int, parts: int = 3) -> dict[str, numpy.ndarray]:
@@ -241,11 +252,12 @@ def test_what_had_arrived_before_is_read_from_the_volume(folder, store):
     store.gate.clear()
     there = folder / "s3" / "bucket" / "set"
     arguments = [program("gpunvme"), "hydrate", "s3://bucket/set", there]
-    with subprocess.Popen(arguments) as hydrate:
+    with killed_at_the_end(subprocess.Popen(arguments)) as hydrate:
         manifest = there / ".gpunvme-stage" / "manifest"
+        deadline = time.monotonic() + 60
         while not manifest.exists() or manifest.read_text().count('"part"') < 2:
+            assert hydrate.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
-        hydrate.kill()
     store.gate.set()
     before = read_from_device(folder)
     assert same(gpunvme.load("s3://bucket/set", folder, framework="np"), tensors)
@@ -312,7 +324,7 @@ loaded = gpunvme.load(sys.argv[1], sys.argv[2], framework="np")
 sys.stdout.buffer.write(b"".join(loaded[name].tobytes() for name in sorted(loaded)))
 """
     arguments = [sys.executable, "-c", script, tmp_path / "source", folder]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+    with killed_at_the_end(subprocess.Popen(arguments, stdout=subprocess.PIPE)) as process:
         there = folder.joinpath("file", *(tmp_path / "source").parts[1:])
         deadline = time.monotonic() + 60
         while len(list(there.glob("*.safetensors"))) < count:

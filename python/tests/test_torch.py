@@ -204,13 +204,90 @@ def test_tensors_without_memory_are_refused(stored):
     gone = torch.zeros(100, device=DEVICE)
     gone.untyped_storage().resize_(0)
     with FakeTensorMode():
-        fake = torch.empty(100)
+        fake = torch.empty(200)[100:]
     with gpunvme.open(path, "r+") as f:
-        for tensor in (torch.empty(100, device="meta"), gone, fake):
+        for tensor in (torch.empty(100, device="meta"), torch.empty(200, device="meta")[100:], gone, fake):
             for call in (f.read_into, f.write_from, f.submit_read_into):
                 with pytest.raises((TypeError, RuntimeError)):
                     call(tensor)
         assert f.read_into(torch.empty((0, 5), device=DEVICE)).bytes == 0
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_tensors_are_taken_whatever_they_are_besides_memory(folder):
+    whole = torch.arange(4096, dtype=torch.float32, device=DEVICE)
+    content = whole.cpu().numpy().tobytes()
+    tensors = [
+        (whole, content),
+        (whole.clone().requires_grad_(), content),
+        (whole.clone().requires_grad_() * 1, content),
+        (torch.nn.Parameter(whole.clone()), content),
+        (torch.nn.Buffer(whole.clone()), content),
+        (whole.clone().as_subclass(Subclass), content),
+        (whole.reshape(64, 1, 64).transpose(0, 1), content),
+        (whole[100:200], content[400:800]),
+        (whole[7], content[28:32]),
+        (torch.empty((5, 0), device=DEVICE).T, b""),
+        (torch.zeros(100, dtype=torch.uint8, device=DEVICE).view(torch.float4_e2m1fn_x2), bytes(100)),
+        (torch.zeros(8, dtype=torch.complex64, device=DEVICE), bytes(64)),
+    ]
+    if CUDA:
+        tensors.append((whole.cpu().pin_memory(), content))
+    if hasattr(torch, "quantize_per_tensor"):  # PyTorch has said that it will go
+        tensors.append((torch.quantize_per_tensor(torch.zeros(100), 1.0, 0, torch.qint8), bytes(100)))
+    for tensor, expected in tensors:
+        with gpunvme.open(folder / "file", "w") as f:
+            assert f.write_from(tensor).bytes == f.read_into(tensor).bytes == len(expected)
+        assert (folder / "file").read_bytes() == expected
+
+
+def test_plain_tensors_are_asked_in_c(stored, monkeypatch):
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this PyTorch has no exchange API")
+
+    def asked(self):
+        raise AssertionError("a tensor was asked in Python")
+
+    path, values = stored(1000)
+    tensors = [torch.zeros(1000, dtype=torch.uint8, device=DEVICE)]
+    tensors.append(torch.nn.Parameter(torch.zeros_like(tensors[0]), requires_grad=False))
+    with gpunvme.open(path) as f, monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "is_contiguous", asked)
+        for tensor in tensors:
+            f.read_into(tensor)
+        with pytest.raises(AssertionError, match="in Python"):
+            f.read_into(tensors[0].as_subclass(Subclass))
+    assert all(numpy.array_equal(tensor.cpu().numpy(), values) for tensor in tensors)
+
+
+def test_tensors_that_are_no_memory_are_refused_by_name(stored):
+    """DLPack's C exchange API tells of some of them as of others."""
+    zeros = torch.zeros(100, device=DEVICE)
+    given_up, cut = zeros.clone()[10:], zeros.clone()
+    given_up.untyped_storage().resize_(0)
+    cut.untyped_storage().resize_(396)
+    lies_nowhere = "Tensor on .* has no memory that can be reached"
+    path, _ = stored(1000)
+
+    def refuse(tensor, error, told):
+        for call in (f.read_into, f.write_from, f.submit_read_into):
+            with pytest.raises(error, match=told):
+                call(tensor)
+        return tensor
+
+    with gpunvme.open(path, "r+") as f:
+        refuse(zeros.to(torch.complex64).conj(), ValueError, "resolve_conj")
+        refuse(torch._neg_view(zeros.bfloat16()), ValueError, "resolve_neg")
+        refuse(zeros.reshape(20, 5).T, ValueError, r"shape \[5, 20\], strides \[1, 5\]")
+        refuse(zeros[0].expand(5), ValueError, r"shape \[5\], strides \[0\]")
+        for tensor in (given_up, cut, zeros.to("meta"), zeros.to("meta")[5:]):
+            refuse(tensor, TypeError, lies_nowhere)
+        refuse(zeros.reshape(10, 10).to_sparse(), ValueError, None)
+        refuse(zeros.reshape(10, 10).to_sparse_csr(), RuntimeError, None)
+        torch.vmap(lambda row: refuse(row, RuntimeError, None))(zeros.reshape(10, 10))
 
 
 def test_a_tensor_that_gets_other_memory_in_flight_hurts_nothing(stored):
