@@ -111,9 +111,7 @@ impl View {
         let pagemap = Pagemap::get();
         pagemap.is_some_and(|pagemap| pagemap.has_all(address + from as u64, address + to as u64).unwrap_or(false))
     }
-}
 
-impl View {
     /// The NUMA node on which most of its pages lie, by some of them: none is brought in for that.
     /// `None` where the kernel does not tell.
     pub fn node(&self) -> Option<u32> {
