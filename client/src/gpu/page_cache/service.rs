@@ -273,10 +273,7 @@ impl Shared {
     fn by_age(&self) -> Vec<Arc<RangePlace>> {
         let mut places = self.places.lock();
         let now = self.clock.load(Ordering::Relaxed);
-        let with_age = |place: Arc<RangePlace>| {
-            let is_near = place.get()?.is_near();
-            Some((age(now, place.used.load(Ordering::Relaxed), is_near), place))
-        };
+        let with_age = |place: Arc<RangePlace>| Some((age(now, place.used.load(Ordering::Relaxed), place.is_near()?), place));
         let mut found: Vec<_> = places.iter().filter_map(Weak::upgrade).filter_map(with_age).collect();
         found.sort_by_key(|(age, _)| Reverse(*age));
         *places = found.iter().map(|(_, place)| Arc::downgrade(place)).collect();
