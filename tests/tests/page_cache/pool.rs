@@ -3,7 +3,7 @@
 
 use super::{MIB, gpu, resident, transfers};
 use gpunvme::gpu::{Caching, Segment, Settings, Transfers};
-use gpunvme::{File, Mount, Transfer};
+use gpunvme::{File, Mount, Moved};
 use gpunvme_cuda::DeviceAllocation;
 use gpunvme_tests::cuda::Pinned;
 use gpunvme_tests::mounted::Mounted;
@@ -12,7 +12,7 @@ use gpunvme_tests::{needs_mount, tree};
 use rustix::fs::{Advice, fadvise};
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ const LEN: u64 = 2 * POOL;
 /// How many chunks of this process's one pool of the usual length were ever written to.
 fn used_chunks() -> usize {
     let descriptors = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
-    let is_pool = |path: &std::path::PathBuf| {
+    let is_pool = |path: &PathBuf| {
         let name = fs::read_link(path).unwrap_or_default();
         name.to_string_lossy().contains("gpunvme-staging") && fs::metadata(path).is_ok_and(|found| found.len() > POOL)
     };
@@ -42,8 +42,8 @@ fn used_chunks() -> usize {
 }
 
 /// A file of [`LEN`] bytes of which the page cache has nothing.
-fn absent(volume: &Mounted, name: &str) -> (File, Vec<u8>) {
-    let (path, bytes) = (volume.path(name), tree::pattern(8, LEN as usize));
+fn absent(volume: &Mounted) -> (File, Vec<u8>) {
+    let (path, bytes) = (volume.path("absent"), tree::pattern(8, LEN as usize));
     fs::write(&path, &bytes).unwrap();
     fs::File::open(&path).unwrap().sync_all().unwrap();
     drop_pages(&path);
@@ -55,8 +55,8 @@ fn drop_pages(path: &Path) {
 }
 
 /// Reads all of each file, by requests of so many bytes that all are begun at once, and returns
-/// what was moved of each.
-fn read_all(transfers: &Transfers, files: &[(&File, &[u8])], request: u64) -> Vec<Transfer> {
+/// what of each came from the page cache, and what by way of the pool.
+fn read_all(transfers: &Transfers, files: &[(&File, &[u8])], request: u64) -> Vec<Moved> {
     let memories: Vec<DeviceAllocation> = files.iter().map(|_| gpu().alloc(LEN as usize).unwrap()).collect();
     let (sender, receiver) = channel();
     for offset in (0..LEN).step_by(request as usize) {
@@ -68,12 +68,12 @@ fn read_all(transfers: &Transfers, files: &[(&File, &[u8])], request: u64) -> Ve
             unsafe { transfers.read_then(file, &[segment], done) }.unwrap();
         }
     }
-    let mut moved = vec![Transfer::default(); files.len()];
+    let mut moved = vec![Moved::default(); files.len()];
     for _ in 0..files.len() as u64 * LEN.div_ceil(request) {
         let (number, result) = receiver.recv_timeout(Duration::from_secs(60)).expect("no request is forgotten");
-        let (all, done): (&mut Transfer, Transfer) = (&mut moved[number], result.unwrap());
-        all.moved.cache += done.moved.cache;
-        all.moved.bounce += done.moved.bounce;
+        let done = result.unwrap().moved;
+        moved[number].cache += done.cache;
+        moved[number].bounce += done.bounce;
     }
     let mut pinned = Pinned::new(gpu(), LEN as usize);
     for ((_, bytes), memory) in files.iter().zip(&memories) {
@@ -90,15 +90,16 @@ fn what_the_page_cache_has_not_uses_the_devices_part_of_the_pool() {
     with_software_cuda("", || {
         for caching in [Caching::Never, Caching::Resident] {
             let volume = Mounted::new();
-            let (file, bytes) = absent(&volume, "absent");
+            let (file, bytes) = absent(&volume);
             let transfers = transfers(&volume, caching, None);
             // Many at once, each of which has to find out; then one.
             for request in [MIB / 2, 2 * MIB, LEN] {
                 drop_pages(file.path());
-                let moved = read_all(&transfers, &[(&file, &bytes)], request)[0].moved;
+                let moved = read_all(&transfers, &[(&file, &bytes)], request)[0];
                 assert_eq!((moved.cache, moved.bounce), (0, LEN), "{caching:?}, {request}");
-                assert_eq!(used_chunks(), OF_DEVICES, "{caching:?}, {request}");
+                assert!(used_chunks() <= OF_DEVICES, "{caching:?}, {request}");
             }
+            assert_eq!(used_chunks(), OF_DEVICES, "{caching:?}");
             let (file, bytes) = resident(&volume, LEN);
             let until = Instant::now() + Duration::from_secs(30);
             while caching == Caching::Resident && used_chunks() == OF_DEVICES {
@@ -122,7 +123,7 @@ fn reads_of_both_kinds_share_a_pool_of_any_length() {
     with_software_cuda("", || {
         let volume = Mounted::new();
         let (hot, hot_bytes) = resident(&volume, LEN);
-        let (cold, cold_bytes) = absent(&volume, "absent");
+        let (cold, cold_bytes) = absent(&volume);
         for staging in [None, Some(1), Some(2 * MIB as usize), Some(9 * MIB as usize)] {
             let mut settings = Settings::default();
             settings.staging = staging;
@@ -133,8 +134,8 @@ fn reads_of_both_kinds_share_a_pool_of_any_length() {
                 let hot = File::open(hot.path()).unwrap();
                 let files: [(&File, &[u8]); 3] = [(&hot, &hot_bytes), (&cold, &cold_bytes), (&hot, &hot_bytes)];
                 let moved = read_all(&transfers, &files, request);
-                assert_eq!((moved[1].moved.cache, moved[1].moved.bounce), (0, LEN), "{staging:?}, {request}");
-                assert!([0, 2].iter().all(|number| moved[*number].moved.cache + moved[*number].moved.bounce == LEN));
+                assert_eq!((moved[1].cache, moved[1].bounce), (0, LEN), "{staging:?}, {request}");
+                assert!([0, 2].iter().all(|number| moved[*number].cache + moved[*number].bounce == LEN));
             }
         }
     });

@@ -136,7 +136,7 @@ impl CachedRange {
             Err(_) if size(file).is_ok_and(|size| size < offset + len) => return Err(NoRange::NotResident),
             Err(error) => return has_all().and(Err(NoRange::Cuda(error))),
         };
-        let is_near = gpu.numa_node().zip(registered.node()).is_none_or(|(of_gpu, of_pages)| of_gpu == of_pages);
+        let is_near = gpu.numa_node().is_none_or(|of_gpu| registered.node().is_none_or(|of_pages| of_pages == of_gpu));
         let cached_range = CachedRange {
             registration: Some(registration),
             registered,
