@@ -2,10 +2,10 @@
 //!
 //! It guards the pool's bound, and that of each taker: what does not fit has to wait for something
 //! to be given back. The pool is cut into chunks; slots are taken one behind the other from an open
-//! chunk, and a chunk is free again when the last slot in it is. So taking and giving back cost next
-//! to nothing, and neighbours that are taken one after the other are neighbours in memory, and can
-//! be copied on as one. The chunk that became free last is taken first: a pool of which little is
-//! in use at once touches little of its memory.
+//! chunk, and a chunk is free again when the last slot in it is. So taking and giving back cost
+//! next to nothing, and neighbours that are taken one after the other are neighbours in memory, and
+//! can be copied on as one. The chunk that became free last is taken first: a pool of which little
+//! is in use at once touches little of its memory.
 
 /// Bytes of a chunk, and the most of a slot. A copy engine needs about as many at once to be
 /// fast: an H200's moves 49 GB/s in copies of 1 MiB, 37 in copies of 256 KiB, and 55 at best.
