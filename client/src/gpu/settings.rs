@@ -4,8 +4,8 @@ use std::num::NonZero;
 
 /// More threads than this have no more use of a device that is shared by all.
 const CALLERS: usize = 16;
-/// The least of a pool whose length is not set: so that [`super::page_cache::readers`] copy into one
-/// part of it while the GPU copies another.
+/// The least of a pool whose length is not set: so that [`super::page_cache::readers`] copy into
+/// one part of it while the GPU copies another.
 const FOR_PAGES: usize = 16 << 20;
 
 /// A staging pool, in bytes.
