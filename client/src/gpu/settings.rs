@@ -4,17 +4,33 @@ use std::num::NonZero;
 
 /// More threads than this have no more use of a device that is shared by all.
 const CALLERS: usize = 16;
+/// The least of a pool whose length is not set: so that [`super::page_cache::readers`] copy into
+/// one part of it while the GPU copies another.
+const FOR_PAGES: usize = 16 << 20;
+
+/// A staging pool, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pool {
+    pub len: usize,
+    /// How many of them transfers of devices may use.
+    pub of_devices: usize,
+}
 
 /// How much of the machine [`super::Transfers`] may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Settings {
     /// Bytes of the staging pool of each GPU that is used: whole MiB, at least one. It is host
-    /// memory, pinned, on the GPU's NUMA node. By default 8 MiB, or 4 MiB for each device of the
-    /// volume where that is more, and at most 64: enough to keep the devices busy, and little
-    /// enough to stay in the processor's cache between the device and the copy engine. Beside an
-    /// H200 reads of 16 MiB from one loop device went at 7.2 GB/s through 8 MiB, at 6.1 through 16,
-    /// and at 4.4 through 64; from eight at 18.9 through 8 MiB, and at 23.8 through 32.
+    /// memory, pinned, on the GPU's NUMA node. By default 16 MiB, or what its devices' part has
+    /// where that is more.
+    ///
+    /// The devices' part is what transfers of devices may use of it: 8 MiB, or 4 MiB for each
+    /// device of the volume where that is more, and at most 64, or the whole pool where that is
+    /// less. That is enough to keep the devices busy, and little enough to stay in the processor's
+    /// cache between the device and the copy engine. Beside an H200 reads of 16 MiB from one loop
+    /// device went at 7.2 GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64; from eight
+    /// at 18.9 through 8 MiB, and at 23.8 through 32. All of the pool is for what processors copy
+    /// out of the page cache ([`Caching`]): several at once, each into a part of its own.
     pub staging: Option<usize>,
     /// Threads that may at once do their own requests, by calls that wait
     /// ([`super::Transfers::read`], [`super::Transfers::write`]) for at most 1 MiB, and one of them
@@ -60,10 +76,35 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Bytes of a staging pool, on a volume of so many devices.
-    pub(super) fn pool(&self, devices: u32) -> usize {
-        const LEAST: usize = 8 << 20;
-        const MOST: usize = 64 << 20;
-        self.staging.unwrap_or_else(|| (devices as usize).saturating_mul(4 << 20).clamp(LEAST, MOST))
+    /// A staging pool, on a volume of so many devices.
+    pub(super) fn pool(&self, devices: u32) -> Pool {
+        const OF_A_DEVICE: usize = 4 << 20;
+        const LEAST_OF_DEVICES: usize = 8 << 20;
+        const MOST_OF_DEVICES: usize = 64 << 20;
+        let of_devices = (devices as usize).saturating_mul(OF_A_DEVICE).clamp(LEAST_OF_DEVICES, MOST_OF_DEVICES);
+        let len = self.staging.unwrap_or(of_devices.max(FOR_PAGES));
+        Pool { len, of_devices: of_devices.min(len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_have_a_part_of_the_pool() {
+        const MIB: usize = 1 << 20;
+        let pool = |staging: Option<usize>, devices| {
+            let Pool { len, of_devices } = Settings { staging, ..Settings::default() }.pool(devices);
+            (len, of_devices)
+        };
+        for (devices, expected) in [(0, (16, 8)), (1, (16, 8)), (3, (16, 12)), (4, (16, 16)), (8, (32, 32)), (u32::MAX, (64, 64))]
+        {
+            assert_eq!(pool(None, devices), (expected.0 * MIB, expected.1 * MIB), "{devices} devices");
+        }
+        for (staging, devices, of_devices) in [(1, 1, 1), (4 * MIB, 8, 4 * MIB), (10 * MIB, 1, 8 * MIB), (64 * MIB, 8, 32 * MIB)]
+        {
+            assert_eq!(pool(Some(staging), devices), (staging, of_devices), "{devices} devices");
+        }
     }
 }

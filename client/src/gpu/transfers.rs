@@ -15,7 +15,7 @@ use super::pipeline::inline::{self, InlineExecutor, InlineExecutors};
 use super::pipeline::mailbox::Mailbox;
 use super::pipeline::worker::{Mail, PIECES, Worker};
 use super::request::{Allocation, Cancel, Found, Parts, Request, Resident, Segment, SegmentPart, Source};
-use super::settings::{Caching, Settings};
+use super::settings::{Caching, Pool, Settings};
 use super::stream::observer::{Observer, Watch};
 use super::stream::submission::{Streams, Submission};
 use crate::error::{Error, Result};
@@ -51,8 +51,8 @@ struct Inner {
     cuda: &'static Cuda,
     mount: Mount,
     path: PathBuf,
-    /// Bytes of the worker's staging pool of each GPU.
-    pool: usize,
+    /// The worker's staging pool of each GPU.
+    pool: Pool,
     /// What slots are aligned to.
     alignment: usize,
     registrations: Registrations,
@@ -547,8 +547,8 @@ impl Inner {
         Ok(known().expect("each copy_stream has one"))
     }
 
-    /// A new copy stream of a GPU, with a pool of so many bytes.
-    fn copy_stream(&self, gpu: Gpu, pool: usize) -> Result<Box<CopyStream>> {
+    /// A new copy stream of a GPU, with such a pool.
+    fn copy_stream(&self, gpu: Gpu, pool: Pool) -> Result<Box<CopyStream>> {
         let new = |kernel| CopyStream::new(self.cuda, gpu, &self.mount, pool, self.alignment, kernel).map(Box::new);
         let mut kernels = self.kernels.lock();
         if let Some((_, kernel)) = kernels.iter().find(|(known, _)| *known == gpu) {

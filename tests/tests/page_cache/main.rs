@@ -1,5 +1,6 @@
 //! The route `cache` with the software CUDA driver: when it is taken, and what it may take.
 
+mod pool;
 mod reads;
 
 use std::fs;

@@ -73,6 +73,11 @@ impl RangePlace {
         self.cached_range.lock().clone()
     }
 
+    /// Whether the cached range lies near its GPU, if there is one.
+    pub fn is_near(&self) -> Option<bool> {
+        self.cached_range.lock().as_ref().map(|cached_range| cached_range.is_near())
+    }
+
     /// Puts a cached range there.
     pub fn put(&self, cached_range: CachedRange) {
         let before = self.cached_range.lock().replace(Arc::new(cached_range));

@@ -27,8 +27,8 @@ use std::time::Duration;
 /// read 20 GB/s, and 12 or 16 no more.
 const MOST: usize = 8;
 /// Bytes of a part that one thread reads, where threads have nothing to do: one thread reads about
-/// 6 GB/s.
-const PART: usize = 128 << 10;
+/// 6 GB/s, and all of them share the shortest pieces of long requests, 512 KiB.
+const PART: usize = 64 << 10;
 /// How long a thread without work looks for more before it sleeps: a caller that reads one piece
 /// after the other asks for the next as soon as a GPU has this one. Waking eight threads takes as
 /// long as they read.

@@ -1,5 +1,6 @@
 //! Makes cached ranges, on a thread of its own, and gives them up: the least recently used first
-//! where there are as many as may be, and half of them when memory runs short.
+//! where there are as many as may be, and half of them when memory runs short. Those that lie far
+//! from their GPU age faster.
 //!
 //! It guards that no read waits for a registration, and that no more is registered than may be.
 
@@ -10,6 +11,7 @@ use super::room::Room;
 use gpunvme_abi::Reason;
 use gpunvme_cuda::{Cuda, Gpu};
 use parking_lot::Mutex;
+use std::cmp::Reverse;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -229,8 +231,8 @@ impl Shared {
         while !self.room.fits(self.registered.bytes(), more) {
             // One that is in use counts until the last copy from it has ended.
             let before = self.registered.bytes();
-            let places = self.by_use();
-            let oldest = places.first().filter(|place| place.used.load(Ordering::Relaxed) <= time);
+            let places = self.by_age();
+            let oldest = places.iter().find(|place| place.used.load(Ordering::Relaxed) <= time);
             drop(oldest.ok_or(NoRange::NoRoom)?.take());
             if self.registered.bytes() == before {
                 return Err(NoRange::NoRoom);
@@ -255,7 +257,7 @@ impl Shared {
     }
 
     fn give_back_half(&self) {
-        let places = self.by_use();
+        let places = self.by_age();
         if places.is_empty() {
             return;
         }
@@ -267,12 +269,42 @@ impl Shared {
         places.iter().take(places.len().div_ceil(2)).for_each(|place| drop(place.take()));
     }
 
-    /// The places that have a cached range, the least recently used first.
-    fn by_use(&self) -> Vec<Arc<RangePlace>> {
+    /// The places that have a cached range, the oldest first.
+    fn by_age(&self) -> Vec<Arc<RangePlace>> {
         let mut places = self.places.lock();
-        let mut found: Vec<_> = places.iter().filter_map(Weak::upgrade).filter(|place| place.get().is_some()).collect();
-        found.sort_by_key(|place| place.used.load(Ordering::Relaxed));
-        *places = found.iter().map(Arc::downgrade).collect();
-        found
+        let now = self.clock.load(Ordering::Relaxed);
+        let with_age = |place: Arc<RangePlace>| Some((age(now, place.used.load(Ordering::Relaxed), place.is_near()?), place));
+        let mut found: Vec<_> = places.iter().filter_map(Weak::upgrade).filter_map(with_age).collect();
+        found.sort_by_key(|(age, _)| Reverse(*age));
+        *places = found.iter().map(|(_, place)| Arc::downgrade(place)).collect();
+        found.into_iter().map(|(_, place)| place).collect()
+    }
+}
+
+/// How old a cached range is that was last used at a time. One that is not near its GPU ages twice
+/// as fast: reads of it are slower, so that the room is better used by another. Of those that were
+/// used just now, it is the older one too.
+fn age(now: u64, used: u64, is_near: bool) -> u64 {
+    let unused = now.saturating_sub(used) + 1;
+    if is_near { unused } else { 2 * unused }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::age;
+
+    #[test]
+    fn what_lies_far_from_its_gpu_ages_twice_as_fast() {
+        let now = 100;
+        // As often used: the far one goes first, however long ago that was.
+        assert!((0..=now).all(|used| age(now, used, false) > age(now, used, true)));
+        // Half as long unused, they are as old as each other.
+        assert!(age(now, 90, false) > age(now, 80, true));
+        assert!(age(now, 90, false) < age(now, 78, true), "a near one that is not used goes in the end");
+        // Of one kind the least recently used goes first.
+        for is_near in [false, true] {
+            assert!((1..=now).all(|used| age(now, used - 1, is_near) > age(now, used, is_near)));
+        }
+        assert_eq!(age(now, now + 1, true), 1, "the clock was read before another range was made");
     }
 }

@@ -111,6 +111,28 @@ impl View {
         let pagemap = Pagemap::get();
         pagemap.is_some_and(|pagemap| pagemap.has_all(address + from as u64, address + to as u64).unwrap_or(false))
     }
+
+    /// The NUMA node on which most of its pages lie, by some of them: none is brought in for that.
+    /// `None` where the kernel does not tell.
+    pub fn node(&self) -> Option<u32> {
+        /// How far apart those are that are looked at: a range of 16 MiB is judged by 16 of them.
+        const STEP: usize = 1 << 20;
+        let pages: Vec<*const u8> =
+            (0..self.len).step_by(STEP).map(|at| self.base.as_ptr().wrapping_add(at).cast_const()).collect();
+        let mut nodes = vec![-libc::ENOENT; pages.len()];
+        let nowhere = ptr::null::<libc::c_int>();
+        // SAFETY: the kernel reads as many addresses as it writes nodes, and moves nothing where it
+        // is not told to which node.
+        let result =
+            unsafe { libc::syscall(libc::SYS_move_pages, 0, pages.len(), pages.as_ptr(), nowhere, nodes.as_mut_ptr(), 0) };
+        if result < 0 {
+            return None;
+        }
+        // Where a page is not mapped it says so by a negative number.
+        let mut known: Vec<u32> = nodes.into_iter().filter_map(|node| node.try_into().ok()).collect();
+        known.sort_unstable();
+        known.chunk_by(|node, other| node == other).max_by_key(|same| same.len()).map(|same| same[0])
+    }
 }
 
 impl Drop for View {
@@ -262,4 +284,25 @@ impl Pagemap {
 
 fn last_error() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::INVAL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn pages_lie_on_the_node_of_which_the_kernel_tells() {
+        const LEN: usize = 3 << 20;
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&vec![1; LEN], 0).unwrap();
+        let view = View::new(file.as_fd(), 0, LEN).unwrap();
+        assert_eq!(view.node(), None, "no page is mapped");
+        assert!(!view.has_all(0, 1), "none was brought in");
+        view.populate().unwrap();
+        // Where the kernel has no NUMA, or this process may not ask, nothing is known.
+        let has_node = |node: u32| std::path::Path::new(&format!("/sys/devices/system/node/node{node}")).exists();
+        assert!(view.node().is_none_or(has_node), "{:?}", view.node());
+        println!("on node {:?}", view.node());
+    }
 }

@@ -1,5 +1,6 @@
 //! A request that an executor works on: how much of it was cut into pieces.
 
+use super::copy_stream::SlotUser;
 use crate::gpu::outcome::Outcome;
 use crate::gpu::page_cache::cached_file::Cached;
 use crate::gpu::page_cache::gpu_reads::BY_KERNEL;
@@ -17,6 +18,8 @@ pub struct ActiveRequest {
     pub in_flight: usize,
     /// The request waits for a turn, and is not answered before it.
     pub in_turns: bool,
+    /// The page cache had not got all of the piece for which it was last asked.
+    pub was_absent: bool,
     pub outcome: Outcome,
 }
 
@@ -31,6 +34,12 @@ pub struct Uncut {
 }
 
 impl ActiveRequest {
+    /// One of which nothing was cut, and for which `was_absent` is a guess.
+    pub fn new(request: Request, was_absent: bool) -> ActiveRequest {
+        let (again, outcome) = (Vec::new(), Outcome::default());
+        ActiveRequest { request, part: 0, within: 0, again, in_flight: 0, in_turns: true, was_absent, outcome }
+    }
+
     /// What is to be cut next.
     pub fn next(&self) -> Option<Uncut> {
         if self.outcome.is_failed() {
@@ -46,6 +55,13 @@ impl ActiveRequest {
     pub fn next_gpu(&self) -> Option<Gpu> {
         let part = &self.request.parts[self.next()?.part];
         part.registered.is_err().then_some(part.allocation.gpu)
+    }
+
+    /// What will most likely use a range's slot: whether the page cache has it is asked for each
+    /// piece when it has one.
+    pub fn slot_user(&self, range: Uncut) -> SlotUser {
+        let is_asked = range.cached && self.request.resident.is_ok();
+        if is_asked && !self.was_absent { SlotUser::PageCache } else { SlotUser::Device }
     }
 
     /// So much of what is next was cut.

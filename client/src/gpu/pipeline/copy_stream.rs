@@ -13,6 +13,7 @@ use crate::gpu::memory::slots::{CHUNK, Slots};
 use crate::gpu::memory::staging::{Staging, ends};
 use crate::gpu::page_cache::gpu_reads::BY_KERNEL;
 use crate::gpu::request::Allocation;
+use crate::gpu::settings::Pool;
 use crate::mount::Mount;
 use gpunvme_abi::Direction;
 use gpunvme_cuda::{Cuda, CudaError, Entered, Event, Gpu, Move, Scatter, Stream};
@@ -66,6 +67,15 @@ pub enum Other {
     /// An address in a cached range of the page cache. Up to [`BY_KERNEL`] bytes are moved by the
     /// kernel, which has to reach the other side.
     Cached(u64),
+}
+
+/// The other user of a slot, beside the copy stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotUser {
+    /// A device. Its transfers have a part of the pool, so that they stay in the processor's cache.
+    Device,
+    /// Processors that copy what the page cache has. They may use all of it: there are many.
+    PageCache,
 }
 
 /// A copy that is to be made.
@@ -148,7 +158,9 @@ pub struct CopyStream {
     /// To ask whether the stream still works.
     probe: Event,
     pub staging: Arc<Shared<Staging>>,
-    pub slots: Slots,
+    slots: Slots,
+    /// Chunks of the pool that transfers of devices may use.
+    of_devices: usize,
     waiting: Vec<Copy>,
     /// Bytes of those.
     waiting_bytes: u64,
@@ -164,18 +176,18 @@ pub struct CopyStream {
 }
 
 impl CopyStream {
-    /// With a pool of so many bytes, and the GPU's kernel if there is one already.
+    /// With such a pool, and the GPU's kernel if there is one already.
     pub fn new(
         cuda: &'static Cuda,
         gpu: Gpu,
         mount: &Mount,
-        pool: usize,
+        pool: Pool,
         alignment: usize,
         kernel: Option<Arc<Scatter>>,
     ) -> Result<CopyStream> {
         let path = &mount.connection().path;
         let failed = |error| Error::on_gpu(path, "prepare", &gpu, error);
-        let chunks = pool.div_ceil(CHUNK).max(1);
+        let [chunks, of_devices] = [pool.len, pool.of_devices].map(|len| len.div_ceil(CHUNK).max(1));
         let staging = Staging::new(path, &gpu, chunks * CHUNK, BATCHES * TABLE + WORD)?;
         let stream = gpu.stream().map_err(failed)?;
         let scatter = match kernel {
@@ -198,6 +210,7 @@ impl CopyStream {
             probe: gpu.event().map_err(failed)?,
             staging,
             slots: Slots::new(chunks, alignment),
+            of_devices,
             waiting: Vec::new(),
             waiting_bytes: 0,
             since: Instant::now(),
@@ -208,6 +221,21 @@ impl CopyStream {
             broken: None,
             gpu,
         })
+    }
+
+    /// Takes a slot of so many bytes, at most [`CHUNK`]. `None` while there is no room: a slot that
+    /// waits gets it in the end if no other is taken before it.
+    pub fn take_slot(&mut self, len: usize, user: SlotUser) -> Option<usize> {
+        let most = match user {
+            SlotUser::Device => self.of_devices,
+            SlotUser::PageCache => self.slots.chunks(),
+        };
+        self.slots.take(len, most)
+    }
+
+    /// Gives back what [`CopyStream::take_slot`] returned, once.
+    pub fn give_back_slot(&mut self, slot: usize) {
+        self.slots.give_back(slot);
     }
 
     /// Adds a copy to those that wait.

@@ -7,14 +7,14 @@
 //! and at the words that its streams write.
 
 use super::active_request::{ActiveRequest, Uncut};
-use super::copy_stream::{Copy, CopyStream, NotCopied, Other};
+use super::copy_stream::{Copy, CopyStream, NotCopied, Other, SlotUser};
 use super::piece_ring::PieceRing;
 use crate::error::Error;
 use crate::file::File;
 use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
-use crate::gpu::outcome::{Outcome, action, cancelled, from_cache, not_cached, of_piece};
+use crate::gpu::outcome::{action, cancelled, from_cache, not_cached, of_piece};
 use crate::gpu::page_cache::PageCache;
 use crate::gpu::page_cache::cached_file::Cached;
 use crate::gpu::page_cache::cached_range::Missing;
@@ -76,6 +76,10 @@ pub struct Executor {
     answers: Arc<PageAnswers>,
     reading: usize,
     read: Vec<PageAnswer>,
+    /// The page cache had not got all of the piece for which it was last asked, or was not asked
+    /// yet: what a request begins with, so that of many that come to nothing none takes more room
+    /// than a device's transfers have.
+    was_absent: bool,
     copied: Vec<usize>,
     not_copied: Vec<(usize, NotCopied)>,
     deliveries: Deliveries,
@@ -98,6 +102,7 @@ impl Executor {
             answers: Arc::default(),
             reading: 0,
             read: Vec::new(),
+            was_absent: true,
             copied: Vec::new(),
             not_copied: Vec::new(),
             ring,
@@ -130,15 +135,7 @@ impl Executor {
 
     /// Begins a request.
     pub fn begin(&mut self, request: Request) {
-        let id = self.requests.insert(ActiveRequest {
-            request,
-            part: 0,
-            within: 0,
-            again: Vec::new(),
-            in_flight: 0,
-            in_turns: true,
-            outcome: Outcome::default(),
-        });
+        let id = self.requests.insert(ActiveRequest::new(request, self.was_absent));
         self.turns.push_back(id);
     }
 
@@ -154,9 +151,8 @@ impl Executor {
         let piece = pieces::first(Direction::Read, self.blocks, part.file_offset, part.len, request.piece_len);
         debug_assert_eq!(piece.wanted, part.len);
         let copy_stream = copy_stream(&mut self.copy_streams, gpu);
-        let (staging, slot) = (copy_stream.staging.clone(), copy_stream.slots.take(piece.slot_len()));
-        let (again, outcome) = (Vec::new(), Outcome::default());
-        let active = ActiveRequest { request, part: 0, within, again, in_flight: 1, in_turns: false, outcome };
+        let (staging, slot) = (copy_stream.staging.clone(), copy_stream.take_slot(piece.slot_len(), SlotUser::Device));
+        let active = ActiveRequest { within, in_flight: 1, in_turns: false, ..ActiveRequest::new(request, self.was_absent) };
         let request = self.requests.insert(active);
         let in_flight = InFlight { request, part: 0, address, slot, cached: None, piece, done: Transfer::default() };
         let index = self.pieces.insert(in_flight);
@@ -409,7 +405,8 @@ impl Executor {
                 (pieces::first_unstaged(self.blocks, offset, rest, request.piece_len), None)
             } else {
                 let piece = pieces::first(direction, self.blocks, offset, rest, request.piece_len);
-                let slot = copy_stream(&mut self.copy_streams, part.allocation.gpu).slots.take(piece.slot_len());
+                let copy_stream = copy_stream(&mut self.copy_streams, part.allocation.gpu);
+                let slot = copy_stream.take_slot(piece.slot_len(), active.slot_user(range));
                 if slot.is_none() {
                     return any;
                 }
@@ -479,7 +476,9 @@ impl Executor {
                 );
                 let (file, answers) = (resident.file.clone(), self.answers.clone());
                 let read = PageRead { file, offset, len: len as usize, to, piece: index, answers };
-                self.page_cache.read(cached, read, self.pieces.len() == 1).map(|()| (resident, cached))
+                let found = self.page_cache.read(cached, read, self.pieces.len() == 1);
+                (active.was_absent, self.was_absent) = (found.is_err(), found.is_err());
+                found.map(|()| (resident, cached))
             }
             (Err(why), _) => Err(*why),
             // It has left the page cache meanwhile.
@@ -519,7 +518,7 @@ impl Executor {
         let InFlight { request: id, part, slot, done, .. } = self.pieces.remove(index);
         let active = &mut self.requests[id];
         if let Some(slot) = slot {
-            copy_stream(&mut self.copy_streams, active.request.parts[part].allocation.gpu).slots.give_back(slot);
+            copy_stream(&mut self.copy_streams, active.request.parts[part].allocation.gpu).give_back_slot(slot);
         }
         active.outcome.add(&done);
         active.in_flight -= 1;

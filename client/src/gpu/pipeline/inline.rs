@@ -11,6 +11,7 @@ use crate::gpu::answer::Answer;
 use crate::gpu::memory::pieces::Blocks;
 use crate::gpu::memory::slots::CHUNK;
 use crate::gpu::page_cache::PageCache;
+use crate::gpu::settings::Pool;
 use crate::mount::Mount;
 use crate::ring::Ring;
 use crate::spin::Spin;
@@ -30,11 +31,11 @@ const SHORT: u64 = CHUNK as u64;
 /// processor's cache. What is longer still has more in flight, by the worker, than such an executor
 /// has room for.
 pub const LONGEST: u64 = 16 << 20;
-/// Bytes of such an executor's pool on a GPU: a short request has room, also where its pieces are
-/// rounded outwards.
-pub const POOL: usize = 2 * CHUNK;
+/// Such an executor's pool on a GPU: a short request has room, also where its pieces are rounded
+/// outwards, and devices may use all of it.
+pub const POOL: Pool = Pool { len: 2 * CHUNK, of_devices: 2 * CHUNK };
 /// Bytes of the longest piece: four of them are in flight at once.
-pub const PIECE: u64 = (POOL / 4) as u64;
+pub const PIECE: u64 = (POOL.len / 4) as u64;
 /// Parts that a request may have, and entries of its ring: a request of more is better off among
 /// the many that the library's thread has in flight.
 pub const PARTS: usize = 8;
