@@ -251,7 +251,7 @@ struct gpunvme_settings {
 /*
  * For the files of a mount; -ENODEV where there is no CUDA, and gpunvme_last_error() says why.
  * `settings` may be NULL. By default a staging pool has 16 MiB, or 4 for each device of the volume
- * where that is more; of any pool, transfers of devices use at most 8 MiB, or 4 for each device.
+ * where that is more; of such a pool transfers of devices use at most 8 MiB, or 4 for each device.
  * Beside it there are 2 MiB for each thread that waits for requests of at most 16 MiB in at most 8
  * parts, as many threads as there are processors and at most 16. One serves a whole application. A
  * process that forks must not use it in the child.
