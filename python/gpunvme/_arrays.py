@@ -114,7 +114,8 @@ class NumPy:
     def contiguous(self, array: Any) -> Any:
         import numpy
 
-        return numpy.ascontiguousarray(array)
+        # It makes one dimension of none.
+        return numpy.ascontiguousarray(array).reshape(array.shape)
 
     def bytes_of(self, array: Any) -> Any:
         return array.reshape(-1).view("u1")

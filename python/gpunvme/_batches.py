@@ -2,11 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from gpunvme._file import File
-from gpunvme._native import Pending
+from gpunvme._native import Error, Pending
 
 #: Bytes of a request, unless one tensor is longer: enough for a device to be busy, little enough for a
 #: progress bar to move.
@@ -28,7 +29,8 @@ def batches(items: Iterable[tuple[File, Any, int, int]]) -> Iterator[tuple[File,
             for on_gpu in list(pairs):
                 yield file, pairs.pop(on_gpu), sizes.pop(on_gpu)
         file = at
-        on_gpu = bool(getattr(tensor, "is_cuda", False))
+        # CuPy's arrays have the interface, PyTorch's tensors too where they lie on a GPU.
+        on_gpu = hasattr(tensor, "__cuda_array_interface__") or bool(getattr(tensor, "is_cuda", False))
         if on_gpu in pairs and sizes[on_gpu] + length > BATCH:
             yield file, pairs.pop(on_gpu), sizes.pop(on_gpu)
         pairs.setdefault(on_gpu, []).append((tensor, offset))
@@ -86,13 +88,19 @@ def performed(
             raise EOFError(f"{file.name}: the file ended {length - moved} bytes too early")
         return file, pairs, length
 
-    for file, pairs, length in batches(items):
-        if len(in_flight) == DEPTH:
+    try:
+        for file, pairs, length in batches(items):
+            if len(in_flight) == DEPTH:
+                yield finish()
+            begin = file.submit_write_from if write else file.submit_read_into
+            in_flight.append((begin(pairs, require=require), file, pairs, length))
+        while in_flight:
             yield finish()
-        begin = file.submit_write_from if write else file.submit_read_into
-        in_flight.append((begin(pairs, require=require), file, pairs, length))
-    while in_flight:
-        yield finish()
+    finally:
+        # What failed is over when it is raised: nothing is still read into memory that the caller has.
+        for pending, *_ in in_flight:
+            with suppress(Error):
+                pending.result()
 
 
 def perform(

@@ -100,8 +100,10 @@ def place(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") 
         place = Path(place).resolve().as_uri()
     parts = urlsplit(place)
     names = [part for part in parts.path.split("/") if part]
-    if any(part in (".", "..") for part in names):
+    if any(part in (".", "..") for part in [parts.netloc, *names]):
         raise ValueError(f"{url}: . and .. are no names of objects")
+    if parts.fragment:
+        raise ValueError(f"{url}: a URL with a fragment (#) names no place of a store")
     return Path(root, parts.scheme, *([parts.netloc] if parts.netloc else []), *names)
 
 

@@ -50,6 +50,8 @@ __all__ = ["Reader", "Writer"]
 
 #: Tensors of fewer bytes are saved by way of host memory, together with what surrounds them.
 _SMALL = 64 << 10
+#: Files that are open at once: a checkpoint may have more than a process may have open.
+_OPEN = 64
 
 
 class Reader(FileSystemReader):  # type: ignore[misc]
@@ -77,13 +79,13 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             else:
                 by_file.setdefault(info.relative_path, []).append(item)
         resolved: list[tuple[ReadItem, torch.Tensor]] = []
-        with ExitStack() as files:
 
-            def whole() -> Iterator[tuple[File, Any, int, int]]:
-                for name, items in by_file.items():
-                    path = self.fs.concat_path(self.path, name)
-                    file = files.enter_context(open_file(path))
-                    stream = files.enter_context(self.fs.create_stream(path, "rb"))
+        def whole(names: list[str], files: ExitStack) -> Iterator[tuple[File, Any, int, int]]:
+            for name in names:
+                path = self.fs.concat_path(self.path, name)
+                file = files.enter_context(open_file(path))
+                with self.fs.create_stream(path, "rb") as stream:
+                    items = by_file[name]
                     items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
                     for item in items:
                         info = self.storage_data[item.storage_index]
@@ -97,7 +99,10 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                         offset = info.offset + begin + saved.storage_offset() * saved.itemsize
                         yield from self._read(file, saved, offset, item, target)
 
-            perform(whole(), require=self._require)
+        names = list(by_file)
+        for first in range(0, len(names), _OPEN):
+            with ExitStack() as files:
+                perform(whole(names[first : first + _OPEN], files), require=self._require)
         for item, target in resolved:
             planner.commit_tensor(item, target)
         return super().read_data(dataclasses.replace(plan, items=others), planner)
@@ -117,7 +122,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             raise ValueError(str(error)) from error
         if pickled not in self._known:
             part.seek(0)
-            self._known[pickled] = layout(part)
+            self._known[pickled] = layout(part, "a part of a checkpoint")
         saved = self._known[pickled]
         plain = (
             isinstance(saved, torch.Tensor)
@@ -187,6 +192,19 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             torch.cuda.synchronize()
         return snapshot
 
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Ends the checkpoint that is there, before any rank replaces a file of it: one that is not finished
+        is none, and never a mixture of two."""
+        plans = super().prepare_global_plan(plans)
+        alone = not getattr(self, "use_collectives", True) and self.rank is not None
+        try:
+            os.unlink(os.path.join(self.path, f"__{self.rank}.metadata" if alone else ".metadata"))
+        except FileNotFoundError:
+            return plans
+        if self.sync_files:
+            _sync(self.path)
+        return plans
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Writes what a plan asks for."""
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
@@ -211,11 +229,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             # what Python has not written by then.
             named = [entry.path for entry in os.scandir(self.path) if entry.name.endswith(".metadata")]
             for path in [*named, self.path]:
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                _sync(path)
 
     def _layout(
         self, name: str, items: list[WriteItem], planner: SavePlanner, results: list[WriteResult]
@@ -273,6 +287,14 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _sync(path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that shares its memory with no other: all of it is saved."""
     if type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized:
@@ -299,6 +321,6 @@ def _frame(
         path = f"/proc/self/fd/{file}"
         with config.patch("save.storage_alignment", ALIGNMENT), torch.serialization.skip_data():
             torch.save(tensor, path)
-        ((start, length),) = records(path).items()
+        ((start, length),) = records(path, path).items()
         end = start + length
         return os.pread(file, start, 0), os.pread(file, os.fstat(file).st_size - end, end)

@@ -143,6 +143,9 @@ class Tars(Dataset[Sample]):  # type: ignore[misc]
                     if member.offset_data + member.size > length:
                         raise tarfile.ReadError(f"{shard}: it ends within {member.name}")
                     self._samples.append(Sample(shard, member.offset_data, member.size, member.name))
+                # What is no header ends the shard for tarfile as well: a shard ends with blocks of zeros.
+                if _block(shard, archive.offset) != bytes(tarfile.BLOCKSIZE):
+                    raise tarfile.ReadError(f"{shard}: it ends, or is damaged, at {archive.offset}")
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -307,6 +310,12 @@ class Batches:
             for _ in readers.map(read, [file for file, _ in files], by_path.values()):
                 pass
         return Batch(samples, memory, list(zip(starts, lengths, strict=True)))
+
+
+def _block(shard: str, offset: int) -> bytes:
+    with open(shard, "rb") as file:
+        file.seek(offset)
+        return file.read(tarfile.BLOCKSIZE)
 
 
 def _open(path: str) -> tuple[File, int]:

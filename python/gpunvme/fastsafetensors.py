@@ -53,6 +53,8 @@ class Copier(CopierInterface):  # type: ignore[misc]
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> Any:
         """Makes the buffer, and begins to read into it."""
         start, end = self.metadata.header_length, self.metadata.size_bytes
+        # While it is open, what the files of a mount share is kept for the next one.
+        self._file = open_file(self.metadata.src)
         buffer = self._framework.alloc_tensor_memory(end - start, self._device)
         address = buffer.get_base_address()
 
@@ -64,9 +66,13 @@ class Copier(CopierInterface):  # type: ignore[misc]
 
         ranges = [(start, end)] if self._ranges is None else self._ranges
         parts = [(memory(first, last), first) for first, last in ranges if last > first]
-        # While it is open, what the files of a mount share is kept for the next one.
-        self._file = open_file(self.metadata.src)
-        self._pending = self._file.submit_read_into(parts)
+        try:
+            self._pending = self._file.submit_read_into(parts)
+        except BaseException:
+            # Nothing else gives back what fastsafetensors does not know yet.
+            self._framework.free_tensor_memory(buffer, self._device)
+            self._file.close()
+            raise
         self._length = sum(last - first for first, last in ranges)
         return buffer
 

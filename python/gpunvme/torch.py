@@ -9,6 +9,7 @@
 mount of gpunvme.
 """
 
+import copy
 import os
 import pickle
 import struct
@@ -56,10 +57,10 @@ def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Requir
         with config.patch("save.storage_alignment", ALIGNMENT), torch.serialization.skip_data():
             torch.save(obj, temporary)
         storages: dict[int, torch.UntypedStorage] = {}
-        for tensor, laid_out in zip(_tensors(obj), _tensors(layout(temporary)), strict=True):
+        for tensor, laid_out in zip(_tensors(obj), _tensors(layout(temporary, temporary)), strict=True):
             storages[offset_of(laid_out)] = tensor.untyped_storage()
         saved = sum(storage.nbytes() for storage in storages.values())
-        if saved != sum(records(temporary).values()):
+        if saved != sum(records(temporary, temporary).values()):
             raise ValueError(
                 "tensors can be saved in dictionaries, lists and tuples, and not in other objects"
             )
@@ -111,8 +112,10 @@ def load(
         return tensor.requires_grad_(fake.requires_grad)
 
     with open_file(path) as file:
-        lengths = records(path)
-        loaded = map_tensors(layout(path), real)
+        # Another file may get the name meanwhile, as save gives it.
+        here = f"/proc/self/fd/{file.fileno()}"
+        lengths = records(here, path)
+        loaded = map_tensors(layout(here, path), real)
         total = sum(storage.nbytes for storage in storages.values())
         with Progress(total, os.path.basename(os.fspath(path)), progress) as bar:
             items = [
@@ -124,13 +127,12 @@ def load(
     return loaded
 
 
-def layout(file: "str | IO[bytes]") -> Any:
-    """What a file holds, with tensors that have no bytes and know where theirs are.
+def layout(file: "str | IO[bytes]", what: str) -> Any:
+    """What a file holds, with tensors that have no bytes and know where theirs are. ``what`` names it.
 
     Raises:
         ValueError: it has tensors for which there is no such thing.
     """
-    what = file if isinstance(file, str) else "a part of a checkpoint"
     try:
         with FakeTensorMode():
             return torch.load(file, weights_only=True)
@@ -151,15 +153,16 @@ def offset_of(tensor: torch.Tensor) -> int:
     return int(offset)
 
 
-def records(path: str) -> dict[int, int]:
-    """The records of tensors: where in a file each begins, and its length in bytes.
+def records(place: str, path: str) -> dict[int, int]:
+    """The records of tensors: where in a file each begins, and its length in bytes. The file is opened at
+    ``place``, and called ``path``.
 
     Raises:
         ValueError: their bytes are not there as they are in memory.
     """
     found: dict[int, int] = {}
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        with open(place, "rb") as file, zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.filename.endswith("/byteorder") and archive.read(entry) != sys.byteorder.encode():
                     raise ValueError(f"{path}: from a machine of another byte order; torch.load reads it")
@@ -197,14 +200,14 @@ def map_tensors(
     tree: Any, change: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
     """A copy of an object with its tensors changed, and what else it holds: dictionaries, lists and tuples
-    are new."""
+    are new. Dictionaries keep their attributes: a state dict has the versions of its modules in one."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, dict):
-        copy = tree.copy()
+        mapped = copy.copy(tree)
         for key, value in tree.items():
-            copy[key] = map_tensors(value, change, other)
-        return copy
+            mapped[key] = map_tensors(value, change, other)
+        return mapped
     if isinstance(tree, list):
         return [map_tensors(value, change, other) for value in tree]
     if isinstance(tree, tuple):

@@ -6,6 +6,7 @@ and is found again after a restart. Files stay until LMCache removes their chunk
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import secrets
@@ -29,6 +30,8 @@ _LOG = logging.getLogger(__name__)
 _HEADER = 4096
 #: Chunks that are written at once.
 _WRITERS = 4
+#: Bytes of a name that a file may have. What is longer is named by its hash.
+_LONGEST = 255
 
 
 class Storage(StoragePluginInterface):  # type: ignore[misc]
@@ -51,8 +54,10 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
         self._being_put: set[Any] = set()
 
     def _path(self, key: Any) -> Path:
-        name: str = key.to_string()
-        return self._folder / (quote(name, safe="") + ".kv")
+        name: str = quote(key.to_string(), safe="") + ".kv"
+        if len(name) > _LONGEST:
+            name = hashlib.sha256(name.encode()).hexdigest() + ".kv"
+        return self._folder / name
 
     def contains(self, key: Any, pin: bool = False) -> bool:
         """Whether there is a chunk. Nothing is evicted, so that none has to be pinned."""
@@ -85,7 +90,11 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
                     continue
                 self._being_put.add(key)
             chunk.ref_count_up()
-            begun.append(self._writers.submit(self._put, key, chunk, on_complete_callback))
+            try:
+                begun.append(self._writers.submit(self._put, key, chunk, on_complete_callback))
+            except RuntimeError:  # it is closed
+                self._has_put(key, chunk)
+                raise
         return begun
 
     async def async_batched_submit_put_task(self, *arguments: Any, **more: Any) -> None:
@@ -93,26 +102,29 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
         self.batched_submit_put_task(*arguments, **more)
 
     def _put(self, key: Any, chunk: Any, on_complete: Callable[[Any], None] | None) -> None:
-        path = self._path(key)
         temporary = self._folder / f".{secrets.token_hex(8)}.tmp"
-        tensor = chunk.tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        header = {"shape": list(tensor.shape), "dtype": dtype, "format": chunk.metadata.fmt.name}
         try:
+            path = self._path(key)
+            tensor = chunk.tensor
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            header = {"shape": list(tensor.shape), "dtype": dtype, "format": chunk.metadata.fmt.name}
             with gpunvme.open(temporary, "w") as file:
                 file.write_from(json.dumps(header).encode().ljust(_HEADER))
                 file.write_from(tensor, _HEADER)
             temporary.rename(path)
         except BaseException as error:
-            _LOG.warning("%s was not written: %s", path, error)
+            _LOG.warning("the chunk %s was not written: %s", key, error)
             temporary.unlink(missing_ok=True)
             raise
         finally:
-            chunk.ref_count_down()
-            with self._lock:
-                self._being_put.discard(key)
+            self._has_put(key, chunk)
         if on_complete is not None:
             on_complete(key)
+
+    def _has_put(self, key: Any, chunk: Any) -> None:
+        chunk.ref_count_down()
+        with self._lock:
+            self._being_put.discard(key)
 
     def _begin(self, key: Any) -> tuple[gpunvme.File, Any, gpunvme.Pending] | None:
         """Begins to read a chunk, where there is one that can be read, and memory for it."""
@@ -120,6 +132,9 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
         try:
             file = gpunvme.open(path)
         except FileNotFoundError:
+            return None
+        except gpunvme.Error as error:
+            _LOG.warning("%s is taken for missing: %s", path, error)
             return None
         try:
             header = bytearray(_HEADER)
@@ -156,13 +171,25 @@ class Storage(StoragePluginInterface):  # type: ignore[misc]
             if one is None:
                 break
             begun.append(one)
-        chunks = [await asyncio.to_thread(self._finish, *one) for one in begun]
+        try:
+            # One thread for all: where the task is cancelled, they are read to their end all the same.
+            reading = asyncio.get_running_loop().run_in_executor(None, self._finish_all, begun)
+            chunks = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reading.add_done_callback(lambda done: self._give_back(done.result()))
+            raise
         # They are taken for the first ones of the keys: none may stand in the place of another.
         there = chunks.index(None) if None in chunks else len(chunks)
-        for chunk in chunks[there:]:
+        self._give_back(chunks[there:])
+        return chunks[:there]
+
+    def _finish_all(self, begun: list[tuple[gpunvme.File, Any, gpunvme.Pending]]) -> list[Any]:
+        return [self._finish(*one) for one in begun]
+
+    def _give_back(self, chunks: list[Any]) -> None:
+        for chunk in chunks:
             if chunk is not None:
                 chunk.ref_count_down()
-        return chunks[:there]
 
     def _finish(self, file: gpunvme.File, chunk: Any, pending: gpunvme.Pending) -> Any:
         with file:
