@@ -12,7 +12,7 @@ pub enum Error {
     #[error("{0}: neither a folder nor a URL such as s3://BUCKET/PREFIX, gs://, az://, https:// or file:///PATH")]
     NoUrl(String),
     #[error(
-        "{0}: a URL with a user, a password or a query would be kept in the manifest: give credentials as the store's own tools take them"
+        "{0}: a URL with a user, a password, a query or a fragment would be kept in the manifest: give credentials as the store's own tools take them, and write ? and # of a name as %3F and %23"
     )]
     Credentials(String),
     #[error("{0}: there is no object and no folder of that name")]
@@ -93,6 +93,11 @@ impl Error {
     pub fn store(name: impl Into<String>) -> impl FnOnce(object_store::Error) -> Error {
         let name = name.into();
         move |source| Error::Store { name, source }
+    }
+
+    /// A listing of `name` gives no more names, and does not end.
+    pub fn silent(name: &str) -> Error {
+        Error::Answer { name: name.into(), why: "its listing goes on, and nothing new comes".into() }
     }
 
     /// What a system call on `path` said.

@@ -232,7 +232,7 @@ fn describe(manifest: &mut Manifest, what: &Hydration) -> Result<()> {
     let source = what.source.url().to_owned();
     let pinned = what.pin || manifest.set.as_ref().is_some_and(|set| set.pinned);
     match &manifest.set {
-        Some(set) if set.source != source => {
+        Some(set) if set.source.trim_end_matches('/') != source => {
             Err(Error::OtherSet { folder: what.folder.clone(), there: set.source.clone(), asked: source })
         }
         Some(set) if set.pinned == pinned => Ok(()),

@@ -8,7 +8,10 @@ mod hydrate;
 mod leftovers;
 mod publish;
 mod quota;
+mod retention;
+mod spelling;
 mod store;
+mod web;
 
 use gpunvme_tests::{programs, tree};
 use std::collections::BTreeMap;

@@ -119,6 +119,13 @@ fn an_upload_that_was_killed_goes_on_from_the_parts_that_the_store_has() {
     again();
     fill(2);
     ends_whole(20);
+    // The folder is another set, which says what it leaves of the first.
+    again();
+    let output = publish(&store, &folder, "run/other").output().unwrap();
+    ends_well(&output);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("1 files were sent to s3://bucket/run/step in part"), "{said}");
+    store.state().uploads.clear();
     // It is gone.
     again();
     fs::remove_file(folder.join("large")).unwrap();
@@ -152,6 +159,8 @@ fn ranks_publish_one_set_and_the_last_of_them_makes_it_valid() {
     assert!(said.contains("ranks done: 2 of 2") && is_valid(), "{said}");
     let changes = std::mem::take(&mut store.state().changes);
     assert_eq!(changes[changes.len() - 2..], ["PUT run/step/.metadata".to_owned(), format!("PUT {manifest}")]);
+    // Another rank may close the set at the same moment, and has sent the manifest.
+    assert!(!changes.contains(&"DELETE run/step/.metadata".into()), "{changes:?}");
     let hydrated = |name: &str| {
         let folder = volume.path(name);
         let mut command = gpunvme("hydrate");
@@ -246,9 +255,9 @@ fn a_folder_of_another_filesystem_is_a_destination_too() {
     fill(&volume.path("step"), 3);
     ends_well(&gpunvme("publish").arg(volume.path("step")).arg(elsewhere.path().join("a/step")).output().unwrap());
     let ranks = elsewhere.path().join("a/ranks");
-    for rank in ["0/2", "1/2"] {
+    for (rank, attempt) in [("0/2", "1"), ("1/2", "1"), ("0/2", "2"), ("1/2", "2")] {
         let mut command = gpunvme("publish");
-        ends_well(&command.args(["--rank", rank, "--attempt", "1"]).arg(volume.path("step")).arg(&ranks).output().unwrap());
+        ends_well(&command.args(["--rank", rank, "--attempt", attempt]).arg(volume.path("step")).arg(&ranks).output().unwrap());
     }
     let mut published = files(&ranks);
     assert!(published.remove(MANIFEST).is_some(), "{:?}", published.keys());
