@@ -56,6 +56,11 @@ pub enum Error {
     Foreign(PathBuf),
     #[error("{} changed while it was published: publish again", .0.display())]
     ChangedHere(PathBuf),
+    #[error(
+        "{}: stores like S3 take no parts below {} MiB, but for the last: raise --memory to {} or more",
+        path.display(), least >> 20, least >> 20
+    )]
+    ShortParts { path: PathBuf, least: u64 },
     #[error("{}: more than {most} parts of {part} bytes: raise --memory", path.display())]
     TooLong { path: PathBuf, most: u64, part: u64 },
     #[error(

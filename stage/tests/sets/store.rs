@@ -231,6 +231,10 @@ impl Store {
                         // The parts that are named, by what they were called.
                         let text = String::from_utf8(body).unwrap().replace("&quot;", "\"");
                         let named = text.matches("<PartNumber>").count();
+                        let short = parts.values().rev().skip(1).any(|part| part.len() < 5 << 20);
+                        if short {
+                            return plain("400 Bad Request", "<Error><Code>EntityTooSmall</Code></Error>".into());
+                        }
                         if named != parts.len() || !parts.values().all(|part| text.contains(&state.etag(part))) {
                             return plain("400 Bad Request", "<Error><Code>InvalidPart</Code></Error>".into());
                         }
