@@ -61,6 +61,13 @@ pub enum Error {
         path.display(), least >> 20, least >> 20
     )]
     ShortParts { path: PathBuf, least: u64 },
+    #[error(
+        "{}: a symbolic link of the user {owner} is on the way, and may lead to what is not theirs: run this as that user, or make the link anew",
+        path.display()
+    )]
+    Link { path: PathBuf, owner: u32 },
+    #[error("{}: a name with # and a number at its end is that of a file which is being written: give it another, or remove it", .0.display())]
+    Unlisted(PathBuf),
     #[error("{}: more than {most} parts of {part} bytes: raise --memory", path.display())]
     TooLong { path: PathBuf, most: u64, part: u64 },
     #[error(

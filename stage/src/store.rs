@@ -1,5 +1,6 @@
 //! A set in an object store, or in a folder: what it has, and the bytes of it.
 
+mod local;
 mod retention;
 
 use crate::checksums::{Crc32c, Expected};
@@ -17,7 +18,6 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -275,6 +275,9 @@ impl Store {
             };
             objects.push(Object::new(name, self.tagged(found)?, crc32c));
         }
+        if let (None, Some(folder)) = (&published, self.folder().map(Path::to_owned)) {
+            tokio::task::spawn_blocking(move || local::check_listed(&folder)).await??;
+        }
         if let Some(name) = published.and_then(|rest| rest.objects.into_keys().next()) {
             return Err(Error::Answer { name, why: "the set's manifest lists it, and the store does not have it".into() });
         }
@@ -396,15 +399,19 @@ impl Store {
                 Ok(found) => {
                     told = found.extensions.get().cloned().or(told);
                     match found.payload {
-                        GetResultPayload::File(file, path) => {
+                        GetResultPayload::File(file, _) => {
                             let offset = (at - range.start) as usize;
-                            (lease, sum) = tokio::task::spawn_blocking(move || {
-                                file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
+                            let (folder, name) = (PathBuf::from(format!("/{}", self.prefix)), self.name_of(&object.key));
+                            let (is_that, read, read_sum) = tokio::task::spawn_blocking(move || {
+                                let is_that = local::read(&file, &folder, &name, &mut lease[offset..], at)?;
                                 sum.add(&lease[offset..]);
-                                Ok::<_, Error>((lease, sum))
+                                Ok::<_, Error>((is_that, lease, sum))
                             })
                             .await??;
-                            at = range.end;
+                            if !is_that {
+                                return Ok(Fetched::Changed);
+                            }
+                            (lease, sum, at) = (read, read_sum, range.end);
                             None
                         }
                         GetResultPayload::Stream(mut stream) => {

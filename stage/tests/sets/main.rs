@@ -6,6 +6,7 @@ mod evict;
 mod hostile;
 mod hydrate;
 mod leftovers;
+mod local;
 mod publish;
 mod quota;
 mod retention;
