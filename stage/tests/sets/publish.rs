@@ -214,6 +214,26 @@ fn ranks_publish_one_set_and_the_last_of_them_makes_it_valid() {
 }
 
 #[test]
+fn what_readers_begin_with_is_replaced_and_never_away() {
+    let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let metadata = there.path().join("step/.metadata");
+    fs::write(here.path().join(".metadata"), "what the files are").unwrap();
+    let publish = |attempt: usize| {
+        let mut command = gpunvme("publish");
+        command.args(["--rank", "0/1", "--attempt", &attempt.to_string()]).arg(here.path());
+        ends_well(&command.arg(there.path().join("step")).output().unwrap());
+    };
+    publish(0);
+    std::thread::scope(|scope| {
+        let publishing = scope.spawn(|| (1..20).for_each(publish));
+        while !publishing.is_finished() {
+            assert!(metadata.exists());
+        }
+    });
+    assert_eq!(files(&there.path().join("step")).into_keys().collect::<Vec<_>>(), [".metadata", MANIFEST]);
+}
+
+#[test]
 fn ranks_that_are_killed_and_go_on_at_once_make_one_whole_set() {
     needs_mount!();
     let (volume, store) = (Mounted::new(), Store::new());
