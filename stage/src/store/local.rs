@@ -28,7 +28,7 @@ pub fn read(file: &File, folder: &Path, name: &str, bytes: &mut [u8], offset: u6
 }
 
 /// Device and inode of the file `name` in `folder`. On the way there, links are followed that
-/// belong to the user who runs this or to root: others may lead to what only that user may read.
+/// belong to this process's user or to root: others may lead to what only that user may read.
 ///
 /// # Errors
 /// [`Error::Link`], [`Error::Path`].
