@@ -82,8 +82,8 @@ impl Buffer {
         make().map_err(|errno| Error::Memory { len, errno })
     }
 
-    /// A descriptor by which another process maps the same memory, to read it. What it reads changes
-    /// under it when this process, or the daemon, writes to the buffer.
+    /// A descriptor by which another process maps the same memory, to read it. What it reads
+    /// changes under it when this process, or the daemon, writes to the buffer.
     ///
     /// No write is possible by it, and a process of another user than root and this one's cannot
     /// open the memory for writing through it: bytes that are borrowed here do not change.

@@ -18,7 +18,7 @@ pub enum Error {
     #[error("{0}: neither a folder nor a URL such as s3://BUCKET/PREFIX, gs://, az://, https:// or file:///PATH")]
     NoUrl(String),
     #[error(
-        "{0}: a URL with a user, a password or a query would be kept in the manifest: give credentials as the store's own tools take them"
+        "{0}: a URL with a user, a password, a query or a fragment would be kept in the manifest: give credentials as the store's own tools take them, and write ? and # of a name as %3F and %23"
     )]
     Credentials(String),
     #[error("{0}: there is no object and no folder of that name")]
@@ -64,6 +64,18 @@ pub enum Error {
     Foreign(PathBuf),
     #[error("{} changed while it was published: publish again", .0.display())]
     ChangedHere(PathBuf),
+    #[error(
+        "{}: stores like S3 take no parts below {} MiB, but for the last: raise --memory to {} or more",
+        path.display(), least >> 20, least >> 20
+    )]
+    ShortParts { path: PathBuf, least: u64 },
+    #[error(
+        "{}: a symbolic link of the user {owner} is on the way, and may lead to what is not theirs: run this as that user, or make the link anew",
+        path.display()
+    )]
+    Link { path: PathBuf, owner: u32 },
+    #[error("{}: a name with # and a number at its end is that of a file which is being written: give it another, or remove it", .0.display())]
+    Unlisted(PathBuf),
     #[error("{}: more than {most} parts of {part} bytes: raise --memory", path.display())]
     TooLong { path: PathBuf, most: u64, part: u64 },
     #[error(
@@ -101,6 +113,11 @@ impl Error {
     pub fn store(name: impl Into<String>) -> impl FnOnce(object_store::Error) -> Error {
         let name = name.into();
         move |source| Error::Store { name, source }
+    }
+
+    /// A listing of `name` gives no more names, and does not end.
+    pub fn silent(name: &str) -> Error {
+        Error::Answer { name: name.into(), why: "its listing goes on, and nothing new comes".into() }
     }
 
     /// What a system call on `path` said.

@@ -54,7 +54,8 @@ impl Folder {
     /// The folder at `path`, made where there is none.
     ///
     /// # Errors
-    /// [`Error::FileThere`], [`Error::Path`], and [`Error::Direct`] where the mount does not answer.
+    /// [`Error::FileThere`], [`Error::Path`], and [`Error::Direct`] where the mount does not
+    /// answer.
     pub fn create(path: &Path) -> Result<Folder> {
         std::fs::create_dir_all(path).map_err(|error| match error.raw_os_error() {
             Some(libc::EEXIST | libc::ENOTDIR) => Error::FileThere(path.into()),
@@ -233,8 +234,9 @@ impl Folder {
     }
 
     /// Gives a file, whose bytes are all there, its time of modification, in nanoseconds since
-    /// 1970, and returns the one that it has then: a filesystem may not know the second or the year.
-    /// On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it so.
+    /// 1970, and returns the one that it has then: a filesystem may not know the nanosecond, or the
+    /// year. On other filesystems than gpunvme it is durable then; there, [`Folder::sync`] makes it
+    /// so.
     ///
     /// # Errors
     /// [`Error::Path`].

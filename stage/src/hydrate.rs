@@ -256,7 +256,7 @@ fn describe(manifest: &mut Manifest, what: &Hydration) -> Result<()> {
 
 fn is_same_set(manifest: &Manifest, what: &Hydration) -> Result<()> {
     match &manifest.set {
-        Some(set) if set.source != what.source.url() => {
+        Some(set) if set.source.trim_end_matches('/') != what.source.url() => {
             let asked = what.source.url().to_owned();
             Err(Error::OtherSet { folder: what.folder.clone(), there: set.source.clone(), asked })
         }

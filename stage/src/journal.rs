@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::own::Own;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, Metadata};
 use std::io::{Read, Write};
@@ -48,6 +49,13 @@ pub struct Begun {
     pub parts: BTreeMap<usize, (String, u32)>,
 }
 
+/// The first line.
+#[derive(Serialize, Deserialize)]
+struct Head<'a> {
+    #[serde(borrow)]
+    destination: Cow<'a, str>,
+}
+
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Line {
@@ -84,7 +92,8 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// The journal of a folder, which begins anew where it is of another destination.
+    /// The journal of a folder, which begins anew where it is of another destination. If uploads to
+    /// that one are not over, it is told that they never will be.
     ///
     /// # Errors
     /// [`Error::Foreign`], [`Error::Path`].
@@ -92,21 +101,30 @@ impl Journal {
         let path = own.path(NAME);
         let failed = |action| Error::path(&path, action);
         let flags = OFlags::RDWR | OFlags::APPEND | OFlags::CREATE;
-        let mut file = own.file(NAME, flags)?.ok_or_else(|| Error::Foreign(path.clone()))?;
+        let file = own.file(NAME, flags)?.ok_or_else(|| Error::Foreign(path.clone()))?;
         let mut text = String::new();
         // A journal that cannot be read is as none: everything is sent.
         let is_text = (&file).take(LONGEST).read_to_string(&mut text).is_ok();
-        let head = format!("{}\n", serde_json::json!({ "destination": destination }));
-        let mut lines = Vec::new();
-        if is_text && text.starts_with(&head) {
-            let whole = text.rfind('\n').map_or(0, |at| at + 1);
-            lines.extend(text[head.len()..whole].lines().filter_map(|line| serde_json::from_str(line).ok()));
-            file.set_len(whole as u64).map_err(failed("shorten it"))?;
-        } else {
-            file.set_len(0).and_then(|()| file.write_all(head.as_bytes())).map_err(failed("write it"))?;
+        let whole = text.rfind('\n').filter(|_| is_text).map_or(0, |at| at + 1);
+        let mut lines = text[..whole].lines();
+        let head = lines.next().and_then(|line| serde_json::from_str::<Head<'_>>(line).ok());
+        let mut journal = Journal { file, path: path.clone(), sent: HashMap::new(), begun: HashMap::new() };
+        lines.filter_map(|line| serde_json::from_str(line).ok()).for_each(|line| journal.apply(line));
+        match head.map(|head| head.destination) {
+            Some(there) if there.trim_end_matches('/') == destination => {
+                journal.file.set_len(whole as u64).map_err(failed("shorten it"))?;
+                return Ok(journal);
+            }
+            Some(there) if !journal.begun.is_empty() => eprintln!(
+                "gpunvme: {} files were sent to {there} in part, which {destination} takes the place of: abort their uploads there",
+                journal.begun.len()
+            ),
+            _ => {}
         }
-        let mut journal = Journal { file, path, sent: HashMap::new(), begun: HashMap::new() };
-        lines.into_iter().for_each(|line| journal.apply(line));
+        (journal.sent, journal.begun) = Default::default();
+        let head = serde_json::to_string(&Head { destination: destination.into() }).expect("a string has a form in JSON");
+        let begin = journal.file.set_len(0).and_then(|()| writeln!(journal.file, "{head}"));
+        begin.map_err(failed("write it"))?;
         Ok(journal)
     }
 

@@ -10,6 +10,7 @@ mod folder;
 mod follower;
 mod hydrate;
 mod journal;
+mod listing;
 mod manifest;
 mod memory;
 mod names;

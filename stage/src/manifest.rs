@@ -265,7 +265,7 @@ impl Manifest {
     }
 
     /// Files that are whole and durable get their names next: those of partial files, and theirs.
-    /// That is durable afterwards: a file with a name that no manifest knows would never be evicted.
+    /// That is durable afterwards: a file that no manifest knows would never be evicted.
     pub fn name_files(&mut self, files: impl Iterator<Item = (String, String, Entry)>) -> Result<()> {
         self.append(files.map(|(partial, name, entry)| Line::Named { partial, name, entry }).collect())?;
         self.sync()

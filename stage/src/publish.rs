@@ -12,7 +12,7 @@ use crate::names::{self, OWN, SET_MANIFEST};
 use crate::progress::Progress;
 use crate::ranks::{self, Part, Rank};
 use crate::store::{Published, SetManifest, Store};
-use crate::upload::{self, MOST_PARTS, Upload};
+use crate::upload::{self, LEAST_PART_TAKEN, MOST_PARTS, Upload};
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use gpunvme_programs::terminal::complain;
@@ -22,7 +22,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Least bytes of a part, where the memory allows it: S3 takes none below 5 MiB.
+/// Least bytes of a part, where the memory allows it.
 const LEAST_PART: u64 = 8 << 20;
 
 /// What is to be done.
@@ -104,12 +104,18 @@ pub async fn publish(what: Publication) -> Result<Done> {
     let mut end = End { rank: what.rank, objects, held: Vec::new() };
     end.held.extend(files.iter().filter(|file| file.stored != file.name).map(|file| file.name.clone()));
     if !missing.is_empty() || !end.is_made(&what.destination).await? {
+        let buffers = what.concurrency.min((what.memory / LEAST_PART).max(1) as usize);
+        let largest = missing.iter().max_by_key(|file| file.state.size);
+        let pool = Pool::new(folder.mount.clone(), what.memory, buffers, largest.map_or(0, |file| file.state.size));
+        if let Some(file) = largest.filter(|file| file.state.size > pool.part())
+            && what.destination.multipart().is_some()
+            && pool.part() < LEAST_PART_TAKEN
+        {
+            return Err(Error::ShortParts { path: folder.path_of(&file.name), least: LEAST_PART_TAKEN });
+        }
         end.unmake(&what.destination).await?;
         let journal = Mutex::new(journal);
         give_up(&what.destination, &journal, &missing).await?;
-        let buffers = what.concurrency.min((what.memory / LEAST_PART).max(1) as usize);
-        let largest = missing.iter().map(|file| file.state.size).max().unwrap_or(0);
-        let pool = Pool::new(folder.mount.clone(), what.memory, buffers, largest);
         let run = Arc::new(Run {
             folder,
             _lock: lock.clone(),

@@ -8,7 +8,6 @@ use crate::error::{Error, Result};
 use crate::names::{OWN, SET_MANIFEST};
 use crate::store::{Published, SetManifest, Store};
 use gpunvme_programs::sets::Share;
-use object_store::ObjectStoreExt;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -82,12 +81,10 @@ impl Rank {
                 }
             }
         }
-        if there == self.share.of {
+        // Another may have closed it at the same moment.
+        if there == self.share.of && store.manifest().await?.as_ref() != Some(&manifest) {
             for name in all_held {
-                // Of an earlier attempt; a folder cannot have a link to the same file replace it.
-                store.remove(&name).await?;
-                let ((inner, from), (_, to)) = (store.object(&held(&name))?, store.object(&name)?);
-                inner.copy(&from, &to).await.map_err(Error::store(&name))?;
+                store.copy(&held(&name), &name).await?;
             }
             store.put_json(SET_MANIFEST, &manifest).await?;
         }

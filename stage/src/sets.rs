@@ -51,8 +51,8 @@ pub struct Evicted {
     pub bytes: u64,
 }
 
-/// The sets that lie in the folder of a set, which are sets of their own: `m` and `m/part` were both
-/// brought in.
+/// The sets that lie in the folder of a set, which are sets of their own: `m` and `m/part` were
+/// both brought in.
 #[derive(Debug)]
 pub struct Inner {
     folder: OwnedFd,

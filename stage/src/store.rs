@@ -1,7 +1,11 @@
 //! A set in an object store, or in a folder: what it has, and the bytes of it.
 
+mod local;
+mod retention;
+
 use crate::checksums::{Crc32c, Expected};
 use crate::error::{Error, Result};
+use crate::listing::Listing;
 use crate::memory::Lease;
 use crate::names::{self, SET_MANIFEST};
 use crate::remote::Remote;
@@ -9,19 +13,16 @@ use futures_util::stream::{self, StreamExt};
 use object_store::local::LocalFileSystem;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
-use object_store::{GetOptions, GetRange, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt};
+use object_store::{GetOptions, GetRange, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt, WriteMultipart};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use url::Url;
 
-/// Most objects of a set.
-const MOST_OBJECTS: usize = 4_000_000;
 /// Most bytes of a published set's manifest.
 const MOST_MANIFEST: u64 = 1 << 30;
 /// How often a part is asked for again while nothing of it comes, and the first pause between.
@@ -31,8 +32,6 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// What an answer has to bring, or else it counts as one of these tries: a store that sends a byte
 /// now and then would never come to an end.
 const LEAST: u64 = 64 << 10;
-/// How long a listing may go on without a name.
-const SILENCE: Duration = Duration::from_secs(600);
 /// Most bytes of an ETag, which manifests keep.
 const LONGEST_TAG: usize = 1024;
 
@@ -121,21 +120,22 @@ impl Store {
         let folder = match Url::parse(text) {
             Ok(url) if url.scheme() == "file" => url.to_file_path().map_err(|()| Error::NoUrl(text.into()))?,
             Ok(url) => return Store::remote(&url, !make),
-            Err(_) if !text.contains("://") => std::path::absolute(text).map_err(Error::path(text, "find it"))?,
+            Err(_) if !text.contains("://") => PathBuf::from(text),
             Err(_) => return Err(Error::NoUrl(text.into())),
         };
+        let folder = spelled(&folder).map_err(Error::path(&folder, "find it"))?;
         if make {
             std::fs::create_dir_all(&folder).map_err(Error::path(&folder, "make it"))?;
         }
         let local = LocalFileSystem::new().with_fsync(true);
-        let prefix = Key::from_absolute_path(&folder).map_err(|_| Error::NoUrl(text.into()))?;
+        let prefix = key_of(&folder)?;
         let url = format!("file://{}", folder.display());
         Ok(Store { store: Arc::new(local), multipart: None, prefix, url, lists: true })
     }
 
     fn remote(url: &Url, reads: bool) -> Result<Store> {
         let shown = format!("{}://{}{}", url.scheme(), url.host_str().unwrap_or_default(), url.path());
-        if !url.username().is_empty() || url.password().is_some() || url.query().is_some() {
+        if !url.username().is_empty() || url.password().is_some() || url.query().is_some() || url.fragment().is_some() {
             return Err(Error::Credentials(shown));
         }
         let Remote { store, multipart, prefix, lists } = Remote::open(url, &shown, reads)?;
@@ -203,6 +203,21 @@ impl Store {
         store.put(&key, text.into()).await.map(drop).map_err(Error::store(name))
     }
 
+    /// Gives an object of the set another name too. One that has the name is replaced at once: at
+    /// no moment there is none.
+    ///
+    /// # Errors
+    /// [`Error::Store`].
+    pub async fn copy(&self, from: &str, to: &str) -> Result<()> {
+        let ((store, from), (_, to)) = (self.object(from)?, self.object(to)?);
+        let copied = match self.folder() {
+            // It would be a link to the same file, and such a one replaces no other.
+            Some(_) => copy_bytes(store, &from, &to).await,
+            None => store.copy(&from, &to).await,
+        };
+        copied.map_err(Error::store(to.as_ref()))
+    }
+
     /// Removes an object of the set, if there is one.
     ///
     /// # Errors
@@ -222,14 +237,18 @@ impl Store {
     /// [`Error::TooMany`], [`Error::Nothing`]; [`Error::NotPublished`] where the set must have a
     /// manifest and has none.
     pub async fn list(&self, must_be_published: bool) -> Result<Vec<Object>> {
-        let mut published = self.manifest().await?;
+        let mut published = match self.manifest().await {
+            // What web servers say of what they do not have.
+            Err(Error::Store { source, .. }) if !self.lists && !must_be_published && is_refused(&source) => None,
+            found => found?,
+        };
         if must_be_published && published.is_none() {
             return Err(Error::NotPublished(self.url.clone()));
         }
         let mut objects = Vec::new();
         let mut listing = match &published {
-            _ if self.lists => self.store.list(Some(&self.prefix)),
-            None => stream::empty().boxed(),
+            _ if self.lists => self.listing(&self.prefix),
+            None => Listing::new(&self.url, stream::empty().boxed()),
             Some(manifest) => {
                 let keys: Vec<_> = manifest.objects.keys().map(|name| below(&self.prefix, name)).collect::<Result<_>>()?;
                 let store = self.store.clone();
@@ -237,16 +256,11 @@ impl Store {
                     let store = store.clone();
                     async move { store.head(&key).await }
                 };
-                stream::iter(keys).map(head).buffered(HEADS).boxed()
+                Listing::new(&self.url, stream::iter(keys).map(head).buffered(HEADS).boxed())
             }
         };
-        let silent = || Error::Answer { name: self.url.clone(), why: "its listing goes on, and nothing new comes".into() };
-        while let Some(found) = tokio::time::timeout(SILENCE, listing.next()).await.map_err(|_| silent())? {
-            let found = found.map_err(Error::store(&self.url))?;
+        while let Some(found) = listing.next().await? {
             let name = self.name_of(&found.location);
-            if found.e_tag.as_ref().is_some_and(|tag| tag.len() > LONGEST_TAG) {
-                return Err(Error::Answer { name, why: format!("its ETag is longer than {LONGEST_TAG} bytes") });
-            }
             // An object of no bytes whose name ends in a slash, which consoles make for a folder.
             if name.is_empty() || name == SET_MANIFEST || name.split('/').any(|part| part == names::OWN) {
                 continue;
@@ -259,10 +273,10 @@ impl Store {
                 },
                 None => None,
             };
-            objects.push(Object::new(name, self.tagged(found), crc32c));
-            if objects.len() > MOST_OBJECTS {
-                return Err(Error::TooMany(MOST_OBJECTS));
-            }
+            objects.push(Object::new(name, self.tagged(found)?, crc32c));
+        }
+        if let (None, Some(folder)) = (&published, self.folder().map(Path::to_owned)) {
+            tokio::task::spawn_blocking(move || local::check_listed(&folder)).await??;
         }
         if let Some(name) = published.and_then(|rest| rest.objects.into_keys().next()) {
             return Err(Error::Answer { name, why: "the set's manifest lists it, and the store does not have it".into() });
@@ -289,46 +303,17 @@ impl Store {
     /// [`Error::Store`].
     pub async fn versions(&self) -> Result<HashMap<String, (u64, Option<String>)>> {
         let mut versions = HashMap::new();
-        let mut listing = self.store.list(Some(&self.prefix));
-        while let Some(found) = listing.next().await {
-            let found = found.map_err(Error::store(&self.url))?;
-            let found = self.tagged(found);
+        let mut listing = self.listing(&self.prefix);
+        while let Some(found) = listing.next().await? {
+            let found = self.tagged(found)?;
             versions.insert(self.name_of(&found.location), (found.size, found.e_tag));
         }
         Ok(versions)
     }
 
-    /// Of the published sets beside this one, itself among them, removes all but the `keep` newest,
-    /// and returns how many. A set's manifest goes first.
-    ///
-    /// # Errors
-    /// [`Error::Nothing`] where the place has none beside it, [`Error::Store`].
-    pub async fn retain(&self, keep: usize) -> Result<usize> {
-        let failed = || Error::store(&self.url);
-        let mut parts: Vec<_> = self.prefix.parts().collect();
-        parts.pop().ok_or_else(|| Error::Nothing(self.url.clone()))?;
-        let parent: Key = parts.into_iter().collect();
-        let sets = self.store.list_with_delimiter(Some(&parent)).await.map_err(failed())?;
-        let mut published = Vec::new();
-        for set in sets.common_prefixes {
-            let key = below(&set, SET_MANIFEST)?;
-            match self.store.head(&key).await {
-                // The one that was just published is the newest, whatever the store's clock says.
-                Ok(found) => published.push((set != self.prefix, std::cmp::Reverse(found.last_modified), set, key)),
-                Err(object_store::Error::NotFound { .. }) => {}
-                Err(error) => return Err(failed()(error)),
-            }
-        }
-        published.sort();
-        let old = published.split_off(keep.min(published.len()));
-        for (_, _, set, manifest) in &old {
-            self.store.delete(manifest).await.map_err(failed())?;
-            let mut listing = self.store.list(Some(set));
-            while let Some(found) = listing.next().await {
-                self.store.delete(&found.map_err(failed())?.location).await.map_err(failed())?;
-            }
-        }
-        Ok(old.len())
+    /// What the store lists below a place of it.
+    fn listing(&self, prefix: &Key) -> Listing<'_> {
+        Listing::new(&self.url, self.store.list(Some(prefix)))
     }
 
     /// An ETag as answers have it: some stores leave the quotation marks away when they list.
@@ -337,8 +322,12 @@ impl Store {
         if is_bare { tag.map(|tag| format!("\"{tag}\"")) } else { tag }
     }
 
-    fn tagged(&self, found: ObjectMeta) -> ObjectMeta {
-        ObjectMeta { e_tag: self.tag(found.e_tag), ..found }
+    fn tagged(&self, found: ObjectMeta) -> Result<ObjectMeta> {
+        if found.e_tag.as_ref().is_some_and(|tag| tag.len() > LONGEST_TAG) {
+            let why = format!("its ETag is longer than {LONGEST_TAG} bytes");
+            return Err(Error::Answer { name: found.location.to_string(), why });
+        }
+        Ok(ObjectMeta { e_tag: self.tag(found.e_tag), ..found })
     }
 
     /// The name in the set of an object of the store; empty for the place itself.
@@ -350,7 +339,7 @@ impl Store {
     /// The object that the URL itself names.
     async fn single(&self) -> Result<Object> {
         match (self.prefix.filename(), self.store.head(&self.prefix).await) {
-            (Some(name), Ok(found)) => Ok(Object::new(name.into(), self.tagged(found), None)),
+            (Some(name), Ok(found)) => Ok(Object::new(name.into(), self.tagged(found)?, None)),
             (None, _) | (_, Err(object_store::Error::NotFound { .. })) => Err(Error::Nothing(self.url.clone())),
             (_, Err(source)) => Err(Error::Store { name: self.url.clone(), source }),
         }
@@ -362,7 +351,7 @@ impl Store {
     /// [`Error::Store`], also where it is gone.
     pub async fn again(&self, object: &Object) -> Result<Object> {
         let found = self.store.head(&object.key).await.map_err(Error::store(&object.name))?;
-        Ok(Object::new(object.name.clone(), self.tagged(found), object.crc32c))
+        Ok(Object::new(object.name.clone(), self.tagged(found)?, object.crc32c))
     }
 
     /// What the store says that the checksum of an object is, where it says so. An object that is
@@ -374,11 +363,10 @@ impl Store {
         if self.folder().is_some() {
             return Ok(None);
         }
-        let options = GetOptions { head: true, if_match: object.e_tag.clone(), ..GetOptions::default() };
+        let options = GetOptions { head: true, if_match: object.if_match(), ..GetOptions::default() };
         match self.store.get_opts(&object.key, options).await {
-            Ok(found) => {
-                Ok(found.extensions.get::<Expected>().filter(|_| !object.differs(&self.tagged(found.meta.clone()))).cloned())
-            }
+            Ok(found) if object.differs(&self.tagged(found.meta.clone())?) => Ok(None),
+            Ok(found) => Ok(found.extensions.get().cloned()),
             Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(Error::store(&object.name)(error)),
         }
@@ -398,12 +386,12 @@ impl Store {
             let is_all = (at, range.end) == (0, object.size);
             let options = GetOptions {
                 range: (!is_all).then_some(GetRange::Bounded(at..range.end)),
-                if_match: object.e_tag.clone(),
+                if_match: object.if_match(),
                 ..GetOptions::default()
             };
             let (before, sum_before, mut came) = (at, sum.clone(), "nothing");
             let failed = match self.store.get_opts(&object.key, options).await {
-                Ok(found) if object.differs(&self.tagged(found.meta.clone())) => return Ok(Fetched::Changed),
+                Ok(found) if object.differs(&self.tagged(found.meta.clone())?) => return Ok(Fetched::Changed),
                 Ok(found) if found.range != (at..range.end) => {
                     let why = format!("{:?} for {:?}", found.range, at..range.end);
                     return Err(Error::Answer { name: object.name.clone(), why });
@@ -411,15 +399,19 @@ impl Store {
                 Ok(found) => {
                     told = found.extensions.get().cloned().or(told);
                     match found.payload {
-                        GetResultPayload::File(file, path) => {
+                        GetResultPayload::File(file, _) => {
                             let offset = (at - range.start) as usize;
-                            (lease, sum) = tokio::task::spawn_blocking(move || {
-                                file.read_exact_at(&mut lease[offset..], at).map_err(Error::path(path, "read it"))?;
+                            let (folder, name) = (PathBuf::from(format!("/{}", self.prefix)), self.name_of(&object.key));
+                            let (is_that, read, read_sum) = tokio::task::spawn_blocking(move || {
+                                let is_that = local::read(&file, &folder, &name, &mut lease[offset..], at)?;
                                 sum.add(&lease[offset..]);
-                                Ok::<_, Error>((lease, sum))
+                                Ok::<_, Error>((is_that, lease, sum))
                             })
                             .await??;
-                            at = range.end;
+                            if !is_that {
+                                return Ok(Fetched::Changed);
+                            }
+                            (lease, sum, at) = (read, read_sum, range.end);
                             None
                         }
                         GetResultPayload::Stream(mut stream) => {
@@ -467,6 +459,17 @@ impl Store {
     }
 }
 
+/// Copies an object by its bytes.
+async fn copy_bytes(store: &Arc<dyn ObjectStore>, from: &Key, to: &Key) -> object_store::Result<()> {
+    let mut bytes = store.get(from).await?.into_stream();
+    let mut copy = WriteMultipart::new(store.put_multipart(to).await?);
+    while let Some(chunk) = bytes.next().await {
+        copy.wait_for_capacity(1).await?;
+        copy.put(chunk?);
+    }
+    copy.finish().await.map(drop)
+}
+
 /// Drops the objects without bytes that stand for folders: consoles make them, with a slash at the
 /// end, which is not part of a name here.
 fn drop_markers(objects: &mut Vec<Object>) {
@@ -482,6 +485,26 @@ fn below(prefix: &Key, name: &str) -> Result<Key> {
     Key::parse(format!("{prefix}{separator}{name}")).map_err(|error| Error::Store { name: name.into(), source: error.into() })
 }
 
+/// The name in the store of all folders of this machine.
+fn key_of(folder: &Path) -> Result<Key> {
+    Key::from_absolute_path(folder).map_err(|_| Error::NoUrl(folder.display().to_string()))
+}
+
+/// A folder's path as manifests keep it: absolute, without slashes at its end, `.` and `..`. What
+/// it says of symbolic links stays, for they may lead elsewhere the next time.
+fn spelled(folder: &Path) -> std::io::Result<PathBuf> {
+    std::path::absolute(folder)?.components().try_fold(PathBuf::new(), |path, part| match part {
+        // What is above the folder that a link leads to.
+        Component::ParentDir => path.canonicalize().map(|path| path.parent().unwrap_or(&path).into()),
+        part => Ok(path.join(part)),
+    })
+}
+
+/// Whether a store keeps something from the one that asks.
+fn is_refused(error: &object_store::Error) -> bool {
+    matches!(error, object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. })
+}
+
 /// Whether an error may be gone when the same is asked again.
 fn may_pass(error: &object_store::Error) -> bool {
     matches!(error, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
@@ -495,7 +518,17 @@ impl Object {
         Object { name, key: found.location, size: found.size, version, e_tag: found.e_tag, modified, crc32c }
     }
 
+    /// The ETag by which a store sends this version and no other: a weak one is of several.
+    fn if_match(&self) -> Option<String> {
+        self.e_tag.clone().filter(|tag| !tag.starts_with("W/"))
+    }
+
     fn differs(&self, now: &ObjectMeta) -> bool {
-        now.size != self.size || self.e_tag.is_some() && now.e_tag.is_some() && now.e_tag != self.e_tag
+        let is_other = match (&self.e_tag, &now.e_tag) {
+            (Some(then), Some(now)) => then != now,
+            // Answers have times in whole seconds, and listings more of them.
+            _ => self.modified.div_euclid(1_000_000_000) != i128::from(now.last_modified.timestamp()),
+        };
+        now.size != self.size || is_other
     }
 }

@@ -10,8 +10,9 @@ use object_store::path::Path as Key;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Most parts of an upload, as S3 has it.
+/// Most parts of an upload, and the least bytes of each but the last, as S3 has it.
 pub const MOST_PARTS: u64 = 10_000;
+pub const LEAST_PART_TAKEN: u64 = 5 << 20;
 
 /// What an upload is to the store.
 enum Way {

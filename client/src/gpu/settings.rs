@@ -27,10 +27,11 @@ pub struct Settings {
     /// The devices' part is what transfers of devices may use of it: all of a pool whose length is
     /// set, and otherwise 8 MiB, or 4 MiB for each device of the volume where that is more, and at
     /// most 64. That is enough to keep the devices busy, and little enough to stay in the
-    /// processor's cache between the device and the copy engine. Beside an H200 reads of 16 MiB from one loop
-    /// device went at 7.2 GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through 64; from eight
-    /// at 18.9 through 8 MiB, and at 23.8 through 32. All of the pool is for what processors copy
-    /// out of the page cache ([`Caching`]): several at once, each into a part of its own.
+    /// processor's cache between the device and the copy engine. Beside an H200 reads of 16 MiB
+    /// from one loop device went at 7.2 GB/s through 8 MiB, at 6.1 through 16, and at 4.4 through
+    /// 64; from eight at 18.9 through 8 MiB, and at 23.8 through 32. All of the pool is for what
+    /// processors copy out of the page cache ([`Caching`]): several at once, each into a part of
+    /// its own.
     pub staging: Option<usize>,
     /// Threads that may at once do their own requests, by calls that wait
     /// ([`super::Transfers::read`], [`super::Transfers::write`]) for at most 1 MiB, and one of them

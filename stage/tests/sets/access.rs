@@ -123,7 +123,7 @@ fn a_machine_that_has_a_role_needs_no_key() {
 }
 
 /// An authority and a certificate of this machine's that it made, in a folder.
-fn certified(folder: &Path) -> Arc<ServerConfig> {
+pub fn certified(folder: &Path) -> Arc<ServerConfig> {
     let openssl = |arguments: &str| {
         let output = Command::new("openssl").args(arguments.split_whitespace()).current_dir(folder).output().unwrap();
         assert!(output.status.success(), "{}", gpunvme_tests::mounted::text(&output));

@@ -6,9 +6,13 @@ mod evict;
 mod hostile;
 mod hydrate;
 mod leftovers;
+mod local;
 mod publish;
 mod quota;
+mod retention;
+mod spelling;
 mod store;
+mod web;
 
 use gpunvme_tests::{programs, tree};
 use std::collections::BTreeMap;
@@ -44,10 +48,11 @@ fn set(seed: u64) -> BTreeMap<String, Vec<u8>> {
     sizes.iter().map(|&(name, size)| (name.to_owned(), tree::pattern(seed + size as u64, size))).collect()
 }
 
-/// A command of the program `gpunvme`, with parts of 64 KiB.
+/// A command of the program `gpunvme`, with the shortest parts: of 64 KiB, or as S3 takes them.
 fn gpunvme(command: &str) -> Command {
     let mut program = programs::command("gpunvme");
-    program.args([command, "--memory", "1", "--concurrency", "16"]);
+    let memory = if command == "publish" { "5" } else { "1" };
+    program.args([command, "--memory", memory, "--concurrency", "16"]);
     program
 }
 

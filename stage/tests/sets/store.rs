@@ -31,6 +31,9 @@ pub enum Fault {
 /// The header that says the checksum of bytes.
 pub type Checksum = fn(&[u8]) -> (&'static str, String);
 
+/// The ETag of bytes, if they have one.
+pub type Tag = fn(&[u8]) -> Option<String>;
+
 /// What the store is doing.
 #[derive(Default)]
 pub struct State {
@@ -44,6 +47,12 @@ pub struct State {
     pub faults: Vec<Fault>,
     /// Whether ETags are MD5.
     pub tags: bool,
+    /// How ETags are made that reads come with, where it is otherwise.
+    pub tag: Option<Tag>,
+    /// Seconds of the time at which all objects were changed.
+    pub seconds: u32,
+    /// Whether it refuses to say what it does not have.
+    pub refuses_absent: bool,
     /// The header that says the checksum of a whole object, where it is asked for.
     pub checksum: Option<Checksum>,
     /// After so many reads, all are refused.
@@ -64,7 +73,7 @@ pub struct State {
     pub refuse_change: Option<usize>,
     /// Parts of uploads that came.
     pub parts: usize,
-    /// How long each takes.
+    /// How long each takes, and each object that comes whole.
     pub part_takes: Duration,
     /// By their names; the object and the parts.
     pub uploads: BTreeMap<String, (String, BTreeMap<u32, Vec<u8>>)>,
@@ -224,6 +233,10 @@ impl Store {
                         // The parts that are named, by what they were called.
                         let text = String::from_utf8(body).unwrap().replace("&quot;", "\"");
                         let named = text.matches("<PartNumber>").count();
+                        let short = parts.values().rev().skip(1).any(|part| part.len() < 5 << 20);
+                        if short {
+                            return plain("400 Bad Request", "<Error><Code>EntityTooSmall</Code></Error>".into());
+                        }
                         if named != parts.len() || !parts.values().all(|part| text.contains(&state.etag(part))) {
                             return plain("400 Bad Request", "<Error><Code>InvalidPart</Code></Error>".into());
                         }
@@ -265,6 +278,7 @@ impl Store {
                     ("PUT", None) => {
                         state.changes.push(format!("PUT {key}"));
                         state.objects.insert(key.into(), body);
+                        return ("200 OK", head, Vec::new(), Some(Fault::Slow(state.part_takes.as_millis() as u64)));
                     }
                     _ => {
                         state.changes.push(format!("DELETE {key}"));
@@ -276,7 +290,7 @@ impl Store {
             _ => {}
         }
         if !state.objects.contains_key(key) {
-            return plain("404 Not Found", String::new());
+            return plain(if state.refuses_absent { "403 Forbidden" } else { "404 Not Found" }, String::new());
         }
         let range = headers.get("range").and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
         let mut fault = None;
@@ -299,18 +313,22 @@ impl Store {
             if let Some((name, after, new)) = state.change.take() {
                 match after {
                     _ if name != key => state.change = Some((name, after, new)),
-                    0 => drop(state.objects.insert(name, new)),
+                    0 => {
+                        state.objects.insert(name, new);
+                        state.seconds += 1;
+                    }
                     _ => state.change = Some((name, after - 1, new)),
                 }
             }
         }
         let object = &state.objects[key];
-        let etag = state.etag(object);
+        let etag = state.tag.map_or_else(|| Some(state.etag(object)), |of| of(object));
         let sum = state.checksum.filter(|_| range.is_none() && headers.contains_key("x-amz-checksum-mode")).map(|of| of(object));
-        if headers.get("if-match").is_some_and(|asked| *asked != etag) {
+        if headers.get("if-match").is_some_and(|asked| Some(asked) != etag.as_ref() || asked.starts_with("W/")) {
             return plain("412 Precondition Failed", String::new());
         }
-        let mut answer = vec![("ETag", etag), ("Last-Modified", "Mon, 23 Nov 2026 08:00:00 GMT".into())];
+        let mut answer = vec![("Last-Modified", format!("Mon, 23 Nov 2026 08:00:{:02} GMT", state.seconds))];
+        answer.extend(etag.map(|etag| ("ETag", etag)));
         let damaged = |mut bytes: Vec<u8>| {
             if let (Some(Fault::Damaged), middle) = (fault, bytes.len() / 2) {
                 bytes[middle] ^= 1;

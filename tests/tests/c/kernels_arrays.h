@@ -247,7 +247,7 @@ static void array_faults(const char *root, const char *path)
 		CHECK(status == EIO, "%d", status);
 		failed++;
 	}
-	/* The last block of the file is not whole: its write-back comes later, and may fail as well. */
+	/* The last block of the file is not whole: its write-back comes later, and may fail too. */
 	int file = open(path, O_RDONLY | O_CLOEXEC);
 	CHECK(file >= 0, "open: %s", strerror(errno));
 	while (fsync(file) != 0) {
