@@ -6,8 +6,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from gpunvme._error import Error
 from gpunvme._file import File
-from gpunvme._native import Error, Pending
+from gpunvme._native import Pending
 
 #: Bytes of a request, unless one tensor is longer: enough for a device to be busy, little enough for a
 #: progress bar to move.

@@ -1,9 +1,15 @@
 """How tensors become requests."""
 
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from gpunvme._batches import BATCH, batches
+import numpy
+import pytest
+
+import gpunvme
+from gpunvme._batches import BATCH, batches, perform
 
 
 @dataclass
@@ -29,3 +35,25 @@ def test_a_request_has_tensors_of_gpus_or_of_the_host_of_one_file() -> None:
         (first, ["d"], BATCH),
         (second, ["e"], 7),
     ]
+
+
+def test_what_has_failed_is_over(folder: Path) -> None:
+    """The memory of its other requests is the caller's again."""
+    (folder / "short").write_bytes(bytes(100))
+    (folder / "long").write_bytes(b"2" * (64 << 20))
+    memory = numpy.zeros(64 << 20, "u1")
+    with gpunvme.open(folder / "short") as short, gpunvme.open(folder / "long") as long:
+        with pytest.raises(EOFError, match="ended 100 bytes too early"):
+            perform([(short, numpy.zeros(200, "u1"), 0, 200), (long, memory, 0, memory.nbytes)])
+        memory[:] = 1
+        time.sleep(0.3)
+        assert (memory == 1).all()
+
+
+def test_arrays_of_gpus_go_with_one_another() -> None:
+    class OfCuPy:
+        __cuda_array_interface__ = None
+
+    file: Any = object()
+    items = [(file, OfCuPy(), 0, 1), (file, numpy.zeros(1), 1, 1), (file, OfCuPy(), 2, 1)]
+    assert [size for _, _, size in batches(iter(items))] == [2, 1]

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import socket
 import threading
 
@@ -48,6 +49,36 @@ def test_both_read_what_both_write(folder, writer, reader):
     saved, loaded = state(1), state(2)
     dcp.save(saved, storage_writer=writer(folder / "c"))
     dcp.load(loaded, storage_reader=reader(folder / "c"))
+    assert equal(loaded, saved)
+
+
+def test_a_save_that_does_not_end_leaves_no_mixture(folder, monkeypatch):
+    dcp.save({"w": random((64, 64), torch.float32)}, storage_writer=Writer(folder / "c"))
+
+    def killed(*arguments, **more):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpunvme.checkpoint.perform", killed)
+        with pytest.raises(BaseException):  # noqa: B017 (PyTorch wraps it)
+            dcp.save({"w": random((64, 64), torch.float32)}, storage_writer=Writer(folder / "c"))
+    assert not (folder / "c" / ".metadata").exists()
+    saved, loaded = {"w": random((64, 64), torch.float32)}, {"w": torch.zeros(64, 64, device=DEVICE)}
+    dcp.save(saved, storage_writer=Writer(folder / "c"))
+    dcp.load(loaded, storage_reader=Reader(folder / "c"))
+    assert equal(loaded, saved)
+
+
+def test_a_checkpoint_may_have_more_files_than_a_process_may_open(folder):
+    saved = {f"t{at}": random((3, at + 1), torch.float32) for at in range(300)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(folder / "c", single_file_per_rank=False))
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        dcp.load(loaded, storage_reader=Reader(folder / "c"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert equal(loaded, saved)
 
 

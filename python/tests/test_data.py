@@ -144,6 +144,25 @@ def test_shards_that_are_none_are_refused(folder):
     os.truncate(folder / "cut.tar", 50_000)
     with pytest.raises(tarfile.TarError):
         Tars([folder / "cut.tar"])
+    # What is no header ends a shard for tarfile, and the samples behind it would be missing.
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as archive:
+        for name in "abcd":
+            entry = tarfile.TarInfo(name)
+            entry.size = 700
+            archive.addfile(entry, io.BytesIO(bytes(700)))
+    (folder / "four.tar").write_bytes(whole.getvalue())
+    assert len(Tars([folder / "four.tar"])) == 4
+    third = 2 * (512 + 1024)
+    for name, content in [
+        ("in the third header", whole.getvalue()[: third + 100]),
+        ("between members", whole.getvalue()[:third]),
+        ("damaged", whole.getvalue()[:third] + b"\xff" * 512 + whole.getvalue()[third + 512 :]),
+    ]:
+        (folder / "part.tar").write_bytes(content)
+        with pytest.raises(tarfile.TarError):
+            Tars([folder / "part.tar"])
+            pytest.fail(name)
 
 
 def test_an_error_names_its_file_and_comes_in_its_turn(files, tmp_path):

@@ -1,5 +1,7 @@
 """The copier for fastsafetensors, beside PyTorch's own loader of the format."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -34,5 +36,15 @@ def test_the_copier_brings_what_the_file_has(folder):
 
 def test_a_file_elsewhere_is_refused(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    freed = []
+    framework = SimpleNamespace(
+        alloc_tensor_memory=lambda length, device: SimpleNamespace(get_base_address=lambda: 1 << 40),
+        free_tensor_memory=lambda buffer, device: freed.append(buffer),
+    )
+    metadata = SimpleNamespace(header_length=16, size_bytes=16 + 4096, src=str(tmp_path / "m.safetensors"))
+    copier = gpunvme.fastsafetensors.Copier(metadata, Device.from_str("cpu"), framework)
     with pytest.raises(gpunvme.Error, match="not on a gpunvme mount"):
         load(tmp_path / "m.safetensors")
+    with pytest.raises(gpunvme.Error, match="not on a gpunvme mount"):
+        copier.submit_io(False, 0)
+    assert freed == []  # none was made

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -98,6 +99,15 @@ def test_chunks_are_put_found_read_and_removed(storage, folder):
     assert storage.contains(keys[3]) and not storage.contains(key(100))
     assert storage.batched_contains([*keys, key(100)]) == 8
     assert asyncio.run(storage.batched_async_contains("lookup", [keys[0], key(100), keys[1]])) == 1
+
+    # A chunk that is no tensor is not written, and is given back.
+    odd = SimpleNamespace(
+        tensor=None, ref_count_up=lambda: told.append("up"), ref_count_down=lambda: told.append("down")
+    )
+    (future,) = storage.batched_submit_put_task([key(50)], [odd])
+    assert future.exception(30) is not None and told[-2:] == ["up", "down"]
+    assert not storage.exists_in_put_tasks(key(50)) and not storage.contains(key(50))
+    assert not storage.contains(CacheEngineKey("/a" * 120, 1, 0, 1, torch.bfloat16))
 
     read = storage.batched_get_blocking([*keys, key(100)])
     assert read[8] is None and storage.get_blocking(key(100)) is None

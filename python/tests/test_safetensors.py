@@ -79,6 +79,13 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(folder):
     assert stock.load_file(path).keys() == {"b"}
 
 
+def test_a_scalar_has_no_dimension(folder):
+    stock.save_file({"s": numpy.array(3.0)}, folder / "m.safetensors")
+    with ours.safe_open(folder / "m.safetensors", "np") as f:
+        assert f.get_tensor("s").shape == f.get_slice("s")[...].shape == ()
+    assert ours.load_file(folder / "m.safetensors", framework="np")["s"].shape == ()
+
+
 @pytest.mark.parametrize("shape", [(40,), (6, 50), (300, 3000), (4, 30, 20), (3, 200, 4000), (2, 3, 4, 5)])
 def test_slices_are_those_of_the_package(folder, shape):
     values = RANDOM.integers(0, 1 << 15, shape).astype("<i2")

@@ -65,6 +65,36 @@ def test_what_torch_saves_is_loaded(folder):
     assert first.device.type == DEVICE
 
 
+def test_a_state_dict_keeps_the_versions_of_its_modules(folder):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    torch.save(model.state_dict(), folder / "m.pt")
+    loaded = gpunvme.torch.load(folder / "m.pt", DEVICE)
+    assert loaded._metadata == torch.load(folder / "m.pt", weights_only=True)._metadata
+    assert loaded._metadata["1"] == {"version": 2}
+
+
+def test_a_file_that_is_replaced_meanwhile_is_one_or_the_other(folder, monkeypatch):
+    def save(step):
+        gpunvme.torch.save({"step": step, "w": torch.full((1000,), float(step))}, folder / "latest.pt")
+
+    save(1)
+    read = gpunvme.torch.records
+
+    def records(*arguments):
+        save(2)
+        return read(*arguments)
+
+    monkeypatch.setattr(gpunvme.torch, "records", once(records, read))
+    loaded = gpunvme.torch.load(folder / "latest.pt", DEVICE)
+    assert (loaded["w"] == loaded["step"]).all()
+
+
+def once(first, then):
+    """A function that is the first one when it is called first."""
+    functions = [first]
+    return lambda *arguments: (functions.pop() if functions else then)(*arguments)
+
+
 class Holder:
     def __init__(self):
         self.tensor = torch.ones(5)
