@@ -98,7 +98,7 @@ def test_tensors_are_read_where_they_lie(folder):
 def test_many_tensors_that_are_alike_are_looked_at_once(folder, writer, monkeypatch):
     looked = []
     layout = checkpoint.layout
-    monkeypatch.setattr(checkpoint, "layout", lambda file: looked.append(file) or layout(file))
+    monkeypatch.setattr(checkpoint, "layout", lambda *given: looked.append(given) or layout(*given))
     saved = {str(at): random((8, 8), torch.float32) for at in range(40)}
     saved["other"] = random((4, 16), torch.float32)
     dcp.save(saved, storage_writer=writer(folder / "c"))
