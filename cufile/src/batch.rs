@@ -55,8 +55,8 @@ struct Ends {
 struct List {
     in_flight: usize,
     ended: VecDeque<End>,
-    /// How many a thread waits for.
-    wanted: usize,
+    /// The fewest that a thread waits for.
+    wanted: Option<usize>,
 }
 
 /// How a request ended.
@@ -72,7 +72,9 @@ impl Ends {
         list.ended.push_back(end);
         list.in_flight -= 1;
         self.ended.store(list.ended.len(), Ordering::Release);
-        if list.ended.len() >= list.wanted || list.in_flight == 0 {
+        if list.wanted.is_some_and(|wanted| list.ended.len() >= wanted) || list.in_flight == 0 {
+            // Those that go on waiting say again for how many.
+            list.wanted = None;
             self.changed.notify_all();
         }
     }
@@ -249,7 +251,7 @@ impl Batch {
         self.ends.look(least, deadline);
         let mut list = self.ends.list.lock();
         while list.ended.len() < least && list.in_flight > 0 {
-            list.wanted = least;
+            list.wanted = Some(list.wanted.map_or(least, |wanted| wanted.min(least)));
             match deadline {
                 None => self.ends.changed.wait(&mut list),
                 Some(deadline) if self.ends.changed.wait_until(&mut list, deadline).timed_out() => break,

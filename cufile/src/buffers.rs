@@ -1,6 +1,10 @@
 //! The memory that the application registered.
+//!
+//! Locks: `Buffers::ranges`, also while NVIDIA's library is told: it knows what is in there, and
+//! never memory that was taken out.
 
 use crate::failure::{Code, Result};
+use crate::real::Library;
 use parking_lot::RwLock;
 use std::collections::BTreeMap;
 
@@ -12,7 +16,7 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// Adds a range.
+    /// Adds a range, and tells NVIDIA's library if it is in use.
     ///
     /// # Errors
     /// [`Code::AlreadyRegistered`] where some of it is there.
@@ -23,15 +27,24 @@ impl Buffers {
             return Err(Code::AlreadyRegistered.into());
         }
         ranges.insert(address, len);
+        if let Some(library) = Library::loaded() {
+            library.add_buffer(address, len);
+        }
         Ok(())
     }
 
-    /// Takes the range that begins at an address out, and returns its length.
+    /// Takes the range that begins at an address out, and returns its length. NVIDIA's library is
+    /// told.
     ///
     /// # Errors
     /// [`Code::NotRegistered`] where there is none.
     pub fn remove(&self, address: u64) -> Result<u64> {
-        self.ranges.write().remove(&address).ok_or(Code::NotRegistered.into())
+        let mut ranges = self.ranges.write();
+        let len = ranges.remove(&address).ok_or(Code::NotRegistered)?;
+        if let Some(library) = Library::loaded() {
+            library.remove_buffer(address);
+        }
+        Ok(len)
     }
 
     /// Whether a range lies in one of them.
@@ -41,8 +54,13 @@ impl Buffers {
         before.is_some_and(|(&base, &its)| address.saturating_add(len) <= base + its)
     }
 
-    /// All of them, by address and length.
-    pub fn all(&self) -> Vec<(u64, u64)> {
-        self.ranges.read().iter().map(|(&address, &len)| (address, len)).collect()
+    /// Tells NVIDIA's library of all of them.
+    pub fn tell(&self, library: &Library) {
+        self.ranges.read().iter().for_each(|(&address, &len)| library.add_buffer(address, len));
+    }
+
+    /// Tells it that none of them is registered any more.
+    pub fn take_back(&self, library: &Library) {
+        self.ranges.read().keys().for_each(|&address| library.remove_buffer(address));
     }
 }

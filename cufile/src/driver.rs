@@ -40,12 +40,12 @@ pub struct Open {
 
 struct State {
     open: Option<Arc<Open>>,
-    /// What there was before it was closed last, for as long as requests of it are in flight.
-    closing: Weak<Open>,
+    /// What there was before it was closed, for as long as requests of it are in flight.
+    closing: Vec<Weak<Open>>,
     uses: i64,
 }
 
-static STATE: RwLock<State> = RwLock::new(State { open: None, closing: Weak::new(), uses: 0 });
+static STATE: RwLock<State> = RwLock::new(State { open: None, closing: Vec::new(), uses: 0 });
 
 /// What there is, if the driver is open.
 ///
@@ -58,15 +58,20 @@ pub fn opened() -> Result<Arc<Open>> {
     Ok(STATE.read().open.clone().ok_or(Code::DriverNotInitialized)?)
 }
 
-/// What there is, and before it what another thread is closing: for calls that end something of
+/// What there is, and before it what other threads are closing: for calls that end something of
 /// it, and wait until nothing uses its memory any more.
 ///
 /// # Errors
 /// As [`opened`].
 pub fn opened_or_closing() -> Result<impl Iterator<Item = Arc<Open>>> {
     let open = opened();
-    let closing = if fork::is_forked() { None } else { STATE.read().closing.upgrade() };
-    if closing.is_none() { open.map(|open| Some(open).into_iter().chain(None)) } else { Ok(closing.into_iter().chain(open.ok())) }
+    let mut all: Vec<_> =
+        if fork::is_forked() { Vec::new() } else { STATE.read().closing.iter().filter_map(Weak::upgrade).collect() };
+    match open {
+        Err(failure) if all.is_empty() => return Err(failure),
+        open => all.extend(open),
+    }
+    Ok(all.into_iter())
 }
 
 /// What there is; opens the driver if need be.
@@ -139,17 +144,25 @@ pub fn close(counted: bool) -> Result<()> {
         }
         state.uses = 0;
         let open = state.open.take();
-        state.closing = open.as_ref().map_or_else(Weak::new, Arc::downgrade);
+        state.closing.retain(|closing| closing.strong_count() > 0);
+        state.closing.extend(open.as_ref().map(Arc::downgrade));
         open
     };
-    let Some(open) = open else { return Ok(()) };
+    let Some(mut open) = open else { return Ok(()) };
     open.batches.cancel_all();
-    while Arc::strong_count(&open) > 1 {
+    let open = loop {
+        match Arc::try_unwrap(open) {
+            Ok(open) => break open,
+            Err(still) => open = still,
+        }
         std::thread::sleep(NAP);
-    }
-    drop(open);
+    };
+    let Open { files, buffers, .. } = open;
+    drop(files);
+    // Another thread may have opened the driver meanwhile, and have files of the library.
+    let state = STATE.write();
     if let Some(library) = Library::loaded() {
-        library.close();
+        if state.open.is_none() { library.close() } else { buffers.take_back(library) }
     }
     Ok(())
 }

@@ -88,6 +88,18 @@ struct Table {
     by_number: HashMap<i32, usize>,
 }
 
+impl Table {
+    /// A descriptor is registered once; one that was closed and is another open file's now is free.
+    fn check_free(&self, number: i32) -> Result<()> {
+        let known = self.by_number.get(&number).and_then(|handle| self.files.get(handle));
+        if known.is_some_and(|known| crate::memory::is_same_open_file(number, known.opened.as_fd())) {
+            Err(Code::HandleAlreadyRegistered.into())
+        } else {
+            Ok(())
+        }
+    }
+}
+
 impl Files {
     /// Registers the file behind a descriptor of the application, and returns its handle.
     pub fn register(&self, open: &Open, number: i32) -> Result<usize> {
@@ -100,7 +112,7 @@ impl Files {
         if flags.contains(OFlags::PATH) {
             return Err(Code::InvalidOpenFlag.into());
         }
-        self.check_free(number)?;
+        self.table.read().check_free(number)?;
         let opened = file.try_clone().map_err(|_| Code::NoDescriptor)?;
         let mode = flags & OFlags::RWMODE;
         // Where requests go is said by their offsets.
@@ -111,20 +123,11 @@ impl Files {
         static NEXT: AtomicUsize = AtomicUsize::new(1);
         let handle = NEXT.fetch_add(1, Ordering::Relaxed) << 4 | TAG;
         let mut table = self.table.write();
+        // Another thread may have done the same meanwhile.
+        table.check_free(number)?;
         table.by_number.insert(number, handle);
         table.files.insert(handle, registered);
         Ok(handle)
-    }
-
-    /// A descriptor is registered once; one that was closed and is another open file's now is free.
-    fn check_free(&self, number: i32) -> Result<()> {
-        let table = self.table.read();
-        let known = table.by_number.get(&number).and_then(|handle| table.files.get(handle));
-        if known.is_some_and(|known| crate::memory::is_same_open_file(number, known.opened.as_fd())) {
-            Err(Code::HandleAlreadyRegistered.into())
-        } else {
-            Ok(())
-        }
     }
 
     /// The file behind a handle.
@@ -171,7 +174,11 @@ fn serve(open: &Open, file: OwnedFd, number: i32, device: u64, flags: OFlags) ->
     }
     if let Some(library) = Library::get() {
         tracing::debug!(number, "NVIDIA's library serves it");
-        return library.register(file, &open.buffers.all()).map(Server::Real);
+        let tell = |library: &Library| {
+            open.buffers.tell(library);
+            open.streams.tell(library);
+        };
+        return library.register(file, tell).map(Server::Real);
     }
     tracing::debug!(number, "pread and pwrite serve it");
     if !flags.contains(OFlags::DIRECT) {

@@ -41,11 +41,14 @@ pub unsafe fn transfer(file: BorrowedFd<'_>, direction: Direction, range: Range)
             None => memory::cuda().and_then(|cuda| cuda.gpus().next()).ok_or(Errno::NODEV)?,
         },
     };
+    // Another thread may be capturing a graph, which what follows is none of.
+    let _alone = memory::cuda().map(Cuda::leave_captures_alone);
     let stage = Stage::take(gpu)?;
     let mut done = 0;
     while done < range.len {
         let len = (range.len - done).min(STAGE);
-        let part = Range { address: stage.memory.as_ptr() as u64, len, file_offset: range.file_offset + done as u64 };
+        let address = stage.memory.as_ptr() as u64;
+        let part = Range { base: address, address, len, file_offset: range.file_offset + done as u64 };
         let device = range.address + done as u64;
         // SAFETY: the buffer is this call's, and its stream is waited for before it is used again;
         // the caller vouches for the other side.

@@ -39,7 +39,7 @@ pub struct Library {
     stream_register: unsafe extern "C" fn(*mut c_void, c_uint) -> Status,
     stream_deregister: unsafe extern "C" fn(*mut c_void) -> Status,
     close: unsafe extern "C" fn() -> Status,
-    /// Whether it has been told of the buffers.
+    /// Whether it has been told of the buffers and streams.
     used: AtomicBool,
 }
 
@@ -107,10 +107,11 @@ impl Library {
         Some(library)
     }
 
-    /// Registers a file with it. The first time it is told of the buffers that there are.
-    pub fn register(&'static self, file: OwnedFd, buffers: &[(u64, u64)]) -> Result<RealFile> {
+    /// Registers a file with it. The first time it is told of the buffers and streams that there
+    /// are: by `tell`.
+    pub fn register(&'static self, file: OwnedFd, tell: impl FnOnce(&Library)) -> Result<RealFile> {
         if !self.used.swap(true, Ordering::SeqCst) {
-            buffers.iter().for_each(|&(address, len)| self.add_buffer(address, len));
+            tell(self);
         }
         let number = file.as_raw_fd() as u32;
         let descriptor = Descriptor { kind: KIND_FD, handle: number.into(), operations: std::ptr::null() };
@@ -139,6 +140,9 @@ impl Library {
 
     /// Tells it of a stream, or that the stream ends.
     pub fn stream(&self, stream: usize, flags: Option<u32>) {
+        if !self.used.load(Ordering::SeqCst) {
+            return;
+        }
         let stream = stream as *mut c_void;
         // SAFETY: the application vouches for its stream.
         let _ = unsafe {
@@ -171,10 +175,12 @@ impl RealFile {
     /// # Safety
     /// The range is memory of the application's, which nothing else uses until this returns.
     pub unsafe fn transfer(&self, direction: Direction, range: Range) -> Result<usize> {
-        let (handle, memory) = (self.handle as *mut c_void, range.address as *mut c_void);
+        // It looks for a buffer that is registered by the address where that begins.
+        let (handle, memory) = (self.handle as *mut c_void, range.base as *mut c_void);
+        let memory_offset = (range.address - range.base) as i64;
         let call = if direction == Direction::Read { self.library.read } else { self.library.write };
         // SAFETY: the handle is registered; the caller vouches for the memory.
-        let moved = unsafe { call(handle, memory, range.len, range.file_offset as i64, 0) };
+        let moved = unsafe { call(handle, memory, range.len, range.file_offset as i64, memory_offset) };
         let errno = std::io::Error::last_os_error();
         usize::try_from(moved).map_err(|_| match moved {
             -1 => Failure::System(rustix::io::Errno::from_io_error(&errno).unwrap_or(rustix::io::Errno::IO)),

@@ -212,17 +212,29 @@ fn count<T, E>(counter: &mut Counter, result: &std::result::Result<T, E>) {
 
 /// A read or write is done, which began then.
 pub fn record(direction: Direction, range: Range, started: Instant, done: &Result<Done>) {
-    count_request(direction, range, started, done.as_ref().map(std::slice::from_ref), false);
+    record_on(gpu_of(range), direction, range, started, done);
+}
+
+/// The same of a request whose GPU was asked for before, by [`gpu_of`]: on a thread that may not
+/// call CUDA.
+pub fn record_on(gpu: Option<usize>, direction: Direction, range: Range, started: Instant, done: &Result<Done>) {
+    count_request(gpu, direction, range, started, done.as_ref().map(std::slice::from_ref), false);
+}
+
+/// The GPU whose memory a range is, where that is counted.
+pub fn gpu_of(range: Range) -> Option<usize> {
+    if counted() < 3 { None } else { memory::gpu_of(range.address).filter(|&gpu| gpu < GPUS) }
 }
 
 /// A read or write of many ranges of memory is done, the first of which this one begins with, and
 /// whose length it has. Versions of cuFile that have counters for it do not count it as a read or
 /// write besides.
 pub fn record_vectored(direction: Direction, range: Range, started: Instant, done: std::result::Result<&[Done], &Failure>) {
-    count_request(direction, range, started, done, version::counts_vectors());
+    count_request(gpu_of(range), direction, range, started, done, version::counts_vectors());
 }
 
 fn count_request(
+    gpu: Option<usize>,
     direction: Direction,
     range: Range,
     started: Instant,
@@ -236,7 +248,6 @@ fn count_request(
     }
     let us = started.elapsed().as_micros() as u64;
     let bytes = done.map_or(0, |done| done.iter().map(|done| done.bytes as u64).sum());
-    let gpu = if level < 3 { None } else { memory::gpu_of(range.address).filter(|&gpu| gpu < GPUS) };
     let size = (64 - ((range.len as u64).div_ceil(1024)).saturating_sub(1).leading_zeros() as usize).min(31);
     let unaligned = !(range.address | range.file_offset | range.len as u64).is_multiple_of(4096);
     with(|Counters { basic, vectored: of_vectors, sizes, gpus, .. }| {
@@ -444,6 +455,12 @@ pub struct Told {
     pub gpus: PerGpu,
 }
 
+/// Bytes a second, of any number of bytes in any time.
+fn per_second(bytes: u64, us: u64) -> u64 {
+    let rate = (u128::from(bytes) * 1_000_000).checked_div(us.into()).unwrap_or(0);
+    rate.try_into().unwrap_or(u64::MAX)
+}
+
 /// All that there is to tell, with rates and averages.
 pub fn told() -> Told {
     let mut found = Told::default();
@@ -474,8 +491,8 @@ pub fn told() -> Told {
         vectored.write_average_us = average(vectored.write_sum_us, vectored.write);
         let mut gpus = PerGpu { gpus: 0, gpu: counters.gpus };
         for gpu in &mut gpus.gpu {
-            gpu.read_bytes_per_second = (gpu.read_bytes * 1_000_000).checked_div(gpu.read_us).unwrap_or(0);
-            gpu.write_bytes_per_second = (gpu.write_bytes * 1_000_000).checked_div(gpu.write_us).unwrap_or(0);
+            gpu.read_bytes_per_second = per_second(gpu.read_bytes, gpu.read_us);
+            gpu.write_bytes_per_second = per_second(gpu.write_bytes, gpu.write_us);
         }
         found = Told { basic, vectored, sizes: counters.sizes, gpus };
     });

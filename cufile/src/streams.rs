@@ -45,15 +45,22 @@ impl Registrations {
         if flags & !STREAM_FLAGS != 0 {
             return Err(Code::InvalidValue.into());
         }
-        self.flags.lock().insert(stream, flags);
+        let mut known = self.flags.lock();
+        known.insert(stream, flags);
         if let Some(library) = Library::loaded() {
             library.stream(stream, Some(flags));
         }
         Ok(())
     }
 
+    /// Tells NVIDIA's library of all of them.
+    pub fn tell(&self, library: &Library) {
+        self.flags.lock().iter().for_each(|(&stream, &flags)| library.stream(stream, Some(flags)));
+    }
+
     pub fn remove(&self, stream: usize) {
-        self.flags.lock().remove(&stream);
+        let mut known = self.flags.lock();
+        known.remove(&stream);
         if let Some(library) = Library::loaded() {
             library.stream(stream, None);
         }
@@ -147,7 +154,8 @@ unsafe fn on_mount(open: &Arc<Open>, on: &MountFile, direction: Direction, reque
     let (block, started) = (on.mount.block, Instant::now());
     let is_late = flags.is_some_and(|flags| flags & ALL_FIXED != ALL_FIXED);
     let flags = flags.unwrap_or(0);
-    let watch = Watch { request, direction, range, flags, block, refused: None, started, _open: open.clone() };
+    let gpu = statistics::gpu_of(range);
+    let watch = Watch { request, direction, range, gpu, flags, block, refused: None, started, _open: open.clone() };
     let (segments, stream) = ([range.segment()], request.stream as usize);
     // SAFETY: the application vouches for memory and stream, as cuFile asks.
     let begun = unsafe {
@@ -178,6 +186,8 @@ struct Watch {
     direction: Direction,
     /// As it was when the call was made, or is since the stream came to it.
     range: Range,
+    /// Whose memory it is, for the statistics: the stream's thread calls nothing of CUDA's.
+    gpu: Option<usize>,
     flags: u32,
     block: u64,
     refused: Option<Failure>,
@@ -254,7 +264,7 @@ impl Observer for Watch {
             (None, Ok(done)) => Ok(statistics::Done::on_mount(done)),
             (None, Err(error)) => Err(of_change(error)),
         };
-        statistics::record(self.direction, self.range, self.started, &done);
+        statistics::record_on(self.gpu, self.direction, self.range, self.started, &done);
         let result = match &done {
             Ok(done) => done.bytes as isize,
             Err(failure) => failure.count().0,

@@ -13,6 +13,9 @@ use std::time::Instant;
 /// A range of a file, and as long a range of memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Range {
+    /// As the application named the memory: the buffer that it registered, if it did.
+    pub base: u64,
+    /// Where in the memory the range begins.
     pub address: u64,
     pub len: usize,
     pub file_offset: u64,
@@ -32,7 +35,7 @@ impl Range {
         if base == 0 || !fits {
             return Err(Code::InvalidValue.into());
         }
-        Ok(Range { address, len, file_offset })
+        Ok(Range { base: base as u64, address, len, file_offset })
     }
 
     pub fn segment(&self) -> Segment {

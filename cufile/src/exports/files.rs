@@ -4,7 +4,6 @@ use super::{as_pointer, count, list, status};
 use crate::abi::{Descriptor, KIND_FD, KIND_USERSPACE, Status, Vector};
 use crate::failure::{Code, Result};
 use crate::files::Direction;
-use crate::real::Library;
 use crate::statistics::{self, Event};
 use crate::transfer::{self, Range};
 use crate::{driver, memory, vectors};
@@ -52,9 +51,6 @@ pub extern "C" fn cuFileBufRegister(base: *const c_void, len: usize, _flags: c_i
         memory::check(address, len)?;
         open.buffers.add(address, len)?;
         open.mounts.all().iter().for_each(|mount| mount.warm_up(address));
-        if let Some(library) = Library::loaded() {
-            library.add_buffer(address, len);
-        }
         Ok(())
     };
     let registered = register();
@@ -72,9 +68,6 @@ pub extern "C" fn cuFileBufDeregister(base: *const c_void) -> Status {
         let open = driver::opened()?;
         let len = open.buffers.remove(base as u64)?;
         open.mounts.all().iter().for_each(|mount| mount.forget(base as u64, len));
-        if let Some(library) = Library::loaded() {
-            library.remove_buffer(base as u64);
-        }
         Ok(())
     };
     let removed = deregister();

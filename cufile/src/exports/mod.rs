@@ -65,7 +65,7 @@ unsafe fn store<T>(to: *mut T, find: impl FnOnce() -> Result<T>) -> Status {
 unsafe fn list<'a, T>(first: *const T, len: usize) -> Result<&'a [T]> {
     match len {
         0 => Ok(&[]),
-        _ if first.is_null() => Err(Code::InvalidValue.into()),
+        _ if first.is_null() || len > isize::MAX as usize / size_of::<T>() => Err(Code::InvalidValue.into()),
         // SAFETY: the caller vouches for the values.
         _ => Ok(unsafe { std::slice::from_raw_parts(first, len) }),
     }

@@ -44,13 +44,13 @@ void cuFileHandleDeregister(void *handle) { close(number(handle)); say("deregist
 
 ssize_t cuFileRead(void *handle, void *memory, size_t size, off_t file, off_t inside)
 {
-	say("read");
+	say(inside ? "read inside" : "read");
 	return pread(number(handle), (char *)memory + inside, size, file);
 }
 
 ssize_t cuFileWrite(void *handle, const void *memory, size_t size, off_t file, off_t inside)
 {
-	say("write");
+	say(inside ? "write inside" : "write");
 	return pwrite(number(handle), (const char *)memory + inside, size, file);
 }
 

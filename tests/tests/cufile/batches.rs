@@ -181,6 +181,37 @@ fn waiting_ends_with_its_time_and_cancelled_requests_end() {
     });
 }
 
+#[test]
+fn a_thread_that_waits_for_fewer_is_not_kept_by_one_that_waits_for_more() {
+    needs_mount!();
+    // Each copy takes so many microseconds: the first request ends when both threads sleep.
+    with_software_cuda("copy-takes=20000", || {
+        const LONG: usize = 16 << 20;
+        let (volume, cufile) = (Mounted::new(), in_use());
+        fs::write(volume.path("file"), tree::pattern(4, LONG)).unwrap();
+        let file = open(&volume.path("file"));
+        let handle = cufile.register(&file).unwrap();
+        let device = Device::zeroed(LONG);
+        let batch = Batch::new(8);
+        let requests: Vec<_> = (0..8).map(|at| BatchRequest { size: LONG, ..read(handle, device.address(), 0, 0, at) }).collect();
+        assert_eq!(batch.submit(&requests), OK);
+        std::thread::scope(|scope| {
+            let waits = |least| {
+                scope.spawn({
+                    let batch = &batch;
+                    move || (batch.take(least, least, None).len(), Instant::now())
+                })
+            };
+            let fewer = waits(1);
+            std::thread::sleep(Duration::from_millis(5));
+            let more = waits(8);
+            let [(one, first), (others, last)] = [fewer, more].map(|thread| thread.join().unwrap());
+            assert_eq!((one, others), (1, 7));
+            assert!(last - first > Duration::from_millis(20), "it waited for all: {:?}", last - first);
+        });
+    });
+}
+
 /// The memory of a batch that was destroyed is the application's again, also while another thread
 /// closes the driver.
 #[test]

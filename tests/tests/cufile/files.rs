@@ -109,6 +109,14 @@ fn errors_are_those_of_cufile() {
         let file = open(&path);
         let handle = cufile.register(&file).unwrap();
         assert_eq!(cufile.register(&file), Err(refused(5028)));
+        // Also by many threads at once.
+        let other = open(&path);
+        let taken = thread::scope(|scope| {
+            let threads: Vec<_> = (0..32).map(|_| scope.spawn(|| cufile.register(&other))).collect();
+            threads.into_iter().filter_map(|thread| thread.join().unwrap().ok()).collect::<Vec<_>>()
+        });
+        assert_eq!(taken.len(), 1);
+        cufile.deregister(taken[0]);
         assert_eq!(cufile.register_number(-1), Err(refused(5022)));
         assert_eq!(cufile.register_number(9999), Err(refused(5022)));
         assert_eq!(cufile.register(&File::open(volume.root()).unwrap()), Err(refused(5018)));

@@ -99,6 +99,9 @@ fn a_read_of_many_ranges_ends_with_the_file_and_errors_are_those_of_cufile() {
         assert_eq!(cufile.readv(handle, &[(at, beyond)], 0), -5014);
         assert_eq!(cufile.readv(handle, &[(at, 100), (0, 10)], 0), -5022);
         assert_eq!(cufile.readv(handle, &[(at, 100)], -1), -5022);
+        let list = [(at, 100usize)];
+        // SAFETY: nothing of a list is read that no memory is long enough for.
+        assert_eq!(unsafe { (cufile.cuFileReadv)(handle, list.as_ptr(), usize::MAX, 0, 0) }, -5022);
         assert_eq!(cufile.readv(handle + 16, &[(at, 100)], 0), -5027);
         assert_eq!((cufile.readv(handle, &[(0x1000, 10), (at, 100)], 0), errno()), (-1, libc::EFAULT));
         assert_eq!(cufile.readv(handle, &[(at, 100), (0x1000, 10)], 0), 100);
