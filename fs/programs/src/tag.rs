@@ -73,14 +73,18 @@ struct Found {
 /// another one: which of them is meant cannot be known.
 fn one_of(name: &str, mut found: Vec<Found>) -> Result<PathBuf, String> {
     found.sort_by(|one, other| one.path.cmp(&other.path));
-    let Some(Found { path, uuid, member }) = found.first() else {
+    let Some(first) = found.first() else {
         return Err(format!("no block device that can be read here has a gpunvme volume of {name} (gpunvme probe DEVICE)"));
     };
-    match found[1..].iter().find(|other| other.uuid != *uuid || member.is_none() || other.member == *member) {
-        Some(other) => {
-            Err(format!("{name} is of two volumes, on {} and on {}: name the device", path.display(), other.path.display()))
+    let are_of_two = |(one, other): &(&Found, &Found)| {
+        one.uuid != other.uuid || one.member.is_none() || other.member.is_none() || one.member == other.member
+    };
+    let mut pairs = found.iter().enumerate().flat_map(|(at, other)| found[..at].iter().map(move |one| (one, other)));
+    match pairs.find(are_of_two) {
+        Some((one, other)) => {
+            Err(format!("{name} is of two volumes, on {} and on {}: name the device", one.path.display(), other.path.display()))
         }
-        None => Ok(path.clone()),
+        None => Ok(first.path.clone()),
     }
 }
 
@@ -143,10 +147,14 @@ mod tests {
         for (one, other) in
             [((1, None), (2, None)), ((1, None), (1, None)), ((1, Some(3)), (1, Some(3))), ((1, None), (1, Some(3)))]
         {
-            let found = vec![of(other.0, other.1, "/dev/b"), of(one.0, one.1, "/dev/a")];
-            let two = one_of("LABEL=a", found).unwrap_err();
-            assert!(two.contains("/dev/a and on /dev/b"), "{two}");
+            for (one, other) in [(one, other), (other, one)] {
+                let found = vec![of(other.0, other.1, "/dev/b"), of(one.0, one.1, "/dev/a")];
+                let two = one_of("LABEL=a", found).unwrap_err();
+                assert!(two.contains("/dev/a and on /dev/b"), "{two}");
+            }
         }
+        let three = vec![of(1, Some(2), "/dev/a"), of(1, Some(3), "/dev/b"), of(1, Some(3), "/dev/c")];
+        assert!(one_of("LABEL=a", three).unwrap_err().contains("/dev/b and on /dev/c"));
         assert!(one_of("LABEL=a", vec![]).unwrap_err().contains("LABEL=a"));
     }
 }

@@ -233,6 +233,56 @@ fn what_was_there_before_the_volume_had_more_devices_is_stale() {
     assert_eq!(fs::read_to_string(volume.path("file")).unwrap(), "kept");
 }
 
+/// It was opened more often since than the volume itself, so that its number is the higher one, and
+/// knows nothing of the devices that came later.
+#[test]
+fn a_copy_from_before_takes_no_volumes_place() {
+    needs_mount!();
+    let image = Image::blank(96 * MIB);
+    succeeds(run("mkfs.gpunvme", &["--growable", name(&image.path())]));
+    let mut copy = Image::blank(96 * MIB);
+    fs::copy(image.path(), copy.path()).unwrap();
+    for _ in 0..6 {
+        copy = copy.mount().unmount();
+    }
+    let volume = image.mount();
+    let [second] = further(volume.image(), [200]);
+    grow_by(&volume.root(), &[&second]);
+    fs::write(volume.path("later"), "kept").unwrap();
+    let image = volume.unmount();
+
+    let beside = image.path().with_file_name("copy");
+    fs::copy(copy.path(), &beside).unwrap();
+    let mount = |arguments: &[&str]| run("mount.gpunvme", &[&[name(&second), name(&image.mount_point())], arguments].concat());
+    refused(&mount(&[]), &["is there twice", name(&beside)]);
+    // The volume's own first device is not attached, and the copy is.
+    let elsewhere = image.path().with_file_name("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    let away = elsewhere.join("away");
+    fs::rename(image.path(), &away).unwrap();
+    refused(&mount(&[]), &[name(&second), "does not know", "is a copy from before"]);
+    refused(&mount(&["-o", &format!("device={}", name(&beside))]), &["does not know"]);
+    refused(&run("fsck.gpunvme", &["-n", name(&second)]), &["does not know"]);
+    fs::rename(&away, image.path()).unwrap();
+    fs::remove_file(&beside).unwrap();
+    assert_eq!(fs::read_to_string(image.mount().path("later")).unwrap(), "kept");
+}
+
+#[test]
+fn a_volume_takes_no_device_that_lies_on_itself() {
+    needs_mount!();
+    let image = Image::blank(96 * MIB);
+    succeeds(run("mkfs.gpunvme", &["--growable", name(&image.path())]));
+    let volume = image.mount();
+    let file = volume.path("more.img");
+    File::create(&file).unwrap().set_len(200 * MIB).unwrap();
+    refused(&grow(&volume.root(), &[name(&file)]), &[name(&file), "lies on the volume itself"]);
+    if let Some(device) = LoopDevice::over("a_volume_takes_no_device_that_lies_on_itself", &file) {
+        refused(&grow(&volume.root(), &[name(device.path())]), &["lies on the volume itself"]);
+    }
+    assert_eq!(fs::metadata(&file).unwrap().len(), 200 * MIB);
+}
+
 /// One SSD to begin with, as most people have, and another one later.
 #[test]
 fn a_volume_of_one_device_that_is_growable_takes_another() {

@@ -9,7 +9,9 @@ use gpunvme::Mount;
 use gpunvme_blockdev::{OpenMode, path_of, split_names};
 use gpunvme_programs::{contents, members, wipe};
 use serde_json::json;
-use std::path::PathBuf;
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
 pub struct Grow {
@@ -33,6 +35,12 @@ pub fn run(grow: &Grow) -> Result<Report, Failure> {
             return Err(Failure(format!("{name}: is named twice")));
         }
     }
+    let own = fs::metadata(&grow.mount).map_err(|error| Failure(format!("{}: {error}", grow.mount.display())))?.dev();
+    for name in &names {
+        if path_of(name).is_some_and(|path| lies_on(&path, own)) {
+            return Err(Failure(format!("{name}: lies on the volume itself, which could never be mounted again")));
+        }
+    }
     if !names.is_empty() {
         // Before anything of theirs is lost.
         mount.may_grow(&names)?;
@@ -43,6 +51,17 @@ pub fn run(grow: &Grow) -> Result<Report, Failure> {
     report.line("before", report::size(before));
     report.line("capacity", report::size(capacity));
     Ok(report)
+}
+
+/// Whether a file, or the one that a loop device is of, lies on the filesystem of this number.
+fn lies_on(path: &Path, filesystem: u64) -> bool {
+    let Ok(found) = fs::metadata(path) else { return false };
+    if !found.file_type().is_block_device() {
+        return found.dev() == filesystem;
+    }
+    let (major, minor) = (rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev()));
+    let backing = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/loop/backing_file"));
+    backing.is_ok_and(|backing| fs::metadata(backing.trim_end()).is_ok_and(|file| file.dev() == filesystem))
 }
 
 /// The name by which the daemon, which has another working directory, finds the same device.

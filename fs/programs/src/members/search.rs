@@ -19,7 +19,7 @@ const DEVICES: &str = "/sys/class/block";
 /// member of.
 ///
 /// # Errors
-/// A text: a member is missing or there twice.
+/// A text: a member is missing or there twice, or the others know nothing of `device`.
 pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, String> {
     let own = copies.any();
     let path = path_of(device).filter(|_| without_options(device) == device && !device.contains(':'));
@@ -38,12 +38,24 @@ pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, Strin
     for one in &found {
         let member = one.1.any();
         let Some(place) = members.get_mut(usize::from(member.number())) else { continue };
-        // What was being added when the power failed, and was not, gives way.
+        // What was being added when the power failed, and was not, gives way. No member of the
+        // first set ever was: another one is a copy.
         let counts = |copies: &Copies| (copies.of(generation).is_some(), copies.first.is_some());
         match place {
-            Some(other) if counts(&other.1) == counts(&one.1) => return Err(set::twice(member, &other.0, &one.0)),
+            Some(other) if member.place.number == 0 || counts(&other.1) == counts(&one.1) => {
+                return Err(set::twice(member, &other.0, &one.0));
+            }
             Some(other) if counts(&other.1) > counts(&one.1) => {}
             _ => *place = Some(one),
+        }
+    }
+    // Named, it has to be one of them: what it knows of is not to be left out without a word.
+    match members.get(usize::from(own.number())) {
+        Some(Some(one)) if std::ptr::eq(*one, &found[0]) => {}
+        Some(Some(other)) => return Err(set::twice(own, &other.0, device)),
+        _ => {
+            let newest = found.iter().find(|(_, copies)| copies.of(generation).is_some());
+            return Err(set::unknown(own, device, newest.map_or("the others", |(name, _)| name)));
         }
     }
     let missing: Vec<u16> = (0..count).filter(|number| members[usize::from(*number)].is_none()).collect();

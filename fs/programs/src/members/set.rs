@@ -38,8 +38,14 @@ pub(super) fn judge(devices: Vec<(String, Arc<dyn BlockDevice>, Option<Copies>)>
         }
         found.push((name, device, copies));
     }
-    let Member { place, .. } = current(found.iter().map(|(_, _, copies)| copies)).clone();
-    found.retain(|(_, _, copies)| copies.any().place.number < place.sets);
+    let Member { place, generation: newest, .. } = current(found.iter().map(|(_, _, copies)| copies)).clone();
+    let is_known = |copies: &Copies| copies.any().place.number < place.sets;
+    // One that has a first superblock may well have been part of the volume.
+    if let Some((name, _, copies)) = found.iter().find(|(_, _, copies)| !is_known(copies) && copies.first.is_some()) {
+        let other = found.iter().find(|(_, _, copies)| copies.of(newest).is_some());
+        return Err(unknown(copies.any(), name, other.map_or("the others", |(name, ..)| name)));
+    }
+    found.retain(|(_, _, copies)| is_known(copies));
     for (number, (name, _, copies)) in found.iter().enumerate() {
         let member = copies.any();
         if let Some((other, ..)) = found[..number].iter().find(|(_, _, other)| other.any().number() == member.number()) {
@@ -110,6 +116,15 @@ pub(super) fn twice(member: &Member, one: &str, other: &str) -> String {
     let number = member.number() + 1;
     format!(
         "member {number} of volume {} is there twice: {one} and {other}; detach one of them, or name the members that count with -o device=NAME (fsck.gpunvme: --with NAME)",
+        volume_name(member)
+    )
+}
+
+/// The message where a member is of a set of which a newer one does not know.
+pub(super) fn unknown(member: &Member, name: &str, newer: &str) -> String {
+    format!(
+        "{name} is of set {} of volume {}, of which {newer} does not know. Either {name} was being added when the power failed, and was not: leave it out. Or {newer} is a copy from before: detach it",
+        member.place.number + 1,
         volume_name(member)
     )
 }

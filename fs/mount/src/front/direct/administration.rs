@@ -104,7 +104,10 @@ impl Front {
     fn grow_by(&self, devices: &[String]) -> Result<[u64; 2], Refusal> {
         self.fs.volume().may_grow().map_err(|error| refusal(&error))?;
         self.devices.add(devices).map_err(|why| (libc::EINVAL, why))?;
-        self.fs.volume().grow().map_err(|error| refusal(&error))
+        self.fs.volume().grow().map_err(|error| {
+            let (errno, why) = refusal(&error);
+            (errno, format!("the devices are the volume's now, and needed to mount it, but it uses nothing of them: {why}"))
+        })
     }
 
     fn may_grow(&self, devices: &[String]) -> Result<(), Refusal> {
