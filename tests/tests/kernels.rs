@@ -7,8 +7,8 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,9 @@ struct Site {
     volume: Mounted,
     program: PathBuf,
     bytes: Vec<u8>,
+    /// Threads that play kernels use all processors while they wait, and how long they do is part
+    /// of most tests: one program at a time.
+    _alone: MutexGuard<'static, ()>,
 }
 
 impl Site {
@@ -42,15 +45,17 @@ impl Site {
     }
 
     fn with(program: PathBuf) -> Site {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let volume = Mounted::new();
         let bytes = tree::pattern(20, LEN);
         fs::write(volume.path("file"), &bytes).unwrap();
-        Site { volume, program, bytes }
+        Site { volume, program, bytes, _alone }
     }
 
     fn scenario(&self, name: &str) -> Command {
         let mut command = Command::new("timeout");
-        command.args(["--kill-after=5", "60"]).arg(&self.program).arg(name);
+        command.args(["--kill-after=5", "120"]).arg(&self.program).arg(name);
         command.arg(self.volume.root()).arg(self.volume.path("file")).env("LD_LIBRARY_PATH", programs::folder());
         command
     }

@@ -114,7 +114,7 @@ static void requests(const char *root, const char *path)
 /* Blocks use what they read where it lies; no other request gets its slot before it is given back. */
 static void lends(const char *root, const char *path)
 {
-	Site site(root, path, 32, 8192, 1000);
+	Site site(root, path, 32, 8192, 3000);
 	launch(6, 3, [&](unsigned block, const Team &team) {
 		unsigned long long state = block + 1;
 		for (unsigned round = 0; round < 200; round++) {
@@ -310,7 +310,7 @@ static void until_over(const char *root, const char *path, unsigned patience_ms)
 }
 
 static void until_closed(const char *root, const char *path) { until_over(root, path, 0); }
-static void until_late(const char *root, const char *path) { until_over(root, path, 300); }
+static void until_late(const char *root, const char *path) { until_over(root, path, 1000); }
 
 /* The ring, as only its kernels see it. */
 struct Fields {
