@@ -37,7 +37,7 @@ pub fn run(grow: &Grow) -> Result<Report, Failure> {
     }
     let own = fs::metadata(&grow.mount).map_err(|error| Failure(format!("{}: {error}", grow.mount.display())))?.dev();
     for name in &names {
-        if path_of(name).is_some_and(|path| lies_on(&path, own)) {
+        if path_of(name).is_some_and(|path| lies_on(path, own)) {
             return Err(Failure(format!("{name}: lies on the volume itself, which could never be mounted again")));
         }
     }
