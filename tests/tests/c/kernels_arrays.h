@@ -224,7 +224,7 @@ static void array_faults(const char *root, const char *path)
 	unsigned failed = 0;
 	launch(6, 2, [&](unsigned block, const Team &team) {
 		unsigned long long state = block * 2 + team.rank() + 1;
-		for (unsigned n = 0; n < 200; n++) {
+		for (unsigned n = 0; n < 40; n++) {
 			unsigned value = 0, right;
 			unsigned long long index = random_number(&state) % count;
 			int status = array.kernels.get(index, &value, team);
