@@ -321,7 +321,7 @@ fn on_a_device_with(faults: &str, scenario: &str) -> (String, Mounted, Vec<u8>) 
     let mounted = programs::command("mount.gpunvme").arg(&device).arg(&dir).output().unwrap();
     assert!(mounted.status.success(), "{}", text(&mounted));
     let mut command = Command::new("timeout");
-    command.args(["--kill-after=5", "100"]).arg(&site.program).arg(scenario).arg(&dir).arg(dir.join("file"));
+    command.args(["--kill-after=5", "200"]).arg(&site.program).arg(scenario).arg(&dir).arg(dir.join("file"));
     let output = command.env("LD_LIBRARY_PATH", programs::folder()).output().unwrap();
     let unmounted = Command::new("umount").arg(&dir).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
