@@ -146,7 +146,7 @@ struct Site {
 		close(fd);
 		MUST(gpunvme_mount_open(root, &mount));
 		MUST(gpunvme_file_open(file_path, O_RDWR, 0, &opened));
-		/* Threads that yield may keep one out for long, and none of that is what is tested. */
+		/* Threads that yield may keep one out for long, which is not what is tested. */
 		const unsigned long_ms = 90000;
 		MUST(gpunvme_gpu_ring_create(mount, -1, entries, slot, patience_ms != 0 ? patience_ms : long_ms, &host));
 		MUST(gpunvme_gpu_ring_attach(host, opened, &attached));
