@@ -6,6 +6,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use gpunvme::{Mount, Operation, Ring};
@@ -16,6 +17,7 @@ use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount_remount};
+use rustix::process::{Gid, Uid};
 
 const MIB: u64 = 1 << 20;
 const CAPABILITY: &str = "security.capability";
@@ -42,6 +44,22 @@ fn has_capability(path: &Path) -> bool {
     }
 }
 
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().mode() & 0o7777
+}
+
+/// Does something as a user who has no privileges, and is in no group of another.
+fn as_stranger<T: Send>(what: impl FnOnce() -> T + Send) -> T {
+    let become_stranger = || {
+        let (uid, gid) = (Uid::from_raw(4711), Gid::from_raw(4711));
+        rustix::thread::set_thread_groups(&[]).unwrap();
+        rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
+        rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+        what()
+    };
+    thread::scope(|scope| scope.spawn(become_stranger).join().unwrap())
+}
+
 /// Also the writes of a ring that know where the file lies, of which the kernel keeps attributes.
 #[test]
 fn they_show_in_the_time_of_the_last_change() {
@@ -55,17 +73,16 @@ fn they_show_in_the_time_of_the_last_change() {
     let attached = attach(&ring, &path);
     for round in 0..100 {
         let before = fs::metadata(&path).unwrap().modified().unwrap();
-        std::thread::sleep(Duration::from_millis(1));
+        thread::sleep(Duration::from_millis(1));
         ring.push(&Operation::write(&attached, 4096, &memory, 0, 4096)).unwrap();
         wait_for(&mut ring, 1).remove(0).result.unwrap();
         assert!(fs::metadata(&path).unwrap().modified().unwrap() > before, "round {round}");
     }
 }
 
-/// By ioctl root's write keeps the bits, as its write(2) does. Who writes by a ring is not known,
-/// so nothing is kept.
+/// By ioctl root's write keeps the bits, as its write(2) does.
 #[test]
-fn they_take_capabilities_and_set_user_id_bits() {
+fn they_take_capabilities() {
     needs_mount!();
     let volume = Mounted::new();
     let path = volume.path("program");
@@ -77,39 +94,77 @@ fn they_take_capabilities_and_set_user_id_bits() {
         privilege(&path);
         buffer.write(&file, offset, len).unwrap();
         assert!(!has_capability(&path), "after an ioctl at {offset}");
-        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o6777);
+        assert_eq!(mode(&path), 0o6777);
     }
+    fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
     let mount = Mount::open(volume.root()).unwrap();
     let memory = shared(&mount, MIB);
     let mut ring = Ring::new(&mount, 8).unwrap();
     let attached = attach(&ring, &path);
-    for (offset, len) in [(0, 4096), (5, 100), (MIB, MIB)] {
-        privilege(&path);
+    let mut write = |offset, len| {
         ring.push(&Operation::write(&attached, offset, &memory, 0, len)).unwrap();
         wait_for(&mut ring, 1).remove(0).result.unwrap();
+    };
+    for (offset, len) in [(0, 4096), (5, 100), (MIB, MIB)] {
+        rustix::fs::setxattr(&path, CAPABILITY, &capability(), XattrFlags::empty()).unwrap();
+        write(offset, len);
         assert!(!has_capability(&path), "after a ring's write at {offset}");
-        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o777, "after a ring's write at {offset}");
     }
     // Of a file that the ring has written so often that it knows where it lies.
-    let set_user_id: fn(&Path) = |path| fs::set_permissions(path, Permissions::from_mode(0o4777)).unwrap();
-    for change in [privilege, set_user_id] {
-        let mut write = || {
-            ring.push(&Operation::write(&attached, 4096, &memory, 0, 4096)).unwrap();
-            wait_for(&mut ring, 1).remove(0).result.unwrap();
-        };
-        (0..100).for_each(|_| write());
-        change(&path);
-        write();
-        assert!(!has_capability(&path));
-        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o777);
-    }
+    (0..100).for_each(|_| write(4096, 4096));
+    rustix::fs::setxattr(&path, CAPABILITY, &capability(), XattrFlags::empty()).unwrap();
+    write(4096, 4096);
+    assert!(!has_capability(&path));
+    assert_eq!(mode(&path), 0o777);
     // What is refused takes nothing.
     privilege(&path);
     let read_only = ring.attach(&gpunvme::File::open(&path).unwrap()).unwrap();
     ring.push(&Operation::write(&read_only, 0, &memory, 0, 4096)).unwrap();
     wait_for(&mut ring, 1).remove(0).result.unwrap_err();
     assert!(has_capability(&path));
-    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o6777);
+    assert_eq!(mode(&path), 0o6777);
+}
+
+/// A program that is being started has the mode that its file had before, and what writes here need
+/// not have the file open, which would keep it from being started (`ETXTBSY`). Which process writes
+/// by a ring is not known, so a ring may write such a file for no user.
+#[test]
+fn they_are_refused_where_a_program_has_privileges_that_the_writer_may_not_keep() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let path = volume.path("program");
+    let content = tree::pattern(1, 8192);
+    fs::write(&path, &content).unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let buffer = Buffer::new(&file, MIB);
+    let mount = Mount::open(volume.root()).unwrap();
+    let memory = shared(&mount, MIB);
+    let mut ring = Ring::new(&mount, 8).unwrap();
+    let attached = attach(&ring, &path);
+    let mut by_ring = || {
+        ring.push(&Operation::write(&attached, 4096, &memory, 0, 4096)).unwrap();
+        wait_for(&mut ring, 1).remove(0).result.map(drop)
+    };
+    let by_ioctl = || as_stranger(|| buffer.write(&file, 0, 4096).map(drop));
+    for (bits, is_refused) in [(0o4777, true), (0o2777, true), (0o6766, true), (0o2766, false), (0o777, false)] {
+        // At last the ring knows where the file lies.
+        for round in 0..100 {
+            fs::set_permissions(&path, Permissions::from_mode(bits)).unwrap();
+            let (ring, ioctl) = (by_ring(), by_ioctl());
+            let refused = is_refused.then_some(libc::EPERM);
+            assert_eq!(ring.err().map(|error| error.errno().raw_os_error()), refused, "{bits:o}, round {round}, by a ring");
+            assert_eq!(ioctl.err().and_then(|error| error.raw_os_error()), refused, "{bits:o}, round {round}, by ioctl");
+            assert_eq!(mode(&path), if is_refused { bits } else { bits & 0o777 }, "round {round}");
+        }
+        if is_refused {
+            assert_eq!(fs::read(&path).unwrap(), content, "{bits:o}");
+        }
+    }
+    // write(2) takes the bits, and then they are not refused any more.
+    fs::set_permissions(&path, Permissions::from_mode(0o4777)).unwrap();
+    as_stranger(|| file.write_all_at(b"x", 0)).unwrap();
+    by_ring().unwrap();
+    by_ioctl().unwrap();
 }
 
 #[test]
@@ -153,7 +208,7 @@ fn they_end_with_a_remount_to_read_only() {
     let by_hand = |flags| mount_remount(volume.root(), flags, "").unwrap();
     for round in 0..20u64 {
         let stop = AtomicBool::new(false);
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let (ring, attached, memory, stop) = (&mut ring, &attached, &memory, &stop);
             let writer = scope.spawn(move || {
                 let (mut refused, mut last) = (None, false);
@@ -175,14 +230,14 @@ fn they_end_with_a_remount_to_read_only() {
                 }
                 unreachable!("it writes until it is stopped")
             });
-            std::thread::sleep(Duration::from_millis(5));
+            thread::sleep(Duration::from_millis(5));
             // What mount(8) runs, and what an init system calls when it shuts down; there a write
             // may be in flight.
             if round % 2 == 0 {
                 remount_with_helper(&volume, "ro");
             } else {
                 by_hand(MountFlags::RDONLY);
-                std::thread::sleep(Duration::from_millis(20));
+                thread::sleep(Duration::from_millis(20));
             }
             let content = || {
                 let mut number = [0; 8];
@@ -190,7 +245,7 @@ fn they_end_with_a_remount_to_read_only() {
                 u64::from_le_bytes(number)
             };
             let before = content();
-            std::thread::sleep(Duration::from_millis(20));
+            thread::sleep(Duration::from_millis(20));
             let after = content();
             stop.store(true, Ordering::Relaxed);
             let refused = writer.join().unwrap();

@@ -17,8 +17,9 @@ use gpunvme_gpupath::server::Reply;
 use parking_lot::Mutex;
 use slab::Slab;
 
-use super::transfers::{Transfer, has_no_privileges};
+use super::transfers::Transfer;
 use crate::front::caller::Caller;
+use crate::front::operations::files::has_no_privileges;
 use crate::front::resources::snapshot_budget::BudgetedSnapshot;
 use crate::front::shared::Front;
 
@@ -51,7 +52,7 @@ struct Places {
 
 /// The user and group of writes by rings: none that exists. Any process that has the ring's memory
 /// mapped can submit, and the process that made the ring may have given up the identity it had
-/// then; so a write by a ring strips what a write by an unprivileged user strips.
+/// then; so a write by a ring may do what a write by an unprivileged user may.
 const NOBODY: u32 = u32::MAX;
 
 impl Front {

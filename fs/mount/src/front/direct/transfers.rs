@@ -26,18 +26,15 @@ use smallvec::SmallVec;
 use crate::front::caller::Caller;
 use crate::front::kernel::UnseenWrite;
 use crate::front::messages;
-use crate::front::operations::files::strip_unless_privileged;
 use crate::front::resources::device_shares::InFlight;
 use crate::front::resources::plan_budget::PlanPermit;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 use gpunvme_engine::data::direct::{DirectRead, DirectWrite, WriteFailed, Written};
-use gpunvme_engine::data::{Filesystem, system_time};
-use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_engine::data::system_time;
+use gpunvme_engine::error::FsError;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// The capabilities that a program has when it is executed.
-const CAPABILITY: &[u8] = b"security.capability";
 /// Bytes beyond which neither a loop of the transport nor a thread that serves rings fills with
 /// zeros.
 const QUICK_ZEROES: u64 = 256 << 10;
@@ -302,12 +299,13 @@ impl Front {
         let blocks: u64 = segments.iter().map(|segment| segment.len.div_ceil(BLOCK)).sum();
         let part = WritePart { segments, next, planned: self.plan_budget.take(blocks as usize) };
         let now = system_time();
+        let front = self.clone();
         self.attempt_for(
             (write, part),
             move |fs, (Write { transfer, .. }, part)| {
                 // As for any other write: a user who changes a program must not thereby gain the
                 // rights that it runs with.
-                strip_unseen(fs, &transfer.caller, transfer.ino)?;
+                front.strip_unseen(&transfer.caller, transfer.ino)?;
                 fs.plan_direct_write(transfer.ino, &part.segments, transfer.region(), now)
             },
             move |front, (write, part), planned| match planned {
@@ -429,34 +427,6 @@ impl Front {
         let read = transfer.region().read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
         (reaches_end && read.is_ok()).then_some((end - 1, byte[0]))
     }
-}
-
-/// Whether a file has nothing that a write could strip from it ([`strip_unseen`]).
-pub(super) fn has_no_privileges(fs: &Filesystem, ino: u64) -> Attempt<bool> {
-    let has_capabilities = match fs.get_xattr(ino, CAPABILITY) {
-        Ok(_) => true,
-        Err(Fail::Error(FsError::NoData)) => false,
-        Err(fail) => return Err(fail),
-    };
-    let mode = fs.volume().stored_attributes(ino)?.inode.mode;
-    Ok(!has_capabilities && mode & (libc::S_ISUID | libc::S_ISGID) == 0)
-}
-
-/// Strips from a file what a write strips and the kernel does not see: its capabilities, which the
-/// kernel removes ahead of every write(2), and the set-user-id bits, unless the writer has the
-/// privilege to keep them.
-fn strip_unseen(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<()> {
-    match fs.get_xattr(ino, CAPABILITY) {
-        // An empty value gives nothing, and the kernel leaves it (`cap_inode_need_killpriv`).
-        Ok(value) if value.is_empty() => {}
-        Ok(_) => match fs.remove_xattr(&caller.context, ino, CAPABILITY) {
-            Ok(()) | Err(Fail::Error(FsError::NoData)) => {}
-            Err(fail) => return Err(fail),
-        },
-        Err(Fail::Error(FsError::NoData)) => {}
-        Err(fail) => return Err(fail),
-    }
-    strip_unless_privileged(fs, caller, ino).map(drop)
 }
 
 /// Outcome of a transfer when the device, or the buffer, failed: the application gets the errno,

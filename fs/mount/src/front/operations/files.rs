@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use gpunvme_abi::Segment;
-use gpunvme_engine::BLOCK_SIZE;
+use gpunvme_engine::{BLOCK_SIZE, Inode};
 use rustix::thread::CapabilitySet;
 
-use super::names::set_id_bits;
+use super::names::{SET_GROUP_ID_PROGRAM, set_id_bits};
 use crate::front::caller::{Caller, asker};
 use crate::front::shared::Front;
 use crate::front::write_request::WriteRequest;
@@ -20,6 +20,8 @@ use gpunvme_engine::volume::SetAttributes;
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile,
 /// and calls again.
 const COPY_MAX: u64 = 64 << 20;
+/// The capabilities that a program has when it is executed.
+const CAPABILITY: &[u8] = b"security.capability";
 
 impl Front {
     /// Reads; `cached`: into the kernel's page cache.
@@ -311,8 +313,35 @@ impl Front {
 
     /// As [`Front::strip`], where the kernel does not say whether the caller may keep the bits.
     fn strip_unless_privileged(&self, caller: &Caller, ino: u64) -> Attempt<()> {
-        self.stripped(ino, strip_unless_privileged(&self.fs, caller, ino)?);
-        Ok(())
+        if may_keep(&self.fs.volume().stored_attributes(ino)?.inode, caller) { Ok(()) } else { self.strip(caller, ino) }
+    }
+
+    /// Strips from a file what a write strips that the kernel does not see: its capabilities, which
+    /// the kernel removes ahead of every write(2), and the set-user-id bits.
+    ///
+    /// # Errors
+    /// [`FsError::NotPermitted`], and nothing is stripped, where the caller may not keep the bits
+    /// and programs have privileges by them. The kernel learns of a new mode when it next asks for
+    /// it, and a program that is being started has its mode by then. write(2) can strip the bits
+    /// because no program is started from a file that is open for writing (`ETXTBSY`); what writes
+    /// here need not have it open any more.
+    pub(crate) fn strip_unseen(&self, caller: &Caller, ino: u64) -> Attempt<()> {
+        let inode = self.fs.volume().stored_attributes(ino)?.inode;
+        let is_program = |mode| mode & libc::S_ISUID != 0 || mode & SET_GROUP_ID_PROGRAM == SET_GROUP_ID_PROGRAM;
+        if is_program(inode.mode) && !may_keep(&inode, caller) {
+            return Err(FsError::NotPermitted("a direct write to a file with set-user-id bits").into());
+        }
+        match self.fs.get_xattr(ino, CAPABILITY) {
+            // An empty value gives nothing, and the kernel leaves it (`cap_inode_need_killpriv`).
+            Ok(value) if value.is_empty() => {}
+            Ok(_) => match self.fs.remove_xattr(&caller.context, ino, CAPABILITY) {
+                Ok(()) | Err(Fail::Error(FsError::NoData)) => {}
+                Err(fail) => return Err(fail),
+            },
+            Err(Fail::Error(FsError::NoData)) => {}
+            Err(fail) => return Err(fail),
+        }
+        self.strip_unless_privileged(caller, ino)
     }
 
     fn stripped(&self, ino: u64, is_stripped: bool) {
@@ -320,6 +349,17 @@ impl Front {
             kernel.invalidate_attributes(ino);
         }
     }
+}
+
+/// Whether a file has nothing that a write could strip from it ([`Front::strip_unseen`]).
+pub(crate) fn has_no_privileges(fs: &Filesystem, ino: u64) -> Attempt<bool> {
+    let has_capabilities = match fs.get_xattr(ino, CAPABILITY) {
+        Ok(_) => true,
+        Err(Fail::Error(FsError::NoData)) => false,
+        Err(fail) => return Err(fail),
+    };
+    let mode = fs.volume().stored_attributes(ino)?.inode.mode;
+    Ok(!has_capabilities && mode & (libc::S_ISUID | libc::S_ISGID) == 0)
 }
 
 /// Strips the set-user-id bits from a file. Returns whether it had any.
@@ -331,10 +371,9 @@ fn strip(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
     Ok(bits_gone != 0)
 }
 
-/// As [`strip`], unless the caller may keep the bits (`CAP_FSETID`).
-pub(crate) fn strip_unless_privileged(fs: &Filesystem, caller: &Caller, ino: u64) -> Attempt<bool> {
-    let inode = fs.volume().stored_attributes(ino)?.inode;
-    if set_id_bits(&inode, caller) == 0 || caller.has(CapabilitySet::FSETID) { Ok(false) } else { strip(fs, caller, ino) }
+/// Whether a file keeps the bits that it has when the caller changes it (`CAP_FSETID`).
+fn may_keep(inode: &Inode, caller: &Caller) -> bool {
+    set_id_bits(inode, caller) == 0 || caller.has(CapabilitySet::FSETID)
 }
 
 fn is_aligned(bytes: u64) -> bool {

@@ -14,7 +14,7 @@ use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode,
 const BATCH: usize = 64;
 
 /// Permissions of a program that runs with the privileges of its group.
-const SET_GROUP_ID_PROGRAM: u32 = libc::S_ISGID | libc::S_IXGRP;
+pub(super) const SET_GROUP_ID_PROGRAM: u32 = libc::S_ISGID | libc::S_IXGRP;
 
 /// A listing that takes the entries of a directory.
 pub(crate) trait Listing: Send + 'static {
