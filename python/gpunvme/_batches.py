@@ -17,6 +17,15 @@ BATCH = 128 << 20
 DEPTH = 4
 
 
+def _lies_on_gpu(tensor: Any) -> bool:
+    """Of PyTorch's tensors or an array like CuPy's, which has the interface on GPUs alone.
+
+    PyTorch's tensors have it too, but to look for it is an error where it has no name for the data type.
+    """
+    is_cuda = getattr(tensor, "is_cuda", None)
+    return bool(is_cuda) if is_cuda is not None else hasattr(tensor, "__cuda_array_interface__")
+
+
 def batches(items: Iterable[tuple[File, Any, int, int]]) -> Iterator[tuple[File, list[tuple[Any, int]], int]]:
     """Groups items ``(file, tensor, offset, bytes)`` into requests ``(file, pairs, bytes)``.
 
@@ -30,8 +39,7 @@ def batches(items: Iterable[tuple[File, Any, int, int]]) -> Iterator[tuple[File,
             for on_gpu in list(pairs):
                 yield file, pairs.pop(on_gpu), sizes.pop(on_gpu)
         file = at
-        # CuPy's arrays have the interface, PyTorch's tensors too where they lie on a GPU.
-        on_gpu = hasattr(tensor, "__cuda_array_interface__") or bool(getattr(tensor, "is_cuda", False))
+        on_gpu = _lies_on_gpu(tensor)
         if on_gpu in pairs and sizes[on_gpu] + length > BATCH:
             yield file, pairs.pop(on_gpu), sizes.pop(on_gpu)
         pairs.setdefault(on_gpu, []).append((tensor, offset))

@@ -28,7 +28,7 @@ def program(name: str) -> str:
 class Volume:
     """A formatted image, mounted."""
 
-    def __init__(self, folder: Path, size: int = 2 << 30) -> None:
+    def __init__(self, folder: Path, size: int = 4 << 30) -> None:
         self.image, self.path = folder / "image", folder / "mnt"
         with open(self.image, "wb") as image:
             image.truncate(size)

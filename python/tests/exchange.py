@@ -131,7 +131,8 @@ def table(major: int = 1, previous: Table | None = None) -> Table:
 
 
 _NAME = ctypes.create_string_buffer(b"dlpack_exchange_api")
-_new = ctypes.pythonapi.PyCapsule_New
+# By its item: the attribute is one for all of the process, which others may have given other types.
+_new = ctypes.pythonapi["PyCapsule_New"]
 _new.restype, _new.argtypes = ctypes.py_object, (c_void_p, c_void_p, c_void_p)
 
 

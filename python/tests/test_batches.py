@@ -57,3 +57,20 @@ def test_arrays_of_gpus_go_with_one_another() -> None:
     file: Any = object()
     items = [(file, OfCuPy(), 0, 1), (file, numpy.zeros(1), 1, 1), (file, OfCuPy(), 2, 1)]
     assert [size for _, _, size in batches(iter(items))] == [2, 1]
+
+
+class Float8:
+    """Looks as PyTorch 2.11's tensors of float8 on a GPU do: to look for the interface is an error."""
+
+    is_cuda = True
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise KeyError("torch.float8_e4m3fn")
+
+
+def test_a_data_type_that_the_array_interface_has_not_lies_on_its_gpu(folder: Path) -> None:
+    with gpunvme.open(folder / "f", "w") as file:
+        tensor, host = Float8(), bytearray(4)
+        requests = list(batches([(file, tensor, 0, 4), (file, host, 4, 4)]))
+    assert [(pairs, length) for _, pairs, length in requests] == [([(tensor, 0)], 4), ([(host, 4)], 4)]

@@ -89,7 +89,8 @@ def test_tensors_are_read_where_they_lie(folder):
     read = sum(mount.stats()["read"].values())
     dcp.load(target, storage_reader=Reader(folder / "c"))
     assert target["a"].data_ptr() == before and equal(target, saved)
-    assert sum(mount.stats()["read"].values()) - read == saved["a"].nbytes
+    # What the kernel has read ahead is in its page cache, and not read again.
+    assert 0 < sum(mount.stats()["read"].values()) - read <= saved["a"].nbytes
     if DEVICE == "cuda":
         dcp.load(target, storage_reader=Reader(folder / "c", require="bounce"))
 
